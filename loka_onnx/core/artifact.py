@@ -14,7 +14,7 @@ from loka_onnx.errors import ConfigError, UserError
 
 
 class OutputKind(StrEnum):
-    """What an output means; decides its loss."""
+    """Meaning of an output; decides its loss."""
 
     LOGIT = "logit"
     PROBABILITY = "probability"
@@ -22,7 +22,7 @@ class OutputKind(StrEnum):
 
 
 KL_PER_BUDGET = 5.0
-"""KL accepted, in budgets, where `OutputSpec.max_kl` does not say: the labelled part may hide harm."""
+"""Accepted KL, in budgets, without `OutputSpec.max_kl`: the labelled part may hide harm."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,16 @@ class OutputSpec:
     """One output that is judged.
 
     Attributes:
-        name: Name of the graph output.
-        kind: How it is read: a logit, a probability (clipped to [clip, 1-clip] and turned into a logit)
-            or a regression.
-        label: Column of the data that holds the label; None where there is none. Then a logit or probability
-            is judged on the label-free part of the loss change over the mean entropy of p; a regression,
-            which has no entropy, needs a label.
+        kind: Logit, probability (clipped to [clip, 1-clip] and turned into a logit) or regression.
+        label: Label column, or None. Without one a logit or probability is judged on the label-free part of
+            the loss change over the mean entropy of p; a regression, which has no entropy, needs a label.
         weight: Column of per-row weights, or None.
         budget: Largest accepted relative loss increase (0.0002 is 0.02 %).
-        clip: Clipping of probabilities.
         max_kl: Largest accepted KL over the FP32 loss (or entropy); None for `KL_PER_BUDGET` budgets.
         max_auc_drop: Largest accepted decrease of AUC (0.0001 is .01 points); None for any.
 
     Raises:
-        ConfigError: A regression has no label, or a limit that only a log loss has.
+        ConfigError: A regression has no label, or has a limit of log losses.
     """
 
     name: str
@@ -83,7 +79,6 @@ class TensorSpec:
     """A graph input or output.
 
     Attributes:
-        name: Name in the graph.
         dtype: numpy name, for example ``float32``.
         shape: None where dynamic; the batch is axis 0.
     """
@@ -95,13 +90,12 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Parity:
-    """Agreement of the exported graph with the module it came from.
+    """Agreement of the exported graph with its torch module.
 
     Attributes:
-        rows: Rows compared.
         max_abs: Largest absolute difference of any output.
         rms: Root mean square difference.
-        tolerance: What `max_abs` was held against.
+        tolerance: Limit of `max_abs`.
     """
 
     rows: int
@@ -118,13 +112,10 @@ class ModelArtifact:
         path: The ``.onnx`` file, relative to the run directory in its document; absolute in a report.
         digest: SHA-256 over the graph and its external data.
         opset: Version of the default operator set.
-        inputs: Graph inputs.
-        outputs: Graph outputs.
         sites: Every site, in topological order.
-        producer: What wrote the original model.
+        producer: Writer of the original model.
         parity: Agreement with the torch module; None when the model entered as ONNX.
-        notes: What was converted on the way in.
-        other_products: What multiplies matrices and is no site.
+        notes: Conversions on the way in.
     """
 
     SCHEMA: ClassVar[str] = "model/2"
@@ -142,10 +133,10 @@ class ModelArtifact:
     other_products: tuple[OtherProduct, ...] = ()
 
     def placed(self, directory: Path) -> ModelArtifact:
-        """The model of a document in a run directory, by its path there.
+        """Return the model with its path in a run directory.
 
         Raises:
-            UserError: It would lie elsewhere.
+            UserError: The path leaves the directory.
         """
         if not is_inside(self.path):
             raise UserError(
@@ -154,11 +145,7 @@ class ModelArtifact:
         return replace(self, path=directory / self.path)
 
     def site(self, name: str) -> Site:
-        """The site of that name.
-
-        Raises:
-            KeyError: There is none.
-        """
+        """Return the site of that name."""
         for site in self.sites:
             if site.name == name:
                 return site

@@ -1,4 +1,4 @@
-"""Where files that only save time are kept between runs; deleting any of them is harmless."""
+"""Directory of files that only save time between runs; deleting any of them is harmless."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ VARIABLE = "LOKA_ONNX_CACHE"
 
 
 def cache_directory() -> Path:
-    """The directory of this user's caches; it need not exist yet.
+    """Return the directory of this user's caches; it need not exist yet.
 
-    The environment variable `LOKA_ONNX_CACHE` if it is set, else ``loka-onnx`` below what the XDG Base
-    Directory Specification calls the cache home.
+    `LOKA_ONNX_CACHE` if it is set, else ``loka-onnx`` in the cache home of the XDG Base Directory
+    Specification.
     """
     chosen = os.environ.get(VARIABLE)
     if chosen:
         return Path(chosen)
     home = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification: a relative path is invalid and is to be ignored.
+    # The specification says to ignore a relative path.
     base = Path(home) if Path(home).is_absolute() else Path.home() / ".cache"
     return base / "loka-onnx"

@@ -1,7 +1,7 @@
-"""Corrections: constants that are fitted to a quantized model.
+"""Corrections: constants fitted to a quantized model.
 
-They are not part of the model: a plan with its corrections is another candidate than the plan alone, and what
-is accepted was held against it on rows that the constants were not fitted to.
+They are not part of the model: a plan with corrections is another candidate than the plan alone, judged on
+rows that the constants were not fitted to.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ class Variant(StrEnum):
 
 @dataclass(frozen=True)
 class BiasCorrection:
-    """What is added behind one site.
+    """Constants added behind one site.
 
     Attributes:
-        site: Name of the site.
-        shape: Shape of `values`; broadcasts to the output of the site, with one number for each channel.
-        values: What is added, in row-major order.
-        error_before: Root mean square, over channels, of the mean error of the site's output (with its bias)
-            in the planned model without corrections, on the rows that the correction was fitted to.
+        shape: Shape of `values`; broadcasts to the output of the site, one number for each channel.
+        values: In row-major order.
+        error_before: Root mean square over channels of the mean error of the site's output (with its bias),
+            in the planned model without corrections, on the fitting rows.
         error_after: The same with the biases of all sites corrected.
     """
 
@@ -55,18 +54,16 @@ class BiasCorrection:
 
     @property
     def largest(self) -> float:
-        """Largest magnitude of what is added."""
+        """Largest magnitude of `values`."""
         return max(map(abs, self.values), default=0.0)
 
 
 @dataclass(frozen=True)
 class OutputConstant:
-    """What is added to the logit (or regression output) of one output.
+    """Constant added to the logit (or regression output) of one output.
 
     Attributes:
-        output: Name of the output.
         kind: How it is read; the constant of a probability stands in front of its Sigmoid.
-        value: The constant.
     """
 
     output: str
@@ -76,7 +73,7 @@ class OutputConstant:
 
 @dataclass(frozen=True)
 class Corrections:
-    """What is written into a planned model.
+    """Constants of a planned model.
 
     Attributes:
         bias: By site.
@@ -97,12 +94,11 @@ class Trial:
     """One output under one variant on the selection split, against the FP32 reference.
 
     Attributes:
-        variant: What is corrected.
-        constant: What is added to the logit (or regression output); 0 for a variant without a constant.
+        constant: Added to the logit (or regression output); 0 for a variant without a constant.
         mean_error: Mean change of the logit (or regression output).
         delta_ne: Relative change of the loss; None without labels.
-        kl: Its label-free part.
-        labelled: Its labelled part; None without labels.
+        kl: Label-free part of it.
+        labelled: Labelled part of it; None without labels.
     """
 
     variant: Variant
@@ -114,20 +110,18 @@ class Trial:
 
     @property
     def judged(self) -> Interval:
-        """What decides: ΔNE, or KL where there are no labels."""
+        """ΔNE, or KL where there are no labels: it decides."""
         return self.kl if self.delta_ne is None else self.delta_ne
 
 
 @dataclass(frozen=True)
 class OutputCorrection:
-    """What was tried on one output.
+    """Trials on one output.
 
     Attributes:
-        output: Name of the output.
-        kind: How it is read.
-        trials: Every variant that is possible; `Variant.NONE` is the first.
-        accepted: The one that is kept.
-        reason: Why, in one sentence.
+        trials: Every possible variant; `Variant.NONE` is the first.
+        accepted: The kept one.
+        reason: In one sentence.
     """
 
     output: str
@@ -137,11 +131,7 @@ class OutputCorrection:
     reason: str
 
     def trial(self, variant: Variant) -> Trial:
-        """The trial of a variant.
-
-        Raises:
-            KeyError: It was not tried.
-        """
+        """Return the trial of a variant."""
         for trial in self.trials:
             if trial.variant is variant:
                 return trial
@@ -149,12 +139,12 @@ class OutputCorrection:
 
     @property
     def before(self) -> Trial:
-        """Without any correction."""
+        """Trial without any correction."""
         return self.trial(Variant.NONE)
 
     @property
     def after(self) -> Trial:
-        """With what is kept."""
+        """Trial of the kept variant."""
         return self.trial(self.accepted)
 
 
@@ -163,13 +153,9 @@ class PlanCorrections:
     """The corrections of one plan: fitted on calibration rows, judged on the selection split.
 
     Attributes:
-        plan: Id of the plan.
-        rows: Calibration rows that they were fitted to.
-        bias: Biases that were fitted, kept or not.
-        left_alone: Why a site in FP8 has none, by its name.
-        outputs: One entry for each judged output.
-        failure: Why the plan has no corrections: it could not be simulated, or is too far beyond the budget;
-            empty where they were tried.
+        left_alone: Reason why a site in FP8 has none, by its name.
+        failure: Why the plan has no corrections: simulation failed, or it is too far beyond the budget; else
+            empty.
     """
 
     plan: str
@@ -181,12 +167,12 @@ class PlanCorrections:
 
     @property
     def keeps_bias(self) -> bool:
-        """Whether the biases are kept; they are for all outputs or for none."""
+        """Whether the biases are kept: for all outputs or for none."""
         return any(output.accepted.has_bias for output in self.outputs)
 
     @property
     def accepted(self) -> Corrections:
-        """What is written into the planned model."""
+        """Corrections of the planned model."""
         constants = tuple(
             OutputConstant(output.output, output.kind, output.after.constant)
             for output in self.outputs
@@ -205,5 +191,5 @@ class CorrectionSet:
     plans: tuple[PlanCorrections, ...] = ()
 
     def accepted(self, plan: str) -> Corrections:
-        """What is written into the model of a plan; nothing for a plan without corrections."""
+        """Return the accepted corrections of a plan; empty for a plan without any."""
         return next((each.accepted for each in self.plans if each.plan == plan), Corrections())

@@ -1,4 +1,4 @@
-"""Devices that a run file can name, and their architectures as compilers name them.
+"""Devices that a run file can name, with their architectures as compilers name them.
 
 Sources: NVIDIA's table of compute capabilities; AMD's table of LLVM targets. Each backend says which of these
 it builds for.
@@ -31,29 +31,24 @@ AMD: Mapping[str, tuple[str, ...]] = {
 ACCELERATORS: Mapping[str, tuple[str, ...]] = {**NVIDIA, **AMD}
 """Architectures of each device that is not the processor."""
 FLOAT8_FROM = 89
-"""Least NVIDIA compute capability whose tensor cores multiply FP8, major and minor digits together."""
+"""Least NVIDIA compute capability with FP8 tensor cores, major and minor digits together."""
 
 
 def capability(architecture: str) -> int:
-    """Digits of an NVIDIA architecture: 90 of ``sm90``.
-
-    Args:
-        architecture: ``sm`` and digits.
-    """
+    """Return the digits of an NVIDIA architecture: 90 of ``sm90``."""
     return int(architecture.removeprefix("sm"))
 
 
 SLICE = "mig-slice"
-"""What `device_called` calls a slice of a GPU, whichever GPU it is of. No run file names it: a slice has a
-part of the cores and of the memory, and what it takes is no time of the device."""
+"""Result of `device_called` for a slice of any GPU. No run file names it: a slice has part of the cores and
+memory, so its latency is not that of the device."""
 
 
 def device_called(name: str, architecture: str) -> str:
-    """The device of a driver's name, as run files name it; empty where none is known, `SLICE` for a slice.
+    """Return a device's name in run files; empty where unknown, `SLICE` for a slice.
 
     Args:
         name: As the driver names it, for example ``NVIDIA H100 80GB HBM3``.
-        architecture: Compute capability of an NVIDIA device (``sm90``); of others it does not matter.
     """
     words = name.upper().replace("-", " ").split()
     # NVIDIA's driver adds the profile to the name of the GPU: "NVIDIA H100 80GB HBM3 MIG 1g.10gb".

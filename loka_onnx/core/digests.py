@@ -1,4 +1,4 @@
-"""Content digests: what a stage's output depends on, as a cache key."""
+"""Content digests, used as cache keys."""
 
 from __future__ import annotations
 

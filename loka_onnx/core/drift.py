@@ -1,4 +1,4 @@
-"""How far live data have moved from a profile, and whether somebody should know."""
+"""Drift of live data from a profile, and its alarms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loka_onnx.core.serde import STRICT
 
 
 class Measure(StrEnum):
-    """What an alarm is about."""
+    """Subject of an alarm."""
 
     MEAN = "mean"
     RMS = "rms"
@@ -25,28 +25,25 @@ class Measure(StrEnum):
 
 @dataclass(frozen=True)
 class Relevance:
-    """How large a change must be to alarm. Certainty is asked for as well, and is not enough.
+    """Least relevant changes: an alarm needs a change that is certain and at least this large.
 
-    With enough rows every real difference is certain, and none of a hundredth of a percent is worth waking
-    somebody. Set all to 0 to hear of every change that is certain.
+    With enough rows every real difference is certain. Set all to 0 to report every certain change.
 
     Attributes:
-        mean: Shift of a tensor's mean, in standard deviations of its elements. 0.1 is half of what Cohen
-            calls a small effect.
+        mean: Shift of a tensor's mean, in standard deviations of its elements. 0.1 is half of Cohen's small
+            effect.
         rms: Relative change of its root mean square.
         zeros: Change of its share of zeros.
-        column: Of one column of a narrow tensor, a feature as a rule: shift of the mean in its standard
-            deviations, or relative change of its rms. More than of a tensor, because single features do move
-            (seasons, new items); a unit that changed, a default that came in or a source that fell silent
-            goes beyond it.
-        stability_index: Population stability index of its magnitudes; 0.1 is where credit scoring begins to
-            look.
-        range_growth: Live amax over that of the profile, less 1. At 0.25 the largest value loses a fifth
-            of itself to clipping, three times what E4M3 rounds off at most (1/16).
-        saturated_share: Growth of the share of activation elements that are clipped. 0.001 is ten times what
-            the scale rule ``percentile-99.99`` gives up on purpose.
-        delta_ne: Predicted growth of ΔNE over the output's budget. Half of a budget is what a plan leaves
-            to other causes than KL, so that a plan with more than that is no longer inside.
+        column: For one column of a narrow tensor, a feature as a rule: shift of the mean in its standard
+            deviations, or relative change of its rms. Larger than for a tensor, because single features do
+            move (seasons, new items); a changed unit, a new default or a silent source exceeds it.
+        stability_index: Population stability index of its magnitudes; credit scoring investigates from 0.1.
+        range_growth: Live amax over the profile's, less 1. At 0.25 the largest value loses a fifth of itself
+            to clipping, three times the largest E4M3 rounding (1/16).
+        saturated_share: Growth of the share of clipped activation elements. 0.001 is ten times what the scale
+            rule ``percentile-99.99`` clips on purpose.
+        delta_ne: Predicted growth of ΔNE over the output's budget. A plan leaves half of a budget to causes
+            other than KL, so beyond that it is no longer inside.
     """
 
     mean: float = 0.1
@@ -64,15 +61,15 @@ class Shift:
     """One statistic over batches, in the profile and in the live data.
 
     Attributes:
-        statistic: Its name in `BatchSpread.statistics`: ``mean``, ``rms``, ``zeros``, ``log2.<e>``,
+        statistic: Key in `BatchSpread.statistics`: ``mean``, ``rms``, ``zeros``, ``log2.<e>``,
             ``column.<i>.mean`` or ``column.<i>.rms``.
         profile: Its mean over the profile's batches.
         live: Its mean over the live batches.
-        unit: What a change of it is large or small against: of a mean the standard deviation of the elements,
-            of an rms itself, of a share 1.
+        unit: Unit of its changes: for a mean the standard deviation of the elements, for an rms itself, for a
+            share 1.
         standard_error: Of the difference.
         p_value: Two-sided, of this test alone.
-        adjusted: The same, adjusted for all tests of the report (Holm).
+        adjusted: Adjusted for all tests of the report (Holm).
     """
 
     statistic: str
@@ -100,7 +97,7 @@ class Shift:
 
 
 def _over(difference: float, unit: float) -> float:
-    """The quotient; infinite for a difference where nothing varies."""
+    """Return the quotient; infinite for a difference where nothing varies."""
     if difference == 0.0:
         return 0.0
     return difference / unit if unit else copysign(inf, difference)
@@ -114,7 +111,6 @@ class RangeShift:
         profile_amax: Largest magnitude in the profile.
         live_amax: Largest magnitude in the live data.
         beyond: Live batches that went beyond the profile's range.
-        batches: Live batches.
         p_value: Of so many under exchangeable batches, of this test alone.
         adjusted: The same, adjusted for all tests of the report (Holm).
     """
@@ -140,8 +136,6 @@ class TensorDrift:
 
     Attributes:
         tensor: Its name in the graph.
-        sites: Sites that read it.
-        range: Its range.
         shifts: Its statistics over batches; empty where there are too few.
         stability_index: Population stability index over zeros and octaves of magnitude.
         columns: Names of its columns, "" for one without; empty where none has one. Columns of a file keep
@@ -176,13 +170,10 @@ class SiteDrift:
 
     Attributes:
         site: Its name.
-        recipe: Id of the recipe.
         tensor: Its activation.
         is_counted: Whether it is among the sites that the prediction of ΔNE adds up.
         profile_saturated: Share of activation elements beyond the format's range, in the profile.
-        live_saturated: The same in the live data.
         profile_noise: Noise energy over signal energy of its output, in the profile.
-        live_noise: The same in the live data.
         kl: Its KL on each output in the profile, relative to the loss there.
         live_kl: Its KL on each output in the live data, relative to the same loss; empty where it is not
             counted.
@@ -201,20 +192,19 @@ class SiteDrift:
 
     @property
     def predicted(self) -> dict[str, float]:
-        """Change of its KL on each output, which is what it is predicted to do to ΔNE."""
+        """Change of its KL on each output: the predicted change of ΔNE."""
         return {output: now - self.kl[output] for output, now in self.live_kl.items()}
 
 
 @dataclass(frozen=True)
 class OutputDrift:
-    """What the change of FP8 error is predicted to do to one output.
+    """Predicted effect of the changed FP8 error on one output.
 
     Attributes:
-        output: Its name.
-        budget: Largest accepted relative loss increase; None where it is not known.
+        budget: Largest accepted relative loss increase; None where unknown.
         kl: Sum of the counted sites' KL in the profile, relative to the loss there.
-        live_kl: The same in the live data, relative to the same loss; None where no site is counted. The
-            loss on live rows is not known without labels, and drift rather raises it.
+        live_kl: The same in the live data, relative to the same loss; None where no site is counted. The loss
+            on live rows is unknown without labels, and drift tends to raise it.
         standard_error: Of the difference of both.
     """
 
@@ -226,7 +216,7 @@ class OutputDrift:
 
     @property
     def predicted(self) -> float:
-        """Predicted growth of ΔNE: of its label-free part, which is FP8's doing alone; 0 if unknown."""
+        """Predicted growth of ΔNE, label-free part, due to FP8 alone; 0 if unknown."""
         return 0.0 if self.live_kl is None else self.live_kl - self.kl
 
 
@@ -237,10 +227,9 @@ class Alarm:
     Attributes:
         where: Name of the tensor, site or output.
         measure: What changed.
-        value: By how much, in the unit of the threshold.
-        threshold: What it was held against.
+        value: Size of the change, in the unit of the threshold.
         adjusted: p-value of the change, adjusted for all tests of the report.
-        sentence: The same for a reader.
+        sentence: For a reader.
     """
 
     where: str
@@ -256,25 +245,16 @@ class DriftReport:
     """Live data against a profile.
 
     Attributes:
-        model_digest: Digest of the model.
-        profile_digest: Digest of the calibration rows.
-        live_digest: Digest of the live rows.
-        profile_rows: Rows behind the profile's ranges.
-        live_rows: Live rows.
         batch_rows: Rows of a batch, the unit of every test; 0 where the profile knows none.
-        profile_batches: Full batches of the profile.
-        live_batches: Full live batches.
         family_wise: Largest probability of any false alarm.
-        tests: Tests made.
         basis: Whose sites the prediction of ΔNE adds up, as in ``plan fp8-safe``.
-        relevance: How large a change had to be.
+        relevance: Least relevant changes.
         tensors: Every activation, worst first.
         sites: Every product, worst first.
-        outputs: Every output of the profile.
-        alarms: What stands, worst first.
+        alarms: Worst first.
         synthetic: Whether any row of the profile was generated.
-        not_judged: Why nothing could be judged, and what to do; empty where it was. Without it, no alarm
-            means that none is called for.
+        not_judged: Why nothing could be judged, and the remedy; else empty. Without it, no alarms means no
+            drift.
     """
 
     SCHEMA: ClassVar[str] = "drift/1"
@@ -301,10 +281,10 @@ class DriftReport:
 
     @property
     def is_judged(self) -> bool:
-        """Whether there were batches enough to tell drift from chance."""
+        """Whether there were enough batches to tell drift from chance."""
         return not self.not_judged
 
     @property
     def changed(self) -> tuple[TensorDrift, ...]:
-        """Tensors with a change that is certain, however small."""
+        """Tensors with a certain change, however small."""
         return tuple(t for t in self.tensors if t.smallest_adjusted <= self.family_wise)

@@ -11,30 +11,28 @@ from loka_onnx.core.split import Part
 
 
 class BuildStatus(StrEnum):
-    """How far a candidate came."""
+    """State of a candidate's build."""
 
     READY = "built and run here"
     BUILT_NOT_RUN = "built, not run"
-    """The engine is for a device that this host does not have."""
+    """The engine is for a device that this host lacks."""
     DECLINED = "declined"
-    """The backend cannot honour the plan and says so beforehand: a result, not a failure."""
+    """The backend reports beforehand that it cannot honour the plan: a result, not a failure."""
     FAILED = "failed"
     WAITING = "waiting for its build job"
-    """This host cannot build it: a job for another host is written, and has no result yet."""
+    """This host cannot build it; a job for another host is written, without a result yet."""
     RUN_ELSEWHERE = "built and run on another host"
-    """The result of a build job that carried the rows: judged on the outputs that came back."""
+    """Result of a build job with rows: judged on the outputs that came back."""
 
 
 @dataclass(frozen=True)
 class SitePrecision:
-    """What a built engine really runs a planned site in.
+    """Precision of a planned site in a built engine.
 
     Attributes:
-        site: Name of the site.
-        planned: Precision that the plan asked for.
         operands: Element type of each operand in the compiled engine, as the engine names them.
         engaged: Whether the engine honours the plan at this site.
-        evidence: Where that was read.
+        evidence: Source of `operands`.
     """
 
     site: str
@@ -50,21 +48,17 @@ class EngineArtifact:
 
     Attributes:
         backend: ``onnxruntime``, ``tensorrt_rtx``, …
-        plan: Id of the plan.
-        target: Device it was built for, as named in the run file.
+        target: Device in the run file.
         architecture: Device architecture as the backend names it (``sm89``, ``cpu``).
-        status: How far it came.
-        simulated: FP8 is simulated: accuracy counts, speed never enters the choice.
-        path: Engine file relative to the run directory; None when it was not built.
+        simulated: FP8 is simulated: accuracy counts, latency is not meaningful.
+        path: Relative to the run directory; None when not built.
         bytes: Size of all of its files.
         digest: SHA-256 of the engine file; over all of its files when weights are beside it.
         backend_version: Version of the library that built it.
-        sites: What the compiled engine runs each planned site in.
-        build_seconds: Wall time of the build.
         detail: Failure with its evidence, or why it was declined or not run.
         portability: Where the engine file may be loaded.
-        part: What it was built from: the whole model, or its dense half.
-        remarks: What its maker left out that it does elsewhere, each with the place and the reason.
+        part: Source: the whole model, or its dense half.
+        remarks: Fusions that its maker does elsewhere but not here, with place and reason.
     """
 
     SCHEMA: ClassVar[str] = "engine/2"
@@ -99,7 +93,7 @@ class EngineArtifact:
 
     @property
     def was_run(self) -> bool:
-        """Whether it gave outputs for the rows that it is judged on, here or elsewhere."""
+        """Whether it gave outputs on the judged rows, here or elsewhere."""
         return self.status in {BuildStatus.READY, BuildStatus.RUN_ELSEWHERE}
 
     @property

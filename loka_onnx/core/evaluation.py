@@ -14,14 +14,14 @@ from loka_onnx.core.serde import STRICT
 
 DELTA_NE_NAME = "ΔNE"
 KL_NAME = "KL over the mean entropy"
-"""What an output is judged on, with labels and without."""
+"""Name of the judged quantity without labels."""
 FAILED = "failed"
-"""How `Evaluation.status` begins where the engine failed."""
+"""Prefix of `Evaluation.status` where the engine failed."""
 
 
 @dataclass(frozen=True)
 class TaskMetrics:
-    """Quality of one output of one engine; every part of it needs labels and is None without them.
+    """Quality of one output of one engine; None for each part that needs missing labels.
 
     Attributes:
         loss: Mean log loss (nats), or mean squared error for a regression.
@@ -42,8 +42,8 @@ class PairedDifference:
     """An engine against the FP32 reference, row by row.
 
     Attributes:
-        denominator: What changes of the loss are relative to: `LOSS`, the mean FP32 loss, or where there
-            are no labels `ENTROPY`, the mean entropy of the FP32 model's predictions.
+        denominator: Reference of loss changes: `LOSS`, the mean FP32 loss, or without labels `ENTROPY`, the
+            mean entropy of the FP32 model's predictions.
         delta_ne: Relative change of the loss (equal to the relative change of normalized entropy); None
             without labels.
         kl: Its label-free part.
@@ -65,11 +65,11 @@ class PairedDifference:
 
     @property
     def judged(self) -> Interval:
-        """What is held against the budget: ΔNE, or KL where there are no labels."""
+        """Quantity of the budget: ΔNE, or KL where there are no labels."""
         return self.kl if self.delta_ne is None else self.delta_ne
 
     def guarded(self, guard: Because) -> Interval | None:
-        """What a guard is held against: KL, or the decrease of AUC; None where there is no AUC."""
+        """Return the quantity of a guard: KL, or the decrease of AUC; None where there is no AUC."""
         if guard is Because.MAX_KL:
             return self.kl
         drop = self.delta_auc
@@ -79,12 +79,12 @@ class PairedDifference:
 
     @property
     def judged_name(self) -> str:
-        """What `judged` is, in words."""
+        """Name of `judged`, in words."""
         return KL_NAME if self.delta_ne is None else DELTA_NE_NAME
 
 
 MOST_TIMES = 100
-"""Times the rows at hand beyond which no number of rows is told that would decide."""
+"""Largest multiple of the present rows that is reported as deciding."""
 
 
 class BudgetStatus:
@@ -94,11 +94,11 @@ class BudgetStatus:
     BEYOND = "beyond"
     UNDECIDED = "undecided"
     NOT_JUDGED = "not judged"
-    """Only of a slice: too few rows for an interval that could be trusted."""
+    """Only for a slice: too few rows for a valid interval."""
 
 
 def worst(statuses: Collection[str]) -> str:
-    """Of values of `BudgetStatus`: beyond on one outweighs undecided on another."""
+    """Return the worst `BudgetStatus`: beyond outweighs undecided."""
     for status in (BudgetStatus.BEYOND, BudgetStatus.UNDECIDED):
         if status in statuses:
             return status
@@ -114,10 +114,8 @@ class SliceDifference:
     columns (Bonferroni).
 
     Attributes:
-        column: Name of the column.
-        value: The value as text; None for null.
-        rows: Rows that have it.
-        units: Independent units among them that carry weight: groups, or rows where nothing groups them.
+        value: As text; None for null.
+        units: Independent units with weight: groups, or rows without groups.
         delta_ne: As in `PairedDifference`; None without labels, and where the slice is not judged.
         kl: Its label-free part; None where the slice is not judged.
         labelled: Its labelled part; None without labels, and where the slice is not judged.
@@ -137,22 +135,22 @@ class SliceDifference:
 
     @property
     def judged(self) -> Interval | None:
-        """What is held against the budget: ΔNE, or KL where there are no labels; None if nothing is."""
+        """ΔNE, or KL where there are no labels; None if not judged."""
         return self.kl if self.delta_ne is None else self.delta_ne
 
 
 class Because(StrEnum):
-    """What apart from the budget keeps an output from being within."""
+    """Reason other than the budget for an output not being within."""
 
     MAX_KL = "max_kl"
     MAX_AUC_DROP = "max_auc_drop"
     FEW_UNITS = "few units"
-    """Too few groups, or rows, for an interval that could be trusted."""
+    """Too few groups, or rows, for a valid interval."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """A limit that an output is held against beside its budget.
+    """A limit beside the budget.
 
     Attributes:
         name: `Because.MAX_KL` or `Because.MAX_AUC_DROP`.
@@ -167,17 +165,16 @@ class Guard:
 
 @dataclass(frozen=True)
 class Basis:
-    """What the intervals of an output rest on.
+    """Basis of an output's intervals.
 
     Attributes:
-        units: Independent units with weight: groups, or rows where nothing groups them.
-        is_grouped: Whether units are groups.
-        largest: Name of the largest group; empty where nothing groups the rows.
-        largest_share: Its share of the rows, by weight; of one row where nothing groups them.
-        top_share: Share of KL that the hundredth of the rows with the largest KL holds.
+        units: Independent units with weight: groups, or rows without groups.
+        largest: Name of the largest group; empty without groups.
+        largest_share: Its share of the rows, by weight; of one row without groups.
+        top_share: Share of KL in the hundredth of the rows with the largest KL.
         tail_index: Hill's tail index of KL over these rows; None where they are alike.
         skewness: Of the influences of units on KL, over the root of their number.
-        is_heavy: Whether Student's t cannot be trusted for KL: its interval is then empirical Bernstein's.
+        is_heavy: Whether Student's t is invalid for KL: its interval is then empirical Bernstein's.
     """
 
     units: int
@@ -195,25 +192,20 @@ class OutputEvaluation:
     """One output of one engine on one split.
 
     Attributes:
-        output: Name of the output.
-        kind: How it is read.
-        metrics: Quality of the engine.
         difference: Against the FP32 reference; None for the reference itself.
         budget: Largest accepted relative loss increase.
-        budget_status: ``within`` when the upper bound is inside the budget and inside of every guard,
-            ``beyond`` when the lower bound of one is outside, else ``undecided``; ``undecided`` as well where
-            the intervals cannot be trusted.
-        rows_to_decide: Rows that would settle an undecided verdict if the estimate stayed; None when
-            decided, when nothing is known of the spread, or when the estimate lies on the budget: not even
-            `MOST_TIMES` as many rows would tell on which side.
-        slices: The difference on each slice, the surest harm first (falling lower end), then those that are
+        budget_status: ``within`` when the upper bound is inside the budget and every guard, ``beyond`` when
+            the lower bound of one is outside, else ``undecided``; ``undecided`` as well where the intervals
+            are invalid.
+        rows_to_decide: Rows that would settle an undecided verdict if the estimate stayed; None when decided,
+            when the spread is unknown, or when even `MOST_TIMES` as many rows would not decide.
+        slices: The difference on each slice, the surest harm first (falling lower end), then slices that are
             not judged. They do not enter `budget_status`.
-        slices_left_out: For each column with more values than are looked at, how many were left out.
-        because: What apart from the budget keeps `budget_status` from ``within``.
-        guards: Limits beside the budget.
+        slices_left_out: Omitted values of each column with too many.
+        because: Reason other than the budget that keeps `budget_status` from ``within``.
         basis: What the intervals rest on; None for the reference itself.
-        remarks: Why a guard or the basis keeps it from ``within``, and what a reader of the intervals must
-            know, each a sentence without its full stop.
+        remarks: Why a guard or the basis keeps it from ``within``, and cautions on the intervals, each a
+            sentence without its full stop.
     """
 
     output: str
@@ -232,21 +224,21 @@ class OutputEvaluation:
 
     @property
     def verdict(self) -> str:
-        """The status, with what apart from the budget it is due to: ``beyond: max_kl``."""
+        """The status with its cause beside the budget: ``beyond: max_kl``."""
         return f"{self.budget_status}: {', '.join(self.because)}" if self.because else self.budget_status
 
     @property
     def upper(self) -> float | None:
-        """The worst upper end over its limit, guards included: at most 1 where all hold."""
+        """Largest upper end over its limit, guards included: at most 1 where all hold."""
         return max((found.upper / limit for found, limit in self._held() if limit > 0.0), default=None)
 
     def is_within(self, factor: float = 1.0) -> bool:
-        """Whether it is within, also with intervals that are so many times as wide."""
+        """Return whether it is within, also with intervals `factor` times as wide."""
         within = self.budget_status == BudgetStatus.WITHIN
         return within and all(found.widened(factor).upper <= limit for found, limit in self._held())
 
     def _held(self) -> Iterator[tuple[Interval, float]]:
-        """Each interval with what it is held against."""
+        """Yield each interval with its limit."""
         if self.difference is None:
             return
         yield self.difference.judged, self.budget
@@ -261,12 +253,12 @@ class OutputEvaluation:
 
 
 class InputPlace(StrEnum):
-    """Where the inputs of a request lie when an engine is asked."""
+    """Memory of a request's inputs."""
 
     HOST = "host"
-    """In memory of the process, as a loaded bundle takes them: a request is the engine with its copies."""
+    """Process memory, as a loaded bundle takes them: latency includes the copies."""
     DEVICE = "device"
-    """Where the engine computes: a request is the engine alone."""
+    """Memory of the device: latency of the engine alone."""
 
 
 @dataclass(frozen=True)
@@ -279,16 +271,14 @@ class Latency:
         p90_us: 90th percentile.
         p99_us: 99th percentile.
         repeats: Measured requests.
-        device: Where it was measured: the device as its driver names it, ``cpu`` for the processor.
-        counts_for_choice: False where the speed says nothing about the target: of a simulation, or on another
-            device of the architecture.
-        lookup_p50_us: Median of the lookup in ONNX Runtime on the CPU, which the other figures leave out;
-            None for an engine that takes ids.
-        loads_us: Median of each load of the engine, in order; the i-th loads of engines that were timed in
-            turns were timed together. Empty where they were not kept.
-        inputs: Where the inputs of the requests lay.
-        job: Build job that it was timed in, by its candidate; empty where the run itself timed it, in turns
-            with all engines of its target that it could run.
+        device: Device as its driver names it, ``cpu`` for the processor.
+        counts_for_choice: False for a simulation, or another device of the architecture.
+        lookup_p50_us: Median of the lookup in ONNX Runtime on the CPU, which the other figures exclude; None
+            for an engine that takes ids.
+        loads_us: Median of each load of the engine, in order; the i-th loads of engines timed in turns were
+            timed together. Empty where not kept.
+        job: Build job that timed it, by its candidate; empty where the run itself timed it, in turns with all
+            engines of its target that it could run.
     """
 
     batch: int
@@ -309,16 +299,11 @@ class Evaluation:
     """One engine on one split.
 
     Attributes:
-        engine: Id of the engine.
-        backend: Its backend.
-        plan: Its plan.
-        target: Its target.
         split: ``selection`` or ``certification``.
-        rows: Rows of the split.
         outputs: One entry per judged output; empty when the engine could not run here.
         latencies: One entry per batch size; empty when not measured.
         status: ``measured``, or why not.
-        latency_failure: What ended the engine while it was timed; empty where nothing did.
+        latency_failure: Error that ended timing; else empty.
     """
 
     engine: str
@@ -344,12 +329,12 @@ class Evaluation:
 
     @property
     def worst_status(self) -> str:
-        """How the engine stands to the budget: the worst of its outputs."""
+        """Worst budget status of its outputs."""
         return worst([output.budget_status for output in self.outputs])
 
     @property
     def upper(self) -> float | None:
-        """The worst of its outputs: see `OutputEvaluation.upper`; None where nothing was measured."""
+        """Worst `OutputEvaluation.upper` of its outputs; None where nothing was measured."""
         found = [output.upper for output in self.outputs if output.upper is not None]
         return max(found, default=None)
 
@@ -364,11 +349,7 @@ class EvaluationSet:
     evaluations: tuple[Evaluation, ...]
 
     def of(self, engine: str, split: str) -> Evaluation:
-        """The evaluation of an engine on a split.
-
-        Raises:
-            KeyError: There is none.
-        """
+        """Return the evaluation of an engine on a split."""
         for item in self.evaluations:
             if (item.engine, item.split) == (engine, split):
                 return item
@@ -376,22 +357,22 @@ class EvaluationSet:
 
 
 class Why(StrEnum):
-    """What kept a candidate from being chosen."""
+    """Reason why a candidate was rejected."""
 
     SLOWER = "slower"
     WITHIN_NOISE = "as fast, in lower precision"
-    """No faster than noise allows to tell, and in lower precision than the engine that was taken."""
+    """Not faster beyond noise, and in lower precision than the chosen engine."""
     BEYOND = "beyond the budget"
     UNDECIDED = "undecided against the budget"
     NOT_CERTIFIED = "not inside the budget on certification"
     NOT_SELECTED = "not selected"
-    """Inside the budget, but what was selected missed on certification, which does not choose again."""
+    """Inside the budget, but the selected engine missed on certification, which does not choose again."""
     NO_SPEED = "speed not measured"
     SIMULATED = "simulated"
     NOT_MEASURED = "not measured"
     NOT_RUN = "not run"
     OTHER_DEVICE = "run on another device"
-    """Of the same architecture: its accuracy counts, what it took there does not."""
+    """Of the same architecture: its accuracy counts, its latency does not."""
     DECLINED = "declined"
     FAILED = "failed"
 
@@ -401,12 +382,10 @@ class Rejection:
     """A candidate that was not chosen.
 
     Attributes:
-        engine: Its id.
-        why: What kept it from being chosen.
-        reason: The same in words, with the evidence.
-        times: Its latency over that of the chosen engine, with the interval that the spread of both leaves;
-            None where one of the two was not measured on the target, or they were not timed in turns.
-        upper: The worst of its outputs: upper bound of what is judged, over the budget; None where it was not
+        reason: In words, with the evidence.
+        times: Its latency over the chosen engine's, with the interval of both spreads; None where one was not
+            measured on the target, or they were not timed in turns.
+        upper: Upper bound of the judged quantity over the budget, of its worst output; None where not
             measured.
     """
 
@@ -419,12 +398,10 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Route:
-    """Which engine takes requests of some sizes.
+    """Engine for requests of some sizes.
 
     Attributes:
-        batch: Largest number of rows that it takes; the route with the largest takes larger requests too.
-        engine: Id of the engine.
-        plan: Its plan.
+        batch: Most rows; the route with the largest takes larger requests too.
         times: Latency at this size of the target's main engine over this engine's; None for the main engine.
     """
 
@@ -436,20 +413,18 @@ class Route:
 
 @dataclass(frozen=True)
 class TargetChoice:
-    """The engine emitted for one target, or the engines where that pays.
+    """The engine selected for one target, or several where that pays.
 
     Attributes:
-        target: Name of the target.
-        engine: Id of the engine emitted; of several, the one that is best over all batch sizes.
-        plan: Its plan.
+        engine: Id of the selected engine; of several, the best over all batch sizes.
         reason: Why it was chosen.
-        basis: What the choice rests on, in words: measured on the target, or provisional.
+        basis: Basis of the choice, in words: measured on the target, or provisional.
         losers: Every other candidate.
-        routes: Which engine takes requests of which size, by ascending size; empty where one takes all. A
-            request between two sizes goes to the engine of the larger.
-        missed: Ids of the engines that were held against certification before and missed, in order: each has
-            fewer sites in FP8 than the one before it. With the emitted one they are the attempts that share
-            certification's error.
+        routes: Engine for each request size, ascending; empty where one takes all. A request between two
+            sizes goes to the engine of the larger.
+        missed: Ids of the engines that missed on certification before, in order: each has fewer sites in FP8
+            than the one before. With the selected one they are the certification attempts that share the
+            error.
     """
 
     target: str
@@ -463,16 +438,16 @@ class TargetChoice:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Ids of all engines that are emitted, the main one first."""
+        """Ids of all selected engines, the main one first."""
         return tuple(dict.fromkeys((self.engine, *(route.engine for route in self.routes))))
 
     @property
     def plans(self) -> tuple[str, ...]:
-        """Plans of all engines that are emitted, the main one's first."""
+        """Plans of all selected engines, the main one's first."""
         return tuple(dict.fromkeys((self.plan, *(route.plan for route in self.routes))))
 
     def route(self, rows: int) -> str:
-        """Id of the engine that takes a request of so many rows."""
+        """Return the id of the engine for a request of so many rows."""
         return next(
             (route.engine for route in self.routes if rows <= route.batch),
             self.routes[-1].engine if self.routes else self.engine,
@@ -481,13 +456,10 @@ class TargetChoice:
 
 @dataclass(frozen=True)
 class PredictedTime:
-    """What a plan was predicted to take, and what its engine takes.
+    """Predicted and measured time of a plan.
 
     Attributes:
-        engine: Id of the engine.
-        plan: Its plan.
         batch: Rows per request.
-        predicted_us: Predicted from kernel timings.
         measured_us: Median latency on the target.
     """
 
@@ -504,7 +476,7 @@ class PredictedTime:
 
 
 def median_error(predictions: Iterable[PredictedTime]) -> float | None:
-    """Median of the magnitude of the relative errors; None where nothing was predicted."""
+    """Return the median magnitude of the relative errors; None without predictions."""
     errors = [abs(prediction.error) for prediction in predictions]
     return median(errors) if errors else None
 
@@ -515,9 +487,8 @@ class Choice:
 
     Attributes:
         targets: One entry per piece of hardware.
-        predictions: Times of plans that a time was predicted for.
-        median_prediction_error: Median magnitude of their relative errors; None where there is none.
-        not_predicted: Why kernel times do not tell what an engine takes, by its id.
+        median_prediction_error: Median magnitude of their relative errors; None without predictions.
+        not_predicted: Why kernel times do not give an engine's time, by its id.
     """
 
     SCHEMA: ClassVar[str] = "choice/3"

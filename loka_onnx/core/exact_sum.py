@@ -1,7 +1,7 @@
 """Sums of floating-point numbers without rounding, so that merging is associative to the last bit.
 
-A sum is kept as the list of numbers whose sum it is: the nearest float64, then the nearest float64 of what is
-left, and so on until nothing is. Equal sums have equal lists. One or two numbers are the rule.
+A sum is a list of numbers: the nearest float64, then the nearest float64 of the rest, and so on. Equal sums
+have equal lists, of one or two numbers as a rule.
 
 Source: Shewchuk, "Adaptive Precision Floating-Point Arithmetic and Fast Robust Geometric Predicates" (1997),
 whose expansions `math.fsum` keeps inside; it rounds correctly, which is all that is needed here.
@@ -21,14 +21,14 @@ class ExactSum:
     """A sum that merges exactly.
 
     Attributes:
-        parts: Numbers that add up to the sum, each the nearest float64 of what those before it leave.
+        parts: Numbers that add up to the sum, each the nearest float64 of the rest.
     """
 
     parts: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, values: Iterable[float]) -> ExactSum:
-        """The sum of finite numbers.
+        """Return the sum of finite numbers.
 
         Raises:
             InternalError: A number is not finite, or the sum is beyond float64.
@@ -46,7 +46,7 @@ class ExactSum:
         return cls(tuple(parts))
 
     def merge(self, other: ExactSum) -> ExactSum:
-        """Both sums together; associative and commutative."""
+        """Return both sums together; associative and commutative."""
         return ExactSum.of((*self.parts, *other.parts))
 
     @property

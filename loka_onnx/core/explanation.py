@@ -1,9 +1,9 @@
-"""What the mods did and declined, told site by site.
+"""Actions of the mods, by site.
 
-A record of a mod says where it looked: a site, another node, a tensor. An entry belongs to every site that it
-names, in its place, among the origins of a new site, or in quotes in its text. A name stands for a site when
-it is the site, one of its tensors, or a node or tensor of the module that the site is in or is
-(``over.fc1/relu`` for ``over.fc1``, ``dots/gather`` for ``dots.matmul``).
+A record of a mod names a site, another node or a tensor. An entry belongs to every site named in its place,
+among the origins of a new site, or in quotes in its text. A name stands for a site when it is the site, one
+of its tensors, or a node or tensor of the site's module (``over.fc1/relu`` for ``over.fc1``, ``dots/gather``
+for ``dots.matmul``).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from loka_onnx.core.rewrite import Applied, Declined, RewriteLog, RewriteRecord
 from loka_onnx.core.site import Site
 
 _QUOTED = re.compile(r"(?<!output )'([^']+)'")
-"""A name in a text. A mod that is rolled back names the output that moved, which says nothing of a place."""
+"""A quoted name. A rolled-back mod also names the output that moved, which is no place."""
 
 
 class Mark(StrEnum):
-    """What became of one place."""
+    """Outcome at one place."""
 
     APPLIED = "applied"
     DECLINED = "declined"
@@ -34,10 +34,8 @@ class Line:
     """One entry of a mod's record.
 
     Attributes:
-        transform: The mod.
-        mark: What became of it.
         at: Node, site or tensor.
-        text: What was done, or why not.
+        text: Action, or the reason for none.
     """
 
     transform: str
@@ -48,13 +46,12 @@ class Line:
 
 @dataclass(frozen=True)
 class SiteStory:
-    """What happened to one site.
+    """Actions on one site.
 
     Attributes:
-        site: Its name.
-        became: Sites of the model after the mods that stand for it; empty for a site that is still there.
-        is_gone: Whether the model after the mods has no site of that name.
-        lines: Entries that concern it, in the order of the mods.
+        became: Sites after the mods that replace it; empty for a site that is still there.
+        is_gone: Whether no site after the mods has this name.
+        lines: Its entries, in the order of the mods.
     """
 
     site: str
@@ -65,10 +62,10 @@ class SiteStory:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the mods did, by site.
+    """Actions of the mods by site.
 
     Attributes:
-        sites: The sites of the model after the mods in its order, then those that are gone.
+        sites: Sites after the mods in model order, then those that are gone.
         elsewhere: Entries that concern no site.
     """
 
@@ -77,13 +74,7 @@ class Explanation:
 
 
 def explain(log: RewriteLog, before: Sequence[Site], after: Sequence[Site]) -> Explanation:
-    """Tell a log site by site.
-
-    Args:
-        log: What the mods did.
-        before: Sites of the exported model.
-        after: Sites of the model after the mods.
-    """
+    """Group a log by site."""
     places = _Places((*after, *before))
     found: defaultdict[str, list[Line]] = defaultdict(list)
     elsewhere: list[Line] = []
@@ -114,7 +105,7 @@ def _names(entry: Applied | Declined) -> list[str]:
 
 def _line(record: RewriteRecord, entry: Applied | Declined) -> Line:
     if isinstance(entry, Declined):
-        # A rollback moves what had been applied to what was declined, and says by how much it moved what.
+        # A rollback turns applied entries into declined ones, with the output that moved.
         undone = record.rolled_back and entry.reason.startswith("rolled back")
         mark = Mark.ROLLED_BACK if undone else Mark.DECLINED
         return Line(record.transform, mark, entry.at, entry.reason)
@@ -126,7 +117,7 @@ def _line(record: RewriteRecord, entry: Applied | Declined) -> Line:
 
 
 class _Places:
-    """Which sites a name stands for."""
+    """Sites that a name stands for."""
 
     def __init__(self, sites: Iterable[Site]) -> None:
         self._sites: set[str] = set()
@@ -140,7 +131,7 @@ class _Places:
                 self._by_module[module].append(site.name)
 
     def of(self, names: Iterable[str]) -> list[str]:
-        """The sites, each once."""
+        """Return the sites, each once."""
         return list(dict.fromkeys(site for name in names for site in self._one(name)))
 
     def _one(self, name: str) -> Sequence[str]:

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class Float8(StrEnum):
-    """Name of an FP8 format, as ONNX spells it."""
+    """Name of an FP8 format in ONNX."""
 
     E4M3FN = "E4M3FN"
     E4M3FNUZ = "E4M3FNUZ"
@@ -49,7 +49,7 @@ FLOAT8_SPECS: dict[Float8, Float8Spec] = {
 
 
 class Precision(StrEnum):
-    """What a site computes in."""
+    """Compute precision of a site."""
 
     FP32 = "fp32"
     BF16 = "bf16"

@@ -1,9 +1,8 @@
-"""A histogram of magnitudes whose bins are the same for every tensor, so that it merges exactly.
+"""Histogram of magnitudes with the same bins for every tensor, so that it merges exactly.
 
-The bins are those of FP32's own bits: the exponent and the first three bits of the significand of |x|. An
-octave [2**e, 2**(e+1)) has eight bins of equal width 2**(e−3), so that a bin's upper edge is at most 9/8 of
-its lower one. No range is fixed beforehand: only the bins between the first and the last that hold something
-are kept.
+The bins follow FP32's bits: the exponent and the first three bits of the significand of |x|. An octave [2**e,
+2**(e+1)) has eight bins of width 2**(e−3), so that a bin's upper edge is at most 9/8 of its lower one. Only
+the bins between the first and the last nonempty one are kept.
 """
 
 from __future__ import annotations
@@ -16,23 +15,22 @@ BINS_PER_OCTAVE = 8
 BINS = 2048
 """Eight bits of exponent, three of significand. Bin 0 (|x| < 2**-129) counts as zero."""
 RELATIVE_BIN_WIDTH = 1.0 / BINS_PER_OCTAVE
-"""Width of a bin over its lower edge, at most; FP32's subnormals excepted."""
+"""Largest width of a bin over its lower edge; FP32's subnormals excepted."""
 
 
 def bin_edge(index: int) -> float:
-    """Lower edge of a bin, and upper edge of the one before it."""
+    """Return the lower edge of a bin, the upper edge of the one before."""
     octave, part = divmod(index, BINS_PER_OCTAVE)
     return ldexp(part, -129) if octave == 0 else ldexp(BINS_PER_OCTAVE + part, octave - 130)
 
 
 @dataclass(frozen=True)
 class MagnitudeHistogram:
-    """How many elements have which magnitude; merges exactly.
+    """Counts of elements by magnitude; merges exactly.
 
     Attributes:
-        zeros: Elements that are zero.
-        first: Index of the first bin that holds something; 0 where none does.
-        counts: Elements of that bin and the following ones, up to the last that holds something.
+        first: Index of the first nonempty bin; 0 where there is none.
+        counts: Elements of that bin and the following ones, up to the last nonempty one.
     """
 
     zeros: int = 0
@@ -40,7 +38,7 @@ class MagnitudeHistogram:
     counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        # One form for equal histograms, so that equality and the JSON text tell them apart.
+        # One form for equal histograms makes them compare and serialize equal.
         if (self.counts and 0 in (self.counts[0], self.counts[-1])) or (not self.counts and self.first):
             raise ValueError("the counts of a histogram begin and end with a bin that holds something")
         if self.zeros < 0 or min(self.counts, default=0) < 0:
@@ -50,7 +48,7 @@ class MagnitudeHistogram:
 
     @property
     def total(self) -> int:
-        """Elements counted, zeros included."""
+        """Counted elements, zeros included."""
         return self.zeros + sum(self.counts)
 
     @property
@@ -69,16 +67,13 @@ class MagnitudeHistogram:
         return MagnitudeHistogram(self.zeros + other.zeros, first, tuple(counts))
 
     def quantile(self, share: float) -> float:
-        """Magnitude that a share of the elements does not exceed, zeros included.
+        """Return the magnitude that a share of the elements does not exceed, zeros included.
 
-        Counts are taken as evenly spread in a bin. The quantile of the counted elements lies in the same bin,
-        so that the result is off by less than `RELATIVE_BIN_WIDTH` of it.
-
-        Args:
-            share: Between 0 and 1.
+        Counts are taken as evenly spread in a bin, so the error is less than `RELATIVE_BIN_WIDTH` of the
+        result.
 
         Raises:
-            ValueError: The share is not between 0 and 1, or nothing was counted.
+            ValueError: The share is not between 0 and 1, or the histogram is empty.
         """
         if not 0.0 <= share <= 1.0 or not self.total:
             raise ValueError(f"no quantile {share:g} of {self.total} elements")
@@ -94,9 +89,9 @@ class MagnitudeHistogram:
         return edges[-1]
 
     def share_below(self, bound: float) -> float:
-        """Share of the elements that are not zero and smaller than a bound, zeros counted in the whole.
+        """Return the share of nonzero elements below a bound, of all elements.
 
-        Off by at most the share of the one bin that the bound divides; 0 where nothing was counted.
+        The error is at most the share of the bin that the bound divides; 0 for an empty histogram.
         """
         edges, found = self.edges, 0.0
         for index, count in enumerate(self.counts):

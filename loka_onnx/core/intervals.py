@@ -1,4 +1,4 @@
-"""An estimate and how sure we are of it."""
+"""An estimate with its confidence interval."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ class Interval:
 
     Attributes:
         value: Point estimate.
-        lower: Lower end.
-        upper: Upper end; budgets are held against it.
+        upper: Upper end; compared with budgets.
         confidence: Coverage, 0.95 unless said otherwise.
-        rows: Rows behind it.
     """
 
     value: float
@@ -24,12 +22,12 @@ class Interval:
     rows: int
 
     def scaled(self, factor: float) -> Interval:
-        """The interval of `factor` times the quantity (factor > 0)."""
+        """Return the interval of `factor` times the quantity (factor > 0)."""
         return Interval(
             self.value * factor, self.lower * factor, self.upper * factor, self.confidence, self.rows
         )
 
     def widened(self, factor: float) -> Interval:
-        """With ends that are so many times as far from the estimate (factor ≥ 1)."""
+        """Return the interval with ends `factor` times as far from the estimate (factor ≥ 1)."""
         lower, upper = ((end - self.value) * factor + self.value for end in (self.lower, self.upper))
         return Interval(self.value, lower, upper, self.confidence, self.rows)

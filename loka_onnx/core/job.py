@@ -1,4 +1,4 @@
-"""A build that another host is to do, and what it sends back.
+"""A build for another host, and its result.
 
 A job is a directory, closed-world: ``job.json`` lists every other file with its digest. Its result is the
 directory ``result/`` in it, closed-world as well, whose ``result.json`` names the job by digest.
@@ -25,9 +25,9 @@ class JobBatch:
 
     Attributes:
         minimum: Fewest.
-        serve: What the engine is tuned for.
+        serve: Size that the engine is tuned for.
         maximum: Most.
-        sizes: Batch sizes that will be served, ascending; latency is measured at each.
+        sizes: Served batch sizes, ascending; latency is measured at each.
     """
 
     minimum: int
@@ -38,11 +38,10 @@ class JobBatch:
 
 @dataclass(frozen=True)
 class JobRows:
-    """What an engine takes for the rows of a split.
+    """Engine inputs of a split's rows.
 
     Attributes:
         split: ``selection`` or ``certification``; ``timed`` for generated rows.
-        rows: How many.
         batch_size: Rows of one request.
         inputs: ``.npy`` file of each input of the engine, rows on axis 0; relative to the job.
     """
@@ -58,27 +57,18 @@ class BuildJob:
     """One engine to build on another host.
 
     Attributes:
-        run: Name of the run that wants it.
-        candidate: Name of the directory of the job, and of the engine in the run.
-        backend: Backend that builds it.
-        target: Device as named in the run file.
+        candidate: Directory name of the job, and of the engine in the run.
+        target: Device in the run file.
         architecture: As the backend names it.
-        plan: The precision assignment that the model was written for.
-        sites: Sites of the model.
-        part: What is built: the whole model, or its dense half.
+        plan: The precision assignment of the model.
+        part: The whole model, or its dense half.
         model: The planned model, relative to the job.
-        model_digest: Digest of the model that the plan is for.
+        model_digest: Digest of the model before the plan.
         sample: Generated inputs for the first batches and for latencies, relative to the job.
-        batch: Rows per request.
-        timeout_seconds: Time limit of the build.
-        memory_bytes: Memory limit of the build.
-        options: Settings of the backend.
-        outputs: Names of the outputs that are judged.
         rows: Rows to run the engine on; empty where data stays with the run.
-        timed: Generated rows that the requests of latencies are drawn from; None for those of the sample.
-        inputs: Where the inputs of timed requests lie.
+        timed: Generated rows of latency requests; None for the sample's.
+        inputs: Memory of the inputs of timed requests.
         files: SHA-256 of every file of the job but ``job.json``, by path relative to the job.
-        version: Version of this package that wrote it.
     """
 
     SCHEMA: ClassVar[str] = "build-job/1"
@@ -114,21 +104,16 @@ class BuildJob:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What the host of a job made of it.
+    """Result of a job from its host.
 
     Attributes:
-        job: Digest of the job.
-        candidate: Its candidate.
-        plan: Id of its plan.
-        model_digest: Digest of the model that its plan is for.
-        artifact: How the build ended; the path is relative to the result.
+        model_digest: Digest of the model before the plan.
+        artifact: Result of the build; the path is relative to the result.
         latencies: Measured there on generated inputs; empty where the engine was not run.
         outputs: ``.npz`` file of the engine's judged outputs on the rows of each split; relative to the
             result, empty where the job carried no rows.
-        failure: What went wrong behind the build; empty where nothing did.
-        host: Name of the host.
+        failure: Error after the build; else empty.
         devices: Devices of the host that the backend runs on.
-        versions: Versions of the libraries there.
         files: SHA-256 of every file of the result but ``result.json``, by path relative to the result.
     """
 

@@ -1,4 +1,4 @@
-"""The ladder of plans, and how far its rungs were climbed."""
+"""The ladder of plans, and its judged rungs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ class JudgedRung:
     """A rung that was judged on the selection split, in simulation.
 
     Attributes:
-        rung: Its number, from 0: sites that the user forced alone.
-        sites: Sites that it has in FP8.
+        rung: Its number, from 0: only sites that the user forced.
         fp8_share: Their share of the FP8-able FLOPs.
-        output: The output that is nearest to its budget, or farthest beyond.
-        change: What is judged of it, with the interval; None where nothing was measured.
+        output: The output nearest to its budget, or farthest beyond.
+        change: Its judged quantity with the interval; None where nothing was measured.
         kl: KL over the loss there; None where nothing was measured.
         chance: Expected chance that all outputs pass certification.
-        fits: Whether all are inside their budgets on selection, and the chance is what was asked for.
+        fits: Whether all are inside their budgets on selection, with the requested chance.
     """
 
     rung: int
@@ -36,13 +35,11 @@ class JudgedRung:
 
 @dataclass(frozen=True)
 class Climb:
-    """How far a ladder was climbed.
+    """Result of climbing a ladder.
 
     Attributes:
-        rung: Number of the rung that was taken; 0 where none that was judged fits.
-        sites: Its sites.
-        confidence: Of the intervals that certification will hold against the budgets.
-        chance: Chance to pass that was asked for.
+        rung: Number of the chosen rung; 0 where no judged rung fits.
+        confidence: Of the certification intervals.
         judged: The rungs that were judged, in order.
     """
 
@@ -57,5 +54,5 @@ class Climb:
 
     @property
     def taken(self) -> JudgedRung | None:
-        """The rung that was taken as it was judged; None where none fits."""
+        """The chosen rung as judged; None where none fits."""
         return next((each for each in self.judged if each.rung == self.rung and each.fits), None)

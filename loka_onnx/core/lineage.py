@@ -1,4 +1,4 @@
-"""Where every file of a run directory came from."""
+"""Origin of every file of a run directory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ class StageRecord:
     """One finished stage.
 
     Attributes:
-        stage: Name of the stage.
-        key: Digest of everything the stage depends on; a stage whose key is unchanged is not run again.
-        parents: For each stage before it, a digest over the files that the stage wrote.
+        key: Digest of all inputs of the stage; a stage with an unchanged key is not run again.
+        parents: For each stage before it, a digest over its files.
         files: SHA-256 of every file it wrote, by path relative to the run directory.
         seconds: Wall time.
     """
@@ -36,7 +35,6 @@ class RunRecord:
         config: The run file as it was understood.
         versions: Version of this package and of every library that took part.
         stages: Finished stages in order.
-        directory: The run directory.
     """
 
     SCHEMA: ClassVar[str] = "run/1"

@@ -1,4 +1,4 @@
-"""What a bundle says of itself: the manifest, and which names a bundled file may have."""
+"""The manifest of a bundle, and the rules for its file names."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SAMPLE_NAME = "sample.npz"
 PLANS_NAME = "plans.json"
 
 MAX_MANIFEST_BYTES = 16 << 20
-"""A manifest lists files and measurements; weights and scales are in files of their own."""
+"""A manifest lists files and measurements; weights and scales are in other files."""
 
 MAX_FILES = 20_000
-"""Files that a manifest may list; a file system may need a copy of a content for each of its names."""
+"""Most files of a manifest; a file system may need a copy of a content for each of its names."""
 MAX_PATH_CHARACTERS = 400
 MAX_PATH_DEPTH = 8
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+@=-]*")
-# Windows opens a device instead of a file under these names, whatever the extension.
+# Windows opens a device under these names, whatever the extension.
 _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
@@ -61,22 +61,22 @@ class BatchRange:
 
 
 class Need(StrEnum):
-    """How a version that an engine needs is meant."""
+    """Meaning of a required version."""
 
     EXACTLY = "exactly"
     RELEASE = "same major and minor version"
     AT_LEAST = "at least"
     NOT_STATED = "not stated"
-    """It is needed, and nobody has said which version; the self-test of a loader decides."""
+    """The version is not known; the self-test of a loader decides."""
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """What a host must have for an engine.
+    """Host requirement of an engine.
 
     Attributes:
-        name: The library by the name that its makers use, or ``NVIDIA driver``.
-        need: How `version` is meant.
+        name: The library by its makers' name, or ``NVIDIA driver``.
+        need: Meaning of `version`.
         version: The version; empty where it is not stated.
     """
 
@@ -87,7 +87,7 @@ class Requirement:
     version: str = ""
 
     def __str__(self) -> str:
-        """In words, for people."""
+        """Return it in words."""
         if self.need is Need.NOT_STATED:
             return f"{self.name} (version not stated)"
         if self.need is Need.RELEASE:
@@ -100,23 +100,22 @@ class EngineEntry:
     """One engine of a bundle.
 
     Attributes:
-        id: Id of the engine; names its arrays in the sample.
-        backend: Backend that built it, and that loads it.
-        version: Version of the library that built it.
-        target: Device it was built for, as named in the run file.
+        id: Names its arrays in the sample.
+        backend: Builds and loads it.
+        target: Device in the run file.
         architecture: Device architecture as the backend names it (``sm89``, ``cpu``).
-        portability: Where the engine file may be loaded.
+        portability: Hosts that may load the engine file.
         plan: Id of its plan in the bundle's plans.
-        simulated: Its FP8 is simulated: it runs slower than high precision, not faster.
+        simulated: Its FP8 is simulated, and slower than high precision.
         batch: Rows per request that it accepts.
-        path: The engine file; other files it needs lie beside it and are listed like any file.
+        path: The engine file; further files lie beside it and are listed like any file.
         bytes: Size of the engine file.
         digest: SHA-256 of the engine file.
-        tolerance: Largest absolute difference from the expected outputs of the sample that the self-test
-            of a loader accepts, per output.
+        tolerance: Largest absolute difference from the sample's expected outputs that the self-test accepts,
+            per output.
         evaluation: Measured accuracy and latency; None when it was not measured.
-        part: ``whole`` where it takes the inputs of the manifest, ``dense`` where it takes what
-            the cut passes on and looks up (`Manifest.inputs_of`).
+        part: ``whole`` where it takes the inputs of the manifest, ``dense`` where it takes passed and
+            looked-up inputs (`Manifest.inputs_of`).
         requires: Libraries and drivers that the host must have, beside a device of the architecture.
     """
 
@@ -142,14 +141,13 @@ class EngineEntry:
 
 @dataclass(frozen=True)
 class SparseCut:
-    """Where the model was cut at its embeddings.
+    """Cut of the model at its embeddings.
 
     Attributes:
         lookup: Path of the lookup model: from the inputs of the manifest (those that it names) to `tensors`.
             Its tables lie beside it, unless they are in it, and are listed like any file.
-        lookup_inputs: Names of the inputs that the lookup model reads.
-        passed: Names of the inputs that the dense engines read themselves.
-        tensors: What the lookup model gives and the dense engines take, the batch on axis 0.
+        passed: Inputs that the dense engines read themselves.
+        tensors: Outputs of the lookup model, inputs of the dense engines; the batch on axis 0.
     """
 
     __pydantic_config__ = STRICT
@@ -165,25 +163,17 @@ class Manifest:
     """The manifest of a bundle (`manifest.json`); it lists every file but itself and the signature.
 
     Attributes:
-        created_by: Package and version that wrote the bundle.
-        model_digest: Digest of the exported model.
-        inputs: What a request holds.
-        outputs: What an answer holds.
-        judged: The outputs whose accuracy was judged, with their budgets.
-        engines: Emitted engines, the preferred one of each target first; of any number of architectures.
+        engines: Selected engines, the preferred one of each target first; of any number of architectures.
         fallback: The exported FP32 model, which runs wherever ONNX Runtime does.
-        choice: Why these engines were emitted.
-        plans: Path of the plans document.
-        sample: Path of the sample: an npz with ``input/<name>`` and ``expected/<engine>/<name>``, and with
-            ``looked_up/<name>`` where the model was cut.
-        report: Paths of the report's files.
-        lineage: Stages that led here.
+        sample: Path of the sample: an npz with ``input/<name>``, ``expected/<engine>/<name>`` and, for a cut
+            model, ``looked_up/<name>``.
+        lineage: Stages behind the bundle.
         lineage_digest: `digest_lineage` of them.
         versions: Version of every library that took part.
         files: Every other file of the bundle, sorted by path; `MAX_FILES` at most.
-        cut: Where the model was cut at its embeddings; None where every engine is of the whole.
-        seal: SHA-256 of the manifest's bytes with these digits as zeros (`core.seal`). As the manifest holds
-            the digest of every file, it names the content of the whole bundle.
+        cut: Cut at the embeddings; None where every engine is of the whole.
+        seal: SHA-256 of the manifest's bytes with these digits as zeros (`core.seal`). It covers the digests
+            of all files, so it names the content of the whole bundle.
     """
 
     SCHEMA: ClassVar[str] = "bundle-format/1"
@@ -214,7 +204,7 @@ class Manifest:
 
     @property
     def candidates(self) -> tuple[EngineEntry, ...]:
-        """Engines in the order a loader tries them; the fallback is last."""
+        """Engines in a loader's order; the fallback is last."""
         return (*self.engines, self.fallback)
 
     @property
@@ -223,21 +213,17 @@ class Manifest:
         return tuple(dict.fromkeys(entry.architecture for entry in self.engines))
 
     def file(self, path: str) -> BundleFile:
-        """The entry of that path.
-
-        Raises:
-            KeyError: It is not listed.
-        """
+        """Return the entry of that path."""
         for entry in self.files:
             if entry.path == path:
                 return entry
         raise KeyError(path)
 
     def inputs_of(self, part: Part) -> tuple[TensorSpec, ...]:
-        """What an engine of the whole, or of the dense part alone, takes.
+        """Return the inputs of an engine of the whole, or of the dense part.
 
         Raises:
-            KeyError: The model was not cut, and there is no dense part.
+            KeyError: The model was not cut.
         """
         if part is Part.WHOLE:
             return self.inputs
@@ -248,30 +234,29 @@ class Manifest:
 
 
 def digest_lineage(lineage: Iterable[StageRecord]) -> str:
-    """SHA-256 of what led to a bundle: stages, their keys and files, but not how long they took."""
+    """Return the SHA-256 of stages, keys and files behind a bundle, without durations."""
     return digest_json([[s.stage, s.key, s.parents, s.files] for s in lineage])
 
 
 def sample_input_key(name: str) -> str:
-    """Key of an input in the sample."""
+    """Return the sample key of an input."""
     return f"input/{name}"
 
 
 def sample_looked_up_key(name: str) -> str:
-    """Key of a cut tensor in the sample."""
+    """Return the sample key of a cut tensor."""
     return f"looked_up/{name}"
 
 
 def sample_expected_key(engine: str, output: str) -> str:
-    """Key of an engine's expected output in the sample."""
+    """Return the sample key of an engine's expected output."""
     return f"expected/{engine}/{output}"
 
 
 def path_problem(path: str) -> str | None:
-    """Why a path may not stand in a manifest; None when it may.
+    """Return why a path is not allowed in a manifest; None when it is.
 
-    A path is made of plain ASCII components, so that it means the same file on every system and cannot
-    leave the bundle.
+    A path has plain ASCII components, so that it is the same file on every system and stays in the bundle.
     """
     if "\\" in path:
         return "has a backslash"
@@ -288,9 +273,9 @@ def path_problem(path: str) -> str | None:
 
 
 def paths_problem(paths: Iterable[str]) -> str | None:
-    """Why these paths may not stand together in a manifest; None when they may.
+    """Return why these paths are not allowed together; None when they are.
 
-    Systems that ignore case would lay two spellings over one another, so they are refused everywhere.
+    Two spellings of one name would collide on systems that ignore case, so they are refused everywhere.
     """
     seen: dict[str, str] = {}
     files: set[str] = set()

@@ -1,7 +1,6 @@
-"""What a model computes, and from what: its operators, and the tensors between them.
+"""Operators of a model and the tensors between them, for drawing.
 
-It is what a report draws. Weights are no part of it, and neither are precisions and verdicts: those are a
-plan's, which names the same sites.
+Weights are not included; precisions and verdicts belong to a plan, which names the same sites.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from loka_onnx.core.serde import STRICT
 
 
 class NodeKind(StrEnum):
-    """What a node of a model graph stands for."""
+    """Kind of a node."""
 
     INPUT = "input"
     OUTPUT = "output"
     OPERATOR = "operator"
     FOLDED = "folded"
-    """Several nodes drawn as one, because the graph is too large to show each."""
+    """Several nodes drawn as one."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,11 @@ class GraphNode:
     """One node.
 
     Attributes:
-        name: Name of the graph input or output, of the operator's node, or of what is folded.
-        kind: What it stands for.
+        name: Name of the graph input or output, of the operator's node, or of the folded group.
         op: ONNX operator; empty unless an operator.
-        module: Path of the module that holds it; empty where nothing tells it.
-        sites: Sites in it: of an operator its own name or none, of what is folded all of them.
-        stands_for: Nodes that it stands for; 1 unless folded.
+        module: Path of its module; empty where unknown.
+        sites: Its sites: none or its own name for an operator, all members' for a folded node.
+        stands_for: Number of nodes; 1 unless folded.
     """
 
     __pydantic_config__ = STRICT
@@ -47,12 +45,12 @@ class GraphNode:
 
 @dataclass(frozen=True)
 class GraphEdge:
-    """A tensor, from the node that computes it to one that reads it.
+    """A tensor from its producer to one reader.
 
     Attributes:
-        source: Index of the node that computes it.
-        target: Index of the node that reads it, always a later one.
-        tensor: Name of the tensor; of the first one where several go the same way.
+        source: Index of the producer.
+        target: Index of the reader, always larger.
+        tensor: Name of the tensor; of the first of several.
     """
 
     __pydantic_config__ = STRICT
@@ -69,13 +67,13 @@ class ModelGraph:
     Attributes:
         nodes: Producers before consumers.
         edges: At most one between two nodes, by source and target.
-        operators: Operators of the model, those that are folded included.
-        folded: How many of the model's nodes are drawn as a part of a folded one.
-        in_runs: Whether they are folded in runs of consecutive nodes, because modules do not make the graph
+        operators: Operators of the model, folded ones included.
+        folded: Number of nodes that are drawn as part of a folded one.
+        in_runs: Whether folded nodes are runs of consecutive nodes, because modules do not make the graph
             small enough; else each is of one module.
 
     Raises:
-        ValueError: An edge leads backwards or to a node that there is not.
+        ValueError: An edge leads backwards or to a missing node.
     """
 
     __pydantic_config__ = STRICT
@@ -96,12 +94,12 @@ class ModelGraph:
 
     @property
     def parts(self) -> int:
-        """Nodes that stand for several."""
+        """Number of folded nodes."""
         return sum(node.kind is NodeKind.FOLDED for node in self.nodes)
 
     @property
     def note(self) -> str:
-        """What is folded and how, in words; empty where every node is shown."""
+        """Folded nodes in words; empty where every node is shown."""
         if not self.folded:
             return ""
         how = "in runs of consecutive nodes: no modules make it small enough" if self.in_runs else "by module"

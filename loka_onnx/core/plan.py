@@ -1,4 +1,4 @@
-"""Which precision each site runs in, and why."""
+"""Precision of each site, with reasons."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Verdict(StrEnum):
     UNSAFE = "unsafe"
     UNDECIDED = "undecided"
     NOT_JUDGED = "not judged"
-    """No recipe applies to the site, or the user decided for it."""
+    """No recipe applies to the site, or the user decided."""
 
 
 class SpeedVerdict(StrEnum):
     """Speed verdict of FP8 at a site, on a named device."""
 
     FAST = "fast"
-    """FP8 saves time there, the quantize step counted once for all sites that read the tensor."""
+    """FP8 saves time, with the quantize step counted once for all sites of the tensor."""
     SLOW = "slow"
     UNKNOWN = "not known"
     """No kernel of such a product was timed on the device."""
@@ -33,21 +33,18 @@ class SpeedVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class SiteSpeed:
-    """What FP8 saves at one site on one device, before anything is built.
+    """Time that FP8 saves at one site on one device, before building.
 
     Attributes:
-        site: Name of the site.
-        device: As run files name it.
-        verdict: Fast, slow or not known.
-        saved_us: Time of the product in the base precision less that in FP8, by batch size, microseconds; the
-            quantize step is not in it. Empty where it is not known.
-        quantize_us: Time of the quantize step of the tensor that the site reads, by batch size, microseconds;
-            0 where the kernel in front of it quantizes as well. Sites that read one tensor share it.
-        tensor: That tensor, before layout operations.
-        is_measured: Whether every time behind it was measured on this very shape; else some are predicted.
+        device: Name in run files.
+        saved_us: Time of the product in the base precision less that in FP8, by batch size, microseconds,
+            without the quantize step. Empty where unknown.
+        quantize_us: Time of the quantize step of the site's input, by batch size, microseconds; 0 where the
+            kernel in front of it quantizes. Sites of one tensor share it.
+        is_measured: Whether every time was measured at this very shape; else some are predicted.
         reason: One sentence.
-        made_by: Site that makes the tensor, if its kernel quantizes as well when it runs in FP8 itself, and
-            the quantize step then costs nothing; empty for none.
+        made_by: Site that makes the tensor, if its kernel also quantizes when it runs in FP8 itself, which
+            makes the quantize step free; else empty.
     """
 
     site: str
@@ -62,22 +59,17 @@ class SiteSpeed:
 
 
 class Protection(StrEnum):
-    """What stays in FP32 beside what the user names (`graph.protected`)."""
+    """Nodes kept in FP32 beside those that the user names (`graph.protected`)."""
 
     LOGITS = "logits"
-    """What lies between the last products and the outputs."""
+    """Nodes between the last products and the outputs."""
     RESIDUAL = "residual"
-    """Adds that join a block to its own input, and what carries the sum on."""
+    """Adds that join a block to its own input, and nodes that carry the sum on."""
 
 
 @dataclass(frozen=True)
 class Wide:
-    """A node that is no site and stays in FP32.
-
-    Attributes:
-        node: Its name.
-        reason: Why.
-    """
+    """A node, no site, that stays in FP32."""
 
     node: str
     reason: str
@@ -88,12 +80,10 @@ class Decision:
     """The precision of one site.
 
     Attributes:
-        site: Name of the site.
-        precision: What it runs in; FP8 comes with a recipe.
-        recipe: How it is quantized; None unless FP8.
-        verdict: Accuracy verdict behind the decision.
+        precision: FP8 comes with a recipe.
+        recipe: None unless FP8.
         reason: One sentence a reader can act on.
-        activation_scale: Scale of the activation; None unless FP8.
+        activation_scale: None unless FP8.
         weight_scale: One scale, or one per output channel; empty unless FP8.
     """
 
@@ -113,7 +103,7 @@ class PrecisionPlan:
     Attributes:
         id: ``fp32``, ``bf16``, ``fp16``, ``fp8-all``, ``fp8-safe``, ``fp8-fast`` or a numbered refinement.
         model_digest: Digest of the model that it is for.
-        base: Precision of everything that is not FP8.
+        base: Precision outside FP8.
         decisions: One per site.
         predicted_kl: Sum of the chosen sites' KL relative to the loss, per output, predicted from
             calibration; empty for plans without FP8.
@@ -154,11 +144,7 @@ class PrecisionPlan:
         return tuple(d.site for d in self.decisions if d.precision is Precision.FP8)
 
     def decision(self, site: str) -> Decision:
-        """The decision for a site.
-
-        Raises:
-            KeyError: The plan does not name the site.
-        """
+        """Return the decision for a site."""
         for decision in self.decisions:
             if decision.site == site:
                 return decision
@@ -170,11 +156,11 @@ class PlanSet:
     """Every plan of a run.
 
     Attributes:
-        plans: In the order they compete.
-        notes: What was asked for and no plan follows, each a sentence without its full stop.
-        speeds: What FP8 saves at each linear site, on each device that plans were made for.
-        able_share: Part of the operations of all products, sites or not, that FP8-able sites make: times its
-            `fp8_share`, the share of all products that a plan runs in FP8. None where it is not known.
+        plans: In competing order.
+        notes: Requests that gave no plan, each a sentence without its full stop.
+        speeds: Time saved at each linear site on each device of the plans.
+        able_share: Share of all products' operations in FP8-able sites: times `fp8_share`, the share of all
+            products that a plan runs in FP8. None where unknown.
     """
 
     SCHEMA: ClassVar[str] = "plans/4"
@@ -186,11 +172,7 @@ class PlanSet:
     able_share: float | None = None
 
     def plan(self, plan_id: str) -> PrecisionPlan:
-        """The plan of that id.
-
-        Raises:
-            KeyError: There is none.
-        """
+        """Return the plan of that id."""
         for plan in self.plans:
             if plan.id == plan_id:
                 return plan

@@ -1,4 +1,4 @@
-"""Products of a model that are no site, and the operations of those that are."""
+"""Matrix products that are no sites, and operations of all products."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from loka_onnx.core.site import Site, SiteKind
 
 @dataclass(frozen=True)
 class OtherProduct:
-    """A node that multiplies matrices and is no site: no plan decides its precision.
+    """A matrix product that is no site: no plan decides its precision.
 
     Attributes:
-        name: Name of the node.
-        op_type: ONNX operator.
-        reason: Why it is no site.
-        flops_per_example: 2·M·N·K of one example; None where its shapes do not say.
+        flops_per_example: 2·M·N·K of one example; None where shapes are unknown.
     """
 
     __pydantic_config__ = STRICT
@@ -29,6 +26,6 @@ class OtherProduct:
 
 
 def product_flops(sites: Iterable[Site], others: Iterable[OtherProduct]) -> int:
-    """2·M·N·K per example over all products: sites that are products, and the others as far as is known."""
+    """Return 2·M·N·K per example over sites and other products, as far as shapes are known."""
     of_sites = sum(site.flops_per_example for site in sites if site.kind is not SiteKind.NORM)
     return of_sites + sum(other.flops_per_example or 0 for other in others)

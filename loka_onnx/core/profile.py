@@ -1,4 +1,4 @@
-"""What calibration learned: ranges, FP8 error and sensitivity of every site."""
+"""Result of calibration: ranges, FP8 error and sensitivity of every site."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
 
 @dataclass(frozen=True)
 class SiteProfile:
-    """Everything calibration knows of one site.
+    """Calibration results of one site.
 
     Attributes:
-        site: Name of the site.
         operands: Range of each operand, by tensor name (weights included).
-        errors: Output error under each recipe.
         sensitivities: Effect on each output, per recipe.
         origins: Sites of an earlier profile that this one replaces.
     """
@@ -34,41 +32,32 @@ class SiteProfile:
 
     @property
     def judged_recipe(self) -> str | None:
-        """Recipe that the site's verdict is of: the one whose effect on the outputs was measured.
+        """Recipe of the site's verdict: the first with measured effect on the outputs.
 
-        The first whose error was measured where no effect was; None where nothing was measured.
+        Without one, the first with a measured error; None where nothing was measured.
         """
         recipes = (*(s.recipe for s in self.sensitivities), *(e.recipe for e in self.errors))
         return next(iter(recipes), None)
 
     def error(self, recipe: str) -> ErrorStats:
-        """Output error under a recipe.
-
-        Raises:
-            KeyError: The recipe was not measured.
-        """
+        """Return the output error under a recipe."""
         for error in self.errors:
             if error.recipe == recipe:
                 return error
         raise KeyError(recipe)
 
     def sensitivity(self, recipe: str, output: str) -> Sensitivity:
-        """Effect of a recipe on an output.
-
-        Raises:
-            KeyError: It was not measured.
-        """
+        """Return the effect of a recipe on an output."""
         for item in self.sensitivities:
             if (item.recipe, item.output) == (recipe, output):
                 return item
         raise KeyError((recipe, output))
 
     def merge(self, other: SiteProfile, weights: Collection[str]) -> SiteProfile:
-        """Both sets of rows together.
+        """Merge with the same site over other rows.
 
         Args:
-            other: The same site over other rows.
-            weights: Operands that are constants of the model: they are the same in both.
+            weights: Constant operands, equal in both.
 
         Raises:
             ValueError: They are of different sites or scales.
@@ -94,7 +83,6 @@ class WeightedMean:
 
     Attributes:
         total: Weighted sum.
-        weight: Sum of the weights.
     """
 
     total: ExactSum
@@ -112,14 +100,13 @@ class WeightedMean:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How many rows the sensitivities were taken from, and why no more.
+    """Number of rows behind the sensitivities, and why it ended.
 
     Attributes:
-        rows: Rows seen.
-        looks: Times that verdicts were looked at; 1 where the number of rows was fixed beforehand.
+        looks: Evaluations of the verdicts; 1 where the number of rows was fixed beforehand.
         tightest_at: Rows at which the confidence sequence is tightest (`RatioMoments.anytime_interval`).
-        undecided: Sites whose verdict was still open at the end.
-        may_stop_early: Whether a look could have ended it, also where the first one did.
+        undecided: Sites without a verdict at the end.
+        may_stop_early: Whether any evaluation could have ended it.
     """
 
     rows: int
@@ -130,17 +117,17 @@ class Sampling:
 
     @property
     def is_sequential(self) -> bool:
-        """Whether the number of rows depends on what was seen."""
+        """Whether the number of rows depends on the data."""
         return self.may_stop_early or self.looks > 1
 
     def interval_of(self, moments: RatioMoments, confidence: float = CONFIDENCE) -> Interval:
-        """Two-sided interval of a sensitivity that holds however its number of rows came about."""
+        """Return a two-sided interval of a sensitivity, valid also for a data-dependent number of rows."""
         if self.is_sequential:
             return moments.anytime_interval(self.tightest_at, confidence)
         return moments.interval(confidence)
 
     def merge(self, other: Sampling) -> Sampling:
-        """Both samplings together; a site that one left open is open until verdicts are reached again."""
+        """Merge both samplings; a site open in one stays open until verdicts are reached again."""
         return Sampling(
             self.rows + other.rows,
             self.looks + other.looks,
@@ -155,22 +142,19 @@ class Profile:
     """The result of calibration.
 
     Attributes:
-        model_digest: Digest of the model that was calibrated.
-        data_digest: Digest of the calibration rows; of several sets that were merged, joined by "+".
-        rows: Rows that ranges were taken from.
-        error_rows: Rows that errors were taken from.
-        sampling: Rows that sensitivities were taken from.
-        synthetic: Whether any of the data was generated; stamped on everything downstream.
-        sites: One entry per site, in the model's order.
-        scales: Activation scale by `Recipe.activation_id` and tensor name: what errors and sensitivities were
-            measured under, and what a plan uses.
+        data_digest: Digest of the calibration rows; of several merged sets, joined by "+".
+        sampling: Rows behind the sensitivities.
+        synthetic: Whether any row was generated; stamped on everything downstream.
+        sites: In model order.
+        scales: Activation scale by `Recipe.activation_id` and tensor name, used for errors, sensitivities and
+            plans.
         groups: Sites that share a quantized tensor.
         baseline_loss: Mean loss of the FP32 model per output on the sensitivity rows; without labels, the
             mean entropy of its predictions.
-        weights: Names of the operands that are constants of the model, sorted.
+        weights: Constant operands, sorted.
         seconds: Wall time of each pass.
-        tensors: Magnitudes of every floating-point tensor of the model that is not a constant, by name; empty
-            where nothing asked for them (FP16 does).
+        tensors: Magnitudes of every floating-point, non-constant tensor of the model, by name; empty unless
+            needed (FP16).
     """
 
     SCHEMA: ClassVar[str] = "profile/4"
@@ -191,22 +175,17 @@ class Profile:
     tensors: dict[str, TensorRange] = field(default_factory=dict)
 
     def site(self, name: str) -> SiteProfile:
-        """The entry of that site.
-
-        Raises:
-            KeyError: It was not calibrated.
-        """
+        """Return the entry of that site."""
         for entry in self.sites:
             if entry.site == name:
                 return entry
         raise KeyError(name)
 
     def merge(self, other: Profile) -> Profile:
-        """The profile of both sets of rows; associative to the last bit.
+        """Merge the profiles of both sets of rows; associative to the last bit.
 
-        The scales must be the same: measure new rows under the scales of the profile that they are added to
-        (`calibration.updating`). Groups of rows that belong together are taken to be different ones. Of a
-        tensor that one of both does not know, nothing is known.
+        The scales must be the same: measure new rows under the scales of this profile
+        (`calibration.updating`). Groups of rows count as different ones. A tensor missing in one is dropped.
 
         Raises:
             ValueError: They are of different models, sites, recipes, scales or outputs.

@@ -1,22 +1,22 @@
-"""How long work reports that it moves."""
+"""Progress reports of long work."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 UNTIL = ", until "
-"""In the name of a task that may end before its total: ``sensitivity, until decided``."""
+"""Marks a task that may end before its total: ``sensitivity, until decided``."""
 
 
 class Progress(Protocol):
-    """Called with the work done so far."""
+    """Callback with the work done so far."""
 
     def __call__(self, task: str, done: int, total: int) -> None:
         """Report that `done` of `total` units of `task` are finished.
 
-        The first word of `task` names the work, what follows may change as it goes on: ``build fp8-all``,
-        ``build fp8-safe``. Units of one task should take about the same time each: the time left is told by
-        them. A `total` of 0 says that nobody knows how much there is.
+        The first word of `task` names the work, the rest may change: ``build fp8-all``, ``build fp8-safe``.
+        Units of one task should take about equal times: they predict the time left. A `total` of 0 means
+        unknown.
         """
 
 
@@ -25,10 +25,9 @@ def silent(task: str, done: int, total: int) -> None:
 
 
 class Joined:
-    """Reports pieces of work, one after the other, as one task.
+    """Reports consecutive pieces of work as one task.
 
     Args:
-        progress: Where the whole is reported.
         total: Units of all pieces together.
 
     Example::
@@ -47,5 +46,5 @@ class Joined:
         self._progress(task, min(self._before + done, self._total), self._total)
 
     def skip_to_next(self, units: int) -> None:
-        """The running piece has ended, which was to have so many units; it may have stopped before."""
+        """End the running piece of planned `units`; it may have stopped before."""
         self._before += units

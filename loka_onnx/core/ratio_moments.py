@@ -1,24 +1,23 @@
-"""The ratio of two sums over rows, with how sure we are of it, from sums that merge exactly.
+"""The ratio of two sums over rows with its confidence interval, from sums that merge exactly.
 
-Rows that belong together are a unit (a user, a request); a row is one where nothing groups them. Unit g
-contributes A_g to the numerator and B_g to the denominator, R = ΣA/ΣB, and by the delta method
+Rows that belong together are a unit (a user, a request); without groups each row is one. Unit g contributes
+A_g to the numerator and B_g to the denominator, R = ΣA/ΣB, and by the delta method
 R − truth ≈ Σ ψ_g with ψ_g = (A_g − R·B_g)/ΣB, so that
 
     variance = G/(G − 1) · Σψ² = G/(G − 1) · (ΣA² − 2R·ΣAB + R²·ΣB²) / (ΣB)².
 
 **Fixed number of rows.** value ± t_{G−1} · √variance.
 
-**Rows that were added until a verdict was reached.** Looking at the data again and again finds an excess
-sooner or later, so such an interval must hold at all times at once. At confidence 1 − α and after n rows,
+**Rows added until a verdict.** Repeated evaluation finds an excess sooner or later, so the interval must hold
+at all times at once. At confidence 1 − α and after n rows,
 
     value ± √variance · √( 2(nρ² + 1)/(nρ²) · log( √(nρ² + 1)/α ) )
 
-does, for any ρ > 0 that does not depend on the data (asymptotically, like the interval above). It is
-tightest at about n* rows for ρ² = (−2 log α + log(1 − 2 log α))/n*. The clock is the rows, because the
-variance of the sums grows with them; units may come to an end (users whose rows keep coming) while the sums
-move on. Rows of one unit that come in scattered only make it wider than need be: their sums move together,
-and the path has fewer independent looks. Few units are made up for as above: each quantile is widened as
-Student's t widens the normal distribution's there.
+does, for any ρ > 0 that does not depend on the data (asymptotically, like the interval above). It is tightest
+at about n* rows for ρ² = (−2 log α + log(1 − 2 log α))/n*. The clock is the rows, because the variance of the
+sums grows with them; new units may end (users whose rows keep coming) while the sums go on. Scattered rows of
+one unit only widen it: their sums move together, with fewer independent evaluations. Few units are corrected
+as above: each quantile is widened like Student's t over the normal distribution.
 
 Sources: Waudby-Smith, Arbour, Sinha, Kennedy, Ramdas, "Time-uniform central limit theory and asymptotic
 confidence sequences" (Annals of Statistics 2024, arXiv 2103.06476), theorem 2.2 and appendix B.2; the delta
@@ -38,20 +37,17 @@ from loka_onnx.errors import InternalError
 
 CONFIDENCE = 0.95
 FEWEST_UNITS = 8
-"""With fewer, the expansion of Student's t is off by a thousandth and more: the interval is infinite."""
+"""With fewer units the expansion of Student's t is off by a thousandth and more: the interval is infinite."""
 
 
 @dataclass(frozen=True)
 class RatioMoments:
-    """Sums over units; merges exactly. The units of two that merge are taken to be different ones.
+    """Sums over units; merges exactly. Units of two that merge count as different ones.
 
     Attributes:
-        rows: Rows seen.
-        units: Units that they belong to.
         a: ΣA.
         b: ΣB.
         aa: ΣA².
-        ab: ΣAB.
         bb: ΣB².
     """
 
@@ -64,7 +60,7 @@ class RatioMoments:
     bb: ExactSum = NOTHING_ADDED
 
     def merge(self, other: RatioMoments) -> RatioMoments:
-        """Both sets of units together; associative and commutative."""
+        """Merge both sets of units; associative and commutative."""
         return RatioMoments(
             self.rows + other.rows,
             self.units + other.units,
@@ -97,28 +93,26 @@ class RatioMoments:
 
     @property
     def is_carried_by_few(self) -> bool:
-        """Whether few units carry ΣA: intervals of a sum of what is never negative then end too low.
+        """Whether few units carry ΣA: intervals of a nonnegative sum then end too low.
 
         By Cauchy and Schwarz a share s of ΣA in the hundredth of units with the largest values makes
-        units·ΣA²/(ΣA)² at least 100·s². At s = .4 the upper ends of confidence sequences missed the truth
-        in a
-        fifth of simulated runs.
+        units·ΣA²/(ΣA)² at least 100·s². At s = .4 the upper ends of confidence sequences missed the truth in
+        a fifth of simulated runs.
         """
         return self.units * self.aa.value > 16.0 * self.a.value**2
 
     def interval(self, confidence: float = CONFIDENCE) -> Interval:
-        """Two-sided interval for a number of rows that was fixed beforehand."""
+        """Return the two-sided interval for a number of rows fixed beforehand."""
         half = math.inf
         if self.units >= FEWEST_UNITS:
             half = students_t(0.5 + confidence / 2.0, self.units - 1) * self.standard_error
         return Interval(self.value, self.value - half, self.value + half, confidence, self.rows)
 
     def anytime_interval(self, tightest_at: int, confidence: float = CONFIDENCE) -> Interval:
-        """Two-sided interval that holds at every number of rows at once.
+        """Return the two-sided interval that holds at every number of rows at once.
 
         Args:
             tightest_at: n*, the rows at which it is tightest; chosen before the data are seen.
-            confidence: Coverage.
         """
         half = math.inf
         if self.units >= FEWEST_UNITS:
@@ -128,7 +122,7 @@ class RatioMoments:
 
 
 def anytime_quantile(rows: int, tightest_at: int, confidence: float) -> float:
-    """Half width of the confidence sequence, in standard errors of the estimate.
+    """Return the half width of the confidence sequence, in standard errors of the estimate.
 
     Args:
         rows: n.
@@ -150,7 +144,7 @@ def anytime_quantile(rows: int, tightest_at: int, confidence: float) -> float:
 
 
 def students_t(probability: float, freedom: int) -> float:
-    """Quantile of Student's t, to about a thousandth of it.
+    """Return a quantile of Student's t, to about a thousandth of it.
 
     Args:
         probability: Between 0.5 and 1.
@@ -172,7 +166,7 @@ def students_t(probability: float, freedom: int) -> float:
 
 
 def _widening(normal: float, freedom: int) -> float:
-    """Student's t over the normal quantile, at the probability of a normal quantile."""
-    # Beyond, nothing is left of float64's digits.
+    """Return Student's t over the normal quantile, at the probability of a normal quantile."""
+    # Beyond this, float64 has no digits left.
     probability = min(NormalDist().cdf(normal), 1.0 - 1e-12)
     return students_t(probability, freedom) / NormalDist().inv_cdf(probability)

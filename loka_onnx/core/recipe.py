@@ -1,4 +1,4 @@
-"""Recipes: how a site is quantized."""
+"""Quantization recipes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from loka_onnx.core.formats import Float8
 AMAX = "amax"
 """Nothing in the calibration rows saturates."""
 MSE = "mse"
-"""The scale with the smallest squared error that the histogram predicts."""
+"""The scale with the smallest squared error predicted by the histogram."""
 
 
 class Granularity(StrEnum):
-    """Over which elements one scale is shared."""
+    """Elements that share one scale."""
 
     PER_TENSOR = "per_tensor"
     PER_CHANNEL = "per_channel"
@@ -23,14 +23,13 @@ class Granularity(StrEnum):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Format, granularity of each operand, and where the scales come from.
+    """Format, granularity of each operand, and scale rule.
 
     Attributes:
         format: FP8 format of both operands.
         activation: Granularity of the activation; only per tensor is defined.
-        weight: Granularity of the weight.
-        scale: Rule that turns the range of an activation into its scale: ``amax``, ``mse`` or
-            ``percentile-`` and a number, as in ``percentile-99.99``. Weights are scaled by amax.
+        scale: Rule for the activation scale: ``amax``, ``mse`` or ``percentile-`` and a number, as in
+            ``percentile-99.99``. Weights are scaled by amax.
     """
 
     format: Float8 = Float8.E4M3FN
@@ -46,7 +45,7 @@ class Recipe:
 
     @classmethod
     def of_id(cls, text: str) -> Recipe:
-        """The recipe of an `id`.
+        """Return the recipe of an `id`.
 
         Raises:
             ValueError: It is none.
@@ -58,7 +57,7 @@ class Recipe:
 
     @property
     def percentile(self) -> float | None:
-        """Percentage of magnitudes that the scale must reach, between 50 and 100; None for another rule."""
+        """Percentage of magnitudes that the scale must reach, 50 to 100; None for another rule."""
         word, _, number = self.scale.partition("-")
         try:
             percentage = float(number)
@@ -68,7 +67,7 @@ class Recipe:
 
     @property
     def activation_id(self) -> str:
-        """What decides how an activation is rounded: ``e4m3fn/amax``."""
+        """Key of an activation's rounding: ``e4m3fn/amax``."""
         return f"{self.format.lower()}/{self.scale}"
 
     @property

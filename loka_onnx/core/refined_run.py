@@ -1,4 +1,4 @@
-"""What refining added to a run: plans, engines and everything that belongs to them."""
+"""Plans and engines that refining added to a run."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ class RefinedRun:
     """Plans that were added to those of the run file (`refined.json`).
 
     Attributes:
-        plans: The plans.
-        engines: Their engines, failures included.
-        corrections: Constants that were fitted to them.
-        rewrites: What was written into their models.
-        evaluations: Every engine that was judged, those of the run file too: on selection, with the latencies
-            of the round.
+        engines: Failures included.
+        corrections: Constants fitted to them.
+        rewrites: Changes in their models.
+        evaluations: Every judged engine, those of the run file too: on selection, with the latencies of the
+            round.
     """
 
     SCHEMA: ClassVar[str] = "refined-run/1"
@@ -50,7 +49,7 @@ class RefinedRun:
 
 
 def read_refined(directory: Path) -> RefinedRun:
-    """What refining added to the run in a directory; nothing where nothing was refined.
+    """Return the refinement of a run directory; empty where nothing was refined.
 
     Raises:
         UserError: The document was written by another version of this package.

@@ -1,4 +1,4 @@
-"""What was tried on a device to make its plans better, step by step."""
+"""Trials on a device that improve plans, step by step."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from loka_onnx.core.serde import STRICT
 
 
 class Origin(StrEnum):
-    """Where a plan comes from."""
+    """Origin of a plan."""
 
     RUN_FILE = "run file"
     SEARCH = "search"
-    """Sites toggled against the plan that should be the fastest, by kernel times."""
+    """Sites toggled against the plan predicted fastest by kernel times."""
     GIVEN_BACK = "sites given back"
-    """Sites of a plan beyond the budget returned to the base precision."""
+    """Sites of a plan beyond the budget reverted to the base precision."""
 
 
 @dataclass(frozen=True)
 class Returned:
-    """Sites that were given back together.
+    """Sites reverted together.
 
     Attributes:
-        sites: Their names: one, or several that share a quantized tensor.
-        kl: What they cost: KL over what is allowed for it, on the output where that is most.
-        saved_us: Time a row that they were expected to save, microseconds; None where it was weighed by
-            operations.
+        sites: One, or several that share a quantized tensor.
+        kl: KL over the allowed KL, on the output where that is most.
+        saved_us: Expected saving per row, microseconds; None where weighed by operations.
     """
 
     sites: tuple[str, ...]
@@ -39,30 +38,23 @@ class Returned:
 
 @dataclass(frozen=True)
 class Step:
-    """One plan that was tried.
+    """One tried plan.
 
     Attributes:
         round: 0 for the plans of the run file.
-        plan: Id of the plan.
-        engine: Id of its engine.
-        origin: Where the plan comes from.
-        parent: Plan that it was made from; empty for those of the run file.
-        returned: What was given back of the parent.
-        fp8_sites: Sites that it has in FP8.
+        parent: Plan it was made from; empty for those of the run file.
+        returned: Sites reverted from the parent.
+        fp8_sites: Number of sites in FP8.
         fp8_share: Their share of the FP8-able FLOPs.
-        status: How far the engine came.
-        detail: Failure with its evidence, or why it was declined or not judged; empty where it was judged and
-            timed.
-        build_seconds: Wall time of the build.
-        latency_us: Median latency by batch size (as text); empty where it was not timed.
-        predicted_us: The same as it was expected before anything of this engine was measured, at the pace of
-            its round, which the anchor tells; empty where nothing was known to start from.
-        predicted_from: Engine whose measured time the prediction starts from; empty where there is none.
-        not_predicted: Why kernel times do not tell what the engine takes; empty where they do, or where
-            nothing was known to start from.
-        times: Latency over that of the anchor, which was timed in turns with it; None where it was not timed.
-        upper: Upper bound of what is judged on selection over the budget, of the worst output; None where it
-            was not judged.
+        detail: Failure with its evidence, or why it was declined or not judged; empty where judged and timed.
+        latency_us: Median latency by batch size (as text), microseconds; empty where not timed.
+        predicted_us: Prediction before anything of this engine was measured, at the pace of its round (given
+            by the anchor); empty without a start.
+        predicted_from: Engine whose measured time the prediction starts from; else empty.
+        not_predicted: Why kernel times do not give the engine's time; else empty.
+        times: Latency over the anchor's, timed in turns; None where not timed.
+        upper: Upper bound of the judged quantity on selection over the budget, of the worst output; None
+            where not judged.
         is_within: Whether every output is inside its budget on selection.
         is_on_front: Whether no engine of the same hardware is as fast and as accurate.
     """
@@ -89,7 +81,7 @@ class Step:
 
     @property
     def predictions(self) -> tuple[PredictedTime, ...]:
-        """Predicted and measured, at each batch size that has both."""
+        """Predicted and measured times, at each batch size with both."""
         return tuple(
             PredictedTime(self.engine, self.plan, int(batch), us, self.latency_us[batch])
             for batch, us in self.predicted_us.items()
@@ -102,15 +94,13 @@ class HardwareRefinement:
     """The rounds on one piece of hardware.
 
     Attributes:
-        target: Name of the target.
-        architecture: Of the engines that were added; empty where none was.
-        backend: Backend of the engines that were added; empty where none was.
-        anchor: Engine without FP8 that all are compared with, the fastest of these; empty where none was
-            timed.
-        steps: Every plan that was tried, in order.
-        best: Plan of the fastest engine inside the budget on selection; empty where there is none.
+        architecture: Of the added engines; else empty.
+        backend: Of the added engines; else empty.
+        anchor: Reference engine without FP8, the fastest of these; empty where none was timed.
+        steps: In order.
+        best: Plan of the fastest engine inside the budget on selection; else empty.
         ended: Why no further round was made.
-        seconds: Wall time of the rounds, the one of the run file's plans left out.
+        seconds: Wall time of the rounds, without the run file's plans.
     """
 
     target: str
@@ -128,8 +118,8 @@ class Refinement:
     """The rounds of a run (`refinement.json`).
 
     Attributes:
-        hardware: One entry per piece of hardware that an engine runs on here.
-        predictions: Those of all steps.
+        hardware: One entry per piece of hardware with an engine here.
+        predictions: Of all steps.
         median_prediction_error: Median magnitude of their relative errors; None where there is none.
     """
 

@@ -1,9 +1,9 @@
-"""What a retrained checkpoint changed.
+"""Effects of a retrained checkpoint.
 
 Where the decisions of the earlier run fail on the certification rows, a full run follows, and its engines are
-held against the same rows: two looks, of which either may let an engine pass that harms. The error of 5 % is
-divided between them before the first (Bonferroni): each has intervals of 97.5 %, and the probability that
-what is emitted in the end passed and is beyond the budget is bounded as for one look at 95 %.
+judged on the same rows: two certification attempts, of which either may pass a harmful engine. The error of 5
+% is divided between them beforehand (Bonferroni): each has intervals of 97.5 %, and the probability that the
+selected engine passed and is beyond the budget is bounded as for one attempt at 95 %.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from loka_onnx.core.serde import STRICT
 DOCUMENT = "refresh.json"
 """Its file in the run directory."""
 LOOKS = 2
-"""Times that certification rows may be looked at for one retrained model."""
+"""Certification attempts for one retrained model."""
 
 
 @dataclass(frozen=True)
 class SiteMove:
-    """How a site in FP8 moved.
+    """Change of a site in FP8.
 
     Attributes:
-        site: Name of the site.
-        activation: Scale of its activation now over the earlier one.
-        weight: The same of its weight; of several channels, the ratio that is farthest from 1.
-        kl_before: KL over the loss that it costs, by output, from the earlier profile.
-        kl_now: The same from few rows, which makes the interval wide.
+        activation: New over earlier activation scale.
+        weight: New over earlier weight scale; of several channels, the ratio farthest from 1.
+        kl_before: KL over the loss, by output, from the earlier profile.
+        kl_now: The same from few rows, hence a wide interval.
     """
 
     site: str
@@ -42,13 +41,10 @@ class SiteMove:
 
 @dataclass(frozen=True)
 class OutputMove:
-    """How an emitted engine stands to the FP32 model on the certification split, before and now.
+    """Budget of a selected engine on the certification split, before and now.
 
     Attributes:
-        engine: Id of the engine that was judged.
-        output: Name of the output.
-        judged: What is judged, in words.
-        before: Of the earlier run; None where it was not measured there.
+        before: Of the earlier run; None where not measured.
         now: Of the retrained model.
         budget: Largest accepted value.
         status: A value of `BudgetStatus`.
@@ -68,15 +64,13 @@ class Refresh:
     """A refresh (`refresh.json`).
 
     Attributes:
-        earlier: Directory of the run that was refreshed.
-        earlier_model: Digest of its exported model.
+        earlier: Directory of the refreshed run.
         model: Digest of the retrained one.
-        sites: Sites in FP8, those whose scales moved most first; empty where the plans have none.
-        outputs: Outputs of the engines that were judged.
-        fallback: Why everything was done anew; empty where it was not.
-        confidence: Of each interval that was held against the budget on certification: less error for each
-            look where there may be two, 0.95 for a full run behind a refresh that never looked.
-        seconds: Wall time, that of a full run included where one was made.
+        sites: Sites in FP8, largest scale changes first; empty where the plans have none.
+        fallback: Reason for a full run; else empty.
+        confidence: Of each certification interval: less error for each attempt where there may be two, 0.95
+            for a full run behind a refresh without an attempt.
+        seconds: Wall time, including a full run.
         earlier_seconds: Wall time of the stages of the earlier run.
     """
 

@@ -1,4 +1,4 @@
-"""What a transform did, and what it declined to do."""
+"""Applied and declined rewrites of a transform."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from loka_onnx.core.serde import STRICT
 
 @dataclass(frozen=True)
 class Applied:
-    """One place a transform rewrote.
+    """One rewrite.
 
     Attributes:
         at: Node, site or tensor.
-        what: What was done.
-        origins: By name of a site that is new, the names of the sites that it replaces; a site whose operands
-            hold other values replaces itself.
+        what: Action.
+        origins: By name of a new site, the sites it replaces; a site whose operands hold other values
+            replaces itself.
     """
 
     at: str
@@ -26,11 +26,10 @@ class Applied:
 
 @dataclass(frozen=True)
 class Declined:
-    """One place that a transform looked at and left alone.
+    """A look-alike that was not rewritten.
 
     Attributes:
         at: Node, site or tensor; empty for the whole model.
-        reason: Why.
     """
 
     at: str
@@ -42,13 +41,11 @@ class RewriteRecord:
     """The result of one transform.
 
     Attributes:
-        transform: Name of the transform.
-        applied: What it rewrote.
-        declined: What it left alone, and why.
-        max_abs: Largest change of any output on the check rows; None when it was not checked (precision
-            transforms change the output on purpose).
-        tolerance: What `max_abs` was held against.
-        rolled_back: Whether the result was discarded: it moved the output too far, or the transform failed.
+        transform: Its name.
+        max_abs: Largest change of any output on the check rows; None when not checked (precision transforms
+            change outputs on purpose).
+        tolerance: Limit of `max_abs`.
+        rolled_back: Whether the result was discarded: an output moved too far, or the transform failed.
         seconds: Wall time of matching and rewriting.
         check_seconds: Wall time of the check on data.
     """
@@ -85,10 +82,10 @@ class RewriteLogs:
 
 @dataclass(frozen=True)
 class HighErrorChannels:
-    """What the split of high-error channels was asked for; a refresh asks for the same.
+    """Request for the split of high-error channels; a refresh repeats it.
 
     Attributes:
-        left: Part of its FP8 error that each site may keep, by its name; the others stay whole.
+        left: Share of its FP8 error that each site may keep, by name; other sites stay whole.
     """
 
     SCHEMA: ClassVar[str] = "loud-channels/1"

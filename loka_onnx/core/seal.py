@@ -1,8 +1,8 @@
-"""A document that carries the digest of its own text.
+"""A document with the digest of its own text.
 
-The seal is the SHA-256 of the file's bytes with the 64 digits of the seal as zeros. It covers every byte of
-the file, spaces included, and needs no canonical form of JSON: a reader in any language replaces the digits
-and hashes. It finds accidents. Who can rewrite the file can seal it again, so it says nothing of the origin.
+The seal is the SHA-256 of the file's bytes with the 64 digits of the seal as zeros. It covers every byte,
+spaces included, and needs no canonical JSON: a reader in any language replaces the digits and hashes. It
+finds accidents, not forgery: anyone who can rewrite the file can seal it again.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import re
 from loka_onnx.core.digests import digest_bytes
 
 UNSEALED = "0" * 64
-"""What stands in a document before it is sealed."""
+"""Seal of a document before sealing."""
 
-# Inside a string of JSON its quotes would be escaped, so that only a key can match.
+# In a JSON string its quotes would be escaped, so that only a key can match.
 _FIELD = re.compile(rb'"seal": "([0-9a-f]{64})"')
 
 
 def seal(text: str) -> str:
-    """The text with its seal; sealing again gives the same.
+    """Return the text with its seal; idempotent.
 
     Args:
         text: A JSON document with one key ``seal`` and 64 hexadecimal digits as its value.
@@ -35,7 +35,7 @@ def seal(text: str) -> str:
 
 
 def seal_problem(data: bytes) -> str | None:
-    """Why the seal of a document's bytes does not hold; None when it does."""
+    """Return why the seal of a document's bytes is invalid; None when it is valid."""
     found = _FIELD.findall(data)
     if len(found) != 1:
         return f"{len(found)} seals, there must be one"

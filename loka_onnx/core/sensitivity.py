@@ -1,4 +1,4 @@
-"""What sites in low precision do to the model's outputs, as sums that merge exactly."""
+"""Effect of low-precision sites on the model's outputs, as sums that merge exactly."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ class DeltaSums:
     """Change of the logit (or of the regression output) over rows; merges exactly.
 
     Attributes:
-        weight: Sum of the row weights.
         total: Weighted sum of the changes.
-        squares: Weighted sum of their squares.
     """
 
     weight: ExactSum = NOTHING_ADDED
@@ -49,10 +47,10 @@ class DeltaSums:
 
 @dataclass(frozen=True)
 class Draws:
-    """The same rows under scales that were moved a little: other draws of the rounding noise.
+    """The same rows under slightly moved scales: other noise seeds of rounding.
 
     Another day's calibration moves the scales as well, and every value then falls elsewhere on the grid. An
-    interval over rows does not see that.
+    interval over rows does not show that.
 
     Attributes:
         count: Draws, the profile's own scales included.
@@ -71,7 +69,7 @@ class Draws:
     labelled_high: float | None = None
 
     def merge(self, other: Draws) -> Draws:
-        """The widest of both."""
+        """Return the widest of both."""
         lows = [d.labelled_low for d in (self, other) if d.labelled_low is not None]
         highs = [d.labelled_high for d in (self, other) if d.labelled_high is not None]
         return Draws(
@@ -86,16 +84,14 @@ class Draws:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What one site in one recipe does to one output of the model.
+    """Effect of one site in one recipe on one output of the model.
 
     All loss terms are relative to the FP32 model's loss on the same rows, or to the mean entropy of its
-    predictions where there are no labels (`denominator` says which). The intervals hold for a number of rows
-    that was fixed beforehand; `kl_moments.anytime_interval` is the one to decide by where rows were added
-    until verdicts were reached.
+    predictions without labels (`denominator` says which). The intervals hold for a number of rows fixed
+    beforehand; use `kl_moments.anytime_interval` where rows were added until verdicts were reached.
 
     Attributes:
         recipe: Id of the recipe, or the precision for a norm.
-        output: Name of the output.
         denominator: ``loss`` or ``entropy``.
         delta: Change of the logit (or of the regression output).
         kl_moments: KL(p ‖ p′): the part of the loss increase that needs no label. For a regression with
@@ -125,7 +121,7 @@ class Sensitivity:
         labelled: RatioMoments | None,
         draws: Draws | None = None,
     ) -> Sensitivity:
-        """A sensitivity from its sums, with the intervals that follow."""
+        """Return a sensitivity with the intervals of its sums."""
         return cls(
             name.recipe,
             name.output,
@@ -140,7 +136,7 @@ class Sensitivity:
 
     @property
     def name(self) -> SensitivityName:
-        """What was measured."""
+        """Measured quantity."""
         return SensitivityName(self.recipe, self.output, self.denominator)
 
     @property
@@ -154,7 +150,7 @@ class Sensitivity:
         return self.delta.mean
 
     def merge(self, other: Sensitivity) -> Sensitivity:
-        """Both sets of rows together; their units (groups, rows) are taken to be different ones.
+        """Merge both sets of rows; their units (groups, rows) count as different ones.
 
         Raises:
             ValueError: They are of different recipes, outputs or denominators, or only one has labels.
@@ -178,11 +174,10 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class SensitivityName:
-    """Which sensitivity.
+    """Identity of a sensitivity.
 
     Attributes:
         recipe: Id of the recipe, or the precision for a norm.
-        output: Name of the output.
         denominator: ``loss`` or ``entropy``.
     """
 
@@ -195,12 +190,12 @@ class SensitivityName:
 class SiteGroup:
     """Sites that read one quantized tensor, measured in low precision together.
 
-    Their errors share that tensor's rounding and do not add up like those of strangers.
+    Their errors share that tensor's rounding and do not add up like independent ones.
 
     Attributes:
-        tensor: What they read (before layout operations).
+        tensor: Their input (before layout operations).
         sites: Names of the sites, in the model's order; at least two.
-        sensitivities: Effect of all of them on each output; the recipe is that of the tensor.
+        sensitivities: Joint effect on each output; the recipe is that of the tensor.
     """
 
     tensor: str
@@ -208,18 +203,14 @@ class SiteGroup:
     sensitivities: tuple[Sensitivity, ...]
 
     def sensitivity(self, output: str) -> Sensitivity:
-        """Effect on an output.
-
-        Raises:
-            KeyError: It was not measured.
-        """
+        """Return the effect on an output."""
         for item in self.sensitivities:
             if item.output == output:
                 return item
         raise KeyError(output)
 
     def merge(self, other: SiteGroup) -> SiteGroup:
-        """Both sets of rows together.
+        """Merge both sets of rows.
 
         Raises:
             ValueError: They are not the same sites in the same recipes.
@@ -234,7 +225,7 @@ class SiteGroup:
 def merge_sensitivities(
     ours: tuple[Sensitivity, ...], theirs: tuple[Sensitivity, ...]
 ) -> tuple[Sensitivity, ...]:
-    """Sensitivities of the same recipes and outputs, pair by pair.
+    """Merge sensitivities of the same recipes and outputs pairwise.
 
     Raises:
         ValueError: They are not of the same recipes and outputs.

@@ -1,12 +1,12 @@
 """Versioned JSON for the values that stages exchange.
 
 A document is ``{"schema": "loka-onnx/<kind>/<version>", "value": {...}}``. Reading is strict: an unknown
-schema, key or type is refused. Documents are written atomically and byte for byte the same for equal
-values, so that their digests can serve as cache keys.
+schema, key or type is refused. Writing is atomic, and equal values give equal bytes, so that digests can be
+cache keys.
 
 Documents travel between hosts. A field of type `InsidePath`, `InsideFile` or `Component` is refused on
-reading where it would lead out of the directory that it is relative to; links inside of that directory are
-looked for where it is opened (`pipeline.directory.refuse_links`).
+reading where it would leave its directory; links inside are checked where it is opened
+(`pipeline.directory.refuse_links`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from loka_onnx.errors import OutputError, UserError
 T = TypeVar("T")
 
 STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
-"""Assign to `__pydantic_config__` of a dataclass that is a document."""
+"""Assign to `__pydantic_config__` of a document dataclass."""
 
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 4096
-"""Longest file name and path of Linux; the system calls refuse more, each in its own way."""
+"""Longest file name and path of Linux; system calls refuse more, each in its own way."""
 
 
 def _inside(value: Path) -> Path:
@@ -48,7 +48,7 @@ def _inside_file(value: str) -> str:
 
 
 def is_inside(path: Path) -> bool:
-    """Whether a path is relative and stays in the directory that it is relative to."""
+    """Return whether a path is relative and does not leave its directory."""
     try:
         _inside(path)
     except ValueError:
@@ -63,11 +63,11 @@ def _component(value: str) -> str:
 
 
 InsidePath = Annotated[Path, AfterValidator(_inside)]
-"""A path relative to the directory of a document (of a run, a job, a result), which it does not leave."""
+"""A path that stays in the directory of a document (of a run, a job, a result)."""
 InsideFile = Annotated[str, AfterValidator(_inside_file)]
 """The same as text, ``/`` between components; `list_files` writes it."""
 Component = Annotated[str, AfterValidator(_component)]
-"""A name that files and directories are named after."""
+"""A name for files and directories."""
 
 
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
@@ -80,12 +80,12 @@ def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
 
 
 def schema_id(kind: type[Any]) -> str:
-    """``loka-onnx/<kind>/<version>`` of a document type, from its `SCHEMA` attribute."""
+    """Return ``loka-onnx/<kind>/<version>`` of a document type, from its `SCHEMA` attribute."""
     return f"loka-onnx/{kind.SCHEMA}"
 
 
 def json_schema(kind: type[Any]) -> dict[str, Any]:
-    """JSON Schema (2020-12) of a document type, with its definitions where its references look for them."""
+    """Return the JSON Schema (2020-12) of a document type, self-contained."""
     value = _adapter(kind).json_schema()
     definitions = value.pop("$defs", {})
     return {
@@ -128,7 +128,7 @@ def loads(kind: type[T], text: str, *, where: str = "document") -> T:
     try:
         return cast(T, _adapter(kind).validate_json(json.dumps(document["value"]), strict=True))
     except RecursionError as error:
-        # What `json.loads` reads may be nested deeper than what `json.dumps` writes.
+        # `json.loads` reads deeper nesting than `json.dumps` writes.
         raise UserError("not a JSON document", where=where, evidence=str(error)) from error
     except ValidationError as error:
         first = error.errors()[0]
@@ -150,7 +150,7 @@ def read(kind: type[T], path: Path) -> T:
         UserError: The file is missing or is not such a document.
     """
     try:
-        # A pipe or a device would be read for ever.
+        # Reading a pipe or a device would never end.
         if path.exists() and not path.is_file():
             raise OSError("it is not a regular file")
         text = path.read_text(encoding="utf-8")
@@ -165,7 +165,7 @@ def write_text(text: str, path: Path) -> None:
     """Write text so that a reader sees the old file or the whole new one.
 
     Raises:
-        OutputError: The place cannot be written.
+        OutputError: Writing fails.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -185,5 +185,5 @@ def write_text(text: str, path: Path) -> None:
 
 
 def to_plain(value: Any) -> Any:
-    """The value as dicts, lists, strings and numbers."""
+    """Return the value as dicts, lists, strings and numbers."""
     return cast(Any, _adapter(type(value)).dump_python(value, mode="json"))

@@ -1,4 +1,4 @@
-"""Sites: the places of a model whose precision is a question."""
+"""Sites: nodes of a model whose precision a plan decides."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 LEAST_FP8 = 16
-"""Least K and N of a product that counts in "FP8-able FLOPs"."""
+"""Least K and N of a product in "FP8-able FLOPs"."""
 HIGH_ERROR = ".loud"
 """Suffix of the product of a site's high-error channels (`split_high_error_channels`)."""
 
 
 class SiteKind(StrEnum):
-    """What a site computes."""
+    """Kind of a site."""
 
     LINEAR = "linear"
     """A matrix product with one constant operand."""
     INTERACTION = "interaction"
     """A matrix product of two activations."""
     NORM = "norm"
-    """A normalization; its question is which precision it may run in."""
+    """A normalization, which may run in high or base precision."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Operand:
         tensor: Name of the tensor in the graph.
         index: Position among the node's inputs.
         constant: Whether it is an initializer (a weight).
-        contracting_axis: Axis that the product sums over, counted from 0 in the stored shape; None for
-            the input of a norm.
+        contracting_axis: Axis that the product sums over, counted from 0 in the stored shape; None for the
+            input of a norm.
         shape: Stored shape; None where a dimension is dynamic.
     """
 
@@ -48,17 +48,13 @@ class Site:
     """A matrix product that could run in FP8, or a normalization.
 
     Attributes:
-        name: Stable name, which is also the name of its node in the graph; carries the module path of
-            the original model.
-        kind: Linear, interaction or norm.
-        op_type: ONNX operator.
+        name: Stable name, also of its node in the graph; holds the module path of the original model.
         operands: The activation first, then the weight for a linear; both activations for an interaction.
-        output: Name of the output tensor.
         k: Length of the contraction (of the normalized axis for a norm).
         n: Columns of the product, 0 for a norm.
         rows: Rows of the product for each example of the batch.
-        merged_from: Names of the sites of the exported model that this one replaces; its own where its
-            operands hold other values.
+        merged_from: Sites of the exported model that this one replaces; its own where its operands hold other
+            values.
     """
 
     name: str
@@ -88,7 +84,7 @@ class Site:
 
     @property
     def is_fp8_able(self) -> bool:
-        """Whether it counts in "FP8-able FLOPs": linear with K, N ≥ 16 (DESIGN, Words)."""
+        """Whether it counts in "FP8-able FLOPs": linear with K, N ≥ 16."""
         return self.kind is SiteKind.LINEAR and min(self.k, self.n) >= LEAST_FP8
 
 

@@ -1,4 +1,4 @@
-"""A model cut at its embeddings: the halves, what goes from one to the other, and how that was verified."""
+"""A model cut at its embeddings: halves, tensors between them, and verification."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ TRANSFORM = "split_sparse"
 
 
 class Part(StrEnum):
-    """What an engine was built from."""
+    """Part of a model that an engine was built from."""
 
     WHOLE = "whole"
-    """It takes the model's own inputs, ids included."""
+    """Takes the model's own inputs, ids included."""
     DENSE = "dense"
-    """It takes numeric inputs and looked-up rows; a lookup model or a parameter server looks them up."""
+    """Takes numeric inputs and rows looked up by a lookup model or a parameter server."""
 
 
 @dataclass(frozen=True)
 class SplitCheck:
-    """Both halves, one after the other, against the whole.
+    """Comparison of both halves in sequence with the whole.
 
     Attributes:
-        batches: Rows of each batch that was compared.
         equal: Whether every output had the same bits on every batch; False also where the comparison ended
-            before that.
+            before.
     """
 
     batches: tuple[int, ...]
@@ -44,12 +43,12 @@ class SplitCheck:
 
 @dataclass(frozen=True)
 class Halves:
-    """The two models that stand for one.
+    """The two models that replace one.
 
     Attributes:
         lookup: Takes ids, returns the cut tensors; holds the tables.
         dense: Takes the other inputs, then the cut tensors; holds every site of the whole.
-        cut: The tensors that go from one to the other, the batch on axis 0.
+        cut: Tensors between the two, the batch on axis 0.
     """
 
     lookup: ModelArtifact
@@ -58,7 +57,7 @@ class Halves:
 
     @property
     def passed(self) -> tuple[str, ...]:
-        """Names of the inputs of the whole that the dense half reads itself."""
+        """Inputs of the whole that the dense half reads itself."""
         looked_up = {spec.name for spec in self.cut}
         return tuple(spec.name for spec in self.dense.inputs if spec.name not in looked_up)
 
@@ -70,7 +69,7 @@ class ModelSplit:
     Attributes:
         parent: Digest of the whole.
         halves: The halves; None when the model stays whole.
-        check: How the halves compared with the whole; None when it did not come to that.
+        check: Comparison with the whole; None without one.
         declined: Where and why the model stays whole; None when it was cut.
         seconds: Wall time of cutting and comparing.
     """
@@ -86,12 +85,12 @@ class ModelSplit:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Of the lookup half and of the dense one; empty for a model that stays whole."""
+        """Digests of the lookup and the dense half; empty for a model that stays whole."""
         return () if self.halves is None else (self.halves.lookup.digest, self.halves.dense.digest)
 
     @property
     def log(self) -> RewriteLog:
-        """The same among the rewrites of a report."""
+        """Log of the cut for the rewrites of a report."""
         applied = () if self.halves is None else tuple(_applied(spec) for spec in self.halves.cut)
         moved = 0.0 if applied else None
         declined = () if self.declined is None else (self.declined,)
@@ -99,7 +98,7 @@ class ModelSplit:
 
     @property
     def note(self) -> str:
-        """What a reader of the report must know of it."""
+        """Note for readers of the report."""
         if self.halves is None or self.check is None:
             where = "" if self.declined is None else f" '{self.declined.at}': {self.declined.reason}."
             return f"The run was asked to cut the model at its embeddings and went on whole:{where}"

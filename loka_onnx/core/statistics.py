@@ -1,4 +1,4 @@
-"""What calibration measures of tensors and of sites, as sums that merge exactly."""
+"""Calibration statistics of tensors and sites, as sums that merge exactly."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ class BatchSums:
 
     Attributes:
         total: Sum of its values.
-        squares: Sum of their squares.
     """
 
     total: ExactSum = NOTHING_ADDED
     squares: ExactSum = NOTHING_ADDED
 
     def merge(self, other: BatchSums) -> BatchSums:
-        """Both sets of batches together."""
+        """Merge both sets of batches."""
         return BatchSums(self.total.merge(other.total), self.squares.merge(other.squares))
 
 
 @dataclass(frozen=True)
 class BatchSpread:
-    """How much the full batches of one tensor differ, which is what a change is held against; merges exactly.
+    """Spread of one tensor over full batches, the reference for changes; merges exactly.
 
-    The elements of a tensor have much in common (an item, a user, a feature), so that their number says
-    little of how sure a mean is. Batches of equally many rows are the unit instead.
+    Elements of a tensor are correlated (an item, a user, a feature), so their number overstates the certainty
+    of a mean. Batches of equally many rows are the unit instead.
 
     Attributes:
-        batches: Full batches seen.
         rows: Rows of each; 0 where none was seen.
-        statistics: By name. One that is missing was 0 in every batch.
+        statistics: By name. A missing one was 0 in every batch.
     """
 
     batches: int = 0
@@ -44,7 +42,7 @@ class BatchSpread:
     statistics: dict[str, BatchSums] = field(default_factory=dict)
 
     def merge(self, other: BatchSpread) -> BatchSpread:
-        """Both sets of batches together.
+        """Merge both sets of batches.
 
         Raises:
             ValueError: Their batches are of different sizes.
@@ -77,8 +75,8 @@ class RangeStats:
         histogram: Magnitudes. Of an activation, a sample of the rows (`calibration.observers.sampling`):
             it says shares and quantiles, the range itself is `amax`.
         channel_amax: Largest magnitude at each index of the last axis, over the rows of the histogram; empty
-            where it is unknown (a scalar, a layout of another tensor, an axis that is not fixed).
-        spread: How much its batches differ; of an activation only.
+            where unknown (a scalar, a layout of another tensor, an axis that is not fixed).
+        spread: Spread over batches; of an activation only.
     """
 
     count: int
@@ -92,7 +90,7 @@ class RangeStats:
     spread: BatchSpread = NO_BATCHES
 
     def merge(self, other: RangeStats) -> RangeStats:
-        """Statistics of both sets of rows together; channels that one of them does not know are unknown.
+        """Merge both sets of rows; channels unknown in one become unknown.
 
         Raises:
             ValueError: They have different numbers of channels.
@@ -131,15 +129,15 @@ class TensorRange:
 
     Attributes:
         amax: Largest magnitude. An infinity, as masks hold, counts as FP32's largest number.
-        smallest: Smallest magnitude above 0 of something that is divided by (`graph.divisors`); None where it
-            was 0 throughout, and for every other tensor.
+        smallest: Smallest magnitude above 0 of a divisor (`graph.divisors`); None where it was 0 throughout,
+            and for every other tensor.
     """
 
     amax: float
     smallest: float | None = None
 
     def merge(self, other: TensorRange) -> TensorRange:
-        """The magnitudes of both sets of rows."""
+        """Merge both sets of rows."""
         known = [each for each in (self.smallest, other.smallest) if each is not None]
         return TensorRange(max(self.amax, other.amax), min(known, default=None))
 
@@ -150,16 +148,13 @@ class ErrorStats:
 
     Attributes:
         recipe: Id of the recipe, or the precision for a norm.
-        activation_scale: Scale of the activation; None for a norm. Statistics of different scales do
-            not merge.
+        activation_scale: None for a norm. Statistics of different scales do not merge.
         count: Output elements seen.
         signal: Sum of squares of the exact output.
         noise: Sum of squares of the difference between quantized and exact output.
         quantized: Sum of squares of the quantized output.
-        activation_count: Activation elements seen.
         saturated: Activation elements beyond the format's range.
         underflowed: Nonzero activation elements that became zero.
-        zeros: Activation elements that were zero.
     """
 
     recipe: str
@@ -174,7 +169,7 @@ class ErrorStats:
     zeros: int = 0
 
     def merge(self, other: ErrorStats) -> ErrorStats:
-        """Statistics of both sets of rows together.
+        """Merge both sets of rows.
 
         Raises:
             ValueError: They were taken under different recipes or scales.

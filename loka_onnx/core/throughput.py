@@ -1,4 +1,4 @@
-"""How many requests per second an engine answers in time."""
+"""Requests per second that an engine answers in time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ HIGH_PRECISION = "best without FP8"
 
 @dataclass(frozen=True)
 class Trial:
-    """An engine under one rate of arrivals.
+    """An engine under one arrival rate.
 
     Attributes:
-        rate_per_s: Requests that arrive per second, on average.
-        requests: How many arrived.
-        p50_us: Median time from the arrival that was intended to the answer.
+        rate_per_s: Mean arrivals per second.
+        requests: Number of arrivals.
+        p50_us: Median time from intended arrival to answer.
         p99_us: 99th percentile of it.
         over: Share of requests that took longer than the limit.
-        over_upper: Upper end of it, one-sided.
-        late_us: 99th percentile of the time that a request waited for the load generator, while a stream was
-            free: what the generator itself adds to these latencies.
-        passed: Whether the 99th percentile is under the limit, by the upper end.
+        over_upper: Its upper end, one-sided.
+        late_us: 99th percentile of a request's wait for the load generator while a stream was free: the
+            generator's own part of these latencies.
+        passed: Whether the upper end of the 99th percentile is under the limit.
     """
 
     rate_per_s: float
@@ -44,21 +44,18 @@ class Throughput:
     """The highest rate that an engine answers in time, at one batch size.
 
     Attributes:
-        engine: Its id.
-        plan: Its plan.
-        target: Its target.
         role: ``chosen``, or ``best without FP8`` where another one was chosen.
         batch: Rows per request.
         streams: Loaded copies of the engine that answer at once.
-        p99_limit_us: What the 99th percentile is held under.
-        confidence: One-sided, of each verdict on it.
+        p99_limit_us: Limit of the 99th percentile.
+        confidence: One-sided, of each verdict.
         seed: Of the arrivals.
         capacity_per_s: Requests per second without pause, whatever their latency; 0 where it failed.
-        requests_per_s: Highest rate with the 99th percentile under the limit; 0 where there is none.
-        trials: Every rate that was tried, in order; the last one has other arrivals and confirms the result.
-        failure: What ended the measurement; empty where nothing did.
-        inputs: Where the inputs of the requests lay; on the device one batch is asked for again and again.
-        device: What it was measured on, as its driver names it; empty where that is not known.
+        requests_per_s: Highest rate within the limit; 0 for none.
+        trials: Tried rates in order; the last one has other arrivals and confirms the result.
+        failure: Error that ended the measurement; else empty.
+        inputs: Memory of the inputs; on the device one batch is requested repeatedly.
+        device: Device as its driver names it; empty where unknown.
     """
 
     engine: str
@@ -84,7 +81,7 @@ class Throughput:
 
     @property
     def best(self) -> Trial | None:
-        """The last trial that passed at the highest rate; None where none did."""
+        """The last trial that passed at the highest rate; None for none."""
         found = [t for t in self.trials if t.passed and t.rate_per_s == self.requests_per_s]
         return found[-1] if found else None
 
@@ -94,11 +91,7 @@ class Gain:
     """Requests per second of a chosen engine over those of the best engine without FP8.
 
     Attributes:
-        target: Name of the target.
-        batch: Rows per request.
-        engine: Id of the chosen engine.
-        other: Id of the other.
-        ratio: Rate of the one over that of the other.
+        ratio: Rate of the chosen over that of the other.
     """
 
     target: str
@@ -119,7 +112,7 @@ class ThroughputSet:
 
     @property
     def gains(self) -> tuple[Gain, ...]:
-        """By target and batch size, where both engines answer in time at some rate."""
+        """Gains by target and batch size where both engines answer in time."""
         answering = [m for m in self.measurements if m.requests_per_s > 0.0]
         return tuple(
             Gain(

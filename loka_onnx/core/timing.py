@@ -1,7 +1,7 @@
-"""Measured times of kernels: what a matrix product or a quantize step takes on one device.
+"""Measured times of kernels: matrix products and quantize steps on one device.
 
-A time belongs to a kernel (whose, in which precision, how scaled) and to a shape. Where it comes from is
-part of it: a time without device, versions, clocks and date cannot be compared with another.
+A time belongs to a kernel and a shape, and carries its provenance: without device, versions, clocks and date
+it cannot be compared with another.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from loka_onnx.core.serde import STRICT
 QUANTIZE = "quantize"
 """`Kernel.name` of the cast of an activation to FP8 by itself; its shape has no N."""
 PRODUCT = "product"
-"""`Kernel.name` of what engines really run at a shape: the fastest of the kernels that were tried there, with
-what follows the product (bias, activation, sum, the cast of its result) inside or behind it, without the cast
-of what it reads. It is held against another time of this name only."""
+"""`Kernel.name` of the fastest kernel tried at a shape, including what follows the product (bias, activation,
+sum, cast of its result), excluding the cast of its input. Compare it only with times of this name."""
 
 
 @dataclass(frozen=True, order=True)
@@ -55,16 +54,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What was timed, apart from the shape.
+    """A timed kernel, apart from the shape.
 
     Attributes:
-        device: As run files name it, for example ``nvidia-h100``.
-        backend: Engine maker whose engines run this kernel.
+        device: Name in run files, for example ``nvidia-h100``.
+        backend: Engine maker of the kernel.
         name: Library and variant, for example ``scaled_mm`` or ``scaled_mm-fast``; `QUANTIZE` for the cast.
-        precision: Of both operands; of `QUANTIZE` what it casts to.
-        scales: Over which elements of an FP8 weight one scale is shared; None for other precisions and for
-            `QUANTIZE`.
-        fused_quantize: Whether the time has the cast of the activation in it.
+        precision: Of both operands; for `QUANTIZE` the result type.
+        scales: Granularity of an FP8 weight's scales; None for other precisions and for `QUANTIZE`.
+        fused_quantize: Whether the time includes the cast of the activation.
     """
 
     device: str
@@ -80,21 +78,20 @@ class Kernel:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The fields as text, which order kernels and name them in a database."""
+        """The fields as text: sort key and database key."""
         fused = "fused" if self.fused_quantize else ""
         return (self.device, self.backend, self.name, str(self.precision), str(self.scales or ""), fused)
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where times come from.
+    """Origin of times.
 
     Attributes:
-        device_name: As its driver names it.
         versions: Of the libraries and the driver.
-        clocks: What is known of the clocks while it ran; empty where nothing is.
+        clocks: Clocks during the measurement; empty where unknown.
         date: Day or time of the measurement, ISO 8601.
-        note: How it was measured, and what a reader must know.
+        note: Method and cautions.
     """
 
     device_name: str
@@ -109,15 +106,13 @@ class KernelTiming:
     """One measured time.
 
     Attributes:
-        kernel: What was timed.
-        shape: On which shape.
         us: Median, microseconds.
         spread_us: Half of the distance between the quartiles, microseconds; None where it was not recorded.
-        provenance: Where it comes from.
-        repeats: How many times it is the median of; 0 where that was not recorded.
-        error: Root mean square difference from the product of the same rounded operands in float64, over
-            that product's root mean square: what the kernel's own arithmetic adds (it accumulates in fewer
-            bits). None where it was not measured.
+        spread_us: Half the interquartile range, microseconds; None where not recorded.
+        repeats: Number of samples; 0 where not recorded.
+        error: Root mean square difference from the product of the same rounded operands in float64, over that
+            product's root mean square: the kernel's own arithmetic error (it accumulates in fewer bits). None
+            where not measured.
 
     Raises:
         ValueError: The time is not positive and finite.
@@ -151,13 +146,7 @@ class TimedShape:
 
 @dataclass(frozen=True)
 class TimingSeries:
-    """Times of one kernel from one measurement.
-
-    Attributes:
-        kernel: What was timed.
-        provenance: Where the times come from.
-        shapes: Each shape with its time.
-    """
+    """Times of one kernel from one measurement."""
 
     kernel: Kernel
     provenance: Provenance
@@ -166,11 +155,7 @@ class TimingSeries:
 
 @dataclass(frozen=True)
 class TimingRecords:
-    """Times as they are shipped and exchanged.
-
-    Attributes:
-        series: In the order of their kernels.
-    """
+    """Times as they are shipped and exchanged."""
 
     SCHEMA: ClassVar[str] = "kernel-timings/1"
     __pydantic_config__ = STRICT
@@ -179,7 +164,7 @@ class TimingRecords:
 
     @classmethod
     def of(cls, timings: Iterable[KernelTiming]) -> TimingRecords:
-        """Times gathered into series, ordered by kernel and shape."""
+        """Group times into series, ordered by kernel and shape."""
         found: list[tuple[Kernel, Provenance, list[TimedShape]]] = []
         for timing in sorted(timings, key=lambda timing: (timing.kernel.key, timing.shape)):
             shape = timing.shape
@@ -196,7 +181,7 @@ class TimingRecords:
 
     @property
     def timings(self) -> tuple[KernelTiming, ...]:
-        """One by one."""
+        """Return the times one by one."""
         return tuple(
             KernelTiming(
                 series.kernel,

@@ -1,7 +1,6 @@
-"""Where a graph adds a constant to a product, and where the logit of an output is.
+"""Constants that a graph adds to products, and the logits of outputs.
 
-What is fitted to a quantized model is added there: to the constant that is added anyway, so that no kernel
-comes on top.
+Corrections of a quantized model go into a constant that is added anyway, so that no kernel is added.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_consta
 
 @dataclass(frozen=True)
 class Bias:
-    """A constant that is added.
+    """An added constant.
 
     Attributes:
         node: The Gemm or Add.
-        index: Position of the constant among its inputs. A Gemm without a third input has one to come.
+        index: Position of the constant among its inputs. A Gemm without a third input will get one.
     """
 
     node: Node
@@ -30,10 +29,10 @@ class Bias:
 
 
 def bias_of(model: GraphModel, product: Node) -> Bias | None:
-    """The constant that is added to a product alone: Gemm's own, or that of the Add behind it.
+    """Return the constant added to a product alone: Gemm's own, or that of the Add behind it.
 
-    None where there is none: a Gemm with a computed third input or with ``beta`` 0, a product that something
-    else reads as well, a product that leaves the graph.
+    None for none: a Gemm with a computed third input or with ``beta`` 0, a product with other readers, or a
+    graph output.
     """
     if product.op == "Gemm":
         has_third = len(product.inputs) > 2 and bool(product.inputs[2].name)
@@ -45,7 +44,7 @@ def bias_of(model: GraphModel, product: Node) -> Bias | None:
 
 
 def biased(model: GraphModel, product: Node) -> Tensor:
-    """The product with its constant: what a correction of that constant moves, and nothing else does."""
+    """Return the product with its constant: a correction of that constant changes nothing else."""
     bias = bias_of(model, product)
     tensor: Tensor = (product if bias is None else bias.node).outputs[0]
     return tensor
@@ -57,7 +56,7 @@ class Score:
 
     Attributes:
         tensor: One element for each example.
-        sigmoid: What makes a probability of it; None where it is the output itself.
+        sigmoid: Sigmoid of the probability; None where the logit is the output itself.
     """
 
     tensor: Tensor
@@ -65,15 +64,13 @@ class Score:
 
 
 def score_of(model: GraphModel, output: str, kind: OutputKind) -> Score | None:
-    """The logit (or regression) behind an output.
+    """Return the logit (or regression) behind an output.
 
     Args:
-        model: The graph.
-        output: Name of the graph output.
-        kind: How it is read. A probability is the Sigmoid of its logit, perhaps in another layout.
+        kind: A probability is the Sigmoid of its logit, perhaps in another layout.
 
     Returns:
-        The score; None for a probability that no Sigmoid computes, or that is read in the graph as well.
+        The score; None for a probability without a Sigmoid, or with readers in the graph.
     """
     tensor = next(each for each in model.outputs if each.name == output)
     if kind is not OutputKind.PROBABILITY:
@@ -89,13 +86,9 @@ def score_of(model: GraphModel, output: str, kind: OutputKind) -> Score | None:
 
 
 def score_bias(model: GraphModel, score: Tensor) -> Bias | None:
-    """The constant that is added to every element of a score and to nothing else; None where there is none.
+    """Return the constant added to every element of a score and to nothing else; None for none.
 
     Layout operations move the one element of an example and may stand between.
-
-    Args:
-        model: The graph.
-        score: A tensor with one element for each example.
     """
     node = producer(score)
     while node is not None and node.op in LAYOUT_OPS:
@@ -132,14 +125,10 @@ def _only_reader(model: GraphModel, tensor: Tensor) -> Node | None:
 
 
 def expose_scores(model: GraphModel, kinds: Mapping[str, OutputKind]) -> dict[str, str]:
-    """Let the scores of outputs leave the graph too, beside the outputs that it has.
-
-    Args:
-        model: The graph; edited.
-        kinds: How each output is read, by its name.
+    """Add the scores of outputs to the graph outputs.
 
     Returns:
-        Name of the graph output that holds the score, by name of the output; only where there is a score.
+        Name of the graph output with the score, by name of the output; only where there is a score.
     """
     found: dict[str, str] = {}
     for output, kind in kinds.items():

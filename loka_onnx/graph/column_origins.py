@@ -1,8 +1,8 @@
-"""Which columns of a tensor are columns of the model's inputs, perhaps transformed one by one.
+"""Trace columns of a tensor to columns of the model's inputs, perhaps transformed one by one.
 
-For a reader: "column 3 of 'joined'" says little, "'age'" says where to look. The walk goes back from a tensor
-(batch, columns) through nodes that keep columns apart: functions of each element, arithmetic with constants,
-and joining along the columns.
+Reports then say "'age'" instead of "column 3 of 'joined'". The walk goes back from a tensor (batch, columns)
+through nodes that keep columns apart: elementwise functions, arithmetic with constants, and joins along
+columns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from loka_onnx.graph.model import Node, Tensor, is_constant, producer
 _ELEMENTWISE = frozenset(
     {"Identity", "Cast", "Abs", "Neg", "Log", "Exp", "Sqrt", "Reciprocal", "Sign", "Floor", "Ceil", "Round"}
 ) | {"Clip", "Relu", "LeakyRelu", "Sigmoid", "Tanh", "Erf", "Softplus"}
-"""Functions of the first input, element by element."""
+"""Elementwise functions of the first input."""
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "Min", "Max"})
 
 
@@ -23,7 +23,6 @@ class Origin:
     """A column of an input.
 
     Attributes:
-        input: Name of the input.
         column: Position; 0 in an input (batch,).
     """
 
@@ -32,10 +31,7 @@ class Origin:
 
 
 def column_origins(tensor: Tensor) -> tuple[Origin | None, ...]:
-    """Where each column comes from; None where it is no column of one input.
-
-    Args:
-        tensor: An activation or an input.
+    """Return the origin of each column; None where it is no column of one input.
 
     Returns:
         One entry for each column; empty unless the tensor has two axes and a fixed number of columns.
@@ -51,7 +47,7 @@ def column_origins(tensor: Tensor) -> tuple[Origin | None, ...]:
 
 
 def _through(node: Node) -> tuple[Origin | None, ...]:
-    """Origins of the columns of a node's output, as far as its inputs tell."""
+    """Return origins of a node's output columns, as far as its inputs are known."""
     if node.op in _ELEMENTWISE and all(map(is_constant, node.inputs[1:])):
         return column_origins(node.inputs[0])
     if node.op in _ARITHMETIC:

@@ -1,4 +1,4 @@
-"""What a graph divides by: a small number there that becomes 0 in a narrower type makes an infinity of it."""
+"""Divisors of a graph: a small one that becomes 0 in a narrower type gives an infinity."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MAKERS = LAYOUT_OPS | {
     "ReduceMean", "ReduceSum", "ReduceSumSquare", "Reciprocal", "Sqrt", "Where",
 }
 # fmt: on
-"""Operators that roots, sums of squares and their guards are made of."""
+"""Operators of roots, sums of squares and their guards."""
 _LONGEST = 24
-"""Nodes of a decomposed norm are fewer; the bound keeps the search linear in the nodes of the graph."""
+"""Decomposed norms have fewer nodes; the bound keeps the search linear in the nodes of the graph."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Divisor:
     Attributes:
         reader: The node that divides by it, or takes its logarithm.
         tensor: The operand, which is computed.
-        makers: The nodes that make it out of sums, squares, roots and guards.
+        makers: Nodes that compute it out of sums, squares, roots and guards.
     """
 
     reader: Node
@@ -37,7 +37,7 @@ class Divisor:
 
 
 def divisors(model: GraphModel) -> tuple[Divisor, ...]:
-    """Every computed divisor of the main graph, in the order of its nodes."""
+    """Return every computed divisor of the main graph, in node order."""
     return tuple(_find(model))
 
 

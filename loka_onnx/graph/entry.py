@@ -1,7 +1,7 @@
-"""Bringing a foreign ONNX file into canonical form.
+"""Bring a foreign ONNX file into canonical form.
 
-Canonical: the default operator set at version 21 or later, no model-local functions, no constant
-expressions, every node named after the module that it came from, every site node by its site name.
+Canonical: default operator set 21 or later, no model-local functions, no constant expressions, every node
+named after its module, every site node by its site name.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from loka_onnx.graph.storage import read_external, read_proto, with_subgraphs
 OPSET = 21
 """Lowest operator set written: FP8 Q/DQ is complete there in every engine."""
 OLDEST_OPSET = 11
-"""Oldest operator set accepted: what PyTorch 1.3 and tf2onnx of its day wrote by default. Norms in it are
-decomposed, and are fused by mods."""
+"""Oldest operator set accepted: the default of PyTorch 1.3 and tf2onnx of its day. Mods fuse its decomposed
+norms."""
 GROUP_SCALES_END = 21
-"""Operator set from which GroupNormalization has a scale for each channel, before it for each group."""
+"""Operator set from which GroupNormalization has a scale for each channel; before, for each group."""
 STANDARD_DOMAINS = frozenset({"", "ai.onnx"})
 QUANTIZING = frozenset(
     {
@@ -50,9 +50,8 @@ class Canonical:
     """A model in canonical form.
 
     Attributes:
-        model: The graph.
-        producer: What wrote the original.
-        notes: What was converted, for the reader of the report.
+        producer: Writer of the original.
+        notes: Conversions, for the report.
     """
 
     model: GraphModel
@@ -61,7 +60,7 @@ class Canonical:
 
 
 def canonicalize(path: Path) -> Canonical:
-    """Read a foreign model.
+    """Read and convert a foreign model.
 
     Raises:
         ModelError: Truncated, unsound, too old or too new, with custom operators, quantized already, with
@@ -100,7 +99,7 @@ def canonicalize(path: Path) -> Canonical:
 
 
 def _read_attributes(proto: onnx.ModelProto, directory: Path) -> None:
-    """Load what attributes of nodes keep outside; large weights are initializers."""
+    """Load external node attributes; large weights are initializers."""
     bodies = (function.node for function in proto.functions)
     graphs = (graph.node for graph in with_subgraphs(proto.graph))
     for attribute in (a for nodes in (*graphs, *bodies) for node in nodes for a in node.attribute):
@@ -191,9 +190,9 @@ def _name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def _spread_group_scales(model: GraphModel, path: Path) -> int:
-    """Give GroupNormalizations a scale and bias for each channel; returns how many had one for each group.
+    """Give GroupNormalizations per-channel scale and bias; return how many had one for each group.
 
-    The converter of onnx 1.23 has an adapter for this, and does not call it.
+    The converter of onnx 1.23 has an adapter for this but does not call it.
     """
     count = 0
     for node in model.nodes:
@@ -218,7 +217,7 @@ def _spread_group_scales(model: GraphModel, path: Path) -> int:
 
 
 def _convert(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """Convert to opset 21; the weights do not take part."""
+    """Convert to opset 21 without the weights."""
     if _opset(proto) >= OPSET:
         return proto
     light = onnx.ModelProto()

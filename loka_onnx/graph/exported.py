@@ -1,4 +1,4 @@
-"""A model on its way out of the editable graph: into a file, into a session, or back."""
+"""A model exported from the editable graph: to a file, a session, or back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 from onnx.external_data_helper import set_external_data, uses_external_data
 
-from loka_onnx.graph.held import Array, fill, number_of
+from loka_onnx.graph.detached import Array, fill, number_of
 from loka_onnx.graph.storage import (
     INLINE_LIMIT_BYTES,
     all_initializers,
@@ -28,10 +28,10 @@ from loka_onnx.graph.wire import spliced
 
 @dataclass(frozen=True)
 class InMemory:
-    """A model whose weights are taken from memory.
+    """A model with weights in memory.
 
     Attributes:
-        proto: The model; weights are external data, of which the location says nothing.
+        proto: The model; its weights are external data with a meaningless location.
         weights: Their values, by name.
     """
 
@@ -44,51 +44,51 @@ class Exported:
     """A model as it is written.
 
     Attributes:
-        headers: The model with headers in the place of its large weights, without its tables.
-        held: Values of the large weights.
-        tables: Embedding tables that it reads; their locations are absolute paths.
+        headers: The model with headers for its large weights, without its tables.
+        detached: Values of the large weights.
+        tables: Its embedding tables; locations are absolute paths.
     """
 
     headers: onnx.ModelProto
-    held: Sequence[Array]
+    detached: Sequence[Array]
     tables: Sequence[onnx.TensorProto]
 
     def write(self, path: Path, *, link_tables: bool = True) -> str:
-        """Write the model and whatever it keeps outside; returns the digest of its content.
+        """Write the model and its external data; return the digest of the content.
 
         Args:
             path: The model file; its directory is created.
-            link_tables: Whether the files of tables are hard-linked; see `GraphModel.save`.
+            link_tables: Whether table files are hard-linked; see `GraphModel.save`.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         proto = self.copy_headers(place_table(table, path.parent, link_tables) for table in self.tables)
-        move_outside(proto, path, self.held)
+        move_outside(proto, path, self.detached)
         state = hashlib.sha256()
         with replacing(path) as stream:
-            for part in spliced(proto.SerializeToString(deterministic=True), self.held):
+            for part in spliced(proto.SerializeToString(deterministic=True), self.detached):
                 stream.write(part)
                 state.update(part)
         return digest_with_weights(state.hexdigest(), path.parent, external_files(proto))
 
     def copy_headers(self, tables: Iterable[onnx.TensorProto] = ()) -> onnx.ModelProto:
-        """A copy of the headers, with some tables."""
+        """Return a copy of the headers, with some tables."""
         proto = onnx.ModelProto()
         proto.CopyFrom(self.headers)
         proto.graph.initializer.extend(tables)
         return proto
 
     def whole(self) -> onnx.ModelProto:
-        """The model in one message, without its tables."""
+        """Return the model in one message, without its tables."""
         proto = self.copy_headers()
         for tensor in all_initializers(proto.graph):
-            fill(tensor, self.held)
+            fill(tensor, self.detached)
         return proto
 
     def in_memory(self) -> InMemory | None:
-        """The model for a session that takes its weights from memory; None where they do not fit there.
+        """Return the model for a session with weights in memory; None where they do not fit.
 
-        ONNX Runtime 1.31 takes only those of the main graph: what branches hold stays in the message, and
-        that ends at 2 GiB.
+        ONNX Runtime 1.31 takes only those of the main graph: weights of branches stay in the message, which
+        ends at 2 GiB.
         """
         proto = self.copy_headers(self.tables)
         weights: dict[str, Array] = {}
@@ -96,19 +96,19 @@ class Exported:
             number = number_of(tensor)
             if number is None and not uses_external_data(tensor):
                 continue
-            values = map_external(tensor, Path("/")) if number is None else self.held[number]
+            values = map_external(tensor, Path("/")) if number is None else self.detached[number]
             if values is None:
-                # Of another type, or in part.
+                # Another type, or a part.
                 read_external(tensor, Path("/"))
                 continue
             weights[tensor.name] = values
-            # `set_external_data` asks for the field.
+            # `set_external_data` requires the field.
             tensor.raw_data = b""
             set_external_data(tensor, "memory", 0, values.nbytes)
             tensor.ClearField("raw_data")
         inside = [*all_initializers(proto.graph)]
-        if sum(inline_bytes(tensor, self.held) for tensor in inside) > INLINE_LIMIT_BYTES:
+        if sum(inline_bytes(tensor, self.detached) for tensor in inside) > INLINE_LIMIT_BYTES:
             return None
         for tensor in inside:
-            fill(tensor, self.held)
+            fill(tensor, self.detached)
         return InMemory(proto, weights)

@@ -1,7 +1,7 @@
-"""FP8 and BF16 rounding written in FP32 arithmetic, for graphs that measure the error of low precision.
+"""FP8 and BF16 rounding in FP32 arithmetic, for graphs that measure the error of low precision.
 
-ONNX Runtime's CPU kernels for FP8 QuantizeLinear and DequantizeLinear, and for Where, Sign and casts, work an
-element at a time. The same values come from vectorized FP32 operations:
+ONNX Runtime's CPU kernels for FP8 QuantizeLinear and DequantizeLinear, and for Where, Sign and casts, work on
+one element at a time. Vectorized FP32 operations give the same values:
 
 * FP8: let a = min(|x| / s, max) and p = max(a, 1.5 · smallest normal), in the binade [2**e, 2**(e+1)). With
   γ = 2**(23 − m)·p, the spacing of FP32 numbers around γ is 2**(e − m), which is that of the FP8 format at a
@@ -28,12 +28,12 @@ from loka_onnx.core.formats import FLOAT8_SPECS, Float8
 from loka_onnx.graph.model import GraphModel, Tensor
 
 TINY = 2.0**-100
-"""A magnitude below it counts as zero: nothing that FP8 and its scales can tell from zero is so small."""
+"""Smaller magnitudes count as zero: FP8 and its scales cannot tell them from zero."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Known properties of a tensor, which save operations.
+    """Known bounds of a tensor, which save operations.
 
     Attributes:
         saturates: Elements may lie beyond the format's range.
@@ -46,7 +46,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class FakeQuantized:
-    """Tensors that the rounding leaves in the graph.
+    """Tensors of the rounding in the graph.
 
     Attributes:
         magnitude: |x| / scale, before clipping to the format's range.
@@ -83,12 +83,8 @@ def fake_quantize(
     """Add nodes that compute ``dequantize(quantize(tensor, scale))`` in FP32.
 
     Args:
-        model: The graph to add to.
         tensor: FP32 activation.
-        scale: Its per-tensor scale.
-        format: FP8 format.
         name: Base of the names of the new nodes.
-        bounds: What is known of the tensor.
     """
     spec, add = FLOAT8_SPECS[format], _Chain(model, tensor, name)
     scaled = add("Div", "scaled", tensor, scale)

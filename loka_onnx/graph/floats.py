@@ -1,9 +1,9 @@
-"""Weights of other forms become dense ones of FP32, which is what errors are measured against.
+"""Convert weights of other forms to dense FP32, the reference of errors.
 
-A model of FP16 or FP64 weights computes in FP32 from here on: its weights, its inputs and outputs, and every
-cast to those types. FP16 weights keep their values; FP64 ones are rounded. Embedding tables of FP16 stay as
-they are stored, and what is looked up is cast. Whoever has rows holds the result against the original
-(`export.preflight`), because a model may rest on the digits that FP64 has and FP32 lacks.
+A model of FP16 or FP64 weights computes in FP32 from here on: weights, inputs, outputs, and every cast to
+those types. FP16 weights keep their values; FP64 ones are rounded. FP16 embedding tables stay as stored, and
+looked-up rows are cast. `export.preflight` compares the result with the original on rows, because a model may
+need the digits that FP32 lacks.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "stash_type"})
 
 
 def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
-    """Convert a model whose weights, inputs or outputs are of another float type; edits it.
+    """Convert a model with weights, inputs or outputs of another float type; edits it.
 
     Args:
         proto: The model, without functions.
         path: Its file; external data lies beside it.
 
     Returns:
-        What was converted, for the reader of the report; empty where nothing was.
+        Conversions, for the report; empty where nothing was converted.
 
     Raises:
         ModelError: It computes in BF16, or a weight does not fit FP32.
@@ -74,7 +74,7 @@ def to_dense(proto: onnx.ModelProto) -> tuple[str, ...]:
     """Store sparse weights densely; edits a model.
 
     Returns:
-        What was converted, for the reader of the report; empty where nothing was.
+        Conversions, for the report; empty where nothing was converted.
     """
     count = 0
     for graph in with_subgraphs(proto.graph):
@@ -91,7 +91,9 @@ def to_dense(proto: onnx.ModelProto) -> tuple[str, ...]:
 
 
 def _dense(sparse: onnx.SparseTensorProto) -> TensorProto:
-    """The tensor: places are offsets into it, or one index for each axis (ONNX IR, SparseTensorProto)."""
+    """Return a dense tensor: indices are offsets into it, or one for each axis (ONNX IR,
+    SparseTensorProto).
+    """
     values, places = (onnx.numpy_helper.to_array(part) for part in (sparse.values, sparse.indices))
     dense = np.zeros(tuple(sparse.dims), values.dtype)
     if places.ndim == 1:
@@ -102,7 +104,7 @@ def _dense(sparse: onnx.SparseTensorProto) -> TensorProto:
 
 
 def _types(proto: onnx.ModelProto, tables: frozenset[str]) -> Iterator[int]:
-    """Float types that make a model one of another type: those of matrices, and of its ends."""
+    """Yield float types of matrices, inputs and outputs: they make a model one of another type."""
     for tensor in (*all_initializers(proto.graph), *_constants(proto.graph)):
         if tensor.data_type in _OTHERS and len(tensor.dims) > 1 and tensor.name not in tables:
             yield tensor.data_type
@@ -129,7 +131,7 @@ def _constants(graph: onnx.GraphProto) -> Iterator[TensorProto]:
 
 
 def _tables(graph: onnx.GraphProto) -> frozenset[str]:
-    """Initializers of 16 bits that only Gather of the main graph reads, as its data."""
+    """Return 16-bit initializers that only Gather of the main graph reads, as its data."""
     uses: defaultdict[str, set[bool]] = defaultdict(set)
     for part in with_subgraphs(graph):
         for node in part.node:
@@ -158,7 +160,7 @@ def _widen(tensor: TensorProto, path: Path) -> None:
 
 
 def _retype(kind: onnx.TypeProto) -> None:
-    """FP32 in the place of the other types, in sequences and optionals too; edits it."""
+    """Replace other float types by FP32, in sequences and optionals too; edits it."""
     which = kind.WhichOneof("value")
     if which == "tensor_type" and kind.tensor_type.elem_type in _OTHERS:
         kind.tensor_type.elem_type = TensorProto.FLOAT

@@ -1,11 +1,10 @@
-"""Which ids an input may hold, read off the embedding tables that it looks up.
+"""Ids that an input may hold, read off its embedding tables.
 
-Gather takes indices from -rows, which counts from the end, to rows - 1. ONNX Runtime refuses others;
-another engine returns the row of some other id. Every id of a small batch gets a tag, which says where it
-stands in the input. Tags are moved as the model moves ids, and the constants that it adds to ids (the
-offsets of fields that share a table) are added to them. A bound is one that every row of a column meets in
-a Gather of the main graph. Ids that are computed otherwise (a hash, a clip), or looked up in a branch, have
-no bound, and are left to the runtime.
+Gather takes indices from -rows, which counts from the end, to rows - 1. ONNX Runtime refuses others; another
+engine returns the row of some other id. Every id of a small batch gets a tag for its position in the input.
+Tags are moved as the model moves ids, and constants that it adds to ids (the offsets of fields that share a
+table) are added. A bound is one that every row of a column meets in a Gather of the main graph. Ids that are
+computed otherwise (a hash, a clip), or looked up in a branch, have no bound, and are left to the runtime.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ _REARRANGING = frozenset(
 )
 """Every element of the first input appears in the output."""
 _ROWS = 61
-"""Of the batch. A Slice of more rows, counted from the first, is taken for all rows."""
+"""Rows of the batch. A Slice of more rows, counted from the first, counts as all rows."""
 _STEP = 1 << 40
-"""Between two tags: what is added to an id is less than half of it. 0 is no id of the input."""
+"""Distance of two tags: constants added to an id are less than half of it. 0 is no id of the input."""
 _MOST = 1 << 22
-"""Elements of a tensor of tags; of a larger one, only which tags it holds is followed."""
+"""Most elements of a tensor of tags; for a larger one only the set of tags is followed."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ class _Ids:
     """A tensor that holds ids of the input.
 
     Attributes:
-        tags: Of its elements, where they stand; each once, in any order, where that is not known.
-        is_placed: Whether it is known.
+        tags: Of its elements in place; else each once, in any order.
     """
 
     tags: Tags
@@ -69,14 +67,14 @@ class _Ids:
 
 
 def id_bounds(model: GraphModel) -> dict[str, tuple[range | None, ...]]:
-    """Ids that each column of the integer inputs may hold.
+    """Return the ids that each column of the integer inputs may hold.
 
     Args:
         model: A canonical graph (`graph.entry`).
 
     Returns:
         By name of input, for integer inputs (batch,) and (batch, columns): one range for each column, None
-        where no lookup gives one. An input whose number of columns is dynamic is left out.
+        without a bound. An input with a dynamic number of columns is left out.
     """
     main = {id(node) for node in model.nodes}
     return {
@@ -118,14 +116,14 @@ def _bounds(source: Tensor, main: set[int]) -> tuple[range | None, ...]:
 
 
 def narrowed(one: range | None, other: range | None) -> range | None:
-    """Ids that are in both ranges; None is no bound."""
+    """Return ids in both ranges; None is no bound."""
     if one is None or other is None:
         return one if other is None else other
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
 def _met(tags: Tags, rows: int, width: int) -> list[range | None]:
-    """Ids of each column with which it stays inside the table; None where not all of it is looked up."""
+    """Return ids of each column that stay inside the table; None where not all of it is looked up."""
     place = (tags.reshape(-1) + _STEP // 2) // _STEP
     added = tags.reshape(-1) - _STEP * place
     met = list[range | None]()
@@ -139,7 +137,7 @@ def _met(tags: Tags, rows: int, width: int) -> list[range | None]:
 
 
 def _looked_up_rows(node: Node, ids: Tensor) -> int | None:
-    """Rows of the table in which the node looks the ids up."""
+    """Return the rows of the table in which the node looks the ids up."""
     if node.op != "Gather" or node.inputs[1] is not ids:
         return None
     shape = node.inputs[0].shape
@@ -150,7 +148,7 @@ def _looked_up_rows(node: Node, ids: Tensor) -> int | None:
 
 
 def _followed(node: Node, tensor: Tensor, ids: _Ids, batch: int | str) -> list[tuple[Tensor, _Ids]]:
-    """Outputs of the node that hold ids of the tensor."""
+    """Return outputs of the node that hold ids of the tensor."""
     if node.op == "Cast" and int(node.attrs["to"]) not in _HOLDING_IDS:
         return []
     if node.op in {"Add", "Sub"}:
@@ -168,7 +166,7 @@ def _followed(node: Node, tensor: Tensor, ids: _Ids, batch: int | str) -> list[t
 
 
 def _shifted(node: Node, tensor: Tensor, ids: _Ids) -> list[tuple[Tensor, _Ids]]:
-    """A constant added to ids, or taken from them."""
+    """Add or subtract a constant."""
     others = [other for other in node.inputs if other is not tensor]
     if len(others) != 1 or not is_constant(others[0]) or (node.op == "Sub" and node.inputs[1] is tensor):
         return []
@@ -186,7 +184,7 @@ def _shifted(node: Node, tensor: Tensor, ids: _Ids) -> list[tuple[Tensor, _Ids]]
 
 
 def _moved(node: Node, tensor: Tensor, tags: Tags, batch: int | str) -> list[Tags]:
-    """Tags of the outputs; none where the operator, or an operand of it, is not known."""
+    """Return tags of the outputs; none where the operator, or an operand of it, is unknown."""
     rest = [operand for operand in node.inputs[1:] if operand.name]
     if node.op == "Concat":
         axis = int(node.attrs["axis"])
@@ -240,11 +238,11 @@ _MOVES: Mapping[str, Callable[[Tags, Node, Sequence[Tags]], Tags]] = {
     "Gather": lambda tags, node, operands: np.take(tags, operands[0], int(node.attrs.get("axis", 0))),
     "Slice": _sliced,
 }
-"""With operands that are constant."""
+"""Movements with constant operands."""
 
 
 def _no_ids(part: Tensor, tags: Tags, axis: int) -> Tags | None:
-    """Tags of another operand of Concat; None where its length along the axis is not known."""
+    """Return tags of another operand of Concat; None where its length along the axis is unknown."""
     length = None if part.shape is None else part.shape[axis]
     if not isinstance(length, int):
         return None
@@ -254,7 +252,7 @@ def _no_ids(part: Tensor, tags: Tags, axis: int) -> Tags | None:
 
 
 def _lengths(node: Node, target: Tensor, tags: Tags, batch: int | str) -> list[int] | None:
-    """The dimensions that Reshape or Expand is given; None where one is not known."""
+    """Return the target dimensions of Reshape or Expand; None where one is unknown."""
     entries = [_ROWS if entry == batch else entry for entry in read_dimensions(target) or ("",)]
     if node.op == "Reshape" and not node.attrs.get("allowzero", 0):
         entries = [tags.shape[at] if entry == 0 else entry for at, entry in enumerate(entries)]

@@ -12,11 +12,10 @@ LAYOUT_OPS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze
 
 @dataclass(frozen=True)
 class LayoutRoot:
-    """Origin of the elements of a tensor.
+    """Origin of a tensor's elements.
 
     Attributes:
-        tensor: The tensor before any layout operation.
-        chain: The layout nodes from there, in order.
+        chain: The layout nodes behind it, in order.
     """
 
     tensor: Tensor
@@ -24,7 +23,7 @@ class LayoutRoot:
 
 
 def layout_root(tensor: Tensor) -> LayoutRoot:
-    """Follow a tensor back through layout operations."""
+    """Trace a tensor back through layout operations."""
     chain: list[Node] = []
     node = producer(tensor)
     while node is not None and node.op in LAYOUT_OPS and not is_constant(node.inputs[0]):

@@ -1,4 +1,4 @@
-"""An ONNX graph that can be edited; `graph.storage` is the way in and out of files."""
+"""An editable ONNX graph; `graph.storage` reads and writes files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from onnx.external_data_helper import uses_external_data
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from loka_onnx.errors import InternalError
+from loka_onnx.graph.detached import Array
 from loka_onnx.graph.exported import Exported
 from loka_onnx.graph.garbage import collector_paused
-from loka_onnx.graph.held import Array
 from loka_onnx.graph.parts import keep_types, mark_branches, reader, write_types
 from loka_onnx.graph.shapes import STRIP_BYTES, add_inferred_shapes
 from loka_onnx.graph.soundness import parsing
@@ -30,7 +30,7 @@ from loka_onnx.graph.storage import (
     stored_bytes,
     take_tables,
 )
-from loka_onnx.graph.weights import attach, copied, held_back, take_weights
+from loka_onnx.graph.weights import attach, copied, take_weights, weights_detached
 
 OLDEST_IR = 10
 """IR version from which FP8 tensors are complete."""
@@ -59,8 +59,7 @@ class GraphModel:
     """An ONNX model whose main graph can be edited.
 
     Args:
-        graph: The graph.
-        tables: Embedding tables that stay outside, by name; their locations are absolute paths.
+        tables: External embedding tables, by name; their locations are absolute paths.
     """
 
     def __init__(self, graph: gs.Graph, tables: Mapping[str, onnx.TensorProto]) -> None:
@@ -76,7 +75,7 @@ class GraphModel:
         """Read a model; element types and shapes are inferred.
 
         Raises:
-            ModelError: The file is missing, truncated or not an ONNX model, or its external data are.
+            ModelError: The file or its external data is missing, truncated or invalid.
         """
         proto = read_proto(path)
         with parsing(path, "read as a graph"):
@@ -89,28 +88,28 @@ class GraphModel:
 
     @classmethod
     def read_back(cls, exported: Exported) -> GraphModel:
-        """What `load` makes of the file that an exported model is written to, without the file.
+        """Return what `load` would read of the written model, without a file.
 
-        Element types and shapes are inferred anew; the weights are shared.
+        Types and shapes are inferred anew; the weights are shared.
         """
-        return cls._take_over(exported.copy_headers(exported.tables), Path("/"), exported.held)
+        return cls._take_over(exported.copy_headers(exported.tables), Path("/"), exported.detached)
 
     @classmethod
-    def _take_over(cls, proto: onnx.ModelProto, directory: Path, held: Sequence[Array]) -> GraphModel:
+    def _take_over(cls, proto: onnx.ModelProto, directory: Path, detached: Sequence[Array]) -> GraphModel:
         tables = take_tables(proto, directory)
         for tensor in all_initializers(proto.graph):
             if uses_external_data(tensor) and stored_bytes(tensor) <= STRIP_BYTES:
                 read_external(tensor, directory)
-        # No shape follows from the larger ones, and inference copies what is in a branch.
-        weights = take_weights(proto, directory, held)
-        # The memory of a message is one piece: what was taken out of it goes with it.
+        # Larger ones decide no shape, and inference copies the contents of branches.
+        weights = take_weights(proto, directory, detached)
+        # The memory of a message is one piece: parts taken out of it are freed with it.
         light = onnx.ModelProto()
         light.CopyFrom(proto)
         add_inferred_shapes(light)
         for tensor in all_initializers(light.graph):
             if uses_external_data(tensor):
                 read_external(tensor, directory)
-        # It writes to standard output that NumPy has no FP8 types; the tensors keep their ONNX type.
+        # It prints that NumPy has no FP8 types; the tensors keep their ONNX type.
         with collector_paused(), G_LOGGER.suppress(G_LOGGER.ERROR):
             graph = mark_branches(gs.import_onnx(light))
             keep_types(graph, light.graph)
@@ -118,20 +117,20 @@ class GraphModel:
         return cls(graph, tables)
 
     def save(self, path: Path, *, link_tables: bool = True) -> str:
-        """Write the model and whatever it keeps outside; returns the digest of its content.
+        """Write the model and its external data; return the digest of the content.
 
-        The graph is cleaned of unused nodes and sorted.
+        Unused nodes are removed, the rest is sorted.
 
         Args:
             path: The model file; its directory is created.
-            link_tables: Whether the files of tables are hard-linked (copied across file systems all the
-                same). False for files that are not ours: their owner may write into them, and onnx refuses
-                to load a file that has a second name.
+            link_tables: Whether table files are hard-linked (copied across file systems all the same). False
+                for files of others: their owner may write into them, and onnx refuses files that have a
+                second name.
         """
         return self.export().write(path, link_tables=link_tables)
 
     def export(self) -> Exported:
-        """The model as it is written; the graph is cleaned of unused nodes and sorted."""
+        """Return the model as written; unused nodes are removed, the rest is sorted."""
         with collector_paused():
             self.graph.cleanup(remove_unused_graph_inputs=False).toposort()
         exported = self._export()
@@ -146,30 +145,29 @@ class GraphModel:
         proto.graph.value_info.extend(kept)
         used = {name for node in proto.graph.node for name in node.input} | names_in_subgraphs(proto.graph)
         tables = [table for name, table in self.tables.items() if name in used]
-        return Exported(proto, exported.held, tables)
+        return Exported(proto, exported.detached, tables)
 
     def _export(self) -> Exported:
-        """The model as it stands, without its tables."""
-        with collector_paused(), held_back(self.graph) as held:
+        """Return the present model, without its tables."""
+        with collector_paused(), weights_detached(self.graph) as detached:
             proto = gs.export_onnx(self.graph, do_type_check=False)
         write_types(self.graph, proto.graph)
         _set_oldest_ir(proto)
-        return Exported(proto, held, ())
+        return Exported(proto, detached, ())
 
     def copy(self) -> GraphModel:
-        """A deep copy that shares the weights."""
+        """Return a deep copy that shares the weights."""
         with collector_paused():
             return GraphModel(copied(self.graph), self.tables)
 
     def extract(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> GraphModel:
-        """A copy of what computes some tensors from others, which shares the weights.
+        """Return a copy of the nodes between some tensors, which shares the weights.
 
         Args:
             inputs: Tensors that the copy takes in; their types and shapes are known.
-            outputs: Tensors that leave it.
 
         Raises:
-            InternalError: They need an input of this graph that is not among `inputs`.
+            InternalError: The outputs need another input of this graph.
         """
         graph = copied(self.graph)
         tensors = graph.tensors()
@@ -185,7 +183,7 @@ class GraphModel:
         return GraphModel(graph, self.tables)
 
     def to_proto(self) -> onnx.ModelProto:
-        """The model as it stands, without its tables."""
+        """Return the present model, without its tables."""
         self.graph.toposort()
         return self._export().whole()
 
@@ -215,15 +213,14 @@ class GraphModel:
         return list(self.graph.toposort().nodes)
 
     def node(self, name: str) -> Node:
-        """The node of that name.
+        """Return the node of that name.
 
         Raises:
             InternalError: There is none: a transform lost a site.
         """
         found = self._nodes.get(name)
         if found is None or found.name != name or not found.outputs:
-            # A node that a rewrite has emptied waits for `save` to remove it; its name may live on in
-            # another.
+            # An emptied node waits for `save` to remove it; its name may live on in another.
             self._nodes = {node.name: node for node in self.graph.nodes if node.outputs}
             found = self._nodes.get(name)
         if found is None:
@@ -251,9 +248,9 @@ class GraphModel:
     # Editing ---------------------------------------------------------------------------------------
 
     def fresh_name(self, base: str) -> str:
-        """A tensor or node name that is not in use."""
+        """Return an unused tensor or node name."""
         if not self._names:
-            # A branch sees the names of the graph around it, and may not have them twice.
+            # A branch sees the outer names and may not repeat them.
             parts = (self.graph, *self.graph.subgraphs(recursive=True))
             self._names = {name for part in parts for name in part.tensors()}
             self._names |= {node.name for node in self.graph.nodes}
@@ -265,7 +262,7 @@ class GraphModel:
         return name
 
     def rename(self, node: Node, base: str) -> None:
-        """Name a node, as a site: `base`, with an ordinal where another node has it; tensors do not count."""
+        """Rename a site's node to `base`, with an ordinal where another node has it; tensors do not count."""
         if self._node_names is None:
             self._node_names = {other.name for other in self.graph.nodes if other.outputs}
         self._node_names.discard(node.name)
@@ -277,7 +274,7 @@ class GraphModel:
         node.name = name
 
     def constant(self, base: str, values: npt.NDArray[Any]) -> Tensor:
-        """A new initializer."""
+        """Add an initializer."""
         return gs.Constant(self.fresh_name(base), np.ascontiguousarray(values).reshape(np.shape(values)))
 
     def add(
@@ -291,11 +288,9 @@ class GraphModel:
         """Append a node with one output and return that output.
 
         Args:
-            op: Operator of the default domain.
-            inputs: Input tensors; an empty optional input is `self.absent()`.
+            inputs: `self.absent()` for an empty optional input.
             name: Base of the node's and the output's name.
             dtype: Element type of the output, numpy or ONNX; that of the first input when None.
-            attrs: Attributes.
         """
         unique = self.fresh_name(name)
         if self._node_names is not None:
@@ -306,7 +301,7 @@ class GraphModel:
         return output
 
     def remove(self, nodes: Sequence[Node]) -> None:
-        """Take out nodes whose outputs nothing reads any more."""
+        """Remove nodes with unread outputs."""
         gone = {id(node) for node in nodes}
         for node in nodes:
             node.inputs.clear()
@@ -314,11 +309,11 @@ class GraphModel:
         self.graph.nodes[:] = [node for node in self.graph.nodes if id(node) not in gone]
 
     def add_like(self, node: Node, inputs: Sequence[Tensor], name: str) -> Tensor:
-        """Append a copy of a one-output node that reads other inputs; returns its output."""
+        """Append a copy of a one-output node with other inputs; return its output."""
         return self.add(node.op, inputs, name, node.outputs[0].dtype, node.attrs)
 
     def split(self, tensor: Tensor, sizes: Sequence[int], axis: int, name: str) -> list[Tensor]:
-        """Append a Split into parts of the given sizes along a negative axis; returns the parts."""
+        """Append a Split into parts of the given sizes along a negative axis; return the parts."""
         lengths = self.constant(f"{name}.sizes", np.array(sizes, np.int64))
         first = self.add("Split", [tensor, lengths], name, attrs={"axis": axis})
         node = first.inputs[0]
@@ -330,7 +325,7 @@ class GraphModel:
         return list(node.outputs)
 
     def absent(self) -> Tensor:
-        """An optional input that is left out."""
+        """Return an omitted optional input."""
         return gs.Variable.empty()
 
     def add_output(self, tensor: Tensor, dtype: Any, shape: Sequence[int | str] | None) -> None:
@@ -346,14 +341,14 @@ class GraphModel:
         return tensor
 
     def make_output(self, old: Tensor, new: Tensor) -> None:
-        """Let `new` leave the graph in the place, and under the name, of the output `old`."""
+        """Replace the graph output `old` by `new`, under the same name."""
         position = next(i for i, output in enumerate(self.graph.outputs) if output is old)
         new.dtype, new.shape = old.dtype, old.shape
         old.name, new.name = self.fresh_name(f"{old.name}.inner"), old.name
         self.graph.outputs[position] = new
 
     def replace_uses(self, old: Tensor, new: Tensor, consumers: Sequence[Node] | None = None) -> None:
-        """Let consumers read `new` where they read `old`; all of them when None.
+        """Let consumers read `new` instead of `old`; all of them when None.
 
         A graph output keeps its name: if `old` is one, the two tensors trade names.
         """
@@ -365,10 +360,10 @@ class GraphModel:
             self.make_output(old, new)
 
     def hand_over(self, old: Tensor, new: Tensor) -> None:
-        """Let the node that computes `new`, which nothing reads yet, compute `old` instead.
+        """Let the node of `new`, which nothing reads yet, compute `old` instead.
 
-        The name, the shape and the readers of `old` stay, and with them the matches that begin at it. The
-        node that computed `old` is left without an output and goes when the graph is saved.
+        `old` keeps its name, shape and readers, and with them the matches that begin at it. The former node
+        of `old` is left without an output and removed on saving.
         """
         replaced, maker = old.inputs[0], new.inputs[0]
         if len(replaced.outputs) != 1 or new.outputs:
@@ -379,16 +374,15 @@ class GraphModel:
         maker.outputs[next(i for i, tensor in enumerate(maker.outputs) if tensor is new)] = old
 
     def insert_behind(self, tensor: Tensor, op: str, operands: Sequence[Tensor], name: str) -> Tensor:
-        """Put a node between a computed tensor and its readers, the graph's outputs among them.
+        """Put a node between a computed tensor and its readers, graph outputs included.
 
         Args:
             tensor: Keeps its name, its shape and its readers.
-            op: Operator of the node, which computes `tensor` from now on.
+            op: Operator of the node, which then computes `tensor`.
             operands: Its inputs after the first.
-            name: Base of its name.
 
         Returns:
-            Its first input: what the producer of `tensor` computes now, of unknown shape.
+            Its first input: the former result of the producer of `tensor`, of unknown shape.
         """
         maker = tensor.inputs[0]
         inner = gs.Variable(self.fresh_name(f"{tensor.name}.inner"), dtype=tensor.dtype)
@@ -398,7 +392,7 @@ class GraphModel:
         return inner
 
     def renew_output(self, node: Node) -> Tensor:
-        """Give a node of one output a new one, whose shape is not known; nothing reads it yet."""
+        """Give a one-output node a new output of unknown shape that nothing reads yet."""
         fresh = gs.Variable(self.fresh_name(f"{node.name}.out"), dtype=node.outputs[0].dtype)
         node.outputs = [fresh]
         return fresh
@@ -413,7 +407,7 @@ class GraphModel:
             self._collected = outer
 
     def choose(self, condition: Tensor, yes: Branch, no: Branch, name: str) -> Tensor:
-        """Append an If over two branches with one output each; returns its output."""
+        """Append an If over two branches with one output each; return its output."""
         attrs = {
             "then_branch": gs.Graph(yes.nodes, outputs=[yes.output], opset=self.opset, name=f"{name}.then"),
             "else_branch": gs.Graph(no.nodes, outputs=[no.output], opset=self.opset, name=f"{name}.else"),
@@ -421,28 +415,28 @@ class GraphModel:
         return self.add("If", [condition], name, yes.output.dtype, attrs)
 
     def _append(self, node: Node) -> None:
-        # Cleaning and sorting give the graph a new list of nodes: a reference kept to it would be stale.
+        # Cleaning and sorting replace the list of nodes: a kept reference would be stale.
         nodes = self.graph.nodes if self._collected is None else self._collected
         nodes.append(node)
 
     def is_table(self, tensor: Tensor) -> bool:
-        """Whether the tensor is an embedding table that stays outside."""
+        """Whether the tensor is an external embedding table."""
         return tensor.name in self.tables
 
 
 def _set_oldest_ir(proto: onnx.ModelProto) -> None:
-    """Write the oldest IR version that the operators allow: ONNX Runtime refuses files newer than itself."""
+    """Write the oldest IR version that the operators allow: ONNX Runtime refuses newer files than itself."""
     standard = [entry for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}]
     proto.ir_version = max(onnx.helper.find_min_ir_version_for(standard), OLDEST_IR)
 
 
 def is_constant(tensor: Tensor) -> bool:
-    """Whether the tensor is an initializer."""
+    """Return whether the tensor is an initializer."""
     return isinstance(tensor, gs.Constant)
 
 
 def values_of(tensor: Tensor) -> npt.NDArray[Any]:
-    """Values of an initializer.
+    """Return the values of an initializer.
 
     Raises:
         InternalError: The tensor is not an initializer.
@@ -453,10 +447,10 @@ def values_of(tensor: Tensor) -> npt.NDArray[Any]:
 
 
 def producer(tensor: Tensor) -> Node | None:
-    """The node that computes a tensor, None for inputs and initializers."""
+    """Return the node that computes a tensor; None for inputs and initializers."""
     return tensor.inputs[0] if tensor.inputs else None
 
 
 def consumers(tensor: Tensor) -> list[Node]:
-    """The nodes of the main graph that read a tensor, each once; for a branch, the node that holds it."""
+    """Return the main-graph nodes that read a tensor, each once; for a branch, the node that holds it."""
     return list({id(node): node for node in map(reader, tensor.outputs)}.values())

@@ -1,12 +1,11 @@
-"""The graph of a model as a report draws it, small enough to be drawn.
+"""The graph of a model, folded until it is small enough to draw.
 
-Beyond `MOST_NODES` the nodes of a module are folded into one, the deepest modules first and of equally deep
-ones the largest, until the rest fits. Folding a module must not make a cycle: data may leave a module and
-come back to it. A node therefore has a rank: that of the node it reads from where both are in one module, one
-more where they are not, the largest over all that it reads. What is folded together is of one module and of
-one rank, and between two such parts every tensor goes to a higher rank (or stays in the module and goes to a
-higher rank): no cycle is left. Where not even the outermost modules fit, or the names tell no module, runs of
-consecutive nodes are folded, which makes no cycle either.
+Beyond `MOST_NODES` the nodes of a module are folded into one, deepest modules first and of equally deep ones
+the largest, until the rest fits. Folding must not make a cycle: data may leave a module and come back to it.
+A node therefore has a rank: the largest over its inputs of the producer's rank, plus one where the two are in
+different modules. Nodes of one module and one rank are folded together, and between two such parts every
+tensor goes to a higher rank, so no cycle is left. Where not even the outermost modules fit, or names give no
+module, runs of consecutive nodes are folded, which makes no cycle either.
 """
 
 from __future__ import annotations
@@ -21,16 +20,14 @@ from loka_onnx.core.model_graph import GraphEdge, GraphNode, ModelGraph, NodeKin
 from loka_onnx.graph.storage import names_in_subgraphs, parse_proto
 
 MOST_NODES = 5000
-"""So many still move smoothly in a browser (benchmarks/records/report_size.json)."""
+"""Nodes that still move smoothly in a browser (benchmarks/records/report_size.json)."""
 
 
 def read_model_graph(path: Path, sites: Collection[str], most: int = MOST_NODES) -> ModelGraph:
-    """The graph of a model in canonical form; nothing that it keeps outside its file is read.
+    """Read the graph of a canonical model; external data is not read.
 
     Args:
-        path: The model.
-        sites: Names of its sites, which are those of their nodes.
-        most: Beyond so many nodes, modules are folded.
+        most: Number of nodes beyond which modules are folded.
 
     Raises:
         ModelError: The file cannot be read.
@@ -39,7 +36,7 @@ def read_model_graph(path: Path, sites: Collection[str], most: int = MOST_NODES)
 
 
 def describe_graph(graph: onnx.GraphProto, sites: Collection[str], most: int = MOST_NODES) -> ModelGraph:
-    """The graph of a parsed model; its nodes are sorted, as ONNX asks."""
+    """Return the graph of a parsed model, whose nodes are sorted as ONNX requires."""
     nodes, edges = _whole(graph, frozenset(sites))
     operators = sum(node.kind is NodeKind.OPERATOR for node in nodes)
     whole = _Drawing(tuple(nodes), edges)
@@ -96,13 +93,13 @@ def _operator(node: onnx.NodeProto, position: int, sites: Collection[str]) -> Gr
 
 
 def _module(name: str, separator: str) -> str:
-    """Path of the module in the name of a node; of several that were merged, that of the first."""
+    """Return the module path in a node's name; of several merged ones, the first's."""
     one, merged, _ = name.partition("+")
     return one.rpartition("." if merged else separator)[0].replace("/", ".")
 
 
 def _read_by(node: onnx.NodeProto) -> Iterator[str]:
-    """Tensors that a node reads, by its branches and bodies as well."""
+    """Yield tensors that a node reads, also by its branches and bodies."""
     yield from node.input
     for attribute in node.attribute:
         if attribute.type == onnx.AttributeProto.GRAPH:
@@ -138,7 +135,7 @@ def _fold(whole: _Drawing, most: int) -> _Drawing:
 def _parts(
     whole: _Drawing, paths: Sequence[tuple[str, ...]], modules: Collection[tuple[str, ...]]
 ) -> list[int]:
-    """Of each node, the number of the part that it is drawn in; parts are numbered as they begin."""
+    """Return the part number of each node; parts are numbered by their first node."""
     keys: list[tuple[str, ...] | int] = []
     for index, path in enumerate(paths):
         outermost = (path[:depth] for depth in range(1, len(path) + 1) if path[:depth] in modules)
@@ -185,7 +182,7 @@ def _one(nodes: Sequence[GraphNode]) -> GraphNode:
 
 
 def _sorted(parts: Sequence[int], edges: Collection[tuple[int, int]]) -> list[int]:
-    """The parts, producers before consumers, and else as they begin."""
+    """Return the parts, producers before consumers, else by their first node."""
     import networkx
 
     graph = networkx.DiGraph()

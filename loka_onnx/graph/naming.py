@@ -1,12 +1,12 @@
 """Stable site names.
 
-The exporter's own node names (`node_linear_3`) shift whenever the model changes. What stays is the module
-path that PyTorch's exporter writes into each node's metadata (`pkg.torch.onnx.name_scopes`), or, in models
-of other producers, a node name that carries a path, or the name of the weight.
+The exporter's own node names (`node_linear_3`) shift whenever the model changes. Stable are the module path
+that PyTorch's exporter writes into each node's metadata (`pkg.torch.onnx.name_scopes`) or, for other
+producers, a node name with a path, or the name of the weight.
 
-A name is the path of the innermost module. Where one module holds several products, the name of the
-weight (`interaction.left`), or the ordinal of the product within that module (`interaction.matmul_1`), is
-added: an edit elsewhere in the model moves neither.
+A name is the path of the innermost module. Where one module holds several products, the name of the weight
+(`interaction.left`) or the product's ordinal in that module (`interaction.matmul_1`) is added: an edit
+elsewhere in the model moves neither.
 """
 
 from __future__ import annotations
@@ -28,15 +28,7 @@ _GENERATED = re.compile(r"^(onnx::|node_)?[A-Za-z]+(_\d+)+$|^n\d+$|^\d+$")
 
 
 def name_sites(graph: onnx.GraphProto, is_site: Mapping[int, bool]) -> dict[int, str]:
-    """A unique, stable name for each site node.
-
-    Args:
-        graph: The main graph as its producer wrote it.
-        is_site: Whether the node at each index is a site.
-
-    Returns:
-        Names by node index.
-    """
+    """Return a unique, stable name for each site node, by node index."""
     initializers = {tensor.name for tensor in graph.initializer}
     bases: dict[int, str] = {}
     for index, node in enumerate(graph.node):
@@ -61,7 +53,7 @@ def name_sites(graph: onnx.GraphProto, is_site: Mapping[int, bool]) -> dict[int,
 
 
 def module_path(node: onnx.NodeProto) -> str:
-    """Path of the innermost module that the node came from; empty when nothing tells it."""
+    """Return the path of the node's innermost module; empty when unknown."""
     metadata = {entry.key: entry.value for entry in node.metadata_props}
     scopes = _listed(metadata.get(NAME_SCOPES, ""))
     if scopes is not None:
@@ -70,7 +62,7 @@ def module_path(node: onnx.NodeProto) -> str:
 
 
 def merged_name(names: Sequence[str]) -> str:
-    """Name of a site that does the work of several: what their names share, then what each adds.
+    """Return the name of a merged site: the common prefix, then the rest of each.
 
     ``attention.query``, ``attention.key`` and ``attention.value`` make ``attention.query+key+value``. Beyond
     four, the rest is counted: ``experts.0.fc1+63_more``.
@@ -86,7 +78,7 @@ def merged_name(names: Sequence[str]) -> str:
 
 
 def _path_from_name(name: str) -> str:
-    """Module path in a node name such as ``/over_arch/fc2/MatMul`` or ``model/dense/MatMul``."""
+    """Return the module path in a node name such as ``/over_arch/fc2/MatMul`` or ``model/dense/MatMul``."""
     parts = [part for part in name.split("/") if part]
     if len(parts) > 1:
         return ".".join(parts[:-1])
@@ -94,10 +86,10 @@ def _path_from_name(name: str) -> str:
 
 
 def _is_container(node: onnx.NodeProto) -> bool:
-    """Whether the node's innermost module is not itself a linear or a norm layer.
+    """Return whether the node's innermost module is not itself a linear or a norm layer.
 
-    A product written inside a larger module (``x @ self.left``) takes the weight's name as well, so that a
-    second product added there later does not rename it.
+    A product in a larger module (``x @ self.left``) takes the weight's name as well, so that a second product
+    added later does not rename it.
     """
     metadata = {entry.key: entry.value for entry in node.metadata_props}
     classes = _listed(metadata.get(CLASS_HIERARCHY, ""))
@@ -108,7 +100,7 @@ def _is_container(node: onnx.NodeProto) -> bool:
 
 
 def _listed(text: str) -> list[str] | None:
-    """The list of texts that PyTorch's exporter writes as Python; None for anything else."""
+    """Return the list of texts that PyTorch's exporter writes as Python; None for anything else."""
     try:
         found = ast.literal_eval(text[:_MOST_METADATA])
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -117,7 +109,7 @@ def _listed(text: str) -> list[str] | None:
 
 
 def _weight_leaf(node: onnx.NodeProto, initializers: set[str], base: str) -> str:
-    """Name of the constant operand relative to the module, without ``.weight``."""
+    """Return the constant operand's name relative to the module, without ``.weight``."""
     for name in node.input[:2]:
         if name in initializers:
             leaf = _WEIGHT_SUFFIX.sub("", name)

@@ -1,9 +1,9 @@
-"""What onnx-graphsurgeon 0.6.1 loses of branches and of types, kept beside it.
+"""Types and branches that onnx-graphsurgeon 0.6.1 loses, kept beside it.
 
-- It has one type for a tensor and a shape: copies of sequences become tensors, optionals and maps are not
-  written at all. Such a tensor is a `Typed`, which carries the type of its message, and so do its copies.
-- A node of a branch or body is linked to the outer tensors that it reads as if it stood beside their other
-  readers. `mark_branches` notes the node of the outer graph that holds it, and `reader` finds that.
+- It knows only tensors: copies of sequences become tensors, optionals and maps are not written at all. Such a
+  value is a `Typed`, which carries the type of its message, and so do its copies.
+- A node of a branch or body is linked to outer tensors like any other reader. `mark_branches` notes the outer
+  node that holds it, and `reader` finds that.
 """
 
 from __future__ import annotations
@@ -27,17 +27,12 @@ DRAWING = frozenset(
         "RandomUniformLike",
     }
 )
-"""Operators that may give another output each time."""
+"""Operators with random outputs."""
 _FNUZ = np.dtype(ml_dtypes.float8_e4m3fnuz)
 
 
 class Typed(gs.Variable):  # type: ignore[misc]
-    """A value that is no tensor: a sequence, an optional, a map, or a sparse tensor.
-
-    Args:
-        name: Its name.
-        proto: Its type.
-    """
+    """A value that is no tensor: a sequence, an optional, a map, or a sparse tensor."""
 
     def __init__(self, name: str, proto: onnx.TypeProto) -> None:
         super().__init__(name)
@@ -67,7 +62,7 @@ def keep_types(graph: gs.Graph, proto: onnx.GraphProto) -> None:
 def write_types(graph: gs.Graph, proto: onnx.GraphProto) -> None:
     """Write the types that onnx-graphsurgeon left out; edits the message, which the graph was exported to.
 
-    Beside those of `Typed` values, that of E4M3FNUZ tensors, which it exports as E4M3FN.
+    These are `Typed` values, and E4M3FNUZ tensors, which it exports as E4M3FN.
     """
     tensors = graph.tensors()
     for tensor in proto.initializer:
@@ -84,7 +79,7 @@ def write_types(graph: gs.Graph, proto: onnx.GraphProto) -> None:
 
 
 def mark_branches(graph: gs.Graph) -> gs.Graph:
-    """Note at each node of a branch or body which node of the graph holds it; edits and returns the graph."""
+    """Note at each node of a branch or body the graph node that holds it; edits and returns the graph."""
     for node in graph.nodes:
         for part in node.subgraphs(recursive=True):
             for inner in part.nodes:
@@ -93,12 +88,12 @@ def mark_branches(graph: gs.Graph) -> gs.Graph:
 
 
 def reader(node: Any) -> Any:
-    """The node of the main graph that reads what a node reads: itself, or the one whose branch it is in."""
+    """Return the main-graph node that reads for a node: itself, or the one whose branch it is in."""
     return getattr(node, "held_by", node)
 
 
 def is_no_constant(node: Any) -> bool:
-    """Whether a node of constants is none itself: it draws, or makes something that is no tensor."""
+    """Return whether a node without inputs is no constant: it is random, or makes no tensor."""
     return node.op in DRAWING or any(isinstance(value, Typed) for value in node.outputs)
 
 

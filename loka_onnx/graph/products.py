@@ -1,4 +1,4 @@
-"""Finding the products of a graph that are no site, with the operations that they take."""
+"""Find the products of a graph that are no sites, with their operations."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Shape = tuple[int | None, ...]
 
 
 def other_products(model: GraphModel) -> tuple[OtherProduct, ...]:
-    """Every node that multiplies matrices and is no site, those of graphs within the graph included.
+    """Return every matrix product that is no site, subgraphs included.
 
-    A body of Loop or Scan counts once: how often it runs is not in the graph.
+    A body of Loop or Scan counts once: the number of iterations is not in the graph.
     """
     return tuple(_found(model.nodes, ""))
 
@@ -42,7 +42,7 @@ def _shape(tensor: Tensor) -> Shape:
 
 
 def _size(shape: Shape) -> int | None:
-    """Elements for one example: an axis whose length is not known is the batch; None with more of them."""
+    """Return the elements for one example: one unknown axis is the batch; None with more of them."""
     return None if not shape or shape.count(None) > 1 else prod(d for d in shape if d is not None)
 
 
@@ -78,7 +78,7 @@ def _einsum(node: Node) -> int | None:
         shape = _shape(tensor)
         if "." in term or len(term) != len(shape):
             return None
-        # A length of 1 is spread over the others'.
+        # A length of 1 is broadcast.
         lengths |= {c: n for c, n in zip(term, shape, strict=True) if n != 1 or c not in lengths}
     return _times(2, _size(tuple(lengths.values())))
 

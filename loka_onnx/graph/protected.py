@@ -1,16 +1,16 @@
-"""Places whose precision is not a question of speed: the logit end of a model, and its residual stream.
+"""Nodes whose precision is not a question of speed: the logit end of a model, and its residual stream.
 
 **Logit end.** Behind the last product of an output the tensors hold one number for each logit, and every
 error goes into the loss undamped: temperature, Platt scaling, biases, the sum of several logits, clipping,
 the sigmoid. In BF16 a logit between 2 and 4 has a spacing of 2⁻⁶, and each further operation rounds again.
-They cost next to nothing, so they stay in FP32. Found are the nodes that compute element by element, or sum
-over at most `FEW` elements, from which an output is reached without another product; and calibration layers
-that are a product themselves, a linear of as many outputs as inputs (`Linear(1, 1)`; vector and matrix
-scaling, Guo et al., arXiv 1706.04599, section 4). The product that yields the logit is not among them: its
-verdict decides on it, and nothing quantizes what it writes.
+They cost next to nothing, so they stay in FP32. These are elementwise nodes, and sums over at most `FEW`
+elements, from which an output is reached without another product; and calibration layers that are a product
+themselves, a linear of as many outputs as inputs (`Linear(1, 1)`; vector and matrix scaling, Guo et al.,
+arXiv 1706.04599, section 4). The product that yields the logit is not among them: its own verdict decides,
+and its output is not quantized.
 
-Something that is read by a further product as well is part of the logit end only where it is itself no
-wider than `FEW` (the CTR logit that the CVR tower reads); a hidden state that leaves the model is not.
+A tensor that a further product reads as well belongs to the logit end only if it is no wider than `FEW` (the
+CTR logit that the CVR tower reads); a hidden state that leaves the model does not.
 
 **Residual stream.** A block adds to its own input: ``x' = x + f(x)``, with at least one product in f.
 DCNv2's cross layer ``x0 ⊙ (W·x + b) + x`` (arXiv 2008.13535, equation 1) is one, a sum of two branches over
@@ -40,10 +40,10 @@ from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS, is_site
 FEW = 64
 """Most elements of one example that count as logits, or as terms of a sum of logits."""
 LARGEST_CALIBRATION = 16
-"""Below this many inputs and outputs a square linear counts as a calibration layer; FP8 starts here."""
+"""Fewer inputs and outputs make a square linear a calibration layer; FP8 starts here."""
 
 MOVEMENTS = LAYOUT_OPS | {"Concat", "Expand", "Gather", "Slice", "Split"}
-"""Operators that move or repeat values and change none."""
+"""Operators that move or repeat unchanged values."""
 # fmt: off
 UNARY = frozenset({
     "Abs", "Ceil", "Cast", "Celu", "Clip", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid",
@@ -59,7 +59,7 @@ _ELEMENTWISE = UNARY | {
 _SUMS = frozenset({"ReduceSum", "ReduceMean", "ReduceLogSumExp", "ReduceMax", "ReduceMin", "ReduceProd"})
 _JOINS = frozenset({"Add", "Sum"})
 _BLOCKS = PRODUCT_OPS | {"Attention", "Conv", "ConvTranspose", "Einsum", "GRU", "LSTM", "RNN"}
-"""Operators that make what lies between two points of a stream a block."""
+"""Operators that make a block of a residual stream."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Protected:
 
     Attributes:
         node: Its name.
-        reason: Why, as a part of a sentence.
+        reason: As a part of a sentence.
     """
 
     node: str
@@ -79,10 +79,9 @@ class Protected:
 
 
 def logit_ends(model: GraphModel) -> tuple[Protected, ...]:
-    """Nodes between the last products and the outputs, in topological order.
+    """Return nodes between the last products and the outputs, in topological order.
 
-    Those that only move values in front of the first one that computes are left out: they move less in the
-    narrower type.
+    Movements in front of the first computing node are left out: they move less in the narrower type.
     """
     order = model.sorted_nodes()
     serves = _what_serves_outputs(model, order)
@@ -102,7 +101,7 @@ def logit_ends(model: GraphModel) -> tuple[Protected, ...]:
 
 
 def _what_serves_outputs(model: GraphModel, order: list[Node]) -> dict[int, str]:
-    """By identity of each node of the logit end, with what only moves values: the output that it leads to."""
+    """Map each node of the logit end, movements included, to its output, by identity."""
     outputs = {id(tensor): tensor.name for tensor in model.outputs}
     serves: dict[int, str] = {}
     for node in reversed(order):
@@ -141,7 +140,7 @@ def _is_calibration_layer(node: Node) -> bool:
 
 
 def _is_narrow(tensor: Tensor) -> bool:
-    """Whether an example has at most `FEW` elements of the tensor, as far as its shape tells."""
+    """Return whether an example has at most `FEW` elements of the tensor, as far as its shape is known."""
     if tensor.shape is None:
         return False
     fixed = [size for size in tensor.shape if isinstance(size, int)]
@@ -156,10 +155,10 @@ def _is_fp32(tensor: Tensor) -> bool:
 
 
 def residual_streams(model: GraphModel) -> tuple[Protected, ...]:
-    """Adds that join a block to its own input, and what carries the sum to the next of them.
+    """Return Adds that join a block to its own input, and nodes that carry the sum to the next of them.
 
-    In topological order. What carries it are norms, activations, constant factors and movements; what comes
-    before the first Add of a stream is not part of it.
+    In topological order. Carriers are norms, activations, constant factors and movements; nodes before the
+    first Add of a stream are not part of it.
     """
     order = model.sorted_nodes()
     skipped = _skipped_inputs(model, order)
@@ -177,11 +176,11 @@ def residual_streams(model: GraphModel) -> tuple[Protected, ...]:
 
 
 def _skipped_inputs(model: GraphModel, order: list[Node]) -> dict[int, list[Tensor]]:
-    """By identity of each Add that ends a block: the operands that went past it."""
+    """Map each Add that ends a block to its skipped operands, by identity."""
     joins = [node for node in order if node.op in _JOINS and len(node.inputs) > 1]
     starts = {id(t): _before_factors(t).name for node in joins for t in node.inputs if not is_constant(t)}
     bits = {name: 1 << position for position, name in enumerate(dict.fromkeys(starts.values()))}
-    # Of each tensor: which starts it was computed from, and from which through a product.
+    # For each tensor: starts that it depends on, and starts that it depends on through a product.
     known = {tensor.name: _Origins(bits.get(tensor.name, 0), 0) for tensor in model.inputs}
     readers = {id(tensor): len(tensor.outputs) for node in order for tensor in node.outputs}
     skipped: dict[int, list[Tensor]] = {}
@@ -210,10 +209,9 @@ def _skipped_inputs(model: GraphModel, order: list[Node]) -> dict[int, list[Tens
 
 @dataclass(frozen=True)
 class _Origins:
-    """Bit sets of what a tensor was computed from.
+    """Bit sets of a tensor's starts.
 
     Attributes:
-        all: At all.
         through: Through at least one product.
     """
 
@@ -234,7 +232,7 @@ def _is_block(node: Node) -> bool:
 
 
 def _before_factors(tensor: Tensor) -> Tensor:
-    """What a tensor is a movement, or a multiple by a constant, of."""
+    """Return the tensor behind movements and constant factors."""
     while True:
         tensor = layout_root(tensor).tensor
         node = producer(tensor)
@@ -247,7 +245,7 @@ def _before_factors(tensor: Tensor) -> Tensor:
 
 
 def _carriers(tensor: Tensor, joins: dict[int, list[Tensor]], seen: set[int]) -> set[int]:
-    """Nodes between a skipped input and the Add that it comes from; none where it comes from no Add."""
+    """Return nodes between a skipped input and the Add that it comes from; empty without an Add."""
     path: set[int] = set()
     for node in _back(tensor):
         if id(node) in joins or id(node) in seen:
@@ -257,7 +255,7 @@ def _carriers(tensor: Tensor, joins: dict[int, list[Tensor]], seen: set[int]) ->
 
 
 def _back(tensor: Tensor) -> Iterator[Node]:
-    """The nodes that made a tensor, for as long as its first input is the only computed one."""
+    """Yield the nodes behind a tensor while the first input is the only computed one."""
     node = producer(tensor)
     while node is not None:
         yield node

@@ -1,9 +1,8 @@
-"""Reading what a tensor of dimensions will hold, from the nodes that compute it.
+"""Read a tensor of dimensions from the nodes that compute it.
 
 With a dynamic batch, exporters compute the target of Reshape and Expand from Shape, Gather, Slice and Concat.
-No value is known then, but each entry is: a number, or a dimension of the model, which is named. The name is
-that of shape inference where there is one, so that two tensors of which one axis is the batch agree on it,
-and otherwise ``<tensor>[<axis>]``.
+Its values are unknown, but each entry is a number or a named dimension of the model. The name is that of
+shape inference, so that two tensors with a batch axis agree on it, else ``<tensor>[<axis>]``.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ Dim = int | str
 """A dimension: its length, or its name."""
 
 _DEEPEST = 32
-"""Nodes between a dimension and the tensor that it comes from; exporters write fewer than ten."""
+"""Most nodes between a dimension and its tensor; exporters write fewer than ten."""
 _LONGEST = 64
-"""Elements of a constant that holds dimensions; more are something else."""
+"""Most elements of a constant that holds dimensions."""
 _PASSING = frozenset({"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Flatten"})
-"""They keep the elements of a vector of dimensions, and their order."""
+"""Operators that keep the elements of a vector, in order."""
 
 
 def dimension(tensor: Tensor, axis: int) -> Dim:
-    """Length or name of one axis of a tensor of known rank."""
+    """Return the length or name of one axis of a tensor of known rank."""
     length = tensor.shape[axis]
     if isinstance(length, int) and length >= 0:
         return length
@@ -35,19 +34,19 @@ def dimension(tensor: Tensor, axis: int) -> Dim:
 
 
 def dimensions(tensor: Tensor) -> tuple[Dim, ...] | None:
-    """Every dimension of a tensor; None where its rank is not known."""
+    """Return every dimension of a tensor; None where its rank is unknown."""
     if tensor.shape is None:
         return None
     return tuple(dimension(tensor, axis) for axis in range(len(tensor.shape)))
 
 
 def read_dimensions(tensor: Tensor) -> tuple[Dim, ...] | None:
-    """Entries of an integer tensor, in order; None where one of them is neither a number nor a dimension."""
+    """Return the entries of an integer tensor; None where one is neither a number nor a dimension."""
     return _read(tensor, _DEEPEST)
 
 
 def read_number(tensor: Tensor) -> float | None:
-    """The one element of a constant, or of a tensor that is computed from known dimensions."""
+    """Return the one element of a constant, or of a tensor computed from known dimensions."""
     if is_constant(tensor):
         return (
             float(values_of(tensor).reshape(-1)[0])
@@ -65,15 +64,14 @@ def read_number(tensor: Tensor) -> float | None:
 def reshaped(
     source: tuple[Dim, ...], target: tuple[Dim, ...], *, zero_copies: bool
 ) -> tuple[Dim, ...] | None:
-    """Dimensions that Reshape gives a tensor.
+    """Return the dimensions after a Reshape.
 
     Args:
-        source: Dimensions before.
         target: Entries of the target, with -1 and 0 as ONNX defines them.
         zero_copies: Whether 0 stands for the dimension before (``allowzero=0``).
 
     Returns:
-        Dimensions after; None where they do not follow (-1 stands for a product of named dimensions).
+        None where they are unknown (-1 stands for a product of named dimensions).
     """
     if zero_copies:
         if any(entry == 0 and axis >= len(source) for axis, entry in enumerate(target)):
@@ -122,7 +120,7 @@ def _end(node: Node) -> int | None:
 
 
 def _selected(node: Node, entries: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
-    """What Gather or Slice with constant positions takes from a vector."""
+    """Return the elements that Gather or Slice with constant positions takes from a vector."""
     if not all(is_constant(tensor) for tensor in node.inputs[1:] if tensor.name):
         return None
     numbers = [values_of(tensor).reshape(-1) for tensor in node.inputs[1:] if tensor.name]

@@ -1,7 +1,7 @@
-"""Shape and type inference that does not copy the weights.
+"""Shape and type inference without a copy of the weights.
 
-`onnx.shape_inference` serializes the whole model, which fails beyond 2 GiB and is slow before that. The
-values of large initializers decide no shape, so inference runs on a copy of the rest.
+`onnx.shape_inference` serializes the whole model, which fails beyond 2 GiB and is slow before that. Large
+initializers decide no shape, so inference runs on a copy of the rest.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import onnx
 from onnx.external_data_helper import uses_external_data
 
-from loka_onnx.graph.held import number_of
+from loka_onnx.graph.detached import number_of
 
 STRIP_BYTES = 4096
-"""Initializers beyond this hold weights, never a shape or an axis."""
+"""Larger initializers are weights, never a shape or an axis."""
 
 
 def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of a model whose large initializers are inputs, and of which nothing lies outside."""
+    """Return a copy of a model with inputs in place of large initializers, and no external data."""
     light = onnx.ModelProto()
     light.ir_version = model.ir_version
     light.opset_import.extend(model.opset_import)
@@ -41,7 +41,7 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def add_inferred_shapes(model: onnx.ModelProto) -> None:
-    """Write into a model the type and shape of every inner tensor and output that can be inferred."""
+    """Write all inferable types and shapes of inner tensors and outputs into a model."""
     light = without_weights(model)
     inferred = onnx.shape_inference.infer_shapes(light, strict_mode=False, data_prop=True)
     weights = {tensor.name for tensor in model.graph.initializer}

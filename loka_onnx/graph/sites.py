@@ -1,4 +1,4 @@
-"""Finding the sites of a graph."""
+"""Find the sites of a graph."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_site(node: Node) -> bool:
 
 
 def find_sites(model: GraphModel, merged_from: dict[str, tuple[str, ...]] | None = None) -> tuple[Site, ...]:
-    """Every site of the main graph, in topological order.
+    """Return every site of the main graph, in topological order.
 
     Args:
         model: A graph whose site nodes carry their site names.
@@ -41,7 +41,7 @@ def find_sites(model: GraphModel, merged_from: dict[str, tuple[str, ...]] | None
 
 
 def describe(node: Node, merged_from: tuple[str, ...] = ()) -> Site:
-    """The site of one node."""
+    """Return the site of one node."""
     if node.op in NORM_OPS:
         return _describe_norm(node, merged_from)
     left, right = node.inputs[0], node.inputs[1]
@@ -59,7 +59,7 @@ def describe(node: Node, merged_from: tuple[str, ...] = ()) -> Site:
 
 
 def channel_axis(operand: Operand) -> int:
-    """Output-channel axis of a product's operand: the last two axes are one contracting, one channel."""
+    """Return the output-channel axis of a product's operand: of the last two axes, the one not contracted."""
     if operand.contracting_axis is None:
         raise ValueError("a norm has no output channels")
     rank = len(operand.shape)
@@ -77,7 +77,9 @@ def _describe_norm(node: Node, merged_from: tuple[str, ...]) -> Site:
 
 
 def _normalized(node: Node, shape: tuple[int | None, ...]) -> tuple[int, int]:
-    """Elements that share their statistics, and such sets in one example; a dynamic axis counts as 1."""
+    """Return elements that share their statistics, and such sets in one example; a dynamic axis counts as
+    1.
+    """
     if node.op == "LpNormalization":
         axis = int(node.attrs.get("axis", -1)) % len(shape)
         normalized, others = shape[axis : axis + 1], (*shape[1:axis], *shape[axis + 1 :])
@@ -123,11 +125,11 @@ def _contraction_length(operands: Sequence[Operand]) -> int:
 
 
 def _columns_and_rows(node: Node, operands: Sequence[Operand]) -> tuple[int, int]:
-    """Output channels, and products per example that share one weight.
+    """Return output channels, and products per example that share one weight.
 
     The output of a product is (batch, …, rows, columns), or (experts, batch, columns); its only dynamic
-    dimension is the batch. When the weight stands on the left its channels are the rows of that output. A
-    weight of rank 1 has one channel.
+    dimension is the batch. With the weight on the left, channels are the rows of that output. A weight of
+    rank 1 has one channel.
     """
     output = _shape(node.outputs[0])
     weight = operands[1]

@@ -1,11 +1,11 @@
-"""The door for foreign models: what comes through is a graph that later code may trust.
+"""Checks of foreign models, so that later code may trust the graph.
 
-A model is refused where both onnx's checker (or its strict inference of types and shapes) and ONNX Runtime
-refuse it. The checker alone is no ground: it wants nodes in order, shapes of outputs and names of graphs,
-which ONNX Runtime does without. ONNX Runtime is asked only then: it reads the whole file.
+A model is refused where both onnx's checker (or its strict type and shape inference) and ONNX Runtime refuse
+it. The checker alone is too strict: it wants nodes in order, shapes of outputs and names of graphs, which
+ONNX Runtime does without. ONNX Runtime is asked only then, because it reads the whole file.
 
 The checker takes a model as one message of at most 2 GiB, and opens external data by rules of its own.
-Neither decides whether a graph is sound, so it is given the graph without its large weights.
+Neither decides whether a graph is sound, so it gets the graph without its large weights.
 """
 
 from __future__ import annotations
@@ -28,13 +28,10 @@ from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 @contextmanager
 def parsing(path: Path, step: str) -> Iterator[None]:
-    """Turn whatever a library raises over a foreign model into a `ModelError`.
-
-    Libraries of several languages work here, and none documents what it raises.
+    """Turn any library error over a foreign model into a `ModelError`; libraries do not document theirs.
 
     Args:
-        path: The model.
-        step: What is done to it, as the end of "the model cannot be …".
+        step: Action, as the end of "the model cannot be …".
     """
     try:
         yield
@@ -45,7 +42,7 @@ def parsing(path: Path, step: str) -> Iterator[None]:
 
 
 def unsound(path: Path, what: str, evidence: str, where: str = "") -> ModelError:
-    """The refusal of a model that is none."""
+    """Return the refusal of an unsound model."""
     lines = [line.strip() for line in evidence.splitlines() if line.strip()]
     return ModelError(
         f"'{path}' {what}",
@@ -56,14 +53,14 @@ def unsound(path: Path, what: str, evidence: str, where: str = "") -> ModelError
 
 
 def check_message(proto: onnx.ModelProto, path: Path) -> None:
-    """Hold the message itself against what every library takes for granted.
+    """Check the message itself for what every library takes for granted.
 
     Raises:
         ModelError: A text is not UTF-8, or a function calls itself.
     """
     for message in messages(proto):
         for descriptor, value in message.ListFields():
-            # Protobuf hands over bytes for a text that is not UTF-8.
+            # Protobuf returns bytes for a text that is not UTF-8.
             texts = (value,) if isinstance(value, bytes) else value
             if descriptor.type == descriptor.TYPE_STRING and any(isinstance(text, bytes) for text in texts):
                 raise unsound(path, "is not an ONNX model", f"its field '{descriptor.name}' is not UTF-8")
@@ -80,10 +77,10 @@ def check_message(proto: onnx.ModelProto, path: Path) -> None:
 
 
 def check_sound(proto: onnx.ModelProto, path: Path) -> None:
-    """Hold a model without functions against the standard.
+    """Check a model without functions against the standard.
 
     Raises:
-        ModelError: It is unsound; names the operator and node where it is known.
+        ModelError: It is unsound; names the operator and node where known.
     """
     for tensor in all_initializers(proto.graph):
         if uses_external_data(tensor) or not tensor.HasField("raw_data"):
@@ -93,7 +90,7 @@ def check_sound(proto: onnx.ModelProto, path: Path) -> None:
             evidence = f"its type and shape need {needed} bytes, it has {len(tensor.raw_data)}"
             raise unsound(path, "holds a tensor that is not whole", evidence, f"tensor '{tensor.name}'")
     for graph in with_subgraphs(proto.graph):
-        # ONNX Runtime takes the last of them, and other libraries any.
+        # ONNX Runtime takes the last of them, other libraries any.
         names = Counter(tensor.name for tensor in graph.initializer)
         if twice := [name for name, count in names.items() if count > 1]:
             raise unsound(
@@ -104,7 +101,7 @@ def check_sound(proto: onnx.ModelProto, path: Path) -> None:
         onnx.checker.check_model(light)
         light = onnx.shape_inference.infer_shapes(light, check_type=True, strict_mode=True, data_prop=True)
     except Exception as error:
-        # ValidationError and InferenceError, and what pybind11 raises for arguments that it does not take.
+        # ValidationError and InferenceError, and pybind11's errors for rejected arguments.
         try:
             OnnxSession(path, SessionOptions(threads=1, optimize=False))
         except ModelError as refusal:
@@ -114,7 +111,7 @@ def check_sound(proto: onnx.ModelProto, path: Path) -> None:
 
 
 def _check_conditions(model: onnx.ModelProto, path: Path) -> None:
-    """Refuse an If on more or less than one value, which no library notices before it is run."""
+    """Refuse an If on more or less than one value, which no library detects before it runs."""
     graph = model.graph
     shapes: dict[str, Sequence[int]] = {tensor.name: tensor.dims for tensor in graph.initializer}
     for info in (*graph.value_info, *graph.input):

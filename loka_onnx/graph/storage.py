@@ -1,8 +1,8 @@
-"""Model files, and the weights that stand beside them.
+"""Model files and their external weights.
 
-Weights over 2 GB work because large embedding tables are never read: an initializer that is stored outside
-the model file and is used only as the data of Gather stays a reference into that file. A model that is taken
-in brings a copy of the file, and every later copy of the model links that one.
+Weights over 2 GB work because large embedding tables are never read: an external initializer that is only
+data of Gather stays a reference into its file. Taking a model in copies the file, and every later copy of the
+model links that one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from onnx.external_data_helper import set_external_data, uses_external_data
 
 from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.errors import InternalError, ModelError, OutputError
-from loka_onnx.graph.held import Array, bytes_of, number_of
+from loka_onnx.graph.detached import Array, bytes_of, number_of
 from loka_onnx.sessions.model_files import data_locations, external_tensors
 
 INLINE_LIMIT_BYTES = 1 << 30
-"""Dense weights beyond this are stored beside the model; protobuf ends at 2 GiB."""
+"""Larger dense weights are stored beside the model; protobuf ends at 2 GiB."""
 
 _BITS = {
     onnx.TensorProto.INT4: 4,
@@ -36,22 +36,22 @@ _BITS = {
     onnx.TensorProto.FLOAT4E2M1: 4,
     **{kind: 2 for name, kind in onnx.TensorProto.DataType.items() if name in {"INT2", "UINT2"}},
 }
-"""Types of which several elements share a byte."""
+"""Types with several elements in a byte."""
 _STORED = frozenset(onnx.TensorProto.DataType.values()) - {
     onnx.TensorProto.UNDEFINED,
     onnx.TensorProto.STRING,
 }
 
 TABLE_LIMIT_BYTES = 1 << 28
-"""Embedding tables that hold less than this together are read like any other weight: one file is simpler."""
+"""Embedding tables below this, together, are read like any other weight: one file is simpler."""
 
 
 def read_proto(path: Path) -> onnx.ModelProto:
-    """Parse a model file without loading what it keeps outside, and check where that lies.
+    """Parse a model file without loading external data, and check where that lies.
 
     Raises:
-        ModelError: As `parse_proto`; or what it keeps outside is no regular file below its directory,
-            missing, or ends before its tensor.
+        ModelError: As `parse_proto`; or external data is no regular file below the directory, missing, or
+            ends before its tensor.
     """
     model = parse_proto(path)
     homes = {Path(os.path.realpath(path.parent)), Path(os.path.realpath(path)).parent}
@@ -61,7 +61,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
 
 
 def parse_proto(path: Path) -> onnx.ModelProto:
-    """Parse a model file, whatever became of what it keeps outside.
+    """Parse a model file without checking its external data.
 
     Raises:
         ModelError: The file is missing, truncated or not an ONNX model.
@@ -90,10 +90,9 @@ def parse_proto(path: Path) -> onnx.ModelProto:
 
 @dataclass(frozen=True)
 class Stored:
-    """Place of the values of a tensor in another file.
+    """Position of a tensor's values in another file.
 
     Attributes:
-        tensor: Name of the tensor.
         location: The file, relative to the model.
         offset: First byte.
         length: Bytes.
@@ -106,15 +105,15 @@ class Stored:
 
     @classmethod
     def of(cls, tensor: onnx.TensorProto, path: Path | None = None) -> Stored:
-        """What a tensor says of its values.
+        """Return the position that a tensor states.
 
         Raises:
-            ModelError: It says nothing that could be so.
+            ModelError: The statement is invalid.
         """
         entries = {entry.key: entry.value for entry in tensor.external_data}
         needed, offset = stored_bytes(tensor), entries.get("offset", "0")
         length = entries.get("length", str(needed))
-        # Protobuf hands over bytes for a text that is not UTF-8.
+        # Protobuf returns bytes for a text that is not UTF-8.
         if not all(isinstance(text, str) for text in entries.values()):
             raise _unreadable(path, tensor.name, f"{entries}")
         for text in (offset, length):
@@ -146,7 +145,7 @@ def _check_external(stored: Stored, path: Path, homes: Collection[Path]) -> None
         resolved = Path(os.path.realpath(file))
         status = resolved.stat()
     except (OSError, ValueError):
-        # ValueError for a name that no file can have.
+        # ValueError for an impossible file name.
         resolved, status = file, None
     is_relative = not Path(name).is_absolute() and ".." not in Path(name).parts
     if not is_relative or (status and not any(resolved.is_relative_to(home) for home in homes)):
@@ -202,18 +201,18 @@ def read_external(tensor: onnx.TensorProto, directory: Path) -> None:
 
 
 def model_digest(path: Path) -> str:
-    """SHA-256 over the model file and the files it refers to."""
+    """Return the SHA-256 over the model file and its external files."""
     weights = external_files(read_proto(path))
     return digest_with_weights(digest_file(path), path.parent, weights)
 
 
 def digest_with_weights(model: str, directory: Path, weights: Sequence[str]) -> str:
-    """SHA-256 over the digest of a model file and the files of that name in its directory."""
+    """Return the SHA-256 over the digest of a model file and the named files in its directory."""
     return digest_json([model, *(_digest_weights(directory / name) for name in weights)])
 
 
 def _digest_weights(path: Path) -> str:
-    """SHA-256 of a file of weights: one that many models link is read once, one of our own never."""
+    """Return the SHA-256 of a weight file: one that many models link is read once, one of our own never."""
     key = _identity(path)
     if key not in _DIGESTS:
         _DIGESTS[key] = digest_file(path)
@@ -229,7 +228,7 @@ _DIGESTS: dict[tuple[int, int, int, int], str] = {}
 
 
 def with_subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph, and the branches and bodies of its nodes."""
+    """Yield a graph, and the branches and bodies of its nodes."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -238,12 +237,12 @@ def with_subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 def all_initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """Initializers of a graph, and of the branches and bodies of its nodes."""
+    """Yield initializers of a graph, and of the branches and bodies of its nodes."""
     return (tensor for part in with_subgraphs(graph) for tensor in part.initializer)
 
 
 def names_in_subgraphs(graph: onnx.GraphProto) -> set[str]:
-    """Names that the branches and bodies of a graph's nodes read."""
+    """Return names that the branches and bodies of a graph's nodes read."""
     inner = islice(with_subgraphs(graph), 1, None)
     return {name for part in inner for node in part.node for name in node.input}
 
@@ -285,10 +284,10 @@ def take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.Tenso
 
 
 def stored_bytes(tensor: onnx.TensorProto) -> int:
-    """Bytes of a tensor, from its type and dimensions.
+    """Return the bytes of a tensor, from its type and dimensions.
 
     Raises:
-        ModelError: No tensor is of that type or shape.
+        ModelError: The type or shape is invalid.
     """
     kind = tensor.data_type
     if kind not in _STORED or any(dim < 0 for dim in tensor.dims):
@@ -299,7 +298,7 @@ def stored_bytes(tensor: onnx.TensorProto) -> int:
 
 
 def place_table(table: onnx.TensorProto, directory: Path, link: bool) -> onnx.TensorProto:
-    """A reference to a table's file from a directory, to which the file is linked or copied if need be."""
+    """Return a reference to a table's file from a directory; the file is linked or copied if needed."""
     placed = onnx.TensorProto()
     placed.CopyFrom(table)
     for entry in placed.external_data:
@@ -309,10 +308,10 @@ def place_table(table: onnx.TensorProto, directory: Path, link: bool) -> onnx.Te
 
 
 def _place_file(source: Path, directory: Path, link: bool) -> str:
-    """Name under which a directory holds the content of a table file, which is brought there if need be.
+    """Return the name of a table file in a directory; the file is linked or copied if needed.
 
-    Where another file has that name already (an earlier version of the table, which other models in the
-    directory may use), the name takes the digest of its content.
+    If another file has that name (an earlier version of the table, perhaps in use by other models), the name
+    takes the digest of its content.
     """
     name = source.name
     if (directory / name).exists() and not _is_same_content(source, directory / name):
@@ -338,20 +337,18 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def move_outside(proto: onnx.ModelProto, path: Path, held: Sequence[Array] = ()) -> None:
+def move_outside(proto: onnx.ModelProto, path: Path, detached: Sequence[Array] = ()) -> None:
     """Write dense weights to ``<name>.data`` beside the model, where they are too large to stay in it.
 
     That file may be a link to the source of the tables: it is replaced, never written into, and has another
     name where the tables of this model are in it.
 
     Args:
-        proto: The model; edited.
-        path: Its file.
-        held: Values to which its headers refer.
+        detached: Values to which its headers refer.
     """
-    # Branches hold weights as well: of a switchable model, all of them, and each twice.
+    # Branches hold weights as well: all those of a switchable model, each twice.
     weights = [*all_initializers(proto.graph)]
-    if sum(inline_bytes(tensor, held) for tensor in weights) <= INLINE_LIMIT_BYTES:
+    if sum(inline_bytes(tensor, detached) for tensor in weights) <= INLINE_LIMIT_BYTES:
         return
     linked = set(external_files(proto))
     location = f"{path.name}.data"
@@ -360,10 +357,10 @@ def move_outside(proto: onnx.ModelProto, path: Path, held: Sequence[Array] = ())
     offset, state = 0, hashlib.sha256()
     with replacing(path.parent / location) as stream:
         for tensor in weights:
-            if uses_external_data(tensor) or inline_bytes(tensor, held) < 1024:
+            if uses_external_data(tensor) or inline_bytes(tensor, detached) < 1024:
                 continue
             number = number_of(tensor)
-            data = tensor.raw_data if number is None else bytes_of(held[number])
+            data = tensor.raw_data if number is None else bytes_of(detached[number])
             padding = b"\0" * (-offset % 4096)
             for part in (padding, data):
                 stream.write(part)
@@ -378,13 +375,12 @@ def move_outside(proto: onnx.ModelProto, path: Path, held: Sequence[Array] = ())
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A stream of which a file is made once it is complete.
+    """Yield a stream that replaces a file once complete.
 
-    Until then an earlier file is what it was, and stays so under its other names: those of the models of jobs
-    are links.
+    An earlier file stays unchanged, also under its other names: models of jobs are links.
 
     Raises:
-        OutputError: The disk is full, or the place cannot be written.
+        OutputError: The disk is full, or writing fails.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
@@ -399,7 +395,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         unfinished.unlink(missing_ok=True)
 
 
-def inline_bytes(tensor: onnx.TensorProto, held: Sequence[Array]) -> int:
-    """Bytes of a tensor that stand in its message, or will when it is filled."""
+def inline_bytes(tensor: onnx.TensorProto, detached: Sequence[Array]) -> int:
+    """Return the bytes of a tensor in its message, once filled."""
     number = number_of(tensor)
-    return len(tensor.raw_data) if number is None else held[number].nbytes
+    return len(tensor.raw_data) if number is None else detached[number].nbytes

@@ -1,8 +1,7 @@
-"""Whether two models are the same but for the values of their weights.
+"""Compare two models except for the values of their weights.
 
-A model of the same structure has the same nodes between the same tensors, of the same types and shapes. What
-may differ are floating-point constants: they are what training changes. Integer constants are shapes, axes
-and the like, and must be equal.
+Models of the same structure have the same nodes between the same tensors, of the same types and shapes. Only
+floating-point constants may differ, which training changes; integer constants are shapes, axes and the like.
 """
 
 from __future__ import annotations
@@ -18,15 +17,11 @@ from onnx.external_data_helper import uses_external_data
 from loka_onnx.graph.storage import read_proto
 
 MOST = 8
-"""Differences that are told; more say no more."""
+"""Most differences that are reported."""
 
 
 def differences(one: Path, other: Path) -> tuple[str, ...]:
-    """What differs between two models beside the values of their weights, in words, at most `MOST`.
-
-    Args:
-        one: A model.
-        other: Another.
+    """Return at most `MOST` differences between two models except the values of their weights, in words.
 
     Raises:
         ModelError: One of them cannot be read.
@@ -108,7 +103,7 @@ def _shaped(tensor: onnx.TensorProto) -> str:
 
 
 def _fixed(tensor: onnx.TensorProto) -> list[Any] | None:
-    """Values of a constant that training does not change; None for the others."""
+    """Return the values of a constant that training does not change; None for others."""
     kind = helper.tensor_dtype_to_np_dtype(tensor.data_type).kind
     if kind not in "iub" or uses_external_data(tensor):
         return None
@@ -117,7 +112,7 @@ def _fixed(tensor: onnx.TensorProto) -> list[Any] | None:
 
 
 def _plain(attribute: onnx.AttributeProto) -> Any:
-    """The value of an attribute; of a tensor its type and shape, of a graph that it is one."""
+    """Return the value of an attribute; of a tensor its type and shape, of a graph that it is one."""
     if attribute.type == onnx.AttributeProto.GRAPH:
         return "a graph"
     if attribute.type == onnx.AttributeProto.TENSOR:

@@ -15,15 +15,11 @@ _NARROW: dict[int, Any] = {
     TensorProto.FLOAT8E4M3FN: ml_dtypes.float8_e4m3fn,
     TensorProto.FLOAT8E5M2: ml_dtypes.float8_e5m2,
 }
-"""What older versions of onnx read as FP32."""
+"""Types that older versions of onnx read as FP32."""
 
 
 def read_array(tensor: onnx.TensorProto) -> npt.NDArray[Any]:
-    """Values of a tensor that is held inside the model.
-
-    Returns:
-        An array of the tensor's own type, from ml_dtypes where NumPy has none.
-    """
+    """Return the values of an inline tensor in its own type, from ml_dtypes where NumPy has none."""
     array = numpy_helper.to_array(tensor)
     expected = _NARROW.get(tensor.data_type)
     return array if expected is None or array.dtype == np.dtype(expected) else array.astype(expected)

@@ -1,4 +1,4 @@
-"""Large weights of an editable graph: taken out of the message that it is read from, and held on export."""
+"""Large weights of an editable graph: detached from the message on reading and from the export."""
 
 from __future__ import annotations
 
@@ -17,25 +17,20 @@ from onnx_graphsurgeon.importers.onnx_importer import get_onnx_tensor_dtype
 from onnx_graphsurgeon.ir.tensor import LazyValues
 from onnx_graphsurgeon.logger import G_LOGGER
 
-from loka_onnx.graph.held import HELD_TYPES, Array, hold, number_of
+from loka_onnx.graph.detached import DETACHABLE_TYPES, Array, hold, number_of
 from loka_onnx.graph.parts import mark_branches
 from loka_onnx.graph.shapes import STRIP_BYTES
 from loka_onnx.graph.storage import Stored, all_initializers, stored_bytes
 
 
-class HeldValues(LazyValues):  # type: ignore[misc]
-    """Values of a `gs.Constant` that are there already; copies of a graph share them, and cannot change them.
-
-    Args:
-        header: The tensor without its values.
-        array: The values.
-    """
+class DetachedValues(LazyValues):  # type: ignore[misc]
+    """Present values of a `gs.Constant`; copies of a graph share them, and cannot change them."""
 
     def __init__(self, header: onnx.TensorProto, array: Array) -> None:
         self.header, self.array = header, array.view()
         self.array.flags.writeable = False
         self.shape, self.nbytes = header.dims, array.nbytes
-        # It writes to standard output that NumPy has no FP8 types.
+        # It prints that NumPy has no FP8 types.
         with G_LOGGER.suppress(G_LOGGER.ERROR):
             self.dtype = get_onnx_tensor_dtype(header)
 
@@ -48,24 +43,22 @@ class HeldValues(LazyValues):  # type: ignore[misc]
         return whole
 
     def load(self) -> Array:
-        """The values, not copied."""
+        """Return the values without a copy."""
         return self.array
 
 
-def take_weights(proto: onnx.ModelProto, directory: Path, held: Sequence[Array] = ()) -> list[Array]:
+def take_weights(proto: onnx.ModelProto, directory: Path, detached: Sequence[Array] = ()) -> list[Array]:
     """Replace large weights of a message by headers; edits it.
 
     Args:
-        proto: The model; its external data lies in `directory`.
-        directory: Directory of the model.
-        held: Values to which some of its tensors refer already.
+        detached: Detached values that some tensors refer to already.
 
     Returns:
-        Those values, and the others after them.
+        These values, followed by the new ones.
     """
-    found = list(held)
+    found = list(detached)
     for tensor in all_initializers(proto.graph):
-        if tensor.data_type not in HELD_TYPES or stored_bytes(tensor) <= STRIP_BYTES:
+        if tensor.data_type not in DETACHABLE_TYPES or stored_bytes(tensor) <= STRIP_BYTES:
             continue
         if uses_external_data(tensor):
             values = map_external(tensor, directory)
@@ -83,7 +76,7 @@ def take_weights(proto: onnx.ModelProto, directory: Path, held: Sequence[Array] 
 
 
 def map_external(tensor: onnx.TensorProto, directory: Path) -> Array | None:
-    """Values of a tensor as a map of its file; None where it has none, or not whole bytes."""
+    """Return values of a tensor as a map of its file; None where it has none, or not whole bytes."""
     stored = Stored.of(tensor)
     itemsize = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
     if stored.length == 0 or stored.length != itemsize * prod(tensor.dims):
@@ -102,8 +95,8 @@ def _shaped(tensor: onnx.TensorProto, data: Array) -> Array:
     return values.reshape(tuple(tensor.dims))
 
 
-def attach(graph: gs.Graph, held: Sequence[Array]) -> None:
-    """Give the constants of a graph that was imported from headers their values; edits it."""
+def attach(graph: gs.Graph, detached: Sequence[Array]) -> None:
+    """Give constants imported from headers their values; edits the graph."""
     for tensor in _constants(graph):
         header = getattr(tensor._values, "tensor", None)
         if not isinstance(header, onnx.TensorProto):
@@ -111,36 +104,36 @@ def attach(graph: gs.Graph, held: Sequence[Array]) -> None:
         number = number_of(header)
         if number is not None:
             header.ClearField("raw_data")
-            tensor._values = HeldValues(header, held[number])
+            tensor._values = DetachedValues(header, detached[number])
 
 
 @contextmanager
-def held_back(graph: gs.Graph) -> Iterator[list[Array]]:
-    """Let a graph be exported with headers in the place of its large weights; yields their values."""
-    held: list[Array] = []
+def weights_detached(graph: gs.Graph) -> Iterator[list[Array]]:
+    """Export a graph with headers for its large weights; yields their values."""
+    detached: list[Array] = []
     kept: list[tuple[Any, Any]] = []
     try:
         for tensor in _constants(graph):
             values, header = tensor._values, _header(tensor)
             if header is None:
                 continue
-            array = np.ascontiguousarray(values.array if isinstance(values, HeldValues) else values)
-            hold(header, len(held))
-            held.append(array)
+            array = np.ascontiguousarray(values.array if isinstance(values, DetachedValues) else values)
+            hold(header, len(detached))
+            detached.append(array)
             kept.append((tensor, values))
             with G_LOGGER.suppress(G_LOGGER.ERROR):
                 tensor._values = LazyValues(header)
-        yield held
+        yield detached
     finally:
         for tensor, values in kept:
             tensor._values = values
 
 
 def copied(graph: gs.Graph) -> gs.Graph:
-    """A deep copy of a graph that shares the weights.
+    """Return a deep copy of a graph that shares the weights.
 
-    In the copies of onnx-graphsurgeon 0.6.1 a constant has a type to be exported in, as if it were to be
-    converted: E4M3FNUZ to E4M3FNUZ is then refused once the values have been read.
+    In copies of onnx-graphsurgeon 0.6.1 a constant has an export type, as if to be converted: E4M3FNUZ to
+    E4M3FNUZ is then refused once the values have been read.
     """
     copy = mark_branches(graph.copy())
     for tensor in _constants(copy):
@@ -149,7 +142,7 @@ def copied(graph: gs.Graph) -> gs.Graph:
 
 
 def _constants(graph: gs.Graph) -> list[gs.Constant]:
-    """The constants of a graph and of the branches and bodies of its nodes, each once."""
+    """Return the constants of a graph and of the branches and bodies of its nodes, each once."""
     found: dict[int, gs.Constant] = {}
     for part in (graph, *graph.subgraphs(recursive=True)):
         ends = [part.inputs, part.outputs]
@@ -160,15 +153,15 @@ def _constants(graph: gs.Graph) -> list[gs.Constant]:
 
 
 def _header(tensor: gs.Constant) -> onnx.TensorProto | None:
-    """What onnx-graphsurgeon writes of a constant but its values; None when they are small or not held."""
+    """Return onnx-graphsurgeon's tensor without values; None when they are small or not detached."""
     values = tensor._values
     header = onnx.TensorProto()
-    if isinstance(values, HeldValues):
+    if isinstance(values, DetachedValues):
         header.CopyFrom(values.header)
         return header
     if not isinstance(values, np.ndarray) or values.nbytes <= STRIP_BYTES or not values.dtype.isnative:
         return None
-    if tensor._export_dtype is not None or dtype_to_onnx(values.dtype) not in HELD_TYPES:
+    if tensor._export_dtype is not None or dtype_to_onnx(values.dtype) not in DETACHABLE_TYPES:
         return None
     header.data_type = dtype_to_onnx(values.dtype)
     header.dims.extend(values.shape)

@@ -1,8 +1,8 @@
-"""A serialized model with the values that its headers refer to.
+"""Serialize a model with the values of its headers.
 
 The serialized form of a message nests its parts, each behind a tag and a length (protobuf.dev, "Encoding").
-Values are put in the place of their number, and the lengths around them grow: the bytes are those that
-protobuf writes of the whole model, without the four copies of the weights that it takes to have them written.
+Values replace their number, and the lengths around them grow: the bytes equal protobuf's of the whole model,
+without its four copies of the weights.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loka_onnx.graph.held import TOKEN, Array, bytes_of, number_in
+from loka_onnx.graph.detached import TOKEN, Array, bytes_of, number_in
 
 _GRAPH: dict[int, Mapping[int, Any]] = {}
 _RAW_DATA: Mapping[int, Any] = {}
@@ -19,15 +19,15 @@ _MODEL: Mapping[int, Any] = {7: _GRAPH}
 """Numbers of the fields between a model and the `raw_data` of its initializers: `ModelProto.graph`,
 `GraphProto.node` and `initializer`, `NodeProto.attribute`, `AttributeProto.g` and `graphs`."""
 _FIXED_BYTES = {1: 8, 5: 4}
-"""Of a value by its wire type."""
+"""Length of a value by its wire type."""
 
 
-def spliced(model: bytes, held: Sequence[Array]) -> list[bytes | memoryview]:
-    """A serialized model of headers, as the parts of one with values; arrays are not copied."""
-    return _expanded(model, _MODEL, held)
+def spliced(model: bytes, detached: Sequence[Array]) -> list[bytes | memoryview]:
+    """Return a serialized model of headers as parts with values; arrays are not copied."""
+    return _expanded(model, _MODEL, detached)
 
 
-def _expanded(data: bytes, inner: Mapping[int, Any], held: Sequence[Array]) -> list[bytes | memoryview]:
+def _expanded(data: bytes, inner: Mapping[int, Any], detached: Sequence[Array]) -> list[bytes | memoryview]:
     parts: list[bytes | memoryview] = []
     at = done = 0
     while at < len(data):
@@ -44,14 +44,16 @@ def _expanded(data: bytes, inner: Mapping[int, Any], held: Sequence[Array]) -> l
         if field in inner and data.find(TOKEN, body.start, body.stop) >= 0:
             part = data[body]
             number = number_in(part)
-            grown = _expanded(part, inner[field], held) if number is None else [bytes_of(held[number])]
+            grown = (
+                _expanded(part, inner[field], detached) if number is None else [bytes_of(detached[number])]
+            )
             parts += [data[done:start], _as_varint(tag), _as_varint(sum(map(len, grown))), *grown]
             done = at
     return [*parts, data[done:]]
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, seven bits a byte and the lowest first, and where it ends."""
+    """Return a number, seven bits a byte and the lowest first, and its end."""
     value = shift = 0
     while True:
         byte = data[at]

@@ -74,7 +74,7 @@ class EmittedRoute:
 
 @dataclass(frozen=True)
 class EmittedEngine:
-    """The engine that a run emits for a target; of several, the main one.
+    """The engine selected for a target; of several, the main one.
 
     Attributes:
         bytes: Size of its files.
@@ -101,7 +101,7 @@ class EmittedEngine:
 
     @property
     def routing(self) -> tuple[tuple[int | None, str], ...]:
-        """Largest requests, None for the rest, and what takes them; sizes of one engine are joined."""
+        """Largest requests, None for the rest, with their engine; sizes of one engine are joined."""
         routes = self.routes or (EmittedRoute(0, self.engine, self.plan),)
         ends = [
             (route.batch, route.engine)
@@ -126,13 +126,13 @@ class TargetDifference(OnHardware):
 
 @dataclass(frozen=True)
 class JudgedOutput:
-    """One output of an emitted engine on one split.
+    """One output of a selected engine on one split.
 
     Attributes:
         name: What is judged: ΔNE, or KL where there are no labels.
         judged: Its interval; None for the FP32 reference.
         budget: Largest accepted loss.
-        status: How it stands to the budget.
+        status: A value of `BudgetStatus`.
         normalized_entropy: Of the engine; None without labels.
     """
 
@@ -169,7 +169,7 @@ class AccuracyChange(OnHardware):
 
     @property
     def is_worse(self) -> bool:
-        """Whether the new one costs more for certain."""
+        """Whether the new cost is certainly larger."""
         return self.is_same_basis and self.overlap is False and (self.difference or 0.0) > 0.0
 
 
@@ -395,5 +395,5 @@ class RunComparison:
 
     @property
     def has_same_rows(self) -> bool:
-        """Whether every split is of the same rows in both, for certain."""
+        """Whether every split certainly has the same rows in both."""
         return all(split.is_same for split in self.splits)

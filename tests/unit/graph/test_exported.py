@@ -15,7 +15,7 @@ from onnx_graphsurgeon.logger import G_LOGGER
 
 from loka_onnx.errors import OutputError
 from loka_onnx.graph import exported, shapes, storage, weights, wire
-from loka_onnx.graph.held import number_of
+from loka_onnx.graph.detached import number_of
 from loka_onnx.graph.model import GraphModel, is_constant, values_of
 from loka_onnx.graph.storage import all_initializers, model_digest
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions

@@ -7,7 +7,7 @@ import onnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loka_onnx.graph.held import Array, fill, hold
+from loka_onnx.graph.detached import Array, fill, hold
 from loka_onnx.graph.storage import all_initializers
 from loka_onnx.graph.wire import spliced
 

@@ -1,8 +1,8 @@
-"""Headers of large weights: tensors of a protobuf message whose values stand beside it.
+"""Headers of detached weights: tensors of a protobuf message without their values.
 
-Protobuf copies the bytes of a tensor whenever a message that holds it is made, put into another, parsed or
-serialized, and a graph goes through half a dozen messages on its way into a file. A header has everything
-but the values; in their place is their number among those that are held.
+Protobuf copies the bytes of a tensor whenever a message with it is made, nested, parsed or serialized, and a
+graph goes through half a dozen messages on its way into a file. A header has everything but the values;
+instead it has their number among the detached weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import onnx
 
 Array = npt.NDArray[Any]
 
-HELD_TYPES = frozenset(
+DETACHABLE_TYPES = frozenset(
     {
         onnx.TensorProto.FLOAT,
         onnx.TensorProto.DOUBLE,
@@ -31,11 +31,10 @@ HELD_TYPES = frozenset(
         onnx.TensorProto.UINT8,
     }
 )
-"""Types of whole bytes of which no shape and no axis is made: inference reads the values of those."""
+"""Types of whole bytes that no shape or axis has: inference reads the values of those."""
 
 TOKEN = secrets.token_bytes(16)
-"""What the `raw_data` of a header begins with. Another in each process: no file that is read refers to what
-is held."""
+"""Prefix of a header's `raw_data`. Another in each process: no file can refer to detached weights."""
 
 
 def hold(header: onnx.TensorProto, number: int) -> None:
@@ -44,22 +43,22 @@ def hold(header: onnx.TensorProto, number: int) -> None:
 
 
 def number_in(raw_data: bytes) -> int | None:
-    """Number of the values among those that are held; None where the bytes are values themselves."""
+    """Return the number of the detached values; None where the bytes are values themselves."""
     return int.from_bytes(raw_data[len(TOKEN) :], "little") if raw_data.startswith(TOKEN) else None
 
 
 def number_of(tensor: onnx.TensorProto) -> int | None:
-    """Number of a tensor's values among those that are held; None when it has its own."""
+    """Return the number of a tensor's detached values; None when it has its own."""
     return number_in(tensor.raw_data)
 
 
-def fill(tensor: onnx.TensorProto, held: Sequence[Array]) -> None:
-    """Give a tensor its values if they are held; edits it."""
+def fill(tensor: onnx.TensorProto, detached: Sequence[Array]) -> None:
+    """Give a tensor its detached values, if any; edits it."""
     number = number_of(tensor)
     if number is not None:
-        tensor.raw_data = held[number].tobytes()
+        tensor.raw_data = detached[number].tobytes()
 
 
 def bytes_of(array: Array) -> memoryview:
-    """The bytes of an array in C order, not copied where it has that order."""
+    """Return the bytes of an array in C order, without a copy where possible."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
