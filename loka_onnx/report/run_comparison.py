@@ -1,4 +1,4 @@
-"""The report that holds two runs against one another: the same page, the same Markdown, a JSON of its own."""
+"""Report that compares two runs: the same page, the same Markdown, a JSON of its own."""
 
 from __future__ import annotations
 
@@ -43,17 +43,10 @@ _SYNTHETIC = "SYNTHETIC DATA: numbers of {} were measured on generated rows, not
 
 
 def render_comparison(found: RunComparison, directory: Path) -> tuple[Path, ...]:
-    """Writes comparison.json, comparison.md and comparison.html, each atomically.
-
-    Args:
-        found: What differs.
-        directory: Where the files go; created if need be.
-
-    Returns:
-        The files written, in the order above.
+    """Write comparison.json, comparison.md and comparison.html, each atomically; return them in this order.
 
     Raises:
-        OutputError: The place cannot be written.
+        OutputError: Writing fails.
     """
     document = comparison_document(found)
     texts = {
@@ -67,7 +60,7 @@ def render_comparison(found: RunComparison, directory: Path) -> tuple[Path, ...]
 
 
 def comparison_document(found: RunComparison) -> Document:
-    """Arranges what differs for reading: what is emitted first, then why."""
+    """Arrange the differences for reading: selected engines first, then reasons."""
     sections = (
         *(
             [Section("notes", "Notes", items=tuple(f"{note}." for note in found.notes))]
@@ -105,12 +98,12 @@ def _verdict(found: RunComparison, target: TargetDifference) -> Verdict:
 
 
 def _of(changes: Sequence[_Change], target: TargetDifference) -> list[_Change]:
-    """What is said of one piece of hardware."""
+    """Return the changes on one piece of hardware."""
     return [change for change in changes if change.hardware == target.hardware]
 
 
 def _is_routed(target: TargetDifference) -> bool:
-    """Whether requests go to several engines in either run."""
+    """Return whether requests go to several engines in either run."""
     return any(side is not None and side.routes for side in (target.old, target.new))
 
 
@@ -129,7 +122,7 @@ def _headline(target: TargetDifference) -> str:
 
 
 def _tone(found: RunComparison, target: TargetDifference) -> Tone:
-    """Bad where something got worse for certain or is gone; green only where all is seen to hold."""
+    """Bad where something certainly got worse or is gone; good only where all is seen to hold."""
     costs, times = _of(found.accuracy, target), _of(found.latency, target)
     is_left = any(c.new is not None and c.new.status == BudgetStatus.BEYOND for c in costs)
     if is_left or any(c.is_worse for c in costs) or target.change is Change.VANISHED:
@@ -139,20 +132,20 @@ def _tone(found: RunComparison, target: TargetDifference) -> Tone:
 
 
 def _cost_holds(change: AccuracyChange) -> bool:
-    """Whether both costs are known, of the same rows and model, and stand alike to the budget."""
+    """Return whether both costs are known, on the same rows and model, with the same status."""
     if change.old is None or change.new is None or change.difference is None:
         return False
     return change.is_same_basis and change.old.status == change.new.status
 
 
 def _time_holds(change: LatencyChange) -> bool:
-    """Whether no time that was known got longer by more than noise, or is not known any more."""
+    """Return whether no known time got longer by more than noise, or unknown."""
     was_known = change.old is not None and change.old.counts_for_choice
     return not change.is_slower if change.is_slower is not None else not was_known
 
 
 def _stats(found: RunComparison, target: TargetDifference) -> Iterator[Stat]:
-    """What became of the plan, of its cost on the last split that both judged, and of its time."""
+    """Yield changes of the plan, of its cost on the last split that both judged, and of its time."""
     if target.old is None or target.new is None:
         return
     yield Stat("Plan now", cell(target.new.plan), f"then {target.old.plan}")
@@ -238,7 +231,7 @@ def _time(change: LatencyChange, *, is_routed: bool) -> str:
 
 
 def _engines(change: AccuracyChange | LatencyChange) -> str:
-    """Which engines are compared: ``, a then, b now``."""
+    """Return the compared engines: ``, a then, b now``."""
     then, now = (None if side is None else side.engine for side in (change.old, change.new))
     if then == now:
         return f", {now}"

@@ -1,4 +1,4 @@
-"""Tables of what differs between two runs."""
+"""Tables of differences between two runs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _BUDGETS = {"within": Tone.GOOD, "beyond": Tone.BAD, "undecided": Tone.WARN}
 
 
 def engines_section(found: RunComparison) -> Section:
-    """What is emitted, what it costs and what it takes."""
+    """Return selected engines with cost and latency."""
     tables = [
         table_of("What is emitted for each target", _target_fields(found), found.targets),
         table_of("What the emitted engines cost", _accuracy_fields(found), found.accuracy, keys=3),
@@ -97,7 +97,7 @@ def _size(side: EmittedEngine | None) -> Told:
 
 
 def routes_text(side: EmittedEngine | None) -> Told:
-    """Which engine takes which requests: ``up to 8 rows: a; up to 64 rows: b; more: c``."""
+    """Return the engine for each request size: ``up to 8 rows: a; up to 64 rows: b; more: c``."""
     if side is None:
         return Told(numbers.NONE)
     if not side.routes:
@@ -114,13 +114,13 @@ def _both_routes(item: TargetDifference) -> Told:
 
 
 def _target_fields(found: RunComparison) -> tuple[Field[TargetDifference], ...]:
-    """With the engine of each size of requests, where any target has several."""
+    """Return the fields, with the engine of each request size where any target has several."""
     is_routed = any(_both_routes(item) for item in found.targets)
     return (*_TARGETS, prose("Which requests go where", _both_routes)) if is_routed else _TARGETS
 
 
 def _level(intervals: Iterable[Interval | None]) -> str:
-    """``95 % interval``; every confidence that the intervals have, down to a tenth of a percent."""
+    """Return ``95 % interval``; every confidence of the intervals, to a tenth of a percent."""
     found = sorted({interval.confidence for interval in intervals if interval is not None})
     levels = dict.fromkeys(f"{math.floor(1000 * level + 1e-6) / 10:g} %" for level in found)
     return f"{' or '.join(levels)} interval".lstrip()
@@ -183,7 +183,7 @@ def _engine_of(side: JudgedOutput | MedianLatency | None) -> str:
 
 
 def _accuracy_fields(found: RunComparison) -> tuple[Field[AccuracyChange], ...]:
-    """With the confidence of the intervals in the headings: it need not be the same in both runs."""
+    """Return the fields with the intervals' confidence in the headings: it may differ between the runs."""
     old = _level(item.old.judged for item in found.accuracy if item.old is not None)
     new = _level(item.new.judged for item in found.accuracy if item.new is not None)
     return (
@@ -257,7 +257,7 @@ def _gain_fields(found: RunComparison) -> tuple[Field[GainChange], ...]:
 
 
 def sites_section(found: RunComparison) -> Section:
-    """Sites that are treated differently, and those that only one model has."""
+    """Return sites with another decision, and sites that only one model has."""
     tables = []
     if found.sites:
         tables.append(table_of("Sites with another precision or verdict", _SITES, found.sites, keys=2))
@@ -368,7 +368,7 @@ _PLANS: tuple[Field[PlanChange], ...] = (
 
 
 def rewrites_section(found: RunComparison) -> Section:
-    """Places that transforms treated differently."""
+    """Return places with another outcome of a transform."""
     if not found.rewrites:
         return Section("rewrites", "Rewrites", ("Every transform did the same at every place.",))
     return Section(
@@ -396,7 +396,7 @@ _REWRITES: tuple[Field[RewriteChange], ...] = (
 
 
 def data_section(found: RunComparison) -> Section:
-    """Whether both runs were measured on the same rows."""
+    """Return whether both runs were measured on the same rows."""
     said = (
         "Both runs read the same rows."
         if found.has_same_rows
