@@ -48,7 +48,6 @@ class DataDescription:
     """Data behind every number of the report.
 
     Attributes:
-        label_rule: Meaning and origin of the labels.
         synthetic: Whether any row was generated.
     """
 

@@ -93,7 +93,6 @@ class Section:
         anchor: Its id in links.
         paragraphs: Text above the tables.
         items: A list above the tables.
-        chart: Whether it shows the chart.
     """
 
     anchor: str

@@ -63,7 +63,6 @@ class GraphLayout:
         layers: Layer of each node; every edge leads to a higher one.
         places: Middle of each node's box.
         wires: The edges, grouped by source.
-        columns: Number of columns of layers.
     """
 
     layers: tuple[int, ...]

@@ -28,7 +28,6 @@ class Quadrant:
     """Sites of one accuracy verdict and one speed verdict.
 
     Attributes:
-        accuracy: Verdict on accuracy.
         speed: ``fast``, ``slow`` or ``not measured``.
         sites: In model order.
         count: Number of sites.
