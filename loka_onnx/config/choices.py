@@ -1,4 +1,4 @@
-"""Words that a run file may choose from."""
+"""Values that a run file may choose from."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ class PlanId(StrEnum):
 
 
 class Executor(StrEnum):
-    """Where calibration batches are run, and build jobs are executed."""
+    """Executor of calibration batches and build jobs."""
 
     LOCAL = "local"
-    """Threads of this process; build jobs are left to whoever carries them to their host."""
+    """Threads of this process; build jobs are left to be carried to their host."""
     RAY = "ray"
     """Machines of a Ray cluster."""
 
 
 class WeightGranularity(StrEnum):
-    """Over which elements of a weight one scale is shared."""
+    """Elements of a weight that share one scale."""
 
     PER_TENSOR = "per_tensor"
     PER_CHANNEL = "per_channel"
     BEST = "best"
-    """Per site, the one whose measured error is smaller."""
+    """Per site, the one with the smaller measured error."""
 
 
 class ScaleRule(StrEnum):
-    """How the range of an activation becomes its FP8 scale."""
+    """Rule from the range of an activation to its FP8 scale."""
 
     AMAX = "amax"
     PERCENTILE = "percentile"
     MSE = "mse"
     BEST = "best"
-    """Per site, the one whose measured error is smallest."""
+    """Per site, the one with the smallest measured error."""
 
 
 class NullGroups(StrEnum):
-    """What becomes of rows without a group."""
+    """Treatment of rows without a group."""
 
     REFUSE = "refuse"
     UNGROUP = "ungroup"
@@ -62,9 +62,9 @@ class NullGroups(StrEnum):
 
 
 class SplitBy(StrEnum):
-    """How one file is divided."""
+    """Rule that divides one file."""
 
     ORDER = "order"
     """Contiguous rows in file order."""
     HASH = "hash"
-    """By a hash of a key column, so that rows that share a key stay together."""
+    """By a hash of a key column, so that rows with one key stay together."""

@@ -1,4 +1,4 @@
-"""Turns what pydantic found into one message: what, where, evidence, remedy."""
+"""Turn pydantic errors into one message: what, where, evidence, remedy."""
 
 from __future__ import annotations
 
@@ -39,14 +39,10 @@ _BOUNDS = {
 
 
 def explain(error: ValidationError, document: Document) -> ConfigError:
-    """The one message for a run file that does not fit the schema.
+    """Return the one message for a run file that does not fit the schema.
 
-    An unknown key is told first: it is often the misspelt form of one that is then missing. Otherwise the
-    first mistake in the file's order is told.
-
-    Args:
-        error: What pydantic found.
-        document: The run file with its lines.
+    An unknown key comes first: it is often the misspelt form of one that is then missing. Otherwise the first
+    error in the file's order.
     """
     found = error.errors()
     unknown = [item for item in found if item["type"] == "extra_forbidden"]
@@ -54,7 +50,7 @@ def explain(error: ValidationError, document: Document) -> ConfigError:
 
 
 def key_path(loc: Loc) -> str:
-    """``outputs[0].kind`` for the path ("outputs", 0, "kind")."""
+    """Return ``outputs[0].kind`` for the path ("outputs", 0, "kind")."""
     text = ""
     for part in loc:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -62,13 +58,13 @@ def key_path(loc: Loc) -> str:
 
 
 def nearest(word: str, choices: list[str]) -> str:
-    """``did you mean 'x'?`` for the choice that is close to a word, or nothing."""
+    """Return ``did you mean 'x'?`` for the choice close to a word, or nothing."""
     close = difflib.get_close_matches(word, choices, n=1)
     return f"did you mean '{close[0]}'?" if close else ""
 
 
 def describe(value: Any) -> str:
-    """A value of a run file in words."""
+    """Return a value of a run file in words."""
     words = repr(value)
     match value:
         case None:
@@ -159,7 +155,7 @@ def _schema() -> dict[str, Any]:
 
 
 def _deref(node: dict[str, Any]) -> dict[str, Any]:
-    """The schema that a reference or an optional stands for, described by the field and not by its type."""
+    """Return the schema behind a reference or an optional, described by the field and not by its type."""
     outer = {key: node[key] for key in ("description",) if key in node}
     for choice in node.get("anyOf", []):
         if choice.get("type") != "null":
@@ -172,7 +168,7 @@ def _deref(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema_at(loc: Loc) -> dict[str, Any]:
-    """The part of the JSON Schema that rules the value at a path; empty where none does."""
+    """Return the JSON Schema of the value at a path; empty for none."""
     node = _schema()
     for part in loc:
         node = _deref(node)
@@ -190,7 +186,7 @@ def _properties(loc: Loc) -> dict[str, Any]:
 
 
 def _homes(key: str) -> list[str]:
-    """Top-level keys under which a key is known."""
+    """Return top-level keys under which a key is known."""
     homes = []
     for top in _properties(()):
         inner = _schema_at((top,))

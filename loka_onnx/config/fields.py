@@ -1,4 +1,4 @@
-"""What every section of the run file is made of: its base type, its kinds of fields, and `fault`."""
+"""Base of all run-file sections: base type, kinds of fields, and `fault`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from loka_onnx.core.serde import MOST_NAME_BYTES, MOST_PATH_BYTES
 
 FAULT = "loka_fault"
-"""Type of the validation errors that `fault` makes."""
+"""Type of the validation errors of `fault`."""
 
 
 class FaultError(PydanticCustomError):
@@ -29,13 +29,11 @@ class FaultError(PydanticCustomError):
 
 
 def fault(what: str, *, at: tuple[str | int, ...] = (), evidence: str = "", remedy: str = "") -> Exception:
-    """A validation error that a rule between keys raises.
+    """Return a validation error for a rule between keys.
 
     Args:
-        what: What is wrong.
-        at: The key at fault, relative to the type that holds the rule.
-        evidence: The values that show it.
-        remedy: What the reader can do.
+        at: The key at fault, relative to the type with the rule.
+        evidence: Values that show it.
     """
     context = {"what": what, "at": at, "evidence": evidence, "remedy": remedy}
     return FaultError(FAULT, "{what}", context)
@@ -60,7 +58,7 @@ def _resolve(path: Path, info: ValidationInfo) -> Path:
 
 
 def _one_or_more(value: Any) -> Any:
-    # What a validator hands on counts as Python, where strict mode tells lists from tuples.
+    # A validator's result counts as Python, where strict mode tells lists from tuples.
     if isinstance(value, list):
         return tuple(value)
     if not isinstance(value, str):
@@ -75,9 +73,9 @@ def _one_or_more(value: Any) -> Any:
 Text = Annotated[str, StringConstraints(min_length=1)]
 ResolvedPath = Annotated[Path, AfterValidator(_resolve)]
 MOST_ROWS = 1 << 20
-"""Rows of one batch: every stage holds all activations of a batch at once."""
+"""Most rows of one batch: every stage holds all activations of a batch at once."""
 CLOSEST = 1e-6
-"""How near a share may come to 0 or 1. Beyond, a split has no rows, and an interval no end."""
+"""Least distance of a share from 0 and 1. Beyond, a split has no rows, and an interval no end."""
 Count = Annotated[int, Field(ge=1, le=1 << 50)]
 Batch = Annotated[int, Field(ge=1, le=MOST_ROWS)]
 Threads = Annotated[int, Field(ge=1, le=4096)]
@@ -101,7 +99,7 @@ Columns = Annotated[
 
 
 class Strict(BaseModel):
-    """A section: unknown keys fail, values are never coerced, and nothing changes after it was read."""
+    """A section: unknown keys fail, values are never coerced, and nothing changes after reading."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True

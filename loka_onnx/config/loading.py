@@ -1,4 +1,4 @@
-"""From a run file, or a mapping, to a checked `RunConfig`."""
+"""Check a run file, or a mapping, and return a `RunConfig`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loka_onnx.config.yaml_tree import Document, Loc, read_yaml
 from loka_onnx.errors import ConfigError
 
 _INDEX = re.compile(r"\[(\d+)\]")
-"""An entry of a list as messages write it: `outputs[0].budget` is `outputs.0.budget`."""
+"""An entry of a list in messages: `outputs[0].budget` is `outputs.0.budget`."""
 _FILE_KEYS: tuple[Loc, ...] = (
     ("model", "onnx"),
     ("model", "checkpoint"),
@@ -32,9 +32,9 @@ def load_run_file(path: str | Path, overrides: Mapping[str, object] | None = Non
     """Read and check a run file.
 
     Args:
-        path: The YAML file. Relative paths inside of it start at its directory.
-        overrides: Values that replace those of the file, by dotted key (``batch.max``; an entry of a list as
-            ``outputs.0.budget`` or ``outputs[0].budget``); see `parse_overrides` for those of a command line.
+        path: The YAML file. Relative paths in it start at its directory.
+        overrides: Values that replace the file's, by dotted key (``batch.max``; an entry of a list as
+            ``outputs.0.budget`` or ``outputs[0].budget``); see `parse_overrides` for a command line.
 
     Raises:
         ConfigError: The file is missing, is not YAML, does not fit the schema, or names a missing file.
@@ -71,12 +71,12 @@ def build_run_config(
     source: str = "run configuration",
     overrides: Mapping[str, object] | None = None,
 ) -> RunConfig:
-    """Check a run configuration that was made in memory.
+    """Check a run configuration made in memory.
 
     Args:
-        values: What a run file would hold. `Path` values are allowed where a file has text.
-        directory: What relative paths start at.
-        source: What the values are called in messages.
+        values: Content of a run file; `Path` values are allowed for text.
+        directory: Start of relative paths.
+        source: Name of the values in messages.
         overrides: Values that replace others, by dotted key, as for `load_run_file`.
 
     Raises:
@@ -87,14 +87,14 @@ def build_run_config(
 
 
 def parse_overrides(assignments: Sequence[str]) -> dict[str, object]:
-    """Overrides given on a command line.
+    """Parse overrides of a command line.
 
     Args:
-        assignments: ``key=value`` each; the value is read as YAML, so that ``rows=null`` and
-            ``serve=[1, 8]`` mean what they say.
+        assignments: ``key=value`` each; the value is read as YAML, for example ``rows=null`` or ``serve=[1,
+            8]``.
 
     Raises:
-        ConfigError: No ``=``, an empty key, a key given twice, or a value that is not YAML.
+        ConfigError: No ``=``, an empty key, a repeated key, or a value that is not YAML.
     """
     result: dict[str, object] = {}
     for assignment in assignments:
@@ -158,7 +158,7 @@ def _as_name(stem: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Data as YAML has it: paths become text, tuples lists."""
+    """Return data as in YAML: paths become text, tuples lists."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -173,7 +173,7 @@ def _check(document: Document, directory: Path, default_name: str) -> RunConfig:
         name = data.get("name", default_name)
         data = {"name": name, "output": f"runs/{name}", **data}
     try:
-        # Strict validation of JSON refuses coercions but still takes lists for tuples and text for paths.
+        # Strict validation of JSON refuses coercions but takes lists for tuples and text for paths.
         config = RunConfig.model_validate_json(
             json.dumps(data, default=str), context={"directory": directory}
         )

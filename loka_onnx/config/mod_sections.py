@@ -1,4 +1,4 @@
-"""The section of the run file about mods: which rewrites a run does without."""
+"""The section of the run file about mods: rewrites that a run leaves out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loka_onnx.config.fields import Strict, Text, fault
 
 
 class ModsConfig(Strict):
-    """Which mods rewrite the model; the transform stage knows their names."""
+    """Mods that rewrite the model; the transform stage knows their names."""
 
     skip: tuple[Text, ...] = Field(
         (), description="names of mods that are not run, as `loka-onnx transform` prints them"

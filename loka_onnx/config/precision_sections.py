@@ -1,4 +1,4 @@
-"""The sections of the run file about precision: what is measured, and what plans may do."""
+"""The sections of the run file about precision: measurements and plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loka_onnx.core.plan import Protection
 
 
 class CalibrationConfig(Strict):
-    """How ranges, errors and sensitivities are measured."""
+    """Measurement of ranges, errors and sensitivities."""
 
     batch_size: Batch = Field(512, description="rows in one calibration batch")
     rows: Count | None = Field(None, description="rows that are used at all, the first ones; null for all")
@@ -69,7 +69,7 @@ class CalibrationConfig(Strict):
 
 
 class PlanConfig(Strict):
-    """What plans may do, and which compete. Patterns are those of a shell, over site names."""
+    """Limits and selection of plans. Patterns are those of a shell, over site names."""
 
     keep: tuple[Text, ...] = Field(
         (),

@@ -1,7 +1,7 @@
 """The run file as types: every key, its default and the rules between keys.
 
-Unknown keys fail and values are never coerced. The types are filled by `loading`, which knows the lines of
-the file; a rule between keys reports through `fault`, which names the key at fault.
+Unknown keys fail and values are never coerced. `loading` fills the types and knows the lines of the file; a
+rule between keys reports through `fault`, which names the key at fault.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class TargetConfig(Strict):
 
 
 class BuildConfig(Strict):
-    """How engines are built: limits of each build, how many at once, and where."""
+    """Engine builds: limits of each, parallelism, and host."""
 
     timeout_seconds: Seconds = Field(
         900.0, description="a build that takes longer is stopped and counts as failed"
@@ -184,7 +184,7 @@ class RunConfig(Strict):
 
     @property
     def directory(self) -> Path:
-        """The run file's directory: what relative paths start at, and where a torch builder is looked for."""
+        """The run file's directory: start of relative paths, and home of a torch builder."""
         return self._directory
 
     @property
@@ -208,7 +208,7 @@ class RunConfig(Strict):
 
     @property
     def column_keys(self) -> dict[str, str]:
-        """The key that names each of `columns`, and that of a split; the first where there are several."""
+        """Map each of `columns`, and of a split, to the first key that names it."""
         named: list[tuple[str | None, str]] = []
         for index, output in enumerate(self.outputs):
             named += [(output.label, f"outputs[{index}].label"), (output.weight, f"outputs[{index}].weight")]
@@ -236,9 +236,9 @@ def _refuse_repeats(values: list[str], key: str, field: str) -> None:
 
 
 def run_file_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of the run file, for editors and for the messages of `explain`."""
+    """Return the JSON Schema (2020-12) of the run file, for editors and for the messages of `explain`."""
     schema = RunConfig.model_json_schema()
-    # Both are filled in by `loading` when the file leaves them out.
+    # `loading` fills both in when the file leaves them out.
     schema["required"] = [key for key in schema["required"] if key not in ("name", "output")]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -11,7 +11,7 @@ from loka_onnx.core.evaluation import InputPlace
 
 
 class RefineConfig(Strict):
-    """Plans that are made from what built engines were measured to do."""
+    """Plans made from measurements of built engines."""
 
     rounds: Annotated[int, Field(ge=0, le=20)] = Field(
         3,
@@ -27,7 +27,7 @@ class RefineConfig(Strict):
 
 
 class ServingConfig(Strict):
-    """How engines are served: by one or several, and the load that throughput is measured under."""
+    """Serving of engines: one or several, and the load of throughput measurements."""
 
     by_batch: bool = Field(
         True,

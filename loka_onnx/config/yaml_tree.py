@@ -1,4 +1,4 @@
-"""Reads YAML into plain data and remembers on which line every key and item stands.
+"""Read YAML into plain data with the line of every key and item.
 
 Scalars follow the YAML 1.2 core schema, not PyYAML's 1.1: `no` is a word and not False, `2e-4` is a number
 and not a string, `12:30` is not 750 and a date stays text. A repeated key is refused; PyYAML would silently
@@ -47,7 +47,7 @@ for _tag, _pattern, _first in (
 
 @dataclass(frozen=True)
 class Document:
-    """Plain data with the lines it came from.
+    """Plain data with its source lines.
 
     Attributes:
         source: Name of the file, for messages.
@@ -60,7 +60,7 @@ class Document:
     places: dict[Loc, str] = field(default_factory=dict)
 
     def place(self, loc: Loc) -> str:
-        """Where a value stands; for one that is not there, where the nearest thing around it stands."""
+        """Return the line of a value; for a missing one, that of the nearest thing around it."""
         for end in range(len(loc), 0, -1):
             if loc[:end] in self.places:
                 return self.places[loc[:end]]
@@ -70,13 +70,9 @@ class Document:
 def read_yaml(text: str, source: str) -> Document:
     """Parse one YAML document.
 
-    Args:
-        text: The document.
-        source: Name of the file, for messages.
-
     Raises:
-        ConfigError: Not YAML, a repeated key, a key that is not a string, a tag that names a Python type,
-            or a document that contains itself.
+        ConfigError: Not YAML, a repeated key, a key that is not a string, a tag of a Python type, or a
+            document that contains itself.
     """
     try:
         loader = _Loader(text)
@@ -105,7 +101,7 @@ def read_yaml(text: str, source: str) -> Document:
 
 
 class _Reader:
-    """Turns a node tree into plain data, collecting the lines."""
+    """Turns a node tree into plain data and collects the lines."""
 
     def __init__(self, loader: _Loader, source: str) -> None:
         self.places: dict[Loc, str] = {}

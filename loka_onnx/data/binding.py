@@ -14,7 +14,6 @@ class InputBinding:
     """Which columns one model input is made of.
 
     Attributes:
-        input: Name of the model input.
         columns: Columns in order. Several scalar columns are stacked to (rows, len(columns)); one column
             of lists of L values gives (rows, L).
         dtype: NumPy name of the input's type, for example "float32" or "int64".

@@ -1,4 +1,4 @@
-"""What a column must be like before a model may see it, and the error when it is not."""
+"""Rules for columns that a model reads, and errors for rows that break them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class RawColumn:
     """Some rows of a column as stored.
 
     Attributes:
-        values: (rows,) or (rows, width); where a value is null, any value.
-        nulls: (rows,) which rows hold a null, None when none does.
+        values: (rows,) or (rows, width); any value at a null.
+        nulls: (rows,) mask; None without nulls.
     """
 
     values: Array
@@ -30,14 +30,14 @@ class RawColumn:
 
 @dataclass(frozen=True)
 class ColumnRule:
-    """What a column must be like.
+    """Rule of a column.
 
     Attributes:
         column: Name in the file.
         dtype: NumPy name of the type to convert to; None keeps the stored type.
-        ids: Ids that each of the values in a row may be, or all of them; None where there is no bound.
-        nullable: Whether nulls and numbers that are not finite are values like any other, as in a slice.
-        if_null: What the reader can do about a null, where that is more than to drop or to fill it.
+        ids: Allowed ids of each value in a row, or of all; None without a bound.
+        nullable: Whether nulls and non-finite numbers are values like any other, as in a slice.
+        if_null: Remedy for a null, where there is more than to drop or to fill it.
     """
 
     column: str
@@ -52,12 +52,10 @@ class Fault:
     """Rows that break a rule.
 
     Attributes:
-        rule: The rule.
         what: The breach, as the end of a sentence that starts with the column.
         count: Number of rows.
         first_row: Index in the file of the first of them.
-        value: First offending value.
-        remedy: What the reader can do.
+        remedy: Advice.
     """
 
     rule: ColumnRule
@@ -68,17 +66,12 @@ class Fault:
     remedy: str
 
     def plus(self, other: Fault | None) -> Fault:
-        """This fault with the rows of a later one of the same rule and breach added."""
+        """Return this fault plus the rows of a later one of the same rule and breach."""
         same = other is not None and other.rule == self.rule and other.what == self.what
         return replace(self, count=self.count + other.count) if other is not None and same else self
 
     def error(self, file: str, rows: int) -> DataError:
-        """The exception that reports the fault.
-
-        Args:
-            file: Name of the file.
-            rows: Rows that were looked at.
-        """
+        """Return the exception that reports the fault."""
         return DataError(
             f"column '{self.rule.column}' of '{file}' {self.what}",
             evidence=f"{self.count} of {rows} rows, the first is row {self.first_row}: {self.value}",
@@ -87,10 +80,9 @@ class Fault:
 
 
 def find_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | None:
-    """Looks for rows that break a rule.
+    """Find rows that break a rule.
 
     Args:
-        rule: The rule.
         raw: The rows.
         file_rows: (rows,) index in the file of each row.
 

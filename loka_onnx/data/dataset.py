@@ -1,4 +1,4 @@
-"""A data set: rows of a file, read again and again in batches without ever holding all of them."""
+"""A data set: rows of a file, read in batches, repeatedly, without holding all of them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from loka_onnx.data.checks import ColumnRule, Fault, RawColumn, find_fault
 from loka_onnx.data.selection import HashRows, RowRange, RowSelection
 from loka_onnx.errors import ConfigError, DataError
 
-# Rows read from the file at once when the batch is smaller: enough to make per-chunk work vanish.
+# Least rows per read: enough to make per-chunk work vanish.
 _CHUNK_ROWS = 8192
 _KEPT_BYTES = 32 << 20
-"""Rows that a hash selects are kept in memory up to here: finding them again reads the whole file."""
+"""Rows selected by a hash are kept in memory up to here: finding them again reads the whole file."""
 _IF_NO_GROUP = "give every row its group, or take each that has none as its own: `data.null_groups: ungroup`"
 _KIND_NAMES = {
     "U": "strings",
@@ -38,13 +38,13 @@ _KIND_NAMES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """What is read from a file.
+    """Content to read from a file.
 
     Attributes:
-        bindings: How the model inputs are made of columns.
-        columns: Further columns, handed over as stored: labels, weights, group, slices.
-        nullable: Those of `columns` in which a null is a value, handed over as None: slices.
-        keys: Where the run file names a column that is no input, for messages (``outputs[0].label``).
+        bindings: Columns of each model input.
+        columns: Further columns, returned as stored: labels, weights, group, slices.
+        nullable: Those of `columns` in which a null is a value, returned as None: slices.
+        keys: Run-file keys of columns that are no input, for messages (``outputs[0].label``).
     """
 
     bindings: tuple[InputBinding, ...]
@@ -55,7 +55,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ColumnInfo:
-    """What a file says about a column before any row is read.
+    """Metadata of a column.
 
     Attributes:
         kind: NumPy kind character of the stored type; "?" for a type that cannot be read.
@@ -70,14 +70,14 @@ class ColumnInfo:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows as stored: columns by name, and the index in the file of each row, (rows,)."""
+    """Rows as stored: columns by name, and the file index of each row, (rows,)."""
 
     columns: Mapping[str, RawColumn]
     file_rows: Array
 
     @property
     def bytes(self) -> int:
-        """Of its values; of strings and lists their pointers."""
+        """Bytes of its values; of strings and lists their pointers."""
         return sum(raw.values.nbytes for raw in self.columns.values())
 
     def take(self, rows: slice | Array) -> _Chunk:
@@ -91,7 +91,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Mark:
-    """A row of the file, and how many selected rows precede it."""
+    """A row of the file, and the number of selected rows before it."""
 
     file_row: int
     rows: int
@@ -100,18 +100,18 @@ class _Mark:
 class Dataset(ABC):
     """Some rows of a file, in file order.
 
-    The base owns selection, checks, conversion and re-batching; a file format fills in `_describe` and
+    The base owns selection, checks, conversion and re-batching; a file format implements `_describe` and
     `_read`.
 
     Args:
         path: The file.
-        layout: What is read from it.
-        selection: Which rows; None for all.
+        layout: Content to read.
+        selection: None for all rows.
 
     Raises:
-        DataError: When the file is missing, unreadable or empty, lacks a column, or a column has a type
-            that the input cannot take.
-        ConfigError: When nothing is to be read.
+        DataError: The file is missing, unreadable or empty, lacks a column, or a column has a type that the
+            input cannot take.
+        ConfigError: There is nothing to read.
     """
 
     def __init__(self, path: Path, layout: Layout, selection: RowSelection | None = None) -> None:
@@ -145,10 +145,9 @@ class Dataset(ABC):
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256, as hex, of the rows and of which columns each model input is made of.
+        """SHA-256, as hex, of the rows and of the columns of each model input.
 
-        All that a model sees of the data: what is measured on other columns of the same rows is another
-        result.
+        Measurements on other columns of the same rows are another result.
         """
         columns = {binding.input: binding.columns for binding in self.layout.bindings}
         text = f"{self.rows_digest}:{json.dumps(columns, sort_keys=True)}"
@@ -167,20 +166,19 @@ class Dataset(ABC):
         return _file_digest(os.path.realpath(self.path), stat.st_size, stat.st_mtime_ns)
 
     def batches(self, size: int, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Reads rows in order; every call starts anew.
+        """Read rows in order; every call starts anew.
 
         Args:
-            size: Rows of each batch but the last, which holds what is left.
+            size: Rows of each batch but the last.
             start: First row, counted in the data set.
             stop: Row after the last, or None for the end of the data set.
 
         Yields:
-            Batches. Memory is bounded by the batch size and, for rows that a hash selects, by what is kept of
-            them (32 MiB).
+            Batches. Memory is bounded by the batch size and, for rows selected by a hash, 32 MiB.
 
         Raises:
-            ConfigError: When `size` is below 1, or [start, stop) is not inside the data set.
-            DataError: When a value breaks the rules of its column, or the file breaks off.
+            ConfigError: `size` is below 1, or [start, stop) is not inside the data set.
+            DataError: A value breaks the rules of its column, or the file breaks off.
         """
         end = self.rows if stop is None else stop
         if size < 1 or not 0 <= start <= end <= self.rows:
@@ -193,7 +191,7 @@ class Dataset(ABC):
         return self._batches(size, start, end)
 
     def check(self) -> None:
-        """Reads every row once and raises the first fault, with a count over the whole data set.
+        """Read every row once and raise the first fault, with a count over the whole data set.
 
         Raises:
             DataError: As `batches` does.
@@ -209,18 +207,18 @@ class Dataset(ABC):
 
     @abstractmethod
     def _describe(self) -> tuple[int, Mapping[str, ColumnInfo]]:
-        """Rows of the file, and its columns, without reading rows."""
+        """Return the rows of the file, and its columns, without reading rows."""
 
     @abstractmethod
     def _read(self, columns: Sequence[str], rows: range, size: int) -> Iterator[dict[str, RawColumn]]:
-        """Reads file rows in order, in pieces of at most `size` rows."""
+        """Read file rows in order, in pieces of at most `size` rows."""
 
     def _sources(self, binding: InputBinding) -> tuple[str, ...]:
-        """Columns of the file that an input is read from."""
+        """Return the columns of the file for an input."""
         return binding.columns
 
     def _plan(self) -> dict[str, ColumnRule]:
-        """The rule of each column that is read; checks names and types."""
+        """Return the rule of each column that is read; checks names and types."""
         nullable = self.layout.nullable
         rules = {
             name: self._typed(ColumnRule(name, nullable=name in nullable, if_null=self._if_null(name)))
@@ -288,7 +286,7 @@ class Dataset(ABC):
                 )
 
     def _fits(self, binding: InputBinding, name: str, sources: int) -> None:
-        """Whether a column can be one of the sources of an input, by its width."""
+        """Check that a column can be one of the sources of an input, by its width."""
         width = self._known[name].width
         where = f"column '{name}' of '{self.path.name}'"
         if width != 0 and (sources > 1 or binding.rank == 1):
@@ -305,7 +303,7 @@ class Dataset(ABC):
             )
 
     def _resolve(self) -> tuple[int, int]:
-        """File rows [start, stop) that have to be read."""
+        """Return the file rows [start, stop) to read."""
         if isinstance(self.selection, HashRows):
             return 0, self.file_rows
         stop = self.file_rows if self.selection.stop is None else self.selection.stop
@@ -336,7 +334,7 @@ class Dataset(ABC):
         return rows
 
     def _chunks(self, start: int, stop: int, size: int) -> Iterator[_Chunk]:
-        """Rows [start, stop) of the data set as stored."""
+        """Yield rows [start, stop) of the data set as stored."""
         if isinstance(self.selection, HashRows):
             yield from self._found(self.selection, start, stop, size)
             return
@@ -359,7 +357,7 @@ class Dataset(ABC):
         for chunk in self._filtered(selection, start, stop, size):
             held += chunk.bytes
             if held <= _KEPT_BYTES:
-                # What is handed out are views.
+                # Views are returned.
                 for raw in chunk.columns.values():
                     raw.values.flags.writeable = False
                 kept.append(chunk)
@@ -369,7 +367,7 @@ class Dataset(ABC):
 
     def _filtered(self, selection: HashRows, start: int, stop: int, size: int) -> Iterator[_Chunk]:
         names = tuple(dict.fromkeys((*self._rules, selection.column)))
-        # What lies before the last mark that is not beyond `start` need not be read to find it.
+        # Rows before the last mark up to `start` can be skipped.
         mark = self._marks[bisect_right(self._marks, start, key=lambda mark: mark.rows) - 1]
         row, taken = mark.file_row, mark.rows
         for piece in self._read(names, range(row, self.file_rows), size):
@@ -432,7 +430,7 @@ class Dataset(ABC):
 
 @functools.lru_cache(maxsize=256)
 def _file_digest(path: str, size: int, mtime_ns: int) -> str:
-    """Size and time are part of the key so that a rewritten file is hashed again."""
+    """Return a file's digest; size and time in the key make a rewritten file hashed again."""
     with Path(path).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -442,9 +440,9 @@ def _rows(piece: Mapping[str, RawColumn]) -> int:
 
 
 def _with_none(raw: RawColumn) -> Array:
-    """(rows,) as stored, or as Python objects with None for the nulls where there are any.
+    """Return (rows,) as stored, or as Python objects with None for nulls.
 
-    Timestamps stay as they are: they have a null of their own, NaT.
+    Timestamps stay: they have a null of their own, NaT.
     """
     if raw.nulls is None or not raw.nulls.any() or raw.values.dtype.kind in "mM":
         return raw.values

@@ -1,4 +1,4 @@
-"""Opening a data file, whatever its format."""
+"""Open a data file of any format."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def open_dataset(
     nullable: Collection[str] = (),
     keys: Mapping[str, str] | None = None,
 ) -> Dataset:
-    """Opens a Parquet or npz file, told apart by its suffix.
+    """Open a Parquet or npz file, by its suffix.
 
     Args:
         path: The file.
-        bindings: How the model inputs are made of its columns.
+        bindings: Columns of each model input.
         columns: Further columns wanted: labels, weights, group, slices.
-        rows: Which rows; None for all.
-        nullable: Those of `columns` in which a null is a value, handed over as None.
-        keys: Where the run file names columns that are no inputs, for messages.
+        rows: None for all rows.
+        nullable: Those of `columns` in which a null is a value, returned as None.
+        keys: Run-file keys of columns that are no inputs, for messages.
 
     Returns:
-        The data set. Types and names are checked; values are checked as they are read, or by `check`.
+        The data set. Types and names are checked now; values as they are read, or by `check`.
 
     Raises:
-        DataError: When the file is missing, unreadable or empty, has another suffix, lacks a column, or
-            holds a type that an input cannot take.
-        ConfigError: When neither bindings nor columns are given.
+        DataError: The file is missing, unreadable or empty, has another suffix, lacks a column, or holds a
+            type that an input cannot take.
+        ConfigError: There are neither bindings nor columns.
     """
     path, layout = Path(path), Layout(tuple(bindings), tuple(columns), frozenset(nullable), dict(keys or {}))
     if path.suffix in (".parquet", ".pq"):

@@ -21,7 +21,7 @@ from loka_onnx.errors import DataError
 # Bytes read ahead for each column; without a limit pyarrow holds the column chunks of a whole row group.
 _READ_AHEAD = 1 << 20
 _OF_THE_HOST = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
-"""Errors that say nothing of the file."""
+"""Errors of the host, not of the file."""
 
 
 class ParquetDataset(Dataset):
@@ -107,15 +107,13 @@ class ParquetDataset(Dataset):
 
 
 def write_parquet(table: pa.Table, path: Path, row_group_rows: int = 65536) -> None:
-    """Writes a Parquet file so that a reader sees the whole file or none.
+    """Write a Parquet file atomically.
 
     Args:
-        table: A `pyarrow.Table`.
         path: The file; its directory exists.
-        row_group_rows: Rows of a row group.
 
     Raises:
-        OSError: When the directory cannot be written.
+        OSError: The directory cannot be written.
     """
     temporary = path.with_name(f".{path.name}.partial")
     try:
@@ -126,7 +124,7 @@ def write_parquet(table: pa.Table, path: Path, row_group_rows: int = 65536) -> N
 
 
 def _groups(metadata: Any, rows: range) -> tuple[list[int], int]:
-    """Row groups that hold the rows, and how many rows precede them in the first of these."""
+    """Return row groups that hold the rows, and the number of earlier rows in the first of these."""
     groups, skip, first = list[int](), 0, 0
     for group in range(metadata.num_row_groups):
         stop = first + metadata.row_group(group).num_rows
@@ -162,7 +160,7 @@ def _info(kind: Any) -> ColumnInfo:
 
 
 def _to_numpy(column: Any) -> tuple[Array, Array | None]:
-    """Values and the mask of nulls; null strings become empty strings."""
+    """Return values and the mask of nulls; null strings become empty strings."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         column = column.dictionary_decode()

@@ -1,4 +1,4 @@
-"""Which rows of a file a data set is: a contiguous range, or those whose hashed key falls in an interval."""
+"""Rows of a data set: a contiguous range of a file, or those whose hashed key falls in an interval."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RowRange:
 
     @property
     def id(self) -> str:
-        """Text that enters the digest of a data set."""
+        """Text for the digest of a data set."""
         return f"rows[{self.start}:{'' if self.stop is None else self.stop}]"
 
 
@@ -42,7 +42,6 @@ class HashRows:
     Rows that share a key stay together, whichever file order they come in.
 
     Attributes:
-        column: Key column, of integers or strings.
         low: Inclusive lower end, in [0, 1).
         high: Exclusive upper end, in (0, 1].
         seed: Chooses the hash function.
@@ -64,17 +63,14 @@ class HashRows:
 
     @property
     def id(self) -> str:
-        """Text that enters the digest of a data set."""
+        """Text for the digest of a data set."""
         return f"hash({self.column}, seed {self.seed})[{self.low!r}:{self.high!r}]"
 
     def mask(self, keys: Array) -> npt.NDArray[np.bool_]:
-        """Which rows are selected.
+        """Return the mask of selected rows, (rows,) bool.
 
         Args:
             keys: (rows,) integers or strings.
-
-        Returns:
-            (rows,) bool.
         """
         # The top 53 bits are exactly representable, so that equal keys compare equally on any machine.
         unit = (stable_hash(keys, self.seed) >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -86,7 +82,7 @@ RowSelection = RowRange | HashRows
 
 
 def stable_hash(keys: Array, seed: int = 0) -> UInt64:
-    """Hashes keys to 64 bits, equally in every process and on every machine.
+    """Hash keys to 64 bits, equally in every process and on every machine.
 
     Integers go through the finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom
     number generators", OOPSLA 2014); strings through BLAKE2b.
@@ -99,7 +95,7 @@ def stable_hash(keys: Array, seed: int = 0) -> UInt64:
         (rows,) uint64.
 
     Raises:
-        DataError: When the keys are neither integers nor strings.
+        DataError: The keys are neither integers nor strings.
     """
     if keys.dtype.kind in "iub":
         mixed: UInt64 = keys.astype(np.int64).view(np.uint64)
@@ -123,7 +119,9 @@ def stable_hash(keys: Array, seed: int = 0) -> UInt64:
 
 
 def without_id(keys: Array) -> npt.NDArray[np.bool_]:
-    """(rows,) where a key is null: None, NaN, NaT or an empty string, as Parquet's null strings are read."""
+    """Return (rows,) where a key is null: None, NaN, NaT or an empty string, as Parquet's null strings are
+    read.
+    """
     if keys.dtype.kind in "fmM":
         return np.asarray(np.isnan(keys) if keys.dtype.kind == "f" else np.isnat(keys))
     if keys.dtype.kind in "US":

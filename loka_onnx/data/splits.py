@@ -35,7 +35,7 @@ class Splits:
 
 @dataclass(frozen=True)
 class SplitRule:
-    """How one file is divided into the three splits.
+    """Division of one file into the three splits.
 
     Attributes:
         by: "fraction" takes contiguous rows in file order, which suits rows in order of time; "hash"
@@ -43,11 +43,10 @@ class SplitRule:
         calibration: Fraction of the rows (of the keys, for "hash"), in (0, 1).
         selection: As above.
         certification: As above; the three sum to at most 1.
-        column: Key column, for "hash" only.
         seed: Chooses the hash function.
 
     Raises:
-        ConfigError: When the fields contradict one another.
+        ConfigError: The fields contradict one another.
     """
 
     by: Literal["fraction", "hash"] = "fraction"
@@ -73,13 +72,10 @@ class SplitRule:
             )
 
     def selections(self, rows: int) -> tuple[RowSelection, ...]:
-        """The rows of calibration, selection and certification, in this order.
-
-        Args:
-            rows: Rows of the file.
+        """Return the rows of calibration, selection and certification, in this order.
 
         Raises:
-            ConfigError: When a split would hold no row.
+            ConfigError: A split would hold no row.
         """
         edges = (0.0, *itertools.accumulate((self.calibration, self.selection, self.certification)))
         if self.column is not None:
@@ -104,19 +100,18 @@ def split_file(
     nullable: Collection[str] = (),
     keys: Mapping[str, str] | None = None,
 ) -> Splits:
-    """Opens the three splits of one file.
+    """Open the three splits of one file.
 
     Args:
         path: The file.
-        rule: How it is divided.
-        bindings: How the model inputs are made of its columns.
-        columns: Further columns wanted.
+        rule: Division of the file.
+        bindings: Columns of each model input.
         nullable: Those of `columns` in which a null is a value.
-        keys: Where the run file names columns that are no inputs, for messages.
+        keys: Run-file keys of columns that are no inputs, for messages.
 
     Raises:
         DataError: As `open_dataset` does.
-        ConfigError: When a split would hold no row.
+        ConfigError: A split would hold no row.
     """
     whole = open_dataset(path, bindings, columns, None, nullable, keys)
     calibration, selection, certification = (
@@ -127,7 +122,7 @@ def split_file(
 
 
 def ensure_disjoint(calibration: Dataset, selection: Dataset, certification: Dataset) -> None:
-    """Refuses splits that share rows.
+    """Refuse splits that share rows.
 
     Files are compared by content, so that a copy or a link does not slip through. Two files with
     different content are taken as disjoint.

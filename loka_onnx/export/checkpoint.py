@@ -1,4 +1,4 @@
-"""Weights on disk. Nothing that is loaded here can run code."""
+"""Checkpoints on disk. Nothing that is loaded here can run code."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _SAFETENSORS = ".safetensors"
 _ADVICE = re.compile(
     "Weights only load failed|In PyTorch 2|Re-running|Do it only if|file an issue|safe_globals"
 )
-"""Sentences of `torch.load` that say how to trust the file, or only that it was refused."""
+"""Advice of `torch.load` on trusting the file, and its bare refusal."""
 
 
 def save_checkpoint(path: str | Path, weights: Mapping[str, Tensor]) -> None:
-    """Writes weights, as safetensors or by `torch.save` after the suffix; the whole file or none.
+    """Write weights, as safetensors or by `torch.save` after the suffix; the whole file or none.
 
     Args:
         path: The file; its directory exists.
         weights: Tensors by name, for example a state dict.
 
     Raises:
-        MissingPackage: When the suffix is .safetensors and safetensors is not installed.
+        MissingPackage: The suffix is .safetensors and safetensors is not installed.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.partial")
-    # A copy of its own for each tensor: safetensors refuses shared memory, torch.save would write all of it.
+    # Copies: safetensors refuses shared memory, torch.save would write all of it.
     own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()}
     try:
         if path.suffix == _SAFETENSORS:
@@ -46,19 +46,16 @@ def save_checkpoint(path: str | Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
-    """Reads weights onto the CPU.
+    """Read weights onto the CPU, by name.
 
     A `torch.save` file may hold the tensors at its top, or under the one key "state_dict" or "model".
 
     Args:
         path: A .safetensors file, or one written by `torch.save`.
 
-    Returns:
-        Tensors by name.
-
     Raises:
-        ModelError: When the file is missing, broken, holds more than weights, or no tensors.
-        MissingPackage: When the suffix is .safetensors and safetensors is not installed.
+        ModelError: The file is missing, broken, holds more than weights, or no tensors.
+        MissingPackage: The suffix is .safetensors and safetensors is not installed.
     """
     path = Path(path)
     if not path.is_file():
@@ -100,7 +97,7 @@ def _load_safetensors(path: Path) -> object:
     try:
         return _safetensors(path).load_file(path)
     except Exception as error:
-        # safetensors raises its own SafetensorError, which cannot be named where it is not installed.
+        # SafetensorError cannot be named where safetensors is not installed.
         if isinstance(error, MissingPackage):
             raise
         raise _broken(path, error) from error
@@ -137,7 +134,7 @@ def _no_weights(path: Path, evidence: str) -> ModelError:
 
 
 def _first_sentence(error: Exception) -> str:
-    """What an error found, without PyTorch's advice on how to load the file all the same."""
+    """Return the finding of an error, without PyTorch's advice on loading the file anyway."""
     found = str(error).rpartition("WeightsUnpickler error:")[2]
     sentences = (part.strip() for part in re.split(r"(?<=[.!])\s+|\n", found))
     said = [part for part in sentences if part and not _ADVICE.search(part)]

@@ -1,4 +1,4 @@
-"""Taking in an ONNX file: the common end of both ways in."""
+"""Import of an ONNX file, the user's or an exported one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loka_onnx.graph.sites import find_sites
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 BECOME_SITES = frozenset({"Conv", "Einsum"})
-"""Operators that are no site, and that mods may write as products."""
+"""Operators that are no sites, and that mods may write as products."""
 
 
 def import_onnx(
@@ -32,9 +32,9 @@ def import_onnx(
     Args:
         source: The foreign model.
         target: Where the canonical model is written.
-        outputs: Outputs that will be judged; each must exist.
-        parity: Agreement with the torch module, when there is one.
-        link_tables: Whether the source is ours to link table files from; the user's are copied.
+        outputs: Judged outputs; each must exist.
+        parity: Agreement with the torch module, if any.
+        link_tables: Whether table files of the source may be linked; the user's are copied.
 
     Raises:
         ModelError: The model is truncated, has no sites, a static batch, a custom operator, or lacks an

@@ -1,15 +1,15 @@
-"""Preflight: does a model take every batch size, and is the answer to a row the row's own?
+"""Preflight: does a model take every batch size, with independent rows?
 
-Everything after it rests on both: errors are sums over rows, splits are disjoint rows, an engine may be given
-any batch. A few batches in ONNX Runtime show it in a second:
+Later stages need both: errors are sums over rows, splits are disjoint rows, engines get any batch. A few
+batches in ONNX Runtime show it in a second:
 
 - the smallest batch, 2 rows, a middle size and the largest run, and each output has one entry for each row;
 - the same batch twice gives the same bits (else the model is random);
 - a row gives the same output among other rows, in another order, and in a batch of another size (else rows
   read one another: BatchNormalization in training mode, a norm or a Softmax over axis 0).
 
-An operator is named by making every tensor of the main graph an output: the first one, in topological order,
-whose rows differ.
+The faulty operator is found by making every tensor of the main graph an output: the first one, in topological
+order, whose rows differ.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
 
 KEY = "model.require_independent_rows"
-"""Key of the run file that lets a model go on whose rows are not independent."""
+"""Key of the run file that admits a model with dependent rows."""
 _ROWS = 61
-"""Rows of the batches that are compared. A prime: an axis of that length, or of a multiple, holds rows."""
+"""Rows of compared batches. A prime: an axis of that length, or of a multiple, holds rows."""
 _SAME_SHAPE = 1e-5
 """Largest accepted change of a row's output, relative to the largest output, among other rows of a batch of
-the same size. A kernel then does the same operations in the same order; what is left over is for products
-whose number of rows depends on the data."""
+the same size. A kernel then does the same operations in the same order; the rest is for products whose number
+of rows depends on the data."""
 _OTHER_SHAPE = 1e-3
-"""The same at another place or in another batch size, where other kernels may sum in another order. The
+"""The same at another position or in another batch size, where other kernels may sum in another order. The
 zoo's models and 17 public rankers move by 1.5e-7 at most from 1 row to 4,096 (ONNX Runtime 1.31, x86-64, one
 thread and two); a statistic over the batch moves outputs by per cent."""
 _CONVERTED = 1e-4
 """Largest accepted change of an output by the conversion of a file: operator sets, functions, FP64."""
 _CONVERTED_HALF = 2e-2
-"""The same for a file that computes in FP16, whose roundings (2⁻¹¹ each) the conversion leaves out."""
+"""The same for a file that computes in FP16, whose roundings (2⁻¹¹ each) the conversion omits."""
 _FAILED_NODE = re.compile(r"while running (\S+) node\. Name:'([^']*)'")
 
 
@@ -87,7 +87,6 @@ class Finding:
     """Finding of preflight.
 
     Attributes:
-        fault: What is wrong.
         operator: The node that makes it so, with its operator.
         evidence: The values that show it.
     """
@@ -103,7 +102,7 @@ class Finding:
 
     @property
     def what(self) -> str:
-        """What is wrong, as the end of a sentence that starts with the model."""
+        """The fault, as the end of a sentence that starts with the model."""
         return _WHAT[self.fault]
 
     def error(self, model: Path) -> ModelError:
@@ -118,13 +117,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Batches:
-    """Sizes that a model must take, and rows to run.
+    """Batch sizes that a model must take, and rows to run.
 
     Attributes:
-        rows: Model inputs, any number of rows; repeated where more are needed.
-        smallest: Smallest batch.
-        largest: Largest batch.
-        threads: CPU threads of the runs that are not compared bit by bit; 0 for all cores.
+        rows: Model inputs, any number of rows; repeated if needed.
+        threads: CPU threads of runs that are not compared bit by bit; 0 for all cores.
     """
 
     rows: Arrays
@@ -141,15 +138,15 @@ class Batches:
 
     @property
     def compared(self) -> int:
-        """Rows of the batches that are compared."""
+        """Rows of compared batches."""
         return min(max(_ROWS, self.smallest), self.largest)
 
     def first(self, size: int) -> dict[str, Array]:
-        """The first rows, repeated where there are fewer."""
+        """Return the first rows, repeated if there are fewer."""
         return self._taken(np.arange(size))
 
     def apart(self, count: int, offset: int) -> dict[str, Array]:
-        """Rows that are spread over all there are: those next to one another may be of one user."""
+        """Return evenly spread rows: adjacent ones may be of one user."""
         available = max(map(len, self.rows.values()))
         step = max(available // (2 * count), 1)
         return self._taken((np.arange(count) * 2 + offset) * step)
@@ -163,11 +160,9 @@ class _Pair:
     """Two batches with rows in common.
 
     Attributes:
-        batches: The batches.
-        places: Where the common rows stand in each.
-        tolerance: How far their outputs may be apart; 0 for equal bits.
-        fault: What it is when they are further.
-        how: The second batch beside the first, in words.
+        places: Positions of the common rows in each.
+        tolerance: Largest accepted difference of their outputs; 0 for equal bits.
+        how: Difference of the second batch from the first, in words.
     """
 
     batches: tuple[Arrays, Arrays]
@@ -189,10 +184,10 @@ def preflight(model: GraphModel, batches: Batches, outputs: Sequence[str]) -> tu
     Args:
         model: A canonical graph.
         batches: Rows, and the sizes that it must take.
-        outputs: Outputs that must have one entry for each row, which is the row's own.
+        outputs: Outputs with one independent entry for each row.
 
     Returns:
-        What is wrong, the first of each kind; empty for a model that may go on.
+        The first fault of each kind; empty for a sound model.
 
     Raises:
         ModelError: ONNX Runtime refuses the model.
@@ -201,13 +196,10 @@ def preflight(model: GraphModel, batches: Batches, outputs: Sequence[str]) -> tu
 
 
 def check_conversion(source: Path, model: GraphModel, batches: Batches, outputs: Sequence[str]) -> None:
-    """Hold a canonical model against the file that it was made of, on some rows.
+    """Compare a canonical model with its source file on some rows.
 
     Args:
         source: The file. Where ONNX Runtime cannot run it as it is, nothing is compared.
-        model: The canonical graph.
-        batches: Rows.
-        outputs: Outputs that are compared.
 
     Raises:
         ModelError: An output moved by more than rounding.
@@ -257,7 +249,7 @@ class _Preflight:
         return (*self._coupling(), *self._by_size(by_size))[:1]
 
     def _coupling(self) -> Iterator[Finding]:
-        """What comparisons in one thread and one batch size show."""
+        """Yield findings of comparisons in one thread and one batch size."""
         count = self.batches.compared
         batch, others = self.batches.apart(count, 0), self.batches.apart(count, 1)
         every, kept = np.arange(count), np.arange(0, count, 2)
@@ -273,15 +265,15 @@ class _Preflight:
         with _opened(self.model, 1, as_written=True) as session:
             for pair in pairs:
                 one, other = (session.run(rows, self.outputs) for rows in pair.batches)
-                # A state that a kernel keeps (the running mean of a BatchNormalization in training mode)
-                # shows only where nothing else reads it: then the rows that it reads do.
+                # A kernel's state (running mean of a BatchNormalization in training mode) shows only where
+                # nothing else reads it: then in its reader's rows.
                 found = self._compared([pair, pairs[1]], one, other)
                 if found is not None:
                     yield found
                     return
 
     def _by_size(self, outputs: Mapping[int, Arrays]) -> Iterator[Finding]:
-        """What the batches of several sizes show, which begin with the same rows."""
+        """Yield findings of batches of several sizes, which begin with the same rows."""
         largest = max(outputs)
         for size in sorted(outputs)[:-1]:
             rows = np.arange(size)
@@ -294,7 +286,7 @@ class _Preflight:
                 return
 
     def _compared(self, pairs: Sequence[_Pair], one: Arrays, other: Arrays) -> Finding | None:
-        """What is wrong with the outputs for the first pair; any may name the operator."""
+        """Return the finding for the first differing pair; any may name the operator."""
         pair = pairs[0]
         for name in self.outputs:
             left, right = one[name][pair.places[0]], other[name][pair.places[1]]
@@ -308,7 +300,7 @@ class _Preflight:
     # Naming the operator ---------------------------------------------------------------------------
 
     def _failure(self, size: int, error: EngineError) -> Finding:
-        """The operator that fails: ONNX Runtime names it, where it is not fused with others."""
+        """Return the failing operator: ONNX Runtime names it unless it is fused."""
         evidence = error.evidence
         try:
             self._every_tensor().run(self.batches.first(size))
@@ -320,7 +312,7 @@ class _Preflight:
         return Finding(Fault.FAILS, operator or "the model", f"a batch of {size} rows: {reason or evidence}")
 
     def _shape(self, name: str, values: Array, size: int) -> Finding:
-        """The operator that loses the batch: the first whose rank follows the number of rows."""
+        """Return the operator that loses the batch: the first whose rank depends on the number of rows."""
         evidence = f"output '{name}' has the shape {list(values.shape)} for a batch of {size} rows"
         other = self.batches.sizes[-1]
         if other != size:
@@ -332,17 +324,17 @@ class _Preflight:
         return Finding(Fault.SHAPE, _maker(self.model, name), evidence)
 
     def _first_apart(self, pair: _Pair) -> str:
-        """The first node in topological order whose output is not the same for the common rows; "" for none.
+        """Return the first node in topological order whose output differs for the common rows; "" for none.
 
-        Numbers count before integers and flags, whose shapes and values may well follow the batch (the
-        longest list in it).
+        Numbers count before integers and flags, whose shapes and values may follow the batch (the longest
+        list in it).
         """
         try:
             session = self._every_tensor()
             one, other = (session.run(rows) for rows in pair.batches)
         except (ModelError, EngineError):
             return ""
-        # Chance has no excuse in an integer either.
+        # Chance is a fault in an integer too.
         for kinds in ("fiub",) if pair.fault is Fault.RANDOM else ("f", "iub"):
             for node, name in self._tensors():
                 if (
@@ -354,7 +346,7 @@ class _Preflight:
         return ""
 
     def _every_tensor(self) -> OnnxSession:
-        """A session of which every tensor of the main graph is an output, where its type is known."""
+        """Return a session with every tensor of the main graph as output, where its type is known."""
         if self._instrumented is None:
             graph = self.model.copy()
             for _, name in self._tensors():
@@ -365,7 +357,7 @@ class _Preflight:
         return self._instrumented
 
     def _tensors(self) -> Iterator[tuple[Node, str]]:
-        """Every tensor that a node computes, in topological order."""
+        """Yield every tensor that a node computes, in topological order."""
         for node in self.model.sorted_nodes():
             for tensor in node.outputs:
                 if tensor.name:
@@ -414,10 +406,10 @@ def _moved(one: Array, other: Array) -> str:
 
 
 def _rows_apart(pair: _Pair, one: Array, other: Array) -> bool:
-    """Whether a tensor is not the same for the rows that two batches have in common.
+    """Return whether a tensor differs for the rows that two batches have in common.
 
-    The axis of the rows is known by its length, a multiple of the number of rows; rows may be the outer or
-    the inner part of it. What has no such axis must be the same as a whole.
+    The row axis is known by its length, a multiple of the number of rows; rows may be its outer or inner
+    part. A tensor without such an axis must be the same as a whole.
     """
     if one.ndim != other.ndim:
         return True
@@ -428,7 +420,7 @@ def _rows_apart(pair: _Pair, one: Array, other: Array) -> bool:
 
 
 def _layouts(pair: _Pair, one: Array, other: Array) -> Iterator[tuple[Array, Array]]:
-    """The common rows of a tensor in both batches, in every way that its shape allows."""
+    """Yield the common rows of a tensor in both batches, in every layout that its shape allows."""
     sizes = pair.sizes
     for axis, lengths in enumerate(zip(one.shape, other.shape, strict=True)):
         parts = [length // size for length, size in zip(lengths, sizes, strict=True)]

@@ -1,11 +1,11 @@
-"""Export of a retrained module: its weights in the graph that the same module was exported to before.
+"""Export of a retrained module: its weights in the graph of its earlier export.
 
-The exporter names weights as the module does, but for those that it transposes: these are found by the values
-of the weights that the graph was exported with. Such tensors are replaced, and the graph is held
-against the module twice: under the retrained weights, like every export, and under weights that are far from
-all that were trained, each value times a factor of its own. What the exporter computed from weights, and the
-graph holds under no name of the module, is stale then and shows; after a day of training it might hide in the
-tolerance. A graph that does not agree is not taken: the module is exported as ever.
+The exporter keeps the module's weight names, except for transposed weights: these are found by the values
+that the graph was exported with. Such tensors are replaced, and the graph is compared with the module twice:
+under the retrained weights, like every export, and under weights far from all trained ones, each value times
+a factor of its own. Stale values, computed from weights and held under no name of the module, show then;
+after a day of training they might hide in the tolerance. A graph that does not agree is rejected: the module
+is exported anew.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EarlierExport:
 
     Attributes:
         model: The graph; its path is absolute.
-        weights: Reads the weights that it was exported with; empty where they are gone.
+        weights: Reads the weights of that export; empty where they are gone.
     """
 
     model: ModelArtifact
@@ -65,14 +65,11 @@ def export_retrained(
     outputs: tuple[OutputSpec, ...],
     earlier: EarlierExport,
 ) -> ModelArtifact:
-    """Export a module whose graph is known, or as ever where it is another.
+    """Export a module into its earlier graph, or anew where the graph differs.
 
     Args:
-        module: The model with retrained weights.
         rows: Example rows, one array per input, the batch on axis 0; parity is measured on all of them.
-        target: Where the canonical model is written.
         outputs: Judged outputs, in the order in which the module returns them.
-        earlier: What the module was exported to before.
 
     Raises:
         ExportError: As `export_torch`.
@@ -89,12 +86,12 @@ def put_weights(
     outputs: tuple[OutputSpec, ...],
     earlier: EarlierExport,
 ) -> ModelArtifact | Declined:
-    """The earlier graph with the weights of a module; the arguments are those of `export_retrained`."""
+    """Return the earlier graph with the module's weights; arguments as in `export_retrained`."""
     module = module.eval()
     try:
         model = read_proto(earlier.model.path)
         if external_files(model):
-            # The largest part of such an export is to write the weights, which is the same either way.
+            # Writing the weights takes most of such an export, and is the same either way.
             return Declined("its weights stand beside the model file")
         state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         sources = _sources(model, state, earlier)
@@ -109,7 +106,7 @@ def put_weights(
             parity = measure_parity(raw, rows, _run(module, state, as_tensors(rows), outputs))
             digest = GraphModel.load(raw).save(target)
     except (LokaError, _NotTheGraph, RuntimeError, IndexError, TypeError) as error:
-        # Whatever is wrong with rows or module, the export that follows says it.
+        # The export that follows reports any fault of rows or module.
         return Declined(" ".join(str(error).split()))
     return replace(earlier.model, path=target, digest=digest, parity=parity)
 
@@ -119,7 +116,7 @@ class _NotTheGraph(Exception):
 
 
 def _moved(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Weights far from the trained ones; tensors under several names stay one."""
+    """Return weights far from the trained ones; tensors under several names stay one."""
     torch = import_torch()
     generator = torch.Generator().manual_seed(0)
     found: dict[str, Any] = {}
@@ -138,11 +135,10 @@ def _moved(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the values of a tensor of the graph come from.
+    """Source of a graph tensor's values.
 
     Attributes:
         name: Name of the weight in the module.
-        transposed: Whether the graph holds its transpose.
     """
 
     name: str
@@ -156,10 +152,10 @@ class _Source:
 def _sources(
     model: onnx.ModelProto, state: Mapping[str, torch.Tensor], earlier: EarlierExport
 ) -> dict[str, _Source]:
-    """Where each tensor of the graph comes from, by its name; without those that are no weights.
+    """Return the source of each tensor of the graph, by its name, for weights only.
 
     Raises:
-        _NotTheGraph: None is a weight, or one is of another shape or type.
+        _NotTheGraph: None is a weight, or one has another shape or type.
     """
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     found = {name: _Source(name) for name in tensors if name in state}
@@ -187,7 +183,7 @@ def _sources(
 def _write(
     model: onnx.ModelProto, sources: Mapping[str, _Source], state: Mapping[str, torch.Tensor], path: Path
 ) -> None:
-    """The graph with the values of a state."""
+    """Write the graph with the values of a state."""
     changed = onnx.ModelProto()
     changed.CopyFrom(model)
     for tensor in changed.graph.initializer:
@@ -195,7 +191,7 @@ def _write(
             continue
         replacement = numpy_helper.from_array(sources[tensor.name].values(state), tensor.name)
         if tensor.HasField("raw_data"):
-            # The rest stays as the exporter wrote it, down to the bytes of the file.
+            # The rest stays as the exporter wrote it, to the byte.
             tensor.raw_data = replacement.raw_data
         else:
             tensor.CopyFrom(replacement)

@@ -26,11 +26,11 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 PARITY_TOLERANCE = 1e-4
 """Largest accepted |ONNX − torch| relative to the larger of 1 and the largest |output|. Two FP32 libraries
-that sum some thousand products in different orders were seen to differ by up to 2e-5."""
+that sum some thousand products in different orders differed by up to 2e-5."""
 
 
 def import_torch() -> Any:
-    """The `torch` module.
+    """Return the `torch` module.
 
     Raises:
         MissingPackage: It is not installed.
@@ -45,16 +45,16 @@ def import_torch() -> Any:
 
 
 def as_tensors(rows: Arrays) -> tuple[torch.Tensor, ...]:
-    """Arrays as tensors over the same memory, where PyTorch can use it.
+    """Return arrays as tensors over the same memory where possible.
 
-    It has no read-only tensors, and columns of a file are read-only: those are copied.
+    PyTorch has no read-only tensors, and columns of a file are read-only: those are copied.
     """
     torch = import_torch()
     return tuple(torch.from_numpy(np.require(array, requirements=["C", "W"])) for array in rows.values())
 
 
 def load_builder(reference: str) -> Callable[[], Any]:
-    """The function that `module:function` names.
+    """Return the function that `module:function` names.
 
     Raises:
         ModelError: The reference is malformed, or the module or function does not exist.
@@ -67,7 +67,7 @@ def load_builder(reference: str) -> Callable[[], Any]:
     try:
         builder = getattr(importlib.import_module(module_name), function_name)
     except Exception as error:
-        # the user's module runs here, and may raise anything.
+        # The user's module runs here, and may raise anything.
         raise ModelError(
             f"cannot import the model builder '{reference}'",
             evidence=f"{type(error).__name__}: {error}",
@@ -83,7 +83,7 @@ def load_builder(reference: str) -> Callable[[], Any]:
 def export_torch(
     module: torch.nn.Module, rows: Arrays, target: Path, outputs: tuple[OutputSpec, ...]
 ) -> ModelArtifact:
-    """Export a module with a dynamic batch and measure how well the graph agrees with it.
+    """Export a module with a dynamic batch and measure its parity with the graph.
 
     Args:
         module: The model; its forward takes the inputs in the order of `rows` and returns one tensor or a
@@ -127,7 +127,7 @@ def export_torch(
             remedy="declare every output under `outputs`, in the order in which the module returns them",
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that large tables can be linked and need not be copied.
+    # Beside the target, so that large tables can be linked.
     with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
         raw = Path(scratch) / "raw.onnx"
         _export(module, tensors, tuple(rows), tuple(spec.name for spec in outputs), raw)

@@ -1,4 +1,4 @@
-"""An interval drawn against its budget, as places on a bar."""
+"""An interval and its budget on one bar."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ _MARGIN = 0.08
 class BudgetBar:
     """One judged change and its budget on one axis, 0 included.
 
-    Places are percentages of the bar's length, from the left.
+    Positions are percentages of the bar's length, from the left.
 
     Attributes:
-        label: Which output, on what.
-        text: The change with its interval, in words.
         status: A value of `BudgetStatus`.
         interval: The change as a fraction, finite.
         budget: Largest accepted change as a fraction.
-        budget_text: The budget in words.
     """
 
     label: str
@@ -35,27 +32,27 @@ class BudgetBar:
 
     @property
     def zero(self) -> float:
-        """Place of no change."""
+        """Position of no change."""
         return self._place(0.0)
 
     @property
     def limit(self) -> float:
-        """Place of the budget."""
+        """Position of the budget."""
         return self._place(self.budget)
 
     @property
     def lower(self) -> float:
-        """Place of the interval's lower end."""
+        """Position of the interval's lower end."""
         return self._place(self.interval.lower)
 
     @property
     def value(self) -> float:
-        """Place of the change itself."""
+        """Position of the change itself."""
         return self._place(self.interval.value)
 
     @property
     def upper(self) -> float:
-        """Place of the interval's upper end, which is what the budget is held against."""
+        """Position of the interval's upper end, which the budget limits."""
         return self._place(self.interval.upper)
 
     def _place(self, value: float) -> float:
@@ -66,5 +63,5 @@ class BudgetBar:
 
 
 def can_be_drawn(interval: Interval) -> bool:
-    """Whether every end of an interval is a number."""
+    """Return whether every end of an interval is finite."""
     return all(math.isfinite(end) for end in (interval.lower, interval.value, interval.upper))

@@ -1,7 +1,7 @@
-"""Interactive charts: what accuracy costs against latency, and against the share of FP8.
+"""Interactive charts: accuracy against latency, and against the share of FP8.
 
-A chart is plotly's own JSON, which the page draws when it comes into sight. Markers differ in shape as well
-as in colour, and every candidate is a point, or is named beside the chart with what it lacks.
+A chart is plotly's own JSON, drawn when it is scrolled into view. Markers differ in shape as well as in
+colour; every candidate is a point, or is named beside the chart with the missing value.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MARKERS = {
 _EMITTED = "#3b82f6"
 _FRONT = "#8a94a3"
 _LONG_US = 10_000
-"""From here on, axes are in milliseconds."""
+"""Axes are in milliseconds from here on."""
 _CORNERS = ("top right", "bottom right", "top left", "bottom left")
 _MOST_LABELLED = 14
-"""With more points than this, names would lie on one another; they are shown under the pointer."""
+"""With more points, names would overlap; they are shown under the pointer."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,10 @@ class Chart:
     """One chart.
 
     Attributes:
-        kind: ``latency`` or ``share``: charts of one kind stand in one place, of which one is shown.
-        name: What tells it from the others of its kind.
-        caption: What it shows.
-        figure: Data and layout for plotly; None where there is no point.
-        left_out: Candidates that are no point, each with what it lacks.
+        kind: ``latency`` or ``share``: charts of one kind share a position, and one of them is shown.
+        name: Distinguishes charts of one kind.
+        figure: Data and layout for plotly; None without points.
+        left_out: Candidates without a point, each with the reason.
     """
 
     kind: str
@@ -69,13 +68,11 @@ class _Point:
 
 @dataclass(frozen=True)
 class _Axis:
-    """What accuracy is held against.
+    """Horizontal axis of a chart.
 
     Attributes:
-        kind: That of the chart.
-        title: Of the axis.
-        against: The same in the caption.
-        places: Of each engine that has one, by its id.
+        against: Its name in the caption.
+        places: Position of each engine, by its id.
         batch: Rows per request, of an axis of latency; 0 where nothing was timed on its target.
     """
 
@@ -90,7 +87,7 @@ _FRONT_NOTE = ". The line joins those that no other one beats in both"
 
 
 def charts(data: ReportData) -> tuple[Chart, ...]:
-    """By output: accuracy against latency on each target, then against the FP8 share."""
+    """Return charts by output: accuracy against latency on each target, then against the FP8 share."""
     split = SELECTION if SELECTION in data.splits else next(iter(data.splits), SELECTION)
     evaluations = [e for e in data.evaluations.evaluations if e.split == split]
     outputs = dict.fromkeys(o.output for e in evaluations for o in e.outputs if o.difference is not None)
@@ -104,7 +101,7 @@ def charts(data: ReportData) -> tuple[Chart, ...]:
 
 
 def plotly_script() -> str:
-    """The source of plotly.js, to be put on the page itself."""
+    """Return the source of plotly.js, for the page itself."""
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())
@@ -158,7 +155,7 @@ def _chart(
 
 
 def _lacks_place(data: ReportData, engine: EngineArtifact, axis: _Axis) -> str:
-    """Why an engine has no place on an axis."""
+    """Return why an engine has no position on an axis."""
     latency = latency_text(data, engine)
     if not latency[0].isdigit():
         return f"latency {latency}"
@@ -187,7 +184,7 @@ def _judged(data: ReportData, engine: EngineArtifact, split: str, output: str) -
 
 
 def _judged_name(data: ReportData, split: str, output: str) -> str:
-    """The same for every engine: an output has labels or has none."""
+    """Return the judged quantity's name, the same for every engine of an output."""
     return next(
         o.difference.judged_name
         for e in data.evaluations.evaluations
@@ -198,7 +195,7 @@ def _judged_name(data: ReportData, split: str, output: str) -> str:
 
 
 def _latencies(data: ReportData, engine: EngineArtifact) -> dict[int, float]:
-    """Median latency by batch size, where it counts."""
+    """Return median latencies that count, by batch size."""
     if engine.simulated:
         return {}
     return {
@@ -211,7 +208,7 @@ def _latencies(data: ReportData, engine: EngineArtifact) -> dict[int, float]:
 
 
 def _front(points: Sequence[_Point]) -> list[_Point]:
-    """Points that no other one beats in both directions, the fastest first."""
+    """Return points that no other one beats in both directions, the fastest first."""
     best, front = float("inf"), []
     for point in sorted(points, key=lambda p: (p.x, p.y)):
         if point.y < best:
@@ -245,7 +242,7 @@ def _figure(points: Sequence[_Point], axis: _Axis, judged_name: str) -> dict[str
         "annotations": [
             {
                 "xref": "paper",
-                # At the left of shares stands every engine without FP8.
+                # Every engine without FP8 is at the left of the share axis.
                 "x": 1 if axis.kind == "share" else 0,
                 "y": limit,
                 "xanchor": "right" if axis.kind == "share" else "left",
@@ -294,7 +291,7 @@ def _traces(points: Sequence[_Point], axis: _Axis, judged_name: str) -> Iterator
 
 
 def _positions(points: Sequence[_Point]) -> dict[str, str]:
-    """Where each point's name stands: names of points that lie together take different corners."""
+    """Return the position of each point's name: names of close points take different corners."""
     width = max(p.x for p in points) - min(p.x for p in points) or 1.0
     ends = list(_ends(points))
     height = max(*ends, 100 * points[0].output.budget) - min(0.0, *ends) or 1.0
@@ -343,7 +340,7 @@ def _ends(points: Sequence[_Point]) -> Iterator[float]:
 
 
 def _padded(values: Sequence[float], room: float = 0.12) -> list[float]:
-    """Ends of an axis: a share `room` of the values' extent stays free above them, for names."""
+    """Return the ends of an axis: a share `room` of the values' extent stays free above them, for names."""
     low, high = min(values), max(values)
     extent = high - low or abs(high) or 1.0
     return [low - 0.12 * extent, high + room * extent]

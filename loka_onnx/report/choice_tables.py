@@ -1,4 +1,4 @@
-"""Tables of the choice: who takes which requests, why the others do not, what was predicted."""
+"""Tables of the choice: routes, rejections, predictions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TONES = {
 
 
 def choice_sections(data: ReportData) -> tuple[Section, ...]:
-    """The choice and its losers; nothing where there was one candidate only."""
+    """Return the choice and its rejections; empty with one candidate only."""
     tables = (*_routes_tables(data), *_losers_tables(data), *_predictions_tables(data))
     items = tuple(not_predicted_text(engine, why) for engine, why in data.choice.not_predicted.items())
     if not tables and not items:
@@ -54,12 +54,12 @@ def choice_sections(data: ReportData) -> tuple[Section, ...]:
 
 
 def not_predicted_text(name: str, why: str) -> str:
-    """Why there is no predicted latency of an engine or plan."""
+    """Return why an engine or plan has no predicted latency."""
     return f"No latency is predicted of '{name}': {why}."
 
 
 def times_text(times: Interval | None) -> Told:
-    """A ratio of latencies with its interval, ``1.234× [1.200, 1.270]``."""
+    """Return a ratio of latencies with its interval, ``1.234× [1.200, 1.270]``."""
     if times is None:
         return Told(numbers.NOT_MEASURED)
     text = f"{times.value:.3f}×"
@@ -74,7 +74,7 @@ def upper_text(judged: Rejection | Step) -> Told:
 
 
 def error_text(predicted: Figure, measured: Figure) -> Told:
-    """How far a prediction was off, ``-5.0 %``."""
+    """Return the error of a prediction, ``-5.0 %``."""
     return formed(lambda error: numbers.signed_percent(error, 1), derive("change", predicted, measured))
 
 
@@ -99,7 +99,7 @@ def _routes(target: TargetChoice) -> tuple[tuple[Cell, ...], ...]:
 
 
 def _sizes(target: TargetChoice, place: int) -> str:
-    """Which requests a route takes: ``up to 8``, ``9 to 64``, ``65 and more``."""
+    """Return the request sizes of a route: ``up to 8``, ``9 to 64``, ``65 and more``."""
     most = shown(numbers.count, target.routes[place], "batch")
     is_last = place == len(target.routes) - 1
     if place == 0:

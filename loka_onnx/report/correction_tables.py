@@ -1,4 +1,4 @@
-"""What was fitted to each quantized plan, and what it did on the selection split."""
+"""Corrections of each quantized plan, with their effect on the selection split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loka_onnx.report.figures import Place, derive, formed, percent_interval, sh
 
 
 def corrections_sections(data: ReportData) -> tuple[Section, ...]:
-    """The section, where anything was fitted; else nothing."""
+    """Return the section; empty without corrections."""
     plans = data.corrections.plans
     if not plans:
         return ()

@@ -1,4 +1,4 @@
-"""The facts that a report shows; `report.json` is exactly this, in full precision."""
+"""The facts of a report; `report.json` is exactly this, in full precision."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ class SplitDescription:
     """One split of the data.
 
     Attributes:
-        split: ``calibration``, ``selection`` or ``certification``.
-        name: What the rows were read from.
-        rows: How many.
-        digest: Made of the SHA-256 of the file and of what is read from it (`data.dataset.Dataset.digest`):
-            equal where the same is read. It is that of no file.
-        rule: Which rows, in words.
+        name: Source of the rows.
+        digest: From the SHA-256 of the file and the selection in it (`data.dataset.Dataset.digest`): equal
+            where the same is read. It is that of no file.
+        rule: Selected rows, in words.
     """
 
     __pydantic_config__ = STRICT
@@ -47,11 +45,9 @@ class SplitDescription:
 
 @dataclass(frozen=True)
 class DataDescription:
-    """What every number of the report was measured on.
+    """Data behind every number of the report.
 
     Attributes:
-        splits: The splits that were read.
-        label_rule: What the labels mean and how they were made.
         synthetic: Whether any row was generated.
     """
 
@@ -67,23 +63,17 @@ class ReportData:
     """Everything that a report shows.
 
     Attributes:
-        title: Heading of the report.
         exported: The exported FP32 model, before mods.
-        modified: The model after mods, which profile and plans speak of.
+        modified: The model after mods, of profile and plans.
         profile: Calibration of `modified`.
-        plans: Every plan.
-        rewrites: What was rewritten and declined, by the name of the sequence (``mods``, …).
+        rewrites: Applied and declined, by the name of the sequence (``mods``, …).
         engines: Every candidate, failures included.
         evaluations: Every evaluation; the FP32 reference may be among them without being an engine.
-        choice: What is emitted.
-        data: What it was measured on.
-        versions: Version of every library that took part.
-        lineage: Finished stages.
-        corrections: Constants that were fitted to plans, kept or not.
-        notes: What else the reader must know.
-        refinement: Plans that were tried on a device beside those of the run file.
-        throughput: Requests per second under load; empty where it was not asked for.
-        graph: What `modified` computes from what, to be drawn; None where there is no drawing.
+        corrections: Constants fitted to plans, kept or not.
+        notes: Further cautions.
+        refinement: Plans tried on a device beside those of the run file.
+        throughput: Requests per second under load; empty where not requested.
+        graph: Operators and tensors of `modified`, for drawing; None without a drawing.
     """
 
     SCHEMA: ClassVar[str] = "report/7"
@@ -114,42 +104,42 @@ class ReportData:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Splits that anything was evaluated on, selection first."""
+        """Evaluated splits, selection first."""
         found = {e.split for e in self.evaluations.evaluations}
         known = [s for s in (SELECTION, CERTIFICATION) if s in found]
         return (*known, *sorted(found - set(known)))
 
     @property
     def references(self) -> tuple[str, ...]:
-        """Ids that were evaluated without being a candidate: the FP32 reference."""
+        """Evaluated ids without a candidate: the FP32 reference."""
         known = {e.id for e in self.engines}
         ids = (e.engine for e in self.evaluations.evaluations if e.engine not in known)
         return tuple(dict.fromkeys(ids))
 
     def evaluation(self, engine: str, split: str) -> Evaluation | None:
-        """The evaluation of an engine on a split, None when there is none."""
+        """Return the evaluation of an engine on a split; None for none."""
         try:
             return self.evaluations.of(engine, split)
         except KeyError:
             return None
 
     def plan(self, plan_id: str) -> PrecisionPlan | None:
-        """The plan of that id, None when there is none."""
+        """Return the plan of that id; None for none."""
         try:
             return self.plans.plan(plan_id)
         except KeyError:
             return None
 
     def engine(self, engine_id: str) -> EngineArtifact | None:
-        """The candidate of that id, None when there is none."""
+        """Return the candidate of that id; None for none."""
         return next((e for e in self.engines if e.id == engine_id), None)
 
     def chosen(self, engine_id: str) -> TargetChoice | None:
-        """The choice that emits an engine, None when it is not emitted."""
+        """Return the choice that selects an engine; None if not selected."""
         return next((t for t in self.choice.targets if engine_id in t.engines), None)
 
     def why_lost(self, engine_id: str) -> str:
-        """Why a candidate was not chosen; empty when it was."""
+        """Return why a candidate was rejected; empty when it was chosen."""
         reasons = [
             loser.reason for t in self.choice.targets for loser in t.losers if loser.engine == engine_id
         ]
@@ -157,7 +147,7 @@ class ReportData:
 
 
 def confidence_text(data: ReportData, split: str) -> str:
-    """Confidence of the judged intervals on a split, and of those of all slices together: ``95 %``."""
+    """Return the confidence of the judged intervals on a split, and of all slices together: ``95 %``."""
     found = {
         output.difference.judged.confidence
         for evaluation in data.evaluations.evaluations

@@ -1,7 +1,7 @@
-"""A report as plain text in a structure; what Markdown and HTML are both written from.
+"""A report as structured plain text, the source of Markdown and HTML.
 
-Nothing here is escaped: each writer escapes for its own language. Any text may be `Told`, which knows where
-the numbers in it are from.
+Nothing here is escaped: each writer escapes for its own language. Any text may be `Told`, which carries the
+origin of its numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 
 
 class Tone(StrEnum):
-    """How a cell or a verdict is coloured; never the only carrier of a meaning."""
+    """Colour of a cell or verdict; never the only carrier of a meaning."""
 
     PLAIN = "plain"
     GOOD = "good"
@@ -29,25 +29,20 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table.
-
-    Attributes:
-        text: What stands in it.
-        tone: Its colour.
-    """
+    """One cell of a table."""
 
     text: str
     tone: Tone = Tone.PLAIN
 
     @property
     def value(self) -> float | None:
-        """The first number of it, unrounded, to sort by; None where it has none."""
+        """Its first number, unrounded, as a sort key; None without one."""
         figures = self.text.figures if isinstance(self.text, Told) else ()
         return figures[0].value if figures else None
 
     @property
     def source(self) -> str:
-        """Where each number of it is from (`report.figures`); empty where it has none."""
+        """Origin of each number of it (`report.figures`); empty without one."""
         return source_of(self.text)
 
 
@@ -57,10 +52,9 @@ class Column:
 
     Attributes:
         title: Heading.
-        numeric: Whether it is aligned at the right.
-        prose: Whether it holds sentences; Markdown lists these below the table, where they can be read in
-            a terminal.
-        is_choice: Whether the page offers its values as a choice of rows.
+        numeric: Whether it is right-aligned.
+        prose: Whether it holds sentences; Markdown lists these below the table, for terminals.
+        is_choice: Whether the page offers its values as a filter.
     """
 
     title: str
@@ -74,11 +68,9 @@ class Table:
     """A table.
 
     Attributes:
-        caption: What it shows.
-        columns: Its columns.
         rows: As many cells each as there are columns.
-        emphasized: Indices of rows that stand out (the emitted engines).
-        keys: How many columns at the left name a row.
+        emphasized: Indices of highlighted rows (the selected engines).
+        keys: Number of columns at the left that name a row.
     """
 
     caption: str
@@ -88,7 +80,7 @@ class Table:
     keys: int = 1
 
     def sentences(self, row: tuple[Cell, ...]) -> tuple[Cell, ...]:
-        """What a row has to say in its columns of prose."""
+        """Return the nonempty prose cells of a row."""
         found = zip(self.columns, row, strict=True)
         return tuple(cell for column, cell in found if column.prose and cell.text)
 
@@ -99,11 +91,8 @@ class Section:
 
     Attributes:
         anchor: Its id in links.
-        title: Heading.
         paragraphs: Text above the tables.
         items: A list above the tables.
-        tables: Its tables.
-        chart: Whether the chart stands here.
     """
 
     anchor: str
@@ -119,9 +108,8 @@ class Stat:
     """One number of a verdict.
 
     Attributes:
-        label: What it is.
         shown: The number, or in words why there is none.
-        note: Its interval, where it comes from, what it is held against.
+        note: Interval, origin, limit.
     """
 
     label: str
@@ -134,12 +122,11 @@ class Verdict:
     """The answer for one target.
 
     Attributes:
-        target: Its name.
-        headline: Which engine, in one sentence.
-        facts: What it costs, and why it was chosen; everything that `stats` say is among them.
+        headline: Selected engine, in one sentence.
+        facts: Costs and reasons; they include everything in `stats`.
         tone: Good for FP8 inside the budget, a warning otherwise.
-        stats: The few numbers that decide, for the page.
-        bars: What was judged against its budget, for the page.
+        stats: The few deciding numbers, for the page.
+        bars: Judged quantities and budgets, for the page.
     """
 
     target: str
@@ -168,7 +155,7 @@ class Document:
 
 
 def source_of(text: str) -> str:
-    """Where each number of a text is from; empty where it has none, or is of no located document."""
+    """Return the origin of each number of a text; empty without numbers, or without a located document."""
     return text.source if isinstance(text, Told) else ""
 
 
@@ -179,12 +166,7 @@ def cell(text: str, tone: Tone = Tone.PLAIN) -> Cell:
 
 @dataclass(frozen=True)
 class Field(Generic[Item]):
-    """A column, and what stands in it for one item.
-
-    Attributes:
-        column: The column.
-        show: Text or cell of an item.
-    """
+    """A column with its content for one item."""
 
     column: Column
     show: Callable[[Item], Cell | str]
@@ -212,7 +194,7 @@ def table_of(
     emphasized: Collection[int] = (),
     keys: int = 1,
 ) -> Table:
-    """A table with one row for each item; the other arguments are those of `Table`."""
+    """Return a table with one row for each item; further arguments as in `Table`."""
     rows = tuple(tuple(_as_cell(field.show(item)) for field in fields) for item in items)
     return Table(caption, tuple(field.column for field in fields), rows, frozenset(emphasized), keys)
 

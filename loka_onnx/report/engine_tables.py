@@ -76,7 +76,7 @@ _BUDGET_TONES = {
 
 
 def engines_section(data: ReportData) -> Section:
-    """Every candidate, on every split that anything was evaluated on."""
+    """Return every candidate on every evaluated split."""
     splits = data.splits or (SELECTION,)
     paragraphs = [
         "Accuracy is that of the built engine's own outputs, paired row by row with the exported FP32 model. "
@@ -119,7 +119,7 @@ def _evidence(site: SitePrecision) -> str:
 
 
 def fallbacks_section(data: ReportData) -> Section:
-    """Sites that an engine does not run as planned."""
+    """Return sites that an engine does not run as planned."""
     found = [(engine, site) for engine in data.engines for site in engine.fallbacks]
     remarks = [(engine, remark) for engine in data.engines for remark in engine.remarks]
     left_out = (table_of("What engine makers left out", _REMARK_FIELDS, remarks),) if remarks else ()
@@ -140,7 +140,7 @@ def fallbacks_section(data: ReportData) -> Section:
 
 
 def fp8_sites(data: ReportData, engine: EngineArtifact) -> Told:
-    """Sites that run in FP8 of those planned, ``5 of 7``."""
+    """Return FP8 sites over planned ones, ``5 of 7``."""
     plan = data.plan(engine.plan)
     if plan is None:
         return Told(numbers.NONE)
@@ -154,7 +154,9 @@ def fp8_sites(data: ReportData, engine: EngineArtifact) -> Told:
 
 
 def fp8_share(data: ReportData, engine: EngineArtifact) -> Told:
-    """Share of the FP8-able FLOPs in FP8; marked as planned where the engine does not honour the plan."""
+    """Return the share of the FP8-able FLOPs in FP8; marked as planned where the engine does not honour the
+    plan.
+    """
     plan = data.plan(engine.plan)
     if plan is None:
         return Told(numbers.NONE)
@@ -164,7 +166,7 @@ def fp8_share(data: ReportData, engine: EngineArtifact) -> Told:
 
 
 def delta_text(output: OutputEvaluation) -> Told:
-    """What is judged with its interval: ΔNE, or KL by name where there are no labels."""
+    """Return the judged quantity with its interval: ΔNE, or KL by name without labels."""
     if output.difference is None:
         return Told("reference")
     text = percent_interval(output.difference.judged, output.budget)
@@ -172,7 +174,7 @@ def delta_text(output: OutputEvaluation) -> Told:
 
 
 def delta_heading(data: ReportData) -> str:
-    """What `delta_text` shows: ``ΔNE``, the KL of outputs without labels, or either."""
+    """Return the heading of `delta_text`: ``ΔNE``, the KL of outputs without labels, or either."""
     outputs = {o.output for e in data.evaluations.evaluations for o in e.outputs if o.difference is not None}
     unlabelled = set(label_free_outputs(data))
     if not unlabelled:
@@ -181,7 +183,7 @@ def delta_heading(data: ReportData) -> str:
 
 
 def label_free_outputs(data: ReportData) -> tuple[str, ...]:
-    """Outputs that were judged without labels."""
+    """Return outputs that were judged without labels."""
     names = (
         output.output
         for evaluation in data.evaluations.evaluations
@@ -197,7 +199,7 @@ def delta_tone(output: OutputEvaluation) -> Tone:
 
 
 def latency_text(data: ReportData, engine: EngineArtifact) -> Told:
-    """Median latency at the largest measured batch, or why there is none."""
+    """Return the median latency at the largest measured batch, or why there is none."""
     if engine.simulated:
         return Told(SIMULATED_LATENCY)
     measured = [
@@ -227,7 +229,7 @@ def _accuracy_table(data: ReportData, split: str) -> Table:
             rows += [_reference_row(evaluation, output) for output in evaluation.outputs]
     for engine in data.engines:
         evaluation = data.evaluation(engine.id, split)
-        # Certification is looked at once, for what is emitted; the others are not missing from it.
+        # Only selected engines are certified; others are not missing here.
         if evaluation is None and split != SELECTION:
             continue
         for row in _engine_rows(data, engine, evaluation):
@@ -266,7 +268,7 @@ def _differences(evaluations: Iterable[Evaluation]) -> Iterator[_Difference]:
 
 
 def _parts_table(data: ReportData, split: str) -> Table:
-    """KL and the labelled part call for different cures: less noise, or a change of another direction."""
+    """Return KL and the labelled part: they need different cures, less noise or another direction."""
     every = data.evaluations.evaluations
     relative = " or ".join(
         dict.fromkeys(
@@ -331,7 +333,7 @@ def _engine_rows(
 
 
 def _beside(output: OutputEvaluation) -> tuple[Cell, Cell]:
-    """KL and the change of AUC, in the colour of the guard that holds them."""
+    """Return KL and the change of AUC, coloured by their guards."""
     change = output.difference
     if change is None:
         return cell(numbers.NONE), cell(numbers.NONE)
@@ -343,7 +345,7 @@ def _beside(output: OutputEvaluation) -> tuple[Cell, Cell]:
 
 
 def _with_rows(outcome: str, output: OutputEvaluation) -> str:
-    """Prose: reasons and remarks bring numbers of their own, so that none of them has a source here."""
+    """Return prose: reasons and remarks have numbers of their own, so none of them has a source here."""
     if output.budget_status != BudgetStatus.UNDECIDED and not output.remarks:
         return outcome
     return f"{outcome} {output.output} is {budget_sentence(output)}.".lstrip()
@@ -354,7 +356,7 @@ def _outcome(data: ReportData, engine: EngineArtifact, evaluation: Evaluation | 
     parts = [f"Emitted for {chosen.target}: {chosen.reason}"] if chosen is not None else []
     reason = data.why_lost(engine.id)
     parts += [f"Not chosen: {reason}"] if reason and chosen is None else []
-    # The reason of one that was not built is its detail already.
+    # For an engine that was not built, the reason equals its detail.
     parts += [engine.detail] if engine.detail and not any(engine.detail in part for part in parts) else []
     if evaluation is not None and not evaluation.outputs:
         parts.append(f"Accuracy: {evaluation.status}")

@@ -1,4 +1,4 @@
-"""What only the page shows: charts, quadrants and histograms that readers look around in."""
+"""Interactive parts of the page: charts, quadrants and histograms."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from loka_onnx.report.site_tables import shown_plan
 
 @dataclass(frozen=True)
 class Exhibits:
-    """The parts of the page that are drawn.
+    """The drawn parts of the page.
 
     Attributes:
         charts: Accuracy against latency and against the share of FP8.
         quadrants: Sites by accuracy and speed, by device.
-        histograms: What the histograms of activations are drawn from (`histograms.histogram_data`).
+        histograms: Data of the activation histograms (`histograms.histogram_data`).
     """
 
     charts: tuple[Chart, ...] = ()
@@ -39,9 +39,9 @@ class Exhibits:
 
 
 NOTHING_DRAWN = Exhibits()
-"""Of a page that has tables only."""
+"""For a page of tables only."""
 
 
 def exhibits(data: ReportData, pointers: Pointers) -> Exhibits:
-    """Everything that is drawn, of one run whose facts stand at `pointers`."""
+    """Return everything drawn, for the run of `pointers`."""
     return Exhibits(charts(data), located(quadrants(data), pointers), histogram_data(data, shown_plan(data)))

@@ -1,11 +1,10 @@
-"""Numbers that know where they come from.
+"""Numbers with their origin.
 
-A report shows numbers of report.json, and numbers that a named formula makes of these; nothing else. `Told`
-is text with the `Figure` behind each number in it, in the order of the text. Where a figure stands in
-report.json is found when the whole document is known (`report.provenance`), so that a table needs no index of
-the facts.
+A report shows numbers of report.json, and results of named formulas over these; nothing else. `Told` is text
+with the `Figure` behind each of its numbers, in order. `report.provenance` finds a figure's position in
+report.json when the whole document is known, so that tables need no index of the facts.
 
-A source is a list of terms, separated by spaces: one for each number of the text. A term is a JSON pointer in
+A source is a list of terms separated by spaces, one for each number of the text. A term is a JSON pointer in
 its URI fragment form (RFC 6901, section 6), ``#/value/engines/0/bytes``, or a formula of terms,
 ``ratio(#/value/a,#/value/b)``. `FORMULAS` has all of them.
 """
@@ -27,11 +26,11 @@ from loka_onnx.report import numbers
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A place in the facts.
+    """A field in the facts.
 
     Attributes:
         owner: A dataclass or a mapping of the facts, itself and not a copy.
-        name: The field or the key in it; None for the owner as a whole.
+        name: Its field or key; None for the owner as a whole.
     """
 
     owner: object
@@ -39,7 +38,7 @@ class Place:
 
     @property
     def value(self) -> Any:
-        """What stands there."""
+        """Value of the field."""
         if self.name is None:
             return self.owner
         return self.owner[self.name] if isinstance(self.owner, Mapping) else getattr(self.owner, self.name)
@@ -47,12 +46,12 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Derived:
-    """What a named formula makes of places.
+    """Result of a named formula over places.
 
     Attributes:
         formula: A key of `FORMULAS`.
         of: Its arguments.
-        where: What the formula is restricted to, by the name of a field: `count` takes it.
+        where: Restrictions by field name, for `count`.
     """
 
     formula: str
@@ -68,8 +67,7 @@ class Figure:
     """One number.
 
     Attributes:
-        value: As it stands in the facts or follows from them, unrounded; None where there is none.
-        origin: Where it is from.
+        value: Unrounded; None for none.
     """
 
     value: float | None
@@ -77,13 +75,13 @@ class Figure:
 
 
 class Told(str):
-    """Text, and what the numbers in it are.
+    """Text with the figures of its numbers.
 
-    Equal to the bare text, and used like it; what is cut out of it or formatted with it is bare again
-    (`told` joins without that loss).
+    Equal to the bare text and used like it; slices and formatted results are bare again (`told` joins without
+    loss).
 
     Attributes:
-        figures: One for each number, in the order of the text.
+        figures: One for each number, in order.
         source: The terms of all figures; empty until the document is located.
     """
 
@@ -98,18 +96,18 @@ class Told(str):
 
 
 def at(owner: object, name: str) -> Figure:
-    """The number of a field, or of a key."""
+    """Return the number of a field or key."""
     place = Place(owner, name)
     return Figure(place.value, place)
 
 
 def key(owner: Mapping[str, Any], name: str) -> Figure:
-    """A number that is the key itself: a batch size by which a mapping is sorted."""
+    """Return a number that is the key itself, such as a batch size."""
     return Figure(int(name), Derived("key", (Place(owner, name),)))
 
 
 def derive(formula: str, *of: Figure | Place, **where: str | bool) -> Figure:
-    """The number that a formula of `FORMULAS` makes of others; None where one of them is."""
+    """Return the result of a formula of `FORMULAS`; None where an argument is."""
     values = [item.value for item in of]
     origins = tuple(item.origin if isinstance(item, Figure) else item for item in of)
     value = None if any(v is None for v in values) else FORMULAS[formula](*values, **where)
@@ -117,35 +115,35 @@ def derive(formula: str, *of: Figure | Place, **where: str | bool) -> Figure:
 
 
 def shown(form: Callable[[Any], str], owner: object, name: str) -> Told:
-    """The number of a field as text; a dash where it is None."""
+    """Return the number of a field as text; a dash for None."""
     return formed(form, at(owner, name))
 
 
 def formed(form: Callable[[Any], str], figure: Figure, missing: str = numbers.NONE) -> Told:
-    """A figure as text; `missing` where it is None."""
+    """Return a figure as text; `missing` for None."""
     return Told(missing) if figure.value is None else Told(form(figure.value), (figure,))
 
 
 def ends(interval: Interval) -> tuple[Figure, Figure, Figure]:
-    """Estimate, lower and upper end, in the order in which intervals are written."""
+    """Return estimate, lower and upper end, in printing order."""
     return at(interval, "value"), at(interval, "lower"), at(interval, "upper")
 
 
 def percent_interval(interval: Interval | None, budget: float | None = None) -> Told:
-    """`numbers.percent_interval` of an interval of the facts; a dash where there is none."""
+    """Return `numbers.percent_interval` of an interval of the facts; a dash for none."""
     if interval is None:
         return Told(numbers.NONE)
     return Told(numbers.percent_interval(interval, budget), ends(interval))
 
 
 def metric_interval(interval: Interval | None) -> Told:
-    """`numbers.metric_interval` of an interval of the facts."""
+    """Return `numbers.metric_interval` of an interval of the facts."""
     text = numbers.metric_interval(interval)
     return Told(text) if interval is None or text == numbers.NONE else Told(text, ends(interval))
 
 
 def told(template: str, *parts: object) -> Told:
-    """`template` with each ``{}`` replaced by a part; the figures of the parts stay with it."""
+    """Return `template` with each ``{}`` replaced by a part, keeping the parts' figures."""
     return Told(template.format(*parts), _figures(parts))
 
 
@@ -195,16 +193,15 @@ FORMULAS: dict[str, Callable[..., float]] = {
     "interval_lower": lambda moments, sampling: _interval(moments, sampling).lower,
     "interval_upper": lambda moments, sampling: _interval(moments, sampling).upper,
 }
-"""Every way in which a report makes one number of others.
+"""Every formula of a report.
 
 * ``ratio(a,b)`` a ÷ b; ``change(a,b)`` a ÷ b − 1; ``product(a,b)``; ``sum(…)``; ``max(…)``; ``next(a)`` a + 1
-* ``entries(…)`` how many places are named; ``count(list,field=value)`` entries of a list, or of a mapping,
-  that have all of these values
-* ``key(place)`` the last part of the pointer, which is a number there
-* ``largest_magnitude(list)``
-* ``flops(site)`` 2·rows·n·k; ``fp8_able_flops(sites)`` their sum over the linear sites with k, n ≥ 16
-* ``product_flops(sites,others)`` the sum over all sites, and of ``flops_per_example`` of the others
-* ``relative_error(error)`` √(noise ÷ signal), each the first of its ``parts``
-* ``interval_value``, ``interval_lower``, ``interval_upper`` ``(moments,sampling)`` the confidence sequence of
-  a ratio of sums (`core.ratio_moments`)
-"""
+* ``entries(…)`` number of named places; ``count(list,field=value)`` entries of a list or mapping with all of
+these
+  values
+* ``key(place)`` the last part of the pointer, which is a number there * ``largest_magnitude(list)`` *
+``flops(site)`` 2·rows·n·k; ``fp8_able_flops(sites)`` their sum over the linear sites with k, n ≥ 16 *
+``product_flops(sites,others)`` the sum over all sites, and of ``flops_per_example`` of the others *
+``relative_error(error)`` √(noise ÷ signal), each the first of its ``parts`` * ``interval_value``,
+``interval_lower``, ``interval_upper`` ``(moments,sampling)`` the confidence sequence of
+  a ratio of sums (`core.ratio_moments`)"""

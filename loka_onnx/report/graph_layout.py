@@ -1,16 +1,14 @@
-"""Where the nodes of a model graph are drawn: in layers from top to bottom, after Sugiyama, Tagawa and Toda
-(1981): give each node a layer, order the layers so that few lines cross, then place each beside what it is
-joined to.
+"""Positions of a model graph's nodes: in layers from top to bottom, after Sugiyama, Tagawa and Toda (1981):
+assign layers, order them so that few lines cross, then place each node beside its neighbours.
 
-Three things are peculiar to models. A tensor that many operators read (the input of a cross network, a mask)
-is one line with branches, a *trunk*, and takes one place in every layer that it passes, however many readers
-it has. A layer with more nodes than fit beside each other (the lookups of a thousand tables) is staggered
-over several rows. A deep model would be one thin strip: its layers are broken into columns, like the lines of
-a newspaper, where the fewest tensors cross.
+Models have three peculiarities. A tensor with many readers (the input of a cross network, a mask) is one line
+with branches, a *trunk*, and takes one position in every layer that it passes. A layer with more nodes than
+fit beside each other (the lookups of a thousand tables) is staggered over several rows. The layers of a deep
+model are broken into columns, like the lines of a newspaper, where the fewest tensors cross.
 
 No library does it: fast-sugiyama 0.5.3 takes 15 s where one tensor is read in 250 of 5,000 layers and does
-not end in a minute where each of 300 operators reads all before it; networkx has neither orders nor places.
-Equal graphs give equal layouts.
+not end in a minute where each of 300 operators reads all before it; networkx has neither orders nor
+positions. Equal graphs give equal layouts.
 """
 
 from __future__ import annotations
@@ -35,22 +33,21 @@ _GAP = 18
 _COLUMN_GAP = 70
 _LANE = 9
 _MOST_PASSING = 30_000
-"""Places that trunks take in layers; the longest beyond are drawn straight, over what lies between."""
+"""Most trunk positions in layers; the longest beyond are drawn straight, over what lies between."""
 _ASPECT = 1.7
 _SWEEPS = 8
 _MOST_COLUMNS = 40
 _STRAIGHTENED_OVER = 12
-"""Layers to either side whose middles make the slant that is taken off."""
+"""Layers to either side whose middles define the slant to remove."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """One tensor, or all that one node makes: a line with branches.
+    """All tensors of one node: a line with branches.
 
     Attributes:
-        source: Index of the node that it leaves.
-        trunk: Points (x, y) that it passes, in order.
-        branches: Of each reader its index, and how many points of the trunk lie in front of it.
+        trunk: Points (x, y) in order.
+        branches: For each reader its index, and the number of trunk points in front of it.
     """
 
     source: int
@@ -60,13 +57,12 @@ class Wire:
 
 @dataclass(frozen=True)
 class GraphLayout:
-    """Where everything is drawn, in pixels at full size; y grows downwards.
+    """All positions, in pixels at full size; y grows downwards.
 
     Attributes:
-        layers: Of each node its layer; every edge leads to a higher one.
-        places: Of each node the middle of its box.
-        wires: The edges, those of one source together.
-        columns: Into how many columns the layers are broken.
+        layers: Layer of each node; every edge leads to a higher one.
+        places: Middle of each node's box.
+        wires: The edges, grouped by source.
     """
 
     layers: tuple[int, ...]
@@ -81,7 +77,7 @@ def width_of(node: GraphNode) -> int:
 
 
 def lay_out(graph: ModelGraph) -> GraphLayout:
-    """Places the nodes of a graph; takes about a second for 5,000."""
+    """Lay out the nodes of a graph; takes about a second for 5,000."""
     if not graph.nodes:
         return GraphLayout((), (), (), 0)
     targets: list[list[int]] = [[] for _ in graph.nodes]
@@ -98,7 +94,7 @@ def lay_out(graph: ModelGraph) -> GraphLayout:
 
 
 def _layers(targets: Sequence[Sequence[int]]) -> list[int]:
-    """The longest way to each node; then down to its readers, where that makes lines shorter."""
+    """Return the longest way to each node, then moved down to its readers where that shortens lines."""
     layers = [0] * len(targets)
     arriving = [0] * len(targets)
     for source, read_by in enumerate(targets):
@@ -114,7 +110,7 @@ def _layers(targets: Sequence[Sequence[int]]) -> list[int]:
 
 
 class _Net:
-    """Nodes, and the places of trunks between them; each is joined to the next layers only."""
+    """Nodes, and trunk positions between them; each is joined to adjacent layers only."""
 
     def __init__(self, graph: ModelGraph, layers: Sequence[int], targets: Sequence[Sequence[int]]) -> None:
         self.layers = list(layers)
@@ -162,7 +158,7 @@ class _Net:
         self.above[lower].append(upper)
 
     def _first_order(self) -> list[int]:
-        """Depth first from the inputs: what belongs together begins together."""
+        """Order depth first from the inputs, so that related nodes begin together."""
         seen: dict[int, None] = {}
         for root in range(self.nodes):
             pending = [] if self.above[root] else [root]
@@ -174,7 +170,7 @@ class _Net:
         return list(seen)
 
     def order(self, *, upwards: bool) -> None:
-        """One sweep: each layer by the mean place of what it is joined to in the layer before."""
+        """Sweep once: order each layer by the mean position of its neighbours in the layer before."""
         joined = self.below if upwards else self.above
         for layer in range(len(self.rows) - 1, -1, -1) if upwards else range(len(self.rows)):
             row = self.rows[layer]
@@ -193,10 +189,9 @@ class _Net:
             self.x[vertex] = offset - offsets[-1] / 2
 
     def _offsets(self, layer: int) -> list[float]:
-        """The least distance of each vertex of a layer from the first.
+        """Return the least distance of each vertex of a layer from the first.
 
-        In a staggered layer every so many-th node stands in one row, whatever its width: there, all count as
-        wide as the widest.
+        In a staggered layer every so many-th node is in one row; all count as wide as the widest.
         """
         row, rows = self.rows[layer], self.staggered[layer]
         widths = [self.widths[vertex] for vertex in row]
@@ -209,13 +204,13 @@ class _Net:
         return offsets
 
     def align(self, *, upwards: bool, both: bool) -> None:
-        """One sweep: each vertex towards what it is joined to, as far as its neighbours let it.
+        """Sweep once: move each vertex towards its neighbours in adjacent layers, as far as its row allows.
 
-        With the least distances taken off, places in order are a monotone regression on the wished ones.
+        With the least distances taken off, ordered positions are a monotone regression on the wished ones.
 
         Args:
             upwards: Whether the sweep goes from the last layer to the first.
-            both: Whether a vertex looks at the layer to come as well as at the one before.
+            both: Whether a vertex uses the layer to come as well as the one before.
         """
         for layer in range(len(self.rows) - 1, -1, -1) if upwards else range(len(self.rows)):
             row = self.rows[layer]
@@ -230,7 +225,7 @@ class _Net:
                 self.x[vertex] = x
 
     def straighten(self) -> None:
-        """Take off the slant: blocks that are repeated lean the same way, one after the other."""
+        """Remove the slant: repeated blocks lean the same way, one after the other."""
         middles = np.array([sum(self.extent(layer)) / 2 for layer in range(len(self.rows))])
         reach = min(_STRAIGHTENED_OVER, len(middles) // 4)
         padded = np.pad(middles, reach, mode="edge")
@@ -240,7 +235,7 @@ class _Net:
                 self.x[vertex] -= off
 
     def extent(self, layer: int) -> tuple[float, float]:
-        """Where a layer begins and ends."""
+        """Return the ends of a layer."""
         ends = [(self.x[v] - self.widths[v] / 2, self.x[v] + self.widths[v] / 2) for v in self.rows[layer]]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
@@ -285,12 +280,12 @@ class _Page:
             self.column_of[begin:end] = [column] * (end - begin)
 
     def _crossing(self, layer: int) -> list[int]:
-        """What is joined to a layer from above, from left to right."""
+        """Return the sources of lines into a layer, from left to right."""
         uppers = dict.fromkeys(upper for vertex in self.net.rows[layer] for upper in self.net.above[vertex])
         return sorted(uppers, key=self.net.x.__getitem__)
 
     def _breaks(self, count: int) -> list[int]:
-        """Where columns begin, and the end: near equal heights, where few lines cross."""
+        """Return column starts and the end: near equal heights, where few lines cross."""
         breaks, height = [0], self.starts[-1] / count
         reach = 0.15 * height
         for number in range(1, count):
@@ -307,7 +302,7 @@ class _Page:
         return min(low for low, _ in self.ends[begin:end]), max(high for _, high in self.ends[begin:end])
 
     def _unlike(self, breaks: Sequence[int]) -> float:
-        """How far from the aspect of a screen the drawing would be."""
+        """Return the difference from the aspect of a screen."""
         spans = [self._width_of(begin, end) for begin, end in pairwise(breaks)]
         width = sum(high - low + _COLUMN_GAP for low, high in spans)
         height = max(self.starts[end] - self.starts[begin] for begin, end in pairwise(breaks))
@@ -349,7 +344,7 @@ class _Page:
         return _straightened(Wire(source, tuple(points), tuple(branches)), places[source])
 
     def _lane(self, vertex: int, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Out at the bottom of a column and in at the top of the next; nothing where it does not leave."""
+        """Leave at the bottom of a column and enter at the top of the next; empty within one column."""
         layer = self.net.layers[vertex]
         nexts = [v for v in self.net.below[vertex] if self.net.layers[v] == layer + 1]
         if not nexts or self.column_of[layer + 1] == self.column_of[layer]:
@@ -362,7 +357,7 @@ class _Page:
 
 
 def _straightened(wire: Wire, start: tuple[int, int]) -> Wire:
-    """Without the points of the trunk that lie on the way from one to the next and have no branch."""
+    """Return the wire without trunk points that lie on a straight line and have no branch."""
     kept: list[tuple[int, int]] = []
     before: dict[int, int] = {0: 0}
     branching = {passed for _, passed in wire.branches}
@@ -377,7 +372,7 @@ def _straightened(wire: Wire, start: tuple[int, int]) -> Wire:
 
 
 def _is_between(one: tuple[int, int], point: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether a point lies within a pixel of the line from one to another, between the two."""
+    """Return whether a point lies within a pixel of the line between two others, between them."""
     (ax, ay), (px, py), (bx, by) = one, point, other
     length = max(abs(bx - ax), abs(by - ay), 1)
     off = abs((bx - ax) * (py - ay) - (by - ay) * (px - ax)) / length
@@ -386,5 +381,5 @@ def _is_between(one: tuple[int, int], point: tuple[int, int], other: tuple[int, 
 
 
 def _running(values: Sequence[int]) -> list[int]:
-    """Sums of the values before each, and of all."""
+    """Return sums of the values before each, and of all."""
     return [0, *accumulate(values)]

@@ -1,10 +1,10 @@
-"""The model graph for the page: markup, and the data that `graph.js` draws.
+"""The model graph for the page: markup, and the data of `graph.js`.
 
-A canvas of our own and not a library of graphs: of 5,000 nodes, cytoscape.js 3.34 needs 1.3 to 1.7 s for the
-first picture, during which the page is blocked, and one frame in twenty takes 52 ms or more close by and
-123 ms or more from afar; bare canvas calls draw the same nodes with 21 ms for one frame in twenty (Chromium
-150 on two cores that compute the pixels too). It also has no lines with branches, nor marks that tell
-verdicts apart where no label can be read.
+A canvas of our own instead of a graph library: of 5,000 nodes, cytoscape.js 3.34 needs 1.3 to 1.7 s for the
+first first picture, during which the page is blocked, and one frame in twenty takes 52 ms or more close by
+and 123 ms or more from afar; bare canvas calls draw the same nodes with 21 ms for one frame in twenty
+(Chromium 150 on two cores that compute the pixels too). It also has no lines with branches, nor marks that
+tell verdicts apart where no label can be read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from loka_onnx.report.webpage import environment
 
 _VERDICTS = tuple(Verdict)
 _MIXED = "several sites"
-"""What a folded part is drawn as that holds sites of several verdicts."""
+"""Verdict of a folded part whose sites have several."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class GraphView:
     """The drawing of a model graph.
 
     Attributes:
-        html: Its element with its style, its data and its script; safe to stand on a page as it is.
+        html: Element with style, data and script, safe on a page.
     """
 
     html: Markup
@@ -63,7 +63,7 @@ def graph_view(data: ReportData) -> GraphView | None:
 
 
 def _payload(graph: ModelGraph, layout: GraphLayout, decisions: Mapping[str, Decision]) -> dict[str, Any]:
-    """What is drawn; lists instead of objects where there are thousands."""
+    """Return the drawing data; lists instead of objects where there are thousands."""
     names = dict.fromkeys(site for node in graph.nodes for site in node.sites)
     numbers = {name: index for index, name in enumerate(names)}
     return {
@@ -96,7 +96,7 @@ def _payload(graph: ModelGraph, layout: GraphLayout, decisions: Mapping[str, Dec
 
 
 def _mark(node: GraphNode, decisions: Mapping[str, Decision]) -> int:
-    """Index of the verdict that a node is coloured by; −1 where it has no site."""
+    """Return the index of a node's verdict; −1 without a site."""
     found = {_verdict(decisions, site) for site in node.sites}
     if len(found) > 1:
         return len(_VERDICTS)

@@ -1,4 +1,4 @@
-"""Activations of every site against the range of the FP8 format: as a table, and as histograms to be drawn.
+"""Activations of every site against the range of the FP8 format, as a table and as histograms.
 
 A histogram is that of the sampled rows; saturated and underflowed elements and zeros were counted over all
 rows that errors were measured on (`core.statistics.ErrorStats`), and are not read off the bins.
@@ -25,15 +25,13 @@ from loka_onnx.report.figures import Figure, Place, Told, at, derive, formed, sh
 
 @dataclass(frozen=True)
 class Activation:
-    """One activation of one site, and the format that the site's recipe rounds it to.
+    """One activation of one site, with the format of the site's recipe.
 
     Attributes:
-        site: Name of the site.
-        tensor: Name of the tensor.
         stats: Its range and histogram.
-        recipe: The recipe; None where none was measured (of a norm).
+        recipe: None where none was measured (of a norm).
         scale: Scale under the recipe; without a number where there is none.
-        error: What was counted under the recipe; None for a second activation, which is not counted.
+        error: Counts under the recipe; None for a second activation, which is not counted.
     """
 
     site: str
@@ -45,7 +43,7 @@ class Activation:
 
     @property
     def spec(self) -> Float8Spec | None:
-        """Constants of the format; None without a scale that rounds anything."""
+        """Constants of the format; None without a rounding scale."""
         scale = self.scale.value
         if self.recipe is None or scale is None or not isfinite(scale) or scale <= 0:
             return None
@@ -53,11 +51,13 @@ class Activation:
 
     @property
     def bounds(self) -> tuple[float, float, float] | None:
-        """Magnitudes that round to zero up to, are subnormal up to, saturate from; None without a scale."""
+        """Upper ends of magnitudes that round to zero, are subnormal, do not saturate; None without a
+        scale.
+        """
         if self.spec is None or self.scale.value is None:
             return None
         scale = self.scale.value
-        # Half of the smallest number is a tie, and ties go to the even neighbour: to zero.
+        # Half of the smallest number is a tie, and ties go to even: to zero.
         return (
             self.spec.min_subnormal / 2 * scale,
             self.spec.min_normal * scale,
@@ -65,7 +65,7 @@ class Activation:
         )
 
     def counted(self, elements: str) -> Told:
-        """Share of the elements of a kind, as the error pass counted them: ``saturated``, ``zeros``."""
+        """Return the share of elements of a kind, as counted by the error pass: ``saturated``, ``zeros``."""
         if self.error is None or not self.error.activation_count:
             return Told(numbers.NOT_MEASURED)
         share = derive("ratio", at(self.error, elements), at(self.error, "activation_count"))
@@ -73,11 +73,10 @@ class Activation:
 
 
 def activations(data: ReportData, plan: PrecisionPlan | None) -> tuple[Activation, ...]:
-    """Every activation of every site that was calibrated, in the model's order.
+    """Return every activation of every calibrated site, in model order.
 
     Args:
-        data: The facts.
-        plan: The plan whose recipes are meant; a site that it keeps has the one that its verdict is of.
+        plan: Plan of the recipes; a site outside FP8 has that of its verdict.
     """
     profiles = {entry.site: entry for entry in data.profile.sites}
     decisions = {d.site: d for d in plan.decisions} if plan is not None else {}
@@ -144,14 +143,14 @@ _FIELDS: tuple[Field[Activation], ...] = (
 
 
 def activation_table(data: ReportData, plan: PrecisionPlan | None) -> Table:
-    """How much of each activation lies where the format is coarse or ends."""
+    """Return shares of each activation where the format is coarse or ends."""
     return table_of("Activations and the range of the format", _FIELDS, activations(data, plan), keys=2)
 
 
 def histogram_data(data: ReportData, plan: PrecisionPlan | None) -> dict[str, Any]:
-    """What the page draws histograms from: each tensor once, and by site what is laid over it.
+    """Return histogram data of the page: each tensor once, and overlays by site.
 
-    Magnitudes are given as their logarithm to base 2. Bins are those of `core.histogram`.
+    Magnitudes are logarithms to base 2. Bins are those of `core.histogram`.
     """
     tensors: dict[str, dict[str, Any]] = {}
     sites: dict[str, list[dict[str, Any]]] = {site.name: [] for site in data.modified.sites}

@@ -1,4 +1,4 @@
-"""Tables of latency: what each engine takes at each batch size, and where it and its inputs were."""
+"""Tables of latency: each engine at each batch size, with the memory of its inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from loka_onnx.report.document import Cell, Field, Table, Tone, cell, number, pr
 from loka_onnx.report.figures import shown
 
 _Timed = tuple[str, Latency]
-"""Id of an engine, and what it took."""
+"""Id of an engine, and its latency."""
 _CAPTIONS = {
     InputPlace.HOST: "inputs in host memory, the copies to the device and back included",
     InputPlace.DEVICE: "inputs on the device already, the engine alone",
@@ -17,7 +17,7 @@ _CAPTIONS = {
 
 
 def latency_tables(data: ReportData) -> tuple[Table, ...]:
-    """One table for each place that inputs lay in, and one of engines that failed while they were timed."""
+    """Return one table for each memory of inputs, and one of engines that failed while timed."""
     timed = _timed(data)
     tables = tuple(
         table_of(f"Latency per batch size, {caption}", _fields(here), here)
@@ -31,7 +31,7 @@ def latency_tables(data: ReportData) -> tuple[Table, ...]:
 
 
 def _timed(data: ReportData) -> list[_Timed]:
-    """Each measurement once: an engine is timed once, and its evaluation on every split has what it took."""
+    """Return each measurement once: an engine is timed once, but every split's evaluation repeats it."""
     found: dict[tuple[str, int, InputPlace, str], _Timed] = {}
     for evaluation in data.evaluations.evaluations:
         if not _is_simulated(data, evaluation.engine):

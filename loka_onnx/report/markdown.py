@@ -1,4 +1,4 @@
-"""A document as Markdown that can be read in a terminal as it is."""
+"""Write a document as Markdown that is readable in a terminal."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from loka_onnx.report.document import Column, Document, Section, Table
 
 _WIDTH = 100
 _ENTITY = re.compile(r"&(?=#?\w+;)")
-# A bracket has a meaning only before what would make a link of it; escaping all would spoil intervals.
+# A bracket matters only before a link; escaping all would spoil intervals.
 _SPECIAL = re.compile(r"([\\`*|]|\](?=[(\[:])|~(?=~))")
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=%|(?:µs|ms|s|B|KiB|MiB|GiB)\b)")
-# Inside a word an underscore means itself, as in over_arch.fc2; at its edge it would open emphasis.
+# An underscore inside a word is literal, as in over_arch.fc2; at its edge it would open emphasis.
 _EDGE_UNDERSCORE = re.compile(r"(?<![^\W_])_|_(?![^\W_])")
 _LINE_START = re.compile(r"^(\s*)([#>+-]|\d+[.)])(?=\s|$|[#>+=-])")
 
 
 def escape(text: str) -> str:
-    """Plain text as Markdown: on one line, nothing in it has a meaning."""
+    """Return plain text as one line of Markdown without markup."""
     flat = " ".join(text.split())
     flat = _ENTITY.sub("&amp;", flat).replace("<", "&lt;").replace(">", "&gt;")
     return _EDGE_UNDERSCORE.sub(r"\\_", _SPECIAL.sub(r"\\\1", flat))
 
 
 def to_markdown(document: Document) -> str:
-    """Writes a document, ending with a newline."""
+    """Write a document, ending with a newline."""
     blocks = [f"# {escape(document.title)}"]
     if document.banner:
         blocks.append(f"> **{escape(document.banner)}**")

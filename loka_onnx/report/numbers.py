@@ -1,4 +1,4 @@
-"""Numbers as text. Markdown, HTML and the terminal all use these, so that they cannot disagree."""
+"""Numbers as text, the same in Markdown, HTML and the terminal."""
 
 from __future__ import annotations
 
@@ -24,12 +24,8 @@ def signed_percent(value: float, decimals: int) -> str:
 def percent_interval(interval: Interval, budget: float | None = None) -> str:
     """A relative change with its interval, ``+0.0123 % [-0.0010 %, +0.0256 %]``.
 
-    Two significant digits of the half-width are shown, and more where rounding would lay an end of the
-    interval on the other side of the budget, or on it.
-
-    Args:
-        interval: The change as a fraction.
-        budget: Largest accepted change as a fraction.
+    Two significant digits of the half-width are shown, and more where rounding would move an end across the
+    budget, or onto it.
     """
     decimals = interval_decimals(interval, budget)
     value, lower, upper = (
@@ -39,7 +35,7 @@ def percent_interval(interval: Interval, budget: float | None = None) -> str:
 
 
 def interval_decimals(interval: Interval, budget: float | None = None) -> int:
-    """Decimals of a percentage that tell the interval's ends from its value and from the budget."""
+    """Return the decimals of a percentage that separate the interval's ends from its value and the budget."""
     ends = (interval.lower, interval.upper)
     width = 100 * max(interval.upper - interval.value, interval.value - interval.lower)
     if not all(math.isfinite(v) for v in (*ends, interval.value)):
@@ -52,13 +48,13 @@ def interval_decimals(interval: Interval, budget: float | None = None) -> int:
 
 
 def _keeps_sides(ends: tuple[float, float], budget: float, decimals: int) -> bool:
-    """Whether ends that are rounded stand to the budget, which is not, as they do unrounded."""
+    """Return whether rounded ends stay on their side of the unrounded budget."""
     limit = 100 * budget
     return all(_side(round(100 * end, decimals), limit) == _side(100 * end, limit) for end in ends)
 
 
 def _side(value: float, limit: float) -> int:
-    # A percentage and the fraction that it was made of differ in the last bits.
+    # A percentage and its fraction differ in the last bits.
     return 0 if math.isclose(value, limit, rel_tol=1e-9) else (value > limit) - (value < limit)
 
 

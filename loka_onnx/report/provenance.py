@@ -1,4 +1,4 @@
-"""Says of every number of a document where it stands in the facts."""
+"""Find the JSON position of every number of a document in the facts."""
 
 from __future__ import annotations
 
@@ -12,22 +12,18 @@ from loka_onnx.report.figures import Derived, Figure, Origin, Place, Told
 
 T = TypeVar("T")
 _ROOT = "#/value"
-"""Where `core.serde` puts the value of a document."""
+"""Position of a document's value, as written by `core.serde`."""
 
 
 class Pointers:
-    """Where each dataclass and mapping of a document of facts stands in its JSON.
+    """JSON positions of all dataclasses and mappings of a document of facts.
 
-    A value that stands there several times has one of its places: they hold the same.
+    A repeated value has one of its positions: they are equal.
     """
 
     def __init__(self, facts: object) -> None:
-        """Walks the facts once.
-
-        Args:
-            facts: A document: a dataclass of dataclasses, mappings, tuples and plain values.
-        """
-        # Held, so that the ids stay those of these objects.
+        """Walk the facts once: a document of dataclasses, mappings, tuples and plain values."""
+        # Kept alive, so that ids stay unique.
         self._facts = facts
         self._parents: dict[int, tuple[int, str]] = {}
         self._pointers: dict[int, str] = {id(facts): _ROOT}
@@ -40,10 +36,10 @@ class Pointers:
                     pending.append(part)
 
     def source(self, figures: Sequence[Figure]) -> str:
-        """The terms of figures, as `report.figures` describes them.
+        """Return the terms of figures, as `report.figures` describes them.
 
         Raises:
-            InternalError: A figure is of an object that is not in the facts.
+            InternalError: A figure's object is not in the facts.
         """
         return " ".join(self._term(figure.origin) for figure in figures)
 
@@ -73,14 +69,14 @@ class Pointers:
 
 
 def located(document: T, pointers: Pointers) -> T:
-    """The document with the source of every number in it.
+    """Return the document with the source of every number in it.
 
     Args:
         document: Dataclasses and tuples with `Told` among the texts.
-        pointers: Of the facts that the numbers were taken from.
+        pointers: Of the facts behind the numbers.
 
     Raises:
-        InternalError: A number is of an object that is not in the facts.
+        InternalError: A number's object is not in the facts.
     """
     return cast(T, _located(document, pointers))
 
@@ -103,7 +99,7 @@ def _parts(value: object) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from ((str(name), part) for name, part in value.items())
     elif isinstance(value, tuple | list):
-        # Of one type throughout: a histogram of numbers need not be looked through.
+        # Of one type throughout: a histogram of numbers need not be searched.
         if value and _is_container(value[0]):
             yield from ((str(place), part) for place, part in enumerate(value))
     else:
@@ -118,7 +114,7 @@ _NAMES: dict[type[Any], tuple[str, ...]] = {}
 
 
 def _names(kind: type[Any]) -> tuple[str, ...]:
-    """Names of the fields of a dataclass; none for another type. A report asks a million times."""
+    """Return the field names of a dataclass; None for another type. Cached: a report asks a million times."""
     found = _NAMES.get(kind)
     if found is None:
         found = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
@@ -127,7 +123,7 @@ def _names(kind: type[Any]) -> tuple[str, ...]:
 
 
 def _token(name: str) -> str:
-    """A reference token: escaped by RFC 6901, then percent-encoded (RFC 3986): no separator is left."""
+    """Return a reference token: escaped by RFC 6901, then percent-encoded (RFC 3986)."""
     return quote(name.replace("~", "~0").replace("/", "~1"), safe="~")
 
 

@@ -1,7 +1,7 @@
-"""Sites by accuracy and speed of FP8: safe or not, fast or not, and where no speed is known.
+"""Sites by accuracy and speed of FP8: safe or not, fast or not, or without a known speed.
 
-A speed verdict is never guessed: a site without one stands in a column of its own. Norms have none, and are
-left out: their question is another precision than FP8.
+A speed verdict is never guessed: a site without one has a column of its own. Norms have none and are left
+out: they only choose between other precisions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SAFE_PLAN = "fp8-safe"
 _ALWAYS = (Verdict.SAFE, Verdict.UNSAFE)
 SPEED_TONES = {SpeedVerdict.FAST.value: Tone.GOOD, SpeedVerdict.SLOW.value: Tone.BAD}
 SPEEDS = (SpeedVerdict.FAST.value, SpeedVerdict.SLOW.value, numbers.NOT_MEASURED)
-"""Columns, in their order."""
+"""Columns in order."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,10 @@ class Quadrant:
     """Sites of one accuracy verdict and one speed verdict.
 
     Attributes:
-        accuracy: Verdict on accuracy.
         speed: ``fast``, ``slow`` or ``not measured``.
-        sites: Their names, in the model's order.
-        count: How many they are.
-        predicted: How many of them have a speed that was predicted, not measured; empty for none.
+        sites: In model order.
+        count: Number of sites.
+        predicted: Number of sites with a predicted, not measured speed; empty for none.
         flop_share: Their share of the FP8-able FLOPs of the model after mods, padding included.
     """
 
@@ -45,7 +44,7 @@ class Quadrant:
 
     @property
     def tone(self) -> Tone:
-        """Safe and fast is what FP8 is for; safe and slow is to be left alone."""
+        """Colour: good for safe and fast, the purpose of FP8."""
         return SPEED_TONES.get(self.speed, Tone.MUTED) if self.accuracy is Verdict.SAFE else Tone.PLAIN
 
 
@@ -54,7 +53,7 @@ class Quadrants:
     """All sites but norms, on one device.
 
     Attributes:
-        device: As run files name it; empty where no device has speed verdicts.
+        device: Name in run files; empty where no device has speed verdicts.
         rows: One per accuracy verdict, each with the columns of `SPEEDS`.
     """
 
@@ -63,13 +62,13 @@ class Quadrants:
 
     @property
     def caption(self) -> str:
-        """What the table shows."""
+        """Caption of the table."""
         if not self.device:
             return "Sites by accuracy and speed of FP8; no speed was measured or predicted"
         return f"Sites by accuracy and speed of FP8 on {self.device}"
 
     def table(self) -> Table:
-        """The same as rows of a table; those without a site are left out, the four quadrants excepted."""
+        """The quadrants as table rows; others without a site are left out."""
         columns = (
             Column("Accuracy"),
             Column("Speed"),
@@ -93,7 +92,7 @@ class Quadrants:
 
 
 def quadrants(data: ReportData) -> tuple[Quadrants, ...]:
-    """The quadrants of each device that speed verdicts are known of; one without a device where none are."""
+    """Return the quadrants of each device with speed verdicts; one without a device where there is none."""
     sites = [site for site in data.modified.sites if site.kind is not SiteKind.NORM]
     plan = judged_in(data)
     if not sites or plan is None:
@@ -104,14 +103,14 @@ def quadrants(data: ReportData) -> tuple[Quadrants, ...]:
 
 
 def judged_in(data: ReportData) -> PrecisionPlan | None:
-    """The plan whose verdicts on accuracy count: the one in which every site was judged."""
+    """Return the plan whose accuracy verdicts count: the one in which every site was judged."""
     return data.plan(SAFE_PLAN) or next((p for p in data.plans.plans if p.fp8_sites), None)
 
 
 def speed_texts(data: ReportData) -> dict[str, str]:
-    """What is known of the speed of FP8 at each site: ``fast``; of several devices, each by name.
+    """Return the speed of FP8 at each site: ``fast``; of several devices, each by name.
 
-    Of a site that is not among them nothing is known.
+    Sites of unknown speed are left out.
     """
     found: dict[str, dict[str, str]] = {}
     for speed in data.plans.speeds:

@@ -1,4 +1,4 @@
-"""Tables of refining: every plan that was built and timed on a device, and what became of it."""
+"""Tables of refining: every plan built and timed on a device, with its outcome."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COLUMNS = (
 
 
 def refinement_sections(data: ReportData) -> tuple[Section, ...]:
-    """Every step of refining; nothing where no device here was refined for."""
+    """Return every step of refining; empty without refining."""
     refined = [found for found in data.refinement.hardware if found.anchor]
     if not refined:
         return ()

@@ -1,4 +1,4 @@
-"""Writes the files of a report."""
+"""Write the files of a report."""
 
 from __future__ import annotations
 
@@ -19,19 +19,12 @@ HTML_NAME = "report.html"
 
 
 def render(data: ReportData, directory: Path) -> tuple[Path, ...]:
-    """Writes report.json, report.md and report.html, each atomically.
+    """Write report.json, report.md and report.html, each atomically; return them in this order.
 
-    Equal data gives equal bytes.
-
-    Args:
-        data: The facts.
-        directory: Where the files go; created if need be.
-
-    Returns:
-        The files written, in the order above.
+    Equal data gives equal bytes. The directory is created if needed.
 
     Raises:
-        OutputError: The place cannot be written.
+        OutputError: Writing fails.
     """
     pointers = Pointers(data)
     document = build_document(data, pointers)

@@ -1,4 +1,4 @@
-"""The report as a document: what is shown, and in which order."""
+"""The report as a document: content and order."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ SYNTHETIC_BANNER = "SYNTHETIC DATA: every number below was measured on generated
 
 
 def build_document(data: ReportData, pointers: Pointers | None = None) -> Document:
-    """Arranges the facts of a run for reading.
-
-    Args:
-        data: The facts.
-        pointers: Where they stand; found anew where they are not given.
-    """
+    """Arrange the facts of a run for reading; `pointers` are computed anew when None."""
     sections = (
         *([Section("notes", "Notes", items=data.notes)] if data.notes else []),
         engines_section(data),
@@ -121,7 +116,7 @@ def _result(record: RewriteRecord) -> tuple[str, Tone]:
         return "rolled back", Tone.BAD
     if not record.applied:
         return "nothing to do", Tone.MUTED
-    # Precision transforms change the output on purpose; their engines are evaluated instead.
+    # Precision transforms change outputs on purpose; their engines are evaluated instead.
     return ("kept", Tone.GOOD) if record.max_abs is not None else ("kept, not an equivalence", Tone.PLAIN)
 
 
@@ -211,7 +206,7 @@ def _product_flops(model: ModelArtifact) -> Figure:
 
 
 def _other_products(model: ModelArtifact) -> Iterator[Table]:
-    """Products of the model after mods that no plan decides."""
+    """Yield products of the model after mods that no plan decides."""
     columns = (
         Column("Node"),
         Column("Operator"),

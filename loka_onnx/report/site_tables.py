@@ -1,4 +1,4 @@
-"""Tables of the sites: what FP8 does to each, and the precision that each plan gives it."""
+"""Tables of the sites: the effect of FP8 on each, and its precision in each plan."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _VERDICT_TONES = {
 
 
 def sites_section(data: ReportData) -> Section:
-    """What calibration learned of each site, and what the plans make of it."""
+    """Return calibration results and decisions for each site."""
     plan = shown_plan(data)
     tables: list[Table] = []
     paragraphs = [
@@ -99,7 +99,7 @@ def sites_section(data: ReportData) -> Section:
 
 
 def calibration_facts(profile: Profile) -> list[str]:
-    """How many rows each part of a profile comes from, and why no more."""
+    """Return the rows behind each part of a profile, and why no more."""
     sampling = profile.sampling
     facts: list[str] = [
         told(
@@ -119,7 +119,7 @@ def calibration_facts(profile: Profile) -> list[str]:
 
 
 def open_sites(profile: Profile) -> list[str]:
-    """Which verdicts the rows did not suffice for; nothing where they did, or where nobody asked."""
+    """Return sites whose verdict needs more rows; empty for none, or where it was not requested."""
     sites = profile.sampling.undecided
     if not sites:
         return []
@@ -145,7 +145,9 @@ def _intervals(data: ReportData) -> str:
 
 
 def shown_plan(data: ReportData) -> PrecisionPlan | None:
-    """The plan whose reasons are shown: the emitted one if it has FP8, else fp8-safe, else any with FP8."""
+    """Return the plan whose reasons are shown: the selected one if it has FP8, else fp8-safe, else any with
+    FP8.
+    """
     emitted = [data.plan(name) for t in data.choice.targets for name in t.plans]
     candidates = [*emitted, data.plan(SAFE_PLAN), *data.plans.plans]
     known = [p for p in candidates if p is not None]
@@ -167,7 +169,7 @@ def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known of sites, by their names."""
+    """Known facts of sites, by name."""
 
     decisions: dict[str, Decision]
     profiles: dict[str, SiteProfile]
@@ -215,12 +217,12 @@ def _speed(site: Site, known: _Known) -> Cell:
 def _recipe(decision: Decision | None, profile: SiteProfile | None) -> str | None:
     if decision is not None and decision.recipe is not None:
         return decision.recipe.id
-    # A site that is kept has no recipe of its own: the one that its verdict is of is shown, by name.
+    # A site outside FP8 has no recipe: the one of its verdict is shown, by name.
     return profile.judged_recipe if profile is not None else None
 
 
 def _flop_share(site: Site, able: Figure) -> Told:
-    """Share of the FP8-able FLOPs of the model whose sites are listed, as in the quadrants."""
+    """Return the share of the FP8-able FLOPs of the listed model, as in the quadrants."""
     if not site.is_fp8_able or not able.value:
         return Told(numbers.NONE)
     return formed(numbers.share, derive("ratio", derive("flops", Place(site)), able))
@@ -249,7 +251,7 @@ def _labelled(data: ReportData, found: Sensitivity) -> Told:
 
 
 def _interval(data: ReportData, moments: RatioMoments, fixed: Interval) -> Told:
-    """The interval that holds for how the rows came about; `fixed` is that of a number fixed beforehand."""
+    """Return the interval valid for how rows were added; `fixed` is that of a number fixed beforehand."""
     sampling = data.profile.sampling
     if not sampling.is_sequential:
         return percent_interval(fixed)
@@ -335,7 +337,7 @@ def _plan_table(data: ReportData) -> Table:
 
 
 def _wide_table(data: ReportData) -> Table:
-    """Nodes beside the sites that stay in FP32, those with one reason in one row."""
+    """Return non-site nodes that stay in FP32, one row for each reason."""
     found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for plan in data.plans.plans:
         for wide in plan.wide:

@@ -21,7 +21,7 @@ from loka_onnx.report.figures import (
 )
 
 SHOWN = 10
-"""Slices of one engine and output that the texts show; report.json has all of them."""
+"""Most slices of one engine and output in texts; report.json has all."""
 NULL = "(null)"
 
 _TONES = {
@@ -33,7 +33,7 @@ _TONES = {
 
 
 def slices_sections(data: ReportData) -> tuple[Section, ...]:
-    """The section, where any column was named under `data.slices`; else nothing."""
+    """Return the section; empty without columns under `data.slices`."""
     sliced = [(e, o) for e in data.evaluations.evaluations for o in e.outputs if o.slices]
     if not sliced:
         return ()
@@ -62,7 +62,7 @@ def slices_sections(data: ReportData) -> tuple[Section, ...]:
 
 
 def slices_sentence(output: OutputEvaluation) -> Told:
-    """How the slices of an output stand to its budget, with the worst of those that are beyond it."""
+    """Return the status of an output's slices, with the worst of those beyond the budget."""
     counts = [
         told("{} {}", formed(numbers.count, _counted(output, status)), status)
         for status in (BudgetStatus.WITHIN, BudgetStatus.UNDECIDED, BudgetStatus.NOT_JUDGED)

@@ -1,4 +1,4 @@
-"""Tables of what FP8 saves at each site by kernel times, behind the quadrants."""
+"""Tables of the time that FP8 saves at each site by kernel times, behind the quadrants."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ _SPEED_TONES = {
 
 
 def speed_tables(data: ReportData, judged_in: PrecisionPlan | None) -> Iterator[Table]:
-    """The quadrants, and what FP8 saves at each site, of each device that there are kernel times of.
+    """Yield the quadrants and savings by site, of each device with kernel times.
 
     Args:
-        data: The facts.
-        judged_in: The plan whose verdicts on accuracy are shown.
+        judged_in: The plan whose accuracy verdicts are shown.
     """
     verdicts = {d.site: d.verdict for d in judged_in.decisions} if judged_in is not None else {}
     for found in quadrants(data):

@@ -1,4 +1,4 @@
-"""The end of a run in the terminal."""
+"""Summary of a run in the terminal."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from loka_onnx.report.engine_tables import (
 from loka_onnx.report.sections import SYNTHETIC_BANNER
 from loka_onnx.report.verdict import NO_LABELS
 
-# The caption has the rest of the words: the table fits 80 columns.
+# The caption has the other words: the table fits 80 columns.
 _HEADINGS = {KL_NAME: "KL", f"{DELTA_NE_NAME} or {KL_NAME}": "ΔNE or KL"}
 _STYLES = {Tone.GOOD: "green", Tone.BAD: "red", Tone.WARN: "yellow", Tone.MUTED: "dim", Tone.PLAIN: ""}
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """Which columns are needed to tell the rows apart."""
+    """Columns needed to distinguish the rows."""
 
     split: str
     with_target: bool
@@ -40,7 +40,7 @@ class _Shape:
     with_output: bool
 
     def names(self, engine: EngineArtifact | None, plan: Text, output: str) -> list[Text]:
-        """The cells that name a row."""
+        """Return the cells that name a row."""
         cells = [Text(engine.target if engine else "")] if self.with_target else []
         cells += [Text(engine.backend if engine else "")] if self.with_backend else []
         return [*cells, plan, *([Text(output)] if self.with_output else [])]
@@ -50,11 +50,10 @@ _LONGEST_WORD = len("undecided,")
 
 
 def summary_table(data: ReportData, split: str | None = None) -> Table:
-    """One row per engine and output, the reference first; the emitted engines are marked with ``*``.
+    """Return one row per engine and output, the reference first; selected engines are marked with ``*``.
 
     Args:
-        data: The facts.
-        split: Split of the accuracy; selection, on which every candidate was judged, when None.
+        split: Split of the accuracy; when None selection, on which every candidate was judged.
     """
     judged = delta_heading(data)
     shape = _shape(data, split or (SELECTION if SELECTION in data.splits else next(iter(data.splits), "")))
@@ -134,7 +133,7 @@ def _add_engine(table: Table, data: ReportData, engine: EngineArtifact, shape: _
 
 
 def beside(output: OutputEvaluation) -> tuple[Text, Text]:
-    """KL and the change of AUC (in percent of an AUC of 1, which are points), each on two lines."""
+    """Return KL and the change of AUC (in percent of an AUC of 1, which are points), each on two lines."""
     change = output.difference
     if change is None:
         return Text(numbers.NONE), Text(numbers.NONE)
@@ -143,7 +142,7 @@ def beside(output: OutputEvaluation) -> tuple[Text, Text]:
 
 
 def on_two_lines(text: str) -> str:
-    """An interval with the unit said once, so that the table fits 80 columns."""
+    """Return an interval with one unit, so that the table fits 80 columns."""
     value, _, interval = text.partition(" [")
     return f"{value}\n[{interval.replace(' %', '')}" if interval else value
 

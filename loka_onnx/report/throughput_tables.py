@@ -26,11 +26,11 @@ _COLUMNS = (
     Column("Of the generator, p99", numeric=True),
 )
 LATE = 0.1
-"""Part of the limit from which on what the load generator adds is marked."""
+"""Share of the limit from which the load generator's part is marked."""
 
 
 def throughput_sections(data: ReportData) -> tuple[Section, ...]:
-    """Every engine that was put under load; nothing where none was."""
+    """Return every engine under load; empty for none."""
     found = data.throughput.measurements
     if not found:
         return ()

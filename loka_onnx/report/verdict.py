@@ -1,4 +1,4 @@
-"""The answer first: which engine each target gets, what it costs, and why."""
+"""The verdict first: each target's engine, its cost, and the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loka_onnx.report.verdict_stats import Emitted, bars, emitted, speed_stats, 
 
 SIMULATED_LATENCY = "simulated: speed never counts"
 NO_LABELS = f"{KL_NAME}, no labels: the labelled first-order term is not seen"
-"""What must be said of every verdict on an output that has no labels."""
+"""Caution on every verdict on an output without labels."""
 
 
 def verdicts(data: ReportData) -> tuple[Verdict, ...]:
@@ -23,12 +23,12 @@ def verdicts(data: ReportData) -> tuple[Verdict, ...]:
 
 
 def budget_sentence(output: OutputEvaluation) -> Told:
-    """The standing of an output to its budget, and what a reader of its intervals must know."""
+    """Return the budget status of an output, with cautions on its intervals."""
     return joined("; ", [_standing(output), *output.remarks])
 
 
 def _standing(output: OutputEvaluation) -> Told:
-    """The standing alone, whose every number has a place in the report."""
+    """Return the status alone, whose numbers all have a source in the report."""
     if output.difference is None:
         return told("the reference itself; budget {}", shown(numbers.budget_percent, output, "budget"))
     said = _status_sentence(output)
@@ -57,7 +57,7 @@ def _status_sentence(output: OutputEvaluation) -> Told:
 
 
 def _why_open(output: OutputEvaluation) -> str:
-    """Why no number of rows can be told that would decide."""
+    """Return why no deciding number of rows can be given."""
     judged = output.difference.judged if output.difference is not None else None
     if judged is None or not math.isfinite(judged.upper - judged.lower):
         return "how many rows would decide it is not known: these are too few for an interval"
@@ -129,7 +129,7 @@ def _costs(data: ReportData, engine: Emitted) -> list[str]:
 
 
 def _stood_in(data: ReportData, engine: Emitted) -> list[str]:
-    """What an engine that was not run is expected to cost: that of another one of its plan."""
+    """Return the expected cost of an engine that was not run: that of another one of its plan."""
     found = stand_in(data, engine)
     if found is None:
         return []

@@ -1,4 +1,4 @@
-"""The few numbers that a choice is made by: how much faster, over which baseline, at what cost."""
+"""The few deciding numbers: speedup over each baseline, and cost."""
 
 from __future__ import annotations
 
@@ -28,18 +28,16 @@ from loka_onnx.report.figures import (
 )
 
 BASELINES = ("fp32", "bf16", "fp16")
-"""Ids of the plans that a gain is told over, where an engine of them competed."""
+"""Ids of baseline plans, where an engine of them competed."""
 _TONES = {"within": Tone.GOOD, "beyond": Tone.BAD, "undecided": Tone.WARN}
 
 
 @dataclass(frozen=True)
 class Emitted:
-    """An engine that is emitted.
+    """A selected engine.
 
     Attributes:
-        engine: Its id.
-        plan: Its plan.
-        apart: ``of`` and its id where a target has several, to stand behind what is said of it; else empty.
+        apart: ``of`` and its id where a target has several; else empty.
     """
 
     engine: str
@@ -48,14 +46,16 @@ class Emitted:
 
 
 def emitted(choice: TargetChoice) -> tuple[Emitted, ...]:
-    """All engines that a target gets, the main one first."""
+    """Return all engines of a target, the main one first."""
     plans = {choice.engine: choice.plan} | {route.engine: route.plan for route in choice.routes}
     several = len(plans) > 1
     return tuple(Emitted(name, plan, f" of {name}" if several else "") for name, plan in plans.items())
 
 
 def stats(data: ReportData, choice: TargetChoice) -> tuple[Stat, ...]:
-    """The numbers of one target: its plan, its gain over each baseline, its cost against the budget."""
+    """Return the numbers of one target: its plan, its gain over each baseline, its cost against the
+    budget.
+    """
     return (
         _plan_stat(data, choice),
         *speed_stats(data, choice),
@@ -65,8 +65,8 @@ def stats(data: ReportData, choice: TargetChoice) -> tuple[Stat, ...]:
 
 
 def bars(data: ReportData, choice: TargetChoice) -> tuple[BudgetBar, ...]:
-    """What was judged on the deciding split, by engine and output; of an engine of the same plan, where this
-    one was not run.
+    """Return judged quantities on the deciding split, by engine and output; of an engine of the same plan,
+    where this one was not run.
     """
     return tuple(
         BudgetBar(
@@ -91,8 +91,8 @@ def bars(data: ReportData, choice: TargetChoice) -> tuple[BudgetBar, ...]:
 
 
 def speed_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
-    """The gain of the main engine over the best one of each baseline, as measured in turns; in words where
-    there is none.
+    """Yield the gain of the main engine over the best one of each baseline, measured in turns; in words
+    without one.
     """
     main = emitted(choice)[0]
     is_simulated = _is_simulated(data, choice.engine)
@@ -172,7 +172,7 @@ def _latency_stat(data: ReportData, choice: TargetChoice) -> Stat:
 
 
 def _cost_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
-    """Of all that is emitted, what is the worst against its budget."""
+    """Yield the worst cost against its budget of all selected engines."""
     judged_outputs = [
         (engine, evaluation, output)
         for engine in emitted(choice)
@@ -208,7 +208,7 @@ def _cost_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
 
 
 def _beside(output: OutputEvaluation) -> Iterator[Stat]:
-    """What is guarded beside the budget."""
+    """Yield guarded quantities."""
     change = output.difference
     limits = {guard.name: guard for guard in output.guards}
     if change is None:
@@ -233,7 +233,7 @@ def _held(output: OutputEvaluation, judged: Interval) -> str:
 
 
 def _whose(data: ReportData, engine: Emitted, evaluation: Evaluation) -> str:
-    """Whose accuracy it is, where there are several engines or the emitted one was not run."""
+    """Return whose accuracy it is, where there are several engines or the selected one was not run."""
     whose = engine.apart and f",{engine.apart}"
     if evaluation.engine == engine.engine:
         return f"{whose}, simulated FP8" if _is_simulated(data, engine.engine) else whose
@@ -242,7 +242,7 @@ def _whose(data: ReportData, engine: Emitted, evaluation: Evaluation) -> str:
 
 
 def stand_in(data: ReportData, engine: Emitted) -> Evaluation | None:
-    """The worst evaluation of another engine of the same plan; None where the emitted engine has its own."""
+    """Return the worst evaluation of another engine of the same plan; None where the engine has its own."""
     if _own(data, engine) is not None:
         return None
     for split in reversed(data.splits):
@@ -263,7 +263,7 @@ def _deciding(data: ReportData, engine: Emitted) -> Evaluation | None:
 
 
 def _own(data: ReportData, engine: Emitted) -> Evaluation | None:
-    """That of the last split which the emitted engine was run on: certification, where there is one."""
+    """Return the evaluation of the last split that the engine was run on: certification, if any."""
     found = (data.evaluation(engine.engine, split) for split in reversed(data.splits))
     return next((evaluation for evaluation in found if evaluation is not None and evaluation.outputs), None)
 

@@ -1,4 +1,4 @@
-"""A document as one HTML file that needs nothing from anywhere."""
+"""A document as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ class Graph(Protocol):
 
 
 def to_html(document: Document, exhibits: Exhibits, graph: Graph | None = None) -> str:
-    """Writes a document.
+    """Write a document.
 
     Args:
-        document: What Markdown shows too.
-        exhibits: What is drawn; plotly.js is put on the page when there is something to draw.
+        exhibits: Drawn parts; plotly.js is included when there are any.
         graph: The model graph; None leaves its section out.
     """
     template = environment().get_template("report.html.j2")
@@ -43,7 +42,7 @@ def to_html(document: Document, exhibits: Exhibits, graph: Graph | None = None) 
 
 @cache
 def environment() -> jinja2.Environment:
-    """The templates of the page; whatever stands in them is escaped."""
+    """Return the templates of the page, with autoescaping."""
     found = jinja2.Environment(
         loader=jinja2.PackageLoader("loka_onnx.report"),
         autoescape=True,
@@ -56,12 +55,12 @@ def environment() -> jinja2.Environment:
 
 
 def _json(value: Any) -> Markup:
-    """Data for a script: nothing in it can end the element that it stands in."""
+    """Return data for a script: nothing in it can end its element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e"))
 
 
 @cache
 def _packed_plotly() -> str:
-    """The source of plotly.js, compressed; a browser unpacks it when the first chart is drawn."""
+    """Return the source of plotly.js, compressed; a browser unpacks it for the first chart."""
     return base64.b64encode(gzip.compress(plotly_script().encode(), 9, mtime=0)).decode()

@@ -95,13 +95,13 @@ def test_a_file_has_the_bytes_that_protobuf_writes(name, change, limit, models, 
     monkeypatch.setattr(storage, "INLINE_LIMIT_BYTES", limit)
     model = change(models[name])
     held = model.export()
-    assert len(held.held) >= 2
+    assert len(held.detached) >= 2
     digest = model.save(tmp_path / "held/m.onnx")
     # With no weight large enough to be held, onnx-graphsurgeon and protobuf have all of them.
     for module in (weights, shapes):
         monkeypatch.setattr(module, "STRIP_BYTES", 1 << 40)
     plain = change(models[name])
-    assert not plain.export().held
+    assert not plain.export().detached
     assert plain.save(tmp_path / "plain/m.onnx") == digest
     for path in (tmp_path / "plain").iterdir():
         assert (tmp_path / "held" / path.name).read_bytes() == path.read_bytes()
@@ -314,7 +314,7 @@ def test_what_is_beyond_the_limit_in_branches_is_left_to_files(models, monkeypat
     held = GraphModel.load(models["choice"]).export()
     assert held.in_memory() is not None
     inside = [*all_initializers(held.headers.graph)][len(held.headers.graph.initializer) :]
-    large = sum(held.held[number].nbytes for t in inside if (number := number_of(t)) is not None)
+    large = sum(held.detached[number].nbytes for t in inside if (number := number_of(t)) is not None)
     assert large > 4096
     monkeypatch.setattr(exported, "INLINE_LIMIT_BYTES", large - 1)
     assert held.in_memory() is None
