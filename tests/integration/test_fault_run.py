@@ -70,7 +70,7 @@ def test_the_run_emits_what_it_emits_without_them(
     place.write_run_file(
         plan={"plans": ["fp32"]},
         # The good one last: nothing that went wrong before may reach it.
-        targets=[{"device": "cpu", "backends": [*(name.value for name in faults), "onnxruntime"]}],
+        targets=[{"device": "cpu", "backends": [*faults, "onnxruntime"]}],
         build={"timeout_seconds": SECONDS, "memory_gb": GB, "parallel": parallel, "cache_gb": 0},
     )
     killer = kill_when_told(place.output / "engines" / "worker")
@@ -79,9 +79,9 @@ def test_the_run_emits_what_it_emits_without_them(
 
     assert result.choice is not None and result.report is not None and result.bundle is not None
     engines = {engine.backend: engine for engine in result.report.engines}
-    assert list(engines) == [*(name.value for name in faults), "onnxruntime"], "the order of the run file"
+    assert list(engines) == [*faults, "onnxruntime"], "the order of the run file"
     for name in faults:
-        assert engines[name.value].status is BuildStatus.FAILED
+        assert engines[name].status is BuildStatus.FAILED
     assert "died of SIGSEGV" in engines["tensorrt"].detail
     assert f"ended at the time limit of {SECONDS:g} s" in engines["tensorrt_rtx"].detail
     assert "ended at the memory limit of 858 MiB" in engines["migraphx"].detail

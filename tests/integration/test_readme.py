@@ -48,7 +48,7 @@ def test_the_example_runs_as_printed(tmp_path: Path) -> None:
 
 def test_the_way_to_the_demo_is_the_one_that_the_release_is_tested_by() -> None:
     """`tests/release.sh` takes its commands out of docs/index.md; the README has the same ones."""
-    from loka_onnx.data import movielens100k
+    from loka_zoo import movielens100k
 
     index = ROOT / "docs" / "index.md"
     script = (ROOT / "tests" / "release.sh").read_text(encoding="utf-8")

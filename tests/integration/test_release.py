@@ -16,7 +16,7 @@ import loka_onnx
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-PACKAGE = "loka_onnx/"
+PACKAGE = ("loka_onnx/", "loka_zoo/")
 
 
 @pytest.fixture(scope="module")
