@@ -5,6 +5,7 @@ Each is a process of its own, so that none inherits another's memory or threads.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -67,6 +68,7 @@ BENCHMARKS = (
 
 def main() -> None:
     """Run them in turn; the first that fails ends the run with its exit code."""
+    argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__).parse_args()
     for benchmark in BENCHMARKS:
         if benchmark.obstacle is not None:
             print(f"{benchmark.module}: not run, {benchmark.obstacle}", flush=True)
