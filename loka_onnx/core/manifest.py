@@ -273,9 +273,10 @@ def path_problem(path: str) -> str | None:
 
 
 def paths_problem(paths: Iterable[str]) -> str | None:
-    """Return why these paths are not allowed together; None when they are.
+    """Return why these paths may not be listed together; None where they may.
 
-    Two spellings of one name would collide on systems that ignore case, so they are refused everywhere.
+    Refused are invalid paths, a path listed twice, a file that is also a directory, and paths that differ
+    only in case, on every system.
     """
     seen: dict[str, str] = {}
     files: set[str] = set()

@@ -54,13 +54,13 @@ class SiteProfile:
         raise KeyError((recipe, output))
 
     def merge(self, other: SiteProfile, weights: Collection[str]) -> SiteProfile:
-        """Merge with the same site over other rows.
+        """Return this profile combined with one of the same site that was measured on other rows.
 
         Args:
-            weights: Constant operands, equal in both.
+            weights: Names of constant operands, whose statistics are equal in both.
 
         Raises:
-            ValueError: They are of different sites or scales.
+            ValueError: The profiles differ in site, operand names, origins or recipes.
         """
         mine = (self.site, self.operands.keys(), self.origins, [e.recipe for e in self.errors])
         if mine != (other.site, other.operands.keys(), other.origins, [e.recipe for e in other.errors]):

@@ -98,11 +98,11 @@ def evaluate_outputs(
 
     Args:
         reference: (rows,) or (rows, 1) arrays by output name, of the FP32 reference.
-        candidate: The same of the engine, on the same rows in the same order.
+        candidate: Likewise of the engine, for the same rows in the same order.
         columns: (rows,) labels and weights by column name.
         specs: The judged outputs.
         units: Groups and slices; None for independent rows without slices.
-        confidence: Of the judged two-sided intervals, and of all slices of an output together; other
+        confidence: Level of the two-sided intervals that decide, and jointly of an output's slices; other
             intervals have 95 %.
 
     Raises:

@@ -159,9 +159,9 @@ def measure_interleaved(
 
 
 def over_loads(loads: Sequence[Sequence[Latency]]) -> tuple[Latency, ...]:
-    """Return the medians over loads of one engine, by ascending batch size.
+    """Return the medians over several loadings of one engine, by ascending batch size.
 
-    Sizes that it did not finish in every load are left out; the loads' own medians are kept.
+    Batch sizes that were not measured in every loading are left out; `loads_us` keeps each loading's p50.
     """
     by_batch = [{latency.batch: latency for latency in load} for load in loads]
     common = set.intersection(*map(set, by_batch)) if by_batch else set()

@@ -38,9 +38,9 @@ def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[Pla
 
 
 def runs(config: RunConfig, precision: Precision) -> bool:
-    """Return True if a target's backend can run the whole model in a precision.
+    """Return True if a backend of any target can run the whole model in a precision.
 
-    CPUs are left out: they gain no time by FP16, which takes a pass of calibration to make safe.
+    CPUs never count: they gain no time by it, and FP16 needs a further pass of calibration to be safe.
     """
     plan = PrecisionPlan(str(precision), "", precision, (), {}, 0.0)
     return any(

@@ -239,7 +239,7 @@ class Judging:
         return get_backend(engine.backend).open(engine, self.directory.path / (engine.path or Path()))
 
     def time_engines(self, engines: Sequence[EngineArtifact]) -> Interleaved:
-        """Measure the latency of every engine that runs here; see `TimingBench.time`."""
+        """Measure the latency of every engine that runs here, in turns; see `TimingBench.time`."""
         bench = TimingBench(
             self.config,
             self.progress,

@@ -36,10 +36,10 @@ class Measurement:
 
 
 def read_earlier(document: Path, now: Measurement) -> Profile:
-    """Read the profile that sites are put into.
+    """Read the earlier profile, in which sites that are measured again are replaced.
 
     Raises:
-        ConfigError: There is none, or its sites were measured otherwise.
+        ConfigError: It is missing, holds rows of `--update`, or is of another model, other data or recipes.
         UserError: It is not a profile of this version.
     """
     remedy = "calibrate every site: the same command without --only"

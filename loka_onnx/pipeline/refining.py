@@ -159,7 +159,13 @@ class _Loop:
         self.built: list[EngineArtifact] = []
 
     def run(self, names: Iterator[str]) -> HardwareRefinement | None:
-        """All rounds; None where no engine of this hardware runs here."""
+        """Time the engines, then run the rounds; None where no engine of this hardware runs here.
+
+        The result may have no round, and says why.
+
+        Args:
+            names: Names of the plans that are added.
+        """
         here = [e for e in self._engines if e.status is BuildStatus.READY]
         if not here:
             return None

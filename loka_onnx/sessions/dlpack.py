@@ -157,7 +157,7 @@ def borrow(value: Any, stream: int | None = None) -> Borrowed:
 
 
 def dtype_called(name: str) -> np.dtype[Any]:
-    """NumPy type of a name, including `bfloat16`."""
+    """Return the NumPy type of this name; `bfloat16` is accepted too."""
     if name == "bfloat16":
         import ml_dtypes
 

@@ -73,7 +73,7 @@ class OperatorPackage:
         return OPERATOR_MODULES[self.module]
 
     def installed(self) -> NeededPackage | None:
-        """Installed distribution, or None; imports nothing."""
+        """Return the first of its distributions that is installed, or None; imports nothing."""
         for distribution in self.distributions:
             try:
                 version = metadata.version(distribution)

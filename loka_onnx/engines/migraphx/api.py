@@ -242,7 +242,7 @@ def load_program(migraphx: Any, path: Path) -> Any:
     """Read a compiled program.
 
     Raises:
-        EngineError: Another version wrote it, or it is not a compiled program.
+        EngineError: MIGraphX does not load it (another version wrote it), or it was never compiled.
     """
     try:
         program = migraphx.load(os.fspath(path))

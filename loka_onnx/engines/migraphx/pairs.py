@@ -104,20 +104,17 @@ def rank_0_scales(draft: GraphDraft) -> None:
 
 
 def separate_sources(draft: GraphDraft) -> None:
-    """Quantize a tensor that has other readers through a copy of twice its size.
+    """Give each FP8 quantizer whose tensor x has other readers an input of its own, 2·x, with the scale 2·s.
 
-    ::
+    Otherwise MIGraphX gives the other readers DQ(Q(x)): a residual sum would add rounded values. ::
 
         Q(x, s) = Q(2·x, 2·s)
 
-    exactly: doubling changes only the exponent, and the quotient is the same real number. (Where 2·x
-        overflows FP32,
-    x/s is beyond FP8's range for every scale below 2¹¹⁸, and both saturate.) MIGraphX replaces x by DQ(Q(x))
-    in the one pointwise operator that reads x beside the Q: a residual sum would add rounded values. Only Q
-    reads the copy, so that nothing is replaced; the multiplication joins the quantizing kernel. A
-    multiplication by 1 would be removed.
-
-    A cast in front of the Q counts as the tensor itself: equal casts are merged.
+    is exact: doubling changes only the exponent. Where 2·x overflows FP32, x/s is beyond FP8's range for
+    every scale below 2¹¹⁸, and both saturate; tensors of FP16 graphs have a factor of 8 to spare
+    (`planning.fp16`).
+    The multiplication joins the quantizing kernel; one by 1 would be removed. Where Q reads a cast of x,
+    readers of an equal cast count too, because equal casts are merged.
     """
     copies: dict[str, str] = {}
     for node in float8_nodes(draft):

@@ -115,7 +115,7 @@ def build_engine(trt: Any, model: Path, settings: BuildSettings, target: Path) -
 
 
 def known_capabilities(trt: Any) -> frozenset[str]:
-    """Architectures that the module can select, in lower case; empty when it has no choice."""
+    """Return the architectures that this TensorRT can select (``sm89``); empty where it has no setting."""
     kinds = getattr(trt, "ComputeCapability", None)
     members = getattr(kinds, "__members__", {}) if kinds is not None else {}
     return frozenset(name.lower() for name in map(str, members) if name.startswith("SM"))

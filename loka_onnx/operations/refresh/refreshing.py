@@ -238,7 +238,12 @@ class _Attempt:
         return found if is_same and found.fallback else None
 
     def described(self, fallback: str, seconds: float) -> Refresh:
-        """Changes found so far."""
+        """Return the changes against the earlier run that are known so far.
+
+        Args:
+            fallback: Why everything is done anew; empty where it is not.
+            seconds: Time that the refresh has taken.
+        """
         profile, before = self.profile, self.before
         has_looked = bool(self.evaluations.evaluations) or not fallback
         return Refresh(

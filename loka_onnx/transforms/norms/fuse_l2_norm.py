@@ -40,7 +40,7 @@ class FuseL2Norm(Mod[DecomposedNorm]):
         return find_norms(model, NormKind.L2, _read)
 
     def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:
-        """Replace the primitives by one node."""
+        """Replace the nodes that compute an L2 norm by one LpNormalization."""
         attrs = {"axis": match.axes[0], "p": 2}
         fused = model.add(_OP, [match.source], match.module or _OP.lower(), match.result.dtype, attrs)
         name = put_in_place(model, match, fused)

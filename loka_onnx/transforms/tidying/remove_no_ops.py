@@ -98,7 +98,7 @@ class _Walk:
         self._ordered: dict[int, Tensor] = {}
 
     def visit(self, node: Node) -> Redundant | None:
-        """Return the possible change of a node, and count its result as replaced."""
+        """Return how a node can be removed or simplified; later nodes see what replaces its output."""
         if not node.inputs or not node.inputs[0].name:
             return None
         source = _unchanged(node)

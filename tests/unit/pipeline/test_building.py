@@ -86,6 +86,8 @@ def test_an_error_ends_the_others(workers: int) -> None:
         begun.append(number)
         if number == 1:
             raise ValueError("option 'speed' is unknown")
+        # Long enough for the thread that waits to see the error, however busy the machine is.
+        time.sleep(0.05)
         return number
 
     with pytest.raises(ValueError, match="'speed'"):

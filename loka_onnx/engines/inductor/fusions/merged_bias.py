@@ -19,7 +19,7 @@ from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tenso
 
 
 def fuse_merged_bias(graph: PlannedGraph) -> Findings:
-    """Move the biases of every merged product; see the module. Nothing is declined."""
+    """Move the biases added behind the Split of each merged product to before the Split; declines nothing."""
     found = Findings([], [])
     for node in list(graph.nodes):
         adds = _biased(graph, node) if node.op == "Split" and not node.domain and node.outputs else []

@@ -145,8 +145,8 @@ class PlannedGraph:
 
         Args:
             path: The model file.
-            base: For analysis of a plan with this base precision: every FP32 tensor is assumed to have this
-                type, and the graph cannot be saved. None keeps types.
+            base: ONNX type that every FP32 tensor is assumed to have, for analysis only: large weights are
+                not read, and the graph cannot be saved. None keeps types.
 
         Raises:
             ModelError: The file or its external data are missing, truncated or invalid.

@@ -76,7 +76,7 @@ def _loka_token_residual_norm_kernel(  # type: ignore[no-untyped-def]
 def token_residual_norm(
     x: Tensor, f: Tensor, w: Tensor, gamma: Tensor, beta: Tensor, epsilon: float
 ) -> Tensor:
-    """Compute the block.
+    """Compute LayerNorm(x + concat(f, w·x)) over d; f holds the first n_F tokens, w·x the last n_L.
 
     Args:
         x: (batch, n, d), BF16 or FP16, contiguous.
