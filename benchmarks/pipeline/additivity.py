@@ -99,7 +99,7 @@ def joint(plan: PrecisionPlan, profile: Profile, effects: RowEffects) -> dict[st
     correlations = np.zeros(1)
     if len(moving) > 1:
         correlations = np.asarray(np.corrcoef(moving))[np.triu_indices(len(moving), 1)]
-    interval = ratio_interval(effects.change(plan.id).total, effects.loss, None, effects.switchable)
+    interval = ratio_interval(effects.change(plan.id).total, effects.loss, None, effects.units)
     return {
         "sites": len(plan.fp8_sites),
         "groups": sum(name.startswith("group:") for name in parts),
@@ -167,7 +167,7 @@ def ceiling(
         names: Sites.
         halvings: How often users are halved.
     """
-    members = np.unique(effects.switchable, return_inverse=True)[1]
+    members = np.unique(effects.units, return_inverse=True)[1]
     loss = np.bincount(members, effects.loss)
     sums, other_sums = (
         np.stack([np.bincount(members, rows.change(name).total) for name in names])
@@ -203,7 +203,7 @@ def by_site(artifact: ModelArtifact, profile: Profile, effects: RowEffects) -> d
     for site in artifact.sites:
         known, change = from_calibration(profile, site.name), effects.change(site.name)
         intervals = {
-            name: ratio_interval(rows, effects.loss, None, effects.switchable)
+            name: ratio_interval(rows, effects.loss, None, effects.units)
             for name, rows in {"kl": change.kl, "delta_ne": change.total}.items()
         }
         found[site.name] = {

@@ -329,7 +329,7 @@ def world_of(model: str, data: PreparedData, options: argparse.Namespace) -> Wor
         np.column_stack([changes[name].kl for name in names]),
         np.column_stack([changes[name].labelled for name in names]),
         effects.loss,
-        np.unique(effects.switchable, return_inverse=True)[1],
+        np.unique(effects.units, return_inverse=True)[1],
     )
 
 

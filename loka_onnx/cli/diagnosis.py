@@ -9,6 +9,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,9 +22,9 @@ from loka_onnx.core.distributions import versions_of
 from loka_onnx.engines.base import Availability
 from loka_onnx.engines.inductor.operator_packages import PACKAGES, OperatorPackage, find_packages
 from loka_onnx.engines.isolation import run_child
-from loka_onnx.engines.registry import all_backends
+from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import Limits
-from loka_onnx.errors import LokaError
+from loka_onnx.errors import LokaError, MissingPackage
 from loka_onnx.export.onnx_model import BECOME_SITES, tensor_spec
 from loka_onnx.export.preflight import Batches, preflight
 from loka_onnx.graph.entry import canonicalize
@@ -32,7 +33,7 @@ from loka_onnx.graph.products import other_products
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.pipeline.sample import generated_rows
 from loka_onnx.pipeline.splits import bind_columns
-from loka_onnx.sessions.backends import get_spec
+from loka_onnx.sessions.backends import BackendSpec, get_spec
 from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
@@ -137,7 +138,7 @@ def diagnose(model: Path | None = None) -> Diagnosis:
     """
     return Diagnosis(
         machine=_machine(),
-        backends={backend.name: backend.availability() for backend in all_backends()},
+        backends={name: _availability(name) for name in backend_names()},
         packages=(
             *_libraries(),
             *(_package(*row) for row in _PACKAGES),
@@ -230,10 +231,22 @@ def _machine() -> Machine:
     )
 
 
+def _availability(name: str) -> Availability:
+    """What a backend can do here; of a package that does not import, why not."""
+    try:
+        return get_backend(name).availability()
+    except MissingPackage as error:
+        return Availability(False, "", False, False, (), f"{error.what}: {error.evidence}", error.remedy)
+
+
 def _libraries() -> Iterator[Package]:
     """The library of each backend that has one among packages, each once."""
-    specs = [get_spec(name) for name in backend_names()]
-    for spec in {spec.modules[0]: spec for spec in reversed(specs) if spec.use}.values():
+    first: dict[str, BackendSpec] = {}
+    for name in backend_names():
+        with suppress(MissingPackage):
+            if (spec := get_spec(name)).use:
+                first.setdefault(spec.modules[0], spec)
+    for spec in first.values():
         versions = versions_of(spec.modules[:1])
         yield _imported(spec.modules[0], next(iter(versions.values()), ""), spec.use, spec.install)
 

@@ -48,7 +48,11 @@ def obstacle(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -> Obstacle 
             "this engine takes ids, not looked-up rows; load the whole, or build with "
             "`model.split_sparse: true`",
         )
-    if not (has_spec(entry.backend) and get_spec(entry.backend).knows(entry.architecture)):
+    try:
+        is_known = has_spec(entry.backend) and get_spec(entry.backend).knows(entry.architecture)
+    except MissingPackage as error:
+        return Obstacle(Cause.LIBRARY, in_line(error))
+    if not is_known:
         return Obstacle(
             Cause.BACKEND, f"this loader runs no engine of {entry.backend} on {entry.architecture}"
         )

@@ -272,7 +272,8 @@ class _Service:
         """Append the body of a request to `body`; its bytes count as held."""
         length = request.headers.get("content-length")
         if length is not None and int(length) > self._limits.body_bytes:
-            await self._refuse_large(request, f"it has {length} bytes")
+            # Who expects 100 Continue has not begun to send.
+            await self._refuse_large(request, f"it has {length} bytes", begun="expect" not in request.headers)
         try:
             async with asyncio.timeout(self._body_seconds) as timeout:
                 self._bodies.add(timeout)
@@ -292,11 +293,11 @@ class _Service:
             self._bodies.discard(timeout)
         await self._refuse_large(request, "it has more bytes")
 
-    async def _refuse_large(self, request: Request, evidence: str) -> NoReturn:
+    async def _refuse_large(self, request: Request, evidence: str, *, begun: bool = True) -> NoReturn:
         """Drop what a client still sends: a connection closed on it may lose the answer (RFC 9112, 9.6)."""
         with suppress(TimeoutError):
             async with asyncio.timeout(min(DRAIN_SECONDS, self._body_seconds)):
-                while "expect" not in request.headers and (await request.receive()).get("more_body"):
+                while begun and (await request.receive()).get("more_body"):
                     pass
         most = self._limits.body_bytes
         message = f"the body is too large: {evidence}, at most {most} are taken; send fewer rows at a time"

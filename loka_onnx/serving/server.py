@@ -127,13 +127,18 @@ def make_server(app: Starlette, on_ready: Callable[[], None], *, access_log: boo
 
 def _bound(host: str, port: int) -> socket.socket:
     """Return a socket that has the address, before a bundle is loaded for nothing; it does not listen yet."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener = None
     try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        listener.bind(address)
         return listener
-    except OSError as error:
-        listener.close()
+    except (OSError, OverflowError) as error:
+        if listener is not None:
+            listener.close()
         raise ConfigError(
             f"cannot listen on {host}, port {port}",
             evidence=str(error),

@@ -20,6 +20,8 @@ from loka_onnx.errors import ConfigError, MissingPackage
 from loka_onnx.sessions.onnx_session import SessionOptions
 from loka_onnx.sessions.runner import Runner
 
+_PLUGIN = "mend or remove the package that adds it"
+
 
 @dataclass(frozen=True)
 class BackendSpec(ABC):
@@ -161,6 +163,7 @@ def get_spec(name: str) -> BackendSpec:
 
     Raises:
         ConfigError: There is no backend of that name.
+        MissingPackage: The package that adds it does not import.
     """
     paths = spec_paths()
     if name not in paths:
@@ -170,7 +173,12 @@ def get_spec(name: str) -> BackendSpec:
             evidence=f"known backends: {', '.join(sorted(paths))}",
             remedy=f"did you mean '{near[0]}'?" if near else "name one of these",
         )
-    found: BackendSpec = resolve(paths[name])
+    try:
+        found: BackendSpec = resolve(paths[name])
+    except (ImportError, AttributeError) as error:
+        raise MissingPackage(
+            f"backend '{name}' does not import", where=paths[name], evidence=str(error), remedy=_PLUGIN
+        ) from error
     return found
 
 

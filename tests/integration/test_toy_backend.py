@@ -22,6 +22,16 @@ print(engine.entry.backend, engine.entry.architecture, engine.health().ready)
 """
 
 
+def test_a_package_that_does_not_import_costs_doctor_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "broken-1.0.dist-info"
+    place.mkdir()
+    (place / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (place / "entry_points.txt").write_text("[loka_onnx.backends]\nbroken = no_such_module:SPEC\n")
+    done = finish(start("doctor", environment=os.environ | {"PYTHONPATH": os.fspath(tmp_path)}))
+    assert done.code == 0, done.err
+    assert "no_such_module" in done.out and "inductor" in done.out
+
+
 @pytest.mark.slow
 def test_a_run_builds_judges_ships_and_loads_engines_of_a_foreign_backend(tmp_path: Path) -> None:
     place = make_workplace(tmp_path / "place")

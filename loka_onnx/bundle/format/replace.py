@@ -206,7 +206,8 @@ def _remove_leftovers(destination: Path, prefix: str) -> None:
             continue
         try:
             lock = _lock(path, wait=False)
-        except (BlockingIOError, FileNotFoundError):
+        except (BlockingIOError, FileNotFoundError, PermissionError):
+            # At work, gone, or another user's.
             continue
         try:
             # Interrupted between the two renames: restore the old directory, which is whole.

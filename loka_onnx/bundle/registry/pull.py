@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -153,8 +154,13 @@ def _pull(store: Store, listed: _Listed, destination: Path, options: TransferOpt
         with contextlib.closing(in_order(calls, options.threads)) as contents:
             for file in missing:
                 with _target(stage, file).open("xb") as stream:
-                    for _ in parts_of(file.sha256, file.bytes):
-                        done += stream.write(next(contents))
+                    for part in parts_of(file.sha256, file.bytes):
+                        data = next(contents)
+                        if len(data) != part.bytes:
+                            evidence = f"'{part.key}' has {len(data)} bytes of {part.bytes}"
+                            what = "a part in the registry is cut short"
+                            raise BundleInvalid(what, where=store.url, evidence=evidence, remedy=PUSH_AGAIN)
+                        done += stream.write(data)
                         options.progress("pull", done, total)
         for file in listed.manifest.files:
             if not _target(stage, file).exists():
@@ -181,7 +187,12 @@ def _old_files(bundle: Path, digests: Collection[str]) -> dict[str, Path]:
     files = {}
     for file in old.files:
         path = bundle / file.path
+        if file.sha256 not in digests or file.sha256 in files:
+            continue
         with contextlib.suppress(OSError):
-            if file.sha256 in digests and path.is_file() and digest_file(path) == file.sha256:
+            status = path.lstat()
+            # A link is no file of a bundle, and a link to it would be none either.
+            is_whole = stat.S_ISREG(status.st_mode) and status.st_size == file.bytes
+            if is_whole and digest_file(path) == file.sha256:
                 files[file.sha256] = path
     return files

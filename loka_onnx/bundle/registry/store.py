@@ -19,6 +19,10 @@ from loka_onnx.errors import BundleError, BundleInvalid, LokaError, MissingPacka
 
 T = TypeVar("T")
 
+_NETWORK = frozenset(
+    {errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET}
+)
+"""Numbers of errors that a network makes, not the place that is written."""
 PUSH_AGAIN = "push the bundle again with --again, from where it verifies"
 
 
@@ -35,6 +39,10 @@ class TransferOptions:
     threads: int = 8
     storage: Mapping[str, Any] = field(default_factory=dict)
     progress: Progress = silent
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise UserError("parts are moved by one thread at least", evidence=f"threads: {self.threads}")
 
 
 class Store:
@@ -138,7 +146,9 @@ class Store:
                 return None
             kind: type[LokaError] = BundleError
             remedy = "try again, or mend what the evidence names: a push sends only the rest"
-            if is_write and isinstance(error, OSError):
+            is_network = isinstance(error, (ConnectionError, TimeoutError))
+            is_network |= getattr(error, "errno", None) in _NETWORK
+            if is_write and isinstance(error, OSError) and not is_network:
                 kind, remedy = OutputError, f"choose a place that may be written and has room, or {remedy}"
             elif isinstance(error, PermissionError) or "Credential" in type(error).__name__:
                 kind, remedy = UserError, "log in, or ask for the right to read it"

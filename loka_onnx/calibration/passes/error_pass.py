@@ -103,4 +103,4 @@ class ErrorTotals:
                 f"{noise:g}",
                 remedy="an error needs finite values: drop those rows, or clamp the output in the model",
             )
-        raise AssertionError("every reduction belongs to a observer")
+        raise AssertionError("every reduction belongs to an observer")

@@ -121,7 +121,7 @@ class RangeTotals:
                     remedy="an FP8 scale needs a finite range: drop those rows, or clamp the input in the "
                     "model",
                 )
-        raise AssertionError("every reduction belongs to a observer")
+        raise AssertionError("every reduction belongs to an observer")
 
 
 class TensorRangeTotals:

@@ -23,7 +23,7 @@ from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import EngineEntry
 from loka_onnx.engines.triton.models import PARAMETER, VERSION, WARMUP, BackendModel, ModelFile
 from loka_onnx.engines.triton.ports import ports_of
-from loka_onnx.sessions.backends import get_spec, resolve
+from loka_onnx.sessions.backends import get_spec, has_spec, resolve
 
 ON_CPU, ON_GPU, BY_MODEL = "KIND_CPU", "KIND_GPU", "KIND_MODEL"
 
@@ -94,6 +94,8 @@ def form_of(source: Source) -> Form | Refusal:
         BundleError: An input or output is of a kind that Triton cannot have.
         LokaError: A document of the engine cannot be read.
     """
+    if not has_spec(source.entry.backend):
+        return Refusal(f"Triton has no backend for engines of {source.entry.backend}")
     spec = get_spec(source.entry.backend)
     if not spec.triton:
         return Refusal(f"{spec.no_triton}: serve it with `loka-onnx bundle serve`")

@@ -162,6 +162,38 @@ def test_a_damaged_old_bundle_is_mended(one, url, tmp_path):
     assert tree(place) == tree(one)
 
 
+def test_a_link_in_the_old_bundle_is_replaced_by_a_file(one, url, tmp_path):
+    push_bundle(one, f"{url}#prod", FAST)
+    place, aside = tmp_path / "bundle", tmp_path / "aside"
+    pull_bundle(f"{url}#prod", place, FAST)
+    (place / "report/extra-1.bin").rename(aside)
+    (place / "report/extra-1.bin").symlink_to(aside)
+    assert pull_bundle(f"{url}#prod", place, FAST).read_bytes == 10_000
+    assert not (place / "report/extra-1.bin").is_symlink() and tree(place) == tree(one)
+
+
+def test_a_part_that_is_cut_short_is_refused_by_its_name(one, tmp_path):
+    url = tmp_path / "registry"
+    push_bundle(one, f"{url}#prod", FAST)
+    part = sorted((url / "blobs" / "sha256").iterdir())[3]
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(BundleInvalid, match=part.name):
+        pull_bundle(f"{url}#prod", tmp_path / "bundle", FAST)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_network_that_fails_while_a_part_is_written_is_no_fault_of_the_place(one, tmp_path, monkeypatch):
+    import fsspec
+
+    def fails(*arguments, **named):
+        raise ConnectionResetError("reset by peer")
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "pipe_file", fails)
+    with pytest.raises(BundleError, match="reset by peer") as found:
+        push_bundle(one, "memory://network#prod", FAST)
+    assert not isinstance(found.value, OutputError)
+
+
 @pytest.mark.parametrize("has_old", [False, True])
 def test_an_interrupted_pull_leaves_what_was_there(one, two, url, tmp_path, has_old):
     place, done = tmp_path / "deploy" / "bundle", []
