@@ -232,7 +232,7 @@ def _machine() -> Machine:
 
 
 def _availability(name: str) -> Availability:
-    """What a backend can do here; of a package that does not import, why not."""
+    """Return what a backend can do here; of a package that does not import, why not."""
     try:
         return get_backend(name).availability()
     except MissingPackage as error:

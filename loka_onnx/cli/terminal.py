@@ -45,12 +45,12 @@ def terminal_of(context: typer.Context) -> Terminal:
 
 
 def is_plain(stream: TextIO) -> bool:
-    """Whether a stream takes lines only: no cursor movement, and no colour unless FORCE_COLOR asks for it."""
+    """True if a stream takes lines only: no cursor movement, and no colour unless FORCE_COLOR asks for it."""
     return not stream.isatty() or _is_without_colour()
 
 
 def _is_without_colour() -> bool:
-    """Whether the user wants none anywhere; NO_COLOR (no-color.org) wins over FORCE_COLOR."""
+    """True if the user wants none anywhere; NO_COLOR (no-color.org) wins over FORCE_COLOR."""
     return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 

@@ -25,12 +25,12 @@ class Variant(StrEnum):
 
     @property
     def has_bias(self) -> bool:
-        """Whether the biases of sites are corrected."""
+        """True if the biases of sites are corrected."""
         return self in {Variant.BIAS, Variant.BOTH}
 
     @property
     def has_constant(self) -> bool:
-        """Whether the output has a constant."""
+        """True if the output has a constant."""
         return self in {Variant.CONSTANT, Variant.BOTH}
 
 
@@ -85,7 +85,7 @@ class Corrections:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is added."""
+        """True if nothing is added."""
         return not self.bias and not self.constants
 
 
@@ -167,7 +167,7 @@ class PlanCorrections:
 
     @property
     def keeps_bias(self) -> bool:
-        """Whether the biases are kept: for all outputs or for none."""
+        """True if the biases are kept: for all outputs or for none."""
         return any(output.accepted.has_bias for output in self.outputs)
 
     @property

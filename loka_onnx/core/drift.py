@@ -281,7 +281,7 @@ class DriftReport:
 
     @property
     def is_judged(self) -> bool:
-        """Whether there were enough batches to tell drift from chance."""
+        """True if there were enough batches to tell drift from chance."""
         return not self.not_judged
 
     @property

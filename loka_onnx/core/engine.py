@@ -88,12 +88,12 @@ class EngineArtifact:
 
     @property
     def is_built(self) -> bool:
-        """Whether there is an engine, run here or not."""
+        """True if there is an engine, run here or not."""
         return self.status in {BuildStatus.READY, BuildStatus.BUILT_NOT_RUN, BuildStatus.RUN_ELSEWHERE}
 
     @property
     def was_run(self) -> bool:
-        """Whether it gave outputs on the judged rows, here or elsewhere."""
+        """True if it gave outputs on the judged rows, here or elsewhere."""
         return self.status in {BuildStatus.READY, BuildStatus.RUN_ELSEWHERE}
 
     @property

@@ -319,12 +319,12 @@ class Evaluation:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine failed while it was judged."""
+        """True if the engine failed while it was judged."""
         return self.status.startswith(FAILED)
 
     @property
     def is_within_budget(self) -> bool:
-        """Whether every output was measured and is within: see `OutputEvaluation.budget_status`."""
+        """True if every output was measured and is within: see `OutputEvaluation.budget_status`."""
         return bool(self.outputs) and self.worst_status == BudgetStatus.WITHIN
 
     @property

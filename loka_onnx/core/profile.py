@@ -117,7 +117,7 @@ class Sampling:
 
     @property
     def is_sequential(self) -> bool:
-        """Whether the number of rows depends on the data."""
+        """True if the number of rows depends on the data."""
         return self.may_stop_early or self.looks > 1
 
     def interval_of(self, moments: RatioMoments, confidence: float = CONFIDENCE) -> Interval:

@@ -93,7 +93,7 @@ class RatioMoments:
 
     @property
     def is_carried_by_few(self) -> bool:
-        """Whether few units carry ΣA: intervals of a nonnegative sum then end too low.
+        """True if few units carry ΣA: intervals of a nonnegative sum then end too low.
 
         By Cauchy and Schwarz a share s of ΣA in the hundredth of units with the largest values makes
         units·ΣA²/(ΣA)² at least 100·s². At s = .4 the upper ends of confidence sequences missed the truth in

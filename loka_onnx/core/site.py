@@ -84,7 +84,7 @@ class Site:
 
     @property
     def is_fp8_able(self) -> bool:
-        """Whether it counts in "FP8-able FLOPs": linear with K, N ≥ 16."""
+        """True if it counts in "FP8-able FLOPs": linear with K, N ≥ 16."""
         return self.kind is SiteKind.LINEAR and min(self.k, self.n) >= LEAST_FP8
 
 

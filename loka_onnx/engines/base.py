@@ -70,7 +70,7 @@ class Backend(ABC):
     options: ClassVar[Mapping[str, range]] = {}
     """Settings of `BuildRequest.options`, and their ranges."""
     times_kernels: ClassVar[bool] = False
-    """Whether `compile` times kernels on the device, for which it gets the device alone."""
+    """True if `compile` times kernels on the device, for which it gets the device alone."""
 
     @property
     def name(self) -> str:

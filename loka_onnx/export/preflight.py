@@ -97,7 +97,7 @@ class Finding:
 
     @property
     def is_about_rows(self) -> bool:
-        """Whether a run may go on by its key: batches run, but rows are not independent."""
+        """True if a run may go on by its key: batches run, but rows are not independent."""
         return self.fault in {Fault.RANDOM, Fault.COUPLED}
 
     @property

@@ -242,7 +242,7 @@ class GraphModel:
         return list(self.graph.outputs)
 
     def is_output(self, tensor: Tensor) -> bool:
-        """Whether the tensor is a graph output."""
+        """True if the tensor is a graph output."""
         return any(tensor is output for output in self.graph.outputs)
 
     # Editing ---------------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ class GraphModel:
         nodes.append(node)
 
     def is_table(self, tensor: Tensor) -> bool:
-        """Whether the tensor is an external embedding table."""
+        """True if the tensor is an external embedding table."""
         return tensor.name in self.tables
 
 

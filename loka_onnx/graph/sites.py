@@ -23,7 +23,7 @@ _BY_CHANNEL = frozenset({"GroupNormalization", "InstanceNormalization"})
 
 
 def is_site(node: Node) -> bool:
-    """Whether the node is a matrix product or a normalization."""
+    """True if the node is a matrix product or a normalization."""
     return node.op in NORM_OPS or (
         node.op in PRODUCT_OPS and not all(is_constant(tensor) for tensor in node.inputs[:2])
     )

@@ -87,7 +87,7 @@ class Tail:
 
     @property
     def is_heavy(self) -> bool:
-        """Whether Student's t cannot be trusted."""
+        """True if Student's t cannot be trusted."""
         is_skewed = self.skewness > MOST_SKEWNESS or self.top_share > MOST_TOP_SHARE
         return self.index < LEAST_TAIL_INDEX or is_skewed
 

@@ -44,5 +44,5 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def is_tie(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether the quartiles (lower, upper) of two sets overlap: the ratio of their medians is then a tie."""
+    """True if the quartiles (lower, upper) of two sets overlap: the ratio of their medians is then a tie."""
     return one[0] <= other[1] and other[0] <= one[1]

@@ -72,7 +72,7 @@ def keeping_range(factors: Floats, activation_channel_amax: Floats) -> npt.NDArr
 
 
 def is_gain(before: Mapping[str, float], after: Mapping[str, float], least: float) -> bool:
-    """Whether errors by name fall enough together, and none of them rises by as much.
+    """True if errors by name fall enough together, and none of them rises by as much.
 
     `least` is the share by which the sum must fall, and by which no single error may rise.
     """

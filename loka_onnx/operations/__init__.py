@@ -1,1 +1,1 @@
-"""What is done with a finished run."""
+"""Operations on finished runs: compare, drift, refresh."""

@@ -113,7 +113,7 @@ def _contests(engines: Sequence[EngineArtifact]) -> Iterator[list[EngineArtifact
 
 
 def _was_measured(engines: Sequence[EngineArtifact], evidence: Evidence) -> bool:
-    """Whether some engine ran here, on the target or with nothing known of another device."""
+    """True if some engine ran here, on the target or with nothing known of another device."""
     judged = [e for e in engines if e.is_built and e.was_run]
     was_elsewhere = any(map(evidence.was_elsewhere, judged))
     return bool(judged) and not (was_elsewhere and not any(map(evidence.speed, judged)))
@@ -365,7 +365,7 @@ def _sound(built: Sequence[EngineArtifact], evidence: Evidence) -> list[EngineAr
 
 
 def _is_outside(engine: EngineArtifact, evidence: Evidence) -> bool:
-    """Whether a plan other than the exact model's was seen outside the budget."""
+    """True if a plan other than the exact model's was seen outside the budget."""
     if evidence.is_exact(engine):
         return False
     return evidence.plan_status(engine.plan) is False or evidence.certified_status(engine.plan) is False

@@ -104,7 +104,7 @@ def chance_to_pass(judged: Judged, confidence: float) -> float:
 
 
 def fits(judged: Judged, goal: Goal) -> bool:
-    """Whether a rung is inside its budgets on selection and expected to be on certification."""
+    """True if a rung is inside its budgets on selection and expected to be on certification."""
     inside = all(output.budget_status == BudgetStatus.WITHIN for output in judged.outputs)
     return inside and chance_to_pass(judged, goal.confidence) >= goal.chance
 
@@ -179,7 +179,7 @@ class _Climber:
         return next((at for at in inside if self.is_expected(known, rungs[at])), low + 1)
 
     def is_expected(self, known: Unit, rung: Unit) -> bool:
-        """Whether a rung is expected to fit, by a known one, or else by the latest judged one."""
+        """True if a rung is expected to fit, by a known one, or else by the latest judged one."""
         if known not in self.readings and self.readings:
             known = next(reversed(self.readings))
         if known not in self.readings:

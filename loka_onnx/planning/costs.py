@@ -131,7 +131,7 @@ class Costs:
         )
 
     def is_measured(self, sites: frozenset[str]) -> bool:
-        """Whether exactly these sites were measured, alone or together."""
+        """True if exactly these sites were measured, alone or together."""
         return len(sites) == 1 or sites in self._groups
 
     def of(self, sites: frozenset[str], risk: float) -> tuple[Cost, ...]:

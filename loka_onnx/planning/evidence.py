@@ -42,7 +42,7 @@ class Evidence:
         return {e.engine: e for e in self.evaluations.evaluations if e.split == split}
 
     def is_certified(self, engine: EngineArtifact, together: int = 1) -> bool:
-        """Whether the engine's own outputs are inside the budget on the certification split.
+        """True if the engine's own outputs are inside the budget on the certification split.
 
         `together` engines are emitted under one certificate and share its error (Bonferroni).
         """
@@ -54,7 +54,7 @@ class Evidence:
         )
 
     def is_within_budget(self, engine: EngineArtifact) -> bool:
-        """Whether the engine's own outputs were judged inside the budget."""
+        """True if the engine's own outputs were judged inside the budget."""
         evaluation = self.by_engine.get(engine.id)
         return evaluation is not None and evaluation.is_within_budget
 
@@ -69,7 +69,7 @@ class Evidence:
         return Speed.of(self.by_engine.get(engine.id), engine.simulated)
 
     def was_elsewhere(self, engine: EngineArtifact) -> bool:
-        """Whether the engine was timed, but only where that tells nothing of its target."""
+        """True if the engine was timed, but only where that tells nothing of its target."""
         evaluation = self.by_engine.get(engine.id)
         if evaluation is None or engine.simulated or not evaluation.latencies:
             return False
@@ -99,7 +99,7 @@ class Evidence:
         return rivals({name: speed for name, speed in found.items() if set(speed.batches) == sizes})
 
     def plan_status(self, plan: str) -> bool | None:
-        """Whether every engine of a plan that was judged here was inside the budget; None without any."""
+        """True if every engine of a plan that was judged here was inside the budget; None without any."""
         return _all_within(self.by_engine.values(), plan)
 
     def certified_status(self, plan: str) -> bool | None:
@@ -107,7 +107,7 @@ class Evidence:
         return _all_within(self.certified.values(), plan)
 
     def has_fp8(self, engine: EngineArtifact) -> bool:
-        """Whether the engine's plan has sites in FP8."""
+        """True if the engine's plan has sites in FP8."""
         return bool(self.plans.plan(engine.plan).fp8_sites)
 
     def fp8_share(self, engine: EngineArtifact) -> float:
@@ -119,11 +119,11 @@ class Evidence:
         return self.plans.plan(engine.plan).base
 
     def is_exact(self, engine: EngineArtifact) -> bool:
-        """Whether the engine's plan is the exact model: FP32 throughout."""
+        """True if the engine's plan is the exact model: FP32 throughout."""
         return self.base(engine) is Precision.FP32 and not self.has_fp8(engine)
 
     def competes(self, engine: EngineArtifact) -> bool:
-        """Whether the engine may be selected; a replacement of a plan that missed may not."""
+        """True if the engine may be selected; a replacement of a plan that missed may not."""
         return not self.plans.plan(engine.plan).instead_of
 
     def attempts(self, selected: EngineArtifact, among: Collection[EngineArtifact]) -> list[EngineArtifact]:

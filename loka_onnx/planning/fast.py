@@ -76,7 +76,7 @@ class FastSearch:
 
     @property
     def saves(self) -> bool:
-        """Whether the best choice saves time at all."""
+        """True if the best choice saves time at all."""
         return bool(self.best) and self.problem.value(self.best) > 0.0
 
     def refinements(self, count: int = REFINEMENTS) -> tuple[Sites, ...]:

@@ -89,7 +89,7 @@ def count_places(places: Sequence[Unproven]) -> int:
 
 
 def scale_fits(scale: float) -> bool:
-    """Whether a Q/DQ scale, which is a BF16 number, is exact and normal in FP16."""
+    """True if a Q/DQ scale, which is a BF16 number, is exact and normal in FP16."""
     return SMALLEST_NORMAL <= scale <= LARGEST and float(np.float16(scale)) == scale
 
 

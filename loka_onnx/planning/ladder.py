@@ -140,7 +140,7 @@ class Ladder:
         return sorted(units, key=order)
 
     def _is_beyond(self, unit: Unit) -> bool:
-        """Whether the unit alone costs the whole budget of an output."""
+        """True if the unit alone costs the whole budget of an output."""
         return any(self._kl_of(unit, name) >= spec.budget for name, spec in self._outputs.items())
 
     def _rate(self, unit: Unit, sites: Collection[str], device: str) -> float:

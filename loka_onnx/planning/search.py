@@ -115,7 +115,7 @@ class Problem:
         return fsum(self.cost(unit & chosen) for unit in self.units if unit & chosen)
 
     def fits(self, chosen: Sites) -> bool:
-        """Whether the choice is inside the budget."""
+        """True if the choice is inside the budget."""
         return self.spent(chosen) <= self.room * (1.0 + _ROUNDING)
 
 
@@ -196,7 +196,7 @@ class _Prospect:
 
     @property
     def is_open(self) -> bool:
-        """Whether the sign is uncertain by one standard error."""
+        """True if the sign is uncertain by one standard error."""
         return abs(self.net) < self.error
 
     @property

@@ -97,7 +97,7 @@ class SiteTime:
 
     @property
     def is_measured(self) -> bool:
-        """Whether nothing of it is predicted."""
+        """True if nothing of it is predicted."""
         return all(e.is_measured for e in (self.base, self.float8, self.quantize) if e is not None)
 
 

@@ -122,7 +122,7 @@ class Speed:
         return Interval(ratio, lower, upper, 1.0 - risk, loads)
 
     def is_slower(self, other: Speed, noise: float) -> bool:
-        """Whether this engine is surely slower than another, by more than `noise`; timed apart, medians
+        """True if this engine is surely slower than another, by more than `noise`; timed apart, medians
         decide.
         """
         times = self.over(other)

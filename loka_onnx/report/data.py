@@ -99,7 +99,7 @@ class ReportData:
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether any number rests on generated data."""
+        """True if any number rests on generated data."""
         return self.data.synthetic or self.profile.synthetic
 
     @property

@@ -29,7 +29,7 @@ class Exhibits:
 
     @property
     def has_drawings(self) -> bool:
-        """Whether anything on the page needs plotly.js."""
+        """True if anything on the page needs plotly.js."""
         return any(chart.figure for chart in self.charts) or bool(self.histograms.get("tensors"))
 
     @property

@@ -34,9 +34,9 @@ _LOG = logging.getLogger("loka_onnx.serving")
 VERSION = "1"
 """Version of the model in URLs: a bundle has no number of its own, and Triton's begin with 1."""
 HEALTH_SECONDS = 10.0
-"""How long the result of a self-test is reused."""
+"""Time in which the result of a self-test is reused."""
 DRAIN_SECONDS = 2.0
-"""How long the rest of a body that is too large is read and dropped."""
+"""Time in which the rest of a body that is too large is read and dropped."""
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 """Upper bounds of the latency histogram; a ranker answers in milliseconds."""
 _TYPES = frozenset({"", "application/json", "application/octet-stream"})

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 GRACE_SECONDS = 30
-"""How long running requests may take to their end once a signal came."""
+"""Time that running requests have to their end once a signal came."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than load balancers keep a connection that idles (60 s), so that they never find it closed."""
 

@@ -180,7 +180,7 @@ def _changes(root: Path, record: TritonRepository) -> Iterator[str]:
 
 
 def _is_byte_code(folder: Path) -> bool:
-    """Whether a directory is Python's own and holds nothing else."""
+    """True if a directory is Python's own and holds nothing else."""
     return folder.name == BYTE_CODE and all(
         path.suffix == ".pyc" and stat.S_ISREG(path.lstat().st_mode) for path in folder.iterdir()
     )

@@ -143,7 +143,7 @@ class StoppingSchedule:
         self._next = FIRST_LOOK_ROWS if self.may_stop_early else limit
 
     def is_due(self, done: int) -> bool:
-        """Whether an analysis is due after `done` rows."""
+        """True if an analysis is due after `done` rows."""
         return done >= min(self._next, self.limit)
 
     def take(self, done: int) -> None:

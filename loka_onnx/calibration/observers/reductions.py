@@ -172,7 +172,7 @@ def reduced_only(outputs: Outputs) -> dict[str, npt.NDArray[np.float64]]:
 
 
 def all_finite(outputs: Outputs) -> bool:
-    """Whether every reduction of a batch is finite."""
+    """True if every reduction of a batch is finite."""
     return all(np.isfinite(outputs[name]).all() for name in REDUCED if name in outputs)
 
 

@@ -312,7 +312,7 @@ def recipes_for(site: Site, recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
 
 
 def _repeats_a_constant(node: Node, site: Site) -> bool:
-    """Whether a site's activation is one parameter repeated for every example, as learned queries are."""
+    """True if a site's activation is one parameter repeated for every example, as learned queries are."""
     source = producer(layout_root(node.inputs[site.activation.index]).tensor)
     return source is not None and source.op == "Expand" and is_constant(source.inputs[0])
 

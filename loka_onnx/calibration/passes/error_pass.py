@@ -61,7 +61,7 @@ class ErrorTotals:
         self._spans += 1
 
     def is_precise(self, precision: float) -> bool:
-        """Whether every site's relative error ‖quantized − exact‖ / ‖exact‖ is known well enough.
+        """True if every site's relative error ‖quantized − exact‖ / ‖exact‖ is known well enough.
 
         `precision` is the largest half width of its 95 % interval over its value. The interval holds after
         every span at once.

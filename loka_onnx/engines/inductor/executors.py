@@ -45,7 +45,7 @@ class Executor(ABC):
     """Runs the programs of an engine, one placement at a time; not thread-safe."""
 
     captures: bool = False
-    """Whether served batch sizes have CUDA graphs."""
+    """True if served batch sizes have CUDA graphs."""
 
     @abstractmethod
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:

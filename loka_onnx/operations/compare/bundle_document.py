@@ -110,7 +110,7 @@ class BundleDifference:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return not self.changes
 
     def of(self, section: Section) -> tuple[Change, ...]:

@@ -332,7 +332,7 @@ _NAMED_BY_SECTION = frozenset({"engines", "files", "versions", "plans", "lineage
 
 
 def kind_of(a: object, b: object) -> Kind:
-    """How two sides differ, of which None says nothing."""
+    """Return how two sides differ; a side that is None says nothing."""
     if a is None:
         return Kind.ADDED
     return Kind.REMOVED if b is None else Kind.CHANGED

@@ -101,7 +101,7 @@ class _Basis:
 
 
 def accuracy(old: ReportData, new: ReportData) -> Iterator[AccuracyChange]:
-    """What the emitted engines cost, by output and split."""
+    """Return the cost of the emitted engines, by output and split."""
     basis = _Basis(
         frozenset(split.split for split in splits(old, new) if not split.is_same),
         old.exported.digest != new.exported.digest,
@@ -222,7 +222,7 @@ def _why_no_ratio(old: MedianLatency | None, new: MedianLatency | None) -> str:
 
 
 def _is_slower(old: MedianLatency, new: MedianLatency) -> bool:
-    """Whether even the least of the new medians is above the largest of the old ones, and by more than noise.
+    """True if even the least of the new medians is above the largest of the old ones, and by more than noise.
 
     Of a measurement whose parts were not kept, its median stands for all of them.
     """
@@ -232,7 +232,7 @@ def _is_slower(old: MedianLatency, new: MedianLatency) -> bool:
 
 
 def gains(old: ReportData, new: ReportData) -> Iterator[GainChange]:
-    """How much faster each emitted engine is than the baselines of its own run."""
+    """Return how much faster each emitted engine is than the baselines of its own run."""
     for pair in hardware_pairs(old, new):
         for baseline in BASELINES:
             before, after = _gain(old, pair.old, baseline), _gain(new, pair.new, baseline)

@@ -169,7 +169,7 @@ class AccuracyChange(OnHardware):
 
     @property
     def is_worse(self) -> bool:
-        """Whether the new cost is certainly larger."""
+        """True if the new cost is certainly larger."""
         return self.is_same_basis and self.overlap is False and (self.difference or 0.0) > 0.0
 
 
@@ -395,5 +395,5 @@ class RunComparison:
 
     @property
     def has_same_rows(self) -> bool:
-        """Whether every split certainly has the same rows in both."""
+        """True if every split certainly has the same rows in both."""
         return all(split.is_same for split in self.splits)

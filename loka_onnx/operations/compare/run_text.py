@@ -107,7 +107,7 @@ def runs_view(found: RunComparison) -> Difference:
 
 
 def _engines(found: RunComparison) -> Iterator[Subject]:
-    """What is emitted, what it costs and what it takes."""
+    """Yield the emitted engines, their cost and their time."""
     section = "Engines"
     emitted = tuple(row for item in found.targets for row in _target(item))
     yield Subject("What is emitted for each target", emitted, section)
@@ -333,7 +333,7 @@ def _rewrite(item: RewriteChange) -> Row:
 
 
 def _splits(found: RunComparison) -> Subject:
-    """Whether both runs were measured on the same rows."""
+    """True if both runs were measured on the same rows."""
     said = (
         "Both runs read the same rows."
         if found.has_same_rows
@@ -400,12 +400,12 @@ def _verdict(found: RunComparison, target: TargetDifference) -> Verdict:
 
 
 def _of(changes: Sequence[_Change], target: TargetDifference) -> list[_Change]:
-    """What is said of one piece of hardware."""
+    """Return the changes on one piece of hardware."""
     return [change for change in changes if change.hardware == target.hardware]
 
 
 def _is_routed(target: TargetDifference) -> bool:
-    """Whether requests go to several engines in either run."""
+    """True if requests go to several engines in either run."""
     return any(side is not None and side.routes for side in (target.old, target.new))
 
 
@@ -434,20 +434,20 @@ def _tone(found: RunComparison, target: TargetDifference) -> Tone:
 
 
 def _cost_holds(change: AccuracyChange) -> bool:
-    """Whether both costs are known, of the same rows and model, and stand alike to the budget."""
+    """True if both costs are known, of the same rows and model, and stand alike to the budget."""
     if change.old is None or change.new is None or change.difference is None:
         return False
     return change.is_same_basis and change.old.status == change.new.status
 
 
 def _time_holds(change: LatencyChange) -> bool:
-    """Whether no time that was known got longer by more than noise, or is not known any more."""
+    """True if no time that was known got longer by more than noise, or is not known any more."""
     was_known = change.old is not None and change.old.counts_for_choice
     return not change.is_slower if change.is_slower is not None else not was_known
 
 
 def _stats(found: RunComparison, target: TargetDifference) -> Iterator[Stat]:
-    """What became of the plan, of its cost on the last split that both judged, and of its time."""
+    """Yield the changes of the plan, of its cost on the last split that both judged, and of its time."""
     if target.old is None or target.new is None:
         return
     yield Stat("Plan now", cell(target.new.plan), f"then {target.old.plan}")

@@ -47,7 +47,7 @@ from loka_onnx.operations.drift.live import Live, LiveOptions, LiveProbe
 RESOLUTION = 2.0**-20
 """Error of a mean or an rms over the rms, on another machine: sixteen units in the last place of FP32."""
 DEFAULT_BATCH_ROWS = 512
-"""Where the profile holds no full batch, and nothing is judged."""
+"""Batch size where the profile holds no full batch; nothing is judged then."""
 
 
 @dataclass(frozen=True)

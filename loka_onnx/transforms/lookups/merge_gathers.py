@@ -59,7 +59,7 @@ class Lookups:
 
     @property
     def is_one_table(self) -> bool:
-        """Whether all of them read the same table."""
+        """True if all of them read the same table."""
         return all(lookup.table is self.lookups[0].table for lookup in self.lookups)
 
 

@@ -56,7 +56,7 @@ class Maker:
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is a linear, whose weight is divided."""
+        """True if it is a linear, whose weight is divided."""
         return self.node is not None and is_candidate(self.node)
 
 
