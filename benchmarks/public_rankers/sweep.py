@@ -1,9 +1,10 @@
 """Every public ranker through `loka-onnx run` on the CPU, FP8 simulated, one JSON for each run.
 
-    python -m benchmarks.public_rankers.sweep --cache DIRECTORY --results DIRECTORY [--resplits 5]
+    python -m benchmarks.public_rankers.sweep --cache DIRECTORY --results DIRECTORY [--splits 0 1 2 3 4]
 
 `--cache` is what `prepare` made. A run that has its JSON is not repeated. `--tree` runs another checkout of
-this project, for a comparison; `benchmarks.public_rankers.table` prints the results.
+this project, for a comparison; `--at-once` runs several, each on a processor of its own;
+`benchmarks.public_rankers.table` prints the results.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 from benchmarks.public_rankers.catalog import RANKERS, Ranker
@@ -29,7 +33,7 @@ WIDTHS = {"history": 20, "history_genre": 20, "other": 20}
 
 
 def run_one(
-    ranker: Ranker, cache: Path, seed: int, scratch: Path, tree: Path, plans: Sequence[str] = ()
+    ranker: Ranker, cache: Path, seed: int, scratch: Path, tree: Path, plans: Sequence[str] = (), threads: int = 0
 ) -> dict[str, Any]:
     """Run the pipeline on one ranker, in a process of its own.
 
@@ -40,6 +44,7 @@ def run_one(
         tree: Checkout that is run.
         scratch: Of run directories; this one's is removed behind the run.
         plans: That compete; where it is empty, those of a run file that names none.
+        threads: Of a session; 0 for all processors.
 
     Returns:
         What is recorded.
@@ -49,6 +54,7 @@ def run_one(
     command += ["--log", "json", "run", str(cache / ranker.name / "run.yaml"), "--force"]
     command += ["--output", str(output), "--set", f"data.split.seed={seed}"]
     command += ["--set", f"plan.plans=[{','.join(plans)}]"] if plans else []
+    command += ["--set", f"threads={threads}"] if threads else []
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     environment = os.environ | {"LOKA_ONNX_CACHE": str(output) + "-cache", "PYTHONPATH": str(tree)}
     try:
@@ -149,6 +155,28 @@ def products(ranker: Ranker, cache: Path) -> dict[str, int]:
     return found
 
 
+def _take_processor(processors: Queue[int]) -> None:
+    os.sched_setaffinity(0, {processors.get()})
+
+
+def _sweep_one(ranker: Ranker, seed: int, options: argparse.Namespace) -> str:
+    """Run a ranker on a split, write its JSON, and return a line about it."""
+    scratch = options.results / "runs"
+    threads = 1 if options.at_once > 1 else 0  # ONNX Runtime counts processors that it may not use
+    result = run_one(ranker, options.cache, seed, scratch, options.tree, options.plans, threads)
+    result["products"] = products(ranker, options.cache)
+    result["plans_given"] = options.plans
+    target = options.results / f"{ranker.name}-{seed}.json"
+    part = target.with_suffix(".part")
+    part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    part.rename(target)
+    message = (result["error"] or {}).get("message") or ""
+    return (
+        f"{ranker.name} split {seed}: exit {result['exit_code']} in {result['wall_seconds']:.0f} s "
+        f"({result['cpu_seconds']:.0f} s CPU) {message[:300]}"
+    )
+
+
 def main() -> None:
     """Run what has no result yet."""
     parser = argparse.ArgumentParser(
@@ -157,29 +185,31 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[2])
-    parser.add_argument("--resplits", type=int, default=1, help="splits of the users, each a run")
+    parser.add_argument("--splits", nargs="+", type=int, default=[0], help="seeds of splits, each a run")
     parser.add_argument("--rankers", nargs="+", default=[ranker.name for ranker in RANKERS])
     parser.add_argument("--plans", nargs="+", default=[], help="plans that compete, in place of all of them")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at a time; above 1, a processor each")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
-    for seed in range(options.resplits):
-        for ranker in RANKERS:
-            target = options.results / f"{ranker.name}-{seed}.json"
-            is_ready = (options.cache / ranker.name / DONE).exists()
-            if ranker.name not in options.rankers or target.exists() or not is_ready:
-                continue
-            scratch = options.results / "runs"
-            found = run_one(ranker, options.cache, seed, scratch, options.tree, options.plans)
-            found["products"] = products(ranker, options.cache)
-            part = target.with_suffix(".part")
-            part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            part.rename(target)
-            error = found["error"] or {}
-            print(
-                f"{ranker.name} split {seed}: exit {found['exit_code']} in {found['wall_seconds']:.0f} s "
-                f"({found['cpu_seconds']:.0f} s CPU) {(error.get('message') or '')[:300]}",
-                flush=True,
-            )
+    by_name = {ranker.name: ranker for ranker in RANKERS}
+    wanted = [
+        (by_name[name], seed)
+        for seed in options.splits
+        for name in options.rankers
+        if (options.cache / name / DONE).exists() and not (options.results / f"{name}-{seed}.json").exists()
+    ]
+    if options.at_once == 1:
+        for ranker, seed in wanted:
+            print(_sweep_one(ranker, seed, options), flush=True)
+        return
+    context = get_context("spawn")
+    with context.Manager() as manager:
+        processors: Queue[int] = manager.Queue()
+        for processor in sorted(os.sched_getaffinity(0)):
+            processors.put(processor)
+        with ProcessPoolExecutor(options.at_once, context, _take_processor, (processors,)) as pool:
+            for future in [pool.submit(_sweep_one, ranker, seed, options) for ranker, seed in wanted]:
+                print(future.result(), flush=True)
 
 
 if __name__ == "__main__":
