@@ -15,8 +15,8 @@ from typing import Any
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import OutputEvaluation
 from loka_onnx.report import numbers
-from loka_onnx.report.budget_bar import can_be_drawn
 from loka_onnx.report.data import SELECTION, ReportData, confidence_text
+from loka_onnx.report.document import can_be_drawn
 from loka_onnx.report.engine_tables import delta_text, latency_text
 
 # Mid tones that stand out on a white and on a black page; text and lines follow the page.

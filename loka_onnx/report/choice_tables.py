@@ -4,40 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from loka_onnx.core.evaluation import PredictedTime, Rejection, TargetChoice, Why
+from loka_onnx.core.evaluation import PredictedTime, Rejection, Route, TargetChoice, Why
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.refinement import Step
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
-from loka_onnx.report.document import (
-    Cell,
-    Column,
-    Field,
-    Section,
-    Table,
-    Tone,
-    cell,
-    number,
-    prose,
-    table_of,
-    text,
-)
+from loka_onnx.report.document import Field, Section, Table, Tone, cell, fact, number, prose, table_of, text
 from loka_onnx.report.figures import Figure, Told, at, derive, ends, formed, shown, told
 
-_TONES = {
-    Why.BEYOND: Tone.BAD,
-    Why.UNDECIDED: Tone.WARN,
-    Why.NOT_CERTIFIED: Tone.BAD,
-    Why.FAILED: Tone.BAD,
-    Why.NOT_RUN: Tone.WARN,
-    Why.NO_SPEED: Tone.WARN,
-    Why.OTHER_DEVICE: Tone.WARN,
-}
+_TONES = {Why.BEYOND: Tone.BAD, Why.NOT_CERTIFIED: Tone.BAD, Why.FAILED: Tone.BAD} | dict.fromkeys(
+    (Why.UNDECIDED, Why.NOT_RUN, Why.NO_SPEED, Why.OTHER_DEVICE), Tone.WARN
+)
 
 
 def choice_sections(data: ReportData) -> tuple[Section, ...]:
     """Return the choice and its rejections; empty with one candidate only."""
-    tables = (*_routes_tables(data), *_losers_tables(data), *_predictions_tables(data))
+    tables = tuple(_tables(data))
     items = tuple(not_predicted_text(engine, why) for engine, why in data.choice.not_predicted.items())
     if not tables and not items:
         return ()
@@ -70,7 +52,7 @@ def times_text(times: Interval | None) -> Told:
 
 def upper_text(judged: Rejection | Step) -> Told:
     """The upper bound over the budget, ``0.42×``."""
-    return formed(lambda upper: f"{upper:.2f}×", at(judged, "upper"), numbers.NOT_MEASURED)
+    return formed("{:.2f}×".format, at(judged, "upper"), numbers.NOT_MEASURED)
 
 
 def error_text(predicted: Figure, measured: Figure) -> Told:
@@ -78,63 +60,52 @@ def error_text(predicted: Figure, measured: Figure) -> Told:
     return formed(lambda error: numbers.signed_percent(error, 1), derive("change", predicted, measured))
 
 
-def _routes_tables(data: ReportData) -> Iterator[Table]:
-    columns = (
-        Column("Rows", numeric=True),
-        Column("Engine"),
-        Column("Plan"),
-        Column("Latency of the main engine over this one's", numeric=True),
+def _tables(data: ReportData) -> Iterator[Table]:
+    loser_fields: tuple[Field[Rejection], ...] = (
+        text("Engine", "engine"),
+        text("Not chosen because", lambda loser: cell(loser.why, _TONES.get(loser.why, Tone.MUTED))),
+        number("Latency over that of the chosen", lambda loser: times_text(loser.times)),
+        number("Upper bound over budget", upper_text),
+        prose("In full", "reason"),
     )
     for target in data.choice.targets:
         if target.routes:
-            yield Table(f"Which engine takes which requests on {target.target}", columns, _routes(target))
-
-
-def _routes(target: TargetChoice) -> tuple[tuple[Cell, ...], ...]:
-    rows = []
-    for place, route in enumerate(target.routes):
-        gain = numbers.NONE if route.times is None else times_text(route.times)
-        rows.append((cell(_sizes(target, place)), cell(route.engine), cell(route.plan), cell(gain)))
-    return tuple(rows)
-
-
-def _sizes(target: TargetChoice, place: int) -> str:
-    """Return the request sizes of a route: ``up to 8``, ``9 to 64``, ``65 and more``."""
-    most = shown(numbers.count, target.routes[place], "batch")
-    is_last = place == len(target.routes) - 1
-    if place == 0:
-        return "every size" if is_last else told("up to {}", most)
-    least = formed(numbers.count, derive("next", at(target.routes[place - 1], "batch")))
-    return told("{} and more", least) if is_last else told("{} to {}", least, most)
-
-
-_LOSER_FIELDS: tuple[Field[Rejection], ...] = (
-    text("Engine", lambda loser: loser.engine),
-    text("Not chosen because", lambda loser: cell(loser.why, _TONES.get(loser.why, Tone.MUTED))),
-    number("Latency over that of the chosen", lambda loser: times_text(loser.times)),
-    number("Upper bound over budget", upper_text),
-    prose("In full", lambda loser: loser.reason),
-)
-
-
-def _losers_tables(data: ReportData) -> Iterator[Table]:
+            caption = f"Which engine takes which requests on {target.target}"
+            yield table_of(caption, _route_fields(target), target.routes)
     for target in data.choice.targets:
         if target.losers:
             caption = f"Why the others were not chosen for {target.target}"
-            yield table_of(caption, _LOSER_FIELDS, target.losers)
-
-
-def _predictions_tables(data: ReportData) -> Iterator[Table]:
+            yield table_of(caption, loser_fields, target.losers)
+    prediction_fields: tuple[Field[PredictedTime], ...] = (
+        text("Engine", "engine"),
+        fact("Batch", "batch", numbers.count),
+        fact("Predicted", "predicted_us", numbers.latency),
+        fact("Measured", "measured_us", numbers.latency),
+        number("Error", lambda item: error_text(at(item, "predicted_us"), at(item, "measured_us"))),
+    )
     if data.choice.predictions and data.choice.median_prediction_error is not None:
         error = shown(numbers.error_percent, data.choice, "median_prediction_error")
         caption = told("Predicted and measured latency, median error {}", error)
-        yield table_of(caption, _PREDICTION_FIELDS, data.choice.predictions, keys=2)
+        yield table_of(caption, prediction_fields, data.choice.predictions, keys=2)
 
 
-_PREDICTION_FIELDS: tuple[Field[PredictedTime], ...] = (
-    text("Engine", lambda prediction: prediction.engine),
-    number("Batch", lambda prediction: shown(numbers.count, prediction, "batch")),
-    number("Predicted", lambda prediction: shown(numbers.latency, prediction, "predicted_us")),
-    number("Measured", lambda prediction: shown(numbers.latency, prediction, "measured_us")),
-    number("Error", lambda item: error_text(at(item, "predicted_us"), at(item, "measured_us"))),
-)
+def _route_fields(target: TargetChoice) -> tuple[Field[Route], ...]:
+    def gain(route: Route) -> str:
+        return numbers.NONE if route.times is None else times_text(route.times)
+
+    return (
+        number("Rows", lambda route: _sizes(target, target.routes.index(route))),
+        text("Engine", "engine"),
+        text("Plan", "plan"),
+        number("Latency of the main engine over this one's", gain),
+    )
+
+
+def _sizes(target: TargetChoice, index: int) -> str:
+    """Return the request sizes of a route: ``up to 8``, ``9 to 64``, ``65 and more``."""
+    most = shown(numbers.count, target.routes[index], "batch")
+    is_last = index == len(target.routes) - 1
+    if index == 0:
+        return "every size" if is_last else told("up to {}", most)
+    least = formed(numbers.count, derive("next", at(target.routes[index - 1], "batch")))
+    return told("{} and more", least) if is_last else told("{} to {}", least, most)

@@ -9,8 +9,8 @@ from loka_onnx.report.chart import Chart, charts
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.histograms import histogram_data
 from loka_onnx.report.provenance import Pointers, located
-from loka_onnx.report.quadrants import Quadrants, quadrants
 from loka_onnx.report.site_tables import shown_plan
+from loka_onnx.report.speed_tables import Quadrants, quadrants
 
 
 @dataclass(frozen=True)

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from loka_onnx.core.refinement import HardwareRefinement, Origin, Step
+from loka_onnx.core.refinement import HardwareRefinement, Origin, Returned, Step
 from loka_onnx.report import numbers
 from loka_onnx.report.choice_tables import error_text, not_predicted_text, times_text, upper_text
 from loka_onnx.report.data import ReportData
-from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
-from loka_onnx.report.figures import Place, at, derive, formed, key, shown, told
-
-_COLUMNS = (
-    Column("Round", numeric=True),
-    Column("Plan"),
-    Column("From"),
-    Column("FP8 share of FLOPs", numeric=True),
-    Column("Latency over the anchor's", numeric=True),
-    Column("Upper bound over budget", numeric=True),
-    Column("On the front"),
-    Column("Build", numeric=True),
-    Column("Outcome", prose=True),
-)
+from loka_onnx.report.document import Field, Section, Table, Tone, cell, fact, number, prose, table_of, text
+from loka_onnx.report.figures import Derived, Figure, Place, at, counted, derive, formed, shown, told
 
 
 def refinement_sections(data: ReportData) -> tuple[Section, ...]:
     """Return every step of refining; empty without refining."""
-    refined = [found for found in data.refinement.hardware if found.anchor]
+    refined = [hardware for hardware in data.refinement.hardware if hardware.anchor]
     if not refined:
         return ()
     paragraphs = [
@@ -41,62 +29,53 @@ def refinement_sections(data: ReportData) -> tuple[Section, ...]:
                 "prediction starts from the measured engine with the nearest plan, and adds what kernel "
                 "times say of the sites that differ.",
                 shown(numbers.error_percent, data.refinement, "median_prediction_error"),
-                formed(numbers.count, derive("count", Place(data.refinement, "predictions"))),
+                counted(data.refinement, "predictions"),
             )
         )
-    items = [_summary(found) for found in refined]
+    items = [_summary(hardware) for hardware in refined]
     items += [
         not_predicted_text(step.plan, step.not_predicted)
-        for found in refined
-        for step in found.steps
+        for hardware in refined
+        for step in hardware.steps
         if step.not_predicted
     ]
-    tables = [
-        *(Table(f"Plans tried on {f.target}", _COLUMNS, _rows(f), _emphasized(f), keys=2) for f in refined),
-        *_predictions_tables(refined),
-        *_returned_tables(refined),
-    ]
+    tables = [table for make in (_steps, _predictions, _returned) for h in refined for table in make(h)]
     return (Section("refinement", "Refinement", tuple(paragraphs), tuple(items), tuple(tables)),)
 
 
-def _summary(found: HardwareRefinement) -> str:
-    best = f"'{found.best}' is the fastest inside the budget" if found.best else "none is inside the budget"
-    rounds = derive("max", *(at(step, "round") for step in found.steps)) if found.steps else None
+def _summary(hardware: HardwareRefinement) -> str:
+    best = f"'{hardware.best}' is the fastest" if hardware.best else "none is"
+    rounds = derive("max", *(at(step, "round") for step in hardware.steps)) if hardware.steps else None
     return told(
-        "{}, {} {}: {} rounds in {}, ended because {}; {}. Anchor: {}",
-        found.target,
-        found.backend,
-        found.architecture,
+        "{}, {} {}: {} rounds in {}, ended because {}; {} inside the budget. Anchor: {}",
+        hardware.target,
+        hardware.backend,
+        hardware.architecture,
         "no" if rounds is None else formed(numbers.count, rounds),
-        shown(numbers.seconds, found, "seconds"),
-        found.ended,
+        shown(numbers.seconds, hardware, "seconds"),
+        hardware.ended,
         best,
-        found.anchor,
+        hardware.anchor,
     )
 
 
-def _emphasized(found: HardwareRefinement) -> frozenset[int]:
-    return frozenset(place for place, step in enumerate(found.steps) if step.plan == found.best)
+def _steps(hardware: HardwareRefinement) -> Iterator[Table]:
+    def upper_tone(step: Step) -> Tone:
+        return Tone.PLAIN if step.upper is None else Tone.GOOD if step.is_within else Tone.BAD
 
-
-def _rows(found: HardwareRefinement) -> tuple[tuple[Cell, ...], ...]:
-    return tuple(
-        (
-            cell(shown(numbers.count, step, "round")),
-            cell(step.plan),
-            cell(_origin(step)),
-            cell(shown(numbers.share, step, "fp8_share")),
-            cell(times_text(step.times)),
-            cell(
-                upper_text(step),
-                Tone.PLAIN if step.upper is None else Tone.GOOD if step.is_within else Tone.BAD,
-            ),
-            cell("yes" if step.is_on_front else "no", Tone.PLAIN if step.is_on_front else Tone.MUTED),
-            cell(shown(numbers.seconds, step, "build_seconds")),
-            cell(step.detail or step.engine),
-        )
-        for step in found.steps
+    fields: tuple[Field[Step], ...] = (
+        fact("Round", "round", numbers.count),
+        text("Plan", "plan"),
+        text("From", _origin),
+        fact("FP8 share of FLOPs", "fp8_share", numbers.share),
+        number("Latency over the anchor's", lambda step: times_text(step.times)),
+        number("Upper bound over budget", lambda step: cell(upper_text(step), upper_tone(step))),
+        text("On the front", lambda step: cell("yes") if step.is_on_front else cell("no", Tone.MUTED)),
+        fact("Build", "build_seconds", numbers.seconds),
+        prose("Outcome", lambda step: step.detail or step.engine),
     )
+    caption = f"Plans tried on {hardware.target}"
+    yield table_of(caption, fields, hardware.steps, lambda step: step.plan == hardware.best, keys=2)
 
 
 def _origin(step: Step) -> str:
@@ -106,54 +85,39 @@ def _origin(step: Step) -> str:
     return step.origin
 
 
-def _predictions_tables(refined: list[HardwareRefinement]) -> Iterator[Table]:
-    columns = (
-        Column("Plan"),
-        Column("Predicted from"),
-        Column("Batch", numeric=True),
-        Column("Predicted", numeric=True),
-        Column("Measured", numeric=True),
-        Column("Error", numeric=True),
+def _predictions(hardware: HardwareRefinement) -> Iterator[Table]:
+    def batch(row: tuple[Step, str]) -> str:
+        key = Derived("key", (Place(row[0].predicted_us, row[1]),))
+        return formed(numbers.count, Figure(int(row[1]), key))
+
+    fields: tuple[Field[tuple[Step, str]], ...] = (
+        text("Plan", lambda row: row[0].plan),
+        text("Predicted from", lambda row: row[0].predicted_from),
+        number("Batch", batch),
+        number("Predicted", lambda row: shown(numbers.latency, row[0].predicted_us, row[1])),
+        number("Measured", lambda row: shown(numbers.latency, row[0].latency_us, row[1])),
+        number(
+            "Error", lambda row: error_text(at(row[0].predicted_us, row[1]), at(row[0].latency_us, row[1]))
+        ),
     )
-    for found in refined:
-        rows = tuple(
-            (
-                cell(step.plan),
-                cell(step.predicted_from),
-                cell(formed(numbers.count, key(step.predicted_us, batch))),
-                cell(shown(numbers.latency, step.predicted_us, batch)),
-                cell(shown(numbers.latency, step.latency_us, batch)),
-                cell(error_text(at(step.predicted_us, batch), at(step.latency_us, batch))),
-            )
-            for step in found.steps
-            for batch in step.predicted_us
-            if batch in step.latency_us
+    rows = [
+        (step, batch) for step in hardware.steps for batch in step.predicted_us if batch in step.latency_us
+    ]
+    if rows:
+        yield table_of(
+            f"Latency on {hardware.target}, predicted before it was measured", fields, rows, keys=2
         )
-        if rows:
-            yield Table(f"Latency on {found.target}, predicted before it was measured", columns, rows, keys=2)
 
 
-def _nanoseconds(value_us: float) -> str:
-    return f"{1000 * value_us:.3g} ns"
+def _returned(hardware: HardwareRefinement) -> Iterator[Table]:
+    def saved(row: tuple[Step, Returned]) -> str:
+        return shown(lambda us: f"{1000 * us:.3g} ns", row[1], "saved_us")
 
-
-def _returned_tables(refined: list[HardwareRefinement]) -> Iterator[Table]:
-    columns = (
-        Column("Plan"),
-        Column("Sites given back"),
-        Column("KL of what is allowed", numeric=True),
-        Column("Expected to save, a row", numeric=True),
+    fields: tuple[Field[tuple[Step, Returned]], ...] = (
+        text("Plan", lambda row: row[0].plan),
+        text("Sites given back", lambda row: ", ".join(row[1].sites)),
+        number("KL of what is allowed", lambda row: shown(numbers.share, row[1], "kl")),
+        number("Expected to save, a row", saved),
     )
-    for found in refined:
-        rows = tuple(
-            (
-                cell(step.plan),
-                cell(", ".join(each.sites)),
-                cell(shown(numbers.share, each, "kl")),
-                cell(shown(_nanoseconds, each, "saved_us")),
-            )
-            for step in found.steps
-            for each in step.returned
-        )
-        if rows:
-            yield Table(f"Sites given back on {found.target}, worst first", columns, rows, keys=2)
+    if rows := [(step, each) for step in hardware.steps for each in step.returned]:
+        yield table_of(f"Sites given back on {hardware.target}, worst first", fields, rows, keys=2)

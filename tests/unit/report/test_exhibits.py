@@ -19,8 +19,8 @@ from loka_onnx.report.chart import charts
 from loka_onnx.report.exhibits import NOTHING_DRAWN, exhibits
 from loka_onnx.report.histograms import activation_table, histogram_data
 from loka_onnx.report.provenance import Pointers
-from loka_onnx.report.quadrants import SPEEDS, quadrants, speed_texts
 from loka_onnx.report.site_tables import sites_section
+from loka_onnx.report.speed_tables import SPEEDS, quadrants, speed_texts
 
 
 def speed(site: str, verdict: SpeedVerdict, device: str = "gpu", measured: bool = True) -> SiteSpeed:
