@@ -100,13 +100,6 @@ def charts(data: ReportData) -> tuple[Chart, ...]:
     return (*by_latency, *(_share_chart(data, split, output) for output in outputs))
 
 
-def plotly_script() -> str:
-    """Return the source of plotly.js, for the page itself."""
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())
-
-
 def _latency_chart(data: ReportData, split: str, output: str, target: str | None) -> Chart:
     engines = [e for e in data.engines if target is None or e.target == target]
     batch = max((b for e in engines for b in _latencies(data, e)), default=0)

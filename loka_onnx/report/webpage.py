@@ -6,52 +6,34 @@ import base64
 import gzip
 import json
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
-from loka_onnx.report.chart import plotly_script
 from loka_onnx.report.document import Document
 from loka_onnx.report.exhibits import Exhibits
 
 
-class Graph(Protocol):
-    """The model graph, ready for the page."""
-
-    @property
-    def html(self) -> Markup:
-        """Its markup with its style and script, escaped."""
-
-
-def to_html(document: Document, exhibits: Exhibits, graph: Graph | None = None) -> str:
-    """Write a document.
-
-    Args:
-        exhibits: Drawn parts; plotly.js is included when there are any.
-        graph: The model graph; None leaves its section out.
-    """
+def to_html(document: Document, exhibits: Exhibits, graph: Markup | None = None) -> str:
+    """Write a document with its drawn parts, and the markup of the model graph, if any."""
     template = environment().get_template("report.html.j2")
-    return template.render(
-        document=document,
-        exhibits=exhibits,
-        graph=graph,
-        plotly=_packed_plotly() if exhibits.has_drawings else "",
-    )
+    plotly = _packed_plotly() if exhibits.has_drawings else ""
+    return template.render(document=document, exhibits=exhibits, graph=graph, plotly=plotly)
 
 
 @cache
 def environment() -> jinja2.Environment:
     """Return the templates of the page, with autoescaping."""
-    found = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.PackageLoader("loka_onnx.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters["json"] = _json
-    return found
+    templates.filters["json"] = _json
+    return templates
 
 
 def _json(value: Any) -> Markup:
@@ -63,4 +45,6 @@ def _json(value: Any) -> Markup:
 @cache
 def _packed_plotly() -> str:
     """Return the source of plotly.js, compressed; a browser unpacks it for the first chart."""
-    return base64.b64encode(gzip.compress(plotly_script().encode(), 9, mtime=0)).decode()
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()

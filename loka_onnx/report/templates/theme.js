@@ -43,7 +43,6 @@
       show(current);
       remember(current);
       label();
-      document.dispatchEvent(new CustomEvent("loka:theme", { detail: { theme: current } }));
     });
   });
 })();
