@@ -55,7 +55,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class _Point:
-    """An engine; `x` in units of the axis, `judged` in percent."""
+    """An engine; `x` in units of the axis, `y` in percent."""
 
     engine: EngineArtifact
     x: float
@@ -64,7 +64,7 @@ class _Point:
 
     @property
     def y(self) -> float:
-        return self.judged.value
+        return 100 * self.judged.value
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,7 @@ def _chart(data: ReportData, output: str, axis: _Axis) -> Chart:
         x, judged = axis.places.get(engine.id), _judged(data, engine.id, output)
         interval = judged.difference.judged if judged is not None and judged.difference is not None else None
         if x is not None and judged is not None and interval is not None and can_be_drawn(interval):
-            ends = (100 * interval.value, 100 * interval.lower, 100 * interval.upper)
-            percent = Interval(*ends, interval.confidence, interval.rows)
-            points.append(_Point(engine, x, percent, judged))
+            points.append(_Point(engine, x, interval, judged))
         else:
             reasons = [_lacks_place(data, engine, axis)] if x is None else []
             is_judged = interval is not None and can_be_drawn(interval)
@@ -198,7 +196,7 @@ def _figure(
 ) -> dict[str, Any]:
     budget = points[0].output.budget
     limits = [100 * budget] if math.isfinite(budget) else []
-    heights = [0.0, *limits, *(end for p in points for end in (p.judged.lower, p.judged.upper))]
+    heights = [0.0, *limits, *(100 * end for p in points for end in (p.judged.lower, p.judged.upper))]
     positions = _positions(points, max(heights) - min(heights) or 1.0)
     # Every engine without FP8 is at the left of the share axis.
     side, anchor = (1, "right") if axis.kind == "share" else (0, "left")
@@ -260,8 +258,8 @@ def _trace(members: Sequence[_Point], judged_name: str, positions: dict[str, str
         "error_y": {
             "type": "data",
             "symmetric": False,
-            "array": [p.judged.upper - p.y for p in members],
-            "arrayminus": [p.y - p.judged.lower for p in members],
+            "array": [100 * (p.judged.upper - p.judged.value) for p in members],
+            "arrayminus": [100 * (p.judged.value - p.judged.lower) for p in members],
             "thickness": 1.5,
         },
         "mode": "markers+text" if positions else "markers",
