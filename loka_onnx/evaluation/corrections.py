@@ -4,10 +4,10 @@ The plan runs in simulation with corrected biases of its sites and without; the 
 arithmetic. Each variant is paired with the FP32 reference, row by row, like an engine. The rule:
 
 * A variant is admitted where the upper end of its interval of ΔNE (of KL without labels) is lower than
-without any correction, and its KL is no larger. * Without corrected biases, and with them, each output takes
-its admitted variant with the lowest upper end. Biases belong to all outputs: they are kept where every output
-has an admitted variant with them whose upper end is no higher than its best without them, and one has a lower
-one.
+  without any correction, and its KL is no larger.
+* Without corrected biases, and with them, each output takes its admitted variant with the lowest upper end.
+  Biases belong to all outputs: they are kept where every output has an admitted variant with them whose upper
+  end is no higher than its best without them, and one has a lower one.
 
 The lowest of several upper ends is slightly optimistic, so the effect of a correction is read from the engine
 on the certification split.
@@ -37,10 +37,8 @@ Rows = npt.NDArray[np.float64]
 class Simulated:
     """A plan in simulation on a split, with corrected biases or without.
 
-    Attributes:
-        predictions: Its outputs, and the logit (or regression) behind each as further outputs.
-        scores: Name of that logit among the outputs, by output; where there is one.
-        constants: Constant that restores the FP32 model's mean score, by output; where there is a score.
+    `predictions` has its outputs, and the logit (or regression) behind each as further outputs, of the names
+    `scores`; `constants` restore the FP32 model's mean score, by output.
     """
 
     predictions: Predictions
