@@ -15,13 +15,7 @@ from loka_onnx.report.speed_tables import Quadrants, quadrants
 
 @dataclass(frozen=True)
 class Exhibits:
-    """The drawn parts of the page.
-
-    Attributes:
-        charts: Accuracy against latency and against the share of FP8.
-        quadrants: Sites by accuracy and speed, by device.
-        histograms: Data of the activation histograms (`histograms.histogram_data`).
-    """
+    """The drawn parts of the page, none by default; `histograms` is `histograms.histogram_data`."""
 
     charts: tuple[Chart, ...] = ()
     quadrants: tuple[Quadrants, ...] = ()
@@ -36,10 +30,6 @@ class Exhibits:
     def sites(self) -> frozenset[str]:
         """Names of the sites that the page can show."""
         return frozenset(site["name"] for site in self.histograms.get("sites", ()))
-
-
-NOTHING_DRAWN = Exhibits()
-"""For a page of tables only."""
 
 
 def exhibits(data: ReportData, pointers: Pointers) -> Exhibits:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from test_report import NASTY, rendered
+from test_report import NASTY
 
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.core.correction import (
@@ -17,7 +17,7 @@ from loka_onnx.core.correction import (
     Variant,
 )
 from loka_onnx.core.intervals import Interval
-from loka_onnx.report import HTML_NAME, MARKDOWN_NAME, ReportData
+from loka_onnx.report import ReportData
 from loka_onnx.report.sections import build_document
 
 
@@ -66,14 +66,3 @@ def test_the_section_shows_every_trial_and_what_was_kept(corrected, tmp_path):
         "fp8-all", "over_arch.fc1", "2", "0.0456", "0.0789", "0.00321", "no"
     ]  # fmt: skip
     assert section.items == ("fp8-all: dot has no corrected bias: a product of two activations",)
-
-
-def test_both_texts_carry_it(corrected, tmp_path):
-    texts = rendered(corrected, tmp_path)
-    for text in (texts[MARKDOWN_NAME], texts[HTML_NAME]):
-        assert "What was tried on each output" in text
-        assert "+0.120 % [+0.100 %, +0.140 %]" in text
-
-
-def test_without_corrections_there_is_no_section(sample):
-    assert "corrections" not in [s.anchor for s in build_document(sample.report).sections]
