@@ -5,21 +5,44 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
+from loka_onnx.report.chart import Chart
 from loka_onnx.report.document import Document
-from loka_onnx.report.exhibits import Exhibits
+from loka_onnx.report.speed_tables import Quadrants
 
 
-def to_html(document: Document, exhibits: Exhibits, graph: Markup | None = None) -> str:
-    """Write a document with its drawn parts, and the markup of the model graph, if any."""
+@dataclass(frozen=True)
+class Exhibits:
+    """The drawn parts of a page: charts, quadrants, `histograms.histogram_data`, the model graph."""
+
+    charts: tuple[Chart, ...] = ()
+    quadrants: tuple[Quadrants, ...] = ()
+    histograms: dict[str, Any] = field(default_factory=dict)
+    graph: Markup | None = None
+
+    @property
+    def has_drawings(self) -> bool:
+        """True if anything on the page needs plotly.js."""
+        return any(chart.figure for chart in self.charts) or bool(self.histograms.get("tensors"))
+
+    @property
+    def sites(self) -> frozenset[str]:
+        """Names of the sites that the page can show."""
+        return frozenset(site["name"] for site in self.histograms.get("sites", ()))
+
+
+def to_html(document: Document, exhibits: Exhibits | None = None) -> str:
+    """Write a document with its drawn parts."""
+    exhibits = exhibits or Exhibits()
     template = environment().get_template("report.html.j2")
     plotly = _packed_plotly() if exhibits.has_drawings else ""
-    return template.render(document=document, exhibits=exhibits, graph=graph, plotly=plotly)
+    return template.render(document=document, exhibits=exhibits, graph=exhibits.graph, plotly=plotly)
 
 
 @cache
