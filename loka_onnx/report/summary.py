@@ -29,6 +29,8 @@ from loka_onnx.report.verdict import NO_LABELS
 _HEADINGS = {KL_NAME: "KL", f"{DELTA_NE_NAME} or {KL_NAME}": "ΔNE or KL"}
 _STYLES = {Tone.GOOD: "green", Tone.BAD: "red", Tone.WARN: "yellow", Tone.MUTED: "dim", Tone.PLAIN: ""}
 _LONGEST_WORD = len("undecided,")
+_Row = tuple[tuple[str | Text, ...], tuple[str | Text, ...]]
+"""Target, backend, plan and output, and all other cells."""
 
 
 def summary_table(data: ReportData, split: str | None = None) -> Table:
@@ -61,26 +63,23 @@ def summary_table(data: ReportData, split: str | None = None) -> Table:
     for heading in ("KL", "ΔAUC", "FP8 sites", "FP8 FLOPs", "size"):
         table.add_column(heading, justify="right", no_wrap=not heading.startswith("FP8"))
     table.add_column("status", overflow="fold", min_width=_LONGEST_WORD)
-    for names, *cells in _rows(data, split):
+    for names, cells in _rows(data, split):
         table.add_row(*(name for name, wanted in zip(names, is_shown, strict=True) if wanted), *cells)
     return table
 
 
-def _rows(data: ReportData, split: str) -> Iterator[tuple[tuple[str | Text, ...], *tuple[str | Text, ...]]]:
-    """Yield target, backend, plan and output, then all other cells."""
+def _rows(data: ReportData, split: str) -> Iterator[_Row]:
     for reference in data.references:
         evaluation = data.evaluation(reference, split)
         for output in evaluation.outputs if evaluation is not None else ():
             # Text, not str: rich reads [brackets] in a string as markup.
             names = ("", "", "FP32", Text(output.output))
-            yield names, *_scores(output), *[numbers.NONE] * 5, "reference"
+            yield names, (*_scores(output), *[numbers.NONE] * 5, "reference")
     for engine in data.engines:
         yield from _engine_rows(data, engine, split)
 
 
-def _engine_rows(
-    data: ReportData, engine: EngineArtifact, split: str
-) -> Iterator[tuple[tuple[str | Text, ...], *tuple[str | Text, ...]]]:
+def _engine_rows(data: ReportData, engine: EngineArtifact, split: str) -> Iterator[_Row]:
     evaluation, is_chosen = data.evaluation(engine.id, split), data.chosen(engine.id) is not None
     plan = Text(f"{engine.plan} *" if is_chosen else engine.plan, style="bold" if is_chosen else "")
     where = (Text(engine.target), Text(engine.backend), plan)
@@ -90,11 +89,12 @@ def _engine_rows(
         status = Text(f"{engine.status}{simulated}", style=_STYLES[STATUS_TONES[engine.status]])
         missing = Text(numbers.NOT_MEASURED, style="dim")
         none = numbers.NONE
-        yield (*where, Text(none)), none, none, missing, none, none, *build, status
+        yield (*where, Text(none)), (none, none, missing, none, none, *build, status)
         return
     for output in evaluation.outputs:
         status = Text(f"{output.verdict}{simulated}", style=_STYLES[delta_tone(output)])
-        yield (*where, Text(output.output)), *_scores(output), *beside(output), *build, status
+        cells = (*_scores(output), *beside(output), *build, status)
+        yield (*where, Text(output.output)), cells
 
 
 def _caption(data: ReportData) -> Iterator[str]:
