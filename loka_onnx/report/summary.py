@@ -93,7 +93,7 @@ def _engine_rows(data: ReportData, engine: EngineArtifact, split: str) -> Iterat
         return
     for output in evaluation.outputs:
         status = Text(f"{output.verdict}{simulated}", style=_STYLES[delta_tone(output)])
-        cells = (*_scores(output), *beside(output), *build, status)
+        cells: tuple[str | Text, ...] = (*_scores(output), *beside(output), *build, status)
         yield (*where, Text(output.output)), cells
 
 
