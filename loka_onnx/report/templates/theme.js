@@ -25,7 +25,7 @@
     else document.documentElement.dataset.theme = name;
   }
 
-  // What only a script can undo, such as rows that come while a reader scrolls, may depend on it.
+  // What only a script can draw or undo may depend on it.
   document.documentElement.classList.add("scripted");
 
   let current = NAMES.includes(remembered()) ? remembered() : "system";
