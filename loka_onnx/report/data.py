@@ -126,6 +126,11 @@ class ReportData:
         found = (e for e in self.evaluations.evaluations if (e.engine, e.split) == (engine, split))
         return next(found, None)
 
+    def evaluations_of(self, engine: str) -> list[Evaluation]:
+        """Return the evaluations of an engine, that of the last split (certification) first."""
+        evaluations = (self.evaluation(engine, split) for split in reversed(self.splits))
+        return [evaluation for evaluation in evaluations if evaluation is not None]
+
     def plan(self, plan_id: str) -> PrecisionPlan | None:
         """Return the plan of that id; None for none."""
         return next((plan for plan in self.plans.plans if plan.id == plan_id), None)

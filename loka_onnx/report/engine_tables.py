@@ -164,8 +164,7 @@ def latency_text(data: ReportData, engine: EngineArtifact) -> Told:
     """Return the median latency at the largest measured batch, or why there is none."""
     if engine.simulated:
         return Told(SIMULATED_LATENCY)
-    evaluations = (data.evaluation(engine.id, split) for split in data.splits)
-    measured = [latency for e in evaluations if e is not None for latency in e.latencies]
+    measured = [latency for e in reversed(data.evaluations_of(engine.id)) for latency in e.latencies]
     if not measured:
         return Told(numbers.NOT_MEASURED)
     largest = max(measured, key=lambda item: item.batch)

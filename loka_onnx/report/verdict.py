@@ -82,7 +82,7 @@ def _facts(
     for stat in speed_stats(data, choice):
         yield told("{}: {} ({}).", stat.label, stat.shown.text, stat.note)
     for engine in engines:
-        for evaluation in _evaluations(data, engine.engine):
+        for evaluation in data.evaluations_of(engine.engine):
             for output in evaluation.outputs:
                 where = (engine.apart, output.output, evaluation.split)
                 if output.slices:
@@ -98,14 +98,8 @@ def _facts(
             yield told("Sites{} that do not run as planned: {}; see Fallbacks.", engine.apart, fallbacks)
 
 
-def _evaluations(data: ReportData, engine: str) -> list[Evaluation]:
-    """Return the evaluations of an engine, certification first."""
-    evaluations = (data.evaluation(engine, split) for split in reversed(data.splits))
-    return [e for e in evaluations if e is not None]
-
-
 def _is_within(data: ReportData, engine: str) -> bool:
-    evaluations = _evaluations(data, engine)
+    evaluations = data.evaluations_of(engine)
     outputs = [output for e in evaluations for output in e.outputs]
     is_harmless = not any(output.slices_of(BudgetStatus.BEYOND) for output in outputs)
     return bool(evaluations) and is_harmless and all(e.is_within_budget for e in evaluations)
@@ -113,7 +107,7 @@ def _is_within(data: ReportData, engine: str) -> bool:
 
 def _costs(data: ReportData, engine: Emitted) -> Iterator[str]:
     """Yield the cost on each split; of an engine that was not run also that of another one of its plan."""
-    evaluations = _evaluations(data, engine.engine)
+    evaluations = data.evaluations_of(engine.engine)
     if not any(e.outputs for e in evaluations):
         why = f" ({evaluations[0].status})" if evaluations else ""
         yield f"Cost{engine.apart}: {numbers.NOT_MEASURED}{why}."

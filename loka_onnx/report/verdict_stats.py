@@ -242,8 +242,7 @@ def stand_in(data: ReportData, engine: Emitted) -> Evaluation | None:
 
 def _own(data: ReportData, engine: Emitted) -> Evaluation | None:
     """Return the evaluation of the last split that the engine was run on: certification, if any."""
-    evaluations = (data.evaluation(engine.engine, split) for split in reversed(data.splits))
-    return next((e for e in evaluations if e is not None and e.outputs), None)
+    return next((e for e in data.evaluations_of(engine.engine) if e.outputs), None)
 
 
 def _over_budget(output: OutputEvaluation) -> float:

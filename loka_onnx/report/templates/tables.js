@@ -1,11 +1,6 @@
 "use strict";
 // Sorts and filters tables. A row and the notes below it are one entry and move together.
 (() => {
-  const UNITS = {
-    ns: 1e-3, "µs": 1, ms: 1e3, s: 1e6, min: 6e7,
-    B: 1, KiB: 1024, MiB: 1024 ** 2, GiB: 1024 ** 3,
-  };
-  const NUMBER = /[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?/;
   const DIRECTIONS = ["none", "ascending", "descending"];
   const RING_PX = 4;
   const order = new Intl.Collator("en", { numeric: true }).compare;
@@ -22,15 +17,9 @@
   function valueOf(cell, isNumeric) {
     const text = cell.textContent.trim();
     if (!isNumeric) return text === "–" ? null : text;
-    if (cell.dataset.value !== undefined) {
-      // Python writes "inf", JavaScript reads "Infinity".
-      const value = Number(cell.dataset.value.replace(/^([-+]?)inf$/, "$1Infinity"));
-      return Number.isNaN(value) ? null : value;
-    }
-    const found = NUMBER.exec(text);
-    if (!found) return null;
-    const unit = text.slice(found.index + found[0].length).trim().split(/[\s,;]/)[0];
-    return Number(found[0].replaceAll(",", "")) * (UNITS[unit] ?? 1);
+    // Every number has its value beside it. Python writes "inf", JavaScript reads "Infinity".
+    const value = Number((cell.dataset.value ?? "nan").replace(/^([-+]?)inf$/, "$1Infinity"));
+    return Number.isNaN(value) ? null : value;
   }
 
   function sort(table, entries, column, direction) {
