@@ -9,7 +9,7 @@ from loka_onnx.core.lineage import StageRecord
 from loka_onnx.core.products import OtherProduct
 from loka_onnx.core.rewrite import RewriteRecord
 from loka_onnx.report import numbers
-from loka_onnx.report.choice_tables import choice_sections
+from loka_onnx.report.choice_tables import choice_sections, refinement_sections
 from loka_onnx.report.correction_tables import corrections_sections
 from loka_onnx.report.data import ReportData, SplitDescription
 from loka_onnx.report.document import (
@@ -29,7 +29,6 @@ from loka_onnx.report.document import (
 from loka_onnx.report.engine_tables import engines_section, fallbacks_section
 from loka_onnx.report.figures import Figure, Place, at, counted, derive, formed, shown, told
 from loka_onnx.report.provenance import Pointers, located
-from loka_onnx.report.refinement_tables import refinement_sections
 from loka_onnx.report.site_tables import calibration_facts, sites_section
 from loka_onnx.report.slice_tables import slices_sections
 from loka_onnx.report.throughput_tables import throughput_sections
