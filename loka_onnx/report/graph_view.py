@@ -20,8 +20,6 @@ from loka_onnx.report.webpage import environment
 _MIXED = "several sites"
 """Verdict of a folded part whose sites have several."""
 _MARGIN = 24
-_LEAST = (1000, 450)
-"""Least width and height of the drawing, px."""
 _LETTER = 6.4
 """Mean width of a letter in a label, px."""
 
@@ -91,15 +89,14 @@ def _box(node: GraphNode, place: Point, decisions: Mapping[str, Decision]) -> _B
 
 
 def _view(boxes: Sequence[_Box], layout: GraphLayout) -> tuple[int, int, int, int]:
-    """Return left, top, width and height of the drawing with a margin; a small one is not enlarged."""
+    """Return left, top, width and height of the drawing with a margin."""
     points = [point for line in layout.lines.values() for point in line]
     for box in boxes:
         (x, y), half = box.place, box.width // 2
         points += [(x - half, y - NODE_HEIGHT // 2), (x + half, y + NODE_HEIGHT // 2)]
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    width = max(max(xs) - min(xs) + 2 * _MARGIN, _LEAST[0])
-    height = max(max(ys) - min(ys) + 2 * _MARGIN, _LEAST[1])
-    return (min(xs) + max(xs) - width) // 2, (min(ys) + max(ys) - height) // 2, width, height
+    width, height = max(xs) - min(xs) + 2 * _MARGIN, max(ys) - min(ys) + 2 * _MARGIN
+    return min(xs) - _MARGIN, min(ys) - _MARGIN, width, height
 
 
 def _verdict(decisions: Mapping[str, Decision], site: str) -> Verdict:

@@ -161,7 +161,7 @@ def test_the_keyboard_chooses_and_goes_along_the_data(page):
     # Enter chooses what the arrow keys have brought to the middle.
     x, y, _ = box_of(page, after)
     to_x, to_y, _ = box_of(page, "over_arch.fc0")
-    for _ in range(round(abs(to_y - y) / 60) + 1):
+    for _ in range(round(abs(to_y - y) / 60)):
         page.keyboard.press("ArrowUp" if to_y < y else "ArrowDown")
     for _ in range(round(abs(to_x - x) / 60)):
         page.keyboard.press("ArrowLeft" if to_x < x else "ArrowRight")

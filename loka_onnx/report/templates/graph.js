@@ -3,6 +3,7 @@
 // someone chose a site.
 (() => {
   const MOST_SCALE = 3;
+  const MOST_FITTED = 1.25; // A small graph is shown no larger.
   const FAR = 0.5; // Scale below which no label can be read.
   const STEP = 60; // Of an arrow key, px.
   const MOST_NEIGHBOURS = 24; // That are named below the drawing, of either side.
@@ -47,7 +48,8 @@
 
   function fit() {
     svg.setAttribute("viewBox", whole);
-    label();
+    const { x, y, scale } = view();
+    look(x, y, Math.min(scale, MOST_FITTED));
   }
 
   function zoom(factor, dx = 0, dy = 0) {
@@ -233,6 +235,7 @@
   }
   root.querySelector(".graph-tools").hidden = false;
   new ResizeObserver(label).observe(stage);
+  fit();
   root.dataset.ready = "true";
 
   // Paper shows the whole graph.
