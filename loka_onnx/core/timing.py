@@ -107,7 +107,6 @@ class KernelTiming:
 
     Attributes:
         us: Median, microseconds.
-        spread_us: Half of the distance between the quartiles, microseconds; None where it was not recorded.
         spread_us: Half the interquartile range, microseconds; None where not recorded.
         repeats: Number of samples; 0 where not recorded.
         error: Root mean square difference from the product of the same rounded operands in float64, over that

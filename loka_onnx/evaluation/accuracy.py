@@ -50,10 +50,7 @@ class Units:
 
     @classmethod
     def of(cls, columns: Mapping[str, Array], group: str | None, slices: Sequence[str] = ()) -> Units:
-        """Read groups and slices from the columns of a split.
-
-        Raises DataError if a slice column is missing.
-        """
+        """Read groups and slices from the columns of a split; DataError if a slice column is missing."""
         grouping = Groups.of(group, columns[group]) if group else None
         return cls(grouping, read_slices(columns, slices))
 
@@ -78,12 +75,17 @@ class Units:
 def evaluate_reference(
     reference: Mapping[str, Array], columns: Mapping[str, Array], specs: tuple[OutputSpec, ...]
 ) -> tuple[OutputEvaluation, ...]:
-    """Return the quality of the FP32 reference itself, per spec: without a difference, within budget by
-    definition.
+    """Return the quality of the FP32 reference itself, per spec: within budget by definition.
 
     Arguments and errors are those of `evaluate_outputs`.
     """
-    return tuple(_reference(spec, reference, read_truth(columns, spec, None)) for spec in specs)
+    evaluations = []
+    for spec in specs:
+        truth = read_truth(columns, spec, None)
+        metrics = _metrics(spec, _reference_scores(spec, reference, truth), truth)
+        status = BudgetStatus.WITHIN
+        evaluations.append(OutputEvaluation(spec.name, spec.kind, metrics, None, spec.budget, status, None))
+    return tuple(evaluations)
 
 
 def evaluate_outputs(
@@ -96,14 +98,9 @@ def evaluate_outputs(
 ) -> tuple[OutputEvaluation, ...]:
     """Return the quality of an engine per spec, and its paired difference from the FP32 reference.
 
-    Args:
-        reference: (rows,) or (rows, 1) arrays by output name, of the FP32 reference.
-        candidate: Likewise of the engine, for the same rows in the same order.
-        columns: (rows,) labels and weights by column name.
-        specs: The judged outputs.
-        units: Groups and slices; None for independent rows without slices.
-        confidence: Level of the two-sided intervals that decide, and jointly of an output's slices; other
-            intervals have 95 %.
+    Outputs are (rows,) or (rows, 1) arrays by name, of the same rows in the same order; columns are (rows,)
+    labels and weights. `confidence` is that of the two-sided intervals that decide, and jointly of the slices
+    of an output; other intervals have 95 %.
 
     Raises:
         DataError: A label or weight is missing, not finite, or out of range; there are no rows.
@@ -116,11 +113,6 @@ def evaluate_outputs(
         _against(spec, reference, candidate, read_truth(columns, spec, units.groups), units, confidence)
         for spec in specs
     )
-
-
-def _reference(spec: OutputSpec, reference: Mapping[str, Array], truth: Truth) -> OutputEvaluation:
-    metrics = _metrics(spec, _reference_scores(spec, reference, truth), truth)
-    return OutputEvaluation(spec.name, spec.kind, metrics, None, spec.budget, BudgetStatus.WITHIN, None)
 
 
 def _reference_scores(spec: OutputSpec, reference: Mapping[str, Array], truth: Truth) -> Scores:
@@ -171,8 +163,11 @@ def _nothing_to_relate_to(spec: OutputSpec, paired: PairedRows) -> EvaluationErr
     else:
         what, evidence = "loss", f"{rows} rows fit their labels exactly"
         remedy = "check that the label is not an input of the model"
-    message = f"the {what} of the FP32 reference on output '{spec.name}' is 0, so no change is relative to it"
-    return EvaluationError(message, evidence=evidence, remedy=remedy)
+    return EvaluationError(
+        f"the {what} of the FP32 reference on output '{spec.name}' is 0, so no change is relative to it",
+        evidence=evidence,
+        remedy=remedy,
+    )
 
 
 def _metrics(spec: OutputSpec, scores: Scores, truth: Truth) -> TaskMetrics:

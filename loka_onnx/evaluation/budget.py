@@ -103,7 +103,6 @@ def _basis_remarks(rows: int, basis: Basis) -> Iterator[str]:
             f"{basis.largest} has {100 * basis.largest_share:.0f} % of the rows: intervals over groups are "
             f"unreliable where one has more than {100 * LARGE_SHARE:.0f} %"
         )
-
     if basis.is_heavy:
         index = "" if basis.tail_index is None else f"tail index {basis.tail_index:.1f}, "
         yield (

@@ -37,9 +37,7 @@ class Truth:
 
 @dataclass(frozen=True)
 class Scores:
-    """One output of one engine, (rows,) each: as returned, for ranking; as logit, for the loss; as
-    prediction.
-    """
+    """One output of one engine, (rows,) each: as returned (ranking), as logit (loss), as prediction."""
 
     raw: Rows
     scores: Rows
@@ -81,9 +79,7 @@ class Groups:
 def read_truth(columns: Mapping[str, Array], spec: OutputSpec, groups: npt.NDArray[np.intp] | None) -> Truth:
     """Return labels and weights of one output in float64, as far as it has them, with the given groups.
 
-    Raises:
-        DataError: A column is missing, empty, not numeric, not finite, or out of range.
-        InternalError: The columns are of different lengths.
+    Raises DataError for a column that is missing, empty, not numeric, not finite, or out of range.
     """
     labels = None if spec.label is None else _labels(columns, spec, spec.label)
     weights = None
@@ -104,7 +100,7 @@ def read_truth(columns: Mapping[str, Array], spec: OutputSpec, groups: npt.NDArr
     return Truth(labels, weights, groups)
 
 
-def refuse_no_rows(rows: int | None, spec: OutputSpec) -> None:
+def refuse_no_rows(rows: int, spec: OutputSpec) -> None:
     """Raise DataError where there are no rows."""
     if rows == 0:
         raise DataError(
@@ -118,12 +114,9 @@ def read_scores(
 ) -> Scores:
     """Return one output of an engine as scores in float64.
 
-    Args:
-        outputs: (rows,) or (rows, 1) arrays by output name.
-        spec: The output.
-        rows: Rows of the labels, or else of the reference; None where unknown.
-        is_reference: Whether the outputs are those of the FP32 reference. The user declared its kind, so a
-            wrong one is a configuration error; elsewhere the engine is wrong.
+    `outputs` are (rows,) or (rows, 1) arrays by name; `rows` those of the labels, or else of the reference.
+    The user declared the kind of the reference's outputs, so a wrong one is a configuration error; elsewhere
+    the engine is wrong.
 
     Raises:
         ConfigError: The reference has values that its declared kind does not allow, or several per row.

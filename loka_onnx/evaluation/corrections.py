@@ -4,10 +4,10 @@ The plan runs in simulation with corrected biases of its sites and without; the 
 arithmetic. Each variant is paired with the FP32 reference, row by row, like an engine. The rule:
 
 * A variant is admitted where the upper end of its interval of ΔNE (of KL without labels) is lower than
-without any correction, and its KL is no larger. * Without corrected biases, and with them, each output takes
-its admitted variant with the lowest upper end. Biases belong to all outputs: they are kept where every output
-has an admitted variant with them whose upper end is no higher than its best without them, and one has a lower
-one.
+  without any correction, and its KL is no larger.
+* Without corrected biases, and with them, each output takes its admitted variant with the lowest upper end.
+  Biases belong to all outputs: they are kept where every output has an admitted variant with them whose upper
+  end is no higher than its best without them, and one has a lower one.
 
 The lowest of several upper ends is slightly optimistic, so the effect of a correction is read from the engine
 on the certification split.
@@ -37,10 +37,8 @@ Rows = npt.NDArray[np.float64]
 class Simulated:
     """A plan in simulation on a split, with corrected biases or without.
 
-    Attributes:
-        predictions: Its outputs, and the logit (or regression) behind each as further outputs.
-        scores: Name of that logit among the outputs, by output; where there is one.
-        constants: Constant that restores the FP32 model's mean score, by output; where there is a score.
+    `predictions` has its outputs, and the logit (or regression) behind each as further outputs, of the names
+    `scores`; `constants` restore the FP32 model's mean score, by output.
     """
 
     predictions: Predictions
@@ -139,35 +137,19 @@ def _best(trials: Sequence[Trial], *, has_bias: bool) -> Trial | None:
 
 
 def _reason(trials: Sequence[Trial], kept: Trial | None, refused: Trial | None) -> str:
+    """Return why a variant is kept, or none; the trials have the numbers of the others."""
     none = trials[0]
     if kept is not None:
-        refusal = "" if refused is None else f"; {_why_refused(refused, kept)}"
         return (
             f"{kept.variant}: {_name(none)} at most {_percent(kept.judged.upper)} instead of "
             f"{_percent(none.judged.upper)}, KL {_percent(kept.kl.value)} instead of "
-            f"{_percent(none.kl.value)}{refusal}"
+            f"{_percent(none.kl.value)}"
         )
     if len(trials) == 1:
         return "nothing to correct: no bias, and no logit that a constant could be added to"
     if refused is not None:
         return f"{refused.variant} would help here, and not do as well as without on another output"
-    why = "; ".join(f"{t.variant}: {_fault(t, none)}" for t in trials[1:])
-    return f"nothing helps on the selection rows ({why})"
-
-
-def _why_refused(refused: Trial, kept: Trial) -> str:
-    if refused.judged.upper >= kept.judged.upper:
-        return f"{refused.variant} would not do better (at most {_percent(refused.judged.upper)})"
-    return f"{refused.variant} would do better here, and harm another output or help it less"
-
-
-def _fault(trial: Trial, none: Trial) -> str:
-    if trial.judged.upper >= none.judged.upper:
-        return (
-            f"{_name(none)} at most {_percent(trial.judged.upper)}, which is no less than "
-            f"{_percent(none.judged.upper)}"
-        )
-    return f"KL {_percent(trial.kl.value)}, which is more than {_percent(none.kl.value)}"
+    return "nothing helps on the selection rows"
 
 
 def _name(trial: Trial) -> str:

@@ -29,13 +29,8 @@ Of 4096, ONNX Runtime takes 4 times as long for a row of a sequence model (BST) 
 class Split:
     """Rows that engines are judged on, ``selection`` or ``certification``.
 
-    Attributes:
-        columns: Required columns, group and slices included.
-        group: Column of rows that belong together.
-        slices: Columns whose values are judged apart.
-        batch_size: Rows of one request.
-        confidence: Of the intervals that are compared with the budget.
-        most: Most rows to judge, in requests at even distances; None for all.
+    `columns` includes the group and the slices. `confidence` is that of the intervals that are compared with
+    the budget. At most `most` rows are judged, in requests at even distances.
     """
 
     name: str
@@ -118,10 +113,14 @@ def judge_engine(
 
     `open_run` loads the engine and returns the function that runs one batch.
     """
-    if not artifact.is_built:
-        return _unmeasured(artifact, split, f"not measured: {artifact.status}")
-    if not artifact.was_run:
-        return _unmeasured(artifact, split, f"not measured: {artifact.detail or artifact.status}")
+
+    def result(status: str, rows: int, outputs: tuple[OutputEvaluation, ...] = ()) -> Evaluation:
+        known = (artifact.id, artifact.backend, artifact.plan, artifact.target, split.name)
+        return Evaluation(*known, rows, outputs, (), status)
+
+    if not artifact.is_built or not artifact.was_run:
+        why = artifact.detail if artifact.is_built else ""
+        return result(f"not measured: {why or artifact.status}", split.data.rows)
     try:
         task = f"judge {artifact.plan} on {split.name}"
         predictions = predict_split(split, open_run(), specs, task, progress)
@@ -130,8 +129,8 @@ def judge_engine(
             known.outputs, predictions.outputs, known.columns, specs, reference.units, split.confidence
         )
     except StageError as error:
-        return _unmeasured(artifact, split, f"{FAILED} on {split.name}: {error}")
-    return _evaluation(artifact, split.name, predictions.rows, outputs, "measured")
+        return result(f"{FAILED} on {split.name}: {error}", split.data.rows)
+    return result("measured", predictions.rows, outputs)
 
 
 def with_latencies(evaluation: Evaluation, timed: Interleaved) -> Evaluation:
@@ -141,13 +140,3 @@ def with_latencies(evaluation: Evaluation, timed: Interleaved) -> Evaluation:
         latencies=timed.latencies.get(evaluation.engine, ()),
         latency_failure=timed.failures.get(evaluation.engine, ""),
     )
-
-
-def _unmeasured(artifact: EngineArtifact, split: Split, status: str) -> Evaluation:
-    return _evaluation(artifact, split.name, split.data.rows, (), status)
-
-
-def _evaluation(
-    engine: EngineArtifact, split: str, rows: int, outputs: tuple[OutputEvaluation, ...], status: str
-) -> Evaluation:
-    return Evaluation(engine.id, engine.backend, engine.plan, engine.target, split, rows, outputs, (), status)

@@ -51,19 +51,14 @@ def from_host(run: Run) -> Prepare:
     return lambda inputs: Request(partial(run, inputs))
 
 
-def from_device(runner: Runner) -> Prepare:
-    """Prepare requests whose inputs lie on the engine's device; from the host where the engine cannot."""
-
-    def prepare(inputs: Mapping[str, Array]) -> Request:
-        resident = runner.resident(inputs)
-        return Request(resident, InputPlace.DEVICE if resident.is_on_device else InputPlace.HOST)
-
-    return prepare
-
-
 def prepared(runner: Runner, place: InputPlace) -> Prepare:
-    """Prepare requests of an engine by the place of their inputs."""
-    return from_device(runner) if place is InputPlace.DEVICE else from_host(runner.run)
+    """Prepare requests of an engine by the place of their inputs; on the host where it cannot otherwise."""
+
+    def resident(inputs: Mapping[str, Array]) -> Request:
+        call = runner.resident(inputs)
+        return Request(call, InputPlace.DEVICE if call.is_on_device else InputPlace.HOST)
+
+    return resident if place is InputPlace.DEVICE else from_host(runner.run)
 
 
 @dataclass(frozen=True)
@@ -73,11 +68,9 @@ class LatencyOptions:
     Attributes:
         warmup: Untimed first requests of each engine, for autotuning and first-touch costs.
         min_repeats: Least timed requests of each engine.
-        max_repeats: Most timed requests.
         max_seconds: Time limit once `min_repeats` is reached; warm-up has its own equal limit, after at least
             one request each.
         input_sets: Different requests in turns, so that embedding rows are not all in cache.
-        clock_ns: Monotonic clock, nanoseconds.
         on_batch: Called when a batch size is done.
     """
 
@@ -112,8 +105,7 @@ def measure_latency(
 ) -> tuple[Latency, ...]:
     """Return the latency of one engine, one entry per batch size in order; raises StageError if it fails.
 
-    `prepare` makes a request of the inputs that `make_inputs` returns for a number of rows; neither is timed.
-    Recorded are the `device` and whether the speed is valid for the target.
+    Other arguments are those of `measure_interleaved`.
     """
     latencies: tuple[Latency, ...] = ()
     for batch in batches:
@@ -137,7 +129,8 @@ def measure_interleaved(
     """Time several engines, one request each in turns; time limits are per engine.
 
     An engine that fails drops out, there and at later batch sizes; the others go on. Where no inputs can be
-    made, all have failed. Other arguments are those of `measure_latency`.
+    made, all have failed. Neither making inputs nor making requests of them is timed. Recorded are the
+    `device` and whether the speed is valid for the target.
     """
     left = dict(engines)
     failures: dict[str, str] = {}
@@ -191,38 +184,25 @@ class _Turns:
 
     def latency(self, engine: str, batch: int, device: str, counts_for_choice: bool) -> Latency:
         times_us = np.asarray(self.nanoseconds[engine], dtype=np.float64) / 1e3
-        p50, p90, p99 = np.percentile(times_us, [50, 90, 99])
-        return Latency(
-            batch,
-            float(p50),
-            float(p90),
-            float(p99),
-            times_us.size,
-            device,
-            counts_for_choice,
-            loads_us=(float(p50),),
-            inputs=self.inputs[engine],
-        )
+        p50, p90, p99 = np.percentile(times_us, [50, 90, 99]).tolist()
+        known = (batch, p50, p90, p99, times_us.size, device, counts_for_choice)
+        return Latency(*known, loads_us=(p50,), inputs=self.inputs[engine])
 
 
 def _time_in_turns(
     engines: Mapping[str, Prepare], requests: list[Mapping[str, Array]], options: LatencyOptions
 ) -> _Turns:
     turns = _Turns({engine: [] for engine in engines}, {})
-    limit_ns = options.max_seconds * 1e9
+    warm = _Turns({engine: [] for engine in engines}, turns.failures)
+    limit_ns = options.max_seconds * 1e9 * len(engines)
+    phases = ((warm, 1, options.warmup), (turns, options.min_repeats, options.max_repeats))
     with collector_paused():  # as `timeit` does: collections would show in the tail percentiles
-        warm = _Turns({engine: [] for engine in engines}, turns.failures)
-        start = options.clock_ns()
-        for round_index in range(options.warmup):
-            _one_round(engines, requests, round_index, warm, options.clock_ns)
-            if options.clock_ns() - start > limit_ns * len(engines):
-                break
-        start = options.clock_ns()
-        for round_index in range(options.max_repeats):
-            _one_round(engines, requests, round_index, turns, options.clock_ns)
-            is_late = options.clock_ns() - start > limit_ns * len(engines)
-            if is_late and round_index + 1 >= options.min_repeats:
-                break
+        for phase, least, most in phases:
+            start = options.clock_ns()
+            for round_index in range(most):
+                _one_round(engines, requests, round_index, phase, options.clock_ns)
+                if options.clock_ns() - start > limit_ns and round_index + 1 >= least:
+                    break
     return turns
 
 

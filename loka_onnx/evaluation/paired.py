@@ -64,13 +64,9 @@ class PairedRows:
 
     def take(self, rows: npt.NDArray[Any]) -> PairedRows:
         """Return some of the rows, by index or mask."""
+        optional = (self.labelled, self.weights, self.groups, self.probabilities)
         return PairedRows(
-            self.base[rows],
-            self.kl[rows],
-            None if self.labelled is None else self.labelled[rows],
-            None if self.weights is None else self.weights[rows],
-            None if self.groups is None else self.groups[rows],
-            None if self.probabilities is None else self.probabilities[rows],
+            self.base[rows], self.kl[rows], *(None if part is None else part[rows] for part in optional)
         )
 
     @cached_property

@@ -41,9 +41,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class SliceColumn:
-    """A column that the rows are divided by: index of each row's value, and the values as text, None for
-    null.
-    """
+    """A column that the rows are divided by: index of each row's value, and the values as text or None."""
 
     name: str
     codes: npt.NDArray[np.intp]
@@ -110,9 +108,7 @@ def read_slices(columns: Mapping[str, Array], names: Sequence[str]) -> tuple[Sli
 def slice_differences(
     paired: PairedRows, columns: Sequence[SliceColumn], spec: OutputSpec, together: float = CONFIDENCE
 ) -> SliceTable:
-    """Return the difference on every slice, worst first, with intervals that together
-    have that confidence.
-    """
+    """Return the difference on every slice, worst first, with intervals of that confidence together."""
     candidates = [item for column in columns for item in _largest(paired, column)]
     reasons = [item.why_not_judged for item in candidates]
     judged = [item for item, reason in zip(candidates, reasons, strict=True) if not reason]
@@ -127,17 +123,17 @@ def slice_differences(
 
 def _numbered(name: str, stored: Array) -> SliceColumn:
     column = stored.reshape(-1)
-    given = np.arange(column.size)
+    known = np.arange(column.size)
     if column.dtype.kind == "O":
-        given = np.flatnonzero([value is not None for value in column])
-        column = np.array(column[given].tolist())
+        known = np.flatnonzero([value is not None for value in column])
+        column = np.array(column[known].tolist())
     if column.dtype.kind in "fmM":
-        known = ~np.isnan(column)
-        given, column = given[known], column[known]
+        has_value = ~np.isnan(column)
+        known, column = known[has_value], column[has_value]
     distinct, inverse = np.unique(column, return_inverse=True)
     codes = np.full(stored.size, distinct.size, dtype=np.intp)
-    codes[given] = inverse.reshape(-1)
-    null: list[str | None] = [None] if given.size < stored.size else []
+    codes[known] = inverse.reshape(-1)
+    null: list[str | None] = [None] if known.size < stored.size else []
     return SliceColumn(name, codes, (*(str(value) for value in distinct), *null))
 
 

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,18 +58,8 @@ _SPIN_SECONDS = 3e-4
 """A sleep may last this much too long; the rest is waited for without sleeping."""
 
 
-class Clock(Protocol):
-    """Time, which a test may replace."""
-
-    def now(self) -> float:
-        """Return seconds since some moment."""
-
-    def sleep_until(self, moment: float) -> None:
-        """Return at that moment, or at once where it is over."""
-
-
 class WallClock:
-    """The time of this machine."""
+    """The time of this machine, which a test may replace."""
 
     def now(self) -> float:
         """Return seconds since some moment."""
@@ -95,7 +85,6 @@ class LoadOptions:
         steps: Bisections.
         confirmations: Most times that an unconfirmed rate is lowered.
         confidence: One-sided, of each verdict.
-        seed: Of the arrivals.
     """
 
     p99_us: float
@@ -105,7 +94,7 @@ class LoadOptions:
     confirmations: int = 6
     confidence: float = 0.95
     seed: int = 0
-    clock: Clock = field(default_factory=WallClock, repr=False)
+    clock: WallClock = field(default_factory=WallClock, repr=False)
     on_trial: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def __post_init__(self) -> None:
@@ -143,7 +132,7 @@ def poisson_arrivals(rate_per_s: float, count: int, seed: int) -> Floats:
 
 
 def offer(
-    runs: Sequence[Run], inputs: Sequence[Mapping[str, Array]], arrivals: Floats, clock: Clock
+    runs: Sequence[Run], inputs: Sequence[Mapping[str, Array]], arrivals: Floats, clock: WallClock
 ) -> Answers:
     """Answer requests as they arrive; one of `runs` for each stream, `inputs` in turns.
 
@@ -198,7 +187,7 @@ def find_highest_rate(
 
 
 class _Queue:
-    def __init__(self, arrivals: Floats, clock: Clock) -> None:
+    def __init__(self, arrivals: Floats, clock: WallClock) -> None:
         self._arrivals, self._clock = arrivals, clock
         self._lock, self._next = threading.Lock(), 0
         self._start: float | None = None
@@ -256,9 +245,7 @@ class _Search:
         self.trials: list[Trial] = []
 
     def capacity(self) -> tuple[float, bool]:
-        """Return requests per second without pause, and whether the engine alone
-        takes longer than the limit.
-        """
+        """Return requests per second without pause, and whether the engine alone is slower than the limit."""
         options = self._options
         warm = self._without_pause(20 * len(self._runs))
         measured = self._without_pause(self._count(20 * len(self._runs) / warm.seconds))

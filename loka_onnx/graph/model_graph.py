@@ -19,8 +19,8 @@ import onnx
 from loka_onnx.core.model_graph import GraphEdge, GraphNode, ModelGraph, NodeKind
 from loka_onnx.graph.storage import names_in_subgraphs, parse_proto
 
-MOST_NODES = 5000
-"""Nodes that still move smoothly in a browser (benchmarks/records/report_size.json)."""
+MOST_NODES = 600
+"""Nodes that a reader can still follow, and a browser moves smoothly."""
 
 
 def read_model_graph(path: Path, sites: Collection[str], most: int = MOST_NODES) -> ModelGraph:

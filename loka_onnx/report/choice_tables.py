@@ -1,43 +1,37 @@
-"""Tables of the choice: routes, rejections, predictions."""
+"""Tables of the choice (routes, rejections, predictions) and of refining: every plan built and timed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from loka_onnx.core.evaluation import PredictedTime, Rejection, TargetChoice, Why
+from loka_onnx.core.evaluation import PredictedTime, Rejection, Route, TargetChoice, Why
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.refinement import Step
+from loka_onnx.core.refinement import HardwareRefinement, Origin, Returned, Step
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
-from loka_onnx.report.document import (
-    Cell,
-    Column,
-    Field,
-    Section,
-    Table,
-    Tone,
-    cell,
-    number,
-    prose,
-    table_of,
-    text,
+from loka_onnx.report.document import Field, Section, Table, Tone, cell, fact, number, prose, table_of, text
+from loka_onnx.report.figures import (
+    Derived,
+    Figure,
+    Place,
+    Told,
+    at,
+    counted,
+    derive,
+    ends,
+    formed,
+    shown,
+    told,
 )
-from loka_onnx.report.figures import Figure, Told, at, derive, ends, formed, shown, told
 
-_TONES = {
-    Why.BEYOND: Tone.BAD,
-    Why.UNDECIDED: Tone.WARN,
-    Why.NOT_CERTIFIED: Tone.BAD,
-    Why.FAILED: Tone.BAD,
-    Why.NOT_RUN: Tone.WARN,
-    Why.NO_SPEED: Tone.WARN,
-    Why.OTHER_DEVICE: Tone.WARN,
-}
+_TONES = {Why.BEYOND: Tone.BAD, Why.NOT_CERTIFIED: Tone.BAD, Why.FAILED: Tone.BAD} | dict.fromkeys(
+    (Why.UNDECIDED, Why.NOT_RUN, Why.NO_SPEED, Why.OTHER_DEVICE), Tone.WARN
+)
 
 
 def choice_sections(data: ReportData) -> tuple[Section, ...]:
     """Return the choice and its rejections; empty with one candidate only."""
-    tables = (*_routes_tables(data), *_losers_tables(data), *_predictions_tables(data))
+    tables = tuple(_tables(data))
     items = tuple(not_predicted_text(engine, why) for engine, why in data.choice.not_predicted.items())
     if not tables and not items:
         return ()
@@ -70,7 +64,7 @@ def times_text(times: Interval | None) -> Told:
 
 def upper_text(judged: Rejection | Step) -> Told:
     """The upper bound over the budget, ``0.42×``."""
-    return formed(lambda upper: f"{upper:.2f}×", at(judged, "upper"), numbers.NOT_MEASURED)
+    return formed("{:.2f}×".format, at(judged, "upper"), numbers.NOT_MEASURED)
 
 
 def error_text(predicted: Figure, measured: Figure) -> Told:
@@ -78,63 +72,163 @@ def error_text(predicted: Figure, measured: Figure) -> Told:
     return formed(lambda error: numbers.signed_percent(error, 1), derive("change", predicted, measured))
 
 
-def _routes_tables(data: ReportData) -> Iterator[Table]:
-    columns = (
-        Column("Rows", numeric=True),
-        Column("Engine"),
-        Column("Plan"),
-        Column("Latency of the main engine over this one's", numeric=True),
+def _tables(data: ReportData) -> Iterator[Table]:
+    loser_fields: tuple[Field[Rejection], ...] = (
+        text("Engine", "engine"),
+        text("Not chosen because", lambda loser: cell(loser.why, _TONES.get(loser.why, Tone.MUTED))),
+        number("Latency over that of the chosen", lambda loser: times_text(loser.times)),
+        number("Upper bound over budget", upper_text),
+        prose("In full", "reason"),
     )
     for target in data.choice.targets:
         if target.routes:
-            yield Table(f"Which engine takes which requests on {target.target}", columns, _routes(target))
-
-
-def _routes(target: TargetChoice) -> tuple[tuple[Cell, ...], ...]:
-    rows = []
-    for place, route in enumerate(target.routes):
-        gain = numbers.NONE if route.times is None else times_text(route.times)
-        rows.append((cell(_sizes(target, place)), cell(route.engine), cell(route.plan), cell(gain)))
-    return tuple(rows)
-
-
-def _sizes(target: TargetChoice, place: int) -> str:
-    """Return the request sizes of a route: ``up to 8``, ``9 to 64``, ``65 and more``."""
-    most = shown(numbers.count, target.routes[place], "batch")
-    is_last = place == len(target.routes) - 1
-    if place == 0:
-        return "every size" if is_last else told("up to {}", most)
-    least = formed(numbers.count, derive("next", at(target.routes[place - 1], "batch")))
-    return told("{} and more", least) if is_last else told("{} to {}", least, most)
-
-
-_LOSER_FIELDS: tuple[Field[Rejection], ...] = (
-    text("Engine", lambda loser: loser.engine),
-    text("Not chosen because", lambda loser: cell(loser.why, _TONES.get(loser.why, Tone.MUTED))),
-    number("Latency over that of the chosen", lambda loser: times_text(loser.times)),
-    number("Upper bound over budget", upper_text),
-    prose("In full", lambda loser: loser.reason),
-)
-
-
-def _losers_tables(data: ReportData) -> Iterator[Table]:
+            caption = f"Which engine takes which requests on {target.target}"
+            yield table_of(caption, _route_fields(target), target.routes)
     for target in data.choice.targets:
         if target.losers:
             caption = f"Why the others were not chosen for {target.target}"
-            yield table_of(caption, _LOSER_FIELDS, target.losers)
-
-
-def _predictions_tables(data: ReportData) -> Iterator[Table]:
+            yield table_of(caption, loser_fields, target.losers)
+    prediction_fields: tuple[Field[PredictedTime], ...] = (
+        text("Engine", "engine"),
+        fact("Batch", "batch", numbers.count),
+        fact("Predicted", "predicted_us", numbers.latency),
+        fact("Measured", "measured_us", numbers.latency),
+        number("Error", lambda item: error_text(at(item, "predicted_us"), at(item, "measured_us"))),
+    )
     if data.choice.predictions and data.choice.median_prediction_error is not None:
         error = shown(numbers.error_percent, data.choice, "median_prediction_error")
         caption = told("Predicted and measured latency, median error {}", error)
-        yield table_of(caption, _PREDICTION_FIELDS, data.choice.predictions, keys=2)
+        yield table_of(caption, prediction_fields, data.choice.predictions, keys=2)
 
 
-_PREDICTION_FIELDS: tuple[Field[PredictedTime], ...] = (
-    text("Engine", lambda prediction: prediction.engine),
-    number("Batch", lambda prediction: shown(numbers.count, prediction, "batch")),
-    number("Predicted", lambda prediction: shown(numbers.latency, prediction, "predicted_us")),
-    number("Measured", lambda prediction: shown(numbers.latency, prediction, "measured_us")),
-    number("Error", lambda item: error_text(at(item, "predicted_us"), at(item, "measured_us"))),
-)
+def _route_fields(target: TargetChoice) -> tuple[Field[Route], ...]:
+    def gain(route: Route) -> str:
+        return numbers.NONE if route.times is None else times_text(route.times)
+
+    return (
+        number("Rows", lambda route: _sizes(target, target.routes.index(route))),
+        text("Engine", "engine"),
+        text("Plan", "plan"),
+        number("Latency of the main engine over this one's", gain),
+    )
+
+
+def _sizes(target: TargetChoice, index: int) -> str:
+    """Return the request sizes of a route: ``up to 8``, ``9 to 64``, ``65 and more``."""
+    most = shown(numbers.count, target.routes[index], "batch")
+    is_last = index == len(target.routes) - 1
+    if index == 0:
+        return "every size" if is_last else told("up to {}", most)
+    least = formed(numbers.count, derive("next", at(target.routes[index - 1], "batch")))
+    return told("{} and more", least) if is_last else told("{} to {}", least, most)
+
+
+def refinement_sections(data: ReportData) -> tuple[Section, ...]:
+    """Return every step of refining; empty without refining."""
+    refined = [hardware for hardware in data.refinement.hardware if hardware.anchor]
+    if not refined:
+        return ()
+    paragraphs = [
+        "Plans built and measured in rounds, on the selection split. Latencies are relative to the fastest "
+        "engine without FP8, the anchor, which was timed in turns with them. On the front is what no other "
+        "engine beats in both latency and upper bound.",
+    ]
+    if data.refinement.median_prediction_error is not None:
+        paragraphs.append(
+            told(
+                "Predicted against measured latency of every plan tried: median error {}, {} times. A "
+                "prediction starts from the measured engine with the nearest plan, and adds what kernel "
+                "times say of the sites that differ.",
+                shown(numbers.error_percent, data.refinement, "median_prediction_error"),
+                counted(data.refinement, "predictions"),
+            )
+        )
+    items = [_summary(hardware) for hardware in refined]
+    items += [
+        not_predicted_text(step.plan, step.not_predicted)
+        for hardware in refined
+        for step in hardware.steps
+        if step.not_predicted
+    ]
+    tables = [table for make in (_steps, _predictions, _returned) for h in refined for table in make(h)]
+    return (Section("refinement", "Refinement", tuple(paragraphs), tuple(items), tuple(tables)),)
+
+
+def _summary(hardware: HardwareRefinement) -> str:
+    best = f"'{hardware.best}' is the fastest" if hardware.best else "none is"
+    rounds = derive("max", *(at(step, "round") for step in hardware.steps)) if hardware.steps else None
+    return told(
+        "{}, {} {}: {} rounds in {}, ended because {}; {} inside the budget. Anchor: {}",
+        hardware.target,
+        hardware.backend,
+        hardware.architecture,
+        "no" if rounds is None else formed(numbers.count, rounds),
+        shown(numbers.seconds, hardware, "seconds"),
+        hardware.ended,
+        best,
+        hardware.anchor,
+    )
+
+
+def _steps(hardware: HardwareRefinement) -> Iterator[Table]:
+    def upper_tone(step: Step) -> Tone:
+        return Tone.PLAIN if step.upper is None else Tone.GOOD if step.is_within else Tone.BAD
+
+    fields: tuple[Field[Step], ...] = (
+        fact("Round", "round", numbers.count),
+        text("Plan", "plan"),
+        text("From", _origin),
+        fact("FP8 share of FLOPs", "fp8_share", numbers.share),
+        number("Latency over the anchor's", lambda step: times_text(step.times)),
+        number("Upper bound over budget", lambda step: cell(upper_text(step), upper_tone(step))),
+        text("On the front", lambda step: cell("yes") if step.is_on_front else cell("no", Tone.MUTED)),
+        fact("Build", "build_seconds", numbers.seconds),
+        prose("Outcome", lambda step: step.detail or step.engine),
+    )
+    caption = f"Plans tried on {hardware.target}"
+    yield table_of(caption, fields, hardware.steps, lambda step: step.plan == hardware.best, keys=2)
+
+
+def _origin(step: Step) -> str:
+    if step.origin is Origin.GIVEN_BACK:
+        given_back = derive("sum", *(derive("count", Place(each, "sites")) for each in step.returned))
+        return told("{}, {} given back", step.parent, formed(numbers.count, given_back))
+    return step.origin
+
+
+def _predictions(hardware: HardwareRefinement) -> Iterator[Table]:
+    def batch(row: tuple[Step, str]) -> str:
+        key = Derived("key", (Place(row[0].predicted_us, row[1]),))
+        return formed(numbers.count, Figure(int(row[1]), key))
+
+    fields: tuple[Field[tuple[Step, str]], ...] = (
+        text("Plan", lambda row: row[0].plan),
+        text("Predicted from", lambda row: row[0].predicted_from),
+        number("Batch", batch),
+        number("Predicted", lambda row: shown(numbers.latency, row[0].predicted_us, row[1])),
+        number("Measured", lambda row: shown(numbers.latency, row[0].latency_us, row[1])),
+        number(
+            "Error", lambda row: error_text(at(row[0].predicted_us, row[1]), at(row[0].latency_us, row[1]))
+        ),
+    )
+    rows = [
+        (step, batch) for step in hardware.steps for batch in step.predicted_us if batch in step.latency_us
+    ]
+    if rows:
+        yield table_of(
+            f"Latency on {hardware.target}, predicted before it was measured", fields, rows, keys=2
+        )
+
+
+def _returned(hardware: HardwareRefinement) -> Iterator[Table]:
+    def saved(row: tuple[Step, Returned]) -> str:
+        return shown(lambda us: f"{1000 * us:.3g} ns", row[1], "saved_us")
+
+    fields: tuple[Field[tuple[Step, Returned]], ...] = (
+        text("Plan", lambda row: row[0].plan),
+        text("Sites given back", lambda row: ", ".join(row[1].sites)),
+        number("KL of what is allowed", lambda row: shown(numbers.share, row[1], "kl")),
+        number("Expected to save, a row", saved),
+    )
+    if rows := [(step, each) for step in hardware.steps for each in step.returned]:
+        yield table_of(f"Sites given back on {hardware.target}, worst first", fields, rows, keys=2)

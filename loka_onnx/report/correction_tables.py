@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from loka_onnx.core.correction import OutputCorrection, PlanCorrections, Trial, Variant
+from loka_onnx.core.correction import BiasCorrection, OutputCorrection, PlanCorrections, Trial, Variant
 from loka_onnx.core.evaluation import DELTA_NE_NAME
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
-from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
-from loka_onnx.report.figures import Place, derive, formed, percent_interval, shown
+from loka_onnx.report.document import Cell, Field, Section, Table, Tone, cell, number, prose, table_of, text
+from loka_onnx.report.figures import Place, counted, derive, formed, percent_interval, shown
 
 
 def corrections_sections(data: ReportData) -> tuple[Section, ...]:
@@ -38,70 +38,54 @@ def _left_alone(plans: tuple[PlanCorrections, ...]) -> Iterator[str]:
             yield f"{plan.plan}: {site} has no corrected bias: {reason}"
 
 
+def _kept(is_kept: bool) -> Cell:
+    return cell("yes", Tone.GOOD) if is_kept else cell("no", Tone.MUTED)
+
+
+_Tried = tuple[PlanCorrections, OutputCorrection, Trial]
+
+
 def _variant_table(plans: tuple[PlanCorrections, ...]) -> Table:
     rows = [(plan, output, trial) for plan in plans for output in plan.outputs for trial in output.trials]
-    is_labelled = any(trial.delta_ne is not None for _, _, trial in rows)
-    columns = (
-        Column("Plan"),
-        Column("Output"),
-        Column("Corrected"),
-        Column("Kept"),
-        Column("Constant", numeric=True),
-        Column("Mean change of the output", numeric=True),
-        *((Column(f"{DELTA_NE_NAME} on selection [95 % interval]", numeric=True),) if is_labelled else ()),
-        Column("KL, label-free part", numeric=True),
-        Column("Why", prose=True),
-    )
-    return Table(
-        "What was tried on each output",
-        columns,
-        tuple(_variant_row(*row, is_labelled=is_labelled) for row in rows),
-        frozenset(i for i, (_, output, trial) in enumerate(rows) if trial.variant is output.accepted),
-        keys=2,
+    judged: Field[_Tried] = number(
+        f"{DELTA_NE_NAME} on selection [95 % interval]", lambda row: percent_interval(row[2].delta_ne)
     )
 
+    def is_kept(row: _Tried) -> bool:
+        return row[2].variant is row[1].accepted
 
-def _variant_row(
-    plan: PlanCorrections, output: OutputCorrection, trial: Trial, *, is_labelled: bool
-) -> tuple[Cell, ...]:
-    is_kept = trial.variant is output.accepted
-    constant = shown("{:+.4g}".format, trial, "constant") if trial.variant.has_constant else numbers.NONE
-    return (
-        cell(plan.plan),
-        cell(output.output),
-        cell(trial.variant),
-        cell("yes", Tone.GOOD) if is_kept else cell("no", Tone.MUTED),
-        cell(constant),
-        cell(shown("{:+.3g}".format, trial, "mean_error")),
-        *((cell(percent_interval(trial.delta_ne)),) if is_labelled else ()),
-        cell(percent_interval(trial.kl)),
+    fields: tuple[Field[_Tried], ...] = (
+        text("Plan", lambda row: row[0].plan),
+        text("Output", lambda row: row[1].output),
+        text("Corrected", lambda row: row[2].variant),
+        text("Kept", lambda row: _kept(is_kept(row))),
+        number(
+            "Constant",
+            lambda row: (
+                shown("{:+.4g}".format, row[2], "constant") if row[2].variant.has_constant else numbers.NONE
+            ),
+        ),
+        number("Mean change of the output", lambda row: shown("{:+.3g}".format, row[2], "mean_error")),
+        *((judged,) if any(trial.delta_ne is not None for _, _, trial in rows) else ()),
+        number("KL, label-free part", lambda row: percent_interval(row[2].kl)),
         # One sentence for each output: it weighs all variants.
-        cell(output.reason if trial.variant is Variant.NONE else ""),
+        prose("Why", lambda row: row[1].reason if row[2].variant is Variant.NONE else ""),
     )
+    return table_of("What was tried on each output", fields, rows, is_kept, keys=2)
 
 
 def _bias_table(plans: tuple[PlanCorrections, ...]) -> Table:
-    columns = (
-        Column("Plan"),
-        Column("Site"),
-        Column("Channels", numeric=True),
-        Column("Largest constant", numeric=True),
-        Column("Mean error before", numeric=True),
-        Column("Mean error after", numeric=True),
-        Column("Kept"),
-    )
-    rows = tuple(
-        (
-            cell(plan.plan),
-            cell(bias.site),
-            cell(formed(numbers.count, derive("count", Place(bias, "values")))),
-            cell(formed(numbers.scientific, derive("largest_magnitude", Place(bias, "values")))),
-            cell(shown(numbers.scientific, bias, "error_before")),
-            cell(shown(numbers.scientific, bias, "error_after")),
-            cell("yes", Tone.GOOD) if plan.keeps_bias else cell("no", Tone.MUTED),
-        )
-        for plan in plans
-        for bias in plan.bias
+    fields: tuple[Field[tuple[PlanCorrections, BiasCorrection]], ...] = (
+        text("Plan", lambda row: row[0].plan),
+        text("Site", lambda row: row[1].site),
+        number("Channels", lambda row: counted(row[1], "values")),
+        number(
+            "Largest constant",
+            lambda row: formed(numbers.scientific, derive("largest_magnitude", Place(row[1], "values"))),
+        ),
+        number("Mean error before", lambda row: shown(numbers.scientific, row[1], "error_before")),
+        number("Mean error after", lambda row: shown(numbers.scientific, row[1], "error_after")),
+        text("Kept", lambda row: _kept(row[0].keeps_bias)),
     )
     caption = "Corrected biases: mean error of each site, root mean square over its channels"
-    return Table(caption, columns, rows, keys=2)
+    return table_of(caption, fields, ((plan, bias) for plan in plans for bias in plan.bias), keys=2)

@@ -105,9 +105,14 @@ class ReportData:
     @property
     def splits(self) -> tuple[str, ...]:
         """Evaluated splits, selection first."""
-        found = {e.split for e in self.evaluations.evaluations}
-        known = [s for s in (SELECTION, CERTIFICATION) if s in found]
-        return (*known, *sorted(found - set(known)))
+        evaluated = {e.split for e in self.evaluations.evaluations}
+        first = [s for s in (SELECTION, CERTIFICATION) if s in evaluated]
+        return (*first, *sorted(evaluated - set(first)))
+
+    @property
+    def judged_split(self) -> str:
+        """Split on which every candidate was judged: selection, else the first; empty for none."""
+        return next(iter(self.splits), "")
 
     @property
     def references(self) -> tuple[str, ...]:
@@ -118,21 +123,26 @@ class ReportData:
 
     def evaluation(self, engine: str, split: str) -> Evaluation | None:
         """Return the evaluation of an engine on a split; None for none."""
-        try:
-            return self.evaluations.of(engine, split)
-        except KeyError:
-            return None
+        found = (e for e in self.evaluations.evaluations if (e.engine, e.split) == (engine, split))
+        return next(found, None)
+
+    def evaluations_of(self, engine: str) -> list[Evaluation]:
+        """Return the evaluations of an engine, that of the last split (certification) first."""
+        evaluations = (self.evaluation(engine, split) for split in reversed(self.splits))
+        return [evaluation for evaluation in evaluations if evaluation is not None]
 
     def plan(self, plan_id: str) -> PrecisionPlan | None:
         """Return the plan of that id; None for none."""
-        try:
-            return self.plans.plan(plan_id)
-        except KeyError:
-            return None
+        return next((plan for plan in self.plans.plans if plan.id == plan_id), None)
 
     def engine(self, engine_id: str) -> EngineArtifact | None:
         """Return the candidate of that id; None for none."""
         return next((e for e in self.engines if e.id == engine_id), None)
+
+    def is_simulated(self, engine_id: str) -> bool:
+        """Return whether FP8 is simulated in the candidate of that id."""
+        engine = self.engine(engine_id)
+        return engine is not None and engine.simulated
 
     def chosen(self, engine_id: str) -> TargetChoice | None:
         """Return the choice that selects an engine; None if not selected."""
@@ -140,19 +150,17 @@ class ReportData:
 
     def why_lost(self, engine_id: str) -> str:
         """Return why a candidate was rejected; empty when it was chosen."""
-        reasons = [
-            loser.reason for t in self.choice.targets for loser in t.losers if loser.engine == engine_id
-        ]
-        return "; ".join(dict.fromkeys(reasons))
+        losers = (loser for t in self.choice.targets for loser in t.losers if loser.engine == engine_id)
+        return "; ".join(dict.fromkeys(loser.reason for loser in losers))
 
 
 def confidence_text(data: ReportData, split: str) -> str:
     """Return the confidence of the judged intervals on a split, and of all slices together: ``95 %``."""
-    found = {
+    levels = {
         output.difference.judged.confidence
         for evaluation in data.evaluations.evaluations
         if evaluation.split == split
         for output in evaluation.outputs
         if output.difference is not None
     }
-    return f"{100 * min(found, default=CONFIDENCE):g} %"
+    return f"{100 * min(levels, default=CONFIDENCE):g} %"

@@ -6,15 +6,20 @@ origin of its numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, TypeVar
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
-from loka_onnx.report.budget_bar import BudgetBar
-from loka_onnx.report.figures import Told
+from loka_onnx.core.evaluation import BudgetStatus
+from loka_onnx.core.intervals import Interval
+from loka_onnx.report.figures import Told, shown
 
 Item = TypeVar("Item")
+_MARGIN = 0.08
+"""Share of a budget bar that stays free at each end."""
 
 
 class Tone(StrEnum):
@@ -25,6 +30,14 @@ class Tone(StrEnum):
     BAD = "bad"
     WARN = "warn"
     MUTED = "muted"
+
+
+BUDGET_TONES = {
+    BudgetStatus.WITHIN: Tone.GOOD,
+    BudgetStatus.BEYOND: Tone.BAD,
+    BudgetStatus.UNDECIDED: Tone.WARN,
+    BudgetStatus.NOT_JUDGED: Tone.MUTED,
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,10 @@ class Cell:
     @property
     def source(self) -> str:
         """Origin of each number of it (`report.figures`); empty without one."""
-        return source_of(self.text)
+        return getattr(self.text, "source", "")
+
+
+cell = Cell
 
 
 @dataclass(frozen=True)
@@ -51,7 +67,6 @@ class Column:
     """One column of a table.
 
     Attributes:
-        title: Heading.
         numeric: Whether it is right-aligned.
         prose: Whether it holds sentences; Markdown lists these below the table, for terminals.
         is_choice: Whether the page offers its values as a filter.
@@ -81,19 +96,13 @@ class Table:
 
     def sentences(self, row: tuple[Cell, ...]) -> tuple[Cell, ...]:
         """Return the nonempty prose cells of a row."""
-        found = zip(self.columns, row, strict=True)
-        return tuple(cell for column, cell in found if column.prose and cell.text)
+        pairs = zip(self.columns, row, strict=True)
+        return tuple(cell for column, cell in pairs if column.prose and cell.text)
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report.
-
-    Attributes:
-        anchor: Its id in links.
-        paragraphs: Text above the tables.
-        items: A list above the tables.
-    """
+    """A part of the report; `anchor` is its id in links, paragraphs and items stand above the tables."""
 
     anchor: str
     title: str
@@ -105,16 +114,43 @@ class Section:
 
 @dataclass(frozen=True)
 class Stat:
-    """One number of a verdict.
-
-    Attributes:
-        shown: The number, or in words why there is none.
-        note: Interval, origin, limit.
-    """
+    """One number of a verdict, or in words why there is none; the note says interval, origin, limit."""
 
     label: str
     shown: Cell
     note: str = ""
+
+
+@dataclass(frozen=True)
+class BudgetBar:
+    """One judged change and its budget on one axis, 0 included.
+
+    `interval` is the change as a fraction, all ends finite; `status` is a value of `BudgetStatus`.
+    """
+
+    label: str
+    text: str
+    status: str
+    interval: Interval
+    budget: float
+    budget_text: str
+
+    @property
+    def places(self) -> dict[str, float]:
+        """Positions of the marks in percent of the bar's length, from the left."""
+        lower, value, upper = self.interval.lower, self.interval.value, self.interval.upper
+        low = min(0.0, lower)
+        width = (max(self.budget, upper) - low) or 1.0
+        marks = {"zero": 0.0, "limit": self.budget, "lower": lower, "value": value, "upper": upper}
+        return {
+            name: round(100 * (_MARGIN + (1 - 2 * _MARGIN) * (mark - low) / width), 2)
+            for name, mark in marks.items()
+        }
+
+
+def can_be_drawn(interval: Interval) -> bool:
+    """Return whether every end of an interval is finite."""
+    return all(math.isfinite(end) for end in (interval.lower, interval.value, interval.upper))
 
 
 @dataclass(frozen=True)
@@ -139,14 +175,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Document:
-    """A whole report.
-
-    Attributes:
-        title: Heading.
-        banner: A warning above everything; empty when there is none.
-        verdicts: One per target.
-        sections: Everything else.
-    """
+    """A whole report; the banner is a warning above everything, or empty."""
 
     title: str
     banner: str
@@ -154,14 +183,7 @@ class Document:
     sections: tuple[Section, ...]
 
 
-def source_of(text: str) -> str:
-    """Return the origin of each number of a text; empty without numbers, or without a located document."""
-    return text.source if isinstance(text, Told) else ""
-
-
-def cell(text: str, tone: Tone = Tone.PLAIN) -> Cell:
-    """A cell."""
-    return Cell(text, tone)
+Show = Callable[[Item], Cell | str]
 
 
 @dataclass(frozen=True)
@@ -169,35 +191,42 @@ class Field(Generic[Item]):
     """A column with its content for one item."""
 
     column: Column
-    show: Callable[[Item], Cell | str]
+    show: Show[Item]
 
 
-def text(title: str, show: Callable[[Item], Cell | str]) -> Field[Item]:
-    """A column of words."""
-    return Field(Column(title), show)
+def text(title: str, show: Show[Item] | str, *, is_choice: bool = False) -> Field[Item]:
+    """A column of words: a function of the item, or the name of its attribute."""
+    return Field(Column(title, is_choice=is_choice), attrgetter(show) if isinstance(show, str) else show)
 
 
-def number(title: str, show: Callable[[Item], Cell | str]) -> Field[Item]:
+def number(title: str, show: Show[Item]) -> Field[Item]:
     """A column of numbers, aligned at the right."""
     return Field(Column(title, numeric=True), show)
 
 
-def prose(title: str, show: Callable[[Item], Cell | str]) -> Field[Item]:
+def fact(title: str, name: str, form: Callable[[Any], str]) -> Field[Any]:
+    """A column of numbers, each a field of the item."""
+    return number(title, lambda item: shown(form, item, name))
+
+
+def prose(title: str, show: Show[Item] | str) -> Field[Item]:
     """A column of sentences."""
-    return Field(Column(title, prose=True), show)
+    return Field(Column(title, prose=True), attrgetter(show) if isinstance(show, str) else show)
 
 
 def table_of(
     caption: str,
     fields: Sequence[Field[Item]],
     items: Iterable[Item],
-    emphasized: Collection[int] = (),
+    emphasized: Callable[[Item], bool] = lambda _: False,
     keys: int = 1,
 ) -> Table:
-    """Return a table with one row for each item; further arguments as in `Table`."""
-    rows = tuple(tuple(_as_cell(field.show(item)) for field in fields) for item in items)
-    return Table(caption, tuple(field.column for field in fields), rows, frozenset(emphasized), keys)
+    """Return a table with one row for each item; `keys` as in `Table`."""
+    listed = list(items)
+    rows = tuple(tuple(_as_cell(field.show(item)) for field in fields) for item in listed)
+    marked = frozenset(index for index, item in enumerate(listed) if emphasized(item))
+    return Table(caption, tuple(field.column for field in fields), rows, marked, keys)
 
 
-def _as_cell(shown: Cell | str) -> Cell:
-    return shown if isinstance(shown, Cell) else Cell(shown)
+def _as_cell(content: Cell | str) -> Cell:
+    return content if isinstance(content, Cell) else Cell(content)

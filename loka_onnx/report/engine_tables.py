@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
 from loka_onnx.core.evaluation import (
@@ -11,6 +13,8 @@ from loka_onnx.core.evaluation import (
     Because,
     BudgetStatus,
     Evaluation,
+    InputPlace,
+    Latency,
     OutputEvaluation,
     PairedDifference,
 )
@@ -18,8 +22,8 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.report import numbers
 from loka_onnx.report.data import SELECTION, ReportData, confidence_text
 from loka_onnx.report.document import (
+    BUDGET_TONES,
     Cell,
-    Column,
     Field,
     Section,
     Table,
@@ -34,6 +38,7 @@ from loka_onnx.report.figures import (
     Place,
     Told,
     at,
+    counted,
     derive,
     formed,
     metric_interval,
@@ -41,24 +46,7 @@ from loka_onnx.report.figures import (
     shown,
     told,
 )
-from loka_onnx.report.latency_tables import latency_tables
 from loka_onnx.report.verdict import NO_LABELS, SIMULATED_LATENCY, budget_sentence
-
-_NAMES = (Column("Engine"), Column("Output"))
-_ENGINE_COLUMNS = (
-    Column("KL [95 % interval]", numeric=True),
-    Column("ΔAUC [95 % interval]", numeric=True),
-    Column("Budget"),
-    Column("NE", numeric=True),
-    Column("AUC", numeric=True),
-    Column("Prediction ratio", numeric=True),
-    Column("Latency p50", numeric=True),
-    Column("Sites in FP8", numeric=True),
-    Column("FP8 share of FLOPs", numeric=True),
-    Column("Size", numeric=True),
-    Column("Status"),
-    Column("Outcome", prose=True),
-)
 
 STATUS_TONES = {
     BuildStatus.READY: Tone.PLAIN,
@@ -68,11 +56,7 @@ STATUS_TONES = {
     BuildStatus.WAITING: Tone.MUTED,
     BuildStatus.RUN_ELSEWHERE: Tone.PLAIN,
 }
-_BUDGET_TONES = {
-    BudgetStatus.WITHIN: Tone.GOOD,
-    BudgetStatus.BEYOND: Tone.BAD,
-    BudgetStatus.UNDECIDED: Tone.WARN,
-}
+_NONE = cell(numbers.NONE)
 
 
 def engines_section(data: ReportData) -> Section:
@@ -82,61 +66,47 @@ def engines_section(data: ReportData) -> Section:
         "Accuracy is that of the built engine's own outputs, paired row by row with the exported FP32 model. "
         "A budget is held against the upper end of the interval.",
     ]
-    unlabelled = label_free_outputs(data)
-    if unlabelled:
+    if unlabelled := label_free_outputs(data):
         paragraphs.append(f"Judged on {NO_LABELS}. This concerns {', '.join(unlabelled)}.")
     parts = [table for split in splits if (table := _parts_table(data, split)).rows]
-    return Section(
-        "engines",
-        "Engines",
-        paragraphs=tuple(paragraphs),
-        tables=(*(_accuracy_table(data, split) for split in splits), *parts, *latency_tables(data)),
-        chart=True,
-    )
-
-
-_FALLBACK_FIELDS: tuple[Field[tuple[EngineArtifact, SitePrecision]], ...] = (
-    text("Engine", lambda found: found[0].id),
-    text("Site", lambda found: found[1].site),
-    text("Planned", lambda found: found[1].planned),
-    text("Runs in", lambda found: cell(_operands(found[1]), Tone.WARN)),
-    prose("Evidence", lambda found: _evidence(found[1])),
-)
-
-
-_REMARK_FIELDS: tuple[Field[tuple[EngineArtifact, str]], ...] = (
-    text("Engine", lambda found: found[0].id),
-    prose("What, where and why", lambda found: found[1]),
-)
-
-
-def _operands(site: SitePrecision) -> str:
-    return " × ".join(site.operands) or "unknown"
-
-
-def _evidence(site: SitePrecision) -> str:
-    return f"planned {site.planned}, runs in {_operands(site)}: {site.evidence}"
+    accuracy = (_accuracy_table(data, split) for split in splits)
+    tables = (*accuracy, *parts, *latency_tables(data))
+    return Section("engines", "Engines", paragraphs=tuple(paragraphs), tables=tables, chart=True)
 
 
 def fallbacks_section(data: ReportData) -> Section:
     """Return sites that an engine does not run as planned."""
-    found = [(engine, site) for engine in data.engines for site in engine.fallbacks]
+    sites = [(engine, site) for engine in data.engines for site in engine.fallbacks]
     remarks = [(engine, remark) for engine in data.engines for remark in engine.remarks]
-    left_out = (table_of("What engine makers left out", _REMARK_FIELDS, remarks),) if remarks else ()
-    if not found:
+    site_fields: tuple[Field[tuple[EngineArtifact, SitePrecision]], ...] = (
+        text("Engine", lambda row: row[0].id),
+        text("Site", lambda row: row[1].site),
+        text("Planned", lambda row: row[1].planned),
+        text("Runs in", lambda row: cell(_operands(row[1]), Tone.WARN)),
+        prose(
+            "Evidence",
+            lambda row: f"planned {row[1].planned}, runs in {_operands(row[1])}: {row[1].evidence}",
+        ),
+    )
+    remark_fields: tuple[Field[tuple[EngineArtifact, str]], ...] = (
+        text("Engine", lambda row: row[0].id),
+        prose("What, where and why", lambda row: row[1]),
+    )
+    tables = [table_of("Sites that do not run as planned", site_fields, sites, keys=2)] if sites else []
+    tables += [table_of("What engine makers left out", remark_fields, remarks)] if remarks else []
+    note: str = "What the compiled engine was found to run, where that is not what the plan asked for."
+    if not sites:
         checked = derive("entries", *(Place(engine, "sites") for engine in data.engines if engine.sites))
-        said = told(
+        note = told(
             "None. Engines whose compiled form was read: {} of {}.",
             formed(numbers.count, checked),
-            formed(numbers.count, derive("count", Place(data, "engines"))),
+            counted(data, "engines"),
         )
-        return Section("fallbacks", "Fallbacks", (said,), tables=left_out)
-    return Section(
-        "fallbacks",
-        "Fallbacks",
-        ("What the compiled engine was found to run, where that is not what the plan asked for.",),
-        tables=(table_of("Sites that do not run as planned", _FALLBACK_FIELDS, found, keys=2), *left_out),
-    )
+    return Section("fallbacks", "Fallbacks", (note,), tables=tuple(tables))
+
+
+def _operands(site: SitePrecision) -> str:
+    return " × ".join(site.operands) or "unknown"
 
 
 def fp8_sites(data: ReportData, engine: EngineArtifact) -> Told:
@@ -144,19 +114,16 @@ def fp8_sites(data: ReportData, engine: EngineArtifact) -> Told:
     plan = data.plan(engine.plan)
     if plan is None:
         return Told(numbers.NONE)
-    planned = formed(numbers.count, derive("count", Place(plan, "decisions"), precision=Precision.FP8))
+    planned = counted(plan, "decisions", precision=Precision.FP8)
     if not plan.fp8_sites:
         return planned
     if not engine.sites:
         return told("{} planned", planned)
-    engaged = derive("count", Place(engine, "sites"), engaged=True, planned=Precision.FP8)
-    return told("{} of {}", formed(numbers.count, engaged), planned)
+    return told("{} of {}", counted(engine, "sites", engaged=True, planned=Precision.FP8), planned)
 
 
 def fp8_share(data: ReportData, engine: EngineArtifact) -> Told:
-    """Return the share of the FP8-able FLOPs in FP8; marked as planned where the engine does not honour the
-    plan.
-    """
+    """Return the FP8 share of the FP8-able FLOPs; marked where the engine does not honour the plan."""
     plan = data.plan(engine.plan)
     if plan is None:
         return Told(numbers.NONE)
@@ -175,7 +142,7 @@ def delta_text(output: OutputEvaluation) -> Told:
 
 def delta_heading(data: ReportData) -> str:
     """Return the heading of `delta_text`: ``ΔNE``, the KL of outputs without labels, or either."""
-    outputs = {o.output for e in data.evaluations.evaluations for o in e.outputs if o.difference is not None}
+    outputs = {output.output for _, output, _ in _differences(data)}
     unlabelled = set(label_free_outputs(data))
     if not unlabelled:
         return DELTA_NE_NAME
@@ -184,182 +151,223 @@ def delta_heading(data: ReportData) -> str:
 
 def label_free_outputs(data: ReportData) -> tuple[str, ...]:
     """Return outputs that were judged without labels."""
-    names = (
-        output.output
-        for evaluation in data.evaluations.evaluations
-        for output in evaluation.outputs
-        if output.difference is not None and output.difference.delta_ne is None
-    )
+    names = (output.output for _, output, difference in _differences(data) if difference.delta_ne is None)
     return tuple(dict.fromkeys(names))
 
 
 def delta_tone(output: OutputEvaluation) -> Tone:
     """Colour of a budget status."""
-    return Tone.PLAIN if output.difference is None else _BUDGET_TONES[output.budget_status]
+    return Tone.MUTED if output.difference is None else BUDGET_TONES[output.budget_status]
 
 
 def latency_text(data: ReportData, engine: EngineArtifact) -> Told:
     """Return the median latency at the largest measured batch, or why there is none."""
     if engine.simulated:
         return Told(SIMULATED_LATENCY)
-    measured = [
-        latency
-        for split in data.splits
-        for latency in getattr(data.evaluation(engine.id, split), "latencies", ())
-    ]
+    measured = [latency for e in reversed(data.evaluations_of(engine.id)) for latency in e.latencies]
     if not measured:
         return Told(numbers.NOT_MEASURED)
     largest = max(measured, key=lambda item: item.batch)
-    elsewhere = "" if largest.counts_for_choice else f" on {largest.device}, not the target"
     return told(
         "{} at batch {}{}",
         shown(numbers.latency, largest, "p50_us"),
         shown(numbers.count, largest, "batch"),
-        elsewhere,
+        "" if largest.counts_for_choice else f" on {largest.device}, not the target",
     )
 
 
-def _accuracy_table(data: ReportData, split: str) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    emphasized: set[int] = set()
-    evaluated = [e for e in data.evaluations.evaluations if e.split == split]
+@dataclass(frozen=True)
+class _Row:
+    """One output of one candidate; `engine` is None for the reference, `output` where none was measured."""
+
+    name: str
+    engine: EngineArtifact | None
+    evaluation: Evaluation | None
+    output: OutputEvaluation | None
+
+
+def _rows(data: ReportData, split: str) -> Iterator[_Row]:
     for reference in data.references:
         evaluation = data.evaluation(reference, split)
-        if evaluation is not None:
-            rows += [_reference_row(evaluation, output) for output in evaluation.outputs]
+        for output in evaluation.outputs if evaluation is not None else ():
+            yield _Row(reference, None, evaluation, output)
     for engine in data.engines:
         evaluation = data.evaluation(engine.id, split)
         # Only selected engines are certified; others are not missing here.
-        if evaluation is None and split != SELECTION:
-            continue
-        for row in _engine_rows(data, engine, evaluation):
-            if data.chosen(engine.id) is not None:
-                emphasized.add(len(rows))
-            rows.append(row)
+        if evaluation is not None or split == SELECTION:
+            for measured in (evaluation.outputs if evaluation is not None else ()) or (None,):
+                yield _Row(engine.id, engine, evaluation, measured)
+
+
+def _accuracy_table(data: ReportData, split: str) -> Table:
+    def of_engine(show: Any) -> Any:
+        return lambda row: _NONE if row.engine is None else show(data, row.engine)
+
     caption = "Candidates"
-    if evaluated:
+    if evaluated := [e for e in data.evaluations.evaluations if e.split == split]:
         rows_of_split = derive("max", *(at(evaluation, "rows") for evaluation in evaluated))
         caption = told("Candidates on {}, {} rows", split, formed(numbers.count, rows_of_split))
-    columns = (
-        *_NAMES,
-        Column(f"{delta_heading(data)} [{confidence_text(data, split)} interval]", numeric=True),
-        *_ENGINE_COLUMNS,
+    judged = f"{delta_heading(data)} [{confidence_text(data, split)} interval]"
+    fields: tuple[Field[_Row], ...] = (
+        text("Engine", "name"),
+        text("Output", lambda row: row.output.output if row.output is not None else _NONE),
+        number(judged, _judged),
+        number("KL [95 % interval]", lambda row: _guarded(row, Because.MAX_KL)),
+        number("ΔAUC [95 % interval]", lambda row: _guarded(row, Because.MAX_AUC_DROP)),
+        text("Budget", _budget),
+        number("NE", lambda row: _metric(row, numbers.metric, "normalized_entropy")),
+        number("AUC", lambda row: _metric(row, numbers.metric, "auc")),
+        number("Prediction ratio", lambda row: _metric(row, numbers.ratio, "prediction_ratio")),
+        number("Latency p50", of_engine(_latency_cell)),
+        number("Sites in FP8", of_engine(fp8_sites)),
+        number("FP8 share of FLOPs", of_engine(fp8_share)),
+        number("Size", of_engine(lambda _, engine: size_text(engine))),
+        text("Status", _status),
+        prose("Outcome", lambda row: _outcome(data, row)),
     )
-    return Table(caption, columns, tuple(rows), frozenset(emphasized))
+    return table_of(caption, fields, _rows(data, split), lambda row: data.chosen(row.name) is not None)
 
 
-_Difference = tuple[Evaluation, OutputEvaluation, PairedDifference]
-_PART_FIELDS: tuple[Field[_Difference], ...] = (
-    text("Engine", lambda found: found[0].engine),
-    text("Output", lambda found: found[1].output),
-    number("KL, label-free part", lambda found: percent_interval(found[2].kl)),
-    number("Labelled first-order part", lambda found: percent_interval(found[2].labelled)),
-    number("ΔPrediction ratio", lambda found: metric_interval(found[2].delta_prediction_ratio)),
-    number("RMS change of the score", lambda found: shown(numbers.scientific, found[2], "delta_rmse")),
-    number("Largest change", lambda found: shown(numbers.scientific, found[2], "delta_max")),
-)
+def _judged(row: _Row) -> Cell:
+    if row.output is None:
+        return cell(numbers.NOT_MEASURED, Tone.MUTED)
+    return cell(delta_text(row.output), delta_tone(row.output))
 
 
-def _differences(evaluations: Iterable[Evaluation]) -> Iterator[_Difference]:
-    for evaluation in evaluations:
-        for output in evaluation.outputs:
-            if output.difference is not None:
-                yield evaluation, output, output.difference
+def _guarded(row: _Row, guard: Because) -> Cell:
+    """Return KL or the change of AUC, coloured by its guard."""
+    change = row.output.difference if row.output is not None else None
+    if row.output is None or change is None:
+        return _NONE
+    tones = {held.name: BUDGET_TONES[held.status] for held in row.output.guards}
+    text = percent_interval(change.kl) if guard is Because.MAX_KL else metric_interval(change.delta_auc)
+    return cell(text, tones.get(guard, Tone.PLAIN))
 
 
-def _parts_table(data: ReportData, split: str) -> Table:
-    """Return KL and the labelled part: they need different cures, less noise or another direction."""
-    every = data.evaluations.evaluations
-    relative = " or ".join(
-        dict.fromkeys(
-            "the mean entropy" if difference.delta_ne is None else "the FP32 loss"
-            for _, _, difference in _differences(every)
-        )
-    )
-    caption = f"What the change is made of on {split}, relative to {relative}"
-    return table_of(caption, _PART_FIELDS, _differences(e for e in every if e.split == split))
+def _budget(row: _Row) -> Cell:
+    if row.output is None:
+        return _NONE
+    budget = shown(numbers.budget_percent, row.output, "budget")
+    if row.engine is None:
+        return cell(budget)
+    return cell(told("{}, {}", row.output.verdict, budget), delta_tone(row.output))
 
 
-def _reference_row(evaluation: Evaluation, output: OutputEvaluation) -> tuple[Cell, ...]:
-    metrics = output.metrics
-    return (
-        cell(evaluation.engine),
-        cell(output.output),
-        cell("reference", Tone.MUTED),
-        *[cell(numbers.NONE)] * 2,
-        cell(shown(numbers.budget_percent, output, "budget")),
-        cell(shown(numbers.metric, metrics, "normalized_entropy")),
-        cell(shown(numbers.metric, metrics, "auc")),
-        cell(shown(numbers.ratio, metrics, "prediction_ratio")),
-        *[cell(numbers.NONE)] * 4,
-        cell(evaluation.status),
-        cell("The exported FP32 model that every engine is compared with."),
-    )
+def _metric(row: _Row, form: Any, name: str) -> str:
+    return numbers.NONE if row.output is None else shown(form, row.output.metrics, name)
 
 
-def _engine_rows(
-    data: ReportData, engine: EngineArtifact, evaluation: Evaluation | None
-) -> Iterator[tuple[Cell, ...]]:
-    build = (
-        cell(fp8_sites(data, engine)),
-        cell(fp8_share(data, engine)),
-        cell(shown(numbers.size, engine, "bytes") if engine.path is not None else numbers.NONE),
-        cell(engine.status, STATUS_TONES[engine.status]),
-    )
+def _latency_cell(data: ReportData, engine: EngineArtifact) -> Cell:
     latency = latency_text(data, engine)
-    speed = cell(latency, Tone.PLAIN if latency[0].isdigit() else Tone.MUTED)
-    outcome = _outcome(data, engine, evaluation)
-    if evaluation is None or not evaluation.outputs:
-        missing = cell(numbers.NOT_MEASURED, Tone.MUTED)
-        empty = cell(numbers.NONE)
-        yield (cell(engine.id), empty, missing, *[empty] * 6, speed, *build, cell(outcome))
-        return
-    for output in evaluation.outputs:
-        metrics = output.metrics
-        budget = shown(numbers.budget_percent, output, "budget")
-        yield (
-            cell(engine.id),
-            cell(output.output),
-            cell(delta_text(output), delta_tone(output)),
-            *_beside(output),
-            cell(told("{}, {}", output.verdict, budget), delta_tone(output)),
-            cell(shown(numbers.metric, metrics, "normalized_entropy")),
-            cell(shown(numbers.metric, metrics, "auc")),
-            cell(shown(numbers.ratio, metrics, "prediction_ratio")),
-            speed,
-            *build,
-            cell(_with_rows(outcome, output)),
-        )
+    return cell(latency, Tone.PLAIN if latency[0].isdigit() else Tone.MUTED)
 
 
-def _beside(output: OutputEvaluation) -> tuple[Cell, Cell]:
-    """Return KL and the change of AUC, coloured by their guards."""
-    change = output.difference
-    if change is None:
-        return cell(numbers.NONE), cell(numbers.NONE)
-    tones = {guard.name: _BUDGET_TONES[guard.status] for guard in output.guards}
-    return (
-        cell(percent_interval(change.kl), tones.get(Because.MAX_KL, Tone.PLAIN)),
-        cell(metric_interval(change.delta_auc), tones.get(Because.MAX_AUC_DROP, Tone.PLAIN)),
-    )
+def size_text(engine: EngineArtifact) -> Told:
+    """Return the size of the engine's file; a dash without one."""
+    return shown(numbers.size, engine, "bytes") if engine.path is not None else Told(numbers.NONE)
 
 
-def _with_rows(outcome: str, output: OutputEvaluation) -> str:
+def _status(row: _Row) -> Cell:
+    if row.engine is not None:
+        return cell(row.engine.status, STATUS_TONES[row.engine.status])
+    return cell(row.evaluation.status) if row.evaluation is not None else _NONE
+
+
+def _outcome(data: ReportData, row: _Row) -> str:
     """Return prose: reasons and remarks have numbers of their own, so none of them has a source here."""
-    if output.budget_status != BudgetStatus.UNDECIDED and not output.remarks:
+    if row.engine is None:
+        return "The exported FP32 model that every engine is compared with."
+    chosen, reason = data.chosen(row.name), data.why_lost(row.name)
+    parts = [f"Emitted for {chosen.target}: {chosen.reason}"] if chosen is not None else []
+    parts += [f"Not chosen: {reason}"] if reason and chosen is None else []
+    # For an engine that was not built, the reason equals its detail.
+    detail = row.engine.detail
+    parts += [detail] if detail and not any(detail in part for part in parts) else []
+    if row.evaluation is not None and not row.evaluation.outputs:
+        parts.append(f"Accuracy: {row.evaluation.status}")
+    if row.engine.simulated:
+        parts.append("FP8 is simulated: its accuracy counts, its speed never does")
+    outcome = "; ".join(part.rstrip(".") for part in dict.fromkeys(parts)) + "." if parts else ""
+    output = row.output
+    if output is None or (output.budget_status != BudgetStatus.UNDECIDED and not output.remarks):
         return outcome
     return f"{outcome} {output.output} is {budget_sentence(output)}.".lstrip()
 
 
-def _outcome(data: ReportData, engine: EngineArtifact, evaluation: Evaluation | None) -> str:
-    chosen = data.chosen(engine.id)
-    parts = [f"Emitted for {chosen.target}: {chosen.reason}"] if chosen is not None else []
-    reason = data.why_lost(engine.id)
-    parts += [f"Not chosen: {reason}"] if reason and chosen is None else []
-    # For an engine that was not built, the reason equals its detail.
-    parts += [engine.detail] if engine.detail and not any(engine.detail in part for part in parts) else []
-    if evaluation is not None and not evaluation.outputs:
-        parts.append(f"Accuracy: {evaluation.status}")
-    if engine.simulated:
-        parts.append("FP8 is simulated: its accuracy counts, its speed never does")
-    return "; ".join(part.rstrip(".") for part in dict.fromkeys(parts)) + "." if parts else ""
+_Difference = tuple[Evaluation, OutputEvaluation, PairedDifference]
+
+
+def _differences(data: ReportData) -> list[_Difference]:
+    return [
+        (evaluation, output, output.difference)
+        for evaluation in data.evaluations.evaluations
+        for output in evaluation.outputs
+        if output.difference is not None
+    ]
+
+
+def _parts_table(data: ReportData, split: str) -> Table:
+    """Return KL and the labelled part: they need different cures, less noise or another direction."""
+    fields: tuple[Field[_Difference], ...] = (
+        text("Engine", lambda row: row[0].engine),
+        text("Output", lambda row: row[1].output),
+        number("KL, label-free part", lambda row: percent_interval(row[2].kl)),
+        number("Labelled first-order part", lambda row: percent_interval(row[2].labelled)),
+        number("ΔPrediction ratio", lambda row: metric_interval(row[2].delta_prediction_ratio)),
+        number("RMS change of the score", lambda row: shown(numbers.scientific, row[2], "delta_rmse")),
+        number("Largest change", lambda row: shown(numbers.scientific, row[2], "delta_max")),
+    )
+    every = _differences(data)
+    relative = ("the mean entropy" if d.delta_ne is None else "the FP32 loss" for _, _, d in every)
+    caption = f"What the change is made of on {split}, relative to {' or '.join(dict.fromkeys(relative))}"
+    return table_of(caption, fields, (row for row in every if row[0].split == split))
+
+
+_CAPTIONS = {
+    InputPlace.HOST: "inputs in host memory, the copies to the device and back included",
+    InputPlace.DEVICE: "inputs on the device already, the engine alone",
+}
+
+
+def latency_tables(data: ReportData) -> Iterator[Table]:
+    """Yield one table for each memory of inputs, and one of engines that failed while timed."""
+    # An engine is timed once, but every split's evaluation repeats it.
+    timed: dict[tuple[str, int, InputPlace, str], Latency] = {}
+    for evaluation in data.evaluations.evaluations:
+        for latency in () if data.is_simulated(evaluation.engine) else evaluation.latencies:
+            key = (evaluation.engine, latency.batch, latency.inputs, latency.device)
+            timed.setdefault(key, latency)
+    for place, caption in _CAPTIONS.items():
+        rows = [(key[0], latency) for key, latency in timed.items() if latency.inputs is place]
+        if rows:
+            yield table_of(f"Latency per batch size, {caption}", _latency_fields(rows), rows)
+    failures: tuple[Field[Evaluation], ...] = (
+        text("Engine", "engine"),
+        prose("What it said", lambda evaluation: cell(evaluation.latency_failure, Tone.BAD)),
+    )
+    failed = {e.engine: e for e in data.evaluations.evaluations if e.latency_failure}
+    if failed:
+        yield table_of("Engines that failed while they were timed", failures, failed.values())
+
+
+def _latency_fields(rows: list[tuple[str, Latency]]) -> tuple[Field[tuple[str, Latency]], ...]:
+    def time(title: str, name: str) -> Field[tuple[str, Latency]]:
+        return number(title, lambda row: shown(numbers.latency, row[1], name))
+
+    is_cut = any(latency.lookup_p50_us is not None for _, latency in rows)
+    return (
+        text("Engine", lambda row: row[0]),
+        text("Device", lambda row: row[1].device),
+        number("Batch", lambda row: shown(numbers.count, row[1], "batch")),
+        time("p50", "p50_us"),
+        time("p90", "p90_us"),
+        time("p99", "p99_us"),
+        *((time("Lookup p50, not in these", "lookup_p50_us"),) if is_cut else ()),
+        number("Requests", lambda row: shown(numbers.count, row[1], "repeats")),
+        text(
+            "Counts for the choice",
+            lambda row: (
+                "yes" if row[1].counts_for_choice else cell("no, another device than the target", Tone.WARN)
+            ),
+        ),
+    )

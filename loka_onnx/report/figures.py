@@ -17,21 +17,12 @@ from typing import Any
 
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.products import product_flops
-from loka_onnx.core.profile import Sampling
-from loka_onnx.core.ratio_moments import RatioMoments
-from loka_onnx.core.site import Site
-from loka_onnx.core.statistics import ErrorStats
 from loka_onnx.report import numbers
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A field in the facts.
-
-    Attributes:
-        owner: A dataclass or a mapping of the facts, itself and not a copy.
-        name: Its field or key; None for the owner as a whole.
-    """
+    """A field or key of a dataclass or mapping of the facts (itself, not a copy); without name the owner."""
 
     owner: object
     name: str | None = None
@@ -46,13 +37,7 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Derived:
-    """Result of a named formula over places.
-
-    Attributes:
-        formula: A key of `FORMULAS`.
-        of: Its arguments.
-        where: Restrictions by field name, for `count`.
-    """
+    """Result of a formula of `FORMULAS` over places; `where` restricts by field name, for `count`."""
 
     formula: str
     of: tuple[Origin, ...]
@@ -64,25 +49,17 @@ Origin = Place | Derived
 
 @dataclass(frozen=True, eq=False)
 class Figure:
-    """One number.
-
-    Attributes:
-        value: Unrounded; None for none.
-    """
+    """One number, unrounded; None for none."""
 
     value: float | None
     origin: Origin
 
 
 class Told(str):
-    """Text with the figures of its numbers.
+    """Text with the figures of its numbers, in order, and their source once the document is located.
 
     Equal to the bare text and used like it; slices and formatted results are bare again (`told` joins without
     loss).
-
-    Attributes:
-        figures: One for each number, in order.
-        source: The terms of all figures; empty until the document is located.
     """
 
     figures: tuple[Figure, ...]
@@ -90,9 +67,9 @@ class Told(str):
 
     def __new__(cls, text: str, figures: Sequence[Figure] = (), source: str = "") -> Told:
         """Text with its figures."""
-        made = super().__new__(cls, text)
-        made.figures, made.source = tuple(figures), source
-        return made
+        self = super().__new__(cls, text)
+        self.figures, self.source = tuple(figures), source
+        return self
 
 
 def at(owner: object, name: str) -> Figure:
@@ -101,17 +78,17 @@ def at(owner: object, name: str) -> Figure:
     return Figure(place.value, place)
 
 
-def key(owner: Mapping[str, Any], name: str) -> Figure:
-    """Return a number that is the key itself, such as a batch size."""
-    return Figure(int(name), Derived("key", (Place(owner, name),)))
-
-
 def derive(formula: str, *of: Figure | Place, **where: str | bool) -> Figure:
     """Return the result of a formula of `FORMULAS`; None where an argument is."""
     values = [item.value for item in of]
     origins = tuple(item.origin if isinstance(item, Figure) else item for item in of)
     value = None if any(v is None for v in values) else FORMULAS[formula](*values, **where)
     return Figure(value, Derived(formula, origins, where))
+
+
+def counted(owner: object, name: str, **where: str | bool) -> Told:
+    """Return how many entries a list or mapping of the facts has, with all of these values."""
+    return formed(numbers.count, derive("count", Place(owner, name), **where))
 
 
 def shown(form: Callable[[Any], str], owner: object, name: str) -> Told:
@@ -162,18 +139,6 @@ def _count(entries: Sequence[object] | Mapping[str, object], **where: str | bool
     return sum(all(getattr(entry, name) == wanted for name, wanted in where.items()) for entry in entries)
 
 
-def _interval(moments: RatioMoments, sampling: Sampling) -> Interval:
-    return sampling.interval_of(moments)
-
-
-def _flops(site: Site) -> int:
-    return site.flops_per_example
-
-
-def _relative_error(error: ErrorStats) -> float:
-    return error.relative_error
-
-
 FORMULAS: dict[str, Callable[..., float]] = {
     "ratio": lambda a, b: a / b,
     "change": lambda new, old: new / old - 1.0,
@@ -185,23 +150,24 @@ FORMULAS: dict[str, Callable[..., float]] = {
     "count": _count,
     "key": int,
     "largest_magnitude": lambda values: max(map(abs, values), default=0.0),
-    "flops": _flops,
+    "flops": lambda site: int(site.flops_per_example),
     "fp8_able_flops": lambda sites: sum(site.flops_per_example for site in sites if site.is_fp8_able),
     "product_flops": product_flops,
-    "relative_error": _relative_error,
-    "interval_value": lambda moments, sampling: _interval(moments, sampling).value,
-    "interval_lower": lambda moments, sampling: _interval(moments, sampling).lower,
-    "interval_upper": lambda moments, sampling: _interval(moments, sampling).upper,
+    "relative_error": lambda error: float(error.relative_error),
+    "interval_value": lambda moments, sampling: float(sampling.interval_of(moments).value),
+    "interval_lower": lambda moments, sampling: float(sampling.interval_of(moments).lower),
+    "interval_upper": lambda moments, sampling: float(sampling.interval_of(moments).upper),
 }
 """Every formula of a report.
 
 * ``ratio(a,b)`` a ÷ b; ``change(a,b)`` a ÷ b − 1; ``product(a,b)``; ``sum(…)``; ``max(…)``; ``next(a)`` a + 1
-* ``entries(…)`` number of named places; ``count(list,field=value)`` entries of a list or mapping with all of
-these
-  values
-* ``key(place)`` the last part of the pointer, which is a number there * ``largest_magnitude(list)`` *
-``flops(site)`` 2·rows·n·k; ``fp8_able_flops(sites)`` their sum over the linear sites with k, n ≥ 16 *
-``product_flops(sites,others)`` the sum over all sites, and of ``flops_per_example`` of the others *
-``relative_error(error)`` √(noise ÷ signal), each the first of its ``parts`` * ``interval_value``,
-``interval_lower``, ``interval_upper`` ``(moments,sampling)`` the confidence sequence of
-  a ratio of sums (`core.ratio_moments`)"""
+* ``entries(…)`` number of named places
+* ``count(list,field=value)`` entries of a list or mapping with all of these values
+* ``key(place)`` the last part of the pointer, which is a number there
+* ``largest_magnitude(list)``
+* ``flops(site)`` 2·rows·n·k; ``fp8_able_flops(sites)`` their sum over the linear sites with k, n ≥ 16
+* ``product_flops(sites,others)`` the sum over all sites, and of ``flops_per_example`` of the others
+* ``relative_error(error)`` √(noise ÷ signal), each the first of its ``parts``
+* ``interval_value``, ``interval_lower``, ``interval_upper`` ``(moments,sampling)`` the confidence sequence of
+  a ratio of sums (`core.ratio_moments`)
+"""

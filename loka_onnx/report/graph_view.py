@@ -1,113 +1,133 @@
-"""The model graph for the page: markup, and the data of `graph.js`.
-
-A canvas of our own instead of a graph library: of 5,000 nodes, cytoscape.js 3.34 needs 1.3 to 1.7 s for the
-first first picture, during which the page is blocked, and one frame in twenty takes 52 ms or more close by
-and 123 ms or more from afar; bare canvas calls draw the same nodes with 21 ms for one frame in twenty
-(Chromium 150 on two cores that compute the pixels too). It also has no lines with branches, nor marks that
-tell verdicts apart where no label can be read.
-"""
+"""The model graph for the page: an inline SVG, which `graph.js` moves, searches and explains."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 from markupsafe import Markup
 
-from loka_onnx.core.model_graph import GraphNode, ModelGraph
+from loka_onnx.core.model_graph import GraphNode, NodeKind
 from loka_onnx.core.plan import Decision, Verdict
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
-from loka_onnx.report.graph_layout import NODE_HEIGHT, GraphLayout, lay_out, width_of
+from loka_onnx.report.graph_layout import NODE_HEIGHT, GraphLayout, Point, lay_out, width_of
 from loka_onnx.report.site_tables import shown_plan
 from loka_onnx.report.webpage import environment
 
-_VERDICTS = tuple(Verdict)
 _MIXED = "several sites"
 """Verdict of a folded part whose sites have several."""
+_MARGIN = 24
+_LETTER = 6.4
+"""Mean width of a letter in a label, px."""
 
 
 @dataclass(frozen=True)
-class GraphView:
-    """The drawing of a model graph.
+class _Box:
+    """One node with its place, labels and words; `verdict` is empty without a site."""
 
-    Attributes:
-        html: Element with style, data and script, safe on a page.
-    """
+    node: GraphNode
+    place: Point
+    width: int
+    verdict: str
+    labels: tuple[str, ...]
+    lines: tuple[str, ...]
 
-    html: Markup
 
-
-def graph_view(data: ReportData) -> GraphView | None:
-    """Draws the graph of a run; None where the run has none."""
-    if data.graph is None or not data.graph.nodes:
+def graph_view(data: ReportData) -> Markup | None:
+    """Draw the graph of a run; None where the run has none."""
+    graph = data.graph
+    if graph is None or not graph.nodes:
         return None
-    plan = shown_plan(data)
+    plan, layout = shown_plan(data), lay_out(graph)
     decisions = {} if plan is None else {decision.site: decision for decision in plan.decisions}
-    found = {_verdict(decisions, site) for node in data.graph.nodes for site in node.sites}
-    return GraphView(
-        Markup(
-            environment()
-            .get_template("graph.html.j2")
-            .render(
-                graph=data.graph,
-                plan=plan,
-                verdicts=[verdict for verdict in _VERDICTS if verdict in found],
-                operators=numbers.count(data.graph.operators),
-                sites=numbers.count(len(data.modified.sites)),
-                payload=_payload(data.graph, lay_out(data.graph), decisions),
-            )
+    boxes = [_box(node, place, decisions) for node, place in zip(graph.nodes, layout.places, strict=True)]
+    present = {box.verdict for box in boxes}
+    return Markup(
+        environment()
+        .get_template("graph.html.j2")
+        .render(
+            graph=graph,
+            plan=plan,
+            boxes=boxes,
+            height=NODE_HEIGHT,
+            lines=[(*edge, _curve(line)) for edge, line in layout.lines.items()],
+            view=_view(boxes, layout),
+            verdicts=[verdict for verdict in (*Verdict, _MIXED) if verdict in present],
+            operators=numbers.count(graph.operators),
+            sites=numbers.count(len(data.modified.sites)),
+            payload=[_words(box, decisions) for box in boxes],
         )
     )
 
 
-def _payload(graph: ModelGraph, layout: GraphLayout, decisions: Mapping[str, Decision]) -> dict[str, Any]:
-    """Return the drawing data; lists instead of objects where there are thousands."""
-    names = dict.fromkeys(site for node in graph.nodes for site in node.sites)
-    numbers = {name: index for index, name in enumerate(names)}
-    return {
-        "height": NODE_HEIGHT,
-        "verdicts": [*_VERDICTS, _MIXED],
-        "nodes": [
-            [
-                node.name,
-                node.kind,
-                node.op,
-                node.module,
-                *place,
-                width_of(node),
-                _mark(node, decisions),
-                node.stands_for,
-                [numbers[site] for site in node.sites],
-            ]
-            for node, place in zip(graph.nodes, layout.places, strict=True)
-        ],
-        "wires": [
-            [
-                wire.source,
-                [coordinate for point in wire.trunk for coordinate in point],
-                [number for branch in wire.branches for number in branch],
-            ]
-            for wire in layout.wires
-        ],
-        "sites": [_site(decisions, name) for name in names],
-    }
+def _box(node: GraphNode, place: Point, decisions: Mapping[str, Decision]) -> _Box:
+    counts = Counter(_verdict(decisions, site) for site in node.sites)
+    verdict = "" if not counts else _MIXED if len(counts) > 1 else next(iter(counts))
+    is_operator = node.kind is NodeKind.OPERATOR
+    amount = [f"{node.stands_for} nodes"] if node.kind is NodeKind.FOLDED else []
+    module = [f"in {node.module}"] if node.module else []
+    lines = [" · ".join([node.op if is_operator else node.kind, *amount, *module])]
+    decision = decisions.get(node.sites[0]) if len(node.sites) == 1 else None
+    if len(node.sites) == 1:
+        lines += [f"site {node.sites[0]}"] if node.sites[0] != node.name else []
+        lines.append(f"{verdict} · {decision.precision}" if decision is not None else verdict)
+        lines += [decision.reason] if decision is not None and decision.reason else []
+    elif node.sites:
+        each = ", ".join(f"{count} {name}" for name, count in counts.items())
+        lines.append(f"{len(node.sites)} sites: {each}")
+    first, second = node.name, " ".join(amount) or str(node.kind)
+    if is_operator:
+        precision = [decision.precision] if decision is not None else []
+        first, second = (node.name, " · ".join([node.op, *precision])) if verdict else (node.op, "")
+    width = width_of(node)
+    room = int((width - 10 - (NODE_HEIGHT * 0.8 if verdict else 0)) / _LETTER)
+    labels = tuple(_shortened(label, room) for label in (first, second) if label)
+    return _Box(node, place, width, verdict, labels, tuple(lines))
 
 
-def _mark(node: GraphNode, decisions: Mapping[str, Decision]) -> int:
-    """Return the index of a node's verdict; −1 without a site."""
-    found = {_verdict(decisions, site) for site in node.sites}
-    if len(found) > 1:
-        return len(_VERDICTS)
-    return _VERDICTS.index(found.pop()) if found else -1
+def _view(boxes: Sequence[_Box], layout: GraphLayout) -> tuple[int, int, int, int]:
+    """Return left, top, width and height of the drawing with a margin."""
+    points = [point for line in layout.lines.values() for point in line]
+    for box in boxes:
+        (x, y), half = box.place, box.width // 2
+        points += [(x - half, y - NODE_HEIGHT // 2), (x + half, y + NODE_HEIGHT // 2)]
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    width, height = max(xs) - min(xs) + 2 * _MARGIN, max(ys) - min(ys) + 2 * _MARGIN
+    return min(xs) - _MARGIN, min(ys) - _MARGIN, width, height
 
 
 def _verdict(decisions: Mapping[str, Decision], site: str) -> Verdict:
     return decisions[site].verdict if site in decisions else Verdict.NOT_JUDGED
 
 
-def _site(decisions: Mapping[str, Decision], name: str) -> list[Any]:
-    decision = decisions.get(name)
-    verdict = _VERDICTS.index(_verdict(decisions, name))
-    return [name, verdict, *(("", "") if decision is None else (decision.precision, decision.reason))]
+def _shortened(text: str, room: int) -> str:
+    """The end of a name tells more than its beginning."""
+    return text if len(text) <= room else f"…{text[1 - room :]}"
+
+
+def _curve(line: tuple[Point, ...]) -> str:
+    """Return SVG path data: curves that leave and arrive vertically, and straight lines across."""
+    (x, y), *_ = line
+    path = [f"M{x} {y}"]
+    for (x, y), (to_x, to_y) in pairwise(line):
+        middle = (y + to_y) // 2
+        is_straight = x == to_x or to_y <= y
+        path.append(f"L{to_x} {to_y}" if is_straight else f"C{x} {middle} {to_x} {middle} {to_x} {to_y}")
+    return "".join(path)
+
+
+def _words(box: _Box, decisions: Mapping[str, Decision]) -> dict[str, object]:
+    """Return the words of a node and what it is found by; `words` count from their first letter on."""
+    node = box.node
+    judged = [decisions[site] for site in node.sites if site in decisions]
+    words = {box.verdict, *(_verdict(decisions, s) for s in node.sites), *(d.precision for d in judged)}
+    return {
+        "name": node.name,
+        "lines": box.lines,
+        "sites": node.sites,
+        "text": "\n".join([node.name, node.op, node.module, *node.sites]).lower(),
+        "words": sorted(words - {""}),
+    }

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from math import isfinite, log2
 from typing import Any
 
-from loka_onnx.core.formats import FLOAT8_SPECS, Float8Spec
+from loka_onnx.core.formats import FLOAT8_SPECS
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.profile import SiteProfile
 from loka_onnx.core.recipe import Recipe
-from loka_onnx.core.site import Site
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
@@ -42,27 +41,16 @@ class Activation:
     error: ErrorStats | None
 
     @property
-    def spec(self) -> Float8Spec | None:
-        """Constants of the format; None without a rounding scale."""
+    def bounds(self) -> tuple[float, float, float] | None:
+        """Upper ends of magnitudes that round to zero, are subnormal, do not saturate; None without a
+        rounding scale.
+        """
         scale = self.scale.value
         if self.recipe is None or scale is None or not isfinite(scale) or scale <= 0:
             return None
-        return FLOAT8_SPECS[self.recipe.format]
-
-    @property
-    def bounds(self) -> tuple[float, float, float] | None:
-        """Upper ends of magnitudes that round to zero, are subnormal, do not saturate; None without a
-        scale.
-        """
-        if self.spec is None or self.scale.value is None:
-            return None
-        scale = self.scale.value
+        spec = FLOAT8_SPECS[self.recipe.format]
         # Half of the smallest number is a tie, and ties go to even: to zero.
-        return (
-            self.spec.min_subnormal / 2 * scale,
-            self.spec.min_normal * scale,
-            self.spec.max * scale,
-        )
+        return spec.min_subnormal / 2 * scale, spec.min_normal * scale, spec.max * scale
 
     def counted(self, elements: str) -> Told:
         """Return the share of elements of a kind, as counted by the error pass: ``saturated``, ``zeros``."""
@@ -72,49 +60,44 @@ class Activation:
         return formed(numbers.error_percent, share)
 
 
-def activations(data: ReportData, plan: PrecisionPlan | None) -> tuple[Activation, ...]:
-    """Return every activation of every calibrated site, in model order.
+def judged_recipe(decision: Decision | None, profile: SiteProfile | None) -> str | None:
+    """Return the id of the recipe of a decision; of a site outside FP8 that of its verdict."""
+    if decision is not None and decision.recipe is not None:
+        return decision.recipe.id
+    return profile.judged_recipe if profile is not None else None
 
-    Args:
-        plan: Plan of the recipes; a site outside FP8 has that of its verdict.
-    """
+
+def activations(data: ReportData, plan: PrecisionPlan | None) -> Iterator[Activation]:
+    """Yield every activation of every calibrated site under the recipes of a plan, in model order."""
     profiles = {entry.site: entry for entry in data.profile.sites}
-    decisions = {d.site: d for d in plan.decisions} if plan is not None else {}
-    return tuple(
-        found
-        for site in data.modified.sites
-        if site.name in profiles
-        for found in _of_site(data, site, profiles[site.name], decisions.get(site.name))
-    )
-
-
-def _of_site(
-    data: ReportData, site: Site, profile: SiteProfile, decision: Decision | None
-) -> Iterator[Activation]:
-    error = _measured(profile, decision)
-    recipe = _recipe(error)
-    counted = error
-    for operand in site.operands:
-        if operand.constant or operand.tensor not in profile.operands:
+    decisions = _decisions(plan)
+    for site in data.modified.sites:
+        if site.name not in profiles:
             continue
-        stats = profile.operands[operand.tensor]
-        scale = _scale(data, recipe, operand.tensor, counted)
-        yield Activation(site.name, operand.tensor, stats, recipe, scale, counted)
-        # Of an interaction, only the first activation was counted.
-        counted = None
+        profile = profiles[site.name]
+        wanted = judged_recipe(decisions.get(site.name), profile)
+        error = next((e for e in profile.errors if e.recipe == wanted), None)
+        recipe = _recipe(error)
+        for operand in site.operands:
+            if operand.constant or operand.tensor not in profile.operands:
+                continue
+            scale = _scale(data, recipe, operand.tensor, error)
+            yield Activation(
+                site.name, operand.tensor, profile.operands[operand.tensor], recipe, scale, error
+            )
+            # Of an interaction, only the first activation was counted.
+            error = None
 
 
-def _scale(data: ReportData, recipe: Recipe | None, tensor: str, counted: ErrorStats | None) -> Figure:
+def _scale(data: ReportData, recipe: Recipe | None, tensor: str, error: ErrorStats | None) -> Figure:
     scales = data.profile.scales.get(recipe.activation_id, {}) if recipe is not None else {}
     if tensor in scales:
         return at(scales, tensor)
-    return at(counted, "activation_scale") if counted is not None else Figure(None, Place(data))
+    return at(error, "activation_scale") if error is not None else Figure(None, Place(data))
 
 
-def _measured(profile: SiteProfile, decision: Decision | None) -> ErrorStats | None:
-    recipe = decision.recipe if decision is not None else None
-    wanted = recipe.id if recipe is not None else profile.judged_recipe
-    return next((e for e in profile.errors if e.recipe == wanted), None)
+def _decisions(plan: PrecisionPlan | None) -> dict[str, Decision]:
+    return {d.site: d for d in plan.decisions} if plan is not None else {}
 
 
 def _recipe(error: ErrorStats | None) -> Recipe | None:
@@ -125,20 +108,20 @@ def _recipe(error: ErrorStats | None) -> Recipe | None:
         return None
 
 
-def _alarming(found: Activation, elements: str) -> Cell:
-    is_any = found.error is not None and getattr(found.error, elements) > 0
-    return cell(found.counted(elements), Tone.WARN if is_any else Tone.PLAIN)
+def _saturated(activation: Activation) -> Cell:
+    is_any = activation.error is not None and activation.error.saturated > 0
+    return cell(activation.counted("saturated"), Tone.WARN if is_any else Tone.PLAIN)
 
 
 _FIELDS: tuple[Field[Activation], ...] = (
-    text("Site", lambda found: found.site),
-    text("Activation", lambda found: found.tensor),
-    text("Format", lambda found: found.recipe.format if found.recipe is not None else numbers.NONE),
-    number("amax", lambda found: shown(numbers.scientific, found.stats, "amax")),
-    number("Scale", lambda found: formed(numbers.scientific, found.scale)),
-    number("Zeros", lambda found: found.counted("zeros")),
-    number("Underflowed to zero", lambda found: found.counted("underflowed")),
-    number("Saturated", lambda found: _alarming(found, "saturated")),
+    text("Site", "site"),
+    text("Activation", "tensor"),
+    text("Format", lambda item: item.recipe.format if item.recipe is not None else numbers.NONE),
+    number("amax", lambda item: shown(numbers.scientific, item.stats, "amax")),
+    number("Scale", lambda item: formed(numbers.scientific, item.scale)),
+    number("Zeros", lambda item: item.counted("zeros")),
+    number("Underflowed to zero", lambda item: item.counted("underflowed")),
+    number("Saturated", _saturated),
 )
 
 
@@ -154,32 +137,29 @@ def histogram_data(data: ReportData, plan: PrecisionPlan | None) -> dict[str, An
     """
     tensors: dict[str, dict[str, Any]] = {}
     sites: dict[str, list[dict[str, Any]]] = {site.name: [] for site in data.modified.sites}
-    for found in activations(data, plan):
-        histogram = found.stats.histogram
-        tensors[found.tensor] = {
+    for item in activations(data, plan):
+        histogram = item.stats.histogram
+        tensors[item.tensor] = {
             "first": histogram.first,
             "counts": histogram.counts,
             "total": histogram.total,
         }
-        sites[found.site].append(
+        facts = ((field.column.title, field.show(item)) for field in _FIELDS[1:])
+        sites[item.site].append(
             {
-                "tensor": found.tensor,
-                "bounds": [log2(bound) for bound in found.bounds] if found.bounds is not None else None,
-                "facts": [[f.column.title, _text(f.show(found))] for f in _FIELDS[1:]],
+                "tensor": item.tensor,
+                "bounds": [log2(bound) for bound in item.bounds] if item.bounds is not None else None,
+                "facts": [[title, str(getattr(fact, "text", fact))] for title, fact in facts],
             }
         )
-    decisions = {d.site: d for d in plan.decisions} if plan is not None else {}
+    decisions = _decisions(plan)
     return {
         "tensors": tensors,
         "sites": [
-            {"name": name, "activations": shown, **_decided(decisions.get(name))}
-            for name, shown in sites.items()
+            {"name": name, "activations": overlays, **_decided(decisions.get(name))}
+            for name, overlays in sites.items()
         ],
     }
-
-
-def _text(said: Cell | str) -> str:
-    return str(said.text if isinstance(said, Cell) else said)
 
 
 def _decided(decision: Decision | None) -> dict[str, str]:

@@ -36,11 +36,7 @@ class Pointers:
                     pending.append(part)
 
     def source(self, figures: Sequence[Figure]) -> str:
-        """Return the terms of figures, as `report.figures` describes them.
-
-        Raises:
-            InternalError: A figure's object is not in the facts.
-        """
+        """Return the terms of figures; InternalError for one whose object is not in the facts."""
         return " ".join(self._term(figure.origin) for figure in figures)
 
     def _term(self, origin: Origin) -> str:
@@ -69,14 +65,9 @@ class Pointers:
 
 
 def located(document: T, pointers: Pointers) -> T:
-    """Return the document with the source of every number in it.
+    """Return a document of dataclasses, tuples and texts with the source of every number (`Told`) in it.
 
-    Args:
-        document: Dataclasses and tuples with `Told` among the texts.
-        pointers: Of the facts behind the numbers.
-
-    Raises:
-        InternalError: A number's object is not in the facts.
+    Raises InternalError where a number's object is not in the facts of `pointers`.
     """
     return cast(T, _located(document, pointers))
 
@@ -111,15 +102,14 @@ def _is_container(value: object) -> bool:
 
 
 _NAMES: dict[type[Any], tuple[str, ...]] = {}
+"""Field names of dataclasses; a report asks a million times."""
 
 
 def _names(kind: type[Any]) -> tuple[str, ...]:
-    """Return the field names of a dataclass; None for another type. Cached: a report asks a million times."""
-    found = _NAMES.get(kind)
-    if found is None:
-        found = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
-        _NAMES[kind] = found
-    return found
+    """Return the field names of a dataclass; none for another type."""
+    if kind not in _NAMES:
+        _NAMES[kind] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+    return _NAMES[kind]
 
 
 def _token(name: str) -> str:

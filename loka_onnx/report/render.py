@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from loka_onnx.core import serde
+from loka_onnx.report.chart import charts
 from loka_onnx.report.data import ReportData
-from loka_onnx.report.exhibits import exhibits
 from loka_onnx.report.graph_view import graph_view
+from loka_onnx.report.histograms import histogram_data
 from loka_onnx.report.markdown import to_markdown
-from loka_onnx.report.provenance import Pointers
+from loka_onnx.report.provenance import Pointers, located
 from loka_onnx.report.sections import build_document
-from loka_onnx.report.webpage import to_html
+from loka_onnx.report.site_tables import shown_plan
+from loka_onnx.report.speed_tables import quadrants
+from loka_onnx.report.webpage import Exhibits, to_html
 
 JSON_NAME = "report.json"
 MARKDOWN_NAME = "report.md"
@@ -28,10 +31,16 @@ def render(data: ReportData, directory: Path) -> tuple[Path, ...]:
     """
     pointers = Pointers(data)
     document = build_document(data, pointers)
+    exhibits = Exhibits(
+        charts(data),
+        located(quadrants(data), pointers),
+        histogram_data(data, shown_plan(data)),
+        graph_view(data),
+    )
     texts = {
         JSON_NAME: serde.dumps(data),
         MARKDOWN_NAME: to_markdown(document),
-        HTML_NAME: to_html(document, exhibits(data, pointers), graph_view(data)),
+        HTML_NAME: to_html(document, exhibits),
     }
     for name, text in texts.items():
         serde.write_text(text, directory / name)

@@ -5,16 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.lineage import StageRecord
+from loka_onnx.core.products import OtherProduct
 from loka_onnx.core.rewrite import RewriteRecord
 from loka_onnx.report import numbers
-from loka_onnx.report.choice_tables import choice_sections
+from loka_onnx.report.choice_tables import choice_sections, refinement_sections
 from loka_onnx.report.correction_tables import corrections_sections
-from loka_onnx.report.data import ReportData
-from loka_onnx.report.document import Column, Document, Section, Table, Tone, cell
+from loka_onnx.report.data import ReportData, SplitDescription
+from loka_onnx.report.document import (
+    Cell,
+    Document,
+    Field,
+    Section,
+    Table,
+    Tone,
+    cell,
+    fact,
+    number,
+    prose,
+    table_of,
+    text,
+)
 from loka_onnx.report.engine_tables import engines_section, fallbacks_section
-from loka_onnx.report.figures import Figure, Place, at, derive, formed, shown, told
+from loka_onnx.report.figures import Figure, Place, at, counted, derive, formed, shown, told
 from loka_onnx.report.provenance import Pointers, located
-from loka_onnx.report.refinement_tables import refinement_sections
 from loka_onnx.report.site_tables import calibration_facts, sites_section
 from loka_onnx.report.slice_tables import slices_sections
 from loka_onnx.report.throughput_tables import throughput_sections
@@ -48,76 +62,55 @@ def _rewrites_section(data: ReportData) -> Section:
     records = [(name, record) for name, log in data.rewrites.items() for record in log.records]
     if not records:
         return Section("rewrites", "Rewrites", ("Nothing was rewritten.",))
-    summary = Table(
-        "Transforms",
-        (
-            Column("Sequence"),
-            Column("Transform"),
-            Column("Applied", numeric=True),
-            Column("Declined", numeric=True),
-            Column("Largest change", numeric=True),
-            Column("Tolerance", numeric=True),
-            Column("Result"),
-            Column("Time", numeric=True),
-        ),
-        tuple(
-            (
-                cell(name),
-                cell(record.transform),
-                cell(_length(record, "applied")),
-                cell(_length(record, "declined")),
-                cell(shown(numbers.scientific, record, "max_abs")),
-                cell(shown(numbers.scientific, record, "tolerance")),
-                cell(*_result(record)),
-                cell(_time(record)),
-            )
-            for name, record in records
-        ),
+    fields: tuple[Field[tuple[str, RewriteRecord]], ...] = (
+        text("Sequence", lambda row: row[0]),
+        text("Transform", lambda row: row[1].transform),
+        number("Applied", lambda row: counted(row[1], "applied")),
+        number("Declined", lambda row: counted(row[1], "declined")),
+        number("Largest change", lambda row: shown(numbers.scientific, row[1], "max_abs")),
+        number("Tolerance", lambda row: shown(numbers.scientific, row[1], "tolerance")),
+        text("Result", lambda row: _result(row[1])),
+        number("Time", lambda row: _time(row[1])),
     )
-    applied = [
-        (cell(record.transform), cell(item.at), cell(item.what))
-        for _, record in records
-        for item in record.applied
-        if not record.rolled_back
+    tables = (table_of("Transforms", fields, records), *_entries([record for _, record in records]))
+    return Section("rewrites", "Rewrites", tables=tables)
+
+
+def _entries(records: list[RewriteRecord]) -> Iterator[Table]:
+    """Yield what was rewritten, rolled back and declined, each with its place."""
+    kept = [(r.transform, item.at, item.what) for r in records if not r.rolled_back for item in r.applied]
+    undone = [
+        (r.transform, item.at, told("{}: {}", item.what, _moved(r)))
+        for r in records
+        if r.rolled_back
+        for item in r.applied
     ]
-    declined = [
-        (cell(record.transform), cell(item.at), cell(item.reason))
-        for _, record in records
-        for item in record.declined
-    ]
-    rolled_back = [
-        (cell(record.transform), cell(item.at), cell(told("{}: {}", item.what, _moved(record))))
-        for _, record in records
-        for item in record.applied
-        if record.rolled_back
-    ]
-    tables = [summary]
+    declined = [(r.transform, item.at, item.reason) for r in records for item in r.declined]
     for caption, heading, rows in (
-        ("Rewritten", "What", applied),
-        ("Rolled back", "What, and why not", rolled_back),
+        ("Rewritten", "What", kept),
+        ("Rolled back", "What, and why not", undone),
         ("Declined", "Why not", declined),
     ):
+        fields: tuple[Field[tuple[str, str, str]], ...] = (
+            text("Transform", lambda row: row[0]),
+            text("At", lambda row: row[1]),
+            prose(heading, lambda row: row[2]),
+        )
         if rows:
-            columns = (Column("Transform"), Column("At"), Column(heading, prose=True))
-            tables.append(Table(caption, columns, tuple(rows), keys=2))
-    return Section("rewrites", "Rewrites", tables=tuple(tables))
-
-
-def _length(owner: object, name: str) -> str:
-    return formed(numbers.count, derive("count", Place(owner, name)))
+            yield table_of(caption, fields, rows, keys=2)
 
 
 def _time(record: RewriteRecord) -> str:
     return formed(numbers.seconds, derive("sum", at(record, "seconds"), at(record, "check_seconds")))
 
 
-def _result(record: RewriteRecord) -> tuple[str, Tone]:
+def _result(record: RewriteRecord) -> Cell:
     if record.rolled_back:
-        return "rolled back", Tone.BAD
+        return cell("rolled back", Tone.BAD)
     if not record.applied:
-        return "nothing to do", Tone.MUTED
+        return cell("nothing to do", Tone.MUTED)
     # Precision transforms change outputs on purpose; their engines are evaluated instead.
-    return ("kept", Tone.GOOD) if record.max_abs is not None else ("kept, not an equivalence", Tone.PLAIN)
+    return cell("kept", Tone.GOOD) if record.max_abs is not None else cell("kept, not an equivalence")
 
 
 def _moved(record: RewriteRecord) -> str:
@@ -131,73 +124,48 @@ def _moved(record: RewriteRecord) -> str:
 
 
 def _data_section(data: ReportData) -> Section:
-    columns = (
-        Column("Split"),
-        Column("Source"),
-        Column("Rows", numeric=True),
-        Column("Digest of what is read"),
-        Column("Which rows", prose=True),
+    fields: tuple[Field[SplitDescription], ...] = (
+        text("Split", "split"),
+        text("Source", "name"),
+        fact("Rows", "rows", numbers.count),
+        text("Digest of what is read", lambda split: numbers.digest(split.digest)),
+        prose("Which rows", "rule"),
     )
-    rows = tuple(
-        (
-            cell(item.split),
-            cell(item.name),
-            cell(shown(numbers.count, item, "rows")),
-            cell(numbers.digest(item.digest)),
-            cell(item.rule),
-        )
-        for item in data.data.splits
-    )
-    items = [
-        f"Labels: {data.data.label_rule}",
-        *calibration_facts(data.profile),
-    ]
+    items = [f"Labels: {data.data.label_rule}", *calibration_facts(data.profile)]
     if data.is_synthetic:
         items.insert(0, "The data is synthetic.")
-    said = (
+    note = (
         "The digest of a split is made of that of its file and of what is read from the file. It tells "
         "whether two runs were measured on the same; it is not the digest of the file itself."
     )
-    return Section("data", "Data", (said,), tuple(items), (Table("Splits", columns, rows),))
+    return Section("data", "Data", (note,), tuple(items), (table_of("Splits", fields, data.data.splits),))
 
 
 def _model_section(data: ReportData) -> Section:
-    columns = (
-        Column("Model"),
-        Column("SHA-256"),
-        Column("Opset", numeric=True),
-        Column("Sites", numeric=True),
-        Column("FP8-able FLOPs per row", numeric=True),
-        Column("FLOPs of all products per row", numeric=True),
-        Column("Producer"),
-    )
     models = [("exported", data.exported)]
     models += [("after mods", data.modified)] if data.modified.digest != data.exported.digest else []
-    rows = tuple(
-        (
-            cell(name),
-            cell(numbers.digest(model.digest)),
-            cell(shown(str, model, "opset")),
-            cell(_length(model, "sites")),
-            cell(formed(numbers.count, derive("fp8_able_flops", Place(model, "sites")))),
-            cell(formed(numbers.count, _product_flops(model))),
-            cell(model.producer),
-        )
-        for name, model in models
+    fields: tuple[Field[tuple[str, ModelArtifact]], ...] = (
+        text("Model", lambda row: row[0]),
+        text("SHA-256", lambda row: numbers.digest(row[1].digest)),
+        number("Opset", lambda row: shown(str, row[1], "opset")),
+        number("Sites", lambda row: counted(row[1], "sites")),
+        number(
+            "FP8-able FLOPs per row",
+            lambda row: formed(numbers.count, derive("fp8_able_flops", Place(row[1], "sites"))),
+        ),
+        number("FLOPs of all products per row", lambda row: formed(numbers.count, _product_flops(row[1]))),
+        text("Producer", lambda row: row[1].producer),
     )
-    parity = data.exported.parity
-    items = list(data.exported.notes)
+    parity, items = data.exported.parity, list(data.exported.notes)
     if parity is not None:
-        items.insert(
-            0,
-            told(
-                "Parity with the original module on {} rows: largest difference {}, tolerance {}",
-                shown(numbers.count, parity, "rows"),
-                shown(numbers.scientific, parity, "max_abs"),
-                shown(numbers.scientific, parity, "tolerance"),
-            ),
+        note = told(
+            "Parity with the original module on {} rows: largest difference {}, tolerance {}",
+            shown(numbers.count, parity, "rows"),
+            shown(numbers.scientific, parity, "max_abs"),
+            shown(numbers.scientific, parity, "tolerance"),
         )
-    tables = (Table("Models", columns, rows), *_other_products(data.modified))
+        items.insert(0, note)
+    tables = (table_of("Models", fields, models), *_other_products(data.modified))
     return Section("model", "Model", items=tuple(items), tables=tables)
 
 
@@ -207,58 +175,43 @@ def _product_flops(model: ModelArtifact) -> Figure:
 
 def _other_products(model: ModelArtifact) -> Iterator[Table]:
     """Yield products of the model after mods that no plan decides."""
-    columns = (
-        Column("Node"),
-        Column("Operator"),
-        Column("FLOPs per row", numeric=True),
-        Column("Share of all products", numeric=True),
-        Column("Why it is no site", prose=True),
-    )
     whole = _product_flops(model)
-    flops = [(product, at(product, "flops_per_example")) for product in model.other_products]
-    rows = [
-        (
-            cell(product.name),
-            cell(product.op_type),
-            cell(formed(numbers.count, figure, numbers.NOT_KNOWN)),
-            cell(formed(numbers.share, derive("ratio", figure, whole), numbers.NOT_KNOWN)),
-            cell(product.reason),
-        )
-        for product, figure in flops
-    ]
-    if rows:
-        yield Table("Products that are no site: they run in the base precision", columns, tuple(rows))
+
+    def share(product: OtherProduct) -> str:
+        figure = derive("ratio", at(product, "flops_per_example"), whole)
+        return formed(numbers.share, figure, numbers.NOT_KNOWN)
+
+    fields: tuple[Field[OtherProduct], ...] = (
+        text("Node", "name"),
+        text("Operator", "op_type"),
+        number(
+            "FLOPs per row",
+            lambda product: formed(numbers.count, at(product, "flops_per_example"), numbers.NOT_KNOWN),
+        ),
+        number("Share of all products", share),
+        prose("Why it is no site", "reason"),
+    )
+    if model.other_products:
+        caption = "Products that are no site: they run in the base precision"
+        yield table_of(caption, fields, model.other_products)
 
 
 def _lineage_section(data: ReportData) -> Section:
-    versions = Table(
-        "Versions",
-        (Column("Package"), Column("Version")),
-        tuple((cell(name), cell(version)) for name, version in sorted(data.versions.items())),
+    def parents(stage: StageRecord) -> str:
+        return ", ".join(f"{name} {numbers.digest(key)}" for name, key in sorted(stage.parents.items()))
+
+    packages: tuple[Field[tuple[str, str]], ...] = (
+        text("Package", lambda row: row[0]),
+        text("Version", lambda row: row[1]),
     )
-    stages = Table(
-        "Stages",
-        (
-            Column("Stage"),
-            Column("Key"),
-            Column("Reads"),
-            Column("Files", numeric=True),
-            Column("Time", numeric=True),
-        ),
-        tuple(
-            (
-                cell(stage.stage),
-                cell(numbers.digest(stage.key)),
-                cell(", ".join(f"{n} {numbers.digest(d)}" for n, d in sorted(stage.parents.items()))),
-                cell(_length(stage, "files")),
-                cell(shown(numbers.seconds, stage, "seconds")),
-            )
-            for stage in data.lineage
-        ),
+    stages: tuple[Field[StageRecord], ...] = (
+        text("Stage", "stage"),
+        text("Key", lambda stage: numbers.digest(stage.key)),
+        text("Reads", parents),
+        number("Files", lambda stage: counted(stage, "files")),
+        fact("Time", "seconds", numbers.seconds),
     )
-    return Section(
-        "lineage",
-        "Versions and lineage",
-        ("Digests are shortened here; report.json has all of them.",),
-        tables=(versions, *([stages] if stages.rows else [])),
-    )
+    tables = [table_of("Versions", packages, sorted(data.versions.items()))]
+    tables += [table_of("Stages", stages, data.lineage)] if data.lineage else []
+    note = "Digests are shortened here; report.json has all of them."
+    return Section("lineage", "Versions and lineage", (note,), tables=tuple(tables))

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
-from loka_onnx.core.profile import Profile, SiteProfile
+from loka_onnx.core.profile import Profile
 from loka_onnx.core.ratio_moments import RatioMoments
 from loka_onnx.core.sensitivity import ENTROPY, LOSS, Sensitivity, SiteGroup
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
-from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
+from loka_onnx.report.document import (
+    Cell,
+    Field,
+    Section,
+    Table,
+    Tone,
+    cell,
+    number,
+    prose,
+    table_of,
+    text,
+)
 from loka_onnx.report.figures import (
-    Figure,
     Place,
     Told,
     at,
@@ -27,30 +38,10 @@ from loka_onnx.report.figures import (
     shown,
     told,
 )
-from loka_onnx.report.histograms import activation_table
-from loka_onnx.report.quadrants import SAFE_PLAN, SPEED_TONES, speed_texts
-from loka_onnx.report.speed_tables import speed_tables
+from loka_onnx.report.histograms import activation_table, judged_recipe
+from loka_onnx.report.speed_tables import SAFE_PLAN, SPEED_TONES, speed_tables, speed_texts
 
 _MOST_NAMED = 6
-
-_COLUMNS = (
-    Column("Site"),
-    Column("Kind"),
-    Column("K", numeric=True),
-    Column("N", numeric=True),
-    Column("Rows", numeric=True),
-    Column("FLOP share", numeric=True),
-    Column("Precision", is_choice=True),
-    Column("Verdict", is_choice=True),
-    Column("Speed", is_choice=True),
-    Column("Relative error", numeric=True),
-    Column("KL", numeric=True),
-    Column("KL over draws", numeric=True),
-    Column("Labelled", numeric=True),
-    Column("Rows measured", numeric=True),
-    Column("Recipe measured"),
-    Column("Reason", prose=True),
-)
 _VERDICT_TONES = {
     Verdict.SAFE: Tone.GOOD,
     Verdict.UNSAFE: Tone.BAD,
@@ -62,7 +53,6 @@ _VERDICT_TONES = {
 def sites_section(data: ReportData) -> Section:
     """Return calibration results and decisions for each site."""
     plan = shown_plan(data)
-    tables: list[Table] = []
     paragraphs = [
         "Relative error is that of the site's own output under the recipe. KL is the label-free part of the "
         "loss increase and labelled its first-order part, both relative to "
@@ -73,29 +63,33 @@ def sites_section(data: ReportData) -> Section:
         "correction of the output, not more precision).",
         _intervals(data),
     ]
-    if plan is not None:
-        emitted = tuple(dict.fromkeys(name for t in data.choice.targets for name in t.plans))
-        if plan.id not in emitted:
-            paragraphs.insert(
-                0,
-                f"The emitted engine runs plan {', '.join(emitted)}. Precision, verdict and reason below are "
-                f"those of plan {plan.id}, in which the sites were judged.",
-            )
-        tables.append(_site_table(data, plan))
-    if data.profile.sites:
-        tables.append(activation_table(data, plan))
-    if data.profile.groups:
-        tables.append(_group_table(data))
-    if len(data.plans.plans) > 1:
-        tables.append(_plan_table(data))
-    if any(plan.wide for plan in data.plans.plans):
-        tables.append(_wide_table(data))
-    tables += speed_tables(data, data.plan(SAFE_PLAN) or plan)
+    emitted = tuple(dict.fromkeys(name for t in data.choice.targets for name in t.plans))
+    if plan is not None and plan.id not in emitted:
+        paragraphs.insert(
+            0,
+            f"The emitted engine runs plan {', '.join(emitted)}. Precision, verdict and reason below are "
+            f"those of plan {plan.id}, in which the sites were judged.",
+        )
     paragraphs += [
         f"Plan {p.id} is based on {p.base}: {p.base_reason}." for p in data.plans.plans if p.base_reason
     ]
     paragraphs += [f"{note}." for note in data.plans.notes]
-    return Section("sites", "Sites", tuple(paragraphs), tuple(open_sites(data.profile)), tuple(tables))
+    tables = tuple(_tables(data, plan))
+    return Section("sites", "Sites", tuple(paragraphs), tuple(open_sites(data.profile)), tables)
+
+
+def _tables(data: ReportData, plan: PrecisionPlan | None) -> Iterator[Table]:
+    if plan is not None:
+        yield _site_table(data, plan)
+    if data.profile.sites:
+        yield activation_table(data, plan)
+    if data.profile.groups:
+        yield _group_table(data)
+    if len(data.plans.plans) > 1:
+        yield _plan_table(data)
+    if any(plan.wide for plan in data.plans.plans):
+        yield _wide_table(data)
+    yield from speed_tables(data, data.plan(SAFE_PLAN) or plan)
 
 
 def calibration_facts(profile: Profile) -> list[str]:
@@ -111,28 +105,24 @@ def calibration_facts(profile: Profile) -> list[str]:
     ]
     if sampling.may_stop_early and not sampling.undecided:
         facts.append("Sensitivities stopped where the verdict of every site was reached")
-    digests = profile.data_digest.split("+")
-    if len(digests) > 1:
-        added = ", ".join(numbers.digest(digest) for digest in digests[1:])
-        facts.append(f"Calibration rows were added to those of the split: digest {added}")
+    if added := profile.data_digest.split("+")[1:]:
+        digests = ", ".join(map(numbers.digest, added))
+        facts.append(f"Calibration rows were added to those of the split: digest {digests}")
     return facts
 
 
 def open_sites(profile: Profile) -> list[str]:
     """Return sites whose verdict needs more rows; empty for none, or where it was not requested."""
-    sites = profile.sampling.undecided
-    if not sites:
-        return []
+    sites = ", ".join(profile.sampling.undecided)
     rows = shown(numbers.count, profile.sampling, "rows")
-    return [
-        told("Undecided when the rows ended, after {}: {}. More rows may decide them", rows, ", ".join(sites))
-    ]
+    note = told("Undecided when the rows ended, after {}: {}. More rows may decide them", rows, sites)
+    return [note] if sites else []
 
 
 def _denominators(data: ReportData) -> str:
-    found = {s.denominator for site in data.profile.sites for s in site.sensitivities}
+    used = {s.denominator for site in data.profile.sites for s in site.sensitivities} or {LOSS}
     words = {LOSS: "the loss", ENTROPY: "the mean entropy of the predictions (no labels)"}
-    return " or ".join(text for name, text in words.items() if name in (found or {LOSS}))
+    return " or ".join(text for name, text in words.items() if name in used)
 
 
 def _intervals(data: ReportData) -> str:
@@ -149,105 +139,126 @@ def shown_plan(data: ReportData) -> PrecisionPlan | None:
     FP8.
     """
     emitted = [data.plan(name) for t in data.choice.targets for name in t.plans]
-    candidates = [*emitted, data.plan(SAFE_PLAN), *data.plans.plans]
-    known = [p for p in candidates if p is not None]
+    known = [p for p in (*emitted, data.plan(SAFE_PLAN), *data.plans.plans) if p is not None]
     return next((p for p in known if p.fp8_sites), known[0] if known else None)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One site with its decision in the shown plan, and what was measured under the recipe of that."""
+
+    site: Site
+    decision: Decision | None
+    recipe: str | None
+    error: ErrorStats | None
+    sensitivities: tuple[Sensitivity, ...]
+
+
+def _rows(data: ReportData, plan: PrecisionPlan) -> Iterator[_Row]:
+    decisions = {decision.site: decision for decision in plan.decisions}
+    profiles = {profile.site: profile for profile in data.profile.sites}
+    for site in data.modified.sites:
+        decision, profile = decisions.get(site.name), profiles.get(site.name)
+        recipe = judged_recipe(decision, profile)
+        errors = profile.errors if profile is not None else ()
+        sensitivities = profile.sensitivities if profile is not None else ()
+        yield _Row(
+            site,
+            decision,
+            recipe,
+            next((e for e in errors if e.recipe == recipe), None),
+            tuple(s for s in sensitivities if s.recipe == recipe),
+        )
 
 
 def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
     able = derive("fp8_able_flops", Place(data.modified, "sites"))
-    known = _Known(
-        {decision.site: decision for decision in plan.decisions},
-        {profile.site: profile for profile in data.profile.sites},
-        speed_texts(data),
+    speeds = speed_texts(data)
+
+    def size(title: str, name: str) -> Field[_Row]:
+        return number(
+            title, lambda row: formed(numbers.count, at(row.site, name)) if at(row.site, name).value else "–"
+        )
+
+    def flop_share(row: _Row) -> str:
+        """Return the share of the FP8-able FLOPs of the listed model, as in the quadrants."""
+        if not row.site.is_fp8_able or not able.value:
+            return numbers.NONE
+        return formed(numbers.share, derive("ratio", derive("flops", Place(row.site)), able))
+
+    def verdict(row: _Row) -> Cell:
+        judged = row.decision.verdict if row.decision is not None else Verdict.NOT_JUDGED
+        return cell(judged, _VERDICT_TONES[judged])
+
+    def speed(row: _Row) -> Cell:
+        if row.site.kind is SiteKind.NORM:
+            return cell(numbers.NONE)
+        text = speeds.get(row.site.name, numbers.NOT_MEASURED)
+        return cell(text, SPEED_TONES.get(text, Tone.MUTED if text == numbers.NOT_MEASURED else Tone.PLAIN))
+
+    def reason(row: _Row) -> str:
+        merged = row.site.merged_from
+        why = row.decision.reason if row.decision is not None else f"plan {plan.id} does not name it"
+        return f"{why} (merged from {', '.join(merged)})" if set(merged) - {row.site.name} else why
+
+    def by_output(show: Callable[[ReportData, Sensitivity], Told]) -> Callable[[_Row], Told]:
+        def shown_of(row: _Row) -> Told:
+            values = [(s.output, show(data, s)) for s in row.sensitivities]
+            if not values:
+                return Told(numbers.NOT_MEASURED)
+            if len(dict(values)) == 1 and len(data.profile.baseline_loss) <= 1:
+                return values[0][1]
+            return joined("; ", [told("{}: {}", *value) for value in values])
+
+        return shown_of
+
+    fields: tuple[Field[_Row], ...] = (
+        text("Site", lambda row: row.site.name),
+        text("Kind", lambda row: f"{row.site.kind} ({row.site.op_type})"),
+        size("K", "k"),
+        size("N", "n"),
+        size("Rows", "rows"),
+        number("FLOP share", flop_share),
+        text(
+            "Precision",
+            lambda row: _precision_cell(row.decision.precision if row.decision is not None else plan.base),
+            is_choice=True,
+        ),
+        text("Verdict", verdict, is_choice=True),
+        text("Speed", speed, is_choice=True),
+        number("Relative error", _relative_error),
+        number("KL", by_output(_kl)),
+        number("KL over draws", by_output(_draws)),
+        number("Labelled", by_output(_labelled)),
+        number("Rows measured", _rows_measured),
+        text("Recipe measured", lambda row: row.recipe or numbers.NONE),
+        prose("Reason", reason),
     )
-    rows = tuple(_site_row(data, plan, site, able, known) for site in data.modified.sites)
     rows_measured = shown(numbers.count, data.profile, "rows")
     caption = told("Sites in plan {}, measured on {} calibration rows", plan.id, rows_measured)
-    return Table(caption, _COLUMNS, rows)
+    return table_of(caption, fields, _rows(data, plan))
 
 
-@dataclass(frozen=True)
-class _Known:
-    """Known facts of sites, by name."""
-
-    decisions: dict[str, Decision]
-    profiles: dict[str, SiteProfile]
-    speeds: dict[str, str]
+def _relative_error(row: _Row) -> str:
+    if row.error is None:
+        return numbers.NOT_MEASURED
+    return formed(numbers.error_percent, derive("relative_error", Place(row.error)))
 
 
-def _site_row(
-    data: ReportData, plan: PrecisionPlan, site: Site, able: Figure, known: _Known
-) -> tuple[Cell, ...]:
-    decision, profile = known.decisions.get(site.name), known.profiles.get(site.name)
-    recipe = _recipe(decision, profile)
-    error = next((e for e in profile.errors if e.recipe == recipe), None) if profile else None
-    sensitivities = tuple(s for s in profile.sensitivities if s.recipe == recipe) if profile else ()
-    verdict = decision.verdict if decision is not None else Verdict.NOT_JUDGED
-    reason = decision.reason if decision is not None else f"plan {plan.id} does not name it"
-    if set(site.merged_from) - {site.name}:
-        reason = f"{reason} (merged from {', '.join(site.merged_from)})"
-    return (
-        cell(site.name),
-        cell(f"{site.kind} ({site.op_type})"),
-        cell(shown(numbers.count, site, "k")),
-        cell(shown(numbers.count, site, "n") if site.n else numbers.NONE),
-        cell(shown(numbers.count, site, "rows")),
-        cell(_flop_share(site, able)),
-        cell(decision.precision if decision is not None else plan.base, _precision_tone(decision)),
-        cell(verdict, _VERDICT_TONES[verdict]),
-        _speed(site, known),
-        cell(_relative_error(error)),
-        cell(_joined(data, [(s, _kl(data, s)) for s in sensitivities])),
-        cell(_joined(data, [(s, _draws(s)) for s in sensitivities])),
-        cell(_joined(data, [(s, _labelled(data, s)) for s in sensitivities])),
-        cell(_rows_measured(sensitivities)),
-        cell(recipe or numbers.NONE),
-        cell(reason),
-    )
+def _rows_measured(row: _Row) -> str:
+    if not row.sensitivities:
+        return numbers.NONE
+    return formed(numbers.count, derive("max", *(at(s.kl_moments, "rows") for s in row.sensitivities)))
 
 
-def _speed(site: Site, known: _Known) -> Cell:
-    if site.kind is SiteKind.NORM:
-        return cell(numbers.NONE)
-    text = known.speeds.get(site.name, numbers.NOT_MEASURED)
-    return cell(text, SPEED_TONES.get(text, Tone.MUTED if text == numbers.NOT_MEASURED else Tone.PLAIN))
+def _kl(data: ReportData, sensitivity: Sensitivity) -> Told:
+    return _interval(data, sensitivity.kl_moments, sensitivity.kl)
 
 
-def _recipe(decision: Decision | None, profile: SiteProfile | None) -> str | None:
-    if decision is not None and decision.recipe is not None:
-        return decision.recipe.id
-    # A site outside FP8 has no recipe: the one of its verdict is shown, by name.
-    return profile.judged_recipe if profile is not None else None
-
-
-def _flop_share(site: Site, able: Figure) -> Told:
-    """Return the share of the FP8-able FLOPs of the listed model, as in the quadrants."""
-    if not site.is_fp8_able or not able.value:
+def _labelled(data: ReportData, sensitivity: Sensitivity) -> Told:
+    if sensitivity.labelled_moments is None or sensitivity.labelled is None:
         return Told(numbers.NONE)
-    return formed(numbers.share, derive("ratio", derive("flops", Place(site)), able))
-
-
-def _relative_error(error: ErrorStats | None) -> Told:
-    if error is None:
-        return Told(numbers.NOT_MEASURED)
-    return formed(numbers.error_percent, derive("relative_error", Place(error)))
-
-
-def _rows_measured(sensitivities: tuple[Sensitivity, ...]) -> Told:
-    if not sensitivities:
-        return Told(numbers.NONE)
-    return formed(numbers.count, derive("max", *(at(s.kl_moments, "rows") for s in sensitivities)))
-
-
-def _kl(data: ReportData, found: Sensitivity) -> Told:
-    return _interval(data, found.kl_moments, found.kl)
-
-
-def _labelled(data: ReportData, found: Sensitivity) -> Told:
-    if found.labelled_moments is None or found.labelled is None:
-        return Told(numbers.NONE)
-    return _interval(data, found.labelled_moments, found.labelled)
+    return _interval(data, sensitivity.labelled_moments, sensitivity.labelled)
 
 
 def _interval(data: ReportData, moments: RatioMoments, fixed: Interval) -> Told:
@@ -260,7 +271,7 @@ def _interval(data: ReportData, moments: RatioMoments, fixed: Interval) -> Told:
     return Told(numbers.percent_interval(sampling.interval_of(moments)), ends)
 
 
-def _draws(sensitivity: Sensitivity) -> Told:
+def _draws(_: ReportData, sensitivity: Sensitivity) -> Told:
     draws = sensitivity.draws
     if draws is None:
         return Told(numbers.NONE)
@@ -272,83 +283,65 @@ def _draws(sensitivity: Sensitivity) -> Told:
     )
 
 
-def _joined(data: ReportData, values: list[tuple[Sensitivity, Told]]) -> Told:
-    if not values:
-        return Told(numbers.NOT_MEASURED)
-    if len({s.output for s, _ in values}) == 1 and len(data.profile.baseline_loss) <= 1:
-        return values[0][1]
-    return joined("; ", [told("{}: {}", s.output, text) for s, text in values])
-
-
-def _precision_tone(decision: Decision | None) -> Tone:
-    return Tone.GOOD if decision is not None and decision.precision is Precision.FP8 else Tone.PLAIN
-
-
 def _group_table(data: ReportData) -> Table:
-    columns = (
-        Column("Tensor"),
-        Column("Output"),
-        Column("KL together", numeric=True),
-        Column("Sum of each alone", numeric=True),
-        Column("KL over draws", numeric=True),
-        Column("Labelled together", numeric=True),
-        Column("Sites", prose=True),
-    )
-    rows = tuple(
-        (
-            cell(group.tensor),
-            cell(item.output),
-            cell(_kl(data, item)),
-            cell(formed(numbers.error_percent, _sum_alone(data, group, item.output))),
-            cell(_draws(item)),
-            cell(_labelled(data, item)),
-            cell(", ".join(group.sites)),
+    def sum_alone(row: tuple[SiteGroup, Sensitivity]) -> str:
+        firsts = (
+            next(item for item in data.profile.site(name).sensitivities if item.output == row[1].output)
+            for name in row[0].sites
         )
-        for group in data.profile.groups
-        for item in group.sensitivities
-    )
-    return Table("Sites that share a quantized tensor, measured together", columns, rows, keys=2)
+        return formed(numbers.error_percent, derive("sum", *(at(item.kl, "value") for item in firsts)))
 
-
-def _sum_alone(data: ReportData, group: SiteGroup, output: str) -> Figure:
-    firsts = (
-        next(item for item in data.profile.site(name).sensitivities if item.output == output)
-        for name in group.sites
+    fields: tuple[Field[tuple[SiteGroup, Sensitivity]], ...] = (
+        text("Tensor", lambda row: row[0].tensor),
+        text("Output", lambda row: row[1].output),
+        number("KL together", lambda row: _kl(data, row[1])),
+        number("Sum of each alone", sum_alone),
+        number("KL over draws", lambda row: _draws(data, row[1])),
+        number("Labelled together", lambda row: _labelled(data, row[1])),
+        prose("Sites", lambda row: ", ".join(row[0].sites)),
     )
-    return derive("sum", *(at(item.kl, "value") for item in firsts))
+    rows = ((group, item) for group in data.profile.groups for item in group.sensitivities)
+    return table_of("Sites that share a quantized tensor, measured together", fields, rows, keys=2)
 
 
 def _plan_table(data: ReportData) -> Table:
-    columns = (Column("Site"), *(Column(plan.id) for plan in data.plans.plans))
-    decided = [(plan, {d.site: d.precision for d in plan.decisions}) for plan in data.plans.plans]
-    rows = [
-        (cell(site.name), *(_precision_cell(found.get(site.name, plan.base)) for plan, found in decided))
-        for site in data.modified.sites
-    ]
-    shares = (cell(shown(numbers.share, plan, "fp8_share")) for plan in data.plans.plans)
-    rows.append((cell("FP8 share of FP8-able FLOPs"), *shares))
-    if data.plans.able_share is not None:
-        of_all = (
-            formed(numbers.share, derive("product", at(plan, "fp8_share"), at(data.plans, "able_share")))
-            for plan in data.plans.plans
+    """Return the precisions, one row for each site, then the share of each plan."""
+
+    def share_of_all(plan: PrecisionPlan) -> Told:
+        return formed(numbers.share, derive("product", at(plan, "fp8_share"), at(data.plans, "able_share")))
+
+    def of_plan(plan: PrecisionPlan) -> Field[tuple[str, Callable[[PrecisionPlan], Cell | str] | None]]:
+        decided = {d.site: d.precision for d in plan.decisions}
+        return text(
+            plan.id,
+            lambda row: (
+                row[1](plan) if row[1] is not None else _precision_cell(decided.get(row[0], plan.base))
+            ),
         )
-        rows.append((cell("FP8 share of the FLOPs of all products"), *map(cell, of_all)))
-    return Table("Precision of each site in each plan", columns, tuple(rows))
+
+    rows: list[tuple[str, Callable[[PrecisionPlan], Cell | str] | None]] = [
+        (site.name, None) for site in data.modified.sites
+    ]
+    rows.append(("FP8 share of FP8-able FLOPs", lambda plan: shown(numbers.share, plan, "fp8_share")))
+    if data.plans.able_share is not None:
+        rows.append(("FP8 share of the FLOPs of all products", share_of_all))
+    fields = (text("Site", lambda row: row[0]), *map(of_plan, data.plans.plans))
+    return table_of("Precision of each site in each plan", fields, rows)
 
 
 def _wide_table(data: ReportData) -> Table:
     """Return non-site nodes that stay in FP32, one row for each reason."""
-    found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    by_reason: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for plan in data.plans.plans:
         for wide in plan.wide:
-            nodes, plans = found.setdefault(wide.reason, ({}, {}))
+            nodes, plans = by_reason.setdefault(wide.reason, ({}, {}))
             nodes[wide.node] = plans[plan.id] = None
-    columns = (Column("Reason"), Column("Plans"), Column("Nodes", prose=True))
-    rows = (
-        (cell(reason), cell(", ".join(plans)), cell(_some(list(nodes))))
-        for reason, (nodes, plans) in found.items()
+    fields: tuple[Field[str], ...] = (
+        text("Reason", lambda reason: reason),
+        text("Plans", lambda reason: ", ".join(by_reason[reason][1])),
+        prose("Nodes", lambda reason: _some(list(by_reason[reason][0]))),
     )
-    return Table("What stays in FP32 beside sites", columns, tuple(rows))
+    return table_of("What stays in FP32 beside sites", fields, by_reason)
 
 
 def _some(names: list[str]) -> str:

@@ -7,11 +7,24 @@ from collections.abc import Iterator
 from loka_onnx.core.evaluation import BudgetStatus, Evaluation, OutputEvaluation, SliceDifference
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData, confidence_text
-from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
+from loka_onnx.report.document import (
+    BUDGET_TONES,
+    Cell,
+    Field,
+    Section,
+    Table,
+    Tone,
+    cell,
+    fact,
+    number,
+    prose,
+    table_of,
+    text,
+)
 from loka_onnx.report.figures import (
-    Figure,
     Place,
     Told,
+    counted,
     derive,
     formed,
     joined,
@@ -23,13 +36,8 @@ from loka_onnx.report.figures import (
 SHOWN = 10
 """Most slices of one engine and output in texts; report.json has all."""
 NULL = "(null)"
-
-_TONES = {
-    BudgetStatus.WITHIN: Tone.GOOD,
-    BudgetStatus.BEYOND: Tone.BAD,
-    BudgetStatus.UNDECIDED: Tone.WARN,
-    BudgetStatus.NOT_JUDGED: Tone.MUTED,
-}
+_JUDGED = (BudgetStatus.BEYOND, BudgetStatus.UNDECIDED, BudgetStatus.WITHIN)
+_Sliced = tuple[Evaluation, OutputEvaluation]
 
 
 def slices_sections(data: ReportData) -> tuple[Section, ...]:
@@ -39,45 +47,40 @@ def slices_sections(data: ReportData) -> tuple[Section, ...]:
         return ()
     splits = [split for split in data.splits if any(e.split == split for e, _ in sliced)]
     detailed = [pair for pair in sliced if data.chosen(pair[0].engine) or pair[1].slices_of("beyond")]
-    return (
-        Section(
-            "slices",
-            "Slices",
-            paragraphs=(
-                "Each slice is judged on its own rows, relative to its own FP32 loss (its own entropy where "
-                "there are no labels). The intervals of all slices of an output hold together at "
-                f"{' and '.join(dict.fromkeys(confidence_text(data, split) for split in splits))}. "
-                "Slices do not enter the choice.",
-                "Worst first, by the lower end: where harm is sure comes before where a few rows leave it "
-                f"open. Shown are the first {SHOWN} slices of what is emitted and of what harms a slice; "
-                "report.json has all of them.",
-            ),
-            items=tuple(dict.fromkeys(text for pair in sliced for text in _left_out(*pair))),
-            tables=(
-                *(_count_table(data, split, sliced) for split in splits),
-                *(_worst_table(e, output, confidence_text(data, e.split)) for e, output in detailed),
-            ),
-        ),
+    paragraphs = (
+        "Each slice is judged on its own rows, relative to its own FP32 loss (its own entropy where "
+        "there are no labels). The intervals of all slices of an output hold together at "
+        f"{' and '.join(dict.fromkeys(confidence_text(data, split) for split in splits))}. "
+        "Slices do not enter the choice.",
+        "Worst first, by the lower end: where harm is sure comes before where a few rows leave it "
+        f"open. Shown are the first {SHOWN} slices of what is emitted and of what harms a slice; "
+        "report.json has all of them.",
     )
+    tables = (
+        *(_count_table(data, split, sliced) for split in splits),
+        *(_worst_table(e, output, confidence_text(data, e.split)) for e, output in detailed),
+    )
+    items = tuple(dict.fromkeys(text for pair in sliced for text in _left_out(*pair)))
+    return (Section("slices", "Slices", paragraphs, items, tables),)
 
 
 def slices_sentence(output: OutputEvaluation) -> Told:
     """Return the status of an output's slices, with the worst of those beyond the budget."""
     counts = [
-        told("{} {}", formed(numbers.count, _counted(output, status)), status)
+        told("{} {}", counted(output, "slices", status=status), status)
         for status in (BudgetStatus.WITHIN, BudgetStatus.UNDECIDED, BudgetStatus.NOT_JUDGED)
         if output.slices_of(status)
     ]
     beyond = output.slices_of(BudgetStatus.BEYOND)
-    judged = derive("sum", *(_counted(output, s) for s in _ORDER if s != BudgetStatus.NOT_JUDGED))
-    said = told(
+    judged = derive("sum", *(derive("count", Place(output, "slices"), status=s) for s in _JUDGED))
+    summary = told(
         "{} of {} judged beyond the budget of {}",
-        formed(numbers.count, _counted(output, BudgetStatus.BEYOND)) if beyond else "none",
+        counted(output, "slices", status=BudgetStatus.BEYOND) if beyond else "none",
         formed(numbers.count, judged),
         shown(numbers.budget_percent, output, "budget"),
     )
     worst = told("; worst {}: {}", slice_name(beyond[0]), _change(beyond[0], output)) if beyond else ""
-    return told("{}{}{}{}", said, worst, "; " if counts else "", joined(", ", counts))
+    return told("{}{}{}{}", summary, worst, "; " if counts else "", joined(", ", counts))
 
 
 def slice_name(item: SliceDifference) -> str:
@@ -86,13 +89,7 @@ def slice_name(item: SliceDifference) -> str:
 
 
 def _value(item: SliceDifference) -> str:
-    if item.value is None:
-        return NULL
-    return item.value or "(empty text)"
-
-
-def _counted(output: OutputEvaluation, status: str) -> Figure:
-    return derive("count", Place(output, "slices"), status=status)
+    return NULL if item.value is None else item.value or "(empty text)"
 
 
 def _change(item: SliceDifference, output: OutputEvaluation) -> Told:
@@ -112,63 +109,44 @@ def _left_out(evaluation: Evaluation, output: OutputEvaluation) -> Iterator[str]
         )
 
 
-def _count_table(data: ReportData, split: str, sliced: list[tuple[Evaluation, OutputEvaluation]]) -> Table:
-    columns = (
-        Column("Engine"),
-        Column("Output"),
-        Column("Beyond", numeric=True),
-        Column("Undecided", numeric=True),
-        Column("Within", numeric=True),
-        Column("Not judged", numeric=True),
-        Column("Worst slice"),
-        Column(f"Its change [simultaneous {confidence_text(data, split)} interval]", numeric=True),
+def _count_table(data: ReportData, split: str, sliced: list[_Sliced]) -> Table:
+    def count(status: str) -> Field[_Sliced]:
+        def show(row: _Sliced) -> Cell:
+            is_any = bool(row[1].slices_of(status))
+            return cell(
+                counted(row[1], "slices", status=status), BUDGET_TONES[status] if is_any else Tone.MUTED
+            )
+
+        return number(status.capitalize(), show)
+
+    def worst(row: _Sliced) -> Cell:
+        first = row[1].slices[0]
+        return cell(_change(first, row[1]), BUDGET_TONES[first.status])
+
+    fields: tuple[Field[_Sliced], ...] = (
+        text("Engine", lambda row: row[0].engine),
+        text("Output", lambda row: row[1].output),
+        *(count(status) for status in (*_JUDGED, BudgetStatus.NOT_JUDGED)),
+        text("Worst slice", lambda row: slice_name(row[1].slices[0])),
+        number(f"Its change [simultaneous {confidence_text(data, split)} interval]", worst),
     )
-    here = [(e, o) for e, o in sliced if e.split == split]
-    rows = tuple(
-        (
-            cell(evaluation.engine),
-            cell(output.output),
-            *(_count(output, status) for status in _ORDER),
-            cell(slice_name(output.slices[0])),
-            cell(_change(output.slices[0], output), _TONES[output.slices[0].status]),
-        )
-        for evaluation, output in here
-    )
-    emphasized = frozenset(i for i, (e, _) in enumerate(here) if data.chosen(e.engine) is not None)
-    return Table(f"Slices on {split}", columns, rows, emphasized)
-
-
-_ORDER = (BudgetStatus.BEYOND, BudgetStatus.UNDECIDED, BudgetStatus.WITHIN, BudgetStatus.NOT_JUDGED)
-
-
-def _count(output: OutputEvaluation, status: str) -> Cell:
-    count = _counted(output, status)
-    return cell(formed(numbers.count, count), _TONES[status] if count.value else Tone.MUTED)
+    rows = (row for row in sliced if row[0].split == split)
+    return table_of(f"Slices on {split}", fields, rows, lambda row: bool(data.chosen(row[0].engine)))
 
 
 def _worst_table(evaluation: Evaluation, output: OutputEvaluation, level: str) -> Table:
-    columns = (
-        Column("Column"),
-        Column("Value"),
-        Column("Rows", numeric=True),
-        Column(f"Change [simultaneous {level} interval]", numeric=True),
-        Column("KL, label-free part", numeric=True),
-        Column("Labelled part", numeric=True),
-        Column("Status"),
-        Column("Why", prose=True),
-    )
-    rows = tuple(
-        (
-            cell(item.column),
-            cell(_value(item)),
-            cell(shown(numbers.count, item, "rows")),
-            cell(_change(item, output), _TONES[item.status]),
-            cell(percent_interval(item.kl)),
-            cell(percent_interval(item.labelled)),
-            cell(item.status, _TONES[item.status]),
-            cell(item.reason),
-        )
-        for item in output.slices[:SHOWN]
+    fields: tuple[Field[SliceDifference], ...] = (
+        text("Column", "column"),
+        text("Value", _value),
+        fact("Rows", "rows", numbers.count),
+        number(
+            f"Change [simultaneous {level} interval]",
+            lambda item: cell(_change(item, output), BUDGET_TONES[item.status]),
+        ),
+        number("KL, label-free part", lambda item: percent_interval(item.kl)),
+        number("Labelled part", lambda item: percent_interval(item.labelled)),
+        text("Status", lambda item: cell(item.status, BUDGET_TONES[item.status])),
+        prose("Why", "reason"),
     )
     rest = derive("entries", *map(Place, output.slices[SHOWN:]))
     caption = told(
@@ -179,4 +157,4 @@ def _worst_table(evaluation: Evaluation, output: OutputEvaluation, level: str) -
         shown(numbers.budget_percent, output, "budget"),
         told("; {} more in report.json", formed(numbers.count, rest)) if rest.value else "",
     )
-    return Table(caption, columns, rows, keys=2)
+    return table_of(caption, fields, output.slices[:SHOWN], keys=2)

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from loka_onnx.core.throughput import Throughput, ThroughputSet
+from loka_onnx.core.throughput import Throughput, ThroughputSet, Trial
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
-from loka_onnx.report.document import Cell, Column, Section, Table, Tone, cell
+from loka_onnx.report.document import Cell, Field, Section, Tone, cell, fact, number, table_of, text
 from loka_onnx.report.figures import at, derive, formed, shown, told
 
-_COLUMNS = (
-    Column("Engine"),
-    Column("Batch", numeric=True),
-    Column("Is"),
-    Column("Inputs"),
-    Column("Streams", numeric=True),
-    Column("p99 limit", numeric=True),
-    Column("Requests/s", numeric=True),
-    Column("Rows/s", numeric=True),
-    Column("p50 there", numeric=True),
-    Column("p99 there", numeric=True),
-    Column("Over the limit, upper end", numeric=True),
-    Column("Without pause", numeric=True),
-    Column("Of the generator, p99", numeric=True),
-)
 LATE = 0.1
 """Share of the limit from which the load generator's part is marked."""
 
 
 def throughput_sections(data: ReportData) -> tuple[Section, ...]:
     """Return every engine under load; empty for none."""
-    found = data.throughput.measurements
-    if not found:
+    measurements = data.throughput.measurements
+    if not measurements:
         return ()
     paragraphs = (
         "The highest rate of requests whose 99th percentile of latency is under the limit. Requests arrive "
@@ -42,57 +27,60 @@ def throughput_sections(data: ReportData) -> tuple[Section, ...]:
     )
     items: list[str] = [
         told("{} at batch {}: {}", m.engine, shown(numbers.count, m, "batch"), m.failure)
-        for m in found
+        for m in measurements
         if m.failure
     ]
     items += _gains(data.throughput)
-    table = Table("Throughput", _COLUMNS, tuple(_row(m) for m in found), keys=2)
+    table = table_of("Throughput", _FIELDS, measurements, keys=2)
     return (Section("throughput", "Throughput", paragraphs, tuple(items), (table,)),)
 
 
-def _row(measured: Throughput) -> tuple[Cell, ...]:
-    best = measured.best
-    none = cell(numbers.NONE)
-    if best is None:
-        under = (none, none, none)
-        late = none
-    else:
-        under = (
-            cell(shown(numbers.latency, best, "p50_us")),
-            cell(shown(numbers.latency, best, "p99_us")),
-            cell(shown(_percent, best, "over_upper")),
-        )
-        tone = Tone.WARN if best.late_us > LATE * measured.p99_limit_us else Tone.PLAIN
-        late = cell(shown(numbers.latency, best, "late_us"), tone)
-    rate = at(measured, "requests_per_s")
-    rows = derive("product", rate, at(measured, "batch"))
-    answered = formed("{:,.1f}".format, rate) if measured.requests_per_s else "none is low enough"
-    return (
-        cell(measured.engine),
-        cell(shown(numbers.count, measured, "batch")),
-        cell(measured.role),
-        cell(f"on the {measured.inputs}"),
-        cell(shown(numbers.count, measured, "streams")),
-        cell(shown(numbers.latency, measured, "p99_limit_us")),
-        cell(
-            numbers.NOT_MEASURED if measured.failure else answered, Tone.WARN if best is None else Tone.PLAIN
-        ),
-        cell(formed("{:,.0f}".format, rows) if measured.requests_per_s else numbers.NONE),
-        *under,
-        cell(
-            shown("{:,.1f}".format, measured, "capacity_per_s") if measured.capacity_per_s else numbers.NONE
-        ),
-        late,
-    )
+def _there(name: str, form: Callable[[float], str]) -> Callable[[Throughput], str]:
+    """Show a number of the trial at the highest rate."""
+    return lambda measured: numbers.NONE if measured.best is None else shown(form, measured.best, name)
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.2f} %"
+def _rate(measured: Throughput) -> Cell:
+    answered = shown("{:,.1f}".format, measured, "requests_per_s")
+    if not measured.requests_per_s:
+        answered = told(numbers.NOT_MEASURED if measured.failure else "none is low enough")
+    return cell(answered, Tone.WARN if measured.best is None else Tone.PLAIN)
 
 
-def _gains(found: ThroughputSet) -> Iterator[str]:
-    by_name = {(m.engine, m.batch): m for m in found.measurements}
-    for gain in found.gains:
+def _rows(measured: Throughput) -> str:
+    rows = derive("product", at(measured, "requests_per_s"), at(measured, "batch"))
+    return formed("{:,.0f}".format, rows) if measured.requests_per_s else numbers.NONE
+
+
+def _late(measured: Throughput) -> Cell:
+    best: Trial | None = measured.best
+    is_late = best is not None and best.late_us > LATE * measured.p99_limit_us
+    return cell(_there("late_us", numbers.latency)(measured), Tone.WARN if is_late else Tone.PLAIN)
+
+
+_FIELDS: tuple[Field[Throughput], ...] = (
+    text("Engine", "engine"),
+    fact("Batch", "batch", numbers.count),
+    text("Is", "role"),
+    text("Inputs", lambda measured: f"on the {measured.inputs}"),
+    fact("Streams", "streams", numbers.count),
+    fact("p99 limit", "p99_limit_us", numbers.latency),
+    number("Requests/s", _rate),
+    number("Rows/s", _rows),
+    number("p50 there", _there("p50_us", numbers.latency)),
+    number("p99 there", _there("p99_us", numbers.latency)),
+    number("Over the limit, upper end", _there("over_upper", lambda share: f"{100 * share:.2f} %")),
+    number(
+        "Without pause",
+        lambda m: shown("{:,.1f}".format, m, "capacity_per_s") if m.capacity_per_s else numbers.NONE,
+    ),
+    number("Of the generator, p99", _late),
+)
+
+
+def _gains(throughput: ThroughputSet) -> Iterator[str]:
+    by_name = {(m.engine, m.batch): m for m in throughput.measurements}
+    for gain in throughput.gains:
         ours, other = (by_name[engine, gain.batch] for engine in (gain.engine, gain.other))
         yield told(
             "{} at batch {}: the chosen engine answers {}× the requests of {}",

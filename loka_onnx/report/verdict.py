@@ -1,20 +1,57 @@
-"""The verdict first: each target's engine, its cost, and the reason."""
+"""The verdict first: each target's engine, its cost, the reason, and the few deciding numbers."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from loka_onnx.core.evaluation import KL_NAME, BudgetStatus, Evaluation, OutputEvaluation, TargetChoice
+from loka_onnx.core.evaluation import (
+    KL_NAME,
+    Because,
+    BudgetStatus,
+    Evaluation,
+    OutputEvaluation,
+    Rejection,
+    TargetChoice,
+    Why,
+)
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
-from loka_onnx.report.document import Tone, Verdict
-from loka_onnx.report.figures import Place, Told, derive, formed, joined, percent_interval, shown, told
+from loka_onnx.report.document import BUDGET_TONES, BudgetBar, Cell, Stat, Tone, Verdict, can_be_drawn, cell
+from loka_onnx.report.figures import (
+    Told,
+    at,
+    counted,
+    derive,
+    ends,
+    formed,
+    joined,
+    metric_interval,
+    percent_interval,
+    shown,
+    told,
+)
 from loka_onnx.report.slice_tables import slices_sentence
-from loka_onnx.report.verdict_stats import Emitted, bars, emitted, speed_stats, stand_in, stats
 
 SIMULATED_LATENCY = "simulated: speed never counts"
 NO_LABELS = f"{KL_NAME}, no labels: the labelled first-order term is not seen"
 """Caution on every verdict on an output without labels."""
+_BASELINES = ("fp32", "bf16", "fp16")
+"""Ids of baseline plans, where an engine of them competed."""
+_NOT_MEASURED = cell(numbers.NOT_MEASURED, Tone.MUTED)
+_SIMULATED = (cell("simulated", Tone.MUTED), "its speed says nothing")
+
+
+@dataclass(frozen=True)
+class _Emitted:
+    """A selected engine; `apart` is ``of`` and its id where a target has several, else empty."""
+
+    engine: str
+    plan: str
+    apart: str = ""
 
 
 def verdicts(data: ReportData) -> tuple[Verdict, ...]:
@@ -29,116 +66,96 @@ def budget_sentence(output: OutputEvaluation) -> Told:
 
 def _standing(output: OutputEvaluation) -> Told:
     """Return the status alone, whose numbers all have a source in the report."""
-    if output.difference is None:
-        return told("the reference itself; budget {}", shown(numbers.budget_percent, output, "budget"))
-    said = _status_sentence(output)
-    return told("{} ({})", said, NO_LABELS) if output.difference.delta_ne is None else said
-
-
-def _status_sentence(output: OutputEvaluation) -> Told:
     budget = shown(numbers.budget_percent, output, "budget")
+    if output.difference is None:
+        return told("the reference itself; budget {}", budget)
+    status = _status(output, budget)
+    return told("{} ({})", status, NO_LABELS) if output.difference.delta_ne is None else status
+
+
+def _status(output: OutputEvaluation, budget: Told) -> Told:
+    because = ", ".join(output.because)
     if output.budget_status == BudgetStatus.WITHIN:
         return told("within the budget of {}", budget)
     if output.budget_status == BudgetStatus.BEYOND:
-        if output.because:
-            return told(
-                "beyond what is accepted beside the budget of {}: {}", budget, ", ".join(output.because)
-            )
+        if because:
+            return told("beyond what is accepted beside the budget of {}: {}", budget, because)
         return told("beyond the budget of {}", budget)
-    if output.rows_to_decide is None and output.because:
+    if output.rows_to_decide is not None:
+        rows = shown(numbers.count, output, "rows_to_decide")
+        return told("undecided against the budget of {}; about {} rows would decide it", budget, rows)
+    if because:
         return told("undecided against the budget of {} and what is accepted beside it", budget)
-    if output.rows_to_decide is None:
-        return told("undecided against the budget of {}; {}", budget, _why_open(output))
-    return told(
-        "undecided against the budget of {}; about {} rows would decide it",
-        budget,
-        shown(numbers.count, output, "rows_to_decide"),
-    )
-
-
-def _why_open(output: OutputEvaluation) -> str:
-    """Return why no deciding number of rows can be given."""
     judged = output.difference.judged if output.difference is not None else None
     if judged is None or not math.isfinite(judged.upper - judged.lower):
-        return "how many rows would decide it is not known: these are too few for an interval"
-    return "the estimate lies on it, and a hundred times as many rows would not tell on which side"
+        why = "how many rows would decide it is not known: these are too few for an interval"
+    else:
+        why = "the estimate lies on it, and a hundred times as many rows would not tell on which side"
+    return told("undecided against the budget of {}; {}", budget, why)
 
 
 def _verdict(data: ReportData, choice: TargetChoice) -> Verdict:
-    engines = emitted(choice)
+    engines = _emitted(choice)
     has_fp8 = any(plan.fp8_sites for name in choice.plans if (plan := data.plan(name)) is not None)
-    facts: list[str] = [f"Why: {choice.reason}"]
+    headline = f"{choice.target}: emit {' and '.join(f'{e.engine} (plan {e.plan})' for e in engines)}"
+    tone = Tone.GOOD if has_fp8 and all(_is_within(data, e.engine) for e in engines) else Tone.WARN
+    facts = tuple(_facts(data, choice, engines, has_fp8))
+    return Verdict(choice.target, headline, facts, tone, _stats(data, choice), _bars(data, choice))
+
+
+def _facts(
+    data: ReportData, choice: TargetChoice, engines: tuple[_Emitted, ...], has_fp8: bool
+) -> Iterator[str]:
     if not has_fp8:
         plans = ", ".join(choice.plans)
-        facts.insert(0, f"No FP8 engine is emitted for this target: it gets high precision ({plans}).")
+        yield f"No FP8 engine is emitted for this target: it gets high precision ({plans})."
+    yield f"Why: {choice.reason}"
     for engine in engines:
-        if (built := data.engine(engine.engine)) is not None and built.simulated:
+        if data.is_simulated(engine.engine):
             which = engine.engine if engine.apart else "this engine"
-            facts.append(f"FP8 is simulated in {which}: its accuracy counts, its speed says nothing.")
-        facts += _costs(data, engine)
-        facts += _stood_in(data, engine)
-    facts += [told("{}: {} ({}).", s.label, s.shown.text, s.note) for s in speed_stats(data, choice)]
+            yield f"FP8 is simulated in {which}: its accuracy counts, its speed says nothing."
+        yield from _costs(data, engine)
+    for stat in _speed_stats(data, choice):
+        yield told("{}: {} ({}).", stat.label, stat.shown.text, stat.note)
     for engine in engines:
-        facts += _slices(data, engine)
+        for evaluation in data.evaluations_of(engine.engine):
+            for output in evaluation.outputs:
+                where = (engine.apart, output.output, evaluation.split)
+                if output.slices:
+                    yield told("Slices{} ({}, {}): {}.", *where, slices_sentence(output))
     if choice.routes:
-        served = [told("to {} rows {}", shown(numbers.count, r, "batch"), r.engine) for r in choice.routes]
-        facts.append(told("By batch size: {}.", joined("; ", served)))
-    facts.append(f"Speed: {choice.basis}.")
+        routes = [told("to {} rows {}", shown(numbers.count, r, "batch"), r.engine) for r in choice.routes]
+        yield told("By batch size: {}.", joined("; ", routes))
+    yield f"Speed: {choice.basis}."
     for engine in engines:
-        if (built := data.engine(engine.engine)) is not None and built.fallbacks:
-            fallbacks = formed(numbers.count, derive("count", Place(built, "sites"), engaged=False))
-            said = told("Sites{} that do not run as planned: {}; see Fallbacks.", engine.apart, fallbacks)
-            facts.append(said)
-    headline = f"{choice.target}: emit {' and '.join(f'{e.engine} (plan {e.plan})' for e in engines)}"
-    is_good = has_fp8 and all(_is_within(data, engine.engine) for engine in engines)
-    tone = Tone.GOOD if is_good else Tone.WARN
-    return Verdict(choice.target, headline, tuple(facts), tone, stats(data, choice), bars(data, choice))
-
-
-def _evaluations(data: ReportData, engine: str) -> list[Evaluation]:
-    found = (data.evaluation(engine, split) for split in reversed(data.splits))
-    return [e for e in found if e is not None]
+        built = data.engine(engine.engine)
+        if built is not None and built.fallbacks:
+            fallbacks = counted(built, "sites", engaged=False)
+            yield told("Sites{} that do not run as planned: {}; see Fallbacks.", engine.apart, fallbacks)
 
 
 def _is_within(data: ReportData, engine: str) -> bool:
-    found = _evaluations(data, engine)
-    return bool(found) and all(e.is_within_budget and not _beyond(e) for e in found)
+    evaluations = data.evaluations_of(engine)
+    outputs = [output for e in evaluations for output in e.outputs]
+    is_harmless = not any(output.slices_of(BudgetStatus.BEYOND) for output in outputs)
+    return bool(evaluations) and is_harmless and all(e.is_within_budget for e in evaluations)
 
 
-def _beyond(evaluation: Evaluation) -> bool:
-    return any(output.slices_of(BudgetStatus.BEYOND) for output in evaluation.outputs)
-
-
-def _slices(data: ReportData, engine: Emitted) -> list[str]:
-    return [
-        told("Slices{} ({}, {}): {}.", engine.apart, output.output, evaluation.split, slices_sentence(output))
-        for evaluation in _evaluations(data, engine.engine)
-        for output in evaluation.outputs
-        if output.slices
-    ]
-
-
-def _costs(data: ReportData, engine: Emitted) -> list[str]:
-    found = _evaluations(data, engine.engine)
-    if not found:
-        return [f"Cost{engine.apart}: {numbers.NOT_MEASURED}."]
-    measured = [(evaluation, output) for evaluation in found for output in evaluation.outputs]
-    return [_cost(evaluation, output, engine.apart) for evaluation, output in measured] or [
-        f"Cost{engine.apart}: {numbers.NOT_MEASURED} ({found[0].status})."
-    ]
-
-
-def _stood_in(data: ReportData, engine: Emitted) -> list[str]:
-    """Return the expected cost of an engine that was not run: that of another one of its plan."""
-    found = stand_in(data, engine)
-    if found is None:
-        return []
-    other = data.engine(found.engine)
-    how = "simulated" if other is not None and other.simulated else "measured"
-    plan = f"plan {engine.plan}" if engine.apart else "this plan"
-    return [
-        told("Of {}, {} by {}: {}", plan, how, found.engine, _cost(found, output)) for output in found.outputs
-    ]
+def _costs(data: ReportData, engine: _Emitted) -> Iterator[str]:
+    """Yield the cost on each split; of an engine that was not run also that of another one of its plan."""
+    evaluations = data.evaluations_of(engine.engine)
+    if not any(e.outputs for e in evaluations):
+        why = f" ({evaluations[0].status})" if evaluations else ""
+        yield f"Cost{engine.apart}: {numbers.NOT_MEASURED}{why}."
+    for evaluation in evaluations:
+        for output in evaluation.outputs:
+            yield _cost(evaluation, output, engine.apart)
+    other = _stand_in(data, engine)
+    if other is not None:
+        how = "simulated" if data.is_simulated(other.engine) else "measured"
+        plan = f"plan {engine.plan}" if engine.apart else "this plan"
+        for output in other.outputs:
+            yield told("Of {}, {} by {}: {}", plan, how, other.engine, _cost(other, output))
 
 
 def _cost(evaluation: Evaluation, output: OutputEvaluation, apart: str = "") -> str:
@@ -149,3 +166,214 @@ def _cost(evaluation: Evaluation, output: OutputEvaluation, apart: str = "") -> 
     interval = percent_interval(output.difference.judged, output.budget)
     name = output.difference.judged_name
     return told("Cost{} ({}): {} {}, {}.", apart, where, name, interval, _standing(output))
+
+
+def _emitted(choice: TargetChoice) -> tuple[_Emitted, ...]:
+    """Return all engines of a target, the main one first."""
+    plans = {choice.engine: choice.plan} | {route.engine: route.plan for route in choice.routes}
+    several = len(plans) > 1
+    return tuple(_Emitted(name, plan, f" of {name}" if several else "") for name, plan in plans.items())
+
+
+def _stats(data: ReportData, choice: TargetChoice) -> tuple[Stat, ...]:
+    """Return the numbers of one target: its plan, its gain over each baseline, its cost against the
+    budget.
+    """
+    return (
+        _plan_stat(data, choice),
+        *_speed_stats(data, choice),
+        *_cost_stats(data, choice),
+        _latency_stat(data, choice),
+    )
+
+
+def _bars(data: ReportData, choice: TargetChoice) -> tuple[BudgetBar, ...]:
+    """Return judged quantities on the deciding split, by engine and output; of an engine of the same plan,
+    where this one was not run.
+    """
+    return tuple(
+        BudgetBar(
+            label=f"{output.output} on {evaluation.split}{engine.apart}",
+            text=told("{} {}", change.judged_name, percent_interval(change.judged, output.budget)),
+            status=output.budget_status,
+            interval=change.judged,
+            budget=output.budget,
+            budget_text=shown(numbers.budget_percent, output, "budget"),
+        )
+        for engine, evaluation, output in _judged(data, choice)
+        if (change := output.difference) is not None
+        and can_be_drawn(change.judged)
+        and math.isfinite(output.budget)
+    )
+
+
+def _speed_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
+    """Yield the gain of the main engine over the best one of each baseline, measured in turns; in words
+    without one.
+    """
+    main = _emitted(choice)[0]
+    for plan in _BASELINES:
+        label = f"Speed over {plan.upper()}"
+        if plan == choice.plan:
+            who = "the main engine is" if main.apart else "this is the engine"
+            yield Stat(label, cell("none", Tone.MUTED), f"{who} of that plan itself")
+            continue
+        of_plan = {engine.id for engine in data.engines if engine.plan == plan}
+        losers = [loser for loser in choice.losers if loser.engine in of_plan]
+        measured = [(loser.times.value, i) for i, loser in enumerate(losers) if loser.times is not None]
+        if losers and data.is_simulated(choice.engine):
+            yield Stat(label, *_SIMULATED)
+        elif measured:
+            yield _gain(label, losers[min(measured)[1]], main)
+        elif losers:
+            why = "" if losers[0].why is Why.NOT_MEASURED else f": {losers[0].why}"
+            yield Stat(label, _NOT_MEASURED, f"{losers[0].engine}{why}")
+
+
+def _gain(label: str, baseline: Rejection, main: _Emitted) -> Stat:
+    assert baseline.times is not None
+    times = baseline.times
+    is_known = times.lower < times.upper
+    value, lower, upper = (formed("{:.3f}".format, end) for end in ends(times))
+    note = told(
+        "{}{}measured{}, over {}",
+        "a tie: " if is_known and times.lower <= 1.0 <= times.upper else "",
+        told("[{}, {}], ", lower, upper) if is_known else "",
+        main.apart and f",{main.apart}",
+        baseline.engine,
+    )
+    return Stat(label, cell(told("{}×", value), Tone.GOOD if times.lower > 1 else Tone.WARN), note)
+
+
+def _plan_stat(data: ReportData, choice: TargetChoice) -> Stat:
+    notes = [(name, _fp8_of(plan)) for name in choice.plans if (plan := data.plan(name)) is not None]
+    if len(choice.plans) == 1:
+        return Stat("Plan", cell(choice.plan), notes[0][1] if notes else "")
+    note = joined("; ", [told("{}: {}", name, fp8) for name, fp8 in notes])
+    return Stat("Plans", cell(", ".join(choice.plans)), note)
+
+
+def _fp8_of(plan: PrecisionPlan) -> str:
+    if not plan.fp8_sites:
+        return "no FP8"
+    sites = counted(plan, "decisions", precision=Precision.FP8.value)
+    return told("sites in FP8: {}, {} of the FLOPs", sites, shown(numbers.share, plan, "fp8_share"))
+
+
+def _latency_stat(data: ReportData, choice: TargetChoice) -> Stat:
+    label = "Latency p50"
+    if data.is_simulated(choice.engine):
+        return Stat(label, *_SIMULATED)
+    latencies = [
+        latency
+        for evaluation in data.evaluations.evaluations
+        for latency in evaluation.latencies
+        if evaluation.engine == choice.route(latency.batch)
+    ]
+    if not latencies:
+        return Stat(label, _NOT_MEASURED, choice.basis)
+    largest = max(latencies, key=lambda latency: latency.batch)
+    elsewhere = "" if largest.counts_for_choice else ", which is not the target"
+    by = f", by {choice.route(largest.batch)}" if choice.routes else ""
+    note = told("batch {}, on {}{}{}", shown(numbers.count, largest, "batch"), largest.device, elsewhere, by)
+    return Stat(label, cell(shown(numbers.latency, largest, "p50_us")), note)
+
+
+_Judged = tuple[_Emitted, Evaluation, OutputEvaluation]
+
+
+def _judged(data: ReportData, choice: TargetChoice) -> list[_Judged]:
+    """Return the outputs of all selected engines on the deciding split."""
+    return [
+        (engine, evaluation, output)
+        for engine in _emitted(choice)
+        if (evaluation := _own(data, engine) or _stand_in(data, engine)) is not None
+        for output in evaluation.outputs
+    ]
+
+
+def _cost_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
+    """Yield the worst cost against its budget of all selected engines, and its guarded quantities."""
+    judged_outputs = _judged(data, choice)
+    if not judged_outputs:
+        yield Stat("Accuracy", _NOT_MEASURED)
+        return
+    engine, evaluation, worst = max(judged_outputs, key=lambda row: _over_budget(row[2]))
+    change = worst.difference
+    if change is None:
+        yield Stat("Accuracy", cell("reference", Tone.MUTED), "every engine is compared with it")
+        return
+    decimals = numbers.interval_decimals(change.judged, worst.budget)
+    value, lower, upper = (
+        formed(lambda v: numbers.signed_percent(v, decimals), end) for end in ends(change.judged)
+    )
+    note = told(
+        "[{}, {}], {}{} {} rows{}",
+        lower,
+        upper,
+        f"{worst.output}, " if len(evaluation.outputs) > 1 else "",
+        shown(numbers.count, evaluation, "rows"),
+        evaluation.split,
+        _whose(data, engine, evaluation),
+    )
+    yield Stat(change.judged_name, cell(value, BUDGET_TONES.get(worst.budget_status, Tone.PLAIN)), note)
+    verdict: str = worst.verdict
+    if worst.budget > 0:
+        part = derive("ratio", at(change.judged, "upper"), at(worst, "budget"))
+        verdict = told("{}; the upper end is at {} of it", verdict, formed(numbers.error_percent, part))
+    yield Stat("Budget", cell(shown(numbers.budget_percent, worst, "budget")), verdict)
+    if change.delta_ne is not None:
+        yield Stat("KL", *_guarded(worst, Because.MAX_KL))
+    if change.delta_auc is not None:
+        yield Stat("ΔAUC", *_guarded(worst, Because.MAX_AUC_DROP))
+
+
+def _guarded(output: OutputEvaluation, name: Because) -> tuple[Cell, str]:
+    """Return a guarded quantity and its limit, if any."""
+    change = output.difference
+    assert change is not None
+    is_kl = name is Because.MAX_KL
+    text = percent_interval(change.kl) if is_kl else metric_interval(change.delta_auc)
+    guard = next((guard for guard in output.guards if guard.name is name), None)
+    if guard is None:
+        return cell(text), ""
+    limit = shown(numbers.budget_percent if is_kl else numbers.scientific, guard, "limit")
+    note = told("accepted{}: {}", "" if is_kl else " drop", limit)
+    return cell(text, BUDGET_TONES.get(guard.status, Tone.PLAIN)), note
+
+
+def _whose(data: ReportData, engine: _Emitted, evaluation: Evaluation) -> str:
+    """Return whose accuracy it is, where there are several engines or the selected one was not run."""
+    whose = engine.apart and f",{engine.apart}"
+    if evaluation.engine == engine.engine:
+        return f"{whose}, simulated FP8" if data.is_simulated(engine.engine) else whose
+    how = "simulated" if data.is_simulated(evaluation.engine) else "measured"
+    return f"{whose}; {how} by {evaluation.engine}, this engine was not run"
+
+
+def _stand_in(data: ReportData, engine: _Emitted) -> Evaluation | None:
+    """Return the worst evaluation of another engine of the same plan; None where the engine has its own."""
+    if _own(data, engine) is not None:
+        return None
+    for split in reversed(data.splits):
+        same = [
+            evaluation
+            for evaluation in data.evaluations.evaluations
+            if (evaluation.split, evaluation.plan) == (split, engine.plan)
+            and evaluation.outputs
+            and data.engine(evaluation.engine) is not None
+        ]
+        if same:
+            return max(same, key=lambda evaluation: max(map(_over_budget, evaluation.outputs)))
+    return None
+
+
+def _own(data: ReportData, engine: _Emitted) -> Evaluation | None:
+    """Return the evaluation of the last split that the engine was run on: certification, if any."""
+    return next((e for e in data.evaluations_of(engine.engine) if e.outputs), None)
+
+
+def _over_budget(output: OutputEvaluation) -> float:
+    if output.difference is None:
+        return float("-inf")
+    return output.difference.judged.upper - output.budget

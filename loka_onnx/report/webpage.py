@@ -5,53 +5,58 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
-from loka_onnx.report.chart import plotly_script
+from loka_onnx.report.chart import Chart
 from loka_onnx.report.document import Document
-from loka_onnx.report.exhibits import Exhibits
+from loka_onnx.report.speed_tables import Quadrants
 
 
-class Graph(Protocol):
-    """The model graph, ready for the page."""
+@dataclass(frozen=True)
+class Exhibits:
+    """The drawn parts of a page: charts, quadrants, `histograms.histogram_data`, the model graph."""
+
+    charts: tuple[Chart, ...] = ()
+    quadrants: tuple[Quadrants, ...] = ()
+    histograms: dict[str, Any] = field(default_factory=dict)
+    graph: Markup | None = None
 
     @property
-    def html(self) -> Markup:
-        """Its markup with its style and script, escaped."""
+    def has_drawings(self) -> bool:
+        """True if anything on the page needs plotly.js."""
+        return any(chart.figure for chart in self.charts) or bool(self.histograms.get("tensors"))
+
+    @property
+    def sites(self) -> frozenset[str]:
+        """Names of the sites that the page can show."""
+        return frozenset(site["name"] for site in self.histograms.get("sites", ()))
 
 
-def to_html(document: Document, exhibits: Exhibits, graph: Graph | None = None) -> str:
-    """Write a document.
-
-    Args:
-        exhibits: Drawn parts; plotly.js is included when there are any.
-        graph: The model graph; None leaves its section out.
-    """
+def to_html(document: Document, exhibits: Exhibits | None = None) -> str:
+    """Write a document with its drawn parts."""
+    exhibits = exhibits or Exhibits()
     template = environment().get_template("report.html.j2")
-    return template.render(
-        document=document,
-        exhibits=exhibits,
-        graph=graph,
-        plotly=_packed_plotly() if exhibits.has_drawings else "",
-    )
+    plotly = _packed_plotly() if exhibits.has_drawings else ""
+    return template.render(document=document, exhibits=exhibits, graph=exhibits.graph, plotly=plotly)
 
 
 @cache
 def environment() -> jinja2.Environment:
     """Return the templates of the page, with autoescaping."""
-    found = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.PackageLoader("loka_onnx.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters["json"] = _json
-    return found
+    templates.filters["json"] = _json
+    return templates
 
 
 def _json(value: Any) -> Markup:
@@ -63,4 +68,6 @@ def _json(value: Any) -> Markup:
 @cache
 def _packed_plotly() -> str:
     """Return the source of plotly.js, compressed; a browser unpacks it for the first chart."""
-    return base64.b64encode(gzip.compress(plotly_script().encode(), 9, mtime=0)).decode()
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()

@@ -37,7 +37,6 @@ from loka_onnx.report import numbers
 from loka_onnx.report.choice_tables import times_text
 from loka_onnx.report.data import CERTIFICATION
 from loka_onnx.report.document import Document, Stat, Tone, Verdict, cell
-from loka_onnx.report.exhibits import Exhibits
 from loka_onnx.report.figures import Told, joined, percent_interval, shown, told
 from loka_onnx.report.markdown import to_markdown
 from loka_onnx.report.webpage import to_html
@@ -78,7 +77,7 @@ def render_comparison(found: RunComparison, directory: Path) -> tuple[Path, ...]
     texts = {
         JSON_NAME: serde.dumps(found),
         MARKDOWN_NAME: to_markdown(document),
-        HTML_NAME: to_html(document, Exhibits()),
+        HTML_NAME: to_html(document),
     }
     for name, text in texts.items():
         serde.write_text(text, directory / name)

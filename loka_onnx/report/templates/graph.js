@@ -1,200 +1,248 @@
-// The model graph: drawn when it comes into sight, moved by mouse, fingers and keys. It knows of the rest of
-// the page only the events `loka:site` (someone chose a site) and `loka:theme` (colours have changed).
-//
-// This file, graph_drawing.js and graph_moving.js are one function in three parts (graph.html.j2).
-const root = document.getElementById("model-graph");
-const stage = root.querySelector(".graph-stage");
-const canvas = stage.querySelector("canvas");
-const tip = root.querySelector(".graph-tip");
-const hint = root.querySelector(".graph-hint");
-const detail = root.querySelector(".graph-detail");
-const query = root.querySelector("input");
-const found = root.querySelector("output");
-const context = canvas.getContext("2d");
-
-const MOST_SCALE = 3;
-const READABLE = 1; // Scale at which what was searched for is shown.
-const BOXED_FROM = 12; // Height of a box on the screen, px, from which it is drawn as a box.
-const LABELLED_FROM = 6.5; // Size of letters on the screen, px.
-const FONT_SIZE = 11;
-const MARGIN = 24;
-const CELL = 256;
-const BUNDLED_FROM = 40; // Lines that meet in one node, from which each is drawn faintly.
-const NEAR = 7; // How far beside a mark a finger or a pointer may be, px.
-const MOST_NEIGHBOURS = 24; // That are named below the drawing, of either side.
-const COLORS = {
-  page: "var(--page, #fff)", card: "var(--card, #f6f7f9)", ink: "var(--ink, #16191d)",
-  soft: "var(--soft, #545c68)", accent: "var(--accent, #1d5fc4)", safe: "var(--graph-safe)",
-  unsafe: "var(--graph-unsafe)", undecided: "var(--graph-undecided)", "not judged": "var(--graph-unjudged)",
-  "several sites": "var(--graph-several)",
-};
-// What asks for attention is drawn last, on top.
-const ORDER = ["not judged", "safe", "several sites", "undecided", "unsafe"];
-// Borders, as the second carrier beside the mark; a verdict is never told by its colour alone.
-const DASHES = { safe: [], unsafe: [], undecided: [7, 3], "not judged": [2, 3], "several sites": [10, 3, 2, 3] };
-
-let nodes = [];
-let wires = [];
-let sites = [];
-let verdicts = [];
-let height = 0;
-let bounds = { left: 0, top: 0, right: 1, bottom: 1 };
-const grid = new Map();
-const nodeOfSite = new Map();
-const view = { scale: 1, x: 0, y: 0 };
-let size = { width: 0, height: 0, ratio: 1 };
-let colors = {};
-let family = "sans-serif";
-let selected = null;
-let isFitted = true;
-let isStarted = false;
-let isQueued = false;
-
-// Reading the data ---------------------------------------------------------------------------------------
-
-function start() {
-  if (isStarted) return;
-  isStarted = true;
-  const data = JSON.parse(document.getElementById("graph-data").textContent);
-  height = data.height;
-  verdicts = data.verdicts;
-  sites = data.sites.map(([name, verdict, precision, reason]) => ({
-    name, verdict: verdicts[verdict], precision, reason,
-  }));
-  nodes = data.nodes.map(([name, kind, op, module, x, y, width, mark, count, members], index) => ({
-    index, name, kind, op, module, x, y, width, count,
-    verdict: mark < 0 ? "" : verdicts[mark],
-    sites: members.map((number) => sites[number]),
-    into: [], wire: null, label: null,
-  }));
-  wires = data.wires.map(([source, trunk, branches]) => readWire(nodes[source], trunk, branches));
-  for (const node of nodes) {
-    for (const site of node.sites) nodeOfSite.set(site.name, node);
-    const key = cellOf(node.x, node.y);
-    if (!grid.has(key)) grid.set(key, []);
-    grid.get(key).push(node);
+"use strict";
+// Moves, searches and explains the model graph. It knows of the rest of the page only the event `loka:site`:
+// someone chose a site.
+(() => {
+  const MOST_SCALE = 3;
+  const MOST_FITTED = 1.25; // A small graph is shown no larger.
+  const FAR = 0.5; // Scale below which no label can be read.
+  const STEP = 60; // Of an arrow key, px.
+  const MOST_NEIGHBOURS = 24; // That are named below the drawing, of either side.
+  const root = document.getElementById("model-graph");
+  const stage = root.querySelector(".graph-stage");
+  const svg = stage.querySelector("svg");
+  const hint = root.querySelector(".graph-hint");
+  const detail = root.querySelector(".graph-detail");
+  const query = root.querySelector("input");
+  const found = root.querySelector("output");
+  const whole = svg.getAttribute("viewBox");
+  const lines = [...svg.querySelectorAll(".wires path")];
+  const nodes = JSON.parse(document.getElementById("graph-data").textContent);
+  for (const element of svg.querySelectorAll(".node")) {
+    const [x, y] = element.getAttribute("transform").match(/-?\d+/g).map(Number);
+    Object.assign(nodes[element.dataset.node], { element, x, y });
   }
-  bounds = {
-    left: Math.min(...nodes.map((n) => n.x - n.width / 2), ...wires.map((w) => w.left)),
-    right: Math.max(...nodes.map((n) => n.x + n.width / 2), ...wires.map((w) => w.right)),
-    top: Math.min(...nodes.map((n) => n.y - height / 2), ...wires.map((w) => w.top)),
-    bottom: Math.max(...nodes.map((n) => n.y + height / 2), ...wires.map((w) => w.bottom)),
-  };
-  readColors();
-  new ResizeObserver(resize).observe(stage);
-  resize();
-  draw();
-  root.dataset.ready = "true";
-}
+  let selected = null;
 
-function readWire(source, trunk, branches) {
-  const wire = { source, trunk, branches: [], left: source.x, right: source.x, top: source.y, bottom: source.y };
-  const reach = (x, y) => {
-    wire.left = Math.min(wire.left, x);
-    wire.right = Math.max(wire.right, x);
-    wire.top = Math.min(wire.top, y);
-    wire.bottom = Math.max(wire.bottom, y);
-  };
-  for (let i = 0; i < trunk.length; i += 2) reach(trunk[i], trunk[i + 1]);
-  for (let i = 0; i < branches.length; i += 2) {
-    const branch = { target: nodes[branches[i]], passed: branches[i + 1] };
-    reach(branch.target.x, branch.target.y);
-    wire.branches.push(branch);
-    branch.target.into.push({ wire, passed: branch.passed });
+  // View -------------------------------------------------------------------------------------------------
+
+  // The visible part of the drawing, in its own pixels, and how large they are on the screen.
+  function view() {
+    const [x, y, width, height] = svg.getAttribute("viewBox").split(" ").map(Number);
+    const scale = Math.min(stage.clientWidth / width, stage.clientHeight / height);
+    return { x: x + width / 2, y: y + height / 2, scale };
   }
-  source.wire = wire;
-  return wire;
-}
 
-function cellOf(x, y) {
-  return `${Math.floor(x / CELL)},${Math.floor(y / CELL)}`;
-}
-
-// A custom property may read `light-dark(…)`: only the colour of an element is resolved.
-function readColors() {
-  const probe = document.createElement("span");
-  probe.hidden = true;
-  root.append(probe);
-  for (const [name, value] of Object.entries(COLORS)) {
-    probe.style.color = value;
-    colors[name] = getComputedStyle(probe).color;
+  function look(x, y, scale) {
+    const [left, top, wide, high] = whole.split(" ").map(Number);
+    const [width, height] = [stage.clientWidth / scale, stage.clientHeight / scale];
+    // Some of the drawing stays in the middle.
+    const middleX = Math.min(Math.max(x, left), left + wide);
+    const middleY = Math.min(Math.max(y, top), top + high);
+    svg.setAttribute("viewBox", [middleX - width / 2, middleY - height / 2, width, height].join(" "));
+    label();
   }
-  probe.remove();
-  family = getComputedStyle(root).fontFamily;
-  drawLegend();
-}
 
-// View ---------------------------------------------------------------------------------------------------
-
-function leastScale() {
-  return Math.min(fittingScale() / 2, READABLE / 2);
-}
-
-function fittingScale() {
-  const wide = (size.width - 2 * MARGIN) / (bounds.right - bounds.left);
-  const high = (size.height - 2 * MARGIN) / (bounds.bottom - bounds.top);
-  return Math.max(Math.min(wide, high, 1.25), 1e-3);
-}
-
-function fit() {
-  isFitted = true;
-  view.scale = fittingScale();
-  view.x = (size.width - view.scale * (bounds.left + bounds.right)) / 2;
-  view.y = (size.height - view.scale * (bounds.top + bounds.bottom)) / 2;
-  redraw();
-}
-
-function zoom(factor, x = size.width / 2, y = size.height / 2) {
-  const scale = Math.min(Math.max(view.scale * factor, leastScale()), MOST_SCALE);
-  view.x = x - ((x - view.x) * scale) / view.scale;
-  view.y = y - ((y - view.y) * scale) / view.scale;
-  view.scale = scale;
-  isFitted = false;
-  redraw();
-}
-
-function pan(dx, dy) {
-  // Some of the drawing stays in sight.
-  const keep = 60;
-  const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
-  view.x = clamp(view.x + dx, keep - view.scale * bounds.right, size.width - keep - view.scale * bounds.left);
-  view.y = clamp(view.y + dy, keep - view.scale * bounds.bottom, size.height - keep - view.scale * bounds.top);
-  isFitted = false;
-  redraw();
-}
-
-function centerOn(node) {
-  view.scale = Math.max(view.scale, READABLE);
-  view.x = size.width / 2 - view.scale * node.x;
-  view.y = size.height / 2 - view.scale * node.y;
-  isFitted = false;
-  redraw();
-}
-
-function resize() {
-  const middle = { x: (size.width / 2 - view.x) / view.scale, y: (size.height / 2 - view.y) / view.scale };
-  measure(stage.clientWidth, stage.clientHeight);
-  if (isFitted) {
-    fit();
-  } else {
-    view.x = size.width / 2 - view.scale * middle.x;
-    view.y = size.height / 2 - view.scale * middle.y;
+  function label() {
+    svg.classList.toggle("far", view().scale < FAR);
   }
-  draw();
-}
 
-function measure(width, height) {
-  const ratio = Math.min(window.devicePixelRatio || 1, 2);
-  size = { width, height, ratio };
-  canvas.width = Math.max(Math.round(width * ratio), 1);
-  canvas.height = Math.max(Math.round(height * ratio), 1);
-}
+  function fit() {
+    svg.setAttribute("viewBox", whole);
+    const { x, y, scale } = view();
+    look(x, y, Math.min(scale, MOST_FITTED));
+  }
 
-function redraw() {
-  if (isQueued || !isStarted) return;
-  isQueued = true;
-  requestAnimationFrame(() => {
-    isQueued = false;
-    draw();
+  function zoom(factor, dx = 0, dy = 0) {
+    const { x, y, scale } = view();
+    const next = Math.min(Math.max(scale * factor, 0.02), MOST_SCALE);
+    look(x + dx / scale - dx / next, y + dy / scale - dy / next, next);
+  }
+
+  function pan(dx, dy) {
+    const { x, y, scale } = view();
+    look(x - dx / scale, y - dy / scale, scale);
+  }
+
+  // Choosing ---------------------------------------------------------------------------------------------
+
+  function others(node, here, there) {
+    const index = String(nodes.indexOf(node));
+    return lines.filter((line) => line.dataset[here] === index).map((line) => nodes[line.dataset[there]]);
+  }
+
+  const readsFrom = (node) => others(node, "to", "from");
+  const readBy = (node) => others(node, "from", "to");
+
+  function paragraph(...content) {
+    const element = document.createElement("p");
+    element.append(...content);
+    return element;
+  }
+
+  // Buttons, so that a reader without a mouse can go along the data.
+  function neighbours(words, list) {
+    const buttons = list.slice(0, MOST_NEIGHBOURS).map((node) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = node.name;
+      button.addEventListener("click", () => {
+        stage.focus({ preventScroll: true });
+        go(node);
+      });
+      return button;
+    });
+    const more = list.length > MOST_NEIGHBOURS ? `and ${list.length - MOST_NEIGHBOURS} more` : "";
+    return list.length ? [paragraph(`${words} `, ...buttons, more)] : [];
+  }
+
+  function select(node) {
+    selected?.element.classList.remove("chosen");
+    selected = node;
+    root.dataset.selected = node ? node.name : "";
+    const index = String(nodes.indexOf(node));
+    for (const line of lines) line.classList.toggle("near", [line.dataset.from, line.dataset.to].includes(index));
+    detail.replaceChildren();
+    if (!node) return;
+    node.element.classList.add("chosen");
+    const head = document.createElement("strong");
+    head.textContent = node.name;
+    detail.append(head, ...node.lines.map((line) => paragraph(line)));
+    detail.append(...neighbours("reads from", readsFrom(node)), ...neighbours("read by", readBy(node)));
+  }
+
+  function choose(node) {
+    select(node);
+    if (node?.sites.length !== 1) return;
+    document.dispatchEvent(new CustomEvent("loka:site", { detail: { site: node.sites[0], from: root } }));
+  }
+
+  function show(node) {
+    look(node.x, node.y, Math.max(view().scale, 1));
+  }
+
+  function go(node) {
+    choose(node);
+    show(node);
+  }
+
+  function nearestMiddle() {
+    const { x, y } = view();
+    const far = (node) => Math.hypot(node.x - x, node.y - y);
+    return nodes.reduce((best, node) => (far(node) < far(best) ? node : best));
+  }
+
+  function step(along) {
+    const [next] = selected ? along(selected) : [nearestMiddle()];
+    if (next) go(next);
+  }
+
+  document.addEventListener("loka:site", ({ detail: { site, from } }) => {
+    const node = from === root ? null : nodes.find(({ sites }) => sites.includes(site));
+    if (!node) return;
+    select(node);
+    show(node);
   });
-}
+
+  function search(isNext) {
+    const text = query.value.trim().toLowerCase();
+    // A verdict from its first letter on: "safe" is no part of "unsafe" here.
+    const matches = nodes.filter((node) => node.text.includes(text) || node.words.some((word) => word.startsWith(text)));
+    found.textContent = text && !matches.length ? "none" : "";
+    if (!text || !matches.length) return;
+    const place = matches.indexOf(selected);
+    const next = isNext ? (place + 1) % matches.length : Math.max(place, 0);
+    found.textContent = `${next + 1} of ${matches.length}`;
+    go(matches[next]);
+  }
+
+  query.addEventListener("input", () => search(false));
+  query.addEventListener("keydown", ({ key }) => {
+    if (key === "Enter") search(true);
+  });
+
+  // Moving -----------------------------------------------------------------------------------------------
+
+  let drag = null;
+  stage.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0) return;
+    drag = { id: event.pointerId, x: event.clientX, y: event.clientY, node: event.target.closest(".node"), far: 0 };
+    stage.setPointerCapture(event.pointerId);
+    hint.hidden = true;
+  });
+  stage.addEventListener("pointermove", (event) => {
+    if (drag?.id !== event.pointerId) return;
+    const [dx, dy] = [event.clientX - drag.x, event.clientY - drag.y];
+    drag.far += Math.abs(dx) + Math.abs(dy);
+    Object.assign(drag, { x: event.clientX, y: event.clientY });
+    stage.classList.add("dragged");
+    pan(dx, dy);
+  });
+  function release(event) {
+    if (drag?.id !== event.pointerId) return;
+    const { node, far } = drag;
+    drag = null;
+    stage.classList.remove("dragged");
+    if (event.type !== "pointerup" || far >= 5) return;
+    stage.focus({ preventScroll: true });
+    choose(node ? nodes[node.dataset.node] : null);
+  }
+  stage.addEventListener("pointerup", release);
+  stage.addEventListener("pointercancel", release);
+
+  function say(words) {
+    hint.textContent = words;
+    hint.hidden = false;
+  }
+
+  stage.addEventListener("focus", () => {
+    if (!stage.matches(":focus-visible")) return;
+    say("Arrows move, + and − zoom, 0 shows all, Enter chooses what is in the middle, N and P go along the data");
+  });
+  for (const event of ["blur", "pointerleave"]) {
+    stage.addEventListener(event, () => {
+      hint.hidden = true;
+    });
+  }
+  // A wheel over the drawing scrolls the page, unless the reader has turned to the drawing.
+  stage.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey && !event.metaKey && document.activeElement !== stage) {
+      say("Click the drawing to zoom with the wheel, or hold Ctrl");
+      return;
+    }
+    event.preventDefault();
+    hint.hidden = true;
+    const box = stage.getBoundingClientRect();
+    const pixels = event.deltaY * (event.deltaMode === 1 ? 16 : 1);
+    const factor = Math.exp(-Math.max(Math.min(pixels, 240), -240) / (event.ctrlKey ? 150 : 500));
+    zoom(factor, event.clientX - box.x - box.width / 2, event.clientY - box.y - box.height / 2);
+  }, { passive: false });
+
+  const ACTIONS = { in: () => zoom(1.4), out: () => zoom(1 / 1.4), fit, next: () => search(true) };
+  const KEYS = {
+    "+": ACTIONS.in, "=": ACTIONS.in, "-": ACTIONS.out, 0: fit, Escape: () => stage.blur(),
+    ArrowLeft: () => pan(STEP, 0), ArrowRight: () => pan(-STEP, 0),
+    ArrowUp: () => pan(0, STEP), ArrowDown: () => pan(0, -STEP),
+    Enter: () => choose(nearestMiddle()), n: () => step(readBy), p: () => step(readsFrom),
+  };
+  stage.addEventListener("keydown", (event) => {
+    const action = KEYS[event.key] ?? KEYS[event.key.toLowerCase()];
+    if (!action || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    action();
+  });
+  for (const button of root.querySelectorAll("[data-act]")) {
+    button.addEventListener("click", ACTIONS[button.dataset.act]);
+  }
+  root.querySelector(".graph-tools").hidden = false;
+  new ResizeObserver(label).observe(stage);
+  fit();
+  root.dataset.ready = "true";
+
+  // Paper shows the whole graph.
+  let onScreen = whole;
+  addEventListener("beforeprint", () => {
+    onScreen = svg.getAttribute("viewBox");
+    fit();
+  });
+  addEventListener("afterprint", () => svg.setAttribute("viewBox", onScreen));
+})();

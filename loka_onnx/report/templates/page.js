@@ -1,5 +1,5 @@
 "use strict";
-// Where the reader is, in the list of sections; and everything unfolded for paper.
+// Where the reader is, in the list of sections.
 (() => {
   const links = new Map();
   for (const link of document.querySelectorAll(".bar a[href^='#']")) {
@@ -28,13 +28,4 @@
     const section = document.getElementById(id);
     if (section) seen.observe(section);
   }
-
-  let folded = [];
-  window.addEventListener("beforeprint", () => {
-    folded = [...document.querySelectorAll("details:not([open])")];
-    for (const details of folded) details.open = true;
-  });
-  window.addEventListener("afterprint", () => {
-    for (const details of folded) details.open = false;
-  });
 })();

@@ -50,7 +50,6 @@
   // Only inside of its table: the page itself stays where the reader is.
   function bringIntoView(row) {
     if (row.hidden) return;
-    row.dispatchEvent(new CustomEvent("loka:row", { bubbles: true }));
     const region = row.closest(".wide");
     if (region.scrollHeight <= region.clientHeight) return;
     const head = region.querySelector("thead").offsetHeight;

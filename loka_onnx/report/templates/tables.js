@@ -1,15 +1,7 @@
 "use strict";
-// Sorts and filters tables. A row and the notes below it are one entry and move together. Of a long table only
-// the first entries are laid out (`tr.later`); more come when a reader nears the last of them, or asks for all.
+// Sorts and filters tables. A row and the notes below it are one entry and move together.
 (() => {
-  const UNITS = {
-    ns: 1e-3, "µs": 1, ms: 1e3, s: 1e6, min: 6e7,
-    B: 1, KiB: 1024, MiB: 1024 ** 2, GiB: 1024 ** 3,
-  };
-  const NUMBER = /[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?/;
   const DIRECTIONS = ["none", "ascending", "descending"];
-  const MORE = 200;
-  const NEAR_PX = 800;
   const RING_PX = 4;
   const order = new Intl.Collator("en", { numeric: true }).compare;
 
@@ -17,7 +9,7 @@
     const entries = [];
     for (const row of body.rows) {
       if (row.classList.contains("note")) entries.at(-1).rows.push(row);
-      else entries.push({ rows: [row], cells: [...row.cells], text: null, isShown: true });
+      else entries.push({ rows: [row], cells: [...row.cells], text: null });
     }
     return entries;
   }
@@ -25,94 +17,14 @@
   function valueOf(cell, isNumeric) {
     const text = cell.textContent.trim();
     if (!isNumeric) return text === "–" ? null : text;
-    if (cell.dataset.value !== undefined) {
-      // Python writes "inf", JavaScript reads "Infinity".
-      const value = Number(cell.dataset.value.replace(/^([-+]?)inf$/, "$1Infinity"));
-      return Number.isNaN(value) ? null : value;
-    }
-    const found = NUMBER.exec(text);
-    if (!found) return null;
-    const unit = text.slice(found.index + found[0].length).trim().split(/[\s,;]/)[0];
-    return Number(found[0].replaceAll(",", "")) * (UNITS[unit] ?? 1);
+    // Every number has its value beside it. Python writes "inf", JavaScript reads "Infinity".
+    const value = Number((cell.dataset.value ?? "nan").replace(/^([-+]?)inf$/, "$1Infinity"));
+    return Number.isNaN(value) ? null : value;
   }
 
-  // Entries that the filter leaves, in the order of the table, up to a number of them.
-  function show(table, most) {
-    table.lokaMost = most;
-    let shown = 0;
-    for (const entry of table.lokaOrder) {
-      shown += entry.isShown;
-      for (const row of entry.rows) {
-        row.hidden = !entry.isShown;
-        row.classList.toggle("later", shown > most);
-      }
-    }
-    tell(table, shown);
-  }
-
-  // How many entries there are, beside those that are laid out: in words, and to a screen reader.
-  function tell(table, shown) {
-    const { lokaMost: most, lokaCount: count, lokaMore: more } = table;
-    const isAll = shown <= most;
-    const total = table.lokaEntries.length;
-    if (count) {
-      count.textContent = isAll ? `${shown} of ${total} shown` : `${shown} of ${total} match, first ${most} shown`;
-    }
-    if (!more) return;
-    more.parentElement.hidden = isAll;
-    more.textContent = `Show all ${shown} rows`;
-    if (isAll) {
-      table.removeAttribute("aria-rowcount");
-    } else {
-      const found = table.lokaEntries.filter((entry) => entry.isShown);
-      const rows = found.reduce((sum, entry) => sum + entry.rows.length, table.tHead.rows.length);
-      table.setAttribute("aria-rowcount", String(rows));
-    }
-  }
-
-  function makeLong(table) {
-    const region = table.closest(".wide");
-    table.lokaFirst = table.lokaEntries.filter((entry) => !entry.rows[0].classList.contains("later")).length;
-    table.lokaMost = table.lokaFirst;
-    if (table.lokaFirst === table.lokaEntries.length) return;
-    const more = document.createElement("button");
-    more.type = "button";
-    more.addEventListener("click", () => showAll(table));
-    const place = document.createElement("p");
-    place.className = "more";
-    place.append(more);
-    region.before(place);
-    table.lokaMore = more;
-    tell(table, table.lokaEntries.length);
-    region.addEventListener("scroll", () => {
-      const isNear = region.scrollTop + region.clientHeight > region.scrollHeight - NEAR_PX;
-      if (isNear && table.lokaMost < table.lokaEntries.length) show(table, table.lokaMost + MORE);
-    });
-  }
-
-  // The button goes away: the reader goes on at the first row that it brought.
-  function showAll(table) {
-    const next = table.lokaOrder.find((entry) => entry.isShown && entry.rows[0].classList.contains("later"));
-    show(table, table.lokaEntries.length);
-    (next?.rows[0].querySelector("button") ?? table.closest(".wide")).focus();
-  }
-
-  // For whoever leads to a row.
-  document.addEventListener("loka:row", (event) => {
-    const table = event.target.closest("table.data");
-    if (event.target.classList.contains("later")) show(table, table.lokaEntries.length);
-  });
-
-  // The browser's own search finds only what is laid out.
-  document.addEventListener("keydown", (event) => {
-    if (!(event.ctrlKey || event.metaKey) || event.key.toLowerCase() !== "f") return;
-    for (const table of document.querySelectorAll("main table.data")) show(table, table.lokaEntries.length);
-  });
-
-  function sort(table, column, direction) {
+  function sort(table, entries, column, direction) {
     const body = table.tBodies[0];
     const isNumeric = table.tHead.rows[0].cells[column].classList.contains("numeric");
-    const entries = table.lokaEntries;
     let sorted = entries;
     if (direction !== "none") {
       const sign = direction === "ascending" ? 1 : -1;
@@ -125,8 +37,6 @@
       });
       sorted = keyed.map(({ entry }) => entry);
     }
-    table.lokaOrder = sorted;
-    show(table, table.lokaFirst);
     // Emptied at once: to take 2,000 rows out one by one costs a browser half a second.
     body.replaceChildren();
     const rows = document.createDocumentFragment();
@@ -134,7 +44,7 @@
     body.append(rows);
   }
 
-  function makeSortable(table) {
+  function makeSortable(table, entries) {
     const heads = [...table.tHead.rows[0].cells];
     heads.forEach((head, column) => {
       const button = document.createElement("button");
@@ -148,7 +58,7 @@
         const next = DIRECTIONS[(now + 1) % DIRECTIONS.length];
         for (const other of heads) other.setAttribute("aria-sort", "none");
         head.setAttribute("aria-sort", next);
-        sort(table, column, next);
+        sort(table, entries, column, next);
       });
     });
   }
@@ -161,11 +71,9 @@
     return label;
   }
 
-  function makeFilterable(table, tools) {
+  function makeFilterable(table, entries, tools) {
     const heads = [...table.tHead.rows[0].cells];
-    const entries = table.lokaEntries;
     const count = tools.querySelector("output");
-    table.lokaCount = count;
     const input = document.createElement("input");
     input.type = "search";
     input.placeholder = "name, kind, reason";
@@ -184,16 +92,19 @@
 
     function apply() {
       const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
+      let shown = 0;
       for (const entry of entries) {
         entry.text ??= entry.rows.map((row) => row.textContent).join(" ").toLowerCase();
-        entry.isShown =
+        const isShown =
           words.every((word) => entry.text.includes(word)) &&
           selects.every(
             ({ select, column }) =>
               !select.value || entry.cells[column].textContent.trim() === select.value,
           );
+        shown += isShown;
+        for (const row of entry.rows) row.hidden = !isShown;
       }
-      show(table, table.lokaFirst);
+      count.textContent = `${shown} of ${entries.length} shown`;
     }
 
     input.addEventListener("input", apply);
@@ -229,11 +140,9 @@
   });
 
   for (const table of document.querySelectorAll("main table.data")) {
-    table.lokaEntries = entriesOf(table.tBodies[0]);
-    table.lokaOrder = table.lokaEntries;
-    makeLong(table);
-    if (table.lokaEntries.length > 1) makeSortable(table);
+    const entries = entriesOf(table.tBodies[0]);
+    if (entries.length > 1) makeSortable(table, entries);
     const tools = table.closest(".table").querySelector(".tools");
-    if (tools) makeFilterable(table, tools);
+    if (tools) makeFilterable(table, entries, tools);
   }
 })();

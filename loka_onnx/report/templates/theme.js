@@ -25,7 +25,7 @@
     else document.documentElement.dataset.theme = name;
   }
 
-  // What only a script can undo, such as rows that come while a reader scrolls, may depend on it.
+  // What only a script can draw or undo may depend on it.
   document.documentElement.classList.add("scripted");
 
   let current = NAMES.includes(remembered()) ? remembered() : "system";
@@ -43,7 +43,6 @@
       show(current);
       remember(current);
       label();
-      document.dispatchEvent(new CustomEvent("loka:theme", { detail: { theme: current } }));
     });
   });
 })();

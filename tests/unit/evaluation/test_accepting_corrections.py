@@ -107,8 +107,7 @@ def test_rows_that_contradict_calibration_refuse_the_constant() -> None:
     found = try_one(LOGIT, 0.1, 0.1)
     assert found.accepted is NONE
     assert found.after is found.before
-    assert found.reason.startswith("nothing helps on the selection rows (output constant: ΔNE at most ")
-    assert "which is no less than" in found.reason
+    assert found.reason == "nothing helps on the selection rows"
 
 
 def test_without_a_score_there_is_nothing_to_try() -> None:
@@ -174,7 +173,6 @@ def test_kl_must_not_rise() -> None:
     assert found.accepted is BIAS
     (alone,) = decide({"y": tried[:2]}, {"y": OutputKind.LOGIT})
     assert alone.accepted is NONE
-    assert "output constant: KL 101 %, which is more than 100 %" in alone.reason
 
 
 def test_biases_are_kept_for_all_outputs_or_for_none() -> None:
@@ -183,11 +181,3 @@ def test_biases_are_kept_for_all_outputs_or_for_none() -> None:
     assert decided(a=helped, b=trials(4.0, 2.0, 3.0, 3.5)) == {"a": CONSTANT, "b": CONSTANT}
     # Output b has no admitted variant with biases: it would be harmed by them.
     assert decided(a=helped, b=trials(4.0, 5.0, 6.0, 7.0)) == {"a": CONSTANT, "b": NONE}
-    reasons = [
-        o.reason
-        for o in decide({"a": helped, "b": trials(4.0, 5.0, 6.0, 7.0)}, dict.fromkeys("ab", OutputKind.LOGIT))
-    ]
-    ending = "biases and output constant would do better here, and harm another output or help it less"
-    assert reasons[0].endswith(ending)
-    (alone,) = decide({"y": trials(4.0, 1.0, 3.0, 2.0)}, {"y": OutputKind.LOGIT})
-    assert alone.reason.endswith("; biases and output constant would not do better (at most 200 %)")

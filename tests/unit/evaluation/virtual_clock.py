@@ -10,8 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from loka_onnx.evaluation.throughput import WallClock
 
-class VirtualClock:
+
+class VirtualClock(WallClock):
     """A clock that jumps to the next moment at which a thread wakes, once all threads sleep.
 
     Args:

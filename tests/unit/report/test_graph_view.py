@@ -12,12 +12,17 @@ from loka_onnx.report import HTML_NAME, ReportData, render
 from loka_onnx.report.graph_view import graph_view
 
 NASTY = "</script><script>alert(1)</script>&lt;<!--"
-VERDICTS = ["safe", "unsafe", "undecided", "not judged", "several sites"]
 
 
-def payload(html: str) -> dict:
+def payload(html: str) -> list[dict]:
     (text,) = re.findall(r'<script type="application/json" id="graph-data">(.*?)</script>', html, re.S)
     return json.loads(text)
+
+
+def marks(html: str) -> list[str]:
+    """The verdict that each node is drawn with; empty without a site."""
+    groups = re.findall(r'<g class="node \S+ (\S+)"', html)
+    return ["" if mark == "bare" else mark.replace("-", " ") for mark in groups]
 
 
 @pytest.fixture(scope="module")
@@ -30,28 +35,24 @@ def test_a_report_without_a_graph_draws_none(sample):
 
 
 def test_nodes_carry_the_verdict_precision_and_reason_of_the_plan(data):
-    drawn = payload(graph_view(data).html)
-    assert drawn["verdicts"] == VERDICTS
-    plan = data.plans.plan("fp8-safe")
-    assert [site[0] for site in drawn["sites"]] == [d.site for d in plan.decisions]
-    for (_, verdict, precision, reason), decision in zip(drawn["sites"], plan.decisions, strict=True):
-        assert (VERDICTS[verdict], precision, reason) == (
-            decision.verdict,
-            decision.precision,
-            decision.reason,
-        )
-    marks = {node[0]: node[7] for node in drawn["nodes"]}
-    for decision in plan.decisions:
-        assert VERDICTS[marks[decision.site]] == decision.verdict
+    html = graph_view(data)
+    nodes = {node["name"]: (node, mark) for node, mark in zip(payload(html), marks(html), strict=True)}
+    for decision in data.plans.plan("fp8-safe").decisions:
+        node, mark = nodes[decision.site]
+        assert (node["sites"], mark) == ([decision.site], decision.verdict)
+        assert f"{decision.verdict} · {decision.precision}" in node["lines"]
+        assert decision.reason in node["lines"]
     # 3 products, 2 Relus, an input and an output; only products are sites.
-    assert len(drawn["nodes"]) == 7
-    assert sorted(marks.values()).count(-1) == 4
+    assert len(nodes) == 7
+    assert marks(html).count("") == 4
 
 
 def test_a_site_that_the_plan_does_not_name_is_not_judged(data):
     plans = PlanSet(tuple(replace(plan, decisions=plan.decisions[1:]) for plan in data.plans.plans))
-    drawn = payload(graph_view(replace(data, plans=plans)).html)
-    assert VERDICTS[drawn["sites"][0][1]] == "not judged"
+    html = graph_view(replace(data, plans=plans))
+    first = data.plans.plan("fp8-safe").decisions[0].site
+    (place,) = (i for i, node in enumerate(payload(html)) if node["name"] == first)
+    assert marks(html)[place] == "not judged"
 
 
 @pytest.mark.parametrize(
@@ -64,8 +65,8 @@ def test_a_folded_part_has_the_verdict_that_its_sites_agree_on(data, verdicts, m
     graph = ModelGraph((folded,), (), 8, 9)
     decisions = tuple(replace(d, verdict=Verdict(v)) for d, v in zip((first, second), verdicts, strict=True))
     plans = PlanSet(tuple(replace(plan, decisions=decisions) for plan in data.plans.plans))
-    html = graph_view(replace(data, graph=graph, plans=plans)).html
-    assert VERDICTS[payload(html)["nodes"][0][7]] == mark
+    html = graph_view(replace(data, graph=graph, plans=plans))
+    assert marks(html) == [mark]
     assert "9 nodes are drawn as 1, by module" in html
 
 
@@ -80,11 +81,11 @@ def test_a_name_cannot_leave_its_place(data):
         tuple(replace(p, id=NASTY, decisions=(_with_reason(decision),)) for p in data.plans.plans)
     )
     graph = ModelGraph(nodes, (GraphEdge(0, 1, NASTY),), 1)
-    html = graph_view(replace(data, graph=graph, plans=plans)).html
+    html = graph_view(replace(data, graph=graph, plans=plans))
     assert "alert(1)</script>" not in html
     assert "<!--" not in html
     drawn = payload(html)
-    assert drawn["nodes"][0][0] == drawn["nodes"][1][2] == drawn["sites"][0][3] == NASTY
+    assert drawn[0]["name"] == drawn[1]["lines"][-1] == NASTY
 
 
 def _with_reason(decision: Decision) -> Decision:
@@ -96,7 +97,7 @@ def test_the_report_holds_the_graph_and_reads_it_back(data, tmp_path):
     assert serde.read(ReportData, json_path).graph == data.graph
     assert html_path.name == HTML_NAME
     html = html_path.read_text(encoding="utf-8")
-    assert len(payload(html)["nodes"]) == len(data.graph.nodes)
+    assert len(payload(html)) == len(data.graph.nodes)
     # The first rendering is not remembered by anything: equal facts give equal bytes.
     render(data, tmp_path / "again")
     assert (tmp_path / "again" / HTML_NAME).read_text(encoding="utf-8") == html

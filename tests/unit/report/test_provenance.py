@@ -20,7 +20,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.evaluation import EvaluationSet
 from loka_onnx.errors import InternalError
 from loka_onnx.report import HTML_NAME, JSON_NAME, MARKDOWN_NAME, ReportData, numbers
-from loka_onnx.report.document import Cell, Column, Document, Section, Table, source_of
+from loka_onnx.report.document import Cell, Column, Document, Section, Table
 from loka_onnx.report.figures import FORMULAS, Place, Told, at, derive, formed, shown, told
 from loka_onnx.report.provenance import Pointers, located
 from loka_onnx.report.sections import build_document
@@ -128,7 +128,7 @@ def test_numbers_of_sentences_have_sources_too(document: Document, facts: Any) -
     checked = 0
     for text in sentences(document):
         if isinstance(text, Told) and text.figures:
-            checked += check_numbers(facts, without(text, words), source_of(text), None)
+            checked += check_numbers(facts, without(text, words), Cell(text).source, None)
             continue
         # How sure an interval is, is said without a source: it must be a confidence of the facts.
         rest = re.sub(r"(\d+(?:\.\d+)?) %", known_confidence(facts), without(text, words))
@@ -308,9 +308,9 @@ def test_pointers_are_escaped_as_the_specification_says(run: ReportData) -> None
     figure = derive("sum", at(left_out, nasty), at(left_out, nasty))
     text = located((told("{} of {}", formed(numbers.count, figure), "x"),), Pointers(data))[0]
     document = json.loads(serde.dumps(data))
-    assert " " not in source_of(text)
-    assert check_numbers(document, text, source_of(text), 14) == 1
-    (first, _) = re.findall(r"#[^,)]*", source_of(text))
+    assert " " not in Cell(text).source
+    assert check_numbers(document, text, Cell(text).source, 14) == 1
+    (first, _) = re.findall(r"#[^,)]*", Cell(text).source)
     assert first.endswith("/a~1b~0c%20d%2C%28e%29%3D%2525%C3%A9%23")
     assert resolve(document, first) == 7
 

@@ -16,7 +16,6 @@ from loka_onnx.cli.outcome_tables import fitted
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import Because, BudgetStatus, Choice, EvaluationSet
 from loka_onnx.report import HTML_NAME, JSON_NAME, MARKDOWN_NAME, ReportData, numbers, render, summary_table
-from loka_onnx.report.sections import build_document
 from loka_onnx.report.verdict import budget_sentence
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -108,15 +107,6 @@ def test_both_texts_say_the_same(texts):
         assert sentence in flat
 
 
-def test_the_digest_of_a_split_is_not_passed_off_as_that_of_a_file(sample, texts):
-    """A user who holds it against `sha256sum` of the data would find another one."""
-    (section,) = (s for s in build_document(sample.report).sections if s.anchor == "data")
-    assert "Digest of what is read" in [column.title for column in section.tables[0].columns]
-    said = "it is not the digest of the file itself"
-    assert said in " ".join(texts[MARKDOWN_NAME].split())
-    assert "SHA-256" not in " ".join((*section.paragraphs, *section.items))
-
-
 def test_the_verdict_comes_first(sample, texts):
     emitted = sample.report.choice.targets[0].engine
     markdown = texts[MARKDOWN_NAME]
@@ -192,35 +182,21 @@ def test_names_cannot_become_markup(tmp_path):
             widths.clear()
 
 
-def test_an_estimate_on_the_budget_says_so(sample, tmp_path):
-    evaluations = [
-        dataclasses.replace(e, outputs=tuple(dataclasses.replace(o, rows_to_decide=None) for o in e.outputs))
-        for e in sample.report.evaluations.evaluations
-    ]
-    data = dataclasses.replace(sample.report, evaluations=EvaluationSet(tuple(evaluations)))
-    text = " ".join(rendered(data, tmp_path)[MARKDOWN_NAME].split())
-    assert "the estimate lies on it, and a hundred times as many rows would not tell on which side" in text
-
-
-def test_too_few_rows_for_an_interval_say_so(sample):
+@pytest.mark.parametrize(
+    ("upper", "because", "words"),
+    [
+        (0.1, (), "a hundred times as many rows would not tell on which side"),
+        (math.inf, (), "these are too few for an interval"),
+        (0.1, (Because.MAX_KL,), "what is accepted beside it"),
+    ],
+)
+def test_a_budget_that_no_number_of_rows_decides_says_why(sample, upper, because, words):
     (output,) = next(e for e in sample.report.evaluations.evaluations if e.outputs[0].difference).outputs
-    endless = dataclasses.replace(output.difference.delta_ne, lower=-math.inf, upper=math.inf)
-    difference = dataclasses.replace(output.difference, delta_ne=endless)
-    status = BudgetStatus.UNDECIDED
-    few = dataclasses.replace(output, difference=difference, budget_status=status, rows_to_decide=None)
-    assert budget_sentence(few).endswith(
-        "; how many rows would decide it is not known: these are too few for an interval"
-    )
-
-
-def test_what_beside_the_budget_left_it_undecided_takes_the_place_of_rows(sample):
-    (output,) = next(e for e in sample.report.evaluations.evaluations if e.outputs[0].difference).outputs
-    status = BudgetStatus.UNDECIDED
-    plain = dataclasses.replace(output, budget_status=status, rows_to_decide=None, remarks=())
-    guarded = dataclasses.replace(plain, because=(Because.MAX_KL,))
-    assert "beside it" in budget_sentence(guarded)
-    assert "beside it" not in budget_sentence(plain)
-    assert "rows" in budget_sentence(plain) and "rows" not in budget_sentence(guarded)
+    change = dataclasses.replace(output.difference.delta_ne, upper=upper)
+    difference = dataclasses.replace(output.difference, delta_ne=change)
+    changes = {"difference": difference, "because": because, "rows_to_decide": None, "remarks": ()}
+    undecided = dataclasses.replace(output, budget_status=BudgetStatus.UNDECIDED, **changes)
+    assert budget_sentence(undecided).endswith(words)
 
 
 def test_real_data_is_not_stamped(sample, tmp_path):

@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 import pytest
 from sample_run import moments
-from test_report import Page, rendered
 
 from loka_onnx.core.plan import Wide
 from loka_onnx.core.profile import Profile, Sampling
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.sensitivity import ENTROPY, Draws, Sensitivity, SiteGroup
-from loka_onnx.report import HTML_NAME, MARKDOWN_NAME, ReportData, numbers
+from loka_onnx.report import ReportData, numbers
 from loka_onnx.report.document import Section, Table
 from loka_onnx.report.histograms import activations
 from loka_onnx.report.site_tables import calibration_facts, open_sites, sites_section
@@ -157,16 +156,6 @@ def test_sites_that_stayed_undecided_are_named(sample) -> None:
 def test_the_rows_that_were_looked_at(sample, changes: dict[str, object], facts: list[str]) -> None:
     profile: Profile = dataclasses.replace(sample.report.profile, **changes)
     assert calibration_facts(profile) == facts
-
-
-def test_both_texts_have_it(sample, tmp_path) -> None:
-    sampling = Sampling(2000, 3, 16384, ("over_arch.fc1",), may_stop_early=True)
-    texts = rendered(with_profile(sample.report, sampling=sampling), tmp_path)
-    page = " ".join(" ".join(Page(texts[HTML_NAME]).text).split())
-    flat = " ".join(texts[MARKDOWN_NAME].replace("\\", "").split())
-    for text in (page, flat):
-        assert "Undecided when the rows ended, after 2,000: over_arch.fc1." in text
-        assert "sensitivities: 2,000 rows" in text
 
 
 def test_what_stays_in_fp32_beside_sites_is_listed_by_reason(sample) -> None:

@@ -136,10 +136,6 @@ def test_a_slice_beyond_the_budget_takes_the_good_colour_from_an_fp8_engine(samp
     assert verdicts(harmed)[0].tone is Tone.WARN
 
 
-def test_no_slices_no_section(sample, tmp_path):
-    assert "Slices" not in rendered(sample.report, tmp_path)[MARKDOWN_NAME]
-
-
 @pytest.fixture(scope="module")
 def unlabelled(sample) -> ReportData:
     def change(_, o: OutputEvaluation) -> OutputEvaluation:
@@ -198,17 +194,6 @@ def test_the_terminal_names_it_too(unlabelled, sample):
 
 def renamed(outputs: tuple[OutputEvaluation, ...]) -> tuple[OutputEvaluation, ...]:
     return tuple(dataclasses.replace(output, output="cvr") for output in outputs)
-
-
-def test_the_parts_of_a_change_are_told_apart(sample, tmp_path):
-    markdown = flat(rendered(sample.report, tmp_path)[MARKDOWN_NAME])
-    assert "What the change is made of on selection, relative to the FP32 loss" in markdown
-    for evaluation in sample.report.evaluations.evaluations:
-        for output in evaluation.outputs:
-            if output.difference is not None:
-                assert numbers.percent_interval(output.difference.kl) in markdown
-                assert numbers.percent_interval(output.difference.labelled) in markdown
-                assert numbers.metric_interval(output.difference.delta_prediction_ratio) in markdown
 
 
 def test_headings_say_how_sure_the_intervals_are(sample, tmp_path):

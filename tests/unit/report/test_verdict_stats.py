@@ -11,8 +11,7 @@ from sample_run import BUDGET, SampleRun
 from loka_onnx.core.evaluation import Choice, EvaluationSet, Route, SliceDifference, Why
 from loka_onnx.core.intervals import Interval
 from loka_onnx.report import ReportData
-from loka_onnx.report.budget_bar import BudgetBar, can_be_drawn
-from loka_onnx.report.document import Tone, Verdict
+from loka_onnx.report.document import BudgetBar, Tone, Verdict
 from loka_onnx.report.markdown import to_markdown
 from loka_onnx.report.sections import build_document
 
@@ -116,14 +115,9 @@ def test_a_bar_keeps_the_order_of_what_is_on_it(made: BudgetBar) -> None:
         "value": made.interval.value,
         "upper": made.interval.upper,
     }
-    places = {name: getattr(made, name) for name in values}
+    places = made.places
     assert sorted(values, key=values.get) == sorted(places, key=places.get)
     assert all(0 < place < 100 for place in places.values())
-
-
-def test_an_interval_without_an_end_is_not_drawn() -> None:
-    assert can_be_drawn(Interval(0.0, -1.0, 1.0, 0.95, 10))
-    assert not can_be_drawn(Interval(0.0, -1.0, float("inf"), 0.95, 10))
 
 
 def test_the_reason_is_named_where_it_was_not_merely_unmeasured(sample: SampleRun) -> None:
