@@ -11,8 +11,7 @@ rest of the Concat keeps the name of the site.
 Other parts stay together: apart they save the copy of the Concat and cost one more product. On one H100
 (`benchmarks/micro/site_shapes.py`) the sum is faster only for parts of 2048 columns at
 batch 2048 (.68 to .89 of the time); it takes 1.1 to 2.5 times as long at batch 256, and up to 3.2 times for
-narrow parts. An engine that writes each part in place saves the copy anyway. `apart_from` splits them all the
-same, where every part is at least so wide.
+narrow parts. An engine that writes each part in place saves the copy anyway.
 """
 
 from __future__ import annotations
@@ -30,16 +29,13 @@ from loka_onnx.transforms.linears.pattern import Linear, NotLinear, is_candidate
 
 @dataclass(frozen=True)
 class ConcatPart:
-    """Inputs of the Concat that one product reads.
+    """Inputs of the Concat that one product reads, and the rows of the weight that they meet.
 
-    Attributes:
-        tensors: In order; for a shared part the one row before it was copied.
-        is_shared: Whether every row has the same values.
+    A part that is the same for every row is the one tensor before it was copied.
     """
 
     tensors: tuple[Tensor, ...]
     rows: tuple[int, ...]
-    is_shared: bool
 
 
 @dataclass(frozen=True)
@@ -52,16 +48,9 @@ class Concatenated:
 
 
 class SplitConcat(Mod[Concatenated]):
-    """Linear of a Concat → sum of linears, where a part is the same for every row.
-
-    Args:
-        apart_from: Least width of every part at which parts that differ by row are split too; None for never.
-    """
+    """Linear of a Concat → sum of linears, where a part is the same for every row."""
 
     name = "split-concat"
-
-    def __init__(self, apart_from: int | None = None) -> None:
-        self._apart = apart_from
 
     def match(self, model: GraphModel) -> Found[Concatenated]:
         """Match layers that read a Concat along their K."""
@@ -79,7 +68,7 @@ class SplitConcat(Mod[Concatenated]):
                 continue
             if int(concat.attrs["axis"]) not in (-1, len(layer.source.shape) - 1):
                 continue
-            parts = self._parts(concat)
+            parts = _parts(concat)
             if isinstance(parts, str):
                 declined.append(Declined(node.name, parts))
             else:
@@ -92,11 +81,10 @@ class SplitConcat(Mod[Concatenated]):
         weight = layer.weight_kn()
         origins: dict[str, tuple[str, ...]] = {}
         extra: list[Tensor] = []
-        for number, part in enumerate(match.parts[1:], start=1):
-            kind = "shared" if part.is_shared else f"part{number}"
-            rows = model.constant(f"{site}.weight.{kind}", weight[list(part.rows)])
-            product = model.add("MatMul", [_joined(model, part, match.concat), rows], f"{site}.{kind}")
-            model.rename(product.inputs[0], f"{site}.{kind}")
+        for part in match.parts[1:]:
+            rows = model.constant(f"{site}.weight.shared", weight[list(part.rows)])
+            product = model.add("MatMul", [part.tensors[0], rows], f"{site}.shared")
+            model.rename(product.inputs[0], f"{site}.shared")
             origins[product.inputs[0].name] = (site,)
             extra.append(product)
         first = match.parts[0]
@@ -109,33 +97,31 @@ class SplitConcat(Mod[Concatenated]):
         widths = " + ".join(str(len(part.rows)) for part in match.parts)
         return Applied(site, f"K {layer.k} → {widths}, the products of '{match.concat.name}' apart", origins)
 
-    def _parts(self, concat: Node) -> tuple[ConcatPart, ...] | str:
-        """Return the parts, or the reason why the Concat stays whole."""
-        widths = [static_dim(tensor, -1) for tensor in concat.inputs]
-        if any(width is None for width in widths):
-            return "the width of a part of its Concat is not known"
-        ends = np.cumsum([0, *(width or 0 for width in widths)])
-        pieces = [
-            ConcatPart((_row(tensor) or tensor,), tuple(range(start, end)), _row(tensor) is not None)
-            for tensor, (start, end) in zip(concat.inputs, pairwise(int(e) for e in ends), strict=True)
-        ]
-        shared = tuple(piece for piece in pieces if piece.is_shared)
-        own = [piece for piece in pieces if not piece.is_shared]
-        if not own:
-            return "every part of its Concat is the same for every row"
-        if self._apart is not None and min(len(piece.rows) for piece in own) >= self._apart:
-            return (*own, *shared) if len(pieces) > 1 else "its Concat has one part"
-        if not shared:
-            return (
-                "no part of its Concat is the same for every row: the copy costs less than "
-                f"{len(pieces)} products"
-            )
-        together = ConcatPart(
-            tuple(tensor for piece in own for tensor in piece.tensors),
-            tuple(row for piece in own for row in piece.rows),
-            is_shared=False,
+
+def _parts(concat: Node) -> tuple[ConcatPart, ...] | str:
+    """Return the parts, or the reason why the Concat stays whole."""
+    widths = [static_dim(tensor, -1) for tensor in concat.inputs]
+    if any(width is None for width in widths):
+        return "the width of a part of its Concat is not known"
+    ends = np.cumsum([0, *(width or 0 for width in widths)])
+    shared: list[ConcatPart] = []
+    tensors: list[Tensor] = []
+    rows: list[int] = []
+    for tensor, (start, end) in zip(concat.inputs, pairwise(int(e) for e in ends), strict=True):
+        row = _row(tensor)
+        if row is not None:
+            shared.append(ConcatPart((row,), tuple(range(start, end))))
+        else:
+            tensors.append(tensor)
+            rows += range(start, end)
+    if not tensors:
+        return "every part of its Concat is the same for every row"
+    if not shared:
+        return (
+            "no part of its Concat is the same for every row: the copy costs less than "
+            f"{len(tensors)} products"
         )
-        return (together, *shared)
+    return (ConcatPart(tuple(tensors), tuple(rows)), *shared)
 
 
 def _row(tensor: Tensor) -> Tensor | None:

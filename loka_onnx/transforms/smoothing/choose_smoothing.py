@@ -35,8 +35,7 @@ from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.linears.pattern import read_linear
 from loka_onnx.transforms.linears.scaling import Vector
 from loka_onnx.transforms.linears.site_rows import measured_columns, read_rows
-from loka_onnx.transforms.smoothing.makers import Maker, find_makers
-from loka_onnx.transforms.smoothing.smooth import Smoothing
+from loka_onnx.transforms.smoothing.makers import Maker, find_makers, smooth
 
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LEAST_GAIN = 0.1
@@ -47,6 +46,15 @@ _TURNS = 4
 _TINY = 1e-300
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """Maker of a tensor, the divisors of its channels, and the gain in words."""
+
+    maker: Maker
+    divisors: Vector
+    gain: str
 
 
 class ChooseSmoothing(Mod[Smoothing]):
@@ -78,14 +86,14 @@ class ChooseSmoothing(Mod[Smoothing]):
         for maker in makers.found:
             tried = search.tried[maker.name]
             if tried.chosen:
-                matches.append(Smoothing(maker, search.divisors[maker.name], f"; {tried.gain()}"))
+                matches.append(Smoothing(maker, search.divisors[maker.name], tried.gain()))
             else:
                 declined.append(Declined(maker.name, tried.reason()))
         return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: Smoothing) -> Applied:
         """Divide at one maker, multiply at its readers."""
-        return match.rewrite(model)
+        return smooth(model, match.maker, match.divisors, f"; {match.gain}")
 
 
 @dataclass

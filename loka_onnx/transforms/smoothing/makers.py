@@ -1,11 +1,18 @@
-"""Makers of tensors that linears read, with a divisor for each channel.
+"""Makers of tensors that linears read, and smoothing: dividing each channel at its maker.
+
+SmoothQuant (Xiao et al., arXiv 2211.10438, equation 3), with a positive factor sₖ for each input channel::
+
+    x · W   =   (x · diag(s)⁻¹) · (diag(s) W)
+
+diag(s)⁻¹ moves on into the maker of x:
 
 - A norm: (γ·z + β) / s = (γ/s)·z + β/s.
 - The product of a linear: (u·V + b) / s = u·(V diag(s)⁻¹) + b/s.
 - A product with constants, as in models that normalize their features themselves: (x·c) / s = x·(c/s).
 - An input of the model: a Mul by 1/s is put behind it. Readers that cannot take part go on reading the input.
 
-Only the last one adds an operation.
+Only the last one adds an operation. Between maker and linears may stand layout operators, Relu, Slice, Split,
+Gather and Concat; all readers of the maker must be linears. `numerics.smoothing` computes factors.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loka_onnx.core.rewrite import Declined
+from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, values_of
 from loka_onnx.graph.shape_values import dimensions
 from loka_onnx.transforms.linears.channel_paths import (
@@ -31,7 +38,7 @@ from loka_onnx.transforms.linears.channel_paths import (
     numbered,
 )
 from loka_onnx.transforms.linears.pattern import NotLinear, is_candidate, read_linear
-from loka_onnx.transforms.linears.scaling import Vector, absorb_behind
+from loka_onnx.transforms.linears.scaling import Vector, absorb_before, absorb_behind
 
 _BETWEEN = HOMOGENEOUS | PARTS
 
@@ -96,8 +103,21 @@ def find_makers(model: GraphModel) -> Makers:
     return Makers(tuple(found), tuple(declined))
 
 
-def divide(model: GraphModel, maker: Maker, divisors: Vector) -> None:
-    """Let a maker divide each of its channels; its readers stay as they are."""
+def smooth(model: GraphModel, maker: Maker, divisors: Vector, why: str = "") -> Applied:
+    """Divide each channel at its maker, and multiply it at the readers; `why` ends the line of the log."""
+    for reader in maker.readers:
+        absorb_before(model, reader.node, reader.of_rows(divisors, 1.0))
+    _divide(model, maker, divisors)
+    sites = list(dict.fromkeys(reader.node.name for reader in maker.readers))
+    names = ", ".join(f"'{site}'" for site in sites)
+    low, high = divisors.min(), divisors.max()
+    what = f"divided by factors from {low:.3g} to {high:.3g}, which moved into {names}{why}"
+    # Their operands hold other values now: they are calibrated again.
+    changed = [*sites, maker.name] if maker.is_linear else sites
+    return Applied(maker.name, what, {site: (site,) for site in changed})
+
+
+def _divide(model: GraphModel, maker: Maker, divisors: Vector) -> None:
     if maker.node is None:
         _divide_input(model, maker, divisors)
     elif maker.is_linear:
