@@ -41,10 +41,8 @@ from loka_onnx.transforms.linears.split_concat import SplitConcat
 from loka_onnx.transforms.lookups.merge_gathers import MergeGathers
 from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
 from loka_onnx.transforms.norms.fold_norm_affine import FoldNormAffine
+from loka_onnx.transforms.norms.fuse import FuseL2Norm, FuseLayerNorm, FuseRMSNorm
 from loka_onnx.transforms.norms.fuse_group_norm import FuseGroupNorm
-from loka_onnx.transforms.norms.fuse_l2_norm import FuseL2Norm
-from loka_onnx.transforms.norms.fuse_layer_norm import FuseLayerNorm
-from loka_onnx.transforms.norms.fuse_rms_norm import FuseRMSNorm
 from loka_onnx.transforms.tidying.fold_constants import FoldConstants
 from loka_onnx.transforms.tidying.join_parts import JoinParts
 from loka_onnx.transforms.tidying.remove_no_ops import RemoveNoOps

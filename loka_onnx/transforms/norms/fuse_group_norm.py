@@ -10,8 +10,8 @@ equations 1 to 3): γ and β have one element for each channel, and are ones and
 is either an InstanceNormalization with unit scale (PyTorch's exporters below operator set 21) or primitives.
 The statistics stay in FP32 (`stash_type` 1).
 
-The operator takes inputs of rank 3 and up with channels second. For others, `fuse_layer_norm` fuses the part
-between the two reshapes.
+The operator takes inputs of rank 3 and up with channels second. For others, the part between the two reshapes
+is a LayerNorm (`fuse`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ import numpy.typing as npt
 from loka_onnx.core.rewrite import Applied
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer, values_of
 from loka_onnx.graph.shape_values import Dim, dimensions, read_dimensions, reshaped
-from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.norms.pattern import DecomposedNorm, NotFused, module_of, nodes_between
+from loka_onnx.transforms.norms.fuse import FuseNorm, NormKind, put_in_place
+from loka_onnx.transforms.norms.pattern import DecomposedNorm, NotFused, extended, module_of, nodes_between
 from loka_onnx.transforms.norms.reading import read_norm
-from loka_onnx.transforms.norms.rewrite import NormKind, find_norms, put_in_place
 from loka_onnx.transforms.norms.walk import NotANorm
 
 _OP = "GroupNormalization"
@@ -50,14 +49,16 @@ class GroupedNorm(DecomposedNorm):
     site: Node | None = None
 
 
-class FuseGroupNorm(Mod[GroupedNorm]):
+class FuseGroupNorm(FuseNorm[GroupedNorm]):
     """Decomposed GroupNorm → GroupNormalization."""
 
     name = "fuse-group-norm"
+    kind = NormKind.GROUP
+    op = _OP
 
-    def match(self, model: GraphModel) -> Found[GroupedNorm]:
-        """Match norms between a Reshape into groups and the Reshape back."""
-        return find_norms(model, NormKind.GROUP, _read)
+    def read(self, node: Node) -> GroupedNorm:
+        """Read the norm between a Reshape into groups and the Reshape back, or its scale and shift."""
+        return _read(node)
 
     def rewrite(self, model: GraphModel, match: GroupedNorm) -> Applied:
         """Replace the primitives by one node."""
@@ -83,16 +84,7 @@ class FuseGroupNorm(Mod[GroupedNorm]):
 
 @dataclass(frozen=True)
 class _Core:
-    """The part between the two reshapes.
-
-    Attributes:
-        source: The channels in groups.
-        axes: Normalized axes, negative, ascending.
-        epsilon: Summand of the variance.
-        scale: Factor that broadcasts against `source`, or None.
-        bias: Summand that broadcasts against `source`, or None.
-        site: The InstanceNormalization; None for primitives.
-    """
+    """The part between the two reshapes; scale and bias broadcast against its source."""
 
     source: Tensor
     axes: tuple[int, ...]
@@ -104,7 +96,6 @@ class _Core:
 
 
 def _read(node: Node) -> GroupedNorm:
-    """Read the norm that ends at the Reshape back, or at its scale and shift."""
     last = producer(node.inputs[0]) if node.op == "Reshape" else None
     if last is None:
         raise NotANorm("no reshape of a result")
@@ -131,7 +122,7 @@ def _read(node: Node) -> GroupedNorm:
         channel_scale=_in_groups(core.scale, sizes, channels, norm),
         channel_bias=_in_groups(core.bias, sizes, channels, norm),
     )
-    return _with_bias(_with_scale(norm, channels), channels)
+    return _with_affine(norm, channels)
 
 
 def _after(reshape: Node | None, before: tuple[Dim, ...] | None) -> tuple[Dim, ...] | None:
@@ -211,29 +202,19 @@ def _in_groups(
     return np.broadcast_to(padded.reshape(padded.shape[1], -1), (groups, channels // groups)).reshape(-1)
 
 
-def _with_scale(norm: GroupedNorm, channels: int) -> GroupedNorm:
-    """Take a constant scale of channels that is the only reader of the result."""
-    if norm.channel_scale is not None or norm.channel_bias is not None:
+def _with_affine(norm: GroupedNorm, channels: int) -> GroupedNorm:
+    """Take in a constant scale, then a bias, of channels that alone reads the result."""
+    if norm.channel_bias is not None:
         return norm
-    step = _channel_step(norm, "Mul", channels)
-    return norm if step is None else replace(_extended(norm, step), channel_scale=step.values)
+    step = None if norm.channel_scale is not None else _channel_step(norm, "Mul", channels)
+    if step is not None:
+        norm = replace(extended(norm, step[0]), channel_scale=step[1])
+    step = _channel_step(norm, "Add", channels)
+    return norm if step is None else replace(extended(norm, step[0]), channel_bias=step[1])
 
 
-def _with_bias(norm: GroupedNorm, channels: int) -> GroupedNorm:
-    """Take a constant bias of channels that is the only reader of the result."""
-    step = None if norm.channel_bias is not None else _channel_step(norm, "Add", channels)
-    return norm if step is None else replace(_extended(norm, step), channel_bias=step.values)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A node that combines the result with one number for each channel."""
-
-    node: Node
-    values: Channels
-
-
-def _channel_step(norm: GroupedNorm, op: str, channels: int) -> _Step | None:
+def _channel_step(norm: GroupedNorm, op: str, channels: int) -> tuple[Node, Channels] | None:
+    """Return a node that combines the result with one number for each channel, and these."""
     readers = consumers(norm.result)
     if len(readers) != 1 or readers[0].op != op:
         return None
@@ -245,8 +226,4 @@ def _channel_step(norm: GroupedNorm, op: str, channels: int) -> _Step | None:
     padded = (1,) * (rank - values.ndim) + values.shape
     if any(length != 1 for axis, length in enumerate(padded) if axis != 1) or padded[1] not in (1, channels):
         return None
-    return _Step(readers[0], np.broadcast_to(values.reshape(-1), (channels,)))
-
-
-def _extended(norm: GroupedNorm, step: _Step) -> GroupedNorm:
-    return replace(norm, result=step.node.outputs[0], inner=(*norm.inner, step.node))
+    return readers[0], np.broadcast_to(values.reshape(-1), (channels,))

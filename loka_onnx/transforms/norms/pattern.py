@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import isqrt, prod
+from typing import TypeVar
 
 import onnx
 
@@ -28,6 +29,9 @@ class NotFused(NotANorm):
     def __init__(self, reason: str, norm: DecomposedNorm) -> None:
         super().__init__(reason)
         self.norm = norm
+
+
+N = TypeVar("N", bound="DecomposedNorm")
 
 
 @dataclass(frozen=True)
@@ -69,18 +73,19 @@ class DecomposedNorm:
 
 def with_scale(norm: DecomposedNorm) -> DecomposedNorm:
     """Take in a constant scale that is the only reader of the result."""
-    if norm.scale is not None or norm.bias is not None:
-        return norm
-    node = _constant_step(norm, "Mul")
-    return norm if node is None else replace(_extended(norm, node), scale=_constant_of(node))
+    step = _constant_step(norm, "Mul") if norm.scale is None and norm.bias is None else None
+    return norm if step is None else replace(extended(norm, step[0]), scale=step[1])
 
 
 def with_bias(norm: DecomposedNorm) -> DecomposedNorm:
     """Take in a constant bias that is the only reader of the result."""
-    if norm.bias is not None:
-        return norm
-    node = _constant_step(norm, "Add")
-    return norm if node is None else replace(_extended(norm, node), bias=_constant_of(node))
+    step = _constant_step(norm, "Add") if norm.bias is None else None
+    return norm if step is None else replace(extended(norm, step[0]), bias=step[1])
+
+
+def extended(norm: N, node: Node) -> N:
+    """Return a norm with one more node at its end."""
+    return replace(norm, result=node.outputs[0], inner=(*norm.inner, node))
 
 
 def why_not_fused(model: GraphModel, norm: DecomposedNorm) -> str | None:
@@ -171,19 +176,10 @@ def _is_private(model: GraphModel, norm: DecomposedNorm) -> bool:
     return True
 
 
-def _constant_step(norm: DecomposedNorm, op: str) -> Node | None:
-    """Return the only reader of the result if it is of that operator and its other operand fits."""
+def _constant_step(norm: DecomposedNorm, op: str) -> tuple[Node, Tensor] | None:
+    """Return the only reader of the result, of that operator, and its other operand, which is constant."""
     readers = consumers(norm.result)
     if norm.shape is None or len(readers) != 1 or readers[0].op != op:
         return None
-    node = readers[0]
-    constant = _constant_of(node)
-    return node if constant is not None and varies_within(norm, constant) else None
-
-
-def _constant_of(node: Node) -> Tensor | None:
-    return next((tensor for tensor in node.inputs if is_constant(tensor)), None)
-
-
-def _extended(norm: DecomposedNorm, node: Node) -> DecomposedNorm:
-    return replace(norm, result=node.outputs[0], inner=(*norm.inner, node))
+    constant = next((tensor for tensor in readers[0].inputs if is_constant(tensor)), None)
+    return None if constant is None or not varies_within(norm, constant) else (readers[0], constant)

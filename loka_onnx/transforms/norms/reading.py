@@ -18,7 +18,6 @@ from loka_onnx.transforms.norms.statistics import (
     Centred,
     Root,
     centred_or_none,
-    is_centred,
     is_same,
     read_mean,
     read_root,
@@ -44,7 +43,8 @@ def read_norm(node: Node) -> DecomposedNorm:
 
 def looks_centred(node: Node) -> bool:
     """Return whether the mean was removed from an operand: a near miss there is one of LayerNorm."""
-    return any(is_centred(operand) for tensor in node.inputs for operand in _with_and_without_factor(tensor))
+    operands = (operand for tensor in node.inputs for operand in _with_and_without_factor(tensor))
+    return any(centred_or_none(operand) is not None for operand in operands)
 
 
 # Quotients ---------------------------------------------------------------------------------------------

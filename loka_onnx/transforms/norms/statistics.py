@@ -116,11 +116,6 @@ def centred_or_none(tensor: Tensor) -> Centred | None:
         return None
 
 
-def is_centred(tensor: Tensor) -> bool:
-    """Return whether a tensor had its own mean removed."""
-    return centred_or_none(tensor) is not None
-
-
 def is_same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors hold the same values: one tensor, or a centring computed twice."""
     if origin(one) is origin(other):

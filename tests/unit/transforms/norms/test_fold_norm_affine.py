@@ -16,7 +16,7 @@ from rewrite_models import artifact, evaluate, initializer, named, op_types, par
 
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.transforms.norms.fold_norm_affine import FoldNormAffine
-from loka_onnx.transforms.norms.fuse_layer_norm import FuseLayerNorm
+from loka_onnx.transforms.norms.fuse import FuseLayerNorm
 from loka_onnx.transforms.sequence import apply_mods
 
 GAIN = np.linspace(-0.5, 1.75, 8, dtype=np.float32)

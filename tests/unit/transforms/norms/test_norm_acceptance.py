@@ -28,8 +28,7 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
 from loka_onnx.transforms.norms.fold_norm_affine import FoldNormAffine
-from loka_onnx.transforms.norms.fuse_l2_norm import FuseL2Norm
-from loka_onnx.transforms.norms.fuse_rms_norm import RMS_OPSET
+from loka_onnx.transforms.norms.fuse import RMS_OPSET, FuseL2Norm
 from loka_onnx.transforms.precision.explicit_casts import cast_to_base
 
 TORCHSCRIPT = Exporter("torchscript", 20)

@@ -12,8 +12,7 @@ from norm_bodies import EPSILON, ROOTS, SQUARES, Body, assert_equal_to_primitive
 from rewrite_models import artifact, as_double, attribute, evaluate, named, op_types, parse, random_rows
 
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.transforms.norms.fuse_layer_norm import FuseLayerNorm
-from loka_onnx.transforms.norms.fuse_rms_norm import FuseRMSNorm
+from loka_onnx.transforms.norms.fuse import FuseLayerNorm, FuseRMSNorm
 from loka_onnx.transforms.sequence import apply_mods
 
 
