@@ -25,7 +25,8 @@ from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.errors import LokaError
 from loka_onnx.export.torch_module import Arrays, as_tensors, export_torch, import_torch, measure_parity
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.graph.storage import external_files, read_proto
+from loka_onnx.graph.storage import read_proto
+from loka_onnx.sessions.model_files import data_locations
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +91,7 @@ def put_weights(
     module = module.eval()
     try:
         model = read_proto(earlier.model.path)
-        if external_files(model):
+        if data_locations(model):
             # Writing the weights takes most of such an export, and is the same either way.
             return Declined("its weights stand beside the model file")
         state = {name: tensor.detach() for name, tensor in module.state_dict().items()}

@@ -42,14 +42,10 @@ def hold(header: onnx.TensorProto, number: int) -> None:
     header.raw_data = TOKEN + number.to_bytes(8, "little")
 
 
-def number_in(raw_data: bytes) -> int | None:
-    """Return the number of the detached values; None where the bytes are values themselves."""
-    return int.from_bytes(raw_data[len(TOKEN) :], "little") if raw_data.startswith(TOKEN) else None
-
-
 def number_of(tensor: onnx.TensorProto) -> int | None:
     """Return the number of a tensor's detached values; None when it has its own."""
-    return number_in(tensor.raw_data)
+    raw_data = tensor.raw_data
+    return int.from_bytes(raw_data[len(TOKEN) :], "little") if raw_data.startswith(TOKEN) else None
 
 
 def fill(tensor: onnx.TensorProto, detached: Sequence[Array]) -> None:

@@ -170,14 +170,9 @@ def _check_external(stored: Stored, path: Path, homes: Collection[Path]) -> None
         )
 
 
-def external_files(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Names of the files that hold external data, relative to the model."""
-    return data_locations(model)
-
-
 def model_files(path: Path) -> tuple[Path, ...]:
     """The model file and every file that holds its external data."""
-    return (path, *(path.parent / name for name in external_files(read_proto(path))))
+    return (path, *(path.parent / name for name in data_locations(read_proto(path))))
 
 
 def read_external(tensor: onnx.TensorProto, directory: Path) -> None:
@@ -202,7 +197,7 @@ def read_external(tensor: onnx.TensorProto, directory: Path) -> None:
 
 def model_digest(path: Path) -> str:
     """Return the SHA-256 over the model file and its external files."""
-    weights = external_files(read_proto(path))
+    weights = data_locations(read_proto(path))
     return digest_with_weights(digest_file(path), path.parent, weights)
 
 
@@ -350,7 +345,7 @@ def move_outside(proto: onnx.ModelProto, path: Path, detached: Sequence[Array] =
     weights = [*all_initializers(proto.graph)]
     if sum(inline_bytes(tensor, detached) for tensor in weights) <= INLINE_LIMIT_BYTES:
         return
-    linked = set(external_files(proto))
+    linked = set(data_locations(proto))
     location = f"{path.name}.data"
     while location in linked:
         location = f"{location}.dense"
