@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from loka_onnx.graph.layout import LAYOUT_OPS
-from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer
+from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer, values_of
 
 _POSITIONS = {"Div": 1, "Reciprocal": 0, "Log": 0}
 """Position of the operand that must not be 0."""
@@ -54,7 +54,7 @@ def _position(node: Node) -> int | None:
     if node.op != "Pow":
         return _POSITIONS.get(node.op)
     exponent = node.inputs[1]
-    return 0 if is_constant(exponent) and (exponent.values < 0).any() else None
+    return 0 if is_constant(exponent) and (values_of(exponent) < 0).any() else None
 
 
 def _makers(tensor: Tensor) -> tuple[Node, ...]:

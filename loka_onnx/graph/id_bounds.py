@@ -15,7 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, element_type, is_constant, values_of
+from loka_onnx.graph.model import (
+    GraphModel,
+    Node,
+    Tensor,
+    consumers,
+    element_type,
+    is_constant,
+    shape_of,
+    values_of,
+)
 from loka_onnx.graph.shape_values import dimension, read_dimensions
 
 Tags = npt.NDArray[np.int64]
@@ -96,7 +105,8 @@ def _bounds(source: Tensor, main: set[int]) -> tuple[range | None, ...]:
     width = _columns(source)
     tags = _STEP * np.arange(1, _ROWS * width + 1, dtype=np.int64)
     found: list[range | None] = [None] * width
-    pending = [(source, _Ids(tags.reshape((_ROWS, width)[: len(source.shape)])))]
+    placed = tags.reshape(_ROWS, width) if len(shape_of(source)) > 1 else tags
+    pending = [(source, _Ids(placed))]
     seen = set[tuple[int, tuple[int, ...], bytes]]()
     while pending:
         tensor, ids = pending.pop()

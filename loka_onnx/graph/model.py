@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,10 +34,27 @@ from loka_onnx.graph.weights import attach, copied, take_weights, weights_detach
 
 OLDEST_IR = 10
 """IR version from which FP8 tensors are complete."""
-Node = Any
-"""A node: `op`, `name`, `attrs`, `inputs`, `outputs` (lists of tensors), `domain`."""
-Tensor = Any
-"""A tensor: `name`, `dtype`, `shape`, `inputs` (its producer) and `outputs` (its consumers)."""
+
+
+class Tensor(Protocol):
+    """A tensor of onnx-graphsurgeon; `inputs` is its producer, if any, and `outputs` are its consumers."""
+
+    name: str
+    dtype: Any
+    shape: Sequence[int | str] | None
+    inputs: list[Node]
+    outputs: list[Node]
+
+
+class Node(Protocol):
+    """A node of onnx-graphsurgeon; an omitted optional input is a tensor without a name."""
+
+    op: str
+    name: str
+    domain: str | None
+    attrs: dict[str, Any]
+    inputs: list[Tensor]
+    outputs: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -275,7 +292,8 @@ class GraphModel:
 
     def constant(self, base: str, values: npt.NDArray[Any]) -> Tensor:
         """Add an initializer."""
-        return gs.Constant(self.fresh_name(base), np.ascontiguousarray(values).reshape(np.shape(values)))
+        values = np.ascontiguousarray(values).reshape(np.shape(values))
+        return _tensor(gs.Constant(self.fresh_name(base), values))
 
     def add(
         self,
@@ -296,7 +314,7 @@ class GraphModel:
         if self._node_names is not None:
             self._node_names.add(unique)
         out_type = dtype if dtype is not None else inputs[0].dtype
-        output = gs.Variable(self.fresh_name(f"{unique}.out"), dtype=out_type)
+        output = _tensor(gs.Variable(self.fresh_name(f"{unique}.out"), dtype=out_type))
         self._append(gs.Node(op, unique, attrs=dict(attrs or {}), inputs=list(inputs), outputs=[output]))
         return output
 
@@ -326,7 +344,7 @@ class GraphModel:
 
     def absent(self) -> Tensor:
         """Return an omitted optional input."""
-        return gs.Variable.empty()
+        return _tensor(gs.Variable.empty())
 
     def add_output(self, tensor: Tensor, dtype: Any, shape: Sequence[int | str] | None) -> None:
         """Make a tensor a graph output."""
@@ -336,7 +354,7 @@ class GraphModel:
 
     def add_input(self, name: str, dtype: Any, shape: Sequence[int | str]) -> Tensor:
         """Add a graph input."""
-        tensor = gs.Variable(self.fresh_name(name), dtype=dtype, shape=list(shape))
+        tensor = _tensor(gs.Variable(self.fresh_name(name), dtype=dtype, shape=list(shape)))
         self.graph.inputs.append(tensor)
         return tensor
 
@@ -385,7 +403,7 @@ class GraphModel:
             Its first input: the former result of the producer of `tensor`, of unknown shape.
         """
         maker = tensor.inputs[0]
-        inner = gs.Variable(self.fresh_name(f"{tensor.name}.inner"), dtype=tensor.dtype)
+        inner = _tensor(gs.Variable(self.fresh_name(f"{tensor.name}.inner"), dtype=tensor.dtype))
         maker.outputs[next(i for i, output in enumerate(maker.outputs) if output is tensor)] = inner
         node = gs.Node(op, self.fresh_name(name), inputs=[inner, *operands], outputs=[tensor])
         self._append(node)
@@ -393,7 +411,7 @@ class GraphModel:
 
     def renew_output(self, node: Node) -> Tensor:
         """Give a one-output node a new output of unknown shape that nothing reads yet."""
-        fresh = gs.Variable(self.fresh_name(f"{node.name}.out"), dtype=node.outputs[0].dtype)
+        fresh = _tensor(gs.Variable(self.fresh_name(f"{node.name}.out"), dtype=node.outputs[0].dtype))
         node.outputs = [fresh]
         return fresh
 
@@ -424,6 +442,12 @@ class GraphModel:
         return tensor.name in self.tables
 
 
+def _tensor(value: Any) -> Tensor:
+    """Type a value of onnx-graphsurgeon, which has no types."""
+    tensor: Tensor = value
+    return tensor
+
+
 def _set_oldest_ir(proto: onnx.ModelProto) -> None:
     """Write the oldest IR version that the operators allow: ONNX Runtime refuses newer files than itself."""
     standard = [entry for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}]
@@ -444,6 +468,17 @@ def values_of(tensor: Tensor) -> npt.NDArray[Any]:
     if not isinstance(tensor, gs.Constant):
         raise InternalError(f"tensor '{tensor.name}' is not constant")
     return np.asarray(tensor.values)
+
+
+def shape_of(tensor: Tensor) -> tuple[int | str, ...]:
+    """Return the shape of a tensor of known rank.
+
+    Raises:
+        InternalError: It is unknown.
+    """
+    if tensor.shape is None:
+        raise InternalError(f"the shape of tensor '{tensor.name}' is not known")
+    return tuple(tensor.shape)
 
 
 def producer(tensor: Tensor) -> Node | None:

@@ -34,7 +34,16 @@ from math import prod
 from onnx import TensorProto
 
 from loka_onnx.graph.layout import LAYOUT_OPS, layout_root
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, element_type, is_constant, producer
+from loka_onnx.graph.model import (
+    GraphModel,
+    Node,
+    Tensor,
+    consumers,
+    element_type,
+    is_constant,
+    producer,
+    values_of,
+)
 from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS, is_site
 
 FEW = 64
@@ -135,7 +144,7 @@ def _may_be_behind_products(model: GraphModel, node: Node) -> bool:
 def _is_calibration_layer(node: Node) -> bool:
     if node.op not in PRODUCT_OPS or not is_constant(node.inputs[1]) or is_constant(node.inputs[0]):
         return False
-    shape = node.inputs[1].shape
+    shape = values_of(node.inputs[1]).shape
     return len(shape) == 2 and shape[0] == shape[1] < LARGEST_CALIBRATION
 
 

@@ -96,8 +96,9 @@ class ConvToMatMul(Mod[Pointwise]):
 
 
 def _read(node: Node, least: int) -> Pointwise:
-    source, weight, bias = (*node.inputs, None)[:3]
-    if not is_constant(weight) or (bias is not None and bias.name and not is_constant(bias)):
+    source, weight, *rest = node.inputs
+    biases = [tensor for tensor in rest if tensor.name]
+    if not all(map(is_constant, [weight, *biases])):
         raise NotPointwise("its weight or its bias is computed")
     values = values_of(weight)
     kernel = values.shape[2:]
@@ -119,11 +120,10 @@ def _read(node: Node, least: int) -> Pointwise:
         raise NotPointwise(
             f"of its input's shape {source.shape} more than one axis of positions is not known"
         )
-    has_bias = bias is not None and bias.name
     return Pointwise(
         node,
         values.reshape(values.shape[:2]),
-        values_of(bias).reshape(-1, 1) if has_bias and bias is not None else None,
+        values_of(biases[0]).reshape(-1, 1) if biases else None,
         positions,
     )
 

@@ -73,9 +73,10 @@ class MergeParallelLinears(Mod[ParallelLinears]):
         axis = -2 if layers[0].on_left else -1
         parts = model.split(product, [layer.n for layer in layers], axis, f"{site.name}/split")
         for layer, part in zip(layers, parts, strict=True):
-            lacks_bias = site.op == "MatMul" and layer.node.op == "Gemm" and layer.bias is not None
-            biased = model.add("Add", [part, layer.bias], f"{layer.node.name}/add") if lacks_bias else part
-            model.hand_over(layer.node.outputs[0], biased)
+            result = part
+            if site.op == "MatMul" and layer.node.op == "Gemm" and layer.bias is not None:
+                result = model.add("Add", [part, layer.bias], f"{layer.node.name}/add")
+            model.hand_over(layer.node.outputs[0], result)
         widths = " + ".join(str(layer.n) for layer in layers)
         what = f"{len(layers)} linears of K = {layers[0].k} → one of N = {widths}"
         return Applied(site.name, what, {site.name: names})

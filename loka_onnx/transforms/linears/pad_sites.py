@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, values_of
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, shape_of, values_of
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.linears.pattern import Linear, NotLinear, is_candidate, read_linear
 from loka_onnx.transforms.linears.widening import (
@@ -258,7 +258,7 @@ def _repeat_column(model: GraphModel, gather: Node, match: Widened) -> None:
 
 
 def _padded(model: GraphModel, match: Widened) -> Tensor:
-    rank = len(match.tensor.shape)
+    rank = len(shape_of(match.tensor))
     ends = np.zeros(2 * rank, np.int64)
     ends[-1] = match.added
     name = f"{match.takers[0].node.name}/pad"

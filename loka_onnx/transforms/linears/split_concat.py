@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, producer
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, producer, shape_of
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.linears.pattern import Linear, NotLinear, is_candidate, read_linear, static_dim
 
@@ -66,7 +66,7 @@ class SplitConcat(Mod[Concatenated]):
             concat = producer(layer.source)
             if layer.on_left or concat is None or concat.op != "Concat":
                 continue
-            if int(concat.attrs["axis"]) not in (-1, len(layer.source.shape) - 1):
+            if int(concat.attrs["axis"]) not in (-1, len(shape_of(layer.source)) - 1):
                 continue
             parts = _parts(concat)
             if isinstance(parts, str):
@@ -142,9 +142,9 @@ def _joined(model: GraphModel, part: ConcatPart, concat: Node) -> Tensor:
         return part.tensors[0]
     wanted = [id(tensor) for tensor in part.tensors]
     for node in consumers(part.tensors[0]):
-        is_along_k = node.op == "Concat" and node.attrs["axis"] in (-1, len(concat.outputs[0].shape) - 1)
+        is_along_k = node.op == "Concat" and node.attrs["axis"] in (-1, len(shape_of(concat.outputs[0])) - 1)
         if is_along_k and [id(tensor) for tensor in node.inputs] == wanted:
             return node.outputs[0]
     joined = model.add("Concat", part.tensors, f"{concat.name}/rest", attrs={"axis": -1})
-    joined.shape = [*concat.outputs[0].shape[:-1], len(part.rows)]
+    joined.shape = [*shape_of(concat.outputs[0])[:-1], len(part.rows)]
     return joined

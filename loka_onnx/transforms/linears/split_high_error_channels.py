@@ -36,7 +36,7 @@ from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.core.site import HIGH_ERROR
 from loka_onnx.errors import TransformError
-from loka_onnx.graph.model import GraphModel, values_of
+from loka_onnx.graph.model import GraphModel, shape_of, values_of
 from loka_onnx.numerics.float8 import fake_quantize
 from loka_onnx.numerics.scales import amax_scale, weight_scales
 from loka_onnx.transforms.base import Found, Mod
@@ -125,10 +125,10 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
         weight = linear.weight_kn()
         remaining = weight.copy()
         remaining[channels] = 0
-        axis = len(source.shape) - 1
+        axis = len(shape_of(source)) - 1
         indices = model.constant(f"{part}.channels", channels.astype(np.int64))
         gathered = model.add("Gather", [source, indices], f"{part}{GATHER}", source.dtype, {"axis": axis})
-        gathered.shape = (*source.shape[:axis], len(channels))
+        gathered.shape = (*shape_of(source)[:axis], len(channels))
         small_weight = model.constant(f"{part}.weight", np.ascontiguousarray(weight[channels]))
         small = model.add("MatMul", [gathered, small_weight], part, linear.result.dtype)
         small.shape = linear.result.shape

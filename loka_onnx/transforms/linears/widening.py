@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, values_of
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, shape_of, values_of
 from loka_onnx.transforms.linears.pattern import Linear, made_by, only_reader, static_dim
 
 FINITE_AT_ZERO = frozenset(
@@ -162,7 +162,7 @@ def repeatable_columns(model: GraphModel, layer: Linear) -> RepeatableColumns | 
     if _is_column_gather(source):
         return RepeatableColumns(source.inputs[0], (source,), layer.k)
     concat = made_by(source, "Concat")
-    if concat is None or int(concat.attrs["axis"]) not in (-1, len(source.shape) - 1):
+    if concat is None or int(concat.attrs["axis"]) not in (-1, len(shape_of(source)) - 1):
         return None
     position = 0
     for part in concat.inputs:

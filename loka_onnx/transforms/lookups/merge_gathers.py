@@ -26,7 +26,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, producer, values_of
+from loka_onnx.graph.model import (
+    GraphModel,
+    Node,
+    Tensor,
+    element_type,
+    is_constant,
+    producer,
+    shape_of,
+    values_of,
+)
 from loka_onnx.graph.naming import merged_name
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.linears.pattern import static_dim
@@ -108,7 +117,7 @@ class MergeGathers(Mod[Lookups]):
         flat = model.add(
             "Reshape", [rows, _axes(model, name, "flat", [-1, width * len(lookups)])], f"{name}/flat"
         )
-        batch = lookups[0].ids.shape[0]
+        batch = shape_of(lookups[0].ids)[0]
         rows.shape, flat.shape = [batch, len(lookups), width], [batch, width * len(lookups)]
         for lookup, part in zip(
             lookups, model.split(flat, [width] * len(lookups), -1, f"{name}/split"), strict=True

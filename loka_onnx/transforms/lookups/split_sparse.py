@@ -30,7 +30,7 @@ from loka_onnx.core.artifact import ModelArtifact, TensorSpec
 from loka_onnx.core.rewrite import Declined
 from loka_onnx.core.split import Halves
 from loka_onnx.errors import InternalError
-from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, values_of
+from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, shape_of, values_of
 from loka_onnx.graph.products import other_products
 from loka_onnx.graph.sites import find_sites, is_site
 from loka_onnx.graph.storage import model_digest
@@ -283,7 +283,7 @@ def _count_rows_in(model: GraphModel, sparse: Mapping[int, Node], cut: Sequence[
     held = {id(tensor) for tensor in cut}
     for tensor in of_ids:
         for node in list(tensor.outputs):
-            has_rows = tensor.shape is not None and tensor.shape[:1] == cut[0].shape[:1]
+            has_rows = tensor.shape is not None and shape_of(tensor)[:1] == shape_of(cut[0])[:1]
             if id(node) not in sparse and id(tensor) not in held and _counts_rows(node) and has_rows:
                 node.inputs[0] = cut[0]
 
@@ -294,5 +294,5 @@ def _is_integer(tensor: Tensor) -> bool:
 
 def _spec(tensor: Tensor) -> TensorSpec:
     dtype = onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype))
-    shape = tuple(d if isinstance(d, int) and d >= 0 else None for d in tensor.shape)
+    shape = tuple(d if isinstance(d, int) and d >= 0 else None for d in shape_of(tensor))
     return TensorSpec(tensor.name, np.dtype(dtype).name, shape)

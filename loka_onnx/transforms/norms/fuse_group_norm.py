@@ -22,7 +22,16 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.rewrite import Applied
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer, values_of
+from loka_onnx.graph.model import (
+    GraphModel,
+    Node,
+    Tensor,
+    consumers,
+    is_constant,
+    producer,
+    shape_of,
+    values_of,
+)
 from loka_onnx.graph.shape_values import Dim, dimensions, read_dimensions, reshaped
 from loka_onnx.transforms.norms.fuse import FuseNorm, NormKind, put_in_place
 from loka_onnx.transforms.norms.pattern import DecomposedNorm, NotFused, extended, module_of, nodes_between
@@ -62,7 +71,7 @@ class FuseGroupNorm(FuseNorm[GroupedNorm]):
 
     def rewrite(self, model: GraphModel, match: GroupedNorm) -> Applied:
         """Replace the primitives by one node."""
-        channels, base = int(match.source.shape[1]), match.module or _OP.lower()
+        channels, base = int(shape_of(match.source)[1]), match.module or _OP.lower()
         scale = np.ones(channels) if match.channel_scale is None else match.channel_scale
         bias = np.zeros(channels) if match.channel_bias is None else match.channel_bias
         inputs = [
@@ -167,9 +176,10 @@ def _read_primitives(node: Node) -> _Core:
         constants = [tensor for tensor in node.inputs if is_constant(tensor)] if node.op == op else []
         steps.append(values_of(constants[0]) if len(constants) == 1 else None)
         if len(constants) == 1:
-            node = producer(next(tensor for tensor in node.inputs if tensor is not constants[0]))
-            if node is None:
+            maker = producer(next(tensor for tensor in node.inputs if tensor is not constants[0]))
+            if maker is None:
                 raise NotANorm("a constant or input")
+            node = maker
     norm = read_norm(node)
     bias, scale = steps
     if not norm.is_centred or not norm.is_mean:
@@ -219,8 +229,8 @@ def _channel_step(norm: GroupedNorm, op: str, channels: int) -> tuple[Node, Chan
     if len(readers) != 1 or readers[0].op != op:
         return None
     constants = [tensor for tensor in readers[0].inputs if is_constant(tensor)]
-    rank = len(norm.source.shape)
-    if len(constants) != 1 or len(constants[0].shape) > rank:
+    rank = len(shape_of(norm.source))
+    if len(constants) != 1 or values_of(constants[0]).ndim > rank:
         return None
     values = values_of(constants[0])
     padded = (1,) * (rank - values.ndim) + values.shape

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import onnx
 
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer, shape_of
 from loka_onnx.transforms.norms.walk import NotANorm, lossless_chain, static_length, type_of
 
 _LARGEST_PATTERN = 100
@@ -68,7 +68,7 @@ class DecomposedNorm:
         """Lengths of the normalized axes; None where one is unknown."""
         if static_length(self.source, self.axes) is None:
             return None
-        return tuple(int(self.source.shape[axis]) for axis in self.axes)
+        return tuple(int(shape_of(self.source)[axis]) for axis in self.axes)
 
 
 def with_scale(norm: DecomposedNorm) -> DecomposedNorm:
@@ -129,8 +129,8 @@ def varies_within(norm: DecomposedNorm, constant: Tensor | None) -> bool:
     if shape is None:
         # `why_not_fused` reports it.
         return True
-    rank = len(norm.source.shape)
-    padded = (1,) * (rank - len(constant.shape)) + tuple(constant.shape)
+    rank, own = len(shape_of(norm.source)), shape_of(constant)
+    padded = (1,) * (rank - len(own)) + own
     target = (1,) * (rank - len(shape)) + shape
     return len(padded) == rank and all(a in (1, b) for a, b in zip(padded, target, strict=True))
 

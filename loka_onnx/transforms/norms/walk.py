@@ -146,7 +146,7 @@ def origin(tensor: Tensor) -> Tensor:
 
 def scalar(tensor: Tensor) -> float | None:
     """Return the value of a constant with one element; None otherwise."""
-    if not is_constant(tensor) or prod(tensor.shape) != 1:
+    if not is_constant(tensor) or values_of(tensor).size != 1:
         return None
     return float(values_of(tensor).reshape(-1)[0])
 
@@ -155,8 +155,8 @@ def static_length(tensor: Tensor, axes: tuple[int, ...]) -> int | None:
     """Return the product of the lengths of some axes; None where one is unknown."""
     if tensor.shape is None or any(-axis > len(tensor.shape) for axis in axes):
         return None
-    lengths = [tensor.shape[axis] for axis in axes]
-    return prod(lengths) if all(isinstance(length, int) and length > 0 for length in lengths) else None
+    lengths = [d for axis in axes if isinstance(d := tensor.shape[axis], int) and d > 0]
+    return prod(lengths) if len(lengths) == len(axes) else None
 
 
 def reduced_axes(reduce: Node) -> tuple[int, ...]:

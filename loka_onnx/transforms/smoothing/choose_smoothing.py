@@ -273,7 +273,7 @@ def _products(
     model: GraphModel, makers: Sequence[Maker], rows: Sequence[Arrays], scratch: Path
 ) -> dict[str, _Site]:
     nodes = {reader.node.name: reader.node for maker in makers for reader in maker.readers}
-    nodes |= {maker.name: maker.node for maker in makers if maker.is_linear}
+    nodes |= {maker.name: maker.node for maker in makers if maker.node is not None and maker.is_linear}
     linears = {name: read_linear(model, node) for name, node in nodes.items()}
     read = read_rows(model, linears, rows, scratch)
     by_name = {maker.name: maker for maker in makers}

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, values_of
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, shape_of, values_of
 from loka_onnx.graph.shape_values import dimensions
 from loka_onnx.transforms.linears.channel_paths import (
     HOMOGENEOUS,
@@ -196,7 +196,7 @@ def _divide_input(model: GraphModel, maker: Maker, divisors: Vector) -> None:
 
 
 def _divide_norm(model: GraphModel, node: Node, divisors: Vector) -> None:
-    lengths = [int(node.inputs[0].shape[axis]) for axis in channel_axes(node)]
+    lengths = [int(shape_of(node.inputs[0])[axis]) for axis in channel_axes(node)]
     for position, label in ((1, "scale"), (2, "bias")):
         if position < len(node.inputs) and node.inputs[position].name:
             values = values_of(node.inputs[position])

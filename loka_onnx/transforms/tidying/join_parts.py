@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer, values_of
+from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer, shape_of, values_of
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.linears.pattern import made_by, static_dim
 
@@ -168,5 +168,5 @@ def _stack(model: GraphModel, concat: Node, run: Run) -> Tensor:
     name = f"{concat.name}/stack"
     target = model.constant(f"{name}.shape", np.array([-1, run.count, width], np.int64))
     stacked = model.add("Reshape", [source, target], name)
-    stacked.shape = [source.shape[0], run.count, width]
+    stacked.shape = [shape_of(source)[0], run.count, width]
     return stacked

@@ -102,7 +102,6 @@ def _plain(value: Any) -> Hashable | None:
 def _input_key(tensor: Tensor) -> Hashable:
     if not tensor.name:
         return "absent"
-    if is_constant(tensor) and int(np.prod(tensor.shape)) <= SMALL_ELEMENTS:
-        values = values_of(tensor)
+    if is_constant(tensor) and (values := values_of(tensor)).size <= SMALL_ELEMENTS:
         return (str(values.dtype), values.shape, values.tobytes())
     return id(tensor)
