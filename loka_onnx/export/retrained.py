@@ -153,11 +153,7 @@ class _Source:
 def _sources(
     model: onnx.ModelProto, state: Mapping[str, torch.Tensor], earlier: EarlierExport
 ) -> dict[str, _Source]:
-    """Return the source of each tensor of the graph, by its name, for weights only.
-
-    Raises:
-        _NotTheGraph: None is a weight, or one has another shape or type.
-    """
+    """Return the source of each tensor of the graph, by its name, for weights only."""
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     found = {name: _Source(name) for name in tensors if name in state}
     if not found:

@@ -96,7 +96,6 @@ def export_torch(
     Raises:
         ExportError: The exporter refuses the module, or the graph does not agree with it.
         ModelError: The exported graph is refused.
-        InternalError: There are fewer than 2 rows: the exporter would take the batch for a constant 1.
     """
     torch = import_torch()
     fewest = min((len(array) for array in rows.values()), default=0)

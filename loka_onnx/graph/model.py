@@ -182,9 +182,6 @@ class GraphModel:
 
         Args:
             inputs: Tensors that the copy takes in; their types and shapes are known.
-
-        Raises:
-            InternalError: The outputs need another input of this graph.
         """
         graph = copied(self.graph)
         tensors = graph.tensors()
@@ -230,11 +227,7 @@ class GraphModel:
         return list(self.graph.toposort().nodes)
 
     def node(self, name: str) -> Node:
-        """Return the node of that name.
-
-        Raises:
-            InternalError: There is none: a transform lost a site.
-        """
+        """Return the node of that name."""
         found = self._nodes.get(name)
         if found is None or found.name != name or not found.outputs:
             # An emptied node waits for `save` to remove it; its name may live on in another.
@@ -460,22 +453,14 @@ def is_constant(tensor: Tensor) -> bool:
 
 
 def values_of(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return the values of an initializer.
-
-    Raises:
-        InternalError: The tensor is not an initializer.
-    """
+    """Return the values of an initializer."""
     if not isinstance(tensor, gs.Constant):
         raise InternalError(f"tensor '{tensor.name}' is not constant")
     return np.asarray(tensor.values)
 
 
 def shape_of(tensor: Tensor) -> tuple[int | str, ...]:
-    """Return the shape of a tensor of known rank.
-
-    Raises:
-        InternalError: It is unknown.
-    """
+    """Return the shape of a tensor of known rank."""
     if tensor.shape is None:
         raise InternalError(f"the shape of tensor '{tensor.name}' is not known")
     return tuple(tensor.shape)

@@ -135,11 +135,7 @@ def _read(node: Node) -> Contraction:
 
 
 def _pair(one: str, other: str, output: str, first: int, second: int) -> Product:
-    """The product of two operands whose result has the letters of `output`.
-
-    Raises:
-        NotAProduct: It is none.
-    """
+    """The product of two operands whose result has the letters of `output`."""
     batch = [letter for letter in one if letter in other and letter in output]
     summed = [letter for letter in one if letter in other and letter not in output]
     left = [letter for letter in one if letter not in other]
@@ -167,11 +163,7 @@ def _pair(one: str, other: str, output: str, first: int, second: int) -> Product
 
 
 def _cheapest(operands: Sequence[str], output: str, lengths: dict[str, int]) -> tuple[Product, Product]:
-    """Two products of three operands, in the order that costs least.
-
-    Raises:
-        NotAProduct: No order is made of matrix products.
-    """
+    """Two products of three operands, in the order that costs least."""
     found: list[tuple[int, tuple[Product, Product]]] = []
     refusals: list[str] = []
     for last in range(3):

@@ -58,11 +58,7 @@ class Reader:
 
 
 def numbered(tensor: Tensor, axes: tuple[int, ...]) -> Numbers:
-    """Return channel numbers in the shape of a tensor, counted along `axes`, the last one fastest.
-
-    Raises:
-        NotFollowed: More than one dimension is unknown, or an axis does not exist.
-    """
+    """Return channel numbers in the shape of a tensor, counted along `axes`, the last one fastest."""
     sizes = dimensions(tensor)
     if sizes is None:
         raise NotFollowed(f"the rank of '{tensor.name}' is not known")
@@ -81,11 +77,7 @@ def numbered(tensor: Tensor, axes: tuple[int, ...]) -> Numbers:
 
 
 def channel_axes(norm: Node) -> tuple[int, ...]:
-    """Return axes that the scale of a norm varies along.
-
-    Raises:
-        NotFollowed: The rank of its input is unknown.
-    """
+    """Return axes that the scale of a norm varies along."""
     shape = norm.inputs[0].shape
     if shape is None:
         raise NotFollowed("the rank of what it normalizes is not known")
@@ -107,9 +99,6 @@ def linear_readers(
         numbers: Channel numbers in the shape of the tensor.
         between: Further operators that may stand in between: elementwise ones and those of `PARTS`.
         first: Readers of the tensor to follow; None for all.
-
-    Raises:
-        NotFollowed: Another operator reads it, or a weight row meets several channels.
     """
     found: list[Reader] = []
     if first is None and model.is_output(tensor):
@@ -201,11 +190,7 @@ def _foreign(tensor: Tensor) -> Numbers:
 
 
 def moved(node: Node, numbers: Numbers) -> Numbers:
-    """Apply a layout operator to channel numbers.
-
-    Raises:
-        NotFollowed: Its effect on a batch of that length is unknown.
-    """
+    """Apply a layout operator to channel numbers."""
     try:
         return _moved(node, numbers)
     except ValueError as error:
@@ -213,11 +198,7 @@ def moved(node: Node, numbers: Numbers) -> Numbers:
 
 
 def along(numbers: Numbers, axis: int) -> Numbers:
-    """Return the channel of each position along an axis.
-
-    Raises:
-        NotFollowed: Positions along another axis belong to another channel.
-    """
+    """Return the channel of each position along an axis."""
     first = np.moveaxis(numbers, axis, -1).reshape(-1, numbers.shape[axis])
     if not (first == first[0]).all():
         raise NotFollowed("a row of a weight meets several channels")
@@ -225,11 +206,7 @@ def along(numbers: Numbers, axis: int) -> Numbers:
 
 
 def by_channel(numbers: Numbers, values: npt.NDArray[np.floating], channels: int) -> npt.NDArray[np.float64]:
-    """Return one value for each channel from a constant that broadcasts against a tensor.
-
-    Raises:
-        NotFollowed: It varies within a channel, or adds axes to the tensor.
-    """
+    """Return one value for each channel from a constant that broadcasts against a tensor."""
     if values.ndim > numbers.ndim:
         raise NotFollowed("a constant adds axes to the tensor")
     try:

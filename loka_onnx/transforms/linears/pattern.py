@@ -68,11 +68,7 @@ def is_candidate(node: Node) -> bool:
 
 
 def read_linear(model: GraphModel, node: Node) -> Linear:
-    """Read the linear layer of a product with one constant operand.
-
-    Raises:
-        NotLinear: Its form is not one that is rewritten.
-    """
+    """Read the linear layer of a product with one constant operand."""
     on_left = is_constant(node.inputs[0])
     weight, source = node.inputs[0 if on_left else 1], node.inputs[1 if on_left else 0]
     shape = values_of(weight).shape

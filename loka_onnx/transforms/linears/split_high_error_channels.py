@@ -198,11 +198,7 @@ def channel_errors(weight: npt.NDArray[np.floating], amax: Doubles, rows: Double
 
 
 def _readable(model: GraphModel, node: Any) -> Linear:
-    """Read the linear of a site.
-
-    Raises:
-        NotLinear: It cannot be split.
-    """
+    """Read the linear of a site."""
     if node is None:
         raise NotLinear("there is no node of that name")
     if not is_candidate(node):

@@ -126,11 +126,7 @@ def verify_split(split: SparseSplit, whole: Path, rows: Sequence[Arrays], direct
 
 
 def describe_halves(split: SparseSplit, whole: ModelArtifact, directory: Path) -> Halves:
-    """Return the halves that `verify_split` has written, as artifacts.
-
-    Raises:
-        InternalError: A site of the whole is missing in the dense half.
-    """
+    """Return the halves that `verify_split` has written, as artifacts."""
     specs = {spec.name: spec for spec in (*whole.inputs, *split.cut)}
 
     def half(graph: GraphModel, name: str, outputs: tuple[TensorSpec, ...]) -> ModelArtifact:

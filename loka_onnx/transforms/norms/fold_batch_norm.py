@@ -201,11 +201,7 @@ def _read_batch_norm(node: Node) -> _Affine | None:
 
 
 def _read_before(model: GraphModel, node: Node) -> FoldedBatchNorm:
-    """Return the linears that can take over a BatchNormalization in front of them.
-
-    Raises:
-        NotFollowed: It is folded on neither side; the message says why.
-    """
+    """Return the linears that can take over a BatchNormalization in front of them."""
     affine = _read_batch_norm(node)
     if affine is None:
         raise NotFollowed("its statistics are not constant, or the rank of its input is not known")
@@ -224,11 +220,7 @@ def _read_before(model: GraphModel, node: Node) -> FoldedBatchNorm:
 
 
 def _tell_of_factors(model: GraphModel, node: Node) -> None:
-    """Report factors that stay behind a linear.
-
-    Raises:
-        NotFollowed: They look like those of a BatchNorm.
-    """
+    """Report factors that stay behind a linear."""
     constants = [tensor for tensor in node.inputs if is_constant(tensor)]
     others = [tensor for tensor in node.inputs if not is_constant(tensor)]
     if len(constants) != 1 or not others or _linear_behind(others[0]) is None:

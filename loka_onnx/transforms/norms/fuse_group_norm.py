@@ -196,11 +196,7 @@ def _read_primitives(node: Node) -> _Core:
 def _in_groups(
     values: Channels | None, sizes: tuple[Dim, ...], channels: int, norm: GroupedNorm
 ) -> Channels | None:
-    """Return one element for each channel of a constant that broadcasts against the grouped channels.
-
-    Raises:
-        NotFused: It varies along another axis.
-    """
+    """Return one element for each channel of a constant that broadcasts against the grouped channels."""
     if values is None:
         return None
     groups = int(sizes[1])

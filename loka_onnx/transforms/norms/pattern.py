@@ -103,9 +103,6 @@ def over_last_axes(norm: DecomposedNorm) -> DecomposedNorm:
     """Return the norm in operator form: last axes, averaged squares, scale along the axes.
 
     Where squares are added over K elements, sum(d·d) + ε = K·(mean(d·d) + ε/K).
-
-    Raises:
-        NotFused: It has no such form.
     """
     if norm.axes != tuple(range(-len(norm.axes), 0)):
         raise NotFused(f"it normalizes axes {list(norm.axes)}, which are not the last ones", norm)
@@ -141,11 +138,7 @@ def module_of(node: Node) -> str:
 
 
 def nodes_between(source: Tensor, result: Tensor) -> tuple[Node, ...]:
-    """Return the nodes that compute a tensor from another one and from constants.
-
-    Raises:
-        NotANorm: They read a third tensor.
-    """
+    """Return the nodes that compute a tensor from another one and from constants."""
     stops = {id(tensor) for tensor in lossless_chain(source)}
     found: dict[int, Node] = {}
     pending = [result]

@@ -26,12 +26,7 @@ from loka_onnx.transforms.norms.walk import Moment, NearMiss, NotANorm, origin, 
 
 
 def read_norm(node: Node) -> DecomposedNorm:
-    """Read the norm that ends at a node, without a further scale and shift.
-
-    Raises:
-        NearMiss: It comes close to a norm.
-        NotANorm: It is something else.
-    """
+    """Read the norm that ends at a node, without a further scale and shift."""
     if node.op in {"Add", "Sub"}:
         norm = _read_distributed(node)
     elif node.op in {"Div", "Mul"}:
@@ -248,11 +243,7 @@ def _read_offset(node: Node, position: int, factor: Tensor, mean: Centred) -> Te
 
 
 def _check_product(tensor: Tensor, factor: Tensor, mean: Centred, *, is_negative: bool) -> None:
-    """Check that a tensor is ``m·s``, or its negative.
-
-    Raises:
-        NotANorm: It is something else.
-    """
+    """Check that a tensor is ``m·s``, or its negative."""
     node = producer(tensor)
     if node is not None and node.op == "Neg":
         node, is_negative = producer(node.inputs[0]), not is_negative

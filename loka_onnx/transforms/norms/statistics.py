@@ -56,12 +56,7 @@ class Centred:
 
 
 def read_root(tensor: Tensor) -> Root:
-    """Trace a tensor back to the mean or sum of squares that it is the root of.
-
-    Raises:
-        NearMiss: It is close to such a root.
-        NotANorm: It is something else.
-    """
+    """Trace a tensor back to the mean or sum of squares that it is the root of."""
     return _read_root(tensor, Walk())
 
 
@@ -70,9 +65,6 @@ def read_mean(tensor: Tensor, walk: Walk | None = None) -> Centred:
 
     Args:
         walk: Use of the mean; None where it must broadcast against its source.
-
-    Raises:
-        NotANorm: It is something else.
     """
     walk = walk or Walk()
     scaled = _unscaled(walk.to(tensor), walk)
@@ -88,11 +80,7 @@ def read_mean(tensor: Tensor, walk: Walk | None = None) -> Centred:
 
 
 def read_centred(tensor: Tensor) -> Centred:
-    """Read ``x − mean(x)``.
-
-    Raises:
-        NotANorm: It is something else.
-    """
+    """Read ``x − mean(x)``."""
     node = producer(tensor)
     if node is None or node.op not in {"Sub", "Add"}:
         raise NotANorm("no difference")
@@ -188,12 +176,7 @@ def _bounded(node: Node, number: float) -> str:
 
 
 def read_moment(node: Node, walk: Walk) -> Moment:
-    """Read the mean or sum of squares that a node computes, with a walk behind it.
-
-    Raises:
-        NearMiss: It is close to one.
-        NotANorm: It is something else.
-    """
+    """Read the mean or sum of squares that a node computes, with a walk behind it."""
     if node.op == "Relu":
         # Max(variance, 0) guards against rounding: no change in exact arithmetic.
         return read_moment(walk.to(node.inputs[0]), walk)

@@ -89,11 +89,7 @@ class Walk:
         return other
 
     def to(self, tensor: Tensor) -> Node:
-        """Return the node that computes a tensor, behind layout nodes and conversions.
-
-        Raises:
-            NotANorm: The tensor is a constant or an input, or the way is too long.
-        """
+        """Return the node that computes a tensor, behind layout nodes and conversions."""
         while True:
             node = producer(tensor)
             self._steps += 1
@@ -108,11 +104,7 @@ class Walk:
             tensor = node.inputs[0]
 
     def arrive(self, reduction: Node, axes: tuple[int, ...], moment: Moment | None = None) -> None:
-        """Check the way from a reduction over these axes.
-
-        Raises:
-            NearMiss: The statistic was rounded on the way, or does not broadcast against the reduced tensor.
-        """
+        """Check the way from a reduction over these axes."""
         if self._roundings:
             raise NearMiss(f"its statistics pass through {self._roundings[-1]}", moment)
         is_arranged = (
@@ -160,11 +152,7 @@ def static_length(tensor: Tensor, axes: tuple[int, ...]) -> int | None:
 
 
 def reduced_axes(reduce: Node) -> tuple[int, ...]:
-    """Return axes of a reduction, negative and ascending.
-
-    Raises:
-        NotANorm: They are not constant, or the rank is unknown.
-    """
+    """Return axes of a reduction, negative and ascending."""
     shape = reduce.inputs[0].shape
     every = [0] if shape is None else list(range(len(shape)))
     if reduce.op == "GlobalAveragePool":
