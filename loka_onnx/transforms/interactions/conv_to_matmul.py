@@ -22,14 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.core.rewrite import Applied
 from loka_onnx.core.site import LEAST_FP8
 from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, values_of
-from loka_onnx.transforms.base import Found, Mod
-
-
-class NotPointwise(Exception):
-    """The convolution is no such matrix product; the message says why."""
+from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
 
 
 @dataclass(frozen=True)
@@ -62,16 +58,8 @@ class ConvToMatMul(Mod[Pointwise]):
 
     def match(self, model: GraphModel) -> Found[Pointwise]:
         """Match convolutions of kernel size 1 that FP8 products can serve."""
-        matches: list[Pointwise] = []
-        declined: list[Declined] = []
-        for node in model.nodes:
-            if node.op != "Conv":
-                continue
-            try:
-                matches.append(_read(node, self._least))
-            except NotPointwise as reason:
-                declined.append(Declined(node.name, str(reason)))
-        return Found(tuple(matches), tuple(declined))
+        nodes = (node for node in model.nodes if node.op == "Conv")
+        return find(nodes, lambda node: _read(node, self._least))
 
     def rewrite(self, model: GraphModel, match: Pointwise) -> Applied:
         """Replace the Conv by a product of the same name."""
@@ -99,25 +87,25 @@ def _read(node: Node, least: int) -> Pointwise:
     source, weight, *rest = node.inputs
     biases = [tensor for tensor in rest if tensor.name]
     if not all(map(is_constant, [weight, *biases])):
-        raise NotPointwise("its weight or its bias is computed")
+        raise NotRewritten("its weight or its bias is computed")
     values = values_of(weight)
     kernel = values.shape[2:]
     if any(length != 1 for length in kernel):
-        raise NotPointwise(f"its kernel is {' × '.join(map(str, kernel))}, not 1")
+        raise NotRewritten(f"its kernel is {' × '.join(map(str, kernel))}, not 1")
     for attribute, plain in (("group", 1), ("strides", 1), ("pads", 0)):
         given = np.atleast_1d(node.attrs.get(attribute, plain))
         if (given != plain).any():
-            raise NotPointwise(f"it has {attribute} {given.tolist()}")
+            raise NotRewritten(f"it has {attribute} {given.tolist()}")
     if node.outputs[0].dtype is None or element_type(node.outputs[0].dtype) not in {
         onnx.TensorProto.FLOAT,
         onnx.TensorProto.DOUBLE,
     }:
-        raise NotPointwise("its operands are not known to be FP32")
+        raise NotRewritten("its operands are not known to be FP32")
     if min(values.shape[:2]) < least:
-        raise NotPointwise(f"{values.shape[1]} → {values.shape[0]} channels: FP8 products begin at {least}")
+        raise NotRewritten(f"{values.shape[1]} → {values.shape[0]} channels: FP8 products begin at {least}")
     positions = tuple(length if isinstance(length, int) else -1 for length in (source.shape or ())[2:])
     if len(positions) != len(kernel) or (len(positions) > 1 and positions.count(-1) > 1):
-        raise NotPointwise(
+        raise NotRewritten(
             f"of its input's shape {source.shape} more than one axis of positions is not known"
         )
     return Pointwise(

@@ -22,9 +22,9 @@ from math import prod
 import numpy as np
 import onnx
 
-from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.core.rewrite import Applied
 from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, values_of
-from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
 
 NOMINAL_LENGTH = 256
 """Length of a dynamic axis where costs are compared."""
@@ -36,10 +36,6 @@ _FLOATS = frozenset(
         onnx.TensorProto.BFLOAT16,
     }
 )
-
-
-class NotAProduct(Exception):
-    """The Einsum is not made of matrix products; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +80,7 @@ class EinsumToMatMul(Mod[Contraction]):
 
     def match(self, model: GraphModel) -> Found[Contraction]:
         """Match Einsums that are matrix products."""
-        matches: list[Contraction] = []
-        declined: list[Declined] = []
-        for node in model.nodes:
-            if node.op != "Einsum":
-                continue
-            try:
-                matches.append(_read(node))
-            except NotAProduct as reason:
-                declined.append(Declined(node.name, str(reason)))
-        return Found(tuple(matches), tuple(declined))
+        return find((node for node in model.nodes if node.op == "Einsum"), _read)
 
     def rewrite(self, model: GraphModel, match: Contraction) -> Applied:
         """Replace the Einsum; the last product takes its name."""
@@ -122,13 +109,13 @@ def _read(node: Node) -> Contraction:
     terms, arrow, output = text.partition("->")
     operands = tuple(terms.split(","))
     if not arrow or "." in text:
-        raise NotAProduct(f"'{text}' leaves its output or its batch axes implicit")
+        raise NotRewritten(f"'{text}' leaves its output or its batch axes implicit")
     if len(operands) not in (2, 3):
-        raise NotAProduct(f"'{text}' has {len(operands)} operands, not 2 or 3")
+        raise NotRewritten(f"'{text}' has {len(operands)} operands, not 2 or 3")
     if any(len(set(term)) < len(term) for term in (*operands, output)):
-        raise NotAProduct(f"'{text}' reads a diagonal")
+        raise NotRewritten(f"'{text}' reads a diagonal")
     if node.outputs[0].dtype is None or element_type(node.outputs[0].dtype) not in _FLOATS:
-        raise NotAProduct("its operands are not known to be of a floating type")
+        raise NotRewritten("its operands are not known to be of a floating type")
     if len(operands) == 2:
         return Contraction(node, operands, output, (_pair(operands[0], operands[1], output, 0, 1),))
     return Contraction(node, operands, output, _cheapest(operands, output, _lengths(node, operands)))
@@ -142,11 +129,11 @@ def _pair(one: str, other: str, output: str, first: int, second: int) -> Product
     right = [letter for letter in other if letter not in one]
     text = f"'{one},{other}->{output}'"
     if any(letter not in output for letter in (*left, *right)):
-        raise NotAProduct(f"{text} sums over an axis of one operand")
+        raise NotRewritten(f"{text} sums over an axis of one operand")
     if len(summed) != 1:
-        raise NotAProduct(f"{text} sums over {len(summed)} axes, a matrix product over one")
+        raise NotRewritten(f"{text} sums over {len(summed)} axes, a matrix product over one")
     if not left or not right or len(left) + len(right) > (2 if batch else 1 + max(len(left), len(right))):
-        raise NotAProduct(f"{text} is not a product of two matrices, or a stack of them")
+        raise NotRewritten(f"{text} is not a product of two matrices, or a stack of them")
     head, k = "".join(batch), summed[0]
     candidates = [
         Product(
@@ -173,13 +160,13 @@ def _cheapest(operands: Sequence[str], output: str, lengths: dict[str, int]) -> 
         try:
             inner = _pair(operands[first], operands[second], between, first, second)
             outer = _pair(operands[last], inner.result, output, 0, 1)
-        except NotAProduct as reason:
+        except NotRewritten as reason:
             refusals.append(str(reason))
             continue
         cost = sum(prod(lengths[letter] for letter in {*p.left, *p.right}) for p in (inner, outer))
         found.append((cost, (inner, outer)))
     if not found:
-        raise NotAProduct("; ".join(refusals))
+        raise NotRewritten("; ".join(refusals))
     return min(found, key=lambda item: item[0])[1]
 
 

@@ -28,8 +28,8 @@ import numpy as np
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, values_of
 from loka_onnx.graph.naming import merged_name
-from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.linears.pattern import Linear, NotLinear, is_candidate, read_linear
+from loka_onnx.transforms.base import Found, Mod, NotRewritten
+from loka_onnx.transforms.linears.pattern import Linear, is_candidate, read_linear
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _groups(model: GraphModel, declined: list[Declined]) -> list[list[Linear]]:
         for node in nodes if len(nodes) > 1 else ():
             try:
                 layer = read_linear(model, node)
-            except NotLinear as reason:
+            except NotRewritten as reason:
                 declined.append(Declined(node.name, str(reason)))
                 continue
             groups[source, layer.on_left, str(values_of(layer.weight).dtype)].append(layer)

@@ -29,8 +29,8 @@ import numpy as np
 
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, shape_of, values_of
-from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.linears.pattern import Linear, NotLinear, is_candidate, read_linear
+from loka_onnx.transforms.base import Found, Mod, NotRewritten
+from loka_onnx.transforms.linears.pattern import Linear, is_candidate, read_linear
 from loka_onnx.transforms.linears.widening import (
     Widened,
     readers_behind,
@@ -207,7 +207,7 @@ def _read_layers(model: GraphModel, declined: list[Declined]) -> dict[int, Linea
             reason = "its weight stands on the left" if layer.on_left else ""
             if len(layer.weight.outputs) > 1:
                 reason = "its weight has other readers, of which each would need a padded copy"
-        except NotLinear as error:
+        except NotRewritten as error:
             reason = str(error)
         if not reason:
             layers[id(node)] = layer

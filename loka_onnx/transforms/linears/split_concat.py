@@ -21,10 +21,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.core.rewrite import Applied
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, producer, shape_of
-from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.linears.pattern import Linear, NotLinear, is_candidate, read_linear, static_dim
+from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
+from loka_onnx.transforms.linears.pattern import Linear, is_candidate, made_by, read_linear, static_dim
 
 
 @dataclass(frozen=True)
@@ -54,26 +54,7 @@ class SplitConcat(Mod[Concatenated]):
 
     def match(self, model: GraphModel) -> Found[Concatenated]:
         """Match layers that read a Concat along their K."""
-        matches: list[Concatenated] = []
-        declined: list[Declined] = []
-        for node in model.nodes:
-            if not is_candidate(node):
-                continue
-            try:
-                layer = read_linear(model, node)
-            except NotLinear:
-                continue
-            concat = producer(layer.source)
-            if layer.on_left or concat is None or concat.op != "Concat":
-                continue
-            if int(concat.attrs["axis"]) not in (-1, len(shape_of(layer.source)) - 1):
-                continue
-            parts = _parts(concat)
-            if isinstance(parts, str):
-                declined.append(Declined(node.name, parts))
-            else:
-                matches.append(Concatenated(layer, concat, parts))
-        return Found(tuple(matches), tuple(declined))
+        return find(filter(is_candidate, model.nodes), lambda node: _read(model, node))
 
     def rewrite(self, model: GraphModel, match: Concatenated) -> Applied:
         """Give the site the first part and add the products of the others."""
@@ -98,11 +79,22 @@ class SplitConcat(Mod[Concatenated]):
         return Applied(site, f"K {layer.k} → {widths}, the products of '{match.concat.name}' apart", origins)
 
 
-def _parts(concat: Node) -> tuple[ConcatPart, ...] | str:
-    """Return the parts, or the reason why the Concat stays whole."""
+def _read(model: GraphModel, node: Node) -> Concatenated | None:
+    """Return a layer that reads a Concat along its K; None for other layers."""
+    try:
+        layer = read_linear(model, node)
+    except NotRewritten:
+        return None
+    concat = made_by(layer.source, "Concat")
+    if concat is None or layer.on_left or concat.attrs["axis"] not in (-1, len(shape_of(layer.source)) - 1):
+        return None
+    return Concatenated(layer, concat, _parts(concat))
+
+
+def _parts(concat: Node) -> tuple[ConcatPart, ...]:
     widths = [static_dim(tensor, -1) for tensor in concat.inputs]
     if any(width is None for width in widths):
-        return "the width of a part of its Concat is not known"
+        raise NotRewritten("the width of a part of its Concat is not known")
     ends = np.cumsum([0, *(width or 0 for width in widths)])
     shared: list[ConcatPart] = []
     tensors: list[Tensor] = []
@@ -115,12 +107,10 @@ def _parts(concat: Node) -> tuple[ConcatPart, ...] | str:
             tensors.append(tensor)
             rows += range(start, end)
     if not tensors:
-        return "every part of its Concat is the same for every row"
+        raise NotRewritten("every part of its Concat is the same for every row")
     if not shared:
-        return (
-            "no part of its Concat is the same for every row: the copy costs less than "
-            f"{len(tensors)} products"
-        )
+        reason = "no part of its Concat is the same for every row: the copy costs less than"
+        raise NotRewritten(f"{reason} {len(tensors)} products")
     return (ConcatPart(tuple(tensors), tuple(rows)), *shared)
 
 

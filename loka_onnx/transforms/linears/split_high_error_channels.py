@@ -39,8 +39,8 @@ from loka_onnx.errors import TransformError
 from loka_onnx.graph.model import GraphModel, shape_of, values_of
 from loka_onnx.numerics.float8 import fake_quantize
 from loka_onnx.numerics.scales import amax_scale, weight_scales
-from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.linears.pattern import Linear, NotLinear, is_candidate, read_linear
+from loka_onnx.transforms.base import Found, Mod, NotRewritten
+from loka_onnx.transforms.linears.pattern import Linear, is_candidate, read_linear
 from loka_onnx.transforms.linears.site_rows import SiteRows, read_rows
 
 ALIGNMENT = 16
@@ -108,7 +108,7 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
         for site in self._left:
             try:
                 linears[site] = _readable(model, nodes.get(site))
-            except NotLinear as reason:
+            except NotRewritten as reason:
                 declined.append(Declined(site, str(reason)))
         read = read_rows(model, linears, self._rows, self._scratch) if linears else {}
         matches: list[ChannelSplit] = []
@@ -200,10 +200,10 @@ def channel_errors(weight: npt.NDArray[np.floating], amax: Doubles, rows: Double
 def _readable(model: GraphModel, node: Any) -> Linear:
     """Read the linear of a site."""
     if node is None:
-        raise NotLinear("there is no node of that name")
+        raise NotRewritten("there is no node of that name")
     if not is_candidate(node):
-        raise NotLinear("it is no product with one constant operand")
+        raise NotRewritten("it is no product with one constant operand")
     linear = read_linear(model, node)
     if linear.on_left:
-        raise NotLinear("its weight stands on the left")
+        raise NotRewritten("its weight stands on the left")
     return linear

@@ -23,20 +23,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.core.rewrite import Applied
 from loka_onnx.graph.layout import LAYOUT_OPS, layout_root
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer, values_of
-from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.graph.moves import Numbers
+from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
 from loka_onnx.transforms.linears.channel_paths import (
-    NotFollowed,
-    Numbers,
     Reader,
     by_channel,
     linear_readers,
     moved,
     numbered,
 )
-from loka_onnx.transforms.linears.pattern import NotLinear, is_candidate, only_reader, read_linear
+from loka_onnx.transforms.linears.pattern import is_candidate, only_reader, read_linear
 from loka_onnx.transforms.linears.scaling import Vector, absorb_before, absorb_behind
 
 _OP = "BatchNormalization"
@@ -83,18 +82,8 @@ class FoldBatchNorm(Mod[FoldedBatchNorm]):
             if found is not None:
                 matches.append(found)
         taken = {id(step) for match in matches for step in match.steps}
-        declined: list[Declined] = []
-        for node in model.nodes:
-            if id(node) in taken:
-                continue
-            try:
-                if node.op == _OP:
-                    matches.append(_read_before(model, node))
-                elif node.op == "Mul":
-                    _tell_of_factors(model, node)
-            except NotFollowed as reason:
-                declined.append(Declined(node.name, str(reason)))
-        return Found(tuple(matches), tuple(declined))
+        rest = find((n for n in model.nodes if id(n) not in taken), lambda node: _read_before(model, node))
+        return Found((*matches, *rest.matches), rest.declined)
 
     def rewrite(self, model: GraphModel, match: FoldedBatchNorm) -> Applied:
         """Fold one BatchNorm."""
@@ -133,7 +122,7 @@ def _read_behind(model: GraphModel, product: Node) -> FoldedBatchNorm | None:
     """Return the nodes that scale and shift the outputs of a linear; None for none."""
     try:
         linear = read_linear(model, product)
-    except NotLinear:
+    except NotRewritten:
         return None
     folded = FoldedBatchNorm((), product, (), np.ones(linear.n), np.zeros(linear.n))
     has_factors = False
@@ -149,9 +138,9 @@ def _read_behind(model: GraphModel, product: Node) -> FoldedBatchNorm | None:
             try:
                 numbers = numbered(linear.result, (-2 if linear.on_left else -1,))
                 for node in layout:
-                    numbers = moved(node, numbers)
+                    (numbers,) = moved(node, node.inputs[0], numbers)
                 folded = _with_step(folded, affine, numbers)
-            except NotFollowed:
+            except NotRewritten:
                 break
             has_factors = has_factors or reader.op != "Add"
         tensor = reader.outputs[0]
@@ -200,34 +189,40 @@ def _read_batch_norm(node: Node) -> _Affine | None:
 # Before linears, and what stays -------------------------------------------------------------------------
 
 
-def _read_before(model: GraphModel, node: Node) -> FoldedBatchNorm:
-    """Return the linears that can take over a BatchNormalization in front of them."""
+def _read_before(model: GraphModel, node: Node) -> FoldedBatchNorm | None:
+    """Return the linears that can take over a BatchNormalization in front of them; None for other nodes."""
+    if node.op == "Mul":
+        _decline_factors(model, node)
+    if node.op != _OP:
+        return None
     affine = _read_batch_norm(node)
     if affine is None:
-        raise NotFollowed("its statistics are not constant, or the rank of its input is not known")
+        raise NotRewritten("its statistics are not constant, or the rank of its input is not known")
     behind = _why_not_behind(model, node)
     try:
         source = layout_root(node.inputs[0]).tensor
         if producer(source) is None:
-            raise NotFollowed(f"it normalizes the input '{source.name}', whose raw values would be quantized")
+            raise NotRewritten(
+                f"it normalizes the input '{source.name}', whose raw values would be quantized"
+            )
         result = node.outputs[0]
         readers = linear_readers(model, result, numbered(node.inputs[0], (1,)))
-    except NotFollowed as reason:
-        raise NotFollowed(
+    except NotRewritten as reason:
+        raise NotRewritten(
             f"not folded into a linear in front of it: {behind}; nor behind it: {reason}"
         ) from reason
     return FoldedBatchNorm((node,), None, readers, affine.scale.reshape(-1), affine.shift.reshape(-1))
 
 
-def _tell_of_factors(model: GraphModel, node: Node) -> None:
+def _decline_factors(model: GraphModel, node: Node) -> None:
     """Report factors that stay behind a linear."""
     constants = [tensor for tensor in node.inputs if is_constant(tensor)]
     others = [tensor for tensor in node.inputs if not is_constant(tensor)]
     if len(constants) != 1 or not others or _linear_behind(others[0]) is None:
         return
     if values_of(constants[0]).size < 2:
-        raise NotFollowed("one factor for every channel, which may be a temperature")
-    raise NotFollowed(f"not folded into the linear in front of it: {_why_not_behind(model, node)}")
+        raise NotRewritten("one factor for every channel, which may be a temperature")
+    raise NotRewritten(f"not folded into the linear in front of it: {_why_not_behind(model, node)}")
 
 
 def _linear_behind(tensor: Tensor) -> Node | None:
@@ -245,7 +240,7 @@ def _why_not_behind(model: GraphModel, node: Node) -> str:
         return "there is none"
     try:
         read_linear(model, product)
-    except NotLinear as reason:
+    except NotRewritten as reason:
         return str(reason)
     tensor = data
     while tensor is not product.outputs[0]:

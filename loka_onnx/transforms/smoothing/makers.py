@@ -24,20 +24,20 @@ import numpy as np
 
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, shape_of, values_of
+from loka_onnx.graph.moves import Numbers
 from loka_onnx.graph.shape_values import dimensions
+from loka_onnx.transforms.base import NotRewritten
 from loka_onnx.transforms.linears.channel_paths import (
     HOMOGENEOUS,
     NORMS_WITH_SCALE,
     PARTS,
-    NotFollowed,
-    Numbers,
     Reader,
     by_channel,
     channel_axes,
     linear_readers,
     numbered,
 )
-from loka_onnx.transforms.linears.pattern import NotLinear, is_candidate, read_linear
+from loka_onnx.transforms.linears.pattern import is_candidate, read_linear
 from loka_onnx.transforms.linears.scaling import Vector, absorb_before, absorb_behind
 
 _BETWEEN = HOMOGENEOUS | PARTS
@@ -96,7 +96,7 @@ def find_makers(model: GraphModel) -> Makers:
             tensor, numbers = _made_by(model, node)
             readers = linear_readers(model, tensor, numbers, _BETWEEN)
             found.append(Maker(node.name, node, tensor, int(numbers.max()) + 1, readers))
-        except NotFollowed as reason:
+        except NotRewritten as reason:
             # Without a linear reader there is nothing to report.
             if any(is_candidate(reader) for reader in _soon_behind(tensor)):
                 declined.append(Declined(node.name, f"its output is not smoothed: {reason}"))
@@ -132,20 +132,17 @@ def _made_by(model: GraphModel, node: Node) -> tuple[Tensor, Numbers]:
     """Return the result of a node, bias included, and the channel numbers of its elements."""
     if node.op in NORMS_WITH_SCALE:
         if not all(is_constant(tensor) for tensor in node.inputs[1:3] if tensor.name):
-            raise NotFollowed(f"the scale of '{node.name}' is not constant")
+            raise NotRewritten(f"the scale of '{node.name}' is not constant")
         return node.outputs[0], numbered(node.inputs[0], channel_axes(node))
     if is_candidate(node):
-        try:
-            linear = read_linear(model, node)
-        except NotLinear as reason:
-            raise NotFollowed(str(reason)) from reason
+        linear = read_linear(model, node)
         return linear.result, numbered(linear.result, (-2 if linear.on_left else -1,))
     position = _constant_of(node)
     if position is None:
-        raise NotFollowed("it multiplies with no constant")
+        raise NotRewritten("it multiplies with no constant")
     numbers = numbered(node.outputs[0], (-1,))
     if numbers.ndim < 2 or (dimensions(node.outputs[0]) or ())[-1:] != (numbers.shape[-1],):
-        raise NotFollowed("it has no channels")
+        raise NotRewritten("it has no channels")
     by_channel(numbers, values_of(node.inputs[position]), numbers.shape[-1])
     return node.outputs[0], numbers
 
@@ -160,11 +157,11 @@ def _constant_of(node: Node) -> int | None:
 def _of_input(model: GraphModel, tensor: Tensor, declined: list[Declined]) -> Maker | None:
     try:
         if np.dtype(tensor.dtype).kind != "f":
-            raise NotFollowed(f"it holds {np.dtype(tensor.dtype).name}, not features")
+            raise NotRewritten(f"it holds {np.dtype(tensor.dtype).name}, not features")
         numbers = numbered(tensor, (-1,))
         if numbers.ndim < 2 or (dimensions(tensor) or ())[-1:] != (numbers.shape[-1],):
-            raise NotFollowed("it has no channels")
-    except NotFollowed as reason:
+            raise NotRewritten("it has no channels")
+    except NotRewritten as reason:
         declined.append(Declined(tensor.name, f"the input is not scaled: {reason}"))
         return None
     readers: list[Reader] = []
@@ -173,7 +170,7 @@ def _of_input(model: GraphModel, tensor: Tensor, declined: list[Declined]) -> Ma
         try:
             readers += linear_readers(model, tensor, numbers, _BETWEEN, [node])
             taking.append(node)
-        except NotFollowed as reason:
+        except NotRewritten as reason:
             declined.append(Declined(tensor.name, f"'{node.name}' reads the input without scales: {reason}"))
     if not readers:
         return None
