@@ -22,15 +22,7 @@ _ADVICE = re.compile(
 
 
 def save_checkpoint(path: str | Path, weights: Mapping[str, Tensor]) -> None:
-    """Write weights, as safetensors or by `torch.save` after the suffix; the whole file or none.
-
-    Args:
-        path: The file; its directory exists.
-        weights: Tensors by name, for example a state dict.
-
-    Raises:
-        MissingPackage: The suffix is .safetensors and safetensors is not installed.
-    """
+    """Write weights, as safetensors or by `torch.save` after the suffix; the whole file or none."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.partial")
     # Copies: safetensors refuses shared memory, torch.save would write all of it.
@@ -46,12 +38,9 @@ def save_checkpoint(path: str | Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
-    """Read weights onto the CPU, by name.
+    """Read weights onto the CPU, by name, from a .safetensors file or one written by `torch.save`.
 
-    A `torch.save` file may hold the tensors at its top, or under the one key "state_dict" or "model".
-
-    Args:
-        path: A .safetensors file, or one written by `torch.save`.
+    The latter may hold the tensors at its top, or under the one key "state_dict" or "model".
 
     Raises:
         ModelError: The file is missing, broken, holds more than weights, or no tensors.

@@ -29,16 +29,11 @@ def import_onnx(
 ) -> ModelArtifact:
     """Bring an ONNX file into canonical form and name its sites.
 
-    Args:
-        source: The foreign model.
-        target: Where the canonical model is written.
-        outputs: Judged outputs; each must exist.
-        parity: Agreement with the torch module, if any.
-        link_tables: Whether table files of the source may be linked; the user's are copied.
+    Table files of the source are copied, or linked where `link_tables` allows it.
 
     Raises:
-        ModelError: The model is truncated, has no sites, a static batch, a custom operator, or lacks an
-            output that is to be judged; or ONNX Runtime refuses it.
+        ModelError: The model is truncated, has no sites, a static batch, a custom operator, or lacks a judged
+            output; or ONNX Runtime refuses it.
     """
     canonical = canonicalize(source)
     model = canonical.model

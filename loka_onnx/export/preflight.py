@@ -84,12 +84,7 @@ _REMEDY = {
 
 @dataclass(frozen=True)
 class Finding:
-    """Finding of preflight.
-
-    Attributes:
-        operator: The node that makes it so, with its operator.
-        evidence: The values that show it.
-    """
+    """A fault, the node that makes it with its operator, and the values that show it."""
 
     fault: Fault
     operator: str
@@ -117,12 +112,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batch sizes that a model must take, and rows to run.
-
-    Attributes:
-        rows: Model inputs, any number of rows; repeated if needed.
-        threads: CPU threads of runs that are not compared bit by bit; 0 for all cores.
-    """
+    """Batch sizes that a model must take, and rows to run, repeated if needed; 0 threads for all cores."""
 
     rows: Arrays
     smallest: int = 1
@@ -157,12 +147,10 @@ class Batches:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two batches with rows in common.
+    """Two batches with rows in common, at `places` in each.
 
-    Attributes:
-        places: Positions of the common rows in each.
-        tolerance: Largest accepted difference of their outputs; 0 for equal bits.
-        how: Difference of the second batch from the first, in words.
+    `tolerance` is the largest accepted difference of their outputs, 0 for equal bits; `how` tells the second
+    from the first.
     """
 
     batches: tuple[Arrays, Arrays]
@@ -179,15 +167,7 @@ class _Pair:
 
 
 def preflight(model: GraphModel, batches: Batches, outputs: Sequence[str]) -> tuple[Finding, ...]:
-    """Run a model on a few batches.
-
-    Args:
-        model: A canonical graph.
-        batches: Rows, and the sizes that it must take.
-        outputs: Outputs with one independent entry for each row.
-
-    Returns:
-        The first fault of each kind; empty for a sound model.
+    """Run a canonical model on a few batches; return the first fault of each kind, none for a sound model.
 
     Raises:
         ModelError: ONNX Runtime refuses the model.
@@ -196,10 +176,7 @@ def preflight(model: GraphModel, batches: Batches, outputs: Sequence[str]) -> tu
 
 
 def check_conversion(source: Path, model: GraphModel, batches: Batches, outputs: Sequence[str]) -> None:
-    """Compare a canonical model with its source file on some rows.
-
-    Args:
-        source: The file. Where ONNX Runtime cannot run it as it is, nothing is compared.
+    """Compare a canonical model with its source file on some rows, if ONNX Runtime runs the file as it is.
 
     Raises:
         ModelError: An output moved by more than rounding.

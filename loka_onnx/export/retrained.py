@@ -41,11 +41,8 @@ State = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class EarlierExport:
-    """Earlier export of the same module.
-
-    Attributes:
-        model: The graph; its path is absolute.
-        weights: Reads the weights of that export; empty where they are gone.
+    """Earlier export of the same module; `weights` reads what it was exported with, empty where they are
+    gone.
     """
 
     model: ModelArtifact
@@ -66,16 +63,7 @@ def export_retrained(
     outputs: tuple[OutputSpec, ...],
     earlier: EarlierExport,
 ) -> ModelArtifact:
-    """Export a module into its earlier graph, or anew where the graph differs.
-
-    Args:
-        rows: Example rows, one array per input, the batch on axis 0; parity is measured on all of them.
-        outputs: Judged outputs, in the order in which the module returns them.
-
-    Raises:
-        ExportError: As `export_torch`.
-        ModelError: As `export_torch`.
-    """
+    """Export a module into its earlier graph, or anew where the graph differs; see `export_torch`."""
     found = put_weights(module, rows, target, outputs, earlier)
     return export_torch(module, rows, target, outputs) if isinstance(found, Declined) else found
 

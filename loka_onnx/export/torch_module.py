@@ -83,13 +83,10 @@ def load_builder(reference: str) -> Callable[[], Any]:
 def export_torch(
     module: torch.nn.Module, rows: Arrays, target: Path, outputs: tuple[OutputSpec, ...]
 ) -> ModelArtifact:
-    """Export a module with a dynamic batch and measure its parity with the graph.
+    """Export a module with a dynamic batch and measure its parity with the graph on all rows.
 
     Args:
-        module: The model; its forward takes the inputs in the order of `rows` and returns one tensor or a
-            tuple of them.
-        rows: Example rows, one array per input, the batch on axis 0; at least 2 rows. Parity is measured
-            on all of them.
+        rows: At least 2 example rows, one array per input in the order of the module's, the batch on axis 0.
         target: Where the canonical model is written; weights beyond 1 GiB go beside it.
         outputs: Judged outputs, in the order in which the module returns them.
 
@@ -173,12 +170,7 @@ def _export(
 
 
 def measure_parity(path: Path, rows: Arrays, expected: Mapping[str, torch.Tensor]) -> Parity:
-    """How well a graph agrees with a module.
-
-    Args:
-        path: The graph.
-        rows: One array per input, the batch on axis 0.
-        expected: Outputs of the module on them, by name.
+    """Return how well a graph agrees with the outputs of a module on rows.
 
     Raises:
         ExportError: They differ by more than the tolerance, or an output of the module is not finite.

@@ -17,12 +17,7 @@ from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_consta
 
 @dataclass(frozen=True)
 class Bias:
-    """An added constant.
-
-    Attributes:
-        node: The Gemm or Add.
-        index: Position of the constant among its inputs. A Gemm without a third input will get one.
-    """
+    """A constant that a Gemm or Add adds, and its position; a Gemm without a third input will get one."""
 
     node: Node
     index: int
@@ -52,12 +47,7 @@ def biased(model: GraphModel, product: Node) -> Tensor:
 
 @dataclass(frozen=True)
 class Score:
-    """The logit (or regression) that an output is read from.
-
-    Attributes:
-        tensor: One element for each example.
-        sigmoid: Sigmoid of the probability; None where the logit is the output itself.
-    """
+    """The logit (or regression), one element for each example, and the Sigmoid behind it, if any."""
 
     tensor: Tensor
     sigmoid: Node | None
@@ -66,11 +56,7 @@ class Score:
 def score_of(model: GraphModel, output: str, kind: OutputKind) -> Score | None:
     """Return the logit (or regression) behind an output.
 
-    Args:
-        kind: A probability is the Sigmoid of its logit, perhaps in another layout.
-
-    Returns:
-        The score; None for a probability without a Sigmoid, or with readers in the graph.
+    None for a probability that is not the Sigmoid of its logit, perhaps in another layout, or has readers.
     """
     tensor = next(each for each in model.outputs if each.name == output)
     if kind is not OutputKind.PROBABILITY:

@@ -23,12 +23,8 @@ _LONGEST = 24
 
 @dataclass(frozen=True)
 class Divisor:
-    """An operand that must not become 0.
-
-    Attributes:
-        reader: The node that divides by it, or takes its logarithm.
-        tensor: The operand, which is computed.
-        makers: Nodes that compute it out of sums, squares, roots and guards.
+    """A computed operand that must not become 0, its reader, and nodes that compute it of sums, squares,
+    roots and guards.
     """
 
     reader: Node

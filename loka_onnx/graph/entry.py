@@ -47,12 +47,7 @@ QUANTIZING = frozenset(
 
 @dataclass(frozen=True)
 class Canonical:
-    """A model in canonical form.
-
-    Attributes:
-        producer: Writer of the original.
-        notes: Conversions, for the report.
-    """
+    """A model in canonical form, the writer of the original, and conversions, for the report."""
 
     model: GraphModel
     producer: str

@@ -27,12 +27,7 @@ from loka_onnx.sessions.model_files import data_locations
 
 @dataclass(frozen=True)
 class InMemory:
-    """A model with weights in memory.
-
-    Attributes:
-        proto: The model; its weights are external data with a meaningless location.
-        weights: Their values, by name.
-    """
+    """A model whose weights are external data with a meaningless location, and their values by name."""
 
     proto: onnx.ModelProto
     weights: Mapping[str, Array]
@@ -40,12 +35,8 @@ class InMemory:
 
 @dataclass(frozen=True)
 class Exported:
-    """A model as it is written.
-
-    Attributes:
-        headers: The model with headers for its large weights, without its tables.
-        detached: Values of the large weights.
-        tables: Its embedding tables; locations are absolute paths.
+    """A model as it is written: headers for its large weights, their values, and tables with absolute
+    locations.
     """
 
     headers: onnx.ModelProto

@@ -31,12 +31,7 @@ _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "stash_type"})
 def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
     """Convert a model with weights, inputs or outputs of another float type; edits it.
 
-    Args:
-        proto: The model, without functions.
-        path: Its file; external data lies beside it.
-
-    Returns:
-        Conversions, for the report; empty where nothing was converted.
+    Returns the conversions, for the report.
 
     Raises:
         ModelError: It computes in BF16, or a weight does not fit FP32.

@@ -62,14 +62,10 @@ class _Ids:
 
 
 def id_bounds(model: GraphModel) -> dict[str, tuple[range | None, ...]]:
-    """Return the ids that each column of the integer inputs may hold.
+    """Return the ids that each column of the integer inputs of a canonical graph may hold.
 
-    Args:
-        model: A canonical graph (`graph.entry`).
-
-    Returns:
-        By name of input, for integer inputs (batch,) and (batch, columns): one range for each column, None
-        without a bound. An input with a dynamic number of columns is left out.
+    By name of input, for inputs (batch,) and (batch, columns): one range for each column, None without a
+    bound.
     """
     main = {id(node) for node in model.nodes}
     return {

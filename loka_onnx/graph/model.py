@@ -136,13 +136,8 @@ class GraphModel:
     def save(self, path: Path, *, link_tables: bool = True) -> str:
         """Write the model and its external data; return the digest of the content.
 
-        Unused nodes are removed, the rest is sorted.
-
-        Args:
-            path: The model file; its directory is created.
-            link_tables: Whether table files are hard-linked (copied across file systems all the same). False
-                for files of others: their owner may write into them, and onnx refuses files that have a
-                second name.
+        Unused nodes are removed, the rest is sorted. Table files are hard-linked, or copied where
+        `link_tables` is False: an owner may write into them, and onnx refuses files that have a second name.
         """
         return self.export().write(path, link_tables=link_tables)
 
@@ -387,13 +382,8 @@ class GraphModel:
     def insert_behind(self, tensor: Tensor, op: str, operands: Sequence[Tensor], name: str) -> Tensor:
         """Put a node between a computed tensor and its readers, graph outputs included.
 
-        Args:
-            tensor: Keeps its name, its shape and its readers.
-            op: Operator of the node, which then computes `tensor`.
-            operands: Its inputs after the first.
-
-        Returns:
-            Its first input: the former result of the producer of `tensor`, of unknown shape.
+        The tensor keeps its name, shape and readers, and is computed by the node, of which `operands` are the
+        inputs after the first. Returns that first input, the former result, of unknown shape.
         """
         maker = tensor.inputs[0]
         inner = _tensor(gs.Variable(self.fresh_name(f"{tensor.name}.inner"), dtype=tensor.dtype))

@@ -1,28 +1,19 @@
 """Nodes whose precision is not a question of speed: the logit end of a model, and its residual stream.
 
 **Logit end.** Behind the last product of an output the tensors hold one number for each logit, and every
-error goes into the loss undamped: temperature, Platt scaling, biases, the sum of several logits, clipping,
-the sigmoid. In BF16 a logit between 2 and 4 has a spacing of 2⁻⁶, and each further operation rounds again.
-They cost next to nothing, so they stay in FP32. These are elementwise nodes, and sums over at most `FEW`
-elements, from which an output is reached without another product; and calibration layers that are a product
-themselves, a linear of as many outputs as inputs (`Linear(1, 1)`; vector and matrix scaling, Guo et al.,
-arXiv 1706.04599, section 4). The product that yields the logit is not among them: its own verdict decides,
-and its output is not quantized.
+error goes into the loss undamped. In BF16 a logit between 2 and 4 has a spacing of 2⁻⁶, and each further
+operation rounds again. These nodes cost next to nothing, so they stay in FP32: elementwise nodes, sums over
+at most `FEW` elements from which an output is reached without another product, and calibration layers, a
+linear of as many outputs as inputs (vector and matrix scaling, Guo et al., arXiv 1706.04599, section 4). The
+product that yields the logit is not among them. A tensor that a further product reads as well belongs to the
+logit end only if it is no wider than `FEW` (the CTR logit that the CVR tower reads).
 
-A tensor that a further product reads as well belongs to the logit end only if it is no wider than `FEW` (the
-CTR logit that the CVR tower reads); a hidden state that leaves the model does not.
+**Residual stream.** A block adds to its own input: ``x' = x + f(x)``, with at least one product in f, as
+DCNv2's cross layer ``x0 ⊙ (W·x + b) + x`` (arXiv 2008.13535, equation 1). Rounding the stream loses a part of
+x in every block. FP8 never does, because Q/DQ stand at the operands of products; BF16 does, 2⁻⁹ of x a block.
+FP32 for the stream is offered for deep models, and is not the default.
 
-**Residual stream.** A block adds to its own input: ``x' = x + f(x)``, with at least one product in f.
-DCNv2's cross layer ``x0 ⊙ (W·x + b) + x`` (arXiv 2008.13535, equation 1) is one, a sum of two branches over
-one tensor is none, nor is a learned shortcut ``V·x + f(x)``, which begins a stream. Rounding the stream
-loses a part of x in every block, and no later block can bring it back. FP8 never does: Q/DQ stand at the
-operands of products, and the Add goes on reading the exact tensor. BF16 does: 2⁻⁹ of x a block, .00004 %
-and .0015 % of the loss of a DCNv2 and of a Wukong as a whole, against two bytes more for every element that
-is written and read in FP32, in kernels that memory limits. Hence FP32 for the stream is offered, for deep
-models, and is not the default.
-
-Both are found in one pass over the nodes; which Add reads what has been through a product since is kept in
-bit sets, whose length is the number of Adds.
+Both are found in one pass; which Add reads what has been through a product since is kept in bit sets.
 """
 
 from __future__ import annotations
@@ -73,12 +64,7 @@ _BLOCKS = PRODUCT_OPS | {"Attention", "Conv", "ConvTranspose", "Einsum", "GRU", 
 
 @dataclass(frozen=True)
 class Protected:
-    """A node that should not lose precision.
-
-    Attributes:
-        node: Its name.
-        reason: As a part of a sentence.
-    """
+    """A node that should not lose precision; the reason is a part of a sentence."""
 
     node: str
     reason: str

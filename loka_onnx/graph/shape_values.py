@@ -55,14 +55,9 @@ def read_number(tensor: Tensor) -> float | None:
 def reshaped(
     source: tuple[Dim, ...], target: tuple[Dim, ...], *, zero_copies: bool
 ) -> tuple[Dim, ...] | None:
-    """Return the dimensions after a Reshape.
+    """Return the dimensions after a Reshape to a target with -1 and, if `zero_copies`, 0 for the same length.
 
-    Args:
-        target: Entries of the target, with -1 and 0 as ONNX defines them.
-        zero_copies: Whether 0 stands for the dimension before (``allowzero=0``).
-
-    Returns:
-        None where they are unknown (-1 stands for a product of named dimensions).
+    None where they are unknown (-1 stands for a product of named dimensions).
     """
     if zero_copies:
         if any(entry == 0 and axis >= len(source) for axis, entry in enumerate(target)):

@@ -32,9 +32,7 @@ def is_site(node: Node) -> bool:
 def find_sites(model: GraphModel, merged_from: dict[str, tuple[str, ...]] | None = None) -> tuple[Site, ...]:
     """Return every site of the main graph, in topological order.
 
-    Args:
-        model: A graph whose site nodes carry their site names.
-        merged_from: Origins of sites that a mod created, by site name.
+    `merged_from` has the origins of sites that a mod created, by site name.
     """
     origins = merged_from or {}
     return tuple(describe(node, origins.get(node.name, ())) for node in model.sorted_nodes() if is_site(node))

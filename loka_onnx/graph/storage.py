@@ -90,13 +90,7 @@ def parse_proto(path: Path) -> onnx.ModelProto:
 
 @dataclass(frozen=True)
 class Stored:
-    """Position of a tensor's values in another file.
-
-    Attributes:
-        location: The file, relative to the model.
-        offset: First byte.
-        length: Bytes.
-    """
+    """Position of a tensor's values in another file, whose location is relative to the model."""
 
     tensor: str
     location: str
@@ -337,9 +331,6 @@ def move_outside(proto: onnx.ModelProto, path: Path, detached: Sequence[Array] =
 
     That file may be a link to the source of the tables: it is replaced, never written into, and has another
     name where the tables of this model are in it.
-
-    Args:
-        detached: Values to which its headers refer.
     """
     # Branches hold weights as well: all those of a switchable model, each twice.
     weights = [*all_initializers(proto.graph)]

@@ -48,16 +48,8 @@ class DetachedValues(LazyValues):  # type: ignore[misc]
 
 
 def take_weights(proto: onnx.ModelProto, directory: Path, detached: Sequence[Array] = ()) -> list[Array]:
-    """Replace large weights of a message by headers; edits it.
-
-    Args:
-        detached: Detached values that some tensors refer to already.
-
-    Returns:
-        These values, followed by the new ones.
-    """
-    found = list(detached)
-    for tensor in all_initializers(proto.graph):
+    """Replace large weights of a message by headers; edits it. Returns the values, after the `detached`
+    ones.""" found = list(detached) for tensor in all_initializers(proto.graph):
         if tensor.data_type not in DETACHABLE_TYPES or stored_bytes(tensor) <= STRIP_BYTES:
             continue
         if uses_external_data(tensor):

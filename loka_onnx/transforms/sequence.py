@@ -99,11 +99,7 @@ def apply_mods(
     mods: Sequence[Mod[Any]] | None = None,
     progress: Progress = silent,
 ) -> Rewritten:
-    """Rewrite a model; a mod that fails, or moves an output beyond its tolerance, is rolled back.
-
-    Args:
-        rows: Batches that each mod is checked on.
-        target: File of the rewritten model.
+    """Rewrite a model; a mod that fails, or moves an output beyond its tolerance on the rows, is rolled back.
 
     Raises:
         TransformError: There are no rows.

@@ -1,16 +1,13 @@
-"""Write a convolution of kernel size 1 as a matrix product.
+"""Write a convolution of kernel size 1 as a matrix product, which can be a site and have FP8.
 
 Without groups, strides and padding every position is multiplied by one matrix (C channels in, O out, P
 positions)::
 
     Conv(X, W, b)[n, :, p]   =   W · X[n, :, p] + b        W (O, C), X (batch, C, P), b (O, 1)
 
-The product has its weight on the left and moves no value. Several position axes become one by a Reshape, and
-several again behind the product. The compressed interaction network of xDeepFM and layers that mix the
-channels of a sequence are such convolutions.
-
-A Conv is no site and plans give it no FP8; a MatMul can have both. A convolution that FP8 products cannot
-serve (`Site.is_fp8_able`) stays: ONNX Runtime adds bias and clips within the Conv.
+Several position axes become one by a Reshape, and several again behind the product. The compressed
+interaction network of xDeepFM has such convolutions. One that FP8 products cannot serve (`Site.is_fp8_able`)
+stays.
 """
 
 from __future__ import annotations
@@ -30,12 +27,8 @@ from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
 
 @dataclass(frozen=True)
 class Pointwise:
-    """A convolution of kernel size 1.
-
-    Attributes:
-        weight: (O, C).
-        bias: (O, 1); None where there is none.
-        positions: Lengths of the axes behind the channels, -1 for one that is not known.
+    """A convolution of kernel size 1, with weight (O, C), bias (O, 1), and lengths of its positions, -1 if
+    unknown.
     """
 
     node: Node

@@ -1,4 +1,4 @@
-"""Write an Einsum as matrix products.
+"""Write an Einsum as matrix products, because no engine quantizes an Einsum, and it is no site.
 
 An Einsum of two operands that sums over one letter is a batched matrix product of its transposed operands:
 with batch letters B (in both operands and the output), k (in both, summed), m (in the first only) and n (in
@@ -7,10 +7,8 @@ the second only)::
     Einsum(A, C; → …)   =   Transpose(MatMul(A as [B, m, k], C as [B, k, n]))
 
 Without batch letters one operand may have several letters of its own, which MatMul broadcasts over. Three
-operands are two such products, in the order that costs fewer multiplications (NumPy's `einsum_path` does the
-same): ``bnd,bmd,mk->bnk``, the interaction of a Wukong layer, is X·(Xᵀ·Y) or (X·Xᵀ)·Y.
-
-PyTorch exports ``torch.einsum`` as it stands. No engine quantizes an Einsum, and it is no site.
+operands are two such products, in the order that costs fewer multiplications: ``bnd,bmd,mk->bnk``, the
+interaction of a Wukong layer, is X·(Xᵀ·Y) or (X·Xᵀ)·Y.
 """
 
 from __future__ import annotations
@@ -40,14 +38,8 @@ _FLOATS = frozenset(
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product.
-
-    Attributes:
-        left: Letters of the left operand as MatMul reads it.
-        right: Letters of the right operand as MatMul reads it.
-        result: Letters of what MatMul returns.
-        first: Position of the left operand among the remaining operands.
-        second: Position of the right operand.
+    """One matrix product: letters of both operands and the result, and positions among the remaining
+    operands.
     """
 
     left: str

@@ -1,21 +1,14 @@
 """Multiply three matrices in the cheaper order.
 
-Matrix products are associative::
-
     (A·B)·C   =   A·(B·C)          A (m, p), B (p, q), C (q, r)
 
-and cost 2·(m·p·q + m·q·r) against 2·(p·q·r + m·p·r) operations. For the interaction of n tokens of width d
-with a projection Y (n, k), ``(X·Xᵀ)·Y`` costs 2·n²·(d + k) and ``X·(Xᵀ·Y)`` 4·n·d·k: linear in n (Wukong,
+cost 2·(m·p·q + m·q·r) against 2·(p·q·r + m·p·r) operations. For the interaction of n tokens of width d with a
+projection Y (n, k), ``(X·Xᵀ)·Y`` costs 2·n²·(d + k) and ``X·(Xᵀ·Y)`` 4·n·d·k: linear in n (Wukong,
 arXiv 2403.02545, section 3, "optimized FM"). Axes in front of the last two are batches, and broadcast.
 
 Rewritten where at least `least` operations exist, `margin` of them is saved and the intermediate result does
-not grow. Small batched products are bound by memory and launches, not operations (one H100,
-`benchmarks/micro/site_shapes.py`, batch 2048): 64 tokens of 64
-with k = 16 take 23 µs as (X·Xᵀ)·Y and 32 µs as X·(Xᵀ·Y), which has two fifths of the operations; 128 such
-tokens take 69 and 45 µs, 256 with k = 32 take 238 and 70.
-
-Products of two weights stay: one weight rounded once is another model, and a low-rank layer would lose its
-factors.
+not grow: small batched products are bound by memory and launches (`benchmarks/micro/site_shapes.py`).
+Products of two weights stay: one weight rounded once is another model.
 
 The nodes keep their names, except that a product with a weight (Y is learned) swaps names with the product of
 activations, so that each site stays of its kind.
@@ -35,12 +28,7 @@ from loka_onnx.transforms.linears.pattern import made_by, only_reader
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a product of three matrices.
-
-    Attributes:
-        flops: Operations of both products, for a nominal batch.
-        between: Elements of the intermediate result.
-    """
+    """Operations of both products for a nominal batch, and elements of the intermediate result."""
 
     flops: int
     between: int
@@ -48,13 +36,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Chain:
-    """Two MatMuls; only the second reads the first.
+    """Two MatMuls, only the second of which reads the first; the factors are A, B and C.
 
-    Attributes:
-        factors: A, B and C.
-        is_left: Whether the inner product is A·B.
-        now: Cost of the present order.
-        then: Cost of the other order.
+    `is_left` if the inner product is A·B; `now` and `then` are the costs of this order and of the other.
     """
 
     inner: Node

@@ -92,7 +92,6 @@ def linear_readers(
     """Return every linear that reads a tensor, directly or behind layout operators.
 
     Args:
-        numbers: Channel numbers in the shape of the tensor.
         between: Further operators that may stand in between: elementwise ones and those of `PARTS`.
         first: Readers of the tensor to follow; None for all.
     """

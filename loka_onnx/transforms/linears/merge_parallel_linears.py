@@ -1,20 +1,17 @@
 """Merge linear layers that read the same tensor into one.
 
-Side by side along N::
+Side by side along N, and along the rows for weights that stand on the left, ``W·x``::
 
     [x·W₁ + b₁, …, x·Wₘ + bₘ]   =   Split(x · [W₁ … Wₘ] + [b₁ … bₘ])
 
-and along the rows for weights that stand on the left, ``W·x``. Every element of the result is the same sum
-of the same products. Experts and gates, towers, query, key and value, and the token mixers of a Wukong layer
-have this form. What follows each layer (activation, reshape) stays behind the Split, and so does a bias of
-its own Add: TensorRT for RTX 1.7.1 splits a merged query, key and value again when the bias comes first, and
-leaves FP8 where the weight has per-channel scales.
+Experts and gates, towers, query, key and value, and the token mixers of a Wukong layer have this form. What
+follows each layer stays behind the Split, and so does a bias of its own Add: TensorRT for RTX 1.7.1 splits a
+merged query, key and value again when the bias comes first.
 
-It pays (one H100, BF16, `benchmarks/micro/site_shapes.py`) for two to eight layers of N ≤ 1024: .41 to .94 of
-the time when the next operator reads the parts in place, up to 1.54 of it when each part is copied. Wider
-layers fill the device and stay apart, and so do heads: a graph output would be a copy, and heads most often
-stay in high precision. Layers whose weight ranges differ by more than `spread` stay apart too: they would
-share one per-tensor FP8 scale, and E4M3 has 15 binades of normal numbers.
+It pays for two to eight layers of N ≤ 1024: .41 to .94 of the time when the next operator reads the parts in
+place (one H100, BF16, `benchmarks/micro/site_shapes.py`). Wider layers fill the device and stay apart, and so
+do heads, which would be copied. Layers whose weight ranges differ by more than `spread` stay apart too: they
+would share one per-tensor FP8 scale.
 """
 
 from __future__ import annotations

@@ -5,19 +5,10 @@ For a layer of K × N whose input x gains columns x′ and whose weight gains ro
     [x  x′] · [W; 0]   =   x·W + x′·0   =   x·W          (x′ finite)
     x · [W  0] + [b  0]   =   [x·W + b   0]
 
-A tensor is widened as cheaply as its makers and readers allow (`widening`):
-
-- a layer's N, when only layers behind elementwise operators read its result: their K takes the columns, and
-  nothing is copied. A norm reads the width, so it ends the search;
-- a layer's N in front of a Split: one more part that nobody reads;
-- columns of a Gather with constant positions, alone or in a Concat (the pairs of a DLRM): one position is
-  gathered again and meets rows of zeros;
-- otherwise a Pad in front of the layer or a Slice behind it, where the copy costs less than it saves.
-
-A copy (one H100, `benchmarks/micro/site_shapes.py`): BF16 products whose K or N is not a multiple of 8 take
-1.1 to 5.8 times as long as padded ones. The Pad costs more than that below K·N = 2¹⁷, the Slice below 2¹⁴.
-Multiples of 8 run at full speed in BF16; FP8 needs 16, and gains more than the copy costs from 2²²
-(2048 × 2048) on.
+`widening` finds tensors that can be widened without a copy. Otherwise there is a Pad in front of the layer or
+a Slice behind it, where the copy costs less than it saves (one H100, `benchmarks/micro/site_shapes.py`): BF16
+products whose K or N is not a multiple of 8 take 1.1 to 5.8 times as long as padded ones; the Pad costs more
+than that below K·N = 2¹⁷, the Slice below 2¹⁴. FP8 needs 16, and gains more than the copy from 2²² on.
 """
 
 from __future__ import annotations
@@ -44,25 +35,14 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class CopyRule:
-    """The K·N from which a copy is accepted.
-
-    Attributes:
-        pad: For a Pad in front of layers whose K is not a multiple of 8.
-        slice: For a Slice behind a layer whose N is not a multiple of 8.
-        float8: For either at a multiple of 8, where only FP8 wants more.
-    """
+    """The K·N from which a Pad or Slice is accepted; `float8` for widths that are a multiple of 8."""
 
     pad: int = 1 << 17
     slice: int = 1 << 14
     float8: int = 1 << 22
 
     def why_not(self, letter: str, width: int, products: int) -> str:
-        """Return why a copy does not pay; empty when it does.
-
-        Args:
-            width: What would be padded.
-            products: K·N of the layers that gain.
-        """
+        """Return why a copy does not pay for layers of so many products K·N; empty when it does."""
         limit = self.float8 if width % 8 == 0 else self.pad if letter == "K" else self.slice
         if products >= limit:
             return ""
@@ -74,12 +54,7 @@ class CopyRule:
 
 
 class PadSites(Mod[Widened]):
-    """K and N of linear sites → multiples of 16.
-
-    Args:
-        rule: Where a copy is accepted.
-        smallest: Least K or N that is padded at all.
-    """
+    """K and N of linear sites → multiples of 16; widths below `smallest` stay."""
 
     name = "pad-sites"
 

@@ -18,17 +18,13 @@ from loka_onnx.transforms.base import NotRewritten
 
 @dataclass(frozen=True)
 class Linear:
-    """``source · W + b``, or ``W · source`` when the weight stands on the left.
+    """``source · W + b``, or ``W · source`` without a bias when the weight stands on the left.
 
     Attributes:
-        weight: The constant as stored.
-        on_left: Whether the weight is the left operand; there is no bias then.
-        is_transposed: Whether the weight is stored as (N, K): Gemm's transB, or a weight on the left.
+        weight: The constant as stored: (N, K) if `is_transposed` (Gemm's transB, or a weight on the left).
         bias: Constant with N elements, or one; None when there is no bias.
         add: The Add of the bias; None where Gemm adds it.
         result: The tensor after the bias.
-        k: Length of the contraction.
-        n: Output channels.
     """
 
     node: Node

@@ -31,11 +31,8 @@ _PRODUCTS = 1 << 26
 
 @dataclass(frozen=True)
 class SiteRows:
-    """Rows that a linear reads.
-
-    Attributes:
-        amax: Largest magnitude of each input channel over all rows, (K,).
-        halves: Vectors of the first and of the second half of the rows, (M, K) each, evenly spaced.
+    """Of the rows that a linear reads: amax by channel (K,), and sampled vectors of both halves, (M, K)
+    each.
     """
 
     amax: Doubles

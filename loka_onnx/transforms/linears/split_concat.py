@@ -1,17 +1,11 @@
 """Let a linear layer read parts of a concatenation apart that are the same for every row.
 
-With the weight cut into the rows that each part meets::
-
     Concat(a, b)·W + c   =   a·W_a + b·W_b + c
 
 where b is a row that Expand or Tile copied to every row of the batch: the user's features beside those of
 many candidates, or a learned vector. b·W_b is computed once, before the copy, and broadcast by the sum. The
-rest of the Concat keeps the name of the site.
-
-Other parts stay together: apart they save the copy of the Concat and cost one more product. On one H100
-(`benchmarks/micro/site_shapes.py`) the sum is faster only for parts of 2048 columns at
-batch 2048 (.68 to .89 of the time); it takes 1.1 to 2.5 times as long at batch 256, and up to 3.2 times for
-narrow parts. An engine that writes each part in place saves the copy anyway.
+rest of the Concat keeps the name of the site. Other parts stay together: apart they save a copy and cost a
+product, up to 3.2 times the time on one H100 (`benchmarks/micro/site_shapes.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Find tensors that can get more columns without a copy, for `pad_sites`."""
+"""Find tensors that can get more columns without a copy, for `pad_sites`.
+
+- a layer's N, when only layers behind elementwise operators read its result: their K takes the columns. A norm
+  reads the width, so it ends the search;
+- a layer's N in front of a Split: one more part that nobody reads;
+- columns of a Gather with constant positions, alone or in a Concat (the pairs of a DLRM): one position is
+  gathered again and meets rows of zeros.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +43,10 @@ class Widened:
 
     Attributes:
         tensor: The result of `maker`, or the source of the layers.
-        added: Columns that it gets.
         maker: The layer whose N is padded, or None.
         gather: The Gather of which one position is repeated, or None; with neither there is a Pad.
         between: Computed tensors that become wider with it.
-        takers: The layers whose K takes the columns.
-        position: Row of their weights where the new ones begin.
+        takers: The layers whose K takes the columns, at the row `position` of their weights.
         split: The Split that gets one more part, or None. Without takers and Split there is a Slice.
     """
 
@@ -81,11 +86,8 @@ class Widened:
 
 @dataclass(frozen=True)
 class Readers:
-    """Readers of a tensor through elementwise operators.
-
-    Attributes:
-        between: The tensor and those that elementwise operators make of it.
-        takers: The layers that read them; nothing else does.
+    """The tensors that elementwise operators make of one tensor, itself included, and the layers that read
+    them.
     """
 
     between: tuple[Tensor, ...]
@@ -141,12 +143,9 @@ def split_behind(model: GraphModel, tensor: Tensor) -> Node | None:
 
 @dataclass(frozen=True)
 class RepeatableColumns:
-    """Columns that a Gather with constant positions makes, and that one layer reads.
+    """A last-axis Gather with constant positions that only one layer reads, perhaps through a Concat.
 
-    Attributes:
-        gather: The Gather along the last axis.
-        between: Its output, and that of the Concat which it is a part of.
-        position: Column of the layer's source behind them.
+    `position` is the column of the layer's source behind its columns.
     """
 
     gather: Node

@@ -1,18 +1,14 @@
 """Cut a model at its embeddings into a lookup model and a dense model.
 
-Embedding tables often live in a parameter server and need no engine. The cut runs through the results of the
-lookups::
-
     model(ids, numeric)   =   dense(lookup(ids), numeric)
 
 A lookup is a Gather of rows from a constant table. The nodes that compute its ids go with it, and so does the
 pooling of a bag of ids: a reduction of looked-up rows, with masks and weights that only ids decide. No
 computation changes, so the halves give the bits of the whole; `verify_split` checks that on data.
 
-Declined, with the reason: the dense part needs ids themselves (as numbers, or to compare them); a table has
-other readers than lookups (tied weights); ids come out of a linear layer; looked-up rows do not lie along
-axis 0, one for each row of the batch. The dense part may need the number of rows: it reads it off a cut
-tensor.
+Declined, with the reason: the dense part needs ids themselves; a table has other readers than lookups; ids
+come out of a linear layer; looked-up rows do not lie along axis 0. The dense part may need the number of
+rows: it reads it off a cut tensor.
 """
 
 from __future__ import annotations
@@ -68,12 +64,9 @@ _MASKS = frozenset(
 
 @dataclass(frozen=True)
 class SparseSplit:
-    """The two halves of a model.
+    """The two halves of a model, and the tensors between them, named after the modules that look them up.
 
-    Attributes:
-        lookup: Takes the ids, returns the cut tensors.
-        dense: Takes the numeric inputs, then the cut tensors; returns the outputs of the model.
-        cut: Tensors between the two, named after the modules that look them up.
+    `lookup` takes the ids; `dense` takes the numeric inputs, then the cut tensors.
     """
 
     lookup: GraphModel
@@ -97,7 +90,6 @@ def verify_split(split: SparseSplit, whole: Path, rows: Sequence[Arrays], direct
     """Run both halves in sequence and compare them with the whole, bit for bit.
 
     Args:
-        rows: Batches of its inputs, rows on axis 0.
         directory: Where both halves are written; tables are linked there.
 
     Returns:

@@ -3,17 +3,13 @@
 At inference BatchNorm is a factor and a summand for each channel (ONNX operator set 15, BatchNormalization)::
 
     s = γ / sqrt(variance + ε)      c = β − mean·s      BatchNorm(y) = s·y + c
+    s·(x·W + b) + c   =   x·(W diag(s)) + (s·b + c)           behind a linear that nothing else reads
+    (s·x + c)·W + b   =   x·(diag(s) W) + (b + c W)           before linears that are the only readers
 
-Folded behind a linear whose output nothing else reads, or else before linears that are the only readers::
-
-    s·(x·W + b) + c   =   x·(W diag(s)) + (s·b + c)
-    (s·x + c)·W + b   =   x·(diag(s) W) + (b + c W)
-
-TensorFlow exports s·y + c as Mul and Add. Behind a linear these count as a BatchNorm when a factor differs
-from channel to channel: one number for all may be a temperature, which stays as precise as it is. Before a
-linear only the operator is folded, and not on an input of the model, whose raw values would then be
-quantized. Layout operators may stand in between (`channel_paths`): PyTorch puts BatchNorm1d over sequences
-between two Transposes.
+TensorFlow exports s·y + c as Mul and Add. Behind a linear these count when a factor differs from channel to
+channel: one number may be a temperature, which stays as precise as it is. Before a linear only the operator
+is folded, and not on an input of the model, whose raw values would then be quantized. Layout operators may
+stand in between (`channel_paths`).
 """
 
 from __future__ import annotations
@@ -53,13 +49,9 @@ class _Affine:
 
 @dataclass(frozen=True)
 class FoldedBatchNorm:
-    """Nodes that are removed, and the linears that take them over.
+    """Nodes that are removed, in order, and the linears that take them over.
 
-    Attributes:
-        steps: Removed nodes in order; each passes its input on.
-        behind: Product whose output they scale and shift; None when they are folded into `readers`.
-        scale: s of each channel.
-        shift: c of each channel.
+    `behind` is the product whose output they scale and shift; None when they are folded into `readers`.
     """
 
     steps: tuple[Node, ...]

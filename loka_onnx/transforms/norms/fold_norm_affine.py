@@ -5,11 +5,8 @@ A norm computes γ·z + β with the normalized value z. Where only linears read 
     (γ·z + β) · W + b   =   z · (diag(γ) W) + (b + β W)
 
 The norm keeps a scale of ones and no bias. z is quantized then, and its range follows from the operator:
-|z| ≤ √(K−1) for a norm of K elements that subtracts the mean, √K for one that does not. The change of range
-moves to the weight, whose range is known exactly.
-
-Layout operators may stand in between as long as each weight row meets one channel of the norm
-(`channel_paths`): a norm over the last axis, flattened, repeats γ along the rows.
+|z| ≤ √(K−1) for a norm of K elements that subtracts the mean, √K for one that does not. Layout operators may
+stand in between as long as each weight row meets one channel of the norm (`channel_paths`).
 """
 
 from __future__ import annotations
@@ -33,12 +30,7 @@ from loka_onnx.transforms.linears.scaling import Vector, absorb_before
 
 @dataclass(frozen=True)
 class ScaledNorm:
-    """A norm that only linears read.
-
-    Attributes:
-        scale: γ of each channel.
-        shift: β of each channel; None for zeros.
-    """
+    """A norm that only linears read, with γ and β of each channel; β is None for zeros."""
 
     node: Node
     scale: Vector

@@ -1,17 +1,14 @@
 """Fuse a decomposed GroupNorm into GroupNormalization.
 
-With x of shape (N, C, …) and the C channels in G groups::
+With x of shape (N, C, …) and the C channels in G groups (ONNX operator set 21; Wu and He, arXiv 1803.08494,
+equations 1 to 3)::
 
     z = Reshape(x, (N, G, …))    z′ = (z − mean(z)) / sqrt(var(z) + ε), over everything behind the first two
     axes Reshape(z′, shape(x)) · γ + β   =   GroupNormalization(x, γ, β; num_groups = G, ε)
 
-which is the operator's definition (ONNX operator set 21, GroupNormalization; Wu and He, arXiv 1803.08494,
-equations 1 to 3): γ and β have one element for each channel, and are ones and zeros where they are absent. z′
-is either an InstanceNormalization with unit scale (PyTorch's exporters below operator set 21) or primitives.
-The statistics stay in FP32 (`stash_type` 1).
-
-The operator takes inputs of rank 3 and up with channels second. For others, the part between the two reshapes
-is a LayerNorm (`fuse`).
+γ and β have one element for each channel, and may be absent. z′ is an InstanceNormalization with unit scale
+or primitives. The operator takes inputs of rank 3 and up with channels second; for others, the part between
+the two reshapes is a LayerNorm (`fuse`).
 """
 
 from __future__ import annotations
@@ -44,12 +41,9 @@ Channels = npt.NDArray[np.floating]
 
 @dataclass(frozen=True)
 class GroupedNorm(DecomposedNorm):
-    """A norm over groups of channels.
+    """A norm over groups of channels, with factor and summand of each channel, (C,), or None.
 
-    Attributes:
-        channel_scale: Factor of each channel, (C,); None for ones.
-        channel_bias: Summand of each channel, (C,); None for zeros.
-        site: The InstanceNormalization between the reshapes, a site that keeps its name; None for primitives.
+    `site` is the InstanceNormalization between the reshapes, which keeps its name; None for primitives.
     """
 
     groups: int = 1

@@ -1,10 +1,7 @@
-"""A normalization exported as primitives, and the checks before it is fused.
-
-Shared by the rules for LayerNorm, RMSNorm, GroupNorm and L2-norm; `reading` reads it.
+"""A normalization exported as primitives, and the checks before it is fused; `reading` reads it.
 
 Conversions between float types may stand around a norm, never inside: from its squares to its quotient all
-must be FP32, as PyTorch and Keras write the norms of FP16 and BF16 models. They stay where they are, so that
-a strongly typed engine computes the statistics in FP32.
+must be FP32, as PyTorch and Keras write the norms of FP16 and BF16 models.
 """
 
 from __future__ import annotations
@@ -39,14 +36,9 @@ class DecomposedNorm:
     """A normalization read from primitives.
 
     Attributes:
-        source: Normalized tensor.
         axes: Normalized axes, negative, ascending.
         epsilon: Summand of the mean of squares.
         is_mean: Whether squares are averaged; added otherwise.
-        scale: Constant factor, or None.
-        bias: Constant summand, or None.
-        result: The tensor that the norm replaces.
-        module: Module path of the nodes, for the name of the fused node.
         inner: Every node of the pattern; only `result` may be read from outside.
         factor: Multiplies the scale; a power of two.
     """

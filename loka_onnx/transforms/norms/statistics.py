@@ -34,13 +34,7 @@ _REDUCTIONS = frozenset({"ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2
 
 @dataclass(frozen=True)
 class Root:
-    """sqrt(moment + ε), or its reciprocal.
-
-    Attributes:
-        moment: The mean or sum of squares.
-        epsilon: ε.
-        is_inverted: Whether the reciprocal was read.
-    """
+    """sqrt(moment + ε), or its reciprocal."""
 
     moment: Moment
     epsilon: float

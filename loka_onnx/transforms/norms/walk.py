@@ -39,13 +39,9 @@ class NotANorm(Exception):
 
 @dataclass(frozen=True)
 class Moment:
-    """Mean or sum of squares.
+    """Mean or sum of squares of a tensor, over axes that are negative, ascending.
 
-    Attributes:
-        squared: Tensor whose squares are averaged or added.
-        axes: Axes of the reduction, negative, ascending.
-        is_mean: Whether it is a mean, else a sum.
-        is_central: Whether the square of the mean was subtracted: the variance of `squared`.
+    `is_central` if the square of the mean was subtracted: the variance of `squared`.
     """
 
     squared: Tensor
@@ -62,9 +58,7 @@ class Moment:
 class NearMiss(NotANorm):
     """The nodes come close to a norm; the message names the difference.
 
-    Attributes:
-        moment: Mean or sum of squares that was read; None for none.
-        part: A node that would be reported as a near miss of its own; None for none.
+    `moment` was read; `part` is a node that would be reported as a near miss of its own.
     """
 
     def __init__(self, reason: str, moment: Moment | None = None, part: Node | None = None) -> None:
@@ -75,9 +69,8 @@ class NearMiss(NotANorm):
 class Walk:
     """One way back from a statistic's use.
 
-    Args:
-        is_vector: Whether the statistic is used as a vector, one number for each position: then any
-            arrangement that keeps the order of its elements is equal.
+    `is_vector` if it is used as one number for each position: any arrangement that keeps their order is
+    equal.
     """
 
     def __init__(self, *, is_vector: bool = False) -> None:

@@ -2,19 +2,13 @@
 
 For each maker (`makers`) and each strength of `STRENGTHS`, factors are computed (`numerics.smoothing`) and
 the affected products are measured on rows: those of the linears that read the maker, and that of the maker
-itself when it is a linear, whose weight is divided. The measure is the unweighted sum of their relative
-errors (`numerics.product_error`), because a plan decides site by site. An output channel counts by the
-weights that it meets next, so that dividing it does not change the weight of its error.
+itself when it is a linear. The measure is the unweighted sum of their relative errors
+(`numerics.product_error`), because a plan decides site by site. An output channel counts by the weights that
+it meets next.
 
 Half of the rows choose the strength, the other half accepts it: the sum must fall by `LEAST_GAIN` on both,
-and no single product may lose as much.
-
-Factors are powers of two, which keep the FP32 model's bits. Exact factors draw other rounding errors, for
-better or worse: on DCNv2 and Wukong trained on MovieLens 1M (17 makers, this measure), they were never
-another 10 % better on both halves.
-
-A linear may be reader and maker. Makers are tried in turns, each under the present factors of the others,
-until none changes (`_TURNS` at most): a second run of the mod then matches nothing.
+and no single product may lose as much. Factors are powers of two, which keep the FP32 model's bits. Makers
+are tried in turns, each under the present factors of the others, until none changes (`_TURNS` at most).
 """
 
 from __future__ import annotations
@@ -100,12 +94,9 @@ class ChooseSmoothing(Mod[Smoothing]):
 class _Site:
     """A linear and its input, under the present factors.
 
-    Attributes:
-        halves: Rows that choose and rows that accept, each with their exact products.
-        units: Weight of each output channel, (N,).
-        before: Divisors of the input channels, (K,).
-        behind: Divisors of the output channels, (N,).
-        version: Counts the changes of the two.
+    `halves` are rows that choose and rows that accept, with their exact products; `units` weigh the output
+    channels, (N,); `before` (K,) and `behind` (N,) divide input and output channels; `version` counts
+    changes.
     """
 
     product: Product
@@ -142,13 +133,9 @@ class _Candidate:
 
 @dataclass
 class _Tried:
-    """Outcome for a maker.
+    """Outcome for a maker: sums of the relative errors of its sites on the accepting half.
 
-    Attributes:
-        without: Sum of the relative errors before smoothing, on the accepting half.
-        now: The same with the chosen candidate, or with the best where none was chosen.
-        best: Strength of the best candidate that was not chosen.
-        chosen: Chosen strengths in order.
+    `without` smoothing, and `now` with the chosen candidate, or with the best where none was chosen.
     """
 
     sites: tuple[str, ...]

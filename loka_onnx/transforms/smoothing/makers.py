@@ -45,13 +45,10 @@ _BETWEEN = HOMOGENEOUS | PARTS
 
 @dataclass(frozen=True)
 class Maker:
-    """Maker of a tensor, with the linears that take its factors.
+    """Maker of a tensor, a norm, product or input, with the linears that take its factors.
 
-    Attributes:
-        name: Of the norm, product or input.
-        tensor: Its result, bias included.
-        readers: The linears; repeated for each position where a linear reads a channel.
-        taking: For an input, its readers that lead to these linears.
+    `readers` repeats a linear for each position where it reads a channel; `taking` are, for an input, its
+    readers that lead to these linears.
     """
 
     name: str

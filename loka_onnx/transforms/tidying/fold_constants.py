@@ -1,14 +1,8 @@
-"""Compute constant subgraphs once and store the result.
+"""Compute constant subgraphs once, by ONNX Runtime with every optimization off, and store the result.
 
-A node with only initializers as inputs has the same result for every row. ONNX Runtime computes it, with
-every optimization off: the values are those that the graph would have.
-
-Left alone are
-
-- results larger than `growth` times their inputs (Expand, Tile, the product of two thin matrices);
-- results of an embedding table that a lookup reads: the table would be stored twice;
-- intended low precision (QuantizeLinear, DequantizeLinear), random operators and control flow;
-- results that leave the graph: engines expect outputs to be computed.
+Left alone are results larger than `growth` times their inputs, results of an embedding table that a lookup
+reads (it would be stored twice), intended low precision, random operators and control flow, and results that
+leave the graph: engines expect outputs to be computed.
 """
 
 from __future__ import annotations

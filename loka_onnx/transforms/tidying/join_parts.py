@@ -24,12 +24,10 @@ from loka_onnx.transforms.linears.pattern import made_by, static_dim
 
 @dataclass(frozen=True)
 class Run:
-    """Inputs of a Concat that are the parts of one Split.
+    """Inputs of a Concat, from `first` on, that are the parts of one Split.
 
-    Attributes:
-        first: Position of the first part in the Concat.
-        split: The Split. Its input is read when the run is rewritten: it may be a Concat that was removed.
-        is_stacked: Whether each part has a new axis 1, along which they are concatenated.
+    The input of the Split is read when the run is rewritten: it may be a Concat that was removed.
+    `is_stacked` if each part has a new axis 1, along which they are concatenated.
     """
 
     first: int

@@ -41,12 +41,9 @@ _TO_THE_END = 2**31 - 1
 
 @dataclass(frozen=True)
 class Redundant:
-    """A node that can go, or can read an earlier tensor.
+    """A node that is removed, since its result equals `source`, or that reads `source` instead.
 
-    Attributes:
-        source: Tensor that equals its result, or that it reads instead.
-        is_removed: Whether the node goes.
-        permutation: Composed permutation of a Transpose that stays.
+    `permutation` is the composed one of a Transpose that stays.
     """
 
     node: Node
