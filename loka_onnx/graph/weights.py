@@ -48,8 +48,9 @@ class DetachedValues(LazyValues):  # type: ignore[misc]
 
 
 def take_weights(proto: onnx.ModelProto, directory: Path, detached: Sequence[Array] = ()) -> list[Array]:
-    """Replace large weights of a message by headers; edits it. Returns the values, after the `detached`
-    ones.""" found = list(detached) for tensor in all_initializers(proto.graph):
+    """Replace large weights of a message by headers; edits it. Return the values behind `detached`."""
+    found = list(detached)
+    for tensor in all_initializers(proto.graph):
         if tensor.data_type not in DETACHABLE_TYPES or stored_bytes(tensor) <= STRIP_BYTES:
             continue
         if uses_external_data(tensor):

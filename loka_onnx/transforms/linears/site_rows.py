@@ -31,9 +31,7 @@ _PRODUCTS = 1 << 26
 
 @dataclass(frozen=True)
 class SiteRows:
-    """Of the rows that a linear reads: amax by channel (K,), and sampled vectors of both halves, (M, K)
-    each.
-    """
+    """Rows that a linear reads: amax by channel (K,), and sampled vectors of both halves, (M, K) each."""
 
     amax: Doubles
     halves: tuple[Doubles, Doubles]

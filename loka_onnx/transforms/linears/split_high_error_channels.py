@@ -51,9 +51,7 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ChannelSplit:
-    """A linear, the channels that are split off, ascending, and the share of the error energy that
-    remains.
-    """
+    """A linear, its channels that are split off, ascending, and the share of the error that remains."""
 
     linear: Linear
     channels: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Find tensors that can get more columns without a copy, for `pad_sites`.
 
-- a layer's N, when only layers behind elementwise operators read its result: their K takes the columns. A norm
-  reads the width, so it ends the search;
+- a layer's N, when only layers behind elementwise operators read its result: their K takes the columns. A
+  norm reads the width, so it ends the search;
 - a layer's N in front of a Split: one more part that nobody reads;
 - columns of a Gather with constant positions, alone or in a Concat (the pairs of a DLRM): one position is
   gathered again and meets rows of zeros.
