@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-import onnx
-
-from loka_onnx.core.artifact import ModelArtifact, OutputSpec, Parity, TensorSpec
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec, Parity
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.entry import canonicalize
-from loka_onnx.graph.model import GraphModel, Tensor, element_type
+from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.products import other_products
+from loka_onnx.graph.shape_values import tensor_spec
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
@@ -61,13 +59,6 @@ def import_onnx(
         notes=canonical.notes,
         other_products=others,
     )
-
-
-def tensor_spec(tensor: Tensor) -> TensorSpec:
-    """Name, type and shape of a graph input or output."""
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype))
-    shape = tuple(int(d) if isinstance(d, int) and d >= 0 else None for d in tensor.shape or ())
-    return TensorSpec(tensor.name, np.dtype(dtype).name, shape)
 
 
 def _check_outputs(model: GraphModel, outputs: tuple[OutputSpec, ...], source: Path) -> None:

@@ -17,20 +17,13 @@ import onnx
 
 Array = npt.NDArray[Any]
 
-DETACHABLE_TYPES = frozenset(
-    {
-        onnx.TensorProto.FLOAT,
-        onnx.TensorProto.DOUBLE,
-        onnx.TensorProto.FLOAT16,
-        onnx.TensorProto.BFLOAT16,
-        onnx.TensorProto.FLOAT8E4M3FN,
-        onnx.TensorProto.FLOAT8E4M3FNUZ,
-        onnx.TensorProto.FLOAT8E5M2,
-        onnx.TensorProto.FLOAT8E5M2FNUZ,
-        onnx.TensorProto.INT8,
-        onnx.TensorProto.UINT8,
-    }
-)
+_T = onnx.TensorProto
+# fmt: off
+DETACHABLE_TYPES = frozenset({
+    _T.FLOAT, _T.DOUBLE, _T.FLOAT16, _T.BFLOAT16, _T.FLOAT8E4M3FN, _T.FLOAT8E4M3FNUZ, _T.FLOAT8E5M2,
+    _T.FLOAT8E5M2FNUZ, _T.INT8, _T.UINT8,
+})
+# fmt: on
 """Types of whole bytes that no shape or axis has: inference reads the values of those."""
 
 TOKEN = secrets.token_bytes(16)

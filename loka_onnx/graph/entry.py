@@ -32,16 +32,8 @@ norms."""
 GROUP_SCALES_END = 21
 """Operator set from which GroupNormalization has a scale for each channel; before, for each group."""
 STANDARD_DOMAINS = frozenset({"", "ai.onnx"})
-QUANTIZING = frozenset(
-    {
-        "QuantizeLinear",
-        "DynamicQuantizeLinear",
-        "QLinearMatMul",
-        "QLinearConv",
-        "MatMulInteger",
-        "ConvInteger",
-    }
-)
+_PRODUCTS = ("QLinearMatMul", "QLinearConv", "MatMulInteger", "ConvInteger")
+QUANTIZING = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", *_PRODUCTS})
 """Operators that round activations. A DequantizeLinear alone is a way to store weights."""
 
 

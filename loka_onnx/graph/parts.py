@@ -16,17 +16,8 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-DRAWING = frozenset(
-    {
-        "Bernoulli",
-        "Dropout",
-        "Multinomial",
-        "RandomNormal",
-        "RandomNormalLike",
-        "RandomUniform",
-        "RandomUniformLike",
-    }
-)
+_RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
+DRAWING = frozenset({"Bernoulli", "Dropout", "Multinomial", *_RANDOM})
 """Operators with random outputs."""
 _FNUZ = np.dtype(ml_dtypes.float8_e4m3fnuz)
 

@@ -10,7 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from math import prod
 
-from loka_onnx.graph.model import Node, Tensor, is_constant, producer, shape_of, values_of
+import numpy as np
+import onnx
+
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.graph.model import Node, Tensor, element_type, is_constant, producer, shape_of, values_of
 
 Dim = int | str
 """A dimension: its length, or its name."""
@@ -36,6 +40,17 @@ def dimensions(tensor: Tensor) -> tuple[Dim, ...] | None:
     if tensor.shape is None:
         return None
     return tuple(dimension(tensor, axis) for axis in range(len(tensor.shape)))
+
+
+def static_shape(tensor: Tensor) -> tuple[int | None, ...]:
+    """Return the lengths of a tensor, None for a dynamic one; empty where its rank is unknown."""
+    return tuple(d if isinstance(d, int) and d >= 0 else None for d in tensor.shape or ())
+
+
+def tensor_spec(tensor: Tensor) -> TensorSpec:
+    """Name, type and shape of a graph input or output."""
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype))
+    return TensorSpec(tensor.name, np.dtype(dtype).name, static_shape(tensor))
 
 
 def read_dimensions(tensor: Tensor) -> tuple[Dim, ...] | None:

@@ -26,14 +26,8 @@ from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
 
 NOMINAL_LENGTH = 256
 """Length of a dynamic axis where costs are compared."""
-_FLOATS = frozenset(
-    {
-        onnx.TensorProto.FLOAT,
-        onnx.TensorProto.DOUBLE,
-        onnx.TensorProto.FLOAT16,
-        onnx.TensorProto.BFLOAT16,
-    }
-)
+_T = onnx.TensorProto
+_FLOATS = frozenset({_T.FLOAT, _T.DOUBLE, _T.FLOAT16, _T.BFLOAT16})
 
 
 @dataclass(frozen=True)

@@ -15,23 +15,12 @@ from dataclasses import dataclass
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, shape_of, values_of
 from loka_onnx.transforms.linears.pattern import Linear, made_by, only_reader, static_dim
 
-FINITE_AT_ZERO = frozenset(
-    {
-        *(
-            "Relu",
-            "LeakyRelu",
-            "ThresholdedRelu",
-            "Elu",
-            "Selu",
-            "Celu",
-            "Gelu",
-            "Mish",
-            "Swish",
-            "HardSwish",
-        ),
-        *("Tanh", "Sigmoid", "HardSigmoid", "Softplus", "Softsign", "Clip", "Erf", "Identity", "Abs", "Neg"),
-    }
-)
+# fmt: off
+FINITE_AT_ZERO = frozenset({
+    "Relu", "LeakyRelu", "ThresholdedRelu", "Elu", "Selu", "Celu", "Gelu", "Mish", "Swish", "HardSwish",
+    "Tanh", "Sigmoid", "HardSigmoid", "Softplus", "Softsign", "Clip", "Erf", "Identity", "Abs", "Neg",
+})
+# fmt: on
 """Elementwise operators of one activation that map zeros to a finite number."""
 OF_TWO = frozenset({"Mul", "Add", "Sub"})
 """Elementwise operators of two tensors of one shape; finite inputs give finite outputs."""

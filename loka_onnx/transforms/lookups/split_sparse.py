@@ -28,6 +28,7 @@ from loka_onnx.core.split import Halves
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, shape_of, values_of
 from loka_onnx.graph.products import other_products
+from loka_onnx.graph.shape_values import tensor_spec
 from loka_onnx.graph.sites import find_sites, is_site
 from loka_onnx.graph.storage import model_digest
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
@@ -37,28 +38,15 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 LOOKUP_FILE, DENSE_FILE = "lookup.onnx", "dense.onnx"
 """Files of the halves in the directory of `verify_split`."""
 
+_T = onnx.TensorProto
+_FLOATS = frozenset({_T.FLOAT, _T.FLOAT16, _T.BFLOAT16, _T.DOUBLE})
 _POOLS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax"})
-_MASKS = frozenset(
-    {
-        "Mul",
-        "Div",
-        "Add",
-        "Sub",
-        "Where",
-        "Max",
-        "Clip",
-        "Cast",
-        "Unsqueeze",
-        "Equal",
-        "Greater",
-        "GreaterOrEqual",
-        "Less",
-        "LessOrEqual",
-        "And",
-        "Or",
-        "Not",
-    }
-)
+# fmt: off
+_MASKS = frozenset({
+    "Mul", "Div", "Add", "Sub", "Where", "Max", "Clip", "Cast", "Unsqueeze", "Equal", "Greater",
+    "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Not",
+})
+# fmt: on
 """Operators allowed between a lookup, or the ids, and the pooling."""
 
 
@@ -155,7 +143,7 @@ def _split(model: GraphModel) -> SparseSplit:
     for tensor in cut:
         module = str(tensor.inputs[0].name)
         tensor.name = model.fresh_name(module.rpartition("/")[0] or module)
-    specs = tuple(_spec(tensor) for tensor in cut)
+    specs = tuple(tensor_spec(tensor) for tensor in cut)
     taken_in = [t for t in model.inputs if id(t) in ids]
     numeric = [t for t in model.inputs if any(id(node) not in sparse for node in t.outputs)]
     return SparseSplit(model.extract(taken_in, cut), model.extract([*numeric, *cut], model.outputs), specs)
@@ -189,16 +177,6 @@ def _is_lookup(model: GraphModel, node: Node) -> bool:
     table = node.inputs[0]
     is_table = model.is_table(table) or (is_constant(table) and element_type(table.dtype) in _FLOATS)
     return bool(is_table and len(table.shape or ()) == 2)
-
-
-_FLOATS = frozenset(
-    {
-        onnx.TensorProto.FLOAT,
-        onnx.TensorProto.FLOAT16,
-        onnx.TensorProto.BFLOAT16,
-        onnx.TensorProto.DOUBLE,
-    }
-)
 
 
 def _pooling(model: GraphModel, sparse: Mapping[int, Node]) -> dict[int, Node]:
@@ -238,7 +216,7 @@ def _cut_tensors(model: GraphModel, sparse: Mapping[int, Node]) -> list[Tensor]:
                 )
             if tensor.dtype is None or tensor.shape is None:
                 raise _Whole(node.name, f"type or shape of its result '{tensor.name}' is not known")
-            shape = _spec(tensor).shape
+            shape = tensor_spec(tensor).shape
             if not shape or shape[0] is not None or None in shape[1:]:
                 raise _Whole(
                     node.name,
@@ -278,9 +256,3 @@ def _count_rows_in(model: GraphModel, sparse: Mapping[int, Node], cut: Sequence[
 
 def _is_integer(tensor: Tensor) -> bool:
     return element_type(tensor.dtype) not in _FLOATS
-
-
-def _spec(tensor: Tensor) -> TensorSpec:
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype))
-    shape = tuple(d if isinstance(d, int) and d >= 0 else None for d in shape_of(tensor))
-    return TensorSpec(tensor.name, np.dtype(dtype).name, shape)

@@ -90,31 +90,22 @@ class FoldConstants(Mod[Constant]):
     def _constant_nodes(self, model: GraphModel, declined: list[Declined]) -> dict[int, Node]:
         """Return nodes to fold, by identity, producers before consumers."""
         variable: set[int] = {id(tensor) for tensor in model.inputs}
-        candidates: list[Node] = []
+        found: dict[int, Node] = {}
         for node in model.sorted_nodes():
             if _is_foldable(model, node, variable):
-                candidates.append(node)
-            else:
-                variable |= {id(tensor) for tensor in node.outputs}
-        found: dict[int, Node] = {}
-        for node in candidates:
-            reason = ""
-            if any(id(tensor) in variable for tensor in node.inputs):
-                reason = "what it is made of is not folded"
-            else:
-                reason = self._why_not(model, node, variable)
-            if not reason:
-                found[id(node)] = node
-                continue
-            declined.append(Declined(node.name, reason))
+                reason = self._why_not(node)
+                if not reason:
+                    found[id(node)] = node
+                    continue
+                declined.append(Declined(node.name, reason))
             variable |= {id(tensor) for tensor in node.outputs}
         return found
 
-    def _why_not(self, model: GraphModel, node: Node, variable: set[int]) -> str:
+    def _why_not(self, node: Node) -> str:
         """Return why a constant node stays; empty when it is folded."""
         for tensor in node.inputs:
             if is_constant(tensor) and any(
-                reader.op == "Gather" and reader.inputs[0] is tensor and id(reader.inputs[1]) in variable
+                reader.op == "Gather" and reader.inputs[0] is tensor and not is_constant(reader.inputs[1])
                 for reader in tensor.outputs
             ):
                 return f"made of the embedding table '{tensor.name}', which would be stored twice"

@@ -103,10 +103,7 @@ LEFT_ALONE: dict[str, tuple[Case, dict[str, str]]] = {
             {"row": np.ones((1, 1024)), "shape": np.array([8, 1024])},
             outputs="float[batch,1024] y",
         ),
-        {
-            "block/r": "its result takes 32768 bytes, what it is made of 4112",
-            "block/n": "what it is made of is not folded",
-        },
+        {"block/r": "its result takes 32768 bytes, what it is made of 4112"},
     ),
 }
 
