@@ -57,11 +57,8 @@ def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
     loaded = _load_safetensors(path) if path.suffix == _SAFETENSORS else _load_torch(path)
     if not isinstance(loaded, dict):
         raise _no_weights(path, f"it holds a {type(loaded).__name__}")
-    for key in ("state_dict", "model"):
-        inner = loaded.get(key)
-        if isinstance(inner, dict):
-            loaded = inner
-            break
+    nested = (loaded.get(key) for key in ("state_dict", "model"))
+    loaded = next((inner for inner in nested if isinstance(inner, dict)), loaded)
     wrong = [name for name, value in loaded.items() if not isinstance(value, Tensor)]
     if wrong or not loaded:
         raise _no_weights(path, f"entry {wrong[0]!r} is no tensor" if wrong else "it is empty")
@@ -124,7 +121,7 @@ def _no_weights(path: Path, evidence: str) -> ModelError:
 
 def _first_sentence(error: Exception) -> str:
     """Return the finding of an error, without PyTorch's advice on loading the file anyway."""
-    found = str(error).rpartition("WeightsUnpickler error:")[2]
-    sentences = (part.strip() for part in re.split(r"(?<=[.!])\s+|\n", found))
-    said = [part for part in sentences if part and not _ADVICE.search(part)]
-    return said[0][:200] if said else type(error).__name__
+    text = str(error).rpartition("WeightsUnpickler error:")[2]
+    sentences = (part.strip() for part in re.split(r"(?<=[.!])\s+|\n", text))
+    findings = (part[:200] for part in sentences if part and not _ADVICE.search(part))
+    return next(findings, type(error).__name__)

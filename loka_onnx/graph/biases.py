@@ -34,8 +34,11 @@ def bias_of(model: GraphModel, product: Node) -> Bias | None:
         if product.attrs.get("beta", 1.0) == 0.0 or (has_third and not _is_float(product.inputs[2])):
             return None
         return Bias(product, 2)
-    reader = _only_reader(model, product.outputs[0])
-    return None if reader is None or reader.op != "Add" else _of_add(reader, product.outputs[0])
+    add = _only_reader(model, product.outputs[0])
+    if add is None or add.op != "Add":
+        return None
+    positions = (i for i in (0, 1) if _is_float(add.inputs[i]) and add.inputs[1 - i] is product.outputs[0])
+    return next((Bias(add, index) for index in positions), None)
 
 
 def biased(model: GraphModel, product: Node) -> Tensor:
@@ -63,11 +66,7 @@ def score_of(model: GraphModel, output: str, kind: OutputKind) -> Score | None:
         return Score(tensor, None)
     if consumers(tensor):
         return None
-    node = producer(tensor)
-    while node is not None and node.op in LAYOUT_OPS:
-        if _only_reader(model, node.inputs[0]) is None:
-            return None
-        node = producer(node.inputs[0])
+    node = _behind_layout(model, tensor)
     return Score(node.inputs[0], node) if node is not None and node.op == "Sigmoid" else None
 
 
@@ -76,28 +75,19 @@ def score_bias(model: GraphModel, score: Tensor) -> Bias | None:
 
     Layout operations move the one element of an example and may stand between.
     """
-    node = producer(score)
+    node = _behind_layout(model, score)
+    if node is None or node.op == "Gemm":
+        return None if node is None else bias_of(model, node)
+    positions = (index for index in (0, 1) if node.op == "Add" and _is_float(node.inputs[index]))
+    return next((Bias(node, index) for index in positions), None)
+
+
+def _behind_layout(model: GraphModel, tensor: Tensor) -> Node | None:
+    """Return the maker of a tensor behind layout operators, each the only reader of its input."""
+    node = producer(tensor)
     while node is not None and node.op in LAYOUT_OPS:
-        if _only_reader(model, node.inputs[0]) is None:
-            return None
-        node = producer(node.inputs[0])
-    if node is None:
-        return None
-    if node.op == "Gemm":
-        return bias_of(model, node)
-    if node.op != "Add":
-        return None
-    return next(
-        (Bias(node, index) for index in (0, 1) if _is_float(node.inputs[index])),
-        None,
-    )
-
-
-def _of_add(add: Node, product: Tensor) -> Bias | None:
-    for index in (0, 1):
-        if _is_float(add.inputs[index]) and add.inputs[1 - index] is product:
-            return Bias(add, index)
-    return None
+        node = producer(node.inputs[0]) if _only_reader(model, node.inputs[0]) is not None else None
+    return node
 
 
 def _is_float(tensor: Tensor) -> bool:

@@ -18,9 +18,10 @@ Both are found in one pass; which Add reads what has been through a product sinc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
+from operator import or_
 
 from onnx import TensorProto
 
@@ -176,54 +177,31 @@ def _skipped_inputs(model: GraphModel, order: list[Node]) -> dict[int, list[Tens
     starts = {id(t): _before_factors(t).name for node in joins for t in node.inputs if not is_constant(t)}
     bits = {name: 1 << position for position, name in enumerate(dict.fromkeys(starts.values()))}
     # For each tensor: starts that it depends on, and starts that it depends on through a product.
-    known = {tensor.name: _Origins(bits.get(tensor.name, 0), 0) for tensor in model.inputs}
+    known = {tensor.name: (bits.get(tensor.name, 0), 0) for tensor in model.inputs}
     readers = {id(tensor): len(tensor.outputs) for node in order for tensor in node.outputs}
     skipped: dict[int, list[Tensor]] = {}
-    nothing = _Origins(0, 0)
     for node in order:
-        inputs = [known.get(tensor.name, nothing) for tensor in node.inputs]
+        inputs = [known.get(tensor.name, (0, 0)) for tensor in node.inputs]
         if node.op in _JOINS:
             past = [
                 tensor
                 for i, tensor in enumerate(node.inputs)
                 if id(tensor) in starts
-                and any(o.through & bits[starts[id(tensor)]] for j, o in enumerate(inputs) if j != i)
+                and any(o[1] & bits[starts[id(tensor)]] for j, o in enumerate(inputs) if j != i)
             ]
             if past:
                 skipped[id(node)] = past
-        merged = _merged(inputs, is_block=_is_block(node))
+        every = reduce(or_, (start for start, _ in inputs), 0)
+        is_block = node.op in _BLOCKS and not all(map(is_constant, node.inputs[:2]))
+        through = every if is_block else reduce(or_, (start for _, start in inputs), 0)
         for tensor in node.outputs:
-            known[tensor.name] = _Origins(merged.all | bits.get(tensor.name, 0), merged.through)
+            known[tensor.name] = (every | bits.get(tensor.name, 0), through)
         for tensor in node.inputs:
             if id(tensor) in readers:
                 readers[id(tensor)] -= 1
                 if not readers[id(tensor)]:
                     known.pop(tensor.name, None)
     return skipped
-
-
-@dataclass(frozen=True)
-class _Origins:
-    """Bit sets of a tensor's starts.
-
-    Attributes:
-        through: Through at least one product.
-    """
-
-    all: int
-    through: int
-
-
-def _merged(inputs: Iterable[_Origins], *, is_block: bool) -> _Origins:
-    every = through = 0
-    for each in inputs:
-        every |= each.all
-        through |= each.through
-    return _Origins(every, every if is_block else through)
-
-
-def _is_block(node: Node) -> bool:
-    return node.op in _BLOCKS and not all(is_constant(tensor) for tensor in node.inputs[:2])
 
 
 def _before_factors(tensor: Tensor) -> Tensor:
@@ -242,19 +220,12 @@ def _before_factors(tensor: Tensor) -> Tensor:
 def _carriers(tensor: Tensor, joins: dict[int, list[Tensor]], seen: set[int]) -> set[int]:
     """Return nodes between a skipped input and the Add that it comes from; empty without an Add."""
     path: set[int] = set()
-    for node in _back(tensor):
-        if id(node) in joins or id(node) in seen:
-            return path
-        path.add(id(node))
-    return set()
-
-
-def _back(tensor: Tensor) -> Iterator[Node]:
-    """Yield the nodes behind a tensor while the first input is the only computed one."""
     node = producer(tensor)
-    while node is not None:
-        yield node
-        passes = node.op in NORM_OPS or node.op in UNARY or node.op in MOVEMENTS or node.op in ("Mul", "Div")
+    while node is not None and id(node) not in joins and id(node) not in seen:
+        path.add(id(node))
+        passes = node.op in NORM_OPS | UNARY | MOVEMENTS | {"Mul", "Div"}
+        # The first input is the only computed one.
         if not passes or not all(is_constant(each) or not each.name for each in node.inputs[1:]):
-            return
+            return set()
         node = producer(node.inputs[0])
+    return path if node is not None else set()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, shape_of, values_of
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, shape_of, values_of
 from loka_onnx.transforms.base import Found, Mod, NotRewritten
 from loka_onnx.transforms.linears.pattern import Linear, is_candidate, read_linear
 from loka_onnx.transforms.linears.widening import (
@@ -85,18 +85,18 @@ class PadSites(Mod[Widened]):
         width = match.width + match.added
         if match.maker is not None:
             _pad_n(model, match.maker, match.added)
-            for tensor in match.between:
-                tensor.shape = widened_shape(tensor, match.added)
         if match.gather is not None:
-            _repeat_column(model, match.gather, match)
+            positions = values_of(match.gather.inputs[1])
+            longer = np.concatenate([positions, np.repeat(positions[-1:], match.added)])
+            match.gather.inputs[1] = model.constant(f"{match.gather.name}.positions", longer)
+        for tensor in match.between:
+            tensor.shape = widened_shape(tensor, match.added)
         if match.takers:
-            source = match.tensor
-            if match.maker is None and match.gather is None:
-                source = _padded(model, match)
+            padded = _padded(model, match) if match.maker is None and match.gather is None else None
             for taker in match.takers:
-                if match.maker is None and match.gather is None:
-                    taker.node.inputs[0] = source
-                _pad_k(model, taker, match.position, match.added)
+                if padded is not None:
+                    taker.node.inputs[0] = padded
+                _pad_weight(model, taker, match.added, 0, match.position)
         elif match.split is not None:
             _add_part(model, match.split, match.added)
         elif match.maker is not None:
@@ -186,14 +186,11 @@ def _read_layers(model: GraphModel, declined: list[Declined]) -> dict[int, Linea
             reason = str(error)
         if not reason:
             layers[id(node)] = layer
-        elif _is_unaligned(node):
+        elif any(
+            d % ALIGNMENT for t in filter(is_constant, node.inputs[:2]) for d in values_of(t).shape[-2:]
+        ):
             declined.append(Declined(node.name, reason))
     return layers
-
-
-def _is_unaligned(node: Node) -> bool:
-    shapes = [values_of(t).shape for t in node.inputs[:2] if hasattr(t, "values")]
-    return any(d % ALIGNMENT for shape in shapes for d in shape[-2:])
 
 
 def _pad_n(model: GraphModel, layer: Linear, added: int) -> None:
@@ -210,10 +207,6 @@ def _pad_n(model: GraphModel, layer: Linear, added: int) -> None:
         layer.add.inputs[next(i for i, t in enumerate(layer.add.inputs) if t is layer.bias)] = wide
 
 
-def _pad_k(model: GraphModel, layer: Linear, position: int, added: int) -> None:
-    _pad_weight(model, layer, added, 0, position)
-
-
 def _pad_weight(model: GraphModel, layer: Linear, added: int, axis: int, position: int) -> None:
     """Insert zeros into the weight (K, N) that the node has by now; its other axis may be padded already."""
     values = values_of(layer.node.inputs[1])
@@ -222,14 +215,6 @@ def _pad_weight(model: GraphModel, layer: Linear, added: int, axis: int, positio
     head, tail = np.split(values, [position], axis=stored)
     name = f"{layer.node.name}.weight.padded"
     layer.node.inputs[1] = model.constant(name, np.concatenate([head, zeros, tail], axis=stored))
-
-
-def _repeat_column(model: GraphModel, gather: Node, match: Widened) -> None:
-    positions = values_of(gather.inputs[1])
-    longer = np.concatenate([positions, np.repeat(positions[-1:], match.added)])
-    gather.inputs[1] = model.constant(f"{gather.name}.positions", longer)
-    for tensor in match.between:
-        tensor.shape = widened_shape(tensor, match.added)
 
 
 def _padded(model: GraphModel, match: Widened) -> Tensor:
