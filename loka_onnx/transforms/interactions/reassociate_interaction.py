@@ -6,7 +6,7 @@ cost 2·(m·p·q + m·q·r) against 2·(p·q·r + m·p·r) operations. For the i
 projection Y (n, k), ``(X·Xᵀ)·Y`` costs 2·n²·(d + k) and ``X·(Xᵀ·Y)`` 4·n·d·k: linear in n (Wukong,
 arXiv 2403.02545, section 3, "optimized FM"). Axes in front of the last two are batches, and broadcast.
 
-Rewritten where at least `least` operations exist, `margin` of them is saved and the intermediate result does
+Rewritten where at least `least` operations exist, `MARGIN` of them is saved and the intermediate result does
 not grow: small batched products are bound by memory and launches (`benchmarks/micro/site_shapes.py`).
 Products of two weights stay: one weight rounded once is another model.
 
@@ -24,6 +24,9 @@ from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.interactions.einsum_to_matmul import NOMINAL_LENGTH
 from loka_onnx.transforms.linears.pattern import made_by, only_reader
+
+MARGIN = 0.25
+"""Least share of the operations that is saved."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,15 @@ class ReassociateInteraction(Mod[Chain]):
     """(A·B)·C ↔ A·(B·C), the cheaper one.
 
     Args:
-        margin: Least share of the operations that is saved.
-        least: Operations at the nominal batch below which nothing is rewritten.
+            least: Operations at the nominal batch below which nothing is rewritten.
     """
 
     name = "reassociate-interaction"
     tolerance = 3e-5
     """Rounding of other sums is relative to the largest of them, not to the result."""
 
-    def __init__(self, margin: float = 0.25, least: int = 1 << 29) -> None:
-        self._margin, self._least = margin, least
+    def __init__(self, least: int = 1 << 29) -> None:
+        self._least = least
 
     def match(self, model: GraphModel) -> Found[Chain]:
         """Match chains of three matrices; a node is in at most one match."""
@@ -108,10 +110,10 @@ class ReassociateInteraction(Mod[Chain]):
                 f"it takes {now.flops} operations at a batch of {NOMINAL_LENGTH}, the other order "
                 f"{then.flops}: under {self._least} they do not decide the time"
             )
-        if then.flops > (1 - self._margin) * now.flops:
+        if then.flops > (1 - MARGIN) * now.flops:
             return (
                 f"it takes {now.flops} operations at a batch of {NOMINAL_LENGTH}, the other order "
-                f"{then.flops}: less than {self._margin:.0%} saved"
+                f"{then.flops}: less than {MARGIN:.0%} saved"
             )
         if then.between > now.between:
             return (

@@ -1,6 +1,6 @@
 """Compute constant subgraphs once, by ONNX Runtime with every optimization off, and store the result.
 
-Left alone are results larger than `growth` times their inputs, results of an embedding table that a lookup
+Left alone are results larger than `GROWTH` times their inputs, results of an embedding table that a lookup
 reads (it would be stored twice), intended low precision, random operators and control flow, and results that
 leave the graph: engines expect outputs to be computed.
 """
@@ -26,6 +26,8 @@ NEVER_FOLDED = DRAWING | {
     *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"),
     *("If", "Loop", "Scan", "SequenceMap"),
 }
+GROWTH = 4.0
+"""Largest size of a result, relative to its node's inputs."""
 SMALL_BYTES = 4096
 """A result of this size is always stored."""
 LARGEST_BYTES = 1 << 30
@@ -45,16 +47,9 @@ class Constant:
 
 
 class FoldConstants(Mod[Constant]):
-    """Constant subgraphs → initializers.
-
-    Args:
-        growth: Largest size of a result, relative to its node's inputs.
-    """
+    """Constant subgraphs → initializers."""
 
     name = "fold-constants"
-
-    def __init__(self, growth: float = 4.0) -> None:
-        self._growth = growth
 
     def match(self, model: GraphModel) -> Found[Constant]:
         """Match constant nodes that others read, and compute them."""
@@ -114,7 +109,7 @@ class FoldConstants(Mod[Constant]):
             return "the type or the shape of its result is not known"
         made_of = sum(_bytes(tensor) or 0 for tensor in node.inputs)
         result = sum(size or 0 for size in sizes)
-        if result > max(SMALL_BYTES, self._growth * made_of):
+        if result > max(SMALL_BYTES, GROWTH * made_of):
             return f"its result takes {result} bytes, what it is made of {made_of}"
         return ""
 

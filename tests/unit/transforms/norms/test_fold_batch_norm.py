@@ -132,13 +132,6 @@ def test_before_linears_it_goes(name: str, tmp_path: Path) -> None:
     assert_folded_equally(before, FoldBatchNorm(), tmp_path)
 
 
-@pytest.mark.parametrize("case", [*BEHIND.values(), *BEFORE.values()])
-def test_a_second_run_changes_nothing(case: Case, tmp_path: Path) -> None:
-    first = fused(artifact(case.model(), tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
-    second = fused(artifact(first.after, tmp_path / "b.onnx"), tmp_path / "again", (FoldBatchNorm,))
-    assert (second.applied, second.declined) == ((), ())
-
-
 def test_one_linear_behind_one_batch_norm_and_before_another(tmp_path: Path) -> None:
     model = Case(
         f"[fc1] h = MatMul(x, w) {NORM.format('n', 'h')} [fc2] k = MatMul(n, w2) {NORM.format('y', 'k')}",

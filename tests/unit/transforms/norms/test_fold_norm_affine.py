@@ -141,14 +141,6 @@ def test_scale_and_shift_move_into_every_linear(name: str, tmp_path: Path) -> No
     assert {node.name for node in before.graph.node} <= {node.name for node in result.after.graph.node}
 
 
-@pytest.mark.parametrize("name", FOLDED)
-def test_a_second_run_changes_nothing(name: str, tmp_path: Path) -> None:
-    model = FOLDED[name].model()
-    first = fused(artifact(model, tmp_path / "before.onnx"), tmp_path, (FoldNormAffine,))
-    second = fused(artifact(first.after, tmp_path / "b.onnx"), tmp_path / "again", (FoldNormAffine,))
-    assert (second.applied, second.declined) == ((), ())
-
-
 def test_the_output_of_a_matmul_keeps_its_name_and_gains_a_bias(tmp_path: Path) -> None:
     result = fused(artifact(FOLDED["matmul"].model(), tmp_path / "before.onnx"), tmp_path, (FoldNormAffine,))
     assert op_types(result.after) == ["LayerNormalization", "MatMul", "Add"]

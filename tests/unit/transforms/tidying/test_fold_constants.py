@@ -123,11 +123,6 @@ def test_what_onnxruntime_cannot_compute_is_left_alone(tmp_path: Path) -> None:
     assert "ONNX Runtime does not compute it" in found.declined[0].reason
 
 
-def test_the_growth_can_be_set(tmp_path: Path) -> None:
-    case = LEFT_ALONE["a_product_of_thin_weights"][0]
-    assert len(match(case.model(), FoldConstants(growth=10), tmp_path).matches) == 1
-
-
 def test_a_cast_weight_becomes_a_weight(tmp_path: Path) -> None:
     half: Any = weight(8, 8).astype(np.float16)
     model = parse("w = Cast<to=1>(half) y = MatMul(x, w)", {"half": half})
