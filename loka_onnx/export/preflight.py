@@ -303,8 +303,7 @@ class _Preflight:
     def _first_apart(self, pair: _Pair) -> str:
         """Return the first node in topological order whose output differs for the common rows; "" for none.
 
-        Numbers count before integers and flags, whose shapes and values may follow the batch (the longest
-        list in it).
+        Numbers count before integers and flags, whose shapes and values may follow the batch.
         """
         try:
             session = self._every_tensor()

@@ -124,11 +124,7 @@ def _moved(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Source:
-    """Source of a graph tensor's values.
-
-    Attributes:
-        name: Name of the weight in the module.
-    """
+    """Weight of the module that a graph tensor's values come from."""
 
     name: str
     transposed: bool = False

@@ -30,11 +30,7 @@ that sum some thousand products in different orders differed by up to 2e-5."""
 
 
 def import_torch() -> Any:
-    """Return the `torch` module.
-
-    Raises:
-        MissingPackage: It is not installed.
-    """
+    """Return the `torch` module, or raise `MissingPackage`."""
     try:
         import torch
     except ImportError as error:
@@ -45,10 +41,7 @@ def import_torch() -> Any:
 
 
 def as_tensors(rows: Arrays) -> tuple[torch.Tensor, ...]:
-    """Return arrays as tensors over the same memory where possible.
-
-    PyTorch has no read-only tensors, and columns of a file are read-only: those are copied.
-    """
+    """Return arrays as tensors over the same memory; read-only ones, as columns of a file, are copied."""
     torch = import_torch()
     return tuple(torch.from_numpy(np.require(array, requirements=["C", "W"])) for array in rows.values())
 

@@ -24,11 +24,7 @@ class Bias:
 
 
 def bias_of(model: GraphModel, product: Node) -> Bias | None:
-    """Return the constant added to a product alone: Gemm's own, or that of the Add behind it.
-
-    None for none: a Gemm with a computed third input or with ``beta`` 0, a product with other readers, or a
-    graph output.
-    """
+    """Return the constant added to a product alone, by Gemm or the Add behind it; None for none."""
     if product.op == "Gemm":
         has_third = len(product.inputs) > 2 and bool(product.inputs[2].name)
         if product.attrs.get("beta", 1.0) == 0.0 or (has_third and not _is_float(product.inputs[2])):
@@ -71,10 +67,7 @@ def score_of(model: GraphModel, output: str, kind: OutputKind) -> Score | None:
 
 
 def score_bias(model: GraphModel, score: Tensor) -> Bias | None:
-    """Return the constant added to every element of a score and to nothing else; None for none.
-
-    Layout operations move the one element of an example and may stand between.
-    """
+    """Return the constant added to every element of a score and to nothing else; None for none."""
     node = _behind_layout(model, score)
     if node is None or node.op == "Gemm":
         return None if node is None else bias_of(model, node)
@@ -101,11 +94,7 @@ def _only_reader(model: GraphModel, tensor: Tensor) -> Node | None:
 
 
 def expose_scores(model: GraphModel, kinds: Mapping[str, OutputKind]) -> dict[str, str]:
-    """Add the scores of outputs to the graph outputs.
-
-    Returns:
-        Name of the graph output with the score, by name of the output; only where there is a score.
-    """
+    """Add the scores of outputs to the graph outputs; return their names by output."""
     found: dict[str, str] = {}
     for output, kind in kinds.items():
         score = score_of(model, output, kind)

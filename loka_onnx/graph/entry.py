@@ -50,8 +50,7 @@ def canonicalize(path: Path) -> Canonical:
     """Read and convert a foreign model.
 
     Raises:
-        ModelError: Truncated, unsound, too old or too new, with custom operators, quantized already, with
-            ends that are no tensors, or not convertible.
+        ModelError: It is truncated, unsound, of another operator set, quantized already, or not convertible.
     """
     proto = read_proto(path)
     check_message(proto, path)

@@ -66,11 +66,7 @@ def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
 
 
 def to_dense(proto: onnx.ModelProto) -> tuple[str, ...]:
-    """Store sparse weights densely; edits a model.
-
-    Returns:
-        Conversions, for the report; empty where nothing was converted.
-    """
+    """Store sparse weights densely; edits a model. Returns the conversions, for the report."""
     count = 0
     for graph in with_subgraphs(proto.graph):
         count += len(graph.sparse_initializer)

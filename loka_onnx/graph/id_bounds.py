@@ -48,11 +48,7 @@ _MOST = 1 << 22
 
 @dataclass(frozen=True)
 class _Ids:
-    """A tensor that holds ids of the input.
-
-    Attributes:
-        tags: Of its elements in place; else each once, in any order.
-    """
+    """Tags of the ids that a tensor holds: of its elements in place; else each once, in any order."""
 
     tags: Tags
     is_placed: bool = True

@@ -73,11 +73,7 @@ def element_type(dtype: Any) -> int:
 
 
 class GraphModel:
-    """An ONNX model whose main graph can be edited.
-
-    Args:
-        tables: External embedding tables, by name; their locations are absolute paths.
-    """
+    """An ONNX model whose main graph can be edited; `tables` are external, with absolute locations."""
 
     def __init__(self, graph: gs.Graph, tables: Mapping[str, onnx.TensorProto]) -> None:
         self.graph = graph
@@ -105,9 +101,8 @@ class GraphModel:
 
     @classmethod
     def read_back(cls, exported: Exported) -> GraphModel:
-        """Return what `load` would read of the written model, without a file.
-
-        Types and shapes are inferred anew; the weights are shared.
+        """Return what `load` would read of the written model, with types and shapes inferred anew and shared
+        weights.
         """
         return cls._take_over(exported.copy_headers(exported.tables), Path("/"), exported.detached)
 
@@ -173,11 +168,7 @@ class GraphModel:
             return GraphModel(copied(self.graph), self.tables)
 
     def extract(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> GraphModel:
-        """Return a copy of the nodes between some tensors, which shares the weights.
-
-        Args:
-            inputs: Tensors that the copy takes in; their types and shapes are known.
-        """
+        """Return a copy of the nodes between tensors of known type and shape, which shares the weights."""
         graph = copied(self.graph)
         tensors = graph.tensors()
         graph.inputs = [tensors[tensor.name] for tensor in inputs]
@@ -293,10 +284,7 @@ class GraphModel:
     ) -> Tensor:
         """Append a node with one output and return that output.
 
-        Args:
-            inputs: `self.absent()` for an empty optional input.
-            name: Base of the node's and the output's name.
-            dtype: Element type of the output, numpy or ONNX; that of the first input when None.
+        Its type is that of the first input by default; `self.absent()` stands for an empty optional input.
         """
         unique = self.fresh_name(name)
         if self._node_names is not None:
@@ -354,10 +342,7 @@ class GraphModel:
         self.graph.outputs[position] = new
 
     def replace_uses(self, old: Tensor, new: Tensor, consumers: Sequence[Node] | None = None) -> None:
-        """Let consumers read `new` instead of `old`; all of them when None.
-
-        A graph output keeps its name: if `old` is one, the two tensors trade names.
-        """
+        """Let consumers, all by default, read `new` instead of `old`; a graph output keeps its name."""
         for node in list(old.outputs) if consumers is None else consumers:
             for index, tensor in enumerate(node.inputs):
                 if tensor is old:
@@ -366,10 +351,9 @@ class GraphModel:
             self.make_output(old, new)
 
     def hand_over(self, old: Tensor, new: Tensor) -> None:
-        """Let the node of `new`, which nothing reads yet, compute `old` instead.
+        """Let the node of `new`, which nothing reads yet, compute `old`, which keeps name, shape and readers.
 
-        `old` keeps its name, shape and readers, and with them the matches that begin at it. The former node
-        of `old` is left without an output and removed on saving.
+        The former node of `old` is left without an output and removed on saving.
         """
         replaced, maker = old.inputs[0], new.inputs[0]
         if len(replaced.outputs) != 1 or new.outputs:

@@ -20,12 +20,10 @@ Numbers = npt.NDArray[np.int64]
 def move(
     node: Node, tensor: Tensor, numbers: Numbers, lengths: Mapping[str, int], other: int = 0
 ) -> list[Numbers]:
-    """Return the outputs of a node.
+    """Return the outputs of a node, with `numbers` for its input `tensor`, and `other` for operands of a
+    Concat.
 
-    Args:
-        tensor: The input that `numbers` stand for.
-        lengths: Lengths of named dimensions besides those of the tensor.
-        other: Number of elements of other tensors, which a Concat joins.
+    `lengths` are of named dimensions besides those of the tensor.
 
     Raises:
         ValueError: The operator, or an operand of it, is not known.
@@ -49,11 +47,7 @@ def move(
 
 
 def taken_axes(node: Node) -> tuple[int, ...]:
-    """Return the axes along which a Slice, Split or Gather takes a part; none for other operators.
-
-    Raises:
-        ValueError: They are not constant.
-    """
+    """Return the axes along which a Slice, Split or Gather takes a part; none for other operators."""
     if node.op in {"Gather", "Split"}:
         return (int(node.attrs.get("axis", 0)),)
     constants = _constants(node) if node.op == "Slice" else []

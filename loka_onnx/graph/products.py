@@ -16,10 +16,7 @@ Shape = tuple[int | None, ...]
 
 
 def other_products(model: GraphModel) -> tuple[OtherProduct, ...]:
-    """Return every matrix product that is no site, subgraphs included.
-
-    A body of Loop or Scan counts once: the number of iterations is not in the graph.
-    """
+    """Return every matrix product that is no site, subgraphs included; a body of Loop or Scan counts once."""
     return tuple(_found(model.nodes, ""))
 
 

@@ -153,8 +153,7 @@ def _is_fp32(tensor: Tensor) -> bool:
 def residual_streams(model: GraphModel) -> tuple[Protected, ...]:
     """Return Adds that join a block to its own input, and nodes that carry the sum to the next of them.
 
-    In topological order. Carriers are norms, activations, constant factors and movements; nodes before the
-    first Add of a stream are not part of it.
+    Carriers are norms, activations, constant factors and movements.
     """
     order = model.sorted_nodes()
     skipped = _skipped_inputs(model, order)

@@ -31,10 +31,7 @@ def is_site(node: Node) -> bool:
 
 
 def find_sites(model: GraphModel, merged_from: dict[str, tuple[str, ...]] | None = None) -> tuple[Site, ...]:
-    """Return every site of the main graph, in topological order.
-
-    `merged_from` has the origins of sites that a mod created, by site name.
-    """
+    """Return every site of the main graph, in topological order, with the origins of merged ones."""
     origins = merged_from or {}
     return tuple(describe(node, origins.get(node.name, ())) for node in model.sorted_nodes() if is_site(node))
 
@@ -116,9 +113,8 @@ def _contraction_length(operands: Sequence[Operand]) -> int:
 def _columns_and_rows(node: Node, operands: Sequence[Operand]) -> tuple[int, int]:
     """Return output channels, and products per example that share one weight.
 
-    The output of a product is (batch, …, rows, columns), or (experts, batch, columns); its only dynamic
-    dimension is the batch. With the weight on the left, channels are the rows of that output. A weight of
-    rank 1 has one channel.
+    The output of a product is (batch, …, rows, columns), or (experts, batch, columns). With the weight on the
+    left, channels are the rows of that output. A weight of rank 1 has one channel.
     """
     output = static_shape(node.outputs[0])
     weight = operands[1]

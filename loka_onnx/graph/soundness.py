@@ -28,11 +28,7 @@ from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 @contextmanager
 def parsing(path: Path, step: str) -> Iterator[None]:
-    """Turn any library error over a foreign model into a `ModelError`; libraries do not document theirs.
-
-    Args:
-        step: Action, as the end of "the model cannot be …".
-    """
+    """Turn any library error over a foreign model into "the model cannot be <step>"."""
     try:
         yield
     except (LokaError, MemoryError):
@@ -53,11 +49,7 @@ def unsound(path: Path, what: str, evidence: str, where: str = "") -> ModelError
 
 
 def check_message(proto: onnx.ModelProto, path: Path) -> None:
-    """Check the message itself for what every library takes for granted.
-
-    Raises:
-        ModelError: A text is not UTF-8, or a function calls itself.
-    """
+    """Refuse a message with a text that is not UTF-8, or a function that calls itself."""
     for message in messages(proto):
         for descriptor, value in message.ListFields():
             # Protobuf returns bytes for a text that is not UTF-8.
@@ -77,11 +69,7 @@ def check_message(proto: onnx.ModelProto, path: Path) -> None:
 
 
 def check_sound(proto: onnx.ModelProto, path: Path) -> None:
-    """Check a model without functions against the standard.
-
-    Raises:
-        ModelError: It is unsound; names the operator and node where known.
-    """
+    """Refuse a model without functions that is unsound by the standard."""
     for tensor in all_initializers(proto.graph):
         if uses_external_data(tensor) or not tensor.HasField("raw_data"):
             continue

@@ -99,11 +99,7 @@ class Stored:
 
     @classmethod
     def of(cls, tensor: onnx.TensorProto, path: Path | None = None) -> Stored:
-        """Return the position that a tensor states.
-
-        Raises:
-            ModelError: The statement is invalid.
-        """
+        """Return the position that a tensor states; refuse an invalid statement."""
         entries = {entry.key: entry.value for entry in tensor.external_data}
         needed, offset = stored_bytes(tensor), entries.get("offset", "0")
         length = entries.get("length", str(needed))
@@ -170,13 +166,7 @@ def model_files(path: Path) -> tuple[Path, ...]:
 
 
 def read_external(tensor: onnx.TensorProto, directory: Path) -> None:
-    """Load a tensor; edits it.
-
-    onnx's own helper refuses files with more than one hard link, which linked tables have.
-
-    Raises:
-        ModelError: The file ends before the tensor.
-    """
+    """Load a tensor; edits it. onnx's helper refuses files with several names, as linked tables have."""
     stored = Stored.of(tensor)
     with (directory / stored.location).open("rb") as stream:
         stream.seek(stored.offset)
@@ -273,11 +263,7 @@ def take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.Tenso
 
 
 def stored_bytes(tensor: onnx.TensorProto) -> int:
-    """Return the bytes of a tensor, from its type and dimensions.
-
-    Raises:
-        ModelError: The type or shape is invalid.
-    """
+    """Return the bytes of a tensor by its type and dimensions; refuse invalid ones."""
     kind = tensor.data_type
     if kind not in _STORED or any(dim < 0 for dim in tensor.dims):
         evidence = f"its element type is {kind}, its shape {[*tensor.dims][:16]}"
@@ -299,8 +285,7 @@ def place_table(table: onnx.TensorProto, directory: Path, link: bool) -> onnx.Te
 def _place_file(source: Path, directory: Path, link: bool) -> str:
     """Return the name of a table file in a directory; the file is linked or copied if needed.
 
-    If another file has that name (an earlier version of the table, perhaps in use by other models), the name
-    takes the digest of its content.
+    If another file has that name, perhaps in use by other models, the name takes the digest of its content.
     """
     name = source.name
     if (directory / name).exists() and not _is_same_content(source, directory / name):
@@ -361,9 +346,7 @@ def move_outside(proto: onnx.ModelProto, path: Path, detached: Sequence[Array] =
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a stream that replaces a file once complete.
-
-    An earlier file stays unchanged, also under its other names: models of jobs are links.
+    """Yield a stream that replaces a file once complete; the earlier one stays under its other names.
 
     Raises:
         OutputError: The disk is full, or writing fails.

@@ -125,8 +125,7 @@ def weights_detached(graph: gs.Graph) -> Iterator[list[Array]]:
 def copied(graph: gs.Graph) -> gs.Graph:
     """Return a deep copy of a graph that shares the weights.
 
-    In copies of onnx-graphsurgeon 0.6.1 a constant has an export type, as if to be converted: E4M3FNUZ to
-    E4M3FNUZ is then refused once the values have been read.
+    In copies of onnx-graphsurgeon 0.6.1 a constant has an export type, which E4M3FNUZ does not survive.
     """
     copy = mark_branches(graph.copy())
     for tensor in _constants(copy):

@@ -45,8 +45,7 @@ def find(nodes: Iterable[Node], read: Callable[[Node], M | None]) -> Found[M]:
 class Mod(ABC, Generic[M]):
     """A rewrite that is equivalent in exact arithmetic.
 
-    Attributes:
-        tolerance: Largest accepted change of an output on the check rows, over max(1, largest |output|).
+    `tolerance` is the largest accepted change of an output on the check rows, over max(1, largest |output|).
     """
 
     name: ClassVar[str]

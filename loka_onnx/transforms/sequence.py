@@ -160,11 +160,7 @@ def apply_mods(
 
 @dataclass(frozen=True)
 class _Tried:
-    """A mod applied to a graph.
-
-    Attributes:
-        exported: The graph after it; None without a match.
-    """
+    """A mod applied to a graph, exported if there was a match."""
 
     record: RewriteRecord
     before: GraphModel

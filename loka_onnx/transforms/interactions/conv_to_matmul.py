@@ -38,11 +38,7 @@ class Pointwise:
 
 
 class ConvToMatMul(Mod[Pointwise]):
-    """Conv of kernel size 1 → MatMul.
-
-    Args:
-        least: Fewest channels, before and behind, of a Conv that is rewritten.
-    """
+    """Conv of kernel size 1, with `least` channels before and behind → MatMul."""
 
     name = "conv-to-matmul"
 

@@ -45,11 +45,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Contraction:
-    """An Einsum and the one or two products that compute it, each result appended to the remaining operands.
-
-    Attributes:
-        operands: Letters of its inputs.
-    """
+    """An Einsum, and the products that compute it, each result appended to the remaining operands."""
 
     node: Node
     operands: tuple[str, ...]

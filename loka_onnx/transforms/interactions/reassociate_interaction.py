@@ -53,11 +53,7 @@ class Chain:
 
 
 class ReassociateInteraction(Mod[Chain]):
-    """(A·B)·C ↔ A·(B·C), the cheaper one.
-
-    Args:
-            least: Operations at the nominal batch below which nothing is rewritten.
-    """
+    """(A·B)·C ↔ A·(B·C), the cheaper one, from `least` operations at the nominal batch on."""
 
     name = "reassociate-interaction"
     tolerance = 3e-5

@@ -39,11 +39,7 @@ _LARGEST = 1 << 22
 
 @dataclass(frozen=True)
 class Reader:
-    """A linear that reads channels.
-
-    Attributes:
-        channels: Channel that each weight row meets, (K,); `FOREIGN` for an element of another tensor.
-    """
+    """A linear, and the channel that each weight row meets, (K,); `FOREIGN` for one of another tensor."""
 
     node: Node
     channels: Numbers

@@ -37,11 +37,8 @@ class ParallelLinears:
 
 
 class MergeParallelLinears(Mod[ParallelLinears]):
-    """Parallel linears → one linear and a Split.
-
-    Args:
-        widest: Largest N of a merged layer.
-        spread: Largest ratio of the largest |weight| of two merged layers.
+    """Parallel linears of N ≤ `widest`, whose largest |weight| differ by `spread` at most → one linear and a
+    Split.
     """
 
     name = "merge-parallel-linears"

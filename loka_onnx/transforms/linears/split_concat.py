@@ -23,9 +23,8 @@ from loka_onnx.transforms.linears.pattern import Linear, is_candidate, made_by, 
 
 @dataclass(frozen=True)
 class ConcatPart:
-    """Inputs of the Concat that one product reads, and the rows of the weight that they meet.
-
-    A part that is the same for every row is the one tensor before it was copied.
+    """Inputs of the Concat, or one tensor before it was copied, that one product reads, and rows of the
+    weight.
     """
 
     tensors: tuple[Tensor, ...]

@@ -61,9 +61,7 @@ class ChannelSplit:
 class SplitHighErrorChannels(Mod[ChannelSplit]):
     """Linear → product without its high-error channels + product of these.
 
-    Args:
-        left: By name of a linear site, share of its error energy that may remain, in (0, 1).
-        scratch: Directory on the file system of the model, for a copy of it.
+    `left` is, by name of a linear site, the share of its error energy that may remain, in (0, 1).
     """
 
     name = "split-loud-channels"

@@ -65,11 +65,7 @@ class Lookups:
 
 
 class MergeGathers(Mod[Lookups]):
-    """Lookups of single columns → one lookup.
-
-    Args:
-        largest_bytes: Largest stack of tables.
-    """
+    """Lookups of single columns → one lookup, in a stack of tables of `largest_bytes` at most."""
 
     name = "merge-gathers"
 

@@ -75,13 +75,9 @@ def split_sparse(model: GraphModel) -> SparseSplit | Declined:
 
 
 def verify_split(split: SparseSplit, whole: Path, rows: Sequence[Arrays], directory: Path) -> Declined | None:
-    """Run both halves in sequence and compare them with the whole, bit for bit.
+    """Write both halves into a directory, run them in sequence and compare them with the whole, bit for bit.
 
-    Args:
-        directory: Where both halves are written; tables are linked there.
-
-    Returns:
-        None when all outputs have the same bits on every batch, else where and why the split is declined.
+    Returns None when all outputs have the same bits on every batch, else where and why the split is declined.
     """
     options = SessionOptions(optimize=False)
     split.lookup.save(directory / LOOKUP_FILE)

@@ -55,11 +55,7 @@ def read_root(tensor: Tensor) -> Root:
 
 
 def read_mean(tensor: Tensor, walk: Walk | None = None) -> Centred:
-    """Return the tensor that this one is the mean of, and the axes.
-
-    Args:
-        walk: Use of the mean; None where it must broadcast against its source.
-    """
+    """Return the tensor that this one is the mean of, and the axes, behind a walk."""
     walk = walk or Walk()
     scaled = _unscaled(walk.to(tensor), walk)
     node = scaled.node
@@ -257,11 +253,7 @@ def _unscaled(node: Node, walk: Walk) -> _Scaled:
 
 @dataclass(frozen=True)
 class _WithNumber:
-    """The number among the operands of a node, and its other operand.
-
-    Attributes:
-        is_largest: Whether the number is an upper limit.
-    """
+    """The number among the operands of a node, its other operand, and whether it is an upper limit."""
 
     number: float
     other: Tensor

@@ -52,11 +52,7 @@ class Smoothing:
 
 
 class ChooseSmoothing(Mod[Smoothing]):
-    """Smoothing by measured error.
-
-    Args:
-        scratch: Directory on the file system of the model, for a copy of it.
-    """
+    """Smoothing by measured error; a copy of the model is written to `scratch`."""
 
     name = "smooth-by-error"
 
