@@ -175,14 +175,6 @@ DECLINED = {
         Case(f"[fc] h = MatMul(x, w) {LAST}", {"w": W}, outputs="float[batch,8] y, float[batch,8] h"),
         BOTH.format(ELSEWHERE, "'y' is an output of the model"),
     ),
-    "bias_read_elsewhere": (
-        Case(
-            f"[fc] g = MatMul(x, w) h = Add(g, b) {LAST} z = Relu(g)",
-            {"w": W, "b": B},
-            outputs="float[batch,8] y, float[batch,8] z",
-        ),
-        BOTH.format(ELSEWHERE, "'y' is an output of the model"),
-    ),
     "of_an_input": (
         Case(
             f"{NORM.format('n', 'x')} [fc] y = MatMul(n, w)",
@@ -198,15 +190,6 @@ DECLINED = {
         ),
         BOTH.format("its factors do not follow the output channels of 'fc'", "'y' is an output of the model"),
     ),
-    "batched_weight": (
-        Case(
-            f"[fc] h = MatMul(x, w) {LAST}",
-            {"w": weight(8, 6, 4)},
-            "float[batch,8,5,6] x",
-            "float[batch,8,5,4] y",
-        ),
-        BOTH.format("its weight has rank 3, not 2", "'y' is an output of the model"),
-    ),
     "training": (
         Case(
             "[fc] h = MatMul(x, w) [norm_y] y, m, v ="
@@ -214,10 +197,6 @@ DECLINED = {
             {"w": W},
         ),
         "its statistics are not constant, or the rank of its input is not known",
-    ),
-    "between_activations": (
-        Case(f"a = Relu(x) {NORM.format('n', 'a')} y = Relu(n)", {}, "float[batch,8] x"),
-        BOTH.format("there is none", "'block/y' reads it, a Relu"),
     ),
 }
 

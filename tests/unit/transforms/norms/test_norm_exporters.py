@@ -86,14 +86,6 @@ def with_a_sum(x: Any, gain: Any, shift: Any) -> Any:
     return centred / torch.sqrt(centred.pow(2).sum(-1, keepdim=True) / 8 + EPSILON) * gain + shift
 
 
-def root_mean_square(x: Any, gain: Any, _: Any) -> Any:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON) * gain
-
-
-def scaled_first(x: Any, gain: Any, _: Any) -> Any:
-    return gain * x / (x.square().mean(-1, keepdim=True) + EPSILON).sqrt()
-
-
 def llama(x: Any, gain: Any, _: Any) -> Any:
     """`LlamaRMSNorm.forward` of a model in FP16: normalized in FP32, scaled in FP16."""
     half = x.to(torch.float16)
@@ -148,23 +140,15 @@ def written(body: Callable[[Any, Any, Any], Any], width: int = 8) -> Callable[[]
 
 FUSED = {
     "layer_norm": Form(lambda: spread(nn.LayerNorm(8, eps=EPSILON))),
-    "layer_norm_of_two_axes": Form(lambda: spread(nn.LayerNorm((4, 8), eps=EPSILON)), (4, 8)),
     "layer_norm_without_affine": Form(lambda: nn.LayerNorm(8, eps=EPSILON, elementwise_affine=False)),
     "variance": Form(written(with_variance)),
-    "variance_of_rank_3": Form(written(with_variance), (4, 8)),
     "variance_and_mean": Form(written(with_variance_and_mean)),
     "without_kept_dimensions": Form(written(without_kept_dimensions), (4, 8)),
     "second_moment": Form(written(with_second_moment)),
     "clamped_second_moment": Form(written(with_clamped_second_moment)),
     "a_sum": Form(written(with_a_sum)),
-    "root_mean_square": Form(written(root_mean_square), (4, 8), (RMS,)),
-    "scaled_first": Form(written(scaled_first), (8,), (RMS,)),
     "root_of_a_sum_of_16": Form(written(root_of_sum, 16), (16,), (RMS,)),
     "group_norm": Form(lambda: spread(nn.GroupNorm(2, 8, eps=EPSILON)), (8, 6), (GROUP,)),
-    "group_norm_of_images": Form(lambda: spread(nn.GroupNorm(4, 8, eps=EPSILON)), (8, 3, 5), (GROUP,)),
-    "group_norm_without_affine": Form(
-        lambda: nn.GroupNorm(2, 8, eps=EPSILON, affine=False), (8, 6), (GROUP,)
-    ),
     "group_norm_by_hand": Form(written(grouped), (8, 6), (GROUP,)),
     "length": Form(written(length), (4, 8), (LENGTH,)),
 }

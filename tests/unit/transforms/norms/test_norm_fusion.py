@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 from norm_bodies import EPSILON, ROOTS, SQUARES, Body, assert_equal_to_primitives, fuse
 from rewrite_models import artifact, as_double, attribute, evaluate, named, op_types, parse, random_rows
@@ -26,10 +25,8 @@ def test_every_form_is_fused(centred: bool, square: str, root: str, tmp_path: Pa
 
 AXES = {
     "last": ((4, 8), (-1,)),
-    "last_positive": ((4, 8), (2,)),
     "two": ((4, 8), (-2, -1)),
     "two_positive_unordered": ((4, 8), (2, 1)),
-    "mixed": ((3, 4, 8), (-1, 2)),
     "three": ((3, 4, 8), (1, 2, 3)),
 }
 
@@ -95,16 +92,6 @@ def test_a_factor_that_varies_outside_the_normalized_axes_stays(case: str, tmp_p
     assert_equal_to_primitives(fused, body, NOT_AFFINE[case])
 
 
-def test_a_factor_of_higher_rank_adds_an_axis_and_stays(tmp_path: Path) -> None:
-    body = Body(affine="n = Mul(q, scale)", extra_outputs="")
-    model = body.model({"scale": SCALE.reshape(1, 1, 8)})
-    model.graph.output[0].type.tensor_type.shape.CopyFrom(
-        onnx.helper.make_tensor_value_info("y", 1, [1, "batch", 8]).type.tensor_type.shape
-    )
-    fused = fuse(model, body.mod(), tmp_path)
-    assert op_types(fused.after) == ["LayerNormalization", "Mul", "Relu"]
-
-
 def test_a_factor_that_is_an_activation_stays(tmp_path: Path) -> None:
     body = Body(affine="gate = Sigmoid(x) n = Mul(q, gate)")
     fused = fuse(body.model(), body.mod(), tmp_path)
@@ -119,8 +106,6 @@ DECLINED = {
         root="r = Sqrt(e) q = Div(d, r)", tail="z = Neg(r)", extra_outputs=", float[batch,1] z"
     ),
     "variance_is_a_graph_output": Body(extra_outputs=", float[batch,1] v"),
-    "mean_is_a_graph_output": Body(extra_outputs=", float[batch,1] m"),
-    "rms_root_is_a_graph_output": Body(centred=False, extra_outputs=", float[batch,1] r"),
     "rms_squares_read_elsewhere": Body(centred=False, tail="z = Neg(s)", extra_outputs=TAIL),
 }
 
@@ -132,12 +117,6 @@ def test_a_shared_intermediate_is_declined_with_the_reason(case: str, tmp_path: 
     fused = fuse(before, body.mod(), tmp_path)
     assert sorted(op_types(fused.after)) == sorted(op_types(before))
     assert [(d.at, d.reason) for d in fused.record.declined] == [("block/q", ELSEWHERE)]
-
-
-def test_a_scaled_quotient_that_is_an_output_is_declined(tmp_path: Path) -> None:
-    body = Body(affine="n = Mul(q, scale)", extra_outputs=", float[batch,8] q")
-    fused = fuse(body.model({"scale": SCALE}), body.mod(), tmp_path)
-    assert [d.reason for d in fused.record.declined] == [ELSEWHERE]
 
 
 def test_a_tensor_centred_twice_is_a_layer_norm_of_the_centred_tensor(tmp_path: Path) -> None:
