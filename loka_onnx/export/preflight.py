@@ -223,10 +223,11 @@ class _Preflight:
             for name, values in found.items():
                 if values.shape[:1] != (size,):
                     return (self._shape(name, values, size),)
-        return (*self._coupling(), *self._by_size(by_size))[:1]
+        finding = self._coupling() or self._by_size(by_size)
+        return () if finding is None else (finding,)
 
-    def _coupling(self) -> Iterator[Finding]:
-        """Yield findings of comparisons in one thread and one batch size."""
+    def _coupling(self) -> Finding | None:
+        """Return the finding of comparisons in one thread and one batch size."""
         count = self.batches.compared
         batch, others = self.batches.apart(count, 0), self.batches.apart(count, 1)
         every, kept = np.arange(count), np.arange(0, count, 2)
@@ -244,23 +245,23 @@ class _Preflight:
                 one, other = (session.run(rows, self.outputs) for rows in pair.batches)
                 # A kernel's state (running mean of a BatchNormalization in training mode) shows only where
                 # nothing else reads it: then in its reader's rows.
-                found = self._compared([pair, pairs[1]], one, other)
-                if found is not None:
-                    yield found
-                    return
+                finding = self._compared([pair, pairs[1]], one, other)
+                if finding is not None:
+                    return finding
+        return None
 
-    def _by_size(self, outputs: Mapping[int, Arrays]) -> Iterator[Finding]:
-        """Yield findings of batches of several sizes, which begin with the same rows."""
+    def _by_size(self, outputs: Mapping[int, Arrays]) -> Finding | None:
+        """Return the finding of batches of several sizes, which begin with the same rows."""
         largest = max(outputs)
         for size in sorted(outputs)[:-1]:
             rows = np.arange(size)
             batches = (self.batches.first(largest), self.batches.first(size))
             how = f"in a batch of {size} and not of {largest}"
             pair = _Pair(batches, (rows, rows), _OTHER_SHAPE, Fault.COUPLED, how)
-            found = self._compared([pair], outputs[largest], outputs[size])
-            if found is not None:
-                yield found
-                return
+            finding = self._compared([pair], outputs[largest], outputs[size])
+            if finding is not None:
+                return finding
+        return None
 
     def _compared(self, pairs: Sequence[_Pair], one: Arrays, other: Arrays) -> Finding | None:
         """Return the finding for the first differing pair; any may name the operator."""

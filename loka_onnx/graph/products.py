@@ -24,7 +24,7 @@ def _found(nodes: Iterable[Node], inside: str) -> Iterator[OtherProduct]:
     for node in nodes:
         is_other = node.op in _COUNTS and (inside or node.op not in PRODUCT_OPS)
         if is_other and not all(map(is_constant, node.inputs[:2])):
-            reason = f"inside of {inside}" if inside else _REASONS[node.op](node)
+            reason = f"inside of {inside}" if inside else _REASONS.get(node.op) or _why_conv(node)
             yield OtherProduct(node.name or node.outputs[0].name, node.op, reason, _COUNTS[node.op](node))
         for value in node.attrs.values():
             for graph in value if isinstance(value, list) else [value]:
@@ -107,16 +107,9 @@ def _why_conv(node: Node) -> str:
     return f"{said}, {groups} groups" if groups > 1 else said
 
 
-def _said(reason: str) -> Callable[[Node], str]:
-    return lambda node: reason
-
-
-_REASONS: Mapping[str, Callable[[Node], str]] = {
-    **dict.fromkeys(("Conv", "ConvTranspose"), _why_conv),
-    **dict.fromkeys(
-        ("ConvInteger", "QLinearConv", "MatMulInteger", "QLinearMatMul"), _said("multiplies integers")
-    ),
-    "Einsum": _said("an Einsum that is no matrix product"),
-    **dict.fromkeys(("RNN", "GRU", "LSTM"), _said("a recurrent layer")),
-    "Attention": _said("attention in one operator"),
+_REASONS: Mapping[str, str] = {
+    **dict.fromkeys(("ConvInteger", "QLinearConv", "MatMulInteger", "QLinearMatMul"), "multiplies integers"),
+    "Einsum": "an Einsum that is no matrix product",
+    **dict.fromkeys(("RNN", "GRU", "LSTM"), "a recurrent layer"),
+    "Attention": "attention in one operator",
 }

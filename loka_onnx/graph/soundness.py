@@ -11,8 +11,9 @@ Neither decides whether a graph is sound, so it gets the graph without its large
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from graphlib import CycleError, TopologicalSorter
 from math import prod
 from pathlib import Path
 
@@ -60,12 +61,13 @@ def check_message(proto: onnx.ModelProto, path: Path) -> None:
         (function.domain, function.name): {(n.domain, n.op_type) for n in nested_nodes(function.node)}
         for function in proto.functions
     }
-    for function in calls:
-        if _reaches_itself(function, calls):
-            name = f"{function[0]}::{function[1]}"
-            raise unsound(
-                path, "has a function that calls itself", "ONNX forbids recursion", f"function '{name}'"
-            )
+    try:
+        TopologicalSorter(calls).prepare()
+    except CycleError as error:
+        name = "::".join(error.args[1][0])
+        raise unsound(
+            path, "has a function that calls itself", "ONNX forbids recursion", f"function '{name}'"
+        ) from error
 
 
 def check_sound(proto: onnx.ModelProto, path: Path) -> None:
@@ -112,16 +114,3 @@ def _check_conditions(model: onnx.ModelProto, path: Path) -> None:
                 f"'{node.input[0]}' has the shape {[*shapes[node.input[0]]]}, and an If takes one value"
             )
             raise unsound(path, "has a condition of another size", evidence, f"node '{node.name}' (If)")
-
-
-def _reaches_itself(start: tuple[str, str], calls: Mapping[tuple[str, str], set[tuple[str, str]]]) -> bool:
-    seen: set[tuple[str, str]] = set()
-    pending = [*calls[start]]
-    while pending:
-        name = pending.pop()
-        if name == start:
-            return True
-        if name not in seen:
-            seen.add(name)
-            pending += calls.get(name, ())
-    return False

@@ -70,6 +70,8 @@ def parse_proto(path: Path) -> onnx.ModelProto:
         if path.exists() and not path.is_file():
             raise OSError("it is not a regular file")
         model = onnx.load(os.fspath(path), load_external_data=False)
+        if not model.graph.node:
+            raise ValueError("a graph without nodes")
     except OSError as error:
         raise ModelError(f"cannot read the model '{path}'", evidence=str(error)) from error
     except Exception as error:
@@ -79,12 +81,6 @@ def parse_proto(path: Path) -> onnx.ModelProto:
             evidence=f"{path.stat().st_size} bytes; {str(error)[:200]}",
             remedy="export or copy the file again",
         ) from error
-    if not model.graph.node:
-        raise ModelError(
-            f"'{path}' is not an ONNX model, or is truncated",
-            evidence=f"{path.stat().st_size} bytes hold a graph without nodes",
-            remedy="export or copy the file again",
-        )
     return model
 
 

@@ -24,9 +24,9 @@ from loka_onnx.transforms.base import Found, Mod, NotRewritten
 from loka_onnx.transforms.linears.pattern import Linear, is_candidate, read_linear
 from loka_onnx.transforms.linears.widening import (
     Widened,
-    readers_behind,
-    repeatable_columns,
     split_behind,
+    widened_gather,
+    widened_readers,
     widened_shape,
 )
 
@@ -110,17 +110,9 @@ class PadSites(Mod[Widened]):
         reason = self._gains_nothing("N", layer.n, layer.k)
         if not reason:
             added = -layer.n % ALIGNMENT
-            readers = readers_behind(model, layer.result, layers)
-            if readers is not None:
-                return Widened(
-                    layer.result,
-                    layer.n,
-                    added,
-                    layer,
-                    between=readers.between,
-                    takers=readers.takers,
-                    position=layer.n,
-                )
+            widened = widened_readers(model, layer, layers, added)
+            if widened is not None:
+                return widened
             split = split_behind(model, layer.result)
             if split is not None:
                 return Widened(layer.result, layer.n, added, layer, between=(layer.result,), split=split)
@@ -137,17 +129,9 @@ class PadSites(Mod[Widened]):
         reason = self._gains_nothing("K", layer.k, layer.n)
         if not reason:
             added = -layer.k % ALIGNMENT
-            columns = repeatable_columns(model, layer)
-            if columns is not None:
-                return Widened(
-                    layer.source,
-                    layer.k,
-                    added,
-                    gather=columns.gather,
-                    between=columns.between,
-                    takers=(layer,),
-                    position=columns.position,
-                )
+            widened = widened_gather(model, layer, added)
+            if widened is not None:
+                return widened
             takers = tuple(
                 layers[id(node)]
                 for node in consumers(layer.source)

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, shape_of, values_of
 from loka_onnx.transforms.linears.pattern import Linear, made_by, only_reader, static_dim
@@ -73,18 +73,11 @@ class Widened:
         return "one more part of the Split" if self.split is not None else "a Slice behind it"
 
 
-@dataclass(frozen=True)
-class Readers:
-    """The tensors that elementwise operators make of one tensor, itself included, and the layers that read
-    them.
-    """
-
-    between: tuple[Tensor, ...]
-    takers: tuple[Linear, ...]
-
-
-def readers_behind(model: GraphModel, tensor: Tensor, layers: Mapping[int, Linear]) -> Readers | None:
-    """Return the layers behind a tensor; None where any other operator reads it or its results."""
+def widened_readers(
+    model: GraphModel, layer: Linear, layers: Mapping[int, Linear], added: int
+) -> Widened | None:
+    """Widen the result of a layer for the layers behind it; None where any other operator reads it."""
+    tensor = layer.result
     between: dict[int, Tensor] = {id(tensor): tensor}
     takers: dict[int, Linear] = {}
     half_widened: set[int] = set()
@@ -94,9 +87,9 @@ def readers_behind(model: GraphModel, tensor: Tensor, layers: Mapping[int, Linea
         if model.is_output(current):
             return None
         for node in consumers(current):
-            layer = layers.get(id(node))
-            if layer is not None and layer.source is current:
-                takers[id(node)] = layer
+            taker = layers.get(id(node))
+            if taker is not None and taker.source is current:
+                takers[id(node)] = taker
                 continue
             is_whole = node.op in OF_TWO and all(id(other) in between for other in node.inputs)
             if is_whole or _is_elementwise(node, current):
@@ -108,7 +101,10 @@ def readers_behind(model: GraphModel, tensor: Tensor, layers: Mapping[int, Linea
                 half_widened.add(id(node))
             else:
                 return None
-    return Readers(tuple(between.values()), tuple(takers.values())) if takers and not half_widened else None
+    if not takers or half_widened:
+        return None
+    wide, by = tuple(between.values()), tuple(takers.values())
+    return Widened(tensor, layer.n, added, layer, between=wide, takers=by, position=layer.n)
 
 
 def _is_elementwise(node: Node, tensor: Tensor) -> bool:
@@ -130,25 +126,14 @@ def split_behind(model: GraphModel, tensor: Tensor) -> Node | None:
     return node if is_last and len(node.inputs) > 1 and is_constant(node.inputs[1]) else None
 
 
-@dataclass(frozen=True)
-class RepeatableColumns:
-    """A last-axis Gather with constant positions that only one layer reads, perhaps through a Concat.
-
-    `position` is the column of the layer's source behind its columns.
-    """
-
-    gather: Node
-    between: tuple[Tensor, ...]
-    position: int
-
-
-def repeatable_columns(model: GraphModel, layer: Linear) -> RepeatableColumns | None:
-    """Return columns of a layer's source that can be gathered again unseen by other readers."""
+def widened_gather(model: GraphModel, layer: Linear, added: int) -> Widened | None:
+    """Widen the source of a layer by columns that are gathered again, unseen by other readers."""
     source = layer.source
     if only_reader(model, source) is not layer.node:
         return None
+    widened = Widened(source, layer.k, added, takers=(layer,))
     if _is_column_gather(source):
-        return RepeatableColumns(source.inputs[0], (source,), layer.k)
+        return replace(widened, gather=source.inputs[0], between=(source,), position=layer.k)
     concat = made_by(source, "Concat")
     if concat is None or int(concat.attrs["axis"]) not in (-1, len(shape_of(source)) - 1):
         return None
@@ -159,7 +144,7 @@ def repeatable_columns(model: GraphModel, layer: Linear) -> RepeatableColumns | 
             return None
         position += width
         if _is_column_gather(part) and only_reader(model, part) is concat:
-            return RepeatableColumns(part.inputs[0], (part, source), position)
+            return replace(widened, gather=part.inputs[0], between=(part, source), position=position)
     return None
 
 
