@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.core.rewrite import Applied
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, shape_of, values_of
-from loka_onnx.transforms.base import Found, Mod, NotRewritten
+from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
 from loka_onnx.transforms.linears.pattern import Linear, is_candidate, read_linear
 from loka_onnx.transforms.linears.widening import (
     Widened,
@@ -41,16 +41,15 @@ class CopyRule:
     slice: int = 1 << 14
     float8: int = 1 << 22
 
-    def why_not(self, letter: str, width: int, products: int) -> str:
-        """Return why a copy does not pay for layers of so many products K·N; empty when it does."""
+    def check(self, letter: str, width: int, products: int) -> None:
+        """Decline a copy that does not pay for layers of so many products K·N."""
         limit = self.float8 if width % 8 == 0 else self.pad if letter == "K" else self.slice
-        if products >= limit:
-            return ""
-        gains = "FP8 alone gains" if width % 8 == 0 else "it gains"
-        return (
-            f"{letter} = {width} would need a copy, which costs more than {gains} below K·N = {limit}; "
-            f"here it is {products}"
-        )
+        if products < limit:
+            gains = "FP8 alone gains" if width % 8 == 0 else "it gains"
+            raise NotRewritten(
+                f"{letter} = {width} would need a copy, which costs more than {gains} below K·N = {limit}; "
+                f"here it is {products}"
+            )
 
 
 class PadSites(Mod[Widened]):
@@ -63,22 +62,23 @@ class PadSites(Mod[Widened]):
 
     def match(self, model: GraphModel) -> Found[Widened]:
         """Match tensors before and behind layers whose last axis is not a multiple of 16."""
-        declined: list[Declined] = []
-        layers = _read_layers(model, declined)
-        matches = [
-            match
-            for layer in layers.values()
-            if layer.n % ALIGNMENT and (match := self._widen_result(model, layer, layers, declined))
-        ]
-        fed = {id(taker.node) for match in matches for taker in match.takers}
-        for layer in layers.values():
-            if layer.k % ALIGNMENT == 0 or id(layer.node) in fed:
-                continue
-            match = self._widen_source(model, layer, layers, declined)
-            if match is not None:
-                matches.append(match)
-                fed |= {id(taker.node) for taker in match.takers}
-        return Found(tuple(matches), tuple(declined))
+        read = find(filter(is_candidate, model.nodes), lambda node: _read_layer(model, node))
+        layers = {id(layer.node): layer for layer in read.matches}
+        nodes = [layer.node for layer in read.matches]
+        results = find(nodes, lambda node: self._widen_result(model, layers[id(node)], layers))
+        fed = {id(taker.node) for match in results.matches for taker in match.takers}
+
+        def widen_source(node: Node) -> Widened | None:
+            layer = layers[id(node)]
+            if layer.k % ALIGNMENT == 0 or id(node) in fed:
+                return None
+            match = self._widen_source(model, layer, layers)
+            fed.update(id(taker.node) for taker in match.takers)
+            return match
+
+        sources = find(nodes, widen_source)
+        declined = (*read.declined, *results.declined, *sources.declined)
+        return Found((*results.matches, *sources.matches), declined)
 
     def rewrite(self, model: GraphModel, match: Widened) -> Applied:
         """Widen one tensor and the weights of its maker and takers."""
@@ -103,78 +103,58 @@ class PadSites(Mod[Widened]):
             _slice(model, match)
         return Applied(match.site, f"{match.letter} {match.width} → {width}: {match.how}")
 
-    def _widen_result(
-        self, model: GraphModel, layer: Linear, layers: dict[int, Linear], declined: list[Declined]
-    ) -> Widened | None:
-        """Return how the N of a layer is padded; None when declined."""
-        reason = self._gains_nothing("N", layer.n, layer.k)
-        if not reason:
-            added = -layer.n % ALIGNMENT
-            widened = widened_readers(model, layer, layers, added)
-            if widened is not None:
-                return widened
-            split = split_behind(model, layer.result)
-            if split is not None:
-                return Widened(layer.result, layer.n, added, layer, between=(layer.result,), split=split)
-            reason = self._rule.why_not("N", layer.n, layer.k * layer.n)
-            if not reason:
-                return Widened(layer.result, layer.n, added, layer)
-        declined.append(Declined(layer.node.name, reason))
-        return None
+    def _widen_result(self, model: GraphModel, layer: Linear, layers: dict[int, Linear]) -> Widened | None:
+        """Return how the N of a layer is padded; None for an aligned one."""
+        added = -layer.n % ALIGNMENT
+        if not added:
+            return None
+        self._check_gain("N", layer.n, layer.k)
+        widened = widened_readers(model, layer, layers, added)
+        if widened is not None:
+            return widened
+        split = split_behind(model, layer.result)
+        if split is not None:
+            return Widened(layer.result, layer.n, added, layer, between=(layer.result,), split=split)
+        self._rule.check("N", layer.n, layer.k * layer.n)
+        return Widened(layer.result, layer.n, added, layer)
 
-    def _widen_source(
-        self, model: GraphModel, layer: Linear, layers: dict[int, Linear], declined: list[Declined]
-    ) -> Widened | None:
-        """Return how the K of a layer is padded; None when declined."""
-        reason = self._gains_nothing("K", layer.k, layer.n)
-        if not reason:
-            added = -layer.k % ALIGNMENT
-            widened = widened_gather(model, layer, added)
-            if widened is not None:
-                return widened
-            takers = tuple(
-                layers[id(node)]
-                for node in consumers(layer.source)
-                if id(node) in layers and layers[id(node)].source is layer.source
-            )
-            reason = self._rule.why_not("K", layer.k, sum(taker.k * taker.n for taker in takers))
-            if not reason:
-                return Widened(layer.source, layer.k, added, takers=takers, position=layer.k)
-        declined.append(Declined(layer.node.name, reason))
-        return None
+    def _widen_source(self, model: GraphModel, layer: Linear, layers: dict[int, Linear]) -> Widened:
+        """Return how the K of a layer is padded."""
+        self._check_gain("K", layer.k, layer.n)
+        added = -layer.k % ALIGNMENT
+        widened = widened_gather(model, layer, added)
+        if widened is not None:
+            return widened
+        readers = (layers[id(node)] for node in consumers(layer.source) if id(node) in layers)
+        takers = tuple(taker for taker in readers if taker.source is layer.source)
+        self._rule.check("K", layer.k, sum(taker.k * taker.n for taker in takers))
+        return Widened(layer.source, layer.k, added, takers=takers, position=layer.k)
 
-    def _gains_nothing(self, letter: str, width: int, other: int) -> str:
-        """Return why even free columns gain nothing; empty when they gain."""
+    def _check_gain(self, letter: str, width: int, other: int) -> None:
+        """Decline where even free columns gain nothing."""
         if width < self._smallest:
-            return f"{letter} = {width} is under {self._smallest}"
+            raise NotRewritten(f"{letter} = {width} is under {self._smallest}")
         if width % 8 == 0 and other < ALIGNMENT:
-            return (
+            raise NotRewritten(
                 f"{letter} = {width}: BF16 runs at full speed on multiples of 8, and FP8 is out for a site "
                 f"of {'N' if letter == 'K' else 'K'} = {other}"
             )
-        return ""
 
 
-def _read_layers(model: GraphModel, declined: list[Declined]) -> dict[int, Linear]:
-    """Return layers whose weight may be padded, by identity of their node."""
-    layers: dict[int, Linear] = {}
-    for node in model.nodes:
-        if not is_candidate(node):
-            continue
-        try:
-            layer = read_linear(model, node)
-            reason = "its weight stands on the left" if layer.on_left else ""
-            if len(layer.weight.outputs) > 1:
-                reason = "its weight has other readers, of which each would need a padded copy"
-        except NotRewritten as error:
-            reason = str(error)
-        if not reason:
-            layers[id(node)] = layer
-        elif any(
-            d % ALIGNMENT for t in filter(is_constant, node.inputs[:2]) for d in values_of(t).shape[-2:]
-        ):
-            declined.append(Declined(node.name, reason))
-    return layers
+def _read_layer(model: GraphModel, node: Node) -> Linear | None:
+    """Return a layer whose weight may be padded; only unaligned ones are declined."""
+    try:
+        layer = read_linear(model, node)
+        if len(layer.weight.outputs) > 1:
+            raise NotRewritten("its weight has other readers, of which each would need a padded copy")
+        if layer.on_left:
+            raise NotRewritten("its weight stands on the left")
+    except NotRewritten:
+        shapes = [values_of(tensor).shape for tensor in node.inputs[:2] if is_constant(tensor)]
+        if any(length % ALIGNMENT for shape in shapes for length in shape[-2:]):
+            raise
+        return None
+    return layer
 
 
 def _pad_n(model: GraphModel, layer: Linear, added: int) -> None:

@@ -68,11 +68,8 @@ class FoldBatchNorm(Mod[FoldedBatchNorm]):
 
     def match(self, model: GraphModel) -> Found[FoldedBatchNorm]:
         """Match BatchNorms behind a linear, and BatchNormalization before linears."""
-        matches: list[FoldedBatchNorm] = []
-        for node in model.nodes:
-            found = _read_behind(model, node) if is_candidate(node) else None
-            if found is not None:
-                matches.append(found)
+        behind = (_read_behind(model, node) for node in model.nodes if is_candidate(node))
+        matches = [match for match in behind if match is not None]
         taken = {id(step) for match in matches for step in match.steps}
         rest = find((n for n in model.nodes if id(n) not in taken), lambda node: _read_before(model, node))
         return Found((*matches, *rest.matches), rest.declined)
@@ -83,9 +80,11 @@ class FoldBatchNorm(Mod[FoldedBatchNorm]):
         if match.behind is not None:
             absorb_behind(model, match.behind, match.scale, match.shift)
             for step in match.steps:
-                _pass_on(model, step)
-            behind = match.behind.name
-            what = f"took over '{last.name}' behind it ({_plural(len(match.steps))})"
+                # The maker of its input, which nothing else reads, makes its output.
+                maker = next(p for p in map(producer, step.inputs) if p is not None)
+                model.hand_over(step.outputs[0], model.renew_output(maker))
+            behind, count = match.behind.name, len(match.steps)
+            what = f"took over '{last.name}' behind it ({count} {'node' if count == 1 else 'nodes'})"
             return Applied(behind, what, {behind: (behind,)})
         for reader in match.readers:
             absorb_before(model, reader.node, match.scale[reader.channels], match.shift[reader.channels])
@@ -94,17 +93,6 @@ class FoldBatchNorm(Mod[FoldedBatchNorm]):
         names = ", ".join(f"'{site}'" for site in sites)
         what = f"{names} took over '{first.name}' in front"
         return Applied(sites[0], what, {site: (site,) for site in sites})
-
-
-def _plural(count: int) -> str:
-    return "1 node" if count == 1 else f"{count} nodes"
-
-
-def _pass_on(model: GraphModel, step: Node) -> None:
-    """Let the maker of a node's input, which nothing else reads, make its output."""
-    result = step.outputs[0]
-    maker = next(p for p in map(producer, step.inputs) if p is not None)
-    model.hand_over(result, model.renew_output(maker))
 
 
 # Behind a linear ---------------------------------------------------------------------------------------
