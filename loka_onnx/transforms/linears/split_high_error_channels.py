@@ -30,10 +30,10 @@ from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.core.site import HIGH_ERROR
 from loka_onnx.errors import TransformError
-from loka_onnx.graph.model import GraphModel, shape_of, values_of
+from loka_onnx.graph.model import GraphModel, Node, shape_of, values_of
 from loka_onnx.numerics.float8 import fake_quantize
 from loka_onnx.numerics.scales import amax_scale, weight_scales
-from loka_onnx.transforms.base import Found, Mod, NotRewritten
+from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
 from loka_onnx.transforms.linears.pattern import Linear, is_candidate, read_linear
 from loka_onnx.transforms.linears.site_rows import SiteRows, read_rows
 
@@ -85,20 +85,16 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
 
     def match(self, model: GraphModel) -> Found[ChannelSplit]:
         """Rank the channels of each requested site."""
-        declined: list[Declined] = []
-        linears: dict[str, Linear] = {}
         nodes = {node.name: node for node in model.nodes if node.name in self._left}
-        for site in self._left:
-            try:
-                linears[site] = _readable(model, nodes.get(site))
-            except NotRewritten as reason:
-                declined.append(Declined(site, str(reason)))
-        read = read_rows(model, linears, self._rows, self._scratch) if linears else {}
-        matches: list[ChannelSplit] = []
-        for site, linear in linears.items():
-            found = self._highest_error(linear, read[site], self._left[site])
-            (matches if isinstance(found, ChannelSplit) else declined).append(found)  # type: ignore[arg-type]
-        return Found(tuple(matches), tuple(declined))
+        missing = [Declined(s, "there is no node of that name") for s in self._left if s not in nodes]
+        read = find((nodes[site] for site in self._left if site in nodes), lambda node: _read(model, node))
+        linears = {linear.node.name: linear for linear in read.matches}
+        rows = read_rows(model, linears, self._rows, self._scratch) if linears else {}
+        ranked = find(
+            (linear.node for linear in read.matches),
+            lambda node: self._highest_error(linears[node.name], rows[node.name], self._left[node.name]),
+        )
+        return Found(ranked.matches, (*missing, *read.declined, *ranked.declined))
 
     def rewrite(self, model: GraphModel, match: ChannelSplit) -> Applied:
         """Put zeros for the high-error rows, and add their product."""
@@ -125,26 +121,24 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
             {name: (name,), made: (name,)},
         )
 
-    def _highest_error(self, linear: Linear, read: SiteRows, left: float) -> ChannelSplit | Declined:
-        name = linear.node.name
+    def _highest_error(self, linear: Linear, read: SiteRows, left: float) -> ChannelSplit:
         if len(read.halves[0]) == 0 or len(read.halves[1]) == 0:
-            return Declined(name, "there are too few rows to measure errors on")
+            raise NotRewritten("there are too few rows to measure errors on")
         ranking, other = (channel_errors(linear.weight_kn(), read.amax, h, self._format) for h in read.halves)
         if not ranking.any() or not other.any():
-            return Declined(name, "it makes no FP8 error on these rows")
+            raise NotRewritten("it makes no FP8 error on these rows")
         order = np.argsort(-ranking, kind="stable")
         remaining = 1.0 - np.cumsum(other[order]) / other.sum()
         most = int(linear.k * LARGEST_PART) // ALIGNMENT * ALIGNMENT
         if not most:
-            return Declined(name, f"of its {linear.k} channels no {ALIGNMENT} are a small part")
+            raise NotRewritten(f"of its {linear.k} channels no {ALIGNMENT} are a small part")
         counts = range(ALIGNMENT, most + 1, ALIGNMENT)
         count = next((n for n in counts if remaining[n - 1] <= left), most)
         rest = float(remaining[count - 1])
         if rest > left * TOLERANCE:
-            return Declined(
-                name,
+            raise NotRewritten(
                 f"without its {most} loudest of {linear.k} channels it still makes {rest:.1%} of its FP8 "
-                f"error; {left:.1%} may be left",
+                f"error; {left:.1%} may be left"
             )
         return ChannelSplit(linear, tuple(sorted(int(k) for k in order[:count])), rest)
 
@@ -176,10 +170,8 @@ def channel_errors(weight: npt.NDArray[np.floating], amax: Doubles, rows: Double
     return np.asarray(of_activation + of_weight)
 
 
-def _readable(model: GraphModel, node: Any) -> Linear:
-    """Read the linear of a site."""
-    if node is None:
-        raise NotRewritten("there is no node of that name")
+def _read(model: GraphModel, node: Node) -> Linear:
+    """Read the linear of a site, if it can be split."""
     if not is_candidate(node):
         raise NotRewritten("it is no product with one constant operand")
     linear = read_linear(model, node)
