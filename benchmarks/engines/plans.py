@@ -1,7 +1,6 @@
 """The models, plans and engines that are compared for one case.
 
-Every plan is of the part of the model that follows the embeddings: untouched, with all mods, and, where the
-case has parallel towers, with `batch_towers` as well, which is no default mod.
+Every plan is of the part of the model that follows the embeddings: untouched, and with all mods.
 """
 
 from __future__ import annotations
@@ -31,16 +30,13 @@ from loka_onnx.numerics.scales import amax_scale
 from loka_onnx.pipeline.splitting import Source, source_of
 from loka_onnx.planning.flops import useful_flops
 from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.transforms.base import Mod
-from loka_onnx.transforms.linears.batch_towers import BatchTowers
-from loka_onnx.transforms.linears.merge_parallel_linears import MergeParallelLinears
 from loka_onnx.transforms.lookups.split_sparse import (
     DENSE_FILE,
     LOOKUP_FILE,
     describe_halves,
     split_sparse,
 )
-from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
+from loka_onnx.transforms.sequence import apply_mods
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 FEW = 64
@@ -200,29 +196,7 @@ def engines_of(case: Case, exported: Exported, directory: Path, wanted: Wanted) 
     modified = apply_mods(exported.model, rows, directory / "modified.onnx").model
     ours = cut(modified, our_plans(modified, exported, directory / "ours"), directory / "ours")
     engines += [Engine(NAMES[plan.id], ours, plan, options=(fixed,)) for plan in ours.source.plans.plans]
-    if case.towers:
-        mods = _with_batched_towers()
-        batched = apply_mods(exported.model, rows, directory / "batched.onnx", mods).model
-        place = directory / "batched"
-        plans = our_plans(batched, exported, place).plans
-        # Its towers are a stack of matrices, which no FP8 product takes: blanket FP8 would not be blanket.
-        narrow = [plan for plan in plans if plan.fp8_sites and plan.id != BLANKET]
-        wide = [plan for plan in plans if plan.id == Precision.BF16]
-        variant = cut(batched, PlanSet((*wide, *narrow[-1:])), place)
-        engines += [
-            Engine(f"{NAMES[plan.id]}, batched towers", variant, plan, options=(fixed,))
-            for plan in variant.source.plans.plans
-        ]
     return engines
-
-
-def _with_batched_towers() -> list[Mod[Any]]:
-    mods: list[Mod[Any]] = []
-    for kind in DEFAULT_MODS:
-        mods.append(kind())
-        if kind is MergeParallelLinears:
-            mods.append(BatchTowers())
-    return mods
 
 
 def inputs_of(variant: Variant, rows: Arrays, count: int) -> dict[str, npt.NDArray[Any]]:

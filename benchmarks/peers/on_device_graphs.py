@@ -34,8 +34,8 @@ from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR, Granularity, Recipe
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.errors import ModelError
-from loka_onnx.export.onnx_model import tensor_spec
 from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.shape_values import tensor_spec
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.graph.storage import model_digest
 from loka_onnx.numerics.float8 import quantize

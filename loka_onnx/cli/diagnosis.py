@@ -25,11 +25,12 @@ from loka_onnx.engines.isolation import run_child
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import Limits
 from loka_onnx.errors import LokaError, MissingPackage
-from loka_onnx.export.onnx_model import BECOME_SITES, tensor_spec
+from loka_onnx.export.onnx_model import BECOME_SITES
 from loka_onnx.export.preflight import Batches, preflight
 from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.products import other_products
+from loka_onnx.graph.shape_values import tensor_spec
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.pipeline.sample import generated_rows
 from loka_onnx.pipeline.splits import bind_columns

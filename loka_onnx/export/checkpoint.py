@@ -22,15 +22,7 @@ _ADVICE = re.compile(
 
 
 def save_checkpoint(path: str | Path, weights: Mapping[str, Tensor]) -> None:
-    """Write weights, as safetensors or by `torch.save` after the suffix; the whole file or none.
-
-    Args:
-        path: The file; its directory exists.
-        weights: Tensors by name, for example a state dict.
-
-    Raises:
-        MissingPackage: The suffix is .safetensors and safetensors is not installed.
-    """
+    """Write weights, as safetensors or by `torch.save` after the suffix; the whole file or none."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.partial")
     # Copies: safetensors refuses shared memory, torch.save would write all of it.
@@ -46,12 +38,9 @@ def save_checkpoint(path: str | Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
-    """Read weights onto the CPU, by name.
+    """Read weights onto the CPU, by name, from a .safetensors file or one written by `torch.save`.
 
-    A `torch.save` file may hold the tensors at its top, or under the one key "state_dict" or "model".
-
-    Args:
-        path: A .safetensors file, or one written by `torch.save`.
+    The latter may hold the tensors at its top, or under the one key "state_dict" or "model".
 
     Raises:
         ModelError: The file is missing, broken, holds more than weights, or no tensors.
@@ -68,11 +57,8 @@ def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
     loaded = _load_safetensors(path) if path.suffix == _SAFETENSORS else _load_torch(path)
     if not isinstance(loaded, dict):
         raise _no_weights(path, f"it holds a {type(loaded).__name__}")
-    for key in ("state_dict", "model"):
-        inner = loaded.get(key)
-        if isinstance(inner, dict):
-            loaded = inner
-            break
+    nested = (loaded.get(key) for key in ("state_dict", "model"))
+    loaded = next((inner for inner in nested if isinstance(inner, dict)), loaded)
     wrong = [name for name, value in loaded.items() if not isinstance(value, Tensor)]
     if wrong or not loaded:
         raise _no_weights(path, f"entry {wrong[0]!r} is no tensor" if wrong else "it is empty")
@@ -135,7 +121,7 @@ def _no_weights(path: Path, evidence: str) -> ModelError:
 
 def _first_sentence(error: Exception) -> str:
     """Return the finding of an error, without PyTorch's advice on loading the file anyway."""
-    found = str(error).rpartition("WeightsUnpickler error:")[2]
-    sentences = (part.strip() for part in re.split(r"(?<=[.!])\s+|\n", found))
-    said = [part for part in sentences if part and not _ADVICE.search(part)]
-    return said[0][:200] if said else type(error).__name__
+    text = str(error).rpartition("WeightsUnpickler error:")[2]
+    sentences = (part.strip() for part in re.split(r"(?<=[.!])\s+|\n", text))
+    findings = (part[:200] for part in sentences if part and not _ADVICE.search(part))
+    return next(findings, type(error).__name__)

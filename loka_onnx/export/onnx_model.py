@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-import onnx
-
-from loka_onnx.core.artifact import ModelArtifact, OutputSpec, Parity, TensorSpec
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec, Parity
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.entry import canonicalize
-from loka_onnx.graph.model import GraphModel, Tensor, element_type
+from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.products import other_products
+from loka_onnx.graph.shape_values import tensor_spec
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
@@ -29,16 +27,11 @@ def import_onnx(
 ) -> ModelArtifact:
     """Bring an ONNX file into canonical form and name its sites.
 
-    Args:
-        source: The foreign model.
-        target: Where the canonical model is written.
-        outputs: Judged outputs; each must exist.
-        parity: Agreement with the torch module, if any.
-        link_tables: Whether table files of the source may be linked; the user's are copied.
+    Table files of the source are copied, or linked where `link_tables` allows it.
 
     Raises:
-        ModelError: The model is truncated, has no sites, a static batch, a custom operator, or lacks an
-            output that is to be judged; or ONNX Runtime refuses it.
+        ModelError: The model is truncated, has no sites, a static batch, a custom operator, or lacks a judged
+            output; or ONNX Runtime refuses it.
     """
     canonical = canonicalize(source)
     model = canonical.model
@@ -66,13 +59,6 @@ def import_onnx(
         notes=canonical.notes,
         other_products=others,
     )
-
-
-def tensor_spec(tensor: Tensor) -> TensorSpec:
-    """Name, type and shape of a graph input or output."""
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype))
-    shape = tuple(int(d) if isinstance(d, int) and d >= 0 else None for d in tensor.shape or ())
-    return TensorSpec(tensor.name, np.dtype(dtype).name, shape)
 
 
 def _check_outputs(model: GraphModel, outputs: tuple[OutputSpec, ...], source: Path) -> None:

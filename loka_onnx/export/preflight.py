@@ -84,12 +84,7 @@ _REMEDY = {
 
 @dataclass(frozen=True)
 class Finding:
-    """Finding of preflight.
-
-    Attributes:
-        operator: The node that makes it so, with its operator.
-        evidence: The values that show it.
-    """
+    """A fault, the node that makes it with its operator, and the values that show it."""
 
     fault: Fault
     operator: str
@@ -117,12 +112,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batch sizes that a model must take, and rows to run.
-
-    Attributes:
-        rows: Model inputs, any number of rows; repeated if needed.
-        threads: CPU threads of runs that are not compared bit by bit; 0 for all cores.
-    """
+    """Batch sizes that a model must take, and rows to run, repeated if needed; 0 threads for all cores."""
 
     rows: Arrays
     smallest: int = 1
@@ -157,12 +147,10 @@ class Batches:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two batches with rows in common.
+    """Two batches with rows in common, at `places` in each.
 
-    Attributes:
-        places: Positions of the common rows in each.
-        tolerance: Largest accepted difference of their outputs; 0 for equal bits.
-        how: Difference of the second batch from the first, in words.
+    `tolerance` is the largest accepted difference of their outputs, 0 for equal bits; `how` tells the second
+    from the first.
     """
 
     batches: tuple[Arrays, Arrays]
@@ -179,15 +167,7 @@ class _Pair:
 
 
 def preflight(model: GraphModel, batches: Batches, outputs: Sequence[str]) -> tuple[Finding, ...]:
-    """Run a model on a few batches.
-
-    Args:
-        model: A canonical graph.
-        batches: Rows, and the sizes that it must take.
-        outputs: Outputs with one independent entry for each row.
-
-    Returns:
-        The first fault of each kind; empty for a sound model.
+    """Run a canonical model on a few batches; return the first fault of each kind, none for a sound model.
 
     Raises:
         ModelError: ONNX Runtime refuses the model.
@@ -196,10 +176,7 @@ def preflight(model: GraphModel, batches: Batches, outputs: Sequence[str]) -> tu
 
 
 def check_conversion(source: Path, model: GraphModel, batches: Batches, outputs: Sequence[str]) -> None:
-    """Compare a canonical model with its source file on some rows.
-
-    Args:
-        source: The file. Where ONNX Runtime cannot run it as it is, nothing is compared.
+    """Compare a canonical model with its source file on some rows, if ONNX Runtime runs the file as it is.
 
     Raises:
         ModelError: An output moved by more than rounding.
@@ -246,10 +223,11 @@ class _Preflight:
             for name, values in found.items():
                 if values.shape[:1] != (size,):
                     return (self._shape(name, values, size),)
-        return (*self._coupling(), *self._by_size(by_size))[:1]
+        finding = self._coupling() or self._by_size(by_size)
+        return () if finding is None else (finding,)
 
-    def _coupling(self) -> Iterator[Finding]:
-        """Yield findings of comparisons in one thread and one batch size."""
+    def _coupling(self) -> Finding | None:
+        """Return the finding of comparisons in one thread and one batch size."""
         count = self.batches.compared
         batch, others = self.batches.apart(count, 0), self.batches.apart(count, 1)
         every, kept = np.arange(count), np.arange(0, count, 2)
@@ -267,23 +245,23 @@ class _Preflight:
                 one, other = (session.run(rows, self.outputs) for rows in pair.batches)
                 # A kernel's state (running mean of a BatchNormalization in training mode) shows only where
                 # nothing else reads it: then in its reader's rows.
-                found = self._compared([pair, pairs[1]], one, other)
-                if found is not None:
-                    yield found
-                    return
+                finding = self._compared([pair, pairs[1]], one, other)
+                if finding is not None:
+                    return finding
+        return None
 
-    def _by_size(self, outputs: Mapping[int, Arrays]) -> Iterator[Finding]:
-        """Yield findings of batches of several sizes, which begin with the same rows."""
+    def _by_size(self, outputs: Mapping[int, Arrays]) -> Finding | None:
+        """Return the finding of batches of several sizes, which begin with the same rows."""
         largest = max(outputs)
         for size in sorted(outputs)[:-1]:
             rows = np.arange(size)
             batches = (self.batches.first(largest), self.batches.first(size))
             how = f"in a batch of {size} and not of {largest}"
             pair = _Pair(batches, (rows, rows), _OTHER_SHAPE, Fault.COUPLED, how)
-            found = self._compared([pair], outputs[largest], outputs[size])
-            if found is not None:
-                yield found
-                return
+            finding = self._compared([pair], outputs[largest], outputs[size])
+            if finding is not None:
+                return finding
+        return None
 
     def _compared(self, pairs: Sequence[_Pair], one: Arrays, other: Arrays) -> Finding | None:
         """Return the finding for the first differing pair; any may name the operator."""
@@ -326,8 +304,7 @@ class _Preflight:
     def _first_apart(self, pair: _Pair) -> str:
         """Return the first node in topological order whose output differs for the common rows; "" for none.
 
-        Numbers count before integers and flags, whose shapes and values may follow the batch (the longest
-        list in it).
+        Numbers count before integers and flags, whose shapes and values may follow the batch.
         """
         try:
             session = self._every_tensor()

@@ -25,7 +25,8 @@ from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.errors import LokaError
 from loka_onnx.export.torch_module import Arrays, as_tensors, export_torch, import_torch, measure_parity
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.graph.storage import external_files, read_proto
+from loka_onnx.graph.storage import read_proto
+from loka_onnx.sessions.model_files import data_locations
 
 if TYPE_CHECKING:
     import torch
@@ -40,11 +41,8 @@ State = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class EarlierExport:
-    """Earlier export of the same module.
-
-    Attributes:
-        model: The graph; its path is absolute.
-        weights: Reads the weights of that export; empty where they are gone.
+    """Earlier export of the same module; `weights` reads what it was exported with, empty where they are
+    gone.
     """
 
     model: ModelArtifact
@@ -65,16 +63,7 @@ def export_retrained(
     outputs: tuple[OutputSpec, ...],
     earlier: EarlierExport,
 ) -> ModelArtifact:
-    """Export a module into its earlier graph, or anew where the graph differs.
-
-    Args:
-        rows: Example rows, one array per input, the batch on axis 0; parity is measured on all of them.
-        outputs: Judged outputs, in the order in which the module returns them.
-
-    Raises:
-        ExportError: As `export_torch`.
-        ModelError: As `export_torch`.
-    """
+    """Export a module into its earlier graph, or anew where the graph differs; see `export_torch`."""
     found = put_weights(module, rows, target, outputs, earlier)
     return export_torch(module, rows, target, outputs) if isinstance(found, Declined) else found
 
@@ -90,7 +79,7 @@ def put_weights(
     module = module.eval()
     try:
         model = read_proto(earlier.model.path)
-        if external_files(model):
+        if data_locations(model):
             # Writing the weights takes most of such an export, and is the same either way.
             return Declined("its weights stand beside the model file")
         state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
@@ -135,11 +124,7 @@ def _moved(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Source:
-    """Source of a graph tensor's values.
-
-    Attributes:
-        name: Name of the weight in the module.
-    """
+    """Weight of the module that a graph tensor's values come from."""
 
     name: str
     transposed: bool = False
@@ -152,11 +137,7 @@ class _Source:
 def _sources(
     model: onnx.ModelProto, state: Mapping[str, torch.Tensor], earlier: EarlierExport
 ) -> dict[str, _Source]:
-    """Return the source of each tensor of the graph, by its name, for weights only.
-
-    Raises:
-        _NotTheGraph: None is a weight, or one has another shape or type.
-    """
+    """Return the source of each tensor of the graph, by its name, for weights only."""
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     found = {name: _Source(name) for name in tensors if name in state}
     if not found:

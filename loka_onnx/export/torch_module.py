@@ -30,11 +30,7 @@ that sum some thousand products in different orders differed by up to 2e-5."""
 
 
 def import_torch() -> Any:
-    """Return the `torch` module.
-
-    Raises:
-        MissingPackage: It is not installed.
-    """
+    """Return the `torch` module, or raise `MissingPackage`."""
     try:
         import torch
     except ImportError as error:
@@ -45,10 +41,7 @@ def import_torch() -> Any:
 
 
 def as_tensors(rows: Arrays) -> tuple[torch.Tensor, ...]:
-    """Return arrays as tensors over the same memory where possible.
-
-    PyTorch has no read-only tensors, and columns of a file are read-only: those are copied.
-    """
+    """Return arrays as tensors over the same memory; read-only ones, as columns of a file, are copied."""
     torch = import_torch()
     return tuple(torch.from_numpy(np.require(array, requirements=["C", "W"])) for array in rows.values())
 
@@ -83,20 +76,16 @@ def load_builder(reference: str) -> Callable[[], Any]:
 def export_torch(
     module: torch.nn.Module, rows: Arrays, target: Path, outputs: tuple[OutputSpec, ...]
 ) -> ModelArtifact:
-    """Export a module with a dynamic batch and measure its parity with the graph.
+    """Export a module with a dynamic batch and measure its parity with the graph on all rows.
 
     Args:
-        module: The model; its forward takes the inputs in the order of `rows` and returns one tensor or a
-            tuple of them.
-        rows: Example rows, one array per input, the batch on axis 0; at least 2 rows. Parity is measured
-            on all of them.
+        rows: At least 2 example rows, one array per input in the order of the module's, the batch on axis 0.
         target: Where the canonical model is written; weights beyond 1 GiB go beside it.
         outputs: Judged outputs, in the order in which the module returns them.
 
     Raises:
         ExportError: The exporter refuses the module, or the graph does not agree with it.
         ModelError: The exported graph is refused.
-        InternalError: There are fewer than 2 rows: the exporter would take the batch for a constant 1.
     """
     torch = import_torch()
     fewest = min((len(array) for array in rows.values()), default=0)
@@ -174,12 +163,7 @@ def _export(
 
 
 def measure_parity(path: Path, rows: Arrays, expected: Mapping[str, torch.Tensor]) -> Parity:
-    """How well a graph agrees with a module.
-
-    Args:
-        path: The graph.
-        rows: One array per input, the batch on axis 0.
-        expected: Outputs of the module on them, by name.
+    """Return how well a graph agrees with the outputs of a module on rows.
 
     Raises:
         ExportError: They differ by more than the tolerance, or an output of the module is not finite.

@@ -17,30 +17,24 @@ from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_consta
 
 @dataclass(frozen=True)
 class Bias:
-    """An added constant.
-
-    Attributes:
-        node: The Gemm or Add.
-        index: Position of the constant among its inputs. A Gemm without a third input will get one.
-    """
+    """A constant that a Gemm or Add adds, and its position; a Gemm without a third input will get one."""
 
     node: Node
     index: int
 
 
 def bias_of(model: GraphModel, product: Node) -> Bias | None:
-    """Return the constant added to a product alone: Gemm's own, or that of the Add behind it.
-
-    None for none: a Gemm with a computed third input or with ``beta`` 0, a product with other readers, or a
-    graph output.
-    """
+    """Return the constant added to a product alone, by Gemm or the Add behind it; None for none."""
     if product.op == "Gemm":
         has_third = len(product.inputs) > 2 and bool(product.inputs[2].name)
         if product.attrs.get("beta", 1.0) == 0.0 or (has_third and not _is_float(product.inputs[2])):
             return None
         return Bias(product, 2)
-    reader = _only_reader(model, product.outputs[0])
-    return None if reader is None or reader.op != "Add" else _of_add(reader, product.outputs[0])
+    add = _only_reader(model, product.outputs[0])
+    if add is None or add.op != "Add":
+        return None
+    positions = (i for i in (0, 1) if _is_float(add.inputs[i]) and add.inputs[1 - i] is product.outputs[0])
+    return next((Bias(add, index) for index in positions), None)
 
 
 def biased(model: GraphModel, product: Node) -> Tensor:
@@ -52,12 +46,7 @@ def biased(model: GraphModel, product: Node) -> Tensor:
 
 @dataclass(frozen=True)
 class Score:
-    """The logit (or regression) that an output is read from.
-
-    Attributes:
-        tensor: One element for each example.
-        sigmoid: Sigmoid of the probability; None where the logit is the output itself.
-    """
+    """The logit (or regression), one element for each example, and the Sigmoid behind it, if any."""
 
     tensor: Tensor
     sigmoid: Node | None
@@ -66,52 +55,32 @@ class Score:
 def score_of(model: GraphModel, output: str, kind: OutputKind) -> Score | None:
     """Return the logit (or regression) behind an output.
 
-    Args:
-        kind: A probability is the Sigmoid of its logit, perhaps in another layout.
-
-    Returns:
-        The score; None for a probability without a Sigmoid, or with readers in the graph.
+    None for a probability that is not the Sigmoid of its logit, perhaps in another layout, or has readers.
     """
     tensor = next(each for each in model.outputs if each.name == output)
     if kind is not OutputKind.PROBABILITY:
         return Score(tensor, None)
     if consumers(tensor):
         return None
-    node = producer(tensor)
-    while node is not None and node.op in LAYOUT_OPS:
-        if _only_reader(model, node.inputs[0]) is None:
-            return None
-        node = producer(node.inputs[0])
+    node = _behind_layout(model, tensor)
     return Score(node.inputs[0], node) if node is not None and node.op == "Sigmoid" else None
 
 
 def score_bias(model: GraphModel, score: Tensor) -> Bias | None:
-    """Return the constant added to every element of a score and to nothing else; None for none.
+    """Return the constant added to every element of a score and to nothing else; None for none."""
+    node = _behind_layout(model, score)
+    if node is None or node.op == "Gemm":
+        return None if node is None else bias_of(model, node)
+    positions = (index for index in (0, 1) if node.op == "Add" and _is_float(node.inputs[index]))
+    return next((Bias(node, index) for index in positions), None)
 
-    Layout operations move the one element of an example and may stand between.
-    """
-    node = producer(score)
+
+def _behind_layout(model: GraphModel, tensor: Tensor) -> Node | None:
+    """Return the maker of a tensor behind layout operators, each the only reader of its input."""
+    node = producer(tensor)
     while node is not None and node.op in LAYOUT_OPS:
-        if _only_reader(model, node.inputs[0]) is None:
-            return None
-        node = producer(node.inputs[0])
-    if node is None:
-        return None
-    if node.op == "Gemm":
-        return bias_of(model, node)
-    if node.op != "Add":
-        return None
-    return next(
-        (Bias(node, index) for index in (0, 1) if _is_float(node.inputs[index])),
-        None,
-    )
-
-
-def _of_add(add: Node, product: Tensor) -> Bias | None:
-    for index in (0, 1):
-        if _is_float(add.inputs[index]) and add.inputs[1 - index] is product:
-            return Bias(add, index)
-    return None
+        node = producer(node.inputs[0]) if _only_reader(model, node.inputs[0]) is not None else None
+    return node
 
 
 def _is_float(tensor: Tensor) -> bool:
@@ -125,11 +94,7 @@ def _only_reader(model: GraphModel, tensor: Tensor) -> Node | None:
 
 
 def expose_scores(model: GraphModel, kinds: Mapping[str, OutputKind]) -> dict[str, str]:
-    """Add the scores of outputs to the graph outputs.
-
-    Returns:
-        Name of the graph output with the score, by name of the output; only where there is a score.
-    """
+    """Add the scores of outputs to the graph outputs; return their names by output."""
     found: dict[str, str] = {}
     for output, kind in kinds.items():
         score = score_of(model, output, kind)

@@ -20,11 +20,7 @@ _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "Min", "Max"})
 
 @dataclass(frozen=True)
 class Origin:
-    """A column of an input.
-
-    Attributes:
-        column: Position; 0 in an input (batch,).
-    """
+    """A column of an input; 0 in an input (batch,)."""
 
     input: str
     column: int
@@ -33,8 +29,7 @@ class Origin:
 def column_origins(tensor: Tensor) -> tuple[Origin | None, ...]:
     """Return the origin of each column; None where it is no column of one input.
 
-    Returns:
-        One entry for each column; empty unless the tensor has two axes and a fixed number of columns.
+    Empty unless the tensor has two axes and a fixed number of columns.
     """
     width = _width(tensor)
     if not width:

@@ -17,20 +17,13 @@ import onnx
 
 Array = npt.NDArray[Any]
 
-DETACHABLE_TYPES = frozenset(
-    {
-        onnx.TensorProto.FLOAT,
-        onnx.TensorProto.DOUBLE,
-        onnx.TensorProto.FLOAT16,
-        onnx.TensorProto.BFLOAT16,
-        onnx.TensorProto.FLOAT8E4M3FN,
-        onnx.TensorProto.FLOAT8E4M3FNUZ,
-        onnx.TensorProto.FLOAT8E5M2,
-        onnx.TensorProto.FLOAT8E5M2FNUZ,
-        onnx.TensorProto.INT8,
-        onnx.TensorProto.UINT8,
-    }
-)
+_T = onnx.TensorProto
+# fmt: off
+DETACHABLE_TYPES = frozenset({
+    _T.FLOAT, _T.DOUBLE, _T.FLOAT16, _T.BFLOAT16, _T.FLOAT8E4M3FN, _T.FLOAT8E4M3FNUZ, _T.FLOAT8E5M2,
+    _T.FLOAT8E5M2FNUZ, _T.INT8, _T.UINT8,
+})
+# fmt: on
 """Types of whole bytes that no shape or axis has: inference reads the values of those."""
 
 TOKEN = secrets.token_bytes(16)
@@ -42,14 +35,10 @@ def hold(header: onnx.TensorProto, number: int) -> None:
     header.raw_data = TOKEN + number.to_bytes(8, "little")
 
 
-def number_in(raw_data: bytes) -> int | None:
-    """Return the number of the detached values; None where the bytes are values themselves."""
-    return int.from_bytes(raw_data[len(TOKEN) :], "little") if raw_data.startswith(TOKEN) else None
-
-
 def number_of(tensor: onnx.TensorProto) -> int | None:
     """Return the number of a tensor's detached values; None when it has its own."""
-    return number_in(tensor.raw_data)
+    raw_data = tensor.raw_data
+    return int.from_bytes(raw_data[len(TOKEN) :], "little") if raw_data.startswith(TOKEN) else None
 
 
 def fill(tensor: onnx.TensorProto, detached: Sequence[Array]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from loka_onnx.graph.layout import LAYOUT_OPS
-from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer
+from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer, values_of
 
 _POSITIONS = {"Div": 1, "Reciprocal": 0, "Log": 0}
 """Position of the operand that must not be 0."""
@@ -23,12 +23,8 @@ _LONGEST = 24
 
 @dataclass(frozen=True)
 class Divisor:
-    """An operand that must not become 0.
-
-    Attributes:
-        reader: The node that divides by it, or takes its logarithm.
-        tensor: The operand, which is computed.
-        makers: Nodes that compute it out of sums, squares, roots and guards.
+    """A computed operand that must not become 0, its reader, and nodes that compute it of sums, squares,
+    roots and guards.
     """
 
     reader: Node
@@ -54,7 +50,7 @@ def _position(node: Node) -> int | None:
     if node.op != "Pow":
         return _POSITIONS.get(node.op)
     exponent = node.inputs[1]
-    return 0 if is_constant(exponent) and (exponent.values < 0).any() else None
+    return 0 if is_constant(exponent) and (values_of(exponent) < 0).any() else None
 
 
 def _makers(tensor: Tensor) -> tuple[Node, ...]:

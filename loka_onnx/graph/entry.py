@@ -23,6 +23,7 @@ from loka_onnx.graph.parts import Typed, is_no_constant
 from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS
 from loka_onnx.graph.soundness import check_message, check_sound, parsing
 from loka_onnx.graph.storage import read_external, read_proto, with_subgraphs
+from loka_onnx.sessions.model_files import nested_nodes
 
 OPSET = 21
 """Lowest operator set written: FP8 Q/DQ is complete there in every engine."""
@@ -32,27 +33,14 @@ norms."""
 GROUP_SCALES_END = 21
 """Operator set from which GroupNormalization has a scale for each channel; before, for each group."""
 STANDARD_DOMAINS = frozenset({"", "ai.onnx"})
-QUANTIZING = frozenset(
-    {
-        "QuantizeLinear",
-        "DynamicQuantizeLinear",
-        "QLinearMatMul",
-        "QLinearConv",
-        "MatMulInteger",
-        "ConvInteger",
-    }
-)
+_PRODUCTS = ("QLinearMatMul", "QLinearConv", "MatMulInteger", "ConvInteger")
+QUANTIZING = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", *_PRODUCTS})
 """Operators that round activations. A DequantizeLinear alone is a way to store weights."""
 
 
 @dataclass(frozen=True)
 class Canonical:
-    """A model in canonical form.
-
-    Attributes:
-        producer: Writer of the original.
-        notes: Conversions, for the report.
-    """
+    """A model in canonical form, the writer of the original, and conversions, for the report."""
 
     model: GraphModel
     producer: str
@@ -63,8 +51,7 @@ def canonicalize(path: Path) -> Canonical:
     """Read and convert a foreign model.
 
     Raises:
-        ModelError: Truncated, unsound, too old or too new, with custom operators, quantized already, with
-            ends that are no tensors, or not convertible.
+        ModelError: It is truncated, unsound, of another operator set, quantized already, or not convertible.
     """
     proto = read_proto(path)
     check_message(proto, path)
@@ -147,25 +134,21 @@ def _check_operators(proto: onnx.ModelProto, path: Path) -> None:
             evidence=f"onnx {onnx.__version__} knows opsets up to {onnx.defs.onnx_opset_version()}",
             remedy=f"export the model again with opset_version={OPSET}, or install a newer onnx",
         )
-    pending = [proto.graph]
-    while pending:
-        graph = pending.pop()
-        for node in graph.node:
-            pending += [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
-            if node.domain not in STANDARD_DOMAINS or not onnx.defs.has(node.op_type, node.domain):
-                raise ModelError(
-                    f"'{path}' uses the custom operator '{node.domain or 'ai.onnx'}::{node.op_type}'",
-                    where=f"node '{node.name}'",
-                    evidence="no standard operator set defines it, so its FP8 error cannot be measured",
-                    remedy="export it as standard operators, or cut it off in front of the model",
-                )
-            if node.op_type in QUANTIZING:
-                raise ModelError(
-                    f"'{path}' is quantized already",
-                    where=f"node '{node.name or node.output[0]}' ({node.op_type})",
-                    evidence="errors and budgets are relative to the model before it is quantized",
-                    remedy="give the FP32 model; it is quantized here, where that is accurate",
-                )
+    for node in nested_nodes(proto.graph.node):
+        if node.domain not in STANDARD_DOMAINS or not onnx.defs.has(node.op_type, node.domain):
+            raise ModelError(
+                f"'{path}' uses the custom operator '{node.domain or 'ai.onnx'}::{node.op_type}'",
+                where=f"node '{node.name}'",
+                evidence="no standard operator set defines it, so its FP8 error cannot be measured",
+                remedy="export it as standard operators, or cut it off in front of the model",
+            )
+        if node.op_type in QUANTIZING:
+            raise ModelError(
+                f"'{path}' is quantized already",
+                where=f"node '{node.name or node.output[0]}' ({node.op_type})",
+                evidence="errors and budgets are relative to the model before it is quantized",
+                remedy="give the FP32 model; it is quantized here, where that is accurate",
+            )
 
 
 def _name_nodes(graph: onnx.GraphProto) -> None:

@@ -15,7 +15,6 @@ from loka_onnx.graph.storage import (
     INLINE_LIMIT_BYTES,
     all_initializers,
     digest_with_weights,
-    external_files,
     inline_bytes,
     move_outside,
     place_table,
@@ -23,17 +22,12 @@ from loka_onnx.graph.storage import (
     replacing,
 )
 from loka_onnx.graph.weights import map_external
-from loka_onnx.graph.wire import spliced
+from loka_onnx.sessions.model_files import data_locations
 
 
 @dataclass(frozen=True)
 class InMemory:
-    """A model with weights in memory.
-
-    Attributes:
-        proto: The model; its weights are external data with a meaningless location.
-        weights: Their values, by name.
-    """
+    """A model whose weights are external data with a meaningless location, and their values by name."""
 
     proto: onnx.ModelProto
     weights: Mapping[str, Array]
@@ -41,12 +35,8 @@ class InMemory:
 
 @dataclass(frozen=True)
 class Exported:
-    """A model as it is written.
-
-    Attributes:
-        headers: The model with headers for its large weights, without its tables.
-        detached: Values of the large weights.
-        tables: Its embedding tables; locations are absolute paths.
+    """A model as it is written: headers for its large weights, their values, and tables with absolute
+    locations.
     """
 
     headers: onnx.ModelProto
@@ -54,21 +44,16 @@ class Exported:
     tables: Sequence[onnx.TensorProto]
 
     def write(self, path: Path, *, link_tables: bool = True) -> str:
-        """Write the model and its external data; return the digest of the content.
-
-        Args:
-            path: The model file; its directory is created.
-            link_tables: Whether table files are hard-linked; see `GraphModel.save`.
-        """
+        """Write the model and its external data; see `GraphModel.save`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         proto = self.copy_headers(place_table(table, path.parent, link_tables) for table in self.tables)
         move_outside(proto, path, self.detached)
-        state = hashlib.sha256()
         with replacing(path) as stream:
-            for part in spliced(proto.SerializeToString(deterministic=True), self.detached):
-                stream.write(part)
-                state.update(part)
-        return digest_with_weights(state.hexdigest(), path.parent, external_files(proto))
+            for tensor in all_initializers(proto.graph):
+                fill(tensor, self.detached)
+            content = proto.SerializeToString(deterministic=True)
+            stream.write(content)
+        return digest_with_weights(hashlib.sha256(content).hexdigest(), path.parent, data_locations(proto))
 
     def copy_headers(self, tables: Iterable[onnx.TensorProto] = ()) -> onnx.ModelProto:
         """Return a copy of the headers, with some tables."""

@@ -33,12 +33,7 @@ TINY = 2.0**-100
 
 @dataclass(frozen=True)
 class Bounds:
-    """Known bounds of a tensor, which save operations.
-
-    Attributes:
-        saturates: Elements may lie beyond the format's range.
-        is_signed: Elements may be negative.
-    """
+    """Known bounds of a tensor, which save operations."""
 
     saturates: bool = True
     is_signed: bool = True
@@ -48,11 +43,8 @@ class Bounds:
 class FakeQuantized:
     """Tensors of the rounding in the graph.
 
-    Attributes:
-        magnitude: |x| / scale, before clipping to the format's range.
-        rounded: The FP8 magnitude.
-        values: The FP8 value times the scale, in FP32.
-        is_clipped: Whether elements may lie beyond the format's range.
+    `magnitude` is |x| / scale, `rounded` the FP8 magnitude, `values` the FP8 value times the scale, in FP32;
+    `is_clipped` if elements may lie beyond the format's range.
     """
 
     magnitude: Tensor
@@ -80,12 +72,7 @@ class _Chain:
 def fake_quantize(
     model: GraphModel, tensor: Tensor, scale: float, format: Float8, name: str, bounds: Bounds = Bounds()
 ) -> FakeQuantized:
-    """Add nodes that compute ``dequantize(quantize(tensor, scale))`` in FP32.
-
-    Args:
-        tensor: FP32 activation.
-        name: Base of the names of the new nodes.
-    """
+    """Add nodes that compute ``dequantize(quantize(tensor, scale))`` in FP32."""
     spec, add = FLOAT8_SPECS[format], _Chain(model, tensor, name)
     scaled = add("Div", "scaled", tensor, scale)
     magnitude = add("Abs", "magnitude", scaled) if bounds.is_signed else scaled

@@ -31,24 +31,19 @@ _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "stash_type"})
 def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
     """Convert a model with weights, inputs or outputs of another float type; edits it.
 
-    Args:
-        proto: The model, without functions.
-        path: Its file; external data lies beside it.
-
-    Returns:
-        Conversions, for the report; empty where nothing was converted.
+    Returns the conversions, for the report.
 
     Raises:
         ModelError: It computes in BF16, or a weight does not fit FP32.
     """
     tables = _tables(proto.graph)
-    found = set(_types(proto, tables))
+    found = _float_types(proto, tables)
     if not found:
         return ()
     if TensorProto.BFLOAT16 in found:
         raise ModelError(
             f"'{path}' computes in BF16",
-            where=next(_of_type(proto, TensorProto.BFLOAT16)),
+            where=f"tensor '{found[TensorProto.BFLOAT16]}'",
             evidence="ONNX Runtime has no BF16 on the CPU, so that a conversion could not be held against it",
             remedy="export the model in FP32; `plan.base` lowers it to BF16 where that is asked for",
         )
@@ -71,11 +66,7 @@ def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
 
 
 def to_dense(proto: onnx.ModelProto) -> tuple[str, ...]:
-    """Store sparse weights densely; edits a model.
-
-    Returns:
-        Conversions, for the report; empty where nothing was converted.
-    """
+    """Store sparse weights densely; edits a model. Returns the conversions, for the report."""
     count = 0
     for graph in with_subgraphs(proto.graph):
         count += len(graph.sparse_initializer)
@@ -103,23 +94,12 @@ def _dense(sparse: onnx.SparseTensorProto) -> TensorProto:
     return onnx.numpy_helper.from_array(dense, sparse.values.name)
 
 
-def _types(proto: onnx.ModelProto, tables: frozenset[str]) -> Iterator[int]:
-    """Yield float types of matrices, inputs and outputs: they make a model one of another type."""
-    for tensor in (*all_initializers(proto.graph), *_constants(proto.graph)):
-        if tensor.data_type in _OTHERS and len(tensor.dims) > 1 and tensor.name not in tables:
-            yield tensor.data_type
-    for info in (*proto.graph.input, *proto.graph.output):
-        if info.type.tensor_type.elem_type in _OTHERS:
-            yield info.type.tensor_type.elem_type
-
-
-def _of_type(proto: onnx.ModelProto, kind: int) -> Iterator[str]:
-    for tensor in (*all_initializers(proto.graph), *_constants(proto.graph)):
-        if tensor.data_type == kind:
-            yield f"tensor '{tensor.name}'"
-    for info in (*proto.graph.input, *proto.graph.output):
-        if info.type.tensor_type.elem_type == kind:
-            yield f"tensor '{info.name}'"
+def _float_types(proto: onnx.ModelProto, tables: frozenset[str]) -> dict[int, str]:
+    """Return other float types of matrices, inputs and outputs, each with its first tensor."""
+    tensors = (*all_initializers(proto.graph), *_constants(proto.graph))
+    kinds = [(t.data_type, t.name) for t in tensors if len(t.dims) > 1 and t.name not in tables]
+    kinds += [(i.type.tensor_type.elem_type, i.name) for i in (*proto.graph.input, *proto.graph.output)]
+    return {kind: name for kind, name in reversed(kinds) if kind in _OTHERS}
 
 
 def _constants(graph: onnx.GraphProto) -> Iterator[TensorProto]:

@@ -9,39 +9,34 @@ computed otherwise (a hash, a clip), or looked up in a branch, have no bound, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, element_type, is_constant, values_of
-from loka_onnx.graph.shape_values import dimension, read_dimensions
+from loka_onnx.graph.layout import LAYOUT_OPS
+from loka_onnx.graph.model import (
+    GraphModel,
+    Node,
+    Tensor,
+    consumers,
+    element_type,
+    is_constant,
+    shape_of,
+    values_of,
+)
+from loka_onnx.graph.moves import Numbers as Tags
+from loka_onnx.graph.moves import move
+from loka_onnx.graph.shape_values import dimension
 
-Tags = npt.NDArray[np.int64]
-
-_INTEGERS = frozenset(map(element_type, (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32))) | {
-    element_type(np.int64),
-    element_type(np.uint64),
-}
+_INTEGERS = frozenset(
+    element_type(np.dtype(f"{sign}int{bits}")) for sign in ("", "u") for bits in (8, 16, 32, 64)
+)
 _HOLDING_IDS = frozenset(
     map(element_type, (np.int32, np.uint32, np.int64, np.uint64, np.float32, np.float64))
 )
 """Types through which the ids of a table pass unchanged."""
-_REARRANGING = frozenset(
-    {
-        "Identity",
-        "Cast",
-        "Squeeze",
-        "Unsqueeze",
-        "Reshape",
-        "Flatten",
-        "Transpose",
-        "Concat",
-        "Expand",
-        "Tile",
-    }
-)
+_REARRANGING = LAYOUT_OPS | {"Cast", "Concat", "Expand", "Tile"}
 """Every element of the first input appears in the output."""
 _ROWS = 61
 """Rows of the batch. A Slice of more rows, counted from the first, counts as all rows."""
@@ -53,11 +48,7 @@ _MOST = 1 << 22
 
 @dataclass(frozen=True)
 class _Ids:
-    """A tensor that holds ids of the input.
-
-    Attributes:
-        tags: Of its elements in place; else each once, in any order.
-    """
+    """Tags of the ids that a tensor holds: of its elements in place; else each once, in any order."""
 
     tags: Tags
     is_placed: bool = True
@@ -67,14 +58,10 @@ class _Ids:
 
 
 def id_bounds(model: GraphModel) -> dict[str, tuple[range | None, ...]]:
-    """Return the ids that each column of the integer inputs may hold.
+    """Return the ids that each column of the integer inputs of a canonical graph may hold.
 
-    Args:
-        model: A canonical graph (`graph.entry`).
-
-    Returns:
-        By name of input, for integer inputs (batch,) and (batch, columns): one range for each column, None
-        without a bound. An input with a dynamic number of columns is left out.
+    By name of input, for inputs (batch,) and (batch, columns): one range for each column, None without a
+    bound.
     """
     main = {id(node) for node in model.nodes}
     return {
@@ -96,7 +83,8 @@ def _bounds(source: Tensor, main: set[int]) -> tuple[range | None, ...]:
     width = _columns(source)
     tags = _STEP * np.arange(1, _ROWS * width + 1, dtype=np.int64)
     found: list[range | None] = [None] * width
-    pending = [(source, _Ids(tags.reshape((_ROWS, width)[: len(source.shape)])))]
+    placed = tags.reshape(_ROWS, width) if len(shape_of(source)) > 1 else tags
+    pending = [(source, _Ids(placed))]
     seen = set[tuple[int, tuple[int, ...], bytes]]()
     while pending:
         tensor, ids = pending.pop()
@@ -111,7 +99,7 @@ def _bounds(source: Tensor, main: set[int]) -> tuple[range | None, ...]:
             if rows is not None:
                 met = _met(ids.tags, rows, width)
                 found = [narrowed(*pair) for pair in zip(found, met, strict=True)]
-            pending += _followed(node, tensor, ids, dimension(source, 0))
+            pending += _followed(node, tensor, ids, {str(dimension(source, 0)): _ROWS})
     return tuple(found)
 
 
@@ -147,7 +135,7 @@ def _looked_up_rows(node: Node, ids: Tensor) -> int | None:
     return int(shape[axis])
 
 
-def _followed(node: Node, tensor: Tensor, ids: _Ids, batch: int | str) -> list[tuple[Tensor, _Ids]]:
+def _followed(node: Node, tensor: Tensor, ids: _Ids, lengths: Mapping[str, int]) -> list[tuple[Tensor, _Ids]]:
     """Return outputs of the node that hold ids of the tensor."""
     if node.op == "Cast" and int(node.attrs["to"]) not in _HOLDING_IDS:
         return []
@@ -157,11 +145,10 @@ def _followed(node: Node, tensor: Tensor, ids: _Ids, batch: int | str) -> list[t
         return []
     if ids.is_placed and ids.tags.size <= _MOST:
         try:
-            moved = _moved(node, tensor, ids.tags, batch)
-        except (ValueError, IndexError):  # a form that NumPy does not take: nothing is known behind it
-            return []
-        if moved:
-            return [(out, _Ids(tags)) for out, tags in zip(node.outputs, moved, strict=False)]
+            parts = move(node, tensor, ids.tags, lengths)
+            return [(out, _Ids(tags)) for out, tags in zip(node.outputs, parts, strict=False)]
+        except (ValueError, IndexError):
+            pass
     return [(node.outputs[0], ids.loose())] if node.op in _REARRANGING else []
 
 
@@ -181,80 +168,3 @@ def _shifted(node: Node, tensor: Tensor, ids: _Ids) -> list[tuple[Tensor, _Ids]]
     except ValueError:
         return []
     return [(node.outputs[0], _Ids(tags if ids.is_placed else tags.reshape(-1), ids.is_placed))]
-
-
-def _moved(node: Node, tensor: Tensor, tags: Tags, batch: int | str) -> list[Tags]:
-    """Return tags of the outputs; none where the operator, or an operand of it, is unknown."""
-    rest = [operand for operand in node.inputs[1:] if operand.name]
-    if node.op == "Concat":
-        axis = int(node.attrs["axis"])
-        parts = [tags if part is tensor else _no_ids(part, tags, axis) for part in node.inputs]
-        known = [part for part in parts if part is not None]
-        return [np.concatenate(known, axis)] if len(known) == len(parts) else []
-    if node.op in {"Reshape", "Expand"}:
-        target = _lengths(node, rest[0], tags, batch)
-        if target is None:
-            return []
-        return [tags.reshape(target) if node.op == "Reshape" else tags * np.ones(target, np.int64)]
-    if node.op == "Split":
-        return _split(node, tags)
-    move = _MOVES.get(node.op)
-    if move is None or not all(map(is_constant, rest)):
-        return []
-    return [move(tags, node, [values_of(operand).astype(np.int64) for operand in rest])]
-
-
-def _split(node: Node, tags: Tags) -> list[Tags]:
-    axis, parts = int(node.attrs.get("axis", 0)), len(node.outputs)
-    if len(node.inputs) > 1 and not is_constant(node.inputs[1]):
-        return []
-    sizes = values_of(node.inputs[1]) if len(node.inputs) > 1 else [-(-tags.shape[axis] // parts)] * parts
-    return list(np.split(tags, np.cumsum(sizes)[:-1], axis))
-
-
-def _flattened(tags: Tags, node: Node, _: Sequence[Tags]) -> Tags:
-    return tags.reshape(int(np.prod(tags.shape[: int(node.attrs.get("axis", 1))])), -1)
-
-
-def _sliced(tags: Tags, _: Node, operands: Sequence[Tags]) -> Tags:
-    starts, ends, *rest = operands
-    axes = rest[0] if rest else np.arange(len(starts))
-    steps = rest[1] if len(rest) > 1 else np.ones_like(starts)
-    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        where = [slice(None)] * tags.ndim
-        where[axis] = slice(int(start), int(end), int(step))
-        tags = tags[tuple(where)]
-    return tags
-
-
-_MOVES: Mapping[str, Callable[[Tags, Node, Sequence[Tags]], Tags]] = {
-    "Identity": lambda tags, node, operands: tags,
-    "Cast": lambda tags, node, operands: tags,
-    "Transpose": lambda tags, node, operands: tags.transpose(node.attrs.get("perm")),
-    "Flatten": _flattened,
-    "Squeeze": lambda tags, node, operands: np.squeeze(tags, tuple(operands[0]) if operands else None),
-    "Unsqueeze": lambda tags, node, operands: np.expand_dims(tags, tuple(operands[0])),
-    "Tile": lambda tags, node, operands: np.tile(tags, operands[0]),
-    "Gather": lambda tags, node, operands: np.take(tags, operands[0], int(node.attrs.get("axis", 0))),
-    "Slice": _sliced,
-}
-"""Movements with constant operands."""
-
-
-def _no_ids(part: Tensor, tags: Tags, axis: int) -> Tags | None:
-    """Return tags of another operand of Concat; None where its length along the axis is unknown."""
-    length = None if part.shape is None else part.shape[axis]
-    if not isinstance(length, int):
-        return None
-    shape = list(tags.shape)
-    shape[axis] = length
-    return np.zeros(shape, np.int64)
-
-
-def _lengths(node: Node, target: Tensor, tags: Tags, batch: int | str) -> list[int] | None:
-    """Return the target dimensions of Reshape or Expand; None where one is unknown."""
-    entries = [_ROWS if entry == batch else entry for entry in read_dimensions(target) or ("",)]
-    if node.op == "Reshape" and not node.attrs.get("allowzero", 0):
-        entries = [tags.shape[at] if entry == 0 else entry for at, entry in enumerate(entries)]
-    lengths = [entry for entry in entries if isinstance(entry, int)]
-    return lengths if len(lengths) == len(entries) else None

@@ -12,11 +12,7 @@ LAYOUT_OPS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze
 
 @dataclass(frozen=True)
 class LayoutRoot:
-    """Origin of a tensor's elements.
-
-    Attributes:
-        chain: The layout nodes behind it, in order.
-    """
+    """Origin of a tensor's elements, and the layout nodes behind it, in order."""
 
     tensor: Tensor
     chain: tuple[Node, ...]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,10 +34,27 @@ from loka_onnx.graph.weights import attach, copied, take_weights, weights_detach
 
 OLDEST_IR = 10
 """IR version from which FP8 tensors are complete."""
-Node = Any
-"""A node: `op`, `name`, `attrs`, `inputs`, `outputs` (lists of tensors), `domain`."""
-Tensor = Any
-"""A tensor: `name`, `dtype`, `shape`, `inputs` (its producer) and `outputs` (its consumers)."""
+
+
+class Tensor(Protocol):
+    """A tensor of onnx-graphsurgeon; `inputs` is its producer, if any, and `outputs` are its consumers."""
+
+    name: str
+    dtype: Any
+    shape: Sequence[int | str] | None
+    inputs: list[Node]
+    outputs: list[Node]
+
+
+class Node(Protocol):
+    """A node of onnx-graphsurgeon; an omitted optional input is a tensor without a name."""
+
+    op: str
+    name: str
+    domain: str | None
+    attrs: dict[str, Any]
+    inputs: list[Tensor]
+    outputs: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,11 +73,7 @@ def element_type(dtype: Any) -> int:
 
 
 class GraphModel:
-    """An ONNX model whose main graph can be edited.
-
-    Args:
-        tables: External embedding tables, by name; their locations are absolute paths.
-    """
+    """An ONNX model whose main graph can be edited; `tables` are external, with absolute locations."""
 
     def __init__(self, graph: gs.Graph, tables: Mapping[str, onnx.TensorProto]) -> None:
         self.graph = graph
@@ -88,9 +101,8 @@ class GraphModel:
 
     @classmethod
     def read_back(cls, exported: Exported) -> GraphModel:
-        """Return what `load` would read of the written model, without a file.
-
-        Types and shapes are inferred anew; the weights are shared.
+        """Return what `load` would read of the written model, with types and shapes inferred anew and shared
+        weights.
         """
         return cls._take_over(exported.copy_headers(exported.tables), Path("/"), exported.detached)
 
@@ -119,13 +131,8 @@ class GraphModel:
     def save(self, path: Path, *, link_tables: bool = True) -> str:
         """Write the model and its external data; return the digest of the content.
 
-        Unused nodes are removed, the rest is sorted.
-
-        Args:
-            path: The model file; its directory is created.
-            link_tables: Whether table files are hard-linked (copied across file systems all the same). False
-                for files of others: their owner may write into them, and onnx refuses files that have a
-                second name.
+        Unused nodes are removed, the rest is sorted. Table files are hard-linked, or copied where
+        `link_tables` is False: an owner may write into them, and onnx refuses files that have a second name.
         """
         return self.export().write(path, link_tables=link_tables)
 
@@ -161,14 +168,7 @@ class GraphModel:
             return GraphModel(copied(self.graph), self.tables)
 
     def extract(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> GraphModel:
-        """Return a copy of the nodes between some tensors, which shares the weights.
-
-        Args:
-            inputs: Tensors that the copy takes in; their types and shapes are known.
-
-        Raises:
-            InternalError: The outputs need another input of this graph.
-        """
+        """Return a copy of the nodes between tensors of known type and shape, which shares the weights."""
         graph = copied(self.graph)
         tensors = graph.tensors()
         graph.inputs = [tensors[tensor.name] for tensor in inputs]
@@ -213,11 +213,7 @@ class GraphModel:
         return list(self.graph.toposort().nodes)
 
     def node(self, name: str) -> Node:
-        """Return the node of that name.
-
-        Raises:
-            InternalError: There is none: a transform lost a site.
-        """
+        """Return the node of that name."""
         found = self._nodes.get(name)
         if found is None or found.name != name or not found.outputs:
             # An emptied node waits for `save` to remove it; its name may live on in another.
@@ -275,7 +271,8 @@ class GraphModel:
 
     def constant(self, base: str, values: npt.NDArray[Any]) -> Tensor:
         """Add an initializer."""
-        return gs.Constant(self.fresh_name(base), np.ascontiguousarray(values).reshape(np.shape(values)))
+        values = np.ascontiguousarray(values).reshape(np.shape(values))
+        return _tensor(gs.Constant(self.fresh_name(base), values))
 
     def add(
         self,
@@ -287,16 +284,13 @@ class GraphModel:
     ) -> Tensor:
         """Append a node with one output and return that output.
 
-        Args:
-            inputs: `self.absent()` for an empty optional input.
-            name: Base of the node's and the output's name.
-            dtype: Element type of the output, numpy or ONNX; that of the first input when None.
+        Its type is that of the first input by default; `self.absent()` stands for an empty optional input.
         """
         unique = self.fresh_name(name)
         if self._node_names is not None:
             self._node_names.add(unique)
         out_type = dtype if dtype is not None else inputs[0].dtype
-        output = gs.Variable(self.fresh_name(f"{unique}.out"), dtype=out_type)
+        output = _tensor(gs.Variable(self.fresh_name(f"{unique}.out"), dtype=out_type))
         self._append(gs.Node(op, unique, attrs=dict(attrs or {}), inputs=list(inputs), outputs=[output]))
         return output
 
@@ -326,7 +320,7 @@ class GraphModel:
 
     def absent(self) -> Tensor:
         """Return an omitted optional input."""
-        return gs.Variable.empty()
+        return _tensor(gs.Variable.empty())
 
     def add_output(self, tensor: Tensor, dtype: Any, shape: Sequence[int | str] | None) -> None:
         """Make a tensor a graph output."""
@@ -336,7 +330,7 @@ class GraphModel:
 
     def add_input(self, name: str, dtype: Any, shape: Sequence[int | str]) -> Tensor:
         """Add a graph input."""
-        tensor = gs.Variable(self.fresh_name(name), dtype=dtype, shape=list(shape))
+        tensor = _tensor(gs.Variable(self.fresh_name(name), dtype=dtype, shape=list(shape)))
         self.graph.inputs.append(tensor)
         return tensor
 
@@ -348,10 +342,7 @@ class GraphModel:
         self.graph.outputs[position] = new
 
     def replace_uses(self, old: Tensor, new: Tensor, consumers: Sequence[Node] | None = None) -> None:
-        """Let consumers read `new` instead of `old`; all of them when None.
-
-        A graph output keeps its name: if `old` is one, the two tensors trade names.
-        """
+        """Let consumers, all by default, read `new` instead of `old`; a graph output keeps its name."""
         for node in list(old.outputs) if consumers is None else consumers:
             for index, tensor in enumerate(node.inputs):
                 if tensor is old:
@@ -360,10 +351,9 @@ class GraphModel:
             self.make_output(old, new)
 
     def hand_over(self, old: Tensor, new: Tensor) -> None:
-        """Let the node of `new`, which nothing reads yet, compute `old` instead.
+        """Let the node of `new`, which nothing reads yet, compute `old`, which keeps name, shape and readers.
 
-        `old` keeps its name, shape and readers, and with them the matches that begin at it. The former node
-        of `old` is left without an output and removed on saving.
+        The former node of `old` is left without an output and removed on saving.
         """
         replaced, maker = old.inputs[0], new.inputs[0]
         if len(replaced.outputs) != 1 or new.outputs:
@@ -376,16 +366,11 @@ class GraphModel:
     def insert_behind(self, tensor: Tensor, op: str, operands: Sequence[Tensor], name: str) -> Tensor:
         """Put a node between a computed tensor and its readers, graph outputs included.
 
-        Args:
-            tensor: Keeps its name, its shape and its readers.
-            op: Operator of the node, which then computes `tensor`.
-            operands: Its inputs after the first.
-
-        Returns:
-            Its first input: the former result of the producer of `tensor`, of unknown shape.
+        The tensor keeps its name, shape and readers, and is computed by the node, of which `operands` are the
+        inputs after the first. Returns that first input, the former result, of unknown shape.
         """
         maker = tensor.inputs[0]
-        inner = gs.Variable(self.fresh_name(f"{tensor.name}.inner"), dtype=tensor.dtype)
+        inner = _tensor(gs.Variable(self.fresh_name(f"{tensor.name}.inner"), dtype=tensor.dtype))
         maker.outputs[next(i for i, output in enumerate(maker.outputs) if output is tensor)] = inner
         node = gs.Node(op, self.fresh_name(name), inputs=[inner, *operands], outputs=[tensor])
         self._append(node)
@@ -393,7 +378,7 @@ class GraphModel:
 
     def renew_output(self, node: Node) -> Tensor:
         """Give a one-output node a new output of unknown shape that nothing reads yet."""
-        fresh = gs.Variable(self.fresh_name(f"{node.name}.out"), dtype=node.outputs[0].dtype)
+        fresh = _tensor(gs.Variable(self.fresh_name(f"{node.name}.out"), dtype=node.outputs[0].dtype))
         node.outputs = [fresh]
         return fresh
 
@@ -424,6 +409,12 @@ class GraphModel:
         return tensor.name in self.tables
 
 
+def _tensor(value: Any) -> Tensor:
+    """Type a value of onnx-graphsurgeon, which has no types."""
+    tensor: Tensor = value
+    return tensor
+
+
 def _set_oldest_ir(proto: onnx.ModelProto) -> None:
     """Write the oldest IR version that the operators allow: ONNX Runtime refuses newer files than itself."""
     standard = [entry for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}]
@@ -436,14 +427,17 @@ def is_constant(tensor: Tensor) -> bool:
 
 
 def values_of(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return the values of an initializer.
-
-    Raises:
-        InternalError: The tensor is not an initializer.
-    """
+    """Return the values of an initializer."""
     if not isinstance(tensor, gs.Constant):
         raise InternalError(f"tensor '{tensor.name}' is not constant")
     return np.asarray(tensor.values)
+
+
+def shape_of(tensor: Tensor) -> tuple[int | str, ...]:
+    """Return the shape of a tensor of known rank."""
+    if tensor.shape is None:
+        raise InternalError(f"the shape of tensor '{tensor.name}' is not known")
+    return tuple(tensor.shape)
 
 
 def producer(tensor: Tensor) -> Node | None:

@@ -24,10 +24,7 @@ MOST_NODES = 600
 
 
 def read_model_graph(path: Path, sites: Collection[str], most: int = MOST_NODES) -> ModelGraph:
-    """Read the graph of a canonical model; external data is not read.
-
-    Args:
-        most: Number of nodes beyond which modules are folded.
+    """Read the graph of a canonical model without external data; beyond `most` nodes, modules are folded.
 
     Raises:
         ModelError: The file cannot be read.

@@ -88,8 +88,7 @@ def _path_from_name(name: str) -> str:
 def _is_container(node: onnx.NodeProto) -> bool:
     """Return whether the node's innermost module is not itself a linear or a norm layer.
 
-    A product in a larger module (``x @ self.left``) takes the weight's name as well, so that a second product
-    added later does not rename it.
+    Then the weight's name is added, so that a second product added later does not rename the first.
     """
     metadata = {entry.key: entry.value for entry in node.metadata_props}
     classes = _listed(metadata.get(CLASS_HIERARCHY, ""))

@@ -16,17 +16,8 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-DRAWING = frozenset(
-    {
-        "Bernoulli",
-        "Dropout",
-        "Multinomial",
-        "RandomNormal",
-        "RandomNormalLike",
-        "RandomUniform",
-        "RandomUniformLike",
-    }
-)
+_RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
+DRAWING = frozenset({"Bernoulli", "Dropout", "Multinomial", *_RANDOM})
 """Operators with random outputs."""
 _FNUZ = np.dtype(ml_dtypes.float8_e4m3fnuz)
 
@@ -60,9 +51,8 @@ def keep_types(graph: gs.Graph, proto: onnx.GraphProto) -> None:
 
 
 def write_types(graph: gs.Graph, proto: onnx.GraphProto) -> None:
-    """Write the types that onnx-graphsurgeon left out; edits the message, which the graph was exported to.
-
-    These are `Typed` values, and E4M3FNUZ tensors, which it exports as E4M3FN.
+    """Write the types of `Typed` values and of E4M3FNUZ tensors, which onnx-graphsurgeon leaves out; edits
+    the message.
     """
     tensors = graph.tensors()
     for tensor in proto.initializer:

@@ -8,37 +8,28 @@ from math import prod
 import onnx_graphsurgeon as gs
 
 from loka_onnx.core.products import OtherProduct
-from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant
+from loka_onnx.graph.model import GraphModel, Node, is_constant
+from loka_onnx.graph.shape_values import static_shape
 from loka_onnx.graph.sites import PRODUCT_OPS
 
 Shape = tuple[int | None, ...]
 
 
 def other_products(model: GraphModel) -> tuple[OtherProduct, ...]:
-    """Return every matrix product that is no site, subgraphs included.
-
-    A body of Loop or Scan counts once: the number of iterations is not in the graph.
-    """
+    """Return every matrix product that is no site, subgraphs included; a body of Loop or Scan counts once."""
     return tuple(_found(model.nodes, ""))
 
 
 def _found(nodes: Iterable[Node], inside: str) -> Iterator[OtherProduct]:
     for node in nodes:
-        if node.op in _COUNTS and (inside or node.op not in PRODUCT_OPS) and not _is_constant(node):
-            reason = f"inside of {inside}" if inside else _REASONS[node.op](node)
+        is_other = node.op in _COUNTS and (inside or node.op not in PRODUCT_OPS)
+        if is_other and not all(map(is_constant, node.inputs[:2])):
+            reason = f"inside of {inside}" if inside else _REASONS.get(node.op) or _why_conv(node)
             yield OtherProduct(node.name or node.outputs[0].name, node.op, reason, _COUNTS[node.op](node))
         for value in node.attrs.values():
             for graph in value if isinstance(value, list) else [value]:
                 if isinstance(graph, gs.Graph):
                     yield from _found(graph.nodes, f"{node.op} '{node.name}'")
-
-
-def _is_constant(node: Node) -> bool:
-    return all(is_constant(tensor) for tensor in node.inputs[:2])
-
-
-def _shape(tensor: Tensor) -> Shape:
-    return tuple(d if isinstance(d, int) and d >= 0 else None for d in tensor.shape or ())
 
 
 def _size(shape: Shape) -> int | None:
@@ -52,22 +43,22 @@ def _times(*factors: int | None) -> int | None:
 
 def _conv(node: Node) -> int | None:
     """Each output is a sum over the kernel and the channels of its group: W is (O, C ÷ groups, …)."""
-    weight = _shape(node.inputs[3 if node.op == "QLinearConv" else 1])
-    return _times(2, _size(_shape(node.outputs[0])), *weight[1:]) if weight else None
+    weight = static_shape(node.inputs[3 if node.op == "QLinearConv" else 1])
+    return _times(2, _size(static_shape(node.outputs[0])), *weight[1:]) if weight else None
 
 
 def _conv_transpose(node: Node) -> int | None:
     """Each input meets the kernel of every output channel of its group: W is (C, O ÷ groups, …)."""
-    weight = _shape(node.inputs[1])
-    return _times(2, _size(_shape(node.inputs[0])), *weight[1:]) if weight else None
+    weight = static_shape(node.inputs[1])
+    return _times(2, _size(static_shape(node.inputs[0])), *weight[1:]) if weight else None
 
 
 def _matmul(node: Node) -> int | None:
-    left = _shape(node.inputs[0])
+    left = static_shape(node.inputs[0])
     if not left:
         return None
     k = left[0] if node.op == "Gemm" and node.attrs.get("transA", 0) else left[-1]
-    return _times(2, _size(_shape(node.outputs[0])), k)
+    return _times(2, _size(static_shape(node.outputs[0])), k)
 
 
 def _einsum(node: Node) -> int | None:
@@ -75,7 +66,7 @@ def _einsum(node: Node) -> int | None:
     text = (equation.decode() if isinstance(equation, bytes) else str(equation)).replace(" ", "")
     lengths: dict[str, int | None] = {}
     for term, tensor in zip(text.partition("->")[0].split(","), node.inputs, strict=False):
-        shape = _shape(tensor)
+        shape = static_shape(tensor)
         if "." in term or len(term) != len(shape):
             return None
         # A length of 1 is broadcast.
@@ -85,8 +76,8 @@ def _einsum(node: Node) -> int | None:
 
 def _recurrent(node: Node) -> int | None:
     """X (steps, batch, inputs) or, by `layout`, (batch, steps, inputs); W and R (directions, gates·H, …)."""
-    steps = _shape(node.inputs[0])[int(node.attrs.get("layout", 0)) :][:1]
-    per_step = [_size(_shape(weight)) for weight in node.inputs[1:3]]
+    steps = static_shape(node.inputs[0])[int(node.attrs.get("layout", 0)) :][:1]
+    per_step = [_size(static_shape(weight)) for weight in node.inputs[1:3]]
     if not steps or None in per_step:
         return None
     return _times(2, *steps, sum(size for size in per_step if size is not None))
@@ -94,8 +85,8 @@ def _recurrent(node: Node) -> int | None:
 
 def _attention(node: Node) -> int | None:
     """Q·Kᵀ takes the elements of Q, and what weights V those of the output, times the length of the keys."""
-    keys = _shape(node.inputs[1])[-2:-1]
-    sizes = [_size(_shape(tensor)) for tensor in (node.inputs[0], node.outputs[0])]
+    keys = static_shape(node.inputs[1])[-2:-1]
+    sizes = [_size(static_shape(tensor)) for tensor in (node.inputs[0], node.outputs[0])]
     return None if not keys or None in sizes else _times(2, *keys, sum(size or 0 for size in sizes))
 
 
@@ -111,21 +102,14 @@ _COUNTS: Mapping[str, Callable[[Node], int | None]] = {
 
 def _why_conv(node: Node) -> str:
     weight = node.inputs[1]
-    kernel, groups = _shape(weight)[2:], int(node.attrs.get("group", 1))
+    kernel, groups = static_shape(weight)[2:], int(node.attrs.get("group", 1))
     said = f"a convolution, kernel {' × '.join('?' if n is None else str(n) for n in kernel)}"
     return f"{said}, {groups} groups" if groups > 1 else said
 
 
-def _said(reason: str) -> Callable[[Node], str]:
-    return lambda node: reason
-
-
-_REASONS: Mapping[str, Callable[[Node], str]] = {
-    **dict.fromkeys(("Conv", "ConvTranspose"), _why_conv),
-    **dict.fromkeys(
-        ("ConvInteger", "QLinearConv", "MatMulInteger", "QLinearMatMul"), _said("multiplies integers")
-    ),
-    "Einsum": _said("an Einsum that is no matrix product"),
-    **dict.fromkeys(("RNN", "GRU", "LSTM"), _said("a recurrent layer")),
-    "Attention": _said("attention in one operator"),
+_REASONS: Mapping[str, str] = {
+    **dict.fromkeys(("ConvInteger", "QLinearConv", "MatMulInteger", "QLinearMatMul"), "multiplies integers"),
+    "Einsum": "an Einsum that is no matrix product",
+    **dict.fromkeys(("RNN", "GRU", "LSTM"), "a recurrent layer"),
+    "Attention": "attention in one operator",
 }

@@ -1,40 +1,41 @@
 """Nodes whose precision is not a question of speed: the logit end of a model, and its residual stream.
 
 **Logit end.** Behind the last product of an output the tensors hold one number for each logit, and every
-error goes into the loss undamped: temperature, Platt scaling, biases, the sum of several logits, clipping,
-the sigmoid. In BF16 a logit between 2 and 4 has a spacing of 2⁻⁶, and each further operation rounds again.
-They cost next to nothing, so they stay in FP32. These are elementwise nodes, and sums over at most `FEW`
-elements, from which an output is reached without another product; and calibration layers that are a product
-themselves, a linear of as many outputs as inputs (`Linear(1, 1)`; vector and matrix scaling, Guo et al.,
-arXiv 1706.04599, section 4). The product that yields the logit is not among them: its own verdict decides,
-and its output is not quantized.
+error goes into the loss undamped. In BF16 a logit between 2 and 4 has a spacing of 2⁻⁶, and each further
+operation rounds again. These nodes cost next to nothing, so they stay in FP32: elementwise nodes, sums over
+at most `FEW` elements from which an output is reached without another product, and calibration layers, a
+linear of as many outputs as inputs (vector and matrix scaling, Guo et al., arXiv 1706.04599, section 4). The
+product that yields the logit is not among them. A tensor that a further product reads as well belongs to the
+logit end only if it is no wider than `FEW` (the CTR logit that the CVR tower reads).
 
-A tensor that a further product reads as well belongs to the logit end only if it is no wider than `FEW` (the
-CTR logit that the CVR tower reads); a hidden state that leaves the model does not.
+**Residual stream.** A block adds to its own input: ``x' = x + f(x)``, with at least one product in f, as
+DCNv2's cross layer ``x0 ⊙ (W·x + b) + x`` (arXiv 2008.13535, equation 1). Rounding the stream loses a part of
+x in every block. FP8 never does, because Q/DQ stand at the operands of products; BF16 does, 2⁻⁹ of x a block.
+FP32 for the stream is offered for deep models, and is not the default.
 
-**Residual stream.** A block adds to its own input: ``x' = x + f(x)``, with at least one product in f.
-DCNv2's cross layer ``x0 ⊙ (W·x + b) + x`` (arXiv 2008.13535, equation 1) is one, a sum of two branches over
-one tensor is none, nor is a learned shortcut ``V·x + f(x)``, which begins a stream. Rounding the stream
-loses a part of x in every block, and no later block can bring it back. FP8 never does: Q/DQ stand at the
-operands of products, and the Add goes on reading the exact tensor. BF16 does: 2⁻⁹ of x a block, .00004 %
-and .0015 % of the loss of a DCNv2 and of a Wukong as a whole, against two bytes more for every element that
-is written and read in FP32, in kernels that memory limits. Hence FP32 for the stream is offered, for deep
-models, and is not the default.
-
-Both are found in one pass over the nodes; which Add reads what has been through a product since is kept in
-bit sets, whose length is the number of Adds.
+Both are found in one pass; which Add reads what has been through a product since is kept in bit sets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
+from operator import or_
 
 from onnx import TensorProto
 
 from loka_onnx.graph.layout import LAYOUT_OPS, layout_root
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, element_type, is_constant, producer
+from loka_onnx.graph.model import (
+    GraphModel,
+    Node,
+    Tensor,
+    consumers,
+    element_type,
+    is_constant,
+    producer,
+    values_of,
+)
 from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS, is_site
 
 FEW = 64
@@ -64,12 +65,7 @@ _BLOCKS = PRODUCT_OPS | {"Attention", "Conv", "ConvTranspose", "Einsum", "GRU", 
 
 @dataclass(frozen=True)
 class Protected:
-    """A node that should not lose precision.
-
-    Attributes:
-        node: Its name.
-        reason: As a part of a sentence.
-    """
+    """A node that should not lose precision; the reason is a part of a sentence."""
 
     node: str
     reason: str
@@ -135,7 +131,7 @@ def _may_be_behind_products(model: GraphModel, node: Node) -> bool:
 def _is_calibration_layer(node: Node) -> bool:
     if node.op not in PRODUCT_OPS or not is_constant(node.inputs[1]) or is_constant(node.inputs[0]):
         return False
-    shape = node.inputs[1].shape
+    shape = values_of(node.inputs[1]).shape
     return len(shape) == 2 and shape[0] == shape[1] < LARGEST_CALIBRATION
 
 
@@ -157,8 +153,7 @@ def _is_fp32(tensor: Tensor) -> bool:
 def residual_streams(model: GraphModel) -> tuple[Protected, ...]:
     """Return Adds that join a block to its own input, and nodes that carry the sum to the next of them.
 
-    In topological order. Carriers are norms, activations, constant factors and movements; nodes before the
-    first Add of a stream are not part of it.
+    Carriers are norms, activations, constant factors and movements.
     """
     order = model.sorted_nodes()
     skipped = _skipped_inputs(model, order)
@@ -181,54 +176,31 @@ def _skipped_inputs(model: GraphModel, order: list[Node]) -> dict[int, list[Tens
     starts = {id(t): _before_factors(t).name for node in joins for t in node.inputs if not is_constant(t)}
     bits = {name: 1 << position for position, name in enumerate(dict.fromkeys(starts.values()))}
     # For each tensor: starts that it depends on, and starts that it depends on through a product.
-    known = {tensor.name: _Origins(bits.get(tensor.name, 0), 0) for tensor in model.inputs}
+    known = {tensor.name: (bits.get(tensor.name, 0), 0) for tensor in model.inputs}
     readers = {id(tensor): len(tensor.outputs) for node in order for tensor in node.outputs}
     skipped: dict[int, list[Tensor]] = {}
-    nothing = _Origins(0, 0)
     for node in order:
-        inputs = [known.get(tensor.name, nothing) for tensor in node.inputs]
+        inputs = [known.get(tensor.name, (0, 0)) for tensor in node.inputs]
         if node.op in _JOINS:
             past = [
                 tensor
                 for i, tensor in enumerate(node.inputs)
                 if id(tensor) in starts
-                and any(o.through & bits[starts[id(tensor)]] for j, o in enumerate(inputs) if j != i)
+                and any(o[1] & bits[starts[id(tensor)]] for j, o in enumerate(inputs) if j != i)
             ]
             if past:
                 skipped[id(node)] = past
-        merged = _merged(inputs, is_block=_is_block(node))
+        every = reduce(or_, (start for start, _ in inputs), 0)
+        is_block = node.op in _BLOCKS and not all(map(is_constant, node.inputs[:2]))
+        through = every if is_block else reduce(or_, (start for _, start in inputs), 0)
         for tensor in node.outputs:
-            known[tensor.name] = _Origins(merged.all | bits.get(tensor.name, 0), merged.through)
+            known[tensor.name] = (every | bits.get(tensor.name, 0), through)
         for tensor in node.inputs:
             if id(tensor) in readers:
                 readers[id(tensor)] -= 1
                 if not readers[id(tensor)]:
                     known.pop(tensor.name, None)
     return skipped
-
-
-@dataclass(frozen=True)
-class _Origins:
-    """Bit sets of a tensor's starts.
-
-    Attributes:
-        through: Through at least one product.
-    """
-
-    all: int
-    through: int
-
-
-def _merged(inputs: Iterable[_Origins], *, is_block: bool) -> _Origins:
-    every = through = 0
-    for each in inputs:
-        every |= each.all
-        through |= each.through
-    return _Origins(every, every if is_block else through)
-
-
-def _is_block(node: Node) -> bool:
-    return node.op in _BLOCKS and not all(is_constant(tensor) for tensor in node.inputs[:2])
 
 
 def _before_factors(tensor: Tensor) -> Tensor:
@@ -247,19 +219,12 @@ def _before_factors(tensor: Tensor) -> Tensor:
 def _carriers(tensor: Tensor, joins: dict[int, list[Tensor]], seen: set[int]) -> set[int]:
     """Return nodes between a skipped input and the Add that it comes from; empty without an Add."""
     path: set[int] = set()
-    for node in _back(tensor):
-        if id(node) in joins or id(node) in seen:
-            return path
-        path.add(id(node))
-    return set()
-
-
-def _back(tensor: Tensor) -> Iterator[Node]:
-    """Yield the nodes behind a tensor while the first input is the only computed one."""
     node = producer(tensor)
-    while node is not None:
-        yield node
-        passes = node.op in NORM_OPS or node.op in UNARY or node.op in MOVEMENTS or node.op in ("Mul", "Div")
+    while node is not None and id(node) not in joins and id(node) not in seen:
+        path.add(id(node))
+        passes = node.op in NORM_OPS | UNARY | MOVEMENTS | {"Mul", "Div"}
+        # The first input is the only computed one.
         if not passes or not all(is_constant(each) or not each.name for each in node.inputs[1:]):
-            return
+            return set()
         node = producer(node.inputs[0])
+    return path if node is not None else set()

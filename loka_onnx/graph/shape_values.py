@@ -11,8 +11,10 @@ from collections import Counter
 from math import prod
 
 import numpy as np
+import onnx
 
-from loka_onnx.graph.model import Node, Tensor, is_constant, producer, values_of
+from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.graph.model import Node, Tensor, element_type, is_constant, producer, shape_of, values_of
 
 Dim = int | str
 """A dimension: its length, or its name."""
@@ -27,10 +29,10 @@ _PASSING = frozenset({"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Fl
 
 def dimension(tensor: Tensor, axis: int) -> Dim:
     """Return the length or name of one axis of a tensor of known rank."""
-    length = tensor.shape[axis]
+    length = shape_of(tensor)[axis]
     if isinstance(length, int) and length >= 0:
         return length
-    return length if isinstance(length, str) and length else f"{tensor.name}[{axis % len(tensor.shape)}]"
+    return length if isinstance(length, str) and length else f"{tensor.name}[{axis % len(shape_of(tensor))}]"
 
 
 def dimensions(tensor: Tensor) -> tuple[Dim, ...] | None:
@@ -38,6 +40,17 @@ def dimensions(tensor: Tensor) -> tuple[Dim, ...] | None:
     if tensor.shape is None:
         return None
     return tuple(dimension(tensor, axis) for axis in range(len(tensor.shape)))
+
+
+def static_shape(tensor: Tensor) -> tuple[int | None, ...]:
+    """Return the lengths of a tensor, None for a dynamic one; empty where its rank is unknown."""
+    return tuple(d if isinstance(d, int) and d >= 0 else None for d in tensor.shape or ())
+
+
+def tensor_spec(tensor: Tensor) -> TensorSpec:
+    """Name, type and shape of a graph input or output."""
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype))
+    return TensorSpec(tensor.name, np.dtype(dtype).name, static_shape(tensor))
 
 
 def read_dimensions(tensor: Tensor) -> tuple[Dim, ...] | None:
@@ -48,30 +61,18 @@ def read_dimensions(tensor: Tensor) -> tuple[Dim, ...] | None:
 def read_number(tensor: Tensor) -> float | None:
     """Return the one element of a constant, or of a tensor computed from known dimensions."""
     if is_constant(tensor):
-        return (
-            float(values_of(tensor).reshape(-1)[0])
-            if tensor.shape is not None and _size(tensor) == 1
-            else None
-        )
-    entries = read_dimensions(tensor)
-    return (
-        float(entries[0])
-        if entries is not None and len(entries) == 1 and isinstance(entries[0], int)
-        else None
-    )
+        values = values_of(tensor)
+        return float(values.reshape(-1)[0]) if values.size == 1 else None
+    entry, *others = read_dimensions(tensor) or ("",)
+    return float(entry) if isinstance(entry, int) and not others else None
 
 
 def reshaped(
     source: tuple[Dim, ...], target: tuple[Dim, ...], *, zero_copies: bool
 ) -> tuple[Dim, ...] | None:
-    """Return the dimensions after a Reshape.
+    """Return the dimensions after a Reshape to a target with -1 and, if `zero_copies`, 0 for the same length.
 
-    Args:
-        target: Entries of the target, with -1 and 0 as ONNX defines them.
-        zero_copies: Whether 0 stands for the dimension before (``allowzero=0``).
-
-    Returns:
-        None where they are unknown (-1 stands for a product of named dimensions).
+    None where they are unknown (-1 stands for a product of named dimensions).
     """
     if zero_copies:
         if any(entry == 0 and axis >= len(source) for axis, entry in enumerate(target)):
@@ -94,7 +95,8 @@ def reshaped(
 
 def _read(tensor: Tensor, depth: int) -> tuple[Dim, ...] | None:
     if is_constant(tensor):
-        return tuple(int(v) for v in values_of(tensor).reshape(-1)) if _size(tensor) <= _LONGEST else None
+        values = values_of(tensor)
+        return tuple(int(v) for v in values.reshape(-1)) if values.size <= _LONGEST else None
     node = producer(tensor)
     if node is None or not depth or node.op == "Shape":
         return None if node is None or not depth else _of_shape(node)
@@ -129,7 +131,3 @@ def _selected(node: Node, entries: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
     start, end = int(numbers[0][0]), int(numbers[1][0])
     step = int(numbers[3][0]) if len(numbers) > 3 else 1
     return entries[start : min(end, len(entries)) : step]
-
-
-def _size(tensor: Tensor) -> int:
-    return int(np.prod(tensor.shape, dtype=np.int64))

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from math import prod
 
 from loka_onnx.core.site import Operand, Site, SiteKind
-from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant
+from loka_onnx.graph.model import GraphModel, Node, is_constant
+from loka_onnx.graph.shape_values import static_shape
 
 NORM_OPS = frozenset(
     {
@@ -30,12 +31,7 @@ def is_site(node: Node) -> bool:
 
 
 def find_sites(model: GraphModel, merged_from: dict[str, tuple[str, ...]] | None = None) -> tuple[Site, ...]:
-    """Return every site of the main graph, in topological order.
-
-    Args:
-        model: A graph whose site nodes carry their site names.
-        merged_from: Origins of sites that a mod created, by site name.
-    """
+    """Return every site of the main graph, in topological order, with the origins of merged ones."""
     origins = merged_from or {}
     return tuple(describe(node, origins.get(node.name, ())) for node in model.sorted_nodes() if is_site(node))
 
@@ -47,7 +43,7 @@ def describe(node: Node, merged_from: tuple[str, ...] = ()) -> Site:
     left, right = node.inputs[0], node.inputs[1]
     axes = _contracting_axes(node)
     operands = tuple(
-        _operand(tensor, index, axis)
+        Operand(tensor.name, index, is_constant(tensor), axis, static_shape(tensor))
         for index, (tensor, axis) in enumerate(zip((left, right), axes, strict=True))
     )
     if operands[0].constant:
@@ -70,7 +66,7 @@ def channel_axis(operand: Operand) -> int:
 
 def _describe_norm(node: Node, merged_from: tuple[str, ...]) -> Site:
     source = node.inputs[0]
-    shape = _shape(source)
+    shape = static_shape(source)
     k, rows = _normalized(node, shape) if shape else (0, 1)
     operand = Operand(source.name, 0, False, None, shape)
     return Site(node.name, SiteKind.NORM, node.op, (operand,), node.outputs[0].name, k, 0, rows, merged_from)
@@ -99,20 +95,10 @@ def _size(dimensions: Sequence[int | None]) -> int:
 
 def _contracting_axes(node: Node) -> tuple[int | None, int | None]:
     """Contracting axis of each operand in its stored shape."""
-    left, right = (len(_shape(tensor)) for tensor in node.inputs[:2])
+    left, right = (len(static_shape(tensor)) for tensor in node.inputs[:2])
     if node.op == "Gemm":
         return (0 if node.attrs.get("transA", 0) else 1), (1 if node.attrs.get("transB", 0) else 0)
     return max(left - 1, 0), max(right - 2, 0)
-
-
-def _operand(tensor: Tensor, index: int, axis: int | None) -> Operand:
-    return Operand(tensor.name, index, is_constant(tensor), axis, _shape(tensor))
-
-
-def _shape(tensor: Tensor) -> tuple[int | None, ...]:
-    if tensor.shape is None:
-        return ()
-    return tuple(int(d) if isinstance(d, int) and d >= 0 else None for d in tensor.shape)
 
 
 def _contraction_length(operands: Sequence[Operand]) -> int:
@@ -127,11 +113,10 @@ def _contraction_length(operands: Sequence[Operand]) -> int:
 def _columns_and_rows(node: Node, operands: Sequence[Operand]) -> tuple[int, int]:
     """Return output channels, and products per example that share one weight.
 
-    The output of a product is (batch, …, rows, columns), or (experts, batch, columns); its only dynamic
-    dimension is the batch. With the weight on the left, channels are the rows of that output. A weight of
-    rank 1 has one channel.
+    The output of a product is (batch, …, rows, columns), or (experts, batch, columns). With the weight on the
+    left, channels are the rows of that output. A weight of rank 1 has one channel.
     """
-    output = _shape(node.outputs[0])
+    output = static_shape(node.outputs[0])
     weight = operands[1]
     if weight.constant and weight.shape:
         channels = (weight.shape[channel_axis(weight)] or 0) if len(weight.shape) > 1 else 1

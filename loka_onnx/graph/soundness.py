@@ -11,8 +11,9 @@ Neither decides whether a graph is sound, so it gets the graph without its large
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from graphlib import CycleError, TopologicalSorter
 from math import prod
 from pathlib import Path
 
@@ -28,11 +29,7 @@ from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 @contextmanager
 def parsing(path: Path, step: str) -> Iterator[None]:
-    """Turn any library error over a foreign model into a `ModelError`; libraries do not document theirs.
-
-    Args:
-        step: Action, as the end of "the model cannot be …".
-    """
+    """Turn any library error over a foreign model into "the model cannot be <step>"."""
     try:
         yield
     except (LokaError, MemoryError):
@@ -53,11 +50,7 @@ def unsound(path: Path, what: str, evidence: str, where: str = "") -> ModelError
 
 
 def check_message(proto: onnx.ModelProto, path: Path) -> None:
-    """Check the message itself for what every library takes for granted.
-
-    Raises:
-        ModelError: A text is not UTF-8, or a function calls itself.
-    """
+    """Refuse a message with a text that is not UTF-8, or a function that calls itself."""
     for message in messages(proto):
         for descriptor, value in message.ListFields():
             # Protobuf returns bytes for a text that is not UTF-8.
@@ -68,20 +61,17 @@ def check_message(proto: onnx.ModelProto, path: Path) -> None:
         (function.domain, function.name): {(n.domain, n.op_type) for n in nested_nodes(function.node)}
         for function in proto.functions
     }
-    for function in calls:
-        if _reaches_itself(function, calls):
-            name = f"{function[0]}::{function[1]}"
-            raise unsound(
-                path, "has a function that calls itself", "ONNX forbids recursion", f"function '{name}'"
-            )
+    try:
+        TopologicalSorter(calls).prepare()
+    except CycleError as error:
+        name = "::".join(error.args[1][0])
+        raise unsound(
+            path, "has a function that calls itself", "ONNX forbids recursion", f"function '{name}'"
+        ) from error
 
 
 def check_sound(proto: onnx.ModelProto, path: Path) -> None:
-    """Check a model without functions against the standard.
-
-    Raises:
-        ModelError: It is unsound; names the operator and node where known.
-    """
+    """Refuse a model without functions that is unsound by the standard."""
     for tensor in all_initializers(proto.graph):
         if uses_external_data(tensor) or not tensor.HasField("raw_data"):
             continue
@@ -124,16 +114,3 @@ def _check_conditions(model: onnx.ModelProto, path: Path) -> None:
                 f"'{node.input[0]}' has the shape {[*shapes[node.input[0]]]}, and an If takes one value"
             )
             raise unsound(path, "has a condition of another size", evidence, f"node '{node.name}' (If)")
-
-
-def _reaches_itself(start: tuple[str, str], calls: Mapping[tuple[str, str], set[tuple[str, str]]]) -> bool:
-    seen: set[tuple[str, str]] = set()
-    pending = [*calls[start]]
-    while pending:
-        name = pending.pop()
-        if name == start:
-            return True
-        if name not in seen:
-            seen.add(name)
-            pending += calls.get(name, ())
-    return False

@@ -70,6 +70,8 @@ def parse_proto(path: Path) -> onnx.ModelProto:
         if path.exists() and not path.is_file():
             raise OSError("it is not a regular file")
         model = onnx.load(os.fspath(path), load_external_data=False)
+        if not model.graph.node:
+            raise ValueError("a graph without nodes")
     except OSError as error:
         raise ModelError(f"cannot read the model '{path}'", evidence=str(error)) from error
     except Exception as error:
@@ -79,24 +81,12 @@ def parse_proto(path: Path) -> onnx.ModelProto:
             evidence=f"{path.stat().st_size} bytes; {str(error)[:200]}",
             remedy="export or copy the file again",
         ) from error
-    if not model.graph.node:
-        raise ModelError(
-            f"'{path}' is not an ONNX model, or is truncated",
-            evidence=f"{path.stat().st_size} bytes hold a graph without nodes",
-            remedy="export or copy the file again",
-        )
     return model
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Position of a tensor's values in another file.
-
-    Attributes:
-        location: The file, relative to the model.
-        offset: First byte.
-        length: Bytes.
-    """
+    """Position of a tensor's values in another file, whose location is relative to the model."""
 
     tensor: str
     location: str
@@ -105,11 +95,7 @@ class Stored:
 
     @classmethod
     def of(cls, tensor: onnx.TensorProto, path: Path | None = None) -> Stored:
-        """Return the position that a tensor states.
-
-        Raises:
-            ModelError: The statement is invalid.
-        """
+        """Return the position that a tensor states; refuse an invalid statement."""
         entries = {entry.key: entry.value for entry in tensor.external_data}
         needed, offset = stored_bytes(tensor), entries.get("offset", "0")
         length = entries.get("length", str(needed))
@@ -170,24 +156,13 @@ def _check_external(stored: Stored, path: Path, homes: Collection[Path]) -> None
         )
 
 
-def external_files(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Names of the files that hold external data, relative to the model."""
-    return data_locations(model)
-
-
 def model_files(path: Path) -> tuple[Path, ...]:
     """The model file and every file that holds its external data."""
-    return (path, *(path.parent / name for name in external_files(read_proto(path))))
+    return (path, *(path.parent / name for name in data_locations(read_proto(path))))
 
 
 def read_external(tensor: onnx.TensorProto, directory: Path) -> None:
-    """Load a tensor; edits it.
-
-    onnx's own helper refuses files with more than one hard link, which linked tables have.
-
-    Raises:
-        ModelError: The file ends before the tensor.
-    """
+    """Load a tensor; edits it. onnx's helper refuses files with several names, as linked tables have."""
     stored = Stored.of(tensor)
     with (directory / stored.location).open("rb") as stream:
         stream.seek(stored.offset)
@@ -202,7 +177,7 @@ def read_external(tensor: onnx.TensorProto, directory: Path) -> None:
 
 def model_digest(path: Path) -> str:
     """Return the SHA-256 over the model file and its external files."""
-    weights = external_files(read_proto(path))
+    weights = data_locations(read_proto(path))
     return digest_with_weights(digest_file(path), path.parent, weights)
 
 
@@ -284,11 +259,7 @@ def take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.Tenso
 
 
 def stored_bytes(tensor: onnx.TensorProto) -> int:
-    """Return the bytes of a tensor, from its type and dimensions.
-
-    Raises:
-        ModelError: The type or shape is invalid.
-    """
+    """Return the bytes of a tensor by its type and dimensions; refuse invalid ones."""
     kind = tensor.data_type
     if kind not in _STORED or any(dim < 0 for dim in tensor.dims):
         evidence = f"its element type is {kind}, its shape {[*tensor.dims][:16]}"
@@ -310,8 +281,7 @@ def place_table(table: onnx.TensorProto, directory: Path, link: bool) -> onnx.Te
 def _place_file(source: Path, directory: Path, link: bool) -> str:
     """Return the name of a table file in a directory; the file is linked or copied if needed.
 
-    If another file has that name (an earlier version of the table, perhaps in use by other models), the name
-    takes the digest of its content.
+    If another file has that name, perhaps in use by other models, the name takes the digest of its content.
     """
     name = source.name
     if (directory / name).exists() and not _is_same_content(source, directory / name):
@@ -342,15 +312,12 @@ def move_outside(proto: onnx.ModelProto, path: Path, detached: Sequence[Array] =
 
     That file may be a link to the source of the tables: it is replaced, never written into, and has another
     name where the tables of this model are in it.
-
-    Args:
-        detached: Values to which its headers refer.
     """
     # Branches hold weights as well: all those of a switchable model, each twice.
     weights = [*all_initializers(proto.graph)]
     if sum(inline_bytes(tensor, detached) for tensor in weights) <= INLINE_LIMIT_BYTES:
         return
-    linked = set(external_files(proto))
+    linked = set(data_locations(proto))
     location = f"{path.name}.data"
     while location in linked:
         location = f"{location}.dense"
@@ -375,9 +342,7 @@ def move_outside(proto: onnx.ModelProto, path: Path, detached: Sequence[Array] =
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a stream that replaces a file once complete.
-
-    An earlier file stays unchanged, also under its other names: models of jobs are links.
+    """Yield a stream that replaces a file once complete; the earlier one stays under its other names.
 
     Raises:
         OutputError: The disk is full, or writing fails.

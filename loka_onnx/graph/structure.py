@@ -6,9 +6,10 @@ floating-point constants may differ, which training changes; integer constants a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import onnx
 from onnx import helper, numpy_helper
@@ -18,6 +19,8 @@ from loka_onnx.graph.storage import read_proto
 
 MOST = 8
 """Most differences that are reported."""
+_LONGEST = 200
+_FEW = 16
 
 
 def differences(one: Path, other: Path) -> tuple[str, ...]:
@@ -26,70 +29,36 @@ def differences(one: Path, other: Path) -> tuple[str, ...]:
     Raises:
         ModelError: One of them cannot be read.
     """
-    found: list[str] = []
-    for difference in _of_graphs(read_proto(one).graph, read_proto(other).graph):
-        found.append(difference)
-        if len(found) == MOST:
-            break
-    return tuple(found)
+    before, after = (dict(_parts(read_proto(path).graph)) for path in (one, other))
+    return tuple(islice(_differences(before, after), MOST))
 
 
-def _of_graphs(one: onnx.GraphProto, other: onnx.GraphProto) -> Iterator[str]:
-    for what, a, b in (("input", one.input, other.input), ("output", one.output, other.output)):
-        yield from _of_named(what, {v.name: _typed(v) for v in a}, {v.name: _typed(v) for v in b})
-    weights = ({t.name: t for t in graph.initializer} for graph in (one, other))
-    yield from _of_weights(*weights)
-    nodes = ({_named(n, i): n for i, n in enumerate(graph.node)} for graph in (one, other))
-    yield from _of_nodes(*nodes)
+def _differences(before: dict[str, str], after: dict[str, str]) -> Iterator[str]:
+    for part, description in before.items():
+        if part not in after:
+            yield f"{part} is gone"
+        elif after[part] != description:
+            yield f"{part} was {description[:_LONGEST]} and is {after[part][:_LONGEST]}"
+    for part in after:
+        if part not in before:
+            yield f"{part} is new"
 
 
-def _of_named(what: str, one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[str]:
-    for name in one:
-        if name not in other:
-            yield f"{what} '{name}' is gone"
-        elif one[name] != other[name]:
-            yield f"{what} '{name}' was {one[name]} and is {other[name]}"
-    for name in other:
-        if name not in one:
-            yield f"{what} '{name}' is new"
-
-
-def _of_weights(one: Mapping[str, onnx.TensorProto], other: Mapping[str, onnx.TensorProto]) -> Iterator[str]:
-    yield from _of_named(
-        "weight", {n: _shaped(t) for n, t in one.items()}, {n: _shaped(t) for n, t in other.items()}
-    )
-    for name in one:
-        if name in other and _fixed(one[name]) != _fixed(other[name]):
-            yield f"constant '{name}' holds other integers"
-
-
-def _of_nodes(one: Mapping[str, onnx.NodeProto], other: Mapping[str, onnx.NodeProto]) -> Iterator[str]:
-    yield from _of_named(
-        "node", {n: v.op_type for n, v in one.items()}, {n: v.op_type for n, v in other.items()}
-    )
-    for name, node in one.items():
-        if name not in other or other[name].op_type != node.op_type:
-            continue
-        twin = other[name]
-        if (list(node.input), list(node.output)) != (list(twin.input), list(twin.output)):
-            yield f"node '{name}' was between {_ends(node)} and is between {_ends(twin)}"
-        attributes = {a.name: _plain(a) for a in node.attribute}
-        others = {a.name: _plain(a) for a in twin.attribute}
-        for key in sorted({*attributes, *others}):
-            if attributes.get(key) != others.get(key):
-                yield f"attribute '{key}' of node '{name}' was {attributes.get(key)} and is {others.get(key)}"
-        bodies = {a.name: a.g for a in twin.attribute if a.type == onnx.AttributeProto.GRAPH}
+def _parts(graph: onnx.GraphProto, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name and description of each part of a graph, and of the branches and bodies of its nodes."""
+    for kind, values in (("input", graph.input), ("output", graph.output)):
+        for value in values:
+            yield f"{kind} '{value.name}'{place}", _typed(value)
+    for tensor in graph.initializer:
+        yield f"weight '{tensor.name}'{place}", _constant(tensor)
+    for position, node in enumerate(graph.node):
+        name = node.name or f"{position} ({node.op_type})"
+        attributes = ", ".join(sorted(f"{a.name}={_value(a)}" for a in node.attribute))
+        ends = f"({', '.join(node.input)}) to ({', '.join(node.output)})"
+        yield f"node '{name}'{place}", f"{node.op_type}<{attributes}> from {ends}"
         for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH and attribute.name in bodies:
-                yield from _of_graphs(attribute.g, bodies[attribute.name])
-
-
-def _named(node: onnx.NodeProto, position: int) -> str:
-    return node.name or f"{position} ({node.op_type})"
-
-
-def _ends(node: onnx.NodeProto) -> str:
-    return f"({', '.join(node.input)}) and ({', '.join(node.output)})"
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from _parts(attribute.g, f" in {attribute.name} of '{name}'{place}")
 
 
 def _typed(value: onnx.ValueInfoProto) -> str:
@@ -98,23 +67,20 @@ def _typed(value: onnx.ValueInfoProto) -> str:
     return f"{helper.tensor_dtype_to_string(tensor.elem_type)}[{', '.join(dims)}]"
 
 
-def _shaped(tensor: onnx.TensorProto) -> str:
-    return f"{helper.tensor_dtype_to_string(tensor.data_type)}{list(tensor.dims)}"
+def _constant(tensor: onnx.TensorProto) -> str:
+    """Describe a constant: type, shape, and values that training does not change."""
+    shaped = f"{helper.tensor_dtype_to_string(tensor.data_type)}{list(tensor.dims)}"
+    if helper.tensor_dtype_to_np_dtype(tensor.data_type).kind not in "iub" or uses_external_data(tensor):
+        return shaped
+    values = numpy_helper.to_array(tensor)
+    if values.size > _FEW:
+        return f"{shaped} of SHA-256 {hashlib.sha256(values.tobytes()).hexdigest()}"
+    return f"{shaped} {values.reshape(-1).tolist()}"
 
 
-def _fixed(tensor: onnx.TensorProto) -> list[Any] | None:
-    """Return the values of a constant that training does not change; None for others."""
-    kind = helper.tensor_dtype_to_np_dtype(tensor.data_type).kind
-    if kind not in "iub" or uses_external_data(tensor):
-        return None
-    values: list[Any] = numpy_helper.to_array(tensor).reshape(-1).tolist()
-    return values
-
-
-def _plain(attribute: onnx.AttributeProto) -> Any:
-    """Return the value of an attribute; of a tensor its type and shape, of a graph that it is one."""
+def _value(attribute: onnx.AttributeProto) -> str:
     if attribute.type == onnx.AttributeProto.GRAPH:
         return "a graph"
     if attribute.type == onnx.AttributeProto.TENSOR:
-        return _fixed(attribute.t) or _shaped(attribute.t)
-    return helper.get_attribute_value(attribute)
+        return _constant(attribute.t)
+    return str(helper.get_attribute_value(attribute))

@@ -48,14 +48,7 @@ class DetachedValues(LazyValues):  # type: ignore[misc]
 
 
 def take_weights(proto: onnx.ModelProto, directory: Path, detached: Sequence[Array] = ()) -> list[Array]:
-    """Replace large weights of a message by headers; edits it.
-
-    Args:
-        detached: Detached values that some tensors refer to already.
-
-    Returns:
-        These values, followed by the new ones.
-    """
+    """Replace large weights of a message by headers; edits it. Return the values behind `detached`."""
     found = list(detached)
     for tensor in all_initializers(proto.graph):
         if tensor.data_type not in DETACHABLE_TYPES or stored_bytes(tensor) <= STRIP_BYTES:
@@ -132,8 +125,7 @@ def weights_detached(graph: gs.Graph) -> Iterator[list[Array]]:
 def copied(graph: gs.Graph) -> gs.Graph:
     """Return a deep copy of a graph that shares the weights.
 
-    In copies of onnx-graphsurgeon 0.6.1 a constant has an export type, as if to be converted: E4M3FNUZ to
-    E4M3FNUZ is then refused once the values have been read.
+    In copies of onnx-graphsurgeon 0.6.1 a constant has an export type, which E4M3FNUZ does not survive.
     """
     copy = mark_branches(graph.copy())
     for tensor in _constants(copy):

@@ -219,5 +219,5 @@ def _terms(node: Node) -> int | None:
         axes = [int(axis) for axis in given] if given.size else axes
     elif node.attrs.get("noop_with_empty_axes"):
         return 1
-    sizes = [shape[axis] for axis in axes]
-    return prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+    sizes = [size for axis in axes if isinstance(size := shape[axis], int)]
+    return prod(sizes) if len(sizes) == len(axes) else None

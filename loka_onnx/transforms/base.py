@@ -6,11 +6,12 @@ Look-alikes that stay as they are are returned too, with the reason.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.model import GraphModel, Node
 
 M = TypeVar("M")
 
@@ -23,11 +24,28 @@ class Found(Generic[M]):
     declined: tuple[Declined, ...] = ()
 
 
+class NotRewritten(Exception):
+    """A look-alike stays as it is; the message says why."""
+
+
+def find(nodes: Iterable[Node], read: Callable[[Node], M | None]) -> Found[M]:
+    """Offer nodes to a reader, which returns a match or None, or raises `NotRewritten` for a look-alike."""
+    matches: list[M] = []
+    declined: list[Declined] = []
+    for node in nodes:
+        try:
+            match = read(node)
+        except NotRewritten as reason:
+            declined.append(Declined(node.name, str(reason)))
+        else:
+            matches += [] if match is None else [match]
+    return Found(tuple(matches), tuple(declined))
+
+
 class Mod(ABC, Generic[M]):
     """A rewrite that is equivalent in exact arithmetic.
 
-    Attributes:
-        tolerance: Largest accepted change of an output on the check rows, over max(1, largest |output|).
+    `tolerance` is the largest accepted change of an output on the check rows, over max(1, largest |output|).
     """
 
     name: ClassVar[str]

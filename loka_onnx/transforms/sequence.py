@@ -41,10 +41,8 @@ from loka_onnx.transforms.linears.split_concat import SplitConcat
 from loka_onnx.transforms.lookups.merge_gathers import MergeGathers
 from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
 from loka_onnx.transforms.norms.fold_norm_affine import FoldNormAffine
+from loka_onnx.transforms.norms.fuse import FuseL2Norm, FuseLayerNorm, FuseRMSNorm
 from loka_onnx.transforms.norms.fuse_group_norm import FuseGroupNorm
-from loka_onnx.transforms.norms.fuse_l2_norm import FuseL2Norm
-from loka_onnx.transforms.norms.fuse_layer_norm import FuseLayerNorm
-from loka_onnx.transforms.norms.fuse_rms_norm import FuseRMSNorm
 from loka_onnx.transforms.tidying.fold_constants import FoldConstants
 from loka_onnx.transforms.tidying.join_parts import JoinParts
 from loka_onnx.transforms.tidying.remove_no_ops import RemoveNoOps
@@ -101,11 +99,7 @@ def apply_mods(
     mods: Sequence[Mod[Any]] | None = None,
     progress: Progress = silent,
 ) -> Rewritten:
-    """Rewrite a model; a mod that fails, or moves an output beyond its tolerance, is rolled back.
-
-    Args:
-        rows: Batches that each mod is checked on.
-        target: File of the rewritten model.
+    """Rewrite a model; a mod that fails, or moves an output beyond its tolerance on the rows, is rolled back.
 
     Raises:
         TransformError: There are no rows.
@@ -166,11 +160,7 @@ def apply_mods(
 
 @dataclass(frozen=True)
 class _Tried:
-    """A mod applied to a graph.
-
-    Attributes:
-        exported: The graph after it; None without a match.
-    """
+    """A mod applied to a graph, exported if there was a match."""
 
     record: RewriteRecord
     before: GraphModel
@@ -236,26 +226,16 @@ def _judge(
         after = _outputs(opened(), rows)
     except (ModelError, EngineError) as error:
         return _rolled_back(record, f"{error.what}: {error.evidence}"), before
-    change = max(
-        (_change(mod, name, before, after) for name in before[0]), key=lambda c: c.moved / c.tolerance
-    )
-    record = replace(record, max_abs=change.moved, tolerance=change.tolerance)
-    if change.moved <= change.tolerance:
+    changes = {name: _change(mod, name, before, after) for name in before[0]}
+    output, (moved, tolerance) = max(changes.items(), key=lambda item: item[1][0] / item[1][1])
+    record = replace(record, max_abs=moved, tolerance=tolerance)
+    if moved <= tolerance:
         return record, after
-    evidence = f"moved output '{change.output}' by {change.moved:.3g}, tolerance {change.tolerance:.3g}"
-    return _rolled_back(record, evidence), before
+    return _rolled_back(record, f"moved output '{output}' by {moved:.3g}, tolerance {tolerance:.3g}"), before
 
 
-@dataclass(frozen=True)
-class _Change:
-    """Change of one output, and its limit."""
-
-    output: str
-    moved: float
-    tolerance: float
-
-
-def _change(mod: Mod[Any], name: str, before: Outputs, after: Outputs) -> _Change:
+def _change(mod: Mod[Any], name: str, before: Outputs, after: Outputs) -> tuple[float, float]:
+    """Return the change of one output, and its limit."""
     moved, largest = 0.0, 1.0
     for old, new in zip(before, after, strict=True):
         with np.errstate(invalid="ignore"):
@@ -264,7 +244,7 @@ def _change(mod: Mod[Any], name: str, before: Outputs, after: Outputs) -> _Chang
         moved = max(moved, float(difference.max(initial=0.0)) if np.isfinite(difference).all() else np.inf)
         magnitudes = np.abs(old[name][np.isfinite(old[name])].astype(np.float64))
         largest = max(largest, float(magnitudes.max(initial=0.0)))
-    return _Change(name, moved, mod.tolerance * largest)
+    return moved, mod.tolerance * largest
 
 
 def _rolled_back(record: RewriteRecord, evidence: str) -> RewriteRecord:

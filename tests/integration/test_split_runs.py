@@ -36,6 +36,7 @@ from loka_onnx.core.split import ModelSplit, Part
 from loka_onnx.errors import BundleInvalid
 from loka_onnx.graph import storage
 from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
+from loka_onnx.sessions.model_files import data_locations
 
 Array = np.ndarray[Any, Any]
 FP32 = {"plans": ["fp32"]}
@@ -333,7 +334,7 @@ def test_tables_outside_the_model_are_in_the_bundle_once(
     assert len(tables) == 1 and not tables[0].samefile(found[0]), "a bundle shares nothing with its run"
     for half in ("dense.onnx", "lookup.onnx"):
         proto = onnx.load(result.directory / "model" / half, load_external_data=False)
-        assert storage.external_files(proto) == (("tables.bin",) if half == "lookup.onnx" else ())
+        assert data_locations(proto) == (("tables.bin",) if half == "lookup.onnx" else ())
     engine = loka_onnx.load(result.bundle)
     assert engine.entry.part is Part.DENSE
     # Carried to a system without links, the bundle is as good.

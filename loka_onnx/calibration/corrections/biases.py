@@ -40,7 +40,7 @@ from loka_onnx.core.recipe import Granularity, Recipe
 from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.biases import biased
-from loka_onnx.graph.model import GraphModel, Node, values_of
+from loka_onnx.graph.model import GraphModel, Node, shape_of, values_of
 from loka_onnx.graph.sites import channel_axis
 from loka_onnx.numerics.float8 import fake_quantize
 
@@ -214,7 +214,7 @@ def _axes_of(graph: GraphModel, node: Node, shape: Sequence[int]) -> tuple[int, 
     """Return the axes of a site's output, its bias included, along which a correction of that shape is
     constant.
     """
-    rank = len(biased(graph, node).shape)
+    rank = len(shape_of(biased(graph, node)))
     padded = [1] * (rank - len(shape)) + list(shape)
     return tuple(axis for axis, length in enumerate(padded) if length == 1)
 

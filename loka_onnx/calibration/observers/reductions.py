@@ -95,8 +95,9 @@ class Reductions:
 
     def count(self, tensor: Tensor, name: str) -> Count:
         """Add the number of elements."""
-        if self._is_batch_first(tensor) and all(isinstance(d, int) for d in tensor.shape[1:]):
-            return Count(prod(int(d) for d in tensor.shape[1:]), None)
+        lengths = [d for d in (tensor.shape or ())[1:] if isinstance(d, int)]
+        if self._is_batch_first(tensor) and len(lengths) == len(tensor.shape or ()) - 1:
+            return Count(prod(lengths), None)
         size = self.model.add("Size", [tensor], f"{name}.size", np.int64)
         return Count(None, self._append_scalar(size, name, Reduction.SUM))
 

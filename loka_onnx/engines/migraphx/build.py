@@ -30,7 +30,8 @@ from loka_onnx.engines.migraphx.session import (
 )
 from loka_onnx.engines.request import BatchRange
 from loka_onnx.errors import ModelError
-from loka_onnx.graph.storage import INLINE_LIMIT_BYTES, external_files
+from loka_onnx.graph.storage import INLINE_LIMIT_BYTES
+from loka_onnx.sessions.model_files import data_locations
 
 ENGINE_FILE = "engine.json"
 DIALECT_FILE = "dialect.onnx"
@@ -144,7 +145,7 @@ def outputs_of(model: onnx.ModelProto) -> tuple[ProgramOutput, ...]:
 
 def save_dialect(model: onnx.ModelProto, source: Path, folder: Path) -> Path:
     """Write a model of the dialect into an empty folder, with links to its external data."""
-    for name in external_files(model):
+    for name in data_locations(model):
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -1,16 +1,13 @@
-"""Write a convolution of kernel size 1 as a matrix product.
+"""Write a convolution of kernel size 1 as a matrix product, which can be a site and have FP8.
 
 Without groups, strides and padding every position is multiplied by one matrix (C channels in, O out, P
 positions)::
 
     Conv(X, W, b)[n, :, p]   =   W · X[n, :, p] + b        W (O, C), X (batch, C, P), b (O, 1)
 
-The product has its weight on the left and moves no value. Several position axes become one by a Reshape, and
-several again behind the product. The compressed interaction network of xDeepFM and layers that mix the
-channels of a sequence are such convolutions.
-
-A Conv is no site and plans give it no FP8; a MatMul can have both. A convolution that FP8 products cannot
-serve (`Site.is_fp8_able`) stays: ONNX Runtime adds bias and clips within the Conv.
+Several position axes become one by a Reshape, and several again behind the product. The compressed
+interaction network of xDeepFM has such convolutions. One that FP8 products cannot serve (`Site.is_fp8_able`)
+stays.
 """
 
 from __future__ import annotations
@@ -22,24 +19,16 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.core.rewrite import Applied
 from loka_onnx.core.site import LEAST_FP8
 from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, values_of
-from loka_onnx.transforms.base import Found, Mod
-
-
-class NotPointwise(Exception):
-    """The convolution is no such matrix product; the message says why."""
+from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
 
 
 @dataclass(frozen=True)
 class Pointwise:
-    """A convolution of kernel size 1.
-
-    Attributes:
-        weight: (O, C).
-        bias: (O, 1); None where there is none.
-        positions: Lengths of the axes behind the channels, -1 for one that is not known.
+    """A convolution of kernel size 1, with weight (O, C), bias (O, 1), and lengths of its positions, -1 if
+    unknown.
     """
 
     node: Node
@@ -49,11 +38,7 @@ class Pointwise:
 
 
 class ConvToMatMul(Mod[Pointwise]):
-    """Conv of kernel size 1 → MatMul.
-
-    Args:
-        least: Fewest channels, before and behind, of a Conv that is rewritten.
-    """
+    """Conv of kernel size 1, with `least` channels before and behind → MatMul."""
 
     name = "conv-to-matmul"
 
@@ -62,16 +47,8 @@ class ConvToMatMul(Mod[Pointwise]):
 
     def match(self, model: GraphModel) -> Found[Pointwise]:
         """Match convolutions of kernel size 1 that FP8 products can serve."""
-        matches: list[Pointwise] = []
-        declined: list[Declined] = []
-        for node in model.nodes:
-            if node.op != "Conv":
-                continue
-            try:
-                matches.append(_read(node, self._least))
-            except NotPointwise as reason:
-                declined.append(Declined(node.name, str(reason)))
-        return Found(tuple(matches), tuple(declined))
+        nodes = (node for node in model.nodes if node.op == "Conv")
+        return find(nodes, lambda node: _read(node, self._least))
 
     def rewrite(self, model: GraphModel, match: Pointwise) -> Applied:
         """Replace the Conv by a product of the same name."""
@@ -96,34 +73,34 @@ class ConvToMatMul(Mod[Pointwise]):
 
 
 def _read(node: Node, least: int) -> Pointwise:
-    source, weight, bias = (*node.inputs, None)[:3]
-    if not is_constant(weight) or (bias is not None and bias.name and not is_constant(bias)):
-        raise NotPointwise("its weight or its bias is computed")
+    source, weight, *rest = node.inputs
+    biases = [tensor for tensor in rest if tensor.name]
+    if not all(map(is_constant, [weight, *biases])):
+        raise NotRewritten("its weight or its bias is computed")
     values = values_of(weight)
     kernel = values.shape[2:]
     if any(length != 1 for length in kernel):
-        raise NotPointwise(f"its kernel is {' × '.join(map(str, kernel))}, not 1")
+        raise NotRewritten(f"its kernel is {' × '.join(map(str, kernel))}, not 1")
     for attribute, plain in (("group", 1), ("strides", 1), ("pads", 0)):
         given = np.atleast_1d(node.attrs.get(attribute, plain))
         if (given != plain).any():
-            raise NotPointwise(f"it has {attribute} {given.tolist()}")
+            raise NotRewritten(f"it has {attribute} {given.tolist()}")
     if node.outputs[0].dtype is None or element_type(node.outputs[0].dtype) not in {
         onnx.TensorProto.FLOAT,
         onnx.TensorProto.DOUBLE,
     }:
-        raise NotPointwise("its operands are not known to be FP32")
+        raise NotRewritten("its operands are not known to be FP32")
     if min(values.shape[:2]) < least:
-        raise NotPointwise(f"{values.shape[1]} → {values.shape[0]} channels: FP8 products begin at {least}")
+        raise NotRewritten(f"{values.shape[1]} → {values.shape[0]} channels: FP8 products begin at {least}")
     positions = tuple(length if isinstance(length, int) else -1 for length in (source.shape or ())[2:])
     if len(positions) != len(kernel) or (len(positions) > 1 and positions.count(-1) > 1):
-        raise NotPointwise(
+        raise NotRewritten(
             f"of its input's shape {source.shape} more than one axis of positions is not known"
         )
-    has_bias = bias is not None and bias.name
     return Pointwise(
         node,
         values.reshape(values.shape[:2]),
-        values_of(bias).reshape(-1, 1) if has_bias and bias is not None else None,
+        values_of(biases[0]).reshape(-1, 1) if biases else None,
         positions,
     )
 

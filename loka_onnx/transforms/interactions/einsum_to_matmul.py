@@ -1,4 +1,4 @@
-"""Write an Einsum as matrix products.
+"""Write an Einsum as matrix products, because no engine quantizes an Einsum, and it is no site.
 
 An Einsum of two operands that sums over one letter is a batched matrix product of its transposed operands:
 with batch letters B (in both operands and the output), k (in both, summed), m (in the first only) and n (in
@@ -7,10 +7,8 @@ the second only)::
     Einsum(A, C; → …)   =   Transpose(MatMul(A as [B, m, k], C as [B, k, n]))
 
 Without batch letters one operand may have several letters of its own, which MatMul broadcasts over. Three
-operands are two such products, in the order that costs fewer multiplications (NumPy's `einsum_path` does the
-same): ``bnd,bmd,mk->bnk``, the interaction of a Wukong layer, is X·(Xᵀ·Y) or (X·Xᵀ)·Y.
-
-PyTorch exports ``torch.einsum`` as it stands. No engine quantizes an Einsum, and it is no site.
+operands are two such products, in the order that costs fewer multiplications: ``bnd,bmd,mk->bnk``, the
+interaction of a Wukong layer, is X·(Xᵀ·Y) or (X·Xᵀ)·Y.
 """
 
 from __future__ import annotations
@@ -22,36 +20,20 @@ from math import prod
 import numpy as np
 import onnx
 
-from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.core.rewrite import Applied
 from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, values_of
-from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
 
 NOMINAL_LENGTH = 256
 """Length of a dynamic axis where costs are compared."""
-_FLOATS = frozenset(
-    {
-        onnx.TensorProto.FLOAT,
-        onnx.TensorProto.DOUBLE,
-        onnx.TensorProto.FLOAT16,
-        onnx.TensorProto.BFLOAT16,
-    }
-)
-
-
-class NotAProduct(Exception):
-    """The Einsum is not made of matrix products; the message says why."""
+_T = onnx.TensorProto
+_FLOATS = frozenset({_T.FLOAT, _T.DOUBLE, _T.FLOAT16, _T.BFLOAT16})
 
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product.
-
-    Attributes:
-        left: Letters of the left operand as MatMul reads it.
-        right: Letters of the right operand as MatMul reads it.
-        result: Letters of what MatMul returns.
-        first: Position of the left operand among the remaining operands.
-        second: Position of the right operand.
+    """One matrix product: letters of both operands and the result, and positions among the remaining
+    operands.
     """
 
     left: str
@@ -63,11 +45,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Contraction:
-    """An Einsum and the one or two products that compute it, each result appended to the remaining operands.
-
-    Attributes:
-        operands: Letters of its inputs.
-    """
+    """An Einsum, and the products that compute it, each result appended to the remaining operands."""
 
     node: Node
     operands: tuple[str, ...]
@@ -84,16 +62,7 @@ class EinsumToMatMul(Mod[Contraction]):
 
     def match(self, model: GraphModel) -> Found[Contraction]:
         """Match Einsums that are matrix products."""
-        matches: list[Contraction] = []
-        declined: list[Declined] = []
-        for node in model.nodes:
-            if node.op != "Einsum":
-                continue
-            try:
-                matches.append(_read(node))
-            except NotAProduct as reason:
-                declined.append(Declined(node.name, str(reason)))
-        return Found(tuple(matches), tuple(declined))
+        return find((node for node in model.nodes if node.op == "Einsum"), _read)
 
     def rewrite(self, model: GraphModel, match: Contraction) -> Applied:
         """Replace the Einsum; the last product takes its name."""
@@ -122,35 +91,31 @@ def _read(node: Node) -> Contraction:
     terms, arrow, output = text.partition("->")
     operands = tuple(terms.split(","))
     if not arrow or "." in text:
-        raise NotAProduct(f"'{text}' leaves its output or its batch axes implicit")
+        raise NotRewritten(f"'{text}' leaves its output or its batch axes implicit")
     if len(operands) not in (2, 3):
-        raise NotAProduct(f"'{text}' has {len(operands)} operands, not 2 or 3")
+        raise NotRewritten(f"'{text}' has {len(operands)} operands, not 2 or 3")
     if any(len(set(term)) < len(term) for term in (*operands, output)):
-        raise NotAProduct(f"'{text}' reads a diagonal")
+        raise NotRewritten(f"'{text}' reads a diagonal")
     if node.outputs[0].dtype is None or element_type(node.outputs[0].dtype) not in _FLOATS:
-        raise NotAProduct("its operands are not known to be of a floating type")
+        raise NotRewritten("its operands are not known to be of a floating type")
     if len(operands) == 2:
         return Contraction(node, operands, output, (_pair(operands[0], operands[1], output, 0, 1),))
     return Contraction(node, operands, output, _cheapest(operands, output, _lengths(node, operands)))
 
 
 def _pair(one: str, other: str, output: str, first: int, second: int) -> Product:
-    """The product of two operands whose result has the letters of `output`.
-
-    Raises:
-        NotAProduct: It is none.
-    """
+    """The product of two operands whose result has the letters of `output`."""
     batch = [letter for letter in one if letter in other and letter in output]
     summed = [letter for letter in one if letter in other and letter not in output]
     left = [letter for letter in one if letter not in other]
     right = [letter for letter in other if letter not in one]
     text = f"'{one},{other}->{output}'"
     if any(letter not in output for letter in (*left, *right)):
-        raise NotAProduct(f"{text} sums over an axis of one operand")
+        raise NotRewritten(f"{text} sums over an axis of one operand")
     if len(summed) != 1:
-        raise NotAProduct(f"{text} sums over {len(summed)} axes, a matrix product over one")
+        raise NotRewritten(f"{text} sums over {len(summed)} axes, a matrix product over one")
     if not left or not right or len(left) + len(right) > (2 if batch else 1 + max(len(left), len(right))):
-        raise NotAProduct(f"{text} is not a product of two matrices, or a stack of them")
+        raise NotRewritten(f"{text} is not a product of two matrices, or a stack of them")
     head, k = "".join(batch), summed[0]
     candidates = [
         Product(
@@ -167,11 +132,7 @@ def _pair(one: str, other: str, output: str, first: int, second: int) -> Product
 
 
 def _cheapest(operands: Sequence[str], output: str, lengths: dict[str, int]) -> tuple[Product, Product]:
-    """Two products of three operands, in the order that costs least.
-
-    Raises:
-        NotAProduct: No order is made of matrix products.
-    """
+    """Two products of three operands, in the order that costs least."""
     found: list[tuple[int, tuple[Product, Product]]] = []
     refusals: list[str] = []
     for last in range(3):
@@ -181,13 +142,13 @@ def _cheapest(operands: Sequence[str], output: str, lengths: dict[str, int]) -> 
         try:
             inner = _pair(operands[first], operands[second], between, first, second)
             outer = _pair(operands[last], inner.result, output, 0, 1)
-        except NotAProduct as reason:
+        except NotRewritten as reason:
             refusals.append(str(reason))
             continue
         cost = sum(prod(lengths[letter] for letter in {*p.left, *p.right}) for p in (inner, outer))
         found.append((cost, (inner, outer)))
     if not found:
-        raise NotAProduct("; ".join(refusals))
+        raise NotRewritten("; ".join(refusals))
     return min(found, key=lambda item: item[0])[1]
 
 

@@ -1,21 +1,14 @@
 """Multiply three matrices in the cheaper order.
 
-Matrix products are associative::
-
     (A·B)·C   =   A·(B·C)          A (m, p), B (p, q), C (q, r)
 
-and cost 2·(m·p·q + m·q·r) against 2·(p·q·r + m·p·r) operations. For the interaction of n tokens of width d
-with a projection Y (n, k), ``(X·Xᵀ)·Y`` costs 2·n²·(d + k) and ``X·(Xᵀ·Y)`` 4·n·d·k: linear in n (Wukong,
+cost 2·(m·p·q + m·q·r) against 2·(p·q·r + m·p·r) operations. For the interaction of n tokens of width d with a
+projection Y (n, k), ``(X·Xᵀ)·Y`` costs 2·n²·(d + k) and ``X·(Xᵀ·Y)`` 4·n·d·k: linear in n (Wukong,
 arXiv 2403.02545, section 3, "optimized FM"). Axes in front of the last two are batches, and broadcast.
 
-Rewritten where at least `least` operations exist, `margin` of them is saved and the intermediate result does
-not grow. Small batched products are bound by memory and launches, not operations (one H100,
-`benchmarks/micro/site_shapes.py`, batch 2048): 64 tokens of 64
-with k = 16 take 23 µs as (X·Xᵀ)·Y and 32 µs as X·(Xᵀ·Y), which has two fifths of the operations; 128 such
-tokens take 69 and 45 µs, 256 with k = 32 take 238 and 70.
-
-Products of two weights stay: one weight rounded once is another model, and a low-rank layer would lose its
-factors.
+Rewritten where at least `least` operations exist, `MARGIN` of them is saved and the intermediate result does
+not grow: small batched products are bound by memory and launches (`benchmarks/micro/site_shapes.py`).
+Products of two weights stay: one weight rounded once is another model.
 
 The nodes keep their names, except that a product with a weight (Y is learned) swaps names with the product of
 activations, so that each site stays of its kind.
@@ -32,15 +25,13 @@ from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.interactions.einsum_to_matmul import NOMINAL_LENGTH
 from loka_onnx.transforms.linears.pattern import made_by, only_reader
 
+MARGIN = 0.25
+"""Least share of the operations that is saved."""
+
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a product of three matrices.
-
-    Attributes:
-        flops: Operations of both products, for a nominal batch.
-        between: Elements of the intermediate result.
-    """
+    """Operations of both products for a nominal batch, and elements of the intermediate result."""
 
     flops: int
     between: int
@@ -48,13 +39,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Chain:
-    """Two MatMuls; only the second reads the first.
+    """Two MatMuls, only the second of which reads the first; the factors are A, B and C.
 
-    Attributes:
-        factors: A, B and C.
-        is_left: Whether the inner product is A·B.
-        now: Cost of the present order.
-        then: Cost of the other order.
+    `is_left` if the inner product is A·B; `now` and `then` are the costs of this order and of the other.
     """
 
     inner: Node
@@ -66,19 +53,14 @@ class Chain:
 
 
 class ReassociateInteraction(Mod[Chain]):
-    """(A·B)·C ↔ A·(B·C), the cheaper one.
-
-    Args:
-        margin: Least share of the operations that is saved.
-        least: Operations at the nominal batch below which nothing is rewritten.
-    """
+    """(A·B)·C ↔ A·(B·C), the cheaper one, from `least` operations at the nominal batch on."""
 
     name = "reassociate-interaction"
     tolerance = 3e-5
     """Rounding of other sums is relative to the largest of them, not to the result."""
 
-    def __init__(self, margin: float = 0.25, least: int = 1 << 29) -> None:
-        self._margin, self._least = margin, least
+    def __init__(self, least: int = 1 << 29) -> None:
+        self._least = least
 
     def match(self, model: GraphModel) -> Found[Chain]:
         """Match chains of three matrices; a node is in at most one match."""
@@ -124,10 +106,10 @@ class ReassociateInteraction(Mod[Chain]):
                 f"it takes {now.flops} operations at a batch of {NOMINAL_LENGTH}, the other order "
                 f"{then.flops}: under {self._least} they do not decide the time"
             )
-        if then.flops > (1 - self._margin) * now.flops:
+        if then.flops > (1 - MARGIN) * now.flops:
             return (
                 f"it takes {now.flops} operations at a batch of {NOMINAL_LENGTH}, the other order "
-                f"{then.flops}: less than {self._margin:.0%} saved"
+                f"{then.flops}: less than {MARGIN:.0%} saved"
             )
         if then.between > now.between:
             return (

@@ -1,20 +1,17 @@
 """Merge linear layers that read the same tensor into one.
 
-Side by side along N::
+Side by side along N, and along the rows for weights that stand on the left, ``W·x``::
 
     [x·W₁ + b₁, …, x·Wₘ + bₘ]   =   Split(x · [W₁ … Wₘ] + [b₁ … bₘ])
 
-and along the rows for weights that stand on the left, ``W·x``. Every element of the result is the same sum
-of the same products. Experts and gates, towers, query, key and value, and the token mixers of a Wukong layer
-have this form. What follows each layer (activation, reshape) stays behind the Split, and so does a bias of
-its own Add: TensorRT for RTX 1.7.1 splits a merged query, key and value again when the bias comes first, and
-leaves FP8 where the weight has per-channel scales.
+Experts and gates, towers, query, key and value, and the token mixers of a Wukong layer have this form. What
+follows each layer stays behind the Split, and so does a bias of its own Add: TensorRT for RTX 1.7.1 splits a
+merged query, key and value again when the bias comes first.
 
-It pays (one H100, BF16, `benchmarks/micro/site_shapes.py`) for two to eight layers of N ≤ 1024: .41 to .94 of
-the time when the next operator reads the parts in place, up to 1.54 of it when each part is copied. Wider
-layers fill the device and stay apart, and so do heads: a graph output would be a copy, and heads most often
-stay in high precision. Layers whose weight ranges differ by more than `spread` stay apart too: they would
-share one per-tensor FP8 scale, and E4M3 has 15 binades of normal numbers.
+It pays for two to eight layers of N ≤ 1024: .41 to .94 of the time when the next operator reads the parts in
+place (one H100, BF16, `benchmarks/micro/site_shapes.py`). Wider layers fill the device and stay apart, and so
+do heads, which would be copied. Layers whose weight ranges differ by more than `spread` stay apart too: they
+would share one per-tensor FP8 scale.
 """
 
 from __future__ import annotations
@@ -28,8 +25,8 @@ import numpy as np
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, values_of
 from loka_onnx.graph.naming import merged_name
-from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.linears.pattern import Linear, NotLinear, is_candidate, read_linear
+from loka_onnx.transforms.base import Found, Mod, NotRewritten
+from loka_onnx.transforms.linears.pattern import Linear, is_candidate, read_linear
 
 
 @dataclass(frozen=True)
@@ -40,11 +37,8 @@ class ParallelLinears:
 
 
 class MergeParallelLinears(Mod[ParallelLinears]):
-    """Parallel linears → one linear and a Split.
-
-    Args:
-        widest: Largest N of a merged layer.
-        spread: Largest ratio of the largest |weight| of two merged layers.
+    """Parallel linears of N ≤ `widest`, whose largest |weight| differ by `spread` at most → one linear and a
+    Split.
     """
 
     name = "merge-parallel-linears"
@@ -73,9 +67,10 @@ class MergeParallelLinears(Mod[ParallelLinears]):
         axis = -2 if layers[0].on_left else -1
         parts = model.split(product, [layer.n for layer in layers], axis, f"{site.name}/split")
         for layer, part in zip(layers, parts, strict=True):
-            lacks_bias = site.op == "MatMul" and layer.node.op == "Gemm" and layer.bias is not None
-            biased = model.add("Add", [part, layer.bias], f"{layer.node.name}/add") if lacks_bias else part
-            model.hand_over(layer.node.outputs[0], biased)
+            result = part
+            if site.op == "MatMul" and layer.node.op == "Gemm" and layer.bias is not None:
+                result = model.add("Add", [part, layer.bias], f"{layer.node.name}/add")
+            model.hand_over(layer.node.outputs[0], result)
         widths = " + ".join(str(layer.n) for layer in layers)
         what = f"{len(layers)} linears of K = {layers[0].k} → one of N = {widths}"
         return Applied(site.name, what, {site.name: names})
@@ -119,7 +114,7 @@ def _groups(model: GraphModel, declined: list[Declined]) -> list[list[Linear]]:
         for node in nodes if len(nodes) > 1 else ():
             try:
                 layer = read_linear(model, node)
-            except NotLinear as reason:
+            except NotRewritten as reason:
                 declined.append(Declined(node.name, str(reason)))
                 continue
             groups[source, layer.on_left, str(values_of(layer.weight).dtype)].append(layer)

@@ -5,19 +5,10 @@ For a layer of K × N whose input x gains columns x′ and whose weight gains ro
     [x  x′] · [W; 0]   =   x·W + x′·0   =   x·W          (x′ finite)
     x · [W  0] + [b  0]   =   [x·W + b   0]
 
-A tensor is widened as cheaply as its makers and readers allow (`widening`):
-
-- a layer's N, when only layers behind elementwise operators read its result: their K takes the columns, and
-  nothing is copied. A norm reads the width, so it ends the search;
-- a layer's N in front of a Split: one more part that nobody reads;
-- columns of a Gather with constant positions, alone or in a Concat (the pairs of a DLRM): one position is
-  gathered again and meets rows of zeros;
-- otherwise a Pad in front of the layer or a Slice behind it, where the copy costs less than it saves.
-
-A copy (one H100, `benchmarks/micro/site_shapes.py`): BF16 products whose K or N is not a multiple of 8 take
-1.1 to 5.8 times as long as padded ones. The Pad costs more than that below K·N = 2¹⁷, the Slice below 2¹⁴.
-Multiples of 8 run at full speed in BF16; FP8 needs 16, and gains more than the copy costs from 2²²
-(2048 × 2048) on.
+`widening` finds tensors that can be widened without a copy. Otherwise there is a Pad in front of the layer or
+a Slice behind it, where the copy costs less than it saves (one H100, `benchmarks/micro/site_shapes.py`): BF16
+products whose K or N is not a multiple of 8 take 1.1 to 5.8 times as long as padded ones; the Pad costs more
+than that below K·N = 2¹⁷, the Slice below 2¹⁴. FP8 needs 16, and gains more than the copy from 2²² on.
 """
 
 from __future__ import annotations
@@ -27,15 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, values_of
-from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.linears.pattern import Linear, NotLinear, is_candidate, read_linear
+from loka_onnx.core.rewrite import Applied
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, shape_of, values_of
+from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
+from loka_onnx.transforms.linears.pattern import Linear, is_candidate, read_linear
 from loka_onnx.transforms.linears.widening import (
     Widened,
-    readers_behind,
-    repeatable_columns,
     split_behind,
+    widened_gather,
+    widened_readers,
     widened_shape,
 )
 
@@ -44,42 +35,25 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class CopyRule:
-    """The K·N from which a copy is accepted.
-
-    Attributes:
-        pad: For a Pad in front of layers whose K is not a multiple of 8.
-        slice: For a Slice behind a layer whose N is not a multiple of 8.
-        float8: For either at a multiple of 8, where only FP8 wants more.
-    """
+    """The K·N from which a Pad or Slice is accepted; `float8` for widths that are a multiple of 8."""
 
     pad: int = 1 << 17
     slice: int = 1 << 14
     float8: int = 1 << 22
 
-    def why_not(self, letter: str, width: int, products: int) -> str:
-        """Return why a copy does not pay; empty when it does.
-
-        Args:
-            width: What would be padded.
-            products: K·N of the layers that gain.
-        """
+    def check(self, letter: str, width: int, products: int) -> None:
+        """Decline a copy that does not pay for layers of so many products K·N."""
         limit = self.float8 if width % 8 == 0 else self.pad if letter == "K" else self.slice
-        if products >= limit:
-            return ""
-        gains = "FP8 alone gains" if width % 8 == 0 else "it gains"
-        return (
-            f"{letter} = {width} would need a copy, which costs more than {gains} below K·N = {limit}; "
-            f"here it is {products}"
-        )
+        if products < limit:
+            gains = "FP8 alone gains" if width % 8 == 0 else "it gains"
+            raise NotRewritten(
+                f"{letter} = {width} would need a copy, which costs more than {gains} below K·N = {limit}; "
+                f"here it is {products}"
+            )
 
 
 class PadSites(Mod[Widened]):
-    """K and N of linear sites → multiples of 16.
-
-    Args:
-        rule: Where a copy is accepted.
-        smallest: Least K or N that is padded at all.
-    """
+    """K and N of linear sites → multiples of 16; widths below `smallest` stay."""
 
     name = "pad-sites"
 
@@ -88,137 +62,99 @@ class PadSites(Mod[Widened]):
 
     def match(self, model: GraphModel) -> Found[Widened]:
         """Match tensors before and behind layers whose last axis is not a multiple of 16."""
-        declined: list[Declined] = []
-        layers = _read_layers(model, declined)
-        matches = [
-            match
-            for layer in layers.values()
-            if layer.n % ALIGNMENT and (match := self._widen_result(model, layer, layers, declined))
-        ]
-        fed = {id(taker.node) for match in matches for taker in match.takers}
-        for layer in layers.values():
-            if layer.k % ALIGNMENT == 0 or id(layer.node) in fed:
-                continue
-            match = self._widen_source(model, layer, layers, declined)
-            if match is not None:
-                matches.append(match)
-                fed |= {id(taker.node) for taker in match.takers}
-        return Found(tuple(matches), tuple(declined))
+        read = find(filter(is_candidate, model.nodes), lambda node: _read_layer(model, node))
+        layers = {id(layer.node): layer for layer in read.matches}
+        nodes = [layer.node for layer in read.matches]
+        results = find(nodes, lambda node: self._widen_result(model, layers[id(node)], layers))
+        fed = {id(taker.node) for match in results.matches for taker in match.takers}
+
+        def widen_source(node: Node) -> Widened | None:
+            layer = layers[id(node)]
+            if layer.k % ALIGNMENT == 0 or id(node) in fed:
+                return None
+            match = self._widen_source(model, layer, layers)
+            fed.update(id(taker.node) for taker in match.takers)
+            return match
+
+        sources = find(nodes, widen_source)
+        declined = (*read.declined, *results.declined, *sources.declined)
+        return Found((*results.matches, *sources.matches), declined)
 
     def rewrite(self, model: GraphModel, match: Widened) -> Applied:
         """Widen one tensor and the weights of its maker and takers."""
         width = match.width + match.added
         if match.maker is not None:
             _pad_n(model, match.maker, match.added)
-            for tensor in match.between:
-                tensor.shape = widened_shape(tensor, match.added)
         if match.gather is not None:
-            _repeat_column(model, match.gather, match)
+            positions = values_of(match.gather.inputs[1])
+            longer = np.concatenate([positions, np.repeat(positions[-1:], match.added)])
+            match.gather.inputs[1] = model.constant(f"{match.gather.name}.positions", longer)
+        for tensor in match.between:
+            tensor.shape = widened_shape(tensor, match.added)
         if match.takers:
-            source = match.tensor
-            if match.maker is None and match.gather is None:
-                source = _padded(model, match)
+            padded = _padded(model, match) if match.maker is None and match.gather is None else None
             for taker in match.takers:
-                if match.maker is None and match.gather is None:
-                    taker.node.inputs[0] = source
-                _pad_k(model, taker, match.position, match.added)
+                if padded is not None:
+                    taker.node.inputs[0] = padded
+                _pad_weight(model, taker, match.added, 0, match.position)
         elif match.split is not None:
             _add_part(model, match.split, match.added)
         elif match.maker is not None:
             _slice(model, match)
         return Applied(match.site, f"{match.letter} {match.width} → {width}: {match.how}")
 
-    def _widen_result(
-        self, model: GraphModel, layer: Linear, layers: dict[int, Linear], declined: list[Declined]
-    ) -> Widened | None:
-        """Return how the N of a layer is padded; None when declined."""
-        reason = self._gains_nothing("N", layer.n, layer.k)
-        if not reason:
-            added = -layer.n % ALIGNMENT
-            readers = readers_behind(model, layer.result, layers)
-            if readers is not None:
-                return Widened(
-                    layer.result,
-                    layer.n,
-                    added,
-                    layer,
-                    between=readers.between,
-                    takers=readers.takers,
-                    position=layer.n,
-                )
-            split = split_behind(model, layer.result)
-            if split is not None:
-                return Widened(layer.result, layer.n, added, layer, between=(layer.result,), split=split)
-            reason = self._rule.why_not("N", layer.n, layer.k * layer.n)
-            if not reason:
-                return Widened(layer.result, layer.n, added, layer)
-        declined.append(Declined(layer.node.name, reason))
-        return None
+    def _widen_result(self, model: GraphModel, layer: Linear, layers: dict[int, Linear]) -> Widened | None:
+        """Return how the N of a layer is padded; None for an aligned one."""
+        added = -layer.n % ALIGNMENT
+        if not added:
+            return None
+        self._check_gain("N", layer.n, layer.k)
+        widened = widened_readers(model, layer, layers, added)
+        if widened is not None:
+            return widened
+        split = split_behind(model, layer.result)
+        if split is not None:
+            return Widened(layer.result, layer.n, added, layer, between=(layer.result,), split=split)
+        self._rule.check("N", layer.n, layer.k * layer.n)
+        return Widened(layer.result, layer.n, added, layer)
 
-    def _widen_source(
-        self, model: GraphModel, layer: Linear, layers: dict[int, Linear], declined: list[Declined]
-    ) -> Widened | None:
-        """Return how the K of a layer is padded; None when declined."""
-        reason = self._gains_nothing("K", layer.k, layer.n)
-        if not reason:
-            added = -layer.k % ALIGNMENT
-            columns = repeatable_columns(model, layer)
-            if columns is not None:
-                return Widened(
-                    layer.source,
-                    layer.k,
-                    added,
-                    gather=columns.gather,
-                    between=columns.between,
-                    takers=(layer,),
-                    position=columns.position,
-                )
-            takers = tuple(
-                layers[id(node)]
-                for node in consumers(layer.source)
-                if id(node) in layers and layers[id(node)].source is layer.source
-            )
-            reason = self._rule.why_not("K", layer.k, sum(taker.k * taker.n for taker in takers))
-            if not reason:
-                return Widened(layer.source, layer.k, added, takers=takers, position=layer.k)
-        declined.append(Declined(layer.node.name, reason))
-        return None
+    def _widen_source(self, model: GraphModel, layer: Linear, layers: dict[int, Linear]) -> Widened:
+        """Return how the K of a layer is padded."""
+        self._check_gain("K", layer.k, layer.n)
+        added = -layer.k % ALIGNMENT
+        widened = widened_gather(model, layer, added)
+        if widened is not None:
+            return widened
+        readers = (layers[id(node)] for node in consumers(layer.source) if id(node) in layers)
+        takers = tuple(taker for taker in readers if taker.source is layer.source)
+        self._rule.check("K", layer.k, sum(taker.k * taker.n for taker in takers))
+        return Widened(layer.source, layer.k, added, takers=takers, position=layer.k)
 
-    def _gains_nothing(self, letter: str, width: int, other: int) -> str:
-        """Return why even free columns gain nothing; empty when they gain."""
+    def _check_gain(self, letter: str, width: int, other: int) -> None:
+        """Decline where even free columns gain nothing."""
         if width < self._smallest:
-            return f"{letter} = {width} is under {self._smallest}"
+            raise NotRewritten(f"{letter} = {width} is under {self._smallest}")
         if width % 8 == 0 and other < ALIGNMENT:
-            return (
+            raise NotRewritten(
                 f"{letter} = {width}: BF16 runs at full speed on multiples of 8, and FP8 is out for a site "
                 f"of {'N' if letter == 'K' else 'K'} = {other}"
             )
-        return ""
 
 
-def _read_layers(model: GraphModel, declined: list[Declined]) -> dict[int, Linear]:
-    """Return layers whose weight may be padded, by identity of their node."""
-    layers: dict[int, Linear] = {}
-    for node in model.nodes:
-        if not is_candidate(node):
-            continue
-        try:
-            layer = read_linear(model, node)
-            reason = "its weight stands on the left" if layer.on_left else ""
-            if len(layer.weight.outputs) > 1:
-                reason = "its weight has other readers, of which each would need a padded copy"
-        except NotLinear as error:
-            reason = str(error)
-        if not reason:
-            layers[id(node)] = layer
-        elif _is_unaligned(node):
-            declined.append(Declined(node.name, reason))
-    return layers
-
-
-def _is_unaligned(node: Node) -> bool:
-    shapes = [values_of(t).shape for t in node.inputs[:2] if hasattr(t, "values")]
-    return any(d % ALIGNMENT for shape in shapes for d in shape[-2:])
+def _read_layer(model: GraphModel, node: Node) -> Linear | None:
+    """Return a layer whose weight may be padded; only unaligned ones are declined."""
+    try:
+        layer = read_linear(model, node)
+        if len(layer.weight.outputs) > 1:
+            raise NotRewritten("its weight has other readers, of which each would need a padded copy")
+        if layer.on_left:
+            raise NotRewritten("its weight stands on the left")
+    except NotRewritten:
+        shapes = [values_of(tensor).shape for tensor in node.inputs[:2] if is_constant(tensor)]
+        if any(length % ALIGNMENT for shape in shapes for length in shape[-2:]):
+            raise
+        return None
+    return layer
 
 
 def _pad_n(model: GraphModel, layer: Linear, added: int) -> None:
@@ -235,10 +171,6 @@ def _pad_n(model: GraphModel, layer: Linear, added: int) -> None:
         layer.add.inputs[next(i for i, t in enumerate(layer.add.inputs) if t is layer.bias)] = wide
 
 
-def _pad_k(model: GraphModel, layer: Linear, position: int, added: int) -> None:
-    _pad_weight(model, layer, added, 0, position)
-
-
 def _pad_weight(model: GraphModel, layer: Linear, added: int, axis: int, position: int) -> None:
     """Insert zeros into the weight (K, N) that the node has by now; its other axis may be padded already."""
     values = values_of(layer.node.inputs[1])
@@ -249,16 +181,8 @@ def _pad_weight(model: GraphModel, layer: Linear, added: int, axis: int, positio
     layer.node.inputs[1] = model.constant(name, np.concatenate([head, zeros, tail], axis=stored))
 
 
-def _repeat_column(model: GraphModel, gather: Node, match: Widened) -> None:
-    positions = values_of(gather.inputs[1])
-    longer = np.concatenate([positions, np.repeat(positions[-1:], match.added)])
-    gather.inputs[1] = model.constant(f"{gather.name}.positions", longer)
-    for tensor in match.between:
-        tensor.shape = widened_shape(tensor, match.added)
-
-
 def _padded(model: GraphModel, match: Widened) -> Tensor:
-    rank = len(match.tensor.shape)
+    rank = len(shape_of(match.tensor))
     ends = np.zeros(2 * rank, np.int64)
     ends[-1] = match.added
     name = f"{match.takers[0].node.name}/pad"

@@ -13,25 +13,18 @@ import numpy.typing as npt
 
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer, values_of
 from loka_onnx.graph.sites import PRODUCT_OPS
-
-
-class NotLinear(Exception):
-    """The linear layer has a form that is not rewritten; the message says which."""
+from loka_onnx.transforms.base import NotRewritten
 
 
 @dataclass(frozen=True)
 class Linear:
-    """``source · W + b``, or ``W · source`` when the weight stands on the left.
+    """``source · W + b``, or ``W · source`` without a bias when the weight stands on the left.
 
     Attributes:
-        weight: The constant as stored.
-        on_left: Whether the weight is the left operand; there is no bias then.
-        is_transposed: Whether the weight is stored as (N, K): Gemm's transB, or a weight on the left.
+        weight: The constant as stored: (N, K) if `is_transposed` (Gemm's transB, or a weight on the left).
         bias: Constant with N elements, or one; None when there is no bias.
         add: The Add of the bias; None where Gemm adds it.
         result: The tensor after the bias.
-        k: Length of the contraction.
-        n: Output channels.
     """
 
     node: Node
@@ -68,18 +61,14 @@ def is_candidate(node: Node) -> bool:
 
 
 def read_linear(model: GraphModel, node: Node) -> Linear:
-    """Read the linear layer of a product with one constant operand.
-
-    Raises:
-        NotLinear: Its form is not one that is rewritten.
-    """
+    """Read the linear layer of a product with one constant operand."""
     on_left = is_constant(node.inputs[0])
     weight, source = node.inputs[0 if on_left else 1], node.inputs[1 if on_left else 0]
     shape = values_of(weight).shape
     if len(shape) != 2:
-        raise NotLinear(f"its weight has rank {len(shape)}, not 2")
+        raise NotRewritten(f"its weight has rank {len(shape)}, not 2")
     if source.shape is None or len(source.shape) < 2:
-        raise NotLinear("the rank of its activation is unknown or below 2")
+        raise NotRewritten("the rank of its activation is unknown or below 2")
     if node.op == "Gemm":
         return _read_gemm(node, source, weight, on_left)
     n, k = shape if on_left else shape[::-1]
@@ -90,15 +79,15 @@ def read_linear(model: GraphModel, node: Node) -> Linear:
 
 def _read_gemm(node: Node, source: Tensor, weight: Tensor, on_left: bool) -> Linear:
     if on_left or node.attrs.get("transA", 0):
-        raise NotLinear("a Gemm whose weight stands on the left, or whose activation is transposed")
+        raise NotRewritten("a Gemm whose weight stands on the left, or whose activation is transposed")
     if node.attrs.get("alpha", 1.0) != 1.0 or node.attrs.get("beta", 1.0) != 1.0:
-        raise NotLinear("a Gemm with factors alpha or beta, which would round the weight")
+        raise NotRewritten("a Gemm with factors alpha or beta, which would round the weight")
     is_transposed = bool(node.attrs.get("transB", 0))
     shape = values_of(weight).shape
     n, k = shape if is_transposed else shape[::-1]
     bias = node.inputs[2] if len(node.inputs) > 2 and node.inputs[2].name else None
     if bias is not None and not _is_bias(bias, n):
-        raise NotLinear("a Gemm whose third operand is not a constant bias of N elements")
+        raise NotRewritten("a Gemm whose third operand is not a constant bias of N elements")
     return Linear(node, source, weight, False, is_transposed, bias, None, node.outputs[0], k, n)
 
 

@@ -31,12 +31,7 @@ _PRODUCTS = 1 << 26
 
 @dataclass(frozen=True)
 class SiteRows:
-    """Rows that a linear reads.
-
-    Attributes:
-        amax: Largest magnitude of each input channel over all rows, (K,).
-        halves: Vectors of the first and of the second half of the rows, (M, K) each, evenly spaced.
-    """
+    """Rows that a linear reads: amax by channel (K,), and sampled vectors of both halves, (M, K) each."""
 
     amax: Doubles
     halves: tuple[Doubles, Doubles]
@@ -45,12 +40,7 @@ class SiteRows:
 def read_rows(
     model: GraphModel, linears: Mapping[str, Linear], rows: Sequence[Arrays], scratch: Path
 ) -> dict[str, SiteRows]:
-    """Run a model and sample the input of each linear.
-
-    Args:
-        rows: Batches; all their rows in order are halved.
-        scratch: Directory on the file system of the model, for a copy of it.
-    """
+    """Run a model on batches, whose rows are halved in order, and sample the input of each linear."""
     feeds = {name: np.concatenate([batch[name] for batch in rows]) for name in rows[0]}
     count = max(len(values) for values in feeds.values())
     wanted = {linear.source.name for linear in linears.values()} - {tensor.name for tensor in model.inputs}

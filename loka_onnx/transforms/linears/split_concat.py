@@ -1,18 +1,11 @@
 """Let a linear layer read parts of a concatenation apart that are the same for every row.
 
-With the weight cut into the rows that each part meets::
-
     Concat(a, b)·W + c   =   a·W_a + b·W_b + c
 
 where b is a row that Expand or Tile copied to every row of the batch: the user's features beside those of
 many candidates, or a learned vector. b·W_b is computed once, before the copy, and broadcast by the sum. The
-rest of the Concat keeps the name of the site.
-
-Other parts stay together: apart they save the copy of the Concat and cost one more product. On one H100
-(`benchmarks/micro/site_shapes.py`) the sum is faster only for parts of 2048 columns at
-batch 2048 (.68 to .89 of the time); it takes 1.1 to 2.5 times as long at batch 256, and up to 3.2 times for
-narrow parts. An engine that writes each part in place saves the copy anyway. `apart_from` splits them all the
-same, where every part is at least so wide.
+rest of the Concat keeps the name of the site. Other parts stay together: apart they save a copy and cost a
+product, up to 3.2 times the time on one H100 (`benchmarks/micro/site_shapes.py`).
 """
 
 from __future__ import annotations
@@ -22,24 +15,20 @@ from itertools import pairwise
 
 import numpy as np
 
-from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, producer
-from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.linears.pattern import Linear, NotLinear, is_candidate, read_linear, static_dim
+from loka_onnx.core.rewrite import Applied
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, producer, shape_of
+from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
+from loka_onnx.transforms.linears.pattern import Linear, is_candidate, made_by, read_linear, static_dim
 
 
 @dataclass(frozen=True)
 class ConcatPart:
-    """Inputs of the Concat that one product reads.
-
-    Attributes:
-        tensors: In order; for a shared part the one row before it was copied.
-        is_shared: Whether every row has the same values.
+    """Inputs of the Concat, or one tensor before it was copied, that one product reads, and rows of the
+    weight.
     """
 
     tensors: tuple[Tensor, ...]
     rows: tuple[int, ...]
-    is_shared: bool
 
 
 @dataclass(frozen=True)
@@ -52,39 +41,13 @@ class Concatenated:
 
 
 class SplitConcat(Mod[Concatenated]):
-    """Linear of a Concat → sum of linears, where a part is the same for every row.
-
-    Args:
-        apart_from: Least width of every part at which parts that differ by row are split too; None for never.
-    """
+    """Linear of a Concat → sum of linears, where a part is the same for every row."""
 
     name = "split-concat"
 
-    def __init__(self, apart_from: int | None = None) -> None:
-        self._apart = apart_from
-
     def match(self, model: GraphModel) -> Found[Concatenated]:
         """Match layers that read a Concat along their K."""
-        matches: list[Concatenated] = []
-        declined: list[Declined] = []
-        for node in model.nodes:
-            if not is_candidate(node):
-                continue
-            try:
-                layer = read_linear(model, node)
-            except NotLinear:
-                continue
-            concat = producer(layer.source)
-            if layer.on_left or concat is None or concat.op != "Concat":
-                continue
-            if int(concat.attrs["axis"]) not in (-1, len(layer.source.shape) - 1):
-                continue
-            parts = self._parts(concat)
-            if isinstance(parts, str):
-                declined.append(Declined(node.name, parts))
-            else:
-                matches.append(Concatenated(layer, concat, parts))
-        return Found(tuple(matches), tuple(declined))
+        return find(filter(is_candidate, model.nodes), lambda node: _read(model, node))
 
     def rewrite(self, model: GraphModel, match: Concatenated) -> Applied:
         """Give the site the first part and add the products of the others."""
@@ -92,11 +55,10 @@ class SplitConcat(Mod[Concatenated]):
         weight = layer.weight_kn()
         origins: dict[str, tuple[str, ...]] = {}
         extra: list[Tensor] = []
-        for number, part in enumerate(match.parts[1:], start=1):
-            kind = "shared" if part.is_shared else f"part{number}"
-            rows = model.constant(f"{site}.weight.{kind}", weight[list(part.rows)])
-            product = model.add("MatMul", [_joined(model, part, match.concat), rows], f"{site}.{kind}")
-            model.rename(product.inputs[0], f"{site}.{kind}")
+        for part in match.parts[1:]:
+            rows = model.constant(f"{site}.weight.shared", weight[list(part.rows)])
+            product = model.add("MatMul", [part.tensors[0], rows], f"{site}.shared")
+            model.rename(product.inputs[0], f"{site}.shared")
             origins[product.inputs[0].name] = (site,)
             extra.append(product)
         first = match.parts[0]
@@ -109,33 +71,40 @@ class SplitConcat(Mod[Concatenated]):
         widths = " + ".join(str(len(part.rows)) for part in match.parts)
         return Applied(site, f"K {layer.k} → {widths}, the products of '{match.concat.name}' apart", origins)
 
-    def _parts(self, concat: Node) -> tuple[ConcatPart, ...] | str:
-        """Return the parts, or the reason why the Concat stays whole."""
-        widths = [static_dim(tensor, -1) for tensor in concat.inputs]
-        if any(width is None for width in widths):
-            return "the width of a part of its Concat is not known"
-        ends = np.cumsum([0, *(width or 0 for width in widths)])
-        pieces = [
-            ConcatPart((_row(tensor) or tensor,), tuple(range(start, end)), _row(tensor) is not None)
-            for tensor, (start, end) in zip(concat.inputs, pairwise(int(e) for e in ends), strict=True)
-        ]
-        shared = tuple(piece for piece in pieces if piece.is_shared)
-        own = [piece for piece in pieces if not piece.is_shared]
-        if not own:
-            return "every part of its Concat is the same for every row"
-        if self._apart is not None and min(len(piece.rows) for piece in own) >= self._apart:
-            return (*own, *shared) if len(pieces) > 1 else "its Concat has one part"
-        if not shared:
-            return (
-                "no part of its Concat is the same for every row: the copy costs less than "
-                f"{len(pieces)} products"
-            )
-        together = ConcatPart(
-            tuple(tensor for piece in own for tensor in piece.tensors),
-            tuple(row for piece in own for row in piece.rows),
-            is_shared=False,
-        )
-        return (together, *shared)
+
+def _read(model: GraphModel, node: Node) -> Concatenated | None:
+    """Return a layer that reads a Concat along its K; None for other layers."""
+    try:
+        layer = read_linear(model, node)
+    except NotRewritten:
+        return None
+    concat = made_by(layer.source, "Concat")
+    if concat is None or layer.on_left or concat.attrs["axis"] not in (-1, len(shape_of(layer.source)) - 1):
+        return None
+    return Concatenated(layer, concat, _parts(concat))
+
+
+def _parts(concat: Node) -> tuple[ConcatPart, ...]:
+    widths = [static_dim(tensor, -1) for tensor in concat.inputs]
+    if any(width is None for width in widths):
+        raise NotRewritten("the width of a part of its Concat is not known")
+    ends = np.cumsum([0, *(width or 0 for width in widths)])
+    shared: list[ConcatPart] = []
+    tensors: list[Tensor] = []
+    rows: list[int] = []
+    for tensor, (start, end) in zip(concat.inputs, pairwise(int(e) for e in ends), strict=True):
+        row = _row(tensor)
+        if row is not None:
+            shared.append(ConcatPart((row,), tuple(range(start, end))))
+        else:
+            tensors.append(tensor)
+            rows += range(start, end)
+    if not tensors:
+        raise NotRewritten("every part of its Concat is the same for every row")
+    if not shared:
+        reason = "no part of its Concat is the same for every row: the copy costs less than"
+        raise NotRewritten(f"{reason} {len(tensors)} products")
+    return (ConcatPart(tuple(tensors), tuple(rows)), *shared)
 
 
 def _row(tensor: Tensor) -> Tensor | None:
@@ -156,9 +125,9 @@ def _joined(model: GraphModel, part: ConcatPart, concat: Node) -> Tensor:
         return part.tensors[0]
     wanted = [id(tensor) for tensor in part.tensors]
     for node in consumers(part.tensors[0]):
-        is_along_k = node.op == "Concat" and node.attrs["axis"] in (-1, len(concat.outputs[0].shape) - 1)
+        is_along_k = node.op == "Concat" and node.attrs["axis"] in (-1, len(shape_of(concat.outputs[0])) - 1)
         if is_along_k and [id(tensor) for tensor in node.inputs] == wanted:
             return node.outputs[0]
     joined = model.add("Concat", part.tensors, f"{concat.name}/rest", attrs={"axis": -1})
-    joined.shape = [*concat.outputs[0].shape[:-1], len(part.rows)]
+    joined.shape = [*shape_of(concat.outputs[0])[:-1], len(part.rows)]
     return joined

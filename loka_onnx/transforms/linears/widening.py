@@ -1,30 +1,26 @@
-"""Find tensors that can get more columns without a copy, for `pad_sites`."""
+"""Find tensors that can get more columns without a copy, for `pad_sites`.
+
+- a layer's N, when only layers behind elementwise operators read its result: their K takes the columns. A
+  norm reads the width, so it ends the search;
+- a layer's N in front of a Split: one more part that nobody reads;
+- columns of a Gather with constant positions, alone or in a Concat (the pairs of a DLRM): one position is
+  gathered again and meets rows of zeros.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, values_of
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, shape_of, values_of
 from loka_onnx.transforms.linears.pattern import Linear, made_by, only_reader, static_dim
 
-FINITE_AT_ZERO = frozenset(
-    {
-        *(
-            "Relu",
-            "LeakyRelu",
-            "ThresholdedRelu",
-            "Elu",
-            "Selu",
-            "Celu",
-            "Gelu",
-            "Mish",
-            "Swish",
-            "HardSwish",
-        ),
-        *("Tanh", "Sigmoid", "HardSigmoid", "Softplus", "Softsign", "Clip", "Erf", "Identity", "Abs", "Neg"),
-    }
-)
+# fmt: off
+FINITE_AT_ZERO = frozenset({
+    "Relu", "LeakyRelu", "ThresholdedRelu", "Elu", "Selu", "Celu", "Gelu", "Mish", "Swish", "HardSwish",
+    "Tanh", "Sigmoid", "HardSigmoid", "Softplus", "Softsign", "Clip", "Erf", "Identity", "Abs", "Neg",
+})
+# fmt: on
 """Elementwise operators of one activation that map zeros to a finite number."""
 OF_TWO = frozenset({"Mul", "Add", "Sub"})
 """Elementwise operators of two tensors of one shape; finite inputs give finite outputs."""
@@ -36,12 +32,10 @@ class Widened:
 
     Attributes:
         tensor: The result of `maker`, or the source of the layers.
-        added: Columns that it gets.
         maker: The layer whose N is padded, or None.
         gather: The Gather of which one position is repeated, or None; with neither there is a Pad.
         between: Computed tensors that become wider with it.
-        takers: The layers whose K takes the columns.
-        position: Row of their weights where the new ones begin.
+        takers: The layers whose K takes the columns, at the row `position` of their weights.
         split: The Split that gets one more part, or None. Without takers and Split there is a Slice.
     """
 
@@ -79,21 +73,11 @@ class Widened:
         return "one more part of the Split" if self.split is not None else "a Slice behind it"
 
 
-@dataclass(frozen=True)
-class Readers:
-    """Readers of a tensor through elementwise operators.
-
-    Attributes:
-        between: The tensor and those that elementwise operators make of it.
-        takers: The layers that read them; nothing else does.
-    """
-
-    between: tuple[Tensor, ...]
-    takers: tuple[Linear, ...]
-
-
-def readers_behind(model: GraphModel, tensor: Tensor, layers: Mapping[int, Linear]) -> Readers | None:
-    """Return the layers behind a tensor; None where any other operator reads it or its results."""
+def widened_readers(
+    model: GraphModel, layer: Linear, layers: Mapping[int, Linear], added: int
+) -> Widened | None:
+    """Widen the result of a layer for the layers behind it; None where any other operator reads it."""
+    tensor = layer.result
     between: dict[int, Tensor] = {id(tensor): tensor}
     takers: dict[int, Linear] = {}
     half_widened: set[int] = set()
@@ -103,9 +87,9 @@ def readers_behind(model: GraphModel, tensor: Tensor, layers: Mapping[int, Linea
         if model.is_output(current):
             return None
         for node in consumers(current):
-            layer = layers.get(id(node))
-            if layer is not None and layer.source is current:
-                takers[id(node)] = layer
+            taker = layers.get(id(node))
+            if taker is not None and taker.source is current:
+                takers[id(node)] = taker
                 continue
             is_whole = node.op in OF_TWO and all(id(other) in between for other in node.inputs)
             if is_whole or _is_elementwise(node, current):
@@ -117,7 +101,10 @@ def readers_behind(model: GraphModel, tensor: Tensor, layers: Mapping[int, Linea
                 half_widened.add(id(node))
             else:
                 return None
-    return Readers(tuple(between.values()), tuple(takers.values())) if takers and not half_widened else None
+    if not takers or half_widened:
+        return None
+    wide, by = tuple(between.values()), tuple(takers.values())
+    return Widened(tensor, layer.n, added, layer, between=wide, takers=by, position=layer.n)
 
 
 def _is_elementwise(node: Node, tensor: Tensor) -> bool:
@@ -139,30 +126,16 @@ def split_behind(model: GraphModel, tensor: Tensor) -> Node | None:
     return node if is_last and len(node.inputs) > 1 and is_constant(node.inputs[1]) else None
 
 
-@dataclass(frozen=True)
-class RepeatableColumns:
-    """Columns that a Gather with constant positions makes, and that one layer reads.
-
-    Attributes:
-        gather: The Gather along the last axis.
-        between: Its output, and that of the Concat which it is a part of.
-        position: Column of the layer's source behind them.
-    """
-
-    gather: Node
-    between: tuple[Tensor, ...]
-    position: int
-
-
-def repeatable_columns(model: GraphModel, layer: Linear) -> RepeatableColumns | None:
-    """Return columns of a layer's source that can be gathered again unseen by other readers."""
+def widened_gather(model: GraphModel, layer: Linear, added: int) -> Widened | None:
+    """Widen the source of a layer by columns that are gathered again, unseen by other readers."""
     source = layer.source
     if only_reader(model, source) is not layer.node:
         return None
+    widened = Widened(source, layer.k, added, takers=(layer,))
     if _is_column_gather(source):
-        return RepeatableColumns(source.inputs[0], (source,), layer.k)
+        return replace(widened, gather=source.inputs[0], between=(source,), position=layer.k)
     concat = made_by(source, "Concat")
-    if concat is None or int(concat.attrs["axis"]) not in (-1, len(source.shape) - 1):
+    if concat is None or int(concat.attrs["axis"]) not in (-1, len(shape_of(source)) - 1):
         return None
     position = 0
     for part in concat.inputs:
@@ -171,7 +144,7 @@ def repeatable_columns(model: GraphModel, layer: Linear) -> RepeatableColumns | 
             return None
         position += width
         if _is_column_gather(part) and only_reader(model, part) is concat:
-            return RepeatableColumns(part.inputs[0], (part, source), position)
+            return replace(widened, gather=part.inputs[0], between=(part, source), position=position)
     return None
 
 

@@ -1,17 +1,13 @@
 """One lookup for many columns of an id matrix.
 
-A model with F categorical features looks column i of ids (batch, F) up in table Tᵢ (rᵢ, d), one column at a
-time. Stacked, with offsets oᵢ = r₁ + … + rᵢ₋₁::
+Column i of ids (batch, F) is looked up in table Tᵢ (rᵢ, d). Stacked, with offsets oᵢ = r₁ + … + rᵢ₋₁::
 
     [T₁[ids[:, 1]], …, T_F[ids[:, F]]]   =   [T₁; …; T_F][ids + o]
 
-ONNX counts a negative id from the end: −1 is the last row. Such an id gets the offset oᵢ + rᵢ, so every id
-that Gather defines finds its row. (An id beyond its table is undefined in ONNX and finds some other row here;
-ids are checked before they enter: `graph.id_bounds`.) Columns of one table need no offset, and the table is
-not touched, so it may be of any size and lie outside the model.
-
-Where it pays (one H100, `benchmarks/micro/site_shapes.py`): 26 lookups and their stack take 118 to 199 µs,
-one lookup 7 to 36.
+ONNX counts a negative id from the end: it gets the offset oᵢ + rᵢ, so every id that Gather defines finds its
+row. (Others are refused before they enter: `graph.id_bounds`.) Columns of one table need no offset, so that
+table may be of any size and lie outside the model. 26 lookups and their stack take 118 to 199 µs on one H100,
+one lookup 7 to 36 (`benchmarks/micro/site_shapes.py`).
 
 Tables outside the model, or together above `largest_bytes`, stay, because stacking copies them; tables with
 other readers stay, because they would be stored twice.
@@ -26,7 +22,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, producer, values_of
+from loka_onnx.graph.model import (
+    GraphModel,
+    Node,
+    Tensor,
+    element_type,
+    is_constant,
+    producer,
+    shape_of,
+    values_of,
+)
 from loka_onnx.graph.naming import merged_name
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.linears.pattern import static_dim
@@ -34,13 +39,9 @@ from loka_onnx.transforms.linears.pattern import static_dim
 
 @dataclass(frozen=True)
 class ColumnLookup:
-    """``Gather(table, ids[:, column])``.
+    """``Gather(table, ids[:, column])`` with a table (rows, width) and ids (batch, columns).
 
-    Attributes:
-        table: (rows, width), constant or outside the model.
-        ids: The id matrix, (batch, columns).
-        keeps_axis: Whether the column is (batch, 1), not (batch,).
-        id_type: Element type that the ids are cast to on the way; None for none.
+    `keeps_axis` if the column is (batch, 1), not (batch,); `id_type` is the type that the ids are cast to.
     """
 
     node: Node
@@ -64,11 +65,7 @@ class Lookups:
 
 
 class MergeGathers(Mod[Lookups]):
-    """Lookups of single columns → one lookup.
-
-    Args:
-        largest_bytes: Largest stack of tables.
-    """
+    """Lookups of single columns → one lookup, in a stack of tables of `largest_bytes` at most."""
 
     name = "merge-gathers"
 
@@ -108,7 +105,7 @@ class MergeGathers(Mod[Lookups]):
         flat = model.add(
             "Reshape", [rows, _axes(model, name, "flat", [-1, width * len(lookups)])], f"{name}/flat"
         )
-        batch = lookups[0].ids.shape[0]
+        batch = shape_of(lookups[0].ids)[0]
         rows.shape, flat.shape = [batch, len(lookups), width], [batch, width * len(lookups)]
         for lookup, part in zip(
             lookups, model.split(flat, [width] * len(lookups), -1, f"{name}/split"), strict=True

@@ -1,18 +1,14 @@
 """Cut a model at its embeddings into a lookup model and a dense model.
 
-Embedding tables often live in a parameter server and need no engine. The cut runs through the results of the
-lookups::
-
     model(ids, numeric)   =   dense(lookup(ids), numeric)
 
 A lookup is a Gather of rows from a constant table. The nodes that compute its ids go with it, and so does the
 pooling of a bag of ids: a reduction of looked-up rows, with masks and weights that only ids decide. No
 computation changes, so the halves give the bits of the whole; `verify_split` checks that on data.
 
-Declined, with the reason: the dense part needs ids themselves (as numbers, or to compare them); a table has
-other readers than lookups (tied weights); ids come out of a linear layer; looked-up rows do not lie along
-axis 0, one for each row of the batch. The dense part may need the number of rows: it reads it off a cut
-tensor.
+Declined, with the reason: the dense part needs ids themselves; a table has other readers than lookups; ids
+come out of a linear layer; looked-up rows do not lie along axis 0. The dense part may need the number of
+rows: it reads it off a cut tensor.
 """
 
 from __future__ import annotations
@@ -30,8 +26,9 @@ from loka_onnx.core.artifact import ModelArtifact, TensorSpec
 from loka_onnx.core.rewrite import Declined
 from loka_onnx.core.split import Halves
 from loka_onnx.errors import InternalError
-from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, values_of
+from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, shape_of, values_of
 from loka_onnx.graph.products import other_products
+from loka_onnx.graph.shape_values import tensor_spec
 from loka_onnx.graph.sites import find_sites, is_site
 from loka_onnx.graph.storage import model_digest
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
@@ -41,39 +38,23 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 LOOKUP_FILE, DENSE_FILE = "lookup.onnx", "dense.onnx"
 """Files of the halves in the directory of `verify_split`."""
 
+_T = onnx.TensorProto
+_FLOATS = frozenset({_T.FLOAT, _T.FLOAT16, _T.BFLOAT16, _T.DOUBLE})
 _POOLS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax"})
-_MASKS = frozenset(
-    {
-        "Mul",
-        "Div",
-        "Add",
-        "Sub",
-        "Where",
-        "Max",
-        "Clip",
-        "Cast",
-        "Unsqueeze",
-        "Equal",
-        "Greater",
-        "GreaterOrEqual",
-        "Less",
-        "LessOrEqual",
-        "And",
-        "Or",
-        "Not",
-    }
-)
+# fmt: off
+_MASKS = frozenset({
+    "Mul", "Div", "Add", "Sub", "Where", "Max", "Clip", "Cast", "Unsqueeze", "Equal", "Greater",
+    "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Not",
+})
+# fmt: on
 """Operators allowed between a lookup, or the ids, and the pooling."""
 
 
 @dataclass(frozen=True)
 class SparseSplit:
-    """The two halves of a model.
+    """The two halves of a model, and the tensors between them, named after the modules that look them up.
 
-    Attributes:
-        lookup: Takes the ids, returns the cut tensors.
-        dense: Takes the numeric inputs, then the cut tensors; returns the outputs of the model.
-        cut: Tensors between the two, named after the modules that look them up.
+    `lookup` takes the ids; `dense` takes the numeric inputs, then the cut tensors.
     """
 
     lookup: GraphModel
@@ -94,14 +75,9 @@ def split_sparse(model: GraphModel) -> SparseSplit | Declined:
 
 
 def verify_split(split: SparseSplit, whole: Path, rows: Sequence[Arrays], directory: Path) -> Declined | None:
-    """Run both halves in sequence and compare them with the whole, bit for bit.
+    """Write both halves into a directory, run them in sequence and compare them with the whole, bit for bit.
 
-    Args:
-        rows: Batches of its inputs, rows on axis 0.
-        directory: Where both halves are written; tables are linked there.
-
-    Returns:
-        None when all outputs have the same bits on every batch, else where and why the split is declined.
+    Returns None when all outputs have the same bits on every batch, else where and why the split is declined.
     """
     options = SessionOptions(optimize=False)
     split.lookup.save(directory / LOOKUP_FILE)
@@ -126,11 +102,7 @@ def verify_split(split: SparseSplit, whole: Path, rows: Sequence[Arrays], direct
 
 
 def describe_halves(split: SparseSplit, whole: ModelArtifact, directory: Path) -> Halves:
-    """Return the halves that `verify_split` has written, as artifacts.
-
-    Raises:
-        InternalError: A site of the whole is missing in the dense half.
-    """
+    """Return the halves that `verify_split` has written, as artifacts."""
     specs = {spec.name: spec for spec in (*whole.inputs, *split.cut)}
 
     def half(graph: GraphModel, name: str, outputs: tuple[TensorSpec, ...]) -> ModelArtifact:
@@ -167,7 +139,7 @@ def _split(model: GraphModel) -> SparseSplit:
     for tensor in cut:
         module = str(tensor.inputs[0].name)
         tensor.name = model.fresh_name(module.rpartition("/")[0] or module)
-    specs = tuple(_spec(tensor) for tensor in cut)
+    specs = tuple(tensor_spec(tensor) for tensor in cut)
     taken_in = [t for t in model.inputs if id(t) in ids]
     numeric = [t for t in model.inputs if any(id(node) not in sparse for node in t.outputs)]
     return SparseSplit(model.extract(taken_in, cut), model.extract([*numeric, *cut], model.outputs), specs)
@@ -201,16 +173,6 @@ def _is_lookup(model: GraphModel, node: Node) -> bool:
     table = node.inputs[0]
     is_table = model.is_table(table) or (is_constant(table) and element_type(table.dtype) in _FLOATS)
     return bool(is_table and len(table.shape or ()) == 2)
-
-
-_FLOATS = frozenset(
-    {
-        onnx.TensorProto.FLOAT,
-        onnx.TensorProto.FLOAT16,
-        onnx.TensorProto.BFLOAT16,
-        onnx.TensorProto.DOUBLE,
-    }
-)
 
 
 def _pooling(model: GraphModel, sparse: Mapping[int, Node]) -> dict[int, Node]:
@@ -250,7 +212,7 @@ def _cut_tensors(model: GraphModel, sparse: Mapping[int, Node]) -> list[Tensor]:
                 )
             if tensor.dtype is None or tensor.shape is None:
                 raise _Whole(node.name, f"type or shape of its result '{tensor.name}' is not known")
-            shape = _spec(tensor).shape
+            shape = tensor_spec(tensor).shape
             if not shape or shape[0] is not None or None in shape[1:]:
                 raise _Whole(
                     node.name,
@@ -283,16 +245,10 @@ def _count_rows_in(model: GraphModel, sparse: Mapping[int, Node], cut: Sequence[
     held = {id(tensor) for tensor in cut}
     for tensor in of_ids:
         for node in list(tensor.outputs):
-            has_rows = tensor.shape is not None and tensor.shape[:1] == cut[0].shape[:1]
+            has_rows = tensor.shape is not None and shape_of(tensor)[:1] == shape_of(cut[0])[:1]
             if id(node) not in sparse and id(tensor) not in held and _counts_rows(node) and has_rows:
                 node.inputs[0] = cut[0]
 
 
 def _is_integer(tensor: Tensor) -> bool:
     return element_type(tensor.dtype) not in _FLOATS
-
-
-def _spec(tensor: Tensor) -> TensorSpec:
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype))
-    shape = tuple(d if isinstance(d, int) and d >= 0 else None for d in tensor.shape)
-    return TensorSpec(tensor.name, np.dtype(dtype).name, shape)

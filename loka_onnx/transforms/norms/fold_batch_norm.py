@@ -3,17 +3,13 @@
 At inference BatchNorm is a factor and a summand for each channel (ONNX operator set 15, BatchNormalization)::
 
     s = γ / sqrt(variance + ε)      c = β − mean·s      BatchNorm(y) = s·y + c
+    s·(x·W + b) + c   =   x·(W diag(s)) + (s·b + c)           behind a linear that nothing else reads
+    (s·x + c)·W + b   =   x·(diag(s) W) + (b + c W)           before linears that are the only readers
 
-Folded behind a linear whose output nothing else reads, or else before linears that are the only readers::
-
-    s·(x·W + b) + c   =   x·(W diag(s)) + (s·b + c)
-    (s·x + c)·W + b   =   x·(diag(s) W) + (b + c W)
-
-TensorFlow exports s·y + c as Mul and Add. Behind a linear these count as a BatchNorm when a factor differs
-from channel to channel: one number for all may be a temperature, which stays as precise as it is. Before a
-linear only the operator is folded, and not on an input of the model, whose raw values would then be
-quantized. Layout operators may stand in between (`channel_paths`): PyTorch puts BatchNorm1d over sequences
-between two Transposes.
+TensorFlow exports s·y + c as Mul and Add. Behind a linear these count when a factor differs from channel to
+channel: one number may be a temperature, which stays as precise as it is. Before a linear only the operator
+is folded, and not on an input of the model, whose raw values would then be quantized. Layout operators may
+stand in between (`channel_paths`).
 """
 
 from __future__ import annotations
@@ -23,20 +19,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.core.rewrite import Applied
 from loka_onnx.graph.layout import LAYOUT_OPS, layout_root
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer, values_of
-from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.graph.moves import Numbers
+from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
 from loka_onnx.transforms.linears.channel_paths import (
-    NotFollowed,
-    Numbers,
     Reader,
     by_channel,
     linear_readers,
     moved,
     numbered,
 )
-from loka_onnx.transforms.linears.pattern import NotLinear, is_candidate, only_reader, read_linear
+from loka_onnx.transforms.linears.pattern import is_candidate, only_reader, read_linear
 from loka_onnx.transforms.linears.scaling import Vector, absorb_before, absorb_behind
 
 _OP = "BatchNormalization"
@@ -54,13 +49,9 @@ class _Affine:
 
 @dataclass(frozen=True)
 class FoldedBatchNorm:
-    """Nodes that are removed, and the linears that take them over.
+    """Nodes that are removed, in order, and the linears that take them over.
 
-    Attributes:
-        steps: Removed nodes in order; each passes its input on.
-        behind: Product whose output they scale and shift; None when they are folded into `readers`.
-        scale: s of each channel.
-        shift: c of each channel.
+    `behind` is the product whose output they scale and shift; None when they are folded into `readers`.
     """
 
     steps: tuple[Node, ...]
@@ -77,24 +68,11 @@ class FoldBatchNorm(Mod[FoldedBatchNorm]):
 
     def match(self, model: GraphModel) -> Found[FoldedBatchNorm]:
         """Match BatchNorms behind a linear, and BatchNormalization before linears."""
-        matches: list[FoldedBatchNorm] = []
-        for node in model.nodes:
-            found = _read_behind(model, node) if is_candidate(node) else None
-            if found is not None:
-                matches.append(found)
+        behind = (_read_behind(model, node) for node in model.nodes if is_candidate(node))
+        matches = [match for match in behind if match is not None]
         taken = {id(step) for match in matches for step in match.steps}
-        declined: list[Declined] = []
-        for node in model.nodes:
-            if id(node) in taken:
-                continue
-            try:
-                if node.op == _OP:
-                    matches.append(_read_before(model, node))
-                elif node.op == "Mul":
-                    _tell_of_factors(model, node)
-            except NotFollowed as reason:
-                declined.append(Declined(node.name, str(reason)))
-        return Found(tuple(matches), tuple(declined))
+        rest = find((n for n in model.nodes if id(n) not in taken), lambda node: _read_before(model, node))
+        return Found((*matches, *rest.matches), rest.declined)
 
     def rewrite(self, model: GraphModel, match: FoldedBatchNorm) -> Applied:
         """Fold one BatchNorm."""
@@ -102,9 +80,11 @@ class FoldBatchNorm(Mod[FoldedBatchNorm]):
         if match.behind is not None:
             absorb_behind(model, match.behind, match.scale, match.shift)
             for step in match.steps:
-                _pass_on(model, step)
-            behind = match.behind.name
-            what = f"took over '{last.name}' behind it ({_plural(len(match.steps))})"
+                # The maker of its input, which nothing else reads, makes its output.
+                maker = next(p for p in map(producer, step.inputs) if p is not None)
+                model.hand_over(step.outputs[0], model.renew_output(maker))
+            behind, count = match.behind.name, len(match.steps)
+            what = f"took over '{last.name}' behind it ({count} {'node' if count == 1 else 'nodes'})"
             return Applied(behind, what, {behind: (behind,)})
         for reader in match.readers:
             absorb_before(model, reader.node, match.scale[reader.channels], match.shift[reader.channels])
@@ -115,17 +95,6 @@ class FoldBatchNorm(Mod[FoldedBatchNorm]):
         return Applied(sites[0], what, {site: (site,) for site in sites})
 
 
-def _plural(count: int) -> str:
-    return "1 node" if count == 1 else f"{count} nodes"
-
-
-def _pass_on(model: GraphModel, step: Node) -> None:
-    """Let the maker of a node's input, which nothing else reads, make its output."""
-    result = step.outputs[0]
-    maker = next(p for p in map(producer, step.inputs) if p is not None)
-    model.hand_over(result, model.renew_output(maker))
-
-
 # Behind a linear ---------------------------------------------------------------------------------------
 
 
@@ -133,7 +102,7 @@ def _read_behind(model: GraphModel, product: Node) -> FoldedBatchNorm | None:
     """Return the nodes that scale and shift the outputs of a linear; None for none."""
     try:
         linear = read_linear(model, product)
-    except NotLinear:
+    except NotRewritten:
         return None
     folded = FoldedBatchNorm((), product, (), np.ones(linear.n), np.zeros(linear.n))
     has_factors = False
@@ -149,9 +118,9 @@ def _read_behind(model: GraphModel, product: Node) -> FoldedBatchNorm | None:
             try:
                 numbers = numbered(linear.result, (-2 if linear.on_left else -1,))
                 for node in layout:
-                    numbers = moved(node, numbers)
+                    (numbers,) = moved(node, node.inputs[0], numbers)
                 folded = _with_step(folded, affine, numbers)
-            except NotFollowed:
+            except NotRewritten:
                 break
             has_factors = has_factors or reader.op != "Add"
         tensor = reader.outputs[0]
@@ -200,42 +169,40 @@ def _read_batch_norm(node: Node) -> _Affine | None:
 # Before linears, and what stays -------------------------------------------------------------------------
 
 
-def _read_before(model: GraphModel, node: Node) -> FoldedBatchNorm:
-    """Return the linears that can take over a BatchNormalization in front of them.
-
-    Raises:
-        NotFollowed: It is folded on neither side; the message says why.
-    """
+def _read_before(model: GraphModel, node: Node) -> FoldedBatchNorm | None:
+    """Return the linears that can take over a BatchNormalization in front of them; None for other nodes."""
+    if node.op == "Mul":
+        _decline_factors(model, node)
+    if node.op != _OP:
+        return None
     affine = _read_batch_norm(node)
     if affine is None:
-        raise NotFollowed("its statistics are not constant, or the rank of its input is not known")
+        raise NotRewritten("its statistics are not constant, or the rank of its input is not known")
     behind = _why_not_behind(model, node)
     try:
         source = layout_root(node.inputs[0]).tensor
         if producer(source) is None:
-            raise NotFollowed(f"it normalizes the input '{source.name}', whose raw values would be quantized")
+            raise NotRewritten(
+                f"it normalizes the input '{source.name}', whose raw values would be quantized"
+            )
         result = node.outputs[0]
         readers = linear_readers(model, result, numbered(node.inputs[0], (1,)))
-    except NotFollowed as reason:
-        raise NotFollowed(
+    except NotRewritten as reason:
+        raise NotRewritten(
             f"not folded into a linear in front of it: {behind}; nor behind it: {reason}"
         ) from reason
     return FoldedBatchNorm((node,), None, readers, affine.scale.reshape(-1), affine.shift.reshape(-1))
 
 
-def _tell_of_factors(model: GraphModel, node: Node) -> None:
-    """Report factors that stay behind a linear.
-
-    Raises:
-        NotFollowed: They look like those of a BatchNorm.
-    """
+def _decline_factors(model: GraphModel, node: Node) -> None:
+    """Report factors that stay behind a linear."""
     constants = [tensor for tensor in node.inputs if is_constant(tensor)]
     others = [tensor for tensor in node.inputs if not is_constant(tensor)]
     if len(constants) != 1 or not others or _linear_behind(others[0]) is None:
         return
     if values_of(constants[0]).size < 2:
-        raise NotFollowed("one factor for every channel, which may be a temperature")
-    raise NotFollowed(f"not folded into the linear in front of it: {_why_not_behind(model, node)}")
+        raise NotRewritten("one factor for every channel, which may be a temperature")
+    raise NotRewritten(f"not folded into the linear in front of it: {_why_not_behind(model, node)}")
 
 
 def _linear_behind(tensor: Tensor) -> Node | None:
@@ -253,7 +220,7 @@ def _why_not_behind(model: GraphModel, node: Node) -> str:
         return "there is none"
     try:
         read_linear(model, product)
-    except NotLinear as reason:
+    except NotRewritten as reason:
         return str(reason)
     tensor = data
     while tensor is not product.outputs[0]:

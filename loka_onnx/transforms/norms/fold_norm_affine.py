@@ -5,11 +5,8 @@ A norm computes γ·z + β with the normalized value z. Where only linears read 
     (γ·z + β) · W + b   =   z · (diag(γ) W) + (b + β W)
 
 The norm keeps a scale of ones and no bias. z is quantized then, and its range follows from the operator:
-|z| ≤ √(K−1) for a norm of K elements that subtracts the mean, √K for one that does not. The change of range
-moves to the weight, whose range is known exactly.
-
-Layout operators may stand in between as long as each weight row meets one channel of the norm
-(`channel_paths`): a norm over the last axis, flattened, repeats γ along the rows.
+|z| ≤ √(K−1) for a norm of K elements that subtracts the mean, √K for one that does not. Layout operators may
+stand in between as long as each weight row meets one channel of the norm (`channel_paths`).
 """
 
 from __future__ import annotations
@@ -18,12 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.core.rewrite import Applied
 from loka_onnx.graph.model import GraphModel, Node, is_constant, values_of
-from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
 from loka_onnx.transforms.linears.channel_paths import (
     NORMS_WITH_SCALE,
-    NotFollowed,
     Reader,
     channel_axes,
     linear_readers,
@@ -34,12 +30,7 @@ from loka_onnx.transforms.linears.scaling import Vector, absorb_before
 
 @dataclass(frozen=True)
 class ScaledNorm:
-    """A norm that only linears read.
-
-    Attributes:
-        scale: γ of each channel.
-        shift: β of each channel; None for zeros.
-    """
+    """A norm that only linears read, with γ and β of each channel; β is None for zeros."""
 
     node: Node
     scale: Vector
@@ -54,16 +45,8 @@ class FoldNormAffine(Mod[ScaledNorm]):
 
     def match(self, model: GraphModel) -> Found[ScaledNorm]:
         """Match norms that only linears read."""
-        matches: list[ScaledNorm] = []
-        declined: list[Declined] = []
-        for node in model.nodes:
-            if node.op not in NORMS_WITH_SCALE or _is_plain(node):
-                continue
-            try:
-                matches.append(_read(model, node))
-            except NotFollowed as reason:
-                declined.append(Declined(node.name, f"its scale and shift stay: {reason}"))
-        return Found(tuple(matches), tuple(declined))
+        norms = (node for node in model.nodes if node.op in NORMS_WITH_SCALE and not _is_plain(node))
+        return find(norms, lambda node: _read(model, node))
 
     def rewrite(self, model: GraphModel, match: ScaledNorm) -> Applied:
         """Move the scale and shift of one norm."""
@@ -96,16 +79,19 @@ def _is_plain(node: Node) -> bool:
 
 
 def _read(model: GraphModel, node: Node) -> ScaledNorm:
-    constants = [tensor for tensor in node.inputs[1:3] if tensor.name]
-    if not all(map(is_constant, constants)):
-        raise NotFollowed("they are not constant")
-    if any(output.outputs or model.is_output(output) for output in node.outputs[1:]):
-        raise NotFollowed("its statistics are read as well")
-    axes = channel_axes(node)
-    numbers = numbered(node.inputs[0], axes)
+    try:
+        constants = [tensor for tensor in node.inputs[1:3] if tensor.name]
+        if not all(map(is_constant, constants)):
+            raise NotRewritten("they are not constant")
+        if any(output.outputs or model.is_output(output) for output in node.outputs[1:]):
+            raise NotRewritten("its statistics are read as well")
+        axes = channel_axes(node)
+        numbers = numbered(node.inputs[0], axes)
+        readers = linear_readers(model, node.outputs[0], numbers)
+    except NotRewritten as reason:
+        raise NotRewritten(f"its scale and shift stay: {reason}") from reason
     lengths = [numbers.shape[axis] for axis in axes]
     scale, *shift = (
         np.broadcast_to(values_of(tensor), lengths).astype(np.float64).reshape(-1) for tensor in constants
     )
-    shifts = shift[0] if shift and shift[0].any() else None
-    return ScaledNorm(node, scale, shifts, linear_readers(model, node.outputs[0], numbers))
+    return ScaledNorm(node, scale, shift[0] if shift and shift[0].any() else None, readers)

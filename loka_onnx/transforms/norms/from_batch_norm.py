@@ -26,11 +26,7 @@ _ALL_BUT_ROWS = (-4, -2, -1)
 
 
 def read_batch_norm_of_rows(node: Node) -> DecomposedNorm:
-    """Read the norm of a BatchNormalization with computed statistics and the Reshape behind it.
-
-    Raises:
-        NotANorm: It is something else.
-    """
+    """Read the norm of a BatchNormalization with computed statistics and the Reshape behind it."""
     if node.attrs.get("training_mode", 0) or is_constant(node.inputs[3]):
         raise NotANorm("statistics of training")
     rows = node.inputs[0]

@@ -1,17 +1,14 @@
 """Fuse a decomposed GroupNorm into GroupNormalization.
 
-With x of shape (N, C, …) and the C channels in G groups::
+With x of shape (N, C, …) and the C channels in G groups (ONNX operator set 21; Wu and He, arXiv 1803.08494,
+equations 1 to 3)::
 
     z = Reshape(x, (N, G, …))    z′ = (z − mean(z)) / sqrt(var(z) + ε), over everything behind the first two
     axes Reshape(z′, shape(x)) · γ + β   =   GroupNormalization(x, γ, β; num_groups = G, ε)
 
-which is the operator's definition (ONNX operator set 21, GroupNormalization; Wu and He, arXiv 1803.08494,
-equations 1 to 3): γ and β have one element for each channel, and are ones and zeros where they are absent. z′
-is either an InstanceNormalization with unit scale (PyTorch's exporters below operator set 21) or primitives.
-The statistics stay in FP32 (`stash_type` 1).
-
-The operator takes inputs of rank 3 and up with channels second. For others, `fuse_layer_norm` fuses the part
-between the two reshapes.
+γ and β have one element for each channel, and may be absent. z′ is an InstanceNormalization with unit scale
+or primitives. The operator takes inputs of rank 3 and up with channels second; for others, the part between
+the two reshapes is a LayerNorm (`fuse`).
 """
 
 from __future__ import annotations
@@ -22,12 +19,20 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.rewrite import Applied
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer, values_of
+from loka_onnx.graph.model import (
+    GraphModel,
+    Node,
+    Tensor,
+    consumers,
+    is_constant,
+    producer,
+    shape_of,
+    values_of,
+)
 from loka_onnx.graph.shape_values import Dim, dimensions, read_dimensions, reshaped
-from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.norms.pattern import DecomposedNorm, NotFused, module_of, nodes_between
+from loka_onnx.transforms.norms.fuse import FuseNorm, NormKind, put_in_place
+from loka_onnx.transforms.norms.pattern import DecomposedNorm, NotFused, extended, module_of, nodes_between
 from loka_onnx.transforms.norms.reading import read_norm
-from loka_onnx.transforms.norms.rewrite import NormKind, find_norms, put_in_place
 from loka_onnx.transforms.norms.walk import NotANorm
 
 _OP = "GroupNormalization"
@@ -36,12 +41,9 @@ Channels = npt.NDArray[np.floating]
 
 @dataclass(frozen=True)
 class GroupedNorm(DecomposedNorm):
-    """A norm over groups of channels.
+    """A norm over groups of channels, with factor and summand of each channel, (C,), or None.
 
-    Attributes:
-        channel_scale: Factor of each channel, (C,); None for ones.
-        channel_bias: Summand of each channel, (C,); None for zeros.
-        site: The InstanceNormalization between the reshapes, a site that keeps its name; None for primitives.
+    `site` is the InstanceNormalization between the reshapes, which keeps its name; None for primitives.
     """
 
     groups: int = 1
@@ -50,18 +52,20 @@ class GroupedNorm(DecomposedNorm):
     site: Node | None = None
 
 
-class FuseGroupNorm(Mod[GroupedNorm]):
+class FuseGroupNorm(FuseNorm[GroupedNorm]):
     """Decomposed GroupNorm → GroupNormalization."""
 
     name = "fuse-group-norm"
+    kind = NormKind.GROUP
+    op = _OP
 
-    def match(self, model: GraphModel) -> Found[GroupedNorm]:
-        """Match norms between a Reshape into groups and the Reshape back."""
-        return find_norms(model, NormKind.GROUP, _read)
+    def read(self, node: Node) -> GroupedNorm:
+        """Read the norm between a Reshape into groups and the Reshape back, or its scale and shift."""
+        return _read(node)
 
     def rewrite(self, model: GraphModel, match: GroupedNorm) -> Applied:
         """Replace the primitives by one node."""
-        channels, base = int(match.source.shape[1]), match.module or _OP.lower()
+        channels, base = int(shape_of(match.source)[1]), match.module or _OP.lower()
         scale = np.ones(channels) if match.channel_scale is None else match.channel_scale
         bias = np.zeros(channels) if match.channel_bias is None else match.channel_bias
         inputs = [
@@ -83,16 +87,7 @@ class FuseGroupNorm(Mod[GroupedNorm]):
 
 @dataclass(frozen=True)
 class _Core:
-    """The part between the two reshapes.
-
-    Attributes:
-        source: The channels in groups.
-        axes: Normalized axes, negative, ascending.
-        epsilon: Summand of the variance.
-        scale: Factor that broadcasts against `source`, or None.
-        bias: Summand that broadcasts against `source`, or None.
-        site: The InstanceNormalization; None for primitives.
-    """
+    """The part between the two reshapes; scale and bias broadcast against its source."""
 
     source: Tensor
     axes: tuple[int, ...]
@@ -104,7 +99,6 @@ class _Core:
 
 
 def _read(node: Node) -> GroupedNorm:
-    """Read the norm that ends at the Reshape back, or at its scale and shift."""
     last = producer(node.inputs[0]) if node.op == "Reshape" else None
     if last is None:
         raise NotANorm("no reshape of a result")
@@ -131,7 +125,7 @@ def _read(node: Node) -> GroupedNorm:
         channel_scale=_in_groups(core.scale, sizes, channels, norm),
         channel_bias=_in_groups(core.bias, sizes, channels, norm),
     )
-    return _with_bias(_with_scale(norm, channels), channels)
+    return _with_affine(norm, channels)
 
 
 def _after(reshape: Node | None, before: tuple[Dim, ...] | None) -> tuple[Dim, ...] | None:
@@ -176,9 +170,10 @@ def _read_primitives(node: Node) -> _Core:
         constants = [tensor for tensor in node.inputs if is_constant(tensor)] if node.op == op else []
         steps.append(values_of(constants[0]) if len(constants) == 1 else None)
         if len(constants) == 1:
-            node = producer(next(tensor for tensor in node.inputs if tensor is not constants[0]))
-            if node is None:
+            maker = producer(next(tensor for tensor in node.inputs if tensor is not constants[0]))
+            if maker is None:
                 raise NotANorm("a constant or input")
+            node = maker
     norm = read_norm(node)
     bias, scale = steps
     if not norm.is_centred or not norm.is_mean:
@@ -195,11 +190,7 @@ def _read_primitives(node: Node) -> _Core:
 def _in_groups(
     values: Channels | None, sizes: tuple[Dim, ...], channels: int, norm: GroupedNorm
 ) -> Channels | None:
-    """Return one element for each channel of a constant that broadcasts against the grouped channels.
-
-    Raises:
-        NotFused: It varies along another axis.
-    """
+    """Return one element for each channel of a constant that broadcasts against the grouped channels."""
     if values is None:
         return None
     groups = int(sizes[1])
@@ -211,42 +202,28 @@ def _in_groups(
     return np.broadcast_to(padded.reshape(padded.shape[1], -1), (groups, channels // groups)).reshape(-1)
 
 
-def _with_scale(norm: GroupedNorm, channels: int) -> GroupedNorm:
-    """Take a constant scale of channels that is the only reader of the result."""
-    if norm.channel_scale is not None or norm.channel_bias is not None:
+def _with_affine(norm: GroupedNorm, channels: int) -> GroupedNorm:
+    """Take in a constant scale, then a bias, of channels that alone reads the result."""
+    if norm.channel_bias is not None:
         return norm
-    step = _channel_step(norm, "Mul", channels)
-    return norm if step is None else replace(_extended(norm, step), channel_scale=step.values)
+    step = None if norm.channel_scale is not None else _channel_step(norm, "Mul", channels)
+    if step is not None:
+        norm = replace(extended(norm, step[0]), channel_scale=step[1])
+    step = _channel_step(norm, "Add", channels)
+    return norm if step is None else replace(extended(norm, step[0]), channel_bias=step[1])
 
 
-def _with_bias(norm: GroupedNorm, channels: int) -> GroupedNorm:
-    """Take a constant bias of channels that is the only reader of the result."""
-    step = None if norm.channel_bias is not None else _channel_step(norm, "Add", channels)
-    return norm if step is None else replace(_extended(norm, step), channel_bias=step.values)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A node that combines the result with one number for each channel."""
-
-    node: Node
-    values: Channels
-
-
-def _channel_step(norm: GroupedNorm, op: str, channels: int) -> _Step | None:
+def _channel_step(norm: GroupedNorm, op: str, channels: int) -> tuple[Node, Channels] | None:
+    """Return a node that combines the result with one number for each channel, and these."""
     readers = consumers(norm.result)
     if len(readers) != 1 or readers[0].op != op:
         return None
     constants = [tensor for tensor in readers[0].inputs if is_constant(tensor)]
-    rank = len(norm.source.shape)
-    if len(constants) != 1 or len(constants[0].shape) > rank:
+    rank = len(shape_of(norm.source))
+    if len(constants) != 1 or values_of(constants[0]).ndim > rank:
         return None
     values = values_of(constants[0])
     padded = (1,) * (rank - values.ndim) + values.shape
     if any(length != 1 for axis, length in enumerate(padded) if axis != 1) or padded[1] not in (1, channels):
         return None
-    return _Step(readers[0], np.broadcast_to(values.reshape(-1), (channels,)))
-
-
-def _extended(norm: GroupedNorm, step: _Step) -> GroupedNorm:
-    return replace(norm, result=step.node.outputs[0], inner=(*norm.inner, step.node))
+    return readers[0], np.broadcast_to(values.reshape(-1), (channels,))

@@ -1,20 +1,18 @@
-"""A normalization exported as primitives, and the checks before it is fused.
-
-Shared by the rules for LayerNorm, RMSNorm, GroupNorm and L2-norm; `reading` reads it.
+"""A normalization exported as primitives, and the checks before it is fused; `reading` reads it.
 
 Conversions between float types may stand around a norm, never inside: from its squares to its quotient all
-must be FP32, as PyTorch and Keras write the norms of FP16 and BF16 models. They stay where they are, so that
-a strongly typed engine computes the statistics in FP32.
+must be FP32, as PyTorch and Keras write the norms of FP16 and BF16 models.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import isqrt, prod
+from typing import TypeVar
 
 import onnx
 
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer, shape_of
 from loka_onnx.transforms.norms.walk import NotANorm, lossless_chain, static_length, type_of
 
 _LARGEST_PATTERN = 100
@@ -30,19 +28,17 @@ class NotFused(NotANorm):
         self.norm = norm
 
 
+N = TypeVar("N", bound="DecomposedNorm")
+
+
 @dataclass(frozen=True)
 class DecomposedNorm:
     """A normalization read from primitives.
 
     Attributes:
-        source: Normalized tensor.
         axes: Normalized axes, negative, ascending.
         epsilon: Summand of the mean of squares.
         is_mean: Whether squares are averaged; added otherwise.
-        scale: Constant factor, or None.
-        bias: Constant summand, or None.
-        result: The tensor that the norm replaces.
-        module: Module path of the nodes, for the name of the fused node.
         inner: Every node of the pattern; only `result` may be read from outside.
         factor: Multiplies the scale; a power of two.
     """
@@ -64,23 +60,24 @@ class DecomposedNorm:
         """Lengths of the normalized axes; None where one is unknown."""
         if static_length(self.source, self.axes) is None:
             return None
-        return tuple(int(self.source.shape[axis]) for axis in self.axes)
+        return tuple(int(shape_of(self.source)[axis]) for axis in self.axes)
 
 
 def with_scale(norm: DecomposedNorm) -> DecomposedNorm:
     """Take in a constant scale that is the only reader of the result."""
-    if norm.scale is not None or norm.bias is not None:
-        return norm
-    node = _constant_step(norm, "Mul")
-    return norm if node is None else replace(_extended(norm, node), scale=_constant_of(node))
+    step = _constant_step(norm, "Mul") if norm.scale is None and norm.bias is None else None
+    return norm if step is None else replace(extended(norm, step[0]), scale=step[1])
 
 
 def with_bias(norm: DecomposedNorm) -> DecomposedNorm:
     """Take in a constant bias that is the only reader of the result."""
-    if norm.bias is not None:
-        return norm
-    node = _constant_step(norm, "Add")
-    return norm if node is None else replace(_extended(norm, node), bias=_constant_of(node))
+    step = _constant_step(norm, "Add") if norm.bias is None else None
+    return norm if step is None else replace(extended(norm, step[0]), bias=step[1])
+
+
+def extended(norm: N, node: Node) -> N:
+    """Return a norm with one more node at its end."""
+    return replace(norm, result=node.outputs[0], inner=(*norm.inner, node))
 
 
 def why_not_fused(model: GraphModel, norm: DecomposedNorm) -> str | None:
@@ -98,9 +95,6 @@ def over_last_axes(norm: DecomposedNorm) -> DecomposedNorm:
     """Return the norm in operator form: last axes, averaged squares, scale along the axes.
 
     Where squares are added over K elements, sum(d·d) + ε = K·(mean(d·d) + ε/K).
-
-    Raises:
-        NotFused: It has no such form.
     """
     if norm.axes != tuple(range(-len(norm.axes), 0)):
         raise NotFused(f"it normalizes axes {list(norm.axes)}, which are not the last ones", norm)
@@ -124,8 +118,8 @@ def varies_within(norm: DecomposedNorm, constant: Tensor | None) -> bool:
     if shape is None:
         # `why_not_fused` reports it.
         return True
-    rank = len(norm.source.shape)
-    padded = (1,) * (rank - len(constant.shape)) + tuple(constant.shape)
+    rank, own = len(shape_of(norm.source)), shape_of(constant)
+    padded = (1,) * (rank - len(own)) + own
     target = (1,) * (rank - len(shape)) + shape
     return len(padded) == rank and all(a in (1, b) for a, b in zip(padded, target, strict=True))
 
@@ -136,11 +130,7 @@ def module_of(node: Node) -> str:
 
 
 def nodes_between(source: Tensor, result: Tensor) -> tuple[Node, ...]:
-    """Return the nodes that compute a tensor from another one and from constants.
-
-    Raises:
-        NotANorm: They read a third tensor.
-    """
+    """Return the nodes that compute a tensor from another one and from constants."""
     stops = {id(tensor) for tensor in lossless_chain(source)}
     found: dict[int, Node] = {}
     pending = [result]
@@ -171,19 +161,10 @@ def _is_private(model: GraphModel, norm: DecomposedNorm) -> bool:
     return True
 
 
-def _constant_step(norm: DecomposedNorm, op: str) -> Node | None:
-    """Return the only reader of the result if it is of that operator and its other operand fits."""
+def _constant_step(norm: DecomposedNorm, op: str) -> tuple[Node, Tensor] | None:
+    """Return the only reader of the result, of that operator, and its other operand, which is constant."""
     readers = consumers(norm.result)
     if norm.shape is None or len(readers) != 1 or readers[0].op != op:
         return None
-    node = readers[0]
-    constant = _constant_of(node)
-    return node if constant is not None and varies_within(norm, constant) else None
-
-
-def _constant_of(node: Node) -> Tensor | None:
-    return next((tensor for tensor in node.inputs if is_constant(tensor)), None)
-
-
-def _extended(norm: DecomposedNorm, node: Node) -> DecomposedNorm:
-    return replace(norm, result=node.outputs[0], inner=(*norm.inner, node))
+    constant = next((tensor for tensor in readers[0].inputs if is_constant(tensor)), None)
+    return None if constant is None or not varies_within(norm, constant) else (readers[0], constant)

@@ -18,7 +18,6 @@ from loka_onnx.transforms.norms.statistics import (
     Centred,
     Root,
     centred_or_none,
-    is_centred,
     is_same,
     read_mean,
     read_root,
@@ -27,12 +26,7 @@ from loka_onnx.transforms.norms.walk import Moment, NearMiss, NotANorm, origin, 
 
 
 def read_norm(node: Node) -> DecomposedNorm:
-    """Read the norm that ends at a node, without a further scale and shift.
-
-    Raises:
-        NearMiss: It comes close to a norm.
-        NotANorm: It is something else.
-    """
+    """Read the norm that ends at a node, without a further scale and shift."""
     if node.op in {"Add", "Sub"}:
         norm = _read_distributed(node)
     elif node.op in {"Div", "Mul"}:
@@ -44,7 +38,8 @@ def read_norm(node: Node) -> DecomposedNorm:
 
 def looks_centred(node: Node) -> bool:
     """Return whether the mean was removed from an operand: a near miss there is one of LayerNorm."""
-    return any(is_centred(operand) for tensor in node.inputs for operand in _with_and_without_factor(tensor))
+    operands = (operand for tensor in node.inputs for operand in _with_and_without_factor(tensor))
+    return any(centred_or_none(operand) is not None for operand in operands)
 
 
 # Quotients ---------------------------------------------------------------------------------------------
@@ -58,21 +53,13 @@ class _Inverse:
     constant: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _Source:
-    """The normalized tensor, and whether its mean is subtracted first."""
-
-    tensor: Tensor
-    is_centred: bool
-
-
 def _read_quotient(node: Node) -> DecomposedNorm:
     numerator, inverse = _divided(node)
     root = inverse.root
     miss = NearMiss("")
     for tensor in _with_and_without_factor(numerator):
         try:
-            source = _source(tensor, root.moment)
+            source, is_centred = _source(tensor, root.moment)
         except NearMiss as reason:
             miss = reason
             continue
@@ -80,10 +67,10 @@ def _read_quotient(node: Node) -> DecomposedNorm:
         if factor is not None and inverse.constant is not None:
             raise NearMiss("it has two constant factors", root.moment)
         return DecomposedNorm(
-            source.tensor,
+            source,
             root.moment.axes,
             root.epsilon,
-            source.is_centred,
+            is_centred,
             root.moment.is_mean,
             inverse.constant if factor is None else factor,
             None,
@@ -152,18 +139,18 @@ def _read_varying(node: Node) -> _Inverse:
     raise NotANorm("a product of two tensors")
 
 
-def _source(numerator: Tensor, moment: Moment) -> _Source:
-    """Return the source that a numerator normalizes over the root of a moment."""
+def _source(numerator: Tensor, moment: Moment) -> tuple[Tensor, bool]:
+    """Return what a numerator normalizes over the root of a moment, and whether its mean is subtracted."""
     centred = centred_or_none(numerator)
     is_about_mean = centred is not None and centred.axes == moment.axes
     if moment.is_central:
         if centred is not None and is_about_mean and origin(centred.source) is origin(moment.squared):
-            return _Source(centred.source, is_centred=True)
+            return centred.source, True
         raise NearMiss("its divisor is a standard deviation, but its mean is not subtracted", moment)
     if centred is not None and is_about_mean and is_same(numerator, moment.squared):
-        return _Source(centred.source, is_centred=True)
+        return centred.source, True
     if origin(numerator) is origin(moment.squared):
-        return _Source(numerator, is_centred=False)
+        return numerator, False
     deviation = centred_or_none(moment.squared)
     if deviation is not None and origin(deviation.source) is origin(numerator):
         raise NearMiss("its divisor is a standard deviation, but its mean is not subtracted", moment)
@@ -248,11 +235,7 @@ def _read_offset(node: Node, position: int, factor: Tensor, mean: Centred) -> Te
 
 
 def _check_product(tensor: Tensor, factor: Tensor, mean: Centred, *, is_negative: bool) -> None:
-    """Check that a tensor is ``m·s``, or its negative.
-
-    Raises:
-        NotANorm: It is something else.
-    """
+    """Check that a tensor is ``m·s``, or its negative."""
     node = producer(tensor)
     if node is not None and node.op == "Neg":
         node, is_negative = producer(node.inputs[0]), not is_negative

@@ -34,13 +34,7 @@ _REDUCTIONS = frozenset({"ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2
 
 @dataclass(frozen=True)
 class Root:
-    """sqrt(moment + ε), or its reciprocal.
-
-    Attributes:
-        moment: The mean or sum of squares.
-        epsilon: ε.
-        is_inverted: Whether the reciprocal was read.
-    """
+    """sqrt(moment + ε), or its reciprocal."""
 
     moment: Moment
     epsilon: float
@@ -56,24 +50,12 @@ class Centred:
 
 
 def read_root(tensor: Tensor) -> Root:
-    """Trace a tensor back to the mean or sum of squares that it is the root of.
-
-    Raises:
-        NearMiss: It is close to such a root.
-        NotANorm: It is something else.
-    """
+    """Trace a tensor back to the mean or sum of squares that it is the root of."""
     return _read_root(tensor, Walk())
 
 
 def read_mean(tensor: Tensor, walk: Walk | None = None) -> Centred:
-    """Return the tensor that this one is the mean of, and the axes.
-
-    Args:
-        walk: Use of the mean; None where it must broadcast against its source.
-
-    Raises:
-        NotANorm: It is something else.
-    """
+    """Return the tensor that this one is the mean of, and the axes, behind a walk."""
     walk = walk or Walk()
     scaled = _unscaled(walk.to(tensor), walk)
     node = scaled.node
@@ -88,11 +70,7 @@ def read_mean(tensor: Tensor, walk: Walk | None = None) -> Centred:
 
 
 def read_centred(tensor: Tensor) -> Centred:
-    """Read ``x − mean(x)``.
-
-    Raises:
-        NotANorm: It is something else.
-    """
+    """Read ``x − mean(x)``."""
     node = producer(tensor)
     if node is None or node.op not in {"Sub", "Add"}:
         raise NotANorm("no difference")
@@ -114,11 +92,6 @@ def centred_or_none(tensor: Tensor) -> Centred | None:
         return read_centred(tensor)
     except NotANorm:
         return None
-
-
-def is_centred(tensor: Tensor) -> bool:
-    """Return whether a tensor had its own mean removed."""
-    return centred_or_none(tensor) is not None
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
@@ -193,12 +166,7 @@ def _bounded(node: Node, number: float) -> str:
 
 
 def read_moment(node: Node, walk: Walk) -> Moment:
-    """Read the mean or sum of squares that a node computes, with a walk behind it.
-
-    Raises:
-        NearMiss: It is close to one.
-        NotANorm: It is something else.
-    """
+    """Read the mean or sum of squares that a node computes, with a walk behind it."""
     if node.op == "Relu":
         # Max(variance, 0) guards against rounding: no change in exact arithmetic.
         return read_moment(walk.to(node.inputs[0]), walk)
@@ -285,11 +253,7 @@ def _unscaled(node: Node, walk: Walk) -> _Scaled:
 
 @dataclass(frozen=True)
 class _WithNumber:
-    """The number among the operands of a node, and its other operand.
-
-    Attributes:
-        is_largest: Whether the number is an upper limit.
-    """
+    """The number among the operands of a node, its other operand, and whether it is an upper limit."""
 
     number: float
     other: Tensor

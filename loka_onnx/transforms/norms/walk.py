@@ -18,11 +18,14 @@ import numpy as np
 import onnx
 
 from loka_onnx.graph.model import Node, Tensor, element_type, is_constant, producer, values_of
-from loka_onnx.graph.shape_values import Dim, dimensions, read_dimensions, reshaped
+from loka_onnx.graph.moves import move
+from loka_onnx.graph.shape_values import dimensions
 
 _FURTHEST = 40
 """Most nodes between a statistic's use and its reduction; exporters write up to ten."""
 _LAYOUT = frozenset({"Unsqueeze", "Squeeze", "Reshape", "Expand"})
+_LENGTHS = (7, 11, 13, 17, 19)
+"""Of named dimensions, where the layout of a statistic is followed."""
 _T = onnx.TensorProto
 _WIDENING = frozenset(
     {(_T.FLOAT16, _T.FLOAT), (_T.BFLOAT16, _T.FLOAT), (_T.FLOAT16, _T.DOUBLE)}
@@ -36,13 +39,9 @@ class NotANorm(Exception):
 
 @dataclass(frozen=True)
 class Moment:
-    """Mean or sum of squares.
+    """Mean or sum of squares of a tensor, over axes that are negative, ascending.
 
-    Attributes:
-        squared: Tensor whose squares are averaged or added.
-        axes: Axes of the reduction, negative, ascending.
-        is_mean: Whether it is a mean, else a sum.
-        is_central: Whether the square of the mean was subtracted: the variance of `squared`.
+    `is_central` if the square of the mean was subtracted: the variance of `squared`.
     """
 
     squared: Tensor
@@ -59,9 +58,7 @@ class Moment:
 class NearMiss(NotANorm):
     """The nodes come close to a norm; the message names the difference.
 
-    Attributes:
-        moment: Mean or sum of squares that was read; None for none.
-        part: A node that would be reported as a near miss of its own; None for none.
+    `moment` was read; `part` is a node that would be reported as a near miss of its own.
     """
 
     def __init__(self, reason: str, moment: Moment | None = None, part: Node | None = None) -> None:
@@ -72,9 +69,8 @@ class NearMiss(NotANorm):
 class Walk:
     """One way back from a statistic's use.
 
-    Args:
-        is_vector: Whether the statistic is used as a vector, one number for each position: then any
-            arrangement that keeps the order of its elements is equal.
+    `is_vector` if it is used as one number for each position: any arrangement that keeps their order is
+    equal.
     """
 
     def __init__(self, *, is_vector: bool = False) -> None:
@@ -89,11 +85,7 @@ class Walk:
         return other
 
     def to(self, tensor: Tensor) -> Node:
-        """Return the node that computes a tensor, behind layout nodes and conversions.
-
-        Raises:
-            NotANorm: The tensor is a constant or an input, or the way is too long.
-        """
+        """Return the node that computes a tensor, behind layout nodes and conversions."""
         while True:
             node = producer(tensor)
             self._steps += 1
@@ -108,11 +100,7 @@ class Walk:
             tensor = node.inputs[0]
 
     def arrive(self, reduction: Node, axes: tuple[int, ...], moment: Moment | None = None) -> None:
-        """Check the way from a reduction over these axes.
-
-        Raises:
-            NearMiss: The statistic was rounded on the way, or does not broadcast against the reduced tensor.
-        """
+        """Check the way from a reduction over these axes."""
         if self._roundings:
             raise NearMiss(f"its statistics pass through {self._roundings[-1]}", moment)
         is_arranged = (
@@ -146,7 +134,7 @@ def origin(tensor: Tensor) -> Tensor:
 
 def scalar(tensor: Tensor) -> float | None:
     """Return the value of a constant with one element; None otherwise."""
-    if not is_constant(tensor) or prod(tensor.shape) != 1:
+    if not is_constant(tensor) or values_of(tensor).size != 1:
         return None
     return float(values_of(tensor).reshape(-1)[0])
 
@@ -155,22 +143,16 @@ def static_length(tensor: Tensor, axes: tuple[int, ...]) -> int | None:
     """Return the product of the lengths of some axes; None where one is unknown."""
     if tensor.shape is None or any(-axis > len(tensor.shape) for axis in axes):
         return None
-    lengths = [tensor.shape[axis] for axis in axes]
-    return prod(lengths) if all(isinstance(length, int) and length > 0 for length in lengths) else None
+    lengths = [d for axis in axes if isinstance(d := tensor.shape[axis], int) and d > 0]
+    return prod(lengths) if len(lengths) == len(axes) else None
 
 
 def reduced_axes(reduce: Node) -> tuple[int, ...]:
-    """Return axes of a reduction, negative and ascending.
-
-    Raises:
-        NotANorm: They are not constant, or the rank is unknown.
-    """
+    """Return axes of a reduction, negative and ascending."""
     shape = reduce.inputs[0].shape
     every = [0] if shape is None else list(range(len(shape)))
     if reduce.op == "GlobalAveragePool":
         axes = every[2:]
-    elif "axes" in reduce.attrs:
-        axes = [int(axis) for axis in reduce.attrs["axes"]]
     elif len(reduce.inputs) > 1 and reduce.inputs[1].name:
         if not is_constant(reduce.inputs[1]):
             raise NotANorm("a reduction over axes that are not constant")
@@ -189,22 +171,6 @@ def _loses_nothing(cast: Node) -> bool:
     return before == after or (before, after) in _WIDENING
 
 
-# Arrangement of axes -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Place:
-    """One axis of a statistic.
-
-    Attributes:
-        axis: Axis of the reduced tensor, negative; None where it does not vary.
-        size: Length or name.
-    """
-
-    axis: int | None
-    size: Dim
-
-
 def _is_arranged(reduction: Node, axes: tuple[int, ...], layout: tuple[Node, ...]) -> bool:
     """Return whether a statistic broadcasts against its source as if every axis had been kept."""
     is_kept = bool(reduction.attrs.get("keepdims", 1))
@@ -213,87 +179,21 @@ def _is_arranged(reduction: Node, axes: tuple[int, ...], layout: tuple[Node, ...
     sizes = dimensions(reduction.inputs[0])
     if sizes is None:
         return False
-    places = _left_by(sizes, axes, is_kept)
-    for node in layout:
-        moved = _moved(node, places)
-        if moved is None:
-            return False
-        places = moved
-    first = -len(places)
-    if -first > len(sizes):
+    names = dict.fromkeys(size for size in sizes if isinstance(size, str))
+    lengths = dict(zip(names, _LENGTHS, strict=False))
+    if len(lengths) < len(names):
         return False
-    return all(
-        place.axis == position or (place.axis is None and place.size in (1, sizes[position]))
-        for position, place in enumerate(places, start=first)
-    )
-
-
-def _left_by(sizes: tuple[Dim, ...], axes: tuple[int, ...], is_kept: bool) -> list[_Place]:
-    """Return the axes of a reduction's result."""
-    places = []
-    for position, size in enumerate(sizes, start=-len(sizes)):
-        if position not in axes:
-            places.append(_Place(None if size == 1 else position, size))
-        elif is_kept:
-            places.append(_Place(None, 1))
-    return places
-
-
-def _moved(node: Node, places: list[_Place]) -> list[_Place] | None:
-    """Return the axes after a layout node; None where they are unknown."""
-    if node.op in {"Squeeze", "Unsqueeze"}:
-        axes = _constant_axes(node)
-        return (
-            None
-            if axes is None
-            else _squeezed(places, axes)
-            if node.op == "Squeeze"
-            else _widened(places, axes)
-        )
-    target = read_dimensions(node.inputs[1])
-    if target is None:
-        return None
-    if node.op == "Expand":
-        return _expanded(places, target)
-    sizes = reshaped(tuple(p.size for p in places), target, zero_copies=not node.attrs.get("allowzero", 0))
-    varying = [place for place in places if place.size != 1]
-    if sizes is None or [size for size in sizes if size != 1] != [place.size for place in varying]:
-        return None
-    rest = iter(varying)
-    return [_Place(None, 1) if size == 1 else next(rest) for size in sizes]
-
-
-def _constant_axes(node: Node) -> tuple[int, ...] | None:
-    if "axes" in node.attrs:
-        return tuple(int(axis) for axis in node.attrs["axes"])
-    if len(node.inputs) < 2 or not is_constant(node.inputs[1]):
-        return None
-    return tuple(int(axis) for axis in np.atleast_1d(values_of(node.inputs[1])))
-
-
-def _squeezed(places: list[_Place], axes: tuple[int, ...]) -> list[_Place] | None:
-    gone = {axis % len(places) for axis in axes} if places else set()
-    if any(places[axis].size != 1 for axis in gone):
-        return None
-    return [place for axis, place in enumerate(places) if axis not in gone]
-
-
-def _widened(places: list[_Place], axes: tuple[int, ...]) -> list[_Place]:
-    rank = len(places) + len(axes)
-    new, rest = {axis % rank for axis in axes}, iter(places)
-    return [_Place(None, 1) if axis in new else next(rest) for axis in range(rank)]
-
-
-def _expanded(places: list[_Place], target: tuple[Dim, ...]) -> list[_Place] | None:
-    rank = max(len(places), len(target))
-    before = [_Place(None, 1)] * (rank - len(places)) + places
-    entries: list[Dim] = [*([1] * (rank - len(target))), *target]
-    result = []
-    for place, entry in zip(before, entries, strict=True):
-        if entry in (1, place.size):
-            result.append(place)
-        elif place.size == 1:
-            result.append(_Place(None, entry))
-        else:
-            return None
-    return result
+    whole = [lengths[size] if isinstance(size, str) else size for size in sizes]
+    reduced = [1 if axis in axes else whole[axis] for axis in range(-len(whole), 0)]
+    # A number for each statistic.
+    kept = np.arange(prod(reduced), dtype=np.int64).reshape(reduced)
+    numbers = kept if is_kept else np.squeeze(kept, axes)
+    try:
+        for node in layout:
+            (numbers,) = move(node, node.inputs[0], numbers, lengths)
+        numbers = numbers.reshape([1] * (len(whole) - numbers.ndim) + list(numbers.shape))
+        shape = np.broadcast_shapes(numbers.shape, kept.shape)
+        is_equal = np.array_equal(np.broadcast_to(numbers, shape), np.broadcast_to(kept, shape))
+        return is_equal and np.broadcast_shapes(shape, tuple(whole)) == tuple(whole)
+    except (ValueError, IndexError):
+        return False

@@ -2,19 +2,13 @@
 
 For each maker (`makers`) and each strength of `STRENGTHS`, factors are computed (`numerics.smoothing`) and
 the affected products are measured on rows: those of the linears that read the maker, and that of the maker
-itself when it is a linear, whose weight is divided. The measure is the unweighted sum of their relative
-errors (`numerics.product_error`), because a plan decides site by site. An output channel counts by the
-weights that it meets next, so that dividing it does not change the weight of its error.
+itself when it is a linear. The measure is the unweighted sum of their relative errors
+(`numerics.product_error`), because a plan decides site by site. An output channel counts by the weights that
+it meets next.
 
 Half of the rows choose the strength, the other half accepts it: the sum must fall by `LEAST_GAIN` on both,
-and no single product may lose as much.
-
-Factors are powers of two, which keep the FP32 model's bits. Exact factors draw other rounding errors, for
-better or worse: on DCNv2 and Wukong trained on MovieLens 1M (17 makers, this measure), they were never
-another 10 % better on both halves.
-
-A linear may be reader and maker. Makers are tried in turns, each under the present factors of the others,
-until none changes (`_TURNS` at most): a second run of the mod then matches nothing.
+and no single product may lose as much. Factors are powers of two, which keep the FP32 model's bits. Makers
+are tried in turns, each under the present factors of the others, until none changes (`_TURNS` at most).
 """
 
 from __future__ import annotations
@@ -35,8 +29,7 @@ from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.linears.pattern import read_linear
 from loka_onnx.transforms.linears.scaling import Vector
 from loka_onnx.transforms.linears.site_rows import measured_columns, read_rows
-from loka_onnx.transforms.smoothing.makers import Maker, find_makers
-from loka_onnx.transforms.smoothing.smooth import Smoothing
+from loka_onnx.transforms.smoothing.makers import Maker, find_makers, smooth
 
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LEAST_GAIN = 0.1
@@ -49,12 +42,17 @@ _TINY = 1e-300
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
-class ChooseSmoothing(Mod[Smoothing]):
-    """Smoothing by measured error.
+@dataclass(frozen=True)
+class Smoothing:
+    """Maker of a tensor, the divisors of its channels, and the gain in words."""
 
-    Args:
-        scratch: Directory on the file system of the model, for a copy of it.
-    """
+    maker: Maker
+    divisors: Vector
+    gain: str
+
+
+class ChooseSmoothing(Mod[Smoothing]):
+    """Smoothing by measured error; a copy of the model is written to `scratch`."""
 
     name = "smooth-by-error"
 
@@ -78,26 +76,23 @@ class ChooseSmoothing(Mod[Smoothing]):
         for maker in makers.found:
             tried = search.tried[maker.name]
             if tried.chosen:
-                matches.append(Smoothing(maker, search.divisors[maker.name], f"; {tried.gain()}"))
+                matches.append(Smoothing(maker, search.divisors[maker.name], tried.gain()))
             else:
                 declined.append(Declined(maker.name, tried.reason()))
         return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: Smoothing) -> Applied:
         """Divide at one maker, multiply at its readers."""
-        return match.rewrite(model)
+        return smooth(model, match.maker, match.divisors, f"; {match.gain}")
 
 
 @dataclass
 class _Site:
     """A linear and its input, under the present factors.
 
-    Attributes:
-        halves: Rows that choose and rows that accept, each with their exact products.
-        units: Weight of each output channel, (N,).
-        before: Divisors of the input channels, (K,).
-        behind: Divisors of the output channels, (N,).
-        version: Counts the changes of the two.
+    `halves` are rows that choose and rows that accept, with their exact products; `units` weigh the output
+    channels, (N,); `before` (K,) and `behind` (N,) divide input and output channels; `version` counts
+    changes.
     """
 
     product: Product
@@ -134,13 +129,9 @@ class _Candidate:
 
 @dataclass
 class _Tried:
-    """Outcome for a maker.
+    """Outcome for a maker: sums of the relative errors of its sites on the accepting half.
 
-    Attributes:
-        without: Sum of the relative errors before smoothing, on the accepting half.
-        now: The same with the chosen candidate, or with the best where none was chosen.
-        best: Strength of the best candidate that was not chosen.
-        chosen: Chosen strengths in order.
+    `without` smoothing, and `now` with the chosen candidate, or with the best where none was chosen.
     """
 
     sites: tuple[str, ...]
@@ -265,7 +256,7 @@ def _products(
     model: GraphModel, makers: Sequence[Maker], rows: Sequence[Arrays], scratch: Path
 ) -> dict[str, _Site]:
     nodes = {reader.node.name: reader.node for maker in makers for reader in maker.readers}
-    nodes |= {maker.name: maker.node for maker in makers if maker.is_linear}
+    nodes |= {maker.name: maker.node for maker in makers if maker.node is not None and maker.is_linear}
     linears = {name: read_linear(model, node) for name, node in nodes.items()}
     read = read_rows(model, linears, rows, scratch)
     by_name = {maker.name: maker for maker in makers}

@@ -1,11 +1,18 @@
-"""Makers of tensors that linears read, with a divisor for each channel.
+"""Makers of tensors that linears read, and smoothing: dividing each channel at its maker.
+
+SmoothQuant (Xiao et al., arXiv 2211.10438, equation 3), with a positive factor sₖ for each input channel::
+
+    x · W   =   (x · diag(s)⁻¹) · (diag(s) W)
+
+diag(s)⁻¹ moves on into the maker of x:
 
 - A norm: (γ·z + β) / s = (γ/s)·z + β/s.
 - The product of a linear: (u·V + b) / s = u·(V diag(s)⁻¹) + b/s.
 - A product with constants, as in models that normalize their features themselves: (x·c) / s = x·(c/s).
 - An input of the model: a Mul by 1/s is put behind it. Readers that cannot take part go on reading the input.
 
-Only the last one adds an operation.
+Only the last one adds an operation. Between maker and linears may stand layout operators, Relu, Slice, Split,
+Gather and Concat; all readers of the maker must be linears. `numerics.smoothing` computes factors.
 """
 
 from __future__ import annotations
@@ -15,36 +22,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loka_onnx.core.rewrite import Declined
-from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, values_of
+from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, shape_of, values_of
+from loka_onnx.graph.moves import Numbers
 from loka_onnx.graph.shape_values import dimensions
+from loka_onnx.transforms.base import NotRewritten
 from loka_onnx.transforms.linears.channel_paths import (
     HOMOGENEOUS,
     NORMS_WITH_SCALE,
     PARTS,
-    NotFollowed,
-    Numbers,
     Reader,
     by_channel,
     channel_axes,
     linear_readers,
     numbered,
 )
-from loka_onnx.transforms.linears.pattern import NotLinear, is_candidate, read_linear
-from loka_onnx.transforms.linears.scaling import Vector, absorb_behind
+from loka_onnx.transforms.linears.pattern import is_candidate, read_linear
+from loka_onnx.transforms.linears.scaling import Vector, absorb_before, absorb_behind
 
 _BETWEEN = HOMOGENEOUS | PARTS
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Maker of a tensor, with the linears that take its factors.
+    """Maker of a tensor, a norm, product or input, with the linears that take its factors.
 
-    Attributes:
-        name: Of the norm, product or input.
-        tensor: Its result, bias included.
-        readers: The linears; repeated for each position where a linear reads a channel.
-        taking: For an input, its readers that lead to these linears.
+    `readers` repeats a linear for each position where it reads a channel; `taking` are, for an input, its
+    readers that lead to these linears.
     """
 
     name: str
@@ -89,15 +93,28 @@ def find_makers(model: GraphModel) -> Makers:
             tensor, numbers = _made_by(model, node)
             readers = linear_readers(model, tensor, numbers, _BETWEEN)
             found.append(Maker(node.name, node, tensor, int(numbers.max()) + 1, readers))
-        except NotFollowed as reason:
+        except NotRewritten as reason:
             # Without a linear reader there is nothing to report.
             if any(is_candidate(reader) for reader in _soon_behind(tensor)):
                 declined.append(Declined(node.name, f"its output is not smoothed: {reason}"))
     return Makers(tuple(found), tuple(declined))
 
 
-def divide(model: GraphModel, maker: Maker, divisors: Vector) -> None:
-    """Let a maker divide each of its channels; its readers stay as they are."""
+def smooth(model: GraphModel, maker: Maker, divisors: Vector, why: str = "") -> Applied:
+    """Divide each channel at its maker, and multiply it at the readers; `why` ends the line of the log."""
+    for reader in maker.readers:
+        absorb_before(model, reader.node, reader.of_rows(divisors, 1.0))
+    _divide(model, maker, divisors)
+    sites = list(dict.fromkeys(reader.node.name for reader in maker.readers))
+    names = ", ".join(f"'{site}'" for site in sites)
+    low, high = divisors.min(), divisors.max()
+    what = f"divided by factors from {low:.3g} to {high:.3g}, which moved into {names}{why}"
+    # Their operands hold other values now: they are calibrated again.
+    changed = [*sites, maker.name] if maker.is_linear else sites
+    return Applied(maker.name, what, {site: (site,) for site in changed})
+
+
+def _divide(model: GraphModel, maker: Maker, divisors: Vector) -> None:
     if maker.node is None:
         _divide_input(model, maker, divisors)
     elif maker.is_linear:
@@ -112,20 +129,17 @@ def _made_by(model: GraphModel, node: Node) -> tuple[Tensor, Numbers]:
     """Return the result of a node, bias included, and the channel numbers of its elements."""
     if node.op in NORMS_WITH_SCALE:
         if not all(is_constant(tensor) for tensor in node.inputs[1:3] if tensor.name):
-            raise NotFollowed(f"the scale of '{node.name}' is not constant")
+            raise NotRewritten(f"the scale of '{node.name}' is not constant")
         return node.outputs[0], numbered(node.inputs[0], channel_axes(node))
     if is_candidate(node):
-        try:
-            linear = read_linear(model, node)
-        except NotLinear as reason:
-            raise NotFollowed(str(reason)) from reason
+        linear = read_linear(model, node)
         return linear.result, numbered(linear.result, (-2 if linear.on_left else -1,))
     position = _constant_of(node)
     if position is None:
-        raise NotFollowed("it multiplies with no constant")
+        raise NotRewritten("it multiplies with no constant")
     numbers = numbered(node.outputs[0], (-1,))
     if numbers.ndim < 2 or (dimensions(node.outputs[0]) or ())[-1:] != (numbers.shape[-1],):
-        raise NotFollowed("it has no channels")
+        raise NotRewritten("it has no channels")
     by_channel(numbers, values_of(node.inputs[position]), numbers.shape[-1])
     return node.outputs[0], numbers
 
@@ -140,11 +154,11 @@ def _constant_of(node: Node) -> int | None:
 def _of_input(model: GraphModel, tensor: Tensor, declined: list[Declined]) -> Maker | None:
     try:
         if np.dtype(tensor.dtype).kind != "f":
-            raise NotFollowed(f"it holds {np.dtype(tensor.dtype).name}, not features")
+            raise NotRewritten(f"it holds {np.dtype(tensor.dtype).name}, not features")
         numbers = numbered(tensor, (-1,))
         if numbers.ndim < 2 or (dimensions(tensor) or ())[-1:] != (numbers.shape[-1],):
-            raise NotFollowed("it has no channels")
-    except NotFollowed as reason:
+            raise NotRewritten("it has no channels")
+    except NotRewritten as reason:
         declined.append(Declined(tensor.name, f"the input is not scaled: {reason}"))
         return None
     readers: list[Reader] = []
@@ -153,7 +167,7 @@ def _of_input(model: GraphModel, tensor: Tensor, declined: list[Declined]) -> Ma
         try:
             readers += linear_readers(model, tensor, numbers, _BETWEEN, [node])
             taking.append(node)
-        except NotFollowed as reason:
+        except NotRewritten as reason:
             declined.append(Declined(tensor.name, f"'{node.name}' reads the input without scales: {reason}"))
     if not readers:
         return None
@@ -176,7 +190,7 @@ def _divide_input(model: GraphModel, maker: Maker, divisors: Vector) -> None:
 
 
 def _divide_norm(model: GraphModel, node: Node, divisors: Vector) -> None:
-    lengths = [int(node.inputs[0].shape[axis]) for axis in channel_axes(node)]
+    lengths = [int(shape_of(node.inputs[0])[axis]) for axis in channel_axes(node)]
     for position, label in ((1, "scale"), (2, "bias")):
         if position < len(node.inputs) and node.inputs[position].name:
             values = values_of(node.inputs[position])

@@ -1,14 +1,8 @@
-"""Compute constant subgraphs once and store the result.
+"""Compute constant subgraphs once, by ONNX Runtime with every optimization off, and store the result.
 
-A node with only initializers as inputs has the same result for every row. ONNX Runtime computes it, with
-every optimization off: the values are those that the graph would have.
-
-Left alone are
-
-- results larger than `growth` times their inputs (Expand, Tile, the product of two thin matrices);
-- results of an embedding table that a lookup reads: the table would be stored twice;
-- intended low precision (QuantizeLinear, DequantizeLinear), random operators and control flow;
-- results that leave the graph: engines expect outputs to be computed.
+Left alone are results larger than `GROWTH` times their inputs, results of an embedding table that a lookup
+reads (it would be stored twice), intended low precision, random operators and control flow, and results that
+leave the graph: engines expect outputs to be computed.
 """
 
 from __future__ import annotations
@@ -32,6 +26,8 @@ NEVER_FOLDED = DRAWING | {
     *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"),
     *("If", "Loop", "Scan", "SequenceMap"),
 }
+GROWTH = 4.0
+"""Largest size of a result, relative to its node's inputs."""
 SMALL_BYTES = 4096
 """A result of this size is always stored."""
 LARGEST_BYTES = 1 << 30
@@ -51,16 +47,9 @@ class Constant:
 
 
 class FoldConstants(Mod[Constant]):
-    """Constant subgraphs → initializers.
-
-    Args:
-        growth: Largest size of a result, relative to its node's inputs.
-    """
+    """Constant subgraphs → initializers."""
 
     name = "fold-constants"
-
-    def __init__(self, growth: float = 4.0) -> None:
-        self._growth = growth
 
     def match(self, model: GraphModel) -> Found[Constant]:
         """Match constant nodes that others read, and compute them."""
@@ -96,31 +85,22 @@ class FoldConstants(Mod[Constant]):
     def _constant_nodes(self, model: GraphModel, declined: list[Declined]) -> dict[int, Node]:
         """Return nodes to fold, by identity, producers before consumers."""
         variable: set[int] = {id(tensor) for tensor in model.inputs}
-        candidates: list[Node] = []
+        found: dict[int, Node] = {}
         for node in model.sorted_nodes():
             if _is_foldable(model, node, variable):
-                candidates.append(node)
-            else:
-                variable |= {id(tensor) for tensor in node.outputs}
-        found: dict[int, Node] = {}
-        for node in candidates:
-            reason = ""
-            if any(id(tensor) in variable for tensor in node.inputs):
-                reason = "what it is made of is not folded"
-            else:
-                reason = self._why_not(model, node, variable)
-            if not reason:
-                found[id(node)] = node
-                continue
-            declined.append(Declined(node.name, reason))
+                reason = self._why_not(node)
+                if not reason:
+                    found[id(node)] = node
+                    continue
+                declined.append(Declined(node.name, reason))
             variable |= {id(tensor) for tensor in node.outputs}
         return found
 
-    def _why_not(self, model: GraphModel, node: Node, variable: set[int]) -> str:
+    def _why_not(self, node: Node) -> str:
         """Return why a constant node stays; empty when it is folded."""
         for tensor in node.inputs:
             if is_constant(tensor) and any(
-                reader.op == "Gather" and reader.inputs[0] is tensor and id(reader.inputs[1]) in variable
+                reader.op == "Gather" and reader.inputs[0] is tensor and not is_constant(reader.inputs[1])
                 for reader in tensor.outputs
             ):
                 return f"made of the embedding table '{tensor.name}', which would be stored twice"
@@ -129,7 +109,7 @@ class FoldConstants(Mod[Constant]):
             return "the type or the shape of its result is not known"
         made_of = sum(_bytes(tensor) or 0 for tensor in node.inputs)
         result = sum(size or 0 for size in sizes)
-        if result > max(SMALL_BYTES, self._growth * made_of):
+        if result > max(SMALL_BYTES, GROWTH * made_of):
             return f"its result takes {result} bytes, what it is made of {made_of}"
         return ""
 

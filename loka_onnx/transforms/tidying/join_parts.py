@@ -17,19 +17,17 @@ from itertools import pairwise
 import numpy as np
 
 from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer, values_of
+from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer, shape_of, values_of
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.linears.pattern import made_by, static_dim
 
 
 @dataclass(frozen=True)
 class Run:
-    """Inputs of a Concat that are the parts of one Split.
+    """Inputs of a Concat, from `first` on, that are the parts of one Split.
 
-    Attributes:
-        first: Position of the first part in the Concat.
-        split: The Split. Its input is read when the run is rewritten: it may be a Concat that was removed.
-        is_stacked: Whether each part has a new axis 1, along which they are concatenated.
+    The input of the Split is read when the run is rewritten: it may be a Concat that was removed.
+    `is_stacked` if each part has a new axis 1, along which they are concatenated.
     """
 
     first: int
@@ -168,5 +166,5 @@ def _stack(model: GraphModel, concat: Node, run: Run) -> Tensor:
     name = f"{concat.name}/stack"
     target = model.constant(f"{name}.shape", np.array([-1, run.count, width], np.int64))
     stacked = model.add("Reshape", [source, target], name)
-    stacked.shape = [source.shape[0], run.count, width]
+    stacked.shape = [shape_of(source)[0], run.count, width]
     return stacked

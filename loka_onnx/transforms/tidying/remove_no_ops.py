@@ -28,12 +28,13 @@ _FIXED_ORDER = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 _OF_ONE = frozenset({"Concat", "Sum", "Max", "Min", "Mean"})
 _NEUTRAL = {"Mul": 1.0, "Div": 1.0, "Pow": 1.0, "Add": 0.0, "Sub": 0.0}
 _COMMUTES = frozenset({"Mul", "Add"})
-_WIDER: dict[int, frozenset[int]] = {
-    onnx.TensorProto.FLOAT: frozenset({onnx.TensorProto.DOUBLE}),
-    onnx.TensorProto.FLOAT16: frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE}),
-    onnx.TensorProto.BFLOAT16: frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE}),
-    onnx.TensorProto.INT32: frozenset({onnx.TensorProto.INT64, onnx.TensorProto.DOUBLE}),
-    onnx.TensorProto.BOOL: frozenset({onnx.TensorProto.INT32, onnx.TensorProto.INT64}),
+_T = onnx.TensorProto
+_WIDER: dict[int, set[int]] = {
+    _T.FLOAT: {_T.DOUBLE},
+    _T.FLOAT16: {_T.FLOAT, _T.DOUBLE},
+    _T.BFLOAT16: {_T.FLOAT, _T.DOUBLE},
+    _T.INT32: {_T.INT64, _T.DOUBLE},
+    _T.BOOL: {_T.INT32, _T.INT64},
 }
 """Types that hold every value of a type."""
 _TO_THE_END = 2**31 - 1
@@ -41,12 +42,9 @@ _TO_THE_END = 2**31 - 1
 
 @dataclass(frozen=True)
 class Redundant:
-    """A node that can go, or can read an earlier tensor.
+    """A node that is removed, since its result equals `source`, or that reads `source` instead.
 
-    Attributes:
-        source: Tensor that equals its result, or that it reads instead.
-        is_removed: Whether the node goes.
-        permutation: Composed permutation of a Transpose that stays.
+    `permutation` is the composed one of a Transpose that stays.
     """
 
     node: Node

@@ -1,12 +1,8 @@
-"""Merge nodes that compute the same.
+"""Merge nodes that compute the same: of the same operator, attributes and inputs.
 
-Nodes with the same operator, attributes and inputs have the same outputs, so readers of the second can read
-the first. Small equal constants count as the same. Module-wise exporters
-that work module by module leave such twins: a Transpose in front of every linear layer that reads one tensor,
-which hides that they are parallel (`merge_parallel_linears`).
-
-Sites stay (each has its name and decision), and so do random operators, control flow, and nodes whose result
-leaves the graph.
+Exporters that work module by module leave such twins: a Transpose in front of every linear layer that reads
+one tensor, which hides that they are parallel (`merge_parallel_linears`). Sites stay (each has its name and
+decision), and so do random operators, control flow, and nodes whose result leaves the graph.
 """
 
 from __future__ import annotations
@@ -102,7 +98,6 @@ def _plain(value: Any) -> Hashable | None:
 def _input_key(tensor: Tensor) -> Hashable:
     if not tensor.name:
         return "absent"
-    if is_constant(tensor) and int(np.prod(tensor.shape)) <= SMALL_ELEMENTS:
-        values = values_of(tensor)
+    if is_constant(tensor) and (values := values_of(tensor)).size <= SMALL_ELEMENTS:
         return (str(values.dtype), values.shape, values.tobytes())
     return id(tensor)

@@ -166,15 +166,6 @@ def test_the_name_of_a_merged_site(names: tuple[str, ...], merged: str) -> None:
     assert merged_name(names) == merged
 
 
-def test_what_is_added_after_sorting_is_part_of_the_graph(tmp_path: Path) -> None:
-    model = graph(tmp_path)
-    model.sorted_nodes()
-    added = model.add("Abs", [model.node("first").outputs[0]], "late")
-    assert producer(added) in model.nodes
-    model.replace_uses(model.node("second").outputs[0], added)
-    np.testing.assert_array_equal(outputs(model, tmp_path)["y"], 2 * np.maximum(ROWS["x"], 0))
-
-
 def test_removed_nodes_read_nothing_any_more(tmp_path: Path) -> None:
     model = graph(tmp_path)
     a, second = model.node("first").outputs[0], model.node("second")

@@ -78,20 +78,30 @@ def _in_branch(graph: onnx.GraphProto) -> None:
         (_wider, "weight 'w' was TensorProto.FLOAT[4, 3] and is TensorProto.FLOAT[5, 3]"),
         (
             lambda g: g.initializer[2].CopyFrom(nh.from_array(np.array([4, -1]), "shape")),
-            "constant 'shape' holds other integers",
+            "weight 'shape' was TensorProto.INT64[2] [-1, 4] and is TensorProto.INT64[2] [4, -1]",
         ),
-        (lambda g: setattr(g.node[3], "op_type", "Mul"), "node 'add' was Add and is Mul"),
+        (
+            lambda g: setattr(g.node[3], "op_type", "Mul"),
+            "node 'add' was Add<> from (r, c) to (y) and is Mul<> from (r, c) to (y)",
+        ),
         (lambda g: setattr(g.node[0], "name", "first"), "node 'fc' is gone"),
-        (lambda g: setattr(g.node[0].attribute[0], "i", 0), "attribute 'transB' of node 'fc' was 1 and is 0"),
+        (
+            lambda g: setattr(g.node[0].attribute[0], "i", 0),
+            "node 'fc' was Gemm<transB=1> from (x, w, b) to (h) and is Gemm<transB=0> from (x, w, b) to (h)",
+        ),
         (
             lambda g: g.node[3].input.__setitem__(0, "c"),
-            "node 'add' was between (r, c) and (y) and is between (c, c) and (y)",
+            "node 'add' was Add<> from (r, c) to (y) and is Add<> from (c, c) to (y)",
         ),
         (
             lambda g: setattr(g.input[0].type.tensor_type.shape.dim[1], "dim_value", 7),
             "input 'x' was TensorProto.FLOAT[?, 3] and is TensorProto.FLOAT[?, 7]",
         ),
-        (_in_branch, "attribute 'value' of node 't' was TensorProto.FLOAT[1] and is TensorProto.FLOAT[2]"),
+        (
+            _in_branch,
+            "node 't' in then_branch of 'if' was Constant<value=TensorProto.FLOAT[1]> from () to (t) and is "
+            "Constant<value=TensorProto.FLOAT[2]> from () to (t)",
+        ),
     ],
 )
 def test_what_differs_is_named(

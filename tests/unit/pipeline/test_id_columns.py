@@ -12,9 +12,9 @@ import pytest
 
 from loka_onnx.data import open_dataset
 from loka_onnx.errors import DataError
-from loka_onnx.export.onnx_model import tensor_spec
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.shape_values import tensor_spec
 from loka_onnx.operations.drift.intake import RowRules
 from loka_onnx.pipeline.sample import generated_rows
 from loka_onnx.pipeline.splits import bind_columns

@@ -24,10 +24,8 @@ from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
 from loka_onnx.transforms.norms.fold_norm_affine import FoldNormAffine
+from loka_onnx.transforms.norms.fuse import FuseL2Norm, FuseLayerNorm, FuseRMSNorm
 from loka_onnx.transforms.norms.fuse_group_norm import FuseGroupNorm
-from loka_onnx.transforms.norms.fuse_l2_norm import FuseL2Norm
-from loka_onnx.transforms.norms.fuse_layer_norm import FuseLayerNorm
-from loka_onnx.transforms.norms.fuse_rms_norm import FuseRMSNorm
 from loka_onnx.transforms.sequence import apply_mods
 
 ROWS = 5

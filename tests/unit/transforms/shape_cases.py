@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 from shape_models import IDS, Case, dyadic
-from tower_cases import TOWERS
 
 from loka_onnx.transforms.interactions.conv_to_matmul import ConvToMatMul
 from loka_onnx.transforms.interactions.einsum_to_matmul import EinsumToMatMul
@@ -503,12 +502,6 @@ TAKEN_APART: dict[str, Case] = {
         inputs="float[batch,8] x, float[batch,3] z",
         mod=SplitConcat,
     ),
-    "parts_apart_on_request": Case(
-        "c = Concat<axis=1>(x, z) [fc] h0 = MatMul(c, w) h = Add(h0, b) y = Relu(h)",
-        {"w": (11, 8), "b": (8,)},
-        inputs="float[batch,8] x, float[batch,3] z",
-        mod=lambda: SplitConcat(apart_from=3),
-    ),
 }
 
 CASES: dict[str, Case] = {
@@ -526,7 +519,6 @@ CASES: dict[str, Case] = {
         "looked_up": LOOKED_UP,
         "joined": JOINED,
         "apart": TAKEN_APART,
-        "towers": TOWERS,
     }.items()
     for name, case in cases.items()
 }

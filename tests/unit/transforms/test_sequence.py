@@ -21,7 +21,7 @@ from loka_onnx.graph.model import GraphModel, Node, values_of
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.graph.storage import model_digest
 from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.norms.fuse_layer_norm import FuseLayerNorm
+from loka_onnx.transforms.norms.fuse import FuseLayerNorm
 from loka_onnx.transforms.sequence import DEFAULT_MODS, STRICT, apply_mods
 
 ROWS = [{"x": random_rows(5, 8)}, {"x": random_rows(3, 8, seed=1)}]

@@ -12,7 +12,7 @@ from rewrite_models import initializer, named, op_types
 from shape_cases import ANY_COPY, PADDED, WIDE
 from shape_models import Case, match, reasons_of, rewrite
 
-from loka_onnx.transforms.linears.pad_sites import CopyRule, PadSites
+from loka_onnx.transforms.linears.pad_sites import PadSites
 from loka_onnx.transforms.linears.widening import widened_shape
 
 EXPECTED: dict[str, tuple[list[str], dict[str, tuple[int, int]]]] = {
@@ -205,10 +205,3 @@ def test_a_gather_that_others_read_is_not_extended(tmp_path: Path) -> None:
         outputs="float[batch,16] y",
     )
     assert match(case.model(), PadSites(), tmp_path).matches == ()
-
-
-def test_the_rule_can_be_set(tmp_path: Path) -> None:
-    found = match(layer(53, 512).model(), PadSites(CopyRule(pad=20_000)), tmp_path)
-    assert [m.letter for m in found.matches] == ["K"]
-    found = match(layer(13, 512).model(), PadSites(CopyRule(pad=1), smallest=8), tmp_path)
-    assert [(m.letter, m.added) for m in found.matches] == [("K", 3)]

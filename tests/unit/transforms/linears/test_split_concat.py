@@ -29,14 +29,6 @@ def test_two_layers_share_what_is_left_of_the_concat(tmp_path: Path) -> None:
     assert done.sites() == {"fc": (11, 8), "gate": (11, 8)}
 
 
-def test_parts_apart_are_sites_of_their_own(tmp_path: Path) -> None:
-    done = rewrite(TAKEN_APART["parts_apart_on_request"].model(), SplitConcat(apart_from=3), tmp_path)
-    assert [(s.name, s.k, s.merged_from) for s in done.artifact.sites] == [
-        ("fc", 8, ()),
-        ("fc.part1", 3, ("fc",)),
-    ]
-
-
 def test_the_row_of_a_user_is_a_site(tmp_path: Path) -> None:
     """A computed row is no constant: its product stays, once instead of once a candidate."""
     case = Case(
@@ -121,8 +113,3 @@ def test_near_misses_are_left_alone_with_the_reason(case: str, tmp_path: Path) -
     found = match(near_miss.model(), SplitConcat(), tmp_path)
     assert found.matches == ()
     assert reasons_of(found) == reasons
-
-
-def test_narrow_parts_stay_together_on_request_too(tmp_path: Path) -> None:
-    case = LEFT_ALONE["parts_that_differ_by_row"][0]
-    assert match(case.model(), SplitConcat(apart_from=4), tmp_path).matches == ()

@@ -18,6 +18,7 @@ from loka_onnx.core.rewrite import Declined
 from loka_onnx.errors import InternalError
 from loka_onnx.graph import storage
 from loka_onnx.graph.model import GraphModel, values_of
+from loka_onnx.sessions.model_files import data_locations
 from loka_onnx.transforms.lookups.split_sparse import SparseSplit, describe_halves, split_sparse, verify_split
 
 IDS = "int64[batch,4] ids"
@@ -234,7 +235,7 @@ def test_tables_outside_the_model_go_with_the_lookup_and_are_linked(
     halves = tmp_path / "halves"
     assert verify_split(split, tmp_path / "whole.onnx", [feeds(case.model())], halves) is None
     assert (halves / "tables.bin").samefile(tmp_path / "tables.bin")
-    assert storage.external_files(onnx.load(halves / "dense.onnx", load_external_data=False)) == ()
+    assert data_locations(onnx.load(halves / "dense.onnx", load_external_data=False)) == ()
 
 
 def test_rows_that_do_not_lie_along_axis_0_are_not_cut(tmp_path: Path) -> None:

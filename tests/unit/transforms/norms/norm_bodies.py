@@ -13,8 +13,7 @@ from rewrite_models import artifact, as_double, evaluate, parse, random_rows
 from loka_onnx.core.rewrite import RewriteRecord
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.base import Mod
-from loka_onnx.transforms.norms.fuse_layer_norm import FuseLayerNorm
-from loka_onnx.transforms.norms.fuse_rms_norm import FuseRMSNorm
+from loka_onnx.transforms.norms.fuse import FuseLayerNorm, FuseRMSNorm
 from loka_onnx.transforms.sequence import apply_mods
 
 EPSILON = np.float32(1e-3)

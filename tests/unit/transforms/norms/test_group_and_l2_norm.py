@@ -18,9 +18,8 @@ from loka_onnx.errors import ModelError
 from loka_onnx.graph.entry import canonicalize
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.base import Mod
+from loka_onnx.transforms.norms.fuse import FuseL2Norm, FuseLayerNorm
 from loka_onnx.transforms.norms.fuse_group_norm import FuseGroupNorm
-from loka_onnx.transforms.norms.fuse_l2_norm import FuseL2Norm
-from loka_onnx.transforms.norms.fuse_layer_norm import FuseLayerNorm
 
 CHANNELS = np.linspace(0.5, 2.25, 8, dtype=np.float32)
 CORE = (

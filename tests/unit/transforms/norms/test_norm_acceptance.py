@@ -19,6 +19,7 @@ from test_norm_tensorflow import parsed, transcribed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "smoothing"))
 
+from given_factors import Smooth
 from test_smooth import INPUTS, SMOOTHED
 
 from loka_onnx.core.formats import Precision
@@ -27,10 +28,8 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
 from loka_onnx.transforms.norms.fold_norm_affine import FoldNormAffine
-from loka_onnx.transforms.norms.fuse_l2_norm import FuseL2Norm
-from loka_onnx.transforms.norms.fuse_rms_norm import RMS_OPSET
+from loka_onnx.transforms.norms.fuse import RMS_OPSET, FuseL2Norm
 from loka_onnx.transforms.precision.explicit_casts import cast_to_base
-from loka_onnx.transforms.smoothing.smooth import Smooth
 
 TORCHSCRIPT = Exporter("torchscript", 20)
 

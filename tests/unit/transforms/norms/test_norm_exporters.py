@@ -86,14 +86,6 @@ def with_a_sum(x: Any, gain: Any, shift: Any) -> Any:
     return centred / torch.sqrt(centred.pow(2).sum(-1, keepdim=True) / 8 + EPSILON) * gain + shift
 
 
-def root_mean_square(x: Any, gain: Any, _: Any) -> Any:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON) * gain
-
-
-def scaled_first(x: Any, gain: Any, _: Any) -> Any:
-    return gain * x / (x.square().mean(-1, keepdim=True) + EPSILON).sqrt()
-
-
 def llama(x: Any, gain: Any, _: Any) -> Any:
     """`LlamaRMSNorm.forward` of a model in FP16: normalized in FP32, scaled in FP16."""
     half = x.to(torch.float16)
@@ -148,23 +140,15 @@ def written(body: Callable[[Any, Any, Any], Any], width: int = 8) -> Callable[[]
 
 FUSED = {
     "layer_norm": Form(lambda: spread(nn.LayerNorm(8, eps=EPSILON))),
-    "layer_norm_of_two_axes": Form(lambda: spread(nn.LayerNorm((4, 8), eps=EPSILON)), (4, 8)),
     "layer_norm_without_affine": Form(lambda: nn.LayerNorm(8, eps=EPSILON, elementwise_affine=False)),
     "variance": Form(written(with_variance)),
-    "variance_of_rank_3": Form(written(with_variance), (4, 8)),
     "variance_and_mean": Form(written(with_variance_and_mean)),
     "without_kept_dimensions": Form(written(without_kept_dimensions), (4, 8)),
     "second_moment": Form(written(with_second_moment)),
     "clamped_second_moment": Form(written(with_clamped_second_moment)),
     "a_sum": Form(written(with_a_sum)),
-    "root_mean_square": Form(written(root_mean_square), (4, 8), (RMS,)),
-    "scaled_first": Form(written(scaled_first), (8,), (RMS,)),
     "root_of_a_sum_of_16": Form(written(root_of_sum, 16), (16,), (RMS,)),
     "group_norm": Form(lambda: spread(nn.GroupNorm(2, 8, eps=EPSILON)), (8, 6), (GROUP,)),
-    "group_norm_of_images": Form(lambda: spread(nn.GroupNorm(4, 8, eps=EPSILON)), (8, 3, 5), (GROUP,)),
-    "group_norm_without_affine": Form(
-        lambda: nn.GroupNorm(2, 8, eps=EPSILON, affine=False), (8, 6), (GROUP,)
-    ),
     "group_norm_by_hand": Form(written(grouped), (8, 6), (GROUP,)),
     "length": Form(written(length), (4, 8), (LENGTH,)),
 }
@@ -188,15 +172,6 @@ def outcome(name: str, exporter: Exporter, folder: Path) -> Outcome:
 @pytest.mark.parametrize("exporter", TIERS, ids=str)
 @pytest.mark.parametrize("name", FUSED)
 def test_every_form_becomes_one_operator(name: str, exporter: Exporter, tmp_path: Path) -> None:
-    result = outcome(name, exporter, tmp_path)
-    assert tuple(result.ops) == FUSED[name].ops, result.reasons
-    assert_equal(result)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("exporter", [Exporter("dynamo", 18), Exporter("torchscript", 17)], ids=str)
-@pytest.mark.parametrize("name", ["variance", "root_mean_square", "group_norm", "length"])
-def test_other_operator_sets(name: str, exporter: Exporter, tmp_path: Path) -> None:
     result = outcome(name, exporter, tmp_path)
     assert tuple(result.ops) == FUSED[name].ops, result.reasons
     assert_equal(result)
@@ -235,26 +210,8 @@ def test_conversions_stay_around_the_norm_and_its_statistics_in_fp32(
 # Near misses -------------------------------------------------------------------------------------------
 
 
-def plus_deviation(x: Any, gain: Any, shift: Any) -> Any:
-    return gain * deviation(x) / (x.std(-1, keepdim=True, unbiased=False) + EPSILON) + shift
-
-
 def annotated_transformer(x: Any, gain: Any, shift: Any) -> Any:
     return gain * deviation(x) / (x.std(-1, keepdim=True) + EPSILON) + shift
-
-
-def unbiased(x: Any, gain: Any, shift: Any) -> Any:
-    return deviation(x) / torch.sqrt(x.var(-1, keepdim=True) + EPSILON) * gain + shift
-
-
-def first_axis(x: Any, gain: Any, _: Any) -> Any:
-    centred = x - x.mean(1, keepdim=True)
-    return centred / torch.sqrt(x.var(1, keepdim=True, unbiased=False) + EPSILON) * gain
-
-
-def of_another_tensor(x: Any, gain: Any, _: Any) -> Any:
-    other = torch.tanh(x)
-    return deviation(x) / torch.sqrt(other.var(-1, keepdim=True, unbiased=False) + EPSILON) * gain
 
 
 def without_mean(x: Any, gain: Any, _: Any) -> Any:
@@ -275,17 +232,7 @@ def rounded_root(x: Any, _: Any, __: Any) -> Any:
 BOUNDED = "its divisor is bounded by a constant"
 UNBIASED = "its variance is unbiased (divided by 7, not 8)"
 DECLINED = {
-    "epsilon_beside_the_deviation": Form(
-        written(plus_deviation), ops=("epsilon 0.001 is added to the root",)
-    ),
     "annotated_transformer": Form(written(annotated_transformer), ops=(UNBIASED,)),
-    "unbiased": Form(written(unbiased), ops=(UNBIASED,)),
-    "first_axis": Form(
-        written(first_axis), (4, 8), ("it normalizes axes [-2], which are not the last ones",)
-    ),
-    "of_another_tensor": Form(
-        written(of_another_tensor), ops=("its divisor is the root of a mean of squares of",)
-    ),
     "without_mean": Form(
         written(without_mean), ops=("its divisor is a standard deviation, but its mean is not",)
     ),
@@ -310,12 +257,3 @@ def test_group_norm_of_rank_2_is_declined(exporter: Exporter, tmp_path: Path) ->
     model = exporter.export(spread(nn.GroupNorm(2, 8, eps=EPSILON)), random_rows(4, 8))
     result = fused(taken_in(model, tmp_path), tmp_path)
     assert result.reasons == ["GroupNormalization takes inputs of rank 3 and up, this one has rank 2"]
-
-
-@pytest.mark.parametrize("exporter", TIERS, ids=str)
-@pytest.mark.parametrize("name", ["layer_norm", "variance_and_mean", "group_norm_by_hand", "t5"])
-def test_a_second_run_changes_nothing(name: str, exporter: Exporter, tmp_path: Path) -> None:
-    first = outcome(name, exporter, tmp_path)
-    second = fused(taken_in(first.after, tmp_path / "again"), tmp_path / "again")
-    assert second.applied == ()
-    assert second.ops == first.ops

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 from norm_bodies import EPSILON, ROOTS, SQUARES, Body, assert_equal_to_primitives, fuse
 from rewrite_models import artifact, as_double, attribute, evaluate, named, op_types, parse, random_rows
 
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.transforms.norms.fuse_layer_norm import FuseLayerNorm
-from loka_onnx.transforms.norms.fuse_rms_norm import FuseRMSNorm
-from loka_onnx.transforms.sequence import apply_mods
+from loka_onnx.transforms.norms.fuse import FuseLayerNorm, FuseRMSNorm
 
 
 @pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
@@ -29,10 +25,8 @@ def test_every_form_is_fused(centred: bool, square: str, root: str, tmp_path: Pa
 
 AXES = {
     "last": ((4, 8), (-1,)),
-    "last_positive": ((4, 8), (2,)),
     "two": ((4, 8), (-2, -1)),
     "two_positive_unordered": ((4, 8), (2, 1)),
-    "mixed": ((3, 4, 8), (-1, 2)),
     "three": ((3, 4, 8), (1, 2, 3)),
 }
 
@@ -98,16 +92,6 @@ def test_a_factor_that_varies_outside_the_normalized_axes_stays(case: str, tmp_p
     assert_equal_to_primitives(fused, body, NOT_AFFINE[case])
 
 
-def test_a_factor_of_higher_rank_adds_an_axis_and_stays(tmp_path: Path) -> None:
-    body = Body(affine="n = Mul(q, scale)", extra_outputs="")
-    model = body.model({"scale": SCALE.reshape(1, 1, 8)})
-    model.graph.output[0].type.tensor_type.shape.CopyFrom(
-        onnx.helper.make_tensor_value_info("y", 1, [1, "batch", 8]).type.tensor_type.shape
-    )
-    fused = fuse(model, body.mod(), tmp_path)
-    assert op_types(fused.after) == ["LayerNormalization", "Mul", "Relu"]
-
-
 def test_a_factor_that_is_an_activation_stays(tmp_path: Path) -> None:
     body = Body(affine="gate = Sigmoid(x) n = Mul(q, gate)")
     fused = fuse(body.model(), body.mod(), tmp_path)
@@ -122,8 +106,6 @@ DECLINED = {
         root="r = Sqrt(e) q = Div(d, r)", tail="z = Neg(r)", extra_outputs=", float[batch,1] z"
     ),
     "variance_is_a_graph_output": Body(extra_outputs=", float[batch,1] v"),
-    "mean_is_a_graph_output": Body(extra_outputs=", float[batch,1] m"),
-    "rms_root_is_a_graph_output": Body(centred=False, extra_outputs=", float[batch,1] r"),
     "rms_squares_read_elsewhere": Body(centred=False, tail="z = Neg(s)", extra_outputs=TAIL),
 }
 
@@ -135,12 +117,6 @@ def test_a_shared_intermediate_is_declined_with_the_reason(case: str, tmp_path: 
     fused = fuse(before, body.mod(), tmp_path)
     assert sorted(op_types(fused.after)) == sorted(op_types(before))
     assert [(d.at, d.reason) for d in fused.record.declined] == [("block/q", ELSEWHERE)]
-
-
-def test_a_scaled_quotient_that_is_an_output_is_declined(tmp_path: Path) -> None:
-    body = Body(affine="n = Mul(q, scale)", extra_outputs=", float[batch,8] q")
-    fused = fuse(body.model({"scale": SCALE}), body.mod(), tmp_path)
-    assert [d.reason for d in fused.record.declined] == [ELSEWHERE]
 
 
 def test_a_tensor_centred_twice_is_a_layer_norm_of_the_centred_tensor(tmp_path: Path) -> None:
@@ -250,17 +226,6 @@ def test_a_norm_that_is_the_output_keeps_the_output_name(centred: bool, tmp_path
     assert [o.name for o in fused.after.graph.output] == ["y"]
 
 
-@pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
-def test_a_second_run_changes_nothing(centred: bool, tmp_path: Path) -> None:
-    body = Body(centred, affine="n = Mul(q, scale)")
-    rows = [{"x": random_rows(5, 8)}]
-    first = apply_mods(artifact(body.model({"scale": SCALE}), tmp_path / "a.onnx"), rows, tmp_path / "b.onnx")
-    second = apply_mods(first.model, rows, tmp_path / "c.onnx")
-    assert not any(record.applied for record in second.log.records)
-    assert second.model.digest == first.model.digest
-    assert second.model.sites == first.model.sites
-
-
 # RMSNorm needs a newer operator set -------------------------------------------------------------------
 
 
@@ -268,43 +233,3 @@ def test_rms_norm_moves_the_model_to_operator_set_23(tmp_path: Path) -> None:
     fused = fuse(Body(centred=False).model(), FuseRMSNorm(), tmp_path)
     assert [(o.domain, o.version) for o in fused.after.opset_import] == [("", 23)]
     assert [o.version for o in fuse(Body().model(), FuseLayerNorm(), tmp_path).after.opset_import] == [21]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
-def test_nvidias_parser_accepts_the_fused_norm(centred: bool, tmp_path: Path) -> None:
-    trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
-    body = Body(centred, affine="n = Mul(q, scale)")
-    fused = fuse(body.model({"scale": SCALE}), body.mod(), tmp_path)
-    logger = trt.Logger(trt.Logger.ERROR)
-    network = trt.Builder(logger).create_network(0)
-    parser = trt.OnnxParser(network, logger)
-    assert parser.parse_from_file(str(fused.path)), parser.get_error(0).desc()
-
-
-def test_an_rms_norm_that_pytorch_exports(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch", reason="needs torch")
-    module = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.RMSNorm(8, eps=1e-3)).eval()
-    with torch.no_grad():
-        module[1].weight.copy_(torch.from_numpy(SCALE))
-    from loka_onnx.core.artifact import OutputKind, OutputSpec
-    from loka_onnx.export.torch_module import export_torch
-
-    x = random_rows(6, 16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        exported = export_torch(
-            module, {"x": x}, tmp_path / "model.onnx", (OutputSpec("h", OutputKind.REGRESSION, "y"),)
-        )
-    assert "RMSNormalization" not in op_types(onnx.load(exported.path))
-    rewritten = apply_mods(exported, [{"x": x}], tmp_path / "after.onnx", [FuseRMSNorm()])
-    after = onnx.load(rewritten.model.path)
-    assert [(n.name, n.op_type) for n in after.graph.node if "/" not in n.name] == [
-        ("0", "Gemm"),
-        ("1", "RMSNormalization"),
-    ]
-    weight, bias = (p.detach().numpy().astype(np.float64) for p in module[0].parameters())
-    h = x.astype(np.float64) @ weight.T + bias
-    expected = h / np.sqrt((h * h).mean(-1, keepdims=True) + 1e-3) * SCALE
-    wide = evaluate(as_double(after), {"x": x.astype(np.float64)})["h"]
-    np.testing.assert_allclose(wide, expected, rtol=0, atol=1e-8)  # epsilon is stored in FP32

@@ -10,8 +10,7 @@ from norm_bodies import EPSILON, Body, fuse
 from norm_models import widened
 from rewrite_models import evaluate, op_types, parse, random_rows
 
-from loka_onnx.transforms.norms.fuse_layer_norm import FuseLayerNorm
-from loka_onnx.transforms.norms.fuse_rms_norm import FuseRMSNorm
+from loka_onnx.transforms.norms.fuse import FuseLayerNorm, FuseRMSNorm
 
 OTHER_TENSOR = "its divisor is the root of a mean of squares of another tensor"
 NEAR_MISSES = {

@@ -1,0 +1,134 @@
+"""Follow elements of a tensor through operators that move them.
+
+An array with a number for each element stands for the tensor. Behind Transpose, Reshape, Slice and the like,
+it shows which element stands where. Named dimensions, as the batch, have the lengths of the array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from loka_onnx.graph.model import Node, Tensor, is_constant, values_of
+from loka_onnx.graph.shape_values import dimensions, read_dimensions
+
+Numbers = npt.NDArray[np.int64]
+
+
+def move(
+    node: Node, tensor: Tensor, numbers: Numbers, lengths: Mapping[str, int], other: int = 0
+) -> list[Numbers]:
+    """Return the outputs of a node, with `numbers` for its input `tensor`, and `other` for operands of a
+    Concat.
+
+    `lengths` are of named dimensions besides those of the tensor.
+
+    Raises:
+        ValueError: The operator, or an operand of it, is not known.
+    """
+    if node.op == "Concat":
+        axis = int(node.attrs["axis"])
+        parts = [numbers if part is tensor else _filled(part, numbers, axis, other) for part in node.inputs]
+        return [np.concatenate(parts, axis)]
+    if node.inputs[0] is not tensor:
+        raise ValueError("it does not stand in the first place")
+    if node.op == "Split":
+        return _split(numbers, node)
+    if node.op in {"Reshape", "Expand"}:
+        target = tuple(_target(node, numbers, lengths))
+        if node.op == "Reshape":
+            return [numbers.reshape(target)]
+        return [np.broadcast_to(numbers, np.broadcast_shapes(numbers.shape, target))]
+    if node.op not in _MOVES:
+        raise ValueError("it does not move elements")
+    return [_MOVES[node.op](numbers, node)]
+
+
+def taken_axes(node: Node) -> tuple[int, ...]:
+    """Return the axes along which a Slice, Split or Gather takes a part; none for other operators."""
+    if node.op in {"Gather", "Split"}:
+        return (int(node.attrs.get("axis", 0)),)
+    constants = _constants(node) if node.op == "Slice" else []
+    if not constants:
+        return ()
+    return tuple(map(int, constants[2])) if len(constants) > 2 else tuple(range(len(constants[0])))
+
+
+def _constants(node: Node) -> list[Numbers]:
+    if not all(is_constant(operand) for operand in node.inputs[1:] if operand.name):
+        raise ValueError("what it takes is not constant")
+    return [np.atleast_1d(values_of(operand)) for operand in node.inputs[1:] if operand.name]
+
+
+def _target(node: Node, numbers: Numbers, lengths: Mapping[str, int]) -> list[int]:
+    """Return the target dimensions of Reshape or Expand."""
+    entries, sizes = read_dimensions(node.inputs[1]), dimensions(node.inputs[0]) or ()
+    if entries is None:
+        raise ValueError("its target is not known")
+    known: dict[int | str, int] = dict(zip(sizes, numbers.shape, strict=False))
+    known.update(lengths)
+    zero_copies = node.op == "Reshape" and not node.attrs.get("allowzero", 0)
+    target = [numbers.shape[axis] if zero_copies and e == 0 else e for axis, e in enumerate(entries)]
+    unknown = [entry for entry in target if isinstance(entry, str) and entry not in known]
+    if unknown:
+        raise ValueError(f"its target holds the dimension '{unknown[0]}'")
+    return [known[entry] if isinstance(entry, str) else entry for entry in target]
+
+
+def _split(numbers: Numbers, node: Node) -> list[Numbers]:
+    """Take parts, equal ones by default, of which the last may be smaller."""
+    axis, sizes = int(node.attrs.get("axis", 0)), _constants(node)
+    step = -(-numbers.shape[axis] // len(node.outputs))
+    ends = np.cumsum(sizes[0]) if sizes else step * np.arange(1, len(node.outputs) + 1)
+    return list(np.split(numbers, ends[:-1], axis))
+
+
+def _flattened(numbers: Numbers, node: Node) -> Numbers:
+    axis = int(node.attrs.get("axis", 1)) % (numbers.ndim + 1)
+    return numbers.reshape(int(np.prod(numbers.shape[:axis], dtype=np.int64)), -1)
+
+
+def _gathered(numbers: Numbers, node: Node) -> Numbers:
+    shape = values_of(node.inputs[1]).shape if is_constant(node.inputs[1]) else ()
+    return np.take(numbers, _constants(node)[0].reshape(shape), int(node.attrs.get("axis", 0)))
+
+
+def _sliced(numbers: Numbers, node: Node) -> Numbers:
+    starts, ends, *rest = _constants(node)
+    axes = rest[0] if rest else np.arange(len(starts))
+    steps = rest[1] if len(rest) > 1 else np.ones_like(starts)
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        index = [slice(None)] * numbers.ndim
+        index[axis] = slice(int(start), int(end), int(step))
+        numbers = numbers[tuple(index)]
+    return numbers
+
+
+def _squeezed(numbers: Numbers, node: Node) -> Numbers:
+    axes = _constants(node)
+    return np.squeeze(numbers, tuple(axes[0]) if axes else None)
+
+
+_MOVES: Mapping[str, Callable[[Numbers, Node], Numbers]] = {
+    "Identity": lambda numbers, node: numbers,
+    "Cast": lambda numbers, node: numbers,
+    "Transpose": lambda numbers, node: numbers.transpose(node.attrs.get("perm")),
+    "Flatten": _flattened,
+    "Squeeze": _squeezed,
+    "Unsqueeze": lambda numbers, node: np.expand_dims(numbers, tuple(_constants(node)[0])),
+    "Tile": lambda numbers, node: np.tile(numbers, _constants(node)[0]),
+    "Gather": _gathered,
+    "Slice": _sliced,
+}
+
+
+def _filled(part: Tensor, numbers: Numbers, axis: int, value: int) -> Numbers:
+    """Return another operand of a Concat."""
+    length = None if part.shape is None else part.shape[axis]
+    if not isinstance(length, int):
+        raise ValueError(f"the length of '{part.name}' along axis {axis} is not known")
+    shape = list(numbers.shape)
+    shape[axis] = length
+    return np.full(shape, value, np.int64)
