@@ -16,9 +16,8 @@ from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.terminal import Terminal, terminal_of
 from loka_onnx.core import serde
-from loka_onnx.core.drift import DriftReport, Relevance, SiteDrift, TensorDrift
 from loka_onnx.errors import ConfigError, DataError, DriftFound
-from loka_onnx.operations.drift.measure import DriftOptions
+from loka_onnx.operations.drift.report import DriftOptions, DriftReport, Relevance, SiteDrift, TensorDrift
 from loka_onnx.operations.drift.run import check_drift, open_run
 from loka_onnx.pipeline.directory import Outcome
 

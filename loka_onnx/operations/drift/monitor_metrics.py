@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loka_onnx.calibration.observers.batch_spread import COLUMN
-from loka_onnx.core.drift import DriftReport
 from loka_onnx.errors import MissingPackage
+from loka_onnx.operations.drift.report import DriftReport
 
 PREFIX = "loka_onnx_"
 Gauge = Callable[..., None]

@@ -18,7 +18,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
-from loka_onnx.core.drift import DriftReport
 from loka_onnx.core.evaluation import Choice
 from loka_onnx.core.lineage import RunRecord
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
@@ -32,8 +31,9 @@ from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest
 from loka_onnx.operations.drift.baseline import Baseline
-from loka_onnx.operations.drift.measure import DriftOptions, measure_drift
+from loka_onnx.operations.drift.measure import measure_drift
 from loka_onnx.operations.drift.monitor import Monitor, MonitorOptions
+from loka_onnx.operations.drift.report import DriftOptions, DriftReport
 from loka_onnx.pipeline.directory import RECORD, refuse_links
 from loka_onnx.pipeline.splits import bind_columns
 

@@ -12,16 +12,14 @@ from small_models import LOGIT, columns_of, dataset_of
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.calibration.observers.batch_spread import without_columns
-from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.core import serde
-from loka_onnx.core.drift import DriftReport, Measure, Relevance
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.statistics import NO_BATCHES
 from loka_onnx.errors import CalibrationError, ConfigError, UserError
 from loka_onnx.numerics.two_sample import exceedance_probability, holm
 from loka_onnx.operations.drift.baseline import Baseline
-from loka_onnx.operations.drift.live import LiveOptions, LiveProbe
-from loka_onnx.operations.drift.measure import DriftOptions
+from loka_onnx.operations.drift.live import measure_live
+from loka_onnx.operations.drift.report import DriftOptions, DriftReport, Measure, Relevance
 
 EVERYTHING = Relevance(*[0.0] * 8)
 
@@ -101,8 +99,7 @@ def test_errors_and_kl_are_those_of_a_calibration_of_the_same_rows_under_the_sam
         threads=1,
     )
     wanted = calibrate(baseline().model, (LOGIT,), dataset_of(tmp_path, columns), tmp_path, options)
-    live = LiveProbe(baseline(), live_data(columns["x"]), LiveOptions(BATCH), LocalExecutor(1))
-    found = live.measure(tmp_path)
+    found = measure_live(baseline(), live_data(columns["x"]), tmp_path, DriftOptions(threads=1))
     assert set(found.errors) == {"left", "right", "deep", "head"}
     for site, errors in found.errors.items():
         other = wanted.site(site).error(PER_TENSOR.id)
@@ -119,7 +116,7 @@ def test_errors_and_kl_are_those_of_a_calibration_of_the_same_rows_under_the_sam
 def test_the_predicted_change_of_delta_ne_is_relative_to_the_profiles_loss(tmp_path: Path) -> None:
     x = live_columns() * np.float32(3)
     report = drift_of(x)
-    live = LiveProbe(baseline(), live_data(x), LiveOptions(BATCH), LocalExecutor(1)).measure(tmp_path)
+    live = measure_live(baseline(), live_data(x), tmp_path, DriftOptions(threads=1))
     profile = baseline().profile
     loss = profile.baseline_loss["y"].value
     own = sum(profile.site(s).sensitivity(PER_TENSOR.id, "y").kl.value for s in ("left", "right", "deep"))
