@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
 from loka_onnx.config import NullGroups
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind, OutputSpec
@@ -27,6 +25,7 @@ from loka_onnx.graph.id_bounds import id_bounds, narrowed
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import read_proto
 from loka_onnx.operations.compare.sides import Side
+from loka_onnx.operations.recorded import recorded_settings
 from loka_onnx.pipeline.directory import RECORD
 from loka_onnx.pipeline.splits import bind_columns
 from loka_onnx.report import numbers
@@ -376,14 +375,6 @@ def _record_of(side: Side) -> Path | None:
     return place if is_listed else None
 
 
-def _read(place: Path) -> _Recorded:
-    try:
-        return TypeAdapter(_Config).validate_python(serde.read(RunRecord, place).config).data
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(
-            "the run was recorded by another version of loka-onnx",
-            where=str(place),
-            evidence=f"at config.{'.'.join(map(str, first['loc']))}: {first['msg']}",
-            remedy="name the columns with `--inputs`, `--group` and `--slices`",
-        ) from error
+def _read(record: Path) -> _Recorded:
+    remedy = "name the columns with `--inputs`, `--group` and `--slices`"
+    return recorded_settings(_Config, record, remedy).data
