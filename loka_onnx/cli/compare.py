@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -100,8 +101,8 @@ def compare_deployments(  # noqa: PLR0913, PLR0917 - typer reads one parameter f
     options = CompareOptions(
         rows=RowOptions(
             kinds=_kinds(output or []),
-            labels=_columns(label or [], "--label"),
-            weights=_columns(weight or [], "--weight"),
+            labels=_by_name(label or [], "--label", "ctr=clicked"),
+            weights=_by_name(weight or [], "--weight", "ctr=importance"),
             group=group,
             slices=tuple(dict.fromkeys(slices or ())),
             inputs=_inputs(inputs or []),
@@ -212,48 +213,47 @@ def raise_for(difference: Difference) -> None:
         )
 
 
-def _kinds(given: list[str]) -> dict[str, OutputKind]:
-    kinds: dict[str, OutputKind] = {}
-    for item in given:
-        name, _, kind = item.rpartition("=")
-        if not name or kind not in set(OutputKind):
-            raise ConfigError(
-                "an output is NAME=KIND",
-                where=f"--output '{item}'",
-                evidence=f"the kinds are {', '.join(OutputKind)}",
-                remedy="write for example --output ctr=logit",
-            )
-        kinds[name] = OutputKind(kind)
-    return kinds
+def _by_name(
+    items: list[str],
+    option: str,
+    example: str,
+    split: Callable[[str, str], tuple[str, str, str]] = str.partition,
+) -> dict[str, str]:
+    """NAME=VALUE by name; a value alone is that of the only output."""
+    values: dict[str, str] = {}
+    for item in items:
+        name, equals, value = split(item, "=")
+        name, value = (name, value) if equals else (ONLY, item)
+        if not value or name in values:
+            raise _wrong(option, item, "it is given twice" if value else "nothing is named", example)
+        values[name] = value
+    return values
 
 
-def _columns(given: list[str], option: str) -> dict[str, str]:
-    columns: dict[str, str] = {}
-    for item in given:
-        name, equals, column = item.partition("=")
-        name, column = (name, column) if equals else (ONLY, item)
-        if not column or name in columns:
-            raise ConfigError(
-                f"{option} takes one column for each output",
-                where=f"{option} '{item}'",
-                evidence="no column is named" if not column else "it is given twice",
-                remedy=f"write {option} COLUMN, or {option} OUTPUT=COLUMN for each of several outputs",
-            )
-        columns[name] = column
-    return columns
+def _kinds(items: list[str]) -> dict[str, OutputKind]:
+    kinds = _by_name(items, "--output", "ctr=logit", str.rpartition)
+    for name, kind in kinds.items():
+        if name == ONLY or kind not in set(OutputKind):
+            evidence = f"it is NAME=KIND, and the kinds are {', '.join(OutputKind)}"
+            raise _wrong("--output", f"{name}={kind}" if name else kind, evidence, "ctr=logit")
+    return {name: OutputKind(kind) for name, kind in kinds.items()}
 
 
-def _inputs(given: list[str]) -> dict[str, tuple[str, ...]]:
-    inputs: dict[str, tuple[str, ...]] = {}
-    for item in given:
-        name, _, columns = item.partition("=")
-        split = tuple(column.strip() for column in columns.split(","))
-        if not name or not all(split) or name in inputs:
-            raise ConfigError(
-                "an input is INPUT=COLUMN or INPUT=COLUMN,COLUMN,…",
-                where=f"--inputs '{item}'",
-                evidence="it is given twice" if name in inputs else "a name is missing",
-                remedy="write for example --inputs ids=user,item",
-            )
-        inputs[name] = split
+def _inputs(items: list[str]) -> dict[str, tuple[str, ...]]:
+    inputs = {
+        name: tuple(map(str.strip, columns.split(",")))
+        for name, columns in _by_name(items, "--inputs", "ids=user,item").items()
+    }
+    for name, columns in inputs.items():
+        if name == ONLY or not all(columns):
+            raise _wrong("--inputs", f"{name}={','.join(columns)}", "a name is missing", "ids=user,item")
     return inputs
+
+
+def _wrong(option: str, item: str, evidence: str, example: str) -> ConfigError:
+    return ConfigError(
+        f"{option} cannot be read",
+        where=f"{option} '{item}'",
+        evidence=evidence,
+        remedy=f"write for example {option} {example}",
+    )

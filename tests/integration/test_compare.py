@@ -187,10 +187,10 @@ def test_inputs_that_no_column_feeds_end_with_2(
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (("--output", "ctr=click"), "--output 'ctr=click': an output is NAME=KIND"),
+        (("--output", "ctr=click"), "--output 'ctr=click': --output cannot be read"),
         (("--output", "cta=logit"), "--output: there is no output 'cta'"),
-        (("--label", "ctr="), "--label 'ctr=': --label takes one column for each output"),
-        (("--inputs", "dense"), "--inputs 'dense': an input is INPUT=COLUMN"),
+        (("--label", "ctr="), "--label 'ctr=': --label cannot be read"),
+        (("--inputs", "dense"), "--inputs '=dense': --inputs cannot be read"),
         (("--inputs", "dance=d0"), "the model has no input 'dance'"),
         (("--run", "/nowhere"), "--run /nowhere: there is no run directory"),
         (("--batch", 100_000), "--batch: A and B do not both take 100000 rows"),

@@ -118,7 +118,7 @@ def measure_live(
     """
     size = baseline.batch_rows or DEFAULT_BATCH_ROWS
     rows = data.rows if options.rows is None else min(options.rows, data.rows)
-    executor = options.executor or LocalExecutor(options.threads)
+    executor = LocalExecutor(options.threads)
 
     def run(
         work: BatchWork[R], task: str, spans: Sequence[Span] | None = None

@@ -6,14 +6,10 @@ through the instrumented model. Memory is bounded: less than one batch is held, 
 and when the thread does not keep up, batches are dropped and counted. Nothing is raised into the serving
 path.
 
-Two kinds of metrics: counters over the life of the process, to take rates of; and gauges over a window of
-recent batches, which are compared with the profile as `operations.drift.measure` does. Each full window is a
-comparison of its own, so that the family-wise level holds for each, not for all windows of a year together;
-what alarms must be large enough to matter as well, which chance is not.
-
-Cost on a CPU (`benchmarks/records/drift_alarms.json`): a measured batch takes six to eight plain passes of
-its rows in FP32, so that 1 % of the rows costs 6 to 8 % of what scoring all of them there does; a call of
-`feed` with 256 rows takes some 100 µs.
+Counters are over the life of the process; gauges are over a window of recent batches, which are compared with
+the profile as `operations.drift.measure` does. Each full window is a comparison of its own, so that the
+family-wise level holds for each, not for all windows of a year together; what alarms must be large enough to
+matter as well, which chance is not. What it costs: `benchmarks/records/drift_alarms.json`.
 """
 
 from __future__ import annotations
@@ -70,7 +66,7 @@ class MonitorOptions:
             quarter more.
         pending: Full batches that may wait.
         is_strict: Raise what is wrong with rows that are fed; else they are counted as rejected.
-        drift: Comparison with the profile; rows, threads and executor are not used.
+        drift: Comparison with the profile; rows and threads are not used.
         seed: Of the draw of rows; None for another one in each process.
     """
 

@@ -51,7 +51,7 @@ _COUNTERS_BY_NAME = (
 _GAUGES = {
     "monitor_info": "The model and the profile that rows are held against.",
     "window_batches": "Batches that the gauges speak of.",
-    "window_judged": "1 where window and profile hold enough batches to judge drift; else no alarm says nothing.",
+    "window_judged": "1 where there are enough batches to judge drift; otherwise no alarm means nothing.",
     "drift_alarms": "Changes of the window that are certain and matter.",
     "drift_alarm": "Size of a change that alarms, over its threshold.",
     "tensor_rms_ratio": "Root mean square over that of the profile.",

@@ -7,7 +7,6 @@ from enum import StrEnum
 from math import copysign, inf
 from typing import ClassVar
 
-from loka_onnx.calibration.passes.executors import Executor
 from loka_onnx.core.serde import STRICT
 from loka_onnx.errors import ConfigError
 
@@ -68,7 +67,6 @@ class DriftOptions:
         rows: Live rows, from the first on; None for all.
         kl_rows: Most rows that KL is measured on, from all over the data; `seed` picks them.
         threads: Batches at once; 0 for one a core.
-        executor: Where batches run; None for threads of this process.
     """
 
     family_wise: float = 0.01
@@ -78,7 +76,6 @@ class DriftOptions:
     kl_rows: int = 16384
     seed: int = 0
     threads: int = 0
-    executor: Executor | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 < self.family_wise < 1.0:
