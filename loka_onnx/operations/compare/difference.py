@@ -156,14 +156,15 @@ def screen_lines(difference: Difference) -> Iterator[Text]:
 
 
 def lines(difference: Difference, most: int | None = None) -> Iterator[Text]:
-    """Lines for a terminal, at most `most` rows of each section."""
+    """Lines for a terminal: all, or for a screen at most `most` rows of each section, without its text."""
     yield from map(Text, _side_lines(difference))
     for note in difference.notes:
         yield Text.assemble(("! ", "yellow"), note)
     for section in difference.sections:
         yield Text(section.title, style="bold")
-        yield from (Text(f"  {text}") for text in (section.text,) if text)
-        yield from map(_line, section.rows[:most])
+        if section.text and most is None:
+            yield Text(f"  {section.text}")
+        yield from (_line(item, is_cut=most is not None) for item in section.rows[:most])
         if most is not None and len(section.rows) > most:
             yield Text(f"  … and {len(section.rows) - most} more")
 
@@ -176,14 +177,16 @@ def _side_lines(difference: Difference) -> Iterator[str]:
         yield difference.basis
 
 
-def _line(item: Row) -> Text:
+def _line(item: Row, *, is_cut: bool) -> Text:
     values = [value.text for value in (item.before, item.after) if value is not None]
     mark = ""
     if values and item.verdict is None:
         mark = "+ " if item.before is None else "- " if item.after is None else "~ "
-    sides = " → ".join(values)
-    verdict = item.verdict.text if item.verdict else ""
-    line = Text(f"  {mark}{item.what}{': ' if sides or verdict else ''}{sides}")
+    sides, verdict = Text(" → ".join(values)), item.verdict.text if item.verdict else ""
+    if is_cut:
+        # The verdict is what a reader looks for.
+        sides.truncate(max(30, SCREEN_COLUMNS - len(item.what) - len(verdict) - 8), overflow="ellipsis")
+    line = Text.assemble(f"  {mark}{item.what}", ": " if sides or verdict else "", sides)
     line.append(("  " if sides and verdict else "") + verdict, _STYLES[item.tone])
     return line.append(f"; {item.note}") if item.note else line
 

@@ -50,15 +50,18 @@ def test_a_row_shows_both_sides_the_verdict_and_the_note() -> None:
     ]
 
 
-def test_a_screen_keeps_sides_whole_and_counts_what_it_leaves_out() -> None:
+def test_a_screen_keeps_sides_and_verdicts_whole_and_counts_what_it_leaves_out() -> None:
     many = tuple(row(f"row {place}", "v" * 200) for place in range(100))
-    found = difference(Section("one", "one", many), Section("other", "other", many[:3]), path="p" * 200)
+    judged = row("judged", "v" * 200, "w" * 200, verdict="worse", note="n" * 200)
+    sections = Section("one", "one", many), Section("other", "other", (*many[:3], judged), "A text.")
+    found = difference(*sections, path="p" * 200)
     side, *rest = (line.plain for line in screen_lines(found))
     assert "p" * 200 in side
-    assert len(rest) < SCREEN_LINES and max(map(len, rest)) == SCREEN_COLUMNS
+    assert len(rest) < SCREEN_LINES and max(map(len, rest)) <= SCREEN_COLUMNS
+    assert "…  worse;" in next(line for line in rest if line.startswith("  judged"))
     shown = sum(line.startswith("  - row") for line in rest) - 3
     assert f"  … and {100 - shown} more" in rest
-    assert sum(1 for _ in lines(found)) == 3 + 2 + 103
+    assert sum(1 for _ in lines(found)) == 3 + 3 + 104
 
 
 def test_sections_of_one_name_are_its_tables_and_empty_columns_are_left_out() -> None:
