@@ -114,9 +114,9 @@ GROUPS = (
         "Rows of today against the profile that a run left: on disk, or inside the process that serves.",
         ("open_run", "check_drift", "measure_drift", "open_monitor", "Monitor"),
         (
-            "core.drift.DriftReport",
+            "operations.drift.report.DriftReport",
             "operations.drift.run.OpenedRun",
-            "operations.drift.measure.DriftOptions",
+            "operations.drift.report.DriftOptions",
             "operations.drift.monitor.MonitorOptions",
             "operations.drift.baseline.Baseline",
         ),

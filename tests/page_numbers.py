@@ -158,7 +158,7 @@ def _check(number: re.Match[str], text: str, exact: float, term: str) -> None:
 def _scale(unit: str, term: str) -> float:
     if unit in UNITS:
         return UNITS[unit]
-    return MICROSECONDS[unit] if re.search(r"_us(/[^/]*)?(\)|,|$)", term) else SECONDS[unit]
+    return MICROSECONDS[unit] if unit == "µs" or re.search(r"_us(/[^/]*)?(\)|,|$)", term) else SECONDS[unit]
 
 
 @dataclass

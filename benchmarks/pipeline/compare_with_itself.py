@@ -69,13 +69,9 @@ def ratios(directory: Path, loads: int, options: argparse.Namespace) -> list[tup
     found = list[tuple[float, Interval]]()
     for index in range(options.comparisons):
         sides = (one, other) if index % 2 else (other, one)
-        latency = compare(*sides, rows, asked).latency
-        if latency is not None:
-            found += [
-                (each.a.p50_us, each.ratio.interval)
-                for each in latency.batches
-                if each.ratio is not None and each.ratio.interval is not None
-            ]
+        for row in compare(*sides, rows, asked).rows("latency"):
+            if row.before is not None and row.verdict is not None and len(row.verdict.numbers) == 3:
+                found.append((row.before.numbers[0], Interval(*row.verdict.numbers, 0.95, loads)))
     return found
 
 

@@ -36,12 +36,12 @@ from benchmarks.pipeline.site_effects import BATCH, OUTPUT, exported, output_of
 from benchmarks.recording import write_record
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.drift import DriftReport
 from loka_onnx.core.site import SiteKind
 from loka_onnx.data import Dataset, open_dataset
 from loka_onnx.operations.drift.baseline import Baseline
-from loka_onnx.operations.drift.measure import DriftOptions, measure_drift
+from loka_onnx.operations.drift.measure import measure_drift
 from loka_onnx.operations.drift.monitor import Monitor, MonitorOptions
+from loka_onnx.operations.drift.report import DriftOptions, DriftReport
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_zoo.movielens1m import movielens_1m
 from loka_zoo.prepared import PreparedData

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -18,19 +19,13 @@ from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.errors import BudgetMissed, ConfigError, EngineError
-from loka_onnx.operations.compare.bundle_text import bundles_view
 from loka_onnx.operations.compare.bundles import diff_bundles
-from loka_onnx.operations.compare.deployment_document import BeyondBudget, Comparison
-from loka_onnx.operations.compare.deployment_text import deployments_view
 from loka_onnx.operations.compare.deployments import CompareOptions, compare
-from loka_onnx.operations.compare.difference import print_difference
+from loka_onnx.operations.compare.difference import Difference, print_difference, write_difference
 from loka_onnx.operations.compare.rows import ONLY, RowOptions
-from loka_onnx.operations.compare.run_document import Change
-from loka_onnx.operations.compare.run_text import render_comparison, runs_view
 from loka_onnx.operations.compare.runs import compare_runs as between_runs
 from loka_onnx.operations.compare.sides import Opening
 from loka_onnx.pipeline.directory import Outcome
-from loka_onnx.report import numbers
 
 FILE_COLUMNS = 120
 """Columns of a text report in a file."""
@@ -106,8 +101,8 @@ def compare_deployments(  # noqa: PLR0913, PLR0917 - typer reads one parameter f
     options = CompareOptions(
         rows=RowOptions(
             kinds=_kinds(output or []),
-            labels=_columns(label or [], "--label"),
-            weights=_columns(weight or [], "--weight"),
+            labels=_by_name(label or [], "--label", "ctr=clicked"),
+            weights=_by_name(weight or [], "--weight", "ctr=importance"),
             group=group,
             slices=tuple(dict.fromkeys(slices or ())),
             inputs=_inputs(inputs or []),
@@ -124,23 +119,23 @@ def compare_deployments(  # noqa: PLR0913, PLR0917 - typer reads one parameter f
     with StageReporter(terminal) as reporter:
         reporter.on_stage("compare", None)
         began = time.perf_counter()
-        found = compare(a, b, data, options, reporter.progress)
+        difference = compare(a, b, data, options, reporter.progress)
         reporter.on_stage("compare", Outcome("compare", False, time.perf_counter() - began))
-    if form is Format.JSON:
-        text = serde.dumps(found)
-        if out is None:
-            terminal.out.out(text, end="")
-    elif out is None:
-        print_difference(terminal.out, deployments_view(found))
+    if out is None:
+        _print(terminal.out, difference, form)
     else:
         stream = io.StringIO()
-        console = Console(file=stream, width=FILE_COLUMNS, color_system=None, highlight=False)
-        print_difference(console, deployments_view(found))
-        text = stream.getvalue()
-    if out is not None:
-        serde.write_text(text, out)
+        _print(Console(file=stream, width=FILE_COLUMNS, color_system=None, highlight=False), difference, form)
+        serde.write_text(stream.getvalue(), out)
         terminal.out.print(Text.assemble(("wrote ", "bold"), shown(out)), soft_wrap=True)
-    raise_for(found)
+    raise_for(difference)
+
+
+def _print(out: Console, difference: Difference, form: Format, *, screen: bool = False) -> None:
+    if form is Format.JSON:
+        out.out(serde.dumps(difference), end="")
+    else:
+        print_difference(out, difference, screen=screen)
 
 
 def compare_runs(
@@ -165,12 +160,12 @@ def compare_runs(
     Nothing is run: `loka-onnx compare` runs two deployments on the same rows.
     """
     terminal = terminal_of(context)
-    found = between_runs(old, new)
-    files = render_comparison(found, out)
-    print_difference(terminal.out, runs_view(found))
+    difference = between_runs(old, new)
+    files = write_difference(difference, out)
+    print_difference(terminal.out, difference, screen=True)
     for path in files:
         terminal.out.print(Text.assemble(("wrote ", "bold"), shown(path)), soft_wrap=True)
-    if exit_code and any(target.change is not Change.SAME for target in found.targets):
+    if exit_code and difference.is_different:
         raise typer.Exit(DIFFERENT)
 
 
@@ -188,95 +183,77 @@ def diff(
     `loka-onnx compare` does that. Exit with 0 also when they differ.
     """
     difference = diff_bundles(a, b)
-    out = terminal_of(context).out
-    if form is Format.JSON:
-        out.out(serde.dumps(difference), end="")
-    else:
-        print_difference(out, bundles_view(difference), screen=not everything)
-    if exit_code and not difference.is_equal:
+    _print(terminal_of(context).out, difference, form, screen=not everything)
+    if exit_code and difference.is_different:
         raise typer.Exit(DIFFERENT)
 
 
-def raise_for(found: Comparison) -> None:
-    """Turn what was found into an exit code: the budget that was asked for first, then what failed.
+def raise_for(difference: Difference) -> None:
+    """Turn a comparison of deployments into an exit code: the requested budget first, then failures.
 
     Raises:
         BudgetMissed: The upper bound of an output is above the budget, or an output could not be judged.
         EngineError: A side failed while it was timed.
     """
-    beyond = list(found.beyond_budget())
-    if beyond and found.budget is not None:
-        remedies = []
-        if any(item.judged is not None for item in beyond):
-            remedies.append("compare on more rows, if the interval and not its middle is beyond the budget")
-        if any(item.judged is None for item in beyond):
-            remedies.append("give the rows the columns of the labels (`--label OUTPUT=COLUMN`)")
+    if difference.beyond:
         raise BudgetMissed(
-            f"B may cost more than {numbers.budget_percent(found.budget)}",
-            where=found.b.path,
-            evidence="; ".join(_beyond(item, found.budget) for item in beyond),
-            remedy=f"keep A; or {', and '.join(remedies)}",
+            "B may cost more than the budget",
+            where=difference.b.path,
+            evidence="; ".join(difference.beyond),
+            remedy="keep A; or compare on more rows, if only its interval is beyond the budget; "
+            "an output that is not judged needs the column of its label (`--label OUTPUT=COLUMN`)",
         )
-    failures = found.latency.failures if found.latency is not None else {}
+    failures = difference.failures
     if failures:
         raise EngineError(
             f"{' and '.join(failures)} failed while being timed",
-            where=", ".join({"A": found.a.path, "B": found.b.path}[side] for side in failures),
+            where=", ".join(side.path for side in (difference.a, difference.b) if side.name in failures),
             evidence="; ".join(failure.partition("\n")[0] for failure in failures.values()),
             remedy="see whether the device is shared or short of memory; without times: `--no-latency`",
         )
 
 
-def _beyond(item: BeyondBudget, budget: float) -> str:
-    output = f"output '{item.output}' of {item.engine_b}"
-    if item.judged is None:
-        return f"{output} is not judged: {item.reason}"
-    reason = f" ({item.reason})" if item.reason else ""
-    return f"{output}: {item.name} {numbers.percent_interval(item.judged, budget)}{reason}"
+def _by_name(
+    items: list[str],
+    option: str,
+    example: str,
+    split: Callable[[str, str], tuple[str, str, str]] = str.partition,
+) -> dict[str, str]:
+    """NAME=VALUE by name; a value alone is that of the only output."""
+    values: dict[str, str] = {}
+    for item in items:
+        name, equals, value = split(item, "=")
+        name, value = (name, value) if equals else (ONLY, item)
+        if not value or name in values:
+            raise _wrong(option, item, "it is given twice" if value else "nothing is named", example)
+        values[name] = value
+    return values
 
 
-def _kinds(given: list[str]) -> dict[str, OutputKind]:
-    kinds: dict[str, OutputKind] = {}
-    for item in given:
-        name, _, kind = item.rpartition("=")
-        if not name or kind not in set(OutputKind):
-            raise ConfigError(
-                "an output is NAME=KIND",
-                where=f"--output '{item}'",
-                evidence=f"the kinds are {', '.join(OutputKind)}",
-                remedy="write for example --output ctr=logit",
-            )
-        kinds[name] = OutputKind(kind)
-    return kinds
+def _kinds(items: list[str]) -> dict[str, OutputKind]:
+    kinds = _by_name(items, "--output", "ctr=logit", str.rpartition)
+    for name, kind in kinds.items():
+        if name == ONLY or kind not in set(OutputKind):
+            evidence = f"it is NAME=KIND, and the kinds are {', '.join(OutputKind)}"
+            raise _wrong("--output", f"{name}={kind}" if name else kind, evidence, "ctr=logit")
+    return {name: OutputKind(kind) for name, kind in kinds.items()}
 
 
-def _columns(given: list[str], option: str) -> dict[str, str]:
-    columns: dict[str, str] = {}
-    for item in given:
-        name, equals, column = item.partition("=")
-        name, column = (name, column) if equals else (ONLY, item)
-        if not column or name in columns:
-            raise ConfigError(
-                f"{option} takes one column for each output",
-                where=f"{option} '{item}'",
-                evidence="no column is named" if not column else "it is given twice",
-                remedy=f"write {option} COLUMN, or {option} OUTPUT=COLUMN for each of several outputs",
-            )
-        columns[name] = column
-    return columns
-
-
-def _inputs(given: list[str]) -> dict[str, tuple[str, ...]]:
-    inputs: dict[str, tuple[str, ...]] = {}
-    for item in given:
-        name, _, columns = item.partition("=")
-        split = tuple(column.strip() for column in columns.split(","))
-        if not name or not all(split) or name in inputs:
-            raise ConfigError(
-                "an input is INPUT=COLUMN or INPUT=COLUMN,COLUMN,…",
-                where=f"--inputs '{item}'",
-                evidence="it is given twice" if name in inputs else "a name is missing",
-                remedy="write for example --inputs ids=user,item",
-            )
-        inputs[name] = split
+def _inputs(items: list[str]) -> dict[str, tuple[str, ...]]:
+    inputs = {
+        name: tuple(map(str.strip, columns.split(",")))
+        for name, columns in _by_name(items, "--inputs", "ids=user,item").items()
+    }
+    for name, columns in inputs.items():
+        if name == ONLY or not all(columns):
+            raise _wrong("--inputs", f"{name}={','.join(columns)}", "a name is missing", "ids=user,item")
     return inputs
+
+
+def _wrong(option: str, item: str, evidence: str, example: str) -> ConfigError:
+    return ConfigError(
+        f"{option} cannot be read",
+        where=f"{option} '{item}'",
+        evidence=evidence,
+        remedy=f"write for example {option} {example}",
+    )

@@ -16,9 +16,8 @@ from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.terminal import Terminal, terminal_of
 from loka_onnx.core import serde
-from loka_onnx.core.drift import DriftReport, Relevance, SiteDrift, TensorDrift
 from loka_onnx.errors import ConfigError, DataError, DriftFound
-from loka_onnx.operations.drift.measure import DriftOptions
+from loka_onnx.operations.drift.report import DriftOptions, DriftReport, Relevance
 from loka_onnx.operations.drift.run import check_drift, open_run
 from loka_onnx.pipeline.directory import Outcome
 
@@ -101,64 +100,51 @@ def print_drift(terminal: Terminal, report: DriftReport) -> None:
     )
     if report.synthetic:
         out.print(Text("the profile was measured on generated rows", style="yellow"))
-    out.print()
-    out.print(_tensors(report))
-    out.print(_left_out("tensors", len(report.tensors)), end="")
-    out.print()
-    out.print(_sites(report))
-    out.print(_left_out("sites", len(report.sites)), end="")
+    alarming = {alarm.where for alarm in report.alarms}
+    for what, heads, rows in (
+        ("tensors", ("tensor", "rms", "mean", "index", "range", "beyond", "p (adjusted)"), _tensors(report)),
+        ("sites", ("site", "clipped", "in the profile", "noise / signal", "ΔNE"), _sites(report)),
+    ):
+        table = Table(box=None, pad_edge=False)
+        for heading in heads:
+            table.add_column(heading, no_wrap=True, justify="right" if table.columns else "left")
+        for row in rows[:SHOWN]:
+            table.add_row(*map(Text, row), style="bold red" if row[0] in alarming else "")
+        out.print()
+        out.print(table)
+        if len(rows) > SHOWN:
+            out.print(Text(f"… and {len(rows) - SHOWN} {what} that changed less", style="dim"))
     out.print()
     for line in (*_outputs(report), *_verdict(report)):
         out.print(line, soft_wrap=True)
 
 
-def _tensors(report: DriftReport) -> Table:
-    table = _table("tensor", "rms", "mean", "index", "range", "beyond", "p (adjusted)")
-    for tensor in report.tensors[:SHOWN]:
-        style = "bold red" if any(a.where == tensor.tensor for a in report.alarms) else ""
-        table.add_row(*_tensor_row(tensor), style=style)
-    return table
-
-
-def _tensor_row(tensor: TensorDrift) -> tuple[Text | str, ...]:
-    wider = tensor.range
-    if not tensor.shifts:
-        return (
-            Text(tensor.tensor),
-            "–",
-            "–",
+def _tensors(report: DriftReport) -> list[tuple[str, ...]]:
+    return [
+        (
+            tensor.tensor,
+            f"×{1.0 + tensor.effect('rms'):.3f}" if tensor.shifts else "–",
+            f"{tensor.effect('mean'):+.3f} sd" if tensor.shifts else "–",
             f"{tensor.stability_index:.3f}",
-            f"×{wider.growth:.2f}",
-            "–",
-            "–",
+            f"×{tensor.range.growth:.2f}",
+            f"{tensor.range.beyond} of {tensor.range.batches}" if tensor.shifts else "–",
+            f"{tensor.smallest_adjusted:.2g}" if tensor.shifts else "–",
         )
-    return (
-        Text(tensor.tensor),
-        f"×{1.0 + tensor.effect('rms'):.3f}",
-        f"{tensor.effect('mean'):+.3f} sd",
-        f"{tensor.stability_index:.3f}",
-        f"×{wider.growth:.2f}",
-        f"{wider.beyond} of {wider.batches}",
-        f"{tensor.smallest_adjusted:.2g}",
-    )
+        for tensor in report.tensors
+    ]
 
 
-def _sites(report: DriftReport) -> Table:
-    table = _table("site", "clipped", "in the profile", "noise / signal", "ΔNE")
-    for site in report.sites[:SHOWN]:
-        style = "bold red" if any(a.where == site.site for a in report.alarms) else ""
-        table.add_row(*_site_row(site, len(report.outputs) > 1), style=style)
-    return table
-
-
-def _site_row(site: SiteDrift, is_output_named: bool) -> tuple[Text | str, ...]:
-    """With the output that it harms most."""
-    ratio = f"×{site.live_noise / site.profile_noise:.2f}" if site.profile_noise else "–"
-    worst = max(site.predicted, key=lambda output: site.predicted[output], default=None)
-    change = "not FP8" if worst is None else f"{site.predicted[worst]:+.4%}"
-    if worst is not None and is_output_named:
-        change = f"{worst} {change}"
-    return Text(site.site), f"{site.live_saturated:.3%}", f"{site.profile_saturated:.3%}", ratio, Text(change)
+def _sites(report: DriftReport) -> list[tuple[str, ...]]:
+    """With the output that each harms most."""
+    rows = list[tuple[str, ...]]()
+    for site in report.sites:
+        worst = max(site.predicted, key=lambda output: site.predicted[output], default=None)
+        change = "not FP8" if worst is None else f"{site.predicted[worst]:+.4%}"
+        if worst is not None and len(report.outputs) > 1:
+            change = f"{worst} {change}"
+        ratio = f"×{site.live_noise / site.profile_noise:.2f}" if site.profile_noise else "–"
+        rows.append((site.site, f"{site.live_saturated:.3%}", f"{site.profile_saturated:.3%}", ratio, change))
+    return rows
 
 
 def _outputs(report: DriftReport) -> Iterator[Text]:
@@ -182,17 +168,6 @@ def _verdict(report: DriftReport) -> Iterator[Text]:
         small = len(report.changed)
         certain = f"; {small} tensors changed for certain, but too little to matter" if small else ""
         yield Text.assemble(("no drift", "bold green"), certain)
-
-
-def _left_out(what: str, count: int) -> Text:
-    return Text(f"… and {count - SHOWN} {what} that changed less\n" if count > SHOWN else "", style="dim")
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for position, heading in enumerate(headings):
-        table.add_column(heading, no_wrap=True, justify="right" if position else "left")
-    return table
 
 
 def _relevance(given: list[str]) -> Relevance:

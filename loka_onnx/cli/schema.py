@@ -13,7 +13,7 @@ from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.config import run_file_schema
 from loka_onnx.core import serde
 from loka_onnx.core.profile import Profile
-from loka_onnx.operations.compare.run_document import RunComparison
+from loka_onnx.operations.compare.difference import Difference
 from loka_onnx.report import ReportData
 
 
@@ -30,7 +30,7 @@ class Document(StrEnum):
 _TYPES: dict[Document, type[Any]] = {
     Document.PROFILE: Profile,
     Document.REPORT: ReportData,
-    Document.RUN_COMPARISON: RunComparison,
+    Document.RUN_COMPARISON: Difference,
 }
 
 
@@ -40,7 +40,7 @@ def schema(
         Document,
         typer.Argument(
             help="run: the run file; profile: profile.json; report: report.json; run-comparison: what "
-            "compare-runs writes; log: a line of `--log json`."
+            "compare-runs writes, and `compare` and `bundle diff` print as JSON; log: a line of `--log json`."
         ),
     ] = Document.RUN,
 ) -> None:

@@ -10,7 +10,7 @@ from browser_pages import checked_numbers, written
 from rich_run import rich
 
 from loka_onnx.core import serde
-from loka_onnx.operations.compare.run_text import render_comparison
+from loka_onnx.operations.compare.difference import write_difference
 from loka_onnx.operations.compare.runs import compare_runs
 
 
@@ -27,7 +27,7 @@ def test_the_page_of_two_runs_loads_and_its_numbers_are_those_of_its_json(visit,
     later = replace(run.report, title="Ranker, day 08", versions={**run.report.versions, "torch": "2.13.0"})
     for name, data in (("old", run.report), ("new", rich(later))):
         serde.write(data, tmp_path / name / "report.json")
-    *_, file = render_comparison(compare_runs(tmp_path / "old", tmp_path / "new"), tmp_path / "out")
+    *_, file = write_difference(compare_runs(tmp_path / "old", tmp_path / "new"), tmp_path / "out")
     opened = visit(file)
     opened.check(file)
     facts = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))

@@ -11,9 +11,9 @@ import pytest
 from synthetic_runs import Done, call, make_columns, make_workplace, tree, write_rows
 
 from loka_onnx.core import serde
-from loka_onnx.core.drift import DriftReport, Measure
 from loka_onnx.core.lineage import RunRecord
 from loka_onnx.core.profile import Profile
+from loka_onnx.operations.drift.report import DriftReport, Measure
 from loka_onnx.operations.drift.run import open_monitor, open_run
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 

@@ -13,7 +13,7 @@ from page_numbers import NUMBER, check_numbers, tables_of
 from synthetic_runs import call, make_workplace, tree
 
 from loka_onnx.core import serde
-from loka_onnx.operations.compare.run_document import Change, RunComparison
+from loka_onnx.operations.compare.difference import Difference
 from loka_onnx.pipeline import run as run_module
 from loka_onnx.pipeline.run import RunResult, run
 from loka_onnx.report import ReportData
@@ -60,37 +60,41 @@ def test_two_run_directories_are_compared(
     out = tmp_path / "out"
     done = call(capsys, "compare-runs", finished.directory, later.directory, "--out", out)
     assert done.code == 0
-    found = serde.read(RunComparison, out / "comparison.json")
-    schema = json.loads((DOCS / "run-comparison-schema.json").read_text())
-    jsonschema.Draft202012Validator(schema).validate(json.loads((out / "comparison.json").read_text()))
-    (cpu,) = found.targets
-    assert (cpu.target, cpu.change) == ("cpu", Change.SAME)
-    assert "cpu: both emit cpu-onnxruntime-cpu-fp32 (plan fp32)" in done.out
-    assert "wrote" in done.out and "comparison.html" in done.out
-    assert found.has_same_rows
-    assert found.settings is not None
-    settings = {item.name: (item.old, item.new) for item in found.settings}
-    assert settings["plan.keep"] == ("[]", '["fc2"]')
-    assert settings["calibration.seed"] == ("0", "1")
-    kept = [change for change in found.sites if change.site == "fc2"]
-    assert kept
-    for change in kept:
-        assert change.old is not None and change.new is not None
-        assert (change.old.precision, change.new.precision) == ("fp8", "bf16")
-        assert change.new.reason.startswith("kept in bf16 by 'fc2'")
-    # Outputs that the later run does not judge are not compared, and said to be so.
-    by_output = {(c.output, c.split): c for c in found.accuracy}
-    assert by_output["cvr", "selection"].remark == "it was not measured in the new run"
-    both = by_output["ctr", "selection"]
-    assert both.old is not None and both.new is not None
-    assert (both.old.budget, both.new.budget) == (0.01, 0.02)
-    assert {c.batch for c in found.latency} == {8, 64}
-    assert all(c.ratio is not None and c.ratio > 0 for c in found.latency)
-    page = tables_of((out / "comparison.html").read_text())
+    found = serde.read(Difference, out / "comparison.json")
     facts = json.loads((out / "comparison.json").read_text())
+    schema = json.loads((DOCS / "run-comparison-schema.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(facts)
+    assert not found.is_different
+    assert "  cpu: cpu-onnxruntime-cpu-fp32 (plan fp32) → " in done.out and "  the same; " in done.out
+    assert "wrote" in done.out and "comparison.html" in done.out
+
+    def texts(section: str) -> dict[str, tuple[str | None, ...]]:
+        return {
+            item.what: tuple(value and value.text for value in (item.before, item.after, item.verdict))
+            for item in found.rows(section)
+        }
+
+    assert {verdict for *_, verdict in texts("data").values()} == {"the same"}
+    settings = texts("settings")
+    assert settings["plan.keep"] == ("[]", '["fc2"]', None)
+    assert settings["calibration.seed"] == ("0", "1", None)
+    kept = [item for item in found.rows("sites") if item.what.endswith(" · fc2")]
+    assert kept
+    for item in kept:
+        before, after, _ = texts("sites")[item.what]
+        assert before is not None and before.startswith("fp8 ") and after is not None
+        assert after.startswith("bf16, ") and "now: kept in bf16 by 'fc2'" in item.note
+    # Outputs that the later run does not judge are not compared, and said to be so.
+    costs = {tuple(item.what.split(" · ")[1:3]): item for item in found.rows("cost")}
+    assert costs["cvr", "selection"].note == "it was not measured in the new run"
+    both = costs["ctr", "selection"]
+    assert both.before is not None and both.after is not None
+    assert (0.01 in both.before.numbers, 0.02 in both.after.numbers) == (True, True)
+    assert {item.what.split(" · ")[1] for item in found.rows("latency")} == {"batch 8", "batch 64"}
+    assert all(item.verdict is not None and item.verdict.numbers[0] > 0 for item in found.rows("latency"))
     checked = [
         check_numbers(facts, cell.text, cell.attributes["data-source"], cell.attributes["data-value"])
-        for cell in page.cells
+        for cell in tables_of((out / "comparison.html").read_text()).cells
         if cell.numeric and NUMBER.search(cell.text)
     ]
     assert sum(checked) > 30

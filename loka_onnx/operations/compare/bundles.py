@@ -3,13 +3,14 @@
 Nothing is loaded or run. The manifests are compared field by field, and so are the plans; a list whose
 elements have a name (engines by id, files by path, stages, outputs, batch sizes) is compared by that name.
 Every field takes part, also one that this module does not know: two bundles that differ anywhere do not pass
-for equal. What follows from the rest is left out (seals, the digest of the lineage).
+for equal. Fields that follow from the rest are left out (seals, the digest of the lineage).
 
 The difference of B from A is that of A from B with the sides exchanged, in the same order.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
@@ -26,35 +27,45 @@ from loka_onnx.core import serde
 from loka_onnx.core.evaluation import Evaluation, Latency, OutputEvaluation, TargetChoice
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan
-from loka_onnx.operations.compare.bundle_document import (
-    BundleDifference,
-    BundleIdentity,
-    Change,
-    Kind,
-    PlanDifference,
-    Section,
-)
+from loka_onnx.operations.compare.difference import Difference, Row, Section, Side, Value, row
 
 DERIVED = frozenset({"seal", "lineage_digest"})
 """Fields of a manifest that follow from the others."""
-_SECTION_OF = {
-    "model_digest": Section.MODEL,
-    "inputs": Section.INTERFACE,
-    "outputs": Section.INTERFACE,
-    "judged": Section.INTERFACE,
-    "cut": Section.INTERFACE,
-    "engines": Section.ENGINES,
-    "fallback": Section.ENGINES,
-    "choice": Section.CHOICE,
-    "created_by": Section.VERSIONS,
-    "versions": Section.VERSIONS,
-    "files": Section.FILES,
-    "plans": Section.FILES,
-    "sample": Section.FILES,
-    "report": Section.FILES,
-    "lineage": Section.LINEAGE,
+_TITLES = {
+    "model": "model",
+    "interface": "inputs and outputs",
+    "engines": "engines",
+    "choice": "choice",
+    "plans": "plans",
+    "sites": "sites",
+    "accuracy": "accuracy as recorded",
+    "latency": "latency as recorded",
+    "signature": "signature",
+    "versions": "versions",
+    "files": "files",
+    "lineage": "lineage",
+    "other": "other fields",
 }
-_ORDER = {section: place for place, section in enumerate(Section)}
+"""Sections, in the order of importance."""
+_SECTION_OF = {
+    "model_digest": "model",
+    "inputs": "interface",
+    "outputs": "interface",
+    "judged": "interface",
+    "cut": "interface",
+    "engines": "engines",
+    "fallback": "engines",
+    "choice": "choice",
+    "created_by": "versions",
+    "versions": "versions",
+    "files": "files",
+    "plans": "files",
+    "sample": "files",
+    "report": "files",
+    "lineage": "lineage",
+}
+_Change = tuple[str, Row]
+"""Section and difference."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ class BundleFacts:
     signed_with: tuple[str, ...] = ()
 
 
-def diff_bundles(a: Path, b: Path) -> BundleDifference:
+def diff_bundles(a: Path, b: Path) -> Difference:
     """Verify two bundles, each a directory or a single file, and compare them.
 
     Raises:
@@ -74,31 +85,50 @@ def diff_bundles(a: Path, b: Path) -> BundleDifference:
         UserError: The plans of one are of another version.
     """
     with ExitStack() as stack:
-        one, other = (_read(path, stack) for path in (a, b))
-    return difference_of(one, other, str(a), str(b))
+        before, after = (_read(path, stack) for path in (a, b))
+    return difference_of(before, after, str(a), str(b))
 
 
-def difference_of(a: BundleFacts, b: BundleFacts, path_a: str = "A", path_b: str = "B") -> BundleDifference:
-    """The difference of the facts of two bundles, which are called by their paths."""
-    pairs, sites = plan_differences(a, b)
-    changes = (
-        *_manifest_changes(a.manifest, b.manifest),
-        *_recorded_by_target(a.manifest, b.manifest),
-        *plan_changes(a.plans, b.plans),
-        *sites,
-        *leaves(list(a.signed_with), list(b.signed_with), ("signed with",), Section.SIGNATURE),
-    )
+def difference_of(a: BundleFacts, b: BundleFacts, path_a: str = "A", path_b: str = "B") -> Difference:
+    """The difference of the facts of two bundles."""
+    pairs, sites = _plan_differences(a, b)
+    signatures = leaves(list(a.signed_with), list(b.signed_with), ("signed with",))
     # Two engines of one target may lead to the same pair of plans.
-    ordered = sorted(
-        dict.fromkeys(changes),
-        key=lambda change: (_ORDER[change.section], _by_number(change.what), sorted((change.a, change.b))),
+    changes = dict.fromkeys(
+        (
+            *_manifest_changes(a.manifest, b.manifest),
+            *_recorded_by_target(a.manifest, b.manifest),
+            *(("plans", change) for change in _plan_changes(a.plans, b.plans)),
+            *(("sites", change) for change in sites),
+            *(("signature", change) for change in signatures),
+        )
     )
-    return BundleDifference(_identity(a, path_a), _identity(b, path_b), tuple(ordered), pairs)
+    sections = list[Section]()
+    for name, title in _TITLES.items():
+        rows = tuple(sorted((change for section, change in changes if section == name), key=_order))
+        if name == "sites" and pairs:
+            sections.append(Section("sites-by-plan", "sites by plan", pairs))
+        if rows:
+            sections.append(Section(name, f"{title}: {_counts(rows)}", rows))
+    if not sections:
+        sections.append(Section("equal", "the bundles are equal", ()))
+    sides = _side("A", a, path_a), _side("B", b, path_b)
+    return Difference("Two bundles", *sides, tuple(sections), is_different=bool(changes))
 
 
-def _by_number(text: str) -> list[tuple[int, str]]:
-    """Sort key that puts batch 8 before batch 32."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", text)]
+def _order(change: Row) -> tuple[list[tuple[int, str]], list[str]]:
+    """Sort key that puts batch 8 before batch 32, and does not know the sides."""
+    parts = re.split(r"([0-9]+)", change.what)
+    by_number = [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+    return by_number, sorted(value.text for value in (change.before, change.after) if value is not None)
+
+
+def _counts(rows: Sequence[Row]) -> str:
+    kinds = Counter(
+        "only in B" if item.before is None else "only in A" if item.after is None else "changed"
+        for item in rows
+    )
+    return ", ".join(f"{kinds[kind]} {kind}" for kind in ("only in B", "only in A", "changed") if kinds[kind])
 
 
 def _read(path: Path, stack: ExitStack) -> BundleFacts:
@@ -109,33 +139,29 @@ def _read(path: Path, stack: ExitStack) -> BundleFacts:
     return BundleFacts(manifest, plans, () if signature is None else signature.keys)
 
 
-def _identity(facts: BundleFacts, path: str) -> BundleIdentity:
+def _side(name: str, facts: BundleFacts, path: str) -> Side:
     manifest = facts.manifest
-    return BundleIdentity(
-        path,
-        manifest.created_by,
-        manifest.model_digest,
-        len(manifest.engines),
-        len(manifest.files),
-        manifest.total_bytes,
-        facts.signed_with,
-    )
+    signed = [f"signed with {', '.join(facts.signed_with)}, not verified"] if facts.signed_with else []
+    size = f"{len(manifest.files)} files, {manifest.total_bytes:,} bytes"
+    engines = f"{len(manifest.engines)} engines beside the fallback"
+    return Side(name, path, manifest.model_digest, (f"{manifest.created_by}, {engines}, {size}", *signed))
 
 
 # Manifests ----------------------------------------------------------------------------------------
 
 
-def _manifest_changes(a: Manifest, b: Manifest) -> Iterator[Change]:
+def _manifest_changes(a: Manifest, b: Manifest) -> Iterator[_Change]:
     ours, theirs = map(_plain, (a, b))
     for key in sorted({*ours, *theirs}):
-        yield from leaves(ours.get(key), theirs.get(key), (key,), _SECTION_OF.get(key, Section.OTHER))
+        section = _SECTION_OF.get(key, "other")
+        yield from ((section, change) for change in leaves(ours.get(key), theirs.get(key), (key,)))
     before, after = ({entry.id: entry.evaluation for entry in side.candidates} for side in (a, b))
     for name in sorted({*before, *after}):
         yield from _evaluation_changes(before.get(name), after.get(name), name)
 
 
 def _plain(manifest: Manifest) -> dict[str, Any]:
-    """A manifest as dicts and lists, without evaluations, which are told in words of their own."""
+    """A manifest as dicts and lists, without evaluations, which have rows of their own."""
     plain = {key: value for key, value in serde.to_plain(manifest).items() if key not in DERIVED}
     for entry in (*plain["engines"], plain["fallback"]):
         del entry["evaluation"]
@@ -146,47 +172,46 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
     return plain
 
 
-def _evaluation_changes(a: Evaluation | None, b: Evaluation | None, engine: str) -> Iterator[Change]:
+def _evaluation_changes(a: Evaluation | None, b: Evaluation | None, engine: str) -> Iterator[_Change]:
     """Changes of one engine's record: one for each output and batch size, and the other fields."""
-    ours, theirs = (_recorded(found, engine) for found in (a, b))
-    for section, name in sorted({*ours, *theirs}):
-        before, after = (side.get((section, name)) for side in (ours, theirs))
-        sides = [None if found is None else serde.to_plain(found) for found in (before, after)]
-        if are_same(*sides):
+    sides = [_recorded(record, engine) for record in (a, b)]
+    for section, name in sorted({*sides[0], *sides[1]}):
+        before, after = (side.get((section, name)) for side in sides)
+        plain = [None if record is None else serde.to_plain(record) for record in (before, after)]
+        if are_same(*plain):
             continue
-        said = ["" if found is None else _said(found) for found in (before, after)]
-        if said[0] == said[1]:
-            count = sum(1 for _ in leaves(sides[0], sides[1], (), section))
-            said = [f"{text}; {count} figures behind it differ" for text in said]
-        yield Change(section, name, kind_of(before, after), *said)
+        texts = [None if record is None else _result(record) for record in (before, after)]
+        if texts[0] == texts[1]:
+            count = sum(1 for _ in leaves(plain[0], plain[1], ()))
+            texts = [f"{text}; {count} figures behind it differ" for text in texts]
+        yield section, row(name, *texts)
     if a is not None and b is not None:
-        rest = [serde.to_plain(replace(found, outputs=(), latencies=())) for found in (a, b)]
-        yield from leaves(rest[0], rest[1], (engine,), Section.ACCURACY)
+        ours, theirs = (serde.to_plain(replace(record, outputs=(), latencies=())) for record in (a, b))
+        yield from (("accuracy", change) for change in leaves(ours, theirs, (engine,)))
     elif a is not None or b is not None:
-        said = ["" if found is None else found.status for found in (a, b)]
-        yield Change(Section.ACCURACY, f"{engine} / status", kind_of(a, b), *said)
+        statuses = (None if record is None else record.status for record in (a, b))
+        yield "accuracy", row(f"{engine} / status", *statuses)
 
 
-def _recorded(found: Evaluation | None, engine: str) -> dict[tuple[Section, str], OutputEvaluation | Latency]:
-    if found is None:
+def _recorded(record: Evaluation | None, name: str) -> dict[tuple[str, str], OutputEvaluation | Latency]:
+    """Results by section and row."""
+    if record is None:
         return {}
-    outputs = {(Section.ACCURACY, f"{engine} / {output.output}"): output for output in found.outputs}
-    timed = {(Section.LATENCY, f"{engine} / batch {each.batch}"): each for each in found.latencies}
+    outputs = {("accuracy", f"{name} / {output.output}"): output for output in record.outputs}
+    timed = {("latency", f"{name} / batch {each.batch}"): each for each in record.latencies}
     return {**outputs, **timed}
 
 
-def _recorded_by_target(a: Manifest, b: Manifest) -> Iterator[Change]:
+def _recorded_by_target(a: Manifest, b: Manifest) -> Iterator[_Change]:
     """Records of the main engines of a target, where they are not the same engine."""
-    for ours, theirs in _targets_apart(a, b):
+    for choices in _targets_apart(a, b):
         sides = []
-        for manifest, choice in ((a, ours), (b, theirs)):
+        for manifest, choice in zip((a, b), choices, strict=True):
             entry = next((entry for entry in manifest.engines if entry.id == choice.engine), None)
-            found = None if entry is None else entry.evaluation
-            prefix = f"target {choice.target}"
-            sides.append({key: f"{choice.engine}: {_said(v)}" for key, v in _recorded(found, prefix).items()})
+            records = _recorded(entry.evaluation if entry else None, f"target {choice.target}")
+            sides.append({key: f"{choice.engine}: {_result(record)}" for key, record in records.items()})
         for section, name in sorted({*sides[0], *sides[1]}):
-            one, other = (side.get((section, name), "") for side in sides)
-            yield Change(section, name, kind_of(one or None, other or None), one, other)
+            yield section, row(name, *(side.get((section, name)) for side in sides))
 
 
 def _targets_apart(a: Manifest, b: Manifest) -> Iterator[tuple[TargetChoice, TargetChoice]]:
@@ -204,64 +229,63 @@ def _targets_apart(a: Manifest, b: Manifest) -> Iterator[tuple[TargetChoice, Tar
             yield ours[name], theirs[name]
 
 
-def _said(found: OutputEvaluation | Latency) -> str:
-    if isinstance(found, Latency):
-        return f"p50 {found.p50_us:.1f} µs, p99 {found.p99_us:.1f} µs on {found.device}"
-    if found.difference is None:
+def _result(record: OutputEvaluation | Latency) -> str:
+    if isinstance(record, Latency):
+        return f"p50 {record.p50_us:.1f} µs, p99 {record.p99_us:.1f} µs on {record.device}"
+    if record.difference is None:
         return "the reference itself"
-    change = found.difference.judged
+    change = record.difference.judged
     ends = f"[{100 * change.lower:+.4f} %, {100 * change.upper:+.4f} %]"
-    return f"{found.difference.judged_name} {100 * change.value:+.4f} % {ends}, {found.verdict}"
+    return f"{record.difference.judged_name} {100 * change.value:+.4f} % {ends}, {record.verdict}"
 
 
 # Plans --------------------------------------------------------------------------------------------
 
 
-def plan_changes(a: PlanSet, b: PlanSet) -> Iterator[Change]:
+def _plan_changes(a: PlanSet, b: PlanSet) -> Iterator[Row]:
     """Everything of plans but their sites."""
     ours, theirs = (
         serde.to_plain(replace(plans, plans=tuple(replace(plan, decisions=()) for plan in plans.plans)))
         for plans in (a, b)
     )
-    yield from leaves(ours, theirs, (), Section.PLANS)
+    yield from leaves(ours, theirs, ())
 
 
-def plan_differences(a: BundleFacts, b: BundleFacts) -> tuple[tuple[PlanDifference, ...], tuple[Change, ...]]:
+def _plan_differences(a: BundleFacts, b: BundleFacts) -> tuple[tuple[Row, ...], list[Row]]:
     """Pairs of plans whose sites differ, and these sites.
 
     Plans of one id are compared, and those that the main engines of one target run.
     """
     ours, theirs = ({plan.id: plan for plan in side.plans.plans} for side in (a, b))
-    pairs = {(name, name): "same id" for name in sorted(ours.keys() & theirs.keys())}
-    for one, other in _targets_apart(a.manifest, b.manifest):
-        if one.plan in ours and other.plan in theirs:
-            pairs.setdefault((one.plan, other.plan), f"target {one.target}")
-    found, changes = list[PlanDifference](), list[Change]()
-    for (one_id, other_id), why in pairs.items():
-        sites = tuple(_site_changes(ours[one_id], theirs[other_id]))
-        if sites:
-            changes += sites
-            found.append(_plan_difference(ours[one_id], theirs[other_id], why))
+    pairs = {(name, name): "" for name in sorted(ours.keys() & theirs.keys())}
+    for before, after in _targets_apart(a.manifest, b.manifest):
+        if before.plan in ours and after.plan in theirs:
+            pairs.setdefault((before.plan, after.plan), f" (target {before.target})")
     # In the order of both names together, which exchanging the sides keeps.
-    found.sort(key=lambda pair: (sorted((pair.plan_a, pair.plan_b)), pair.why))
-    return tuple(found), tuple(changes)
+    ordered = sorted(pairs.items(), key=lambda item: (sorted(item[0]), item[1]))
+    rows, changes = list[Row](), list[Row]()
+    for (before_id, after_id), why in ordered:
+        sites = list(_site_changes(ours[before_id], theirs[after_id]))
+        if sites:
+            name = before_id if before_id == after_id else f"{before_id} → {after_id}{why}"
+            rows.append(_plan_difference(name, ours[before_id], theirs[after_id]))
+            changes += sites
+    return tuple(rows), changes
 
 
-def _site_changes(a: PrecisionPlan, b: PrecisionPlan) -> Iterator[Change]:
+def _site_changes(a: PrecisionPlan, b: PrecisionPlan) -> Iterator[Row]:
     ours, theirs = ({decision.site: decision for decision in plan.decisions} for plan in (a, b))
     pair = a.id if a.id == b.id else " and ".join(sorted((a.id, b.id)))
     for site in sorted({*ours, *theirs}):
-        one, other = ours.get(site), theirs.get(site)
-        if one is not None and other is not None and are_same(*map(serde.to_plain, (one, other))):
-            continue
-        said = ["" if each is None else _decided(each) for each in (one, other)]
-        if one is not None and other is not None:
-            # A change is said on both sides where only one number of many differs.
-            said = [text + more for text, more in zip(said, _apart(one, other), strict=True)]
-        yield Change(Section.SITES, f"{pair} / {site}", kind_of(one, other), *said)
-    order = [[d.site for d in plan.decisions if d.site in ours.keys() & theirs.keys()] for plan in (a, b)]
-    if order[0] != order[1]:
-        yield Change(Section.SITES, f"{pair} / order", Kind.CHANGED, ", ".join(order[0]), ", ".join(order[1]))
+        before, after = ours.get(site), theirs.get(site)
+        texts = [None if each is None else _decided(each) for each in (before, after)]
+        if before is not None and after is not None:
+            if are_same(*map(serde.to_plain, (before, after))):
+                continue
+            # Scales have many numbers: only those that differ are shown.
+            texts = [f"{text}{more}" for text, more in zip(texts, _apart(before, after), strict=True)]
+        yield row(f"{pair} / {site}", *texts)
+    yield from _order_change(list(ours), list(theirs), (pair,))
 
 
 def _decided(decision: Decision) -> str:
@@ -269,58 +293,56 @@ def _decided(decision: Decision) -> str:
     return f"{decision.precision}{recipe}, {decision.verdict}"
 
 
-def _apart(a: Decision, b: Decision) -> tuple[str, str]:
+def _apart(a: Decision, b: Decision) -> list[str]:
     """Scales and reasons of two decisions, as far as they differ."""
-    one, other = "", ""
+    texts = ["", ""]
     if a.activation_scale != b.activation_scale:
-        one, other = (f"; activation scale {d.activation_scale}" for d in (a, b))
+        texts = [f"; activation scale {d.activation_scale}" for d in (a, b)]
     if a.weight_scale != b.weight_scale:
-        largest = [f"{len(d.weight_scale)} weight scales to {max(d.weight_scale, default=0)}" for d in (a, b)]
-        one, other = f"{one}; {largest[0]}", f"{other}; {largest[1]}"
+        differ = ""
         if len(a.weight_scale) == len(b.weight_scale):
-            count = sum(x != y for x, y in zip(a.weight_scale, b.weight_scale, strict=True))
-            one, other = f"{one}, {count} differ", f"{other}, {count} differ"
+            differ = f", {sum(x != y for x, y in zip(a.weight_scale, b.weight_scale, strict=True))} differ"
+        for side, d in enumerate((a, b)):
+            largest = max(d.weight_scale, default=0)
+            texts[side] += f"; {len(d.weight_scale)} weight scales to {largest}{differ}"
     if a.reason != b.reason:
-        one, other = f"{one}; {a.reason}", f"{other}; {b.reason}"
-    return one, other
+        texts = [f"{text}; {d.reason}" for text, d in zip(texts, (a, b), strict=True)]
+    return texts
 
 
-def _plan_difference(a: PrecisionPlan, b: PrecisionPlan, why: str) -> PlanDifference:
+def _plan_difference(name: str, a: PrecisionPlan, b: PrecisionPlan) -> Row:
+    """How many sites that both decide are in another precision, recipe and scale."""
     theirs = {decision.site: decision for decision in b.decisions}
-    pairs = [(one, theirs[one.site]) for one in a.decisions if one.site in theirs]
-    quantized = [(one, other) for one, other in pairs if one.recipe and other.recipe]
-    ratios = [found for one, other in quantized if (found := _scale_ratio(one, other)) is not None]
-    # Equally far ones are told apart by their place, so that exchanging the sides keeps the choice.
-    largest = max(ratios, key=lambda found: (round(abs(math.log(found[0])), 12), found[1]), default=None)
-    return PlanDifference(
-        plan_a=a.id,
-        plan_b=b.id,
-        why=why,
-        sites=len(pairs),
-        precision=sum(one.precision is not other.precision for one, other in pairs),
-        recipe=sum(one.recipe != other.recipe for one, other in quantized),
-        scale=sum(
-            one.recipe == other.recipe
-            and (one.activation_scale, one.weight_scale) != (other.activation_scale, other.weight_scale)
-            for one, other in quantized
-        ),
-        largest_ratio=None if largest is None else largest[0],
-        largest_at="" if largest is None else largest[1],
+    pairs = [(before, theirs[before.site]) for before in a.decisions if before.site in theirs]
+    quantized = [(before, after) for before, after in pairs if before.recipe and after.recipe]
+    precision = sum(before.precision is not after.precision for before, after in pairs)
+    recipe = sum(before.recipe != after.recipe for before, after in quantized)
+    scale = sum(
+        before.recipe == after.recipe
+        and (before.activation_scale, before.weight_scale) != (after.activation_scale, after.weight_scale)
+        for before, after in quantized
     )
+    text = (
+        f"of {len(pairs)} sites {precision} in another precision, {recipe} by another recipe, {scale} with "
+        "other scales"
+    )
+    ratios = [ratio for before, after in quantized for ratio in _scale_ratios(before, after)]
+    if not ratios:
+        return Row(name, verdict=Value(text, (len(pairs), precision, recipe, scale)))
+    # Equally far ones are told apart by their place, so that exchanging the sides keeps the choice.
+    largest, where = max(ratios, key=lambda ratio: (round(abs(math.log(ratio[0])), 12), ratio[1]))
+    values = (len(pairs), precision, recipe, scale, largest)
+    return Row(name, verdict=Value(f"{text}; largest scale ratio ×{largest:.4g}", values), note=f"at {where}")
 
 
-def _scale_ratio(a: Decision, b: Decision) -> tuple[float, str] | None:
-    """The scale of B over that of A that is farthest from 1, and where; None where no scale differs."""
-    ratios = []
+def _scale_ratios(a: Decision, b: Decision) -> Iterator[tuple[float, str]]:
+    """Scales of B over those of A that differ, and where."""
     if a.activation_scale and b.activation_scale and a.activation_scale != b.activation_scale:
-        ratios.append((b.activation_scale / a.activation_scale, f"{a.site}, activation"))
+        yield b.activation_scale / a.activation_scale, f"{a.site}, activation"
     if len(a.weight_scale) == len(b.weight_scale):
-        ratios += [
-            (y / x, f"{a.site}, weight channel {channel}")
-            for channel, (x, y) in enumerate(zip(a.weight_scale, b.weight_scale, strict=True))
-            if x != y and x > 0.0 and y > 0.0
-        ]
-    return max(ratios, key=lambda found: (abs(math.log(found[0])), found[1]), default=None)
+        for channel, (x, y) in enumerate(zip(a.weight_scale, b.weight_scale, strict=True)):
+            if x != y and x > 0.0 and y > 0.0:
+                yield y / x, f"{a.site}, weight channel {channel}"
 
 
 # Values -------------------------------------------------------------------------------------------
@@ -331,53 +353,37 @@ _NAMED_BY_SECTION = frozenset({"engines", "files", "versions", "plans", "lineage
 """Lists and parts whose name says nothing where the section and the name of the element do."""
 
 
-def kind_of(a: object, b: object) -> Kind:
-    """Return how two sides differ; a side that is None says nothing."""
-    if a is None:
-        return Kind.ADDED
-    return Kind.REMOVED if b is None else Kind.CHANGED
-
-
-def leaves(a: Any, b: Any, path: tuple[str, ...], section: Section) -> Iterator[Change]:
-    """Yield a change for each scalar at `path` that differs, and for each element that one side lacks."""
+def leaves(a: Any, b: Any, path: tuple[str, ...]) -> Iterator[Row]:
+    """Yield a row for each scalar at `path` that differs, and for each element that one side lacks."""
     if are_same(a, b):
         return
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in sorted({*a, *b}):
             if key in a and key in b:
-                yield from leaves(a[key], b[key], (*path, key), section)
+                yield from leaves(a[key], b[key], (*path, key))
             else:
-                value = a[key] if key in a else b[key]
-                yield _one_sided(value, (*path, key), section, is_ours=key in a)
+                yield row(
+                    _joined((*path, key)), *(_text(side[key]) if key in side else None for side in (a, b))
+                )
         return
-    if isinstance(a, list) and isinstance(b, list):
-        field = _naming_field(a, b)
-        if field is not None:
-            ours, theirs = ({str(item[field]): item for item in items} for items in (a, b))
-            yield from leaves(ours, theirs, path, section)
-            common = [[name for name in side if name in ours and name in theirs] for side in (ours, theirs)]
-            if common[0] != common[1]:
-                texts = map(", ".join, common)
-                yield Change(section, _joined((*path, "order")), Kind.CHANGED, *texts)
-            return
-    yield Change(section, _joined(path), Kind.CHANGED, _text(a), _text(b))
+    if isinstance(a, list) and isinstance(b, list) and (field := _naming_field(a, b)) is not None:
+        ours, theirs = ({str(item[field]): item for item in items} for items in (a, b))
+        yield from leaves(ours, theirs, path)
+        yield from _order_change(list(ours), list(theirs), path)
+        return
+    yield row(_joined(path), _text(a), _text(b))
 
 
-def _one_sided(value: Any, path: tuple[str, ...], section: Section, *, is_ours: bool) -> Change:
-    if is_ours:
-        return Change(section, _joined(path), Kind.REMOVED, _text(value), "")
-    return Change(section, _joined(path), Kind.ADDED, "", _text(value))
+def _order_change(ours: list[str], theirs: list[str], path: tuple[str, ...]) -> Iterator[Row]:
+    """A row where the names of both sides stand in another order."""
+    common = [[name for name in side if name in ours and name in theirs] for side in (ours, theirs)]
+    if common[0] != common[1]:
+        yield row(_joined((*path, "order")), *map(", ".join, common))
 
 
 def are_same(a: Any, b: Any) -> bool:
-    """Equality in which NaN equals NaN."""
-    if isinstance(a, float) and isinstance(b, float):
-        return a == b or (math.isnan(a) and math.isnan(b))
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(are_same(a[key], b[key]) for key in a)
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(are_same, a, b))
-    return type(a) is type(b) and bool(a == b)
+    """Equality of plain JSON values, of types too, in which NaN equals NaN."""
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
 def _naming_field(a: Sequence[Any], b: Sequence[Any]) -> str | None:
@@ -387,7 +393,7 @@ def _naming_field(a: Sequence[Any], b: Sequence[Any]) -> str | None:
         return None
     for name in _NAMES:
         if all(name in item and isinstance(item[name], (str, int)) for item in items) and all(
-            max(Counter(str(item[name]) for item in side).values(), default=0) <= 1 for side in (a, b)
+            len({str(item[name]) for item in side}) == len(side) for side in (a, b)
         ):
             return name
     return None

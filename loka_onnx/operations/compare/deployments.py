@@ -26,6 +26,7 @@ import numpy as np
 from loka_onnx.config.data_sections import BatchConfig
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.devices import CPU
+from loka_onnx.core.evaluation import BudgetStatus, Latency, OutputEvaluation, PairedDifference
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.data import Dataset
@@ -44,19 +45,19 @@ from loka_onnx.evaluation.latency import (
 )
 from loka_onnx.evaluation.predictions import Predictions, padded, predict
 from loka_onnx.numerics.intervals import mean_interval
-from loka_onnx.operations.compare.deployment_document import (
-    AccuracyDifference,
-    Comparison,
-    Deployment,
-    LatencyComparison,
-    LatencyDifference,
-    Moved,
-    Ratio,
-)
+from loka_onnx.operations.compare.difference import Difference, Row, Section, number, row
 from loka_onnx.operations.compare.rows import JudgedRows, RowOptions, open_rows
 from loka_onnx.operations.compare.sides import Opening, Side, open_side, refuse_different_requests
+from loka_onnx.planning.choice import NOISE
 from loka_onnx.planning.speed import Speed
+from loka_onnx.report import numbers
+from loka_onnx.report.document import Tone
+from loka_onnx.report.figures import Told, metric_interval, percent_interval, told
+from loka_onnx.report.slice_tables import slice_name
+from loka_onnx.report.verdict import NO_LABELS
 from loka_onnx.sessions.host_devices import is_target
+
+_TONES = {BudgetStatus.WITHIN: Tone.GOOD, BudgetStatus.BEYOND: Tone.BAD, BudgetStatus.UNDECIDED: Tone.WARN}
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,13 @@ class CompareOptions:
 
 def compare(
     a: Path, b: Path, data: Path, options: CompareOptions | None = None, progress: Progress = silent
-) -> Comparison:
+) -> Difference:
     """Run two deployments on the same rows and return the paired difference of B from A.
 
-    Each is a bundle (directory or single file) or an ``.onnx`` file; the rows are a Parquet or npz file. The
-    caller asks for what is beyond the budget (`Comparison.beyond_budget`), and for sides that failed while
-    they were timed (`LatencyComparison.failures`).
+    Each is a bundle (directory or single file) or an ``.onnx`` file; the rows are a Parquet or npz file.
+    Sections are ``accuracy``, one for each pair of engines that answers requests of some size, and
+    ``latency``. Nothing is raised for an exceeded budget (`Difference.beyond`) or for a side that failed
+    while it was timed (`Difference.failures`).
 
     Raises:
         ConfigError: There is nothing at a path; A and B take or give different tensors, or have no batch
@@ -104,36 +106,37 @@ def compare(
     options = options or CompareOptions()
     with ExitStack() as place:
         with ExitStack() as engines:
-            one = open_side(a, "A", options.opening, place, engines)
-            other = open_side(b, "B", options.opening, place, engines)
-            refuse_different_requests(one, other)
-            batches = _batches(one, other, options.batches)
-            rows = open_rows(one, other, data, options.rows)
-            accuracy = tuple(
-                _judge(one, other, rows, pair, progress)
-                for pair in _pairs(one.deployment, other.deployment)
+            before = open_side(a, "A", options.opening, place, engines)
+            after = open_side(b, "B", options.opening, place, engines)
+            refuse_different_requests(before, after)
+            batches = _batches(before, after, options.batches)
+            rows = open_rows(before, after, data, options.rows)
+            accuracy = [
+                _judge(before, after, rows, pair, progress)
+                for pair in _pairs(before, after)
                 if not options.batches or any(pair.least <= size <= pair.most for size in options.batches)
-            )
+            ]
         # What was judged is freed by now: two large bundles need not be in memory twice.
-        latency = _time(one, other, rows.data, batches, options, progress) if options.latency else None
-    return Comparison(
-        a=one.deployment,
-        b=other.deployment,
-        rows=rows.described,
-        accuracy=accuracy,
-        latency=latency,
-        budget=options.rows.budget,
-        budget_source=rows.budget_source,
-        notes=(*_sides_apart(one.deployment, other.deployment), *rows.notes),
-        unjudged=dict(rows.unanswered),
+        timed = _time(before, after, rows.data, batches, options, progress) if options.latency else None
+    is_held = options.rows.budget is not None
+    return Difference(
+        "Two deployments",
+        before.described,
+        after.described,
+        (*(_accuracy_section(pair, rows) for pair in accuracy), *([timed.section] if timed else [])),
+        is_different=any(moved.largest > 0.0 for pair in accuracy for moved in pair.moved),
+        basis=rows.basis,
+        notes=(*_models_apart(before, after), *rows.notes),
+        beyond=tuple(text for pair in accuracy for text in _beyond(pair, rows)) if is_held else (),
+        failures=timed.failures if timed else {},
     )
 
 
-def _sides_apart(a: Deployment, b: Deployment) -> Iterator[str]:
-    if a.model_digest != b.model_digest:
+def _models_apart(a: Side, b: Side) -> Iterator[str]:
+    if a.digest != b.digest:
         yield (
             "A and B are of different exported models "
-            f"({a.model_digest[:12]}… and {b.model_digest[:12]}…): what differs is not precision alone"
+            f"({a.digest[:12]}… and {b.digest[:12]}…): what differs is not precision alone"
         )
 
 
@@ -150,7 +153,7 @@ class _Pair:
     most: int
 
 
-def _range(a: Deployment, b: Deployment) -> tuple[int, int]:
+def _range(a: Side, b: Side) -> tuple[int, int]:
     least, most = max(a.least_rows, b.least_rows), min(a.most_rows, b.most_rows)
     if least > most:
         raise ConfigError(
@@ -161,23 +164,22 @@ def _range(a: Deployment, b: Deployment) -> tuple[int, int]:
     return least, most
 
 
-def _pairs(a: Deployment, b: Deployment) -> tuple[_Pair, ...]:
+def _pairs(a: Side, b: Side) -> tuple[_Pair, ...]:
     """Pairs of engines by ascending size of the request."""
     least, most = _range(a, b)
-    ends = sorted({most, *(route.rows for route in (*a.routes, *b.routes) if least <= route.rows < most)})
     pairs = list[_Pair]()
-    for end in ends:
-        found = _Pair(a.engine_for(end), b.engine_for(end), least, end)
-        if pairs and (pairs[-1].engine_a, pairs[-1].engine_b) == (found.engine_a, found.engine_b):
-            found = _Pair(found.engine_a, found.engine_b, pairs.pop().least, end)
-        pairs.append(found)
+    for end in sorted({most, *(rows for rows in (*a.routes, *b.routes) if least <= rows < most)}):
+        engines = a.engine_for(end), b.engine_for(end)
+        if pairs and (pairs[-1].engine_a, pairs[-1].engine_b) == engines:
+            least = pairs.pop().least
+        pairs.append(_Pair(*engines, least, end))
         least = end + 1
     return tuple(pairs)
 
 
 def _batches(a: Side, b: Side, wanted: Sequence[int]) -> tuple[int, ...]:
     """Batch sizes to serve, ascending."""
-    least, most = _range(a.deployment, b.deployment)
+    least, most = _range(a, b)
     for size in wanted:
         if not least <= size <= most:
             raise ConfigError(
@@ -186,8 +188,7 @@ def _batches(a: Side, b: Side, wanted: Sequence[int]) -> tuple[int, ...]:
                 evidence=f"both take requests of {least} to {most} rows",
                 remedy="ask for batch sizes in this range",
             )
-    sizes = set(wanted) or {*a.timed_at, *b.timed_at}
-    known = sorted(size for size in sizes if least <= size <= most)
+    known = sorted(size for size in set(wanted) or {*a.timed_at, *b.timed_at} if least <= size <= most)
     usual = [size for size in BatchConfig().serve if least <= size <= most]
     return tuple(known or usual or [most])
 
@@ -195,71 +196,93 @@ def _batches(a: Side, b: Side, wanted: Sequence[int]) -> tuple[int, ...]:
 # Accuracy -----------------------------------------------------------------------------------------
 
 
-def _judge(a: Side, b: Side, rows: JudgedRows, pair: _Pair, progress: Progress) -> AccuracyDifference:
+@dataclass(frozen=True)
+class _Moved:
+    """How far an output moved: root mean square of B less A with its interval, and the largest magnitude.
+
+    `unit` is ``logit``, or ``value`` of a regression or of an output of unknown kind.
+    """
+
+    output: str
+    unit: str
+    rmse: Interval
+    largest: float
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """B from A on the same rows, for one pair of engines, in requests of `request_rows`.
+
+    `before` is the quality of A, `after` that of B and its paired difference, relative to A's loss.
+    """
+
+    pair: _Pair
+    request_rows: int
+    before: tuple[OutputEvaluation, ...]
+    after: tuple[OutputEvaluation, ...]
+    moved: tuple[_Moved, ...]
+
+
+def _judge(a: Side, b: Side, rows: JudgedRows, pair: _Pair, progress: Progress) -> _Judged:
     size = max(pair.least, min(pair.most, REQUEST_ROWS))
-    described = rows.described
-    split = Split("data", rows.data, rows.columns, described.group, described.slices, size)
-    before, after = (_predict(side, split, rows, pair, progress) for side in (a, b))
-    units = Units.of(before.columns, described.group, described.slices)
+    split = Split("data", rows.data, rows.columns, rows.group, rows.slices, size)
+    before = _predict(a, pair.engine_a, split, rows, pair.least, progress)
+    after = _predict(b, pair.engine_b, split, rows, pair.least, progress)
+    units = Units.of(before.columns, rows.group, rows.slices)
     try:
-        return AccuracyDifference(
-            engine_a=pair.engine_a,
-            engine_b=pair.engine_b,
-            request_rows=size,
-            least_rows=pair.least,
-            most_rows=pair.most,
+        return _Judged(
+            pair,
+            size,
             before=evaluate_reference(before.outputs, before.columns, rows.specs),
-            outputs=evaluate_outputs(before.outputs, after.outputs, before.columns, rows.specs, units),
+            after=evaluate_outputs(before.outputs, after.outputs, before.columns, rows.specs, units),
             moved=tuple(_moved(before, after, rows, units)),
         )
     except LokaError as error:
         # The evaluation speaks of a reference and a candidate.
         raise type(error)(
             error.what,
-            where=f"B ('{b.deployment.path}') as the candidate, A ('{a.deployment.path}') as the reference",
+            where=f"B ('{b.path}') as the candidate, A ('{a.path}') as the reference",
             evidence=error.evidence,
             remedy=error.remedy,
         ) from error
 
 
-def _predict(side: Side, split: Split, rows: JudgedRows, pair: _Pair, progress: Progress) -> Predictions:
-    names = (*(spec.name for spec in rows.specs), *rows.unjudged)
-    task = f"{side.name}: {pair.engine_a if side.name == 'A' else pair.engine_b}"
+def _predict(
+    side: Side, engine: str, split: Split, rows: JudgedRows, least: int, progress: Progress
+) -> Predictions:
     return predict(
-        padded(side.run, pair.least),
+        padded(side.run, least),
         split.batches(),
-        names,
+        (*(spec.name for spec in rows.specs), *rows.unjudged),
         split.columns,
-        lambda done: progress(task, done, split.rows),
+        lambda done: progress(f"{side.name}: {engine}", done, split.rows),
     )
 
 
-def _moved(before: Predictions, after: Predictions, rows: JudgedRows, units: Units) -> Iterator[Moved]:
+def _moved(before: Predictions, after: Predictions, rows: JudgedRows, units: Units) -> Iterator[_Moved]:
     for spec in rows.specs:
         yield _moved_scores(spec, before, after, units)
-    for name, reason in rows.unjudged.items():
+    for name in rows.unjudged:
         delta = _values(after, name, "B") - _values(before, name, "A")
-        yield Moved(name, "value", *_size_of(delta, None, units), reason)
+        yield _Moved(name, "value", *_size_of(delta, None, units))
 
 
-def _moved_scores(spec: OutputSpec, before: Predictions, after: Predictions, units: Units) -> Moved:
+def _moved_scores(spec: OutputSpec, before: Predictions, after: Predictions, units: Units) -> _Moved:
     truth = read_truth(before.columns, spec, units.groups)
-    one, other = (
-        read_scores(found.outputs, spec, truth.rows, is_reference=found is before).scores
-        for found in (before, after)
-    )
+    reference = read_scores(before.outputs, spec, truth.rows, is_reference=True).scores
+    scores = read_scores(after.outputs, spec, truth.rows, is_reference=False).scores
     unit = "value" if spec.kind is OutputKind.REGRESSION else "logit"
-    return Moved(spec.name, unit, *_size_of((other - one)[:, None], truth.weights, units))
+    return _Moved(spec.name, unit, *_size_of((scores - reference)[:, None], truth.weights, units))
 
 
-def _values(found: Predictions, name: str, side: str) -> Array:
+def _values(predictions: Predictions, name: str, side: str) -> Array:
     """(rows, n) in float64."""
-    values = found.outputs[name].reshape(found.rows, -1).astype(np.float64)
+    values = predictions.outputs[name].reshape(predictions.rows, -1).astype(np.float64)
     if not np.isfinite(values).all():
         wrong = int((~np.isfinite(values)).any(axis=1).sum())
         raise EvaluationError(
             f"output '{name}' of {side} is not finite",
-            evidence=f"{wrong} of {found.rows} rows",
+            evidence=f"{wrong} of {predictions.rows} rows",
             remedy="check the inputs and weights of the model for NaN and overflow",
         )
     return values
@@ -276,27 +299,109 @@ def _size_of(delta: Array, weights: Array | None, units: Units) -> tuple[Interva
     return rmse, float(np.abs(delta).max(initial=0.0))
 
 
+def _beyond(judged: _Judged, rows: JudgedRows) -> Iterator[str]:
+    """Outputs that are not within the requested budget and the guards beside it."""
+    for output in judged.after:
+        what = f"output '{output.output}' of {judged.pair.engine_b}"
+        if output.difference is None:
+            yield f"{what} has no difference"
+        elif output.budget_status != BudgetStatus.WITHIN:
+            interval = numbers.percent_interval(output.difference.judged, output.budget)
+            remarks = "; ".join((f"budget {numbers.budget_percent(output.budget)}", *output.remarks))
+            yield f"{what}: {output.difference.judged_name} {interval} ({remarks})"
+    for name, reason in rows.unanswered.items():
+        yield f"output '{name}' of {judged.pair.engine_b} is not judged: {reason}"
+
+
+def _accuracy_section(judged: _Judged, rows: JudgedRows) -> Section:
+    pair, items = judged.pair, list[Row]()
+    before, after = ({output.output: output for output in side} for side in (judged.before, judged.after))
+    for moved in judged.moved:
+        output = after.get(moved.output)
+        if output is not None and output.difference is not None:
+            items += _output_rows(before[moved.output], output, output.difference, rows.budget_source)
+        reason = rows.unjudged.get(moved.output)
+        largest = f"largest {numbers.scientific(moved.largest)}"
+        items.append(
+            row(
+                f"{moved.output}: {moved.unit} RMSE",
+                verdict=told(
+                    "{} [{}, {}]",
+                    *(number(numbers.scientific, end) for end in _ends(moved.rmse)),
+                ),
+                note=f"{largest}; not judged: {reason}" if reason else largest,
+            )
+        )
+    size = numbers.count(judged.request_rows)
+    title = f"{pair.engine_b} from {pair.engine_a}, in requests of {size} rows"
+    text = f"Engines for requests of {numbers.count(pair.least)} to {numbers.count(pair.most)} rows."
+    return Section("accuracy", title, tuple(items), text)
+
+
+def _output_rows(
+    a: OutputEvaluation, b: OutputEvaluation, change: PairedDifference, source: str
+) -> Iterator[Row]:
+    name, before, after, tone = f"{b.output}: ", a.metrics, b.metrics, _TONES[b.budget_status]
+    remarks = [f"budget {numbers.budget_percent(b.budget)}, {source}", *b.remarks]
+    if b.rows_to_decide is not None:
+        remarks.append(f"about {numbers.count(b.rows_to_decide)} rows would decide it")
+    if change.delta_ne is None:
+        verdict = told("{}; {}", percent_interval(change.kl, b.budget), b.verdict)
+        note = "; ".join((NO_LABELS, *remarks))
+        yield row(f"{name}KL ({b.kind})", verdict=verdict, tone=tone, note=note)
+    else:
+        verdict = told("{}; {}", percent_interval(change.delta_ne, b.budget), b.verdict)
+        sides = (number(numbers.metric, side.normalized_entropy) for side in (before, after))
+        yield row(f"{name}NE ({b.kind})", *sides, verdict=verdict, tone=tone, note="; ".join(remarks))
+        yield row(f"{name}KL, label-free", verdict=percent_interval(change.kl))
+        if change.labelled is not None:
+            yield row(f"{name}labelled part", verdict=percent_interval(change.labelled))
+        for title, field_, delta in (
+            ("AUC", "auc", change.delta_auc),
+            ("prediction ratio", "prediction_ratio", change.delta_prediction_ratio),
+        ):
+            if delta is not None:
+                sides = (number(numbers.metric, getattr(side, field_)) for side in (before, after))
+                yield row(f"{name}{title}", *sides, verdict=metric_interval(delta))
+    for item in b.slices:
+        verdict = percent_interval(item.judged, b.budget) if item.judged else Told("")
+        tone = _TONES.get(item.status, Tone.MUTED)
+        what = f"{name}{slice_name(item)}, {numbers.count(item.rows)} rows"
+        yield row(
+            what,
+            verdict=told("{}{}{}", verdict, "; " if verdict else "", item.status),
+            tone=tone,
+            note=item.reason,
+        )
+
+
 # Latency ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Timed:
+    section: Section
+    failures: dict[str, str]
 
 
 def _time(
     a: Side, b: Side, data: Dataset, batches: tuple[int, ...], options: CompareOptions, progress: Progress
-) -> LatencyComparison:
-    engines = (*a.deployment.engines, *b.deployment.engines)
-    doubts = tuple(_doubts(a.deployment, b.deployment))
+) -> _Timed:
+    engines = (*a.engines, *b.engines)
+    doubts = tuple(_doubts(a, b))
     requests = {size: _requests(data, size) for size in batches}
     total, done = options.loads * len(batches), iter(range(1, options.loads * len(batches) + 1))
     timing = LatencyOptions(
         max_seconds=options.seconds / options.loads, on_batch=lambda: progress("latency", next(done), total)
     )
     progress("latency", 0, total)
-    timed = list[Interleaved]()
+    loads = list[Interleaved]()
     with device_alone(next((e.architecture for e in engines if e.architecture != CPU), CPU)):
         for index in range(options.loads):
             with ExitStack() as stack:
                 # Neither is always the one that memory is left for, or that goes first.
                 sides = (b, a) if index % 2 else (a, b)
-                timed.append(
+                loads.append(
                     measure_interleaved(
                         {side.name: from_host(side.load(stack)) for side in sides},
                         lambda size: next(requests[size]),
@@ -307,46 +412,65 @@ def _time(
                     )
                 )
     before, after = (
-        Speed({each.batch: each for each in over_loads([load.latencies[side.name] for load in timed])})
+        Speed({each.batch: each for each in over_loads([load.latencies[side.name] for load in loads])})
         for side in (a, b)
     )
     both = [size for size in batches if size in before.latencies and size in after.latencies]
-    return LatencyComparison(
-        batches=tuple(
-            LatencyDifference(
-                batch=size,
-                engine_a=a.deployment.engine_for(size),
-                engine_b=b.deployment.engine_for(size),
-                a=before.latencies[size],
-                b=after.latencies[size],
-                ratio=_ratio(after.at(size), before.at(size)),
-            )
-            for size in both
-        ),
-        overall=_ratio(after, before) if both else None,
-        threads=options.opening.threads,
-        loads=options.loads,
-        failures={side: failure for load in timed for side, failure in load.failures.items()},
-        says_nothing=doubts,
-    )
+    rows = [
+        _latency_row(
+            f"batch {numbers.count(size)}",
+            after.at(size).over(before.at(size)),
+            (_times(before.latencies[size]), _times(after.latencies[size])),
+            ", ".join(dict.fromkeys((a.engine_for(size), b.engine_for(size)))),
+        )
+        for size in both
+    ]
+    if len(both) > 1:
+        rows.append(_latency_row("over all, per row", after.over(before)))
+    failures = {side: failure for load in loads for side, failure in load.failures.items()}
+    rows += [row(f"{side} failed", note=failure) for side, failure in failures.items()]
+    rows += [row(f"not meaningful for the target: {doubt}") for doubt in doubts]
+    threads = f", threads: {options.opening.threads}" if options.opening.threads else ""
+    times = f"{options.loads} loads of both" if options.loads > 1 else "one load of both"
+    title = f"Latency, in turns, {times}, inputs in host memory{threads}; B over A [95 % interval]"
+    return _Timed(Section("latency", title, tuple(rows)), failures)
 
 
-def _ratio(after: Speed, before: Speed) -> Ratio | None:
-    found = after.over(before)
-    if found is None:
-        return None
-    # Without rows it has no width because nothing is known, not because it is sure.
-    return Ratio(found.value, found if found.rows else None)
+def _latency_row(
+    what: str, ratio: Interval | None, sides: tuple[str | None, str | None] = (None, None), note: str = ""
+) -> Row:
+    if ratio is None:
+        return row(what, *sides, verdict=numbers.NOT_MEASURED, note=note)
+    if not ratio.rows:
+        # It has no width because nothing is known, not because it is sure.
+        verdict = told("{}; too few loads for an interval", number("×{:.3f}".format, ratio.value))
+        return row(what, *sides, verdict=verdict, note=note)
+    # Within `NOISE` two loads of one and the same engine differ for certain.
+    pace = "no difference beyond noise"
+    if ratio.upper < 1.0 - NOISE:
+        pace = "B is faster"
+    elif ratio.lower > 1.0 + NOISE:
+        pace = "B is slower"
+    ends = (number("{:.3f}".format, end) for end in _ends(ratio))
+    return row(what, *sides, verdict=told("×{} [{}, {}]; {}", *ends, pace), note=note)
 
 
-def _doubts(a: Deployment, b: Deployment) -> Iterator[str]:
-    """Why a ratio says nothing about a target."""
-    for name, side in (("A", a), ("B", b)):
+def _ends(interval: Interval) -> tuple[float, float, float]:
+    return interval.value, interval.lower, interval.upper
+
+
+def _times(side: Latency) -> Told:
+    return told("p50 {}, p99 {}", number(numbers.latency, side.p50_us), number(numbers.latency, side.p99_us))
+
+
+def _doubts(a: Side, b: Side) -> Iterator[str]:
+    """Reasons why a ratio is not meaningful for a target."""
+    for side in (a, b):
         for engine in side.engines:
             if engine.simulated:
-                yield f"{name}: the FP8 of {engine.id} is simulated"
+                yield f"{side.name}: the FP8 of {engine.id} is simulated"
             elif not is_target(engine.target, engine.architecture):
-                yield f"{name}: {engine.id} is for {engine.target}, and ran on {engine.device}"
+                yield f"{side.name}: {engine.id} is for {engine.target}, and ran on {engine.device}"
 
 
 def _requests(data: Dataset, size: int) -> Iterator[Mapping[str, Array]]:

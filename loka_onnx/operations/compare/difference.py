@@ -1,181 +1,247 @@
-"""A difference of two things, and its renderers for a terminal and for a page.
+"""A difference of two things: sections of rows, for a terminal, JSON, Markdown and a page.
 
-Bundles, deployments and runs are compared each in its own way, and leave a document of their own (the JSON).
-A view makes a `Difference` of each, which is all that the renderers know.
+Bundles, deployments and runs are compared each in its own way, and all give this document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.text import Text
 
+from loka_onnx.core import serde
+from loka_onnx.report import document as report
 from loka_onnx.report import numbers
-from loka_onnx.report.document import (
-    Cell,
-    Document,
-    Field,
-    Section,
-    Table,
-    Tone,
-    Verdict,
-    number,
-    prose,
-    table_of,
-    text,
-)
-from loka_onnx.report.provenance import Pointers, located
+from loka_onnx.report.document import Tone
+from loka_onnx.report.exhibits import Exhibits
+from loka_onnx.report.figures import Figure, Place, Told
+from loka_onnx.report.markdown import to_markdown
+from loka_onnx.report.webpage import to_html
 
 SCREEN_LINES = 40
 SCREEN_COLUMNS = 110
+FILES = ("comparison.json", "comparison.md", "comparison.html")
 _STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.BAD: "bold red", Tone.WARN: "yellow", Tone.MUTED: "dim"}
 
 
-_NOTHING = Cell("")
+@dataclass(frozen=True)
+class Value:
+    """A value as text, with every number of the text, unrounded, in their order."""
+
+    text: str
+    numbers: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One difference. A side is None where it has nothing to say.
+    """One difference.
 
-    `mark` stands in front of the name on a terminal, `remark` is a sentence.
+    Attributes:
+        before: Value of the first side; None where it has none.
+        verdict: Size of the difference and the judgement on it; None where both sides say everything.
+        tone: Colour of the verdict.
+        note: Reasons, conditions and doubts.
     """
 
-    name: str
-    before: str | None = None
-    after: str | None = None
-    judgement: Cell = _NOTHING
-    remark: str = ""
-    mark: str = ""
+    what: str
+    before: Value | None = None
+    after: Value | None = None
+    verdict: Value | None = None
+    tone: Tone = Tone.PLAIN
+    note: str = ""
 
 
 @dataclass(frozen=True)
-class Subject:
-    """Rows about one thing.
+class Section:
+    """Rows about one subject; `text` stands above them."""
 
-    Attributes:
-        title: Heading; caption of the table on a page.
-        rows: The differences.
-        section: Section of the page; subjects of one section stand one after another.
-        heads: Headings of the columns: name, before, after, judgement.
-        text: Sentences above the rows; on a page, of the section.
-        numeric: Whether both sides are numbers, each with its source.
-        width: Columns of the name on a terminal; 0 for a colon behind it.
-    """
-
+    name: str
     title: str
     rows: tuple[Row, ...]
-    section: str = ""
-    heads: tuple[str, str, str, str] = ("Name", "Old", "New", "Change")
-    text: tuple[str, ...] = ()
-    numeric: bool = False
-    width: int = 0
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of both things.
+
+    Attributes:
+        name: ``A``, ``B``, ``old`` or ``new``.
+        digest: SHA-256 of its exported model.
+        facts: What else identifies it, as text.
+    """
+
+    name: str
+    path: str
+    digest: str
+    facts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two things.
+    """The difference of `b` from `a`.
 
     Attributes:
-        title: Heading of a page.
-        sides: Lines that describe the sides.
-        subjects: What differs.
-        notes: What a reader must know, each a sentence without its full stop.
-        banner: A warning above everything of a page.
-        verdicts: Where there are any, a terminal shows them in place of the rows.
+        basis: Data that both were compared on; empty where nothing was run.
+        banner: A warning above everything.
+        notes: Conditions of the comparison, each a sentence without its full stop.
+        is_different: Bundles: any field. Deployments: any answer. Runs: which engine is emitted.
+        beyond: Why the requested budget does not hold; empty where it does, or none was requested.
+        failures: By side, the error that ended its measurements.
     """
 
+    SCHEMA: ClassVar[str] = "difference/1"
+    __pydantic_config__ = serde.STRICT
+
     title: str
-    sides: tuple[str, ...]
-    subjects: tuple[Subject, ...]
-    notes: tuple[str, ...] = ()
+    a: Side
+    b: Side
+    sections: tuple[Section, ...]
+    is_different: bool
+    basis: str = ""
     banner: str = ""
-    verdicts: tuple[Verdict, ...] = ()
+    notes: tuple[str, ...] = ()
+    beyond: tuple[str, ...] = ()
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def rows(self, section: str) -> tuple[Row, ...]:
+        """Rows of all sections of a name."""
+        return tuple(row for each in self.sections if each.name == section for row in each.rows)
+
+
+def row(what: str, *sides: str | None, verdict: str = "", tone: Tone = Tone.PLAIN, note: str = "") -> Row:
+    """A row of texts, with at most two sides; the numbers of a `Told` text are kept."""
+    before, after, *_ = (*map(_value, sides), None, None)
+    return Row(what, before, after, _value(verdict or None), tone, note)
+
+
+def number(form: Callable[[Any], str], value: float | None) -> Told:
+    """A number as text; a dash for None."""
+    return Told(numbers.NONE) if value is None else Told(form(value), (Figure(value, Place(value)),))
+
+
+def _value(text: str | None) -> Value | None:
+    if text is None:
+        return None
+    figures = text.figures if isinstance(text, Told) else ()
+    return Value(str(text), tuple(float(figure.value) for figure in figures if figure.value is not None))
 
 
 # Terminal -----------------------------------------------------------------------------------------
 
 
-def print_difference(out: Console, found: Difference, *, screen: bool = False) -> None:
-    """Print a difference, all of it or as many rows of each subject as fit on a screen."""
+def print_difference(out: Console, difference: Difference, *, screen: bool = False) -> None:
+    """Print a difference, all of it or as many rows of each section as fit on a screen."""
     # soft_wrap: a path or id that is cut at the margin cannot be copied.
-    for line in screen_lines(found) if screen else lines(found):
+    for line in screen_lines(difference) if screen else lines(difference):
         out.print(line, soft_wrap=True)
 
 
-def screen_lines(found: Difference) -> Iterator[Text]:
-    """Lines that fit on a screen, with a count of what is left out; of each subject one row at least."""
+def screen_lines(difference: Difference) -> Iterator[Text]:
+    """Lines that fit on a screen, with a count of omitted rows; of each section one row at least."""
     most = 1
-    while most < SCREEN_LINES and sum(1 for _ in lines(found, most + 1)) <= SCREEN_LINES:
+    while most < SCREEN_LINES and sum(1 for _ in lines(difference, most + 1)) <= SCREEN_LINES:
         most += 1
-    for place, line in enumerate(lines(found, most)):
-        if place >= len(found.sides):
-            # A path that is cut off cannot be copied; a value can be had in full.
+    sides = sum(1 for _ in _side_lines(difference))
+    for place, line in enumerate(lines(difference, most)):
+        if place >= sides:
+            # A path that is cut off cannot be copied; values are complete in the JSON.
             line.truncate(SCREEN_COLUMNS, overflow="ellipsis")
         yield line
 
 
-def lines(found: Difference, most: int | None = None) -> Iterator[Text]:
-    """Lines for a terminal, at most `most` rows of each subject."""
-    yield from map(Text, found.sides)
-    for verdict in found.verdicts:
-        yield Text(verdict.headline, style=_STYLES[verdict.tone])
-        yield from (Text(f"  {fact}") for fact in verdict.facts)
-    for note in found.notes:
+def lines(difference: Difference, most: int | None = None) -> Iterator[Text]:
+    """Lines for a terminal: all, or for a screen at most `most` rows of each section, without its text."""
+    yield from map(Text, _side_lines(difference))
+    for note in difference.notes:
         yield Text.assemble(("! ", "yellow"), note)
-    for subject in () if found.verdicts else found.subjects:
-        yield Text(subject.title, style="bold")
-        yield from (Text(f"  {sentence}") for sentence in subject.text)
-        for row in subject.rows[:most]:
-            yield _line(row, subject.width)
-        if most is not None and len(subject.rows) > most:
-            yield Text(f"  … and {len(subject.rows) - most} more (--all)")
+    for section in difference.sections:
+        yield Text(section.title, style="bold")
+        if section.text and most is None:
+            yield Text(f"  {section.text}")
+        yield from (_line(item, is_cut=most is not None) for item in section.rows[:most])
+        if most is not None and len(section.rows) > most:
+            yield Text(f"  … and {len(section.rows) - most} more")
 
 
-def _line(row: Row, width: int) -> Text:
-    sides = " → ".join(side for side in (row.before, row.after) if side is not None)
-    name = f"{row.name:<{width}}" if width and sides else f"{row.name}: " if sides else row.name
-    gap = "  " if row.judgement.text else ""
-    line = Text.assemble(f"  {row.mark}{name}{sides}{gap}", (row.judgement.text, _STYLES[row.judgement.tone]))
-    return line.append(f"; {row.remark}") if row.remark else line
+def _side_lines(difference: Difference) -> Iterator[str]:
+    for side in (difference.a, difference.b):
+        yield f"{side.name}  {side.path}, exported model {numbers.digest(side.digest)}"
+        yield from (f"   {fact}" for fact in side.facts)
+    if difference.basis:
+        yield difference.basis
 
 
-# Page ---------------------------------------------------------------------------------------------
+def _line(item: Row, *, is_cut: bool) -> Text:
+    values = [value.text for value in (item.before, item.after) if value is not None]
+    mark = ""
+    if values and item.verdict is None:
+        mark = "+ " if item.before is None else "- " if item.after is None else "~ "
+    sides, verdict = Text(" → ".join(values)), item.verdict.text if item.verdict else ""
+    if is_cut:
+        # The verdict is what a reader looks for.
+        sides.truncate(max(30, SCREEN_COLUMNS - len(item.what) - len(verdict) - 8), overflow="ellipsis")
+    line = Text.assemble(f"  {mark}{item.what}", ": " if sides or verdict else "", sides)
+    line.append(("  " if sides and verdict else "") + verdict, _STYLES[item.tone])
+    return line.append(f"; {item.note}") if item.note else line
 
 
-def page(found: Difference, facts: object) -> Document:
-    """Arrange a difference as a report.
+# Files --------------------------------------------------------------------------------------------
 
-    Args:
-        found: The difference.
-        facts: The document whose numbers it shows: the page names the place of each.
+
+def write_difference(difference: Difference, directory: Path) -> tuple[Path, ...]:
+    """Write comparison.json, comparison.md and comparison.html, each atomically, and return their paths.
+
+    Raises:
+        OutputError: The place cannot be written.
     """
-    sections = list[Section]()
-    if found.notes:
-        sections.append(Section("notes", "Notes", items=tuple(f"{note}." for note in found.notes)))
-    for title, group in groupby(found.subjects, lambda subject: subject.section):
-        subjects = tuple(group)
-        paragraphs = tuple(sentence for subject in subjects for sentence in subject.text)
-        tables = tuple(_table(subject) for subject in subjects if subject.title)
-        sections.append(
-            Section(title.partition(",")[0].lower().replace(" ", "-"), title, paragraphs, tables=tables)
-        )
-    return located(Document(found.title, found.banner, found.verdicts, tuple(sections)), Pointers(facts))
+    document = page(difference)
+    texts = (serde.dumps(difference), to_markdown(document), to_html(document, Exhibits()))
+    paths = tuple(directory / name for name in FILES)
+    for path, text in zip(paths, texts, strict=True):
+        serde.write_text(text, path)
+    return paths
 
 
-def _table(subject: Subject) -> Table:
-    side = number if subject.numeric else text
-    name, before, after, judgement = subject.heads
-    fields: list[Field[Row]] = [
-        text(name, lambda row: row.name),
-        side(before, lambda row: numbers.NONE if row.before is None else row.before),
-        side(after, lambda row: numbers.NONE if row.after is None else row.after),
-    ]
-    if any(row.judgement.text for row in subject.rows):
-        fields.append(text(judgement, lambda row: row.judgement))
-    if any(row.remark for row in subject.rows):
-        fields.append(prose("Remark", lambda row: row.remark))
-    return table_of(subject.title, fields, subject.rows)
+def page(difference: Difference) -> report.Document:
+    """The difference as a report; every number names its place in the JSON."""
+    sections = [report.Section("compared", "Compared", items=tuple(_side_lines(difference)))]
+    if difference.notes:
+        sections.append(report.Section("notes", "Notes", items=tuple(f"{n}." for n in difference.notes)))
+    for name, group in groupby(enumerate(difference.sections), lambda item: item[1].name):
+        members = list(group)
+        texts = tuple(section.text for _, section in members if section.text)
+        tables = tuple(_table(difference, index) for index, _ in members)
+        sections.append(report.Section(name, name.capitalize().replace("-", " "), texts, tables=tables))
+    return report.Document(difference.title, difference.banner, (), tuple(sections))
+
+
+def _table(difference: Difference, index: int) -> report.Table:
+    section = difference.sections[index]
+    fields: list[report.Field[int]] = [report.text("Name", lambda at: section.rows[at].what)]
+    for title, name in ((difference.a.name, "before"), (difference.b.name, "after"), ("Verdict", "verdict")):
+        values = [value for item in section.rows if (value := getattr(item, name)) is not None]
+        if values:
+            kind = report.number if all(value.numbers for value in values) else report.text
+            fields.append(kind(title, _cells(section, f"#/value/sections/{index}/rows", name)))
+    if any(item.note for item in section.rows):
+        fields.append(report.prose("Note", lambda at: section.rows[at].note))
+    return report.table_of(section.title, fields, range(len(section.rows)))
+
+
+def _cells(section: Section, pointer: str, name: str) -> Callable[[int], report.Cell]:
+    def cell(at: int) -> report.Cell:
+        value: Value | None = getattr(section.rows[at], name)
+        if value is None:
+            return report.Cell("" if name == "verdict" else numbers.NONE)
+        sources = (f"{pointer}/{at}/{name}/numbers/{place}" for place in range(len(value.numbers)))
+        figures = [Figure(number, Place(value, "numbers")) for number in value.numbers]
+        tone = section.rows[at].tone if name == "verdict" else Tone.PLAIN
+        return report.Cell(Told(value.text, figures, " ".join(sources)), tone)
+
+    return cell

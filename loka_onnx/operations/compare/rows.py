@@ -9,11 +9,9 @@ the record names may be missing in the data (live rows have no labels): then a n
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-
-from pydantic import TypeAdapter, ValidationError
 
 from loka_onnx.config import NullGroups
 from loka_onnx.core import serde
@@ -21,15 +19,16 @@ from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.lineage import RunRecord
 from loka_onnx.core.manifest import MANIFEST_NAME
-from loka_onnx.data import Dataset, InputBinding, RowRange, open_dataset
+from loka_onnx.data import Dataset, RowRange, open_dataset
 from loka_onnx.errors import ConfigError, DataError, UserError
 from loka_onnx.graph.id_bounds import id_bounds, narrowed
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import read_proto
-from loka_onnx.operations.compare.deployment_document import ComparedRows
 from loka_onnx.operations.compare.sides import Side
+from loka_onnx.operations.recorded import recorded_settings
 from loka_onnx.pipeline.directory import RECORD
 from loka_onnx.pipeline.splits import bind_columns
+from loka_onnx.report import numbers
 
 ONLY = ""
 """Stands for the only judged output where a label or weight names none."""
@@ -56,7 +55,7 @@ class RowOptions:
         run: The run directory that says columns, group and slices.
 
     Raises:
-        ConfigError: The budget is no number that a loss change can be held against.
+        ConfigError: The budget is negative or not finite.
     """
 
     kinds: Mapping[str, OutputKind] = field(default_factory=dict)
@@ -87,22 +86,27 @@ class JudgedRows:
         specs: Outputs that are judged.
         unjudged: Why other outputs are not, by name; how far they moved is measured all the same.
         unanswered: The part of these that the bundles record or the caller asked for.
+        group: Column of rows that belong together; None for independent rows.
+        slices: Columns whose values are judged apart.
         budget_source: Where the budgets come from, in words.
-        notes: What a reader must know, each a sentence without its full stop.
+        basis: Which rows these are, in words.
+        notes: Conditions of the comparison, each a sentence without its full stop.
     """
 
     data: Dataset
     specs: tuple[OutputSpec, ...]
     unjudged: Mapping[str, str]
     unanswered: Mapping[str, str]
-    described: ComparedRows
+    group: str | None
+    slices: tuple[str, ...]
     budget_source: str
+    basis: str
     notes: tuple[str, ...]
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns beside the inputs."""
-        return _columns(self.specs, self.described.group, self.described.slices)
+        return _columns(self.specs, self.group, self.slices)
 
 
 def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
@@ -115,17 +119,16 @@ def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
         ModelError: The tables of the model cannot be read.
         UserError: The run directory is of another version.
     """
-    recorded = _recorded((a, b), options.run)
-    inputs = {**(recorded.inputs if recorded else {}), **options.inputs}
-    bindings = bind_columns(inputs, a.inputs, _bounds(a, b))
-    asked, budget_source = _asked(a, b, options)
+    recorded, run = _recorded((a, b), options.run)
+    bindings = bind_columns({**recorded.inputs, **options.inputs}, a.inputs, _bounds(a, b))
+    requested, budget_source = _requested(a, b, options)
     # The file and its inputs first: a column that is missing beside them is then known to be just that.
     open_dataset(data, bindings)
     notes = list[str]()
     specs = list[OutputSpec]()
     unjudged = {spec.name: UNKNOWN_KIND for spec in a.outputs if len(spec.shape) <= 2}
     unanswered = dict[str, str]()
-    for output in asked:
+    for output in requested:
         label = output.label
         is_regression = output.kind is OutputKind.REGRESSION
         if label is not None and not {output.name, ONLY} & set(options.labels):
@@ -137,39 +140,41 @@ def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
         unjudged.pop(output.name, None)
         specs.append(output.spec(label))
     group, slices = options.group, options.slices
-    if recorded is not None:
-        if group is None and recorded.group is not None:
-            group = _where_there(data, recorded.group, "rows are taken as independent", notes)
-        if not slices:
-            found = (
-                _where_there(data, name, f"there are no slices by '{name}'", notes)
-                for name in recorded.slices
-            )
-            slices = tuple(name for name in found if name is not None)
-    judged = tuple(specs)
+    if group is None and recorded.group is not None:
+        group = _where_there(data, recorded.group, "rows are taken as independent", notes)
+    if not slices:
+        slices = tuple(
+            name
+            for name in recorded.slices
+            if _where_there(data, name, f"there are no slices by '{name}'", notes) is not None
+        )
     nullable = set(slices) - {group}
-    if recorded is not None and recorded.null_groups is NullGroups.UNGROUP and group is not None:
+    if recorded.null_groups is NullGroups.UNGROUP and group is not None:
         nullable.add(group)
-    dataset = _open(data, bindings, _columns(judged, group, slices), nullable, options.rows)
-    described = ComparedRows(
-        path=str(data),
-        name=dataset.name,
-        digest=dataset.rows_digest,
-        rows=dataset.rows,
-        group=group,
-        slices=slices,
-        inputs={binding.input: binding.columns for binding in bindings},
-        source=_source(recorded, options),
+    columns = _columns(specs, group, slices)
+    dataset = open_dataset(data, bindings, columns, None, nullable)
+    if options.rows is not None and options.rows < dataset.rows:
+        dataset = open_dataset(data, bindings, columns, RowRange(0, options.rows), nullable)
+    named = bool(options.inputs or options.group or options.slices)
+    source = "as asked for" if named else "inputs by name"
+    if run is not None:
+        source = f"of the run {run.parent}{', and as asked for' if named else ''}"
+    together = f"rows of one '{group}' belong together" if group else "independent rows"
+    basis = (
+        f"{numbers.count(dataset.rows)} rows of {dataset.name} (sha256 {dataset.rows_digest}), {together}; "
+        f"columns {source}"
     )
-    return JudgedRows(dataset, judged, unjudged, unanswered, described, budget_source, tuple(notes))
+    return JudgedRows(
+        dataset, tuple(specs), unjudged, unanswered, group, slices, budget_source, basis, tuple(notes)
+    )
 
 
 # Outputs ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """An `OutputSpec` whose label is not settled yet: it has no regression without one."""
+class _Requested:
+    """An `OutputSpec` whose label is not settled yet: a regression may lack it."""
 
     name: str
     kind: OutputKind
@@ -181,7 +186,7 @@ class _Asked:
     max_auc_drop: float | None = None
 
     @classmethod
-    def of(cls, spec: OutputSpec) -> _Asked:
+    def of(cls, spec: OutputSpec) -> _Requested:
         return cls(**{field.name: getattr(spec, field.name) for field in fields(cls)})
 
     def spec(self, label: str | None) -> OutputSpec:
@@ -191,10 +196,10 @@ class _Asked:
         return OutputSpec(**{**found, "label": label, "max_auc_drop": guard})
 
 
-def _asked(a: Side, b: Side, options: RowOptions) -> tuple[tuple[_Asked, ...], str]:
+def _requested(a: Side, b: Side, options: RowOptions) -> tuple[tuple[_Requested, ...], str]:
     """The outputs to judge with the columns asked for or recorded, and where their budgets come from."""
     _check_present(a, options.kinds)
-    recorded = [{spec.name: _Asked.of(spec) for spec in side.judged} for side in (a, b)]
+    recorded = [{spec.name: _Requested.of(spec) for spec in side.judged} for side in (a, b)]
     declared = tuple(name for name in options.kinds if not any(name in specs for specs in recorded))
     names = tuple(dict.fromkeys((*recorded[0], *recorded[1], *declared)))
     labels = {_name(names, output, "--label"): column for output, column in options.labels.items()}
@@ -209,7 +214,7 @@ def _asked(a: Side, b: Side, options: RowOptions) -> tuple[tuple[_Asked, ...], s
             )
             for name, spec in specs.items()
         }
-        for specs in (*recorded, {name: _Asked(name, options.kinds[name]) for name in declared})
+        for specs in (*recorded, {name: _Requested(name, options.kinds[name]) for name in declared})
     ]
     found = tuple(_alike([specs[name] for specs in settled if name in specs]) for name in names)
     if options.budget is None:
@@ -236,7 +241,7 @@ def _check_present(a: Side, kinds: Mapping[str, OutputKind]) -> None:
             )
 
 
-def _alike(sides: Sequence[_Asked]) -> _Asked:
+def _alike(sides: Sequence[_Requested]) -> _Requested:
     """The first, A's where it records the output; both must judge it alike, budgets and guards apart."""
     ours, theirs = sides[0], sides[-1]
     if theirs == replace(ours, budget=theirs.budget, max_kl=theirs.max_kl, max_auc_drop=theirs.max_auc_drop):
@@ -262,7 +267,7 @@ def _source_of_budgets(names: Sequence[str], declared: Sequence[str]) -> str:
     )
 
 
-def _how(output: _Asked) -> str:
+def _how(output: _Requested) -> str:
     return f"{output.kind}, label {output.label}, weight {output.weight}, clip {output.clip:g}"
 
 
@@ -299,23 +304,10 @@ def _where_there(data: Path, column: str, otherwise: str, notes: list[str]) -> s
     return column
 
 
-def _open(
-    data: Path,
-    bindings: Sequence[InputBinding],
-    columns: Sequence[str],
-    nullable: Collection[str],
-    rows: int | None,
-) -> Dataset:
-    opened = open_dataset(data, bindings, columns, None, nullable)
-    if rows is None or rows >= opened.rows:
-        return opened
-    return open_dataset(data, bindings, columns, RowRange(0, rows), nullable)
-
-
 def _bounds(a: Side, b: Side) -> dict[str, tuple[range | None, ...]]:
     """Ids that are in the tables of both models; they may have grown from one to the other."""
     one = _table_bounds(a.model)
-    other = one if a.deployment.model_digest == b.deployment.model_digest else _table_bounds(b.model)
+    other = one if a.digest == b.digest else _table_bounds(b.model)
     return {
         name: tuple(
             narrowed(*pair)
@@ -338,7 +330,9 @@ def _table_bounds(model: Path) -> dict[str, tuple[range | None, ...]]:
 
 
 @dataclass(frozen=True)
-class _Data:
+class _Recorded:
+    """Columns that a run recorded."""
+
     inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     group: str | None = None
     slices: tuple[str, ...] = ()
@@ -347,21 +341,11 @@ class _Data:
 
 @dataclass(frozen=True)
 class _Config:
-    data: _Data
+    data: _Recorded
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    """Columns that a run recorded in `place`."""
-
-    inputs: Mapping[str, tuple[str, ...]]
-    group: str | None
-    slices: tuple[str, ...]
-    null_groups: NullGroups
-    place: Path
-
-
-def _recorded(sides: Sequence[Side], run: Path | None) -> _Recorded | None:
+def _recorded(sides: Sequence[Side], run: Path | None) -> tuple[_Recorded, Path | None]:
+    """Columns of the run that wrote a side, and its record."""
     if run is not None:
         if not (run / RECORD).is_file():
             raise ConfigError(
@@ -370,47 +354,27 @@ def _recorded(sides: Sequence[Side], run: Path | None) -> _Recorded | None:
                 evidence=f"it has no {RECORD}",
                 remedy="name the directory that a run wrote its report and bundle to",
             )
-        return _read(run / RECORD)
-    return next((_read(place) for side in sides for place in _records(side)), None)
+        return _read(run / RECORD), run / RECORD
+    record = next((place for side in sides if (place := _record_of(side)) is not None), None)
+    return _Recorded() if record is None else _read(record), record
 
 
-def _records(side: Side) -> Iterator[Path]:
+def _record_of(side: Side) -> Path | None:
     """The record beside a bundle, if it lists this very manifest."""
-    place = side.beside / RECORD
+    place = side.path.absolute().parent / RECORD
     if side.manifest is None or not place.is_file():
-        return
+        return None
     try:
         record = serde.read(RunRecord, place)
     except UserError:
         # Of another version: its columns can be named, or its directory given, which says what is wrong.
-        return
+        return None
     digest = digest_file(side.manifest)
-    listed = (stage.files for stage in record.stages)
-    if any(
-        path.rpartition("/")[2] == MANIFEST_NAME and known == digest
-        for files in listed
-        for path, known in files.items()
-    ):
-        yield place
+    files = (item for stage in record.stages for item in stage.files.items())
+    is_listed = any(path.rpartition("/")[2] == MANIFEST_NAME and known == digest for path, known in files)
+    return place if is_listed else None
 
 
-def _read(place: Path) -> _Recorded:
-    record = serde.read(RunRecord, place)
-    try:
-        data = TypeAdapter(_Config).validate_python(record.config).data
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(
-            "the run was recorded by another version of loka-onnx",
-            where=str(place),
-            evidence=f"at config.{'.'.join(map(str, first['loc']))}: {first['msg']}",
-            remedy="name the columns with `--inputs`, `--group` and `--slices`",
-        ) from error
-    return _Recorded(data.inputs, data.group, data.slices, data.null_groups, place)
-
-
-def _source(recorded: _Recorded | None, options: RowOptions) -> str:
-    given = bool(options.inputs or options.group or options.slices)
-    if recorded is None:
-        return "as asked for" if given else "inputs by name"
-    return f"of the run {recorded.place.parent}{', and as asked for' if given else ''}"
+def _read(record: Path) -> _Recorded:
+    remedy = "name the columns with `--inputs`, `--group` and `--slices`"
+    return recorded_settings(_Config, record, remedy).data

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.lineage import RunRecord
 from loka_onnx.errors import UserError
-from loka_onnx.operations.compare import run_differences as differences
-from loka_onnx.operations.compare.run_document import ComparedRun, RunComparison
+from loka_onnx.operations.compare import run_rows
+from loka_onnx.operations.compare.difference import Difference, Side
 from loka_onnx.pipeline.directory import RECORD
 from loka_onnx.pipeline.run import GIVEN
-from loka_onnx.report import JSON_NAME, ReportData
+from loka_onnx.report import JSON_NAME, ReportData, numbers
 
 _OF_A_REPORT = re.compile(r"loka-onnx/report/(\d+)")
 _NO_SETTINGS = ("output", "name", GIVEN)
@@ -95,56 +96,59 @@ def _refuse_others(file: Path, text: str) -> None:
     )
 
 
-def compare_runs(old: Path, new: Path) -> RunComparison:
+def compare_runs(old: Path, new: Path) -> Difference:
     """The difference of two runs, each a run directory or a report.json.
 
+    Sections are ``engines`` (one row for each target, then its properties), ``cost``, ``latency``, ``gain``,
+    ``sites``, ``plans``, ``rewrites``, ``data``, ``versions`` and ``settings``.
+
     Raises:
-        UserError: One of them is no report that this version reads.
+        UserError: There is no report, it is no report, or it was written by another version of this package.
     """
-    return differences_of(read_run(old), read_run(new))
-
-
-def differences_of(old: ReadRun, new: ReadRun) -> RunComparison:
-    """The difference of two runs that were read."""
-    a, b = old.data, new.data
-    return RunComparison(
-        old=_described(old),
-        new=_described(new),
-        targets=tuple(differences.targets(a, b)),
-        accuracy=tuple(differences.accuracy(a, b)),
-        latency=tuple(differences.latency(a, b)),
-        gains=tuple(differences.gains(a, b)),
-        sites=tuple(differences.sites(a, b)),
-        presence=tuple(differences.presence(a, b)),
-        reshaped=tuple(differences.reshaped(a, b)),
-        plans=tuple(differences.plans(a, b)),
-        rewrites=tuple(differences.rewrites(a, b)),
-        splits=tuple(differences.splits(a, b)),
-        versions=tuple(differences.values(a.versions, b.versions)),
-        settings=tuple(differences.values(_settings(old), _settings(new)))
-        if old.record is not None and new.record is not None
-        else None,
-        notes=tuple(_notes(old, new)),
+    before, after = read_run(old), read_run(new)
+    sections = list(run_rows.sections(before.data, after.data))
+    if before.record is not None and after.record is not None:
+        configs = (_flat(record.config, _NO_SETTINGS) for record in (before.record, after.record))
+        sections.append(run_rows.entries("settings", "Settings that differ", *configs))
+    return Difference(
+        f"{before.data.title} against {after.data.title}: two runs",
+        _side("old", before),
+        _side("new", after),
+        tuple(section for section in sections if section.rows),
+        is_different=run_rows.is_other_engine(before.data, after.data),
+        banner=_banner(before.data, after.data),
+        notes=tuple(_notes(before, after)),
     )
 
 
-def _described(run: ReadRun) -> ComparedRun:
-    data = run.data
-    return ComparedRun(
-        path=run.path,
-        title=data.title,
-        digest=run.digest,
-        model_digest=data.exported.digest,
-        modified_digest=data.modified.digest,
-        label_rule=data.data.label_rule,
-        synthetic=data.is_synthetic,
-        candidates=len(data.engines),
-        sites=len(data.modified.sites),
+def _flat(config: Mapping[str, Any], leave_out: Iterable[str] = ()) -> dict[str, str]:
+    """A configuration as JSON by the path of each setting: ``calibration.batch_size``."""
+    texts: dict[str, str] = {}
+    for name, value in config.items():
+        if name in leave_out:
+            continue
+        if isinstance(value, Mapping) and value:
+            texts |= {f"{name}.{inner}": text for inner, text in _flat(value).items()}
+        else:
+            texts[name] = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return texts
+
+
+def _side(name: str, run: ReadRun) -> Side:
+    facts = (
+        f"'{run.data.title}', report sha256 {numbers.digest(run.digest)}",
+        f"model after mods sha256 {numbers.digest(run.data.modified.digest)}, {len(run.data.modified.sites)} "
+        f"sites; {len(run.data.engines)} engines were candidates",
     )
+    return Side(name, run.path, run.data.exported.digest, facts)
 
 
-def _settings(run: ReadRun) -> dict[str, str]:
-    return {} if run.record is None else differences.flat(run.record.config, _NO_SETTINGS)
+def _banner(old: ReportData, new: ReportData) -> str:
+    synthetic = [name for name, data in (("old", old), ("new", new)) if data.is_synthetic]
+    if not synthetic:
+        return ""
+    runs = "both runs" if len(synthetic) == 2 else f"the {synthetic[0]} run"
+    return f"SYNTHETIC DATA: numbers of {runs} were measured on generated rows, not on yours"
 
 
 def _notes(old: ReadRun, new: ReadRun) -> Iterator[str]:
@@ -158,6 +162,8 @@ def _notes(old: ReadRun, new: ReadRun) -> Iterator[str]:
         yield f"The data of the {which} run is synthetic, that of the other is not"
     if a.data.label_rule != b.data.label_rule:
         yield f"The labels differ: '{a.data.label_rule}' in the old run, '{b.data.label_rule}' in the new one"
+    if run_rows.other_splits(a, b):
+        yield "Not every split is the same: costs may be of different rows"
     without = [name for name, run in (("old", old), ("new", new)) if run.record is None]
     if without:
         yield (

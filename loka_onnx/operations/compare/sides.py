@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +18,8 @@ from loka_onnx.core.manifest import MANIFEST_NAME, EngineEntry, Manifest
 from loka_onnx.errors import ConfigError, EngineError, LokaError, ModelError
 from loka_onnx.evaluation.predictions import Run
 from loka_onnx.graph.storage import model_digest, read_proto
-from loka_onnx.operations.compare.deployment_document import (
-    Deployment,
-    DeploymentKind,
-    EngineUsed,
-    PassedOver,
-    ServedTo,
-)
+from loka_onnx.operations.compare import difference
+from loka_onnx.report import numbers
 from loka_onnx.runtime import Engine, load
 from loka_onnx.sessions.host_devices import device_of_architecture
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions, holds_float8, import_onnxruntime
@@ -49,30 +44,93 @@ class Opening:
 
 
 @dataclass(frozen=True)
+class EngineUsed:
+    """One engine that answered.
+
+    Attributes:
+        id: Its id in the bundle; the file name of an ONNX model.
+        version: Version of the library that built it; of a model, of the one that loaded it.
+        plan: Empty for an ONNX model.
+        target: Device that it was built for.
+        device: Device that it ran on here, as the driver names it.
+        simulated: Its FP8 is simulated, so that its latency is not meaningful.
+        digest: SHA-256 of the engine file; of a model, over its graph and its weights.
+        is_fallback: It is the FP32 model of the bundle, because no emitted engine runs here.
+    """
+
+    id: str
+    backend: str
+    version: str
+    plan: str
+    target: str
+    architecture: str
+    device: str
+    simulated: bool
+    digest: str
+    is_fallback: bool = False
+
+    def __str__(self) -> str:
+        words = [
+            f"{self.id}: {self.backend} {self.version} on {self.device} ({self.architecture})",
+            f"sha256 {numbers.digest(self.digest)}",
+            f"plan {self.plan}" if self.plan else "",
+            "FP8 simulated" if self.simulated else "",
+            "the FP32 fallback, because no emitted engine runs here" if self.is_fallback else "",
+        ]
+        return ", ".join(word for word in words if word)
+
+
+@dataclass(frozen=True)
 class Side:
     """One side (``A`` or ``B``), ready to answer.
 
     Attributes:
+        kind: Kind of deployment, in words.
+        digest: Digest of the exported model; of a plain ONNX model, its own.
+        engines: Engines that answered, the main one first.
+        routes: Engines by the rows of a request, ascending; empty where one takes all.
+        skipped: Why engines that were preferred do not run here, by engine.
+        least_rows: Fewest rows of a request; `most_rows` likewise.
         run: Answers one request of the model's inputs, while it is open.
         load: Loads it once more until the stack closes, and returns what answers a request.
         judged: Outputs that its accuracy was judged on, as it records them; empty for a model.
         timed_at: Batch sizes that it was timed at when it was made.
         model: An ONNX model of it with all its tables, which bound the ids.
         manifest: Its manifest file; None for a model.
-        beside: The directory that it lies in.
     """
 
     name: str
-    deployment: Deployment
+    path: Path
+    kind: str
+    digest: str
+    engines: tuple[EngineUsed, ...]
+    least_rows: int
+    most_rows: int
     run: Run
     load: Callable[[ExitStack], Run]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    judged: tuple[OutputSpec, ...]
-    timed_at: tuple[int, ...]
     model: Path
-    manifest: Path | None
-    beside: Path
+    manifest: Path | None = None
+    routes: Mapping[int, str] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    judged: tuple[OutputSpec, ...] = ()
+    timed_at: frozenset[int] = frozenset()
+
+    def engine_for(self, rows: int) -> str:
+        """Id of the engine that answers a request of so many rows, as `runtime.Engine` picks it."""
+        last = [*self.routes.values()][-1] if self.routes else self.engines[0].id
+        return next((engine for most, engine in self.routes.items() if rows <= most), last)
+
+    @property
+    def described(self) -> difference.Side:
+        """The side as the document names it."""
+        facts = [self.kind]
+        for engine in self.engines:
+            sizes = [numbers.count(rows) for rows, name in self.routes.items() if name == engine.id]
+            facts.append(f"{engine}, requests to {' and '.join(sizes)} rows" if sizes else str(engine))
+        facts += [f"not used: {name}: {why.partition(chr(10))[0]}" for name, why in self.skipped.items()]
+        return difference.Side(self.name, str(self.path), self.digest, tuple(facts))
 
 
 def open_side(path: Path, name: str, opening: Opening, place: ExitStack, engines: ExitStack) -> Side:
@@ -116,14 +174,13 @@ def refuse_different_requests(a: Side, b: Side) -> None:
     for what, ours, theirs in (("input", a.inputs, b.inputs), ("output", a.outputs, b.outputs)):
         mine, other = ({spec.name: spec for spec in specs} for specs in (ours, theirs))
         for name in sorted({*mine, *other}):
-            left, right = mine.get(name), other.get(name)
-            if left is not None and right is not None and _fits(left, right):
+            before, after = mine.get(name), other.get(name)
+            if before is not None and after is not None and _fits(before, after):
                 continue
             raise ConfigError(
                 f"A and B do not have the same {what}s, so no request can be put to both",
                 where=f"{what} '{name}'",
-                evidence=f"A ('{a.deployment.path}') has {_layout(left)}, "
-                f"B ('{b.deployment.path}') has {_layout(right)}",
+                evidence=f"A ('{a.path}') has {_layout(before)}, B ('{b.path}') has {_layout(after)}",
                 remedy="compare deployments of models that take and give the same tensors",
             )
 
@@ -143,74 +200,58 @@ def _layout(spec: TensorSpec | None) -> str:
 
 
 def _open_bundle(directory: Path, path: Path, name: str, opening: Opening, stack: ExitStack) -> Side:
-    """A bundle that was given as `path` and lies in `directory`."""
-    engine = _load(directory, opening, stack)
+    """Load the bundle in `directory`, which is named by `path`."""
+
+    def load_engine(until: ExitStack) -> Engine:
+        options = SessionOptions(threads=opening.threads)
+        engine = load(directory, options, trust=opening.trust, keys=opening.keys)
+        until.callback(engine.close)
+        return engine
+
+    def load_again(until: ExitStack) -> Run:
+        again = load_engine(until)
+        answering = _answering(again, again.health().routes)
+        if answering != expected:
+            raise EngineError(
+                "another engine answers when the bundle is loaded once more",
+                where=str(path),
+                evidence=f"{expected} at first, then {answering}",
+                remedy="see whether the device is shared or short of memory",
+            )
+        return again.infer
+
+    engine = load_engine(stack)
     manifest = read_manifest(directory)
-    answering = _answering(engine)
+    routes = dict(sorted(engine.health().routes.items()))
+    expected = _answering(engine, routes)
+    entries = {entry.id: entry for entry in manifest.candidates}
     return Side(
         name=name,
-        deployment=_deployment(path, manifest, engine),
-        run=engine.infer,
-        load=lambda again: _same(_load(directory, opening, again), answering, path).infer,
-        inputs=engine.inputs,
-        outputs=engine.outputs,
-        judged=manifest.judged,
-        timed_at=tuple(sorted(set(_timed_at(manifest)))),
-        model=directory / manifest.fallback.path,
-        manifest=directory / MANIFEST_NAME,
-        beside=path.absolute().parent,
-    )
-
-
-def _load(directory: Path, opening: Opening, stack: ExitStack) -> Engine:
-    options = SessionOptions(threads=opening.threads)
-    engine = load(directory, options, trust=opening.trust, keys=opening.keys)
-    stack.callback(engine.close)
-    return engine
-
-
-@dataclass(frozen=True)
-class _Answering:
-    """Which engines of a loaded bundle answer: the main one, and those by the rows of a request."""
-
-    main: str
-    routes: dict[int, str]
-
-    def __str__(self) -> str:
-        routed = (f"'{engine}' to {rows} rows" for rows, engine in sorted(self.routes.items()))
-        return ", ".join((f"'{self.main}'", *routed))
-
-
-def _answering(engine: Engine) -> _Answering:
-    return _Answering(engine.entry.id, dict(engine.health().routes))
-
-
-def _same(engine: Engine, expected: _Answering, path: Path) -> Engine:
-    found = _answering(engine)
-    if found == expected:
-        return engine
-    raise EngineError(
-        "another engine answers when the bundle is loaded once more",
-        where=str(path),
-        evidence=f"{expected} at first, then {found}",
-        remedy="see whether the device is shared or short of memory",
-    )
-
-
-def _deployment(path: Path, manifest: Manifest, engine: Engine) -> Deployment:
-    routes = engine.health().routes
-    known = {entry.id: entry for entry in manifest.candidates}
-    used = dict.fromkeys((engine.entry.id, *routes.values()))
-    return Deployment(
-        path=str(path),
-        kind=DeploymentKind.BUNDLE if path.is_dir() else DeploymentKind.ARCHIVE,
-        model_digest=manifest.model_digest,
-        engines=tuple(_used(known[name], manifest) for name in used),
-        routes=tuple(ServedTo(rows, routes[rows]) for rows in sorted(routes)),
-        passed_over=tuple(PassedOver(skipped.engine, skipped.reason) for skipped in engine.skipped),
+        path=path,
+        kind="bundle" if path.is_dir() else "bundle in a single file",
+        digest=manifest.model_digest,
+        engines=tuple(
+            _used(entries[id_], manifest) for id_ in dict.fromkeys((engine.entry.id, *routes.values()))
+        ),
         least_rows=engine.entry.batch.min,
         most_rows=engine.entry.batch.max,
+        run=engine.infer,
+        load=load_again,
+        inputs=engine.inputs,
+        outputs=engine.outputs,
+        model=directory / manifest.fallback.path,
+        manifest=directory / MANIFEST_NAME,
+        routes=routes,
+        skipped={skipped.engine: skipped.reason for skipped in engine.skipped},
+        judged=manifest.judged,
+        timed_at=frozenset(_timed_at(manifest)),
     )
+
+
+def _answering(engine: Engine, routes: Mapping[int, str]) -> str:
+    """Engines of a loaded bundle that answer: the main one, and those by the rows of a request."""
+    routed = (f"'{name}' to {rows} rows" for rows, name in sorted(routes.items()))
+    return ", ".join((f"'{engine.entry.id}'", *routed))
 
 
 def _used(entry: EngineEntry, manifest: Manifest) -> EngineUsed:
@@ -223,8 +264,8 @@ def _used(entry: EngineEntry, manifest: Manifest) -> EngineUsed:
         architecture=entry.architecture,
         device=device_of_architecture(entry.architecture) or entry.architecture,
         simulated=entry.simulated,
-        is_fallback=entry.id == manifest.fallback.id,
         digest=entry.digest,
+        is_fallback=entry.id == manifest.fallback.id,
     )
 
 
@@ -237,31 +278,28 @@ def _timed_at(manifest: Manifest) -> Iterator[int]:
 
 def _open_model(path: Path, name: str, opening: Opening, stack: ExitStack) -> Side:
     proto = read_proto(path)
-    held = {tensor.name for tensor in proto.graph.initializer}
-    inputs = tuple(_spec(value) for value in proto.graph.input if value.name not in held)
-    outputs = tuple(_spec(value) for value in proto.graph.output)
+    initializers = {tensor.name for tensor in proto.graph.initializer}
+    inputs = tuple(_spec(value) for value in proto.graph.input if value.name not in initializers)
 
     def load_model(until: ExitStack) -> Run:
         return until.enter_context(OnnxSession(path, SessionOptions(threads=opening.threads))).run
 
-    run = load_model(stack)
     least, most = _rows_of(inputs, path)
-    digest = model_digest(path)
-    used = EngineUsed(
-        id=path.name,
-        backend="onnxruntime",
-        version=str(import_onnxruntime().__version__),
-        plan="",
-        target=CPU,
-        architecture=CPU,
-        device=CPU,
-        simulated=holds_float8(proto),
-        is_fallback=False,
-        digest=digest,
-    )
-    deployment = Deployment(str(path), DeploymentKind.MODEL, digest, (used,), (), (), least, most)
+    digest, version = model_digest(path), str(import_onnxruntime().__version__)
+    used = EngineUsed(path.name, "onnxruntime", version, "", CPU, CPU, CPU, holds_float8(proto), digest)
     return Side(
-        name, deployment, run, load_model, inputs, outputs, (), (), path, None, path.absolute().parent
+        name=name,
+        path=path,
+        kind="ONNX model",
+        digest=digest,
+        engines=(used,),
+        least_rows=least,
+        most_rows=most,
+        run=load_model(stack),
+        load=load_model,
+        inputs=inputs,
+        outputs=tuple(map(_spec, proto.graph.output)),
+        model=path,
     )
 
 

@@ -8,10 +8,19 @@ from math import inf
 from statistics import NormalDist
 
 from loka_onnx.calibration.observers.batch_spread import COLUMN
-from loka_onnx.core.drift import Alarm, Measure, OutputDrift, Relevance, Shift, SiteDrift, TensorDrift
+from loka_onnx.operations.drift.report import (
+    Alarm,
+    DriftOptions,
+    Measure,
+    OutputDrift,
+    Relevance,
+    Shift,
+    SiteDrift,
+    TensorDrift,
+)
 
 _ORDER = tuple(reversed(Measure))
-"""What harms comes first, then the feature that may be why, then what it does to tensors."""
+"""Harm comes first, then the feature that may be why, then the effect on tensors."""
 _OCTAVE = "log2."
 
 
@@ -19,9 +28,7 @@ def find_alarms(
     tensors: Sequence[TensorDrift],
     sites: Sequence[SiteDrift],
     outputs: Sequence[OutputDrift],
-    family_wise: float,
-    relevance: Relevance,
-    most_delta_ne: float | None = None,
+    options: DriftOptions,
 ) -> tuple[Alarm, ...]:
     """Return the alarms, worst first.
 
@@ -29,10 +36,6 @@ def find_alarms(
     or that of the zeros for the distribution, any of the site's activation for its saturation. ΔNE has none
     of its own: it asks for a certain change of an activation that a counted site reads, and for a growth
     whose lower bound is beyond the threshold.
-
-    Args:
-        family_wise: Largest probability of any false alarm.
-        most_delta_ne: Largest accepted predicted growth of ΔNE; None for `relevance.delta_ne` of the budget.
     """
     named = {tensor.tensor for tensor in tensors if tensor.columns}
     certainty = {tensor.tensor: tensor.smallest_adjusted for tensor in tensors}
@@ -43,128 +46,103 @@ def find_alarms(
         is_hidden = alarm.measure is Measure.COLUMN and alarm.where not in named
         return _ORDER.index(alarm.measure), is_hidden, -excess, alarm.where
 
-    found = chain(
-        *(rule(tensor, relevance) for rule in (_moved, _redistributed, _stretched) for tensor in tensors),
-        *(_columns(tensor, family_wise, relevance.column) for tensor in tensors),
-        *(_saturated(site, relevance, certainty.get(site.tensor, 1.0)) for site in sites),
-        _harmed(sites, outputs, certainty, family_wise, relevance, most_delta_ne),
+    alarms = chain(
+        *(_of_tensor(tensor, options.relevance) for tensor in tensors),
+        *(_of_columns(tensor, options) for tensor in tensors),
+        *(_of_site(site, options.relevance, certainty.get(site.tensor, 1.0)) for site in sites),
+        _of_outputs(sites, outputs, certainty, options),
     )
-    return tuple(sorted((alarm for alarm in found if alarm.adjusted <= family_wise), key=badness))
+    certain = (alarm for alarm in alarms if alarm.adjusted <= options.family_wise)
+    return tuple(sorted(certain, key=badness))
 
 
-def _moved(tensor: TensorDrift, relevance: Relevance) -> Iterator[Alarm]:
-    """Mean, rms and zeros."""
-    for statistic, measure, threshold in (
-        ("mean", Measure.MEAN, relevance.mean),
-        ("rms", Measure.RMS, relevance.rms),
-        ("zeros", Measure.ZEROS, relevance.zeros),
-    ):
-        shift = tensor.shift(statistic)
+def _of_tensor(tensor: TensorDrift, relevance: Relevance) -> Iterator[Alarm]:
+    """Mean, rms, zeros, distribution and range."""
+    name = _read_by(tensor)
+    for measure in (Measure.MEAN, Measure.RMS, Measure.ZEROS):
+        shift, threshold = tensor.shift(measure.value), getattr(relevance, measure.value)
         if shift is not None and abs(shift.effect) >= threshold:
-            sentence = f"{_said(shift, _read_by(tensor))}{_certainty(shift)}"
+            sentence = f"{_described(shift, name)}{_certainty(shift)}"
             yield Alarm(tensor.tensor, measure, abs(shift.effect), threshold, shift.adjusted, sentence)
-
-
-def _redistributed(tensor: TensorDrift, relevance: Relevance) -> Iterator[Alarm]:
+    index, threshold = tensor.stability_index, relevance.stability_index
     shares = [s for s in tensor.shifts if s.statistic == "zeros" or s.statistic.startswith(_OCTAVE)]
-    if shares and tensor.stability_index >= relevance.stability_index:
-        most = min(shares, key=lambda shift: (shift.adjusted, shift.p_value))
-        yield Alarm(
-            tensor.tensor,
-            Measure.DISTRIBUTION,
-            tensor.stability_index,
-            relevance.stability_index,
-            most.adjusted,
-            f"the magnitudes of {_read_by(tensor)} are distributed otherwise: population stability index "
-            f"{tensor.stability_index:.3f}, most surely {_share(most)}",
+    if shares and index >= threshold:
+        surest = min(shares, key=lambda shift: (shift.adjusted, shift.p_value))
+        sentence = (
+            f"the magnitudes of {name} are distributed otherwise: population stability index {index:.3f}, "
+            f"most surely {_share(surest)}"
         )
+        yield Alarm(tensor.tensor, Measure.DISTRIBUTION, index, threshold, surest.adjusted, sentence)
+    wider, threshold = tensor.range, relevance.range_growth
+    if wider.growth - 1.0 >= threshold:
+        sentence = (
+            f"the range of {name} is {wider.growth:.2f} times the profile's, {wider.live_amax:.4g} instead "
+            f"of {wider.profile_amax:.4g}: {wider.beyond} of {wider.batches} batches go beyond it"
+        )
+        yield Alarm(tensor.tensor, Measure.RANGE, wider.growth - 1.0, threshold, wider.adjusted, sentence)
 
 
-def _columns(tensor: TensorDrift, family_wise: float, threshold: float) -> Iterator[Alarm]:
+def _of_columns(tensor: TensorDrift, options: DriftOptions) -> Iterator[Alarm]:
     """The worst column, and how many others there are."""
-    found = [
+    threshold = options.relevance.column
+    shifts = [
         shift
         for shift in tensor.shifts
         if shift.statistic.startswith(COLUMN)
-        and shift.adjusted <= family_wise
+        and shift.adjusted <= options.family_wise
         and abs(shift.effect) >= threshold
     ]
-    if not found:
+    if not shifts:
         return
-    worst = max(found, key=lambda shift: abs(shift.effect))
-    column, others = _column_of(worst), len({_column_of(shift) for shift in found}) - 1
+    worst = max(shifts, key=lambda shift: abs(shift.effect))
+    column, others = _column_of(worst), len({_column_of(shift) for shift in shifts}) - 1
     name = f"column {column} of {_read_by(tensor)}"
     if column < len(tensor.columns) and tensor.columns[column]:
         name = f"'{tensor.columns[column]}' (column {column} of '{tensor.tensor}')"
     more = f", and so did {others} other column{'s' * (others > 1)}" if others else ""
-    sentence = f"{_said(worst, name)}{_certainty(worst)}{more}"
+    sentence = f"{_described(worst, name)}{_certainty(worst)}{more}"
     yield Alarm(tensor.tensor, Measure.COLUMN, abs(worst.effect), threshold, worst.adjusted, sentence)
 
 
-def _stretched(tensor: TensorDrift, relevance: Relevance) -> Iterator[Alarm]:
-    wider = tensor.range
-    if wider.growth - 1.0 >= relevance.range_growth:
-        yield Alarm(
-            tensor.tensor,
-            Measure.RANGE,
-            wider.growth - 1.0,
-            relevance.range_growth,
-            wider.adjusted,
-            f"the range of {_read_by(tensor)} is {wider.growth:.2f} times the profile's, "
-            f"{wider.live_amax:.4g} instead of {wider.profile_amax:.4g}: "
-            f"{wider.beyond} of {wider.batches} batches go beyond it",
-        )
-
-
-def _saturated(site: SiteDrift, relevance: Relevance, certainty: float) -> Iterator[Alarm]:
-    growth = site.live_saturated - site.profile_saturated
-    if growth > 0.0 and growth >= relevance.saturated_share:
-        yield Alarm(
-            site.site,
-            Measure.SATURATION,
-            growth,
-            relevance.saturated_share,
-            certainty,
+def _of_site(site: SiteDrift, relevance: Relevance, certainty: float) -> Iterator[Alarm]:
+    growth, threshold = site.live_saturated - site.profile_saturated, relevance.saturated_share
+    if growth > 0.0 and growth >= threshold:
+        sentence = (
             f"{site.live_saturated:.3%} of the activation of '{site.site}' are clipped under its FP8 "
-            f"scale, {site.profile_saturated:.3%} in the profile",
+            f"scale, {site.profile_saturated:.3%} in the profile"
         )
+        yield Alarm(site.site, Measure.SATURATION, growth, threshold, certainty, sentence)
 
 
-def _harmed(
+def _of_outputs(
     sites: Sequence[SiteDrift],
     outputs: Sequence[OutputDrift],
     certainty: Mapping[str, float],
-    family_wise: float,
-    relevance: Relevance,
-    most_delta_ne: float | None,
+    options: DriftOptions,
 ) -> Iterator[Alarm]:
     counted = [site for site in sites if site.is_counted]
     surest = min((certainty[site.tensor] for site in counted if site.tensor in certainty), default=1.0)
     for output in outputs:
-        threshold = most_delta_ne
+        threshold, name = options.most_delta_ne, output.output
         if threshold is None and output.budget is not None:
-            threshold = relevance.delta_ne * output.budget
+            threshold = options.relevance.delta_ne * output.budget
         if threshold is None or output.live_kl is None or not counted:
             continue
-        surely = output.predicted - NormalDist().inv_cdf(1.0 - family_wise) * output.standard_error
-        if surely <= 0.0 or surely < threshold:
+        lower = output.predicted - NormalDist().inv_cdf(1.0 - options.family_wise) * output.standard_error
+        if lower <= 0.0 or lower < threshold:
             continue
-        worst = max(counted, key=lambda site: site.predicted.get(output.output, 0.0))
+        worst = max(counted, key=lambda site: site.predicted.get(name, 0.0))
         of_budget = "" if output.budget is None else f", budget {output.budget:.4%}"
-        yield Alarm(
-            output.output,
-            Measure.DELTA_NE,
-            output.predicted,
-            threshold,
-            surest,
-            f"FP8's share of ΔNE on '{output.output}' is predicted to grow by {output.predicted:.4%}, from "
+        sentence = (
+            f"FP8's share of ΔNE on '{name}' is predicted to grow by {output.predicted:.4%}, from "
             f"{output.kl:.4%} to {output.live_kl:.4%}{of_budget}; "
-            f"{worst.predicted.get(output.output, 0.0):.4%} of it at '{worst.site}'",
+            f"{worst.predicted.get(name, 0.0):.4%} of it at '{worst.site}'"
         )
+        yield Alarm(name, Measure.DELTA_NE, output.predicted, threshold, surest, sentence)
 
 
-def _said(shift: Shift, name: str) -> str:
-    """Describe the shift of a mean, an rms or a share of zeros."""
+def _described(shift: Shift, name: str) -> str:
+    """The shift of a mean, an rms or a share of zeros."""
     kind = shift.statistic.rpartition(".")[2]
     if kind == "mean":
         return (
@@ -196,6 +174,6 @@ def _column_of(shift: Shift) -> int:
 
 
 def _read_by(tensor: TensorDrift) -> str:
-    named = " and ".join(f"'{site}'" for site in tensor.sites[:2])
+    sites = " and ".join(f"'{site}'" for site in tensor.sites[:2])
     more = f" and {len(tensor.sites) - 2} more" if len(tensor.sites) > 2 else ""
-    return f"'{tensor.tensor}' (read by {named}{more})"
+    return f"'{tensor.tensor}' (read by {sites}{more})"

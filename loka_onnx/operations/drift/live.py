@@ -7,9 +7,9 @@ the KL of the counted sites, one at a time (`live_kl`).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from loka_onnx.calibration.passes.error_pass import ErrorTotals
 from loka_onnx.calibration.passes.executors import (
     BatchResult,
     BatchWork,
-    Executor,
+    LocalExecutor,
     ReductionWork,
     Span,
     spans_in_order,
@@ -37,51 +37,52 @@ from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.data import Dataset
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.operations.drift.baseline import Baseline
-from loka_onnx.operations.drift.live_kl import KlTotals, KlWork, LiveKl
+from loka_onnx.operations.drift.live_kl import KlWork, LiveKl, total_kl
+from loka_onnx.operations.drift.report import DriftOptions
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class LiveRanges:
-    """Range of every activation, and full batches beyond the profile's range, by tensor name."""
-
-    rows: int
-    ranges: dict[str, RangeStats]
-    beyond: dict[str, int]
-
-    def merge(self, other: LiveRanges) -> LiveRanges:
-        """Return both sets of rows together; of the same tensors."""
-        return LiveRanges(
-            self.rows + other.rows,
-            {name: stats.merge(other.ranges[name]) for name, stats in self.ranges.items()},
-            {name: count + other.beyond[name] for name, count in self.beyond.items()},
-        )
+DEFAULT_BATCH_ROWS = 512
+"""Batch size where the profile holds no full batch; nothing is judged then."""
 
 
 @dataclass(frozen=True)
 class Live:
-    """Measurements on live rows: errors by site, KL by output (empty where no site is counted)."""
+    """Measurements on live rows.
+
+    Attributes:
+        ranges: Range of every activation.
+        beyond: Full batches beyond the profile's range, by tensor.
+        errors: By site.
+        kl: By output; empty where no site is counted.
+    """
 
     digest: str
-    ranges: LiveRanges
-    errors: dict[str, ErrorStats]
-    kl: dict[str, LiveKl]
+    rows: int
+    ranges: dict[str, RangeStats]
+    beyond: dict[str, int]
+    errors: dict[str, ErrorStats] = field(default_factory=dict)
+    kl: dict[str, LiveKl] = field(default_factory=dict)
+
+    def merge(self, other: Live) -> Live:
+        """Both sets of rows together, of the same tensors and sites; KL is not kept."""
+        return Live(
+            self.digest,
+            self.rows + other.rows,
+            {name: stats.merge(other.ranges[name]) for name, stats in self.ranges.items()},
+            {name: count + other.beyond[name] for name, count in self.beyond.items()},
+            {site: stats.merge(other.errors[site]) for site, stats in self.errors.items()},
+        )
 
 
 class RangeWatch:
     """Adds up ranges of batches and counts full batches beyond the ranges of a profile, in place."""
 
     def __init__(
-        self, observers: Sequence[RangeObserver], profile: dict[str, RangeStats], batch_rows: int
+        self, observers: Sequence[RangeObserver], profile: Mapping[str, RangeStats], batch_rows: int
     ) -> None:
         self.totals = RangeTotals(observers, batch_rows)
         self._batch_rows = batch_rows
-        self._known = {
-            observer.tensor: profile[observer.tensor].amax
-            for observer in observers
-            if observer.tensor in profile
-        }
+        self._known = {o.tensor: profile[o.tensor].amax for o in observers if o.tensor in profile}
         self._beyond = dict.fromkeys(self._known, 0)
         self._rows = 0
 
@@ -101,99 +102,60 @@ class RangeWatch:
             if observer.tensor in self._known and amax > self._known[observer.tensor]:
                 self._beyond[observer.tensor] += 1
 
-    def read(self) -> LiveRanges:
-        """Return the totals."""
+    def read(self, digest: str) -> Live:
+        """The totals, without errors and KL."""
         totals = self.totals.read()
-        return LiveRanges(self._rows, {name: totals[name] for name in self._known}, dict(self._beyond))
+        return Live(digest, self._rows, {name: totals[name] for name in self._known}, dict(self._beyond))
 
 
-@dataclass(frozen=True)
-class LiveOptions:
-    """Options of a pass over live rows.
+def measure_live(
+    baseline: Baseline, data: Dataset, scratch: Path, options: DriftOptions, progress: Progress = silent
+) -> Live:
+    """Run all passes; `scratch` is for instrumented models, on the file system of the model.
 
-    Attributes:
-        rows: Rows, the first of the data set; None for all.
-        kl_rows: Most rows for KL, from all over the data.
-        seed: Which of the rows those are.
+    Raises:
+        CalibrationError: An activation or an output is not finite.
     """
+    size = baseline.batch_rows or DEFAULT_BATCH_ROWS
+    rows = data.rows if options.rows is None else min(options.rows, data.rows)
+    executor = LocalExecutor(options.threads)
 
-    batch_rows: int
-    rows: int | None = None
-    kl_rows: int = 16384
-    seed: int = 0
-
-
-class LiveProbe:
-    """The passes over live rows."""
-
-    def __init__(
-        self,
-        baseline: Baseline,
-        data: Dataset,
-        options: LiveOptions,
-        executor: Executor,
-        progress: Progress = silent,
-    ) -> None:
-        self.baseline, self.data, self.options = baseline, data, options
-        self.executor, self.progress = executor, progress
-        self.rows = data.rows if options.rows is None else min(options.rows, data.rows)
-
-    def measure(self, scratch: Path) -> Live:
-        """Run all passes.
-
-        Args:
-            scratch: Directory for instrumented models, on the file system of the model.
-
-        Raises:
-            CalibrationError: An activation or an output is not finite.
-        """
-        ranges = self._ranges(scratch / "live-ranges.onnx")
-        errors = self._errors(scratch / "live-errors.onnx", ranges)
-        return Live(self.data.digest, ranges, errors, self._kl(scratch / "live-switchable.onnx"))
-
-    def _ranges(self, path: Path) -> LiveRanges:
-        size, model = self.options.batch_rows, GraphModel.load(self.baseline.model.path)
-        watch = RangeWatch(observe_activations(model, self.baseline, size), self.baseline.ranges, size)
-        model.save(path)
-        for where, result in self._run(RangeWork(path, watch.totals.samples), "ranges"):
-            watch.add(result, where)
-        return watch.read()
-
-    def _errors(self, path: Path, ranges: LiveRanges) -> dict[str, ErrorStats]:
-        model = GraphModel.load(self.baseline.model.path)
-        totals = ErrorTotals(observe_products(model, self.baseline, ranges.ranges))
-        model.save(path)
-        for where, result in self._run(ReductionWork(path), "fp8 error"):
-            totals.add(result, where)
-        return {site: errors[0] for site, errors in totals.read().items()}
-
-    def _kl(self, path: Path) -> dict[str, LiveKl]:
-        outputs, switches = self.baseline.outputs, self.baseline.counted_switches
-        if not outputs or not switches:
-            return {}
-        size, scales = self.options.batch_rows, self.baseline.profile.scales
-        file = write_switchable(GraphModel.load(self.baseline.model.path), switches, scales, path)
-        # From all over the data: a file may be sorted.
-        spans = first_rows(scattered(self.rows, size, self.options.seed), self.options.kl_rows, size)
-        work = KlWork(file.path, file, outputs)
-        totals = KlTotals(work)
-        for where, result in self._run(work, "kl", spans):
-            totals.add(result, where)
-        return totals.read()
-
-    def _run(
-        self, work: BatchWork[R], task: str, spans: Sequence[Span] | None = None
+    def run(
+        work: BatchWork[R], task: str, spans: Sequence[Span] | None = None
     ) -> Generator[tuple[str, BatchResult[R]]]:
         """Yield the name of each batch and its result."""
-        size = self.options.batch_rows
-        chosen = spans_in_order(self.rows, size) if spans is None else spans
+        chosen = spans_in_order(rows, size) if spans is None else spans
         total, done = sum(span.stop - span.start for span in chosen), 0
         numbers = (start // size + 1 for s in chosen for start in range(s.start, s.stop, size))
-        with closing(self.executor.run(work, self.data, chosen, size)) as results:
+        with closing(executor.run(work, data, chosen, size)) as results:
             for result, number in zip(results, numbers, strict=True):
-                yield f"batch {number} of {-(-self.rows // size)} of '{self.data.name}'", result
+                yield f"batch {number} of {-(-rows // size)} of '{data.name}'", result
                 done += result.rows
-                self.progress(task, done, total)
+                progress(task, done, total)
+
+    path, model = scratch / "live-ranges.onnx", GraphModel.load(baseline.model.path)
+    watch = RangeWatch(observe_activations(model, baseline, size), baseline.ranges, size)
+    model.save(path)
+    for where, ranges in run(RangeWork(path, watch.totals.samples), "ranges"):
+        watch.add(ranges, where)
+    live = watch.read(data.digest)
+
+    path, model = scratch / "live-errors.onnx", GraphModel.load(baseline.model.path)
+    totals = ErrorTotals(observe_products(model, baseline, live.ranges))
+    model.save(path)
+    for where, errors in run(ReductionWork(path), "fp8 error"):
+        totals.add(errors, where)
+    live = replace(live, errors={site: errors[0] for site, errors in totals.read().items()})
+
+    switches = baseline.counted_switches
+    if not baseline.outputs or not switches:
+        return live
+    path, model = scratch / "live-switchable.onnx", GraphModel.load(baseline.model.path)
+    file = write_switchable(model, switches, baseline.profile.scales, path)
+    work = KlWork(file.path, file, baseline.outputs)
+    # From all over the data: a file may be sorted.
+    spans = first_rows(scattered(rows, size, options.seed), options.kl_rows, size)
+    return replace(live, kl=total_kl(work, run(work, "kl", spans)))
 
 
 def observe_activations(model: GraphModel, baseline: Baseline, batch_rows: int) -> tuple[RangeObserver, ...]:
@@ -204,12 +166,11 @@ def observe_activations(model: GraphModel, baseline: Baseline, batch_rows: int) 
 
 
 def observe_products(
-    model: GraphModel, baseline: Baseline, ranges: dict[str, RangeStats]
+    model: GraphModel, baseline: Baseline, ranges: Mapping[str, RangeStats]
 ) -> tuple[ErrorObserver, ...]:
     """Add the output error of every product in its recipe to a graph, as its only outputs.
 
-    Args:
-        ranges: Range of each activation over the same rows, as far as it is known.
+    `ranges` are those of activations over the same rows, as far as they are known.
     """
     builder = ErrorObserverBuilder(model, baseline.profile.scales, ranges)
     for switch in baseline.switches:

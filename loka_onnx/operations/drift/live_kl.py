@@ -10,7 +10,7 @@ times: up to thirteen times too much (`benchmarks/records/drift_alarms.json`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,45 +69,33 @@ def _means(spec: OutputSpec, scores: Sequence[Mapping[str, npt.NDArray[Any]]], b
     return np.array([weights.mean(), *((weights * rows(exact, each)).mean() for each in changed)])
 
 
-class KlTotals:
-    """Collects batches: a few numbers each, of at most `LiveOptions.kl_rows` rows."""
+def total_kl(work: KlWork, batches: Iterable[tuple[str, BatchResult[Values]]]) -> dict[str, LiveKl]:
+    """KL of every output, from results of `work` with the names of their batches.
 
-    def __init__(self, work: KlWork) -> None:
-        self._work = work
-        self._batches: list[Values] = []
-        self._rows: list[int] = []
-
-    def add(self, result: BatchResult[Values], where: str) -> None:
-        """Add one batch.
-
-        Raises:
-            CalibrationError: An output is not finite.
-        """
+    Raises:
+        CalibrationError: An output is not finite.
+    """
+    tables, rows = list[Values](), list[int]()
+    for where, result in batches:
         if not np.isfinite(result.value).all():
             raise CalibrationError(
                 f"an output is not finite in {where}",
-                evidence=f"one of {', '.join(spec.name for spec in self._work.outputs)}, exact or with a "
-                "site in FP8",
+                evidence=f"one of {', '.join(spec.name for spec in work.outputs)}, exact or with a site "
+                "in FP8",
                 remedy="drop the rows that overflow",
             )
-        self._batches.append(result.value)
-        self._rows.append(result.rows)
-
-    def read(self) -> dict[str, LiveKl]:
-        """Return the KL of every output."""
-        table, rows = np.stack(self._batches), np.array(self._rows, dtype=np.float64)
-        return {
-            spec.name: _live_kl(table[:, position], rows, self._work.file.sites)
-            for position, spec in enumerate(self._work.outputs)
-        }
+        tables.append(result.value)
+        rows.append(result.rows)
+    table, counts = np.stack(tables), np.array(rows, dtype=np.float64)
+    return {
+        spec.name: _live_kl(table[:, at], counts, work.file.sites) for at, spec in enumerate(work.outputs)
+    }
 
 
 def _live_kl(table: Values, rows: Values, sites: Sequence[str]) -> LiveKl:
-    """Return the ratio of weighted KL to weight over batches, with its standard error by the delta method.
+    """Ratio of weighted KL to weight over batches, with its standard error by the delta method.
 
-    Args:
-        table: (batches, 1 + sites) mean weight and mean weighted KL.
-        rows: (batches,) rows of each.
+    `table` is (batches, 1 + sites), mean weight and mean weighted KL; `rows` (batches,).
     """
     scaled = table * rows[:, None]
     weight, count = scaled[:, 0].sum(), len(rows)

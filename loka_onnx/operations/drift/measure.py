@@ -11,26 +11,14 @@ and not in their means, which the tests of means allow for. What alarms must be 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf, sqrt
 from pathlib import Path
 
 from loka_onnx.calibration.observers.batch_spread import COLUMN
-from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
-from loka_onnx.core.drift import (
-    Alarm,
-    DriftReport,
-    OutputDrift,
-    RangeShift,
-    Relevance,
-    Shift,
-    SiteDrift,
-    TensorDrift,
-)
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.statistics import BatchSums, ErrorStats, RangeStats
 from loka_onnx.data import Dataset
-from loka_onnx.errors import ConfigError
 from loka_onnx.numerics.two_sample import (
     FEWEST_BATCHES,
     BatchSample,
@@ -42,53 +30,21 @@ from loka_onnx.numerics.two_sample import (
 )
 from loka_onnx.operations.drift.alarms import find_alarms
 from loka_onnx.operations.drift.baseline import Baseline
-from loka_onnx.operations.drift.live import Live, LiveOptions, LiveProbe
+from loka_onnx.operations.drift.live import Live, measure_live
+from loka_onnx.operations.drift.report import (
+    Alarm,
+    DriftOptions,
+    DriftReport,
+    OutputDrift,
+    RangeShift,
+    Relevance,
+    Shift,
+    SiteDrift,
+    TensorDrift,
+)
 
 RESOLUTION = 2.0**-20
 """Error of a mean or an rms over the rms, on another machine: sixteen units in the last place of FP32."""
-DEFAULT_BATCH_ROWS = 512
-"""Batch size where the profile holds no full batch; nothing is judged then."""
-
-
-@dataclass(frozen=True)
-class DriftOptions:
-    """Options of comparing live data.
-
-    Attributes:
-        family_wise: Largest probability of any false alarm.
-        relevance: How large a change must be to alarm.
-        most_delta_ne: Largest accepted predicted growth of ΔNE; None for `relevance.delta_ne` of the budget.
-        rows: Live rows, from the first on; None for all.
-        kl_rows: Most rows that KL is measured on.
-        seed: Which of the rows those are.
-        threads: Batches at once; 0 for one a core.
-        executor: Where batches run; None for threads of this process.
-    """
-
-    family_wise: float = 0.01
-    relevance: Relevance = field(default_factory=Relevance)
-    most_delta_ne: float | None = None
-    rows: int | None = None
-    kl_rows: int = 16384
-    seed: int = 0
-    threads: int = 0
-    executor: Executor | None = None
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.family_wise < 1.0:
-            raise ConfigError(
-                "a probability of false alarms lies between 0 and 1",
-                where="family-wise",
-                evidence=f"it is {self.family_wise:g}",
-                remedy="0.01 lets one of a hundred comparisons without any drift alarm",
-            )
-        if self.most_delta_ne is not None and not self.most_delta_ne >= 0.0:
-            raise ConfigError(
-                "a threshold is at least 0",
-                where="max-predicted-delta-ne",
-                evidence=f"it is {self.most_delta_ne:g}",
-                remedy="0.0001 alarms when ΔNE is predicted to grow by 0.01 %",
-            )
 
 
 def measure_drift(
@@ -98,32 +54,22 @@ def measure_drift(
     options: DriftOptions | None = None,
     progress: Progress = silent,
 ) -> DriftReport:
-    """Run live rows under the profile's scales and compare.
+    """Run live rows under the profile's scales and compare; labels are not read.
 
-    Args:
-        data: The live rows; labels are not read.
-        scratch: Directory for instrumented models, on the file system of the model.
+    `scratch` is a directory for instrumented models, on the file system of the model.
 
     Raises:
         CalibrationError: An activation or an output is not finite.
         DataError: A row cannot be used.
     """
     options = options or DriftOptions()
-    size = baseline.batch_rows or DEFAULT_BATCH_ROWS
-    probe = LiveProbe(
-        baseline,
-        data,
-        LiveOptions(size, options.rows, options.kl_rows, options.seed),
-        options.executor or LocalExecutor(options.threads),
-        progress,
-    )
-    return compare(baseline, probe.measure(scratch), options)
+    return compare(baseline, measure_live(baseline, data, scratch, options, progress), options)
 
 
 def compare(baseline: Baseline, live: Live, options: DriftOptions) -> DriftReport:
     """Return the report on live statistics, worst first."""
     ours = _batches(baseline.ranges)
-    theirs = _batches(live.ranges.ranges)
+    theirs = _batches(live.ranges)
     not_judged = _too_few(baseline, ours, theirs)
     compared = [_compare_tensor(baseline, live, name, is_judged=not not_judged) for name in baseline.ranges]
     tensors, tests = _adjusted(compared)
@@ -131,14 +77,13 @@ def compare(baseline: Baseline, live: Live, options: DriftOptions) -> DriftRepor
     outputs = [_compare_output(baseline, live, name) for name in baseline.profile.baseline_loss]
     alarms: tuple[Alarm, ...] = ()
     if not not_judged:
-        limits = options.family_wise, options.relevance, options.most_delta_ne
-        alarms = find_alarms(tensors, sites, outputs, *limits)
+        alarms = find_alarms(tensors, sites, outputs, options)
     return DriftReport(
         model_digest=baseline.model.digest,
         profile_digest=baseline.profile.data_digest,
         live_digest=live.digest,
         profile_rows=baseline.profile.rows,
-        live_rows=live.ranges.rows,
+        live_rows=live.rows,
         batch_rows=baseline.batch_rows,
         profile_batches=ours,
         live_batches=theirs,
@@ -179,7 +124,7 @@ def _too_few(baseline: Baseline, ours: int, theirs: int) -> str:
 
 
 def _compare_tensor(baseline: Baseline, live: Live, name: str, *, is_judged: bool) -> TensorDrift:
-    before, after, beyond = baseline.ranges[name], live.ranges.ranges[name], live.ranges.beyond[name]
+    before, after, beyond = baseline.ranges[name], live.ranges[name], live.beyond[name]
     shifts: tuple[Shift, ...] = ()
     p_beyond = 1.0
     if is_judged:

@@ -6,14 +6,10 @@ through the instrumented model. Memory is bounded: less than one batch is held, 
 and when the thread does not keep up, batches are dropped and counted. Nothing is raised into the serving
 path.
 
-Two kinds of metrics: counters over the life of the process, to take rates of; and gauges over a window of
-recent batches, which are compared with the profile as `operations.drift.measure` does. Each full window is a
-comparison of its own, so that the family-wise level holds for each, not for all windows of a year together;
-what alarms must be large enough to matter as well, which chance is not.
-
-Cost on a CPU (`benchmarks/records/drift_alarms.json`): a measured batch takes six to eight plain passes of
-its rows in FP32, so that 1 % of the rows costs 6 to 8 % of what scoring all of them there does; a call of
-`feed` with 256 rows takes some 100 µs.
+Counters are over the life of the process; gauges are over a window of recent batches, which are compared with
+the profile as `operations.drift.measure` does. Each full window is a comparison of its own, so that the
+family-wise level holds for each, not for all windows of a year together; what alarms must be large enough to
+matter as well, which chance is not. What it costs: `benchmarks/records/drift_alarms.json`.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, Self
@@ -38,8 +34,6 @@ from loka_onnx.calibration.passes.error_pass import ErrorTotals
 from loka_onnx.calibration.passes.executors import BatchResult, ReductionWork
 from loka_onnx.calibration.passes.range_pass import RangeWork
 from loka_onnx.core import serde
-from loka_onnx.core.drift import DriftReport
-from loka_onnx.core.statistics import ErrorStats
 from loka_onnx.data import Batch
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.id_bounds import id_bounds
@@ -47,14 +41,15 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.operations.drift.baseline import Baseline
 from loka_onnx.operations.drift.intake import Arrays, BatchBuilder, RowRules
 from loka_onnx.operations.drift.live import (
+    DEFAULT_BATCH_ROWS,
     Live,
-    LiveRanges,
     RangeWatch,
     observe_activations,
     observe_products,
 )
-from loka_onnx.operations.drift.measure import DEFAULT_BATCH_ROWS, DriftOptions, compare
+from loka_onnx.operations.drift.measure import compare
 from loka_onnx.operations.drift.monitor_metrics import MonitorCollector, Tally, exposition
+from loka_onnx.operations.drift.report import DriftOptions, DriftReport
 
 _LOG = logging.getLogger(__name__)
 BLOCKS = 4
@@ -71,7 +66,7 @@ class MonitorOptions:
             quarter more.
         pending: Full batches that may wait.
         is_strict: Raise what is wrong with rows that are fed; else they are counted as rejected.
-        drift: Comparison with the profile; rows, threads and executor are not used.
+        drift: Comparison with the profile; rows and threads are not used.
         seed: Of the draw of rows; None for another one in each process.
     """
 
@@ -90,18 +85,6 @@ class MonitorOptions:
                 evidence=f"sample_rate {self.sample_rate:g}, window {self.window}, pending {self.pending}",
                 remedy=f"sample_rate in (0, 1], window at least {BLOCKS}, pending at least 1",
             )
-
-
-@dataclass(frozen=True)
-class _Block:
-    ranges: LiveRanges
-    errors: dict[str, ErrorStats]
-
-    def merge(self, other: _Block) -> _Block:
-        return _Block(
-            self.ranges.merge(other.ranges),
-            {site: stats.merge(other.errors[site]) for site, stats in self.errors.items()},
-        )
 
 
 class Monitor:
@@ -143,7 +126,7 @@ class Monitor:
 
         self._state = threading.Lock()
         self._tally = Tally()
-        self._blocks: deque[_Block] = deque(maxlen=BLOCKS)
+        self._blocks: deque[Live] = deque(maxlen=BLOCKS)
 
     # Serving path --------------------------------------------------------------------------------
 
@@ -232,8 +215,9 @@ class Monitor:
             self._tally.batches += 1
             self._tally.seconds += time.thread_time() - began
 
-    def _block(self) -> _Block:
-        return _Block(self._watch.read(), {site: found[0] for site, found in self._errors.read().items()})
+    def _block(self) -> Live:
+        errors = {site: stats[0] for site, stats in self._errors.read().items()}
+        return replace(self._watch.read("window"), errors=errors)
 
     def _start_block(self) -> None:
         self._watch = RangeWatch(self._range_observers, self.baseline.ranges, self.batch_rows)
@@ -282,10 +266,7 @@ class Monitor:
                 _add_block(tally, blocks[-1])
         if not blocks:
             return tally, None
-        window = reduce(_Block.merge, blocks)
-        return tally, compare(
-            self.baseline, Live("window", window.ranges, window.errors, {}), self.options.drift
-        )
+        return tally, compare(self.baseline, reduce(Live.merge, blocks), self.options.drift)
 
     # Life ----------------------------------------------------------------------------------------
 
@@ -313,8 +294,8 @@ class Monitor:
         self.close()
 
 
-def _add_block(tally: Tally, block: _Block) -> None:
+def _add_block(tally: Tally, block: Live) -> None:
     """Add to a tally, in place."""
-    tally.beyond.update(block.ranges.beyond)
+    tally.beyond.update(block.beyond)
     tally.elements.update({site: stats.activation_count for site, stats in block.errors.items()})
     tally.saturated.update({site: stats.saturated for site, stats in block.errors.items()})

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from loka_onnx.calibration.observers.batch_spread import COLUMN
-from loka_onnx.core.drift import DriftReport
 from loka_onnx.errors import MissingPackage
+from loka_onnx.operations.drift.report import DriftReport
 
 PREFIX = "loka_onnx_"
-Gauge = Callable[..., None]
-"""Adds a value to a gauge: name, help, value, labels."""
 
 
 @dataclass
 class Tally:
-    """Counts since the monitor was made; edited in place.
-
-    Attributes:
-        fed: Rows that were fed.
-        sampled: Rows that were drawn and could be used.
-        rejected: Rows that were drawn and could not.
-        rejected_calls: Calls whose arrays are not the model's inputs.
-        dropped: Rows of batches that found no place to wait.
-        batches: Batches that were measured.
-        failed_batches: Batches that could not be.
-        seconds: CPU time of measuring.
-        beyond: Batches beyond the profile's range, by tensor.
-        elements: Activation elements, by site.
-        saturated: Those beyond the format's range, by site.
-    """
+    """Counts since the monitor was made; edited in place. `_COUNTERS` says what each counts."""
 
     fed: int = 0
     sampled: int = 0
@@ -64,6 +48,24 @@ _COUNTERS_BY_NAME = (
     ("elements", "site_activation_elements", "site", "Elements of the site's activation."),
     ("saturated", "site_saturated_elements", "site", "Elements that the site's FP8 scale clips."),
 )
+_GAUGES = {
+    "monitor_info": "The model and the profile that rows are held against.",
+    "window_batches": "Batches that the gauges speak of.",
+    "window_judged": "1 where there are enough batches to judge drift; otherwise no alarm means nothing.",
+    "drift_alarms": "Changes of the window that are certain and matter.",
+    "drift_alarm": "Size of a change that alarms, over its threshold.",
+    "tensor_rms_ratio": "Root mean square over that of the profile.",
+    "tensor_mean_shift": "Shift of the mean in standard deviations.",
+    "tensor_range_ratio": "Largest magnitude over that of the profile.",
+    "tensor_stability_index": "Population stability index by octave.",
+    "column_rms_ratio": "Root mean square over that of the profile.",
+    "column_mean_shift": "Shift of the mean in standard deviations.",
+    "site_saturated_share": "Share of the site's activation that its scale clips.",
+    "site_profile_saturated_share": "The same in the profile.",
+    "site_noise_ratio": "Noise energy over signal energy of the site's output, over the same in the profile.",
+}
+_Sample = tuple[str, float, dict[str, str]]
+"""Gauge, value, labels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +73,8 @@ class MonitorCollector:
     """All metrics of a monitor, as a collector of `prometheus_client`.
 
     Attributes:
-        tally: Counted so far.
         report: The window against the profile; None before the first batch.
-        labels: What is watched.
+        labels: Digests of the model and the profile.
     """
 
     tally: Tally
@@ -85,12 +86,6 @@ class MonitorCollector:
         from prometheus_client.core import CounterMetricFamily as Counters
         from prometheus_client.core import GaugeMetricFamily
 
-        found: dict[str, Any] = {}
-
-        def gauge(name: str, text: str, value: float, **labels: str) -> None:
-            family = found.setdefault(name, GaugeMetricFamily(PREFIX + name, text, labels=list(labels)))
-            family.add_metric(list(labels.values()), value)
-
         for attribute, name, text in _COUNTERS:
             yield Counters(f"{PREFIX}monitor_{name}", text, value=getattr(self.tally, attribute))
         for attribute, name, label, text in _COUNTERS_BY_NAME:
@@ -99,12 +94,12 @@ class MonitorCollector:
                 family.add_metric([key], count)
             if family.samples:
                 yield family
-        gauge("monitor_info", "The model and the profile that rows are held against.", 1, **self.labels)
-        if self.report is not None:
-            _add_window(self.report, gauge)
-            _add_tensors(self.report, gauge)
-            _add_sites(self.report, gauge)
-        yield from found.values()
+        families: dict[str, Any] = {}
+        samples = [("monitor_info", 1.0, self.labels), *(_gauges(self.report) if self.report else ())]
+        for name, value, labels in samples:
+            new = GaugeMetricFamily(PREFIX + name, _GAUGES[name], labels=list(labels))
+            families.setdefault(name, new).add_metric(list(labels.values()), value)
+        yield from families.values()
 
 
 def exposition(collector: MonitorCollector) -> str:
@@ -124,42 +119,29 @@ def exposition(collector: MonitorCollector) -> str:
     return generate_latest(registry).decode()
 
 
-def _add_window(report: DriftReport, gauge: Gauge) -> None:
-    gauge("window_batches", "Batches that the gauges speak of.", report.live_batches)
-    text = "1 where window and profile hold enough batches to judge drift; otherwise no alarm means nothing."
-    gauge("window_judged", text, report.is_judged)
-    text = f"Changes of the window that are certain (family-wise {report.family_wise:g}) and matter."
-    gauge("drift_alarms", text, len(report.alarms))
+def _gauges(report: DriftReport) -> Iterator[_Sample]:
+    yield "window_batches", report.live_batches, {}
+    yield "window_judged", report.is_judged, {}
+    yield "drift_alarms", len(report.alarms), {}
     for alarm in report.alarms:
         excess = alarm.value / alarm.threshold if alarm.threshold else float("inf")
-        text = "Size of a change that alarms, over its threshold."
-        gauge("drift_alarm", text, excess, where=alarm.where, measure=alarm.measure)
-
-
-def _add_tensors(report: DriftReport, gauge: Gauge) -> None:
-    over, shift = "Root mean square over that of the profile.", "Shift of the mean in standard deviations."
-    peak, index = "Largest magnitude over that of the profile.", "Population stability index by octave."
+        yield "drift_alarm", excess, {"where": alarm.where, "measure": alarm.measure}
     for tensor in sorted(report.tensors, key=lambda t: t.tensor):
         label = {"tensor": tensor.tensor}
         if tensor.shifts:
-            gauge("tensor_rms_ratio", over, 1.0 + tensor.effect("rms"), **label)
-            gauge("tensor_mean_shift", shift, tensor.effect("mean"), **label)
-        gauge("tensor_range_ratio", peak, tensor.range.growth, **label)
-        gauge("tensor_stability_index", index, tensor.stability_index, **label)
+            yield "tensor_rms_ratio", 1.0 + tensor.effect("rms"), label
+            yield "tensor_mean_shift", tensor.effect("mean"), label
+        yield "tensor_range_ratio", tensor.range.growth, label
+        yield "tensor_stability_index", tensor.stability_index, label
         # Columns without names would be many and say little.
-        for position, name in enumerate(tensor.columns):
-            if name and tensor.shift(f"{COLUMN}{position}.rms") is not None:
-                rms, mean = (tensor.effect(f"{COLUMN}{position}.{what}") for what in ("rms", "mean"))
-                gauge("column_rms_ratio", over, 1.0 + rms, **label, column=name)
-                gauge("column_mean_shift", shift, mean, **label, column=name)
-
-
-def _add_sites(report: DriftReport, gauge: Gauge) -> None:
-    noise = "Noise energy over signal energy of the site's output, over the same in the profile."
-    share, before = "Share of the site's activation that its scale clips.", "The same in the profile."
+        for place, name in enumerate(tensor.columns):
+            if name and tensor.shift(f"{COLUMN}{place}.rms") is not None:
+                labels = {**label, "column": name}
+                yield "column_rms_ratio", 1.0 + tensor.effect(f"{COLUMN}{place}.rms"), labels
+                yield "column_mean_shift", tensor.effect(f"{COLUMN}{place}.mean"), labels
     for site in sorted(report.sites, key=lambda s: s.site):
         label = {"site": site.site}
-        gauge("site_saturated_share", share, site.live_saturated, **label)
-        gauge("site_profile_saturated_share", before, site.profile_saturated, **label)
+        yield "site_saturated_share", site.live_saturated, label
+        yield "site_profile_saturated_share", site.profile_saturated, label
         if site.profile_noise:
-            gauge("site_noise_ratio", noise, site.live_noise / site.profile_noise, **label)
+            yield "site_noise_ratio", site.live_noise / site.profile_noise, label

@@ -14,13 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
-from loka_onnx.core.drift import DriftReport
 from loka_onnx.core.evaluation import Choice
-from loka_onnx.core.lineage import RunRecord
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress, silent
@@ -32,8 +28,10 @@ from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest
 from loka_onnx.operations.drift.baseline import Baseline
-from loka_onnx.operations.drift.measure import DriftOptions, measure_drift
+from loka_onnx.operations.drift.measure import measure_drift
 from loka_onnx.operations.drift.monitor import Monitor, MonitorOptions
+from loka_onnx.operations.drift.report import DriftOptions, DriftReport
+from loka_onnx.operations.recorded import recorded_settings
 from loka_onnx.pipeline.directory import RECORD, refuse_links
 from loka_onnx.pipeline.splits import bind_columns
 
@@ -92,7 +90,7 @@ def open_run(profile: str | Path, run: str | Path | None = None, plan: str | Non
     path = Path(profile)
     directory = _directory(path, None if run is None else Path(run))
     refuse_links(directory)
-    recorded = _recorded(directory)
+    recorded = recorded_settings(_Recorded, directory / RECORD, "run the pipeline again with this version")
     known = serde.read(Profile, path)
     model = _model(directory, known, path)
     graph = GraphModel.load(model.path)
@@ -175,24 +173,8 @@ class _DataPart:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """The part of a recorded run file that is needed: the rest may be of another version."""
-
     outputs: tuple[OutputSpec, ...]
     data: _DataPart
-
-
-def _recorded(directory: Path) -> _Recorded:
-    record = serde.read(RunRecord, directory / RECORD)
-    try:
-        return TypeAdapter(_Recorded).validate_python(record.config)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(
-            "the run was recorded by another version of loka-onnx",
-            where=str(directory / RECORD),
-            evidence=f"at config.{'.'.join(map(str, first['loc']))}: {first['msg']}",
-            remedy="run the pipeline again with this version",
-        ) from error
 
 
 def _model(directory: Path, profile: Profile, where: Path) -> ModelArtifact:

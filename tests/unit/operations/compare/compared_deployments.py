@@ -17,12 +17,12 @@ from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec, TensorSpec
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
-from loka_onnx.core.evaluation import Choice, Evaluation, Latency, OutputEvaluation, Route, TargetChoice
+from loka_onnx.core.evaluation import Choice, Evaluation, Latency, Route, TargetChoice
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.manifest import BatchRange
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
-from loka_onnx.operations.compare.deployment_document import Comparison
 from loka_onnx.operations.compare.deployments import CompareOptions
+from loka_onnx.operations.compare.difference import Difference, Row
 from loka_onnx.operations.compare.rows import RowOptions
 from loka_onnx.operations.compare.sides import Opening
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
@@ -249,5 +249,15 @@ def options(*, latency: bool = False, batches: tuple[int, ...] = (), **rows: obj
     )
 
 
-def judged(found: Comparison, name: str, pair: int = 0) -> OutputEvaluation:
-    return next(output for output in found.accuracy[pair].outputs if output.output == name)
+def named(found: Difference, what: str, pair: int = 0) -> Row:
+    """A row of the accuracy of one pair of engines."""
+    section = [section for section in found.sections if section.name == "accuracy"][pair]
+    (item,) = [item for item in section.rows if item.what == what]
+    return item
+
+
+def ends(found: Difference, what: str, pair: int = 0) -> tuple[float, ...]:
+    """Estimate and ends of the interval of a row."""
+    verdict = named(found, what, pair).verdict
+    assert verdict is not None
+    return verdict.numbers

@@ -24,11 +24,9 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.errors import BundleInvalid
-from loka_onnx.operations.compare.bundle_document import BundleDifference, Change, Kind, Section
-from loka_onnx.operations.compare.bundle_text import bundles_view
 from loka_onnx.operations.compare.bundles import BundleFacts, diff_bundles, difference_of
 from loka_onnx.operations.compare.bundles import leaves as differences
-from loka_onnx.operations.compare.difference import SCREEN_COLUMNS, SCREEN_LINES, screen_lines
+from loka_onnx.operations.compare.difference import Difference, Row, screen_lines
 from loka_onnx.operations.compare.difference import lines as lines_of
 
 
@@ -74,15 +72,23 @@ def with_decision(facts: BundleFacts, plan_id: str, index: int, **changes: Any) 
     return dataclasses.replace(facts, plans=dataclasses.replace(facts.plans, plans=plans))
 
 
-def described(difference: BundleDifference, *, everything: bool = False) -> str:
-    view = bundles_view(difference)
-    found = lines_of(view) if everything else screen_lines(view)
-    return "".join(f"{line.plain}\n" for line in found)
+def described(difference: Difference) -> str:
+    return "".join(f"{line.plain}\n" for line in lines_of(difference))
 
 
-def only(difference: BundleDifference) -> Change:
-    (change,) = difference.changes
-    return change
+def sides(change: Row) -> tuple[str | None, str | None]:
+    return change.before and change.before.text, change.after and change.after.text
+
+
+def by_name(difference: Difference, section: str) -> dict[str, tuple[str | None, str | None]]:
+    return {change.what: sides(change) for change in difference.rows(section)}
+
+
+def only(difference: Difference) -> tuple[str, Row]:
+    """Section and row of the only change."""
+    (section,) = difference.sections
+    (change,) = section.rows
+    return section.name, change
 
 
 def test_a_bundle_and_a_copy_of_it_are_equal(bundle: Path, tmp_path: Path) -> None:
@@ -91,7 +97,7 @@ def test_a_bundle_and_a_copy_of_it_are_equal(bundle: Path, tmp_path: Path) -> No
     packed = pack_bundle(bundle, tmp_path / "bundle.loka")
     for other in (bundle, copy, packed):
         difference = diff_bundles(bundle, other)
-        assert difference.is_equal and difference.changes == () and difference.plans == ()
+        assert not difference.is_different
         assert described(difference).endswith("\nthe bundles are equal\n")
 
 
@@ -99,10 +105,10 @@ def test_a_bundle_and_a_copy_of_it_are_equal(bundle: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_list_and_what_is_none_are_one_change(other: Any, swapped: bool) -> None:
     """Nothing is compared element by element that one side has no elements of."""
-    sides = [[{"name": "a", "size": 1}], other]
-    one, two = reversed(sides) if swapped else sides
-    (change,) = differences(one, two, ("files",), Section.FILES)
-    assert (change.kind, change.what) == (Kind.CHANGED, "files")
+    pair = [[{"name": "a", "size": 1}], other]
+    one, two = reversed(pair) if swapped else pair
+    (change,) = differences(one, two, ("files",))
+    assert change.what == "files" and None not in sides(change)
 
 
 def test_a_bundle_that_does_not_verify_is_not_compared(bundle: Path, tmp_path: Path) -> None:
@@ -118,24 +124,23 @@ def test_a_signature_is_a_difference_and_names_its_key(bundle: Path, tmp_path: P
     shutil.copytree(bundle, signed)
     keys = write_key_pair(tmp_path)
     sign_bundle(signed, keys.private)
-    change = only(diff_bundles(bundle, signed))
-    assert (change.section, change.a, change.b) == (Section.SIGNATURE, "[]", f"[{keys.fingerprint}]")
+    section, change = only(diff_bundles(bundle, signed))
+    assert (section, *sides(change)) == ("signature", "[]", f"[{keys.fingerprint}]")
 
 
 def test_engines_and_files_that_one_side_lacks(bundle: Path, sample: SampleRun, tmp_path: Path) -> None:
     fewer = dataclasses.replace(sample.contents, engines=sample.contents.engines[:2])
     other = write_bundle(fewer, tmp_path / "fewer")
     difference = diff_bundles(bundle, other)
-    gone = [change for change in difference.of(Section.ENGINES) if change.kind is Kind.REMOVED]
-    assert [change.what for change in gone] == ["cpu-onnxruntime-cpu-fp8-safe"]
-    files = {change.what.partition(" / ")[0]: change.kind for change in difference.of(Section.FILES)}
-    assert files["engines/cpu-onnxruntime-cpu-fp8-safe/engine.onnx"] is Kind.REMOVED
-    assert files["sample.npz"] is Kind.CHANGED
+    gone = [name for name, (_, after) in by_name(difference, "engines").items() if after is None]
+    assert gone == ["cpu-onnxruntime-cpu-fp8-safe"]
+    files = by_name(difference, "files")
+    assert files["engines/cpu-onnxruntime-cpu-fp8-safe/engine.onnx"][1] is None
+    assert None not in files["sample.npz / content"]
     # Accuracy and latency were recorded in the one only.
-    accuracy = {change.what: change for change in difference.of(Section.ACCURACY)}
-    assert accuracy["cpu-onnxruntime-cpu-fp8-safe / ctr"].kind is Kind.REMOVED
-    assert accuracy["cpu-onnxruntime-cpu-fp8-safe / ctr"].a.startswith("ΔNE ")
-    assert "cpu-onnxruntime-cpu-fp32 / batch 1024" in {c.what for c in difference.of(Section.LATENCY)}
+    before, after = by_name(difference, "accuracy")["cpu-onnxruntime-cpu-fp8-safe / ctr"]
+    assert before is not None and before.startswith("ΔNE ") and after is None
+    assert "cpu-onnxruntime-cpu-fp32 / batch 1024" in by_name(difference, "latency")
 
 
 def test_sites_say_precision_recipe_and_the_largest_scale_ratio(facts: BundleFacts) -> None:
@@ -144,16 +149,20 @@ def test_sites_say_precision_recipe_and_the_largest_scale_ratio(facts: BundleFac
     other = with_decision(facts, "fp8-safe", 0, activation_scale=scale * 1.5, weight_scale=(0.5 / 448 / 4,))
     other = with_decision(other, "fp8-safe", 1, precision=Precision.BF16)
     difference = difference_of(facts, other)
-    (pair,) = difference.plans
-    assert (pair.plan_a, pair.plan_b, pair.why, pair.sites) == ("fp8-safe", "fp8-safe", "same id", 3)
-    assert (pair.precision, pair.recipe, pair.scale) == (1, 0, 1)
-    assert pair.largest_ratio == pytest.approx(0.25)
-    assert pair.largest_at == "over_arch.fc0, weight channel 0"
-    first, second = difference.of(Section.SITES)
-    assert first.what == "fp8-safe / over_arch.fc0"
-    assert f"activation scale {scale}; 1 weight scales to {0.5 / 448}, 1 differ" in first.a
-    assert (second.a, second.b) == ("fp32, unsafe", "bf16, unsafe")
-    assert difference_of(other, facts).plans[0].largest_ratio == pytest.approx(4.0)
+    (pair,) = difference.rows("sites-by-plan")
+    assert pair.what == "fp8-safe" and pair.note == "at over_arch.fc0, weight channel 0"
+    assert pair.verdict is not None and pair.verdict.numbers == pytest.approx((3, 1, 0, 1, 0.25))
+    assert pair.verdict.text == (
+        "of 3 sites 1 in another precision, 0 by another recipe, 1 with other scales; largest scale ratio "
+        "×0.25"
+    )
+    sites = by_name(difference, "sites")
+    before, _ = sites["fp8-safe / over_arch.fc0"]
+    assert before is not None
+    assert f"activation scale {scale}; 1 weight scales to {0.5 / 448}, 1 differ" in before
+    assert list(sites.values())[1] == ("fp32, unsafe", "bf16, unsafe")
+    (back,) = difference_of(other, facts).rows("sites-by-plan")
+    assert back.verdict is not None and back.verdict.numbers[-1] == pytest.approx(4.0)
 
 
 def test_targets_with_other_engines_compare_the_plans_and_what_was_recorded(facts: BundleFacts) -> None:
@@ -165,15 +174,13 @@ def test_targets_with_other_engines_compare_the_plans_and_what_was_recorded(fact
     targets = tuple(changed if target is cpu else target for target in choice.targets)
     other = with_manifest(facts, choice=dataclasses.replace(choice, targets=targets))
     difference = difference_of(facts, other)
-    assert {change.what for change in difference.of(Section.CHOICE)} == {
-        "targets / cpu / engine",
-        "targets / cpu / plan",
-    }
-    (pair,) = difference.plans
-    assert (pair.plan_a, pair.plan_b, pair.why, pair.precision) == (cpu.plan, plan, "target cpu", 1)
-    recorded = {change.what: change for change in difference.of(Section.ACCURACY)}
-    assert recorded["target cpu / ctr"].a.startswith(f"{cpu.engine}: ΔNE ")
-    assert recorded["target cpu / ctr"].b.startswith(f"{engines[plan].id}: ΔNE ")
+    assert set(by_name(difference, "choice")) == {"targets / cpu / engine", "targets / cpu / plan"}
+    (pair,) = difference.rows("sites-by-plan")
+    assert pair.what == f"{cpu.plan} → {plan} (target cpu)"
+    assert pair.verdict is not None and pair.verdict.numbers[1] == 1
+    before, after = by_name(difference, "accuracy")["target cpu / ctr"]
+    assert before is not None and before.startswith(f"{cpu.engine}: ΔNE ")
+    assert after is not None and after.startswith(f"{engines[plan].id}: ΔNE ")
 
 
 def test_recorded_accuracy_and_latency_are_one_line_for_each(facts: BundleFacts) -> None:
@@ -190,15 +197,19 @@ def test_recorded_accuracy_and_latency_are_one_line_for_each(facts: BundleFacts)
         outputs=(dataclasses.replace(output, difference=worse, budget_status="beyond"),),
     )
     difference = difference_of(facts, with_evaluation(facts, entry.id, moved))
-    accuracy, latency = difference.changes
-    assert accuracy.what == f"{entry.id} / ctr" and accuracy.b.endswith(", beyond")
-    assert (latency.what, latency.a) == (f"{entry.id} / batch 1024", "p50 123.4 µs, p99 171.9 µs on cpu")
-    assert latency.b == "p50 150.0 µs, p99 171.9 µs on cpu"
+    (accuracy,), (latency,) = difference.rows("accuracy"), difference.rows("latency")
+    assert accuracy.what == f"{entry.id} / ctr"
+    assert accuracy.after is not None and accuracy.after.text.endswith(", beyond")
+    assert (latency.what, *sides(latency)) == (
+        f"{entry.id} / batch 1024",
+        "p50 123.4 µs, p99 171.9 µs on cpu",
+        "p50 150.0 µs, p99 171.9 µs on cpu",
+    )
     # What is not shown still counts.
     hidden = dataclasses.replace(found.latencies[0], p90_us=131.0)
     moved = dataclasses.replace(found, latencies=(hidden, *found.latencies[1:]))
-    change = only(difference_of(facts, with_evaluation(facts, entry.id, moved)))
-    assert change.a == change.b == "p50 123.4 µs, p99 171.9 µs on cpu; 1 figures behind it differ"
+    _, change = only(difference_of(facts, with_evaluation(facts, entry.id, moved)))
+    assert sides(change) == ("p50 123.4 µs, p99 171.9 µs on cpu; 1 figures behind it differ",) * 2
 
 
 def with_evaluation(facts: BundleFacts, engine: str, evaluation: Evaluation | None) -> BundleFacts:
@@ -214,14 +225,14 @@ def test_not_a_number_equals_itself(facts: BundleFacts) -> None:
     unknown = Latency(8, float("nan"), 1.0, 1.0, 1, "cpu", True)
     found = Evaluation(entry.id, "x", "y", "z", "selection", 1, (), (unknown,), "measured")
     one = with_evaluation(facts, entry.id, found)
-    assert difference_of(one, with_evaluation(facts, entry.id, dataclasses.replace(found))).is_equal
+    assert not difference_of(one, with_evaluation(facts, entry.id, dataclasses.replace(found))).is_different
 
 
 def test_the_order_of_engines_is_their_preference(facts: BundleFacts) -> None:
     turned = with_manifest(facts, engines=facts.manifest.engines[::-1])
-    change = only(difference_of(facts, turned))
-    assert (change.section, change.what) == (Section.ENGINES, "order")
-    assert change.a == ", ".join(entry.id for entry in facts.manifest.engines)
+    section, change = only(difference_of(facts, turned))
+    assert (section, change.what) == ("engines", "order")
+    assert sides(change)[0] == ", ".join(entry.id for entry in facts.manifest.engines)
 
 
 # Every field ---------------------------------------------------------------------------------------
@@ -288,22 +299,22 @@ def test_any_changes_show_and_the_other_way_round_they_are_mirrored(
     for seed in seeds:
         other = change_any(other, seed) or other
     there, back = difference_of(facts, other), difference_of(other, facts)
-    assert there.is_equal == ((facts.manifest, facts.plans) == (other.manifest, other.plans))
-    assert {change.mirrored() for change in there.changes} == set(back.changes)
-    assert [change.what for change in there.changes] == [change.what for change in back.changes]
-    assert difference_of(other, other).is_equal
+    assert there.is_different == ((facts.manifest, facts.plans) != (other.manifest, other.plans))
+    assert not difference_of(other, other).is_different
     assert difference_of(facts, other) == there
-    assert serde.loads(BundleDifference, serde.dumps(there)) == there
-    for one, two in zip(there.plans, back.plans, strict=True):
-        assert (one.plan_a, one.sites, one.precision, one.recipe, one.scale) == (
-            two.plan_b,
-            two.sites,
-            two.precision,
-            two.recipe,
-            two.scale,
-        )
-        if one.largest_ratio is not None and two.largest_ratio is not None:
-            assert one.largest_ratio == pytest.approx(1 / two.largest_ratio)
+    assert serde.loads(Difference, serde.dumps(there)) == there
+    for ours, theirs in zip(there.sections, back.sections, strict=True):
+        assert ours.name == theirs.name
+        if ours.name != "sites-by-plan":
+            assert [(change.what, *sides(change)) for change in ours.rows] == [
+                (change.what, *reversed(sides(change))) for change in theirs.rows
+            ]
+            continue
+        for one, two in zip(ours.rows, theirs.rows, strict=True):
+            assert one.verdict is not None and two.verdict is not None and one.note == two.note
+            assert one.verdict.numbers[:4] == two.verdict.numbers[:4]
+            ratios = [1 / ratio for ratio in two.verdict.numbers[4:]]
+            assert list(one.verdict.numbers[4:]) == pytest.approx(ratios)
 
 
 def test_every_scalar_of_manifest_and_plans_counts(facts: BundleFacts) -> None:
@@ -314,39 +325,21 @@ def test_every_scalar_of_manifest_and_plans_counts(facts: BundleFacts) -> None:
             if found is None or found == document:
                 continue
             tried += 1
-            assert not difference_of(facts, dataclasses.replace(facts, **{name: found})).is_equal, path
+            assert difference_of(facts, dataclasses.replace(facts, **{name: found})).is_different, path
     assert tried > 200
-
-
-def _place(lines: list[str], section: str) -> int:
-    return next(index for index, line in enumerate(lines) if line.startswith(f"{section}: "))
 
 
 # Text ----------------------------------------------------------------------------------------------
 
 
-def test_a_screen_holds_every_section_and_says_what_it_leaves_out(facts: BundleFacts) -> None:
+def test_a_screen_holds_every_section(facts: BundleFacts) -> None:
     versions = {f"library-{index:03}": str(index) for index in range(200)}
     other = with_manifest(facts, versions=versions, model_digest="f" * 64, created_by="loka-onnx 9")
     other = with_decision(other, "fp8-safe", 1, precision=Precision.BF16, reason="because " * 60)
     difference = difference_of(facts, other)
-    text = described(difference)
-    lines = text.splitlines()
-    assert len(lines) <= SCREEN_LINES and all(len(line) <= SCREEN_COLUMNS for line in lines)
-    for section in Section:
-        assert bool(difference.of(section)) == any(line.startswith(f"{section}: ") for line in lines)
+    lines = [line.plain for line in screen_lines(difference)]
+    assert all(section.title in lines for section in difference.sections)
     assert "versions: 200 only in B, 2 only in A, 1 changed" in lines
-    shown = sum(line.startswith(("  + ", "  - ", "  ~ ")) for line in lines[_place(lines, "versions") :])
-    assert 0 < shown < 203 and lines[-1] == f"  … and {203 - shown} more (--all)"
-    whole = described(difference, everything=True)
-    assert "because because" in whole and "--all" not in whole
+    whole = described(difference)
+    assert "because because" in whole
     assert all(f"+ {name}: {value}\n" in whole for name, value in versions.items())
-
-
-def test_the_text_of_a_plan_names_counts_and_the_largest_ratio(facts: BundleFacts) -> None:
-    other = with_decision(facts, "fp8-safe", 0, activation_scale=6.0 / 448 * 1.25)
-    text = described(difference_of(facts, other), everything=True)
-    assert (
-        "  fp8-safe: of 3 sites 0 in another precision, 0 by another recipe, 1 with other scales; "
-        "largest scale ratio ×1.25 at over_arch.fc0, activation\n"
-    ) in text

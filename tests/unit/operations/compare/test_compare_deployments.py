@@ -19,9 +19,10 @@ from compared_deployments import (
     SPEND,
     Place,
     artifact_of,
-    judged,
+    ends,
     make_place,
     make_weights,
+    named,
     options,
     write_deployment,
     write_model,
@@ -31,15 +32,15 @@ from compared_deployments import (
 from loka_onnx.cli.compare import raise_for
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind
-from loka_onnx.core.evaluation import BudgetStatus
 from loka_onnx.core.intervals import Interval
 from loka_onnx.data import open_dataset
-from loka_onnx.errors import BudgetMissed, ConfigError, DataError
+from loka_onnx.errors import BudgetMissed, ConfigError
 from loka_onnx.evaluation.engines import Split, judge_engine, predict_reference
 from loka_onnx.evaluation.predictions import padded
-from loka_onnx.operations.compare.deployment_document import Comparison, DeploymentKind
 from loka_onnx.operations.compare.deployments import compare
+from loka_onnx.operations.compare.difference import Difference
 from loka_onnx.operations.compare.rows import ONLY, RowOptions
+from loka_onnx.report.document import Tone
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 ACCURATE = {"rel": 2e-4, "abs": 1e-9}
@@ -77,12 +78,10 @@ def of_kl(top: np.ndarray, bottom: np.ndarray, groups: np.ndarray) -> Interval:
     return dataclasses.replace(plain, upper=plain.upper + largest)
 
 
-def close(found: Interval | None, expected: Interval) -> None:
-    assert found is not None
+def close(found: tuple[float, ...], expected: Interval) -> None:
     width = expected.upper - expected.lower
-    for name in ("value", "lower", "upper"):
-        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-3, abs=1e-3 * width)
-    assert (found.confidence, found.rows) == (0.95, expected.rows)
+    values = (expected.value, expected.lower, expected.upper)
+    assert found == pytest.approx(values, rel=1e-3, abs=1e-3 * width)
 
 
 def test_a_known_change_of_the_weights_gives_the_delta_ne_of_a_float64_formula(place: Place) -> None:
@@ -92,41 +91,33 @@ def test_a_known_change_of_the_weights_gives_the_delta_ne_of_a_float64_formula(p
 
     w, y = (columns[name].astype(np.float64) for name in ("importance", "clicked"))
     base = log_loss(before[:, 0], y)
-    change = judged(found, "ctr").difference
-    assert change is not None and change.denominator == "loss"
-    close(change.delta_ne, ratio(w * (log_loss(after[:, 0], y) - base), w * base, groups))
+    close(ends(found, "ctr: NE (logit)"), ratio(w * (log_loss(after[:, 0], y) - base), w * base, groups))
     p, shift = 1 / (1 + np.exp(-before[:, 0])), after[:, 0] - before[:, 0]
     labelled = (p - y) * shift
-    close(change.labelled, ratio(w * labelled, w * base, groups))
-    close(change.kl, of_kl(w * (log_loss(after[:, 0], y) - base - labelled), w * base, groups))
+    close(ends(found, "ctr: labelled part"), ratio(w * labelled, w * base, groups))
+    kl = w * (log_loss(after[:, 0], y) - base - labelled)
+    close(ends(found, "ctr: KL, label-free"), of_kl(kl, w * base, groups))
     q = 1 / (1 + np.exp(-after[:, 0]))
-    close(change.delta_prediction_ratio, ratio(w * (q - p), w * y, groups))
+    close(ends(found, "ctr: prediction ratio"), ratio(w * (q - p), w * y, groups))
     rmse = math.sqrt((w * shift**2).sum() / w.sum())
-    assert change.delta_rmse == pytest.approx(rmse, **ACCURATE)
-    moved = {item.output: item for item in found.accuracy[0].moved}
-    assert moved["ctr"].unit == "logit" and moved["ctr"].rmse.value == pytest.approx(rmse, **ACCURATE)
     squares = ratio(w * shift**2, w, groups)
-    assert moved["ctr"].rmse.lower == pytest.approx(math.sqrt(squares.lower), rel=1e-3)
-    assert moved["ctr"].rmse.upper == pytest.approx(math.sqrt(squares.upper), rel=1e-3)
-    assert moved["ctr"].max_abs == pytest.approx(float(np.abs(shift).max()), rel=1e-4)
+    value, lower, upper = ends(found, "ctr: logit RMSE")
+    assert value == pytest.approx(rmse, **ACCURATE)
+    assert (lower, upper) == pytest.approx((math.sqrt(squares.lower), math.sqrt(squares.upper)), rel=1e-3)
+    assert named(found, "ctr: logit RMSE").note == f"largest {np.abs(shift).max():.3g}"
 
     y = columns["bought"].astype(np.float64)
     base = log_loss(before[:, 1], y)
-    change = judged(found, "cvr").difference
-    assert change is not None
-    close(change.delta_ne, ratio(log_loss(after[:, 1], y) - base, base, groups))
+    close(ends(found, "cvr: NE (probability)"), ratio(log_loss(after[:, 1], y) - base, base, groups))
 
     y = columns["amount"].astype(np.float64)
     base = (before[:, 2] - y) ** 2
-    change = judged(found, "spend").difference
-    assert change is not None
-    close(change.delta_ne, ratio((after[:, 2] - y) ** 2 - base, base, groups))
-    assert moved["spend"].unit == "value"
+    close(ends(found, "spend: NE (regression)"), ratio((after[:, 2] - y) ** 2 - base, base, groups))
+    assert named(found, "spend: value RMSE")
 
 
 def test_delta_auc_is_that_of_the_two_float64_areas(place: Place) -> None:
-    found = judged(compare(place.a, place.b, place.rows, options(group="request")), "cvr").difference
-    assert found is not None and found.delta_auc is not None
+    found = named(compare(place.a, place.b, place.rows, options(group="request")), "cvr: AUC")
 
     def area(scores: np.ndarray) -> float:
         positive = place.columns["bought"] == 1
@@ -135,49 +126,42 @@ def test_delta_auc_is_that_of_the_two_float64_areas(place: Place) -> None:
         below = ranks[positive].sum() - count * (count + 1) / 2
         return float(below / (count * (positive.size - count)))
 
-    before, after = make_weights().scores(place.columns), make_weights().moved(BY).scores(place.columns)
+    before, after = (
+        area(weights.scores(place.columns)[:, 1]) for weights in (make_weights(), make_weights().moved(BY))
+    )
+    assert found.before is not None and found.after is not None and found.verdict is not None
     # Ranks of rows whose float32 answers tie may turn: a few pairs of two million.
-    assert found.delta_auc.value == pytest.approx(area(after[:, 1]) - area(before[:, 1]), abs=1e-5)
+    shown = (found.before.numbers[0], found.after.numbers[0], found.verdict.numbers[0])
+    assert shown == pytest.approx((before, after, after - before), abs=1e-5)
 
 
 def test_a_deployment_against_itself_differs_by_exactly_nothing(place: Place) -> None:
     found = compare(place.a, place.a, place.rows, options(latency=True, batches=(8,), slices=("country",)))
-    for output in found.accuracy[0].outputs:
-        change = output.difference
-        assert change is not None
-        for interval in (change.delta_ne, change.kl, change.labelled, change.delta_prediction_ratio):
-            assert interval is not None
-            assert (interval.value, interval.lower, interval.upper) == (0.0, 0.0, 0.0)
-        assert change.delta_rmse == change.delta_max == 0.0
-        assert all(item.judged is not None and item.judged.upper == 0.0 for item in output.slices)
-    assert judged(found, "ctr").difference.delta_auc.value == 0.0  # type: ignore[union-attr]
-    assert [(item.rmse.value, item.rmse.upper, item.max_abs) for item in found.accuracy[0].moved] == (
-        [(0.0, 0.0, 0.0)] * 3
-    )
-    assert found.notes == ()
-    assert found.latency is not None and len(found.latency.batches) == 1
-    (timed,) = found.latency.batches
-    assert timed.ratio is not None and timed.ratio.interval is not None
-    assert timed.ratio.interval.lower <= timed.ratio.value <= timed.ratio.interval.upper
+    rows = found.rows("accuracy")
+    assert len(rows) > 15
+    for item in rows:
+        assert item.verdict is not None and item.verdict.numbers == (0.0, 0.0, 0.0), item
+    assert not found.is_different and found.notes == ()
+    (timed,) = found.rows("latency")
+    assert timed.verdict is not None
+    value, lower, upper = timed.verdict.numbers
+    assert lower <= value <= upper
 
 
 def test_exchanged_arguments_mirror_the_sign(place: Place) -> None:
     one = compare(place.a, place.b, place.rows, options())
     other = compare(place.b, place.a, place.rows, options())
-    for name, label in (("ctr", "clicked"), ("cvr", "bought"), ("spend", "amount")):
-        ours, theirs = judged(one, name), judged(other, name)
-        there, back = ours.difference, theirs.difference
-        assert there is not None and back is not None and label
-        assert there.delta_ne is not None and back.delta_ne is not None
+    for name in ("ctr: NE (logit)", "cvr: NE (probability)", "spend: NE (regression)"):
+        there, back = named(one, name), named(other, name)
+        assert there.before == back.after and there.after == back.before
+        assert there.before is not None and there.after is not None
         # Relative to A's loss and to B's: the absolute change is the same but for its sign.
-        loss_a, loss_b = theirs.metrics.loss, ours.metrics.loss
-        assert loss_a is not None and loss_b is not None
-        assert there.delta_ne.value * loss_a == pytest.approx(-back.delta_ne.value * loss_b, rel=1e-9)
-        assert there.delta_ne.value * back.delta_ne.value < 0
-        assert there.delta_rmse == pytest.approx(back.delta_rmse, rel=1e-12)
-        if there.delta_auc is not None and back.delta_auc is not None:
-            assert there.delta_auc.value == pytest.approx(-back.delta_auc.value, abs=1e-15)
-            assert there.delta_auc.upper == pytest.approx(-back.delta_auc.lower, abs=1e-12)
+        change = ends(one, name)[0] * there.before.numbers[0]
+        assert change == pytest.approx(-ends(other, name)[0] * there.after.numbers[0], rel=1e-9)
+        assert change != 0.0
+    assert ends(one, "ctr: logit RMSE") == pytest.approx(ends(other, "ctr: logit RMSE"), rel=1e-12)
+    value, lower, upper = ends(other, "cvr: AUC")
+    assert ends(one, "cvr: AUC") == pytest.approx((-value, -upper, -lower), abs=1e-12)
 
 
 def test_everything_is_equal_to_what_the_evaluation_stage_gives_for_the_pair(place: Place) -> None:
@@ -200,9 +184,22 @@ def test_everything_is_equal_to_what_the_evaluation_stage_gives_for_the_pair(pla
         artifact_of(root, "other"), split, reference, specs, lambda: padded(engine.run, 1)
     )
     assert evaluation.status == "measured"
-    assert found.accuracy[0].outputs == evaluation.outputs
-    assert len(found.accuracy[0].outputs[0].slices) == 2
-    assert found.accuracy[0].request_rows == 512
+    for output in evaluation.outputs:
+        change, name = output.difference, output.output
+        assert change is not None
+        for what, interval in (
+            (f"NE ({output.kind})", change.delta_ne),
+            ("KL, label-free", change.kl),
+            ("labelled part", change.labelled),
+            ("AUC", change.delta_auc),
+            ("prediction ratio", change.delta_prediction_ratio),
+            *((f"country = {s.value}, {s.rows:,} rows", s.judged) for s in output.slices),
+        ):
+            if interval is not None:
+                assert ends(found, f"{name}: {what}") == (interval.value, interval.lower, interval.upper)
+        ne = named(found, f"{name}: NE ({output.kind})").after
+        assert ne is not None and ne.numbers == (output.metrics.normalized_entropy,)
+        assert len(output.slices) == 2
 
 
 def _bindings() -> list[object]:
@@ -213,18 +210,17 @@ def _bindings() -> list[object]:
 
 def test_who_answered_and_on_what_is_said(place: Place) -> None:
     found = compare(place.a, place.b, place.rows, options(rows=700, group="request"))
-    assert found.a.kind is DeploymentKind.BUNDLE and found.a.path == str(place.a)
-    assert [engine.id for engine in found.b.engines] == ["cpu-onnxruntime-cpu-other"]
-    (used,) = found.b.engines
-    assert (used.plan, used.architecture, used.device, used.simulated) == ("other", "cpu", "cpu", False)
-    assert not used.is_fallback and used.digest == artifact_of(place.b.parent, "other").digest
-    assert (found.rows.rows, found.rows.group, found.rows.source) == (700, "request", "as asked for")
-    assert found.rows.inputs == {**INPUTS, "item": ("item",)}
-    assert found.accuracy[0].outputs[0].difference.delta_ne.rows == 700  # type: ignore[union-attr]
-    assert found.latency is None
+    kind, engine = found.b.facts
+    assert (found.b.path, kind) == (str(place.b), "bundle")
+    assert engine.startswith("cpu-onnxruntime-cpu-other: onnxruntime 1.31.1 on cpu (cpu), sha256 ")
+    assert artifact_of(place.b.parent, "other").digest[:16] in engine and engine.endswith(", plan other")
+    assert found.basis.startswith("700 rows of rows.npz rows[0:700] (sha256 ")
+    assert found.basis.endswith("), rows of one 'request' belong together; columns as asked for")
+    assert [section.name for section in found.sections] == ["accuracy"]
+    assert "in requests of 512 rows" in found.sections[0].title
     # Both ship the same exported model, so that nothing else than the engines differs.
-    assert found.notes == ()
-    assert serde.loads(Comparison, serde.dumps(found)) == found
+    assert found.notes == () and found.is_different
+    assert serde.loads(Difference, serde.dumps(found)) == found
 
 
 # Labels --------------------------------------------------------------------------------------------
@@ -235,30 +231,26 @@ def test_without_labels_only_kl_is_judged_and_a_regression_only_measured(
 ) -> None:
     rows = write_rows(tmp_path / "live.npz", place.columns, drop=("clicked", "bought", "amount"))
     found = compare(place.a, place.b, rows, options())
-    assert [output.output for output in found.accuracy[0].outputs] == ["ctr", "cvr"]
-    change = judged(found, "cvr").difference
-    assert change is not None and change.delta_ne is None and change.delta_auc is None
+    assert {item.what.partition(": ")[2] for item in found.rows("accuracy")} == {
+        "KL (logit)", "KL (probability)", "logit RMSE", "value RMSE"
+    }  # fmt: skip
     before = make_weights().scores(place.columns)[:, 1]
     after = make_weights().moved(BY).scores(place.columns)[:, 1]
     p = 1 / (1 + np.exp(-before))
     kl = np.logaddexp(0, after) - np.logaddexp(0, before) - p * (after - before)
     entropy = np.logaddexp(0, before) - p * before
-    close(change.kl, of_kl(kl, entropy, np.arange(ROWS)))
-    spend = next(item for item in found.accuracy[0].moved if item.output == "spend")
-    assert spend.reason == "a regression is judged by its label, and there is none"
+    close(ends(found, "cvr: KL (probability)"), of_kl(kl, entropy, np.arange(ROWS)))
+    spend = named(found, "spend: value RMSE").note
+    assert spend.endswith("not judged: a regression is judged by its label, and there is none")
     shift = make_weights().moved(BY).scores(place.columns)[:, 2] - make_weights().scores(place.columns)[:, 2]
-    assert spend.rmse.value == pytest.approx(float(np.sqrt((shift**2).mean())), rel=1e-4)
+    rmse = float(np.sqrt((shift**2).mean()))
+    assert ends(found, "spend: value RMSE")[0] == pytest.approx(rmse, rel=1e-4)
     assert [note.partition(":")[0] for note in found.notes] == [
         "output 'ctr' is judged without its label",
         "output 'cvr' is judged without its label",
         "output 'spend' is not judged",
     ]
     assert "column 'clicked' of 'live.npz' does not exist" in found.notes[0]
-
-
-def test_a_label_that_was_asked_for_must_be_there(place: Place) -> None:
-    with pytest.raises(DataError, match=r"column 'clickd' of 'rows\.npz' does not exist"):
-        compare(place.a, place.b, place.rows, options(labels={"ctr": "clickd"}))
 
 
 def test_a_label_without_its_output_needs_exactly_one(place: Place, tmp_path: Path) -> None:
@@ -268,13 +260,11 @@ def test_a_label_without_its_output_needs_exactly_one(place: Place, tmp_path: Pa
     a, b = (write_model(tmp_path / f"{by}.onnx", make_weights().moved(by)) for by in (0.0, BY))
     kinds = {"ctr": OutputKind.LOGIT}
     found = compare(a, b, place.rows, options(kinds=kinds, labels={ONLY: "clicked"}))
-    (output,) = found.accuracy[0].outputs
     base = log_loss(make_weights().scores(place.columns)[:, 0], place.columns["clicked"])
     other = log_loss(make_weights().moved(BY).scores(place.columns)[:, 0], place.columns["clicked"])
-    assert output.difference is not None and output.difference.delta_ne is not None
-    expected = (other - base).mean() / base.mean()
-    assert output.difference.delta_ne.value == pytest.approx(float(expected), rel=1e-3)
-    assert found.budget_source == "the default"
+    expected = float((other - base).mean() / base.mean())
+    assert ends(found, "ctr: NE (logit)")[0] == pytest.approx(expected, rel=1e-3)
+    assert named(found, "ctr: NE (logit)").note.startswith("budget 0.02 %, the default")
 
 
 def test_bundles_that_judge_an_output_differently_are_refused(place: Place, tmp_path: Path) -> None:
@@ -286,23 +276,22 @@ def test_bundles_that_judge_an_output_differently_are_refused(place: Place, tmp_
     assert error.value.remedy == "say what holds: `--output ctr=logit`"
     # What the remedy says settles it, and only it.
     settled = compare(place.a, c, place.rows, options(kinds={"ctr": OutputKind.LOGIT}))
-    assert settled.accuracy[0].outputs == compare(place.a, place.a, place.rows, options()).accuracy[0].outputs
+    plain = compare(place.a, place.a, place.rows, options())
+    assert settled.rows("accuracy") == plain.rows("accuracy")
 
 
 def test_an_option_for_an_output_changes_just_what_it_says(place: Place) -> None:
     """The weight, the label and the budget of `ctr` are recorded, and so are the other two outputs."""
     whole = compare(place.a, place.b, place.rows, options())
     same = compare(place.a, place.b, place.rows, options(kinds={"ctr": OutputKind.LOGIT}))
-    assert same.accuracy == whole.accuracy and same.budget_source == "as recorded"
+    assert same.rows("accuracy") == whole.rows("accuracy")
+    assert "budget 1 %, as recorded" in named(same, "ctr: NE (logit)").note
     other = compare(place.a, place.b, place.rows, options(kinds={"cvr": OutputKind.LOGIT}))
-    assert [(output.output, output.kind) for output in other.accuracy[0].outputs] == [
-        ("ctr", "logit"),
-        ("cvr", "logit"),
-        ("spend", "regression"),
-    ]
-    assert judged(other, "ctr") == judged(whole, "ctr")
-    assert judged(other, "cvr").difference.delta_ne is not None  # type: ignore[union-attr]
-    assert judged(other, "cvr").budget == CVR.budget
+    assert [item.what for item in other.rows("accuracy") if ": NE" in item.what] == [
+        "ctr: NE (logit)", "cvr: NE (logit)", "spend: NE (regression)"
+    ]  # fmt: skip
+    assert named(other, "ctr: NE (logit)") == named(whole, "ctr: NE (logit)")
+    assert "budget 1 %, as recorded" in named(other, "cvr: NE (logit)").note
 
 
 def test_a_label_settles_which_of_two_holds(place: Place, tmp_path: Path) -> None:
@@ -319,8 +308,8 @@ def test_a_label_settles_which_of_two_holds(place: Place, tmp_path: Path) -> Non
         judged=(dataclasses.replace(other, clip=CTR.clip), CVR, SPEND),
     )
     given = options(labels={"ctr": "clicked"}, weights={"ctr": "importance"})
-    found = compare(place.a, d, place.rows, given).accuracy[0].outputs
-    assert found == compare(place.a, place.a, place.rows, options()).accuracy[0].outputs
+    found = compare(place.a, d, place.rows, given)
+    assert found.rows("accuracy") == compare(place.a, place.a, place.rows, options()).rows("accuracy")
 
 
 # Budgets -------------------------------------------------------------------------------------------
@@ -328,14 +317,15 @@ def test_a_label_settles_which_of_two_holds(place: Place, tmp_path: Path) -> Non
 
 def test_a_budget_is_held_against_the_upper_end(place: Place) -> None:
     found = compare(place.a, place.b, place.rows, options())
-    assert found.budget is None and list(found.beyond_budget()) == []
-    upper = {o.output: o.difference.judged.upper for o in found.accuracy[0].outputs if o.difference}
+    assert found.beyond == ()
+    upper = {item.what: ends(found, item.what)[2] for item in found.rows("accuracy") if ": NE" in item.what}
     worst = max(upper, key=lambda name: upper[name])
     exactly = compare(place.a, place.b, place.rows, options(budget=upper[worst]))
-    assert list(exactly.beyond_budget()) == [] and exactly.budget_source == "as asked for"
+    assert exactly.beyond == () and named(exactly, worst).note.endswith(", as asked for")
     below = compare(place.a, place.b, place.rows, options(budget=upper[worst] * (1 - 1e-9)))
-    assert [item.output for item in below.beyond_budget()] == [worst]
-    assert judged(below, worst).budget_status in {BudgetStatus.UNDECIDED, BudgetStatus.BEYOND}
+    (beyond,) = below.beyond
+    assert beyond.startswith(f"output '{worst.partition(':')[0]}' of cpu-onnxruntime-cpu-other: ΔNE ")
+    assert named(below, worst).tone in {Tone.WARN, Tone.BAD}
 
 
 def test_a_budget_needs_something_that_is_judged(place: Place, tmp_path: Path) -> None:
@@ -347,21 +337,19 @@ def test_a_budget_needs_something_that_is_judged(place: Place, tmp_path: Path) -
 def test_an_output_that_cannot_be_judged_does_not_pass_a_budget(place: Place, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "live.npz", place.columns, drop=("amount",))
     found = compare(place.a, place.a, rows, options(budget=0.1))
-    (beyond,) = found.beyond_budget()
-    assert (beyond.output, beyond.judged, beyond.engine_b) == ("spend", None, "cpu-onnxruntime-cpu-fp32")
-    assert beyond.reason == "a regression is judged by its label, and there is none"
-    assert found.unjudged == {"spend": beyond.reason}
+    (beyond,) = found.beyond
+    reason = "a regression is judged by its label, and there is none"
+    assert beyond == f"output 'spend' of cpu-onnxruntime-cpu-fp32 is not judged: {reason}"
     assert found.notes == ("output 'spend' is not judged: column 'amount' of 'live.npz' does not exist",)
     with pytest.raises(BudgetMissed) as error:
         raise_for(found)
-    assert f"output 'spend' of {beyond.engine_b} is not judged: {beyond.reason}" == error.value.evidence
-    assert "`--label OUTPUT=COLUMN`" in error.value.remedy
+    assert error.value.evidence == beyond and "`--label OUTPUT=COLUMN`" in error.value.remedy
     # Without a budget nothing was asked for that could not be done.
     raise_for(compare(place.a, place.a, rows, options()))
     # An output that nobody asked for is no reason.
     a, b = (write_model(tmp_path / f"{name}.onnx", make_weights()) for name in "ab")
     kinds = {"ctr": OutputKind.LOGIT}
-    assert list(compare(a, b, rows, options(kinds=kinds, budget=0.1)).beyond_budget()) == []
+    assert compare(a, b, rows, options(kinds=kinds, budget=0.1)).beyond == ()
 
 
 @pytest.mark.parametrize("budget", [math.nan, -1.0, math.inf])

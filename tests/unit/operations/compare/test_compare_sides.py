@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from compared_deployments import (
     BY,
     Place,
-    judged,
+    ends,
     make_place,
     make_weights,
     options,
     write_deployment,
     write_model,
 )
-from rich.console import Console
+from onnx import helper, numpy_helper
 from scipy import stats
 
 from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.cli.compare import raise_for
 from loka_onnx.core.artifact import OutputKind
+from loka_onnx.core.intervals import Interval
 from loka_onnx.core.manifest import BatchRange
 from loka_onnx.errors import BundleInvalid, ConfigError, DataError, EngineError, EvaluationError
-from loka_onnx.operations.compare.deployment_document import Deployment, DeploymentKind
-from loka_onnx.operations.compare.deployment_text import deployments_view
+from loka_onnx.operations.compare import deployments
 from loka_onnx.operations.compare.deployments import compare
-from loka_onnx.operations.compare.difference import print_difference
+from loka_onnx.operations.compare.difference import Difference, Row
+from loka_onnx.operations.compare.sides import EngineUsed, Side
 from loka_onnx.sessions.onnx_session import OnnxSession
 
 
@@ -37,6 +38,28 @@ from loka_onnx.sessions.onnx_session import OnnxSession
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """Do not write into its directories."""
     return make_place(tmp_path_factory.mktemp("compare"))
+
+
+def sizes(found: Difference) -> list[tuple[str, str]]:
+    """Rows of the judged requests, and of those that a pair of engines answers."""
+    return [
+        (section.title.rpartition(", ")[2], section.text.rpartition(" of ")[2])
+        for section in found.sections
+        if section.name == "accuracy"
+    ]
+
+
+def times(found: Difference) -> tuple[Row, ...]:
+    return tuple(item for item in found.rows("latency") if item.verdict is not None)
+
+
+def write_fixed(path: Path) -> Path:
+    """A model that takes 16 rows."""
+    model = onnx.load(write_model(path, make_weights()))
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 16
+    onnx.save(model, path)
+    return path
 
 
 # Models --------------------------------------------------------------------------------------------
@@ -48,45 +71,37 @@ def test_plain_models_are_compared_by_how_far_they_move_until_kinds_are_known(
     a = write_model(tmp_path / "a.onnx", make_weights())
     b = write_model(tmp_path / "b.onnx", make_weights().moved(BY))
     found = compare(a, b, place.rows, options())
-    assert found.accuracy[0].outputs == ()
-    assert {item.reason for item in found.accuracy[0].moved} == {
-        "its kind is not known: give it with `--output NAME=logit`"
-    }
-    assert [item.output for item in found.accuracy[0].moved] == ["ctr", "cvr", "spend"]
-    assert found.a.kind is DeploymentKind.MODEL and found.a.engines[0].plan == ""
+    assert [item.what for item in found.rows("accuracy")] == [
+        "ctr: value RMSE", "cvr: value RMSE", "spend: value RMSE"
+    ]  # fmt: skip
+    unknown = "not judged: its kind is not known: give it with `--output NAME=logit`"
+    assert all(item.note.endswith(unknown) for item in found.rows("accuracy"))
+    assert found.a.facts[0] == "ONNX model" and "plan" not in found.a.facts[1]
     assert "A and B are of different exported models" in found.notes[0]
     kinds = {"ctr": OutputKind.LOGIT, "cvr": OutputKind.PROBABILITY, "spend": OutputKind.REGRESSION}
     labels = {"ctr": "clicked", "cvr": "bought", "spend": "amount"}
-    given = options(kinds=kinds, labels=labels, weights={"ctr": "importance"}, budget=0.01)
-    plain = compare(a, b, place.rows, given).accuracy[0].outputs
-    bundled = compare(place.a, place.b, place.rows, options()).accuracy[0].outputs
-    assert [o.difference.delta_ne.value for o in plain if o.difference and o.difference.delta_ne] == (
-        pytest.approx(
-            [o.difference.delta_ne.value for o in bundled if o.difference and o.difference.delta_ne]
-        )
-    )
+    given = options(kinds=kinds, labels=labels, weights={"ctr": "importance"})
+    plain, bundled = compare(a, b, place.rows, given), compare(place.a, place.b, place.rows, options())
+    for name, kind in kinds.items():
+        what = f"{name}: NE ({kind})"
+        assert ends(plain, what) == pytest.approx(ends(bundled, what))
 
 
 def test_a_bundle_in_a_single_file_is_the_bundle(place: Place, tmp_path: Path) -> None:
     packed = pack_bundle(place.b, tmp_path / "b.loka")
     # It is timed after it was judged, and loaded anew for that.
     found = compare(place.a, packed, place.rows, options(latency=True, batches=(8,)))
-    assert found.b.kind is DeploymentKind.ARCHIVE
-    assert found.latency is not None and found.latency.failures == {} and len(found.latency.batches) == 1
-    assert found.accuracy == compare(place.a, place.b, place.rows, options()).accuracy
+    assert found.b.facts[0] == "bundle in a single file"
+    assert found.failures == {} and len(found.rows("latency")) == 1
+    plain = compare(place.a, place.b, place.rows, options())
+    assert found.rows("accuracy") == plain.rows("accuracy")
 
 
 def test_a_model_with_a_fixed_batch_is_asked_for_so_many_rows(place: Place, tmp_path: Path) -> None:
-    import onnx
-
-    path = write_model(tmp_path / "fixed.onnx", make_weights())
-    model = onnx.load(path)
-    for value in (*model.graph.input, *model.graph.output):
-        value.type.tensor_type.shape.dim[0].dim_value = 16
-    onnx.save(model, path)
+    path = write_fixed(tmp_path / "fixed.onnx")
     found = compare(path, place.b, place.rows, options(rows=50))
-    assert (found.accuracy[0].request_rows, found.accuracy[0].least_rows) == (16, 16)
-    assert found.accuracy[0].outputs[0].difference.delta_ne.rows == 50  # type: ignore[union-attr]
+    assert sizes(found) == [("in requests of 16 rows", "16 to 16 rows.")]
+    assert found.basis.startswith("50 rows of")
     with pytest.raises(ConfigError, match="A and B do not both take 32 rows") as error:
         compare(path, place.b, place.rows, options(batches=(32,)))
     assert error.value.evidence == "both take requests of 16 to 16 rows"
@@ -113,13 +128,8 @@ def test_other_inputs_and_outputs_are_refused_by_name(place: Place, tmp_path: Pa
 def test_batch_ranges_without_a_size_in_common_are_refused(place: Place, tmp_path: Path) -> None:
     large = write_deployment(tmp_path / "c", {"fp32": make_weights()}, batch=BatchRange(2, 4))
     few = write_deployment(tmp_path / "d", {"fp32": make_weights()}, batch=BatchRange(2, 512))
-    assert compare(place.a, few, place.rows, options(rows=9)).accuracy[0].least_rows == 2
-    import onnx
-
-    path = write_model(tmp_path / "fixed.onnx", make_weights())
-    model = onnx.load(path)
-    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 16
-    onnx.save(model, path)
+    assert compare(place.a, few, place.rows, options(rows=9)).sections[0].text.endswith("2 to 512 rows.")
+    path = write_fixed(tmp_path / "fixed.onnx")
     with pytest.raises(ConfigError, match="A and B take no request of the same size") as error:
         compare(large, path, place.rows, options())
     assert error.value.evidence == "A takes 2 to 4 rows, B 16 to 16"
@@ -159,10 +169,8 @@ def test_programs_that_nobody_vouches_for_are_passed_over_and_that_is_said(
     place: Place, tmp_path: Path
 ) -> None:
     programs = write_deployment(tmp_path / "c", {"fp32": make_weights()}, backend="tensorrt")
-    found = compare(place.a, programs, place.rows, options()).b
-    assert [engine.is_fallback for engine in found.engines] == [True]
-    (passed,) = found.passed_over
-    assert passed.engine.startswith("cpu-tensorrt") and passed.reason
+    _, engine, passed = compare(place.a, programs, place.rows, options()).b.facts
+    assert "the FP32 fallback" in engine and passed.startswith("not used: cpu-tensorrt")
 
 
 # Engines by the rows of a request ------------------------------------------------------------------
@@ -177,103 +185,93 @@ def test_each_pair_of_engines_is_judged_in_requests_that_it_answers(place: Place
         exported=weights,
     )
     found = compare(place.a, routed, place.rows, options())
-    small, large = found.accuracy
-    assert (small.engine_b, small.least_rows, small.most_rows) == ("cpu-onnxruntime-cpu-fp32", 1, 16)
-    assert (large.engine_b, large.least_rows, large.most_rows) == ("cpu-onnxruntime-cpu-other", 17, 512)
-    assert (small.request_rows, large.request_rows) == (16, 512)
+    small, large = found.sections
+    assert small.title.startswith("cpu-onnxruntime-cpu-fp32 from ")
+    assert large.title.startswith("cpu-onnxruntime-cpu-other from ")
+    assert sizes(found) == [
+        ("in requests of 16 rows", "1 to 16 rows."), ("in requests of 512 rows", "17 to 512 rows.")
+    ]  # fmt: skip
     # 3000 rows leave a rest of 440 rows in the one and of 8 in the other, which the same engine answers.
-    assert judged(found, "ctr", 0).difference.judged.value == 0.0  # type: ignore[union-attr]
+    assert ends(found, "ctr: NE (logit)", 0) == (0.0, 0.0, 0.0)
     plain = compare(place.a, place.b, place.rows, options())
-    assert judged(found, "ctr", 1).difference.judged.value == pytest.approx(  # type: ignore[union-attr]
-        judged(plain, "ctr").difference.judged.value,  # type: ignore[union-attr]
-        rel=1e-6,
-    )
+    assert ends(found, "ctr: NE (logit)", 1) == pytest.approx(ends(plain, "ctr: NE (logit)"), rel=1e-6)
     only = compare(place.a, routed, place.rows, options(batches=(8,)))
-    assert [pair.engine_b for pair in only.accuracy] == ["cpu-onnxruntime-cpu-fp32"]
+    assert [section.title for section in only.sections] == [small.title]
     # A budget is held against every pair.
     held = compare(place.a, routed, place.rows, options(budget=1e-9))
-    assert {item.engine_b for item in held.beyond_budget()} == {"cpu-onnxruntime-cpu-other"}
+    assert held.beyond and all(" of cpu-onnxruntime-cpu-other: " in text for text in held.beyond)
 
 
 # Latency -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_both_are_timed_in_turns_at_the_sizes_that_they_record(place: Place) -> None:
-    found = compare(place.a, place.b, place.rows, options(latency=True)).latency
-    assert found is not None and found.failures == {} and found.says_nothing == ()
-    assert [each.batch for each in found.batches] == [8, 32]
-    for each in found.batches:
-        assert each.a.repeats == each.b.repeats >= 20 and each.a.device == "cpu"
-        assert each.ratio is not None
-        assert each.ratio.value == pytest.approx(each.b.p50_us / each.a.p50_us)
+def test_both_are_timed_in_turns_at_the_sizes_that_they_record(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = []
+    measure = deployments.measure_interleaved
+
+    def recorded(*args: object, **kwargs: object) -> object:
+        loads.append(measure(*args, **kwargs))  # type: ignore[arg-type]
+        return loads[-1]
+
+    monkeypatch.setattr(deployments, "measure_interleaved", recorded)
+    found = compare(place.a, place.b, place.rows, options(latency=True))
+    assert found.failures == {} and len(loads) == 6
+    *rows, overall = found.rows("latency")
+    assert [item.what for item in (*rows, overall)] == ["batch 8", "batch 32", "over all, per row"]
+    for place_, item in enumerate(rows):
+        both = [[load.latencies[side][place_] for load in loads] for side in "AB"]
+        assert {latency.device for side in both for latency in side} == {"cpu"}
         # The unit is the load, not the request.
-        assert len(each.a.loads_us) == len(each.b.loads_us) == 6
-        parts = np.log(each.b.loads_us) - np.log(each.a.loads_us)
+        a_us, b_us = (np.array([latency.p50_us for latency in side]) for side in both)
+        parts = np.log(b_us) - np.log(a_us)
         half = stats.t.ppf(0.975, 5) * parts.std(ddof=1) / np.sqrt(6)
-        found_interval = each.ratio.interval
-        assert found_interval is not None
-        lower, upper = np.exp(parts.mean() - half), np.exp(parts.mean() + half)
-        assert found_interval.lower == pytest.approx(min(lower, each.ratio.value), rel=1e-9)
-        assert found_interval.upper == pytest.approx(max(upper, each.ratio.value), rel=1e-9)
-    assert found.overall is not None and found.overall.interval is not None
-    assert found.overall.interval.rows == found.loads == 6
+        assert item.before is not None and item.after is not None and item.verdict is not None
+        ratio, lower, upper = item.verdict.numbers
+        assert ratio == pytest.approx(item.after.numbers[0] / item.before.numbers[0])
+        assert lower == pytest.approx(min(np.exp(parts.mean() - half), ratio), rel=1e-9)
+        assert upper == pytest.approx(max(np.exp(parts.mean() + half), ratio), rel=1e-9)
+    assert overall.verdict is not None and len(overall.verdict.numbers) == 3
 
 
 def test_one_load_has_no_interval(place: Place) -> None:
-    once = dataclasses.replace(options(latency=True, batches=(8,)), loads=1)
-    found = compare(place.a, place.b, place.rows, once).latency
-    assert found is not None and len(found.batches[0].a.loads_us) == 1
-    alone = compare(place.a, place.b, place.rows, dataclasses.replace(once, batches=(8, 32)))
-    few = alone.latency
-    assert few is not None and few.overall is not None and few.overall.interval is None
-    assert [each.ratio.interval for each in few.batches if each.ratio is not None] == [None, None]
-    stream = io.StringIO()
-    print_difference(Console(file=stream, width=200), deployments_view(alone))
-    assert stream.getvalue().count("  too few loads for an interval\n") == 3
-    said = f"over all, per row  ×{few.overall.value:.3f}  too few loads for an interval\n"
-    assert said in stream.getvalue()
+    once = dataclasses.replace(options(latency=True, batches=(8, 32)), loads=1)
+    few = times(compare(place.a, place.b, place.rows, once))
+    assert [item.what for item in few] == ["batch 8", "batch 32", "over all, per row"]
+    for item in few:
+        assert item.verdict is not None and len(item.verdict.numbers) == 1
+        assert item.verdict.text.endswith("; too few loads for an interval")
     with pytest.raises(ConfigError, match="to be timed, deployments are loaded"):
         dataclasses.replace(once, loads=0)
 
 
 def test_more_rows_than_the_data_have_are_filled_up(place: Place) -> None:
-    found = compare(place.a, place.b, place.rows, options(latency=True, batches=(64,), rows=20)).latency
-    assert found is not None and [each.batch for each in found.batches] == [64]
+    found = compare(place.a, place.b, place.rows, options(latency=True, batches=(64,), rows=20))
+    assert [item.what for item in times(found)] == ["batch 64"]
 
 
-@pytest.mark.slow
-def test_a_slower_engine_is_slower(place: Place, tmp_path: Path) -> None:
-    """A batch 64 times as large through the same engine, as two deployments, would be; here a heavy one."""
-    import onnx
-    from onnx import helper, numpy_helper
-
-    path = write_model(tmp_path / "slow.onnx", make_weights())
-    model = onnx.load(path)
-    heavy = np.eye(3, dtype=np.float32)
-    model.graph.initializer.append(numpy_helper.from_array(heavy, "eye"))
-    gemm = next(node for node in model.graph.node if node.op_type == "Gemm")
-    gemm.output[0] = "raw"
-    place_of = list(model.graph.node).index(gemm) + 1
-    for index in range(400):
-        names = ["raw" if index == 0 else f"m{index}", "eye"], ["scores" if index == 399 else f"m{index + 1}"]
-        model.graph.node.insert(place_of + index, helper.make_node("MatMul", *names, f"heavy{index}"))
-    onnx.save(model, path)
-    fast = write_model(tmp_path / "fast.onnx", make_weights())
-    found = compare(fast, path, place.rows, options(latency=True, batches=(256,))).latency
-    assert found is not None and found.overall is not None and found.overall.interval is not None
-    assert found.overall.interval.lower > 1.5
-    back = compare(path, fast, place.rows, options(latency=True, batches=(256,))).latency
-    assert back is not None and back.overall is not None and back.overall.interval is not None
-    assert back.overall.interval.upper < 0.7
+@pytest.mark.parametrize(
+    ("lower", "upper", "pace"),
+    [
+        (0.8, 0.98, "B is faster"),
+        (0.8, 0.995, "no difference beyond noise"),
+        (0.9, 1.2, "no difference beyond noise"),
+        (1.005, 1.2, "no difference beyond noise"),
+        (1.02, 1.2, "B is slower"),
+    ],
+)
+def test_a_side_is_faster_or_slower_beyond_noise_only(lower: float, upper: float, pace: str) -> None:
+    value = (lower + upper) / 2
+    item = deployments._latency_row("batch 8", Interval(value, lower, upper, 0.95, 6))
+    assert item.verdict is not None
+    assert item.verdict.text == f"×{value:.3f} [{lower:.3f}, {upper:.3f}]; {pace}"
 
 
 @pytest.mark.slow
 def test_a_side_that_fails_while_it_is_timed_is_an_error(place: Place, tmp_path: Path) -> None:
     """It answers 3000 rows, which accuracy is judged on, and no 4."""
-    import onnx
-    from onnx import helper, numpy_helper
-
     path = write_model(tmp_path / "eights.onnx", make_weights())
     model = onnx.load(path)
     model.graph.initializer.append(numpy_helper.from_array(np.array([-1, 8, 3]), "eights"))
@@ -285,7 +283,7 @@ def test_a_side_that_fails_while_it_is_timed_is_an_error(place: Place, tmp_path:
     model.graph.node.insert(after + 1, helper.make_node("Reshape", ["in8", "rows"], ["scores"], "out8"))
     onnx.save(model, path)
     found = compare(place.a, path, place.rows, options(latency=True, batches=(4, 8), budget=0.1))
-    assert found.latency is not None and set(found.latency.failures) == {"B"}
+    assert set(found.failures) == {"B"}
     with pytest.raises(EngineError, match="B failed while being timed") as error:
         raise_for(found)
     assert error.value.where == str(path)
@@ -318,14 +316,10 @@ def test_a_bundle_that_is_loaded_again_answers_with_the_same_engines_by_size(
 
 
 def test_the_engine_of_a_request_is_that_of_the_next_larger_size() -> None:
-    from loka_onnx.operations.compare.deployment_document import EngineUsed, ServedTo
-
-    used = [EngineUsed(name, *[""] * 6, False, False, "") for name in ("main", "small", "large")]
-    side = Deployment(
-        "x", DeploymentKind.BUNDLE, "", tuple(used), (ServedTo(8, "small"), ServedTo(64, "large")), (), 1, 100
-    )
+    used = tuple(EngineUsed(name, *[""] * 6, False, "") for name in ("main", "small", "large"))
+    side = Side(
+        "A", Path("x"), "bundle", "", used, 1, 100, dict, lambda stack: dict, (), (), Path("m"),
+        routes={8: "small", 64: "large"},
+    )  # fmt: skip
     assert [side.engine_for(rows) for rows in (1, 8, 9, 64, 65)] == ["small", "small", *["large"] * 3]
-    assert side.engine("small").id == "small"
-    with pytest.raises(KeyError):
-        side.engine("other")
-    assert dataclasses.replace(side, routes=()).engine_for(5) == "main"
+    assert dataclasses.replace(side, routes={}).engine_for(5) == "main"

@@ -1,28 +1,22 @@
-"""What of two runs is held against what, and when their comparison may be green."""
+"""What of two runs is compared with what, and when their comparison may be green."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from page_numbers import check_numbers
 from rich_run import rich
 from sample_run import SampleRun
-from two_runs import compared, costing, emitting, slower
+from two_runs import compared, costing, emitting, named, slower, texts
 
-from loka_onnx.core import serde
 from loka_onnx.core.evaluation import Choice, EvaluationSet, Rejection, Route, Why
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import Verdict
-from loka_onnx.operations.compare.run_document import Change, RunComparison
-from loka_onnx.operations.compare.run_text import comparison_document
-from loka_onnx.report import ReportData, numbers
-from loka_onnx.report.document import Table, Tone
-from loka_onnx.report.document import Verdict as Said
-from loka_onnx.report.figures import Told
+from loka_onnx.operations.compare.difference import Difference
+from loka_onnx.report import ReportData
+from loka_onnx.report.document import Tone
 
 FP32, SAFE = "cpu-onnxruntime-cpu-fp32", "cpu-onnxruntime-cpu-fp8-safe"
 COST = Interval(0.0002, 0.0001, 0.0003, 0.95, 2400)
@@ -35,25 +29,17 @@ def run(sample: SampleRun) -> ReportData:
     return costing(emitting(rich(sample.report), FP32, "fp32"), COST, budget_status="within")
 
 
-def said(found: RunComparison, target: str = "cpu") -> Said:
-    (verdict,) = [v for v in comparison_document(found).verdicts if v.target == target]
-    return verdict
+def changes(found: Difference) -> dict[str, str]:
+    """What became of the engine of each target."""
+    return {item.what: texts(item)[2] for item in found.rows("engines") if item.verdict is not None}
 
 
-def table(found: RunComparison, caption: str) -> Table:
-    document = comparison_document(found)
-    (only,) = [t for s in document.sections for t in s.tables if t.caption == caption]
-    return only
+def tone(found: Difference) -> Tone:
+    return named(found, "engines", "cpu").tone
 
 
-def column(shown: Table, title: str) -> list[str]:
-    place = [c.title for c in shown.columns].index(title)
-    return [row[place].text for row in shown.rows]
-
-
-def paragraphs(found: RunComparison, anchor: str) -> list[str]:
-    document = comparison_document(found)
-    return [p for s in document.sections if s.anchor == anchor for p in s.paragraphs]
+def places(found: Difference) -> set[str]:
+    return {item.what.partition(" · ")[0] for item in found.rows("sites")}
 
 
 # Several architectures of one target -----------------------------------------------------------------
@@ -82,31 +68,19 @@ def on_two(data: ReportData, *plans: str) -> ReportData:
 def test_each_architecture_of_a_target_is_compared(tmp_path: Path, run: ReportData) -> None:
     before = on_two(run, "fp8-safe", "fp8-safe")
     found = compared(tmp_path / "a", before, on_two(run, "fp8-safe", "fp32"))
-    assert [(t.hardware, t.change) for t in found.targets] == [
-        ("cpu", Change.SAME),
-        ("rtx (sm89)", Change.SAME),
-        ("rtx (sm120)", Change.CHANGED),
-    ]
-    assert said(found, "rtx (sm120)").headline == (
-        "rtx (sm120): rtx-tensorrt_rtx-sm120-fp32 (plan fp32) in place of "
-        "rtx-tensorrt_rtx-sm120-fp8-safe (plan fp8-safe)"
+    assert changes(found) == {"cpu": "the same", "rtx (sm89)": "the same", "rtx (sm120)": "changed"}
+    assert texts(named(found, "engines", "rtx (sm120)"))[:2] == (
+        "rtx-tensorrt_rtx-sm120-fp8-safe (plan fp8-safe)",
+        "rtx-tensorrt_rtx-sm120-fp32 (plan fp32)",
     )
-    emitted = table(found, "What is emitted for each target")
-    assert [name for name in column(emitted, "Name") if ": " not in name] == [
-        "cpu", "rtx (sm89)", "rtx (sm120)"
-    ]  # fmt: skip
-    assert "emitted for rtx (sm120)" in {change.where for change in found.sites}
+    assert "emitted for rtx (sm120)" in places(found)
 
     # By architecture and not by their order; a target that was one piece of hardware is one of the two.
     cpu, sm89, sm120 = before.choice.targets
     turned = dataclasses.replace(before, choice=Choice((cpu, sm120, sm89)))
-    assert {t.change for t in compared(tmp_path / "b", before, turned).targets} == {Change.SAME}
+    assert set(changes(compared(tmp_path / "b", before, turned)).values()) == {"the same"}
     grown = compared(tmp_path / "c", dataclasses.replace(before, choice=Choice((cpu, sm120))), before)
-    assert [(t.hardware, t.change) for t in grown.targets] == [
-        ("cpu", Change.SAME),
-        ("rtx (sm120)", Change.SAME),
-        ("rtx (sm89)", Change.APPEARED),
-    ]
+    assert changes(grown) == {"cpu": "the same", "rtx (sm120)": "the same", "rtx (sm89)": "appeared"}
 
 
 # Several engines by the size of requests -----------------------------------------------------------------
@@ -119,43 +93,23 @@ def routed(data: ReportData, *routes: tuple[int, str, str]) -> ReportData:
 
 
 def test_requests_that_go_to_another_engine_are_a_change(tmp_path: Path, run: ReportData) -> None:
-    now = routed(run, (8, FP32, "fp32"), (1024, SAFE, "fp8-safe"))
-    found = compared(tmp_path, run, now)
-    cpu, _ = found.targets
-    assert cpu.change is Change.CHANGED
-    verdict = said(found)
-    assert (
-        verdict.headline == f"cpu: both emit {FP32} (plan fp32), and requests go to engines by another rule"
-    )
-    assert verdict.tone is Tone.WARN
-    assert f"New: requests by their size: up to 8 rows: {FP32}; more: {SAFE}." in verdict.facts
-    emitted = table(found, "What is emitted for each target")
-    assert [remark for remark in column(emitted, "Remark") if remark] == [
-        f"requests by their size, then: all: {FP32}; now: up to 8 rows: {FP32}; more: {SAFE}"
-    ]
+    found = compared(tmp_path, run, routed(run, (8, FP32, "fp32"), (1024, SAFE, "fp8-safe")))
+    assert changes(found)["cpu"] == "changed" and tone(found) is Tone.WARN
+    routes = named(found, "engines", "cpu: requests by size")
+    assert texts(routes)[:2] == (None, f"up to 8 rows: {FP32}; up to 1,024 rows: {SAFE}")
     # Both engines of the new run are judged, and each time is of the engine that takes such requests.
-    shown = table(found, "What the emitted engines cost")
-    assert set(column(shown, "Target, output, split")) == {
-        "cpu · ctr · selection",
-        "cpu · ctr · certification",
+    assert [item.what for item in found.rows("cost") if item.what.startswith("cpu")] == [
+        f"cpu · ctr · selection · {FP32}",
+        f"cpu · ctr · certification · {FP32}",
         f"cpu · ctr · selection · {FP32} then, {SAFE} now",
         f"cpu · ctr · certification · {FP32} then",
-    }
-    assert FP32 in column(shown, "Remark")
-    assert any(fact.startswith(f"Cost (ctr, selection, {FP32} then, {SAFE} now): ") for fact in verdict.facts)
-    latencies = table(found, "Latency of the emitted engines")
-    assert [name.split(" · ")[1] for name in column(latencies, "Target, batch, inputs")] == [
-        "batch 8", "batch 1,024", "batch 1,024"
-    ]  # fmt: skip
+    ]
+    latencies = found.rows("latency")
+    assert [item.what.split(" · ")[1] for item in latencies] == ["batch 8", "batch 1,024", "batch 1,024"]
     # The times of the other engine are those of a simulation.
-    engines = [remark.partition("; ")[0] for remark in column(latencies, "Remark")]
-    assert engines == [FP32, f"{FP32} then", f"{FP32} then"]
-    assert column(latencies, "New p50, p99")[1:] == [numbers.NOT_MEASURED] * 2
-    assert "emitted for cpu, fp32 → fp8-safe" in {change.where for change in found.sites}
-    facts = json.loads(serde.dumps(found))
-    for text in verdict.facts:
-        if isinstance(text, Told) and "requests by their size" in text:
-            assert check_numbers(facts, text, text.source, None) == 1
+    assert [item.note.partition("; ")[0] for item in latencies] == [FP32, f"{FP32} then", f"{FP32} then"]
+    assert [item.after is None for item in latencies] == [False, True, True]
+    assert "emitted for cpu, fp32 → fp8-safe" in places(found)
 
 
 SMALL = [(8, FP32, "fp32"), (64, SAFE, "fp8-safe")]
@@ -174,29 +128,28 @@ SMALL = [(8, FP32, "fp32"), (64, SAFE, "fp8-safe")]
 def test_a_route_table_is_what_it_does_to_requests(
     tmp_path: Path, run: ReportData, now: Any, change: str
 ) -> None:
-    cpu, _ = compared(tmp_path, routed(run, *SMALL), routed(run, *now)).targets
-    assert cpu.change == change
+    assert changes(compared(tmp_path, routed(run, *SMALL), routed(run, *now)))["cpu"] == change
 
 
 def test_the_cost_of_an_engine_that_takes_some_requests_only_counts(tmp_path: Path, run: ReportData) -> None:
     before = routed(run, *SMALL)
     evaluations = tuple(
-        e if e.engine != SAFE else with_status(e, "beyond") for e in before.evaluations.evaluations
+        e
+        if e.engine != SAFE
+        else dataclasses.replace(
+            e, outputs=tuple(dataclasses.replace(o, budget_status="beyond") for o in e.outputs)
+        )
+        for e in before.evaluations.evaluations
     )
     after = dataclasses.replace(before, evaluations=EvaluationSet(evaluations))
-    assert said(compared(tmp_path, before, after)).tone is Tone.BAD
-
-
-def with_status(evaluation: Any, status: str) -> Any:
-    outputs = tuple(dataclasses.replace(o, budget_status=status) for o in evaluation.outputs)
-    return dataclasses.replace(evaluation, outputs=outputs)
+    assert tone(compared(tmp_path, before, after)) is Tone.BAD
 
 
 # When it may be green ------------------------------------------------------------------------------
 
 
 def in_parts(data: ReportData, spread: float) -> ReportData:
-    """Latencies whose ten parts spread by a fraction of the median."""
+    """Latencies whose ten loads spread by a fraction of the median."""
     shifts = [spread * (place - 4.5) / 4.5 for place in range(10)]
     evaluations = tuple(
         dataclasses.replace(
@@ -212,30 +165,25 @@ def in_parts(data: ReportData, spread: float) -> ReportData:
 
 
 @pytest.mark.parametrize(
-    ("factor", "spread", "tone", "slower_"),
+    ("factor", "spread", "verdict"),
     [
-        (3.0, 0.02, Tone.WARN, "yes"),
-        (1.05, 0.001, Tone.WARN, "yes"),
-        (1.05, 0.1, Tone.GOOD, "no"),
-        (1.005, 0.0001, Tone.GOOD, "no"),
-        (0.5, 0.02, Tone.GOOD, "no"),
+        (3.0, 0.02, "slower"),
+        (1.05, 0.001, "slower"),
+        (1.05, 0.1, "not slower"),
+        (1.005, 0.0001, "not slower"),
+        (0.5, 0.02, "not slower"),
+        # Without recorded loads a percent is noise.
+        (1.02, None, "slower"),
+        (1.009, None, "not slower"),
     ],
 )
 def test_an_engine_that_takes_longer_than_noise_is_not_green(
-    tmp_path: Path, run: ReportData, factor: float, spread: float, tone: Tone, slower_: str
+    tmp_path: Path, run: ReportData, factor: float, spread: float | None, verdict: str
 ) -> None:
-    before = in_parts(run, spread)
+    before = run if spread is None else in_parts(run, spread)
     found = compared(tmp_path, before, slower(before, factor))
-    assert said(found).tone is tone
-    ratios = column(table(found, "Latency of the emitted engines"), "New over old")
-    assert {text.partition("; ")[2] for text in ratios} == {"slower" if slower_ == "yes" else "not slower"}
-    is_told = any("slower by more than either measurement wandered" in fact for fact in said(found).facts)
-    assert is_told is (slower_ == "yes")
-
-
-def test_without_a_recorded_spread_a_percent_is_noise(tmp_path: Path, run: ReportData) -> None:
-    assert said(compared(tmp_path / "a", run, slower(run, 1.02))).tone is Tone.WARN
-    assert said(compared(tmp_path / "b", run, slower(run, 1.009))).tone is Tone.GOOD
+    assert {texts(item)[2].partition("; ")[2] for item in found.rows("latency")} == {verdict}
+    assert tone(found) is (Tone.WARN if verdict == "slower" else Tone.GOOD)
 
 
 def without(data: ReportData, split: str) -> ReportData:
@@ -253,108 +201,73 @@ def of_another_model(data: ReportData) -> ReportData:
 
 
 def test_green_is_only_what_is_seen_to_hold(tmp_path: Path, run: ReportData) -> None:
-    def tone(name: str, after: ReportData) -> Tone:
-        return said(compared(tmp_path / name, run, after)).tone
-
-    assert tone("same", run) is Tone.GOOD
-    assert tone("lower cost", costing(run, Interval(0.0, -5e-5, 5e-5, 0.95, 2400))) is Tone.GOOD
-    assert tone("undecided", costing(run, COST, budget_status="undecided")) is Tone.WARN
-    assert tone("not certified", without(run, "certification")) is Tone.WARN
-    assert tone("rows", on_other_rows(run)) is Tone.WARN
-    assert tone("model", of_another_model(run)) is Tone.WARN
-    assert tone("device", slower(run, 1.0, "another cpu")) is Tone.WARN
-    assert tone("higher cost", costing(run, HIGHER)) is Tone.BAD
-
-
-def test_a_cost_is_worse_for_certain_on_the_same_rows_and_model_only(tmp_path: Path, run: ReportData) -> None:
-    for name, change, remark in (
-        (
-            "rows",
-            on_other_rows,
-            "measured on another file, another selection of rows or other columns of them",
-        ),
-        ("model", of_another_model, "relative to another FP32 model"),
+    for name, after, expected in (
+        ("same", run, Tone.GOOD),
+        ("lower cost", costing(run, Interval(0.0, -5e-5, 5e-5, 0.95, 2400)), Tone.GOOD),
+        ("undecided", costing(run, COST, budget_status="undecided"), Tone.WARN),
+        ("not certified", without(run, "certification"), Tone.WARN),
+        ("rows", on_other_rows(run), Tone.WARN),
+        ("model", of_another_model(run), Tone.WARN),
+        ("device", slower(run, 1.0, "another cpu"), Tone.WARN),
+        ("higher cost", costing(run, HIGHER), Tone.BAD),
     ):
-        found = compared(tmp_path / name, run, change(costing(run, HIGHER)))
-        judged = [c for c in found.accuracy if c.target == "cpu"]
-        assert len(judged) == 2
-        assert all(c.overlap is False and not c.is_same_basis and not c.is_worse for c in judged)
-        assert {c.remark for c in judged} == {remark}
-        verdict = said(found)
-        assert verdict.tone is Tone.WARN
-        assert any(f"the intervals do not overlap; {remark}." in fact for fact in verdict.facts)
-    data = compared(tmp_path / "rows", run, on_other_rows(run))
-    assert paragraphs(data, "data") == [
-        "Not every split is the same: where it is not, the file, the selection of its rows or the columns of "
-        "the model's inputs differ, and costs may be of different rows."
-    ]
-    assert set(column(table(data, "Splits"), "Rows")) == {"another file, selection or columns"}
+        assert tone(compared(tmp_path / name, run, after)) is expected, name
 
 
-# Confidence -----------------------------------------------------------------------------------------------
-
-
-def test_intervals_say_how_sure_they_are_and_that_the_others_are_not_as_sure(
-    tmp_path: Path, run: ReportData
+@pytest.mark.parametrize(
+    ("change", "remark"),
+    [
+        (on_other_rows, "measured on another file, another selection of rows or other columns of them"),
+        (of_another_model, "relative to another FP32 model"),
+    ],
+)
+def test_a_cost_is_worse_for_certain_on_the_same_rows_and_model_only(
+    tmp_path: Path, run: ReportData, change: Any, remark: str
 ) -> None:
+    found = compared(tmp_path, run, change(costing(run, HIGHER)))
+    costs = [item for item in found.rows("cost") if item.what.startswith("cpu")]
+    assert len(costs) == 2
+    assert all(texts(item)[2].endswith("; intervals do not overlap") for item in costs)
+    assert {item.note for item in costs} == {remark} and tone(found) is Tone.WARN
+
+
+def test_intervals_of_different_confidence_say_so(tmp_path: Path, run: ReportData) -> None:
     surer = Interval(0.0002, 0.00005, 0.00035, 0.975, 1600)
     found = compared(tmp_path, run, costing(run, surer, "certification"))
-    remarks = {c.split: c.remark for c in found.accuracy if c.target == "cpu"}
-    assert remarks == {"selection": "", "certification": "the intervals are of different confidence"}
-    titles = [c.title for c in table(found, "What the emitted engines cost").columns]
-    assert "Old cost [95 % interval]" in titles and "New cost [95 % or 97.5 % interval]" in titles
-    titles = [c.title for c in table(found, "Gain over engines of the same run").columns]
-    assert "Old gain [95 % interval]" in titles and "New gain [95 % interval]" in titles
-
-
-def test_gains_of_different_confidence_say_so(tmp_path: Path, run: ReportData) -> None:
-    first, *rest = run.choice.targets
-    times = Interval(1.25, 1.2, 1.3, 0.9785, 10)
-    losers = tuple(dataclasses.replace(loser, times=times) for loser in first.losers)
-    choice = dataclasses.replace(run.choice, targets=(dataclasses.replace(first, losers=losers), *rest))
-    found = compared(tmp_path, run, dataclasses.replace(run, choice=choice))
-    shown = table(found, "Gain over engines of the same run")
-    assert "New gain [97.8 % interval]" in [c.title for c in shown.columns]
-    assert column(shown, "Remark") == ["the intervals are of different confidence"]
+    notes = {item.what.split(" · ")[2]: item.note for item in found.rows("cost") if "cpu" in item.what}
+    assert notes == {"selection": "", "certification": "the intervals are of different confidence"}
+    (section,) = [section for section in found.sections if section.name == "cost"]
+    assert section.text.endswith("Intervals are of 95 % in the old run and of 95 % or 97.5 % in the new one.")
 
 
 # Sites ----------------------------------------------------------------------------------------------------
 
-ALIKE = (
-    "Both models have the same sites, of the same kinds and sizes, and every plan that both runs have treats "
-    "them alike."
-)
-
 
 def test_sites_are_alike_only_where_nothing_of_them_differs(tmp_path: Path, run: ReportData) -> None:
-    assert ALIKE in paragraphs(compared(tmp_path / "same", run, run), "site-changes")
+    assert not compared(tmp_path / "same", run, run).rows("sites")
+
+    def with_decisions(*decisions: Any) -> ReportData:
+        changed = dataclasses.replace(plan, decisions=decisions)
+        plans = tuple(changed if p is plan else p for p in run.plans.plans)
+        return dataclasses.replace(run, plans=dataclasses.replace(run.plans, plans=plans))
 
     # A plan without FP8 in either run.
     plan = run.plan("fp32")
     assert plan is not None and not plan.fp8_sites
-    first = dataclasses.replace(plan.decisions[0], verdict=Verdict.UNSAFE)
-    changed = dataclasses.replace(plan, decisions=(first, *plan.decisions[1:]))
-    plans = tuple(changed if p is plan else p for p in run.plans.plans)
-    after = dataclasses.replace(run, plans=dataclasses.replace(run.plans, plans=plans))
-    found = compared(tmp_path / "plan", run, after)
-    assert [(c.where, c.site) for c in found.sites] == [("plan fp32", first.site)]
-    assert ALIKE not in paragraphs(found, "site-changes")
+    first, *rest = plan.decisions
+    unsafe = with_decisions(dataclasses.replace(first, verdict=Verdict.UNSAFE), *rest)
+    (item,) = compared(tmp_path / "plan", run, unsafe).rows("sites")
+    assert item.what == f"plan fp32 · {first.site}"
 
     # A plan that says nothing of a site any more.
-    silent = dataclasses.replace(plan, decisions=plan.decisions[1:])
-    plans = tuple(silent if p is plan else p for p in run.plans.plans)
-    after = dataclasses.replace(run, plans=dataclasses.replace(run.plans, plans=plans))
-    found = compared(tmp_path / "silent", run, after)
-    assert column(table(found, "Sites with another precision or verdict"), "New") == ["not decided"]
+    (item,) = compared(tmp_path / "silent", run, with_decisions(*rest)).rows("sites")
+    assert texts(item)[1] == "not decided"
 
     # Another width under the same name.
-    wider = dataclasses.replace(run.modified.sites[0], n=2 * run.modified.sites[0].n)
-    sites = (wider, *run.modified.sites[1:])
-    after = dataclasses.replace(run, modified=dataclasses.replace(run.modified, sites=sites))
-    found = compared(tmp_path / "wider", run, after)
-    assert not found.sites and not found.presence
-    shown = table(found, "Sites of another kind or size")
-    assert column(shown, "Name") == [wider.name]
-    (before,), (after,) = column(shown, "Old"), column(shown, "New")
-    assert before.endswith(f", N {wider.n // 2}") and after.endswith(f", N {wider.n}")
-    assert ALIKE not in paragraphs(found, "site-changes")
+    site, *others = run.modified.sites
+    wider = dataclasses.replace(site, n=2 * site.n)
+    modified = dataclasses.replace(run.modified, sites=(wider, *others))
+    (item,) = compared(tmp_path / "wider", run, dataclasses.replace(run, modified=modified)).rows("sites")
+    assert item.what == wider.name
+    assert item.before is not None and item.after is not None
+    assert item.before.numbers[-1] * 2 == item.after.numbers[-1] == wider.n

@@ -10,7 +10,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.evaluation import EvaluationSet, OutputEvaluation
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.lineage import RunRecord
-from loka_onnx.operations.compare.run_document import RunComparison
+from loka_onnx.operations.compare.difference import Difference, Row
 from loka_onnx.operations.compare.runs import compare_runs
 from loka_onnx.report import ReportData
 
@@ -65,7 +65,21 @@ def write_run(directory: Path, data: ReportData, **config: object) -> Path:
     return directory
 
 
-def compared(tmp_path: Path, old: ReportData, new: ReportData) -> RunComparison:
+def compared(tmp_path: Path, old: ReportData, new: ReportData) -> Difference:
     first = write_run(tmp_path / "old", old, calibration={"batch_size": 512, "seed": 0}, budget=0.001)
     second = write_run(tmp_path / "new", new, calibration={"batch_size": 256, "seed": 0}, mods=["a"])
     return compare_runs(first, second)
+
+
+def texts(item: Row) -> tuple[str | None, str | None, str]:
+    """Old, new and verdict of a row."""
+    return (
+        item.before and item.before.text,
+        item.after and item.after.text,
+        item.verdict.text if item.verdict else "",
+    )
+
+
+def named(found: Difference, section: str, what: str) -> Row:
+    (item,) = [item for item in found.rows(section) if item.what == what]
+    return item

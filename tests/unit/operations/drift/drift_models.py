@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "calibration"))
 from small_models import LOGIT, artifact_of, columns_of, dataset_of
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.core.drift import DriftReport
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.data import Dataset
 from loka_onnx.operations.drift.baseline import Baseline
-from loka_onnx.operations.drift.measure import DriftOptions, measure_drift
+from loka_onnx.operations.drift.measure import measure_drift
+from loka_onnx.operations.drift.report import DriftOptions, DriftReport
 
 BATCH, PROFILE_ROWS, LIVE_ROWS = 64, 64 * 24 + 10, 64 * 16 + 5
 NAMES = tuple(f"feature {i}" for i in range(16))

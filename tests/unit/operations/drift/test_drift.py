@@ -12,16 +12,14 @@ from small_models import LOGIT, columns_of, dataset_of
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.calibration.observers.batch_spread import without_columns
-from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.core import serde
-from loka_onnx.core.drift import DriftReport, Measure, Relevance
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.statistics import NO_BATCHES
 from loka_onnx.errors import CalibrationError, ConfigError, UserError
 from loka_onnx.numerics.two_sample import exceedance_probability, holm
 from loka_onnx.operations.drift.baseline import Baseline
-from loka_onnx.operations.drift.live import LiveOptions, LiveProbe
-from loka_onnx.operations.drift.measure import DriftOptions
+from loka_onnx.operations.drift.live import measure_live
+from loka_onnx.operations.drift.report import DriftOptions, DriftReport, Measure, Relevance
 
 EVERYTHING = Relevance(*[0.0] * 8)
 
@@ -101,8 +99,7 @@ def test_errors_and_kl_are_those_of_a_calibration_of_the_same_rows_under_the_sam
         threads=1,
     )
     wanted = calibrate(baseline().model, (LOGIT,), dataset_of(tmp_path, columns), tmp_path, options)
-    live = LiveProbe(baseline(), live_data(columns["x"]), LiveOptions(BATCH), LocalExecutor(1))
-    found = live.measure(tmp_path)
+    found = measure_live(baseline(), live_data(columns["x"]), tmp_path, DriftOptions(threads=1))
     assert set(found.errors) == {"left", "right", "deep", "head"}
     for site, errors in found.errors.items():
         other = wanted.site(site).error(PER_TENSOR.id)
@@ -119,7 +116,7 @@ def test_errors_and_kl_are_those_of_a_calibration_of_the_same_rows_under_the_sam
 def test_the_predicted_change_of_delta_ne_is_relative_to_the_profiles_loss(tmp_path: Path) -> None:
     x = live_columns() * np.float32(3)
     report = drift_of(x)
-    live = LiveProbe(baseline(), live_data(x), LiveOptions(BATCH), LocalExecutor(1)).measure(tmp_path)
+    live = measure_live(baseline(), live_data(x), tmp_path, DriftOptions(threads=1))
     profile = baseline().profile
     loss = profile.baseline_loss["y"].value
     own = sum(profile.site(s).sensitivity(PER_TENSOR.id, "y").kl.value for s in ("left", "right", "deep"))
@@ -157,23 +154,16 @@ def test_rows_that_stand_together_do_not_pass_for_drift() -> None:
     assert sum(found) <= 3
 
 
-def test_one_of_sixteen_features_doubled_alarms_by_its_name() -> None:
+@pytest.mark.parametrize(("factor", "times"), [(2.0, "1.99"), (0.0, "0.00")])
+def test_one_of_sixteen_features_doubled_or_silent_alarms_by_its_name(factor: float, times: str) -> None:
     x = live_columns()
-    x[:, 11] *= 2
+    x[:, 11] *= factor
     report = drift_of(x)
-    named = [alarm for alarm in report.alarms if alarm.measure is Measure.COLUMN and alarm.where == "x"]
-    assert len(named) == 1
-    assert named[0].sentence.startswith("the rms of 'feature 11' (column 11 of 'x') is 1.99 times")
-    assert named[0].adjusted < 1e-6 and named[0].value == pytest.approx(1.0, abs=0.1)
+    (named,) = [alarm for alarm in report.alarms if alarm.measure is Measure.COLUMN and alarm.where == "x"]
+    assert named.sentence.startswith(f"the rms of 'feature 11' (column 11 of 'x') is {times} times")
+    assert named.adjusted < 1e-6 and named.value == pytest.approx(1.0, abs=0.1)
     # The tensor as a whole hardly moved.
     assert not [a for a in report.alarms if a.measure is Measure.RMS and a.where == "x"]
-
-
-def test_a_feature_that_fell_silent_alarms() -> None:
-    x = live_columns()
-    x[:, 4] = 0.0
-    (named,) = [a for a in drift_of(x).alarms if a.measure is Measure.COLUMN and a.where == "x"]
-    assert "'feature 4' (column 4 of 'x') is 0.00 times the profile's" in named.sentence
 
 
 def test_a_scale_that_grows_alarms_in_every_way() -> None:
@@ -222,10 +212,7 @@ def test_the_largest_accepted_growth_of_delta_ne_replaces_the_share_of_the_budge
 def test_too_few_live_batches_are_not_judged() -> None:
     report = drift_of(live_columns(7 * BATCH + 20) * np.float32(4))
     assert not report.is_judged and report.alarms == () and report.tests == 0
-    assert report.not_judged == (
-        "the live rows fill 7 batches of 64 rows, as large as the profile's, and 8 are needed: give at least "
-        "512 rows, or calibrate with a smaller `calibration.batch_size`"
-    )
+    assert report.not_judged.startswith("the live rows fill 7 batches of 64 rows")
     # What can be said without a test is said.
     assert report.tensors[0].range.growth > 2.0 and report.outputs[0].predicted > 0.0
 
@@ -239,22 +226,13 @@ def test_a_profile_with_too_few_batches_is_not_judged(monkeypatch: pytest.Monkey
     bare = replace(known, profile=replace(known.profile, sites=sites))
     monkeypatch.setattr("drift_models.baseline", lambda: bare)
     report = drift_of(live_columns())
-    assert report.not_judged == (
-        "the profile holds no full batch, and 8 are needed to know how much batches differ: calibrate on "
-        "more rows, or with a smaller `calibration.batch_size`"
-    )
+    assert report.not_judged.startswith("the profile holds no full batch, and 8 are needed")
 
 
 def test_the_profile_of_another_model_is_refused() -> None:
     known = baseline()
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=r"the profile is not that of 'model\.onnx'"):
         Baseline(replace(known.model, digest="f" * 64), known.profile)
-    assert str(refused.value) == (
-        "the profile is not that of 'model.onnx'\n"
-        f"  evidence: it was measured on a model with digest {known.profile.model_digest[:12]}…, and this "
-        "one has ffffffffffff…\n"
-        "  remedy: give the profile of this model, or calibrate the model again"
-    )
 
 
 def test_live_rows_that_are_not_finite_are_refused() -> None:
@@ -265,14 +243,14 @@ def test_live_rows_that_are_not_finite_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "where"),
     [
-        ({"family_wise": 0.0}, "family-wise: a probability of false alarms lies between 0 and 1"),
-        ({"family_wise": 1.0}, "evidence: it is 1\n  remedy: 0.01 lets one of a hundred comparisons"),
-        ({"most_delta_ne": -1.0}, "max-predicted-delta-ne: a threshold is at least 0\n  evidence: it is -1"),
+        ({"family_wise": 0.0}, "family-wise"),
+        ({"family_wise": 1.0}, "family-wise"),
+        ({"most_delta_ne": -1.0}, "max-predicted-delta-ne"),
     ],
 )
-def test_options_out_of_range_are_refused(wrong: dict[str, float], message: str) -> None:
+def test_options_out_of_range_are_refused(wrong: dict[str, float], where: str) -> None:
     with pytest.raises(ConfigError) as refused:
         DriftOptions(**wrong)
-    assert message in str(refused.value)
+    assert refused.value.where == where

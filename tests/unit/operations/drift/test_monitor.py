@@ -14,9 +14,9 @@ from drift_models import BATCH, NAMES, baseline, drift_of, live_columns
 from prometheus_client.parser import text_string_to_metric_families
 
 from loka_onnx.core import serde
-from loka_onnx.core.drift import DriftReport, Measure
 from loka_onnx.errors import ConfigError, DataError, MissingPackage
 from loka_onnx.operations.drift.monitor import Monitor, MonitorOptions
+from loka_onnx.operations.drift.report import DriftReport, Measure
 
 ALL = MonitorOptions(sample_rate=1.0, window=16, pending=100, seed=1)
 

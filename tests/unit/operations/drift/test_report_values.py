@@ -6,8 +6,7 @@ from math import inf
 
 import pytest
 
-from loka_onnx.core.drift import RangeShift, Shift, SiteDrift, TensorDrift
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
+from loka_onnx.operations.drift.report import RangeShift, Shift, SiteDrift, TensorDrift
 
 
 def shift(profile: float, live: float, unit: float = 1.0, error: float = 1.0) -> Shift:
@@ -44,16 +43,3 @@ def test_a_tensor_finds_its_statistics_and_its_surest_change() -> None:
 def test_a_site_predicts_where_it_was_measured() -> None:
     site = SiteDrift("fc", "r", "x", True, 0.0, 0.0, 0.0, 0.0, {"ctr": 0.25, "cvr": 1.0}, {"ctr": 0.75})
     assert site.predicted == {"ctr": 0.5}
-
-
-@pytest.mark.parametrize("recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT, Recipe(scale="percentile-99.9")])
-def test_a_recipe_is_read_from_its_id(recipe: Recipe) -> None:
-    assert Recipe.of_id(recipe.id) == recipe
-
-
-@pytest.mark.parametrize(
-    "text", ["bf16", "e4m3fn/per_tensor/per_row/amax", "e9m9/per_tensor/per_tensor/amax"]
-)
-def test_what_is_no_id_of_a_recipe(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no id of a recipe|is not a valid"):
-        Recipe.of_id(text)

@@ -1,13 +1,14 @@
-"""Drift of live data from a profile, and its alarms."""
+"""Drift of live data from a profile as a document, with its options and alarms."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import copysign, inf
 from typing import ClassVar
 
 from loka_onnx.core.serde import STRICT
+from loka_onnx.errors import ConfigError
 
 
 class Measure(StrEnum):
@@ -57,14 +58,49 @@ class Relevance:
 
 
 @dataclass(frozen=True)
+class DriftOptions:
+    """Options of comparing live data.
+
+    Attributes:
+        family_wise: Largest probability of any false alarm.
+        most_delta_ne: Largest accepted predicted growth of ΔNE; None for `relevance.delta_ne` of the budget.
+        rows: Live rows, from the first on; None for all.
+        kl_rows: Most rows that KL is measured on, from all over the data; `seed` picks them.
+        threads: Batches at once; 0 for one a core.
+    """
+
+    family_wise: float = 0.01
+    relevance: Relevance = field(default_factory=Relevance)
+    most_delta_ne: float | None = None
+    rows: int | None = None
+    kl_rows: int = 16384
+    seed: int = 0
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.family_wise < 1.0:
+            raise ConfigError(
+                "a probability of false alarms lies between 0 and 1",
+                where="family-wise",
+                evidence=f"it is {self.family_wise:g}",
+                remedy="0.01 lets one of a hundred comparisons without any drift alarm",
+            )
+        if self.most_delta_ne is not None and not self.most_delta_ne >= 0.0:
+            raise ConfigError(
+                "a threshold is at least 0",
+                where="max-predicted-delta-ne",
+                evidence=f"it is {self.most_delta_ne:g}",
+                remedy="0.0001 alarms when ΔNE is predicted to grow by 0.01 %",
+            )
+
+
+@dataclass(frozen=True)
 class Shift:
-    """One statistic over batches, in the profile and in the live data.
+    """One statistic over batches, its mean in the profile and in the live data.
 
     Attributes:
         statistic: Key in `BatchSpread.statistics`: ``mean``, ``rms``, ``zeros``, ``log2.<e>``,
             ``column.<i>.mean`` or ``column.<i>.rms``.
-        profile: Its mean over the profile's batches.
-        live: Its mean over the live batches.
         unit: Unit of its changes: for a mean the standard deviation of the elements, for an rms itself, for a
             share 1.
         standard_error: Of the difference.
@@ -81,23 +117,18 @@ class Shift:
     adjusted: float = 1.0
 
     @property
-    def difference(self) -> float:
-        """Live less profile."""
-        return self.live - self.profile
-
-    @property
     def effect(self) -> float:
-        """The difference in its unit."""
-        return _over(self.difference, self.unit)
+        """The difference, live less profile, in its unit."""
+        return _over(self.live - self.profile, self.unit)
 
     @property
     def deviation(self) -> float:
         """The difference in standard errors."""
-        return _over(self.difference, self.standard_error)
+        return _over(self.live - self.profile, self.standard_error)
 
 
 def _over(difference: float, unit: float) -> float:
-    """Return the quotient; infinite for a difference where nothing varies."""
+    """The quotient; infinite for a difference where nothing varies."""
     if difference == 0.0:
         return 0.0
     return difference / unit if unit else copysign(inf, difference)
@@ -105,12 +136,10 @@ def _over(difference: float, unit: float) -> float:
 
 @dataclass(frozen=True)
 class RangeShift:
-    """The range of one tensor, in the profile and in the live data.
+    """Largest magnitude of one tensor, in the profile and in the live data.
 
     Attributes:
-        profile_amax: Largest magnitude in the profile.
-        live_amax: Largest magnitude in the live data.
-        beyond: Live batches that went beyond the profile's range.
+        beyond: Live batches, of `batches`, that went beyond the profile's range.
         p_value: Of so many under exchangeable batches, of this test alone.
         adjusted: The same, adjusted for all tests of the report (Holm).
     """
@@ -132,10 +161,10 @@ class RangeShift:
 
 @dataclass(frozen=True)
 class TensorDrift:
-    """One activation.
+    """One activation, by its name in the graph.
 
     Attributes:
-        tensor: Its name in the graph.
+        sites: Sites that read it.
         shifts: Its statistics over batches; empty where there are too few.
         stability_index: Population stability index over zeros and octaves of magnitude.
         columns: Names of its columns, "" for one without; empty where none has one. Columns of a file keep
@@ -160,8 +189,8 @@ class TensorDrift:
 
     def effect(self, statistic: str) -> float:
         """Change of a statistic in its unit; 0 where it was not tested."""
-        found = self.shift(statistic)
-        return 0.0 if found is None else found.effect
+        shift = self.shift(statistic)
+        return 0.0 if shift is None else shift.effect
 
 
 @dataclass(frozen=True)
@@ -169,7 +198,6 @@ class SiteDrift:
     """One site under the recipe that its sensitivity was measured in.
 
     Attributes:
-        site: Its name.
         tensor: Its activation.
         is_counted: Whether it is among the sites that the prediction of ΔNE adds up.
         profile_saturated: Share of activation elements beyond the format's range, in the profile.
@@ -226,7 +254,6 @@ class Alarm:
 
     Attributes:
         where: Name of the tensor, site or output.
-        measure: What changed.
         value: Size of the change, in the unit of the threshold.
         adjusted: p-value of the change, adjusted for all tests of the report.
         sentence: For a reader.
@@ -242,16 +269,13 @@ class Alarm:
 
 @dataclass(frozen=True)
 class DriftReport:
-    """Live data against a profile.
+    """Live data against a profile. Tensors, sites (every product) and alarms are sorted, worst first.
 
     Attributes:
         batch_rows: Rows of a batch, the unit of every test; 0 where the profile knows none.
         family_wise: Largest probability of any false alarm.
         basis: Whose sites the prediction of ΔNE adds up, as in ``plan fp8-safe``.
         relevance: Least relevant changes.
-        tensors: Every activation, worst first.
-        sites: Every product, worst first.
-        alarms: Worst first.
         synthetic: Whether any row of the profile was generated.
         not_judged: Why nothing could be judged, and the remedy; else empty. Without it, no alarms means no
             drift.
