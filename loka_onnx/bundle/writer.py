@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +33,6 @@ from loka_onnx.bundle.contents import BundleContents, BundleEngine, Expectation
 from loka_onnx.bundle.format.files import external_data_locations, verify_bundle
 from loka_onnx.bundle.format.replace import check_replaceable, staged_directory
 from loka_onnx.bundle.format.signature import SIGNATURE_NAME
-from loka_onnx.bundle.requirements import requirements_of
 from loka_onnx.bundle.signing import read_private_key, signature_text
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import TensorSpec
@@ -47,6 +47,8 @@ from loka_onnx.core.manifest import (
     BundleFile,
     EngineEntry,
     Manifest,
+    Need,
+    Requirement,
     SparseCut,
     digest_lineage,
     path_problem,
@@ -61,22 +63,20 @@ from loka_onnx.errors import BundleError
 from loka_onnx.sessions.backends import get_spec
 
 FALLBACK_ID = "fallback-fp32"
+LEAST_DRIVER: Mapping[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580"}
+"""Least Linux driver of the host for programs of each major version of the CUDA toolkit.
+
+NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1; CUDA Toolkit Release Notes, table 2.
+"""
 
 
 def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None = None) -> Path:
-    """Writes a bundle atomically.
+    """Write a bundle atomically, signed with a private `key` where one is given; return it with links
+    resolved.
 
-    The bundle is staged beside `directory`, verified as a loader would, synced and moved into place; a
-    reader sees the old bundle or the new one. What an interrupted write left is removed by the next. Equal
-    contents give equal bytes.
-
-    Args:
-        contents: What it is made of.
-        directory: Where it goes. An old bundle there is replaced as a whole, with its signature.
-        key: Private key that the bundle is signed with before it takes its place; None leaves it unsigned.
-
-    Returns:
-        The bundle, with links resolved.
+    The bundle is staged beside `directory`, verified as a loader would, synced and moved into place; a reader
+    sees the old bundle or the new one. Leftovers of an interrupted write are removed by the next. Equal
+    contents give equal bytes. An old bundle is replaced as a whole, with its signature.
 
     Raises:
         BundleError: The contents contradict themselves: an engine without a file or altered since it was
@@ -114,6 +114,21 @@ def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None 
     return destination
 
 
+def requirements_of(backend: str, version: str, architecture: str) -> tuple[Requirement, ...]:
+    """Libraries and drivers that a host needs for an engine, whose library had this version."""
+    spec = get_spec(backend)
+    library = Requirement(spec.title, *spec.requirement(version, architecture))
+    if architecture == CPU:
+        return (library,)
+    if not architecture.startswith("sm"):
+        return (library, Requirement("AMD GPU driver", Need.NOT_STATED))
+    toolkit = re.search(r"\+cu(\d+)\d$", version)
+    least = LEAST_DRIVER.get(int(toolkit.group(1))) if toolkit else None
+    if least is None:
+        return (library, Requirement("NVIDIA driver", Need.NOT_STATED))
+    return (library, Requirement("NVIDIA driver", Need.AT_LEAST, least))
+
+
 class _Stage:
     """A bundle being filled; knows the digest of everything that was put in."""
 
@@ -123,9 +138,8 @@ class _Stage:
         self._copied: dict[tuple[int, int], BundleFile] = {}
 
     def copy(self, source: Path, path: str) -> BundleFile:
-        """Copies a file in chunks, so that weights of any size fit in memory.
-
-        A source that was copied before, under this name or another, becomes a link to that copy.
+        """Copy a file in chunks; a source that was copied before, under any name, becomes a link to that
+        copy.
         """
         target = self._place(path)
         if source.is_file():

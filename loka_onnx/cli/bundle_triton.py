@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from loka_onnx.bundle.format.names import name_of
+from loka_onnx.bundle.format.archive import name_of
 from loka_onnx.bundle.triton import RepositoryModel, TritonOptions, TritonRepository, export_triton
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.terminal import terminal_of

@@ -440,10 +440,7 @@ def _rows(piece: Mapping[str, RawColumn]) -> int:
 
 
 def _with_none(raw: RawColumn) -> Array:
-    """Return (rows,) as stored, or as Python objects with None for nulls.
-
-    Timestamps stay: they have a null of their own, NaT.
-    """
+    """Return (rows,) as stored, or as Python objects with None for nulls."""
     if raw.nulls is None or not raw.nulls.any() or raw.values.dtype.kind in "mM":
         return raw.values
     values = raw.values.astype(object)

@@ -38,11 +38,7 @@ _NO_HEADER = (SyntaxError, TypeError, tokenize.TokenError, RecursionError, Memor
 
 @dataclass(frozen=True)
 class _Header:
-    """What an array says of itself.
-
-    Attributes:
-        bytes: Length of the header; the first row follows.
-    """
+    """What an array says of itself."""
 
     shape: tuple[int, ...]
     fortran: bool

@@ -143,12 +143,7 @@ def _first(opener: _Opener) -> Engine:
 
 @dataclass(frozen=True)
 class _Source:
-    """A verified bundle.
-
-    Attributes:
-        trusted_by: Who vouches for programs in it; empty for nobody.
-        pin: Keeps `directory` the verified one, whatever replaces it.
-    """
+    """A verified bundle."""
 
     directory: Path
     manifest: Manifest
@@ -264,13 +259,7 @@ class _Opener:
         return self._lookup.shared()
 
     def add_routes(self, engine: Engine) -> bool:
-        """Load the engines that take other sizes in the engine's place, and warm up all of them.
-
-        Sizes of an engine that does not run here stay with `engine`.
-
-        Returns:
-            Whether `engine` itself runs its sizes; if not, all are closed.
-        """
+        """Load the engines that take other sizes in the engine's place, and warm up all of them."""
         main, manifest = engine.entry.id, self.source.manifest
         choice = next((t for t in manifest.choice.targets if t.routes and main in t.engines), None)
         if choice is None:

@@ -117,11 +117,7 @@ def make_sampler(bundle: Path, manifest: Manifest, entry: EngineEntry, every: in
 
 
 def _largest_magnitudes(bundle: Path, manifest: Manifest, entry: EngineEntry) -> dict[str, float]:
-    """Largest magnitude of the activation scale of each FP8 site of the engine's plan.
-
-    Raises:
-        UserError: The plans of the bundle cannot be read.
-    """
+    """Largest magnitude of the activation scale of each FP8 site of the engine's plan."""
     plans = serde.read(PlanSet, bundle / manifest.plans)
     plan = next((plan for plan in plans.plans if plan.id == entry.plan), None)
     return {

@@ -320,11 +320,7 @@ def _object(value: Any, what: str) -> Mapping[str, Any]:
 
 
 def _datatype_of(spec: TensorSpec) -> str:
-    """Return the name of a tensor's type in the protocol, ``FP32`` for example.
-
-    Raises:
-        ConfigError: The protocol has none.
-    """
+    """Return the name of a tensor's type in the protocol, ``FP32`` for example."""
     try:
         return _NAMES[spec.dtype]
     except KeyError:
@@ -336,11 +332,7 @@ def _datatype_of(spec: TensorSpec) -> str:
 
 
 def _from_bytes(raw: memoryview, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """Return a tensor of the binary extension; a copy, because its bytes in a request are not aligned.
-
-    Raises:
-        DataError: A BOOL is neither 0 nor 1.
-    """
+    """Return a tensor of the binary extension; a copy, because its bytes in a request are not aligned."""
     dtype = _TYPES[datatype]
     stored = np.frombuffer(raw, f"<u{dtype.itemsize}").astype(f"=u{dtype.itemsize}")
     if dtype == np.bool_ and stored.size and stored.max() > 1:
@@ -355,11 +347,7 @@ def _to_bytes(value: npt.NDArray[Any]) -> bytes:
 
 
 def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """Return a tensor of a JSON array, flat or nested as its shape.
-
-    Raises:
-        DataError: Another number of elements, another nesting, or an element that the type cannot hold.
-    """
+    """Return a tensor of a JSON array, flat or nested as its shape."""
     if datatype == "BF16":
         raise DataError("JSON cannot hold BF16 exactly", remedy="send it as binary data")
     elements = _flattened(data, shape)
@@ -387,11 +375,7 @@ def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[
 
 
 def _to_json(value: npt.NDArray[Any], name: str) -> list[Any]:
-    """Return the elements of a tensor for JSON, flat; they read back as the same bits.
-
-    Raises:
-        DataError: An element is NaN or infinite, which JSON cannot hold.
-    """
+    """Return the elements of a tensor for JSON, flat; they read back as the same bits."""
     # ml_dtypes gives its own scalars; every BF16 is an FP32.
     plain = value.astype(np.float32) if value.dtype == _TYPES["BF16"] else value
     if plain.dtype.kind == "f" and not np.isfinite(plain).all():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from loka_onnx.bundle.format.names import name_of
+from loka_onnx.bundle.format.archive import name_of
 from loka_onnx.errors import ConfigError, MissingPackage
 from loka_onnx.runtime import load
 from loka_onnx.serving.app import Limits, make_app

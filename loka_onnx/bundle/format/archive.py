@@ -29,7 +29,13 @@ from loka_onnx.bundle.format.documents import refuse
 from loka_onnx.bundle.format.files import Verified, check_models, verify_directory
 from loka_onnx.bundle.format.manifest import parse_manifest
 from loka_onnx.bundle.format.pinned import pinned
-from loka_onnx.bundle.format.replace import begins_as_archive, check_replaceable, staged_directory
+from loka_onnx.bundle.format.replace import (
+    begins_as_archive,
+    check_replaceable,
+    check_replaceable_file,
+    staged_directory,
+    staged_file,
+)
 from loka_onnx.bundle.format.signature import (
     MAX_SIGNATURE_BYTES,
     SIGNATURE_NAME,
@@ -61,8 +67,14 @@ def is_archive(path: Path) -> bool:
     return path.is_file()
 
 
+def name_of(bundle: Path) -> str:
+    """Default name of a bundle: of its directory (``ranker-1.5``), or of its file without the suffix."""
+    place = Path(os.path.realpath(bundle))
+    return place.stem if place.is_file() else place.name
+
+
 def verify_path(path: Path, keys: Sequence[Path] = (), progress: Progress = silent) -> Verified:
-    """Check a bundle in either form; arguments and errors as `verify_directory`."""
+    """Check a bundle in either form; see `verify_directory`."""
     if is_archive(path):
         with _opened(path) as archive:
             _copy(archive, None, progress)
@@ -72,10 +84,26 @@ def verify_path(path: Path, keys: Sequence[Path] = (), progress: Progress = sile
     return verify_directory(path, keys, progress)
 
 
-def unpack(archive: Path, directory: Path, progress: Progress = silent) -> Path:
-    """Write the bundle of an archive as a directory, atomically.
+def pack_bundle(directory: Path, archive: Path, progress: Progress = silent) -> Path:
+    """Write a bundle as a single file, atomically; return it with links resolved.
 
-    An old bundle there is replaced as a whole. Returns the directory, with links resolved.
+    The bundle is verified first, and the archive before it takes its place. An old archive there is replaced.
+    Equal bundles give equal archives.
+
+    Raises:
+        BundleInvalid: The bundle does not verify.
+        OutputError: The place cannot be written, or holds something that is not a bundle.
+    """
+    destination = Path(os.path.realpath(archive))
+    check_replaceable_file(destination)
+    with staged_file(destination) as file:
+        write_archive(directory, file, progress)
+        verify_path(file, progress=progress)
+    return destination
+
+
+def unpack(archive: Path, directory: Path, progress: Progress = silent) -> Path:
+    """Write the bundle of an archive as a directory, atomically; return it with links resolved.
 
     Raises:
         BundleInvalid: The archive does not verify; nothing is left of what was written.
@@ -90,12 +118,7 @@ def unpack(archive: Path, directory: Path, progress: Progress = silent) -> Path:
 
 @contextlib.contextmanager
 def unpacked(archive: Path, parent: Path | None = None) -> Iterator[Path]:
-    """Yield the bundle of an archive as a verified directory in `parent`, and remove it afterwards.
-
-    Raises:
-        BundleInvalid: The archive does not verify.
-        OutputError: There is no room for it, or no such place.
-    """
+    """Yield the bundle of an archive as a verified directory in `parent`, and remove it afterwards."""
     with _opened(archive) as opened, contextlib.ExitStack() as stack:
         try:
             made = tempfile.TemporaryDirectory(prefix="loka-onnx-", dir=parent)
@@ -286,12 +309,7 @@ def _chunks(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Ite
 
 
 def _copy(archive: _Archive, target: Path | None, progress: Progress) -> None:
-    """Check every byte of an archive, and write its files to a directory where one is given.
-
-    Raises:
-        BundleInvalid: It was altered.
-        OSError: The directory cannot be written or has no room.
-    """
+    """Check every byte of an archive, and write its files to a directory where one is given."""
     digests = {file.path: file.sha256 for file in archive.manifest.files}
     digests |= {
         MANIFEST_NAME: digest_bytes(archive.text),

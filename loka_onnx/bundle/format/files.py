@@ -69,13 +69,7 @@ _NO_SAMPLE = (
 
 
 def verify_bundle(directory: Path) -> Manifest:
-    """Verify that a bundle is complete and holds nothing else.
-
-    Args:
-        directory: The bundle, or a link to it; links inside it are refused.
-
-    Returns:
-        Its manifest.
+    """Verify that a bundle is complete and holds nothing else; links inside it are refused.
 
     Raises:
         BundleInvalid: A missing, extra, altered or special file; a path outside the bundle; a manifest that
@@ -86,12 +80,8 @@ def verify_bundle(directory: Path) -> Manifest:
 
 @dataclass(frozen=True)
 class Verified:
-    """A verified bundle.
-
-    Attributes:
-        manifest: Its manifest.
-        claimed: Fingerprints of the keys that it claims to be signed with.
-        signer: Fingerprint of the accepted key that signed it; None where no key was given.
+    """A verified bundle: its manifest, the fingerprints of keys that it claims to be signed with
+    (unverified), and the fingerprint of the accepted key that signed it (None where no key was given).
     """
 
     manifest: Manifest
@@ -100,15 +90,12 @@ class Verified:
 
 
 def verify_directory(directory: Path, keys: Sequence[Path] = (), progress: Progress = silent) -> Verified:
-    """Verify a bundle and its signature.
+    """Verify a bundle as `verify_bundle`, and with `keys` that one of these public keys signed it.
 
     Everything is read from one directory even if another replaces it meanwhile, and each document once.
 
-    Args:
-        keys: Accepted public keys; without keys, no signature is required.
-
     Raises:
-        BundleInvalid: See `verify_bundle`; or no accepted key signed it.
+        BundleInvalid: It does not verify, or no accepted key signed it.
         ConfigError: A key is not an Ed25519 public key.
         MissingPackage: There are keys, but `cryptography` is not installed.
     """
@@ -143,9 +130,7 @@ def _verify(directory: Path, keys: Sequence[Path], progress: Progress) -> Verifi
 def check_models(manifest: Manifest, where: Path, load: Callable[[str], onnx.ModelProto]) -> None:
     """Check that the ONNX models of a bundle read weights only from its files.
 
-    Args:
-        where: The bundle, for messages.
-        load: Reads the model at a path of the manifest, without external data.
+    `load` reads the model at a path of the manifest, without external data.
 
     Raises:
         BundleInvalid: One reads another file, is not a model, or runs in ONNX Runtime under another suffix.
@@ -185,12 +170,8 @@ def _models(manifest: Manifest) -> Iterator[tuple[str, str, bool]]:
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows for the self-test of an engine.
-
-    Attributes:
-        inputs: One array per graph input, the batch on axis 0.
-        expected: The engine's answer during evaluation, per output.
-        looked_up: One array per cut tensor, of the same rows; empty without a cut.
+    """Rows for the self-test of an engine: inputs, the engine's answer during evaluation, and rows of cut
+    tensors.
     """
 
     inputs: Arrays
@@ -240,11 +221,7 @@ def _rows_of(arrays: Mapping[str, Any], key: str) -> npt.NDArray[Any]:
 
 
 def external_data_locations(model: Path) -> tuple[str, ...]:
-    """External data files of an ONNX model, as it names them, sorted.
-
-    Raises:
-        ModelError: The file is not an ONNX model.
-    """
+    """External data files of an ONNX model, as it names them, sorted."""
     return data_locations(read_model(model))
 
 

@@ -28,21 +28,13 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a manifest and check its consistency, but not the files.
-
-    Raises:
-        BundleInvalid: The manifest is refused; see `bundle_files.verify_bundle`.
-    """
+    """Read a manifest and check its consistency (`BundleInvalid`), but not the files."""
     with pinned(directory) as pin:
         return parse_manifest(read_document(pin.path, MANIFEST_NAME, MAX_MANIFEST_BYTES), pin.path)
 
 
 def parse_manifest(data: bytes, where: Path) -> Manifest:
-    """Parse a manifest and check its consistency; `where` names the bundle in messages.
-
-    Raises:
-        BundleInvalid: The manifest is refused; see `bundle_files.verify_bundle`.
-    """
+    """Parse a manifest and check its consistency (`BundleInvalid`); `where` names the bundle in messages."""
     manifest = parse_document(Manifest, data, MANIFEST_NAME, where)
     if len(manifest.files) > MAX_FILES:
         refuse(where, "the manifest lists too many files", f"{len(manifest.files)}, the limit is {MAX_FILES}")

@@ -26,9 +26,7 @@ DESCRIPTORS = Path("/proc/self/fd")
 class Pin:
     """A directory that stays open.
 
-    Attributes:
-        path: Path for opening its files, valid in this process and its forks until the pin ends.
-        name: Path that it was opened by, used in messages.
+    `path` opens its files, in this process and its forks until the pin ends; `name` is for messages.
     """
 
     path: Path
@@ -37,20 +35,16 @@ class Pin:
 
     @property
     def is_held(self) -> bool:
-        """Tell whether `path` always means this directory, whatever replaces it."""
+        """True if `path` always means this directory, whatever replaces it."""
         return self.path != self.name
 
     @property
     def is_current(self) -> bool:
-        """Tell whether the directory still has its name."""
+        """True if the directory still has its name."""
         return _is_at(self.name, self.status)
 
     def check(self) -> None:
-        """Fail where `path` may already mean another directory.
-
-        Raises:
-            BundleInvalid: Another directory replaced it.
-        """
+        """Raise `BundleInvalid` where another directory may have replaced it."""
         if not self.is_held and not self.is_current:
             refuse(self.name, "the bundle was replaced while it was read", "another directory", "try again")
 
@@ -63,10 +57,7 @@ class Pin:
 
 @contextlib.contextmanager
 def pinned(directory: Path) -> Iterator[Pin]:
-    """Pin a directory for a block.
-
-    Yields:
-        The pin. Errors of this package that leave the block show the name in place of the pin's path.
+    """Pin a directory for a block; errors of this package that leave the block show its name.
 
     Raises:
         BundleInvalid: There is no directory, or it cannot be read.

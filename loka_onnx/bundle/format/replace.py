@@ -56,16 +56,9 @@ def staged_file(
 ) -> Iterator[Path]:
     """Yield a path for a new file that replaces `destination` when the block ends without an error.
 
-    Removes leftovers of interrupted writers. The file is synced to disk before the move.
-
-    Args:
-        destination: The file to replace.
-        beside: Path on the same file system beside which the file is staged; None for the destination. A
-            closed-world directory must never hold anything but the finished file.
-        check: Called last, while no directory can replace `beside`.
-
-    Raises:
-        OutputError: The destination cannot be written.
+    As `staged_directory`. The file is staged beside `beside`, by default `destination`: a closed-world
+    directory must never hold anything but the finished file. `check` is called last, while no directory can
+    replace `beside`.
     """
     anchor = destination if beside is None else beside
     with _stage(anchor) as stage:
@@ -81,10 +74,8 @@ def staged_file(
 
 
 def check_replaceable(destination: Path) -> None:
-    """Refuse to replace a directory that is no bundle; a bundle is known by its manifest's schema.
-
-    Raises:
-        OutputError: The path is neither a bundle nor an empty directory.
+    """Raise `OutputError` unless a path is free, an empty directory, or a bundle (known by its manifest's
+    schema).
     """
     if not os.path.lexists(destination):
         return
@@ -98,11 +89,7 @@ def check_replaceable(destination: Path) -> None:
 
 
 def check_replaceable_file(destination: Path) -> None:
-    """Refuse to replace a file that is no single-file bundle.
-
-    Raises:
-        OutputError: The path does not begin with the manifest of a bundle.
-    """
+    """Raise `OutputError` unless a path is free, or a file that begins with the manifest of a bundle."""
     if not os.path.lexists(destination) or (destination.is_file() and begins_as_archive(destination)):
         return
     raise OutputError(
@@ -171,11 +158,7 @@ def _stage(destination: Path) -> Iterator[Path]:
 
 
 def move_into_place(stage: Path, destination: Path) -> None:
-    """Move `stage` to `destination`; the old directory is then at `stage`, or removed.
-
-    Raises:
-        OSError: The file system refuses.
-    """
+    """Move `stage` to `destination`; the old directory is then at `stage`, or removed."""
     if not destination.exists():
         stage.rename(destination)
     elif not _exchange(stage, destination):

@@ -37,16 +37,8 @@ from loka_onnx.errors import BundleInvalid, LokaError, OutputError
 
 @dataclass(frozen=True)
 class PullResult:
-    """Result of a pull.
-
-    Attributes:
-        directory: The bundle, with links resolved.
-        digest: SHA-256 of its manifest.
-        key: Fingerprint of the key that its signature verified with; None where no key was asked for.
-        is_signed: True if there is a signature, checked or not.
-        read_bytes: Bytes of files that came from the registry.
-        kept_bytes: Bytes of files that the old bundle had.
-        is_unchanged: The bundle was there already, complete; nothing was written.
+    """Result of a pull: the bundle with links resolved, the digest of its manifest, the key that verified
+    (None where none was asked for), and bytes that came from the registry or that the old bundle had.
     """
 
     directory: Path
@@ -73,11 +65,8 @@ def pull_bundle(
 ) -> PullResult:
     """Copy a bundle from a registry to a directory; an old bundle there is replaced as a whole.
 
-    Args:
-        place: ``URL#name``, or ``URL#sha256:<digest of the manifest>``.
-        directory: Where it goes.
-        options: Options of the transfer.
-        keys: Public keys of which one must have signed it; without keys no signature is checked.
+    `place` is ``URL#name``, or ``URL#sha256:<digest of the manifest>``. With `keys`, one of them must have
+    signed it.
 
     Raises:
         BundleInvalid: The registry holds something else than it states, or no key has signed it.

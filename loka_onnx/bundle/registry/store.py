@@ -32,7 +32,7 @@ class TransferOptions:
 
     Attributes:
         threads: Parts that are under way at once; each takes `layout.PART_BYTES` of memory.
-        storage: Arguments of the file system (fsspec's `storage_options`), as its documentation names them.
+        storage: fsspec's `storage_options`.
         progress: Called with bytes done and to do.
     """
 
@@ -79,10 +79,8 @@ class Store:
         return found["size"] if found and found["type"] == "file" else None
 
     def read(self, key: str, limit: int) -> bytes | None:
-        """The file under a key; None where there is none.
-
-        Raises:
-            BundleInvalid: It is larger than `limit` bytes, of which no more is read.
+        """The file under a key; None where there is none, `BundleInvalid` if it is larger than
+        `limit` bytes.
         """
 
         def ask(path: str) -> bytes:
@@ -110,11 +108,7 @@ class Store:
         return data
 
     def write(self, key: str, data: bytes) -> None:
-        """Write the file under a key; a reader sees the old file or the whole new one.
-
-        Raises:
-            OutputError: It may not be written, or there is no room.
-        """
+        """Write the file under a key; a reader sees the old file or the whole new one."""
 
         def put(path: str) -> None:
             if not self._is_local:

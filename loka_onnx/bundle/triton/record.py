@@ -23,14 +23,10 @@ BYTE_CODE = "__pycache__"
 
 @dataclass(frozen=True)
 class RepositoryModel:
-    """One model that clients can call with the bundle's own inputs.
+    """A model that clients call with the bundle's own inputs.
 
-    Attributes:
-        name: Its name.
-        engine: Id of the engine behind it.
-        backend: Triton's name of the backend that runs the engine.
-        runs: Names of the models that it consists of; itself alone unless it is an ensemble.
-        remarks: What Triton does otherwise than this project's own loader, and what the host must have.
+    `backend` is Triton's name; `runs` are the models that it consists of, itself alone unless it is an
+    ensemble; `remarks` say what Triton does otherwise than `load`, and what the host must have.
     """
 
     __pydantic_config__ = STRICT
@@ -44,12 +40,7 @@ class RepositoryModel:
 
 @dataclass(frozen=True)
 class DeclinedEngine:
-    """An engine of the bundle that is not in the repository.
-
-    Attributes:
-        engine: Its id.
-        reason: Why.
-    """
+    """An engine of the bundle that is not in the repository, and why."""
 
     __pydantic_config__ = STRICT
 
@@ -59,13 +50,7 @@ class DeclinedEngine:
 
 @dataclass(frozen=True)
 class RepositoryFile:
-    """A file that was written.
-
-    Attributes:
-        path: Relative to the repository, with ``/``.
-        bytes: Its size.
-        sha256: Its digest.
-    """
+    """A file that was written; its path is relative to the repository, with ``/``."""
 
     __pydantic_config__ = STRICT
 
@@ -86,7 +71,6 @@ class TritonRepository:
         models: Models that take the bundle's own inputs, the preferred first.
         directories: The directory of every model, sorted.
         files: Every file but this document, by its path.
-        declined: Engines that Triton cannot serve.
         remarks: What holds for the repository as a whole.
     """
 
@@ -105,11 +89,7 @@ class TritonRepository:
 
 
 def files_of(root: Path) -> Iterator[RepositoryFile]:
-    """Every file below a directory that holds files and directories only, by its path.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
+    """Every file below a directory that holds files and directories only, by its path."""
     digests: dict[tuple[int, int], str] = {}
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         status = path.stat()
@@ -123,8 +103,7 @@ def files_of(root: Path) -> Iterator[RepositoryFile]:
 def why_in_the_way(destination: Path) -> str:
     """Why what is at a place may not be replaced by a repository; empty where it may.
 
-    An empty directory may, and a repository in which everything is as this project wrote it. What a user
-    removed from one does not matter: nothing is lost.
+    An empty directory may, and a repository in which everything is as this project wrote it, or missing.
     """
     try:
         if not destination.is_dir():

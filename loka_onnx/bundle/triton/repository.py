@@ -66,15 +66,7 @@ LOOKED_UP = "looked_up/"
 
 
 def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> TritonRepository:
-    """Writes a model repository atomically.
-
-    Args:
-        bundle: The bundle, a directory or the single-file form; it is verified first.
-        repository: Where the repository goes. An old one of this project is replaced as a whole.
-        options: What to write.
-
-    Returns:
-        What was written.
+    """Write a model repository atomically; an old one of this project is replaced as a whole.
 
     Raises:
         BundleInvalid: The bundle does not verify, or a file changed while it was copied.

@@ -17,8 +17,7 @@ import onnx
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle.format.archive import unpack, unpacked, verify_path
-from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.format.archive import pack_bundle, unpack, unpacked, verify_path
 from loka_onnx.bundle.signing import write_key_pair
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.digests import digest_bytes

@@ -20,10 +20,9 @@ from loka_onnx.bundle import writer
 from loka_onnx.bundle.format import archive as bundle_archive
 from loka_onnx.bundle.format import files as bundle_files
 from loka_onnx.bundle.format import manifest as bundle_manifest
-from loka_onnx.bundle.format.archive import is_archive, unpack, unpacked, verify_path
+from loka_onnx.bundle.format.archive import is_archive, pack_bundle, unpack, unpacked, verify_path
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.inspection import inspect_bundle
-from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import MAX_FILES

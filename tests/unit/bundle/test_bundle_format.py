@@ -16,8 +16,7 @@ from sample_run import SampleRun
 from loka_onnx.bundle.contents import BundleContents
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.inspection import inspect_bundle
-from loka_onnx.bundle.requirements import LEAST_DRIVER, requirements_of
-from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.bundle.writer import LEAST_DRIVER, requirements_of, write_bundle
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.evaluation import TargetChoice
 from loka_onnx.core.manifest import Manifest, Need, Requirement

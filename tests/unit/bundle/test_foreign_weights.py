@@ -14,9 +14,8 @@ from onnx import TensorProto, helper
 from sample_run import SampleRun
 
 from loka_onnx.bundle.format import files as bundle_files
-from loka_onnx.bundle.format.archive import unpack, verify_path
+from loka_onnx.bundle.format.archive import pack_bundle, unpack, verify_path, write_archive
 from loka_onnx.bundle.format.files import verify_bundle
-from loka_onnx.bundle.packing import pack_bundle, write_archive
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.manifest import Manifest

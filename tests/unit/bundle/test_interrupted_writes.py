@@ -20,8 +20,7 @@ import pytest
 from sample_run import SampleRun
 
 from loka_onnx.bundle.contents import BundleContents
-from loka_onnx.bundle.format.archive import unpack, verify_path
-from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.format.archive import pack_bundle, unpack, verify_path
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.errors import OutputError
@@ -39,7 +38,7 @@ def fewer(sample: SampleRun) -> BundleContents:
 ROUNDS = """
 import json, os, pickle, random, shutil, signal, sys, time
 from pathlib import Path
-from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.format.archive import pack_bundle
 from loka_onnx.bundle.signing import sign_bundle
 from loka_onnx.bundle.format.archive import unpack
 from loka_onnx.bundle.format.archive import verify_path

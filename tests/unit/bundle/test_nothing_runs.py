@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle.format.archive import verify_path
+from loka_onnx.bundle.format.archive import pack_bundle, verify_path
 from loka_onnx.bundle.format.files import read_sample
-from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.seal import seal

@@ -17,11 +17,10 @@ from sample_run import SampleRun
 from loka_onnx.bundle.format import files as bundle_files
 from loka_onnx.bundle.format import pinned
 from loka_onnx.bundle.format import signature as bundle_signature
-from loka_onnx.bundle.format.archive import verify_path
+from loka_onnx.bundle.format.archive import pack_bundle, verify_path
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.format.replace import move_into_place
 from loka_onnx.bundle.format.signature import verify_signature
-from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.bundle.signing import KeyPair, sign_bundle, write_key_pair
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import Manifest
