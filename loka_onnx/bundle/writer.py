@@ -17,7 +17,6 @@ several names (hard links), so that a bundle holds each table once.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import re
@@ -30,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.bundle.contents import BundleContents, BundleEngine, Expectation
+from loka_onnx.bundle.copies import Copies
 from loka_onnx.bundle.format.files import external_data_locations, verify_bundle
 from loka_onnx.bundle.format.replace import check_replaceable, staged_directory
 from loka_onnx.bundle.format.signature import SIGNATURE_NAME
@@ -37,7 +37,7 @@ from loka_onnx.bundle.signing import read_private_key, signature_text
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.devices import CPU
-from loka_onnx.core.digests import CHUNK_BYTES, digest_files
+from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.manifest import (
     MANIFEST_NAME,
     MAX_FILES,
@@ -135,35 +135,19 @@ class _Stage:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.files: dict[str, BundleFile] = {}
-        self._copied: dict[tuple[int, int], BundleFile] = {}
+        self._copies = Copies()
 
     def copy(self, source: Path, path: str) -> BundleFile:
         """Copy a file in chunks; a source that was copied before, under any name, becomes a link to that
         copy.
         """
         target = self._place(path)
-        if source.is_file():
-            status = source.stat()
-            earlier = self._copied.get((status.st_dev, status.st_ino))
-            if earlier is not None and earlier.path != path and _linked(self.root / earlier.path, target):
-                return self._record(path, earlier.bytes, earlier.sha256)
-        state, size = hashlib.sha256(), 0
         try:
-            with source.open("rb") as reader, target.open("wb") as writer:
-                while chunk := reader.read(CHUNK_BYTES):
-                    writer.write(chunk)
-                    state.update(chunk)
-                    size += len(chunk)
+            return self._record(path, self._copies.copy(source, target))
         except FileNotFoundError as error:
             raise BundleError(
-                f"'{source}' is missing",
-                evidence=str(error),
-                remedy="run the stage that writes it again",
+                f"'{source}' is missing", evidence=str(error), remedy="run the stage that writes it again"
             ) from error
-        status = source.stat()
-        copied = self._record(path, size, state.hexdigest())
-        self._copied.setdefault((status.st_dev, status.st_ino), copied)
-        return copied
 
     def write_unlisted(self, text: str, name: str) -> None:
         """Writes a document that the manifest does not list."""
@@ -173,14 +157,14 @@ class _Stage:
     def write_text(self, text: str, path: str) -> BundleFile:
         """Writes a text file."""
         self._place(path).write_text(text, encoding="utf-8")
-        return self._record_written(path)
+        return self._record(path, digest_file(self.root / path))
 
     def write_arrays(self, arrays: Mapping[str, npt.NDArray[Any]], path: str) -> BundleFile:
         """Writes an npz without pickled objects."""
         # Keys hold names of the model; as keyword arguments they could shadow those of savez.
         with self._place(path).open("wb") as stream:
             np.savez(stream, allow_pickle=False, **{name: arrays[name] for name in sorted(arrays)})
-        return self._record_written(path)
+        return self._record(path, digest_file(self.root / path))
 
     def _place(self, path: str) -> Path:
         problem = path_problem(path)
@@ -193,25 +177,12 @@ class _Stage:
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
 
-    def _record_written(self, path: str) -> BundleFile:
-        data = (self.root / path).read_bytes()
-        return self._record(path, len(data), hashlib.sha256(data).hexdigest())
-
-    def _record(self, path: str, size: int, digest: str) -> BundleFile:
+    def _record(self, path: str, digest: str) -> BundleFile:
         if path in self.files:
             raise BundleError(f"two files of the bundle would be '{path}'", remedy="give them distinct names")
         (self.root / path).chmod(0o644)
-        self.files[path] = BundleFile(path, size, digest)
+        self.files[path] = BundleFile(path, (self.root / path).stat().st_size, digest)
         return self.files[path]
-
-
-def _linked(file: Path, name: Path) -> bool:
-    """Gives a file of the bundle a second name; False where the file system cannot, or the name is taken."""
-    try:
-        name.hardlink_to(file)
-    except OSError:
-        return False
-    return True
 
 
 def _write_files(contents: BundleContents, stage: _Stage) -> Manifest:

@@ -52,9 +52,6 @@ class Serving:
         metrics: Whether to count and time requests.
         sample_every: Interval of requests whose values are counted, where the plan has FP8 scales
             (`loka_onnx.runtime.saturation`); 0 for none.
-
-    Raises:
-        DataError: `sample_every` is negative.
     """
 
     warm_up: bool = True
@@ -68,12 +65,8 @@ class Serving:
 
 @dataclass(frozen=True)
 class Origin:
-    """Results of loading, for `Engine.health`.
-
-    Attributes:
-        skipped: Engines that were preferred to the loaded one.
-        order: Ids of the bundle's engines, in the order of trial.
-        trust: Reason why programs may be loaded; empty where they may not.
+    """Results of loading: skipped engines, ids in the order of trial, and the reason why programs may be
+    loaded.
     """
 
     skipped: tuple[Skipped, ...] = ()
@@ -84,16 +77,8 @@ class Origin:
 class Engine:
     """A loaded engine of a bundle; made by `load`. A context manager that closes it.
 
-    Args:
-        part: ``whole`` for a runner with the model's own inputs, ``dense`` for one with looked-up rows in
-            place of ids.
-
-    Attributes:
-        inputs: Inputs of a request.
-        outputs: Outputs of an answer.
-        part: Part of the model that it computes.
-        origin: Results of loading.
-        metrics: Its counters; also a collector of `prometheus_client`.
+    `inputs` and `outputs` are those of a request, of `part` of the model. `metrics` is also a collector of
+    `prometheus_client`. `sampler` counts values of requests; `release` is called once the engine is closed.
     """
 
     def __init__(
@@ -116,10 +101,10 @@ class Engine:
         self._layout = Layout(self.inputs, entry.batch, whose)
         self._series = EngineSeries(entry.id, runner.served_sizes, entry.batch.max)
         self._gate = Gate()
-        self._sampler: Sampler | None = None
+        self.sampler: Sampler | None = None
         self._routes: tuple[tuple[int, Engine], ...] = ()
         self._route_sizes: tuple[int, ...] = ()
-        self._release: Callable[[], object] = lambda: None
+        self.release: Callable[[], object] = lambda: None
         self._warm: tuple[int, ...] = ()
         self._describe()
 
@@ -137,8 +122,8 @@ class Engine:
         """Answer one request. Only its layout is checked, not its values.
 
         Arrays may be of NumPy or of any library with DLPack; those in host memory, or on the engine's CUDA
-        device where it reads them, are not copied. The answer has the library and device
-        of the request where all of its arrays agree (PyTorch, CuPy), else NumPy's.
+        device where it reads them, are not copied. The answer has the library and device of the request where
+        all of its arrays agree (PyTorch, CuPy), else NumPy's.
 
         Args:
             inputs: One array for each of `inputs`, the batch on axis 0; not changed.
@@ -155,25 +140,19 @@ class Engine:
         metrics = self.metrics
         began = perf_counter()
         try:
-            self._gate.enter()
-            try:
+            with self._gate:
                 rows = NOT_PLAIN if like is not None else self._layout.plain_rows(inputs)
                 if rows == NOT_PLAIN:
                     return self._infer_others(inputs, like, began)
                 return self._run_on_host(inputs, rows, HOST, began)
-            finally:
-                self._gate.leave()
         except BaseException as error:
             if metrics.enabled:
                 metrics.failed(_kind_of_error(error))
             raise
 
     def set_routes(self, routes: Sequence[tuple[int, Engine]]) -> None:
-        """Route requests to other engines by size; this engine owns them.
-
-        Args:
-            routes: Largest number of rows of each engine, ascending, and the engine, which may be this one;
-                the last one also takes larger requests.
+        """Route requests to engines by their largest number of rows, ascending; this engine owns the
+        others.
         """
         self._routes = tuple(routes)
         self._route_sizes = tuple(rows for rows, _ in routes)
@@ -184,14 +163,6 @@ class Engine:
         self.origin = origin
         self._describe()
 
-    def set_sampler(self, sampler: Sampler | None) -> None:
-        """Set the sampler of values, or none."""
-        self._sampler = sampler
-
-    def on_close(self, release: Callable[[], object]) -> None:
-        """Call a function once the engine is closed."""
-        self._release = release
-
     def engine_for(self, rows: int) -> Engine:
         """Engine for a request of so many rows: that of the next routed size."""
         if not self._routes:
@@ -199,26 +170,17 @@ class Engine:
         return self._routes[min(bisect_left(self._route_sizes, rows), len(self._routes) - 1)][1]
 
     def warm_up(self, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Run batches of the sample's rows, so that no request pays for the first run of its size.
+        """Run batches of the sample's rows, by default of `sizes`, so that no request pays for the first of
+        its size.
 
-        Args:
-            sizes: Rows of each batch; by default every size that is prepared, timed or routed.
-
-        Returns:
-            Sizes that were run, ascending.
-
-        Raises:
-            EngineError: The engine fails on one, or was closed.
+        Returns the sizes that were run, ascending.
         """
         wanted = self.sizes if sizes is None else self._within(sizes)
         for size in wanted:
             batch = {name: repeated(value, size) for name, value in self._request.items()}
-            self._gate.enter()
-            try:
+            with self._gate:
                 for _ in range(WARM_UPS):
                     self.engine_for(size)._runner.run(batch)
-            finally:
-                self._gate.leave()
         self._warm = tuple(sorted({*self._warm, *wanted}))
         return wanted
 
@@ -241,7 +203,7 @@ class Engine:
         if not self._gate.close():
             return
         with ExitStack() as stack:
-            stack.callback(self._release)
+            stack.callback(self.release)
             stack.callback(self._runner.close)
             for engine in self._others:
                 stack.callback(engine.close)
@@ -259,11 +221,8 @@ class Engine:
         detail, moved = "", {}
         try:
             self._layout.rows_of(self._request)
-            self._gate.enter()
-            try:
+            with self._gate:
                 answer = self._runner.run(self._request)
-            finally:
-                self._gate.leave()
             moved = differences(self.outputs, answer, self._expected)
             # A NaN difference is a failure too.
             wrong = [n for n, value in moved.items() if not value <= self.entry.tolerance[n]]
@@ -337,8 +296,8 @@ class Engine:
         answer = held if kind is HOST else {name: from_host(value, kind) for name, value in held.items()}
         if metrics.enabled:
             metrics.answered(target._series.of(rows), rows, perf_counter() - began)
-        if target._sampler is not None and target._sampler.is_due():
-            metrics.looked(target._sampler.look(inputs, held))
+        if target.sampler is not None and target.sampler.is_due():
+            metrics.looked(target.sampler.look(inputs, held))
         return answer
 
     def _device_engine(

@@ -56,20 +56,16 @@ def load(
     """Verify a bundle and load the first of its engines that runs here and passes its self-test.
 
     Engines that cannot run here are skipped unopened: untrusted programs, a missing device or library,
-    another version. The others are tried in this order: built for this very device; for the architecture of
-    an accelerator here; for the processor; among equals, those built by the installed library's version
-    first, then in the manifest's order; the FP32 model last (`loka_onnx.runtime.selection`). Each skipped
-    engine is logged once with the reason, and is in `Engine.skipped`.
+    another version. The others are tried in the order of `loka_onnx.runtime.selection`; the FP32 model is
+    last. Each skipped engine is logged once with the reason, and is in `Engine.skipped`.
 
     Where the bundle's choice routes batch sizes to different engines, all that run here are loaded, and
     `Engine.infer` selects one by the rows of a request: that of the next larger size.
 
     Where the model was cut at its embeddings, the lookup model runs in ONNX Runtime on the CPU before the
-    engine, and requests are those of the whole model. With ``part="dense"`` the lookup model and its tables
-    are verified but not
-    loaded: requests hold looked-up rows, for example of a parameter server, in place of ids (see
-        `Engine.inputs`). The
-    FP32 model takes ids, so that there is no fallback then.
+    engine. With ``part="dense"`` it is verified but not loaded: requests hold looked-up rows, for example of
+    a parameter server, in place of ids (see `Engine.inputs`). The FP32 model takes ids, so there is no
+    fallback then.
 
     Args:
         bundle: Directory of the bundle, or a single-file bundle, which is unpacked into a temporary directory
@@ -82,9 +78,6 @@ def load(
             bundle must be signed with one of them, even without programs.
         part: ``whole`` for the model's own inputs, ``dense`` for looked-up rows.
         serving: Warm-up, metrics and samples of values.
-
-    Returns:
-        An engine that has just reproduced its expected outputs.
 
     Raises:
         BundleInvalid: The bundle does not verify, or none of the given keys signed it.
@@ -109,7 +102,7 @@ def load(
                 _LOG.warning("%s: the bundle was replaced while it was loaded: once more", bundle)
                 continue
             if pin.is_current:
-                engine.on_close(weakref.finalize(engine, stack.pop_all().close))
+                engine.release = weakref.finalize(engine, stack.pop_all().close)
                 return engine
             _LOG.warning("%s: the bundle was replaced while it was loaded: once more", bundle)
             engine.close()
@@ -165,7 +158,6 @@ class _Opener:
         self._lookup: OnnxSession | None = None
 
     def was_skipped(self, entry: EngineEntry) -> bool:
-        """Tell whether an engine was skipped."""
         return any(skipped.engine == entry.id for skipped in self.skipped)
 
     def candidates(self) -> tuple[EngineEntry, ...]:
@@ -224,7 +216,7 @@ class _Opener:
     def _sample_values(self, engine: Engine) -> None:
         directory, manifest = self.source.directory, self.source.manifest
         try:
-            engine.set_sampler(make_sampler(directory, manifest, engine.entry, self._serving.sample_every))
+            engine.sampler = make_sampler(directory, manifest, engine.entry, self._serving.sample_every)
         except Exception as error:
             # A correct engine serves even if its values cannot be sampled.
             name = self.source.name

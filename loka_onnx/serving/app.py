@@ -46,14 +46,9 @@ _CLOSE = {"Connection": "close"}
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server.
-
-    Attributes:
-        body_bytes: Largest body.
-        held_bytes: Largest sum of the bodies of all requests that have no answer yet.
-        waiting: Most requests that wait for a thread or run.
-        body_seconds: Longest time from the head of a request to the end of its body.
-        closing_seconds: Longest time for the rest of a body once the server shuts down.
+    """Limits of a server: largest body and largest sum of bodies without an answer, most requests that wait
+    or run, longest time from the head of a request to the end of its body, and for its rest once the server
+    shuts down.
     """
 
     body_bytes: int = 64 << 20
@@ -66,11 +61,7 @@ class Limits:
 def make_app(
     engine: Engine, name: str, workers: ThreadPoolExecutor, limits: Limits | None = None
 ) -> Starlette:
-    """Return the application, whose `app.state.close()` begins the shutdown; engine and workers stay open.
-
-    Raises:
-        ConfigError: The protocol cannot carry an input or output.
-    """
+    """Return the application, whose `app.state.close()` begins the shutdown; engine and workers stay open."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.routing import Route

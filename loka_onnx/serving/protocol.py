@@ -88,12 +88,7 @@ class Card:
 
 @dataclass(frozen=True)
 class InferRequest:
-    """A request that was read.
-
-    Attributes:
-        id: Returned with the answer where it is not None.
-        outputs: Outputs to be sent, in this order; whether each is sent as bytes, not in JSON.
-    """
+    """A request that was read; `outputs` are to be sent in this order, as bytes where True, else in JSON."""
 
     id: str | None
     inputs: Arrays
@@ -108,10 +103,8 @@ class InferAnswer(NamedTuple):
 
 
 def read_request(body: bytes | bytearray, header_length: int | None, card: Card) -> InferRequest:
-    """Read a request of `header_length` bytes of JSON, None for all; check all of it but the number of rows.
-
-    Raises:
-        DataError: It is not a request of the protocol, or not one that this model answers.
+    """Read a request of `header_length` bytes of JSON, None for all; check all of it but the number
+    of rows.
     """
     if header_length is not None and header_length > len(body):
         raise DataError(
@@ -128,11 +121,7 @@ def read_request(body: bytes | bytearray, header_length: int | None, card: Card)
 
 
 def write_answer(request: InferRequest, values: Mapping[str, npt.NDArray[Any]], card: Card) -> InferAnswer:
-    """Write the answer to a request, of one array per output of the model.
-
-    Raises:
-        DataError: An output that is wanted in JSON holds NaN or infinity.
-    """
+    """Write the answer to a request, of one array per output; `DataError` for NaN or infinity in JSON."""
     specs = {spec.name: spec for spec in card.outputs}
     outputs: list[dict[str, Any]] = []
     payload: list[bytes] = []

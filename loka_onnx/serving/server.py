@@ -46,10 +46,7 @@ class ServeOptions:
 def serve(bundle: Path, options: ServeOptions, on_ready: Callable[[str, str], None]) -> None:
     """Serve a bundle until SIGINT or SIGTERM, then finish the requests under way; for the main thread.
 
-    Args:
-        bundle: The bundle.
-        options: Address, name and limits.
-        on_ready: Called with the URL of the model and the id of its engine once requests are taken.
+    `on_ready` is called with the URL of the model and the id of its engine once requests are taken.
 
     Raises:
         BundleInvalid: The bundle does not verify.

@@ -74,28 +74,25 @@ def staged_file(
 
 
 def check_replaceable(destination: Path) -> None:
-    """Raise `OutputError` unless a path is free, an empty directory, or a bundle (known by its manifest's
-    schema).
-    """
-    if not os.path.lexists(destination):
-        return
+    """Raise `OutputError` unless a path is free, an empty directory, or a bundle by its manifest's schema."""
     if destination.is_dir() and (_is_empty(destination) or _is_bundle(destination)):
         return
-    raise OutputError(
-        f"'{destination}' is in the way",
-        evidence="it exists and is not a bundle, so it is not replaced",
-        remedy="choose another directory, or move it away",
-    )
+    if os.path.lexists(destination):
+        raise in_the_way(destination, "it exists and is not a bundle, so it is not replaced")
 
 
 def check_replaceable_file(destination: Path) -> None:
     """Raise `OutputError` unless a path is free, or a file that begins with the manifest of a bundle."""
-    if not os.path.lexists(destination) or (destination.is_file() and begins_as_archive(destination)):
+    if destination.is_file() and begins_as_archive(destination):
         return
-    raise OutputError(
-        f"'{destination}' is in the way",
-        evidence="it exists and is not a single-file bundle, so it is not replaced",
-        remedy="choose another name, or move it away",
+    if os.path.lexists(destination):
+        raise in_the_way(destination, "it exists and is not a single-file bundle, so it is not replaced")
+
+
+def in_the_way(destination: Path, evidence: str) -> OutputError:
+    """Error for a place that holds something else."""
+    return OutputError(
+        f"'{destination}' is in the way", evidence=evidence, remedy="choose another place, or move it away"
     )
 
 

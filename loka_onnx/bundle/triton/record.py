@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 from collections.abc import Iterator
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from loka_onnx.bundle.copies import Digests
 from loka_onnx.core import serde
-from loka_onnx.core.digests import digest_file
 from loka_onnx.core.serde import STRICT
 from loka_onnx.engines.triton.models import VERSION
 from loka_onnx.errors import LokaError
@@ -90,14 +91,9 @@ class TritonRepository:
 
 def files_of(root: Path) -> Iterator[RepositoryFile]:
     """Every file below a directory that holds files and directories only, by its path."""
-    digests: dict[tuple[int, int], str] = {}
+    digests = Digests()
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
-        status = path.stat()
-        place = (status.st_dev, status.st_ino)
-        # Tables are large, and have several names.
-        if place not in digests:
-            digests[place] = digest_file(path)
-        yield RepositoryFile(path.relative_to(root).as_posix(), status.st_size, digests[place])
+        yield RepositoryFile(path.relative_to(root).as_posix(), path.stat().st_size, digests.of(path))
 
 
 def why_in_the_way(destination: Path) -> str:
@@ -139,23 +135,12 @@ def _additions(root: Path, record: TritonRepository) -> Iterator[str]:
 
 def _changes(root: Path, record: TritonRepository) -> Iterator[str]:
     """Files of the record that are there with another content, the sizes of all first."""
-    digests: dict[tuple[int, int], str] = {}
-    present = list[tuple[RepositoryFile, Path, os.stat_result]]()
-    for file in record.files:
-        path = root / file.path
-        try:
-            status = path.lstat()
-        except FileNotFoundError:
-            continue
-        if status.st_size != file.bytes:
-            yield f"'{file.path}' was changed after this project wrote it"
-        present.append((file, path, status))
-    for file, path, status in present:
-        place = (status.st_dev, status.st_ino)
-        if place not in digests:
-            digests[place] = digest_file(path)
-        if digests[place] != file.sha256:
-            yield f"'{file.path}' was changed after this project wrote it"
+    present = [file for file in record.files if os.path.lexists(root / file.path)]
+    digests = Digests()
+    sizes = (file for file in present if (root / file.path).lstat().st_size != file.bytes)
+    contents = (file for file in present if digests.of(root / file.path) != file.sha256)
+    for file in itertools.chain(sizes, contents):
+        yield f"'{file.path}' was changed after this project wrote it"
 
 
 def _is_byte_code(folder: Path) -> bool:

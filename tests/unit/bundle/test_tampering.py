@@ -241,7 +241,7 @@ def test_a_huge_manifest_is_not_read(bundle):
         (lambda v: v.update(sample="other.npz"), "names sample 'other.npz' but does not list it"),
         (lambda v: v.update(plans="../plans.json"), r"names plans '\.\./plans.json' but does not list it"),
         (lambda v: v.update(report=["x.html"]), "names report 'x.html' but does not list it"),
-        (lambda v: v["fallback"].update(path="/bin/sh"), "names '/bin/sh' but it is not listed"),
+        (lambda v: v["fallback"].update(path="/bin/sh"), "'/bin/sh' but does not list it"),
         (lambda v: v["fallback"].update(digest="0" * 64), "and the list of files disagree"),
         (lambda v: v["fallback"].update(id=v["engines"][0]["id"]), "two engines of the manifest have one id"),
         (lambda v: v["fallback"].update(batch={"min": 5, "max": 4}), "has an empty batch range"),

@@ -174,8 +174,8 @@ def test_values_are_looked_at_where_the_plan_has_scales(sample: SampleRun, tmp_p
     bundle = write_bundle(fp8, tmp_path / "fp8")
     engine = load(bundle, serving=Serving(sample_every=2))
     # The sample's plan quantizes what its first layer reads with amax 6.
-    assert engine._sampler is not None
-    assert engine._sampler.limits == {"dense": pytest.approx(6.0)}
+    assert engine.sampler is not None
+    assert engine.sampler.limits == {"dense": pytest.approx(6.0)}
     asked = rows(4)
     asked["dense"][0, :4] = [6.5, -7.0, np.nan, np.inf]
     for _ in range(6):
@@ -195,7 +195,7 @@ def test_values_are_looked_at_where_the_plan_has_scales(sample: SampleRun, tmp_p
     assert value("loka_onnx_sampled_saturated_total", {"tensor": "dense"}) == 6
     assert value("loka_onnx_sampled_nonfinite_total", {"tensor": "ctr"}) == 3
     assert value("loka_onnx_sampled_saturated_total", {"tensor": "ctr"}) is None
-    assert load(bundle, serving=Serving(sample_every=0))._sampler is None
+    assert load(bundle, serving=Serving(sample_every=0)).sampler is None
 
 
 def test_an_engine_whose_plan_cannot_be_read_serves_without_samples(
@@ -215,7 +215,7 @@ def test_an_engine_whose_plan_cannot_be_read_serves_without_samples(
 
 def test_a_plan_without_scales_is_not_sampled(engine: Engine) -> None:
     assert engine.entry.plan == "fp32"
-    assert engine._sampler is None
+    assert engine.sampler is None
 
 
 def test_one_request_in_so_many_is_due() -> None:

@@ -302,10 +302,10 @@ def test_a_closed_engine_is_not_ready_and_does_not_warm_up(manifest: Manifest) -
 
 def test_a_gate_lets_nobody_in_twice_closed() -> None:
     gate = Gate()
-    gate.enter()
-    gate.leave()
+    with gate:
+        assert gate.inside == 1
     assert gate.close() is True
     assert gate.close() is False
-    with pytest.raises(EngineError, match="the engine is closed"):
-        gate.enter()
+    with pytest.raises(EngineError, match="the engine is closed"), gate:
+        pass
     assert gate.inside == 0
