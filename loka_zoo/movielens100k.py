@@ -91,11 +91,7 @@ class Ratings:
 
 
 def locate() -> Path:
-    """Finds the directory of the files.
-
-    Raises:
-        MissingPackage: When recbole is not installed or does not hold them.
-    """
+    """Find the directory of the files (`MissingPackage` without recbole, or where it does not hold them)."""
     spec = importlib.util.find_spec("recbole")
     for place in (spec.submodule_search_locations or []) if spec is not None else []:
         directory = Path(place) / "dataset_example" / "ml-100k"
@@ -112,17 +108,14 @@ def locate() -> Path:
 def prepare_movielens_100k(
     directory: str | Path, *, source: str | Path | None = None, seed: int = 7
 ) -> PreparedData:
-    """Writes train, calibration, selection and certification as Parquet files.
+    """Write train, calibration, selection and certification as Parquet files, each whole or not at all.
 
-    Args:
-        directory: Where to write; created when missing. A file is written whole or not at all.
-        source: Directory of the `ml-100k.*` files; None to find them in the installed recbole.
-        seed: Permutes the ratings before they are divided.
+    `source` holds the `ml-100k.*` files, by default in the installed recbole; `seed` permutes the ratings
+    before they are divided.
 
     Raises:
         MissingPackage: When `source` is None and recbole is not installed.
         DataError: When a file is not what is expected.
-        OutputError: When the directory cannot be created.
     """
     origin, target = locate() if source is None else Path(source), make_directory(directory)
     users, items, ratings = (_read_table(origin / f"ml-100k.{kind}") for kind in ("user", "item", "inter"))
@@ -148,12 +141,7 @@ def prepare_movielens_100k(
 
 
 def divide(rows: int, order: Array) -> dict[str, Array]:
-    """Row indices of each split, in the proportions 50 : 8 : 12 : 30.
-
-    Args:
-        rows: Number of ratings.
-        order: (rows,) permutation.
-    """
+    """Row indices of each split of a permutation (rows,), in the proportions 50 : 8 : 12 : 30."""
     total = sum(_SIZES.values())
     ends = np.cumsum([size * rows // total for size in _SIZES.values()])
     return dict(zip(_SIZES, np.split(order, ends[:-1]), strict=True))

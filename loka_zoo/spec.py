@@ -193,18 +193,7 @@ PRESETS: Mapping[str, Mapping[str, ModelConfig]] = MappingProxyType(_PRESETS)
 
 
 def config_of(name: str, preset: str) -> Any:
-    """The sizes of a preset.
-
-    Args:
-        name: Model, a key of `PRESETS`.
-        preset: A key of `PRESETS[name]`.
-
-    Returns:
-        The model's config.
-
-    Raises:
-        ConfigError: When there is no such model or preset.
-    """
+    """The sizes of a preset of a model; `ConfigError` when there is none."""
     if name not in PRESETS:
         raise ConfigError(
             f"there is no model '{name}' in the zoo",

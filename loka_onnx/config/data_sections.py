@@ -7,7 +7,17 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, model_validator
 
 from loka_onnx.config.choices import NullGroups, SplitBy
-from loka_onnx.config.fields import Batch, Columns, Fraction, ResolvedPath, Seed, Strict, Text, fault
+from loka_onnx.config.fields import (
+    EACH_ONCE,
+    Batch,
+    Columns,
+    Fraction,
+    ResolvedPath,
+    Seed,
+    Strict,
+    Text,
+    fault,
+)
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 
 
@@ -171,7 +181,7 @@ class DataConfig(Strict):
         description="rows whose group is null, NaN or an empty string: 'refuse' them, or 'ungroup', which "
         "takes each of them as a group of its own",
     )
-    slices: tuple[Text, ...] = Field(
+    slices: Annotated[tuple[Text, ...], EACH_ONCE] = Field(
         (),
         description="columns whose values (countries, devices) accuracy is reported for separately, each of "
         "the 50 most frequent and null too; they do not enter the choice",
@@ -181,18 +191,6 @@ class DataConfig(Strict):
     )
 
     SPLITS: ClassVar[tuple[str, ...]] = ("calibration", "selection", "certification")
-
-    @model_validator(mode="after")
-    def _slices_once(self) -> Self:
-        for index, column in enumerate(self.slices):
-            if column in self.slices[:index]:
-                raise fault(
-                    f"the slice column '{column}' is listed twice",
-                    at=("slices", index),
-                    evidence=f"slices is {list(self.slices)}",
-                    remedy="list each column once",
-                )
-        return self
 
     @model_validator(mode="after")
     def _one_layout(self) -> Self:
@@ -230,7 +228,7 @@ class BatchConfig(Strict):
     """Batch sizes of the engines, in rows."""
 
     min: Batch = Field(1, description="smallest batch an engine must take")
-    serve: tuple[Batch, ...] = Field(
+    serve: Annotated[tuple[Batch, ...], EACH_ONCE] = Field(
         (256, 1024, 2048), min_length=1, description="batch sizes that latency is measured and optimized at"
     )
     max: Batch = Field(4096, description="largest batch an engine must take")
@@ -251,12 +249,5 @@ class BatchConfig(Strict):
                     at=("serve", index),
                     evidence=f"min is {self.min}, max is {self.max}",
                     remedy="remove it, or widen `batch.min` and `batch.max`",
-                )
-            if size in self.serve[:index]:
-                raise fault(
-                    f"the serving batch {size} is listed twice",
-                    at=("serve", index),
-                    evidence=f"serve is {list(self.serve)}",
-                    remedy="list each size once",
                 )
         return self

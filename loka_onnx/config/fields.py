@@ -29,11 +29,8 @@ class FaultError(PydanticCustomError):
 
 
 def fault(what: str, *, at: tuple[str | int, ...] = (), evidence: str = "", remedy: str = "") -> Exception:
-    """Return a validation error for a rule between keys.
-
-    Args:
-        at: The key at fault, relative to the type with the rule.
-        evidence: Values that show it.
+    """Return a validation error for a rule between keys; `at` is the key at fault, relative to the type with
+    the rule.
     """
     context = {"what": what, "at": at, "evidence": evidence, "remedy": remedy}
     return FaultError(FAULT, "{what}", context)
@@ -70,6 +67,20 @@ def _one_or_more(value: Any) -> Any:
     return (value,)
 
 
+def _each_once(values: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            raise fault(
+                f"`{info.field_name}` lists '{value}' twice",
+                at=(index,),
+                evidence=f"it is {', '.join(map(str, values))}",
+                remedy="list each entry once",
+            )
+    return values
+
+
+EACH_ONCE = AfterValidator(_each_once)
+"""For a list that repeats no entry."""
 Text = Annotated[str, StringConstraints(min_length=1)]
 ResolvedPath = Annotated[Path, AfterValidator(_resolve)]
 MOST_ROWS = 1 << 20

@@ -37,9 +37,6 @@ class OutputSpec:
         budget: Largest accepted relative loss increase (0.0002 is 0.02 %).
         max_kl: Largest accepted KL over the FP32 loss (or entropy); None for `KL_PER_BUDGET` budgets.
         max_auc_drop: Largest accepted decrease of AUC (0.0001 is .01 points); None for any.
-
-    Raises:
-        ConfigError: A regression has no label, or has a limit of log losses.
     """
 
     name: str
@@ -76,11 +73,8 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A graph input or output.
-
-    Attributes:
-        dtype: numpy name, for example ``float32``.
-        shape: None where dynamic; the batch is axis 0.
+    """A graph input or output: NumPy's name of its type, and sizes, None where dynamic; the batch is
+    axis 0.
     """
 
     name: str
@@ -90,12 +84,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Parity:
-    """Agreement of the exported graph with its torch module.
-
-    Attributes:
-        max_abs: Largest absolute difference of any output.
-        rms: Root mean square difference.
-        tolerance: Limit of `max_abs`.
+    """Agreement of the exported graph with its torch module: absolute differences of any output, and their
+    limit.
     """
 
     rows: int
@@ -113,7 +103,6 @@ class ModelArtifact:
         digest: SHA-256 over the graph and its external data.
         opset: Version of the default operator set.
         sites: Every site, in topological order.
-        producer: Writer of the original model.
         parity: Agreement with the torch module; None when the model entered as ONNX.
         notes: Conversions on the way in.
     """
@@ -133,11 +122,7 @@ class ModelArtifact:
     other_products: tuple[OtherProduct, ...] = ()
 
     def placed(self, directory: Path) -> ModelArtifact:
-        """Return the model with its path in a run directory.
-
-        Raises:
-            UserError: The path leaves the directory.
-        """
+        """Return the model with its path in a run directory; `UserError` if the path leaves it."""
         if not is_inside(self.path):
             raise UserError(
                 "a document names a model outside of its run directory", evidence=f"'{self.path}'"

@@ -11,18 +11,14 @@ from loka_onnx.errors import ConfigError
 
 @dataclass(frozen=True)
 class InputBinding:
-    """Which columns one model input is made of.
+    """Which columns one model input of rank 1, (rows,), or 2, (rows, width), is made of; `ConfigError` for
+    others.
 
     Attributes:
         columns: Columns in order. Several scalar columns are stacked to (rows, len(columns)); one column
             of lists of L values gives (rows, L).
-        dtype: NumPy name of the input's type, for example "float32" or "int64".
-        rank: 1 for (rows,), 2 for (rows, width).
         ids: Ids that each column may hold (`graph.id_bounds`); for one column of lists, those of each value
             in a row, or of all of them. None where there is no bound.
-
-    Raises:
-        ConfigError: When the fields contradict one another.
     """
 
     input: str
