@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from registry_bundles import tree
+from altered import tree
 
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.registry import TransferOptions, pull_bundle, push_bundle

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from registry_bundles import tree, with_files
+from altered import tree, with_files
 from sample_run import SampleRun
 from typer.testing import CliRunner
 

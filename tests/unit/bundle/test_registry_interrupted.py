@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from registry_bundles import tree, with_files
+from altered import tree, with_files
 from sample_run import SampleRun
 
 from loka_onnx.bundle.format.files import verify_bundle

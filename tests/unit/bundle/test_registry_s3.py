@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from registry_bundles import read, tree, with_files
+from altered import read, tree, with_files
 from s3_server import s3_server
 from sample_run import SampleRun
 
