@@ -99,14 +99,6 @@ class TestSchemaMessages:
                 "did you mean 'tensorrt'?",
             ),
             (
-                "plan: {",
-                "plan: {base: fp8, ",
-                "`plan.base` must be one of bf16, fp16, fp32, auto",
-                "`plan.base`: bf16, fp16, fp32 or auto: precision of everything that does not run in FP8; "
-                "auto takes fp16 where the calibration rows show that it fits with a factor of 8 to spare, "
-                "else bf16",
-            ),
-            (
                 "nvidia-h100",
                 "../etc",
                 "`targets[0].device` has the wrong form",

@@ -306,10 +306,6 @@ def test_an_empty_shape_that_numpy_cannot_have_is_refused(shape: list[int], more
         read_request(document(tensor(shape=shape, **more)), None, card(spec))
 
 
-def test_the_longest_id_is_taken() -> None:
-    assert read_request(document(tensor(), id="a" * 1024), None, card()).id == "a" * 1024
-
-
 def test_a_bool_byte_is_0_or_1() -> None:
     header = document(tensor(datatype="BOOL", data=..., parameters={"binary_data_size": 3}))
     with pytest.raises(DataError, match="a BOOL is a byte of 0 or 1\n  evidence: a byte is 2"):
