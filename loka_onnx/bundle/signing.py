@@ -109,7 +109,6 @@ def sign_bundle(directory: Path, key: Path) -> str:
         claimed = verify_directory(pin.path).claimed
         signed = read_document(pin.path, MANIFEST_NAME, MAX_MANIFEST_BYTES)
         found = read_signature(pin.path)
-        pin.check()
     name, earlier = fingerprint(signer.public_key()), () if found is None else found.signatures
     if set(claimed) - {name}:
         others = ", ".join(sorted(set(claimed) - {name}))

@@ -52,9 +52,7 @@ from loka_onnx.core.manifest import (
     SparseCut,
     digest_lineage,
     path_problem,
-    sample_expected_key,
-    sample_input_key,
-    sample_looked_up_key,
+    sample_key,
 )
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.seal import seal
@@ -298,13 +296,13 @@ def _copy_with_external_data(
 
 
 def _sample_arrays(contents: BundleContents) -> dict[str, npt.NDArray[Any]]:
-    arrays = {sample_input_key(name): np.asarray(value) for name, value in contents.sample.items()}
+    arrays = {sample_key("input", name): np.asarray(value) for name, value in contents.sample.items()}
     if contents.lookup is not None:
         for name, value in contents.lookup.looked_up.items():
-            arrays[sample_looked_up_key(name)] = np.asarray(value)
+            arrays[sample_key("looked_up", name)] = np.asarray(value)
     for engine, expectation in _expectations(contents):
         for name, value in expectation.outputs.items():
-            arrays[sample_expected_key(engine, name)] = np.asarray(value)
+            arrays[sample_key("expected", engine, name)] = np.asarray(value)
     return arrays
 
 

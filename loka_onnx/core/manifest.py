@@ -219,19 +219,9 @@ def digest_lineage(lineage: Iterable[StageRecord]) -> str:
     return digest_json([[s.stage, s.key, s.parents, s.files] for s in lineage])
 
 
-def sample_input_key(name: str) -> str:
-    """Return the sample key of an input."""
-    return f"input/{name}"
-
-
-def sample_looked_up_key(name: str) -> str:
-    """Return the sample key of a cut tensor."""
-    return f"looked_up/{name}"
-
-
-def sample_expected_key(engine: str, output: str) -> str:
-    """Return the sample key of an engine's expected output."""
-    return f"expected/{engine}/{output}"
+def sample_key(*parts: str) -> str:
+    """Key of an array in a sample: input/<name>, looked_up/<name> or expected/<engine>/<output>."""
+    return "/".join(parts)
 
 
 def path_problem(path: str) -> str | None:

@@ -201,7 +201,6 @@ class _Opener:
         manifest = self.source.manifest
         if not self.source.trusted_by:
             _refuse_programs(self.source.directory / entry.path, entry, self._options)
-        self.source.pin.check()
         spec, path = get_spec(entry.backend), self.source.directory / entry.path
         runner = spec.open(path, entry.architecture, entry.version, self._options)
         try:

@@ -53,6 +53,7 @@ _TYPES: dict[str, np.dtype[Any]] = {
 } | {"BF16": np.dtype(ml_dtypes.bfloat16)}
 """NumPy's types by their names in the protocol."""
 _NAMES = {dtype.name: name for name, dtype in _TYPES.items()}
+_KINDS = {dict: "an object", list: "an array", str: "a string", bool: "true or false"}
 _ELEMENTS: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,)}
 """Types of JSON elements by kind of the array; both kinds of number where none is listed."""
 
@@ -114,7 +115,7 @@ def read_request(body: bytes | bytearray, header_length: int | None, card: Card)
     view = memoryview(body)
     split = len(body) if header_length is None else header_length
     try:
-        document = _object(_parsed(view[:split]), "the request")
+        document = _expected(_parsed(view[:split]), dict, "the request")
         return InferRequest(_id(document), _inputs(document, view[split:], card), _outputs(document, card))
     except RecursionError:
         raise DataError("the JSON is nested too deeply") from None
@@ -174,9 +175,7 @@ def _no_constant(name: str) -> NoReturn:
 
 def _id(document: Mapping[str, Any]) -> str | None:
     found = document.get("id")
-    if found is not None and not isinstance(found, str):
-        raise DataError("`id` is not a string", evidence=f"it is {reprlib.repr(found)}")
-    if found is not None and len(found) > MAX_ID:
+    if found is not None and len(_expected(found, str, "`id`")) > MAX_ID:
         raise DataError("`id` is too long", evidence=f"{len(found)} characters, at most {MAX_ID} are taken")
     return found
 
@@ -272,10 +271,7 @@ def _outputs(document: Mapping[str, Any], card: Card) -> dict[str, bool]:
 
 
 def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
-    found = parameters.get(name, default)
-    if not isinstance(found, bool):
-        raise DataError(f"`{name}` is neither true nor false", evidence=f"it is {reprlib.repr(found)}")
-    return found
+    return bool(_expected(parameters.get(name, default), bool, f"`{name}`"))
 
 
 def _name(tensor: Mapping[str, Any], known: Iterable[str], kind: str) -> str:
@@ -288,7 +284,7 @@ def _name(tensor: Mapping[str, Any], known: Iterable[str], kind: str) -> str:
 
 
 def _parameters(owner: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = _object(owner.get("parameters", {}), "`parameters`")
+    found: Mapping[str, Any] = _expected(owner.get("parameters", {}), dict, "`parameters`")
     for name in _REFUSED:
         if name in found:
             raise DataError(f"this server does not do `{name}`", remedy="leave the parameter out")
@@ -296,15 +292,14 @@ def _parameters(owner: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _objects(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    found = document.get(key)
-    if not isinstance(found, list):
-        raise DataError(f"`{key}` is not an array", evidence=f"it is {reprlib.repr(found)}")
-    return [_object(item, f"an element of `{key}`") for item in found]
+    items = _expected(document.get(key), list, f"`{key}`")
+    return [_expected(item, dict, f"an element of `{key}`") for item in items]
 
 
-def _object(value: Any, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise DataError(f"{what} is not an object", evidence=f"it is {reprlib.repr(value)}")
+def _expected(value: Any, kind: type[Any], what: str) -> Any:
+    """Return a value of JSON that has this type."""
+    if not isinstance(value, kind):
+        raise DataError(f"{what} is not {_KINDS[kind]}", evidence=f"it is {reprlib.repr(value)}")
     return value
 
 
@@ -379,9 +374,7 @@ def _to_json(value: npt.NDArray[Any], name: str) -> list[Any]:
 
 
 def _flattened(data: Any, shape: tuple[int, ...]) -> list[Any]:
-    if not isinstance(data, list):
-        raise DataError("`data` is not an array", evidence=f"it is {reprlib.repr(data)}")
-    level = data
+    level = _expected(data, list, "`data`")
     if data and isinstance(data[0], list):
         if (len(data),) != shape[:1]:
             raise _nesting(shape)

@@ -224,7 +224,7 @@ class _Compared(io.RawIOBase):
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[_Archive]:
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         refuse(path, "the archive cannot be read", str(error), "name a single-file bundle")
     with _Bounded(descriptor) as stream:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 COPY_AGAIN = "copy the bundle again from where it was written, or write it again"
 _ANY_MANIFEST = serde.schema_id(Manifest).rpartition("/")[0] + "/"
 # Refuses a link that appeared after the walk, and does not wait for a pipe.
-OPEN_PLAIN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+OPEN_PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def refuse(where: Path, what: str, evidence: str, remedy: str = COPY_AGAIN) -> NoReturn:

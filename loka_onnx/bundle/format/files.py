@@ -38,9 +38,7 @@ from loka_onnx.core.manifest import (
     BundleFile,
     EngineEntry,
     Manifest,
-    sample_expected_key,
-    sample_input_key,
-    sample_looked_up_key,
+    sample_key,
 )
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.errors import ModelError
@@ -100,9 +98,7 @@ def verify_directory(directory: Path, keys: Sequence[Path] = (), progress: Progr
         MissingPackage: There are keys, but `cryptography` is not installed.
     """
     with pinned(directory) as pin:
-        verified = _verify(pin.path, keys, progress)
-        pin.check()
-        return verified
+        return _verify(pin.path, keys, progress)
 
 
 def _verify(directory: Path, keys: Sequence[Path], progress: Progress) -> Verified:
@@ -192,12 +188,12 @@ def read_sample(directory: Path, manifest: Manifest, engine: EngineEntry) -> Sam
         if unpacked > MAX_SAMPLE_BYTES:
             refuse(directory, "the sample is too large", f"{unpacked} bytes, the limit is {MAX_SAMPLE_BYTES}")
         with np.load(path, allow_pickle=False) as arrays:
-            inputs = {i.name: _rows_of(arrays, sample_input_key(i.name)) for i in manifest.inputs}
+            inputs = {i.name: _rows_of(arrays, sample_key("input", i.name)) for i in manifest.inputs}
             expected = {
-                o.name: _array_of(arrays, sample_expected_key(engine.id, o.name)) for o in manifest.outputs
+                o.name: _array_of(arrays, sample_key("expected", engine.id, o.name)) for o in manifest.outputs
             }
             cut = () if manifest.cut is None else manifest.cut.tensors
-            looked_up = {t.name: _rows_of(arrays, sample_looked_up_key(t.name)) for t in cut}
+            looked_up = {t.name: _rows_of(arrays, sample_key("looked_up", t.name)) for t in cut}
     except KeyError as error:
         refuse(directory, f"the sample of engine '{engine.id}' lacks an array", str(error))
     except _NO_SAMPLE as error:

@@ -2,8 +2,7 @@
 
 Bundles are replaced by exchanging directories, so that two files opened by path in turn may belong to two
 bundles. Linux resolves paths below an open directory through ``/proc/self/fd`` whatever its current name:
-everything read through a pin is of one directory. Elsewhere, the directory of that name is compared with the
-opened one.
+everything read through a pin is of one directory.
 """
 
 from __future__ import annotations
@@ -34,24 +33,12 @@ class Pin:
     status: os.stat_result
 
     @property
-    def is_held(self) -> bool:
-        """True if `path` always means this directory, whatever replaces it."""
-        return self.path != self.name
-
-    @property
     def is_current(self) -> bool:
         """True if the directory still has its name."""
         return _is_at(self.name, self.status)
 
-    def check(self) -> None:
-        """Raise `BundleInvalid` where another directory may have replaced it."""
-        if not self.is_held and not self.is_current:
-            refuse(self.name, "the bundle was replaced while it was read", "another directory", "try again")
-
     def worded(self, text: str) -> str:
         """Replace the pin's path in a text by its name."""
-        if not self.is_held:
-            return text
         return re.sub(re.escape(str(self.path)) + r"(?!\d)", lambda _: printable(str(self.name)), text)
 
 
@@ -69,8 +56,9 @@ def pinned(directory: Path) -> Iterator[Pin]:
         refuse(directory, "there is no bundle here", evidence, "name the directory of a bundle")
     try:
         status = os.fstat(descriptor)
-        path = DESCRIPTORS / str(descriptor)
-        pin = Pin(path if _is_at(path, status) else directory, directory, status)
+        pin = Pin(DESCRIPTORS / str(descriptor), directory, status)
+        if not _is_at(pin.path, status):
+            refuse(directory, "the bundle cannot be held open", f"no '{DESCRIPTORS}'", "mount /proc")
         try:
             yield pin
         except LokaError as error:

@@ -216,7 +216,7 @@ BAD = {
     "parameters of a list": (document(tensor(), parameters=[1]), "`parameters` is not an object"),
     "binary_data_output of 1": (
         document(tensor(), parameters={"binary_data_output": 1}),
-        "`binary_data_output` is neither true nor false",
+        "`binary_data_output` is not true or false",
     ),
     "unknown output": (document(tensor(), outputs=[{"name": "x"}]), "the model has no output 'x'"),
     "an output twice": (document(tensor(), outputs=[{"name": "ctr"}] * 2), "'ctr' is asked for twice"),
