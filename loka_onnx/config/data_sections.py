@@ -19,6 +19,7 @@ from loka_onnx.config.fields import (
     fault,
 )
 from loka_onnx.core.artifact import OutputKind, OutputSpec
+from loka_onnx.errors import ConfigError
 
 
 class OutputConfig(Strict):
@@ -65,49 +66,19 @@ class OutputConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _regression_has_a_label(self) -> Self:
-        if self.label is None and self.kind is OutputKind.REGRESSION:
+    def _fits_together(self) -> Self:
+        try:
+            _ = self.spec
+        except ConfigError as error:
             raise fault(
-                f"a regression needs a label, and output '{self.name}' has none",
-                at=("label",),
-                evidence="without labels a change is relative to the mean entropy of the predictions, which "
-                "a regression does not have",
-                remedy="name the column of its label, or remove this output from `outputs`",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _limits_have_a_use(self) -> Self:
-        for key in ("max_kl", "max_auc_drop"):
-            if getattr(self, key) is not None and self.kind is OutputKind.REGRESSION:
-                raise fault(
-                    f"`{key}` belongs to an output of kind 'logit' or 'probability'",
-                    at=(key,),
-                    evidence=f"output '{self.name}' is a regression",
-                    remedy=f"remove `{key}`, or correct `kind`",
-                )
-        if self.max_auc_drop is not None and self.label is None:
-            raise fault(
-                f"`max_auc_drop` needs a label, and output '{self.name}' has none",
-                at=("max_auc_drop",),
-                evidence="AUC ranks rows by their labels",
-                remedy="name the column of its label, or remove `max_auc_drop`",
-            )
+                error.what, at=(error.where,), evidence=error.evidence, remedy=error.remedy
+            ) from error
         return self
 
     @property
     def spec(self) -> OutputSpec:
         """The same as the core type."""
-        return OutputSpec(
-            self.name,
-            self.kind,
-            self.label,
-            self.weight,
-            self.budget,
-            self.clip,
-            self.max_kl,
-            self.max_auc_drop,
-        )
+        return OutputSpec(**self.model_dump())
 
 
 class SplitFractions(Strict):

@@ -56,18 +56,29 @@ class OutputSpec:
         return KL_PER_BUDGET * self.budget if self.max_kl is None else self.max_kl
 
     def __post_init__(self) -> None:
-        if self.kind is OutputKind.REGRESSION and (self.max_kl, self.max_auc_drop) != (None, None):
-            raise ConfigError(
-                f"`max_kl` and `max_auc_drop` are of a log loss, and output '{self.name}' is a regression",
-                evidence="a regression has neither a divergence of probabilities nor an AUC",
-                remedy="remove them, or correct `kind`",
-            )
-        if self.label is None and self.kind is OutputKind.REGRESSION:
+        is_regression = self.kind is OutputKind.REGRESSION
+        for key in ("max_kl", "max_auc_drop"):
+            if is_regression and getattr(self, key) is not None:
+                raise ConfigError(
+                    f"`{key}` belongs to an output of kind 'logit' or 'probability'",
+                    where=key,
+                    evidence=f"output '{self.name}' is a regression",
+                    remedy=f"remove `{key}`, or correct `kind`",
+                )
+        if self.label is None and is_regression:
             raise ConfigError(
                 f"a regression needs a label, and output '{self.name}' has none",
+                where="label",
                 evidence="without labels a change is relative to the mean entropy of the predictions, which "
                 "a regression does not have",
-                remedy="name the column of its label, or do not judge this output",
+                remedy="name the column of its label, or remove this output from `outputs`",
+            )
+        if self.label is None and self.max_auc_drop is not None:
+            raise ConfigError(
+                f"`max_auc_drop` needs a label, and output '{self.name}' has none",
+                where="max_auc_drop",
+                evidence="AUC ranks rows by their labels",
+                remedy="name the column of its label, or remove `max_auc_drop`",
             )
 
 
