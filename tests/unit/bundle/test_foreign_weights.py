@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import onnx
@@ -35,16 +34,6 @@ PLACES = (
     "function default",
     "training",
 )
-
-
-@pytest.fixture(scope="module")
-def original(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bundle(sample.contents, tmp_path_factory.mktemp("original") / "bundle")
-
-
-@pytest.fixture
-def bundle(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "bundle"))
 
 
 def foreign(location: str) -> onnx.TensorProto:

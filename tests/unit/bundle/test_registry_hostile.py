@@ -14,14 +14,11 @@ import fsspec
 import pytest
 from altered import read, rewrite, tree, with_files
 from fsspec.implementations.memory import MemoryFileSystem
-from sample_run import SampleRun
 
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.registry import TransferOptions, list_names, pull_bundle, push_bundle, resolve
-from loka_onnx.bundle.registry import layout as registry_layout
 from loka_onnx.bundle.registry.names import write_pointer
 from loka_onnx.bundle.registry.store import Store
-from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import MAX_MANIFEST_BYTES, BundleFile
 from loka_onnx.errors import (
     BundleError,
@@ -33,25 +30,16 @@ from loka_onnx.errors import (
 
 FAST = TransferOptions(threads=4)
 PART = 10_000
+pytestmark = pytest.mark.usefixtures("small_parts")
 LARGE = "report/extra-0.bin"
-
-
-@pytest.fixture(scope="module")
-def base(sample: SampleRun, tmp_path_factory) -> Path:
-    return write_bundle(sample.contents, tmp_path_factory.mktemp("base") / "bundle")
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch):
-    monkeypatch.setattr(registry_layout, "PART_BYTES", PART)
 
 
 class Scene:
     """A registry with one bundle under a name, and an older bundle where the next one is pulled to."""
 
-    def __init__(self, base: Path, root: Path) -> None:
-        self.old = with_files(base, root / "old", (12_000,), seed=1)
-        self.new = with_files(base, root / "new", (35_000, 100), seed=2)
+    def __init__(self, original: Path, root: Path) -> None:
+        self.old = with_files(original, root / "old", (12_000,), seed=1)
+        self.new = with_files(original, root / "new", (35_000, 100), seed=2)
         self.registry = root / "registry"
         self.place = root / "host" / "bundle"
         push_bundle(self.old, f"{self.registry}#prod", FAST)
@@ -94,8 +82,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene(base: Path, tmp_path: Path) -> Scene:
-    return Scene(base, tmp_path)
+def scene(original: Path, tmp_path: Path) -> Scene:
+    return Scene(original, tmp_path)
 
 
 def alter(path: Path, change: Callable[[bytes], bytes]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import shutil
 import sys
 from pathlib import Path
 
@@ -25,16 +24,6 @@ from loka_onnx.cli.main import main
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleError, BundleInvalid, ConfigError, MissingPackage, OutputError
-
-
-@pytest.fixture(scope="module")
-def original(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bundle(sample.contents, tmp_path_factory.mktemp("original") / "bundle")
-
-
-@pytest.fixture
-def bundle(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "bundle"))
 
 
 @pytest.fixture

@@ -1,33 +1,20 @@
 import json
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from altered import edit
-from sample_run import SampleRun
 
 from loka_onnx.bundle.format.archive import verify_path
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.inspection import inspect_bundle
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
-from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import MAX_MANIFEST_BYTES, path_problem, paths_problem
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid
 
 FLIPS = 200
-
-
-@pytest.fixture(scope="module")
-def original(sample: SampleRun, tmp_path_factory) -> Path:
-    return write_bundle(sample.contents, tmp_path_factory.mktemp("original") / "bundle")
-
-
-@pytest.fixture
-def bundle(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "bundle"))
 
 
 def listed(bundle: Path) -> list[str]:
