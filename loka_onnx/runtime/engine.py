@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from time import perf_counter
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from loka_onnx.bundle.format.files import Sample
 from loka_onnx.core.manifest import EngineEntry, Manifest
@@ -74,7 +73,7 @@ class Origin:
     trust: str = ""
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """A loaded engine of a bundle; made by `load`. A context manager that closes it.
 
     `inputs` and `outputs` are those of a request, of `part` of the model. `metrics` is also a collector of
@@ -208,12 +207,7 @@ class Engine:
             for engine in self._others:
                 stack.callback(engine.close)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def health(self) -> Health:

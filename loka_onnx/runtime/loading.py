@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from loka_onnx.bundle.format.archive import is_archive, unpacked
+from loka_onnx.bundle.format.archive import as_directory
 from loka_onnx.bundle.format.files import read_sample, verify_directory
 from loka_onnx.bundle.format.pinned import Pin, pinned
 from loka_onnx.core.artifact import TensorSpec
@@ -88,8 +88,7 @@ def load(
     bundle, keys = Path(bundle), _paths(keys)
     for _ in range(ATTEMPTS):
         with ExitStack() as stack:
-            directory = stack.enter_context(unpacked(bundle)) if is_archive(bundle) else bundle
-            pin = stack.enter_context(pinned(directory))
+            pin = stack.enter_context(pinned(stack.enter_context(as_directory(bundle))))
             try:
                 verified = verify_directory(pin.path, keys)
                 trusted_by = verified.signer or (CALLER if trust else "")
@@ -184,10 +183,14 @@ class _Opener:
             cause = Cause.SELF_TEST
             try:
                 engine = Engine(manifest, entry, runner, sample, self._wanted, self._serving)
+                health = engine.health()
+                if not health.ready:
+                    raise EngineError("the self-test fails", evidence=health.detail)
+                if self._serving.warm_up:
+                    engine.warm_up()
             except BaseException:
                 runner.close()
                 raise
-            engine = _tested(engine, self._serving)
         except Exception as error:
             # Libraries raise errors of any type for a bad file; the next engine serves.
             self._skip(entry, cause, in_line(error))
@@ -341,17 +344,3 @@ def _part(name: Part | str) -> Part:
     except ValueError:
         known = " and ".join(f"'{part}'" for part in Part)
         raise ConfigError(f"there is no part '{name}' to load", evidence=f"there are {known}") from None
-
-
-def _tested(engine: Engine, serving: Serving) -> Engine:
-    """Run the self-test and warm-up of an engine; close it on failure."""
-    try:
-        health = engine.health()
-        if not health.ready:
-            raise EngineError("the self-test fails", evidence=health.detail)
-        if serving.warm_up:
-            engine.warm_up()
-    except BaseException:
-        engine.close()
-        raise
-    return engine

@@ -152,31 +152,28 @@ class _Service:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def infer(self, request: Request) -> Response:
+        from starlette.exceptions import HTTPException
+        from starlette.requests import ClientDisconnect
+
         began, status = time.perf_counter(), 500
         try:
-            response = await self._response(request)
+            try:
+                response = await self._infer(request)
+            except HTTPException as error:
+                response = await _on_refusal(request, error)
+            except DataError as error:
+                response = _json({"error": str(error)}, 400)
+            except LokaError as error:
+                _LOG.error("a request failed: %s", error)
+                response = _json({"error": str(error)}, 500)
+            except ClientDisconnect:
+                # Nobody reads it; it is counted.
+                response = _json({"error": "the connection was closed before the end of the body"}, 400)
             status = response.status_code
             return response
         finally:
             self._answers.labels(str(status)).inc()
             self._seconds.observe(time.perf_counter() - began)
-
-    async def _response(self, request: Request) -> Response:
-        from starlette.exceptions import HTTPException
-        from starlette.requests import ClientDisconnect
-
-        try:
-            return await self._infer(request)
-        except HTTPException as error:
-            return await _on_refusal(request, error)
-        except DataError as error:
-            return _json({"error": str(error)}, 400)
-        except LokaError as error:
-            _LOG.error("a request failed: %s", error)
-            return _json({"error": str(error)}, 500)
-        except ClientDisconnect:
-            # Nobody reads it; it is counted.
-            return _json({"error": "the connection was closed before the end of the body"}, 400)
 
     async def _infer(self, request: Request) -> Response:
         self._check_model(request)

@@ -134,6 +134,16 @@ def unpacked(archive: Path, parent: Path | None = None) -> Iterator[Path]:
         yield directory
 
 
+@contextlib.contextmanager
+def as_directory(bundle: Path) -> Iterator[Path]:
+    """Yield the directory of a bundle; an archive is `unpacked` for the block."""
+    if not is_archive(bundle):
+        yield bundle
+        return
+    with unpacked(bundle) as directory:
+        yield directory
+
+
 def distinct_files(manifest: Manifest) -> tuple[BundleFile, ...]:
     """Files whose content an archive holds: of those with one content the first, in the order of paths."""
     first: dict[str, BundleFile] = {}
@@ -344,9 +354,9 @@ def _copy(archive: _Archive, target: Path | None, progress: Progress) -> None:
 
 def _extract(archive: _Archive, directory: Path, progress: Progress = silent) -> None:
     """Write the bundle to an empty directory; raises as `_copy`."""
-    _check_room(directory, sum(file.bytes for file in distinct_files(archive.manifest)))
+    check_room(directory, sum(file.bytes for file in distinct_files(archive.manifest)))
     _copy(archive, directory, progress)
-    _add_names(directory, archive.manifest)
+    add_names(directory, archive.manifest)
     for folder, _, names in os.walk(directory):
         Path(folder).chmod(0o755)
         for name in names:
@@ -354,7 +364,7 @@ def _extract(archive: _Archive, directory: Path, progress: Progress = silent) ->
     check_models(archive.manifest, archive.path, lambda path: read_model(directory / path))
 
 
-def _add_names(directory: Path, manifest: Manifest) -> None:
+def add_names(directory: Path, manifest: Manifest) -> None:
     """Link files to their further names; copies where the file system has no links, or no more of them."""
     sources = {file.sha256: directory / file.path for file in distinct_files(manifest)}
     further = [file for file in manifest.files if directory / file.path != sources[file.sha256]]
@@ -365,13 +375,14 @@ def _add_names(directory: Path, manifest: Manifest) -> None:
         try:
             target.hardlink_to(sources[file.sha256])
         except OSError:
-            _check_room(directory, left)
+            check_room(directory, left)
             shutil.copyfile(sources[file.sha256], target)
             sources[file.sha256] = target
         left -= file.bytes
 
 
-def _check_room(directory: Path, needed: int) -> None:
+def check_room(directory: Path, needed: int) -> None:
+    """Raise `OutputError` unless so many bytes are free for a bundle that is staged at `directory`."""
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OutputError(

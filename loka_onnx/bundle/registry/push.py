@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from loka_onnx.bundle.format.archive import is_archive, unpacked
+from loka_onnx.bundle.format.archive import as_directory
 from loka_onnx.bundle.format.documents import OPEN_PLAIN, read_document
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.format.signature import MAX_SIGNATURE_BYTES, SIGNATURE_NAME
@@ -58,10 +58,8 @@ def push_bundle(
         raise ConfigError(what, where=reference.shown, evidence=evidence, remedy=remedy)
     options = options or TransferOptions()
     store = Store(reference.url, options)
-    if is_archive(bundle):
-        with unpacked(bundle) as directory:
-            return _push(directory, reference, store, options, again=again)
-    return _push(bundle, reference, store, options, again=again)
+    with as_directory(bundle) as directory:
+        return _push(directory, reference, store, options, again=again)
 
 
 def _push(

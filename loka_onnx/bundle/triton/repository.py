@@ -16,7 +16,6 @@ that are one file in the bundle are one file here too, under several names.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from loka_onnx.bundle.copies import Copies
-from loka_onnx.bundle.format.archive import is_archive, unpacked
+from loka_onnx.bundle.format.archive import as_directory
 from loka_onnx.bundle.format.files import Sample, read_sample, verify_bundle
 from loka_onnx.bundle.format.replace import in_the_way, staged_directory
 from loka_onnx.bundle.triton.record import (
@@ -76,7 +75,7 @@ def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> Tri
     """
     destination = Path(os.path.realpath(repository))
     _check_destination(destination, Path(os.path.realpath(bundle)))
-    with _opened(bundle) as directory:
+    with as_directory(bundle) as directory:
         manifest = verify_bundle(directory)
         plan = _Plan(directory, manifest, options)
         with staged_directory(destination) as stage:
@@ -88,15 +87,6 @@ def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> Tri
             record = replace(plan.record, files=tuple(files_of(stage)))
             serde.write(record, stage / RECORD_NAME)
     return record
-
-
-@contextlib.contextmanager
-def _opened(bundle: Path) -> Iterator[Path]:
-    if not is_archive(bundle):
-        yield bundle
-        return
-    with unpacked(bundle) as directory:
-        yield directory
 
 
 class _Plan:

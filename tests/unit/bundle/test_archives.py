@@ -134,9 +134,9 @@ def test_a_file_that_takes_few_links_is_copied_once_for_as_many(
 
     monkeypatch.setattr(Path, "hardlink_to", few)
     needed: list[int] = []
-    check = bundle_archive._check_room
+    check = bundle_archive.check_room
     monkeypatch.setattr(
-        bundle_archive, "_check_room", lambda place, size: needed.append(size) or check(place, size)
+        bundle_archive, "check_room", lambda place, size: needed.append(size) or check(place, size)
     )
     place = unpack(many_names, tmp_path / "back")
     size = (place / "sample.npz").stat().st_size
