@@ -37,8 +37,8 @@ _FEWEST_ROWS = 40
 
 @dataclass(frozen=True)
 class CriteoOptions:
-    """How the text is encoded: rows of every embedding table, blank included, and lines held in memory at
-    once.
+    """Encoding of the text: rows of every embedding table, blank included, and lines held in memory
+    at once.
     """
 
     table_size: int = 100_000

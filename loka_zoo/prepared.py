@@ -1,4 +1,4 @@
-"""What a source of built-in data hands over: files, row ranges and the schema."""
+"""A source of built-in data: files, row ranges and the schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model of the zoo is made of, as data: features, sizes, presets. No framework is imported here."""
+"""Features, sizes and presets of the models, as data. No framework is imported here."""
 
 from __future__ import annotations
 

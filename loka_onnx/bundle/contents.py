@@ -1,4 +1,4 @@
-"""What goes into a bundle, as the caller hands it over."""
+"""Contents of a bundle, as the caller passes them."""
 
 from __future__ import annotations
 

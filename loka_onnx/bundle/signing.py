@@ -108,8 +108,8 @@ def sign_bundle(directory: Path, key: Path) -> str:
     with pinned(place) as pin:
         claimed = verify_directory(pin.path).claimed
         signed = read_document(pin.path, MANIFEST_NAME, MAX_MANIFEST_BYTES)
-        found = read_signature(pin.path)
-    name, earlier = fingerprint(signer.public_key()), () if found is None else found.signatures
+        existing = read_signature(pin.path)
+    name, earlier = fingerprint(signer.public_key()), () if existing is None else existing.signatures
     if set(claimed) - {name}:
         others = ", ".join(sorted(set(claimed) - {name}))
         _LOG.warning("'%s' keeps signatures that nothing was checked of: key %s", place, others)

@@ -101,7 +101,7 @@ class SplitFractions(Strict):
 
 
 class SplitConfig(Strict):
-    """How one file is divided into the three disjoint splits."""
+    """Division of one file into the three disjoint splits."""
 
     by: SplitBy = Field(
         description="'order' for contiguous rows, 'hash' to keep rows that share a key together"
@@ -174,18 +174,18 @@ class DataConfig(Strict):
                 remedy=f"remove `path` and `split`, or remove {_listed(files)}",
             )
         if (self.path is None) != (self.split is None):
-            given, absent = ("path", "split") if self.split is None else ("split", "path")
+            present, absent = ("path", "split") if self.split is None else ("split", "path")
             raise fault(
-                f"`data.{given}` needs `data.{absent}`",
-                at=(given,),
-                evidence=f"`{absent}` is not given",
+                f"`data.{present}` needs `data.{absent}`",
+                at=(present,),
+                evidence=f"`{absent}` is not present",
                 remedy="for example `path: clicks.parquet` with `split: {by: hash, column: user_id}`",
             )
         if self.path is None and len(files) < len(self.SPLITS):
             absent = _listed([name for name in self.SPLITS if name not in files])
             raise fault(
                 "`data` needs three disjoint splits: calibration, selection and certification",
-                evidence=f"{absent} not given",
+                evidence=f"{absent} not present",
                 remedy="give the three files, or one `path` with a `split` rule",
             )
         return self

@@ -39,19 +39,19 @@ def fault(what: str, *, at: tuple[str | int, ...] = (), evidence: str = "", reme
 def _resolve(path: Path, info: ValidationInfo) -> Path:
     base = (info.context or {}).get("directory", Path())
     try:
-        found = Path(base, path.expanduser()).absolute()
+        resolved = Path(base, path.expanduser()).absolute()
     except RuntimeError as error:
         raise fault("the home directory of a path is not known", evidence=str(error)) from error
     for what, length, most in (
-        ("path", len(os.fsencode(found)), MOST_PATH_BYTES),
-        ("file name", max(len(os.fsencode(part)) for part in found.parts), MOST_NAME_BYTES),
+        ("path", len(os.fsencode(resolved)), MOST_PATH_BYTES),
+        ("file name", max(len(os.fsencode(part)) for part in resolved.parts), MOST_NAME_BYTES),
     ):
         if length > most:
             evidence = f"it has {length} bytes, of at most {most}"
             raise fault(f"the {what} is longer than Linux allows", evidence=evidence, remedy="shorten it")
-    if "\0" in str(found):
+    if "\0" in str(resolved):
         raise fault("a path holds the character NUL", remedy="write the path without it")
-    return found
+    return resolved
 
 
 def _one_or_more(value: Any) -> Any:

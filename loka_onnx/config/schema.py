@@ -49,11 +49,11 @@ class ModelConfig(Strict):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        given = [name for name in ("onnx", "torch") if getattr(self, name) is not None]
-        if len(given) != 1:
+        sources = [name for name in ("onnx", "torch") if getattr(self, name) is not None]
+        if len(sources) != 1:
             raise fault(
                 "`model` needs exactly one of `onnx` and `torch`",
-                evidence="both are given" if given else "neither is given",
+                evidence="both are sources" if sources else "neither is sources",
                 remedy="write `model: {onnx: ranker.onnx}` or `model: {torch: 'package.module:build'}`",
             )
         for key in ("checkpoint", "arguments"):

@@ -1,4 +1,4 @@
-"""How columns of a file become inputs of a model."""
+"""Binding of columns of a file to inputs of a model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from loka_onnx.errors import ConfigError
 
 @dataclass(frozen=True)
 class InputBinding:
-    """Which columns one model input of rank 1, (rows,), or 2, (rows, width), is made of; `ConfigError` for
-    others.
+    """Columns of one model input of rank 1, (rows,), or 2, (rows, width); `ConfigError` for others.
 
     Attributes:
         columns: Columns in order. Several scalar columns are stacked to (rows, len(columns)); one column

@@ -181,14 +181,14 @@ class Dataset(ABC):
 
     def check(self) -> None:
         """Read every row once and raise the first fault, with a count over the whole data set."""
-        found: Fault | None = None
+        fault: Fault | None = None
         for chunk in self._chunks(0, self.rows, 8 * _CHUNK_ROWS):
-            if found is None:
-                found = self._first_fault(chunk)
+            if fault is None:
+                fault = self._first_fault(chunk)
             else:
-                found = found.plus(find_fault(found.rule, chunk.columns[found.rule.column], chunk.file_rows))
-        if found is not None:
-            raise found.error(self.path.name, self.rows)
+                fault = fault.plus(find_fault(fault.rule, chunk.columns[fault.rule.column], chunk.file_rows))
+        if fault is not None:
+            raise fault.error(self.path.name, self.rows)
 
     @abstractmethod
     def _describe(self) -> tuple[int, Mapping[str, ColumnInfo]]:

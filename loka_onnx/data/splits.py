@@ -121,16 +121,16 @@ def ensure_disjoint(calibration: Dataset, selection: Dataset, certification: Dat
 
 
 def _may_overlap(a: Dataset, b: Dataset) -> bool:
-    one, two = a.selection, b.selection
-    if isinstance(one, RowRange) and isinstance(two, RowRange):
-        one_stop = a.file_rows if one.stop is None else one.stop
-        two_stop = b.file_rows if two.stop is None else two.stop
-        return one.start < two_stop and two.start < one_stop
+    first, second = a.selection, b.selection
+    if isinstance(first, RowRange) and isinstance(second, RowRange):
+        first_stop = a.file_rows if first.stop is None else first.stop
+        second_stop = b.file_rows if second.stop is None else second.stop
+        return first.start < second_stop and second.start < first_stop
     if (
-        isinstance(one, HashRows)
-        and isinstance(two, HashRows)
-        and (one.column, one.seed) == (two.column, two.seed)
+        isinstance(first, HashRows)
+        and isinstance(second, HashRows)
+        and (first.column, first.seed) == (second.column, second.seed)
     ):
-        return one.low < two.high and two.low < one.high
-    # Different rules over one file: nothing short of reading it proves the rows distinct.
+        return first.low < second.high and second.low < first.high
+    # Different rules over first file: nothing short of reading it proves the rows distinct.
     return True

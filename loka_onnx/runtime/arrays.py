@@ -124,11 +124,11 @@ def allocator(kind: Kind, stream: int) -> Allocate:
 
     def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Borrowed:
         if kind.library == TORCH:
-            made = library.empty(shape, dtype=getattr(library, dtype.name), device=f"cuda:{kind.device}")
+            output = library.empty(shape, dtype=getattr(library, dtype.name), device=f"cuda:{kind.device}")
         else:
             with library.cuda.Device(kind.device):
-                made = library.empty(shape, dtype=dtype)
-        return dlpack.borrow(made, stream)
+                output = library.empty(shape, dtype=dtype)
+        return dlpack.borrow(output, stream)
 
     return allocate
 

@@ -254,8 +254,8 @@ class Engine(AbstractContextManager["Engine"]):
     @property
     def _others(self) -> tuple[Engine, ...]:
         """Other engines of the routes."""
-        found = {id(engine): engine for _, engine in self._routes if engine is not self}
-        return tuple(found.values())
+        engines = {id(engine): engine for _, engine in self._routes if engine is not self}
+        return tuple(engines.values())
 
     def _infer_others(self, inputs: Mapping[str, Any], like: Any, began: float) -> dict[str, Any]:
         """Answer a request with arrays of another library, or refuse one."""
@@ -278,10 +278,10 @@ class Engine(AbstractContextManager["Engine"]):
         stream = target._runner.stream
         borrowed = {name: borrow(value, stream) for name, value in inputs.items()}
         rows = self._layout.rows_of(borrowed)
-        made = target._runner.run_on_device(borrowed, allocator(kind, stream))
+        outputs = target._runner.run_on_device(borrowed, allocator(kind, stream))
         if self.metrics.enabled:
             self.metrics.answered(target._series.of(rows), rows, perf_counter() - began)
-        return {name: value.source for name, value in made.items()}
+        return {name: value.source for name, value in outputs.items()}
 
     def _run_on_host(self, inputs: Mapping[str, Any], rows: int, kind: Kind, began: float) -> dict[str, Any]:
         """Answer a checked request in host memory, in arrays of a kind."""

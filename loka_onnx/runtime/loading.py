@@ -163,12 +163,12 @@ class _Opener:
         """Engines that may run here, in the order of trial; records the others as skipped."""
         usable, out = [], []
         for entry in self.source.manifest.candidates:
-            found = obstacle(entry, self._wanted, is_trusted=bool(self.source.trusted_by))
-            if found is None:
+            problem = obstacle(entry, self._wanted, is_trusted=bool(self.source.trusted_by))
+            if problem is None:
                 usable.append(entry)
             else:
                 out.append(entry.id)
-                self._skip(entry, found.cause, found.reason)
+                self._skip(entry, problem.cause, problem.reason)
         ordered = in_order(self.source.manifest, usable)
         self.order = (*(entry.id for entry in ordered), *out)
         return ordered

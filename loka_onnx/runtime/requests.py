@@ -85,12 +85,12 @@ def repeated(value: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
 
 def typed(arrays: Mapping[str, npt.NDArray[Any]], specs: Sequence[TensorSpec]) -> dict[str, npt.NDArray[Any]]:
     """Restore the type of BF16 arrays of a sample, which an npz stores as raw bytes."""
-    found = {}
+    restored = {}
     for spec in specs:
         value, dtype = arrays[spec.name], dtype_called(spec.dtype)
         is_raw = value.dtype.kind == "V" and value.dtype.itemsize == dtype.itemsize
-        found[spec.name] = value.view(dtype) if is_raw else value
-    return found
+        restored[spec.name] = value.view(dtype) if is_raw else value
+    return restored
 
 
 def _rows(value: Any, spec: TensorSpec) -> int:

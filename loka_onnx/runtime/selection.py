@@ -59,13 +59,13 @@ def obstacle(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -> Obstacle 
             "your bundles, or `trust=True` when this one comes from who may run code here",
         )
     spec = get_spec(entry.backend)
-    found = []
+    obstacles = []
     if reason := spec.library_obstacle():
-        found.append(Obstacle(Cause.LIBRARY, reason))
+        obstacles.append(Obstacle(Cause.LIBRARY, reason))
     if entry.architecture != CPU and (reason := spec.device_obstacle(entry.architecture)):
-        found.append(Obstacle(Cause.DEVICE, f"cannot run here: {reason}"))
-    if found:
-        return Obstacle(found[0].cause, "; ".join(each.reason for each in found))
+        obstacles.append(Obstacle(Cause.DEVICE, f"cannot run here: {reason}"))
+    if obstacles:
+        return Obstacle(obstacles[0].cause, "; ".join(each.reason for each in obstacles))
     # Last, as only the library knows its version, and is imported for it.
     return _other_version(entry)
 

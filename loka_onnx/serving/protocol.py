@@ -174,25 +174,25 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _id(document: Mapping[str, Any]) -> str | None:
-    found = document.get("id")
-    if found is not None and len(_expected(found, str, "`id`")) > MAX_ID:
-        raise DataError("`id` is too long", evidence=f"{len(found)} characters, at most {MAX_ID} are taken")
-    return found
+    value = document.get("id")
+    if value is not None and len(_expected(value, str, "`id`")) > MAX_ID:
+        raise DataError("`id` is too long", evidence=f"{len(value)} characters, at most {MAX_ID} are taken")
+    return value
 
 
 def _inputs(document: Mapping[str, Any], payload: memoryview, card: Card) -> Arrays:
     specs = {spec.name: spec for spec in card.inputs}
-    found: Arrays = {}
+    inputs: Arrays = {}
     start = 0
     for tensor in _objects(document, "inputs"):
         name = _name(tensor, specs, "input")
-        if name in found:
+        if name in inputs:
             raise DataError(f"input '{name}' is there twice")
         try:
             shape = _shape(tensor, specs[name])
             size = _binary_size(tensor, shape, specs[name])
             if size is None:
-                found[name] = _from_json(tensor.get("data"), _datatype_of(specs[name]), shape)
+                inputs[name] = _from_json(tensor.get("data"), _datatype_of(specs[name]), shape)
                 continue
             if start + size > len(payload):
                 raise DataError(
@@ -200,7 +200,7 @@ def _inputs(document: Mapping[str, Any], payload: memoryview, card: Card) -> Arr
                     evidence=f"it needs {start + size} bytes behind the JSON, there are {len(payload)}",
                     remedy="give the length of the JSON in Inference-Header-Content-Length",
                 )
-            found[name] = _from_bytes(payload[start : start + size], _datatype_of(specs[name]), shape)
+            inputs[name] = _from_bytes(payload[start : start + size], _datatype_of(specs[name]), shape)
             start += size
         except DataError as error:
             where = f"input '{name}'"
@@ -211,10 +211,10 @@ def _inputs(document: Mapping[str, Any], payload: memoryview, card: Card) -> Arr
             evidence=f"tensors take {start} bytes behind the JSON, there are {len(payload)}",
             remedy=f"give `{_SIZE}` for each input that is sent as bytes",
         )
-    missing = [spec.name for spec in card.inputs if spec.name not in found]
+    missing = [spec.name for spec in card.inputs if spec.name not in inputs]
     if missing:
         raise DataError("inputs are missing", evidence=", ".join(missing))
-    return found
+    return inputs
 
 
 def _shape(tensor: Mapping[str, Any], spec: TensorSpec) -> tuple[int, ...]:
@@ -261,13 +261,13 @@ def _binary_size(tensor: Mapping[str, Any], shape: tuple[int, ...], spec: Tensor
 def _outputs(document: Mapping[str, Any], card: Card) -> dict[str, bool]:
     default = _flag(_parameters(document), _ALL_BINARY, False)
     specs = {spec.name: spec for spec in card.outputs}
-    found: dict[str, bool] = {}
+    outputs: dict[str, bool] = {}
     for output in _objects(document, "outputs") if document.get("outputs") is not None else ():
         name = _name(output, specs, "output")
-        if name in found:
+        if name in outputs:
             raise DataError(f"output '{name}' is asked for twice")
-        found[name] = _flag(_parameters(output), _BINARY, default)
-    return found or dict.fromkeys(specs, default)
+        outputs[name] = _flag(_parameters(output), _BINARY, default)
+    return outputs or dict.fromkeys(specs, default)
 
 
 def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -284,11 +284,11 @@ def _name(tensor: Mapping[str, Any], known: Iterable[str], kind: str) -> str:
 
 
 def _parameters(owner: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = _expected(owner.get("parameters", {}), dict, "`parameters`")
+    parameters: Mapping[str, Any] = _expected(owner.get("parameters", {}), dict, "`parameters`")
     for name in _REFUSED:
-        if name in found:
+        if name in parameters:
             raise DataError(f"this server does not do `{name}`", remedy="leave the parameter out")
-    return found
+    return parameters
 
 
 def _objects(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
@@ -340,14 +340,14 @@ def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[
     # By their types, because a bool is an int to isinstance.
     wrong = {type(element) for element in elements} - set(allowed)
     if wrong:
-        found = next(e for e in elements if type(e) in wrong)
-        raise DataError(f"an element is no {datatype}", evidence=f"it is {reprlib.repr(found)}")
+        element = next(e for e in elements if type(e) in wrong)
+        raise DataError(f"an element is no {datatype}", evidence=f"it is {reprlib.repr(element)}")
     if dtype.kind in "iu" and elements:
         # NumPy 1 wraps around instead.
         limits = np.iinfo(dtype)
-        for found in (min(elements), max(elements)):
-            if not limits.min <= found <= limits.max:
-                raise _too_large(datatype, f"it is {reprlib.repr(found)}")
+        for element in (min(elements), max(elements)):
+            if not limits.min <= element <= limits.max:
+                raise _too_large(datatype, f"it is {reprlib.repr(element)}")
     try:
         with np.errstate(over="ignore"):
             value = np.array(elements, dtype)
@@ -374,7 +374,7 @@ def _to_json(value: npt.NDArray[Any], name: str) -> list[Any]:
 
 
 def _flattened(data: Any, shape: tuple[int, ...]) -> list[Any]:
-    level = _expected(data, list, "`data`")
+    level: list[Any] = _expected(data, list, "`data`")
     if data and isinstance(data[0], list):
         if (len(data),) != shape[:1]:
             raise _nesting(shape)

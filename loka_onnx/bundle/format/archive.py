@@ -121,8 +121,8 @@ def unpacked(archive: Path, parent: Path | None = None) -> Iterator[Path]:
     """Yield the bundle of an archive as a verified directory in `parent`, and remove it afterwards."""
     with _opened(archive) as opened, contextlib.ExitStack() as stack:
         try:
-            made = tempfile.TemporaryDirectory(prefix="loka-onnx-", dir=parent)
-            directory = Path(stack.enter_context(made)) / "bundle"
+            temporary = tempfile.TemporaryDirectory(prefix="loka-onnx-", dir=parent)
+            directory = Path(stack.enter_context(temporary)) / "bundle"
             directory.mkdir()
             _extract(opened, directory)
         except OSError as error:
@@ -295,8 +295,8 @@ def _check_listing(path: Path, entries: Sequence[zipfile.ZipInfo], expected: lis
         refuse(path, what, f"{len(expected)} entries are expected")
     for number, (name, size) in enumerate(expected):
         if number == len(entries) or entries[number].filename != name:
-            found = repr(entries[number].filename) if number < len(entries) else "nothing"
-            refuse(path, f"file {name!r} is missing, or out of order", f"{found} is in its place")
+            actual = repr(entries[number].filename) if number < len(entries) else "nothing"
+            refuse(path, f"file {name!r} is missing, or out of order", f"{actual} is in its place")
         if entries[number].file_size != size:
             evidence = f"{entries[number].file_size} bytes, the manifest says {size}"
             refuse(path, f"file '{name}' has another size", evidence)

@@ -107,12 +107,12 @@ def _verify(directory: Path, keys: Sequence[Path], progress: Progress) -> Verifi
     signer = check_signature(signature, data, keys, directory) if keys else None
     manifest = parse_manifest(data, directory)
     claimed = () if signature is None else parse_signature(signature, data, directory).keys
-    found = set(_walk(directory)) - {MANIFEST_NAME, SIGNATURE_NAME}
+    present = set(_walk(directory)) - {MANIFEST_NAME, SIGNATURE_NAME}
     listed = {f.path for f in manifest.files}
-    for path in sorted(found - listed):
+    for path in sorted(present - listed):
         refuse(directory, f"file {path!r} is not listed in the manifest", f"{len(listed)} files are listed")
-    for path in sorted(listed - found):
-        refuse(directory, f"file {path!r} is missing", f"{len(found)} files are there")
+    for path in sorted(listed - present):
+        refuse(directory, f"file {path!r} is missing", f"{len(present)} files are there")
     digests: dict[tuple[int, int], str] = {}
     done = 0
     for entry in manifest.files:
@@ -231,12 +231,12 @@ def _walk(directory: Path) -> Iterator[str]:
             refuse(directory, f"directory {prefix[:200]!r} is too deep", f"paths have {MAX_PATH_DEPTH} parts")
         try:
             with os.scandir(directory / prefix) as entries:
-                found = [(entry.name, entry.stat(follow_symlinks=False).st_mode) for entry in entries]
+                items = [(entry.name, entry.stat(follow_symlinks=False).st_mode) for entry in entries]
         except OSError as error:
             refuse(directory, f"directory {prefix[:200]!r} cannot be read", str(error)[:400])
-        if prefix and not found:
+        if prefix and not items:
             refuse(directory, f"directory {prefix!r} is empty", "a bundle has no directories without files")
-        for name, mode in sorted(found):
+        for name, mode in sorted(items):
             path = f"{prefix}/{name}" if prefix else name
             if stat.S_ISDIR(mode):
                 pending.append(path)

@@ -166,18 +166,18 @@ def move_into_place(stage: Path, destination: Path) -> None:
     _sync(destination.parent)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
         return False
-    result = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    result = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
     if result == 0:
         return True
     code = ctypes.get_errno()
     if code in {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}:
         return False
-    raise OSError(code, os.strerror(code), os.fspath(other))
+    raise OSError(code, os.strerror(code), os.fspath(second))
 
 
 def _remove_leftovers(destination: Path, prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""What `loka-onnx.json` of a Triton repository says was written, and whether something else is there."""
+"""`loka-onnx.json` of a Triton repository: files that were written, and whether something else is there."""
 
 from __future__ import annotations
 
@@ -114,15 +114,15 @@ def why_in_the_way(destination: Path) -> str:
 
 
 def _additions(root: Path, record: TritonRepository) -> Iterator[str]:
-    """What a repository holds beside the files and directories of its record; links are not followed."""
+    """Yield files and directories beside those of the record; links are not followed."""
     files = {RECORD_NAME, *(file.path for file in record.files)}
     folders = {parent.as_posix() for path in files for parent in Path(path).parents}
     folders |= {f"{name}{end}" for name in record.directories for end in ("", f"/{VERSION}")}
     pending = [root]
     while pending:
         with os.scandir(pending.pop()) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
-        for entry in found:
+            items = sorted(entries, key=lambda entry: entry.name)
+        for entry in items:
             path = Path(entry.path).relative_to(root).as_posix()
             is_folder = entry.is_dir(follow_symlinks=False)
             if is_folder and path in folders:

@@ -61,7 +61,7 @@ from loka_onnx.errors import (
 )
 
 LOOKED_UP = "looked_up/"
-"""What the names of tensors between the steps of an ensemble begin with."""
+"""Prefix of the names of tensors between the steps of an ensemble."""
 
 
 def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> TritonRepository:
@@ -90,7 +90,7 @@ def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> Tri
 
 
 class _Plan:
-    """Which models a repository consists of."""
+    """Models that a repository consists of."""
 
     def __init__(self, bundle: Path, manifest: Manifest, options: TritonOptions) -> None:
         self._bundle, self._manifest, self._options = bundle, manifest, options
