@@ -22,7 +22,6 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
 import ml_dtypes
@@ -54,7 +53,7 @@ _TYPES: dict[str, np.dtype[Any]] = {
 """NumPy's types by their names in the protocol."""
 _NAMES = {dtype.name: name for name, dtype in _TYPES.items()}
 _KINDS = {dict: "an object", list: "an array", str: "a string", bool: "true or false"}
-_ELEMENTS: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,)}
+_JSON_TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,)}
 """Types of JSON elements by kind of the array; both kinds of number where none is listed."""
 
 
@@ -334,9 +333,9 @@ def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[
     """Return a tensor of a JSON array, flat or nested as its shape."""
     if datatype == "BF16":
         raise DataError("JSON cannot hold BF16 exactly", remedy="send it as binary data")
-    elements = _flattened(data, shape)
+    elements = _elements(data, shape)
     dtype = _TYPES[datatype]
-    allowed = _ELEMENTS.get(dtype.kind, (int, float))
+    allowed = _JSON_TYPES.get(dtype.kind, (int, float))
     # By their types, because a bool is an int to isinstance.
     wrong = {type(element) for element in elements} - set(allowed)
     if wrong:
@@ -373,26 +372,14 @@ def _to_json(value: npt.NDArray[Any], name: str) -> list[Any]:
     return elements
 
 
-def _flattened(data: Any, shape: tuple[int, ...]) -> list[Any]:
-    level: list[Any] = _expected(data, list, "`data`")
-    if data and isinstance(data[0], list):
-        if (len(data),) != shape[:1]:
-            raise _nesting(shape)
-        for size in shape[1:]:
-            if not all(isinstance(row, list) and len(row) == size for row in level):
-                raise _nesting(shape)
-            level = list(chain.from_iterable(level))
-    if len(level) != math.prod(shape):
-        raise DataError(
-            "`data` does not fill the shape",
-            evidence=f"{len(level)} elements, the shape {list(shape)} has {math.prod(shape)}",
-        )
-    return level
+def _elements(data: Any, shape: tuple[int, ...]) -> list[Any]:
+    array = np.array(_expected(data, list, "`data`"), object)
+    if array.shape not in {shape, (math.prod(shape),)}:
+        evidence = f"it has the shape {list(array.shape)}, which is neither {list(shape)} nor flat"
+        raise DataError("`data` does not fill the shape", evidence=evidence)
+    elements: list[Any] = array.ravel().tolist()
+    return elements
 
 
 def _too_large(datatype: str, evidence: str) -> DataError:
     return DataError(f"an element is too large for {datatype}", evidence=evidence)
-
-
-def _nesting(shape: tuple[int, ...]) -> DataError:
-    return DataError("`data` is not nested as its shape", evidence=f"the shape is {list(shape)}")

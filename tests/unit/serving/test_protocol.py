@@ -175,7 +175,7 @@ BAD = {
         + b"[" * 900
         + b"]" * 900
         + b"}]}",
-        "not nested as its shape",
+        "`data` does not fill the shape",
     ),
     "a number of 5000 digits": (b'{"id":' + b"9" * 5000 + b"}", "the request cannot be read as JSON"),
     "an array": (b"[1, 2]", "the request is not an object"),
@@ -200,10 +200,13 @@ BAD = {
     "an id of a mebibyte": (document(tensor(), id="\ud800" * (1 << 20)), "1048576 characters, at most 1024"),
     "no data": (document(tensor(data=...)), "it has no data"),
     "data of one number": (document(tensor(data=1)), "`data` is not an array"),
-    "too few": (document(tensor(data=[1, 2])), "2 elements, the shape [1, 3] has 3"),
-    "too many": (document(tensor(data=[1, 2, 3, 4])), "4 elements, the shape [1, 3] has 3"),
-    "ragged": (document(tensor(shape=[2, 3], data=[[1, 2, 3], [4, 5]])), "not nested as its shape"),
-    "nested otherwise": (document(tensor(shape=[2, 3], data=[[1, 2], [3, 4], [5, 6]])), "not nested"),
+    "too few": (document(tensor(data=[1, 2])), "it has the shape [2], which is neither [1, 3] nor flat"),
+    "too many": (document(tensor(data=[1, 2, 3, 4])), "it has the shape [4], which is neither"),
+    "ragged": (document(tensor(shape=[2, 3], data=[[1, 2, 3], [4, 5]])), "`data` does not fill the shape"),
+    "nested otherwise": (
+        document(tensor(shape=[2, 3], data=[[1, 2], [3, 4], [5, 6]])),
+        "it has the shape [3, 2], which is neither [2, 3]",
+    ),
     "strings": (document(tensor(data=["1", "2", "3"])), "an element is no FP32\n  evidence: it is '1'"),
     "null": (document(tensor(data=[1, None, 3])), "an element is no FP32\n  evidence: it is None"),
     "bools": (document(tensor(data=[1, True, 3])), "an element is no FP32\n  evidence: it is True"),
