@@ -29,30 +29,30 @@ def refuses(bundle: Path, message: str) -> None:
     assert caught.value.exit_code == 3
 
 
-def test_every_file_is_missed(bundle):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path, elsewhere: None, r"is missing|is empty"),
+        (
+            lambda path, elsewhere: elsewhere.rename(path.with_name(f"{path.name}.old")),
+            r"is not listed in the manifest|'manifest.json' is missing",
+        ),
+        (
+            lambda path, elsewhere: path.symlink_to(elsewhere),
+            r"is not a regular file\n  evidence: a symbolic link",
+        ),
+    ],
+)
+def test_every_file_is_missed(bundle, tmp_path, change, message):
+    """Gone, under another name, or a link to where it is."""
     for path in [*listed(bundle), "manifest.json"]:
         kept = (bundle / path).read_bytes()
-        (bundle / path).unlink()
-        refuses(bundle, r"is missing|is empty")
-        (bundle / path).write_bytes(kept)
-    verify_bundle(bundle)
-
-
-def test_every_file_notices_a_new_name(bundle):
-    for path in [*listed(bundle), "manifest.json"]:
-        (bundle / path).rename(bundle / f"{path}.old")
-        refuses(bundle, r"is not listed in the manifest|'manifest.json' is missing")
-        (bundle / f"{path}.old").rename(bundle / path)
-    verify_bundle(bundle)
-
-
-def test_every_file_refuses_to_be_a_link(bundle, tmp_path):
-    for path in [*listed(bundle), "manifest.json"]:
         (bundle / path).rename(tmp_path / "elsewhere")
-        (bundle / path).symlink_to(tmp_path / "elsewhere")
-        refuses(bundle, r"is not a regular file\n  evidence: a symbolic link")
-        (bundle / path).unlink()
-        (tmp_path / "elsewhere").rename(bundle / path)
+        change(bundle / path, tmp_path / "elsewhere")
+        refuses(bundle, message)
+        for left in (bundle / path, bundle / f"{path}.old"):
+            left.unlink(missing_ok=True)
+        (bundle / path).write_bytes(kept)
     verify_bundle(bundle)
 
 
