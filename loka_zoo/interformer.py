@@ -23,11 +23,7 @@ from loka_zoo.wukong import TokenMix
 
 
 class SelfGate(nn.Module):
-    """x ⊙ σ(linear(x)).
-
-    Args:
-        width: Length d of a token.
-    """
+    """x ⊙ σ(linear(x))."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -66,13 +62,7 @@ class Attention(nn.Module):
 
 
 class InteractionArch(nn.Module):
-    """X' = LN(X + MLP([DOT(Z), DCN(Z)])).
-
-    Args:
-        tokens: Non-sequence tokens.
-        summary: Tokens of the sequence's summary.
-        config: The sizes.
-    """
+    """X' = LN(X + MLP([DOT(Z), DCN(Z)]))."""
 
     def __init__(self, tokens: int, summary: int, config: InterFormerConfig) -> None:
         super().__init__()
@@ -115,11 +105,7 @@ class SequenceArch(nn.Module):
 
 
 class CrossArch(nn.Module):
-    """The summary of the sequence, S_sum = gate([CLS, PMA, recent]).
-
-    Args:
-        config: The sizes.
-    """
+    """The summary of the sequence, S_sum = gate([CLS, PMA, recent])."""
 
     def __init__(self, config: InterFormerConfig) -> None:
         super().__init__()

@@ -194,17 +194,7 @@ def build_ratings(
     ratings: Sequence[Mapping[str, str]],
     train: Array,
 ) -> Ratings:
-    """Looks up the user and the item of each rating.
-
-    Args:
-        users: Rows of the user file.
-        items: Rows of the item file.
-        ratings: Rows of the rating file.
-        train: Indices of the training rows.
-
-    Raises:
-        DataError: When a rating names a user or an item that has no attributes.
-    """
+    """Look up the user and the item of each rating; `train` are the indices of the training rows."""
     by_user = {user["user_id"]: position for position, user in enumerate(users)}
     by_item = {item["item_id"]: position for position, item in enumerate(items)}
     try:
@@ -224,10 +214,8 @@ def build_ratings(
 
 
 def build_columns(catalog: Catalog, ratings: Ratings) -> dict[str, Array]:
-    """All columns of all ratings.
-
-    Returns:
-        Categorical (int64), standardized numeric (float32) and the label (int8), each (ratings,).
+    """All columns of all ratings: categorical (int64), standardized numeric (float32), label (int8), each
+    (ratings,).
     """
     columns = {name: ids[ratings.user] for name, ids in catalog.users.items()}
     columns |= {name: ids[ratings.item] for name, ids in catalog.items.items()}
