@@ -18,20 +18,10 @@ if TYPE_CHECKING:
 def build(
     architecture: str, size: str, categorical: Mapping[str, int], numeric: Sequence[str]
 ) -> tuple[nn.Module, dict[str, npt.NDArray[Any]]]:
-    """A model with random weights and one example row of each input.
+    """A model with random weights, and one example row: `dense` (1, numeric) float32, `ids` (1, categorical)
+    int64.
 
-    Args:
-        architecture: One of `zoo.registry.MODEL_NAMES`.
-        size: A preset of that architecture.
-        categorical: Number of ids of each categorical feature, in the order of the `ids` input.
-        numeric: Numeric features, in the order of the `dense` input.
-
-    Returns:
-        The module, and `dense` (1, numeric) float32 beside `ids` (1, categorical) int64.
-
-    Raises:
-        ConfigError: There is no such model or size.
-        MissingPackage: PyTorch is not installed.
+    `categorical` gives the number of ids of each feature, in the order of the `ids` input.
     """
     features = FeatureSpec(tuple(categorical.items()), tuple(numeric))
     example: dict[str, npt.NDArray[Any]] = {

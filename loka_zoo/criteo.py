@@ -37,11 +37,8 @@ _FEWEST_ROWS = 40
 
 @dataclass(frozen=True)
 class CriteoOptions:
-    """How the text is encoded.
-
-    Attributes:
-        table_size: Rows of every embedding table, blank included; at least 2.
-        chunk_rows: Lines held in memory at once.
+    """Encoding of the text: rows of every embedding table, blank included, and lines held in memory
+    at once.
     """
 
     table_size: int = 100_000
@@ -59,19 +56,10 @@ class CriteoOptions:
 def prepare_criteo(
     source: str | Path, directory: str | Path, options: CriteoOptions | None = None
 ) -> PreparedData:
-    """Encodes a text file, plain or .gz, as `<directory>/criteo.parquet`.
+    """Encode a text file, plain or .gz, as `<directory>/criteo.parquet`, whole or not at all.
 
-    Args:
-        source: The text.
-        directory: Where to write; created when missing. The file is written whole or not at all.
-        options: How it is encoded.
-
-    Returns:
-        The four splits as contiguous ranges in file order: 70 : 5 : 10 : 15.
-
-    Raises:
-        DataError: When the file is missing, or a line is malformed; names the line.
-        OutputError: When the directory cannot be created.
+    The four splits are contiguous ranges in file order: 70 : 5 : 10 : 15. A malformed line raises `DataError`
+    with its number.
     """
     options, source = options or CriteoOptions(), Path(source)
     target = make_directory(directory) / "criteo.parquet"

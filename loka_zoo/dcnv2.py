@@ -10,12 +10,7 @@ from loka_zoo.spec import DCNv2Config, FeatureSpec
 
 
 class DCNv2(nn.Module):
-    """Bottom MLP, embeddings, cross layers on their concatenation, over MLP.
-
-    Args:
-        features: The features.
-        config: The sizes.
-    """
+    """Bottom MLP, embeddings, cross layers on their concatenation, over MLP."""
 
     def __init__(self, features: FeatureSpec, config: DCNv2Config) -> None:
         super().__init__()

@@ -30,14 +30,7 @@ RUN_FILE_HEAD = "# What `loka-onnx demo` runs. Relative paths start at this file
 
 
 def run_demo(output: Path, options: RunOptions | None = None) -> RunResult:
-    """Prepare data, train, and run every stage; finished work is taken over.
-
-    Args:
-        output: The run directory; always resumed unless `options.force` is set.
-
-    Raises:
-        MissingPackage: recbole (the data) or PyTorch is not installed.
-    """
+    """Prepare data, train, and run every stage; finished work is taken over unless `options.force` is set."""
     options = options or RunOptions()
     with RunDirectory.create(
         output, {"preset": "demo"}, library_versions(), force=options.force, resume=not options.force

@@ -10,12 +10,7 @@ from loka_zoo.spec import DLRMConfig, FeatureSpec
 
 
 class DLRM(nn.Module):
-    """Bottom MLP, embeddings, pairwise inner products, over MLP.
-
-    Args:
-        features: The features.
-        config: The sizes.
-    """
+    """Bottom MLP, embeddings, pairwise inner products, over MLP."""
 
     def __init__(self, features: FeatureSpec, config: DLRMConfig) -> None:
         super().__init__()

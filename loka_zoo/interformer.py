@@ -23,11 +23,7 @@ from loka_zoo.wukong import TokenMix
 
 
 class SelfGate(nn.Module):
-    """x ⊙ σ(linear(x)).
-
-    Args:
-        width: Length d of a token.
-    """
+    """x ⊙ σ(linear(x))."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -66,13 +62,7 @@ class Attention(nn.Module):
 
 
 class InteractionArch(nn.Module):
-    """X' = LN(X + MLP([DOT(Z), DCN(Z)])).
-
-    Args:
-        tokens: Non-sequence tokens.
-        summary: Tokens of the sequence's summary.
-        config: The sizes.
-    """
+    """X' = LN(X + MLP([DOT(Z), DCN(Z)]))."""
 
     def __init__(self, tokens: int, summary: int, config: InterFormerConfig) -> None:
         super().__init__()
@@ -115,11 +105,7 @@ class SequenceArch(nn.Module):
 
 
 class CrossArch(nn.Module):
-    """The summary of the sequence, S_sum = gate([CLS, PMA, recent]).
-
-    Args:
-        config: The sizes.
-    """
+    """The summary of the sequence, S_sum = gate([CLS, PMA, recent])."""
 
     def __init__(self, config: InterFormerConfig) -> None:
         super().__init__()
@@ -136,12 +122,7 @@ class CrossArch(nn.Module):
 
 
 class InterFormerLayer(nn.Module):
-    """One layer of the three archs.
-
-    Args:
-        tokens: Non-sequence tokens.
-        config: The sizes.
-    """
+    """One layer of the three archs."""
 
     def __init__(self, tokens: int, config: InterFormerConfig) -> None:
         super().__init__()
@@ -156,12 +137,7 @@ class InterFormerLayer(nn.Module):
 
 
 class Summary(nn.Module):
-    """X_sum = gate(mix(X)).
-
-    Args:
-        tokens: Non-sequence tokens.
-        config: The sizes.
-    """
+    """X_sum = gate(mix(X))."""
 
     def __init__(self, tokens: int, config: InterFormerConfig) -> None:
         super().__init__()
@@ -175,16 +151,7 @@ class Summary(nn.Module):
 
 
 class InterFormer(nn.Module):
-    """Bottom MLP and embeddings as tokens, a sequence, layers, over MLP.
-
-    Args:
-        features: The features.
-        config: The sizes.
-
-    Raises:
-        ConfigError: When the sequence is shorter than the recent tokens asked for, or the heads do not
-            divide the width.
-    """
+    """Bottom MLP and embeddings as tokens, a sequence, layers, over MLP."""
 
     def __init__(self, features: FeatureSpec, config: InterFormerConfig) -> None:
         super().__init__()
@@ -211,15 +178,9 @@ class InterFormer(nn.Module):
         self.head = nn.Linear(config.over[-1], 1)
 
     def forward(self, dense: Tensor, ids: Tensor, history: Tensor | None = None) -> Tensor:
-        """Maps features to logits.
+        """Map dense (batch, numeric) float32 and ids (batch, categorical) int64 to logits (batch,).
 
-        Args:
-            dense: (batch, numeric) float32.
-            ids: (batch, categorical) int64.
-            history: (batch, length) int64, exactly when the features have a history; oldest first.
-
-        Returns:
-            (batch,) float32.
+        `history` is (batch, length) int64, oldest first, exactly when the features have a history.
         """
         embedded = self.embeddings(ids)
         x = tokens_of(self.bottom(dense), embedded)

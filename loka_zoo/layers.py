@@ -60,10 +60,6 @@ class Cross(nn.Module):
     """A cross layer, x' = x0 ⊙ (W·x + b) + x (arXiv 2008.13535, equation 1).
 
     With a rank r, W = U·Vᵀ (its equation 2): `down` is Vᵀ, `up` is U with b.
-
-    Args:
-        width: Length of x.
-        rank: r, or None for full rank.
     """
 
     def __init__(self, width: int, rank: int | None) -> None:
@@ -82,11 +78,7 @@ class Cross(nn.Module):
 
 
 class PairwiseDots(nn.Module):
-    """Inner products of all pairs of different tokens (DLRM, arXiv 1906.00091, section 2).
-
-    Args:
-        tokens: Number of tokens n.
-    """
+    """Inner products of all pairs of different tokens (DLRM, arXiv 1906.00091, section 2)."""
 
     positions: Tensor
 

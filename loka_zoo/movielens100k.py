@@ -91,11 +91,7 @@ class Ratings:
 
 
 def locate() -> Path:
-    """Finds the directory of the files.
-
-    Raises:
-        MissingPackage: When recbole is not installed or does not hold them.
-    """
+    """Find the directory of the files (`MissingPackage` without recbole, or where it does not hold them)."""
     spec = importlib.util.find_spec("recbole")
     for place in (spec.submodule_search_locations or []) if spec is not None else []:
         directory = Path(place) / "dataset_example" / "ml-100k"
@@ -112,17 +108,14 @@ def locate() -> Path:
 def prepare_movielens_100k(
     directory: str | Path, *, source: str | Path | None = None, seed: int = 7
 ) -> PreparedData:
-    """Writes train, calibration, selection and certification as Parquet files.
+    """Write train, calibration, selection and certification as Parquet files, each whole or not at all.
 
-    Args:
-        directory: Where to write; created when missing. A file is written whole or not at all.
-        source: Directory of the `ml-100k.*` files; None to find them in the installed recbole.
-        seed: Permutes the ratings before they are divided.
+    `source` holds the `ml-100k.*` files, by default in the installed recbole; `seed` permutes the ratings
+    before they are divided.
 
     Raises:
         MissingPackage: When `source` is None and recbole is not installed.
         DataError: When a file is not what is expected.
-        OutputError: When the directory cannot be created.
     """
     origin, target = locate() if source is None else Path(source), make_directory(directory)
     users, items, ratings = (_read_table(origin / f"ml-100k.{kind}") for kind in ("user", "item", "inter"))
@@ -148,12 +141,7 @@ def prepare_movielens_100k(
 
 
 def divide(rows: int, order: Array) -> dict[str, Array]:
-    """Row indices of each split, in the proportions 50 : 8 : 12 : 30.
-
-    Args:
-        rows: Number of ratings.
-        order: (rows,) permutation.
-    """
+    """Row indices of each split of a permutation (rows,), in the proportions 50 : 8 : 12 : 30."""
     total = sum(_SIZES.values())
     ends = np.cumsum([size * rows // total for size in _SIZES.values()])
     return dict(zip(_SIZES, np.split(order, ends[:-1]), strict=True))
@@ -206,17 +194,7 @@ def build_ratings(
     ratings: Sequence[Mapping[str, str]],
     train: Array,
 ) -> Ratings:
-    """Looks up the user and the item of each rating.
-
-    Args:
-        users: Rows of the user file.
-        items: Rows of the item file.
-        ratings: Rows of the rating file.
-        train: Indices of the training rows.
-
-    Raises:
-        DataError: When a rating names a user or an item that has no attributes.
-    """
+    """Look up the user and the item of each rating; `train` are the indices of the training rows."""
     by_user = {user["user_id"]: position for position, user in enumerate(users)}
     by_item = {item["item_id"]: position for position, item in enumerate(items)}
     try:
@@ -236,10 +214,8 @@ def build_ratings(
 
 
 def build_columns(catalog: Catalog, ratings: Ratings) -> dict[str, Array]:
-    """All columns of all ratings.
-
-    Returns:
-        Categorical (int64), standardized numeric (float32) and the label (int8), each (ratings,).
+    """All columns of all ratings: categorical (int64), standardized numeric (float32), label (int8), each
+    (ratings,).
     """
     columns = {name: ids[ratings.user] for name, ids in catalog.users.items()}
     columns |= {name: ids[ratings.item] for name, ids in catalog.items.items()}

@@ -36,13 +36,8 @@ SELECTION_ROWS = 100_000
 
 
 def movielens_1m(root: str | Path | None = None) -> PreparedData:
-    """Describes the four splits in place.
-
-    Args:
-        root: Directory that holds `movielens-1m/`; None for `$LOKA_ONNX_DATA`.
-
-    Raises:
-        DataError: When the directory or a file is missing or unreadable.
+    """Describe the four splits in `<root>/movielens-1m/`; `DataError` when a file is missing or
+    unreadable.
     """
     directory = data_root(root) / "movielens-1m"
     train = directory / "train.parquet"

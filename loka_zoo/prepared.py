@@ -1,4 +1,4 @@
-"""What a source of built-in data hands over: files, row ranges and the schema."""
+"""A source of built-in data: files, row ranges and the schema."""
 
 from __future__ import annotations
 
@@ -30,9 +30,6 @@ class PreparedData:
     """A data set for a ranker, divided into train, calibration, selection and certification.
 
     Attributes:
-        name: Name of the source.
-        directory: Where the files lie.
-        splits: The rows of each split, by its name.
         categorical: Name and number of ids of each categorical column, in the order of the `ids` input.
         numeric: Numeric columns, in the order of the `dense` input.
         label: Label column, 0 or 1.
@@ -64,16 +61,7 @@ class PreparedData:
         )
 
     def open(self, split: str, columns: tuple[str, ...] | None = None) -> Dataset:
-        """Opens a split.
-
-        Args:
-            split: One of `SPLITS`.
-            columns: Columns beside the inputs; None for the label alone.
-
-        Raises:
-            ConfigError: When there is no such split.
-            DataError: When its file cannot be read.
-        """
+        """Open a split with columns beside the inputs; the label alone by default."""
         if split not in self.splits:
             raise ConfigError(
                 f"there is no split '{split}'",
@@ -88,10 +76,8 @@ class PreparedData:
 
 
 def data_root(root: str | Path | None = None) -> Path:
-    """The directory of data that cannot be shipped: the argument, else `$LOKA_ONNX_DATA`.
-
-    Raises:
-        DataError: When neither is given, or there is no such directory.
+    """The directory of data that cannot be shipped: the argument, else `$LOKA_ONNX_DATA`; `DataError` without
+    one.
     """
     given = root if root is not None else os.environ.get(DATA_ENVIRONMENT)
     if given and Path(given).is_dir():
@@ -105,11 +91,7 @@ def data_root(root: str | Path | None = None) -> Path:
 
 
 def make_directory(directory: str | Path) -> Path:
-    """Creates a directory for output.
-
-    Raises:
-        OutputError: When it cannot be created.
-    """
+    """Create a directory for output; `OutputError` if it cannot be created."""
     path = Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)

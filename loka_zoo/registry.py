@@ -16,16 +16,9 @@ _CLASSES = {"dlrm": "DLRM", "dcnv2": "DCNv2", "wukong": "Wukong", "interformer":
 
 
 def create(name: str, features: FeatureSpec, preset: str = "reference", *, seed: int = 0) -> nn.Module:
-    """Creates a model with random weights.
+    """Create a model of `MODEL_NAMES` with random weights drawn by `seed`, in evaluation mode.
 
-    Args:
-        name: One of `MODEL_NAMES`.
-        features: The features.
-        preset: A key of `PRESETS[name]`.
-        seed: Draws the weights; PyTorch's own generator is left as it was.
-
-    Returns:
-        The model, in evaluation mode.
+    PyTorch's own generator is left as it was.
 
     Raises:
         ConfigError: When there is no such model or preset, or the sizes do not fit the features.

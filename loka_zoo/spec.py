@@ -1,4 +1,4 @@
-"""What a model of the zoo is made of, as data: features, sizes, presets. No framework is imported here."""
+"""Features, sizes and presets of the models, as data. No framework is imported here."""
 
 from __future__ import annotations
 
@@ -193,18 +193,7 @@ PRESETS: Mapping[str, Mapping[str, ModelConfig]] = MappingProxyType(_PRESETS)
 
 
 def config_of(name: str, preset: str) -> Any:
-    """The sizes of a preset.
-
-    Args:
-        name: Model, a key of `PRESETS`.
-        preset: A key of `PRESETS[name]`.
-
-    Returns:
-        The model's config.
-
-    Raises:
-        ConfigError: When there is no such model or preset.
-    """
+    """The sizes of a preset of a model; `ConfigError` when there is none."""
     if name not in PRESETS:
         raise ConfigError(
             f"there is no model '{name}' in the zoo",

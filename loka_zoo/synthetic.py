@@ -49,15 +49,7 @@ class SyntheticOptions:
 
 
 def prepare_synthetic(directory: str | Path, options: SyntheticOptions | None = None) -> PreparedData:
-    """Generates the four splits as Parquet files with columns c0…, x0…, label and teacher_logit.
-
-    Args:
-        directory: Where to write; created when missing.
-        options: Size and difficulty.
-
-    Raises:
-        OutputError: When the directory cannot be created.
-    """
+    """Generate the four splits as Parquet files with columns c0…, x0…, label and teacher_logit."""
     options, target = options or SyntheticOptions(), make_directory(directory)
     random = np.random.default_rng(options.seed)
     rows = sum(options.rows)

@@ -59,12 +59,8 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of training.
-
-    Attributes:
-        losses: Mean binary cross entropy (nats) of each epoch, over the rows as they were trained on.
-        seconds: Wall-clock time, reading the rows included.
-        rows: Training rows.
+    """Result of training: mean binary cross entropy (nats) of each epoch over rows as trained on, wall-clock
+    time.
     """
 
     losses: tuple[float, ...]
@@ -75,16 +71,11 @@ class TrainResult:
 def train(
     model: nn.Module, data: Dataset, options: TrainOptions | None = None, progress: Progress | None = None
 ) -> TrainResult:
-    """Trains a model in place with AdamW on binary cross entropy.
+    """Train a model, which takes inputs of the data set by keyword and gives logits (batch,), in place with
+    AdamW.
 
-    Deterministic given the model's weights, the options and the machine.
-
-    Args:
-        model: Takes the inputs of the data set by keyword, gives logits (batch,). It is left in evaluation
-            mode.
-        data: Training rows with the label column; all of them are held in memory.
-        options: How to train.
-        progress: Called after each step with the step, the number of steps and the step's loss (nats).
+    Deterministic given the model's weights, the options and the machine. All rows are held in memory.
+    `progress` is called after each step with the step, the number of steps and the step's loss (nats).
 
     Raises:
         ConfigError: When the data set lacks the label column or has fewer rows than a batch.
@@ -122,16 +113,7 @@ def train(
 
 
 def predict(model: nn.Module, data: Dataset, batch_size: int = 8192) -> npt.NDArray[np.float32]:
-    """Logits of all rows of a data set.
-
-    Args:
-        model: Takes the inputs of the data set by keyword, gives logits (batch,).
-        data: The rows, read in order.
-        batch_size: Rows at a time.
-
-    Returns:
-        (rows,) float32.
-    """
+    """Logits (rows,) float32 of all rows of a data set, of a model as for `train`."""
     with torch.inference_mode():
         parts = [
             model(**{name: torch.from_numpy(x) for name, x in batch.inputs.items()}).numpy()

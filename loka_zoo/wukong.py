@@ -18,12 +18,7 @@ from loka_zoo.spec import FeatureSpec, WukongConfig
 
 
 class TokenMix(nn.Module):
-    """Learned linear combinations of tokens, W·X.
-
-    Args:
-        inputs: Tokens of X.
-        outputs: Rows of W.
-    """
+    """Learned linear combinations of tokens, W·X."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -36,12 +31,7 @@ class TokenMix(nn.Module):
 
 
 class FactorizationMachineBlock(nn.Module):
-    """FMB, the interaction half of a layer.
-
-    Args:
-        tokens: n, tokens that come in.
-        config: The sizes.
-    """
+    """FMB, the interaction half of a layer."""
 
     def __init__(self, tokens: int, config: WukongConfig) -> None:
         super().__init__()
@@ -59,12 +49,7 @@ class FactorizationMachineBlock(nn.Module):
 
 
 class WukongLayer(nn.Module):
-    """One layer.
-
-    Args:
-        tokens: n, tokens that come in.
-        config: The sizes.
-    """
+    """One layer."""
 
     def __init__(self, tokens: int, config: WukongConfig) -> None:
         super().__init__()
@@ -81,12 +66,7 @@ class WukongLayer(nn.Module):
 
 
 class Wukong(nn.Module):
-    """Bottom MLP and embeddings as tokens, layers, over MLP.
-
-    Args:
-        features: The features.
-        config: The sizes.
-    """
+    """Bottom MLP and embeddings as tokens, layers, over MLP."""
 
     def __init__(self, features: FeatureSpec, config: WukongConfig) -> None:
         super().__init__()

@@ -169,7 +169,7 @@ def compare(model: onnx.ModelProto, folder: Path, batch: int, turns: int) -> dic
     watched = Watch(backend)
     around = engine_of(model, session, Serving())
     sampled = engine_of(model, session, Serving())
-    sampled.set_sampler(Sampler({"x": 4.0}, 1000))
+    sampled.sampler = Sampler({"x": 4.0}, 1000)
     ways: dict[str, Callable[[], object]] = {
         "backend": lambda: backend.run(None, request),
         "metrics on": lambda: counted.infer(request),

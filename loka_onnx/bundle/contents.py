@@ -1,4 +1,4 @@
-"""What goes into a bundle, as the caller hands it over."""
+"""Contents of a bundle, as the caller passes them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,8 @@ engine and not one that runs another precision; `EngineArtifact.sites` is what s
 
 @dataclass(frozen=True)
 class Expectation:
-    """Answers of an engine on the sample.
-
-    Attributes:
-        outputs: One array per graph output.
-        tolerance: Largest absolute difference that a loader's self-test accepts, per output.
+    """Answers of an engine on the sample, and the largest absolute difference that a self-test accepts per
+    output.
     """
 
     outputs: ArrayMap
@@ -51,13 +48,10 @@ class Expectation:
 
 @dataclass(frozen=True)
 class BundleEngine:
-    """One engine to ship.
+    """An engine to ship, with a path relative to `BundleContents.root`.
 
-    Attributes:
-        artifact: The engine; its path is relative to `BundleContents.root`.
-        expectation: Its own outputs on the sample; where this host cannot run it, the fallback's outputs
-            with a tolerance that covers the plan's error.
-        evaluation: Measured accuracy and latency; None when it was not measured.
+    `expectation` is its own answer; where this host cannot run it, the fallback's, with a tolerance that
+    covers the plan's error.
     """
 
     artifact: EngineArtifact
@@ -67,12 +61,7 @@ class BundleEngine:
 
 @dataclass(frozen=True)
 class BundleLookup:
-    """The lookup half of a model that was cut at its embeddings.
-
-    Attributes:
-        halves: The halves; their paths are relative to `BundleContents.root`.
-        looked_up: One array per cut tensor, for the rows of the sample.
-    """
+    """The lookup half of a model that was cut at its embeddings; `looked_up` has one array per cut tensor."""
 
     halves: Halves
     looked_up: ArrayMap
@@ -80,23 +69,17 @@ class BundleLookup:
 
 @dataclass(frozen=True)
 class BundleContents:
-    """Everything a bundle is made of.
+    """Everything a bundle is made of; paths of artifacts are relative to `root`, the run directory.
 
     Attributes:
-        root: Directory that the artifacts' paths are relative to (the run directory).
         model: The exported FP32 model; becomes the fallback.
-        judged: Judged outputs with their budgets.
-        batch: Rows per request that the engines were built for.
         engines: Emitted engines, the preferred one of each target first.
         fallback: The FP32 model's outputs on the sample.
-        sample: One array per graph input, the batch on axis 0. These rows are shipped: pass only rows that
-            may be given away.
+        sample: One array per graph input. These rows are shipped: pass only rows that may be given away.
         plans: Plans of the run; those of the engines are shipped.
-        choice: Why these engines.
         report: Report files to ship, absolute or relative to the working directory.
-        lineage: Finished stages.
         versions: Version of every library that took part.
-        lookup: What looks ids up for engines of the dense half; None where every engine is of the whole.
+        lookup: None where every engine is of the whole.
     """
 
     root: Path

@@ -13,21 +13,14 @@ from loka_onnx.core.split import Part
 
 
 def inspect_bundle(path: Path) -> str:
-    """Verifies a bundle and describes it for a terminal.
-
-    Args:
-        path: Its directory, or its archive.
-
-    Raises:
-        BundleInvalid: It does not verify.
-    """
+    """Verify a bundle, a directory or an archive, and describe it for a terminal."""
     verified = verify_path(path)
     signed = "".join(f"signed    claims key {key}, not verified\n" for key in verified.claimed)
     return describe(verified.manifest) + (signed or "signed    no\n")
 
 
 def describe(manifest: Manifest) -> str:
-    """What a manifest says, one line per fact, ending with a newline."""
+    """Describe a manifest, one line per fact, ending with a newline."""
     lines = [
         f"bundle written by {manifest.created_by}",
         f"bundle    sha256 {manifest.seal}",

@@ -45,12 +45,8 @@ _LOG = logging.getLogger("loka_onnx.bundle")
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A key pair on disk.
-
-    Attributes:
-        private: PEM file of the private key (PKCS8), readable by its owner only.
-        public: PEM file of the public key (SubjectPublicKeyInfo).
-        fingerprint: SHA-256 of the 32 bytes of the public key, hexadecimal.
+    """A key pair on disk, as PEM files: private (PKCS8, for its owner only) and public
+    (SubjectPublicKeyInfo).
     """
 
     private: Path
@@ -59,9 +55,8 @@ class KeyPair:
 
 
 def write_key_pair(directory: Path, name: str = "bundle") -> KeyPair:
-    """Makes a key pair: ``<name>.key`` and ``<name>.pub``.
-
-    The private key is encrypted with the password in `PASSWORD_VARIABLE`, where that is set.
+    """Make a key pair, ``<name>.key`` and ``<name>.pub``, encrypted with the password in `PASSWORD_VARIABLE`
+    if set.
 
     Raises:
         OutputError: One of the files is there already, or the place cannot be written.
@@ -96,18 +91,10 @@ def write_key_pair(directory: Path, name: str = "bundle") -> KeyPair:
 
 
 def sign_bundle(directory: Path, key: Path) -> str:
-    """Verifies a bundle and signs it; signatures of other keys stay.
+    """Verify a bundle, sign it with a private key (PEM, PKCS8), and return the key's fingerprint.
 
-    The signature appears in the bundle as a whole or not at all. Whether the others verify cannot be known
-    without their public keys, so that one that anybody put there stays too, and is named in a warning: a
-    reader goes by the keys that it accepts, and one of them is enough.
-
-    Args:
-        directory: The bundle.
-        key: Private key, a PEM file (PKCS8); encrypted with the password in `PASSWORD_VARIABLE`, or not.
-
-    Returns:
-        Fingerprint of the key.
+    Signatures of other keys stay. Whether they verify cannot be known without their public keys, so they are
+    named in a warning; a reader needs one valid signature of an accepted key.
 
     Raises:
         BundleInvalid: The bundle does not verify.
@@ -121,9 +108,8 @@ def sign_bundle(directory: Path, key: Path) -> str:
     with pinned(place) as pin:
         claimed = verify_directory(pin.path).claimed
         signed = read_document(pin.path, MANIFEST_NAME, MAX_MANIFEST_BYTES)
-        found = read_signature(pin.path)
-        pin.check()
-    name, earlier = fingerprint(signer.public_key()), () if found is None else found.signatures
+        existing = read_signature(pin.path)
+    name, earlier = fingerprint(signer.public_key()), () if existing is None else existing.signatures
     if set(claimed) - {name}:
         others = ", ".join(sorted(set(claimed) - {name}))
         _LOG.warning("'%s' keeps signatures that nothing was checked of: key %s", place, others)
@@ -150,13 +136,7 @@ def sign_bundle(directory: Path, key: Path) -> str:
 def signature_text(
     manifest: bytes, keys: Sequence[Ed25519PrivateKey], earlier: Sequence[KeySignature] = ()
 ) -> str:
-    """The signature document of a manifest.
-
-    Args:
-        manifest: Its exact bytes.
-        keys: What signs it.
-        earlier: Signatures of it that stay, unless a key among `keys` made them.
-    """
+    """Sign the bytes of a manifest; signatures of `earlier` stay, unless a key among `keys` made them."""
     by_key = {entry.key: entry for entry in earlier}
     for key in keys:
         name = fingerprint(key.public_key())
@@ -166,11 +146,10 @@ def signature_text(
 
 
 def read_private_key(path: Path) -> Ed25519PrivateKey:
-    """An Ed25519 private key from a PEM file; warns where others can read it.
+    """Read an Ed25519 private key from a PEM file; warn where others can read it.
 
     Raises:
         ConfigError: It cannot be read, is another kind of key, or its password is missing or wrong.
-        MissingPackage: There is no `cryptography` here.
     """
     require_cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -204,12 +183,7 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
 
 
 def signer_of(path: Path) -> str:
-    """Fingerprint of the key pair that a private key belongs to.
-
-    Raises:
-        ConfigError: As `read_private_key`.
-        MissingPackage: There is no `cryptography` here.
-    """
+    """Fingerprint of the key pair that a private key belongs to; raises as `read_private_key`."""
     return fingerprint(read_private_key(path).public_key())
 
 

@@ -17,9 +17,9 @@ several names (hard links), so that a bundle holds each table once.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
+import re
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -29,15 +29,15 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.bundle.contents import BundleContents, BundleEngine, Expectation
+from loka_onnx.bundle.copies import Copies
 from loka_onnx.bundle.format.files import external_data_locations, verify_bundle
 from loka_onnx.bundle.format.replace import check_replaceable, staged_directory
 from loka_onnx.bundle.format.signature import SIGNATURE_NAME
-from loka_onnx.bundle.requirements import requirements_of
 from loka_onnx.bundle.signing import read_private_key, signature_text
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.devices import CPU
-from loka_onnx.core.digests import CHUNK_BYTES, digest_files
+from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.manifest import (
     MANIFEST_NAME,
     MAX_FILES,
@@ -47,12 +47,12 @@ from loka_onnx.core.manifest import (
     BundleFile,
     EngineEntry,
     Manifest,
+    Need,
+    Requirement,
     SparseCut,
     digest_lineage,
     path_problem,
-    sample_expected_key,
-    sample_input_key,
-    sample_looked_up_key,
+    sample_key,
 )
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.seal import seal
@@ -61,22 +61,20 @@ from loka_onnx.errors import BundleError
 from loka_onnx.sessions.backends import get_spec
 
 FALLBACK_ID = "fallback-fp32"
+LEAST_DRIVER: Mapping[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580"}
+"""Least Linux driver of the host for programs of each major version of the CUDA toolkit.
+
+NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1; CUDA Toolkit Release Notes, table 2.
+"""
 
 
 def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None = None) -> Path:
-    """Writes a bundle atomically.
+    """Write a bundle atomically, signed with a private `key` where one is given; return it with links
+    resolved.
 
-    The bundle is staged beside `directory`, verified as a loader would, synced and moved into place; a
-    reader sees the old bundle or the new one. What an interrupted write left is removed by the next. Equal
-    contents give equal bytes.
-
-    Args:
-        contents: What it is made of.
-        directory: Where it goes. An old bundle there is replaced as a whole, with its signature.
-        key: Private key that the bundle is signed with before it takes its place; None leaves it unsigned.
-
-    Returns:
-        The bundle, with links resolved.
+    The bundle is staged beside `directory`, verified as a loader would, synced and moved into place; a reader
+    sees the old bundle or the new one. Leftovers of an interrupted write are removed by the next. Equal
+    contents give equal bytes. An old bundle is replaced as a whole, with its signature.
 
     Raises:
         BundleError: The contents contradict themselves: an engine without a file or altered since it was
@@ -114,42 +112,40 @@ def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None 
     return destination
 
 
+def requirements_of(backend: str, version: str, architecture: str) -> tuple[Requirement, ...]:
+    """Libraries and drivers that a host needs for an engine, whose library had this version."""
+    spec = get_spec(backend)
+    library = Requirement(spec.title, *spec.requirement(version, architecture))
+    if architecture == CPU:
+        return (library,)
+    if not architecture.startswith("sm"):
+        return (library, Requirement("AMD GPU driver", Need.NOT_STATED))
+    toolkit = re.search(r"\+cu(\d+)\d$", version)
+    least = LEAST_DRIVER.get(int(toolkit.group(1))) if toolkit else None
+    if least is None:
+        return (library, Requirement("NVIDIA driver", Need.NOT_STATED))
+    return (library, Requirement("NVIDIA driver", Need.AT_LEAST, least))
+
+
 class _Stage:
     """A bundle being filled; knows the digest of everything that was put in."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.files: dict[str, BundleFile] = {}
-        self._copied: dict[tuple[int, int], BundleFile] = {}
+        self._copies = Copies()
 
     def copy(self, source: Path, path: str) -> BundleFile:
-        """Copies a file in chunks, so that weights of any size fit in memory.
-
-        A source that was copied before, under this name or another, becomes a link to that copy.
+        """Copy a file in chunks; a source that was copied before, under any name, becomes a link to that
+        copy.
         """
         target = self._place(path)
-        if source.is_file():
-            status = source.stat()
-            earlier = self._copied.get((status.st_dev, status.st_ino))
-            if earlier is not None and earlier.path != path and _linked(self.root / earlier.path, target):
-                return self._record(path, earlier.bytes, earlier.sha256)
-        state, size = hashlib.sha256(), 0
         try:
-            with source.open("rb") as reader, target.open("wb") as writer:
-                while chunk := reader.read(CHUNK_BYTES):
-                    writer.write(chunk)
-                    state.update(chunk)
-                    size += len(chunk)
+            return self._record(path, self._copies.copy(source, target))
         except FileNotFoundError as error:
             raise BundleError(
-                f"'{source}' is missing",
-                evidence=str(error),
-                remedy="run the stage that writes it again",
+                f"'{source}' is missing", evidence=str(error), remedy="run the stage that writes it again"
             ) from error
-        status = source.stat()
-        copied = self._record(path, size, state.hexdigest())
-        self._copied.setdefault((status.st_dev, status.st_ino), copied)
-        return copied
 
     def write_unlisted(self, text: str, name: str) -> None:
         """Writes a document that the manifest does not list."""
@@ -159,14 +155,14 @@ class _Stage:
     def write_text(self, text: str, path: str) -> BundleFile:
         """Writes a text file."""
         self._place(path).write_text(text, encoding="utf-8")
-        return self._record_written(path)
+        return self._record(path, digest_file(self.root / path))
 
     def write_arrays(self, arrays: Mapping[str, npt.NDArray[Any]], path: str) -> BundleFile:
         """Writes an npz without pickled objects."""
         # Keys hold names of the model; as keyword arguments they could shadow those of savez.
         with self._place(path).open("wb") as stream:
             np.savez(stream, allow_pickle=False, **{name: arrays[name] for name in sorted(arrays)})
-        return self._record_written(path)
+        return self._record(path, digest_file(self.root / path))
 
     def _place(self, path: str) -> Path:
         problem = path_problem(path)
@@ -179,25 +175,12 @@ class _Stage:
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
 
-    def _record_written(self, path: str) -> BundleFile:
-        data = (self.root / path).read_bytes()
-        return self._record(path, len(data), hashlib.sha256(data).hexdigest())
-
-    def _record(self, path: str, size: int, digest: str) -> BundleFile:
+    def _record(self, path: str, digest: str) -> BundleFile:
         if path in self.files:
             raise BundleError(f"two files of the bundle would be '{path}'", remedy="give them distinct names")
         (self.root / path).chmod(0o644)
-        self.files[path] = BundleFile(path, size, digest)
+        self.files[path] = BundleFile(path, (self.root / path).stat().st_size, digest)
         return self.files[path]
-
-
-def _linked(file: Path, name: Path) -> bool:
-    """Gives a file of the bundle a second name; False where the file system cannot, or the name is taken."""
-    try:
-        name.hardlink_to(file)
-    except OSError:
-        return False
-    return True
 
 
 def _write_files(contents: BundleContents, stage: _Stage) -> Manifest:
@@ -313,13 +296,13 @@ def _copy_with_external_data(
 
 
 def _sample_arrays(contents: BundleContents) -> dict[str, npt.NDArray[Any]]:
-    arrays = {sample_input_key(name): np.asarray(value) for name, value in contents.sample.items()}
+    arrays = {sample_key("input", name): np.asarray(value) for name, value in contents.sample.items()}
     if contents.lookup is not None:
         for name, value in contents.lookup.looked_up.items():
-            arrays[sample_looked_up_key(name)] = np.asarray(value)
+            arrays[sample_key("looked_up", name)] = np.asarray(value)
     for engine, expectation in _expectations(contents):
         for name, value in expectation.outputs.items():
-            arrays[sample_expected_key(engine, name)] = np.asarray(value)
+            arrays[sample_key("expected", engine, name)] = np.asarray(value)
     return arrays
 
 

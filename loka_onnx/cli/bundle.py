@@ -11,10 +11,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from loka_onnx.bundle.format.archive import pack_bundle, verify_path
 from loka_onnx.bundle.format.archive import unpack as unpack_bundle
-from loka_onnx.bundle.format.archive import verify_path
 from loka_onnx.bundle.inspection import inspect_bundle
-from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
 from loka_onnx.cli.bundle_registry import add_registry_verbs
 from loka_onnx.cli.bundle_serve import serve

@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from loka_onnx.bundle.format.names import name_of
-from loka_onnx.bundle.triton import RepositoryModel, TritonOptions, TritonRepository, export_triton
+from loka_onnx.bundle.format.archive import name_of
+from loka_onnx.bundle.triton.record import RepositoryModel, TritonRepository
+from loka_onnx.bundle.triton.repository import export_triton
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.terminal import terminal_of
+from loka_onnx.engines.triton.models import TritonOptions
 
 
 def export_triton_command(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option

@@ -7,8 +7,19 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, model_validator
 
 from loka_onnx.config.choices import NullGroups, SplitBy
-from loka_onnx.config.fields import Batch, Columns, Fraction, ResolvedPath, Seed, Strict, Text, fault
+from loka_onnx.config.fields import (
+    EACH_ONCE,
+    Batch,
+    Columns,
+    Fraction,
+    ResolvedPath,
+    Seed,
+    Strict,
+    Text,
+    fault,
+)
 from loka_onnx.core.artifact import OutputKind, OutputSpec
+from loka_onnx.errors import ConfigError
 
 
 class OutputConfig(Strict):
@@ -55,49 +66,19 @@ class OutputConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _regression_has_a_label(self) -> Self:
-        if self.label is None and self.kind is OutputKind.REGRESSION:
+    def _fits_together(self) -> Self:
+        try:
+            _ = self.spec
+        except ConfigError as error:
             raise fault(
-                f"a regression needs a label, and output '{self.name}' has none",
-                at=("label",),
-                evidence="without labels a change is relative to the mean entropy of the predictions, which "
-                "a regression does not have",
-                remedy="name the column of its label, or remove this output from `outputs`",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _limits_have_a_use(self) -> Self:
-        for key in ("max_kl", "max_auc_drop"):
-            if getattr(self, key) is not None and self.kind is OutputKind.REGRESSION:
-                raise fault(
-                    f"`{key}` belongs to an output of kind 'logit' or 'probability'",
-                    at=(key,),
-                    evidence=f"output '{self.name}' is a regression",
-                    remedy=f"remove `{key}`, or correct `kind`",
-                )
-        if self.max_auc_drop is not None and self.label is None:
-            raise fault(
-                f"`max_auc_drop` needs a label, and output '{self.name}' has none",
-                at=("max_auc_drop",),
-                evidence="AUC ranks rows by their labels",
-                remedy="name the column of its label, or remove `max_auc_drop`",
-            )
+                error.what, at=(error.where,), evidence=error.evidence, remedy=error.remedy
+            ) from error
         return self
 
     @property
     def spec(self) -> OutputSpec:
         """The same as the core type."""
-        return OutputSpec(
-            self.name,
-            self.kind,
-            self.label,
-            self.weight,
-            self.budget,
-            self.clip,
-            self.max_kl,
-            self.max_auc_drop,
-        )
+        return OutputSpec(**self.model_dump())
 
 
 class SplitFractions(Strict):
@@ -120,7 +101,7 @@ class SplitFractions(Strict):
 
 
 class SplitConfig(Strict):
-    """How one file is divided into the three disjoint splits."""
+    """Division of one file into the three disjoint splits."""
 
     by: SplitBy = Field(
         description="'order' for contiguous rows, 'hash' to keep rows that share a key together"
@@ -171,7 +152,7 @@ class DataConfig(Strict):
         description="rows whose group is null, NaN or an empty string: 'refuse' them, or 'ungroup', which "
         "takes each of them as a group of its own",
     )
-    slices: tuple[Text, ...] = Field(
+    slices: Annotated[tuple[Text, ...], EACH_ONCE] = Field(
         (),
         description="columns whose values (countries, devices) accuracy is reported for separately, each of "
         "the 50 most frequent and null too; they do not enter the choice",
@@ -181,18 +162,6 @@ class DataConfig(Strict):
     )
 
     SPLITS: ClassVar[tuple[str, ...]] = ("calibration", "selection", "certification")
-
-    @model_validator(mode="after")
-    def _slices_once(self) -> Self:
-        for index, column in enumerate(self.slices):
-            if column in self.slices[:index]:
-                raise fault(
-                    f"the slice column '{column}' is listed twice",
-                    at=("slices", index),
-                    evidence=f"slices is {list(self.slices)}",
-                    remedy="list each column once",
-                )
-        return self
 
     @model_validator(mode="after")
     def _one_layout(self) -> Self:
@@ -205,18 +174,18 @@ class DataConfig(Strict):
                 remedy=f"remove `path` and `split`, or remove {_listed(files)}",
             )
         if (self.path is None) != (self.split is None):
-            given, absent = ("path", "split") if self.split is None else ("split", "path")
+            present, absent = ("path", "split") if self.split is None else ("split", "path")
             raise fault(
-                f"`data.{given}` needs `data.{absent}`",
-                at=(given,),
-                evidence=f"`{absent}` is not given",
+                f"`data.{present}` needs `data.{absent}`",
+                at=(present,),
+                evidence=f"`{absent}` is not present",
                 remedy="for example `path: clicks.parquet` with `split: {by: hash, column: user_id}`",
             )
         if self.path is None and len(files) < len(self.SPLITS):
             absent = _listed([name for name in self.SPLITS if name not in files])
             raise fault(
                 "`data` needs three disjoint splits: calibration, selection and certification",
-                evidence=f"{absent} not given",
+                evidence=f"{absent} not present",
                 remedy="give the three files, or one `path` with a `split` rule",
             )
         return self
@@ -230,7 +199,7 @@ class BatchConfig(Strict):
     """Batch sizes of the engines, in rows."""
 
     min: Batch = Field(1, description="smallest batch an engine must take")
-    serve: tuple[Batch, ...] = Field(
+    serve: Annotated[tuple[Batch, ...], EACH_ONCE] = Field(
         (256, 1024, 2048), min_length=1, description="batch sizes that latency is measured and optimized at"
     )
     max: Batch = Field(4096, description="largest batch an engine must take")
@@ -251,12 +220,5 @@ class BatchConfig(Strict):
                     at=("serve", index),
                     evidence=f"min is {self.min}, max is {self.max}",
                     remedy="remove it, or widen `batch.min` and `batch.max`",
-                )
-            if size in self.serve[:index]:
-                raise fault(
-                    f"the serving batch {size} is listed twice",
-                    at=("serve", index),
-                    evidence=f"serve is {list(self.serve)}",
-                    remedy="list each size once",
                 )
         return self

@@ -44,9 +44,9 @@ def explain(error: ValidationError, document: Document) -> ConfigError:
     An unknown key comes first: it is often the misspelt form of one that is then missing. Otherwise the first
     error in the file's order.
     """
-    found = error.errors()
-    unknown = [item for item in found if item["type"] == "extra_forbidden"]
-    return _explain_one((unknown or found)[0], document)
+    errors = error.errors()
+    unknown = [item for item in errors if item["type"] == "extra_forbidden"]
+    return _explain_one((unknown or errors)[0], document)
 
 
 def key_path(loc: Loc) -> str:

@@ -29,11 +29,8 @@ class FaultError(PydanticCustomError):
 
 
 def fault(what: str, *, at: tuple[str | int, ...] = (), evidence: str = "", remedy: str = "") -> Exception:
-    """Return a validation error for a rule between keys.
-
-    Args:
-        at: The key at fault, relative to the type with the rule.
-        evidence: Values that show it.
+    """Return a validation error for a rule between keys; `at` is the key at fault, relative to the type with
+    the rule.
     """
     context = {"what": what, "at": at, "evidence": evidence, "remedy": remedy}
     return FaultError(FAULT, "{what}", context)
@@ -42,19 +39,19 @@ def fault(what: str, *, at: tuple[str | int, ...] = (), evidence: str = "", reme
 def _resolve(path: Path, info: ValidationInfo) -> Path:
     base = (info.context or {}).get("directory", Path())
     try:
-        found = Path(base, path.expanduser()).absolute()
+        resolved = Path(base, path.expanduser()).absolute()
     except RuntimeError as error:
         raise fault("the home directory of a path is not known", evidence=str(error)) from error
     for what, length, most in (
-        ("path", len(os.fsencode(found)), MOST_PATH_BYTES),
-        ("file name", max(len(os.fsencode(part)) for part in found.parts), MOST_NAME_BYTES),
+        ("path", len(os.fsencode(resolved)), MOST_PATH_BYTES),
+        ("file name", max(len(os.fsencode(part)) for part in resolved.parts), MOST_NAME_BYTES),
     ):
         if length > most:
             evidence = f"it has {length} bytes, of at most {most}"
             raise fault(f"the {what} is longer than Linux allows", evidence=evidence, remedy="shorten it")
-    if "\0" in str(found):
+    if "\0" in str(resolved):
         raise fault("a path holds the character NUL", remedy="write the path without it")
-    return found
+    return resolved
 
 
 def _one_or_more(value: Any) -> Any:
@@ -70,6 +67,20 @@ def _one_or_more(value: Any) -> Any:
     return (value,)
 
 
+def _each_once(values: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            raise fault(
+                f"`{info.field_name}` lists '{value}' twice",
+                at=(index,),
+                evidence=f"it is {', '.join(map(str, values))}",
+                remedy="list each entry once",
+            )
+    return values
+
+
+EACH_ONCE = AfterValidator(_each_once)
+"""For a list that repeats no entry."""
 Text = Annotated[str, StringConstraints(min_length=1)]
 ResolvedPath = Annotated[Path, AfterValidator(_resolve)]
 MOST_ROWS = 1 << 20

@@ -29,12 +29,10 @@ _FILE_KEYS: tuple[Loc, ...] = (
 
 
 def load_run_file(path: str | Path, overrides: Mapping[str, object] | None = None) -> RunConfig:
-    """Read and check a run file.
+    """Read and check a YAML run file; relative paths in it start at its directory.
 
-    Args:
-        path: The YAML file. Relative paths in it start at its directory.
-        overrides: Values that replace the file's, by dotted key (``batch.max``; an entry of a list as
-            ``outputs.0.budget`` or ``outputs[0].budget``); see `parse_overrides` for a command line.
+    `overrides` replace values by dotted key (``batch.max``; an entry of a list as ``outputs.0.budget`` or
+    ``outputs[0].budget``); see `parse_overrides` for a command line.
 
     Raises:
         ConfigError: The file is missing, is not YAML, does not fit the schema, or names a missing file.
@@ -71,27 +69,18 @@ def build_run_config(
     source: str = "run configuration",
     overrides: Mapping[str, object] | None = None,
 ) -> RunConfig:
-    """Check a run configuration made in memory.
+    """Check a run configuration made in memory, with `Path` values allowed for text; `directory` starts
+    relative paths.
 
-    Args:
-        values: Content of a run file; `Path` values are allowed for text.
-        directory: Start of relative paths.
-        source: Name of the values in messages.
-        overrides: Values that replace others, by dotted key, as for `load_run_file`.
-
-    Raises:
-        ConfigError: They do not fit the schema, or name a missing file.
+    `source` names the values in messages; `overrides` and errors as for `load_run_file`.
     """
     document = _overridden(Document(source, _plain(values)), overrides or {})
     return _check(document, Path(directory), "run")
 
 
 def parse_overrides(assignments: Sequence[str]) -> dict[str, object]:
-    """Parse overrides of a command line.
-
-    Args:
-        assignments: ``key=value`` each; the value is read as YAML, for example ``rows=null`` or ``serve=[1,
-            8]``.
+    """Parse overrides ``key=value`` of a command line; the value is YAML, for example ``rows=null`` or
+    ``serve=[1, 8]``.
 
     Raises:
         ConfigError: No ``=``, an empty key, a repeated key, or a value that is not YAML.

@@ -1,4 +1,4 @@
-"""The sections of the run file about precision: measurements and plans."""
+"""The sections of the run file about precision: measurements, mods and plans."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from loka_onnx.config.choices import Executor, PlanId, ScaleRule, WeightGranularity
-from loka_onnx.config.fields import CLOSEST, Batch, Count, ResolvedPath, Seed, Strict, Text, fault
+from loka_onnx.config.fields import CLOSEST, EACH_ONCE, Batch, Count, ResolvedPath, Seed, Strict, Text, fault
 from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.plan import Protection
 
@@ -68,6 +68,25 @@ class CalibrationConfig(Strict):
         return self
 
 
+class ModsConfig(Strict):
+    """Mods that rewrite the model; the transform stage knows their names."""
+
+    skip: Annotated[tuple[Text, ...], EACH_ONCE] = Field(
+        (), description="names of mods that are not run, as `loka-onnx transform` prints them"
+    )
+    smoothing: bool = Field(
+        True,
+        description="whether range is moved from activations to weights (and from numeric features to the "
+        "first layer) where that lowers the FP8 error that is measured on calibration rows",
+    )
+    split_channels: bool = Field(
+        True,
+        description="whether the few input channels that make most of the error of a site are split off as a "
+        "product of their own, so that the rest can run in FP8; in a plan where it does not, they are one "
+        "product again",
+    )
+
+
 class PlanConfig(Strict):
     """Limits and selection of plans. Patterns are those of a shell, over site names."""
 
@@ -114,7 +133,7 @@ class PlanConfig(Strict):
         description="database of kernel times (`loka-onnx tune`) that the plan fp8-fast is made by, beside "
         "the one in the run directory and the times that are shipped; null for these alone",
     )
-    plans: tuple[PlanId, ...] | None = Field(
+    plans: Annotated[tuple[PlanId, ...], EACH_ONCE] | None = Field(
         None,
         description="plans that are built and compete: fp32, bf16, fp16, fp8-all, fp8-safe, fp8-fast; null "
         "for fp32, bf16, fp8-all and fp8-safe, with fp16 where a backend of a target can run it, and "
@@ -131,17 +150,7 @@ class PlanConfig(Strict):
                     evidence="`keep` leaves a site out of FP8, `force` puts it there",
                     remedy="remove it from one of the two",
                 )
-        if self.plans is None:
-            return self
-        for index, plan in enumerate(self.plans):
-            if plan in self.plans[:index]:
-                raise fault(
-                    f"the plan '{plan}' is listed twice",
-                    at=("plans", index),
-                    evidence=f"plans are {', '.join(self.plans)}",
-                    remedy="list each plan once",
-                )
-        if PlanId.FP32 not in self.plans:
+        if self.plans is not None and PlanId.FP32 not in self.plans:
             raise fault(
                 "the plan 'fp32' must compete",
                 at=("plans",),

@@ -47,12 +47,8 @@ for _tag, _pattern, _first in (
 
 @dataclass(frozen=True)
 class Document:
-    """Plain data with its source lines.
-
-    Attributes:
-        source: Name of the file, for messages.
-        data: Dicts, lists, strings, numbers, booleans and None.
-        places: For each path, ``file:line`` of its key or list item.
+    """Plain data with ``file:line`` (`places`) of the key or list item at each path; `source` names
+    the file.
     """
 
     source: str

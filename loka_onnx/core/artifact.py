@@ -37,9 +37,6 @@ class OutputSpec:
         budget: Largest accepted relative loss increase (0.0002 is 0.02 %).
         max_kl: Largest accepted KL over the FP32 loss (or entropy); None for `KL_PER_BUDGET` budgets.
         max_auc_drop: Largest accepted decrease of AUC (0.0001 is .01 points); None for any.
-
-    Raises:
-        ConfigError: A regression has no label, or has a limit of log losses.
     """
 
     name: str
@@ -59,28 +56,36 @@ class OutputSpec:
         return KL_PER_BUDGET * self.budget if self.max_kl is None else self.max_kl
 
     def __post_init__(self) -> None:
-        if self.kind is OutputKind.REGRESSION and (self.max_kl, self.max_auc_drop) != (None, None):
-            raise ConfigError(
-                f"`max_kl` and `max_auc_drop` are of a log loss, and output '{self.name}' is a regression",
-                evidence="a regression has neither a divergence of probabilities nor an AUC",
-                remedy="remove them, or correct `kind`",
-            )
-        if self.label is None and self.kind is OutputKind.REGRESSION:
+        is_regression = self.kind is OutputKind.REGRESSION
+        for key in ("max_kl", "max_auc_drop"):
+            if is_regression and getattr(self, key) is not None:
+                raise ConfigError(
+                    f"`{key}` belongs to an output of kind 'logit' or 'probability'",
+                    where=key,
+                    evidence=f"output '{self.name}' is a regression",
+                    remedy=f"remove `{key}`, or correct `kind`",
+                )
+        if self.label is None and is_regression:
             raise ConfigError(
                 f"a regression needs a label, and output '{self.name}' has none",
+                where="label",
                 evidence="without labels a change is relative to the mean entropy of the predictions, which "
                 "a regression does not have",
-                remedy="name the column of its label, or do not judge this output",
+                remedy="name the column of its label, or remove this output from `outputs`",
+            )
+        if self.label is None and self.max_auc_drop is not None:
+            raise ConfigError(
+                f"`max_auc_drop` needs a label, and output '{self.name}' has none",
+                where="max_auc_drop",
+                evidence="AUC ranks rows by their labels",
+                remedy="name the column of its label, or remove `max_auc_drop`",
             )
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A graph input or output.
-
-    Attributes:
-        dtype: numpy name, for example ``float32``.
-        shape: None where dynamic; the batch is axis 0.
+    """A graph input or output: NumPy's name of its type, and sizes, None where dynamic; the batch is
+    axis 0.
     """
 
     name: str
@@ -90,12 +95,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Parity:
-    """Agreement of the exported graph with its torch module.
-
-    Attributes:
-        max_abs: Largest absolute difference of any output.
-        rms: Root mean square difference.
-        tolerance: Limit of `max_abs`.
+    """Agreement of the exported graph with its torch module: absolute differences of any output, and their
+    limit.
     """
 
     rows: int
@@ -113,7 +114,6 @@ class ModelArtifact:
         digest: SHA-256 over the graph and its external data.
         opset: Version of the default operator set.
         sites: Every site, in topological order.
-        producer: Writer of the original model.
         parity: Agreement with the torch module; None when the model entered as ONNX.
         notes: Conversions on the way in.
     """
@@ -133,11 +133,7 @@ class ModelArtifact:
     other_products: tuple[OtherProduct, ...] = ()
 
     def placed(self, directory: Path) -> ModelArtifact:
-        """Return the model with its path in a run directory.
-
-        Raises:
-            UserError: The path leaves the directory.
-        """
+        """Return the model with its path in a run directory; `UserError` if the path leaves it."""
         if not is_inside(self.path):
             raise UserError(
                 "a document names a model outside of its run directory", evidence=f"'{self.path}'"

@@ -45,10 +45,8 @@ memory, so its latency is not that of the device."""
 
 
 def device_called(name: str, architecture: str) -> str:
-    """Return a device's name in run files; empty where unknown, `SLICE` for a slice.
-
-    Args:
-        name: As the driver names it, for example ``NVIDIA H100 80GB HBM3``.
+    """Return the run-file name of a device as its driver names it; empty where unknown, `SLICE` for
+    a slice.
     """
     words = name.upper().replace("-", " ").split()
     # NVIDIA's driver adds the profile to the name of the GPU: "NVIDIA H100 80GB HBM3 MIG 1g.10gb".

@@ -44,20 +44,16 @@ class SitePrecision:
 
 @dataclass(frozen=True)
 class EngineArtifact:
-    """One engine: a backend's build of one plan for one device.
+    """One engine: a backend's build of one plan for one device of the run file (`target`).
 
     Attributes:
-        backend: ``onnxruntime``, ``tensorrt_rtx``, …
-        target: Device in the run file.
         architecture: Device architecture as the backend names it (``sm89``, ``cpu``).
         simulated: FP8 is simulated: accuracy counts, latency is not meaningful.
         path: Relative to the run directory; None when not built.
         bytes: Size of all of its files.
         digest: SHA-256 of the engine file; over all of its files when weights are beside it.
-        backend_version: Version of the library that built it.
         detail: Failure with its evidence, or why it was declined or not run.
         portability: Where the engine file may be loaded.
-        part: Source: the whole model, or its dense half.
         remarks: Fusions that its maker does elsewhere but not here, with place and reason.
     """
 

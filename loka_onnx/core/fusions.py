@@ -45,13 +45,12 @@ ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Max", "Abs", "Neg", "Sqrt", "Exp", "E
 
 @dataclass(frozen=True)
 class Fusions:
-    """Known kernel fusions of a backend.
+    """Known kernel fusions of a backend, with the source of this knowledge.
 
     Attributes:
         residual_norms: Norms whose kernel also adds the residual in front of them, and the bias of the
             product in front of that.
         moved_in_float8: Operators that move the values of a DQ in FP8 in front of a product.
-        evidence: Source of this knowledge.
     """
 
     quantized_in_place: frozenset[str] = frozenset()

@@ -35,13 +35,7 @@ _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class BundleFile:
-    """One file of a bundle.
-
-    Attributes:
-        path: Relative to the bundle, with ``/`` between components.
-        bytes: Its size.
-        sha256: SHA-256 of its content, hexadecimal.
-    """
+    """One file of a bundle, by its path relative to the bundle with ``/`` between components."""
 
     __pydantic_config__ = STRICT
 
@@ -72,13 +66,7 @@ class Need(StrEnum):
 
 @dataclass(frozen=True)
 class Requirement:
-    """Host requirement of an engine.
-
-    Attributes:
-        name: The library by its makers' name, or ``NVIDIA driver``.
-        need: Meaning of `version`.
-        version: The version; empty where it is not stated.
-    """
+    """Host requirement of an engine: a library by its makers' name, or ``NVIDIA driver``."""
 
     __pydantic_config__ = STRICT
 
@@ -101,7 +89,6 @@ class EngineEntry:
 
     Attributes:
         id: Names its arrays in the sample.
-        backend: Builds and loads it.
         target: Device in the run file.
         architecture: Device architecture as the backend names it (``sm89``, ``cpu``).
         portability: Hosts that may load the engine file.
@@ -109,8 +96,6 @@ class EngineEntry:
         simulated: Its FP8 is simulated, and slower than high precision.
         batch: Rows per request that it accepts.
         path: The engine file; further files lie beside it and are listed like any file.
-        bytes: Size of the engine file.
-        digest: SHA-256 of the engine file.
         tolerance: Largest absolute difference from the sample's expected outputs that the self-test accepts,
             per output.
         evaluation: Measured accuracy and latency; None when it was not measured.
@@ -220,11 +205,7 @@ class Manifest:
         raise KeyError(path)
 
     def inputs_of(self, part: Part) -> tuple[TensorSpec, ...]:
-        """Return the inputs of an engine of the whole, or of the dense part.
-
-        Raises:
-            KeyError: The model was not cut.
-        """
+        """Return the inputs of an engine of the whole, or of the dense part (`KeyError` without a cut)."""
         if part is Part.WHOLE:
             return self.inputs
         if self.cut is None:
@@ -238,19 +219,9 @@ def digest_lineage(lineage: Iterable[StageRecord]) -> str:
     return digest_json([[s.stage, s.key, s.parents, s.files] for s in lineage])
 
 
-def sample_input_key(name: str) -> str:
-    """Return the sample key of an input."""
-    return f"input/{name}"
-
-
-def sample_looked_up_key(name: str) -> str:
-    """Return the sample key of a cut tensor."""
-    return f"looked_up/{name}"
-
-
-def sample_expected_key(engine: str, output: str) -> str:
-    """Return the sample key of an engine's expected output."""
-    return f"expected/{engine}/{output}"
+def sample_key(*parts: str) -> str:
+    """Key of an array in a sample: input/<name>, looked_up/<name> or expected/<engine>/<output>."""
+    return "/".join(parts)
 
 
 def path_problem(path: str) -> str | None:

@@ -19,14 +19,7 @@ _FIELD = re.compile(rb'"seal": "([0-9a-f]{64})"')
 
 
 def seal(text: str) -> str:
-    """Return the text with its seal; idempotent.
-
-    Args:
-        text: A JSON document with one key ``seal`` and 64 hexadecimal digits as its value.
-
-    Raises:
-        ValueError: There is no such key, or more than one.
-    """
+    """Return a JSON document with its one key ``seal`` filled in; idempotent."""
     data = text.encode()
     found = len(_FIELD.findall(data))
     if found != 1:

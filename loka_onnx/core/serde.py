@@ -144,11 +144,7 @@ def write(value: Any, path: Path) -> None:
 
 
 def read(kind: type[T], path: Path) -> T:
-    """Read a document of the given type.
-
-    Raises:
-        UserError: The file is missing or is not such a document.
-    """
+    """Read a document of the given type; `UserError` if it is missing or no such document."""
     try:
         # Reading a pipe or a device would never end.
         if path.exists() and not path.is_file():
@@ -162,11 +158,7 @@ def read(kind: type[T], path: Path) -> T:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write text so that a reader sees the old file or the whole new one.
-
-    Raises:
-        OutputError: Writing fails.
-    """
+    """Write text so that a reader sees the old file or the whole new one (`OutputError` if writing fails)."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -13,12 +13,11 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive rows of a data set.
+    """Consecutive rows of a data set, from its row `first_row`.
 
     Attributes:
         inputs: Exactly the model inputs by name; each (rows,) or (rows, width), C-contiguous.
         columns: Labels, weights, group and slices by column name; each (rows,) as stored.
-        first_row: Index in the data set (not in the file) of the first row.
     """
 
     inputs: Mapping[str, Array]

@@ -1,4 +1,4 @@
-"""How columns of a file become inputs of a model."""
+"""Binding of columns of a file to inputs of a model."""
 
 from __future__ import annotations
 
@@ -11,18 +11,13 @@ from loka_onnx.errors import ConfigError
 
 @dataclass(frozen=True)
 class InputBinding:
-    """Which columns one model input is made of.
+    """Columns of one model input of rank 1, (rows,), or 2, (rows, width); `ConfigError` for others.
 
     Attributes:
         columns: Columns in order. Several scalar columns are stacked to (rows, len(columns)); one column
             of lists of L values gives (rows, L).
-        dtype: NumPy name of the input's type, for example "float32" or "int64".
-        rank: 1 for (rows,), 2 for (rows, width).
         ids: Ids that each column may hold (`graph.id_bounds`); for one column of lists, those of each value
             in a row, or of all of them. None where there is no bound.
-
-    Raises:
-        ConfigError: When the fields contradict one another.
     """
 
     input: str

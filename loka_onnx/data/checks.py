@@ -17,11 +17,8 @@ _NAMED_RANGES = 3
 
 @dataclass(frozen=True)
 class RawColumn:
-    """Some rows of a column as stored.
-
-    Attributes:
-        values: (rows,) or (rows, width); any value at a null.
-        nulls: (rows,) mask; None without nulls.
+    """Some rows of a column as stored, (rows,) or (rows, width), with the mask of nulls (rows,), None without
+    any.
     """
 
     values: Array
@@ -33,7 +30,6 @@ class ColumnRule:
     """Rule of a column.
 
     Attributes:
-        column: Name in the file.
         dtype: NumPy name of the type to convert to; None keeps the stored type.
         ids: Allowed ids of each value in a row, or of all; None without a bound.
         nullable: Whether nulls and non-finite numbers are values like any other, as in a slice.
@@ -49,13 +45,8 @@ class ColumnRule:
 
 @dataclass(frozen=True)
 class Fault:
-    """Rows that break a rule.
-
-    Attributes:
-        what: The breach, as the end of a sentence that starts with the column.
-        count: Number of rows.
-        first_row: Index in the file of the first of them.
-        remedy: Advice.
+    """Rows that break a rule; `what` ends a sentence that starts with the column, `first_row` counts in the
+    file.
     """
 
     rule: ColumnRule
@@ -80,15 +71,10 @@ class Fault:
 
 
 def find_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | None:
-    """Find rows that break a rule.
+    """Find the first breach in this order: nulls, not finite, not whole, outside the type, outside the
+    embedding table.
 
-    Args:
-        raw: The rows.
-        file_rows: (rows,) index in the file of each row.
-
-    Returns:
-        The first breach in this order: nulls, not finite, not whole, outside the type, outside the
-        embedding table; None when the rows are good.
+    `file_rows` are the indices in the file of the rows, (rows,).
     """
     if rule.nullable:
         return None

@@ -59,7 +59,6 @@ class ColumnInfo:
 
     Attributes:
         kind: NumPy kind character of the stored type; "?" for a type that cannot be read.
-        stored: Name of the stored type, for messages.
         width: Values in a row of lists, None where the file does not state it; 0 for a scalar column.
     """
 
@@ -98,15 +97,10 @@ class _Mark:
 
 
 class Dataset(ABC):
-    """Some rows of a file, in file order.
+    """Some rows of a file, in file order; all rows without a `selection`.
 
     The base owns selection, checks, conversion and re-batching; a file format implements `_describe` and
     `_read`.
-
-    Args:
-        path: The file.
-        layout: Content to read.
-        selection: None for all rows.
 
     Raises:
         DataError: The file is missing, unreadable or empty, lacks a column, or a column has a type that the
@@ -166,15 +160,10 @@ class Dataset(ABC):
         return _file_digest(os.path.realpath(self.path), stat.st_size, stat.st_mtime_ns)
 
     def batches(self, size: int, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Read rows in order; every call starts anew.
+        """Read rows [start, stop) of the data set in order, `size` in each batch but the last; every call
+        starts anew.
 
-        Args:
-            size: Rows of each batch but the last.
-            start: First row, counted in the data set.
-            stop: Row after the last, or None for the end of the data set.
-
-        Yields:
-            Batches. Memory is bounded by the batch size and, for rows selected by a hash, 32 MiB.
+        Memory is bounded by the batch size and, for rows selected by a hash, 32 MiB.
 
         Raises:
             ConfigError: `size` is below 1, or [start, stop) is not inside the data set.
@@ -191,19 +180,15 @@ class Dataset(ABC):
         return self._batches(size, start, end)
 
     def check(self) -> None:
-        """Read every row once and raise the first fault, with a count over the whole data set.
-
-        Raises:
-            DataError: As `batches` does.
-        """
-        found: Fault | None = None
+        """Read every row once and raise the first fault, with a count over the whole data set."""
+        fault: Fault | None = None
         for chunk in self._chunks(0, self.rows, 8 * _CHUNK_ROWS):
-            if found is None:
-                found = self._first_fault(chunk)
+            if fault is None:
+                fault = self._first_fault(chunk)
             else:
-                found = found.plus(find_fault(found.rule, chunk.columns[found.rule.column], chunk.file_rows))
-        if found is not None:
-            raise found.error(self.path.name, self.rows)
+                fault = fault.plus(find_fault(fault.rule, chunk.columns[fault.rule.column], chunk.file_rows))
+        if fault is not None:
+            raise fault.error(self.path.name, self.rows)
 
     @abstractmethod
     def _describe(self) -> tuple[int, Mapping[str, ColumnInfo]]:
@@ -440,10 +425,7 @@ def _rows(piece: Mapping[str, RawColumn]) -> int:
 
 
 def _with_none(raw: RawColumn) -> Array:
-    """Return (rows,) as stored, or as Python objects with None for nulls.
-
-    Timestamps stay: they have a null of their own, NaT.
-    """
+    """Return (rows,) as stored, or as Python objects with None for nulls."""
     if raw.nulls is None or not raw.nulls.any() or raw.values.dtype.kind in "mM":
         return raw.values
     values = raw.values.astype(object)

@@ -33,16 +33,12 @@ _LOCAL_HEADER_BYTES, _LENGTHS_AT = 30, 26
 """APPNOTE 6.3.10, section 4.3.7: a name and an extra field follow; the lengths of both stand at 26 and 28."""
 _DAMAGED = (zipfile.BadZipFile, ValueError, OSError, EOFError, zlib.error, struct.error)
 _NO_HEADER = (SyntaxError, TypeError, tokenize.TokenError, RecursionError, MemoryError, SystemError)
-"""What NumPy lets through of Python's own parser, to which it gives the header; beside ValueError."""
+"""Errors of Python's own parser, to which NumPy gives the header; beside ValueError."""
 
 
 @dataclass(frozen=True)
 class _Header:
-    """What an array says of itself.
-
-    Attributes:
-        bytes: Length of the header; the first row follows.
-    """
+    """Header of an array; the first row follows after `bytes`."""
 
     shape: tuple[int, ...]
     fortran: bool

@@ -21,23 +21,9 @@ def open_dataset(
     nullable: Collection[str] = (),
     keys: Mapping[str, str] | None = None,
 ) -> Dataset:
-    """Open a Parquet or npz file, by its suffix.
+    """Open a Parquet or npz file, by its suffix; see `Layout` and `Dataset` for arguments and errors.
 
-    Args:
-        path: The file.
-        bindings: Columns of each model input.
-        columns: Further columns wanted: labels, weights, group, slices.
-        rows: None for all rows.
-        nullable: Those of `columns` in which a null is a value, returned as None.
-        keys: Run-file keys of columns that are no inputs, for messages.
-
-    Returns:
-        The data set. Types and names are checked now; values as they are read, or by `check`.
-
-    Raises:
-        DataError: The file is missing, unreadable or empty, has another suffix, lacks a column, or holds a
-            type that an input cannot take.
-        ConfigError: There are neither bindings nor columns.
+    Types and names are checked now; values as they are read, or by `Dataset.check`.
     """
     path, layout = Path(path), Layout(tuple(bindings), tuple(columns), frozenset(nullable), dict(keys or {}))
     if path.suffix in (".parquet", ".pq"):

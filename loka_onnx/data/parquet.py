@@ -107,14 +107,7 @@ class ParquetDataset(Dataset):
 
 
 def write_parquet(table: pa.Table, path: Path, row_group_rows: int = 65536) -> None:
-    """Write a Parquet file atomically.
-
-    Args:
-        path: The file; its directory exists.
-
-    Raises:
-        OSError: The directory cannot be written.
-    """
+    """Write a Parquet file atomically into a directory that exists."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
         pq.write_table(table, temporary, row_group_size=row_group_rows, write_page_checksum=True)

@@ -37,14 +37,9 @@ class RowRange:
 
 @dataclass(frozen=True)
 class HashRows:
-    """Rows whose key column hashes into [low, high) of the unit interval.
+    """Rows whose key column hashes into [low, high) of the unit interval, 0 <= low < high <= 1.
 
-    Rows that share a key stay together, whichever file order they come in.
-
-    Attributes:
-        low: Inclusive lower end, in [0, 1).
-        high: Exclusive upper end, in (0, 1].
-        seed: Chooses the hash function.
+    Rows that share a key stay together, whichever file order they come in. `seed` chooses the hash function.
     """
 
     column: str
@@ -67,11 +62,7 @@ class HashRows:
         return f"hash({self.column}, seed {self.seed})[{self.low!r}:{self.high!r}]"
 
     def mask(self, keys: Array) -> npt.NDArray[np.bool_]:
-        """Return the mask of selected rows, (rows,) bool.
-
-        Args:
-            keys: (rows,) integers or strings.
-        """
+        """Return the mask of selected rows, (rows,) bool, for integer or string keys (rows,)."""
         # The top 53 bits are exactly representable, so that equal keys compare equally on any machine.
         unit = (stable_hash(keys, self.seed) >> np.uint64(11)).astype(np.float64) * 2.0**-53
         selected: npt.NDArray[np.bool_] = (unit >= self.low) & (unit < self.high)
@@ -82,20 +73,10 @@ RowSelection = RowRange | HashRows
 
 
 def stable_hash(keys: Array, seed: int = 0) -> UInt64:
-    """Hash keys to 64 bits, equally in every process and on every machine.
+    """Hash integer, boolean or string keys (rows,) to uint64, equally in every process and on every machine.
 
-    Integers go through the finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom
-    number generators", OOPSLA 2014); strings through BLAKE2b.
-
-    Args:
-        keys: (rows,) integers, booleans or strings.
-        seed: Chooses the function.
-
-    Returns:
-        (rows,) uint64.
-
-    Raises:
-        DataError: The keys are neither integers nor strings.
+    Integers go through the finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
+    generators", OOPSLA 2014); strings through BLAKE2b. Other keys raise `DataError`.
     """
     if keys.dtype.kind in "iub":
         mixed: UInt64 = keys.astype(np.int64).view(np.uint64)
@@ -119,9 +100,7 @@ def stable_hash(keys: Array, seed: int = 0) -> UInt64:
 
 
 def without_id(keys: Array) -> npt.NDArray[np.bool_]:
-    """Return (rows,) where a key is null: None, NaN, NaT or an empty string, as Parquet's null strings are
-    read.
-    """
+    """Mask (rows,) of null keys: None, NaN, NaT or an empty string, as Parquet's null strings are read."""
     if keys.dtype.kind in "fmM":
         return np.asarray(np.isnan(keys) if keys.dtype.kind == "f" else np.isnat(keys))
     if keys.dtype.kind in "US":

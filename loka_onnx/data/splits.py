@@ -35,18 +35,11 @@ class Splits:
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Division of one file into the three splits.
+    """Division of one file into the three splits, by fractions of the rows (of the keys, for "hash").
 
-    Attributes:
-        by: "fraction" takes contiguous rows in file order, which suits rows in order of time; "hash"
-            takes the rows whose key hashes into an interval, so that the rows of one group stay together.
-        calibration: Fraction of the rows (of the keys, for "hash"), in (0, 1).
-        selection: As above.
-        certification: As above; the three sum to at most 1.
-        seed: Chooses the hash function.
-
-    Raises:
-        ConfigError: The fields contradict one another.
+    "fraction" takes contiguous rows in file order, which suits rows in order of time; "hash" takes the rows
+    whose key `column` hashes into an interval, so that the rows of one group stay together; `seed` chooses
+    the hash.
     """
 
     by: Literal["fraction", "hash"] = "fraction"
@@ -72,10 +65,8 @@ class SplitRule:
             )
 
     def selections(self, rows: int) -> tuple[RowSelection, ...]:
-        """Return the rows of calibration, selection and certification, in this order.
-
-        Raises:
-            ConfigError: A split would hold no row.
+        """Return the rows of calibration, selection and certification; `ConfigError` if a split would hold no
+        row.
         """
         edges = (0.0, *itertools.accumulate((self.calibration, self.selection, self.certification)))
         if self.column is not None:
@@ -100,19 +91,7 @@ def split_file(
     nullable: Collection[str] = (),
     keys: Mapping[str, str] | None = None,
 ) -> Splits:
-    """Open the three splits of one file.
-
-    Args:
-        path: The file.
-        rule: Division of the file.
-        bindings: Columns of each model input.
-        nullable: Those of `columns` in which a null is a value.
-        keys: Run-file keys of columns that are no inputs, for messages.
-
-    Raises:
-        DataError: As `open_dataset` does.
-        ConfigError: A split would hold no row.
-    """
+    """Open the three splits of one file; arguments and errors as of `open_dataset` and `SplitRule`."""
     whole = open_dataset(path, bindings, columns, None, nullable, keys)
     calibration, selection, certification = (
         open_dataset(path, bindings, columns, rows, nullable, keys)
@@ -122,13 +101,10 @@ def split_file(
 
 
 def ensure_disjoint(calibration: Dataset, selection: Dataset, certification: Dataset) -> None:
-    """Refuse splits that share rows.
+    """Refuse splits that share rows (`ConfigError`).
 
-    Files are compared by content, so that a copy or a link does not slip through. Two files with
-    different content are taken as disjoint.
-
-    Raises:
-        ConfigError: When two splits are, or cannot be told not to be, the same rows of the same content.
+    Files are compared by content, so that a copy or a link does not slip through. Two files with different
+    content are taken as disjoint.
     """
     named = {"calibration": calibration, "selection": selection, "certification": certification}
     for (first, a), (second, b) in itertools.combinations(named.items(), 2):
@@ -145,16 +121,16 @@ def ensure_disjoint(calibration: Dataset, selection: Dataset, certification: Dat
 
 
 def _may_overlap(a: Dataset, b: Dataset) -> bool:
-    one, two = a.selection, b.selection
-    if isinstance(one, RowRange) and isinstance(two, RowRange):
-        one_stop = a.file_rows if one.stop is None else one.stop
-        two_stop = b.file_rows if two.stop is None else two.stop
-        return one.start < two_stop and two.start < one_stop
+    first, second = a.selection, b.selection
+    if isinstance(first, RowRange) and isinstance(second, RowRange):
+        first_stop = a.file_rows if first.stop is None else first.stop
+        second_stop = b.file_rows if second.stop is None else second.stop
+        return first.start < second_stop and second.start < first_stop
     if (
-        isinstance(one, HashRows)
-        and isinstance(two, HashRows)
-        and (one.column, one.seed) == (two.column, two.seed)
+        isinstance(first, HashRows)
+        and isinstance(second, HashRows)
+        and (first.column, first.seed) == (second.column, second.seed)
     ):
-        return one.low < two.high and two.low < one.high
-    # Different rules over one file: nothing short of reading it proves the rows distinct.
+        return first.low < second.high and second.low < first.high
+    # Different rules over first file: nothing short of reading it proves the rows distinct.
     return True

@@ -36,7 +36,7 @@ class Kind:
 
     @property
     def is_host(self) -> bool:
-        """Tell whether they are in host memory."""
+        """True if they are in host memory."""
         return self.device_type in {CPU, dlpack.CUDA_HOST}
 
 
@@ -44,11 +44,7 @@ HOST, TORCH_HOST = Kind(), Kind(TORCH)
 
 
 def kind_of(value: Any) -> Kind:
-    """Library and device of an array; an unknown library counts as NumPy.
-
-    Raises:
-        DataError: It is no array.
-    """
+    """Library and device of an array (`DataError` for no array); an unknown library counts as NumPy."""
     if isinstance(value, np.ndarray):
         return HOST
     roots = {base.__module__.partition(".")[0] for base in type(value).__mro__}
@@ -79,10 +75,8 @@ def plain_tensors(inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]] | No
 
 
 def to_host(value: Any, kind: Kind) -> npt.NDArray[Any]:
-    """Return a NumPy view of an array in host memory, or a copy of one elsewhere.
-
-    Raises:
-        DataError: It cannot be read.
+    """Return a NumPy view of an array in host memory, or a copy of one elsewhere; `DataError` if it cannot be
+    read.
     """
     if isinstance(value, np.ma.MaskedArray):
         raise DataError(
@@ -121,23 +115,20 @@ def from_host(array: npt.NDArray[Any], kind: Kind) -> Any:
 
 
 def allocator(kind: Kind, stream: int) -> Allocate:
-    """Return a function that makes outputs on the request's device, by its library.
+    """Return a function that makes outputs on the request's device, by its library (not NumPy).
 
     Queued work of the library may still read recycled memory; because it is borrowed for `stream`, it is
     written later.
-
-    Args:
-        kind: Kind of the answer; not NumPy's.
     """
     library = sys.modules[kind.library]
 
     def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Borrowed:
         if kind.library == TORCH:
-            made = library.empty(shape, dtype=getattr(library, dtype.name), device=f"cuda:{kind.device}")
+            output = library.empty(shape, dtype=getattr(library, dtype.name), device=f"cuda:{kind.device}")
         else:
             with library.cuda.Device(kind.device):
-                made = library.empty(shape, dtype=dtype)
-        return dlpack.borrow(made, stream)
+                output = library.empty(shape, dtype=dtype)
+        return dlpack.borrow(output, stream)
 
     return allocate
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from time import perf_counter
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from loka_onnx.bundle.format.files import Sample
 from loka_onnx.core.manifest import EngineEntry, Manifest
@@ -52,9 +51,6 @@ class Serving:
         metrics: Whether to count and time requests.
         sample_every: Interval of requests whose values are counted, where the plan has FP8 scales
             (`loka_onnx.runtime.saturation`); 0 for none.
-
-    Raises:
-        DataError: `sample_every` is negative.
     """
 
     warm_up: bool = True
@@ -68,12 +64,8 @@ class Serving:
 
 @dataclass(frozen=True)
 class Origin:
-    """Results of loading, for `Engine.health`.
-
-    Attributes:
-        skipped: Engines that were preferred to the loaded one.
-        order: Ids of the bundle's engines, in the order of trial.
-        trust: Reason why programs may be loaded; empty where they may not.
+    """Results of loading: skipped engines, ids in the order of trial, and the reason why programs may be
+    loaded.
     """
 
     skipped: tuple[Skipped, ...] = ()
@@ -81,19 +73,11 @@ class Origin:
     trust: str = ""
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """A loaded engine of a bundle; made by `load`. A context manager that closes it.
 
-    Args:
-        part: ``whole`` for a runner with the model's own inputs, ``dense`` for one with looked-up rows in
-            place of ids.
-
-    Attributes:
-        inputs: Inputs of a request.
-        outputs: Outputs of an answer.
-        part: Part of the model that it computes.
-        origin: Results of loading.
-        metrics: Its counters; also a collector of `prometheus_client`.
+    `inputs` and `outputs` are those of a request, of `part` of the model. `metrics` is also a collector of
+    `prometheus_client`. `sampler` counts values of requests; `release` is called once the engine is closed.
     """
 
     def __init__(
@@ -116,10 +100,10 @@ class Engine:
         self._layout = Layout(self.inputs, entry.batch, whose)
         self._series = EngineSeries(entry.id, runner.served_sizes, entry.batch.max)
         self._gate = Gate()
-        self._sampler: Sampler | None = None
+        self.sampler: Sampler | None = None
         self._routes: tuple[tuple[int, Engine], ...] = ()
         self._route_sizes: tuple[int, ...] = ()
-        self._release: Callable[[], object] = lambda: None
+        self.release: Callable[[], object] = lambda: None
         self._warm: tuple[int, ...] = ()
         self._describe()
 
@@ -137,8 +121,8 @@ class Engine:
         """Answer one request. Only its layout is checked, not its values.
 
         Arrays may be of NumPy or of any library with DLPack; those in host memory, or on the engine's CUDA
-        device where it reads them, are not copied. The answer has the library and device
-        of the request where all of its arrays agree (PyTorch, CuPy), else NumPy's.
+        device where it reads them, are not copied. The answer has the library and device of the request where
+        all of its arrays agree (PyTorch, CuPy), else NumPy's.
 
         Args:
             inputs: One array for each of `inputs`, the batch on axis 0; not changed.
@@ -155,25 +139,19 @@ class Engine:
         metrics = self.metrics
         began = perf_counter()
         try:
-            self._gate.enter()
-            try:
+            with self._gate:
                 rows = NOT_PLAIN if like is not None else self._layout.plain_rows(inputs)
                 if rows == NOT_PLAIN:
                     return self._infer_others(inputs, like, began)
                 return self._run_on_host(inputs, rows, HOST, began)
-            finally:
-                self._gate.leave()
         except BaseException as error:
             if metrics.enabled:
                 metrics.failed(_kind_of_error(error))
             raise
 
     def set_routes(self, routes: Sequence[tuple[int, Engine]]) -> None:
-        """Route requests to other engines by size; this engine owns them.
-
-        Args:
-            routes: Largest number of rows of each engine, ascending, and the engine, which may be this one;
-                the last one also takes larger requests.
+        """Route requests to engines by their largest number of rows, ascending; this engine owns the
+        others.
         """
         self._routes = tuple(routes)
         self._route_sizes = tuple(rows for rows, _ in routes)
@@ -184,14 +162,6 @@ class Engine:
         self.origin = origin
         self._describe()
 
-    def set_sampler(self, sampler: Sampler | None) -> None:
-        """Set the sampler of values, or none."""
-        self._sampler = sampler
-
-    def on_close(self, release: Callable[[], object]) -> None:
-        """Call a function once the engine is closed."""
-        self._release = release
-
     def engine_for(self, rows: int) -> Engine:
         """Engine for a request of so many rows: that of the next routed size."""
         if not self._routes:
@@ -199,26 +169,17 @@ class Engine:
         return self._routes[min(bisect_left(self._route_sizes, rows), len(self._routes) - 1)][1]
 
     def warm_up(self, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Run batches of the sample's rows, so that no request pays for the first run of its size.
+        """Run batches of the sample's rows, by default of `sizes`, so that no request pays for the first of
+        its size.
 
-        Args:
-            sizes: Rows of each batch; by default every size that is prepared, timed or routed.
-
-        Returns:
-            Sizes that were run, ascending.
-
-        Raises:
-            EngineError: The engine fails on one, or was closed.
+        Returns the sizes that were run, ascending.
         """
         wanted = self.sizes if sizes is None else self._within(sizes)
         for size in wanted:
             batch = {name: repeated(value, size) for name, value in self._request.items()}
-            self._gate.enter()
-            try:
+            with self._gate:
                 for _ in range(WARM_UPS):
                     self.engine_for(size)._runner.run(batch)
-            finally:
-                self._gate.leave()
         self._warm = tuple(sorted({*self._warm, *wanted}))
         return wanted
 
@@ -241,17 +202,12 @@ class Engine:
         if not self._gate.close():
             return
         with ExitStack() as stack:
-            stack.callback(self._release)
+            stack.callback(self.release)
             stack.callback(self._runner.close)
             for engine in self._others:
                 stack.callback(engine.close)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def health(self) -> Health:
@@ -259,11 +215,8 @@ class Engine:
         detail, moved = "", {}
         try:
             self._layout.rows_of(self._request)
-            self._gate.enter()
-            try:
+            with self._gate:
                 answer = self._runner.run(self._request)
-            finally:
-                self._gate.leave()
             moved = differences(self.outputs, answer, self._expected)
             # A NaN difference is a failure too.
             wrong = [n for n, value in moved.items() if not value <= self.entry.tolerance[n]]
@@ -301,8 +254,8 @@ class Engine:
     @property
     def _others(self) -> tuple[Engine, ...]:
         """Other engines of the routes."""
-        found = {id(engine): engine for _, engine in self._routes if engine is not self}
-        return tuple(found.values())
+        engines = {id(engine): engine for _, engine in self._routes if engine is not self}
+        return tuple(engines.values())
 
     def _infer_others(self, inputs: Mapping[str, Any], like: Any, began: float) -> dict[str, Any]:
         """Answer a request with arrays of another library, or refuse one."""
@@ -325,10 +278,10 @@ class Engine:
         stream = target._runner.stream
         borrowed = {name: borrow(value, stream) for name, value in inputs.items()}
         rows = self._layout.rows_of(borrowed)
-        made = target._runner.run_on_device(borrowed, allocator(kind, stream))
+        outputs = target._runner.run_on_device(borrowed, allocator(kind, stream))
         if self.metrics.enabled:
             self.metrics.answered(target._series.of(rows), rows, perf_counter() - began)
-        return {name: value.source for name, value in made.items()}
+        return {name: value.source for name, value in outputs.items()}
 
     def _run_on_host(self, inputs: Mapping[str, Any], rows: int, kind: Kind, began: float) -> dict[str, Any]:
         """Answer a checked request in host memory, in arrays of a kind."""
@@ -337,8 +290,8 @@ class Engine:
         answer = held if kind is HOST else {name: from_host(value, kind) for name, value in held.items()}
         if metrics.enabled:
             metrics.answered(target._series.of(rows), rows, perf_counter() - began)
-        if target._sampler is not None and target._sampler.is_due():
-            metrics.looked(target._sampler.look(inputs, held))
+        if target.sampler is not None and target.sampler.is_due():
+            metrics.looked(target.sampler.look(inputs, held))
         return answer
 
     def _device_engine(

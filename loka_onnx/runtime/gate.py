@@ -25,33 +25,24 @@ class Gate:
 
     @property
     def is_closed(self) -> bool:
-        """Tell whether no request is admitted any more."""
+        """True if no request is admitted any more."""
         return self._is_closed
 
-    def enter(self) -> None:
-        """Register a request; `leave` must follow.
-
-        Raises:
-            Closed: The gate is closed.
-        """
+    def __enter__(self) -> None:
+        """Register a request, or raise `Closed`."""
         with self._state:
             if self._is_closed:
                 raise Closed("the engine is closed", remedy="load the bundle again")
             self._inside += 1
 
-    def leave(self) -> None:
-        """Unregister a request."""
+    def __exit__(self, *_: object) -> None:
         with self._state:
             self._inside -= 1
             if self._is_closed and not self._inside:
                 self._state.notify_all()
 
     def close(self) -> bool:
-        """Admit no more requests and wait for the running ones.
-
-        Returns:
-            True for the call that closed it; later calls only wait.
-        """
+        """Admit no more requests and wait for the running ones; True for the call that closed it."""
         with self._state:
             is_first, self._is_closed = not self._is_closed, True
             self._state.wait_for(lambda: not self._inside)

@@ -49,14 +49,10 @@ class Health:
     """Result of a self-test.
 
     Attributes:
-        ready: Whether the engine reproduces its expected outputs on the sample.
-        detail: Reason why not; empty when ready.
-        simulated: Whether its FP8 is simulated.
+        ready: Whether the engine reproduces its expected outputs on the sample; `detail` says why not.
         is_fallback: Whether it is the FP32 model because no other engine runs here.
-        model_digest: Digest of the exported model.
         max_abs: Largest difference from the expected outputs of the sample, per output; empty when the engine
-            failed.
-        tolerance: Limits of `max_abs`.
+            failed. Its limits are `tolerance`.
         skipped: Engines that were preferred to this one.
         routes: Id of each engine by its largest number of rows, where several serve; else empty.
         order: Ids of the bundle's engines, in the order of trial on this host.
@@ -102,10 +98,8 @@ def differences(
     answer: Mapping[str, npt.NDArray[Any]],
     expected: Mapping[str, npt.NDArray[Any]],
 ) -> dict[str, float]:
-    """Largest absolute difference of each output; NaN where one side is.
-
-    Raises:
-        EngineError: An output is missing, or has another type or shape.
+    """Largest absolute difference of each output; NaN where one side is, `EngineError` for another type or
+    shape.
     """
     missing = [spec.name for spec in outputs if spec.name not in answer]
     if missing:

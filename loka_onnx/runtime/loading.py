@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from loka_onnx.bundle.format.archive import is_archive, unpacked
+from loka_onnx.bundle.format.archive import as_directory
 from loka_onnx.bundle.format.files import read_sample, verify_directory
 from loka_onnx.bundle.format.pinned import Pin, pinned
 from loka_onnx.core.artifact import TensorSpec
@@ -56,20 +56,16 @@ def load(
     """Verify a bundle and load the first of its engines that runs here and passes its self-test.
 
     Engines that cannot run here are skipped unopened: untrusted programs, a missing device or library,
-    another version. The others are tried in this order: built for this very device; for the architecture of
-    an accelerator here; for the processor; among equals, those built by the installed library's version
-    first, then in the manifest's order; the FP32 model last (`loka_onnx.runtime.selection`). Each skipped
-    engine is logged once with the reason, and is in `Engine.skipped`.
+    another version. The others are tried in the order of `loka_onnx.runtime.selection`; the FP32 model is
+    last. Each skipped engine is logged once with the reason, and is in `Engine.skipped`.
 
     Where the bundle's choice routes batch sizes to different engines, all that run here are loaded, and
     `Engine.infer` selects one by the rows of a request: that of the next larger size.
 
     Where the model was cut at its embeddings, the lookup model runs in ONNX Runtime on the CPU before the
-    engine, and requests are those of the whole model. With ``part="dense"`` the lookup model and its tables
-    are verified but not
-    loaded: requests hold looked-up rows, for example of a parameter server, in place of ids (see
-        `Engine.inputs`). The
-    FP32 model takes ids, so that there is no fallback then.
+    engine. With ``part="dense"`` it is verified but not loaded: requests hold looked-up rows, for example of
+    a parameter server, in place of ids (see `Engine.inputs`). The FP32 model takes ids, so there is no
+    fallback then.
 
     Args:
         bundle: Directory of the bundle, or a single-file bundle, which is unpacked into a temporary directory
@@ -83,9 +79,6 @@ def load(
         part: ``whole`` for the model's own inputs, ``dense`` for looked-up rows.
         serving: Warm-up, metrics and samples of values.
 
-    Returns:
-        An engine that has just reproduced its expected outputs.
-
     Raises:
         BundleInvalid: The bundle does not verify, or none of the given keys signed it.
         EngineError: Nothing in it runs here, not even the FP32 model.
@@ -95,8 +88,7 @@ def load(
     bundle, keys = Path(bundle), _paths(keys)
     for _ in range(ATTEMPTS):
         with ExitStack() as stack:
-            directory = stack.enter_context(unpacked(bundle)) if is_archive(bundle) else bundle
-            pin = stack.enter_context(pinned(directory))
+            pin = stack.enter_context(pinned(stack.enter_context(as_directory(bundle))))
             try:
                 verified = verify_directory(pin.path, keys)
                 trusted_by = verified.signer or (CALLER if trust else "")
@@ -109,7 +101,7 @@ def load(
                 _LOG.warning("%s: the bundle was replaced while it was loaded: once more", bundle)
                 continue
             if pin.is_current:
-                engine.on_close(weakref.finalize(engine, stack.pop_all().close))
+                engine.release = weakref.finalize(engine, stack.pop_all().close)
                 return engine
             _LOG.warning("%s: the bundle was replaced while it was loaded: once more", bundle)
             engine.close()
@@ -143,12 +135,7 @@ def _first(opener: _Opener) -> Engine:
 
 @dataclass(frozen=True)
 class _Source:
-    """A verified bundle.
-
-    Attributes:
-        trusted_by: Who vouches for programs in it; empty for nobody.
-        pin: Keeps `directory` the verified one, whatever replaces it.
-    """
+    """A verified bundle."""
 
     directory: Path
     manifest: Manifest
@@ -170,19 +157,18 @@ class _Opener:
         self._lookup: OnnxSession | None = None
 
     def was_skipped(self, entry: EngineEntry) -> bool:
-        """Tell whether an engine was skipped."""
         return any(skipped.engine == entry.id for skipped in self.skipped)
 
     def candidates(self) -> tuple[EngineEntry, ...]:
         """Engines that may run here, in the order of trial; records the others as skipped."""
         usable, out = [], []
         for entry in self.source.manifest.candidates:
-            found = obstacle(entry, self._wanted, is_trusted=bool(self.source.trusted_by))
-            if found is None:
+            problem = obstacle(entry, self._wanted, is_trusted=bool(self.source.trusted_by))
+            if problem is None:
                 usable.append(entry)
             else:
                 out.append(entry.id)
-                self._skip(entry, found.cause, found.reason)
+                self._skip(entry, problem.cause, problem.reason)
         ordered = in_order(self.source.manifest, usable)
         self.order = (*(entry.id for entry in ordered), *out)
         return ordered
@@ -197,10 +183,14 @@ class _Opener:
             cause = Cause.SELF_TEST
             try:
                 engine = Engine(manifest, entry, runner, sample, self._wanted, self._serving)
+                health = engine.health()
+                if not health.ready:
+                    raise EngineError("the self-test fails", evidence=health.detail)
+                if self._serving.warm_up:
+                    engine.warm_up()
             except BaseException:
                 runner.close()
                 raise
-            engine = _tested(engine, self._serving)
         except Exception as error:
             # Libraries raise errors of any type for a bad file; the next engine serves.
             self._skip(entry, cause, in_line(error))
@@ -214,7 +204,6 @@ class _Opener:
         manifest = self.source.manifest
         if not self.source.trusted_by:
             _refuse_programs(self.source.directory / entry.path, entry, self._options)
-        self.source.pin.check()
         spec, path = get_spec(entry.backend), self.source.directory / entry.path
         runner = spec.open(path, entry.architecture, entry.version, self._options)
         try:
@@ -229,7 +218,7 @@ class _Opener:
     def _sample_values(self, engine: Engine) -> None:
         directory, manifest = self.source.directory, self.source.manifest
         try:
-            engine.set_sampler(make_sampler(directory, manifest, engine.entry, self._serving.sample_every))
+            engine.sampler = make_sampler(directory, manifest, engine.entry, self._serving.sample_every)
         except Exception as error:
             # A correct engine serves even if its values cannot be sampled.
             name = self.source.name
@@ -264,13 +253,7 @@ class _Opener:
         return self._lookup.shared()
 
     def add_routes(self, engine: Engine) -> bool:
-        """Load the engines that take other sizes in the engine's place, and warm up all of them.
-
-        Sizes of an engine that does not run here stay with `engine`.
-
-        Returns:
-            Whether `engine` itself runs its sizes; if not, all are closed.
-        """
+        """Load the engines that take other sizes in the engine's place, and warm up all of them."""
         main, manifest = engine.entry.id, self.source.manifest
         choice = next((t for t in manifest.choice.targets if t.routes and main in t.engines), None)
         if choice is None:
@@ -361,17 +344,3 @@ def _part(name: Part | str) -> Part:
     except ValueError:
         known = " and ".join(f"'{part}'" for part in Part)
         raise ConfigError(f"there is no part '{name}' to load", evidence=f"there are {known}") from None
-
-
-def _tested(engine: Engine, serving: Serving) -> Engine:
-    """Run the self-test and warm-up of an engine; close it on failure."""
-    try:
-        health = engine.health()
-        if not health.ready:
-            raise EngineError("the self-test fails", evidence=health.detail)
-        if serving.warm_up:
-            engine.warm_up()
-    except BaseException:
-        engine.close()
-        raise
-    return engine

@@ -6,26 +6,11 @@ is imported only for that; nothing is registered automatically::
     registry = prometheus_client.CollectorRegistry()
     registry.register(engine.metrics)
 
-| name | labels | |
-|---|---|---|
-| `loka_onnx_request_seconds` | engine, batch | histogram, from the call to the answer, waiting included |
-| `loka_onnx_rows_total` | engine, batch | rows answered |
-| `loka_onnx_errors_total` | kind | requests that were refused (`request`), failed in the engine (`engine`), came after `close` (`closed`), or failed otherwise (`internal`) |
-| `loka_onnx_running_requests` | | running or waiting for the engine |
-| `loka_onnx_host_copies_total` | | requests from a device that were copied to the host, as the engine does not read them there |
-| `loka_onnx_skipped_engines` | reason | preferred engines of the bundle that do not run here, by `Cause` |
-| `loka_onnx_fallback` | | 1 where the FP32 model serves because no emitted engine runs here |
-| `loka_onnx_engine_info` | engine, backend, plan, architecture | 1 |
-| `loka_onnx_sampled_requests_total` | | requests whose values were counted (`saturation`) |
-| `loka_onnx_sampled_values_total` | tensor | values counted |
-| `loka_onnx_sampled_nonfinite_total` | tensor | of these, NaN or infinite |
-| `loka_onnx_sampled_saturated_total` | tensor | of these, beyond the range of the tensor's calibrated FP8 scale |
-
 Label `batch` is the smallest served batch size that holds the request, or a power of two where any size is
 served; ``more`` beyond the largest. At most `MOST_SIZES` sizes are distinguished. Label `tensor` names
 `MOST_TENSORS` tensors, those with a calibrated range first, and adds the rest as ``other``: a ranker may have
 an input for each of thousands of columns.
-"""  # noqa: E501 — a table cannot be broken
+"""
 
 from __future__ import annotations
 
@@ -52,15 +37,30 @@ MOST_SIZES = 32
 MOST_TENSORS = 64
 """Most tensors with their own label."""
 ERROR_KINDS = ("request", "engine", "closed", "internal")
+"""Requests that were refused, failed in the engine, came after `close`, or failed otherwise."""
+_SERIES = ("engine", "batch")
+_FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "rows_total": ("Rows answered", _SERIES),
+    "errors_total": ("Requests without an answer", ("kind",)),
+    "running_requests": ("Requests that run or wait for the engine", ()),
+    "host_copies_total": ("Requests from a device that were copied to the host", ()),
+    "skipped_engines": ("Preferred engines of the bundle that do not run here", ("reason",)),
+    "fallback": ("1 where the FP32 model serves because no emitted engine runs here", ()),
+    "engine_info": ("Loaded engines", ("engine", "backend", "plan", "architecture")),
+    "sampled_requests_total": ("Requests whose values were counted", ()),
+    "sampled_values_total": ("Values counted", ("tensor",)),
+    "sampled_nonfinite_total": ("Of these, NaN or infinite", ("tensor",)),
+    "sampled_saturated_total": ("Of these, beyond the calibrated FP8 range", ("tensor",)),
+}
+"""Help and labels of the families beside the histogram `loka_onnx_request_seconds`."""
 
 
 @dataclass(frozen=True)
 class LatencyHistogram:
     """Answered requests of one engine and batch bucket.
 
-    Attributes:
-        counts: Requests by bound of `LATENCY_BOUNDS_S`, not cumulative; the last is for longer ones.
-        seconds: Sum of their latencies.
+    `counts` are requests by bound of `LATENCY_BOUNDS_S`, not cumulative, the last for longer ones; `seconds`
+    is the sum of their latencies.
     """
 
     engine: str
@@ -79,15 +79,8 @@ class LatencyHistogram:
 class Snapshot:
     """All numbers at one time.
 
-    Attributes:
-        latency: One histogram for each engine and batch bucket that has served.
-        errors: Requests without an answer, by kind.
-        host_copies: Requests that were copied from a device.
-        skipped: Skipped engines by cause.
-        is_fallback: Whether the FP32 model serves as fallback.
-        engines: Loaded engines: id, backend, plan, architecture.
-        sampled: Requests whose values were counted.
-        looks: Counts of their values, by tensor.
+    `engines` are id, backend, plan and architecture of each; `looks` are counts of values by tensor, of
+    `sampled` requests.
     """
 
     latency: tuple[LatencyHistogram, ...]
@@ -122,13 +115,7 @@ class _Series:
 
 
 class EngineSeries:
-    """Counters of one engine, by batch bucket.
-
-    Args:
-        engine: Its id.
-        sizes: Served batch sizes, ascending; empty for any.
-        largest: Most rows of a request.
-    """
+    """Counters of one engine, by served batch size (any size where there are none) up to `largest` rows."""
 
     def __init__(self, engine: str, sizes: Sequence[int], largest: int) -> None:
         self.engine = engine
@@ -170,13 +157,7 @@ class Metrics:
         *,
         is_fallback: bool,
     ) -> None:
-        """Set the serving engines, and the causes of skipped ones.
-
-        Args:
-            engines: Counters of each loaded engine, and its id, backend, plan and architecture.
-            causes: One for each skipped engine.
-            is_fallback: Whether the FP32 model serves as fallback.
-        """
+        """Set the serving engines (id, backend, plan and architecture), and the cause of each skipped one."""
         with self._lock:
             self._engines, self._gate, self._is_fallback = tuple(engines), gate, is_fallback
             self._skipped = {cause.value: list(causes).count(cause) for cause in Cause}
@@ -227,17 +208,9 @@ class Metrics:
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Yield the numbers as metric families of `prometheus_client`.
-
-        Raises:
-            MissingPackage: It is not installed.
-        """
+        """Yield the numbers as metric families of `prometheus_client` (`MissingPackage` without it)."""
         try:
-            from prometheus_client.metrics_core import (
-                CounterMetricFamily,
-                GaugeMetricFamily,
-                HistogramMetricFamily,
-            )
+            from prometheus_client import metrics_core
         except ImportError as error:
             raise MissingPackage(
                 "prometheus_client is not installed",
@@ -246,57 +219,35 @@ class Metrics:
             ) from error
 
         now = self.snapshot()
-        labels = ["engine", "batch"]
-        seconds = HistogramMetricFamily(
-            "loka_onnx_request_seconds", "From the call to the answer, waiting included", labels=labels
+        looks = _labelled(now.looks)
+        seconds = metrics_core.HistogramMetricFamily(
+            "loka_onnx_request_seconds", "From the call to the answer, waiting included", labels=_SERIES
         )
-        rows = CounterMetricFamily("loka_onnx_rows", "Rows answered", labels=labels)
         for each in now.latency:
-            seconds.add_metric([each.engine, each.batch], _cumulative(each.counts), each.seconds)
-            rows.add_metric([each.engine, each.batch], each.rows)
-        yield from (seconds, rows)
-
-        errors = CounterMetricFamily("loka_onnx_errors", "Requests without an answer", labels=["kind"])
-        for kind, count in now.errors.items():
-            errors.add_metric([kind], count)
-        yield errors
-        yield GaugeMetricFamily("loka_onnx_running_requests", "Requests in work", value=now.running)
-        yield CounterMetricFamily(
-            "loka_onnx_host_copies", "Requests that were copied from a device", value=now.host_copies
-        )
-
-        skipped = GaugeMetricFamily(
-            "loka_onnx_skipped_engines", "Engines that were passed over", labels=["reason"]
-        )
-        for cause, count in now.skipped.items():
-            skipped.add_metric([cause], count)
-        yield skipped
-        yield GaugeMetricFamily(
-            "loka_onnx_fallback", "Whether the FP32 model stands in", value=float(now.is_fallback)
-        )
-        info = GaugeMetricFamily(
-            "loka_onnx_engine_info", "Loaded engines", labels=["engine", "backend", "plan", "architecture"]
-        )
-        for described in now.engines:
-            info.add_metric(list(described), 1)
-        yield info
-
-        yield CounterMetricFamily(
-            "loka_onnx_sampled_requests", "Requests whose values were looked at", value=now.sampled
-        )
-        values = CounterMetricFamily("loka_onnx_sampled_values", "Values looked at", labels=["tensor"])
-        nonfinite = CounterMetricFamily(
-            "loka_onnx_sampled_nonfinite", "Of these, NaN or infinite", labels=["tensor"]
-        )
-        saturated = CounterMetricFamily(
-            "loka_onnx_sampled_saturated", "Of these, beyond the calibrated FP8 range", labels=["tensor"]
-        )
-        for name, look in _labelled(now.looks).items():
-            values.add_metric([name], look.values)
-            nonfinite.add_metric([name], look.nonfinite)
-            if look.saturated is not None:
-                saturated.add_metric([name], look.saturated)
-        yield from (values, nonfinite, saturated)
+            seconds.add_metric((each.engine, each.batch), _cumulative(each.counts), each.seconds)
+        yield seconds
+        values: dict[str, dict[tuple[str, ...], float]] = {
+            "rows_total": {(each.engine, each.batch): each.rows for each in now.latency},
+            "errors_total": {(kind,): count for kind, count in now.errors.items()},
+            "running_requests": {(): now.running},
+            "host_copies_total": {(): now.host_copies},
+            "skipped_engines": {(cause,): count for cause, count in now.skipped.items()},
+            "fallback": {(): float(now.is_fallback)},
+            "engine_info": dict.fromkeys(now.engines, 1.0),
+            "sampled_requests_total": {(): now.sampled},
+            "sampled_values_total": {(name,): look.values for name, look in looks.items()},
+            "sampled_nonfinite_total": {(name,): look.nonfinite for name, look in looks.items()},
+            "sampled_saturated_total": {
+                (name,): look.saturated for name, look in looks.items() if look.saturated is not None
+            },
+        }
+        for name, (text, labels) in _FAMILIES.items():
+            is_counter = name.endswith("_total")
+            kind = metrics_core.CounterMetricFamily if is_counter else metrics_core.GaugeMetricFamily
+            family = kind(f"loka_onnx_{name}", text, labels=labels)
+            for key, value in values[name].items():
+                family.add_metric(key, value)
+            yield family
 
 
 def _thinned(sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,11 +17,7 @@ NOT_PLAIN = -1
 
 
 class Layout:
-    """Inputs of a request, prepared for comparison.
-
-    Args:
-        whose: Owner of the inputs, for messages.
-    """
+    """Inputs of a request, prepared for comparison; `whose` names their owner in messages."""
 
     def __init__(self, specs: Sequence[TensorSpec], batch: BatchRange, whose: str) -> None:
         self._specs, self._batch, self._whose = tuple(specs), batch, whose
@@ -54,11 +50,7 @@ class Layout:
         return rows if self._batch.min <= rows <= self._batch.max else NOT_PLAIN
 
     def check_names(self, inputs: Mapping[str, Any]) -> None:
-        """Check that a request holds exactly the inputs.
-
-        Raises:
-            DataError: It does not, or is no mapping.
-        """
+        """Check that a request is a mapping with exactly the inputs."""
         names = self._names
         if not isinstance(inputs, Mapping):
             raise DataError(
@@ -74,14 +66,7 @@ class Layout:
             )
 
     def rows_of(self, inputs: Mapping[str, Any]) -> int:
-        """Rows of a valid request.
-
-        Args:
-            inputs: Values with NumPy's ``dtype`` and ``shape``.
-
-        Raises:
-            DataError: It has another name, type, shape, or number of rows.
-        """
+        """Rows of a valid request of arrays with NumPy's ``dtype`` and ``shape``; `DataError` for another."""
         self.check_names(inputs)
         rows = {spec.name: _rows(inputs[spec.name], spec) for spec in self._specs}
         if len(set(rows.values())) != 1 or not self._batch.min <= min(rows.values()) <= self._batch.max:
@@ -100,12 +85,12 @@ def repeated(value: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
 
 def typed(arrays: Mapping[str, npt.NDArray[Any]], specs: Sequence[TensorSpec]) -> dict[str, npt.NDArray[Any]]:
     """Restore the type of BF16 arrays of a sample, which an npz stores as raw bytes."""
-    found = {}
+    restored = {}
     for spec in specs:
         value, dtype = arrays[spec.name], dtype_called(spec.dtype)
         is_raw = value.dtype.kind == "V" and value.dtype.itemsize == dtype.itemsize
-        found[spec.name] = value.view(dtype) if is_raw else value
-    return found
+        restored[spec.name] = value.view(dtype) if is_raw else value
+    return restored
 
 
 def _rows(value: Any, spec: TensorSpec) -> int:

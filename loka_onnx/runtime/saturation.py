@@ -40,12 +40,8 @@ _MOVES = frozenset(
 
 @dataclass(frozen=True)
 class Look:
-    """Counts of values of one tensor.
-
-    Attributes:
-        values: All counted values.
-        nonfinite: NaN or infinite.
-        saturated: Finite and beyond the calibrated range; None for a tensor without one.
+    """Counts of values of one tensor; `saturated` are finite and beyond the calibrated range, None without
+    one.
     """
 
     values: int = 0
@@ -72,11 +68,8 @@ def look_at(value: npt.NDArray[Any], limit: float | None = None) -> Look:
 
 
 class Sampler:
-    """Counts values of every n-th request.
-
-    Args:
-        limits: Largest magnitude of each input's calibrated scale, where there is one.
-        every: Interval n.
+    """Counts values of every n-th request; `limits` are the largest magnitudes of each input's calibrated
+    scale.
     """
 
     def __init__(self, limits: Mapping[str, float], every: int) -> None:
@@ -84,7 +77,7 @@ class Sampler:
         self._count = itertools.count(1)
 
     def is_due(self) -> bool:
-        """Count this request and tell whether to sample it."""
+        """Count this request and return whether to sample it."""
         return next(self._count) % self.every == 0
 
     def look(
@@ -101,11 +94,7 @@ class Sampler:
 
 
 def make_sampler(bundle: Path, manifest: Manifest, entry: EngineEntry, every: int) -> Sampler | None:
-    """Make the sampler of an engine; None where its plan quantizes no activation, or `every` is 0.
-
-    Args:
-        every: Interval of sampled requests; 0 for none.
-    """
+    """Make the sampler of an engine; None where its plan quantizes no activation, or `every` is 0."""
     if every < 1:
         return None
     scales = _largest_magnitudes(bundle, manifest, entry)
@@ -117,11 +106,7 @@ def make_sampler(bundle: Path, manifest: Manifest, entry: EngineEntry, every: in
 
 
 def _largest_magnitudes(bundle: Path, manifest: Manifest, entry: EngineEntry) -> dict[str, float]:
-    """Largest magnitude of the activation scale of each FP8 site of the engine's plan.
-
-    Raises:
-        UserError: The plans of the bundle cannot be read.
-    """
+    """Largest magnitude of the activation scale of each FP8 site of the engine's plan."""
     plans = serde.read(PlanSet, bundle / manifest.plans)
     plan = next((plan for plan in plans.plans if plan.id == entry.plan), None)
     return {
@@ -134,11 +119,7 @@ def _largest_magnitudes(bundle: Path, manifest: Manifest, entry: EngineEntry) ->
 def limits_of_inputs(
     graph: onnx.GraphProto, magnitudes: Mapping[str, float], manifest: Manifest
 ) -> dict[str, float]:
-    """Largest magnitude of each input that reaches a quantized site unchanged.
-
-    Args:
-        manifest: Manifest; where the model was cut, the cut tensors are inputs too.
-    """
+    """Largest magnitude of each input that reaches a quantized site unchanged; cut tensors are inputs too."""
     names = {spec.name for spec in manifest.inputs}
     names |= set() if manifest.cut is None else {spec.name for spec in manifest.cut.tensors}
     makers = {output: node for node in graph.node for output in node.output}

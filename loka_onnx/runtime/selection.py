@@ -3,9 +3,9 @@
 No engine is opened for this, and no vendor's library is imported for an engine with another obstacle.
 
 Order: engines built for this very device, by its driver's name (to which timings belong); then for the
-    architecture of
-an accelerator here; then for the processor. Among equals, those built by the installed version of their
-library; then in the manifest's order, which is the order of choice. The FP32 model is always last.
+architecture of an accelerator here; then for the processor. Among equals, those built by the installed
+version of their library; then in the manifest's order, which is the order of choice. The FP32 model is always
+last.
 """
 
 from __future__ import annotations
@@ -31,17 +31,12 @@ class Obstacle:
 
 
 def is_program(entry: EngineEntry) -> bool:
-    """Tell whether loading an engine runs code in it."""
+    """True if loading an engine runs code in it."""
     return get_spec(entry.backend).is_program(entry.architecture)
 
 
 def obstacle(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -> Obstacle | None:
-    """Reason why an engine is not tried on this host; None where it is.
-
-    Args:
-        wanted: Part of the model that requests are for.
-        is_trusted: Whether programs of the bundle may be loaded.
-    """
+    """Reason why an engine is not tried on this host for a part of the model; None where it is."""
     if wanted is Part.DENSE and entry.part is Part.WHOLE:
         return Obstacle(
             Cause.PART,
@@ -63,11 +58,16 @@ def obstacle(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -> Obstacle 
             "in it, and a digest does not say who made it; pass `keys=[…]` with the public key of who signs "
             "your bundles, or `trust=True` when this one comes from who may run code here",
         )
-    found = [each for each in (_no_library(entry), _no_device(entry)) if each is not None]
-    # Only the library knows its version, and is imported for it.
-    if not found and (other := _other_version(entry)) is not None:
-        found = [other]
-    return Obstacle(found[0].cause, "; ".join(each.reason for each in found)) if found else None
+    spec = get_spec(entry.backend)
+    obstacles = []
+    if reason := spec.library_obstacle():
+        obstacles.append(Obstacle(Cause.LIBRARY, reason))
+    if entry.architecture != CPU and (reason := spec.device_obstacle(entry.architecture)):
+        obstacles.append(Obstacle(Cause.DEVICE, f"cannot run here: {reason}"))
+    if obstacles:
+        return Obstacle(obstacles[0].cause, "; ".join(each.reason for each in obstacles))
+    # Last, as only the library knows its version, and is imported for it.
+    return _other_version(entry)
 
 
 def in_order(manifest: Manifest, usable: Sequence[EngineEntry]) -> tuple[EngineEntry, ...]:
@@ -83,19 +83,6 @@ def _rank(manifest: Manifest, entry: EngineEntry) -> tuple[int, int]:
         return (2, differs)
     name = device_called(device_of_architecture(entry.architecture), entry.architecture)
     return (0 if name == entry.target else 1, differs)
-
-
-def _no_library(entry: EngineEntry) -> Obstacle | None:
-    """The library of the engine is not there; found out without importing a vendor's."""
-    reason = get_spec(entry.backend).library_obstacle()
-    return Obstacle(Cause.LIBRARY, reason) if reason else None
-
-
-def _no_device(entry: EngineEntry) -> Obstacle | None:
-    if entry.architecture == CPU:
-        return None
-    reason = get_spec(entry.backend).device_obstacle(entry.architecture)
-    return Obstacle(Cause.DEVICE, f"cannot run here: {reason}") if reason else None
 
 
 def _other_version(entry: EngineEntry) -> Obstacle | None:

@@ -46,14 +46,9 @@ _CLOSE = {"Connection": "close"}
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server.
-
-    Attributes:
-        body_bytes: Largest body.
-        held_bytes: Largest sum of the bodies of all requests that have no answer yet.
-        waiting: Most requests that wait for a thread or run.
-        body_seconds: Longest time from the head of a request to the end of its body.
-        closing_seconds: Longest time for the rest of a body once the server shuts down.
+    """Limits of a server: largest body and largest sum of bodies without an answer, most requests that wait
+    or run, longest time from the head of a request to the end of its body, and for its rest once the server
+    shuts down.
     """
 
     body_bytes: int = 64 << 20
@@ -66,11 +61,7 @@ class Limits:
 def make_app(
     engine: Engine, name: str, workers: ThreadPoolExecutor, limits: Limits | None = None
 ) -> Starlette:
-    """Return the application, whose `app.state.close()` begins the shutdown; engine and workers stay open.
-
-    Raises:
-        ConfigError: The protocol cannot carry an input or output.
-    """
+    """Return the application, whose `app.state.close()` begins the shutdown; engine and workers stay open."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.routing import Route
@@ -161,31 +152,28 @@ class _Service:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def infer(self, request: Request) -> Response:
+        from starlette.exceptions import HTTPException
+        from starlette.requests import ClientDisconnect
+
         began, status = time.perf_counter(), 500
         try:
-            response = await self._response(request)
+            try:
+                response = await self._infer(request)
+            except HTTPException as error:
+                response = await _on_refusal(request, error)
+            except DataError as error:
+                response = _json({"error": str(error)}, 400)
+            except LokaError as error:
+                _LOG.error("a request failed: %s", error)
+                response = _json({"error": str(error)}, 500)
+            except ClientDisconnect:
+                # Nobody reads it; it is counted.
+                response = _json({"error": "the connection was closed before the end of the body"}, 400)
             status = response.status_code
             return response
         finally:
             self._answers.labels(str(status)).inc()
             self._seconds.observe(time.perf_counter() - began)
-
-    async def _response(self, request: Request) -> Response:
-        from starlette.exceptions import HTTPException
-        from starlette.requests import ClientDisconnect
-
-        try:
-            return await self._infer(request)
-        except HTTPException as error:
-            return await _on_refusal(request, error)
-        except DataError as error:
-            return _json({"error": str(error)}, 400)
-        except LokaError as error:
-            _LOG.error("a request failed: %s", error)
-            return _json({"error": str(error)}, 500)
-        except ClientDisconnect:
-            # Nobody reads it; it is counted.
-            return _json({"error": "the connection was closed before the end of the body"}, 400)
 
     async def _infer(self, request: Request) -> Response:
         self._check_model(request)

@@ -22,7 +22,6 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
 import ml_dtypes
@@ -53,7 +52,8 @@ _TYPES: dict[str, np.dtype[Any]] = {
 } | {"BF16": np.dtype(ml_dtypes.bfloat16)}
 """NumPy's types by their names in the protocol."""
 _NAMES = {dtype.name: name for name, dtype in _TYPES.items()}
-_ELEMENTS: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,)}
+_KINDS = {dict: "an object", list: "an array", str: "a string", bool: "true or false"}
+_JSON_TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,)}
 """Types of JSON elements by kind of the array; both kinds of number where none is listed."""
 
 
@@ -88,12 +88,7 @@ class Card:
 
 @dataclass(frozen=True)
 class InferRequest:
-    """A request that was read.
-
-    Attributes:
-        id: Returned with the answer where it is not None.
-        outputs: Outputs to be sent, in this order; whether each is sent as bytes, not in JSON.
-    """
+    """A request that was read; `outputs` are to be sent in this order, as bytes where True, else in JSON."""
 
     id: str | None
     inputs: Arrays
@@ -108,10 +103,8 @@ class InferAnswer(NamedTuple):
 
 
 def read_request(body: bytes | bytearray, header_length: int | None, card: Card) -> InferRequest:
-    """Read a request of `header_length` bytes of JSON, None for all; check all of it but the number of rows.
-
-    Raises:
-        DataError: It is not a request of the protocol, or not one that this model answers.
+    """Read a request of `header_length` bytes of JSON, None for all; check all of it but the number
+    of rows.
     """
     if header_length is not None and header_length > len(body):
         raise DataError(
@@ -121,18 +114,14 @@ def read_request(body: bytes | bytearray, header_length: int | None, card: Card)
     view = memoryview(body)
     split = len(body) if header_length is None else header_length
     try:
-        document = _object(_parsed(view[:split]), "the request")
+        document = _expected(_parsed(view[:split]), dict, "the request")
         return InferRequest(_id(document), _inputs(document, view[split:], card), _outputs(document, card))
     except RecursionError:
         raise DataError("the JSON is nested too deeply") from None
 
 
 def write_answer(request: InferRequest, values: Mapping[str, npt.NDArray[Any]], card: Card) -> InferAnswer:
-    """Write the answer to a request, of one array per output of the model.
-
-    Raises:
-        DataError: An output that is wanted in JSON holds NaN or infinity.
-    """
+    """Write the answer to a request, of one array per output; `DataError` for NaN or infinity in JSON."""
     specs = {spec.name: spec for spec in card.outputs}
     outputs: list[dict[str, Any]] = []
     payload: list[bytes] = []
@@ -184,27 +173,25 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _id(document: Mapping[str, Any]) -> str | None:
-    found = document.get("id")
-    if found is not None and not isinstance(found, str):
-        raise DataError("`id` is not a string", evidence=f"it is {reprlib.repr(found)}")
-    if found is not None and len(found) > MAX_ID:
-        raise DataError("`id` is too long", evidence=f"{len(found)} characters, at most {MAX_ID} are taken")
-    return found
+    value = document.get("id")
+    if value is not None and len(_expected(value, str, "`id`")) > MAX_ID:
+        raise DataError("`id` is too long", evidence=f"{len(value)} characters, at most {MAX_ID} are taken")
+    return value
 
 
 def _inputs(document: Mapping[str, Any], payload: memoryview, card: Card) -> Arrays:
     specs = {spec.name: spec for spec in card.inputs}
-    found: Arrays = {}
+    inputs: Arrays = {}
     start = 0
     for tensor in _objects(document, "inputs"):
         name = _name(tensor, specs, "input")
-        if name in found:
+        if name in inputs:
             raise DataError(f"input '{name}' is there twice")
         try:
             shape = _shape(tensor, specs[name])
             size = _binary_size(tensor, shape, specs[name])
             if size is None:
-                found[name] = _from_json(tensor.get("data"), _datatype_of(specs[name]), shape)
+                inputs[name] = _from_json(tensor.get("data"), _datatype_of(specs[name]), shape)
                 continue
             if start + size > len(payload):
                 raise DataError(
@@ -212,7 +199,7 @@ def _inputs(document: Mapping[str, Any], payload: memoryview, card: Card) -> Arr
                     evidence=f"it needs {start + size} bytes behind the JSON, there are {len(payload)}",
                     remedy="give the length of the JSON in Inference-Header-Content-Length",
                 )
-            found[name] = _from_bytes(payload[start : start + size], _datatype_of(specs[name]), shape)
+            inputs[name] = _from_bytes(payload[start : start + size], _datatype_of(specs[name]), shape)
             start += size
         except DataError as error:
             where = f"input '{name}'"
@@ -223,10 +210,10 @@ def _inputs(document: Mapping[str, Any], payload: memoryview, card: Card) -> Arr
             evidence=f"tensors take {start} bytes behind the JSON, there are {len(payload)}",
             remedy=f"give `{_SIZE}` for each input that is sent as bytes",
         )
-    missing = [spec.name for spec in card.inputs if spec.name not in found]
+    missing = [spec.name for spec in card.inputs if spec.name not in inputs]
     if missing:
         raise DataError("inputs are missing", evidence=", ".join(missing))
-    return found
+    return inputs
 
 
 def _shape(tensor: Mapping[str, Any], spec: TensorSpec) -> tuple[int, ...]:
@@ -273,20 +260,17 @@ def _binary_size(tensor: Mapping[str, Any], shape: tuple[int, ...], spec: Tensor
 def _outputs(document: Mapping[str, Any], card: Card) -> dict[str, bool]:
     default = _flag(_parameters(document), _ALL_BINARY, False)
     specs = {spec.name: spec for spec in card.outputs}
-    found: dict[str, bool] = {}
+    outputs: dict[str, bool] = {}
     for output in _objects(document, "outputs") if document.get("outputs") is not None else ():
         name = _name(output, specs, "output")
-        if name in found:
+        if name in outputs:
             raise DataError(f"output '{name}' is asked for twice")
-        found[name] = _flag(_parameters(output), _BINARY, default)
-    return found or dict.fromkeys(specs, default)
+        outputs[name] = _flag(_parameters(output), _BINARY, default)
+    return outputs or dict.fromkeys(specs, default)
 
 
 def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
-    found = parameters.get(name, default)
-    if not isinstance(found, bool):
-        raise DataError(f"`{name}` is neither true nor false", evidence=f"it is {reprlib.repr(found)}")
-    return found
+    return bool(_expected(parameters.get(name, default), bool, f"`{name}`"))
 
 
 def _name(tensor: Mapping[str, Any], known: Iterable[str], kind: str) -> str:
@@ -299,32 +283,27 @@ def _name(tensor: Mapping[str, Any], known: Iterable[str], kind: str) -> str:
 
 
 def _parameters(owner: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = _object(owner.get("parameters", {}), "`parameters`")
+    parameters: Mapping[str, Any] = _expected(owner.get("parameters", {}), dict, "`parameters`")
     for name in _REFUSED:
-        if name in found:
+        if name in parameters:
             raise DataError(f"this server does not do `{name}`", remedy="leave the parameter out")
-    return found
+    return parameters
 
 
 def _objects(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    found = document.get(key)
-    if not isinstance(found, list):
-        raise DataError(f"`{key}` is not an array", evidence=f"it is {reprlib.repr(found)}")
-    return [_object(item, f"an element of `{key}`") for item in found]
+    items = _expected(document.get(key), list, f"`{key}`")
+    return [_expected(item, dict, f"an element of `{key}`") for item in items]
 
 
-def _object(value: Any, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise DataError(f"{what} is not an object", evidence=f"it is {reprlib.repr(value)}")
+def _expected(value: Any, kind: type[Any], what: str) -> Any:
+    """Return a value of JSON that has this type."""
+    if not isinstance(value, kind):
+        raise DataError(f"{what} is not {_KINDS[kind]}", evidence=f"it is {reprlib.repr(value)}")
     return value
 
 
 def _datatype_of(spec: TensorSpec) -> str:
-    """Return the name of a tensor's type in the protocol, ``FP32`` for example.
-
-    Raises:
-        ConfigError: The protocol has none.
-    """
+    """Return the name of a tensor's type in the protocol, ``FP32`` for example."""
     try:
         return _NAMES[spec.dtype]
     except KeyError:
@@ -336,11 +315,7 @@ def _datatype_of(spec: TensorSpec) -> str:
 
 
 def _from_bytes(raw: memoryview, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """Return a tensor of the binary extension; a copy, because its bytes in a request are not aligned.
-
-    Raises:
-        DataError: A BOOL is neither 0 nor 1.
-    """
+    """Return a tensor of the binary extension; a copy, because its bytes in a request are not aligned."""
     dtype = _TYPES[datatype]
     stored = np.frombuffer(raw, f"<u{dtype.itemsize}").astype(f"=u{dtype.itemsize}")
     if dtype == np.bool_ and stored.size and stored.max() > 1:
@@ -355,27 +330,23 @@ def _to_bytes(value: npt.NDArray[Any]) -> bytes:
 
 
 def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """Return a tensor of a JSON array, flat or nested as its shape.
-
-    Raises:
-        DataError: Another number of elements, another nesting, or an element that the type cannot hold.
-    """
+    """Return a tensor of a JSON array, flat or nested as its shape."""
     if datatype == "BF16":
         raise DataError("JSON cannot hold BF16 exactly", remedy="send it as binary data")
-    elements = _flattened(data, shape)
+    elements = _elements(data, shape)
     dtype = _TYPES[datatype]
-    allowed = _ELEMENTS.get(dtype.kind, (int, float))
+    allowed = _JSON_TYPES.get(dtype.kind, (int, float))
     # By their types, because a bool is an int to isinstance.
     wrong = {type(element) for element in elements} - set(allowed)
     if wrong:
-        found = next(e for e in elements if type(e) in wrong)
-        raise DataError(f"an element is no {datatype}", evidence=f"it is {reprlib.repr(found)}")
+        element = next(e for e in elements if type(e) in wrong)
+        raise DataError(f"an element is no {datatype}", evidence=f"it is {reprlib.repr(element)}")
     if dtype.kind in "iu" and elements:
         # NumPy 1 wraps around instead.
         limits = np.iinfo(dtype)
-        for found in (min(elements), max(elements)):
-            if not limits.min <= found <= limits.max:
-                raise _too_large(datatype, f"it is {reprlib.repr(found)}")
+        for element in (min(elements), max(elements)):
+            if not limits.min <= element <= limits.max:
+                raise _too_large(datatype, f"it is {reprlib.repr(element)}")
     try:
         with np.errstate(over="ignore"):
             value = np.array(elements, dtype)
@@ -387,11 +358,7 @@ def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[
 
 
 def _to_json(value: npt.NDArray[Any], name: str) -> list[Any]:
-    """Return the elements of a tensor for JSON, flat; they read back as the same bits.
-
-    Raises:
-        DataError: An element is NaN or infinite, which JSON cannot hold.
-    """
+    """Return the elements of a tensor for JSON, flat; they read back as the same bits."""
     # ml_dtypes gives its own scalars; every BF16 is an FP32.
     plain = value.astype(np.float32) if value.dtype == _TYPES["BF16"] else value
     if plain.dtype.kind == "f" and not np.isfinite(plain).all():
@@ -405,28 +372,14 @@ def _to_json(value: npt.NDArray[Any], name: str) -> list[Any]:
     return elements
 
 
-def _flattened(data: Any, shape: tuple[int, ...]) -> list[Any]:
-    if not isinstance(data, list):
-        raise DataError("`data` is not an array", evidence=f"it is {reprlib.repr(data)}")
-    level = data
-    if data and isinstance(data[0], list):
-        if (len(data),) != shape[:1]:
-            raise _nesting(shape)
-        for size in shape[1:]:
-            if not all(isinstance(row, list) and len(row) == size for row in level):
-                raise _nesting(shape)
-            level = list(chain.from_iterable(level))
-    if len(level) != math.prod(shape):
-        raise DataError(
-            "`data` does not fill the shape",
-            evidence=f"{len(level)} elements, the shape {list(shape)} has {math.prod(shape)}",
-        )
-    return level
+def _elements(data: Any, shape: tuple[int, ...]) -> list[Any]:
+    array = np.array(_expected(data, list, "`data`"), object)
+    if array.shape not in {shape, (math.prod(shape),)}:
+        evidence = f"it has the shape {list(array.shape)}, which is neither {list(shape)} nor flat"
+        raise DataError("`data` does not fill the shape", evidence=evidence)
+    elements: list[Any] = array.ravel().tolist()
+    return elements
 
 
 def _too_large(datatype: str, evidence: str) -> DataError:
     return DataError(f"an element is too large for {datatype}", evidence=evidence)
-
-
-def _nesting(shape: tuple[int, ...]) -> DataError:
-    return DataError("`data` is not nested as its shape", evidence=f"the shape is {list(shape)}")

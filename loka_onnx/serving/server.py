@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from loka_onnx.bundle.format.names import name_of
+from loka_onnx.bundle.format.archive import name_of
 from loka_onnx.errors import ConfigError, MissingPackage
 from loka_onnx.runtime import load
 from loka_onnx.serving.app import Limits, make_app
@@ -46,10 +46,7 @@ class ServeOptions:
 def serve(bundle: Path, options: ServeOptions, on_ready: Callable[[str, str], None]) -> None:
     """Serve a bundle until SIGINT or SIGTERM, then finish the requests under way; for the main thread.
 
-    Args:
-        bundle: The bundle.
-        options: Address, name and limits.
-        on_ready: Called with the URL of the model and the id of its engine once requests are taken.
+    `on_ready` is called with the URL of the model and the id of its engine once requests are taken.
 
     Raises:
         BundleInvalid: The bundle does not verify.

@@ -29,7 +29,13 @@ from loka_onnx.bundle.format.documents import refuse
 from loka_onnx.bundle.format.files import Verified, check_models, verify_directory
 from loka_onnx.bundle.format.manifest import parse_manifest
 from loka_onnx.bundle.format.pinned import pinned
-from loka_onnx.bundle.format.replace import begins_as_archive, check_replaceable, staged_directory
+from loka_onnx.bundle.format.replace import (
+    begins_as_archive,
+    check_replaceable,
+    check_replaceable_file,
+    staged_directory,
+    staged_file,
+)
 from loka_onnx.bundle.format.signature import (
     MAX_SIGNATURE_BYTES,
     SIGNATURE_NAME,
@@ -61,8 +67,14 @@ def is_archive(path: Path) -> bool:
     return path.is_file()
 
 
+def name_of(bundle: Path) -> str:
+    """Default name of a bundle: of its directory (``ranker-1.5``), or of its file without the suffix."""
+    place = Path(os.path.realpath(bundle))
+    return place.stem if place.is_file() else place.name
+
+
 def verify_path(path: Path, keys: Sequence[Path] = (), progress: Progress = silent) -> Verified:
-    """Check a bundle in either form; arguments and errors as `verify_directory`."""
+    """Check a bundle in either form; see `verify_directory`."""
     if is_archive(path):
         with _opened(path) as archive:
             _copy(archive, None, progress)
@@ -72,10 +84,26 @@ def verify_path(path: Path, keys: Sequence[Path] = (), progress: Progress = sile
     return verify_directory(path, keys, progress)
 
 
-def unpack(archive: Path, directory: Path, progress: Progress = silent) -> Path:
-    """Write the bundle of an archive as a directory, atomically.
+def pack_bundle(directory: Path, archive: Path, progress: Progress = silent) -> Path:
+    """Write a bundle as a single file, atomically; return it with links resolved.
 
-    An old bundle there is replaced as a whole. Returns the directory, with links resolved.
+    The bundle is verified first, and the archive before it takes its place. An old archive there is replaced.
+    Equal bundles give equal archives.
+
+    Raises:
+        BundleInvalid: The bundle does not verify.
+        OutputError: The place cannot be written, or holds something that is not a bundle.
+    """
+    destination = Path(os.path.realpath(archive))
+    check_replaceable_file(destination)
+    with staged_file(destination) as file:
+        write_archive(directory, file, progress)
+        verify_path(file, progress=progress)
+    return destination
+
+
+def unpack(archive: Path, directory: Path, progress: Progress = silent) -> Path:
+    """Write the bundle of an archive as a directory, atomically; return it with links resolved.
 
     Raises:
         BundleInvalid: The archive does not verify; nothing is left of what was written.
@@ -90,16 +118,11 @@ def unpack(archive: Path, directory: Path, progress: Progress = silent) -> Path:
 
 @contextlib.contextmanager
 def unpacked(archive: Path, parent: Path | None = None) -> Iterator[Path]:
-    """Yield the bundle of an archive as a verified directory in `parent`, and remove it afterwards.
-
-    Raises:
-        BundleInvalid: The archive does not verify.
-        OutputError: There is no room for it, or no such place.
-    """
+    """Yield the bundle of an archive as a verified directory in `parent`, and remove it afterwards."""
     with _opened(archive) as opened, contextlib.ExitStack() as stack:
         try:
-            made = tempfile.TemporaryDirectory(prefix="loka-onnx-", dir=parent)
-            directory = Path(stack.enter_context(made)) / "bundle"
+            temporary = tempfile.TemporaryDirectory(prefix="loka-onnx-", dir=parent)
+            directory = Path(stack.enter_context(temporary)) / "bundle"
             directory.mkdir()
             _extract(opened, directory)
         except OSError as error:
@@ -108,6 +131,16 @@ def unpacked(archive: Path, parent: Path | None = None) -> Iterator[Path]:
                 evidence=str(error),
                 remedy="set TMPDIR to a place with room, or unpack it with `loka-onnx bundle unpack`",
             ) from error
+        yield directory
+
+
+@contextlib.contextmanager
+def as_directory(bundle: Path) -> Iterator[Path]:
+    """Yield the directory of a bundle; an archive is `unpacked` for the block."""
+    if not is_archive(bundle):
+        yield bundle
+        return
+    with unpacked(bundle) as directory:
         yield directory
 
 
@@ -201,7 +234,7 @@ class _Compared(io.RawIOBase):
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[_Archive]:
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         refuse(path, "the archive cannot be read", str(error), "name a single-file bundle")
     with _Bounded(descriptor) as stream:
@@ -262,8 +295,8 @@ def _check_listing(path: Path, entries: Sequence[zipfile.ZipInfo], expected: lis
         refuse(path, what, f"{len(expected)} entries are expected")
     for number, (name, size) in enumerate(expected):
         if number == len(entries) or entries[number].filename != name:
-            found = repr(entries[number].filename) if number < len(entries) else "nothing"
-            refuse(path, f"file {name!r} is missing, or out of order", f"{found} is in its place")
+            actual = repr(entries[number].filename) if number < len(entries) else "nothing"
+            refuse(path, f"file {name!r} is missing, or out of order", f"{actual} is in its place")
         if entries[number].file_size != size:
             evidence = f"{entries[number].file_size} bytes, the manifest says {size}"
             refuse(path, f"file '{name}' has another size", evidence)
@@ -286,12 +319,7 @@ def _chunks(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Ite
 
 
 def _copy(archive: _Archive, target: Path | None, progress: Progress) -> None:
-    """Check every byte of an archive, and write its files to a directory where one is given.
-
-    Raises:
-        BundleInvalid: It was altered.
-        OSError: The directory cannot be written or has no room.
-    """
+    """Check every byte of an archive, and write its files to a directory where one is given."""
     digests = {file.path: file.sha256 for file in archive.manifest.files}
     digests |= {
         MANIFEST_NAME: digest_bytes(archive.text),
@@ -326,9 +354,9 @@ def _copy(archive: _Archive, target: Path | None, progress: Progress) -> None:
 
 def _extract(archive: _Archive, directory: Path, progress: Progress = silent) -> None:
     """Write the bundle to an empty directory; raises as `_copy`."""
-    _check_room(directory, sum(file.bytes for file in distinct_files(archive.manifest)))
+    check_room(directory, sum(file.bytes for file in distinct_files(archive.manifest)))
     _copy(archive, directory, progress)
-    _add_names(directory, archive.manifest)
+    add_names(directory, archive.manifest)
     for folder, _, names in os.walk(directory):
         Path(folder).chmod(0o755)
         for name in names:
@@ -336,7 +364,7 @@ def _extract(archive: _Archive, directory: Path, progress: Progress = silent) ->
     check_models(archive.manifest, archive.path, lambda path: read_model(directory / path))
 
 
-def _add_names(directory: Path, manifest: Manifest) -> None:
+def add_names(directory: Path, manifest: Manifest) -> None:
     """Link files to their further names; copies where the file system has no links, or no more of them."""
     sources = {file.sha256: directory / file.path for file in distinct_files(manifest)}
     further = [file for file in manifest.files if directory / file.path != sources[file.sha256]]
@@ -347,13 +375,14 @@ def _add_names(directory: Path, manifest: Manifest) -> None:
         try:
             target.hardlink_to(sources[file.sha256])
         except OSError:
-            _check_room(directory, left)
+            check_room(directory, left)
             shutil.copyfile(sources[file.sha256], target)
             sources[file.sha256] = target
         left -= file.bytes
 
 
-def _check_room(directory: Path, needed: int) -> None:
+def check_room(directory: Path, needed: int) -> None:
+    """Raise `OutputError` unless so many bytes are free for a bundle that is staged at `directory`."""
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OutputError(

@@ -18,15 +18,11 @@ T = TypeVar("T")
 COPY_AGAIN = "copy the bundle again from where it was written, or write it again"
 _ANY_MANIFEST = serde.schema_id(Manifest).rpartition("/")[0] + "/"
 # Refuses a link that appeared after the walk, and does not wait for a pipe.
-OPEN_PLAIN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+OPEN_PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def refuse(where: Path, what: str, evidence: str, remedy: str = COPY_AGAIN) -> NoReturn:
-    """Raise that a bundle does not verify.
-
-    Raises:
-        BundleInvalid: Always.
-    """
+    """Raise that a bundle does not verify."""
     raise BundleInvalid(
         printable(what), where=printable(str(where)), evidence=printable(evidence), remedy=printable(remedy)
     )
@@ -38,11 +34,7 @@ def printable(text: str) -> str:
 
 
 def read_document(directory: Path, name: str, limit: int) -> bytes:
-    """Read a document if it is a plain file of at most `limit` bytes.
-
-    Raises:
-        BundleInvalid: It is missing, not a plain file, or too large.
-    """
+    """Read a document if it is a plain file of at most `limit` bytes; `BundleInvalid` otherwise."""
     kind = Path(name).stem
     path = directory / name
     try:
@@ -62,10 +54,7 @@ def read_document(directory: Path, name: str, limit: int) -> bytes:
 
 
 def parse_document(kind: type[T], data: bytes, name: str, where: Path) -> T:
-    """Parse a sealed document.
-
-    Args:
-        where: The bundle, for messages.
+    """Parse a sealed document of a bundle (`where`, in messages).
 
     Raises:
         BundleInvalid: It is not UTF-8, not JSON, has an unknown schema, or its seal does not match.

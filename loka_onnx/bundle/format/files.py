@@ -38,9 +38,7 @@ from loka_onnx.core.manifest import (
     BundleFile,
     EngineEntry,
     Manifest,
-    sample_expected_key,
-    sample_input_key,
-    sample_looked_up_key,
+    sample_key,
 )
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.errors import ModelError
@@ -69,13 +67,7 @@ _NO_SAMPLE = (
 
 
 def verify_bundle(directory: Path) -> Manifest:
-    """Verify that a bundle is complete and holds nothing else.
-
-    Args:
-        directory: The bundle, or a link to it; links inside it are refused.
-
-    Returns:
-        Its manifest.
+    """Verify that a bundle is complete and holds nothing else; links inside it are refused.
 
     Raises:
         BundleInvalid: A missing, extra, altered or special file; a path outside the bundle; a manifest that
@@ -86,12 +78,8 @@ def verify_bundle(directory: Path) -> Manifest:
 
 @dataclass(frozen=True)
 class Verified:
-    """A verified bundle.
-
-    Attributes:
-        manifest: Its manifest.
-        claimed: Fingerprints of the keys that it claims to be signed with.
-        signer: Fingerprint of the accepted key that signed it; None where no key was given.
+    """A verified bundle: its manifest, the fingerprints of keys that it claims to be signed with
+    (unverified), and the fingerprint of the accepted key that signed it (None where no key was given).
     """
 
     manifest: Manifest
@@ -100,22 +88,17 @@ class Verified:
 
 
 def verify_directory(directory: Path, keys: Sequence[Path] = (), progress: Progress = silent) -> Verified:
-    """Verify a bundle and its signature.
+    """Verify a bundle as `verify_bundle`, and with `keys` that one of these public keys signed it.
 
     Everything is read from one directory even if another replaces it meanwhile, and each document once.
 
-    Args:
-        keys: Accepted public keys; without keys, no signature is required.
-
     Raises:
-        BundleInvalid: See `verify_bundle`; or no accepted key signed it.
+        BundleInvalid: It does not verify, or no accepted key signed it.
         ConfigError: A key is not an Ed25519 public key.
         MissingPackage: There are keys, but `cryptography` is not installed.
     """
     with pinned(directory) as pin:
-        verified = _verify(pin.path, keys, progress)
-        pin.check()
-        return verified
+        return _verify(pin.path, keys, progress)
 
 
 def _verify(directory: Path, keys: Sequence[Path], progress: Progress) -> Verified:
@@ -124,12 +107,12 @@ def _verify(directory: Path, keys: Sequence[Path], progress: Progress) -> Verifi
     signer = check_signature(signature, data, keys, directory) if keys else None
     manifest = parse_manifest(data, directory)
     claimed = () if signature is None else parse_signature(signature, data, directory).keys
-    found = set(_walk(directory)) - {MANIFEST_NAME, SIGNATURE_NAME}
+    present = set(_walk(directory)) - {MANIFEST_NAME, SIGNATURE_NAME}
     listed = {f.path for f in manifest.files}
-    for path in sorted(found - listed):
+    for path in sorted(present - listed):
         refuse(directory, f"file {path!r} is not listed in the manifest", f"{len(listed)} files are listed")
-    for path in sorted(listed - found):
-        refuse(directory, f"file {path!r} is missing", f"{len(found)} files are there")
+    for path in sorted(listed - present):
+        refuse(directory, f"file {path!r} is missing", f"{len(present)} files are there")
     digests: dict[tuple[int, int], str] = {}
     done = 0
     for entry in manifest.files:
@@ -143,9 +126,7 @@ def _verify(directory: Path, keys: Sequence[Path], progress: Progress) -> Verifi
 def check_models(manifest: Manifest, where: Path, load: Callable[[str], onnx.ModelProto]) -> None:
     """Check that the ONNX models of a bundle read weights only from its files.
 
-    Args:
-        where: The bundle, for messages.
-        load: Reads the model at a path of the manifest, without external data.
+    `load` reads the model at a path of the manifest, without external data.
 
     Raises:
         BundleInvalid: One reads another file, is not a model, or runs in ONNX Runtime under another suffix.
@@ -185,12 +166,8 @@ def _models(manifest: Manifest) -> Iterator[tuple[str, str, bool]]:
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows for the self-test of an engine.
-
-    Attributes:
-        inputs: One array per graph input, the batch on axis 0.
-        expected: The engine's answer during evaluation, per output.
-        looked_up: One array per cut tensor, of the same rows; empty without a cut.
+    """Rows for the self-test of an engine: inputs, the engine's answer during evaluation, and rows of cut
+    tensors.
     """
 
     inputs: Arrays
@@ -211,12 +188,12 @@ def read_sample(directory: Path, manifest: Manifest, engine: EngineEntry) -> Sam
         if unpacked > MAX_SAMPLE_BYTES:
             refuse(directory, "the sample is too large", f"{unpacked} bytes, the limit is {MAX_SAMPLE_BYTES}")
         with np.load(path, allow_pickle=False) as arrays:
-            inputs = {i.name: _rows_of(arrays, sample_input_key(i.name)) for i in manifest.inputs}
+            inputs = {i.name: _rows_of(arrays, sample_key("input", i.name)) for i in manifest.inputs}
             expected = {
-                o.name: _array_of(arrays, sample_expected_key(engine.id, o.name)) for o in manifest.outputs
+                o.name: _array_of(arrays, sample_key("expected", engine.id, o.name)) for o in manifest.outputs
             }
             cut = () if manifest.cut is None else manifest.cut.tensors
-            looked_up = {t.name: _rows_of(arrays, sample_looked_up_key(t.name)) for t in cut}
+            looked_up = {t.name: _rows_of(arrays, sample_key("looked_up", t.name)) for t in cut}
     except KeyError as error:
         refuse(directory, f"the sample of engine '{engine.id}' lacks an array", str(error))
     except _NO_SAMPLE as error:
@@ -240,11 +217,7 @@ def _rows_of(arrays: Mapping[str, Any], key: str) -> npt.NDArray[Any]:
 
 
 def external_data_locations(model: Path) -> tuple[str, ...]:
-    """External data files of an ONNX model, as it names them, sorted.
-
-    Raises:
-        ModelError: The file is not an ONNX model.
-    """
+    """External data files of an ONNX model, as it names them, sorted."""
     return data_locations(read_model(model))
 
 
@@ -258,12 +231,12 @@ def _walk(directory: Path) -> Iterator[str]:
             refuse(directory, f"directory {prefix[:200]!r} is too deep", f"paths have {MAX_PATH_DEPTH} parts")
         try:
             with os.scandir(directory / prefix) as entries:
-                found = [(entry.name, entry.stat(follow_symlinks=False).st_mode) for entry in entries]
+                items = [(entry.name, entry.stat(follow_symlinks=False).st_mode) for entry in entries]
         except OSError as error:
             refuse(directory, f"directory {prefix[:200]!r} cannot be read", str(error)[:400])
-        if prefix and not found:
+        if prefix and not items:
             refuse(directory, f"directory {prefix!r} is empty", "a bundle has no directories without files")
-        for name, mode in sorted(found):
+        for name, mode in sorted(items):
             path = f"{prefix}/{name}" if prefix else name
             if stat.S_ISDIR(mode):
                 pending.append(path)

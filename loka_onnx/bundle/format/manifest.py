@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from loka_onnx.bundle.format.documents import parse_document, read_document, refuse
@@ -28,21 +27,13 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a manifest and check its consistency, but not the files.
-
-    Raises:
-        BundleInvalid: The manifest is refused; see `bundle_files.verify_bundle`.
-    """
+    """Read a manifest and check its consistency (`BundleInvalid`), but not the files."""
     with pinned(directory) as pin:
         return parse_manifest(read_document(pin.path, MANIFEST_NAME, MAX_MANIFEST_BYTES), pin.path)
 
 
 def parse_manifest(data: bytes, where: Path) -> Manifest:
-    """Parse a manifest and check its consistency; `where` names the bundle in messages.
-
-    Raises:
-        BundleInvalid: The manifest is refused; see `bundle_files.verify_bundle`.
-    """
+    """Parse a manifest and check its consistency (`BundleInvalid`); `where` names the bundle in messages."""
     manifest = parse_document(Manifest, data, MANIFEST_NAME, where)
     if len(manifest.files) > MAX_FILES:
         refuse(where, "the manifest lists too many files", f"{len(manifest.files)}, the limit is {MAX_FILES}")
@@ -53,116 +44,96 @@ def parse_manifest(data: bytes, where: Path) -> Manifest:
     return manifest
 
 
-def _check_consistency(directory: Path, manifest: Manifest) -> None:
+def _check_consistency(where: Path, manifest: Manifest) -> None:
     files = {f.path: f for f in manifest.files}
-    for role, path in (("plans", manifest.plans), ("sample", manifest.sample)):
+    named = [("plans", manifest.plans), ("sample", manifest.sample)]
+    named += [("report", path) for path in manifest.report]
+    named += [(f"engine '{entry.id}'", entry.path) for entry in manifest.candidates]
+    named += [("lookup model", manifest.cut.lookup)] if manifest.cut is not None else []
+    for role, path in named:
         if path not in files:
-            refuse(directory, f"the manifest names {role} '{path}' but does not list it", MANIFEST_NAME)
-    for path in manifest.report:
-        if path not in files:
-            refuse(directory, f"the manifest names report '{path}' but does not list it", MANIFEST_NAME)
-    _check_cut(directory, manifest, files)
-    _check_tensors(directory, manifest)
-    _check_routes(directory, manifest)
-    _check_digests(directory, manifest)
+            refuse(where, f"the manifest names {role} '{path}' but does not list it", MANIFEST_NAME)
+    _check_cut(where, manifest)
+    _check_tensors(where, manifest)
+    _check_routes(where, manifest)
+    _check_digests(where, manifest)
     ids = [e.id for e in manifest.candidates]
     if len(set(ids)) != len(ids):
-        refuse(directory, "two engines of the manifest have one id", ", ".join(sorted(ids)))
+        refuse(where, "two engines of the manifest have one id", ", ".join(sorted(ids)))
     outputs = {o.name for o in manifest.outputs}
     for entry in manifest.candidates:
-        listed = files.get(entry.path)
-        if listed is None:
-            refuse(directory, f"engine '{entry.id}' names '{entry.path}' but it is not listed", MANIFEST_NAME)
+        listed = files[entry.path]
         if (listed.sha256, listed.bytes) != (entry.digest, entry.bytes):
             refuse(
-                directory,
+                where,
                 f"engine '{entry.id}' and the list of files disagree on '{entry.path}'",
                 f"{entry.bytes} bytes, sha256 {entry.digest[:12]}… against "
                 f"{listed.bytes} bytes, sha256 {listed.sha256[:12]}…",
             )
         if not 1 <= entry.batch.min <= entry.batch.max:
-            refuse(directory, f"engine '{entry.id}' has an empty batch range", f"{entry.batch}")
+            refuse(where, f"engine '{entry.id}' has an empty batch range", f"{entry.batch}")
         # The self-test would pass any answer under a NaN or infinite tolerance.
-        if set(entry.tolerance) != outputs or not all(
-            math.isfinite(t) and t >= 0 for t in entry.tolerance.values()
-        ):
-            refuse(
-                directory,
-                f"engine '{entry.id}' needs one finite tolerance for each output",
-                f"tolerances {entry.tolerance}, outputs {sorted(outputs)}",
-            )
+        is_finite = all(math.isfinite(t) and t >= 0 for t in entry.tolerance.values())
+        if set(entry.tolerance) != outputs or not is_finite:
+            what = f"engine '{entry.id}' needs one finite tolerance for each output"
+            refuse(where, what, f"tolerances {entry.tolerance}, outputs {sorted(outputs)}")
 
 
-def _check_tensors(directory: Path, manifest: Manifest) -> None:
+def _check_tensors(where: Path, manifest: Manifest) -> None:
     cut = () if manifest.cut is None else manifest.cut.tensors
     for what, specs in (("inputs", manifest.inputs), ("outputs", manifest.outputs), ("cut tensors", cut)):
         names = [spec.name for spec in specs]
         if len(set(names)) != len(names):
-            refuse(directory, f"two {what} of the manifest have one name", f"{names}")
+            refuse(where, f"two {what} of the manifest have one name", f"{names}")
         for spec in specs:
             if spec.dtype not in DTYPES:
                 known = ", ".join(sorted(DTYPES))
-                refuse(directory, f"'{spec.name}' has type {spec.dtype[:80]!r}, which is none", known)
+                refuse(where, f"'{spec.name}' has type {spec.dtype[:80]!r}, which is none", known)
 
 
-def _check_digests(directory: Path, manifest: Manifest) -> None:
+def _check_digests(where: Path, manifest: Manifest) -> None:
     sizes: dict[str, BundleFile] = {}
     for file in manifest.files:
         if not 0 <= file.bytes <= MAX_FILE_BYTES or not _DIGEST.fullmatch(file.sha256):
             evidence = f"{file.bytes} bytes, sha256 {file.sha256[:80]!r}"
-            refuse(directory, f"'{file.path}' is listed with a size or digest that no file has", evidence)
+            refuse(where, f"'{file.path}' is listed with a size or digest that no file has", evidence)
         other = sizes.setdefault(file.sha256, file)
         if other.bytes != file.bytes:
             evidence = f"'{other.path}' and '{file.path}': {other.bytes} and {file.bytes} bytes"
-            refuse(directory, "two files of the manifest have one digest and two sizes", evidence)
+            refuse(where, "two files of the manifest have one digest and two sizes", evidence)
     digest = digest_lineage(manifest.lineage)
     if digest != manifest.lineage_digest:
-        refuse(
-            directory,
-            "the lineage of the manifest is not that of its digest",
-            f"sha256 {digest[:12]}… against {manifest.lineage_digest[:12]}…",
-        )
+        evidence = f"sha256 {digest[:12]}… against {manifest.lineage_digest[:12]}…"
+        refuse(where, "the lineage of the manifest is not that of its digest", evidence)
 
 
-def _check_routes(directory: Path, manifest: Manifest) -> None:
+def _check_routes(where: Path, manifest: Manifest) -> None:
     """Every route must name an engine of the bundle, for ascending batch sizes."""
     ids = {entry.id for entry in manifest.engines}
     for choice in manifest.choice.targets:
         missing = [name for name in choice.engines if name not in ids] if choice.routes else []
         if missing:
-            refuse(
-                directory, f"requests are routed to engine '{missing[0]}', which is not there", choice.target
-            )
+            refuse(where, f"requests are routed to engine '{missing[0]}', which is not there", choice.target)
         sizes = [route.batch for route in choice.routes]
         if sizes != sorted({size for size in sizes if size >= 1}):
-            refuse(directory, f"the routes of '{choice.target}' are out of order", f"batch sizes {sizes}")
+            refuse(where, f"the routes of '{choice.target}' are out of order", f"batch sizes {sizes}")
 
 
-def _check_cut(directory: Path, manifest: Manifest, files: Mapping[str, BundleFile]) -> None:
+def _check_cut(where: Path, manifest: Manifest) -> None:
     cut = manifest.cut
     dense = [entry.id for entry in manifest.candidates if entry.part is Part.DENSE]
     if manifest.fallback.part is not Part.WHOLE:
-        refuse(directory, "the fallback is not the whole model", f"its part is '{manifest.fallback.part}'")
+        refuse(where, "the fallback is not the whole model", f"its part is '{manifest.fallback.part}'")
     if cut is None:
         if dense:
-            refuse(
-                directory,
-                f"engine '{dense[0]}' takes looked-up rows, and the manifest has no cut",
-                f"its part is '{Part.DENSE}'",
-            )
+            what = f"engine '{dense[0]}' takes looked-up rows, and the manifest has no cut"
+            refuse(where, what, f"its part is '{Part.DENSE}'")
         return
-    if cut.lookup not in files:
-        refuse(
-            directory, f"the manifest names lookup model '{cut.lookup}' but does not list it", MANIFEST_NAME
-        )
     inputs = {spec.name for spec in manifest.inputs}
     unknown = sorted({*cut.lookup_inputs, *cut.passed} - inputs)
     if unknown:
-        refuse(directory, f"the cut reads '{unknown[0]}', which is no input", f"inputs {sorted(inputs)}")
+        refuse(where, f"the cut reads '{unknown[0]}', which is no input", f"inputs {sorted(inputs)}")
     names = [spec.name for spec in cut.tensors]
     if not names or len(set(names)) != len(names) or inputs & set(names):
-        refuse(
-            directory,
-            "the cut needs tensors whose names differ from one another and from those of the inputs",
-            f"tensors {names}, inputs {sorted(inputs)}",
-        )
+        what = "the cut needs tensors whose names differ from one another and from those of the inputs"
+        refuse(where, what, f"tensors {names}, inputs {sorted(inputs)}")

@@ -2,8 +2,7 @@
 
 Bundles are replaced by exchanging directories, so that two files opened by path in turn may belong to two
 bundles. Linux resolves paths below an open directory through ``/proc/self/fd`` whatever its current name:
-everything read through a pin is of one directory. Elsewhere, the directory of that name is compared with the
-opened one.
+everything read through a pin is of one directory.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ DESCRIPTORS = Path("/proc/self/fd")
 class Pin:
     """A directory that stays open.
 
-    Attributes:
-        path: Path for opening its files, valid in this process and its forks until the pin ends.
-        name: Path that it was opened by, used in messages.
+    `path` opens its files, in this process and its forks until the pin ends; `name` is for messages.
     """
 
     path: Path
@@ -36,37 +33,18 @@ class Pin:
     status: os.stat_result
 
     @property
-    def is_held(self) -> bool:
-        """Tell whether `path` always means this directory, whatever replaces it."""
-        return self.path != self.name
-
-    @property
     def is_current(self) -> bool:
-        """Tell whether the directory still has its name."""
+        """True if the directory still has its name."""
         return _is_at(self.name, self.status)
-
-    def check(self) -> None:
-        """Fail where `path` may already mean another directory.
-
-        Raises:
-            BundleInvalid: Another directory replaced it.
-        """
-        if not self.is_held and not self.is_current:
-            refuse(self.name, "the bundle was replaced while it was read", "another directory", "try again")
 
     def worded(self, text: str) -> str:
         """Replace the pin's path in a text by its name."""
-        if not self.is_held:
-            return text
         return re.sub(re.escape(str(self.path)) + r"(?!\d)", lambda _: printable(str(self.name)), text)
 
 
 @contextlib.contextmanager
 def pinned(directory: Path) -> Iterator[Pin]:
-    """Pin a directory for a block.
-
-    Yields:
-        The pin. Errors of this package that leave the block show the name in place of the pin's path.
+    """Pin a directory for a block; errors of this package that leave the block show its name.
 
     Raises:
         BundleInvalid: There is no directory, or it cannot be read.
@@ -78,8 +56,9 @@ def pinned(directory: Path) -> Iterator[Pin]:
         refuse(directory, "there is no bundle here", evidence, "name the directory of a bundle")
     try:
         status = os.fstat(descriptor)
-        path = DESCRIPTORS / str(descriptor)
-        pin = Pin(path if _is_at(path, status) else directory, directory, status)
+        pin = Pin(DESCRIPTORS / str(descriptor), directory, status)
+        if not _is_at(pin.path, status):
+            refuse(directory, "the bundle cannot be held open", f"no '{DESCRIPTORS}'", "mount /proc")
         try:
             yield pin
         except LokaError as error:

@@ -56,16 +56,9 @@ def staged_file(
 ) -> Iterator[Path]:
     """Yield a path for a new file that replaces `destination` when the block ends without an error.
 
-    Removes leftovers of interrupted writers. The file is synced to disk before the move.
-
-    Args:
-        destination: The file to replace.
-        beside: Path on the same file system beside which the file is staged; None for the destination. A
-            closed-world directory must never hold anything but the finished file.
-        check: Called last, while no directory can replace `beside`.
-
-    Raises:
-        OutputError: The destination cannot be written.
+    As `staged_directory`. The file is staged beside `beside`, by default `destination`: a closed-world
+    directory must never hold anything but the finished file. `check` is called last, while no directory can
+    replace `beside`.
     """
     anchor = destination if beside is None else beside
     with _stage(anchor) as stage:
@@ -81,34 +74,25 @@ def staged_file(
 
 
 def check_replaceable(destination: Path) -> None:
-    """Refuse to replace a directory that is no bundle; a bundle is known by its manifest's schema.
-
-    Raises:
-        OutputError: The path is neither a bundle nor an empty directory.
-    """
-    if not os.path.lexists(destination):
-        return
+    """Raise `OutputError` unless a path is free, an empty directory, or a bundle by its manifest's schema."""
     if destination.is_dir() and (_is_empty(destination) or _is_bundle(destination)):
         return
-    raise OutputError(
-        f"'{destination}' is in the way",
-        evidence="it exists and is not a bundle, so it is not replaced",
-        remedy="choose another directory, or move it away",
-    )
+    if os.path.lexists(destination):
+        raise in_the_way(destination, "it exists and is not a bundle, so it is not replaced")
 
 
 def check_replaceable_file(destination: Path) -> None:
-    """Refuse to replace a file that is no single-file bundle.
-
-    Raises:
-        OutputError: The path does not begin with the manifest of a bundle.
-    """
-    if not os.path.lexists(destination) or (destination.is_file() and begins_as_archive(destination)):
+    """Raise `OutputError` unless a path is free, or a file that begins with the manifest of a bundle."""
+    if destination.is_file() and begins_as_archive(destination):
         return
-    raise OutputError(
-        f"'{destination}' is in the way",
-        evidence="it exists and is not a single-file bundle, so it is not replaced",
-        remedy="choose another name, or move it away",
+    if os.path.lexists(destination):
+        raise in_the_way(destination, "it exists and is not a single-file bundle, so it is not replaced")
+
+
+def in_the_way(destination: Path, evidence: str) -> OutputError:
+    """Error for a place that holds something else."""
+    return OutputError(
+        f"'{destination}' is in the way", evidence=evidence, remedy="choose another place, or move it away"
     )
 
 
@@ -171,11 +155,7 @@ def _stage(destination: Path) -> Iterator[Path]:
 
 
 def move_into_place(stage: Path, destination: Path) -> None:
-    """Move `stage` to `destination`; the old directory is then at `stage`, or removed.
-
-    Raises:
-        OSError: The file system refuses.
-    """
+    """Move `stage` to `destination`; the old directory is then at `stage`, or removed."""
     if not destination.exists():
         stage.rename(destination)
     elif not _exchange(stage, destination):
@@ -186,18 +166,18 @@ def move_into_place(stage: Path, destination: Path) -> None:
     _sync(destination.parent)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
         return False
-    result = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    result = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
     if result == 0:
         return True
     code = ctypes.get_errno()
     if code in {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}:
         return False
-    raise OSError(code, os.strerror(code), os.fspath(other))
+    raise OSError(code, os.strerror(code), os.fspath(second))
 
 
 def _remove_leftovers(destination: Path, prefix: str) -> None:

@@ -35,11 +35,7 @@ _ORIGIN = "do not load it before you know where it comes from"
 
 @dataclass(frozen=True)
 class KeySignature:
-    """The signature of one key.
-
-    Attributes:
-        key: Fingerprint of the key: SHA-256 of the 32 bytes of the public key, hexadecimal.
-    """
+    """The signature of one key, named by its fingerprint: SHA-256 of the 32 bytes of the public key."""
 
     __pydantic_config__ = STRICT
 
@@ -49,12 +45,7 @@ class KeySignature:
 
 @dataclass(frozen=True)
 class BundleSignature:
-    """Signatures of a manifest (`signature.json`).
-
-    Attributes:
-        manifest: SHA-256 of the bytes of the manifest that was signed.
-        seal: SHA-256 of this document with these digits as zeros.
-    """
+    """Signatures of a manifest (`signature.json`), named by the SHA-256 of its bytes."""
 
     SCHEMA: ClassVar[str] = "bundle-signature/1"
     __pydantic_config__ = STRICT
@@ -70,13 +61,9 @@ class BundleSignature:
 
 
 def verify_signature(directory: Path, keys: Sequence[Path]) -> str:
-    """Verify that an accepted key signed the manifest of a bundle; `verify_bundle` checks the files.
+    """Verify that one of the public `keys` signed the manifest of a bundle, and return its fingerprint.
 
-    Args:
-        keys: Accepted public keys, PEM files (SubjectPublicKeyInfo).
-
-    Returns:
-        Fingerprint of the key that signed it.
+    Keys are PEM files (SubjectPublicKeyInfo). `verify_bundle` checks the files.
 
     Raises:
         BundleInvalid: It is not signed, signed only with other keys, or altered since.
@@ -89,11 +76,7 @@ def verify_signature(directory: Path, keys: Sequence[Path]) -> str:
 
 
 def read_signature(directory: Path) -> BundleSignature | None:
-    """Read the signature of a bundle, checked as far as possible without a key; None where there is none.
-
-    Raises:
-        BundleInvalid: It is not a signature, or of another manifest.
-    """
+    """Read the signature of a bundle, checked as far as possible without a key; None where there is none."""
     data = signature_bytes(directory)
     if data is None:
         return None
@@ -101,11 +84,7 @@ def read_signature(directory: Path) -> BundleSignature | None:
 
 
 def signature_bytes(directory: Path) -> bytes | None:
-    """Unchecked bytes of a bundle's signature; None where there is none.
-
-    Raises:
-        BundleInvalid: It is not a plain file, or too large.
-    """
+    """Unchecked bytes of a bundle's signature; None where there is none."""
     if not os.path.lexists(directory / SIGNATURE_NAME):
         return None
     return read_document(directory, SIGNATURE_NAME, MAX_SIGNATURE_BYTES)
@@ -136,10 +115,8 @@ def check_signature(signature: bytes | None, manifest: bytes, keys: Sequence[Pat
 
 
 def parse_signature(data: bytes, manifest: bytes, where: Path) -> BundleSignature:
-    """Parse a signature and check it as far as possible without a key; `where` names the bundle in messages.
-
-    Raises:
-        BundleInvalid: It is not a signature, or of another manifest.
+    """Parse a signature and check it as far as possible without a key; `where` names the bundle in
+    messages.
     """
     document = parse_document(BundleSignature, data, SIGNATURE_NAME, where)
     keys = list(document.keys)
@@ -160,11 +137,8 @@ def parse_signature(data: bytes, manifest: bytes, where: Path) -> BundleSignatur
 
 
 def read_public_key(path: Path) -> Ed25519PublicKey:
-    """Read an Ed25519 public key from a PEM file (SubjectPublicKeyInfo, RFC 8410).
-
-    Raises:
-        ConfigError: It cannot be read, or is another kind of key.
-        MissingPackage: `cryptography` is not installed.
+    """Read an Ed25519 public key from a PEM file (SubjectPublicKeyInfo, RFC 8410); `ConfigError` for
+    others.
     """
     require_cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -187,11 +161,7 @@ def read_public_key(path: Path) -> Ed25519PublicKey:
 
 
 def read_key_file(path: Path) -> bytes:
-    """Read a key file.
-
-    Raises:
-        ConfigError: It cannot be read, or is too large for a key.
-    """
+    """Read a key file; `ConfigError` if it cannot be read or is too large for a key."""
     try:
         with path.open("rb") as stream:
             data = stream.read(MAX_KEY_BYTES + 1)
@@ -208,11 +178,7 @@ def fingerprint(key: Ed25519PublicKey) -> str:
 
 
 def require_cryptography() -> None:
-    """Fail where signatures cannot be made or checked.
-
-    Raises:
-        MissingPackage: `cryptography` is not installed.
-    """
+    """Raise `MissingPackage` where signatures cannot be made or checked."""
     try:
         import cryptography.hazmat.primitives.asymmetric.ed25519  # noqa: F401
     except ImportError as error:

@@ -70,11 +70,6 @@ def list_names(url: str, options: TransferOptions | None = None) -> tuple[NamedB
 def promote(place: str, name: str, options: TransferOptions | None = None) -> str:
     """Point a name at a bundle that a registry has already, and return the digest of its manifest.
 
-    Args:
-        place: The bundle: ``URL#other-name`` or ``URL#sha256:<digest of the manifest>``.
-        name: The name to move.
-        options: Access to the registry.
-
     Raises:
         UserError: `name` may not be a name, or there is no such bundle.
         BundleInvalid: The other name's pointer is damaged.

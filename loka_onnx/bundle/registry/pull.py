@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from loka_onnx.bundle.format.archive import add_names, check_room, distinct_files
 from loka_onnx.bundle.format.documents import COPY_AGAIN, read_document
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.format.manifest import parse_manifest
@@ -32,21 +33,13 @@ from loka_onnx.bundle.registry.names import resolve_in
 from loka_onnx.bundle.registry.store import PUSH_AGAIN, Store, TransferOptions, in_order
 from loka_onnx.core.digests import digest_bytes, digest_file
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, BundleFile, Manifest
-from loka_onnx.errors import BundleInvalid, LokaError, OutputError
+from loka_onnx.errors import BundleInvalid, LokaError
 
 
 @dataclass(frozen=True)
 class PullResult:
-    """Result of a pull.
-
-    Attributes:
-        directory: The bundle, with links resolved.
-        digest: SHA-256 of its manifest.
-        key: Fingerprint of the key that its signature verified with; None where no key was asked for.
-        is_signed: True if there is a signature, checked or not.
-        read_bytes: Bytes of files that came from the registry.
-        kept_bytes: Bytes of files that the old bundle had.
-        is_unchanged: The bundle was there already, complete; nothing was written.
+    """Result of a pull: the bundle with links resolved, the digest of its manifest, the key that verified
+    (None where none was asked for), and bytes that came from the registry or that the old bundle had.
     """
 
     directory: Path
@@ -73,11 +66,8 @@ def pull_bundle(
 ) -> PullResult:
     """Copy a bundle from a registry to a directory; an old bundle there is replaced as a whole.
 
-    Args:
-        place: ``URL#name``, or ``URL#sha256:<digest of the manifest>``.
-        directory: Where it goes.
-        options: Options of the transfer.
-        keys: Public keys of which one must have signed it; without keys no signature is checked.
+    `place` is ``URL#name``, or ``URL#sha256:<digest of the manifest>``. With `keys`, one of them must have
+    signed it.
 
     Raises:
         BundleInvalid: The registry holds something else than it states, or no key has signed it.
@@ -137,15 +127,12 @@ def _is_there(destination: Path, listed: _Listed) -> bool:
 
 def _pull(store: Store, listed: _Listed, destination: Path, options: TransferOptions) -> tuple[int, int]:
     """Write the bundle; return bytes that were read, and bytes that the old bundle had."""
-    blobs = {file.sha256: file for file in listed.manifest.files}
-    old = _old_files(destination, blobs)
-    missing = [file for digest, file in blobs.items() if digest not in old]
+    blobs = distinct_files(listed.manifest)
+    old = _old_files(destination, {file.sha256 for file in blobs})
+    missing = [file for file in blobs if file.sha256 not in old]
     total, done = sum(file.bytes for file in missing), 0
     with staged_directory(destination) as stage:
-        free = shutil.disk_usage(stage).free
-        if total > free:
-            what, evidence = f"there is no room for '{destination}'", f"{total:,} bytes, {free:,} are free"
-            raise OutputError(what, evidence=evidence, remedy="make room or choose another place")
+        check_room(stage, total)
         (stage / MANIFEST_NAME).write_bytes(listed.text)
         if listed.signature is not None:
             (stage / SIGNATURE_NAME).write_bytes(listed.signature)
@@ -162,15 +149,19 @@ def _pull(store: Store, listed: _Listed, destination: Path, options: TransferOpt
                             raise BundleInvalid(what, where=store.url, evidence=evidence, remedy=PUSH_AGAIN)
                         done += stream.write(data)
                         options.progress("pull", done, total)
-        for file in listed.manifest.files:
-            if not _target(stage, file).exists():
-                source = old.get(file.sha256, stage / blobs[file.sha256].path)
-                try:
-                    (stage / file.path).hardlink_to(source)
-                except OSError:
-                    shutil.copyfile(source, stage / file.path)
+        for file in blobs:
+            if file.sha256 in old:
+                _link(old[file.sha256], _target(stage, file))
+        add_names(stage, listed.manifest)
         verify_bundle(stage)
-    return total, sum(file.bytes for file in blobs.values()) - total
+    return total, sum(file.bytes for file in blobs) - total
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _target(stage: Path, file: BundleFile) -> Path:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from loka_onnx.bundle.format.archive import is_archive, unpacked
+from loka_onnx.bundle.format.archive import as_directory
 from loka_onnx.bundle.format.documents import OPEN_PLAIN, read_document
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.format.signature import MAX_SIGNATURE_BYTES, SIGNATURE_NAME
@@ -40,13 +40,10 @@ class PushResult:
 def push_bundle(
     bundle: Path, place: str, options: TransferOptions | None = None, *, again: bool = False
 ) -> PushResult:
-    """Copy a bundle into a registry, and point a name at it.
+    """Copy a bundle, a directory or an archive, into the registry ``URL``, and point a name at it with
+    ``URL#name``.
 
-    Args:
-        bundle: Directory of the bundle, or its single-file form.
-        place: ``URL`` of the registry, or ``URL#name``.
-        options: Options of the transfer.
-        again: Send parts that the registry has as well, to mend one that is damaged but has its size.
+    `again` sends parts that the registry has as well, to mend one that is damaged but has its size.
 
     Raises:
         BundleInvalid: The bundle does not verify, or was altered meanwhile.
@@ -61,10 +58,8 @@ def push_bundle(
         raise ConfigError(what, where=reference.shown, evidence=evidence, remedy=remedy)
     options = options or TransferOptions()
     store = Store(reference.url, options)
-    if is_archive(bundle):
-        with unpacked(bundle) as directory:
-            return _push(directory, reference, store, options, again=again)
-    return _push(bundle, reference, store, options, again=again)
+    with as_directory(bundle) as directory:
+        return _push(directory, reference, store, options, again=again)
 
 
 def _push(
@@ -103,9 +98,8 @@ def _present(store: Store, parts: Sequence[BlobPart], threads: int) -> set[BlobP
 def _sending(
     store: Store, directory: Path, blobs: Iterable[BundleFile], kept: set[BlobPart]
 ) -> Iterator[Callable[[], int]]:
-    """Yield calls that send the missing parts of a file, after the whole file was found to be as listed.
-
-    A blob is named by its content for ever: a file that is altered meanwhile must not become one.
+    """Yield calls that send missing parts of a file, once the whole file is as listed: a blob never
+    changes.
     """
     for file in blobs:
         digests, state = {}, hashlib.sha256()

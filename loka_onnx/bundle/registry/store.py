@@ -32,7 +32,7 @@ class TransferOptions:
 
     Attributes:
         threads: Parts that are under way at once; each takes `layout.PART_BYTES` of memory.
-        storage: Arguments of the file system (fsspec's `storage_options`), as its documentation names them.
+        storage: fsspec's `storage_options`.
         progress: Called with bytes done and to do.
     """
 
@@ -75,14 +75,12 @@ class Store:
 
     def size(self, key: str) -> int | None:
         """Size in bytes of the file under a key; None where there is none."""
-        found = self._tried(self._fs.info, f"look up '{key}' in", key)
-        return found["size"] if found and found["type"] == "file" else None
+        info = self._tried(self._fs.info, f"look up '{key}' in", key)
+        return info["size"] if info and info["type"] == "file" else None
 
     def read(self, key: str, limit: int) -> bytes | None:
-        """The file under a key; None where there is none.
-
-        Raises:
-            BundleInvalid: It is larger than `limit` bytes, of which no more is read.
+        """The file under a key; None where there is none, `BundleInvalid` if it is larger than
+        `limit` bytes.
         """
 
         def ask(path: str) -> bytes:
@@ -110,11 +108,7 @@ class Store:
         return data
 
     def write(self, key: str, data: bytes) -> None:
-        """Write the file under a key; a reader sees the old file or the whole new one.
-
-        Raises:
-            OutputError: It may not be written, or there is no room.
-        """
+        """Write the file under a key; a reader sees the old file or the whole new one."""
 
         def put(path: str) -> None:
             if not self._is_local:
@@ -130,8 +124,8 @@ class Store:
     def names(self, folder: str, kind: str = "file") -> list[str]:
         """Sorted names of the files, or of the entries of another kind, right under a folder."""
         entries = self._tried(partial(self._fs.ls, detail=True), f"list '{folder}' of", folder) or ()
-        found = (str(entry["name"]) for entry in entries if entry["type"] == kind)
-        return sorted(name.rstrip("/").rpartition("/")[2] for name in found)
+        matching = (str(entry["name"]) for entry in entries if entry["type"] == kind)
+        return sorted(name.rstrip("/").rpartition("/")[2] for name in matching)
 
     def _tried(self, call: Callable[[str], T], doing: str, key: str) -> T | None:
         path, is_write = f"{self._root}/{key}", doing.startswith("write")

@@ -1,7 +1,8 @@
-"""What `loka-onnx.json` of a Triton repository says was written, and whether something else is there."""
+"""`loka-onnx.json` of a Triton repository: files that were written, and whether something else is there."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 from collections.abc import Iterator
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from loka_onnx.bundle.copies import Digests
 from loka_onnx.core import serde
-from loka_onnx.core.digests import digest_file
 from loka_onnx.core.serde import STRICT
 from loka_onnx.engines.triton.models import VERSION
 from loka_onnx.errors import LokaError
@@ -23,14 +24,10 @@ BYTE_CODE = "__pycache__"
 
 @dataclass(frozen=True)
 class RepositoryModel:
-    """One model that clients can call with the bundle's own inputs.
+    """A model that clients call with the bundle's own inputs.
 
-    Attributes:
-        name: Its name.
-        engine: Id of the engine behind it.
-        backend: Triton's name of the backend that runs the engine.
-        runs: Names of the models that it consists of; itself alone unless it is an ensemble.
-        remarks: What Triton does otherwise than this project's own loader, and what the host must have.
+    `backend` is Triton's name; `runs` are the models that it consists of, itself alone unless it is an
+    ensemble; `remarks` say what Triton does otherwise than `load`, and what the host must have.
     """
 
     __pydantic_config__ = STRICT
@@ -44,12 +41,7 @@ class RepositoryModel:
 
 @dataclass(frozen=True)
 class DeclinedEngine:
-    """An engine of the bundle that is not in the repository.
-
-    Attributes:
-        engine: Its id.
-        reason: Why.
-    """
+    """An engine of the bundle that is not in the repository, and why."""
 
     __pydantic_config__ = STRICT
 
@@ -59,13 +51,7 @@ class DeclinedEngine:
 
 @dataclass(frozen=True)
 class RepositoryFile:
-    """A file that was written.
-
-    Attributes:
-        path: Relative to the repository, with ``/``.
-        bytes: Its size.
-        sha256: Its digest.
-    """
+    """A file that was written; its path is relative to the repository, with ``/``."""
 
     __pydantic_config__ = STRICT
 
@@ -86,7 +72,6 @@ class TritonRepository:
         models: Models that take the bundle's own inputs, the preferred first.
         directories: The directory of every model, sorted.
         files: Every file but this document, by its path.
-        declined: Engines that Triton cannot serve.
         remarks: What holds for the repository as a whole.
     """
 
@@ -105,26 +90,16 @@ class TritonRepository:
 
 
 def files_of(root: Path) -> Iterator[RepositoryFile]:
-    """Every file below a directory that holds files and directories only, by its path.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
-    digests: dict[tuple[int, int], str] = {}
+    """Every file below a directory that holds files and directories only, by its path."""
+    digests = Digests()
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
-        status = path.stat()
-        place = (status.st_dev, status.st_ino)
-        # Tables are large, and have several names.
-        if place not in digests:
-            digests[place] = digest_file(path)
-        yield RepositoryFile(path.relative_to(root).as_posix(), status.st_size, digests[place])
+        yield RepositoryFile(path.relative_to(root).as_posix(), path.stat().st_size, digests.of(path))
 
 
 def why_in_the_way(destination: Path) -> str:
     """Why what is at a place may not be replaced by a repository; empty where it may.
 
-    An empty directory may, and a repository in which everything is as this project wrote it. What a user
-    removed from one does not matter: nothing is lost.
+    An empty directory may, and a repository in which everything is as this project wrote it, or missing.
     """
     try:
         if not destination.is_dir():
@@ -139,15 +114,15 @@ def why_in_the_way(destination: Path) -> str:
 
 
 def _additions(root: Path, record: TritonRepository) -> Iterator[str]:
-    """What a repository holds beside the files and directories of its record; links are not followed."""
+    """Yield files and directories beside those of the record; links are not followed."""
     files = {RECORD_NAME, *(file.path for file in record.files)}
     folders = {parent.as_posix() for path in files for parent in Path(path).parents}
     folders |= {f"{name}{end}" for name in record.directories for end in ("", f"/{VERSION}")}
     pending = [root]
     while pending:
         with os.scandir(pending.pop()) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
-        for entry in found:
+            items = sorted(entries, key=lambda entry: entry.name)
+        for entry in items:
             path = Path(entry.path).relative_to(root).as_posix()
             is_folder = entry.is_dir(follow_symlinks=False)
             if is_folder and path in folders:
@@ -160,23 +135,12 @@ def _additions(root: Path, record: TritonRepository) -> Iterator[str]:
 
 def _changes(root: Path, record: TritonRepository) -> Iterator[str]:
     """Files of the record that are there with another content, the sizes of all first."""
-    digests: dict[tuple[int, int], str] = {}
-    present = list[tuple[RepositoryFile, Path, os.stat_result]]()
-    for file in record.files:
-        path = root / file.path
-        try:
-            status = path.lstat()
-        except FileNotFoundError:
-            continue
-        if status.st_size != file.bytes:
-            yield f"'{file.path}' was changed after this project wrote it"
-        present.append((file, path, status))
-    for file, path, status in present:
-        place = (status.st_dev, status.st_ino)
-        if place not in digests:
-            digests[place] = digest_file(path)
-        if digests[place] != file.sha256:
-            yield f"'{file.path}' was changed after this project wrote it"
+    present = [file for file in record.files if os.path.lexists(root / file.path)]
+    digests = Digests()
+    sizes = (file for file in present if (root / file.path).lstat().st_size != file.bytes)
+    contents = (file for file in present if digests.of(root / file.path) != file.sha256)
+    for file in itertools.chain(sizes, contents):
+        yield f"'{file.path}' was changed after this project wrote it"
 
 
 def _is_byte_code(folder: Path) -> bool:

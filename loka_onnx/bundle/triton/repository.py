@@ -16,17 +16,16 @@ that are one file in the bundle are one file here too, under several names.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from loka_onnx.bundle.format.archive import is_archive, unpacked
+from loka_onnx.bundle.copies import Copies
+from loka_onnx.bundle.format.archive import as_directory
 from loka_onnx.bundle.format.files import Sample, read_sample, verify_bundle
-from loka_onnx.bundle.format.replace import staged_directory
+from loka_onnx.bundle.format.replace import in_the_way, staged_directory
 from loka_onnx.bundle.triton.record import (
     RECORD_NAME,
     DeclinedEngine,
@@ -37,7 +36,7 @@ from loka_onnx.bundle.triton.record import (
 )
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import TensorSpec
-from loka_onnx.core.digests import CHUNK_BYTES, digest_file
+from loka_onnx.core.digests import digest_file
 from loka_onnx.core.manifest import MANIFEST_NAME, EngineEntry, Manifest, SparseCut
 from loka_onnx.core.split import Part
 from loka_onnx.engines.inductor.triton_package import rename_program
@@ -62,19 +61,11 @@ from loka_onnx.errors import (
 )
 
 LOOKED_UP = "looked_up/"
-"""What the names of tensors between the steps of an ensemble begin with."""
+"""Prefix of the names of tensors between the steps of an ensemble."""
 
 
 def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> TritonRepository:
-    """Writes a model repository atomically.
-
-    Args:
-        bundle: The bundle, a directory or the single-file form; it is verified first.
-        repository: Where the repository goes. An old one of this project is replaced as a whole.
-        options: What to write.
-
-    Returns:
-        What was written.
+    """Write a model repository atomically; an old one of this project is replaced as a whole.
 
     Raises:
         BundleInvalid: The bundle does not verify, or a file changed while it was copied.
@@ -84,7 +75,7 @@ def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> Tri
     """
     destination = Path(os.path.realpath(repository))
     _check_destination(destination, Path(os.path.realpath(bundle)))
-    with _opened(bundle) as directory:
+    with as_directory(bundle) as directory:
         manifest = verify_bundle(directory)
         plan = _Plan(directory, manifest, options)
         with staged_directory(destination) as stage:
@@ -98,17 +89,8 @@ def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> Tri
     return record
 
 
-@contextlib.contextmanager
-def _opened(bundle: Path) -> Iterator[Path]:
-    if not is_archive(bundle):
-        yield bundle
-        return
-    with unpacked(bundle) as directory:
-        yield directory
-
-
 class _Plan:
-    """Which models a repository consists of."""
+    """Models that a repository consists of."""
 
     def __init__(self, bundle: Path, manifest: Manifest, options: TritonOptions) -> None:
         self._bundle, self._manifest, self._options = bundle, manifest, options
@@ -264,7 +246,7 @@ class _Writer:
 
     def __init__(self, bundle: Path, manifest: Manifest, root: Path) -> None:
         self._bundle, self._manifest, self._root = bundle, manifest, root
-        self._copied: dict[tuple[int, int], Path] = {}
+        self._copies = Copies()
 
     def add(self, name: str, config: str, files: tuple[ModelFile, ...]) -> None:
         """Writes a model."""
@@ -286,29 +268,14 @@ class _Writer:
             path.chmod(0o755)
 
     def _copy(self, path: str, target: Path) -> None:
-        source = self._bundle / path
-        status = source.stat()
-        earlier = self._copied.get((status.st_dev, status.st_ino))
-        if earlier is not None:
-            try:
-                target.hardlink_to(earlier)
-            except OSError:
-                pass
-            else:
-                return
-        state = hashlib.sha256()
-        with source.open("rb") as reader, target.open("wb") as writer:
-            while chunk := reader.read(CHUNK_BYTES):
-                writer.write(chunk)
-                state.update(chunk)
-        if state.hexdigest() != self._manifest.file(path).sha256:
+        digest = self._copies.copy(self._bundle / path, target)
+        if digest != self._manifest.file(path).sha256:
             raise BundleInvalid(
                 f"file '{path}' changed while it was copied",
                 where=str(self._bundle),
-                evidence=f"sha256 {state.hexdigest()[:16]}…",
+                evidence=f"sha256 {digest[:16]}…",
                 remedy="copy the bundle again from where it was written",
             )
-        self._copied.setdefault((status.st_dev, status.st_ino), target)
 
 
 def _asked(manifest: Manifest, options: TritonOptions) -> tuple[EngineEntry, ...]:
@@ -361,12 +328,6 @@ def _check_destination(destination: Path, bundle: Path) -> None:
             evidence="a bundle holds exactly the files that its manifest lists",
             remedy="choose another directory",
         )
-    if not os.path.lexists(destination):
-        return
-    problem = why_in_the_way(destination)
+    problem = why_in_the_way(destination) if os.path.lexists(destination) else ""
     if problem:
-        raise OutputError(
-            f"'{destination}' is in the way",
-            evidence=problem,
-            remedy="choose another directory, or move it away",
-        )
+        raise in_the_way(destination, problem)

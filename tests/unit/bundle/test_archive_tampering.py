@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle.format.archive import unpack, unpacked, verify_path
-from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.format.archive import pack_bundle, unpack, unpacked, verify_path
 from loka_onnx.bundle.signing import write_key_pair
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.digests import digest_bytes
@@ -146,12 +144,6 @@ def test_pieces_put_elsewhere_are_noticed(original: bytes, place: Path) -> None:
             verify_path(place)
 
 
-def test_sizes_that_no_header_holds(original: bytes, place: Path) -> None:
-    for size in (-1, 2**70):
-        content = with_manifest(members(original), lambda v, n=size: v["files"][0].update(bytes=n))
-        refused(place, packed(content), "is listed with a size or digest that no file has")
-
-
 def test_every_cut_is_noticed(original: bytes, place: Path) -> None:
     rng = np.random.default_rng(18)
     for size in (0, 1, 4, 29, len(original) - 1, *rng.integers(len(original), size=60)):
@@ -218,28 +210,13 @@ def test_an_added_entry_is_noticed_wherever_it_stands(
 
 
 def test_a_link_is_refused(original: bytes, place: Path) -> None:
-    def link(info: zipfile.ZipInfo) -> None:
-        if info.filename == "plans.json":
-            info.external_attr = 0o120777 << 16
-
-    content = members(original)
-    document = json.loads(content[0][1])
-    target = b"/etc/passwd"
-    for file in document["value"]["files"]:
-        if file["path"] == "plans.json":
-            file.update(bytes=len(target), sha256=digest_bytes(target))
-    text = seal(json.dumps(document, indent=1)).encode()
-    attack = [(p, target if p == "plans.json" else d) for p, d in content if p != "signature.json"]
-    attack[0] = ("manifest.json", text)
-    first = refused(
-        place, zipped(attack, link), r"the header of entry 'manifest.json' was altered|a symbolic link"
-    )
-    assert first
-    ours = bytearray(packed(attack))
-    struct.pack_into("<I", ours, central(ours, "plans.json") + 38, 0o120777 << 16)
-    refused(place, bytes(ours), r"entry 'plans.json' is a symbolic link\n  evidence: mode 120777")
-    struct.pack_into("<I", ours, central(ours, "plans.json") + 38, 0o010644 << 16)
-    refused(place, bytes(ours), "entry 'plans.json' is not a regular file")
+    altered = bytearray(original)
+    for mode, message in (
+        (0o120777, r"entry 'plans.json' is a symbolic link\n  evidence: mode 120777"),
+        (0o010644, "entry 'plans.json' is not a regular file"),
+    ):
+        struct.pack_into("<I", altered, central(altered, "plans.json") + 38, mode << 16)
+        refused(place, bytes(altered), message)
 
 
 def test_an_encrypted_entry_is_refused(original: bytes, place: Path) -> None:
@@ -298,23 +275,6 @@ def test_a_huge_manifest_is_not_read(original: bytes, place: Path) -> None:
     )
 
 
-def test_an_unknown_schema_is_refused(original: bytes, place: Path) -> None:
-    content = members(original)
-    text = content[0][1].replace(b"bundle-format/1", b"bundle-format/2")
-    refused(place, packed([("manifest.json", text), *content[1:]]), "reads 'loka-onnx/bundle-format/1'")
-
-
-def test_paths_of_the_manifest_are_judged_before_anything_is_written(original: bytes, place: Path) -> None:
-    for path, message in (
-        ("../evil", "leaves or repeats"),
-        ("/evil", "is absolute"),
-        ("signature.json", "twice"),
-    ):
-        entry = {"path": path, "bytes": 4, "sha256": digest_bytes(b"evil")}
-        content = with_manifest(members(original), lambda v, e=entry: v["files"].insert(0, e))
-        refused(place, packed([content[0], (path, b"evil"), *content[1:]]), f"a forbidden path: .*{message}")
-
-
 def test_something_after_or_between_is_refused(original: bytes, place: Path) -> None:
     refused(place, original + b"x", r"the archive goes on after its end\n  evidence: 1 bytes")
     refused(place, original + original, "this is not a single-file bundle")
@@ -353,26 +313,6 @@ def test_a_duplicate_may_not_be_in_an_archive_again(original: bytes, place: Path
     refused(
         place, packed(with_manifest(content, lambda v: v["files"].append(lying))), "one digest and two sizes"
     )
-
-
-def test_a_model_that_reads_outside_the_bundle_is_refused(original: bytes, place: Path) -> None:
-    content = dict(members(original))
-    model = onnx.load_model_from_string(content[MODEL])
-    weight = model.graph.initializer[0]
-    weight.ClearField("raw_data")
-    weight.data_location = onnx.TensorProto.EXTERNAL
-    weight.external_data.add(key="location", value="../../../etc/passwd")
-    data = model.SerializeToString()
-    entry = {"sha256": digest_bytes(data), "bytes": len(data)}
-
-    def change(value: dict) -> None:  # type: ignore[type-arg]
-        engine = next(e for e in value["engines"] if e["path"] == MODEL)
-        engine.update(digest=entry["sha256"], bytes=entry["bytes"])
-        next(f for f in value["files"] if f["path"] == MODEL).update(entry)
-
-    content[MODEL] = data
-    attack = with_manifest([*content.items()], change)
-    refused(place, packed(attack), r"reads weights from a file that is not listed\n  evidence: .*etc/passwd")
 
 
 def test_numbers_of_64_bits_cannot_hide_a_size(original: bytes, place: Path) -> None:

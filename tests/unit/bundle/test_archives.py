@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
-import json
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
+from altered import edit, tree
 from cut_models import cut_contents
 from sample_run import SampleRun
 
@@ -20,14 +20,12 @@ from loka_onnx.bundle import writer
 from loka_onnx.bundle.format import archive as bundle_archive
 from loka_onnx.bundle.format import files as bundle_files
 from loka_onnx.bundle.format import manifest as bundle_manifest
-from loka_onnx.bundle.format.archive import is_archive, unpack, unpacked, verify_path
+from loka_onnx.bundle.format.archive import is_archive, pack_bundle, unpack, unpacked, verify_path
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.inspection import inspect_bundle
-from loka_onnx.bundle.packing import pack_bundle
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import MAX_FILES
-from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleError, BundleInvalid, OutputError
 from loka_onnx.graph import storage
 
@@ -42,10 +40,6 @@ def linked(sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """A bundle in which one table has two names."""
     monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
     return write_bundle(cut_contents(sample, tmp_path / "run", is_external=True), tmp_path / "linked")
-
-
-def tree(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
 def test_a_bundle_comes_back_as_it_was(bundle: Path, tmp_path: Path) -> None:
@@ -115,32 +109,16 @@ def test_a_file_with_two_names_is_in_the_archive_once(linked: Path, tmp_path: Pa
     assert pack_bundle(plain, tmp_path / "p.loka").read_bytes() == archive.read_bytes()
 
 
-def test_without_links_a_second_name_is_a_copy(
-    linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    archive = pack_bundle(linked, tmp_path / "b.loka")
-
-    def none(self: Path, target: Path) -> None:
-        raise OSError("no links here")
-
-    monkeypatch.setattr(Path, "hardlink_to", none)
-    place = unpack(archive, tmp_path / "back")
-    assert tree(place) == tree(linked)
-    assert not (place / "lookup/tables.bin").samefile(place / "fallback/tables.bin")
-
-
 @pytest.fixture
 def many_names(bundle: Path, tmp_path: Path) -> Path:
     """The archive of a bundle with ten more names of one file."""
     path = Path(shutil.copytree(bundle, tmp_path / "many"))
-    document = json.loads((path / "manifest.json").read_text())
-    files = document["value"]["files"]
-    entry = next(file for file in files if file["path"] == "sample.npz")
-    for number in range(10):
-        files.append({**entry, "path": f"z{number}/again.npz"})
-        (path / f"z{number}").mkdir()
-        (path / f"z{number}/again.npz").hardlink_to(path / "sample.npz")
-    (path / "manifest.json").write_text(seal(json.dumps(document, indent=1)))
+    names = [f"z{number}/again.npz" for number in range(10)]
+    for name in names:
+        (path / name).parent.mkdir()
+        (path / name).hardlink_to(path / "sample.npz")
+    entry = next(file for file in verify_bundle(bundle).files if file.path == "sample.npz")
+    edit(path, lambda v: v["files"].extend({**dataclasses.asdict(entry), "path": name} for name in names))
     return pack_bundle(path, tmp_path / "many.loka")
 
 
@@ -156,9 +134,9 @@ def test_a_file_that_takes_few_links_is_copied_once_for_as_many(
 
     monkeypatch.setattr(Path, "hardlink_to", few)
     needed: list[int] = []
-    check = bundle_archive._check_room
+    check = bundle_archive.check_room
     monkeypatch.setattr(
-        bundle_archive, "_check_room", lambda place, size: needed.append(size) or check(place, size)
+        bundle_archive, "check_room", lambda place, size: needed.append(size) or check(place, size)
     )
     place = unpack(many_names, tmp_path / "back")
     size = (place / "sample.npz").stat().st_size
@@ -361,15 +339,6 @@ def test_a_link_to_an_archive_is_followed(bundle: Path, tmp_path: Path) -> None:
     assert verify_path(tmp_path / "current.loka").manifest
     pack_bundle(bundle, tmp_path / "current.loka")
     assert (tmp_path / "current.loka").is_symlink()
-
-
-def test_unzip_finds_no_fault(bundle: Path, tmp_path: Path) -> None:
-    tool = shutil.which("unzip")
-    if tool is None:  # A second opinion where there is one; Python's reader is asked above.
-        return
-    archive = pack_bundle(bundle, tmp_path / "b.loka")
-    done = subprocess.run([tool, "-tqq", str(archive)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_temporary_files_go_where_the_system_says(

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from altered import edit
 from cut_models import LOOKED_UP, TABLE, cut_contents, request
 from sample_run import SampleRun
 
@@ -20,7 +21,6 @@ from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.manifest import SparseCut
-from loka_onnx.core.seal import seal
 from loka_onnx.core.split import Part
 from loka_onnx.errors import BundleError, BundleInvalid
 from loka_onnx.graph import storage
@@ -35,13 +35,6 @@ def written(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture
 def bundle(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "bundle"))
-
-
-def edit(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    path = bundle / "manifest.json"
-    document = json.loads(path.read_text())
-    change(document["value"])
-    path.write_text(seal(json.dumps(document, indent=1)))
 
 
 def test_the_manifest_records_the_cut(written: Path) -> None:
@@ -124,21 +117,6 @@ def test_tables_are_in_a_bundle_once(
     fallback.unlink()
     with pytest.raises(BundleInvalid, match=r"file 'fallback/tables.bin' is missing"):
         verify_bundle(place)
-
-
-def test_without_links_tables_are_copied(
-    sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
-    contents = cut_contents(sample, tmp_path / "run", is_external=True)
-
-    def refuse(self: Path, target: Path) -> None:
-        raise OSError("no links here")
-
-    monkeypatch.setattr(Path, "hardlink_to", refuse)
-    place = write_bundle(contents, tmp_path / "bundle")
-    assert not (place / "lookup/tables.bin").samefile(place / "fallback/tables.bin")
-    verify_bundle(place)
 
 
 def test_a_table_that_the_lookup_needs_must_be_listed(

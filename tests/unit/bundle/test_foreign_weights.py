@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import onnx
 import pytest
+from altered import edit, put
 from cut_models import cut_contents
 from onnx import TensorProto, helper
 from sample_run import SampleRun
 
 from loka_onnx.bundle.format import files as bundle_files
-from loka_onnx.bundle.format.archive import unpack, verify_path
+from loka_onnx.bundle.format.archive import pack_bundle, unpack, verify_path, write_archive
 from loka_onnx.bundle.format.files import verify_bundle
-from loka_onnx.bundle.packing import pack_bundle, write_archive
 from loka_onnx.bundle.writer import write_bundle
-from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid
@@ -37,16 +34,6 @@ PLACES = (
     "function default",
     "training",
 )
-
-
-@pytest.fixture(scope="module")
-def original(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bundle(sample.contents, tmp_path_factory.mktemp("original") / "bundle")
-
-
-@pytest.fixture
-def bundle(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "bundle"))
 
 
 def foreign(location: str) -> onnx.TensorProto:
@@ -93,24 +80,6 @@ def attacked(model: onnx.ModelProto, place: str, location: str) -> bytes:
     return model.SerializeToString()
 
 
-def replaced(bundle: Path, old: str, new: str, data: bytes) -> None:
-    """Another file in the place of one, in a manifest that is sealed as somebody could."""
-    (bundle / old).unlink()
-    (bundle / new).write_bytes(data)
-    digest = digest_bytes(data)
-    document = json.loads((bundle / "manifest.json").read_text())
-    value: dict[str, Any] = document["value"]
-    for entry in [*value["engines"], value["fallback"]]:
-        if entry["path"] == old:
-            entry.update(path=new, bytes=len(data), digest=digest)
-    for file in value["files"]:
-        if file["path"] == old:
-            file.update(path=new, bytes=len(data), sha256=digest)
-    if value["cut"] is not None and value["cut"]["lookup"] == old:
-        value["cut"]["lookup"] = new
-    (bundle / "manifest.json").write_text(seal(json.dumps(document, indent=1)))
-
-
 def refuses(bundle: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every form, and before anything is loaded."""
     for attempt in (verify_bundle, verify_path, load):
@@ -134,7 +103,7 @@ def test_a_tensor_outside_the_bundle_is_found_wherever_it_stands(
     path = "fallback/model.onnx"
     data = (bundle / path).read_bytes()
     for location in LOCATIONS:
-        replaced(bundle, path, path, attacked(onnx.load_from_string(data), place, location))
+        put(bundle, path, attacked(onnx.load_from_string(data), place, location))
         with pytest.raises(BundleInvalid, match="reads weights from a file that is not listed") as caught:
             verify_bundle(bundle)
         assert repr(location) in str(caught.value)
@@ -146,14 +115,14 @@ def test_onnx_runtime_is_given_files_of_one_suffix_only(
     bundle: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = attacked(onnx.load(bundle / "fallback/model.onnx"), "initializer", "/etc/passwd")
-    replaced(bundle, "fallback/model.onnx", f"fallback/{name}", data)
+    put(bundle, "fallback/model.onnx", data, f"fallback/{name}")
     refuses(bundle, rf"engine 'fallback-fp32' is not a file '\*\.onnx'\n.*'fallback/{name}'", monkeypatch)
 
 
 def test_the_lookup_model_too(sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = write_bundle(cut_contents(sample, tmp_path / "run"), tmp_path / "bundle")
     data = (bundle / "lookup/lookup.onnx").read_bytes()
-    replaced(bundle, "lookup/lookup.onnx", "lookup/lookup.bin", data)
+    put(bundle, "lookup/lookup.onnx", data, "lookup/lookup.bin")
     refuses(bundle, r"the lookup model is not a file '\*\.onnx'", monkeypatch)
 
 
@@ -165,15 +134,12 @@ def test_every_backend_of_onnx_runtime(bundle: Path, backend: str, monkeypatch: 
     (bundle / "manifest.json").write_text(
         seal(document.replace('"backend": "onnxruntime"', f'"backend": "{backend}"'))
     )
-    replaced(bundle, entry["path"], f"{entry['path']}.bin", (bundle / entry["path"]).read_bytes())
+    put(bundle, entry["path"], (bundle / entry["path"]).read_bytes(), f"{entry['path']}.bin")
     refuses(bundle, rf"engine '{entry['id']}' is not a file '\*\.onnx'", monkeypatch)
 
 
 def test_a_model_that_many_engines_name_is_read_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    document = json.loads((bundle / "manifest.json").read_text())
-    value = document["value"]
-    value["engines"] += [{**value["fallback"], "id": f"e{number}"} for number in range(50)]
-    (bundle / "manifest.json").write_text(seal(json.dumps(document, indent=1)))
+    edit(bundle, lambda v: v["engines"].extend({**v["fallback"], "id": f"e{n}"} for n in range(50)))
     read, seen = bundle_files.read_model, []
     monkeypatch.setattr(bundle_files, "read_model", lambda path: seen.append(path) or read(path))
     manifest: Manifest = verify_bundle(bundle)

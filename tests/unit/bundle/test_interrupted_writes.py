@@ -10,9 +10,11 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ import pytest
 from sample_run import SampleRun
 
 from loka_onnx.bundle.contents import BundleContents
-from loka_onnx.bundle.format.archive import unpack, verify_path
-from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.format.archive import pack_bundle, unpack, verify_path
+from loka_onnx.bundle.format.files import Verified
+from loka_onnx.bundle.registry import TransferOptions, pull_bundle, push_bundle
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.errors import OutputError
@@ -34,64 +37,8 @@ def fewer(sample: SampleRun) -> BundleContents:
     return dataclasses.replace(sample.contents, engines=sample.contents.engines[1:2])
 
 
-# A child does the same thing over and over until it is killed. It is forked from a process that has imported
-# everything, so that a round takes as long as a write, and kills fall into writes.
-ROUNDS = """
-import json, os, pickle, random, shutil, signal, sys, time
-from pathlib import Path
-from loka_onnx.bundle.packing import pack_bundle
-from loka_onnx.bundle.signing import sign_bundle
-from loka_onnx.bundle.format.archive import unpack
-from loka_onnx.bundle.format.archive import verify_path
-from loka_onnx.bundle.writer import write_bundle
-
-job, place, kills, contents, old, new, key = sys.argv[1:]
-place, old, new, key = Path(place), Path(old), Path(new), Path(key)
-one, two = pickle.loads(Path(contents).read_bytes())
-jobs = {
-    "write": lambda i: write_bundle((one, two)[i], place),
-    "write signed": lambda i: write_bundle((one, two)[i], place, key=key),
-    "pack": lambda i: pack_bundle((old, new)[i], place),
-    "unpack": lambda i: unpack((old, new)[i], place),
-    "sign": lambda i: sign_bundle(place, key),
-}
-act = jobs[job]
-act(0)
-start = time.perf_counter()
-for number in range(4):
-    act(number % 2)
-longest = (time.perf_counter() - start) / 2
-whole = {verify_path(place).manifest.seal} | {verify_path(act(i) and place).manifest.seal for i in (0, 1)}
-random.seed(5)
-seen, staged = set(), 0
-for kill in range(int(kills)):
-    child = os.fork()
-    if child == 0:
-        try:
-            number = kill
-            while True:
-                act(number % 2)
-                number += 1
-        finally:
-            os._exit(3)
-    # A write of a child that was just forked takes longer than one of those timed.
-    time.sleep(random.uniform(0, min(3 * longest, 0.3)))
-    os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status), status
-    seal = verify_path(place).manifest.seal
-    assert seal in whole, seal
-    seen.add(seal)
-    staged += any(".staged-" in path.name for path in place.parent.iterdir())
-act(0)
-verify_path(place)
-left = [path.name for path in place.parent.iterdir() if path != place]
-print(json.dumps({"states": len(whole), "seen": len(seen), "staged": staged, "left": left}))
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["write", "write signed", "pack", "unpack", "sign"])
+@pytest.mark.parametrize("job", ["write", "write signed", "pack", "unpack", "sign", "push", "pull"])
 def test_killed_at_any_moment_one_whole_bundle_is_there(
     sample: SampleRun, fewer: BundleContents, tmp_path: Path, job: str
 ) -> None:
@@ -103,8 +50,9 @@ def test_killed_at_any_moment_one_whole_bundle_is_there(
         bundles = [pack_bundle(bundle, tmp_path / f"{i}.loka") for i, bundle in enumerate(bundles)]
     if job == "sign":
         write_bundle(sample.contents, place)
+    script = Path(__file__).with_name("killed_writes.py")
     done = subprocess.run(
-        [sys.executable, "-c", ROUNDS, job, place, str(KILLS), tmp_path / "contents", *bundles, key],
+        [sys.executable, script, job, place, str(KILLS), tmp_path / "contents", *bundles, key],
         capture_output=True,
         text=True,
         check=False,
@@ -122,31 +70,59 @@ def test_killed_at_any_moment_one_whole_bundle_is_there(
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A place with an old bundle, and what is done to it."""
+    """An old bundle, what is done to it, how it is read, and how it becomes the old one again.
+
+    `folder` holds nothing else than `path`, and what an interrupted write leaves.
+    """
 
     path: Path
     act: Callable[[], object]
+    look: Callable[[], Verified]
+    folder: Path
+    reset: Callable[[], object] = lambda: None
+
+    def left(self) -> list[str]:
+        return [path.name for path in self.folder.iterdir() if path != self.path]
 
 
-@pytest.fixture(params=["write", "write signed", "pack", "unpack", "sign"])
+@pytest.fixture(params=["write", "write signed", "pack", "unpack", "sign", "push", "pull"])
 def place(request: pytest.FixtureRequest, sample: SampleRun, fewer: BundleContents, tmp_path: Path) -> Place:
     root = tmp_path / "deploy"
     key = write_key_pair(tmp_path / "keys").private
     old, new = write_bundle(sample.contents, tmp_path / "old"), write_bundle(fewer, tmp_path / "new")
-    directory, file = root / "bundle", root / "b.loka"
+    directory, file, registry = root / "bundle", root / "b.loka", tmp_path / "registry"
+    options = TransferOptions(threads=1)
+
+    def look() -> Verified:
+        return verify_path(file if request.param == "pack" else directory)
+
+    def look_in_registry() -> Verified:
+        return verify_path(pull_bundle(f"{registry}#prod", directory, options).directory)
+
+    def forget() -> None:
+        """The registry as it was before."""
+        shutil.rmtree(registry)
+        push_bundle(old, f"{registry}#prod", options)
+
+    if request.param == "push":
+        push_bundle(old, f"{registry}#prod", options)
+        act = partial(push_bundle, new, f"{registry}#prod", options)
+        return Place(directory, act, look_in_registry, registry / "uploads", forget)
     if request.param == "pack":
-        return Place(pack_bundle(old, file), lambda: pack_bundle(new, file))
-    if request.param == "unpack":
-        archive = pack_bundle(new, tmp_path / "new.loka")
-        write_bundle(sample.contents, directory)
-        return Place(directory, lambda: unpack(archive, directory))
+        return Place(pack_bundle(old, file), lambda: pack_bundle(new, file), look, root)
     write_bundle(sample.contents, directory)
-    acts = {
+    if request.param == "pull":
+        push_bundle(new, f"{registry}#new", options)
+        act = partial(pull_bundle, f"{registry}#new", directory, options)
+        return Place(directory, act, look, root, lambda: write_bundle(sample.contents, directory))
+    archive = pack_bundle(new, tmp_path / "new.loka")
+    acts: dict[str, Callable[[], object]] = {
         "write": lambda: write_bundle(fewer, directory),
         "write signed": lambda: write_bundle(fewer, directory, key=key),
+        "unpack": lambda: unpack(archive, directory),
         "sign": lambda: sign_bundle(directory, key),
     }
-    return Place(directory, acts[request.param])
+    return Place(directory, acts[request.param], look, root)
 
 
 class FullDisk:
@@ -189,24 +165,26 @@ class FullDisk:
 
 
 def test_a_full_disk_at_any_call_leaves_a_bundle(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = verify_path(place.path)
+    before = place.look()
     disk = FullDisk(monkeypatch)
     place.act()
     # Counted once: the same calls follow each time.
-    needed, after = disk.calls, verify_path(place.path)
+    needed, after = disk.calls, place.look()
     assert needed >= 4
     assert after != before
     states = {before.manifest.seal, after.manifest.seal}
     failed = 0
     for number in range(needed):
+        disk.left = -1
+        place.reset()
         disk.left = number
         with contextlib.suppress(OutputError):
             place.act()
             failed -= 1
         failed += 1
         disk.left = -1
-        assert verify_path(place.path).manifest.seal in states, number
-        assert [path.name for path in place.path.parent.iterdir()] == [place.path.name], number
+        assert place.left() == [], number
+        assert place.look().manifest.seal in states, number
     # The sync of the parent, last, fails after the bundle took its place.
     assert failed == needed
 
@@ -234,13 +212,13 @@ def file_limit(size: int) -> Iterator[None]:
 @pytest.mark.parametrize("size", [0, 100, 300])
 def test_the_kernel_refusing_to_write_leaves_the_old_bundle(place: Place, size: int) -> None:
     """Not simulated: the limit on the size of files ends the write in the system call (EFBIG)."""
-    before = verify_path(place.path)
+    before = place.look()
     with (
         file_limit(size),
         pytest.raises(OutputError, match=r"cannot write '.*'\n  evidence: .*File too large"),
     ):
         place.act()
-    assert verify_path(place.path) == before
-    assert [path.name for path in place.path.parent.iterdir()] == [place.path.name]
+    assert place.left() == []
+    assert place.look() == before
     place.act()
-    assert verify_path(place.path) != before
+    assert place.look() != before

@@ -2,11 +2,9 @@ from pathlib import Path
 
 import pytest
 import typer
-from registry_bundles import tree, with_files
-from sample_run import SampleRun
+from altered import tree, with_files
 from typer.testing import CliRunner
 
-from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.cli.bundle_registry import add_registry_verbs
 from loka_onnx.core.digests import digest_file
 from loka_onnx.errors import BundleInvalid, CheckFailed, ConfigError, UserError
@@ -16,9 +14,8 @@ add_registry_verbs(app)
 
 
 @pytest.fixture
-def one(sample: SampleRun, tmp_path) -> Path:
-    base = write_bundle(sample.contents, tmp_path / "base")
-    return with_files(base, tmp_path / "one", (1000,), seed=1)
+def one(original: Path, tmp_path: Path) -> Path:
+    return with_files(original, tmp_path / "one", (1000,), seed=1)
 
 
 def run(*arguments: object) -> str:

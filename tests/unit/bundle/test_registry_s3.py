@@ -3,21 +3,15 @@
 from pathlib import Path
 
 import pytest
-from registry_bundles import read, tree, with_files
+from altered import read, tree, with_files
 from s3_server import s3_server
-from sample_run import SampleRun
 
 from loka_onnx.bundle.registry import TransferOptions, list_names, pull_bundle, push_bundle, resolve
-from loka_onnx.bundle.registry import layout as registry_layout
-from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.errors import BundleError, BundleInvalid, OutputError, UserError
-
-PART = 10_000
 
 
 @pytest.fixture
-def s3(monkeypatch):
-    monkeypatch.setattr(registry_layout, "PART_BYTES", PART)
+def s3(monkeypatch, small_parts):
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     # Nothing of the machine's own account is looked for.
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -38,9 +32,8 @@ def s3(monkeypatch):
 
 
 @pytest.fixture
-def one(sample: SampleRun, tmp_path) -> Path:
-    base = write_bundle(sample.contents, tmp_path / "base")
-    return with_files(base, tmp_path / "one", (35_000, 100, 0), seed=1)
+def one(original: Path, tmp_path: Path) -> Path:
+    return with_files(original, tmp_path / "one", (35_000, 100, 0), seed=1)
 
 
 def test_push_pull_and_retry(one, s3, tmp_path):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -25,16 +25,6 @@ from loka_onnx.cli.main import main
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleError, BundleInvalid, ConfigError, MissingPackage, OutputError
-
-
-@pytest.fixture(scope="module")
-def original(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bundle(sample.contents, tmp_path_factory.mktemp("original") / "bundle")
-
-
-@pytest.fixture
-def bundle(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "bundle"))
 
 
 @pytest.fixture
@@ -94,14 +84,6 @@ def test_unsigned_other_key_and_altered_have_their_own_messages(
     verify_path(bundle, [pair.public])
 
 
-def test_a_key_that_names_another_key_does_not_verify(bundle: Path, pair: KeyPair, tmp_path: Path) -> None:
-    other = write_key_pair(tmp_path / "other")
-    sign_bundle(bundle, other.private)
-    path = bundle / SIGNATURE_NAME
-    path.write_text(seal(path.read_text().replace(other.fingerprint, pair.fingerprint)))
-    refused(bundle, pair.public, "the signature does not verify")
-
-
 def test_several_keys_may_sign_and_one_is_enough(bundle: Path, pair: KeyPair, tmp_path: Path) -> None:
     other, third = write_key_pair(tmp_path / "other"), write_key_pair(tmp_path / "third")
     for key in (pair, other, pair):
@@ -143,21 +125,6 @@ def test_signatures_that_anybody_put_there_stay_and_count_for_nothing(
     assert verify_signature(bundle, [other.public]) == other.fingerprint
 
 
-def test_a_signature_that_no_reader_would_read_is_not_written(bundle: Path, pair: KeyPair) -> None:
-    """Entries of others are bounded by what a reader accepts, with the new one."""
-    sign_bundle(bundle, pair.private)
-    path = bundle / SIGNATURE_NAME
-    document = json.loads(path.read_text())
-    others = [{"key": f"{number:064x}", "signature": "0" * 128} for number in range(285)]
-    document["value"]["signatures"] = others
-    path.write_text(seal(json.dumps(document)))
-    verify_bundle(bundle)
-    kept = path.read_bytes()
-    with pytest.raises(BundleError, match=r"too many signatures to add one\n  evidence: \d+ bytes"):
-        sign_bundle(bundle, pair.private)
-    assert path.read_bytes() == kept
-
-
 @pytest.mark.parametrize(("room", "fits"), [(0, True), (-1, False)])
 def test_a_signature_may_be_as_long_as_a_reader_accepts(
     bundle: Path, pair: KeyPair, monkeypatch: pytest.MonkeyPatch, room: int, fits: bool
@@ -178,10 +145,7 @@ def test_a_signature_may_be_as_long_as_a_reader_accepts(
     ("text", "message"),
     [
         ("{", "the signature is not valid JSON"),
-        (
-            '{"schema": "loka-onnx/bundle-signature/2", "value": {}}',
-            "this version reads 'loka-onnx/bundle-sign",
-        ),
+        ('{"schema": "loka-onnx/bundle-signature/2", "value": {}}', "reads 'loka-onnx/bundle-signature/1'"),
         ("x" * 70_000, "the signature is too large\n  evidence: 70000 bytes"),
     ],
 )
@@ -191,27 +155,24 @@ def test_documents_that_are_no_signature(bundle: Path, text: str, message: str) 
         verify_bundle(bundle)
 
 
-def test_a_signature_without_keys_or_with_a_key_twice(bundle: Path, pair: KeyPair) -> None:
-    sign_bundle(bundle, pair.private)
-    path = bundle / SIGNATURE_NAME
-    document = json.loads(path.read_text())
-    for entries in ([], document["value"]["signatures"] * 2):
-        document["value"]["signatures"] = entries
-        path.write_text(seal(json.dumps(document, indent=1)))
-        with pytest.raises(BundleInvalid, match="names no key, or keys out of order"):
-            verify_bundle(bundle)
-
-
 @pytest.mark.parametrize(
-    ("field", "value"), [("key", "\x1b[2J"), ("signature", "0" * 126), ("key", "F" * 64)]
+    ("change", "message"),
+    [
+        (lambda signatures: [], "names no key, or keys out of order"),
+        (lambda signatures: signatures * 2, "names no key, or keys out of order"),
+        *(
+            (lambda s, n=name, v=value: [{**s[0], n: v}], "holds what is no key or no signature")
+            for name, value in (("key", "\x1b[2J"), ("signature", "0" * 126), ("key", "F" * 64))
+        ),
+    ],
 )
-def test_entries_that_are_no_signature(bundle: Path, pair: KeyPair, field: str, value: str) -> None:
+def test_entries_that_are_no_signature(bundle: Path, pair: KeyPair, change: Any, message: str) -> None:
     sign_bundle(bundle, pair.private)
     path = bundle / SIGNATURE_NAME
     document = json.loads(path.read_text())
-    document["value"]["signatures"][0][field] = value
+    document["value"]["signatures"] = change(document["value"]["signatures"])
     path.write_text(seal(json.dumps(document, indent=1)))
-    with pytest.raises(BundleInvalid, match="holds what is no key or no signature"):
+    with pytest.raises(BundleInvalid, match=message):
         verify_bundle(bundle)
 
 

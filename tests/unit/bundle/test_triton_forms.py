@@ -19,7 +19,8 @@ from sample_run import SampleRun, make_run
 from triton_rules import check_repository, parameters, pb
 
 from loka_onnx.bundle.contents import BundleContents, BundleEngine
-from loka_onnx.bundle.triton import TritonOptions, TritonRepository, export_triton
+from loka_onnx.bundle.triton.record import TritonRepository
+from loka_onnx.bundle.triton.repository import export_triton
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import TensorSpec
@@ -34,6 +35,7 @@ from loka_onnx.engines.inductor.package import (
 )
 from loka_onnx.engines.migraphx.session import MigraphxEngine, ProgramFile, ProgramInput, ProgramOutput
 from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
+from loka_onnx.engines.triton.models import TritonOptions
 from loka_onnx.errors import BundleError
 
 OPTIONS = TritonOptions("ranker")

@@ -18,12 +18,14 @@ from triton_rules import check_repository, check_session, infer, open_session, p
 from loka_onnx.bundle.contents import BundleEngine
 from loka_onnx.bundle.format.archive import write_archive
 from loka_onnx.bundle.format.files import read_sample, verify_bundle
-from loka_onnx.bundle.triton import RECORD_NAME, TritonOptions, TritonRepository, export_triton
+from loka_onnx.bundle.triton.record import RECORD_NAME, TritonRepository
+from loka_onnx.bundle.triton.repository import export_triton
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.cli.main import main
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.manifest import Manifest
+from loka_onnx.engines.triton.models import TritonOptions
 from loka_onnx.errors import BundleInvalid, ConfigError, OutputError
 from loka_onnx.graph import storage
 

@@ -99,14 +99,6 @@ class TestSchemaMessages:
                 "did you mean 'tensorrt'?",
             ),
             (
-                "plan: {",
-                "plan: {base: fp8, ",
-                "`plan.base` must be one of bf16, fp16, fp32, auto",
-                "`plan.base`: bf16, fp16, fp32 or auto: precision of everything that does not run in FP8; "
-                "auto takes fp16 where the calibration rows show that it fits with a factor of 8 to spare, "
-                "else bf16",
-            ),
-            (
                 "nvidia-h100",
                 "../etc",
                 "`targets[0].device` has the wrong form",
@@ -162,18 +154,18 @@ class TestRulesBetweenKeys:
                 "the serving batch 1024 is outside of the range that engines are built for",
             ),
             ("batch.min", 8192, "", "`batch.min` is larger than `batch.max`"),
-            ("batch.serve", [8, 8], "", "the serving batch 8 is listed twice"),
+            ("batch.serve", [8, 8], "", "`serve` lists '8' twice"),
             ("calibration.ray_address", "auto", "", "`ray_address` belongs to the executor 'ray'"),
             ("plan.force", ["a.*", "*.calibrator"], "", "the pattern '*.calibrator' is both kept and forced"),
             ("plan.plans", ["fp8-safe"], "", "the plan 'fp32' must compete"),
-            ("plan.plans", ["fp32", "bf16", "bf16"], "", "the plan 'bf16' is listed twice"),
+            ("plan.plans", ["fp32", "bf16", "bf16"], "", "`plans` lists 'bf16' twice"),
             (
                 "outputs.0",
                 {"name": "spend", "kind": "regression", "label": None},
                 "",
                 "a regression needs a label, and output 'spend' has none",
             ),
-            ("data.slices", ["country", "country"], "", "the slice column 'country' is listed twice"),
+            ("data.slices", ["country", "country"], "", "`slices` lists 'country' twice"),
             (
                 "targets",
                 [{"device": "cpu", "backends": ["onnxruntime"]}] * 2,

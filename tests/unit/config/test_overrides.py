@@ -53,12 +53,6 @@ class TestOverrides:
         with pytest.raises(ConfigError, match=r"there is no `outputs\[3\]` to override"):
             load_run_file(run_file, {"outputs[3].budget": 1})
 
-    def test_a_ray_cluster(self, run_file: Path) -> None:
-        config = load_run_file(
-            run_file, {"calibration.executor": "ray", "calibration.ray_address": "10.0.0.5:6379"}
-        )
-        assert (config.calibration.executor, config.calibration.ray_address) == ("ray", "10.0.0.5:6379")
-
     @pytest.mark.parametrize(
         ("key", "value", "what"),
         [

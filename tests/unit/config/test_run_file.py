@@ -18,7 +18,6 @@ from loka_onnx.config import (
     load_run_file,
 )
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.core.evaluation import InputPlace
 from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.errors import ConfigError
 
@@ -64,9 +63,6 @@ class TestMeaning:
         assert again == expected
         assert again.output.is_absolute()
 
-    def test_an_absolute_output_stays(self, run_file: Path, tmp_path: Path) -> None:
-        assert load_run_file(run_file, {"output": str(tmp_path / "x")}).output == tmp_path / "x"
-
     def test_the_name_names_the_run_directory(self, run_file: Path) -> None:
         assert load_run_file(run_file, {"name": "nightly"}).output == run_file.parent / "runs" / "nightly"
 
@@ -84,12 +80,6 @@ class TestMeaning:
             "selection": 0.3,
             "certification": 0.5,
         }
-
-    def test_a_torch_model(self, run_file: Path) -> None:
-        model = load_run_file(
-            run_file, {"model": {"torch": "mymodels.ranker:build", "arguments": {"width": 8}}}
-        ).model
-        assert (model.torch, model.onnx, model.arguments) == ("mymodels.ranker:build", None, {"width": 8})
 
     def test_an_output_without_labels_says_so(self, run_file: Path) -> None:
         config = load_run_file(run_file, {"outputs.0.label": None})
@@ -124,14 +114,6 @@ class TestMeaning:
         assert "max_auc_drop" in str(caught.value)
         assert load_run_file(run_file, {"outputs.0.kind": "regression"}).output_specs[0].kl_limit is None
 
-    def test_engines_are_timed_from_the_host_unless_servers_put_inputs_on_the_device(
-        self, run_file: Path
-    ) -> None:
-        assert load_run_file(run_file).serving.inputs is InputPlace.HOST
-        there = load_run_file(run_file, {"serving.inputs": "device"})
-        assert there.serving.inputs is InputPlace.DEVICE
-        assert "`serving.inputs` must be one of host, device" in refusal(run_file, serving__inputs="gpu")
-
     def test_a_run_configuration_is_frozen(self, run_file: Path) -> None:
         config = load_run_file(run_file)
         with pytest.raises(ValueError, match="frozen"):
@@ -157,10 +139,6 @@ class TestFiles:
         (run_file.parent / "shards").mkdir()
         text = refusal(run_file, old="day-07.parquet", new="shards")
         assert "evidence: 'DIR/shards' is a directory" in text
-
-    def test_its_directory_is_missing_too(self, run_file: Path) -> None:
-        text = refusal(run_file, old="ranker.onnx", new="models/ranker.onnx")
-        assert text.startswith("DIR/ranker-fp8.yaml:1: `model.onnx` names a file that does not exist")
 
     def test_the_run_file_is_missing(self, tmp_path: Path) -> None:
         assert refusal(tmp_path / "no.yaml") == (

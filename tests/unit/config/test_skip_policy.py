@@ -61,11 +61,6 @@ def test_expected_skips_pass_and_are_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_the_policy_skips_pass(tmp_path: Path) -> None:
-    assert run_suite(tmp_path, SUITE + LATER).returncode == 0
-
-
-@pytest.mark.slow
 def test_a_skipped_module_counts(tmp_path: Path) -> None:
     suite = 'import pytest\npytest.importorskip("no_such_package")\n'
     result = run_suite(tmp_path, suite, LOKA_ONNX_EXPECT_NO_SKIP="1")

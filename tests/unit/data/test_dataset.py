@@ -345,11 +345,6 @@ def test_missing_empty_and_unknown_files(tmp_path):
         open_dataset(tmp_path / "rows.csv", BINDINGS)
 
 
-def test_reading_nothing_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="nothing is read from the data file"):
-        open_dataset(write(tmp_path, columns()), ())
-
-
 def test_a_null_is_a_value_of_a_slice(tmp_path):
     raw = columns(6)
     raw["shop"] = pa.array([7, 8, 9, None, 7, None], pa.int32())

@@ -180,18 +180,6 @@ def test_a_damaged_header_is_a_data_error(tmp_path, seed):
     assert refused > 120
 
 
-def test_a_file_that_cannot_be_decoded_is_a_data_error(tmp_path):
-    path = tmp_path / "rows.npz"
-    np.savez(path, x=np.zeros(4))
-    content = bytearray(path.read_bytes())
-    central = content.rindex(b"PK\1\2")
-    content[6] |= 1
-    content[central + 8] |= 1
-    path.write_bytes(content)
-    with pytest.raises(DataError, match="encrypted"):
-        open_dataset(path, [InputBinding("x", ("x",), "float32", 1)])
-
-
 def test_what_lies_before_the_first_row_is_not_held(tmp_path):
     for write in (np.savez, np.savez_compressed):
         path = tmp_path / "rows.npz"

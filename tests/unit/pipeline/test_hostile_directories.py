@@ -12,8 +12,7 @@ import pytest
 from test_jobs import written
 
 import loka_onnx
-from loka_onnx.bundle.format.archive import verify_path
-from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.format.archive import pack_bundle, verify_path
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import EngineSet

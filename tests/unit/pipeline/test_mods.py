@@ -97,7 +97,7 @@ def test_a_name_given_twice(config_of: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         config_of(mods={"skip": ["pad-sites", "pad-sites"]})
     assert str(caught.value) == (
-        "run configuration: the mod 'pad-sites' is skipped twice\n"
-        "  evidence: `skip[0]` has it already\n"
-        "  remedy: list each mod once"
+        "run configuration: `skip` lists 'pad-sites' twice\n"
+        "  evidence: it is pad-sites, pad-sites\n"
+        "  remedy: list each entry once"
     )

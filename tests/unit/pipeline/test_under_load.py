@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from loka_onnx.config.serving_sections import ServingConfig
+from loka_onnx.config.schema import ServingConfig
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import (

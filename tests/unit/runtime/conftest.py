@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("report", "bundle", "sessions"))
 
 from sample_run import SampleRun, make_run
 

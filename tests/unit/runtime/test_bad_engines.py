@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import io
-import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,50 +11,23 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from altered import edit, put
 from onnx import TensorProto, helper
+from routed_contents import FP8, FP32, routed
 from sample_run import SampleRun
 
-from loka_onnx.bundle.contents import BundleContents
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.writer import write_bundle
-from loka_onnx.core.evaluation import Choice, Route
-from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid, ConfigError, EngineError
 from loka_onnx.runtime import Cause, Engine, Serving, load, loading
 from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.runner import Arrays
 
-FP32, FP8 = 1, 2
-"""Places of two engines for this host among those of the sample."""
-
 
 @pytest.fixture
 def bundle(sample: SampleRun, tmp_path: Path) -> Path:
     return write_bundle(sample.contents, tmp_path / "bundle")
-
-
-def edit(bundle: Path, change: Callable[[Any], object]) -> None:
-    file = bundle / "manifest.json"
-    document = json.loads(file.read_text())
-    change(document["value"])
-    file.write_text(seal(json.dumps(document, indent=1)))
-
-
-def put(bundle: Path, path: str, data: bytes) -> None:
-    """Other bytes in a file, and in the manifest: as somebody could who may write the whole bundle."""
-    (bundle / path).write_bytes(data)
-    digest = hashlib.sha256(data).hexdigest()
-
-    def relist(value: Any) -> None:
-        for entry in value["files"]:
-            if entry["path"] == path:
-                entry.update(bytes=len(data), sha256=digest)
-        for entry in (*value["engines"], value["fallback"]):
-            if entry["path"] == path:
-                entry.update(bytes=len(data), digest=digest)
-
-    edit(bundle, relist)
 
 
 def engine_path(bundle: Path, sample: SampleRun, place: int) -> str:
@@ -215,18 +185,6 @@ def test_directories_without_an_end_are_refused(bundle: Path) -> None:
         verify_bundle(bundle)
 
 
-def routed(contents: BundleContents, routes: tuple[tuple[int, int], ...]) -> BundleContents:
-    """The contents with both engines of this host, FP32 the main one, and routes of (rows, place)."""
-    artifacts = [engine.artifact for engine in contents.engines]
-    table = tuple(Route(rows, artifacts[place].id, artifacts[place].plan) for rows, place in routes)
-    main = artifacts[FP32]
-    choice = dataclasses.replace(
-        contents.choice.targets[0], target=main.target, engine=main.id, plan=main.plan, routes=table
-    )
-    engines = (contents.engines[FP32], contents.engines[FP8])
-    return dataclasses.replace(contents, engines=engines, choice=Choice((choice,)))
-
-
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     """Engines that were made, loaded or not."""
@@ -266,7 +224,7 @@ def test_an_engine_that_fails_at_the_size_of_its_route_loses_its_routes(
     error: type[Exception],
 ) -> None:
     fails_at(monkeypatch, 300, "fp8-safe", error)
-    place = write_bundle(routed(sample.contents, ((16, FP32), (300, FP8))), tmp_path / "bundle")
+    place = write_bundle(routed(sample.contents, (16, FP32), (300, FP8)), tmp_path / "bundle")
     with load(place) as engine:
         fp32, fp8 = (sample.contents.engines[each].artifact.id for each in (FP32, FP8))
         health = engine.health()
@@ -284,7 +242,7 @@ def test_a_main_engine_that_fails_at_its_route_is_passed_over_and_nothing_stays_
     sample: SampleRun, tmp_path: Path, made: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fails_at(monkeypatch, 16, "fp32", EngineError)
-    place = write_bundle(routed(sample.contents, ((16, FP32), (300, FP8))), tmp_path / "bundle")
+    place = write_bundle(routed(sample.contents, (16, FP32), (300, FP8)), tmp_path / "bundle")
     with load(place) as engine:
         assert engine.entry.id == sample.contents.engines[FP8].artifact.id
         assert engine.health().ready
@@ -295,7 +253,7 @@ def test_what_stops_loading_frees_the_engines_that_are_open(
     sample: SampleRun, tmp_path: Path, made: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fails_at(monkeypatch, 300, "fp8-safe", KeyboardInterrupt)  # type: ignore[arg-type]
-    place = write_bundle(routed(sample.contents, ((16, FP32), (300, FP8))), tmp_path / "bundle")
+    place = write_bundle(routed(sample.contents, (16, FP32), (300, FP8)), tmp_path / "bundle")
     with pytest.raises(KeyboardInterrupt):
         load(place)
     assert [each._gate.is_closed for each in made] == [True, True]

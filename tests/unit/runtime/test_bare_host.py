@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.format.archive import pack_bundle
 from loka_onnx.bundle.writer import write_bundle
 
 ABSENT = (

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from sample_run import SampleRun
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bundle"))
-
 from cut_models import LOOKED_UP, TABLE, answer, cut_contents, request
+from sample_run import SampleRun
 
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.artifact import TensorSpec

@@ -11,35 +11,11 @@ from sample_run import SampleRun, expectation
 
 from loka_onnx.bundle.contents import BundleEngine
 from loka_onnx.bundle.writer import write_bundle
-from loka_onnx.engines.inductor import spec
 from loka_onnx.engines.inductor.backend import InductorBackend
 from loka_onnx.engines.request import BatchRange, BuildRequest
-from loka_onnx.runtime import load, loading
+from loka_onnx.runtime import load
 
 pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
-
-
-def test_a_package_is_opened_from_a_trusted_origin_only(
-    sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = []
-
-    def open_engine(path: Path, architecture: str) -> None:
-        opened.append((path.name, architecture))
-        raise loading.EngineError("the engine was compiled by another version of PyTorch")
-
-    monkeypatch.setattr(spec, "open_inductor", open_engine)
-    shipped = sample.contents.engines[0]
-    artifact = replace(shipped.artifact, backend="inductor")
-    contents = replace(sample.contents, engines=(replace(shipped, artifact=artifact),))
-    bundle = write_bundle(contents, tmp_path / "bundle")
-    reason = load(bundle).skipped[0].reason
-    assert "this engine of inductor on sm89 is a program" in reason
-    assert "`trust=True`" in reason
-    assert opened == []
-    monkeypatch.setattr(loading, "obstacle", lambda *arguments, **named: None)
-    assert "another version of PyTorch" in load(bundle, trust=True).skipped[0].reason
-    assert opened == [("engine.bin", "sm89")]
 
 
 @pytest.mark.slow

@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from altered import edit
+from routed_contents import FP8, FP32, routed
 from sample_run import SampleRun
 
-from loka_onnx.bundle.contents import BundleContents
 from loka_onnx.bundle.inspection import inspect_bundle
 from loka_onnx.bundle.writer import write_bundle
-from loka_onnx.core.evaluation import Choice, Route
-from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid
 from loka_onnx.runtime import load
-
-FP32, FP8 = 1, 2
-"""Places of two engines for this host among those of the sample; they answer differently."""
-
-
-def routed(contents: BundleContents, *places: int, routes: tuple[tuple[int, int], ...]) -> BundleContents:
-    """The contents with these engines, the first one main, and routes of (rows, place)."""
-    engines = tuple(contents.engines[place] for place in places)
-    artifacts = [engine.artifact for engine in contents.engines]
-    table = tuple(Route(rows, artifacts[place].id, artifacts[place].plan) for rows, place in routes)
-    main = engines[0].artifact
-    choice = dataclasses.replace(
-        contents.choice.targets[0], target=main.target, engine=main.id, plan=main.plan, routes=table
-    )
-    return dataclasses.replace(contents, engines=engines, choice=Choice((choice,)))
 
 
 @pytest.fixture(scope="module")
 def bundle(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    contents = routed(sample.contents, FP32, FP8, routes=((4, FP32), (64, FP8)))
+    contents = routed(sample.contents, (4, FP32), (64, FP8))
     return write_bundle(contents, tmp_path_factory.mktemp("routed") / "bundle")
 
 
@@ -93,22 +76,15 @@ def test_sizes_of_an_engine_that_does_not_run_here_stay_with_the_main_one(
     sample: SampleRun, tmp_path: Path
 ) -> None:
     gpu = 0
-    contents = routed(sample.contents, FP32, gpu, routes=((4, gpu), (64, FP32)))
+    contents = routed(sample.contents, (4, gpu), (64, FP32), places=(FP32, gpu))
     engine = load(write_bundle(contents, tmp_path / "bundle"))
     assert engine.health().routes == {}
     assert [skipped.engine for skipped in engine.skipped] == [sample.contents.engines[gpu].artifact.id]
     assert engine.infer({"dense": rows(2)})["ctr"].shape == (2, 1)
 
 
-def altered(bundle: Path, edit) -> None:  # type: ignore[no-untyped-def]
-    file = bundle / "manifest.json"
-    document = json.loads(file.read_text())
-    edit(document["value"]["choice"]["targets"][0])
-    file.write_text(seal(json.dumps(document, indent=1)))
-
-
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("change", "message"),
     [
         (
             lambda t: t["routes"][1].update(engine="gone"),
@@ -118,9 +94,9 @@ def altered(bundle: Path, edit) -> None:  # type: ignore[no-untyped-def]
         (lambda t: t["routes"][0].update(batch=0), r"out of order[\s\S]*\[0, 64\]"),
     ],
 )
-def test_routes_that_lead_nowhere_are_refused(sample: SampleRun, tmp_path: Path, edit, message) -> None:  # type: ignore[no-untyped-def]
-    contents = routed(sample.contents, FP32, FP8, routes=((4, FP32), (64, FP8)))
+def test_routes_that_lead_nowhere_are_refused(sample: SampleRun, tmp_path: Path, change, message) -> None:  # type: ignore[no-untyped-def]
+    contents = routed(sample.contents, (4, FP32), (64, FP8))
     place = write_bundle(contents, tmp_path / "bundle")
-    altered(place, edit)
+    edit(place, lambda value: change(value["choice"]["targets"][0]))
     with pytest.raises(BundleInvalid, match=message):
         load(place)

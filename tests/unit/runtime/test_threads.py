@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,13 +15,9 @@ from typing import Any
 import numpy as np
 import onnx.parser
 import pytest
-from sample_run import SampleRun
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "sessions"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "bundle"))
-
 from cut_models import cut_contents, request
 from fake_cuda_driver import FakeDriver
+from sample_run import SampleRun
 
 from loka_onnx.bundle.format.files import Sample, verify_bundle
 from loka_onnx.bundle.writer import write_bundle
@@ -302,10 +297,10 @@ def test_a_closed_engine_is_not_ready_and_does_not_warm_up(manifest: Manifest) -
 
 def test_a_gate_lets_nobody_in_twice_closed() -> None:
     gate = Gate()
-    gate.enter()
-    gate.leave()
+    with gate:
+        assert gate.inside == 1
     assert gate.close() is True
     assert gate.close() is False
-    with pytest.raises(EngineError, match="the engine is closed"):
-        gate.enter()
+    with pytest.raises(EngineError, match="the engine is closed"), gate:
+        pass
     assert gate.inside == 0

@@ -141,12 +141,6 @@ def test_what_is_not_there_is_said_in_an_error_object(
     assert isinstance(response.json()["error"], str)
 
 
-def test_the_model_that_is_not_there_is_named(client: Client) -> None:
-    assert client.get("/v2/models/other").json() == {
-        "error": "there is no model 'other' here, there is 'ranker'"
-    }
-
-
 @pytest.mark.parametrize(
     ("headers", "status", "message"),
     [
@@ -180,12 +174,6 @@ def test_a_web_page_cannot_send_bytes_without_a_type(client: Client) -> None:
         415,
         "there is no content type; send application/json or application/octet-stream",
     )
-
-
-def test_two_lengths_are_refused(client: Client) -> None:
-    response = client.infer(request(), content_length="10", transfer_encoding="chunked")
-    assert response.status_code == 400 and response.headers["connection"] == "close"
-    assert "both Content-Length and Transfer-Encoding" in response.json()["error"]
 
 
 async def pieces(body: bytes) -> AsyncIterator[bytes]:

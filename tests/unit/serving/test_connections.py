@@ -144,14 +144,3 @@ def test_no_connection_holds_up_the_end_or_fills_the_log(
     assert time.monotonic() - began < 10
     connection.close()
     assert caplog.text == "" and "Traceback" not in capfd.readouterr().err
-
-
-def test_a_body_that_comes_while_the_server_ends_is_answered(engine: Engine) -> None:
-    body = infer()
-    with running(engine, Limits(closing_seconds=5.0)) as it, it.connect(body[:-10]) as connection:
-        wait_until(lambda: it.connections() == 1)
-        time.sleep(0.2)
-        it.server.should_exit = True
-        time.sleep(0.3)
-        connection.sendall(body[-10:])
-        assert b"200 OK" in all_of(connection)

@@ -10,9 +10,8 @@ import pytest
 
 from loka_onnx.data import InputBinding
 from loka_onnx.errors import ConfigError
-from loka_zoo import MODEL_NAMES, PRESETS, FeatureSpec, create
+from loka_zoo import MODEL_NAMES, FeatureSpec, create
 from loka_zoo.prepared import Part, PreparedData
-from loka_zoo.spec import WukongConfig
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -237,14 +236,6 @@ def test_production_dlrm_has_the_sizes_of_mlperf():
     top = [shapes[f"over.fc{i}.weight"] for i in (1, 2, 3, 4)]
     assert top == [(1024, 128 + 351), (1024, 1024), (512, 1024), (256, 512)]
     assert shapes["head.weight"] == (1, 256)
-
-
-def test_wukong_presets_carry_the_papers_sizes():
-    small, large = PRESETS["wukong"]["paper-small"], PRESETS["wukong"]["paper-large"]
-    assert isinstance(small, WukongConfig) and isinstance(large, WukongConfig)
-    assert (small.layers, small.fmb_tokens, small.lcb_tokens, small.rank) == (2, 8, 8, 24)
-    assert (large.layers, large.fmb_tokens, large.lcb_tokens, large.rank) == (8, 96, 96, 96)
-    assert small.hidden[0] == 2048 and large.hidden[0] == 8192
 
 
 def test_weights_follow_the_seed_and_leave_the_generator_alone():

@@ -21,7 +21,7 @@ from compared_deployments import (
 from onnx import helper, numpy_helper
 from scipy import stats
 
-from loka_onnx.bundle.packing import pack_bundle
+from loka_onnx.bundle.format.archive import pack_bundle
 from loka_onnx.cli.compare import raise_for
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.core.intervals import Interval

@@ -1,11 +1,14 @@
-"""Bundles for the registry tests: one real one, and others that differ from it in files of a given size."""
+"""Bundles that were altered, with a manifest that is sealed as somebody could who may write all of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +31,34 @@ def with_files(bundle: Path, place: Path, sizes: tuple[int, ...], seed: int) -> 
     files = tuple(sorted((*manifest.files, *added), key=lambda f: f.path))
     rewrite(place, dataclasses.replace(manifest, files=files, report=tuple(f.path for f in added)))
     return place
+
+
+def edit(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes values of a manifest."""
+    path = bundle / "manifest.json"
+    document = json.loads(path.read_text())
+    change(document["value"])
+    path.write_text(seal(json.dumps(document, indent=1)))
+
+
+def put(bundle: Path, old: str, data: bytes, new: str = "") -> None:
+    """Puts another file in the place of one, under a new name if there is one."""
+    new = new or old
+    (bundle / old).unlink()
+    (bundle / new).write_bytes(data)
+    digest = hashlib.sha256(data).hexdigest()
+
+    def relist(value: dict[str, Any]) -> None:
+        for file in value["files"]:
+            if file["path"] == old:
+                file.update(path=new, bytes=len(data), sha256=digest)
+        for entry in (*value["engines"], value["fallback"]):
+            if entry["path"] == old:
+                entry.update(path=new, bytes=len(data), digest=digest)
+        if value["cut"] is not None and value["cut"]["lookup"] == old:
+            value["cut"]["lookup"] = new
+
+    edit(bundle, relist)
 
 
 def read(bundle: Path) -> Manifest:

@@ -1,0 +1,115 @@
+"""Documents, settings and compiled programs beside an engine: all are shipped, and vouched for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sample_run import make_run
+
+from loka_onnx import runtime
+from loka_onnx.bundle.contents import BundleContents
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.core import serde
+from loka_onnx.core.digests import digest_files
+from loka_onnx.engines.migraphx.session import (
+    MigraphxEngine,
+    ProgramFile,
+    ProgramInput,
+    ProgramOutput,
+    programs_beside,
+)
+from loka_onnx.engines.onnxruntime.io_binding_settings import (
+    PROGRAMS,
+    SETTINGS_FILE,
+    IoBindingSettings,
+    settings_beside,
+)
+from loka_onnx.errors import BundleError, BundleInvalid
+
+BESIDE: dict[str, tuple[str, Callable[[Path], tuple[str, ...]], tuple[str, ...]]] = {
+    "migraphx": ("gfx942", programs_beside, ("rows-8.mxr", "rows-64.mxr")),
+    "onnxruntime_tensorrt": (
+        "sm90",
+        settings_beside,
+        (SETTINGS_FILE, f"{PROGRAMS}/a.engine", f"{PROGRAMS}/b/c.profile"),
+    ),
+}
+
+
+@pytest.fixture(params=BESIDE)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def contents(tmp_path: Path, backend: str) -> BundleContents:
+    run = make_run(tmp_path / "run")
+    folder = run.contents.root / "engines" / "built"
+    (folder / PROGRAMS / "b").mkdir(parents=True)
+    architecture, _, beside = BESIDE[backend]
+    for name in beside:
+        (folder / name).write_bytes(name.encode())
+    if backend == "migraphx":
+        programs = (ProgramFile(8, beside[0]), ProgramFile(64, beside[1]))
+        inputs, outputs = (ProgramInput("x", "float32", (4,)),), (ProgramOutput("y", True),)
+        engine = folder / "engine.json"
+        serde.write(MigraphxEngine("gfx942", "2.15.0", programs, inputs, outputs), engine)
+    else:
+        engine = folder / "engine.onnx"
+        engine.write_bytes((run.contents.root / run.contents.model.path).read_bytes())
+        settings = IoBindingSettings("tensorrt", "1.31.1", sizes=(8,), programs=True)
+        serde.write(settings, folder / SETTINGS_FILE)
+    files = [engine, *(folder / name for name in beside)]
+    (first, *_) = run.contents.engines
+    artifact = replace(
+        first.artifact,
+        backend=backend,
+        architecture=architecture,
+        path=engine.relative_to(run.contents.root),
+        bytes=sum(file.stat().st_size for file in files),
+        digest=digest_files(files),
+    )
+    return replace(run.contents, engines=(replace(first, artifact=artifact),))
+
+
+def test_they_are_shipped_and_verified(contents: BundleContents, backend: str, tmp_path: Path) -> None:
+    bundle = write_bundle(contents, tmp_path / "bundle")
+    (entry,) = verify_bundle(bundle).engines
+    _, beside_of, beside = BESIDE[backend]
+    assert beside_of(bundle / entry.path) == beside
+    last = (bundle / entry.path).parent / beside[-1]
+    assert last.read_bytes() == beside[-1].encode()
+    last.write_bytes(last.read_bytes()[::-1])
+    with pytest.raises(BundleInvalid, match="was altered"):
+        verify_bundle(bundle)
+
+
+def test_one_that_was_altered_since_the_build_is_not_shipped(
+    contents: BundleContents, backend: str, tmp_path: Path
+) -> None:
+    (contents.root / "engines/built" / BESIDE[backend][2][-1]).write_bytes(b"other")
+    with pytest.raises(BundleError, match="altered since it was built"):
+        write_bundle(contents, tmp_path / "bundle")
+
+
+def test_somebody_has_to_vouch_for_programs(
+    contents: BundleContents, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "migraphx", None)
+    bundle = write_bundle(contents, tmp_path / "bundle")
+    (skipped,) = runtime.load(bundle).skipped
+    assert f"this engine of {backend} on {BESIDE[backend][0]} is a program" in skipped.reason
+    (skipped,) = runtime.load(bundle, trust=True).skipped
+    assert "is a program" not in skipped.reason
+
+
+def test_other_files_have_nothing_beside_them(tmp_path: Path) -> None:
+    assert programs_beside(tmp_path / "engine.trt") == ()
+    assert settings_beside(tmp_path / "engine.onnx") == ()
+    (tmp_path / SETTINGS_FILE).write_text("{}", encoding="utf-8")
+    assert settings_beside(tmp_path / "engine.trt") == ()
