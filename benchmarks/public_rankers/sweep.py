@@ -33,7 +33,13 @@ WIDTHS = {"history": 20, "history_genre": 20, "other": 20}
 
 
 def run_one(
-    ranker: Ranker, cache: Path, seed: int, scratch: Path, tree: Path, plans: Sequence[str] = (), threads: int = 0
+    ranker: Ranker,
+    cache: Path,
+    seed: int,
+    scratch: Path,
+    tree: Path,
+    plans: Sequence[str] = (),
+    threads: int = 0,
 ) -> dict[str, Any]:
     """Run the pipeline on one ranker, in a process of its own.
 

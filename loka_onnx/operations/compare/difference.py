@@ -18,10 +18,9 @@ from loka_onnx.core import serde
 from loka_onnx.report import document as report
 from loka_onnx.report import numbers
 from loka_onnx.report.document import Tone
-from loka_onnx.report.exhibits import Exhibits
 from loka_onnx.report.figures import Figure, Place, Told
 from loka_onnx.report.markdown import to_markdown
-from loka_onnx.report.webpage import to_html
+from loka_onnx.report.webpage import Exhibits, to_html
 
 SCREEN_LINES = 40
 SCREEN_COLUMNS = 110
