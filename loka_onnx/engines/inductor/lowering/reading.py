@@ -77,9 +77,10 @@ def _nodes(protos: Sequence[onnx.NodeProto], opsets: dict[str, int], scope: Scop
         names.add(name)
         domain = _domain(proto.domain)
         attributes = {attribute.name: _attribute(attribute) for attribute in proto.attribute}
-        opset = opsets.get(domain, 1)
-        places = (tuple(proto.input), tuple(proto.output))
-        nodes.append(Node(proto.op_type, domain, name, attributes, opset, *places, scope))
+        names_of_tensors = (tuple(proto.input), tuple(proto.output))
+        nodes.append(
+            Node(proto.op_type, domain, name, attributes, opsets.get(domain, 1), *names_of_tensors, scope)
+        )
     return tuple(nodes)
 
 

@@ -312,7 +312,7 @@ def test_what_looks_alike_is_left_alone(form: Form, reason: str, tmp_path: Path)
 
 def test_every_movement_of_fp8_is_known() -> None:
     """Beside those that the lowering registers as such, three decide by what they are given."""
-    moves = {op for (_, op), how in OPERATORS.operators.items() if how.moves}
+    moves = {op for (_, op), how in OPERATORS.items() if how.moves}
     assert moves | {"Concat", "Identity", "Transpose"} == MOVEMENTS
 
 

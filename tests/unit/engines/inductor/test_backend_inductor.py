@@ -17,6 +17,7 @@ from loka_onnx.core.recipe import PER_TENSOR, Recipe
 from loka_onnx.engines.inductor import backend as backend_module
 from loka_onnx.engines.inductor.backend import InductorBackend
 from loka_onnx.engines.inductor.compile import (
+    Compilers,
     Settings,
     batch_programs,
     example_rows,
@@ -26,7 +27,6 @@ from loka_onnx.engines.inductor.compile import (
     torch_device,
 )
 from loka_onnx.engines.inductor.package import InputPort, OutputPort, Program
-from loka_onnx.engines.inductor.toolchain import Compilers, build_environment, find_compilers
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import DataError, EngineError, ModelError
 from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
@@ -93,7 +93,7 @@ def test_a_gpu_is_built_for_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_without_a_compiler_nothing_is_built_and_everything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_module, "find_compilers", lambda: None)
+    monkeypatch.setattr(Compilers, "find", lambda: None)
     availability = InductorBackend().availability()
     assert (availability.can_build, availability.can_run) == (False, True)
     assert availability.reason == "there is no C++ compiler, which Inductor needs"
@@ -113,11 +113,11 @@ def test_the_compiler_of_the_system_is_preferred_to_the_environment(tmp_path: Pa
         (tmp_path / name).chmod(0o755)
     own = {"CXX": str(tmp_path / "weird++"), "CC": str(tmp_path / "weird"), "PATH": str(tmp_path)}
     system = (str(tmp_path / "g++"), str(tmp_path / "gcc"))
-    assert find_compilers(own, system) == Compilers(*system)
-    assert find_compilers(own, ABSENT) == Compilers(own["CXX"], own["CC"])
+    assert Compilers.find(own, system) == Compilers(*system)
+    assert Compilers.find(own, ABSENT) == Compilers(own["CXX"], own["CC"])
     broken = {**own, "CXX": "/nowhere/c++ -O2"}
-    assert find_compilers(broken, ABSENT) == Compilers(*system)
-    assert find_compilers({"PATH": "/nowhere"}, ABSENT) is None
+    assert Compilers.find(broken, ABSENT) == Compilers(*system)
+    assert Compilers.find({"PATH": "/nowhere"}, ABSENT) is None
 
 
 def test_builds_share_a_cache_unless_the_environment_names_one(
@@ -127,14 +127,14 @@ def test_builds_share_a_cache_unless_the_environment_names_one(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOKA_ONNX_CACHE", str(tmp_path))
     compilers = Compilers("/usr/bin/g++", "/usr/bin/gcc")
-    assert build_environment(compilers) == {
+    assert compilers.environment == {
         "CXX": "/usr/bin/g++",
         "CC": "/usr/bin/gcc",
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
         "TRITON_CACHE_DIR": str(tmp_path / "triton"),
     }
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/kept")
-    assert "TORCHINDUCTOR_CACHE_DIR" not in build_environment(compilers)
+    assert "TORCHINDUCTOR_CACHE_DIR" not in compilers.environment
 
 
 def request(
@@ -218,7 +218,7 @@ def test_there_is_no_gpu_to_compile_on() -> None:
 
 
 def test_the_environment_of_this_host_has_compilers() -> None:
-    found = find_compilers()
+    found = Compilers.find()
     assert found is not None
     assert os.access(found.cxx, os.X_OK)
 

@@ -15,9 +15,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from lowering_models import Array, exported, lowered, parsed, reference, run  # noqa: E402
 
 from loka_onnx.core.formats import Float8  # noqa: E402
-from loka_onnx.engines.inductor.lowering.model import LoweringOptions  # noqa: E402
 from loka_onnx.engines.inductor.lowering.strategies import (  # noqa: E402
-    ChannelScales,
     FloatProduct,
     Multiplied,
     PerSite,
@@ -161,7 +159,7 @@ def test_a_weight_is_stored_once_with_its_columns_contiguous(name: str, tmp_path
             seen.append(product)
             return ScaledMatMul().multiply(product)
 
-    model = lowered(proto, tmp_path, LoweringOptions(products=Watch()))
+    model = lowered(proto, tmp_path, Watch())
     run(model, {"x": x})
     matrices = [value for value in model.buffers() if value.dim() == 2]
     assert [(value.dtype, value.numel()) for value in matrices] == [(torch.float8_e4m3fn, 32 * 48)]
@@ -188,8 +186,7 @@ def test_export_keeps_the_scaled_product(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_on_a_gpu(name: str, kind: Any, per_channel: bool, fast: bool, tmp_path: Path) -> None:
     proto, x, expected = product_model(PRODUCTS[name], kind, per_channel=per_channel)
-    options = LoweringOptions(products=ScaledMatMul(fast_accumulation=fast))
-    model = lowered(proto, tmp_path, options).to("cuda")
+    model = lowered(proto, tmp_path, ScaledMatMul(fast_accumulation=fast)).to("cuda")
     with torch.no_grad():
         tensors = (torch.from_numpy(x).cuda(),)
         found = model(*tensors)[0].double().cpu().numpy()
@@ -334,26 +331,31 @@ def test_formats_that_can_be_multiplied(left: Any, right: Any, reason: str, tmp_
 # Strategies -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", [ChannelScales.ROW_WISE, ChannelScales.BEHIND, ChannelScales.AUTO])
-def test_channel_scales_in_the_product_or_behind_it(place: ChannelScales, tmp_path: Path) -> None:
+@pytest.mark.parametrize("row_wise", [True, False])
+def test_channel_scales_in_the_product_or_behind_it(
+    row_wise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row-wise scales are for CUDA, but the CPU multiplies so as well."""
+    if row_wise:
+        monkeypatch.setattr(ScaledMatMul, "_is_row_wise", lambda self, product: True)
     proto, x, expected = product_model(PRODUCTS["gemm"], ml_dtypes.bfloat16, per_channel=True)
-    options = LoweringOptions(products=ScaledMatMul(channel_scales=place))
-    model = lowered(proto, tmp_path, options)
+    model = lowered(proto, tmp_path)
     program = exported(model, {"x": x})
     products = [node for node in program.graph.nodes if "_scaled_mm" in str(node.target)]
     assert len(products) == 1
-    kinds = {torch.bfloat16 if place is ChannelScales.ROW_WISE else torch.float32}
-    assert {node.meta["val"].dtype for node in products} == kinds
+    assert products[0].meta["val"].dtype == (torch.bfloat16 if row_wise else torch.float32)
     np.testing.assert_allclose(run(model, {"x": x})[0], expected, rtol=2**-8, atol=2**-8)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("place", [ChannelScales.ROW_WISE, ChannelScales.BEHIND])
-def test_channel_scales_compile(place: ChannelScales, tmp_path: Path) -> None:
+@pytest.mark.parametrize("row_wise", [True, False])
+def test_channel_scales_compile(row_wise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor takes a constant of rank 0 for a number, which not all of its operators read."""
+    if row_wise:
+        monkeypatch.setattr(ScaledMatMul, "_is_row_wise", lambda self, product: True)
     proto, x, expected = product_model(PRODUCTS["gemm"], ml_dtypes.bfloat16, per_channel=True)
-    model = lowered(proto, tmp_path, LoweringOptions(products=ScaledMatMul(channel_scales=place)))
+    model = lowered(proto, tmp_path)
     program = torch.export.export(exported(model, {"x": x}), (torch.from_numpy(x),))
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
     # Inductor leaves out the rounding to BF16 in front of Q: values that need none.
@@ -384,8 +386,7 @@ def test_a_site_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
         output="float[batch,32] y",
     )
     special = Named("special")
-    options = LoweringOptions(products=PerSite({"right": special}, ScaledMatMul()))
-    model = lowered(proto, tmp_path, options)
+    model = lowered(proto, tmp_path, PerSite({"right": special}, ScaledMatMul()))
     x = np.ones((2, 32), np.float32)
     np.testing.assert_array_equal(run(model, {"x": x})[0], 2 * x)
     assert special.seen == ["right"]

@@ -19,13 +19,12 @@ from loka_onnx.cli import diagnosis  # noqa: E402
 from loka_onnx.core.formats import Precision  # noqa: E402
 from loka_onnx.core.site import Operand, Site, SiteKind  # noqa: E402
 from loka_onnx.engines.inductor import choosing  # noqa: E402
-from loka_onnx.engines.inductor.choosing import candidates, choose_kernels  # noqa: E402
+from loka_onnx.engines.inductor.choosing import Chooser  # noqa: E402
 from loka_onnx.engines.inductor.exported import marked, products_of  # noqa: E402
-from loka_onnx.engines.inductor.kernels.packages import PackageProduct  # noqa: E402
-from loka_onnx.engines.inductor.kernels.products import Epilogue, TiledProduct  # noqa: E402
+from loka_onnx.engines.inductor.kernels.products import PackageProduct, TiledProduct  # noqa: E402
 from loka_onnx.engines.inductor.lowering.strategies import (  # noqa: E402
+    Epilogue,
     FloatProduct,
-    PerSite,
     ProductStrategy,
     ScaledMatMul,
 )
@@ -200,24 +199,24 @@ def test_doctor_shows_what_can_be_used(fbgemm: None) -> None:
 
 def test_each_operator_is_a_candidate_with_and_without_fast_accumulation() -> None:
     names = ["fbgemm::f8f8bf16_rowwise", "fbgemm::f8f8bf16"]
-    both = candidates(product(), packages=(FOUND,))
-    added = [name for name in both if name not in candidates(product())]
+    both = Chooser(5, (5,), packages=(FOUND,)).candidates(product())
+    added = [name for name in both if name not in Chooser(5, (5,)).candidates(product())]
     assert sorted(added) == sorted([*names, *(f"{name}-fast" for name in names)])
     assert both[names[0]] == PackageProduct(FOUND, ROWS, False)
     assert both[f"{names[1]}-fast"] == PackageProduct(FOUND, TENSOR, True)
-    slow = candidates(product(), fast_accumulation=False, packages=(FOUND,))
+    slow = Chooser(5, (5,), fast_accumulation=False, packages=(FOUND,)).candidates(product())
     assert [name for name in slow if "fbgemm" in name] == names
     half = replace(product(), a=torch.ones(5, 32, dtype=BF16), b=torch.ones(32, 24, dtype=BF16))
-    assert not any("fbgemm" in name for name in candidates(half, packages=(FOUND,)))
+    assert not any("fbgemm" in name for name in Chooser(5, (5,), packages=(FOUND,)).candidates(half))
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, given: FloatProduct, found: FoundPackage = FOUND) -> Any:
     """Measurements; only the clock is replaced, which needs a GPU."""
     monkeypatch.setattr(
-        choosing, "_time_product", lambda strategy, _: 1.0 if isinstance(strategy, PackageProduct) else 9.0
+        choosing, "_time_product", lambda case: 1.0 if isinstance(case.strategy, PackageProduct) else 9.0
     )
-    monkeypatch.setattr(choosing, "_time_behind", lambda strategy, _: 0.5)
-    return choose_kernels({"fc": (given, Epilogue(relu=True))}, 5, (5,), packages=(found,))
+    monkeypatch.setattr(choosing, "_time_behind", lambda case: 0.5)
+    return Chooser(5, (5,), packages=(found,)).choose({"fc": (given, Epilogue(relu=True))})
 
 
 def test_the_fastest_is_compiled_in(fbgemm: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +225,7 @@ def test_the_fastest_is_compiled_in(fbgemm: None, monkeypatch: pytest.MonkeyPatc
     assert measured["fbgemm::f8f8bf16_rowwise"].us == {5: 1.5}
     assert measured["fbgemm::f8f8bf16_rowwise"].error < 1e-6
     assert measured["fbgemm::f8f8bf16-fast"].obstacle == "fbgemm::f8f8bf16 takes one scale for each factor"
-    products = made.products((5,))
-    assert isinstance(products, PerSite)
-    assert products.choices == {"fc": PackageProduct(FOUND, ROWS, False)}
+    assert made.products((5,)).choices == {"fc": PackageProduct(FOUND, ROWS, False)}
 
 
 def test_what_is_in_the_way_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

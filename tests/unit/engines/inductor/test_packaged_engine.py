@@ -21,7 +21,7 @@ from packaged_operators import FBGEMM, FITTING, FOUND, calls, forget, installed,
 from tiny_models import TinyModel  # noqa: E402
 
 from loka_onnx.core.formats import Precision  # noqa: E402
-from loka_onnx.engines.inductor.kernels.packages import PackageProduct  # noqa: E402
+from loka_onnx.engines.inductor.kernels.products import PackageProduct  # noqa: E402
 from loka_onnx.engines.inductor.operator_packages import find_packages  # noqa: E402
 from loka_onnx.engines.inductor.package import NeededPackage, read_engine  # noqa: E402
 from loka_onnx.engines.inductor.session import open_inductor  # noqa: E402
