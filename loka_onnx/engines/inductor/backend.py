@@ -53,7 +53,7 @@ class InductorBackend(Backend):
     options: ClassVar[Mapping[str, range]] = OPTIONS
 
     def availability(self) -> Availability:
-        """Report PyTorch and the C++ compiler; the CPU always runs, GPUs where PyTorch uses them."""
+        """See `Backend.availability`; the CPU always runs, GPUs where PyTorch uses them."""
         try:
             torch = import_torch()
         except MissingPackage as error:
@@ -73,11 +73,10 @@ class InductorBackend(Backend):
     def build_blocker(self, architecture: str) -> str:
         """A package for a GPU is compiled only on a host with that GPU."""
         reason = super().build_blocker(architecture)
-        if reason or architecture == CPU:
+        gpus = _usable_gpus()
+        if reason or architecture == CPU or any(gpu.architecture == architecture for gpu in gpus):
             return reason
-        if any(gpu.architecture == architecture for gpu in _usable_gpus()):
-            return ""
-        here = ", ".join(f"{gpu.name} ({gpu.architecture})" for gpu in _usable_gpus())
+        here = ", ".join(f"{gpu.name} ({gpu.architecture})" for gpu in gpus)
         return (
             f"inductor builds for {architecture} only on a host with that GPU, and this one has "
             f"{here or 'no GPU that PyTorch uses'}; build there"
@@ -115,11 +114,7 @@ class InductorBackend(Backend):
         return f"{where}PyTorch {release}, and a processor with the vector instructions of the build host"
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
-        """Compile the package; sets compiler variables in this process's environment.
-
-        Raises:
-            EngineError: There is no C++ compiler.
-        """
+        """Compile the package; sets compiler variables in this process's environment."""
         compilers = Compilers.find()
         if compilers is None:
             raise EngineError(NO_COMPILER, remedy="install g++ and gcc")
