@@ -14,10 +14,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
 from packaged_operators import FBGEMM, FITTING, FOUND, calls, installed, write_distribution  # noqa: E402
+from test_backend_exported import engine_of, site  # noqa: E402
 
 from loka_onnx.cli import diagnosis  # noqa: E402
 from loka_onnx.core.formats import Precision  # noqa: E402
-from loka_onnx.core.site import Operand, Site, SiteKind  # noqa: E402
 from loka_onnx.engines.inductor import choosing  # noqa: E402
 from loka_onnx.engines.inductor.choosing import Chooser  # noqa: E402
 from loka_onnx.engines.inductor.exported import marked, products_of  # noqa: E402
@@ -38,7 +38,6 @@ from loka_onnx.engines.inductor.package import (  # noqa: E402
     InductorEngine,
     NeededPackage,
     Product,
-    Program,
 )
 from loka_onnx.engines.inductor.site_precision import product_calls, site_precisions  # noqa: E402
 
@@ -73,45 +72,30 @@ def exact(given: FloatProduct) -> Any:
     return made if given.bias is None else made + given.bias.double()
 
 
-def close(found: Any, given: FloatProduct, roundings: int = 1) -> None:
-    # The result is rounded to BF16, and once more where a bias is added to that.
-    eps = torch.finfo(BF16).eps
-    torch.testing.assert_close(found.double(), exact(given), rtol=roundings * eps, atol=roundings * eps)
-
-
 # Arguments --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("scales", ["columns", "rows and columns", "one", "one by its own operator"])
 @pytest.mark.parametrize("lead", [(5,), (2, 3)])
-def test_scales_of_rows_and_columns(
-    fbgemm: None, lead: tuple[int, ...], channels: bool, bias: bool, fast: bool
+def test_products_with_every_kind_of_scale(
+    fbgemm: None, lead: tuple[int, ...], scales: str, bias: bool, fast: bool
 ) -> None:
-    given = product(*lead, channels=channels, bias=bias)
-    done = PackageProduct(FOUND, ROWS, fast).multiply(given)
+    # Scales for rows are those of a matrix, not of a stack.
+    lead = (5,) if "rows" in scales else lead
+    given = product(*lead, channels="columns" in scales, bias=bias)
+    if "rows" in scales:
+        given = replace(given, scale_a=torch.linspace(0.25, 2.0, 5))
+    operator = TENSOR if "own" in scales else ROWS
+    done = PackageProduct(FOUND, operator, fast).multiply(given)
     assert done.values.shape == (*lead, 24)
-    assert (done.values.dtype, done.kernel, done.engaged) == (BF16, "fbgemm::f8f8bf16_rowwise", True)
+    assert (done.values.dtype, done.kernel, done.engaged) == (BF16, f"fbgemm::{operator.name}", True)
     assert done.operands == (E4M3, E4M3)
-    close(done.values, given)
-    assert calls() == [("f8f8bf16_rowwise", fast)]
-
-
-def test_a_scale_for_each_row(fbgemm: None) -> None:
-    given = replace(product(), scale_a=torch.linspace(0.25, 2.0, 5))
-    close(PackageProduct(FOUND, ROWS, False).multiply(given).values, given)
-    assert calls() == [("f8f8bf16_rowwise", False)]
-
-
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_one_scale_for_all(fbgemm: None, bias: bool, fast: bool) -> None:
-    given = product(2, 3, channels=False, bias=bias)
-    done = PackageProduct(FOUND, TENSOR, fast).multiply(given)
-    assert (done.values.dtype, done.kernel) == (BF16, "fbgemm::f8f8bf16")
-    close(done.values, given, roundings=1 + bias)
-    assert calls() == [("f8f8bf16", fast)]
+    # The result is rounded to BF16, and once more where a bias is added to that.
+    tolerance = (1 + (bias and operator is TENSOR)) * torch.finfo(BF16).eps
+    torch.testing.assert_close(done.values.double(), exact(given), rtol=tolerance, atol=tolerance)
+    assert calls() == [(operator.name, fast)]
 
 
 def refused() -> dict[str, tuple[Any, FloatProduct]]:
@@ -258,18 +242,8 @@ def test_an_exported_program_has_the_product_with_its_flag(fbgemm: None, operato
 
 
 def engine(*products: Product) -> InductorEngine:
-    return InductorEngine(
-        torch="2.13.0",
-        architecture="sm90",
-        instruction_sets=(),
-        inputs=(),
-        outputs=(),
-        minimum=1,
-        maximum=8,
-        sizes=(8,),
-        programs=(Program("rows", 1, 8, products),),
-        sites=(CompiledSite("fc", "fbgemm::f8f8bf16_rowwise", (E4M3, E4M3), True),),
-    )
+    site = CompiledSite("fc", "fbgemm::f8f8bf16_rowwise", (E4M3, E4M3), True)
+    return engine_of(site, *products)
 
 
 def test_a_package_is_needed_where_a_program_calls_it(fbgemm: None) -> None:
@@ -294,11 +268,10 @@ def test_calls_by_name_are_counted() -> None:
 
 @pytest.mark.parametrize(("fast", "said"), [(False, ""), (True, " with fast accumulation")])
 def test_a_site_counts_as_fp8_where_the_code_calls_the_operator(fast: bool, said: str) -> None:
-    site = Site("fc", SiteKind.LINEAR, "Gemm", (Operand("x", 0, False, 1, (None, 32)),), "y", 32, 24, 1)
     made = engine(Product("fc", EXPORTED, (E4M3, E4M3), fast))
-    (found,) = site_precisions(made, {"rows": {EXPORTED: 1}}, [(site, Precision.FP8)])
+    (found,) = site_precisions(made, {"rows": {EXPORTED: 1}}, [(site("fc"), Precision.FP8)])
     assert (found.engaged, found.evidence) == (True, f"exported program: fbgemm::f8f8bf16_rowwise{said}")
-    (gone,) = site_precisions(made, {"rows": {}}, [(site, Precision.FP8)])
+    (gone,) = site_precisions(made, {"rows": {}}, [(site("fc"), Precision.FP8)])
     assert not gone.engaged
     assert gone.evidence == (
         f"program 'rows': the generated code calls 0 kernels of '{EXPORTED}', the exported program has 1"
