@@ -261,11 +261,7 @@ def batch_programs(batch: BatchRange, *, static: bool) -> tuple[Program, ...]:
 
 
 def input_ports(graph: onnx.GraphProto) -> tuple[InputPort, ...]:
-    """Inputs of a graph.
-
-    Raises:
-        ModelError: One has another dynamic axis than the batch, or a type that NumPy lacks.
-    """
+    """Inputs of a graph; refuses other dynamic axes than the batch, and types that NumPy lacks."""
     ports = []
     for value in graph.input:
         kind = value.type.tensor_type
@@ -296,11 +292,7 @@ def output_ports(graph: onnx.GraphProto) -> tuple[OutputPort, ...]:
 
 
 def torch_device(architecture: str) -> Any:
-    """Device to compile on: the first GPU of an architecture, or the CPU.
-
-    Raises:
-        EngineError: There is no such GPU here.
-    """
+    """Device to compile on: the first GPU of an architecture, or the CPU."""
     import torch
 
     if architecture == CPU:
@@ -327,11 +319,7 @@ def compiled_sites(lowered: Sequence[Mapping[str, CompiledSite]]) -> tuple[Compi
 
 
 def example_rows(sample: Path, inputs: Sequence[InputPort], rows: int) -> tuple[Any, ...]:
-    """Example tensors of `rows` rows for export; the rows of the sample repeat.
-
-    Raises:
-        DataError: The sample lacks an input, or has no rows.
-    """
+    """Example tensors of `rows` rows for export; the rows of the sample repeat."""
     import torch
 
     examples = []

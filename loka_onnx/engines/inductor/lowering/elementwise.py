@@ -16,52 +16,29 @@ from loka_onnx.engines.inductor.lowering.values import ShapeValue, Value
 
 Tensor = torch.Tensor
 
+_SAME_NAME = (
+    "Abs Acos Acosh Add Asin Asinh Atan Atanh Ceil Cos Cosh Erf Exp Floor IsNaN Log Mul Neg Reciprocal "
+    "Relu Round Sigmoid Sin Sinh Sqrt Sub Tan Tanh Where"
+)
+"""Operators that torch calls by the same name, in lower case."""
 PLAIN: dict[str, Lowering] = {
-    "Abs": torch.abs,
-    "Acos": torch.acos,
-    "Acosh": torch.acosh,
-    "Add": torch.add,
+    **{op_type: getattr(torch, op_type.lower()) for op_type in _SAME_NAME.split()},
     "And": torch.logical_and,
-    "Asin": torch.asin,
-    "Asinh": torch.asinh,
-    "Atan": torch.atan,
-    "Atanh": torch.atanh,
     "BitwiseAnd": torch.bitwise_and,
     "BitwiseNot": torch.bitwise_not,
     "BitwiseOr": torch.bitwise_or,
     "BitwiseXor": torch.bitwise_xor,
-    "Ceil": torch.ceil,
-    "Cos": torch.cos,
-    "Cosh": torch.cosh,
     "Equal": torch.eq,
-    "Erf": torch.erf,
-    "Exp": torch.exp,
-    "Floor": torch.floor,
     "Greater": torch.gt,
     "GreaterOrEqual": torch.ge,
     "HardSwish": functional.hardswish,
-    "IsNaN": torch.isnan,
     "Less": torch.lt,
     "LessOrEqual": torch.le,
-    "Log": torch.log,
     "Mish": functional.mish,
-    "Mul": torch.mul,
-    "Neg": torch.neg,
     "Not": torch.logical_not,
     "Or": torch.logical_or,
-    "Reciprocal": torch.reciprocal,
-    "Relu": torch.relu,
-    "Round": torch.round,
-    "Sigmoid": torch.sigmoid,
-    "Sin": torch.sin,
-    "Sinh": torch.sinh,
     "Softplus": functional.softplus,
     "Softsign": functional.softsign,
-    "Sqrt": torch.sqrt,
-    "Sub": torch.sub,
-    "Tan": torch.tan,
-    "Tanh": torch.tanh,
-    "Where": torch.where,
     "Xor": torch.logical_xor,
     # Of any number of tensors.
     "Max": lambda *xs: functools.reduce(torch.maximum, xs),
