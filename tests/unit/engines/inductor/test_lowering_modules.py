@@ -152,17 +152,16 @@ def test_functions_of_the_model_are_inlined(tmp_path: Path) -> None:
     assert run(lowered(proto, tmp_path), {"x": x})[0].tolist() == [-2, -4]
 
 
-@pytest.mark.parametrize("shape", [(4,), (1, 4)])
-def test_what_grows_when_it_is_folded_is_computed_at_run_time(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_what_grows_when_it_is_folded_is_computed_at_run_time(tmp_path: Path) -> None:
     proto = parsed(
         "big = Expand(row, shape) small = Add(row, row) h = Add(x, big) y = Add(h, small)",
-        {"row": np.ones(shape, np.float32), "shape": np.array([9000, 4])},
+        {"row": np.ones(4, np.float32), "shape": np.array([9000, 4])},
         inputs="float[batch,4] x",
         output="float[batch,4] y",
     )
     model = lowered(proto, tmp_path)
-    assert max(value.numel() for value in model.buffers()) == 4
-    assert {name for name, _ in model.named_buffers()} == {"weights.row", "weights.small"}
+    sizes = {name: value.numel() for name, value in model.named_buffers()}
+    assert sizes == {"weights.row": 4, "weights.small": 4}
     x = np.zeros((9000, 4), np.float32)
     np.testing.assert_array_equal(run(model, {"x": x})[0], x + 3)
 
