@@ -7,7 +7,7 @@ compared with float64 by itself.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,17 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx.reference import ReferenceEvaluator
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
-from test_inductor import architecture_of, build, request_for, widened  # noqa: E402
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "engines" / "inductor"))
+
+from built_engines import DEVICES, Built  # noqa: E402
+from kernel_cases import Draw, heads_of_one_product  # noqa: E402
 from tiny_models import GraphWriter, TinyModel, make_plan  # noqa: E402
 
-from loka_onnx.core.engine import EngineArtifact  # noqa: E402
 from loka_onnx.core.formats import Precision  # noqa: E402
 from loka_onnx.core.site import SiteKind  # noqa: E402
-from loka_onnx.engines.inductor.backend import InductorBackend  # noqa: E402
 from loka_onnx.engines.inductor.package import read_engine, read_sources  # noqa: E402
 from loka_onnx.engines.inductor.site_precision import product_calls  # noqa: E402
 
@@ -33,10 +33,6 @@ TOKENS, WIDTH, HEADS, SEEDS, ROWS, EMPTY = 100, 32, 2, 60, 16, 2
 """Keys are no multiple of 8, as kernels want of a mask in memory; all tokens of row `EMPTY` are masked."""
 AGAIN = 3
 """How often they are repeated for attention that is not short."""
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.slow),
-    pytest.param("gpu", marks=[pytest.mark.slow, pytest.mark.gpu]),
-]
 KERNELS = {True: {"flash_for_cpu"}, False: {"flash", "efficient", "cudnn"}}
 """By whether it is the CPU; PyTorch 2.11 took cuDNN's on an H100. None is the composition of products."""
 SHORT, OWN = 5, "loka.short_attention.default"
@@ -122,23 +118,9 @@ def attentions(folder: Path) -> TinyModel:
     return TinyModel(path, make_plan(sites, base=Precision.BF16), sites, folder / "sample.npz")
 
 
-@dataclass(frozen=True)
-class Built:
-    model: TinyModel
-    artifact: EngineArtifact
-    engine: Path
-
-    def inputs(self, rows: int) -> dict[str, Any]:
-        return {"x": np.load(self.model.sample)["x"][:rows]}
-
-
 @pytest.fixture(scope="module", params=DEVICES)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    folder = tmp_path_factory.mktemp("attention")
-    model = attentions(folder / "model")
-    artifact = build(request_for(model, folder / "engines" / "e", architecture_of(request.param)))
-    assert artifact.path is not None
-    return Built(model, artifact, folder / "engines" / artifact.path)
+    return Built.on(request.param, tmp_path_factory.mktemp("attention"), attentions)
 
 
 def test_kernels_of_attention_are_called(built: Built) -> None:
@@ -158,12 +140,9 @@ def test_kernels_of_attention_are_called(built: Built) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 4, 7, 8, 16])
 def test_it_answers_as_the_graph_says(built: Built, rows: int) -> None:
     """Sizes with a CUDA graph, sizes that are padded to one, and one without."""
-    with InductorBackend().open(built.artifact, built.engine) as runner:
+    with built.open() as runner:
         found = runner.run(built.inputs(rows))["out"]
-    reference = ReferenceEvaluator(widened(onnx.load(built.model.path)))
-    # Softmax of a row that is masked throughout is NaN, before the guard.
-    with np.errstate(invalid="ignore"):
-        exact = reference.run(None, built.inputs(rows))[0]
+    exact = built.exact(rows)
     assert found.shape == exact.shape == (rows, (5 * TOKENS + SEEDS) * WIDTH)
     error = np.abs(found - exact)
     # BF16 has 8 bits: factors, products and results are rounded, of values up to 4.
@@ -189,9 +168,7 @@ def test_short_attention_is_exact(sizes: tuple[int, int, int, int], mask: str, b
     from loka_onnx.engines.inductor.kernels.triton_attention import short_attention
 
     heads, queries, keys, width = sizes
-    merged = torch.randn(ROWS, max(queries, keys), 3 * heads * width, device="cuda").to(base)
-    q, k, v = (part.unflatten(2, (heads, width)).transpose(1, 2) for part in merged.chunk(3, 2))
-    q, kt, v = q[:, :, :queries], k[:, :, :keys].transpose(2, 3), v[:, :, :keys]
+    q, kt, v = heads_of_one_product(Draw(base), sizes, ROWS)
     shape = (ROWS, 1, 1, keys) if mask in {"keys", "least"} else (ROWS, heads, queries, keys)
     drop = torch.rand(shape, device="cuda") < 0.4
     drop[EMPTY] = True

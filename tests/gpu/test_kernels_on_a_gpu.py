@@ -6,50 +6,41 @@ does, where float64 may stand on the other side of a tie: several eps of a norma
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
+pytest.importorskip("triton", reason="needs triton: pip install --group dev")
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "engines" / "inductor"))
+
+from kernel_cases import ENDS, FP8, Draw, Product, heads_of_one_product, interaction, residual, tokens  # noqa: E402
 
 from loka_onnx.engines.inductor.choosing import SPLIT_TILES, TILES  # noqa: E402
 from loka_onnx.engines.inductor.kernels.products import Tile  # noqa: E402
+from loka_onnx.engines.inductor.kernels.triton_attention import short_attention  # noqa: E402
+from loka_onnx.engines.inductor.kernels.triton_concat import concat_quantize  # noqa: E402
+from loka_onnx.engines.inductor.kernels.triton_factorization import factorization_norm  # noqa: E402
+from loka_onnx.engines.inductor.kernels.triton_product import product  # noqa: E402
+from loka_onnx.engines.inductor.kernels.triton_token_concat import token_concat  # noqa: E402
+from loka_onnx.engines.inductor.kernels.triton_token_norm import token_residual_norm  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("float8_gpu")]
 
 BASES = [torch.bfloat16, torch.float16]
 ALL_TILES = (*TILES, *SPLIT_TILES)
-FP8 = torch.float8_e4m3fn
 LIMIT = 448.0
 HALF_STEP = 2.0**-4
 """Rounding to E4M3 moves a value by at most this much of it, and near zero by `LEAST_STEP` / 2."""
 LEAST_STEP = 2.0**-9
 SHAPES = [(27, 16, 5), (64, 128, 32), (128, 128, 64)]
 """Tokens, their length, and columns: what needs masks, and both Wukong stacks."""
-
-
-@dataclass(frozen=True)
-class Ends:
-    """What follows a product."""
-
-    bias: bool = False
-    relu: bool = False
-    cross: bool = False
-    first: bool = False
-
-
-EPILOGUES = {
-    "plain": Ends(),
-    "bias, relu": Ends(bias=True, relu=True),
-    "cross": Ends(bias=True, cross=True),
-    "first cross": Ends(bias=True, cross=True, first=True),
-}
-
-
-def random(*shape: int, base: Any, scale: float = 1.0) -> Any:
-    return (torch.randn(*shape, device="cuda") * scale).to(base)
+DRAW = Draw(torch.bfloat16)
 
 
 def bits(value: Any) -> Any:
@@ -58,11 +49,6 @@ def bits(value: Any) -> Any:
 
 def eps(base: Any) -> float:
     return float(torch.finfo(base).eps)
-
-
-def layer_norm(z: Any, gamma: Any, beta: Any) -> Any:
-    centred = z - z.mean(-1, keepdim=True)
-    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gamma.double() + beta.double()
 
 
 def assert_close(found: Any, exact: Any, *, relative: float, absolute: float) -> None:
@@ -79,126 +65,28 @@ def assert_quantized(found: Any, exact: Any, *, relative: float, absolute: float
     assert (found.float().abs() < LIMIT).any()
 
 
-# Interaction and norm ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Interaction:
-    x: Any
-    y: Any
-    gamma: Any
-    beta: Any
-
-    @classmethod
-    def of(cls, shape: tuple[int, int, int], base: Any, batch: int = 7) -> Interaction:
-        n, d, k = shape
-        draw = [random(n, k, base=base, scale=n**-0.5), *(random(n * k, base=base) for _ in range(2))]
-        return cls(random(batch, n, d, base=base), *draw)
-
-    def exact(self) -> Any:
-        p = torch.einsum("bnd,nk->bdk", self.x.double(), self.y.double()).to(self.x.dtype).double()
-        s = torch.einsum("bnd,bdk->bnk", self.x.double(), p).reshape(len(self.x), -1)
-        return layer_norm(s, self.gamma, self.beta)
-
-    def run(self, inverse_scale: float = 0.0) -> Any:
-        from loka_onnx.engines.inductor.kernels.triton_factorization import factorization_norm
-
-        given = (self.x, self.y, self.gamma, self.beta)
-        return factorization_norm(*given, 1e-5, inverse_scale, inverse_scale > 0.0)
-
-
 @pytest.mark.parametrize("base", BASES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_an_interaction_with_its_norm(shape: tuple[int, int, int], base: Any) -> None:
-    case, unit = Interaction.of(shape, base), eps(base)
-    exact = case.exact()
-    found = case.run()
+    arguments, exact = interaction(Draw(base), shape)
+    unit = eps(base)
+    found = factorization_norm(*arguments, 1e-5, 0.0, False)
     assert found.dtype is base
     assert_close(found, exact, relative=2 * unit, absolute=8 * unit)
-    assert_quantized(case.run(64.0), exact * 64, relative=4 * unit, absolute=64 * 8 * unit)
-
-
-# Residual and norm ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Block:
-    x: Any
-    f: Any
-    w: Any
-    gamma: Any
-    beta: Any
-
-    @classmethod
-    def of(cls, shape: tuple[int, int, int], base: Any, batch: int = 7) -> Block:
-        n, d, later = shape
-        x, f = random(batch, n, d, base=base), random(batch, n - later, d, base=base)
-        draw = [random(later, n, base=base, scale=n**-0.5), random(d, base=base), random(d, base=base)]
-        return cls(x, f, *draw)
-
-    def exact(self) -> Any:
-        mix = torch.einsum("ln,bnd->bld", self.w.double(), self.x.double())
-        joined = torch.cat([self.f.double(), mix], 1) + self.x.double()
-        return layer_norm(joined, self.gamma, self.beta)
-
-    def run(self) -> Any:
-        from loka_onnx.engines.inductor.kernels.triton_token_norm import token_residual_norm
-
-        return token_residual_norm(self.x, self.f, self.w, self.gamma, self.beta, 1e-5)
+    narrow = factorization_norm(*arguments, 1e-5, 64.0, True)
+    assert_quantized(narrow, exact * 64, relative=4 * unit, absolute=64 * 8 * unit)
 
 
 @pytest.mark.parametrize("base", BASES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_residual_block_with_its_norm(shape: tuple[int, int, int], base: Any) -> None:
-    case, unit = Block.of(shape, base), eps(base)
-    found = case.run()
+    arguments, exact = residual(Draw(base), shape)
+    found = token_residual_norm(*arguments, 1e-5)
     assert found.dtype is base
-    assert_close(found, case.exact(), relative=4 * unit, absolute=8 * unit)
+    assert_close(found, exact, relative=4 * eps(base), absolute=8 * eps(base))
 
 
 # Products ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Product:
-    a: Any
-    b: Any
-    scale: Any
-    bias: Any
-    x0: Any
-    x: Any
-    ends: Ends
-    base: Any
-
-    @classmethod
-    def of(cls, shape: tuple[int, int, int], base: Any, ends: Ends, *, float8: bool = True) -> Product:
-        m, n, k = shape
-        if float8:
-            factors = [(torch.randn(rows, k, device="cuda") * 60).to(FP8) for rows in (m, n)]
-            scale = (torch.rand(n, device="cuda") + 1.0) / (60 * 60 * k**0.5)
-        else:
-            factors = [random(m, k, base=base), random(n, k, base=base, scale=k**-0.5)]
-            scale = None
-        bias = random(n, base=base) if ends.bias else None
-        x0 = random(m, n, base=base) if ends.cross else None
-        x = random(m, n, base=base) if ends.cross and not ends.first else None
-        return cls(*factors, scale, bias, x0, x, ends, base)
-
-    def exact(self) -> Any:
-        z = self.a.double() @ self.b.double().t()
-        z = z if self.scale is None else z * self.scale.double()
-        z = z if self.bias is None else z + self.bias.double()
-        z = z.clamp(min=0) if self.ends.relu else z
-        if self.x0 is None:
-            return z
-        return self.x0.double() * z + (self.x0 if self.x is None else self.x).double()
-
-    def run(self, tile: Sequence[int], inverse_scale: float = 0.0, *, wide: bool = True) -> list[Any]:
-        from loka_onnx.engines.inductor.kernels.triton_product import product
-
-        given = (self.a, self.b, self.scale, self.bias, self.x0, self.x)
-        kind = self.base if wide else None
-        return list(product(*given, inverse_scale, self.ends.relu, kind, list(tile)))
 
 
 def tiles(element_size: int) -> list[list[int]]:
@@ -212,12 +100,13 @@ def scale_for(exact: Any) -> float:
 
 
 def check_product(case: Product, tile: Sequence[int]) -> None:
-    exact, unit = case.exact(), eps(case.base)
+    exact, unit = case.exact, eps(case.base)
     inverse_scale = scale_for(exact)
-    wide, narrow = case.run(tile, inverse_scale)
+    wide, narrow = case.run(product, tile, inverse_scale)
     assert wide.dtype is case.base
     # Tensor cores keep some 14 bits of an FP8 sum (`choosing`), and may lose one unit with each 32 of K.
-    lost = 2.0**-13 * -(-case.a.shape[1] // 32) if case.scale is not None else 2.0**-10
+    a, _, scale, *_ = case.arguments
+    lost = 2.0**-13 * -(-a.shape[1] // 32) if scale is not None else 2.0**-10
     slack = lost * float(exact.abs().max())
     assert_close(wide, exact, relative=unit, absolute=slack)
     assert_quantized(narrow, exact * inverse_scale, relative=unit, absolute=slack * inverse_scale)
@@ -225,9 +114,9 @@ def check_product(case: Product, tile: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("float8", [True, False], ids=["fp8", "base"])
 @pytest.mark.parametrize("base", BASES, ids=str)
-@pytest.mark.parametrize("ends", EPILOGUES)
+@pytest.mark.parametrize("ends", ENDS)
 def test_a_product_with_what_follows(ends: str, base: Any, float8: bool) -> None:
-    case = Product.of((513, 256, 1024), base, EPILOGUES[ends], float8=float8)
+    case = Product.of(Draw(base), (513, 256, 1024), ends, float8=float8)
     check_product(case, tiles(1 if float8 else 2)[len(TILES) - 2])
 
 
@@ -238,7 +127,7 @@ def test_shapes_of_products(shape: tuple[int, int, int], float8: bool, tile: Til
     """Less than one tile, with K that no step divides, or has fewer steps than parts; sizes that Triton takes
     for constants; and many.
     """
-    case = Product.of(shape, torch.bfloat16, EPILOGUES["cross"], float8=float8)
+    case = Product.of(DRAW, shape, "bias, cross", float8=float8)
     check_product(case, tiles(1 if float8 else 2)[ALL_TILES.index(tile)])
 
 
@@ -247,7 +136,7 @@ def test_shapes_of_products(shape: tuple[int, int, int], float8: bool, tile: Til
 def test_every_tile(number: int, float8: bool) -> None:
     from triton.runtime.errors import OutOfResources
 
-    case = Product.of((300, 272, 416), torch.bfloat16, EPILOGUES["bias, relu"], float8=float8)
+    case = Product.of(DRAW, (300, 272, 416), "bias, relu", float8=float8)
     try:
         check_product(case, tiles(1 if float8 else 2)[number])
     except OutOfResources as error:
@@ -256,12 +145,12 @@ def test_every_tile(number: int, float8: bool) -> None:
 
 @pytest.mark.parametrize("float8", [True, False], ids=["fp8", "base"])
 def test_a_product_with_one_of_its_outputs(float8: bool) -> None:
-    case = Product.of((513, 256, 1024), torch.bfloat16, EPILOGUES["bias, relu"], float8=float8)
-    tile, inverse_scale = tiles(1 if float8 else 2)[len(TILES) - 2], scale_for(case.exact())
-    wide, narrow = case.run(tile, inverse_scale)
-    (alone,) = case.run(tile)
+    case = Product.of(DRAW, (513, 256, 1024), "bias, relu", float8=float8)
+    tile, inverse_scale = tiles(1 if float8 else 2)[len(TILES) - 2], scale_for(case.exact)
+    wide, narrow = case.run(product, tile, inverse_scale)
+    (alone,) = case.run(product, tile)
     assert torch.equal(alone, wide)
-    (alone,) = case.run(tile, inverse_scale, wide=False)
+    (alone,) = case.run(product, tile, inverse_scale, wide=False)
     assert torch.equal(bits(alone), bits(narrow))
 
 
@@ -270,12 +159,14 @@ def test_exact_tiles_lose_no_more_than_one_step(number: int) -> None:
     from triton.runtime.errors import OutOfResources
 
     # Positive factors: what every addition loses is of one sign, and adds up.
-    case = Product.of((300, 272, 3456), torch.float32, EPILOGUES["plain"])
-    case = replace(case, a=case.a.float().abs().to(FP8), b=case.b.float().abs().to(FP8))
-    exact = case.exact()
+    case = Product.of(Draw(torch.float32), (300, 272, 3456), "plain")
+    a, b, scale, *rest = case.arguments
+    a, b = (factor.float().abs().to(FP8) for factor in (a, b))
+    case, exact = replace(case, arguments=(a, b, scale, *rest)), a.double() @ b.double().t() * scale.double()
     try:
         (fast,), (slow,) = (
-            case.run(replace(ALL_TILES[number], is_exact=is_exact).numbers()) for is_exact in (False, True)
+            case.run(product, replace(ALL_TILES[number], is_exact=is_exact).numbers())
+            for is_exact in (False, True)
         )
     except OutOfResources as error:
         pytest.skip(f"needs a GPU with more shared memory: {error}")
@@ -287,10 +178,11 @@ def test_exact_tiles_lose_no_more_than_one_step(number: int) -> None:
 
 
 def test_nan_stays_and_infinity_saturates() -> None:
-    case = Product.of((21, 48, 80), torch.bfloat16, EPILOGUES["bias, relu"])
-    case.a.view(torch.uint8)[3, 5] = 0x7F
-    case.bias[7] = float("inf")
-    wide, narrow = case.run(tiles(1)[len(TILES) - 2], 1.0)
+    case = Product.of(DRAW, (21, 48, 80), "bias, relu")
+    a, _, _, bias, *_ = case.arguments
+    a.view(torch.uint8)[3, 5] = 0x7F
+    bias[7] = float("inf")
+    wide, narrow = case.run(product, tiles(1)[len(TILES) - 2], 1.0)
     for each in (wide.float(), narrow.float()):
         assert each[3].isnan().all()
         assert not each[:3].isnan().any()
@@ -305,9 +197,7 @@ def test_nan_stays_and_infinity_saturates() -> None:
 @pytest.mark.parametrize("widths", [(128, 72), (200, 56)], ids=str)
 def test_a_concatenation_with_its_q(widths: tuple[int, int], rows: int, base: Any) -> None:
     """With a first part that tiles divide, and one that they do not."""
-    from loka_onnx.engines.inductor.kernels.triton_concat import concat_quantize
-
-    a, b = random(rows, widths[0], base=torch.float32), random(rows, widths[1], base=base)
+    a, b = Draw(torch.float32)(rows, widths[0]), Draw(base)(rows, widths[1])
     wide, narrow = concat_quantize(a, b, 64.0, base, True)
     assert torch.equal(wide, torch.cat([a.to(base), b], dim=1))
     assert_quantized(narrow, wide.double() * 64, relative=0.0, absolute=0.0)
@@ -323,13 +213,8 @@ def test_a_concatenation_with_its_q(widths: tuple[int, int], rows: int, base: An
 @pytest.mark.parametrize("sizes", [(11, 26, 1, 128), (27, 5, 3, 24), (128, 64, 64, 128)], ids=str)
 def test_a_mix_of_tokens_beside_others(sizes: tuple[int, int, int, int], mix_first: bool, base: Any) -> None:
     """MovieLens' tokens made those of a DLRM-DCNv2; what needs masks; those of a Wukong stack."""
-    from loka_onnx.engines.inductor.kernels.triton_token_concat import token_concat
-
-    n, m, others, d = sizes
-    x, f = random(37, n, d, base=torch.float32), random(37, others, d, base=base)
-    w = random(m, n, base=base, scale=n**-0.5)
-    mix = torch.matmul(w.double(), x.to(base).double())
-    exact = torch.cat([mix, f.double()] if mix_first else [f.double(), mix], dim=1)
+    _, m, others, _ = sizes
+    (x, w, f), exact = tokens(Draw(base), sizes, mix_first, 37)
     wide, narrow = token_concat(x, w, f, 64.0, base, mix_first, True, True)
     assert_close(wide, exact, relative=eps(base), absolute=eps(base))
     assert_quantized(narrow, wide.double() * 64, relative=0.0, absolute=0.0)
@@ -339,66 +224,37 @@ def test_a_mix_of_tokens_beside_others(sizes: tuple[int, int, int, int], mix_fir
 
 # CUDA graphs ------------------------------------------------------------------------------------------
 
-REPLAYED: dict[str, Callable[[], tuple[Any, Callable[[], Any]]]] = {}
-"""By name, a tensor that a launch reads, and the launch."""
+
+def replayed(name: str) -> tuple[Any, Callable[[], Any]]:
+    """A tensor that a launch reads, and the launch."""
+    if name == "interaction":
+        case, _ = interaction(DRAW, (64, 128, 32))
+        return case[0], lambda: factorization_norm(*case, 1e-5, 64.0, True)
+    if name == "residual":
+        block, _ = residual(DRAW, (64, 128, 32))
+        return block[0], lambda: token_residual_norm(*block, 1e-5)
+    if name == "mixed tokens":
+        mix, _ = tokens(DRAW, (11, 26, 0, 128), True, 64)
+        return mix[0], lambda: token_concat(*mix, 64.0, torch.bfloat16, True, False, True)[0]
+    q, kt, v = heads_of_one_product(DRAW, (8, 104, 104, 16), 9)
+    return q, lambda: short_attention(q, kt, v, None, 0.25, False)
 
 
-def replayed(make: Callable[[], tuple[Any, Callable[[], Any]]]) -> Callable[[], Any]:
-    REPLAYED[make.__name__] = make
-    return make
+def replayed_product(name: str) -> tuple[Any, Callable[[], Any]]:
+    shape = (21, 256, 1152) if name == "split" else (513, 256, 1024)
+    base, float8 = (torch.float16, False) if name == "half" else (torch.bfloat16, True)
+    case = Product.of(Draw(base), shape, "bias, cross", float8=float8)
+    tile = SPLIT_TILES[1].numbers() if name == "split" else tiles(1 if float8 else 2)[len(TILES) - 2]
+    return case.arguments[4], lambda: case.run(product, tile, 4.0)[-1]
 
 
-@replayed
-def interaction() -> tuple[Any, Callable[[], Any]]:
-    case = Interaction.of((64, 128, 32), torch.bfloat16)
-    return case.x, lambda: case.run(64.0)
+LAUNCHES = [("interaction", replayed), ("residual", replayed), ("mixed tokens", replayed)]
+LAUNCHES += [("attention", replayed), *((name, replayed_product) for name in ("float8", "split", "half"))]
 
 
-@replayed
-def residual() -> tuple[Any, Callable[[], Any]]:
-    case = Block.of((64, 128, 32), torch.bfloat16)
-    return case.x, case.run
-
-
-@replayed
-def mixed_tokens() -> tuple[Any, Callable[[], Any]]:
-    from loka_onnx.engines.inductor.kernels.triton_token_concat import token_concat
-
-    x = random(64, 11, 128, base=torch.float32)
-    w = random(26, 11, base=torch.bfloat16)
-    return x, lambda: token_concat(x, w, None, 64.0, torch.bfloat16, True, False, True)[0]
-
-
-@replayed
-def short_attention() -> tuple[Any, Callable[[], Any]]:
-    from loka_onnx.engines.inductor.kernels.triton_attention import short_attention as kernel
-
-    merged = random(9, 104, 3 * 128, base=torch.bfloat16)
-    q, k, v = (part.unflatten(2, (8, 16)).transpose(1, 2) for part in merged.chunk(3, 2))
-    return merged, lambda: kernel(q, k.transpose(2, 3), v, None, 0.25, False)
-
-
-@replayed
-def float8_product() -> tuple[Any, Callable[[], Any]]:
-    case = Product.of((513, 256, 1024), torch.bfloat16, EPILOGUES["cross"])
-    return case.x0, lambda: case.run(tiles(1)[len(TILES) - 2], 4.0)[1]
-
-
-@replayed
-def split_product() -> tuple[Any, Callable[[], Any]]:
-    case = Product.of((21, 256, 1152), torch.bfloat16, EPILOGUES["cross"])
-    return case.x0, lambda: case.run(SPLIT_TILES[1].numbers(), 4.0)[1]
-
-
-@replayed
-def half_product() -> tuple[Any, Callable[[], Any]]:
-    case = Product.of((513, 256, 1024), torch.float16, EPILOGUES["cross"], float8=False)
-    return case.x0, lambda: case.run(tiles(2)[len(TILES) - 2])[0]
-
-
-@pytest.mark.parametrize("name", REPLAYED)
-def test_a_replay_computes_what_a_launch_does(name: str) -> None:
-    read, launch = REPLAYED[name]()
+@pytest.mark.parametrize(("name", "make"), LAUNCHES, ids=[name for name, _ in LAUNCHES])
+def test_a_replay_computes_what_a_launch_does(name: str, make: Callable[[str], Any]) -> None:
+    read, launch = make(name)
     first = bits(launch())
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

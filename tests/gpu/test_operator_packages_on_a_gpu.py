@@ -17,10 +17,9 @@ sys.path.append(str(Path(__file__).parents[1] / "unit" / "engines" / "inductor")
 from packaged_engines import compiled, expected, two_linears  # noqa: E402
 
 from loka_onnx.core.formats import Precision  # noqa: E402
-from loka_onnx.engines.inductor.choosing import LARGEST_ERROR, choose_kernels  # noqa: E402
-from loka_onnx.engines.inductor.kernels.packages import PackageProduct  # noqa: E402
-from loka_onnx.engines.inductor.kernels.products import Epilogue  # noqa: E402
-from loka_onnx.engines.inductor.lowering.strategies import FloatProduct  # noqa: E402
+from loka_onnx.engines.inductor.choosing import LARGEST_ERROR, Chooser  # noqa: E402
+from loka_onnx.engines.inductor.kernels.products import PackageProduct  # noqa: E402
+from loka_onnx.engines.inductor.lowering.strategies import Epilogue, FloatProduct  # noqa: E402
 from loka_onnx.engines.inductor.operator_packages import (  # noqa: E402
     PACKAGES,
     FoundPackage,
@@ -77,7 +76,7 @@ def test_products_are_those_of_float64(
 
 def test_candidates_are_timed_in_a_graph(found: FoundPackage) -> None:
     given = product(256, 512, 384, channels=False)
-    made = choose_kernels({"fc": (given, Epilogue(bias=given.bias))}, 256, (256,), packages=(found,))
+    made = Chooser(256, (256,), packages=(found,)).choose({"fc": (given, Epilogue(bias=given.bias))})
     measured = [each for each in made.measured if each.kernel.startswith(f"{found.package.namespace}::")]
     able = [each for each in measured if "has kernels for" not in each.obstacle]
     assert able

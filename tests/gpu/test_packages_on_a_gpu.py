@@ -5,32 +5,23 @@ On the CPU the same graph runs by the plain operators that stand for the kernels
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx.reference import ReferenceEvaluator
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
-from test_inductor import architecture_of, build, request_for, widened  # noqa: E402
+from built_engines import DEVICES, Built  # noqa: E402
 from tiny_models import GraphWriter, TinyModel, make_plan, write_sample  # noqa: E402
 
-from loka_onnx.core.engine import EngineArtifact  # noqa: E402
 from loka_onnx.core.formats import Precision  # noqa: E402
 from loka_onnx.core.site import SiteKind  # noqa: E402
-from loka_onnx.engines.inductor.backend import InductorBackend  # noqa: E402
 from loka_onnx.engines.inductor.package import read_engine  # noqa: E402
 
 N, D, K, OWN, HIDDEN = 16, 16, 8, 10, 64
 """Tokens, their length, columns of the interaction, the block's own tokens, and its hidden layer."""
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.slow),
-    pytest.param("gpu", marks=[pytest.mark.slow, pytest.mark.gpu]),
-]
 FUSED = {
     "project": "fused FactorizationNorm",
     "interact": "fused FactorizationNorm",
@@ -84,29 +75,9 @@ def layer(folder: Path) -> TinyModel:
     return TinyModel(path, plan, sites, write_sample(folder / "sample.npz", {"x": (N, D)}))
 
 
-@dataclass(frozen=True)
-class Built:
-    model: TinyModel
-    artifact: EngineArtifact
-    engine: Path
-
-    def open(self) -> Any:
-        return InductorBackend().open(self.artifact, self.engine)
-
-    def inputs(self, rows: int) -> dict[str, Any]:
-        return {"x": np.load(self.model.sample)["x"][:rows]}
-
-    def exact(self, rows: int) -> Any:
-        return ReferenceEvaluator(widened(onnx.load(self.model.path))).run(None, self.inputs(rows))[0]
-
-
 @pytest.fixture(scope="module", params=DEVICES)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    folder = tmp_path_factory.mktemp("layer")
-    model = layer(folder / "model")
-    artifact = build(request_for(model, folder / "engines" / "e", architecture_of(request.param)))
-    assert artifact.path is not None
-    return Built(model, artifact, folder / "engines" / artifact.path)
+    return Built.on(request.param, tmp_path_factory.mktemp("layer"), layer)
 
 
 def test_every_kernel_is_in_the_package(built: Built) -> None:
@@ -150,8 +121,7 @@ def test_a_resident_batch_is_the_one_that_was_given(built: Built) -> None:
     with built.open() as runner:
         answer = runner.run(built.inputs(8))["out"]
         (output,) = runner._executor._graphs[8].outputs
-        other = {"x": -built.inputs(8)["x"]}
-        runner.resident(other)()
+        runner.resident({"x": -built.inputs(8)["x"]})()
         assert not np.array_equal(output.cpu().numpy(), answer)
         runner.resident(built.inputs(8))()
         np.testing.assert_array_equal(output.cpu().numpy(), answer)

@@ -25,13 +25,12 @@ from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
-from loka_onnx.engines.inductor.compile import OPTIONS, compile_engine
+from loka_onnx.engines.inductor.compile import OPTIONS, Compilers, compile_engine
 from loka_onnx.engines.inductor.fusions import fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.session import import_torch, open_inductor
 from loka_onnx.engines.inductor.site_precision import read_site_precisions
 from loka_onnx.engines.inductor.spec import INDUCTOR
-from loka_onnx.engines.inductor.toolchain import build_environment, find_compilers
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.backends import BackendSpec
@@ -54,14 +53,14 @@ class InductorBackend(Backend):
     options: ClassVar[Mapping[str, range]] = OPTIONS
 
     def availability(self) -> Availability:
-        """Report PyTorch and the C++ compiler; the CPU always runs, GPUs where PyTorch uses them."""
+        """See `Backend.availability`; the CPU always runs, GPUs where PyTorch uses them."""
         try:
             torch = import_torch()
         except MissingPackage as error:
             return Availability(False, "", False, False, (), error.what, error.remedy)
         gpus = tuple(f"{gpu.name} ({gpu.architecture})" for gpu in _usable_gpus())
         version, devices = str(torch.__version__), (CPU, *gpus)
-        if find_compilers() is None:
+        if Compilers.find() is None:
             return Availability(True, version, False, True, devices, NO_COMPILER, "install g++ and gcc")
         return Availability(True, version, True, True, devices, "", "")
 
@@ -74,11 +73,10 @@ class InductorBackend(Backend):
     def build_blocker(self, architecture: str) -> str:
         """A package for a GPU is compiled only on a host with that GPU."""
         reason = super().build_blocker(architecture)
-        if reason or architecture == CPU:
+        gpus = _usable_gpus()
+        if reason or architecture == CPU or any(gpu.architecture == architecture for gpu in gpus):
             return reason
-        if any(gpu.architecture == architecture for gpu in _usable_gpus()):
-            return ""
-        here = ", ".join(f"{gpu.name} ({gpu.architecture})" for gpu in _usable_gpus())
+        here = ", ".join(f"{gpu.name} ({gpu.architecture})" for gpu in gpus)
         return (
             f"inductor builds for {architecture} only on a host with that GPU, and this one has "
             f"{here or 'no GPU that PyTorch uses'}; build there"
@@ -116,15 +114,11 @@ class InductorBackend(Backend):
         return f"{where}PyTorch {release}, and a processor with the vector instructions of the build host"
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
-        """Compile the package; sets compiler variables in this process's environment.
-
-        Raises:
-            EngineError: There is no C++ compiler.
-        """
-        compilers = find_compilers()
+        """Compile the package; sets compiler variables in this process's environment."""
+        compilers = Compilers.find()
         if compilers is None:
             raise EngineError(NO_COMPILER, remedy="install g++ and gcc")
-        os.environ.update(build_environment(compilers))
+        os.environ.update(compilers.environment)
         return compile_engine(request, into, compilers)
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:

@@ -22,17 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loka_onnx.core.progress import Progress, silent
-from loka_onnx.engines.inductor.kernels.packages import PackageProduct
-from loka_onnx.engines.inductor.kernels.products import (
-    Epilogue,
-    EpilogueStrategy,
-    Finished,
-    Tile,
-    TiledProduct,
-    library_with,
-)
+from loka_onnx.engines.inductor.kernels.products import PackageProduct, Tile, TiledProduct
 from loka_onnx.engines.inductor.lowering.strategies import (
+    Epilogue,
     FloatProduct,
     Multiplied,
     PerSite,
@@ -97,7 +89,7 @@ class Chosen:
     tried: Mapping[tuple[str, str], ProductStrategy]
     otherwise: ProductStrategy
 
-    def products(self, sizes: Sequence[int]) -> ProductStrategy:
+    def products(self, sizes: Sequence[int]) -> PerSite:
         """Return, for each site, the allowed candidate with the smallest sum over batch sizes.
 
         A site without an allowed candidate gets the library's exact product.
@@ -113,105 +105,139 @@ class Chosen:
 
 
 @dataclass(eq=False)
-class Recorder(EpilogueStrategy):
-    """Computes products by the library and keeps their operands."""
+class Recorder(ProductStrategy):
+    """Computes products by the library and keeps the operands of those with an epilogue, by site."""
 
-    library: ProductStrategy
     seen: dict[str, tuple[FloatProduct, Epilogue]] = field(default_factory=dict)
 
     def multiply(self, product: FloatProduct) -> Multiplied:
         """Multiply a product that no fusion took; there is nothing to choose."""
-        return self.library.multiply(product)
+        return ScaledMatMul().multiply(product)
 
-    def multiply_with(self, product: FloatProduct, epilogue: Epilogue) -> Finished:
-        """See `EpilogueStrategy.multiply_with`."""
+    def multiply_with(self, product: FloatProduct, epilogue: Epilogue) -> Multiplied:
+        """See `ProductStrategy.multiply_with`."""
         self.seen.setdefault(product.site, (product, epilogue))
-        return library_with(self.library, product, epilogue)
+        return super().multiply_with(product, epilogue)
 
 
-def candidates(
-    product: FloatProduct,
-    *,
-    fast_accumulation: bool = True,
-    packages: Sequence[FoundPackage] = (),
-    fewest_rows: int | None = None,
-) -> dict[str, ProductStrategy]:
-    """Return the candidates of a product by name.
+@dataclass(frozen=True)
+class Chooser:
+    """Compiles, times and compares candidates.
 
-    Args:
+    Attributes:
+        batch: Rows of the request that the recorded values come from.
+        sizes: Served batch sizes.
         fast_accumulation: Whether FP8 sums may keep fewer bits than FP32.
-        fewest_rows: Rows of the product in the smallest served request; None: as in `product`.
+        packages: Packages whose operators are candidates.
     """
-    exact = ScaledMatMul()
-    tiles = (*TILES, *_split_tiles(product, fewest_rows))
-    # Tiles first: their times decide whether to time the library's epilogue.
-    if not product.is_float8:
-        half = [replace(tile, depth=tile.depth // product.a.element_size()) for tile in tiles]
-        return {**_tiled(half), "library": exact}
-    slow = _tiled([replace(tile, is_exact=True) for tile in tiles])
-    packaged = _packaged(packages, fast_accumulation=fast_accumulation)
-    if not fast_accumulation:
-        return {**slow, "cublas": exact, **packaged}
-    both = _tiled(tiles) | (slow if product.b.shape[0] >= LONG_K else {})
-    fast = replace(exact, fast_accumulation=True)
-    return {**both, "cublas": exact, "cublas-fast": fast, **packaged}
 
+    batch: int
+    sizes: tuple[int, ...]
+    fast_accumulation: bool = True
+    packages: Sequence[FoundPackage] = ()
 
-def _split_tiles(product: FloatProduct, fewest_rows: int | None) -> tuple[Tile, ...]:
-    k, n = product.b.shape
-    if k < LONG_K:
-        return ()
-    rows = fewest_rows or product.a.numel() // k
-    return tuple(tile for tile in SPLIT_TILES if -(-rows // tile.rows) * -(-n // tile.columns) < PROCESSORS)
+    def candidates(self, product: FloatProduct) -> dict[str, ProductStrategy]:
+        """Return the candidates of a product by name."""
+        exact = ScaledMatMul()
+        tiles = (*TILES, *self._split_tiles(product))
+        # Tiles first: their times decide whether to time the library's epilogue.
+        if not product.is_float8:
+            half = [replace(tile, depth=tile.depth // product.a.element_size()) for tile in tiles]
+            return {**_tiled(half), "library": exact}
+        slow = _tiled([replace(tile, is_exact=True) for tile in tiles])
+        if not self.fast_accumulation:
+            return {**slow, "cublas": exact, **self._packaged(False)}
+        both = _tiled(tiles) | (slow if product.b.shape[0] >= LONG_K else {})
+        fast = replace(exact, fast_accumulation=True)
+        return {**both, "cublas": exact, "cublas-fast": fast, **self._packaged(False, True)}
 
+    def _split_tiles(self, product: FloatProduct) -> tuple[Tile, ...]:
+        k, n = product.b.shape
+        rows = product.a.numel() // k
+        if _batch_axis(product.a, self.batch) is not None:
+            rows = rows * min(self.sizes) // self.batch
+        if k < LONG_K:
+            return ()
+        return tuple(
+            tile for tile in SPLIT_TILES if -(-rows // tile.rows) * -(-n // tile.columns) < PROCESSORS
+        )
 
-def _packaged(packages: Sequence[FoundPackage], *, fast_accumulation: bool) -> dict[str, ProductStrategy]:
-    made = [
-        PackageProduct(found, operator, fast)
-        for found in packages
-        for operator in found.package.operators
-        for fast in ((False, True) if fast_accumulation else (False,))
-    ]
-    return {f"{each.name}-fast" if each.fast_accumulation else each.name: each for each in made}
+    def _packaged(self, *accumulations: bool) -> dict[str, ProductStrategy]:
+        products = [
+            PackageProduct(found, operator, fast)
+            for found in self.packages
+            for operator in found.package.operators
+            for fast in accumulations
+        ]
+        return {f"{each.name}-fast" if each.fast_accumulation else each.name: each for each in products}
+
+    def compile(self, seen: Mapping[str, tuple[FloatProduct, Epilogue]]) -> None:
+        """Compile every tile of every product in parallel; errors surface when a tile is timed."""
+        different = {_key(product, epilogue): (product, epilogue) for product, epilogue in seen.values()}
+
+        def run(strategy: TiledProduct, product: FloatProduct, epilogue: Epilogue) -> None:
+            # The current device and the grad mode are thread-local.
+            with suppress(Exception), torch.cuda.device(product.a.device), torch.no_grad():
+                strategy.multiply_with(product, epilogue)
+
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+            for product, epilogue in different.values():
+                for strategy in self.candidates(product).values():
+                    if isinstance(strategy, TiledProduct):
+                        pool.submit(run, strategy, product, epilogue)
+        torch.cuda.synchronize()
+
+    def choose(self, seen: Mapping[str, tuple[FloatProduct, Epilogue]]) -> Chosen:
+        """Measure every candidate at every site; `seen` are products on real values, on a GPU."""
+        strategies: dict[tuple[str, str], ProductStrategy] = {}
+        measured: list[Measured] = []
+        known: dict[tuple[object, ...], dict[str, dict[int, float]]] = {}
+        for site, (product, epilogue) in seen.items():
+            # Sites with equal keys share latencies; errors depend on the values.
+            times = known.setdefault(_key(product, epilogue), {})
+            here: list[Measured] = []
+            for name, strategy in self.candidates(product).items():
+                strategies[site, name] = strategy
+                if not _has_faster_twin(strategy, here):
+                    case = _Case(name, strategy, product, epilogue)
+                    here.append(self._measure(case, times, here))
+            measured += here
+        others = ScaledMatMul(fast_accumulation=self.fast_accumulation)
+        return Chosen(tuple(measured), strategies, others)
+
+    def _measure(
+        self, case: _Case, known: dict[str, dict[int, float]], before: Sequence[Measured]
+    ) -> Measured:
+        strategy, site, name = case.strategy, case.product.site, case.name
+        if isinstance(strategy, PackageProduct) and (reason := strategy.why_not(case.product)):
+            return Measured(site, name, {}, float("nan"), reason)
+        try:
+            error = _error(strategy, case.product)
+            if not error <= LARGEST_ERROR:
+                reason = f"error {error:.2g}, at most {LARGEST_ERROR:.2g} is allowed"
+                return Measured(site, name, {}, error, reason)
+            if name not in known:
+                alone = {size: _time_product(case.at(size, self.batch)) for size in self.sizes}
+                # Faster at every size is faster in every sum.
+                is_behind = any(
+                    all(alone[size] > each.us[size] for size in self.sizes)
+                    for each in before
+                    if not each.obstacle
+                )
+                if is_behind and not strategy.fuses_epilogue:
+                    reason = "slower than another even without what follows"
+                    return Measured(site, name, {}, error, reason)
+                known[name] = {
+                    size: us + _time_behind(case.at(size, self.batch)) for size, us in alone.items()
+                }
+        except Exception as failure:
+            # A tile may need too much shared memory; the compiler then raises errors of several types.
+            return Measured(site, name, {}, float("nan"), f"{type(failure).__name__}: {str(failure)[:200]}")
+        return Measured(site, name, known[name], error)
 
 
 def _tiled(tiles: Sequence[Tile]) -> dict[str, ProductStrategy]:
-    return {_name(tile): TiledProduct(tile) for tile in tiles}
-
-
-def _name(tile: Tile) -> str:
-    return f"triton {tile}"
-
-
-def compile_candidates(
-    seen: Mapping[str, tuple[FloatProduct, Epilogue]],
-    batch: int,
-    sizes: Sequence[int],
-    *,
-    fast_accumulation: bool = True,
-) -> None:
-    """Compile every tile of every product in parallel; errors surface when a tile is timed."""
-    different = {_key(product, epilogue): (product, epilogue) for product, epilogue in seen.values()}
-
-    def run(strategy: TiledProduct, product: FloatProduct, epilogue: Epilogue) -> None:
-        # The current device and the grad mode are thread-local.
-        with suppress(Exception), torch.cuda.device(product.a.device), torch.no_grad():
-            strategy.multiply_with(product, epilogue)
-
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        for product, epilogue in different.values():
-            fewest = _fewest_rows(product, batch, sizes)
-            tried = candidates(product, fast_accumulation=fast_accumulation, fewest_rows=fewest)
-            for strategy in tried.values():
-                if isinstance(strategy, TiledProduct):
-                    pool.submit(run, strategy, product, epilogue)
-    torch.cuda.synchronize()
-
-
-def _fewest_rows(product: FloatProduct, batch: int, sizes: Sequence[int]) -> int:
-    """Rows of a product in the smallest served request."""
-    rows = product.a.numel() // product.a.shape[-1]
-    return rows if _batch_axis(product.a, batch) is None else rows * min(sizes) // batch
+    return {f"triton {tile}": TiledProduct(tile) for tile in tiles}
 
 
 def _batch_axis(tensor: Tensor, batch: int) -> int | None:
@@ -224,83 +250,39 @@ def _key(product: FloatProduct, epilogue: Epilogue) -> tuple[object, ...]:
     shapes = (*product.a.shape, *product.b.shape, product.scale_b.dim())
     # Tiles read rows: a copy is timed with those that are not contiguous.
     layouts = (product.a.is_contiguous(), product.b.t().is_contiguous())
-    return (*shapes, *layouts, product.a.dtype, product.dtype, epilogue.describe())
-
-
-def choose_kernels(
-    seen: Mapping[str, tuple[FloatProduct, Epilogue]],
-    batch: int,
-    sizes: Sequence[int],
-    progress: Progress = silent,
-    *,
-    fast_accumulation: bool = True,
-    packages: Sequence[FoundPackage] = (),
-) -> Chosen:
-    """Measure every candidate at every site.
-
-    Args:
-        seen: Product on real values and epilogue by site, on a GPU.
-        batch: Rows of the request that the values come from.
-        sizes: Served batch sizes.
-    """
-    strategies: dict[tuple[str, str], ProductStrategy] = {}
-    measured: list[Measured] = []
-    known: dict[tuple[object, ...], dict[str, dict[int, float]]] = {}
-    for number, (site, (product, epilogue)) in enumerate(seen.items()):
-        progress("kernels", number, len(seen))
-        # Sites with equal keys share latencies; errors depend on the values.
-        case = _Case(site, product, epilogue, batch, tuple(sizes))
-        times = known.setdefault(_key(product, epilogue), {})
-        fewest = _fewest_rows(product, batch, sizes)
-        tried = candidates(
-            product, fast_accumulation=fast_accumulation, packages=packages, fewest_rows=fewest
-        )
-        strategies |= {(site, name): strategy for name, strategy in tried.items()}
-        here: list[Measured] = []
-        for name, strategy in tried.items():
-            if not _has_faster_twin(strategy, here):
-                here.append(_measure(replace(case, before=tuple(here)), name, strategy, times))
-        measured += here
-    progress("kernels", len(seen), len(seen))
-    others = ScaledMatMul(fast_accumulation=fast_accumulation)
-    return Chosen(tuple(measured), strategies, others)
+    parts = (epilogue.bias is None, epilogue.relu, len(epilogue.cross), epilogue.is_first)
+    ends = (epilogue.is_wide, epilogue.scale is None)
+    return (*shapes, *layouts, product.a.dtype, product.dtype, *parts, *ends)
 
 
 def _has_faster_twin(strategy: ProductStrategy, before: Sequence[Measured]) -> bool:
-    """Tell whether a tile is exact and the same tile with fast accumulation is allowed."""
+    """True if a tile is exact and the same tile with fast accumulation is allowed."""
     if not isinstance(strategy, TiledProduct) or not strategy.tile.is_exact:
         return False
-    twin = _name(replace(strategy.tile, is_exact=False))
+    twin = f"triton {replace(strategy.tile, is_exact=False)}"
     return any(each.kernel == twin and not each.obstacle for each in before)
 
 
 @dataclass(frozen=True, eq=False)
 class _Case:
-    """A product on real values, the served batch sizes, and the candidates measured before."""
+    """A candidate, and the product on real values that it is measured with."""
 
-    site: str
+    name: str
+    strategy: ProductStrategy
     product: FloatProduct
     epilogue: Epilogue
-    batch: int
-    sizes: tuple[int, ...]
-    before: tuple[Measured, ...] = ()
 
-    def is_behind(self, us: Mapping[int, float]) -> bool:
-        """Tell whether an allowed candidate is faster at every size, and so in every sum."""
-        able = [each for each in self.before if not each.obstacle]
-        return any(all(us[size] > each.us[size] for size in self.sizes) for each in able)
-
-    def at(self, size: int) -> tuple[FloatProduct, Epilogue]:
-        """The same product at another batch size; rows are repeated or cut."""
-        axis = _batch_axis(self.product.a, self.batch)
+    def at(self, size: int, batch: int) -> _Case:
+        """The same product at another batch size than `batch`; rows are repeated or cut."""
+        axis = _batch_axis(self.product.a, batch)
         if axis is None:
-            return self.product, self.epilogue
-        rows = self.product.a.shape[axis] * size // self.batch
+            return self
+        rows = self.product.a.shape[axis] * size // batch
         cross = tuple(_repeated(each, rows, axis) for each in self.epilogue.cross)
         if self.epilogue.is_first:
             cross = (cross[0], cross[0])
-        factor = _repeated(self.product.a, rows, axis)
-        return replace(self.product, a=factor), replace(self.epilogue, cross=cross)
+        product = replace(self.product, a=_repeated(self.product.a, rows, axis))
+        return replace(self, product=product, epilogue=replace(self.epilogue, cross=cross))
 
 
 def _repeated(tensor: Tensor, rows: int, axis: int = 0) -> Tensor:
@@ -309,43 +291,19 @@ def _repeated(tensor: Tensor, rows: int, axis: int = 0) -> Tensor:
     # PyTorch cannot repeat FP8 tensors.
     raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     counts = [times if each == axis else 1 for each in range(raw.dim())]
-    made = raw.repeat(*counts).narrow(axis, 0, rows)
-    slowest_first = sorted(range(made.dim()), key=tensor.stride, reverse=True)
-    back = sorted(range(made.dim()), key=slowest_first.__getitem__)
-    return made.permute(slowest_first).contiguous().permute(back).view(tensor.dtype)
+    repeated = raw.repeat(*counts).narrow(axis, 0, rows)
+    slowest_first = sorted(range(raw.dim()), key=tensor.stride, reverse=True)
+    back = sorted(range(raw.dim()), key=slowest_first.__getitem__)
+    return repeated.permute(slowest_first).contiguous().permute(back).view(tensor.dtype)
 
 
-def _measure(
-    case: _Case, name: str, strategy: ProductStrategy, known: dict[str, dict[int, float]]
-) -> Measured:
-    site = case.site
-    if isinstance(strategy, PackageProduct) and (reason := strategy.why_not(case.product)):
-        return Measured(site, name, {}, float("nan"), reason)
-    try:
-        error = _error(strategy, case)
-        if not error <= LARGEST_ERROR:
-            return Measured(
-                site, name, {}, error, f"error {error:.2g}, at most {LARGEST_ERROR:.2g} is allowed"
-            )
-        if name not in known:
-            alone = {size: _time_product(strategy, case.at(size)) for size in case.sizes}
-            if case.is_behind(alone) and not isinstance(strategy, EpilogueStrategy):
-                return Measured(site, name, {}, error, "slower than another even without what follows")
-            known[name] = {size: us + _time_behind(strategy, case.at(size)) for size, us in alone.items()}
-    except Exception as failure:
-        # A tile may need too much shared memory; the compiler then raises errors of several types.
-        return Measured(site, name, {}, float("nan"), f"{type(failure).__name__}: {str(failure)[:200]}")
-    return Measured(site, name, known[name], error)
-
-
-def _time_product(strategy: ProductStrategy, given: tuple[FloatProduct, Epilogue]) -> float:
+def _time_product(case: _Case) -> float:
     """Microseconds of a product, including the epilogue where the same kernel computes it."""
-    product, epilogue = given
-    products = with_weights_in_turn(product)
+    products = with_weights_in_turn(case.product)
     turns, launches = cycle(products), calls_in_turn(_LAUNCHES, len(products))
-    if isinstance(strategy, EpilogueStrategy):
-        return time_in_graph(lambda: strategy.multiply_with(next(turns), epilogue).outputs, launches)
-    return time_in_graph(lambda: strategy.multiply(next(turns)).values, launches)
+    if case.strategy.fuses_epilogue:
+        return time_in_graph(lambda: case.strategy.multiply_with(next(turns), case.epilogue), launches)
+    return time_in_graph(lambda: case.strategy.multiply(next(turns)), launches)
 
 
 def with_weights_in_turn(product: FloatProduct) -> list[FloatProduct]:
@@ -362,38 +320,31 @@ def with_weights_in_turn(product: FloatProduct) -> list[FloatProduct]:
     return [product, *(replace(product, b=raw.clone().view(weight.dtype).t()) for _ in range(copies - 1))]
 
 
-def _time_behind(strategy: ProductStrategy, given: tuple[FloatProduct, Epilogue]) -> float:
+def _time_behind(case: _Case) -> float:
     """Microseconds of the epilogue of a library's product, one kernel of the compiler."""
-    product, epilogue = given
-    if isinstance(strategy, EpilogueStrategy) or not epilogue.follows:
+    if case.strategy.fuses_epilogue or not case.epilogue.follows:
         return 0.0
-    value = strategy.multiply(product).values
+    value = case.strategy.multiply(case.product).values
 
     def follow(value: Tensor, cross: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return replace(epilogue, cross=cross).apply(value)
+        return replace(case.epilogue, cross=cross).apply(value)
 
     torch._dynamo.reset()
     compiled = torch.compile(follow, dynamic=False)
-    return time_in_graph(lambda: compiled(value, epilogue.cross))
+    return time_in_graph(lambda: compiled(value, case.epilogue.cross))
 
 
-def _error(strategy: ProductStrategy, case: _Case) -> float:
+def _error(strategy: ProductStrategy, product: FloatProduct) -> float:
     """Error of the product alone, in the base precision, without its epilogue."""
-    plain = Epilogue(bias=None, is_wide=True)
-    product = replace(case.product, bias=None)
-    done = (
-        strategy.multiply_with(product, plain)
-        if isinstance(strategy, EpilogueStrategy)
-        else library_with(strategy, product, plain)
-    )
-    found = done.outputs[0].to(torch.float64)
+    product = replace(product, bias=None)
+    values = strategy.multiply_with(product, Epilogue()).values.to(torch.float64)
     exact = torch.matmul(product.a.to(torch.float64) * product.scale_a, product.b.to(torch.float64))
     exact = exact * product.scale_b
     rounded = exact.to(product.dtype).to(torch.float64)
     # A product of zeros has norm 0; a kernel that returns zeros is exact then.
     norm = exact.norm().clamp(min=torch.finfo(torch.float64).tiny)
     # Subtract the energy of rounding the result to its type.
-    total, own = (found - exact).norm() / norm, (rounded - exact).norm() / norm
+    total, own = (values - exact).norm() / norm, (rounded - exact).norm() / norm
     return float(torch.sqrt(torch.clamp(total * total - own * own, min=0.0)))
 
 
@@ -411,16 +362,12 @@ def time_in_graph(run: Callable[[], object], launches: int = _LAUNCHES) -> float
         for _ in range(launches):
             run()
     graph.replay()
-    taken: list[float] = []
+    us: list[float] = []
     for _ in range(_REPLAYS):
-        begin, end = _event(), _event()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        taken.append(begin.elapsed_time(end) * 1e3 / launches)
-    return statistics.median(taken)
-
-
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        us.append(begin.elapsed_time(end) * 1e3 / launches)
+    return statistics.median(us)

@@ -1,15 +1,14 @@
 """Compile a planned ONNX graph to one AOTInductor package.
 
-In order: fusions of the ONNX graph (`fusions`), lowering to PyTorch, on a GPU the choice of a kernel for each
-fused product (`choosing`), export with a batch that may vary, compilation ahead of time, packaging.
-
-The package holds `engine.json` beside its programs
-(`engines.inductor.package`), which says what the exported programs multiply.
+In order: fusions of the ONNX graph (`fusions`), lowering to PyTorch (`lowering`), on a GPU the choice of a
+kernel for each fused product (`choosing`), export with a batch that may vary, compilation ahead of time,
+packaging. The package holds its manifest (`package`), which says what the exported programs multiply.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,9 +20,10 @@ import numpy as np
 import onnx
 
 from loka_onnx.core import serde
+from loka_onnx.core.cache_directory import cache_directory
 from loka_onnx.core.devices import CPU
 from loka_onnx.engines.device_lock import device_alone
-from loka_onnx.engines.inductor.exported import entering_types, marked, output_types, products_of
+from loka_onnx.engines.inductor.exported import entering_types, output_types, products_of
 from loka_onnx.engines.inductor.operator_packages import find_packages, needed_packages
 from loka_onnx.engines.inductor.package import (
     RECORD,
@@ -34,7 +34,6 @@ from loka_onnx.engines.inductor.package import (
     Program,
     instruction_sets,
 )
-from loka_onnx.engines.inductor.toolchain import Compilers
 from loka_onnx.engines.request import WAITING, BatchRange, BuildRequest
 from loka_onnx.errors import DataError, EngineError, LokaError, ModelError
 from loka_onnx.sessions.cuda import list_cuda_devices
@@ -47,7 +46,50 @@ OPTIONS: Mapping[str, range] = dict.fromkeys(
     ("max_autotune", "fast_accumulation", STATIC, FUSE, "choose"), range(2)
 )
 
+SYSTEM = ("/usr/bin/g++", "/usr/bin/gcc")
+"""C++ and C compilers that are preferred to those of the environment."""
 _NUMPY_TYPES = {"float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"}
+
+
+@dataclass(frozen=True)
+class Compilers:
+    """Compilers of C++ and of C, as commands."""
+
+    cxx: str
+    cc: str
+
+    @classmethod
+    def find(
+        cls, environment: Mapping[str, str] | None = None, system: tuple[str, str] = SYSTEM
+    ) -> Compilers | None:
+        """Return the compilers to build with, by default those of this process's environment.
+
+        The system's GCC comes first, even where ``CXX`` names another compiler. A package whose host part was
+        compiled by another tool chain, with its own C++ library, builds without an error and crashes with a
+        segmentation fault when it is loaded (seen with PyTorch 2.11).
+        """
+        variables = os.environ if environment is None else environment
+        named = (variables.get("CXX", ""), variables.get("CC", ""))
+        for pair in (system, named, ("g++", "gcc"), ("clang++", "clang")):
+            # A variable may hold arguments as well.
+            names = [(command.split() or [""])[0] for command in pair]
+            cxx, cc = (shutil.which(name, path=variables.get("PATH")) if name else None for name in names)
+            if cxx and cc:
+                return cls(cxx, cc)
+        return None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables to set before PyTorch reads them.
+
+        Generated kernels, autotuning results and compiler probes stay in the caches that the environment
+        names, else in this user's: plans of one model share most kernels.
+        """
+        caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+        variables = {
+            name: str(cache_directory() / folder) for name, folder in caches.items() if name not in os.environ
+        }
+        return {"CXX": self.cxx, "CC": self.cc, **variables}
 
 
 @dataclass(frozen=True)
@@ -102,8 +144,7 @@ class Build:
 def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> Path:
     """Build a package; call it only in a child process, which PyTorch may crash.
 
-    Args:
-        compilers: The C++ compiler, already set in the environment (`toolchain.build_environment`).
+    The environment must have the variables of the compilers.
 
     Raises:
         ModelError: An input or output has a type or shape that requests cannot hold.
@@ -111,6 +152,8 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
     """
     import torch
     from torch.export.pt2_archive._package import package_pt2
+
+    from loka_onnx.engines.inductor.lowering.model import lower
 
     # Otherwise TF32 would round the factors of FP32 products to 10 bits.
     torch.set_float32_matmul_precision("highest")
@@ -128,7 +171,7 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
         for program in batch_programs(request.batch, static=settings.static):
             served = [size for size in request.batch.sizes if program.minimum <= size <= program.maximum]
             with clocked(f"program '{program.name}' lowered"):
-                module = lower_model(model, products(served)).to(torch_device(request.architecture)).eval()
+                module = lower(model, products(served)).to(torch_device(request.architecture)).eval()
             done, files[program.name] = _compile_program(build, module, program)
             programs.append(done)
             lowered.append(module.sites)
@@ -182,28 +225,28 @@ def chosen_products(build: Build, model: Path) -> Callable[[Sequence[int]], Any]
     """Return the strategy for a program's batch sizes: on a GPU, the fastest measured kernels."""
     import torch
 
-    from loka_onnx.engines.inductor.choosing import Recorder, choose_kernels, compile_candidates
+    from loka_onnx.engines.inductor.choosing import Chooser, Recorder
+    from loka_onnx.engines.inductor.lowering.model import lower
     from loka_onnx.engines.inductor.lowering.strategies import ScaledMatMul
 
     request, settings = build.request, build.settings
-    library = ScaledMatMul(fast_accumulation=settings.fast_accumulation)
+    fast = settings.fast_accumulation
+    library = ScaledMatMul(fast_accumulation=fast)
     device = torch_device(request.architecture)
     if not settings.choose or not settings.fuse or device.type == CPU:
         return lambda sizes: library
-    recorder = Recorder(ScaledMatMul())
+    recorder = Recorder()
     rows = request.batch.serve
     examples = example_rows(request.sample, build.inputs, rows)
-    module = lower_model(model, recorder).to(device).eval()
-    fast, packages = settings.fast_accumulation, find_packages(str(torch.__version__))
+    module = lower(model, recorder).to(device).eval()
+    chooser = Chooser(rows, tuple(request.batch.sizes), fast, find_packages(str(torch.__version__)))
     with torch.no_grad():
         module(*(each.to(device) for each in examples))
         with clocked("tiles compiled"):
-            compile_candidates(recorder.seen, rows, request.batch.sizes, fast_accumulation=fast)
+            chooser.compile(recorder.seen)
         # Programs compile in parallel, but timing needs the device alone.
         with device_alone(request.architecture, build.scratch.parent / WAITING), clocked("kernels timed"):
-            chosen = choose_kernels(
-                recorder.seen, rows, request.batch.sizes, fast_accumulation=fast, packages=packages
-            )
+            chosen = chooser.choose(recorder.seen)
     for each in chosen.measured:
         times = ", ".join(f"{us:.2f} µs at batch {n}" for n, us in each.us.items())
         print(f"{each.site}: {each.kernel}: {times or each.obstacle}; error {each.error:.2g}", flush=True)
@@ -218,11 +261,7 @@ def batch_programs(batch: BatchRange, *, static: bool) -> tuple[Program, ...]:
 
 
 def input_ports(graph: onnx.GraphProto) -> tuple[InputPort, ...]:
-    """Inputs of a graph.
-
-    Raises:
-        ModelError: One has another dynamic axis than the batch, or a type that NumPy lacks.
-    """
+    """Inputs of a graph; refuses other dynamic axes than the batch, and types that NumPy lacks."""
     ports = []
     for value in graph.input:
         kind = value.type.tensor_type
@@ -252,31 +291,8 @@ def output_ports(graph: onnx.GraphProto) -> tuple[OutputPort, ...]:
     )
 
 
-def lower_model(model: Path, products: Any) -> Any:
-    """Lower a model to a PyTorch module whose operators carry the names of their ONNX nodes."""
-    import loka_onnx.engines.inductor.kernels.operators  # noqa: F401 (registers what fusions write)
-    from loka_onnx.engines.inductor.lowering.model import LoweringOptions, lower
-    from loka_onnx.engines.inductor.lowering.registry import OPERATORS
-
-    registry = OPERATORS.copy()
-    for key, operator in registry.operators.items():
-        registry.operators[key] = replace(operator, lower=_marking(operator.lower))
-    return lower(model, LoweringOptions(products=products, operators=registry))
-
-
-def _marking(lower: Callable[..., Any]) -> Callable[..., Any]:
-    def lower_marked(node: Any, *values: Any) -> Any:
-        return marked(node.name, lower, node, *values)
-
-    return lower_marked
-
-
 def torch_device(architecture: str) -> Any:
-    """Device to compile on: the first GPU of an architecture, or the CPU.
-
-    Raises:
-        EngineError: There is no such GPU here.
-    """
+    """Device to compile on: the first GPU of an architecture, or the CPU."""
     import torch
 
     if architecture == CPU:
@@ -289,25 +305,21 @@ def torch_device(architecture: str) -> Any:
     raise EngineError(f"there is no GPU of architecture {architecture} here to compile on")
 
 
-def compiled_sites(lowered: Sequence[Mapping[str, Any]]) -> tuple[CompiledSite, ...]:
+def compiled_sites(lowered: Sequence[Mapping[str, CompiledSite]]) -> tuple[CompiledSite, ...]:
     """Merge the lowered products of all programs by node; programs may use different kernels."""
-    found = []
+    sites = []
     for name, site in lowered[0].items():
-        kernels = dict.fromkeys(each[name].kernel for each in lowered)
+        variants = [each[name] for each in lowered]
         # A site counts as FP8 only if every program multiplies FP8.
-        shown = next((each[name] for each in lowered if not each[name].engaged), site)
-        reason = shown.reason or next((each[name].reason for each in lowered if each[name].reason), "")
-        operands = tuple(shown.operands)
-        found.append(CompiledSite(name, ", ".join(kernels), operands, bool(shown.engaged), reason))
-    return tuple(found)
+        shown = next((each for each in variants if not each.engaged), site)
+        kernels = ", ".join(dict.fromkeys(each.kernel for each in variants))
+        reason = shown.reason or next((each.reason for each in variants if each.reason), "")
+        sites.append(replace(shown, kernel=kernels, reason=reason))
+    return tuple(sites)
 
 
 def example_rows(sample: Path, inputs: Sequence[InputPort], rows: int) -> tuple[Any, ...]:
-    """Example tensors of `rows` rows for export; the rows of the sample repeat.
-
-    Raises:
-        DataError: The sample lacks an input, or has no rows.
-    """
+    """Example tensors of `rows` rows for export; the rows of the sample repeat."""
     import torch
 
     examples = []

@@ -46,6 +46,10 @@ class Executor(ABC):
 
     captures: bool = False
     """True if served batch sizes have CUDA graphs."""
+    device: int | None = None
+    """CUDA device of `run_on_device`; None where there is none."""
+    stream: int = 0
+    """Handle of its stream."""
 
     @abstractmethod
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
@@ -54,16 +58,6 @@ class Executor(ABC):
     @abstractmethod
     def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Put the inputs of a placement into the program's memory."""
-
-    @property
-    def device(self) -> int | None:
-        """CUDA device of `run_on_device`; None where there is none."""
-        return None
-
-    @property
-    def stream(self) -> int:
-        """Handle of its stream."""
-        return 0
 
     def run_on_device(
         self, placements: Sequence[Placement], inputs: Mapping[str, Borrowed], allocate: Allocate
@@ -84,13 +78,14 @@ class HostExecutor(Executor):
 
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run on the arrays themselves; outputs are copied, because they may share an input or a constant."""
-        outputs = self._calls[placement.program](self._feeds(placement, inputs))
+        feeds = _tensors(self._torch, self._engine, placement.piece, inputs)
+        outputs = self._calls[placement.program](feeds)
         ports = self._engine.outputs
         return {port.name: value.numpy().copy() for port, value in zip(ports, outputs, strict=True)}
 
     def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Wrap the arrays as tensors."""
-        feeds = self._feeds(placement, inputs)
+        feeds = _tensors(self._torch, self._engine, placement.piece, inputs)
         call = self._calls[placement.program]
         return Resident(lambda: call(list(feeds)), lambda: None)
 
@@ -98,12 +93,14 @@ class HostExecutor(Executor):
         """Unload the programs."""
         self._calls.clear()
 
-    def _feeds(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
-        # Torch warns about read-only arrays, although no program writes its inputs.
-        return [
-            self._torch.from_numpy(np.require(padded(inputs[port.name], placement.piece), None, ["C", "W"]))
-            for port in self._engine.inputs
-        ]
+
+def _tensors(
+    torch: Any, engine: InductorEngine, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]
+) -> list[Tensor]:
+    """Inputs of a piece as tensors, padded."""
+    # Torch warns about read-only arrays, although no program writes its inputs.
+    values = (np.require(padded(inputs[port.name], piece), None, ["C", "W"]) for port in engine.inputs)
+    return [torch.from_numpy(value) for value in values]
 
 
 @dataclass(frozen=True)
@@ -126,6 +123,7 @@ class Gpu:
         self._torch = torch
         self.device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self.device)
+        self.stream = int(self._stream.cuda_stream)
         self._pool = torch.cuda.graph_pool_handle()
 
     def pinned(self, shape: Sequence[int], dtype: Any) -> Tensor:
@@ -138,21 +136,12 @@ class Gpu:
         with self._torch.inference_mode(), self._torch.cuda.stream(self._stream):
             yield
 
-    @property
-    def stream(self) -> int:
-        """Handle of the stream."""
-        return int(self._stream.cuda_stream)
-
     def synchronize(self) -> None:
         """Wait for everything that was queued."""
         self._stream.synchronize()
 
     def capture(self, call: Callable[[], Sequence[Tensor]]) -> Captured:
-        """Capture the work of a call.
-
-        Warm-up calls come first: the first calls load kernels and let libraries choose theirs, which a
-        capture forbids.
-        """
+        """Capture the work of a call, after calls that load kernels and let libraries choose theirs."""
         for _ in range(WARM_UPS):
             call()
         self.synchronize()
@@ -171,20 +160,13 @@ class Gpu:
 
 
 class GraphExecutor(Executor):
-    """Runs programs on a GPU, by CUDA graphs for served batch sizes.
-
-    Args:
-        calls: The loaded programs, by name; emptied by `close`.
-        gpu: The GPU; closed with the executor.
-
-    Raises:
-        EngineError: A program cannot be captured.
-    """
+    """Runs programs on a GPU, by CUDA graphs for served batch sizes; closes `gpu`."""
 
     captures = True
 
     def __init__(self, torch: Any, engine: InductorEngine, calls: dict[str, Call], gpu: Gpu) -> None:
         self._torch, self._engine, self._calls, self._gpu = torch, engine, calls, gpu
+        self.device, self.stream = int(gpu.device.index or 0), gpu.stream
         largest = engine.graph_sizes[-1]
         self._staging = {
             port.name: gpu.pinned((largest, *port.row_shape), self._dtype(port)) for port in engine.inputs
@@ -218,16 +200,6 @@ class GraphExecutor(Executor):
                 values = [output.cpu().numpy() for output in outputs]
         return {port.name: value for port, value in zip(self._engine.outputs, values, strict=True)}
 
-    @property
-    def device(self) -> int | None:
-        """Number of the GPU."""
-        return int(self._gpu.device.index or 0)
-
-    @property
-    def stream(self) -> int:
-        """Handle of its stream."""
-        return self._gpu.stream
-
     def run_on_device(
         self, placements: Sequence[Placement], inputs: Mapping[str, Borrowed], allocate: Allocate
     ) -> dict[str, Borrowed]:
@@ -243,16 +215,17 @@ class GraphExecutor(Executor):
                 if port.name not in answer:
                     shape = (rows, *output.shape[1:]) if port.batched else tuple(output.shape)
                     # Not on this stream: the allocating library orders it behind its own work.
-                    answer[port.name] = made = allocate(shape, _numpy_type(output))
-                    targets[port.name] = self._torch.from_dlpack(made.capsule)
+                    dtype = dtype_called(str(output.dtype).removeprefix("torch."))
+                    answer[port.name] = allocate(shape, dtype)
+                    targets[port.name] = self._torch.from_dlpack(answer[port.name].capsule)
                 elif not port.batched:
                     continue
+                target, values = targets[port.name], output
+                if port.batched:
+                    target = target[piece.start : piece.start + piece.rows]
+                    values = output[: piece.rows]
                 with self._gpu.active():
-                    if port.batched:
-                        target = targets[port.name][piece.start : piece.start + piece.rows]
-                        target.copy_(output[: piece.rows], non_blocking=True)
-                    else:
-                        targets[port.name].copy_(output, non_blocking=True)
+                    target.copy_(values, non_blocking=True)
         self._gpu.synchronize()
         return answer
 
@@ -328,14 +301,7 @@ class GraphExecutor(Executor):
             self._inputs[name][: piece.size].copy_(staging[: piece.size], non_blocking=True)
 
     def _moved(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
-        values = (
-            np.require(padded(inputs[port.name], piece), None, ["C", "W"]) for port in self._engine.inputs
-        )
-        return [self._torch.from_numpy(value).to(self._gpu.device) for value in values]
+        return [each.to(self._gpu.device) for each in _tensors(self._torch, self._engine, piece, inputs)]
 
     def _dtype(self, port: InputPort) -> Any:
         return self._torch.from_numpy(np.empty(0, port.dtype)).dtype
-
-
-def _numpy_type(tensor: Tensor) -> np.dtype[Any]:
-    return dtype_called(str(tensor.dtype).removeprefix("torch."))

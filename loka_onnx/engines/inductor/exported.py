@@ -6,7 +6,7 @@ During export every operator is annotated with the ONNX node that it was lowered
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from loka_onnx.engines.inductor.operator_packages import PackageOperator, operator_called
@@ -55,14 +55,9 @@ def products_of(graph: Any) -> tuple[Product, ...]:
     The factors of an own operator are its first two tensors, those of an operator of another package
     (`operator_packages`) its first two arguments.
     """
-    return tuple(_products(graph))
-
-
-def _products(graph: Any) -> Iterator[Product]:
+    products = []
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        operator = str(node.target)
+        operator = str(node.target) if node.op == "call_function" else ""
         packaged = operator_called(operator)
         if packaged is not None:
             factors = list(node.args[:2])
@@ -75,13 +70,16 @@ def _products(graph: Any) -> Iterator[Product]:
         else:
             continue
         types = tuple(_dtype(factor) for factor in factors)
-        yield Product(_mark(node), operator, types, _is_fast(node, operator, types, packaged))
+        products.append(Product(_mark(node), operator, types, _is_fast(node, operator, types, packaged)))
+    return tuple(products)
 
 
 def _is_fast(node: Any, operator: str, types: Sequence[str], packaged: PackageOperator | None) -> bool:
-    """Tell whether the sums of a product may keep fewer bits than FP32."""
+    """True if the sums of a product may keep fewer bits than FP32."""
     if operator == PRODUCT_KERNEL:
-        return types[0] in FLOAT8 and not _is_exact(node)
+        # `kernels.products.Tile.numbers`
+        *_, is_exact, _ = node.args[-1]
+        return types[0] in FLOAT8 and not is_exact
     if packaged is None and operator != SCALED:
         return False
     position = _FAST_ACCUMULATION if packaged is None else packaged.fast_position
@@ -92,30 +90,23 @@ def _is_fast(node: Any, operator: str, types: Sequence[str], packaged: PackageOp
 
 
 def entering_types(graph: Any, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Element types of the floating tensors that enter the operators of each node from other nodes.
+    """Element types of the floating tensors that enter the operators of ONNX nodes from other nodes.
 
-    Args:
-        names: Nodes of the ONNX graph; one without operators is left out.
+    A node without operators is left out.
     """
-    found: dict[str, dict[str, None]] = {}
+    entering: dict[str, dict[str, None]] = {}
     for node in graph.nodes:
         name = _mark(node)
         if node.op == "call_function" and name in names:
             types = (_dtype(source) for source in node.all_input_nodes if _mark(source) != name)
-            found.setdefault(name, {}).update(dict.fromkeys(kind for kind in types if kind in _FLOATING))
-    return {name: tuple(types) for name, types in found.items()}
+            entering.setdefault(name, {}).update(dict.fromkeys(kind for kind in types if kind in _FLOATING))
+    return {name: tuple(types) for name, types in entering.items()}
 
 
 def output_types(graph: Any) -> tuple[str, ...]:
     """Element types of the outputs of an exported graph."""
     (output,) = (node for node in graph.nodes if node.op == "output")
     return tuple(_dtype(value) for value in output.args[0])
-
-
-def _is_exact(node: Any) -> bool:
-    """Tell whether our FP8 kernel sums in FP32 (`kernels.products.Tile.numbers`)."""
-    *_, is_exact, _ = node.args[-1]
-    return bool(is_exact)
 
 
 def _mark(node: Any) -> str:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 
@@ -75,12 +76,14 @@ class OperatorPackage:
     def installed(self) -> NeededPackage | None:
         """Return the first of its distributions that is installed, or None; imports nothing."""
         for distribution in self.distributions:
-            try:
-                version = metadata.version(distribution)
-            except metadata.PackageNotFoundError:
-                continue
-            return NeededPackage(distribution, version, self.module)
+            with suppress(metadata.PackageNotFoundError):
+                return NeededPackage(distribution, metadata.version(distribution), self.module)
         return None
+
+    @property
+    def exported(self) -> dict[str, PackageOperator]:
+        """Its operators by their names in exported programs, such as ``fbgemm.f8f8bf16.default``."""
+        return {f"{self.namespace}.{operator.name}.default": operator for operator in self.operators}
 
 
 PACKAGES = (
@@ -101,12 +104,10 @@ def find_packages(
     torch_version: str, packages: Sequence[OperatorPackage] = PACKAGES
 ) -> tuple[FoundPackage, ...]:
     """Import the installed ones of `packages`."""
-    found = []
-    for package in packages:
-        here = package.installed()
-        if here is not None:
-            found.append(FoundPackage(package, _why_not(package, here, torch_version)))
-    return tuple(found)
+    installed = ((package, package.installed()) for package in packages)
+    return tuple(
+        FoundPackage(package, _why_not(package, here, torch_version)) for package, here in installed if here
+    )
 
 
 def _why_not(package: OperatorPackage, here: NeededPackage, torch_version: str) -> str:
@@ -124,20 +125,11 @@ def _why_not(package: OperatorPackage, here: NeededPackage, torch_version: str) 
 
 def operator_called(exported: str) -> PackageOperator | None:
     """Operator of an exported name such as ``fbgemm.f8f8bf16.default``; None for any other."""
-    return next((operator for _, operator, name in _exported_names() if name == exported), None)
+    return next((each.exported[exported] for each in PACKAGES if exported in each.exported), None)
 
 
 def needed_packages(programs: Iterable[Program]) -> tuple[NeededPackage, ...]:
     """Packages whose operators the programs call, as installed here."""
     called = {product.operator for program in programs for product in program.products}
-    packages = dict.fromkeys(package.module for package, _, name in _exported_names() if name in called)
-    here = (package.installed() for package in PACKAGES if package.module in packages)
+    here = (package.installed() for package in PACKAGES if called & package.exported.keys())
     return tuple(each for each in here if each is not None)
-
-
-def _exported_names() -> list[tuple[OperatorPackage, PackageOperator, str]]:
-    return [
-        (package, operator, f"{package.namespace}.{operator.name}.default")
-        for package in PACKAGES
-        for operator in package.operators
-    ]

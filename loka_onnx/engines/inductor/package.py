@@ -71,12 +71,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Program:
-    """One compiled program of a package.
+    """One compiled program of a package, for `minimum` to `maximum` rows.
 
-    Attributes:
-        minimum: Fewest rows.
-        maximum: Most rows; `minimum` for a single size.
-        entering: PyTorch element types of the floating tensors that enter each site's node.
+    `entering` are the PyTorch element types of the floating tensors that enter each site's node.
     """
 
     name: str
@@ -143,7 +140,7 @@ class InductorEngine:
 
     @property
     def is_static(self) -> bool:
-        """Tell whether each program takes a single batch size."""
+        """True if each program takes a single batch size."""
         return all(program.minimum == program.maximum for program in self.programs)
 
     @property
@@ -153,14 +150,12 @@ class InductorEngine:
 
 
 def read_engine(package: Path) -> InductorEngine:
-    """Read the manifest of a package.
-
-    Raises:
-        EngineError: The file is no package, or none of this project.
-    """
+    """Read the manifest of a package; refuse a file that is none of this project."""
     try:
         with zipfile.ZipFile(package) as archive:
-            name = _record(archive)
+            name = next((n for n in archive.namelist() if f"/{n}".endswith(f"/extra/{RECORD}")), None)
+            if name is None:
+                raise UserError(f"it has no '{RECORD}' among its extra files")
             if archive.getinfo(name).file_size > MAX_DOCUMENT_BYTES:
                 raise UserError(f"'{name}' is larger than {MAX_DOCUMENT_BYTES} bytes")
             return serde.loads(InductorEngine, archive.read(name).decode("utf-8"), where=name)
@@ -202,12 +197,7 @@ def instruction_sets(cpu_info: Path = CPU_INFO) -> tuple[str, ...]:
 
 
 def check_host(engine: InductorEngine, torch_version: str, host: Sequence[str], package: Path) -> None:
-    """Refuse an engine that would crash with this host's PyTorch or processor.
-
-    Raises:
-        EngineError: PyTorch has another major or minor version, or the processor lacks an instruction set of
-            the build.
-    """
+    """Refuse an engine that would crash with this host's PyTorch (another release) or processor."""
     if release(engine.torch) != release(torch_version):
         raise EngineError(
             "the engine was compiled by another version of PyTorch",
@@ -223,10 +213,3 @@ def check_host(engine: InductorEngine, torch_version: str, host: Sequence[str], 
             evidence=f"this host lacks {', '.join(missing)}",
             remedy="build the engine on a host with this processor",
         )
-
-
-def _record(archive: zipfile.ZipFile) -> str:
-    for name in archive.namelist():
-        if name == f"extra/{RECORD}" or name.endswith(f"/extra/{RECORD}"):
-            return name
-    raise UserError(f"it has no '{RECORD}' among its extra files")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,17 +35,11 @@ from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
 
 MOST_PADDING = 2
 """Largest ratio of a captured batch size to the rows that are padded to it."""
-
-
 INSTALL = "pip install 'loka-onnx[inductor]'"
 
 
 def import_torch() -> Any:
-    """Import `torch`.
-
-    Raises:
-        MissingPackage: It is not installed, or its libraries do not load.
-    """
+    """Import `torch`, or raise MissingPackage."""
     try:
         return importlib.import_module("torch")
     except (ImportError, OSError) as error:
@@ -53,9 +48,6 @@ def import_torch() -> Any:
 
 def open_inductor(package: Path, architecture: str) -> InductorSession:
     """Load a package on the CPU, or on the first GPU of its architecture, after checking that the host fits.
-
-    Args:
-        architecture: Target of the build: ``cpu``, or for example ``sm90``.
 
     Raises:
         MissingPackage: PyTorch is not installed, or a package whose operators the programs call.
@@ -114,10 +106,7 @@ def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict
 def import_packages(engine: InductorEngine, package: Path) -> None:
     """Register the operators that the programs of an engine call; `package` is its file, for messages.
 
-    Raises:
-        MissingPackage: A package is not installed, or does not import.
-        EngineError: It has another release, whose kernels were not compared with the exact product; or it is
-            unknown (`OPERATOR_MODULES`).
+    Other releases than that of the build are refused: their kernels were not compared with the exact product.
     """
     for needed in engine.packages:
         if needed.distribution not in OPERATOR_MODULES.get(needed.module, ()):
@@ -159,15 +148,11 @@ def import_packages(engine: InductorEngine, package: Path) -> None:
 
 
 def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Placement, ...]:
-    """Assign programs to the rows of a request.
+    """Assign programs to the rows of a request, which must be some that the engine was built for.
 
     With programs of fixed sizes: the smallest that holds the rows, or several. With one program for all
     sizes: the CUDA graph of the smallest size that holds the rows and is at most `MOST_PADDING` times as
-        large; else the program
-    itself, kernel by kernel.
-
-    Raises:
-        EngineError: The engine was not built for that many rows.
+    large; else the program itself, kernel by kernel.
     """
     if not engine.minimum <= rows <= engine.maximum:
         raise EngineError(
@@ -194,22 +179,10 @@ class InductorSession(Runner):
         self._lock = threading.Lock()
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Run one batch.
-
-        Raises:
-            EngineError: An input is missing or has another shape, the engine was not built for that many
-                rows, it fails, or the session is closed.
-        """
+        """Run one batch."""
         feeds = self._feeds(inputs)
-        with self._lock:
-            executor = self._open_executor()
-            pieces = placements(self.engine, rows_of(feeds), captures=executor.captures)
-            try:
-                answers = [(placement.piece, executor.run(placement, feeds)) for placement in pieces]
-            except RuntimeError as error:
-                raise EngineError(
-                    "the engine failed on a batch", evidence=str(error).splitlines()[0][:400]
-                ) from error
+        with self._executing(rows_of(feeds)) as (executor, pieces):
+            answers = [(placement.piece, executor.run(placement, feeds)) for placement in pieces]
         return {port.name: _joined(port.name, answers, batched=port.batched) for port in self.engine.outputs}
 
     @property
@@ -230,23 +203,13 @@ class InductorSession(Runner):
 
     def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
         """Run one batch on the device."""
-        with self._lock:
-            executor = self._open_executor()
-            rows = next(iter(inputs.values())).shape[0]
-            pieces = placements(self.engine, rows, captures=executor.captures)
-            try:
-                return executor.run_on_device(pieces, inputs, allocate)
-            except RuntimeError as error:
-                raise EngineError(
-                    "the engine failed on a batch", evidence=str(error).splitlines()[0][:400]
-                ) from error
+        with self._executing(next(iter(inputs.values())).shape[0]) as (executor, pieces):
+            return executor.run_on_device(pieces, inputs, allocate)
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Put a batch into device memory."""
         feeds = self._feeds(inputs)
-        with self._lock:
-            executor = self._open_executor()
-            pieces = placements(self.engine, rows_of(feeds), captures=executor.captures)
+        with self._executing(rows_of(feeds)) as (executor, pieces):
             # Pieces share the buffers of a graph, so that only a single one can stay.
             return executor.resident(pieces[0], feeds) if len(pieces) == 1 else super().resident(feeds)
 
@@ -256,6 +219,18 @@ class InductorSession(Runner):
             if self._executor is not None:
                 self._executor.close()
             self._executor = None
+
+    @contextmanager
+    def _executing(self, rows: int) -> Iterator[tuple[Executor, tuple[Placement, ...]]]:
+        """Hold the executor and the placements of some rows; a failure is an error of the engine."""
+        with self._lock:
+            executor = self._open_executor()
+            try:
+                yield executor, placements(self.engine, rows, captures=executor.captures)
+            except RuntimeError as error:
+                raise EngineError(
+                    "the engine failed on a batch", evidence=str(error).splitlines()[0][:400]
+                ) from error
 
     def _open_executor(self) -> Executor:
         if self._executor is None:

@@ -29,6 +29,7 @@ from loka_onnx.engines.inductor.package import (
     read_sources,
 )
 
+NO_NODE = "nothing of that name in the exported program"
 TORCH_TYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
 _LIBRARY_CALL = re.compile(r"\baoti_torch_\w+?__scaled_mm\w*\(")
 _TEMPLATE_CALL = re.compile(
@@ -53,86 +54,74 @@ def read_site_precisions(
     """
     engine = read_engine(package)
     calls = {
-        name: product_calls(read_sources(package, name), read_called_operators(package, name))
-        for name in (program.name for program in engine.programs)
+        each.name: product_calls(read_sources(package, each.name), read_called_operators(package, each.name))
+        for each in engine.programs
     }
     return site_precisions(engine, calls, planned)
 
 
 def product_calls(sources: Sequence[str], named: Sequence[str] = ()) -> Counter[str]:
-    """Count the calls of FP8 products and of own kernels in generated C++, by operator of the exported
-    program.
+    """Count calls of FP8 products and of own kernels in generated C++, by operator of the exported program.
 
-    Args:
-        named: Operators called by number (`read_called_operators`).
+    `named` are the operators that are called by number (`read_called_operators`).
     """
-    found = Counter[str]()
+    counts = Counter[str]()
     for text in sources:
-        found[SCALED] += len(_LIBRARY_CALL.findall(text)) + len(_TEMPLATE_CALL.findall(text))
-        found.update(f"{OWN_OPERATORS}{name}.default" for name in _OWN_CALL.findall(text))
+        counts[SCALED] += len(_LIBRARY_CALL.findall(text)) + len(_TEMPLATE_CALL.findall(text))
+        counts.update(f"{OWN_OPERATORS}{name}.default" for name in _OWN_CALL.findall(text))
         numbers = (int(number) for number in _NUMBERED_CALL.findall(text))
         called = (f"{named[number].replace('::', '.')}.default" for number in numbers if number < len(named))
-        found.update(name for name in called if operator_called(name) is not None)
-    return found
+        counts.update(name for name in called if operator_called(name) is not None)
+    return counts
 
 
 def site_precisions(
     engine: InductorEngine, calls: Mapping[str, Mapping[str, int]], planned: Sequence[tuple[Site, Precision]]
 ) -> tuple[SitePrecision, ...]:
-    """Return the precision of each planned site."""
+    """Return the precision of each planned site; `calls` counts the generated code's calls by program."""
     compiled = {site.site: site for site in engine.sites}
-    return tuple(_site_precision(engine, calls, compiled, each) for each in planned)
+    sites = []
+    for site, precision in planned:
+        lowered = compiled.get(site.name)
+        if lowered is not None:
+            engaged, evidence = _read_product(engine, calls, lowered, precision)
+            sites.append(SitePrecision(site.name, precision, lowered.operands, engaged, evidence))
+        elif site.kind is SiteKind.NORM and precision is not Precision.FP8:
+            sites.append(_read_norm(engine, site.name, precision))
+        else:
+            evidence = "nothing of that name in the lowered graph"
+            sites.append(SitePrecision(site.name, precision, (), False, evidence))
+    return tuple(sites)
 
 
-def _site_precision(
-    engine: InductorEngine,
-    calls: Mapping[str, Mapping[str, int]],
-    compiled: Mapping[str, CompiledSite],
-    planned: tuple[Site, Precision],
-) -> SitePrecision:
-    site, precision = planned
-    found = compiled.get(site.name)
-    if found is None:
-        if site.kind is SiteKind.NORM and precision is not Precision.FP8:
-            return _wide_site(engine, site.name, precision)
-        evidence = "nothing of that name in the lowered graph"
-        return SitePrecision(site.name, precision, (), False, evidence)
-    if precision is Precision.FP8:
-        return _float8_site(engine, calls, found)
-    return _wide_product(engine, calls, found, precision)
-
-
-def _float8_site(
-    engine: InductorEngine, calls: Mapping[str, Mapping[str, int]], found: CompiledSite
-) -> SitePrecision:
-    if not found.engaged:
-        evidence = f"lowered to {found.kernel}: {found.reason or 'not an FP8 product'}"
-        return SitePrecision(found.site, Precision.FP8, found.operands, False, evidence)
+def _read_product(
+    engine: InductorEngine, calls: Mapping[str, Mapping[str, int]], site: CompiledSite, planned: Precision
+) -> tuple[bool, str]:
+    """Whether a product runs as planned, and the evidence."""
+    is_float8, fast = planned is Precision.FP8, False
+    if is_float8 and not site.engaged:
+        return False, f"lowered to {site.kernel}: {site.reason or 'not an FP8 product'}"
     for program in engine.programs:
-        reason = _why_not_float8(found, program, calls[program.name])
+        products = [product for product in program.products if product.node == site.site]
+        fast |= any(product.fast_accumulation for product in products)
+        reason = _why_not_float8(products) if is_float8 else ""
+        reason = reason or _why_not_called(products, program, calls[program.name])
         if reason:
-            evidence = f"program '{program.name}': {reason}"
-            return SitePrecision(found.site, Precision.FP8, found.operands, False, evidence)
-    fast = any(product.fast_accumulation for p in engine.programs for product in _products_at(found, p))
-    said = f"exported program: {found.kernel}{' with fast accumulation' if fast else ''}"
-    if found.reason:
-        said += f"; {found.reason}"
-    return SitePrecision(found.site, Precision.FP8, found.operands, True, said)
+            return False, f"program '{program.name}': {reason}"
+    if is_float8:
+        how = f"exported program: {site.kernel}{' with fast accumulation' if fast else ''}"
+        return True, f"{how}; {site.reason}" if site.reason else how
+    is_planned = bool(site.operands) and {*site.operands} == {TORCH_TYPES[planned]}
+    return is_planned, f"lowered to {site.kernel}{f': {site.reason}' if site.reason else ''}"
 
 
-def _products_at(found: CompiledSite, program: Program) -> tuple[Product, ...]:
-    """Products of a site's node."""
-    return tuple(product for product in program.products if product.node == found.site)
-
-
-def _why_not_float8(found: CompiledSite, program: Program, calls: Mapping[str, int]) -> str:
-    products = _products_at(found, program)
+def _why_not_float8(products: Sequence[Product]) -> str:
     if not products:
         return "the exported program has no product of this site"
     for product in products:
         if not product.operands or any(kind not in FLOAT8 for kind in product.operands):
             return f"the exported program multiplies {' by '.join(product.operands) or 'nothing'} there"
-    return _why_not_called(products, program, calls)
+    return ""
 
 
 def _why_not_called(products: Sequence[Product], program: Program, calls: Mapping[str, int]) -> str:
@@ -149,28 +138,10 @@ def _why_not_called(products: Sequence[Product], program: Program, calls: Mappin
     return ""
 
 
-def _wide_product(
-    engine: InductorEngine, calls: Mapping[str, Mapping[str, int]], found: CompiledSite, planned: Precision
-) -> SitePrecision:
-    wanted = TORCH_TYPES[planned]
-    engaged = bool(found.operands) and all(kind == wanted for kind in found.operands)
-    evidence = f"lowered to {found.kernel}{f': {found.reason}' if found.reason else ''}"
-    for program in engine.programs:
-        reason = _why_not_called(_products_at(found, program), program, calls[program.name])
-        if reason:
-            return SitePrecision(
-                found.site, planned, found.operands, False, f"program '{program.name}': {reason}"
-            )
-    return SitePrecision(found.site, planned, found.operands, engaged, evidence)
-
-
-def _wide_site(engine: InductorEngine, site: str, planned: Precision) -> SitePrecision:
+def _read_norm(engine: InductorEngine, site: str, planned: Precision) -> SitePrecision:
     """Read a norm by the types that enter it; constants beside them may be wider."""
     read = [program.entering.get(site, ()) for program in engine.programs]
     types = tuple(dict.fromkeys(kind for each in read for kind in each))
-    wanted = TORCH_TYPES[planned]
-    engaged = all(wanted in each and not {*each} & {*FLOAT8} for each in read)
-    said = (
-        "exported program: what its node reads" if types else "nothing of that name in the exported program"
-    )
-    return SitePrecision(site, planned, types, engaged, said)
+    engaged = all(TORCH_TYPES[planned] in each and not {*each} & {*FLOAT8} for each in read)
+    evidence = "exported program: what its node reads" if types else NO_NODE
+    return SitePrecision(site, planned, types, engaged, evidence)

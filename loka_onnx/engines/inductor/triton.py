@@ -1,30 +1,53 @@
-"""Packages of Inductor in Triton: in its PyTorch backend, or in Python where that does not take them."""
+"""Packages of Inductor in Triton: in its PyTorch backend, or in Python where that does not take them.
+
+The PyTorch backend asks a package for the program called ``model`` and gives it tensors by position, as
+``INPUT__0`` and so on (`src/pt2/model_state.cc` of triton-inference-server/pytorch_backend). This project's
+programs are called after the rows that they take. The name is that of a directory inside the archive alone,
+so that the program itself stays as it was compiled.
+"""
 
 from __future__ import annotations
 
+import shutil
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 from loka_onnx.core.devices import CPU
+from loka_onnx.core.digests import CHUNK_BYTES
 from loka_onnx.engines.inductor import triton_model
 from loka_onnx.engines.inductor.package import InductorEngine, read_engine
-from loka_onnx.engines.inductor.triton_package import why_not_native
 from loka_onnx.engines.triton.forms import BY_MODEL, ON_CPU, Form, Refusal, Source, model_of
 from loka_onnx.engines.triton.models import VERSION, ModelFile
+from loka_onnx.errors import BundleError
 
 
 def triton_form(source: Source) -> Form | Refusal:
     """See `engines.triton.forms`."""
     engine = read_engine(source.path)
-    taken, given = ({port.name for port in ports} for ports in (engine.inputs, engine.outputs))
-    if taken != {spec.name for spec in source.inputs} or given != {spec.name for spec in source.outputs}:
-        return Refusal(f"its document has other inputs or outputs than the bundle: {sorted(taken | given)}")
+    names = [{port.name for port in ports} for ports in (engine.inputs, engine.outputs)]
+    if names != [{spec.name for spec in specs} for specs in (source.inputs, source.outputs)]:
+        return Refusal(
+            f"its document has other inputs or outputs than the bundle: {sorted(set.union(*names))}"
+        )
     loose = [port.name for port in engine.outputs if not port.batched]
     if loose:
         return Refusal(f"output '{loose[0]}' is one for the whole batch, and Triton cuts outputs by request")
     needs = f"needs PyTorch {engine.torch}, and the processor and the GPU that the engine was compiled for"
-    reason = why_not_native(engine)
+    reason = _why_not_native(engine)
     return _python(source, engine, needs, reason) if reason else _torch(source, engine, needs)
+
+
+def _why_not_native(engine: InductorEngine) -> str:
+    """Reason why Triton's PyTorch backend cannot run an engine; empty when it can."""
+    if engine.packages:
+        names = ", ".join(package.distribution for package in engine.packages)
+        return f"its programs call operators of {names}, which a server without Python does not register"
+    if len(engine.programs) > 1:
+        return f"it has {len(engine.programs)} programs, for batches of one size each, and one is loaded"
+    if engine.is_static or engine.minimum > 1:
+        return f"batches smaller than the {engine.programs[0].minimum} rows of its program have to be padded"
+    return ""
 
 
 def _torch(source: Source, engine: InductorEngine, needs: str) -> Form:
@@ -57,3 +80,28 @@ def _python(source: Source, engine: InductorEngine, needs: str, reason: str) -> 
         f"{needs}, and loka-onnx in the server's Python",
     )
     return Form(replace(model, kind=kind, files=(code, package, *others)), remarks)
+
+
+def rename_program(package: Path, program: str, target: Path) -> None:
+    """Write a ``.pt2`` package whose only program has the name that the PyTorch backend asks for.
+
+    Raises:
+        BundleError: The package has no such program.
+    """
+    old, new = f"/data/aotinductor/{program}/", "/data/aotinductor/model/"
+    renamed = 0
+    with zipfile.ZipFile(package) as source, zipfile.ZipFile(target, "w") as archive:
+        for member in source.infolist():
+            # Names begin with the name of the archive.
+            place, inside, rest = member.filename.partition(old)
+            renamed += bool(inside)
+            copied = zipfile.ZipInfo(f"{place}{new}{rest}" if inside else member.filename, member.date_time)
+            copied.compress_type, copied.external_attr = member.compress_type, member.external_attr
+            # Weights may be larger than memory, and an archive must know of more than 4 GiB beforehand.
+            copied.file_size = member.file_size
+            with source.open(member) as reader, archive.open(copied, "w") as writer:
+                shutil.copyfileobj(reader, writer, CHUNK_BYTES)
+    if not renamed:
+        raise BundleError(
+            f"the package has no program '{program}'", where=str(package), remedy="build the engine again"
+        )

@@ -24,28 +24,13 @@ class TritonPythonModel:
     """One instance of the model."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the engine.
-
-        Args:
-            args: Of the server: where the model lies, its version and its configuration.
-
-        Raises:
-            EngineError: This host cannot run the engine.
-            MissingPackage: PyTorch is not installed, or a package whose operators the programs call.
-        """
+        """Load the engine of the directory, version and configuration that the server gives."""
         config = json.loads(args["model_config"])
         package = Path(args["model_repository"]) / args["model_version"] / "model.pt2"
         self._session = open_inductor(package, config["parameters"][ARCHITECTURE]["string_value"])
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer requests that were batched: one run for all of them.
-
-        Args:
-            requests: Of the server.
-
-        Returns:
-            One response for each request, in their order.
-        """
+        """Answer requests by one run for all of them; one response for each, in their order."""
         import triton_python_backend_utils as server  # type: ignore[import-not-found]  # in the server only
 
         engine = self._session.engine

@@ -28,8 +28,7 @@ from benchmarks.peers.on_device_models import Variant, prepare, variants_in
 from benchmarks.peers.on_device_record import Asked, compared
 from benchmarks.peers.on_device_times import TimingJob, time_model
 from loka_onnx.core.formats import Precision
-from loka_onnx.engines.inductor.compile import lower_model
-from loka_onnx.engines.inductor.lowering.strategies import ScaledMatMul
+from loka_onnx.engines.inductor.lowering.model import lower
 from loka_onnx.errors import ModelError
 
 ROWS, WIDTH = 64, 32
@@ -204,7 +203,7 @@ def test_the_lowering_multiplies_fp8_and_gives_what_the_graph_says(
 
     onnx.save(foreign_graph(), tmp_path / "written.onnx")
     formed(tmp_path / "written.onnx", tmp_path / "form.onnx", "foreign", base)
-    module = lower_model(tmp_path / "form.onnx", ScaledMatMul()).eval()
+    module = lower(tmp_path / "form.onnx").eval()
     with torch.no_grad():
         (found,) = module(torch.from_numpy(rows()["x"]))
     engaged = {name: site.engaged for name, site in module.sites.items()}

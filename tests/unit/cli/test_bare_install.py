@@ -29,7 +29,6 @@ TORCH_MODULES = {"loka_onnx.export.checkpoint"}
 TORCH_MODULES |= {
     f"loka_onnx.engines.inductor.lowering.{name}"
     for name in (
-        "comparisons",
         "elementwise",
         "evaluating",
         "folding",
@@ -37,10 +36,6 @@ TORCH_MODULES |= {
         "model",
         "movement",
         "node",
-        "norms",
-        "operators",
-        "padding",
-        "pooling",
         "products",
         "quantization",
         "reading",
@@ -56,7 +51,6 @@ TORCH_MODULES |= {
     for name in (
         "choosing",
         "kernels.operators",
-        "kernels.packages",
         "kernels.products",
         "kernels.triton_attention",
         "kernels.triton_concat",

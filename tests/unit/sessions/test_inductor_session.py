@@ -73,6 +73,7 @@ class StandInGpu:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.stream = 0
         self.captures = 0
         self.calls: list[str] = []
 

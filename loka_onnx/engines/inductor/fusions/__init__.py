@@ -1,44 +1,66 @@
 """Fusions that the compiler does not find, written into the planned graph as nodes of an own domain.
 
-One fusion per file; its docstring states the algebra. It edits a `PlannedGraph` and returns what it fused and
-declined. `fuse` runs them all.
+A fusion yields its matches lazily, because each edits the graph in which the next match is searched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
-from loka_onnx.engines.inductor.fusions.attention import fuse_attention
-from loka_onnx.engines.inductor.fusions.base import DOMAIN, Findings, Fused, Fusion, FusionReport
-from loka_onnx.engines.inductor.fusions.concat_quantize import fuse_concat_quantize
-from loka_onnx.engines.inductor.fusions.factorization_norm import fuse_factorization_norm
-from loka_onnx.engines.inductor.fusions.float8_product import fuse_float8_product
-from loka_onnx.engines.inductor.fusions.half_product import fuse_half_product
-from loka_onnx.engines.inductor.fusions.merged_bias import fuse_merged_bias
+from loka_onnx.engines.inductor.fusions.attention import attentions
+from loka_onnx.engines.inductor.fusions.base import DOMAIN, DeclinedFusion, Fused, Match
+from loka_onnx.engines.inductor.fusions.concats import quantized_concats, token_concats
+from loka_onnx.engines.inductor.fusions.norms import factorization_norms, token_residual_norms
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
-from loka_onnx.engines.inductor.fusions.token_concat import fuse_token_concat
-from loka_onnx.engines.inductor.fusions.token_residual_norm import fuse_token_residual_norm
+from loka_onnx.engines.inductor.fusions.products import float8_products, half_products, merged_biases
 
 __all__ = ["DOMAIN", "Fused", "FusionReport", "fuse"]
 
-FUSIONS: Mapping[str, Fusion] = {
-    "factorization-norm": fuse_factorization_norm,
-    "token-residual-norm": fuse_token_residual_norm,
-    "attention": fuse_attention,
-    "token-concat": fuse_token_concat,
-    "concat-quantize": fuse_concat_quantize,
-    "merged-bias": fuse_merged_bias,
-    "float8-product": fuse_float8_product,
-    "half-product": fuse_half_product,
+FUSIONS: Mapping[str, Callable[[PlannedGraph], Iterator[Match]]] = {
+    "factorization-norm": factorization_norms,
+    "token-residual-norm": token_residual_norms,
+    "attention": attentions,
+    "token-concat": token_concats,
+    "concat-quantize": quantized_concats,
+    "merged-bias": merged_biases,
+    "float8-product": float8_products,
+    "half-product": half_products,
 }
 """Fusions by name. Products come last, after the fusions that move biases to them or give a Q to a norm.
 Token mixers without a norm come after those with one."""
 
 
+@dataclass(frozen=True)
+class FusionReport:
+    """Fused matches by fusion, and declined ones with node and reason by fusion."""
+
+    fused: Mapping[str, tuple[Fused, ...]]
+    declined: Mapping[str, tuple[str, ...]]
+
+    @property
+    def joined(self) -> dict[str, str]:
+        """Fusion of each site that shares a kernel with others; FP8 there would split the kernel."""
+        return {
+            site: name
+            for name, matches in self.fused.items()
+            for each in matches
+            if len(each.sites) > 1
+            for site in each.sites
+        }
+
+
 def fuse(graph: PlannedGraph) -> FusionReport:
     """Run all fusions on a planned graph, which is edited."""
-    found: dict[str, Findings] = {name: fusion(graph) for name, fusion in FUSIONS.items()}
+    fused, declined = defaultdict[str, list[Fused]](list), defaultdict[str, list[str]](list)
+    for name, matches in FUSIONS.items():
+        for node, write in matches(graph):
+            try:
+                fused[name].append(write())
+            except DeclinedFusion as reason:
+                declined[name].append(f"{node}: {reason}")
     return FusionReport(
-        {name: tuple(each.fused) for name, each in found.items() if each.fused},
-        {name: tuple(each.declined) for name, each in found.items() if each.declined},
+        {name: tuple(each) for name, each in fused.items() if each},
+        {name: tuple(each) for name, each in declined.items()},
     )

@@ -30,9 +30,8 @@ from loka_onnx.engines.inductor.fusions.base import (
     DOMAIN,
     HALVES,
     DeclinedFusion,
-    Findings,
     Fused,
-    fuse_each,
+    Match,
     padded,
     static,
 )
@@ -50,13 +49,13 @@ SHORT_KEYS = range(16, 257)
 SHORT_QUERIES, SHORT_WIDTH, SHORT_ELEMENTS = 256, 128, 1 << 14
 """Most queries and head width of our kernel, and elements of its tile of keys (32 KiB; the same for
 values)."""
-_SHAPES = frozenset({"Expand", "Flatten", "Reshape", "Squeeze", "Tile", "Unsqueeze"})
+_SHAPES = {"Expand", "Flatten", "Reshape", "Squeeze", "Tile", "Unsqueeze"}
 MOVEMENTS = _SHAPES | {"Concat", "Gather", "Identity", "Slice", "Split", "Transpose"}
 """Operators through which the lowering passes FP8 values."""
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Attention:
     """A matched attention.
 
     Attributes:
@@ -83,7 +82,7 @@ class _Found:
 
 
 def is_short(queries: int, keys: int, width: int) -> bool:
-    """Tell whether a GPU runs our own kernel for an attention (`kernels.triton_attention`), not PyTorch's.
+    """True if a GPU runs our own kernel for an attention (`kernels.triton_attention`), not PyTorch's.
 
     The rule decides both which attentions below `LEAST` are fused and which kernel the lowering calls: the
     keys of a head are one tile, and at least two programs, with values, queries and probabilities, fit a
@@ -95,20 +94,16 @@ def is_short(queries: int, keys: int, width: int) -> bool:
     return keys in SHORT_KEYS and queries <= SHORT_QUERIES and width <= SHORT_WIDTH and fits
 
 
-def fuse_attention(graph: PlannedGraph) -> Findings:
-    """Fuse every attention; see the module."""
-    return fuse_each(
-        (node.name, partial(_fuse, graph, attention))
-        for node in list(graph.nodes)
-        if _is_product(node) and (attention := _attention(node)) is not None
-    )
+def attentions(graph: PlannedGraph) -> Iterator[Match]:
+    """Products whose first factor is a softmax of a product."""
+    for node in list(graph.nodes):
+        if node.op == "MatMul" and not node.domain and node.outputs:
+            match = _attention(node)
+            if match is not None:
+                yield node.name, partial(_fuse, graph, match)
 
 
-def _is_product(node: Node | None) -> bool:
-    return node is not None and node.op == "MatMul" and not node.domain and bool(node.outputs)
-
-
-def _attention(out: Node) -> _Found | None:
+def _attention(out: Node) -> _Attention | None:
     """Match the attention that a product ends; None where its first factor is no softmax of a product."""
     tensor, inside = _through_casts(out.reads(0), ())
     guard = _node(tensor, "Where")
@@ -120,42 +115,42 @@ def _attention(out: Node) -> _Found | None:
     softmax = _node(tensor, "Softmax")
     if softmax is None:
         return None
-    start = _Found(tensor, tensor, out.reads(1), out, (*inside, softmax))
+    start = _Attention(tensor, tensor, out.reads(1), out, (*inside, softmax))
     return next(_products(softmax.reads(0), start), None)
 
 
-def _products(tensor: Tensor, found: _Found) -> Iterator[_Found]:
+def _products(tensor: Tensor, match: _Attention) -> Iterator[_Attention]:
     """Yield matches of the product upstream of a softmax, with the scale and mask between them."""
-    tensor, inside = _through_casts(tensor, found.inside)
+    tensor, inside = _through_casts(tensor, match.inside)
     node = tensor.producer
     if node is None or node.domain:
         return
-    found = replace(found, inside=(*inside, node))
+    match = replace(match, inside=(*inside, node))
     if node.op == "MatMul":
-        yield replace(found, q=node.reads(0), kt=node.reads(1))
+        yield replace(match, q=node.reads(0), kt=node.reads(1))
     elif node.op in {"Mul", "Div"}:
-        yield from _scaled(node, found)
-    elif found.mask is None and found.scale == 1.0:
+        yield from _scaled(node, match)
+    elif match.mask is None and match.scale == 1.0:
         # A factor downstream of the mask would scale the mask too.
-        yield from _masked(node, found)
+        yield from _masked(node, match)
 
 
-def _scaled(node: Node, found: _Found) -> Iterator[_Found]:
+def _scaled(node: Node, match: _Attention) -> Iterator[_Attention]:
     for value, factor in ((0, 1), (1, 0))[: 1 if node.op == "Div" else 2]:
         number = _number(node.reads(factor))
         if number is not None and number > 0.0:
-            scale = found.scale / number if node.op == "Div" else found.scale * number
-            yield from _products(node.reads(value), replace(found, scale=scale))
+            scale = match.scale / number if node.op == "Div" else match.scale * number
+            yield from _products(node.reads(value), replace(match, scale=scale))
 
 
-def _masked(node: Node, found: _Found) -> Iterator[_Found]:
+def _masked(node: Node, match: _Attention) -> Iterator[_Attention]:
     if node.op == "Add":
         for value, mask in ((0, 1), (1, 0)):
-            yield from _products(node.reads(value), replace(found, mask=node.reads(mask)))
+            yield from _products(node.reads(value), replace(match, mask=node.reads(mask)))
     elif node.op == "Where":
         for value, lowest in ((1, 2), (2, 1)):
             if _number(node.reads(lowest)) == -np.inf:
-                masked = replace(found, mask=node.reads(0), keep=value == 1, drop=value == 2)
+                masked = replace(match, mask=node.reads(0), keep=value == 1, drop=value == 2)
                 yield from _products(node.reads(value), masked)
 
 
@@ -178,36 +173,35 @@ def _number(tensor: Tensor) -> float | None:
     return float(tensor.values.reshape(-1)[0])
 
 
-def _fuse(graph: PlannedGraph, found: _Found) -> Fused:
-    _check_precision(found)
-    _check_shapes(found)
-    _check_axis(graph, found)
-    _check_readers(graph, found)
-    out, product = found.out, found.inside[-1]
+def _fuse(graph: PlannedGraph, match: _Attention) -> Fused:
+    _check_precision(match)
+    _check_shapes(match)
+    _check_graph(graph, match)
+    out, product = match.out, match.inside[-1]
     names = (product.name, out.name)
     name = graph.fresh_name(f"{out.name}/attention")
-    attrs = {"products": list(names), "scale": found.scale, "keep": int(found.keep), "drop": int(found.drop)}
-    graph.replace(OP, name, [found.q, found.kt, found.v, found.mask], [out.outputs[0]], attrs)
+    attrs = {"products": list(names), "scale": match.scale, "keep": int(match.keep), "drop": int(match.drop)}
+    graph.replace(OP, name, [match.q, match.kt, match.v, match.mask], [out.outputs[0]], attrs)
     return Fused(name, names)
 
 
-def _check_precision(found: _Found) -> None:
-    kind = found.q.kind
-    if kind not in HALVES or {found.kt.kind, found.v.kind, found.out.outputs[0].kind} != {kind}:
+def _check_precision(match: _Attention) -> None:
+    kind = match.q.kind
+    if kind not in HALVES or {match.kt.kind, match.v.kind, match.out.outputs[0].kind} != {kind}:
         raise DeclinedFusion("the kernels multiply BF16 and FP16")
-    between = {tensor.kind for node in found.inside for tensor in node.outputs if node.op != "IsNaN"}
+    between = {tensor.kind for node in match.inside for tensor in node.outputs if node.op != "IsNaN"}
     if not between <= {kind, onnx.TensorProto.FLOAT}:
         raise DeclinedFusion("what is between its products is rounded to another type")
-    if any(_is_float8(tensor) for tensor in (found.q, found.kt, found.v)):
+    if any(_is_float8(tensor) for tensor in (match.q, match.kt, match.v)):
         raise DeclinedFusion("a product of it is planned in FP8")
-    mask = found.mask
-    wanted = onnx.TensorProto.BOOL if found.keep or found.drop else kind
+    mask = match.mask
+    wanted = onnx.TensorProto.BOOL if match.keep or match.drop else kind
     if mask is not None and mask.kind != wanted:
         raise DeclinedFusion(f"mask '{mask.name}' has another type than the products")
 
 
 def _is_float8(tensor: Tensor) -> bool:
-    """Tell whether a tensor is dequantized, or moved from one that is."""
+    """True if a tensor is dequantized, or moved from one that is."""
     pending = [tensor]
     while pending:
         node = pending.pop().producer
@@ -221,37 +215,29 @@ def _is_float8(tensor: Tensor) -> bool:
     return False
 
 
-def _check_shapes(found: _Found) -> None:
-    rank = len(found.q.shape or ())
-    lengths = [static(tensor, rank) for tensor in (found.q, found.kt, found.v, found.softmax.outputs[0])]
+def _check_shapes(match: _Attention) -> None:
+    rank = len(match.q.shape or ())
+    lengths = [static(tensor, rank) for tensor in (match.q, match.kt, match.v, match.softmax.outputs[0])]
     if rank not in {3, 4} or None in lengths:
         raise DeclinedFusion("a shape is not known, or has neither heads nor one batch axis alone")
-    q, kt, v = ((tensor.shape or ()) for tensor in (found.q, found.kt, found.v))
+    q, kt, v = ((tensor.shape or ()) for tensor in (match.q, match.kt, match.v))
     if not q[:-2] == kt[:-2] == v[:-2]:
         raise DeclinedFusion("batches or heads are broadcast")
-    width, keys = q[-1] or 0, kt[-1]
+    queries, width, keys = q[-2] or 0, q[-1] or 0, kt[-1] or 0
     if v[-1] != width:
         raise DeclinedFusion(f"its keys have {width} numbers a head, its values {v[-1]}")
     if width % MULTIPLE or width > MOST:
         raise DeclinedFusion(
             f"a head has {width} numbers; the kernels take multiples of {MULTIPLE} up to {MOST}"
         )
-    queries = q[-2] or 0
-    if queries * (keys or 0) < LEAST and not is_short(queries, keys or 0, width):
+    if queries * keys < LEAST and not is_short(queries, keys, width):
         raise DeclinedFusion(f"{queries} queries of {keys} keys are too few to gain by it")
-    if found.mask is not None and not _is_mask(found.mask, (*q[:-1], keys)):
-        raise DeclinedFusion(f"mask '{found.mask.name}' is not one of {keys} keys")
-
-
-def _check_axis(graph: PlannedGraph, found: _Found) -> None:
-    # Before operator set 13, softmax is over all axes from `axis` on, which is 1 by default.
-    default = -1 if graph.opset >= 13 else 1
-    if found.softmax.attrs.get("axis", default) not in {-1, len(found.q.shape or ()) - 1}:
-        raise DeclinedFusion("its softmax is not over the keys")
+    if match.mask is not None and not _is_mask(match.mask, (*q[:-1], keys)):
+        raise DeclinedFusion(f"mask '{match.mask.name}' is not one of {keys} keys")
 
 
 def _is_mask(mask: Tensor, products: tuple[int | None, ...]) -> bool:
-    """Tell whether a mask has an element for every key, and its other axes match or are 1."""
+    """True if a mask has an element for every key, and its other axes match or are 1."""
     shape = mask.shape
     if not shape or len(shape) > len(products) or shape[-1] != products[-1]:
         return False
@@ -259,12 +245,15 @@ def _is_mask(mask: Tensor, products: tuple[int | None, ...]) -> bool:
     return all(length in (1, whole) for length, whole in zip(shape, behind, strict=True))
 
 
-def _check_readers(graph: PlannedGraph, found: _Found) -> None:
-    """Refuse an attention if anything else reads an intermediate tensor."""
-    inner = {id(node) for node in (*found.inside, found.out)}
-    for node in found.inside:
-        for tensor in node.outputs:
-            others = [reader for reader in tensor.readers if reader.outputs and id(reader) not in inner]
-            if others or graph.is_output(tensor):
-                who = others[0].name if others else "an output"
-                raise DeclinedFusion(f"'{tensor.name}' is read by {who} as well")
+def _check_graph(graph: PlannedGraph, match: _Attention) -> None:
+    """Refuse a softmax over other axes than the keys, and intermediate tensors that something else reads."""
+    # Before operator set 13, softmax is over all axes from `axis` on, which is 1 by default.
+    default = -1 if graph.opset >= 13 else 1
+    if match.softmax.attrs.get("axis", default) not in {-1, len(match.q.shape or ()) - 1}:
+        raise DeclinedFusion("its softmax is not over the keys")
+    inner = {id(node) for node in (*match.inside, match.out)}
+    for tensor in (tensor for node in match.inside for tensor in node.outputs):
+        others = [reader for reader in tensor.readers if reader.outputs and id(reader) not in inner]
+        if others or graph.is_output(tensor):
+            who = others[0].name if others else "an output"
+            raise DeclinedFusion(f"'{tensor.name}' is read by {who} as well")

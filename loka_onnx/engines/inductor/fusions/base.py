@@ -1,10 +1,23 @@
-"""Common parts of fusions: domain, results, and matching through casts and layouts."""
+"""Common parts of fusions: matching through casts and layouts, token mixers, and ends of kernels.
+
+X (batch, n, d) holds tokens. Exporters write a mixer of tokens as Xᵀ · W, with a learned W (n, m), and mods
+merge several that read the same Xᵀ into one product with a Split behind it.
+
+A kernel for a mixer holds whole operands, 2 bytes an element, in registers and shared memory. Their limit
+`MOST_ELEMENTS` is set for the H100: two operands of 2¹⁵ are 128 KiB, and a block has at most 227 KB (CUDA C++
+Programming Guide, "Technical Specifications per Compute Capability": 163 KB on sm80, 227 KB on sm90 and
+sm100, 99 KB on sm89 and sm120). Where that is too much, Triton refuses the kernel and the build of the
+candidate fails; sm89 and sm120 were not tried.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx
 
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
@@ -15,7 +28,6 @@ E4M3FN = onnx.TensorProto.FLOAT8E4M3FN
 HALVES = frozenset({onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT16})
 """Types that the kernels multiply."""
 MOST_ELEMENTS = 1 << 15
-"""Most elements of an operand in a kernel that keeps a whole example in registers and shared memory."""
 
 
 @dataclass(frozen=True)
@@ -26,67 +38,12 @@ class Fused:
     sites: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class FusionReport:
-    """Fused matches by fusion, and declined ones with node and reason by fusion."""
-
-    fused: dict[str, tuple[Fused, ...]]
-    declined: dict[str, tuple[str, ...]]
-
-    @property
-    def joined(self) -> dict[str, str]:
-        """Fusion of each site that shares a kernel with others; FP8 there would split the kernel."""
-        return {
-            site: name
-            for name, matches in self.fused.items()
-            for each in matches
-            if len(each.sites) > 1
-            for site in each.sites
-        }
-
-
 class DeclinedFusion(Exception):
     """A match that cannot be fused; the message is the reason."""
 
 
-@dataclass
-class Findings:
-    """Results of one fusion while it runs."""
-
-    fused: list[Fused]
-    declined: list[str]
-
-
-Fusion = Callable[[PlannedGraph], Findings]
-
-
-def fuse_each(matches: Iterable[tuple[str, Callable[[], Fused]]]) -> Findings:
-    """Fuse match after match and collect the declined ones.
-
-    Args:
-        matches: Name and fusing function of each match; lazy, because each fusion changes the graph in which
-            the next match is searched.
-    """
-    found = Findings([], [])
-    for name, fuse in matches:
-        try:
-            found.fused.append(fuse())
-        except DeclinedFusion as reason:
-            found.declined.append(f"{name}: {reason}")
-    return found
-
-
-def attributes(norm: Node, products: tuple[str, ...]) -> dict[str, object]:
-    """Attributes of a node that computes products and the norm behind them.
-
-    ``norm_type`` is the planned type of the norm, although the kernel computes it in FP32.
-    """
-    return {
-        "epsilon": float(norm.attrs.get("epsilon", 1e-5)),
-        "products": list(products),
-        "norm": norm.name,
-        "norm_type": norm.outputs[0].kind,
-    }
+Match = tuple[str, Callable[[], Fused]]
+"""Name of a match, and the function that fuses it or raises `DeclinedFusion`."""
 
 
 def padded(size: int) -> int:
@@ -126,6 +83,15 @@ def static(tensor: Tensor, rank: int) -> tuple[int, ...] | None:
     return lengths if len(lengths) == rank - 1 else None
 
 
+def is_row(tensor: Tensor, end: Tensor) -> bool:
+    """True if a tensor has one number for each column of another, in its type."""
+    if end.shape is None or tensor.kind != end.kind:
+        return False
+    shape = tensor.shape or ()
+    is_last = shape[-1:] == end.shape[-1:] and all(length == 1 for length in shape[:-1])
+    return is_last and len(shape) <= len(end.shape)
+
+
 def unrounded(graph: PlannedGraph, tensor: Tensor) -> Tensor:
     """Return the FP32 tensor that was just rounded to this one, in its shape; else itself."""
     node = tensor.producer
@@ -138,14 +104,13 @@ def unrounded(graph: PlannedGraph, tensor: Tensor) -> Tensor:
     if wide is source:
         return tensor
     reshaped = Tensor(graph.fresh_name(f"{tensor.name}.float"), wide.kind, tensor.shape)
-    graph.replace(
-        "::Reshape", graph.fresh_name(f"{node.name}/float"), [wide, node.reads(1)], [reshaped], node.attrs
-    )
+    name = graph.fresh_name(f"{node.name}/float")
+    graph.replace("::Reshape", name, [wide, node.reads(1)], [reshaped], node.attrs)
     return reshaped
 
 
 def is_float8_quantize(node: Node) -> bool:
-    """Tell whether a node is a saturating Q to E4M3FN with one constant scale."""
+    """True for a saturating Q to E4M3FN with one constant scale."""
     return (
         node.op == "QuantizeLinear"
         and bool(node.outputs)
@@ -156,8 +121,75 @@ def is_float8_quantize(node: Node) -> bool:
     )
 
 
-def normalizes_last_axis(norm: Node, shape: tuple[int | None, ...]) -> bool:
-    """Tell whether a norm is over exactly the last axis of a tensor of that shape (None for the batch)."""
-    read = norm.reads(0).shape or ()
-    axis = norm.attrs.get("axis", -1)
-    return len(norm.outputs) == 1 and read[1:] == shape[1:] and axis in {-1, len(shape) - 1}
+@dataclass(frozen=True)
+class Ends:
+    """Outputs of a kernel: Z itself if `wide`, and that of `quantize` if there is one."""
+
+    wide: bool
+    quantize: Node | None
+
+    @classmethod
+    def of(cls, graph: PlannedGraph, end: Tensor) -> Ends:
+        """Outputs for the readers of Z; of several Q with different scales, the kernel computes none."""
+        readers = [reader for reader in end.readers if reader.outputs]
+        quantized = [reader for reader in readers if is_float8_quantize(reader)]
+        narrow = quantized[0] if len(quantized) == 1 else None
+        return cls(narrow is None or len(readers) > 1 or graph.is_output(end), narrow)
+
+    def replaced(self, end: Tensor) -> list[Tensor]:
+        """Tensors that the kernel computes, Z first."""
+        return ([end] if self.wide else []) + ([self.quantize.outputs[0]] if self.quantize else [])
+
+    @property
+    def scale(self) -> Tensor | None:
+        """Scale of the Q."""
+        return None if self.quantize is None else self.quantize.reads(1)
+
+
+@dataclass(frozen=True)
+class TokenMix:
+    """Xᵀ · W: the tensor X, the weight W (n, m), and the node, perhaps merged with others."""
+
+    x: Tensor
+    weight: npt.NDArray[Any]
+    product: Node
+
+
+def token_mix(tensor: Tensor) -> TokenMix | None:
+    """Match a tensor (batch, d, m) as Xᵀ · W; or None."""
+    tensor = through_casts(tensor)
+    node, columns = tensor.producer, slice(None)
+    if node is not None and node.op == "Split":
+        part = _part(node, tensor)
+        if part is None:
+            return None
+        columns, node = part, node.reads(0).producer
+    if node is None or node.op != "MatMul" or not node.reads(1).is_constant:
+        return None
+    weight = node.reads(1).values
+    x = untransposed(node.reads(0))
+    if x is None or weight.ndim != 2 or node.reads(1).kind != x.kind:
+        return None
+    return TokenMix(x, weight[:, columns], node)
+
+
+def untransposed(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of rank 3 whose last two axes this one transposes; None where it is no transpose."""
+    node = made_by(tensor, "Transpose")
+    return None if node is None or not swaps_tokens(node) else through_casts(node.reads(0))
+
+
+def swaps_tokens(node: Node) -> bool:
+    """True if a node transposes (batch, n, d) to (batch, d, n)."""
+    return node.op == "Transpose" and list(node.attrs.get("perm", ())) == [0, 2, 1]
+
+
+def _part(split: Node, tensor: Tensor) -> slice | None:
+    """Columns that one output of a Split along the last axis holds; or None."""
+    if split.attrs.get("axis", 0) not in {-1, 2} or not split.has(1) or not split.reads(1).is_constant:
+        return None
+    if len(split.reads(1).values) != len(split.outputs):
+        return None
+    ends = np.cumsum(split.reads(1).values)
+    position = next(i for i, output in enumerate(split.outputs) if output is tensor)
+    return slice(int(ends[position - 1]) if position else 0, int(ends[position]))

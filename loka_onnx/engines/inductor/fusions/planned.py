@@ -55,23 +55,19 @@ class Tensor:
 
     @property
     def is_constant(self) -> bool:
-        """Tell whether it is an initializer."""
+        """True if it is an initializer."""
         return self.stored is not None
 
     @property
     def values(self) -> Array:
-        """Values of an initializer, in its own type.
-
-        Raises:
-            InternalError: It is no initializer.
-        """
+        """Values of an initializer, in its own type."""
         if self.stored is None:
             raise InternalError(f"tensor '{self.name}' is not constant")
         return read_array(self.stored)
 
     @property
     def is_read(self) -> bool:
-        """Tell whether it is an initializer with loaded values (`PlannedGraph.load`)."""
+        """True if it is an initializer with loaded values (`PlannedGraph.load`)."""
         return self.stored is not None and not uses_external_data(self.stored)
 
     @property
@@ -99,28 +95,21 @@ class Node:
     source: onnx.NodeProto | None = None
 
     def reads(self, position: int) -> Tensor:
-        """Return a required input.
-
-        Raises:
-            InternalError: It is omitted.
-        """
+        """Return a required input."""
         tensor = self.inputs[position] if position < len(self.inputs) else None
         if tensor is None:
             raise InternalError(f"node '{self.name}' has no input {position}")
         return tensor
 
     def has(self, position: int) -> bool:
-        """Tell whether an optional input is given."""
+        """True if an optional input is given."""
         return position < len(self.inputs) and self.inputs[position] is not None
 
 
 class PlannedGraph:
-    """The main graph of a planned model.
+    """The main graph of a planned model, which has its constants inside and is not changed.
 
     Tensors that subgraphs read are kept like outputs: no fusion removes them.
-
-    Args:
-        proto: The model with embedded constants; not changed.
     """
 
     def __init__(self, proto: onnx.ModelProto) -> None:
@@ -143,10 +132,8 @@ class PlannedGraph:
     def load(cls, path: Path, base: int | None = None) -> PlannedGraph:
         """Read a model and infer types and shapes.
 
-        Args:
-            path: The model file.
-            base: ONNX type that every FP32 tensor is assumed to have, for analysis only: large weights are
-                not read, and the graph cannot be saved. None keeps types.
+        With `base`, the ONNX type that every FP32 tensor is assumed to have, the graph is for analysis only:
+        large weights are not read, and it cannot be saved.
 
         Raises:
             ModelError: The file or its external data are missing, truncated or invalid.
@@ -189,7 +176,7 @@ class PlannedGraph:
         return max(versions, default=1)
 
     def is_output(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is an output of the graph, or read by a subgraph."""
+        """True if a tensor is an output of the graph, or read by a subgraph."""
         return tensor.name in self._outputs
 
     def fresh_name(self, base: str) -> str:
@@ -220,22 +207,16 @@ class PlannedGraph:
         outputs: Sequence[Tensor],
         attrs: Mapping[str, Any],
     ) -> Node:
-        """Add a node that computes tensors in place of their producers.
+        """Add a node ``domain::operator`` that computes tensors in place of their producers.
 
-        Args:
-            op: ``domain::operator``.
-            outputs: Its outputs; their names, types and readers stay.
+        Names, types and readers of these tensors stay.
         """
         domain, _, kind = op.partition("::")
-        node = Node(kind, name, domain, dict(attrs), list(inputs), list(outputs))
-        for tensor in inputs:
-            if tensor is not None:
-                tensor.consumers.append(node)
         for tensor in outputs:
             earlier = tensor.producer
             if earlier is not None:
                 earlier.outputs = [each for each in earlier.outputs if each is not tensor]
-            tensor.producer = node
+        node = _linked(Node(kind, name, domain, dict(attrs), list(inputs), list(outputs)))
         self.nodes.append(node)
         return node
 
@@ -243,14 +224,11 @@ class PlannedGraph:
         """Nodes that outputs depend on, producers first; fused nodes are gone."""
         order: list[Node] = []
         done: set[int] = set()
-        pending = [
-            (tensor.producer, False)
-            for name in sorted(self._outputs, reverse=True)
-            if (tensor := self._tensors[name]).producer is not None
-        ]
+        roots = (self._tensors[name].producer for name in sorted(self._outputs, reverse=True))
+        pending = [(node, False) for node in roots if node is not None]
         while pending:
             node, is_ready = pending.pop()
-            if node is None or (id(node) in done):
+            if id(node) in done:
                 continue
             if is_ready:
                 done.add(id(node))
@@ -267,13 +245,18 @@ class PlannedGraph:
         attrs = {a.name: helper.get_attribute_value(a) for a in proto.attribute}
         inputs = [self._tensor(name) if name else None for name in proto.input]
         outputs = [self._tensor(name) for name in proto.output if name]
-        node = Node(proto.op_type, proto.name or proto.output[0], proto.domain, attrs, inputs, outputs, proto)
-        for tensor in inputs:
-            if tensor is not None:
-                tensor.consumers.append(node)
-        for tensor in outputs:
-            tensor.producer = node
-        return node
+        name = proto.name or proto.output[0]
+        return _linked(Node(proto.op_type, name, proto.domain, attrs, inputs, outputs, proto))
+
+
+def _linked(node: Node) -> Node:
+    """Make a node the reader of its inputs and the producer of its outputs."""
+    for tensor in node.inputs:
+        if tensor is not None:
+            tensor.consumers.append(node)
+    for tensor in node.outputs:
+        tensor.producer = node
+    return node
 
 
 def _shape(info: onnx.ValueInfoProto) -> tuple[int | None, ...] | None:

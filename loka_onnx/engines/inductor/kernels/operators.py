@@ -5,18 +5,20 @@ Importing this module registers the lowerings (`lowering.registry`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from loka_onnx.engines.inductor.fusions.attention import is_short
 from loka_onnx.engines.inductor.fusions.base import DOMAIN
-from loka_onnx.engines.inductor.kernels.products import Epilogue, EpilogueStrategy, library_with, to_float8
 from loka_onnx.engines.inductor.lowering.node import Node
-from loka_onnx.engines.inductor.lowering.registry import OPERATORS
-from loka_onnx.engines.inductor.lowering.strategies import FloatProduct, LoweredSite, PerSite
+from loka_onnx.engines.inductor.lowering.registry import operator
+from loka_onnx.engines.inductor.lowering.strategies import Epilogue, FloatProduct, to_float8
 from loka_onnx.engines.inductor.lowering.types import TORCH_TYPES, short_name
 from loka_onnx.engines.inductor.lowering.values import Constant, Value
+from loka_onnx.engines.inductor.package import CompiledSite
 
 LOWEST = -1e38
 """Least finite mask value: still finite after multiplication by log2(e). With BF16's least number, a row that
@@ -25,46 +27,51 @@ is wholly masked gave zeros on an H100, where the graph gives the mean of V."""
 
 def _record(node: Node, kind: torch.dtype) -> None:
     """Record the sites that one kernel computes together, with factors of a type."""
-    kernel = f"fused {node.op_type}"
-    names: list[str] = node.get("products", [])
-    for name in names:
-        types = (short_name(kind),) * 2
-        node.scope.sites[name] = LoweredSite(name, node.op_type, kernel, types, engaged=False)
-    norm = str(node.get("norm", ""))
-    if not norm:
-        return
-    read = short_name(TORCH_TYPES[int(node.get("norm_type", 1))])
-    # The norm computes in FP32 whatever the type of its tensors.
-    node.scope.sites[norm] = LoweredSite(norm, node.op_type, kernel, (read,), engaged=False)
+    products: list[str] = node.get("products", [])
+    sites: dict[str, tuple[str, ...]] = dict.fromkeys(products, (short_name(kind),) * 2)
+    if node.get("norm", ""):
+        # The norm computes in FP32 whatever the type of its tensors.
+        sites[node.get("norm", "")] = (short_name(TORCH_TYPES[node.get("norm_type", 1)]),)
+    for name, types in sites.items():
+        node.scope.sites[name] = CompiledSite(name, f"fused {node.op_type}", types, engaged=False)
 
 
-@OPERATORS.operator("FactorizationNorm", domain=DOMAIN, raw=True)
+def _number(node: Node, value: Value) -> float | None:
+    """Return a constant scale as a number; None where there is none."""
+    if value is None:
+        return None
+    if isinstance(value, Constant) and value.array is not None and value.array.size == 1:
+        return float(value.array.reshape(())[()])
+    raise node.error("a scale is not a constant number", f"it is {type(value).__name__}")
+
+
+def _inverse(scale: float | None) -> float:
+    return 0.0 if scale is None else 1.0 / scale
+
+
+@operator("FactorizationNorm", domain=DOMAIN, raw=True, wide=(4,))
 def factorization_norm(
-    node: Node, x: Value, y: Value, gamma: Value, beta: Value, scale: Value = None
+    node: Node, x: Value, y: Value, gamma: Value, beta: Value, out_scale: Value = None
 ) -> Tensor:
     """Lower to `triton_factorization`."""
     tokens, weight, factor, shift = (node.tensor(each) for each in (x, y, gamma, beta))
-    epsilon = float(node.get("epsilon", 1e-5))
+    epsilon, scale = float(node.get("epsilon", 1e-5)), _number(node, out_scale)
     _record(node, tokens.dtype)
     if tokens.is_cuda:
         from loka_onnx.engines.inductor.kernels import triton_factorization as kernel
 
-        inverse = 0.0 if scale is None else 1.0 / _number(node, scale)
-        made: Tensor = kernel.factorization_norm(
-            tokens.contiguous(), weight, factor, shift, epsilon, inverse, scale is not None
+        fused: Tensor = kernel.factorization_norm(
+            tokens.contiguous(), weight, factor, shift, epsilon, _inverse(scale), scale is not None
         )
-        return made
+        return fused
     product = torch.matmul(tokens, torch.matmul(tokens.transpose(1, 2), weight))
     flat = product.reshape(tokens.shape[0], -1).to(torch.float32)
-    out = functional.layer_norm(
-        flat, flat.shape[1:], factor.to(torch.float32), shift.to(torch.float32), epsilon
-    )
-    if scale is None:
-        return out.to(tokens.dtype)
-    return to_float8(out, _number(node, scale))
+    affine = (factor.to(torch.float32), shift.to(torch.float32))
+    out = functional.layer_norm(flat, flat.shape[1:], *affine, epsilon)
+    return out.to(tokens.dtype) if scale is None else to_float8(out, scale)
 
 
-@OPERATORS.operator("TokenResidualNorm", domain=DOMAIN)
+@operator("TokenResidualNorm", domain=DOMAIN)
 def token_residual_norm(node: Node, x: Tensor, f: Tensor, w: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     """Lower to `triton_token_norm`."""
     epsilon = float(node.get("epsilon", 1e-5))
@@ -72,49 +79,51 @@ def token_residual_norm(node: Node, x: Tensor, f: Tensor, w: Tensor, gamma: Tens
     if x.is_cuda:
         from loka_onnx.engines.inductor.kernels import triton_token_norm as kernel
 
-        made: Tensor = kernel.token_residual_norm(x.contiguous(), f.contiguous(), w, gamma, beta, epsilon)
-        return made
+        fused: Tensor = kernel.token_residual_norm(x.contiguous(), f.contiguous(), w, gamma, beta, epsilon)
+        return fused
     joined = torch.cat([f, torch.matmul(w, x)], dim=1).to(torch.float32) + x.to(torch.float32)
-    wide = (gamma.to(torch.float32), beta.to(torch.float32))
-    return functional.layer_norm(joined, joined.shape[-1:], *wide, epsilon).to(x.dtype)
+    affine = (gamma.to(torch.float32), beta.to(torch.float32))
+    return functional.layer_norm(joined, joined.shape[-1:], *affine, epsilon).to(x.dtype)
 
 
-@OPERATORS.operator("Attention", domain=DOMAIN)
+@operator("Attention", domain=DOMAIN)
 def attention(node: Node, q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Lower exact attention (`fusions.attention`): to our kernel where keys are few, else to PyTorch's."""
     _record(node, q.dtype)
     if mask is not None:
         mask = mask.reshape((1,) * (q.dim() - mask.dim()) + mask.shape)
-    scale, has_heads = float(node.get("scale", 1.0)), q.dim() == 4
+    scale, drops, has_heads = float(node.get("scale", 1.0)), bool(node.get("drop", 0)), q.dim() == 4
     if not has_heads:
         q, kt, v = q.unsqueeze(1), kt.unsqueeze(1), v.unsqueeze(1)
         mask = None if mask is None else mask.unsqueeze(1)
-    made: Tensor
+    fused: Tensor
     if q.is_cuda and _is_short(q, kt, v, mask):
         from loka_onnx.engines.inductor.kernels import triton_attention as kernel
 
         q, kt, v = (_readable(each) for each in (q, kt, v))
         mask = None if mask is None else _readable(mask)
-        made = kernel.short_attention(q, kt, v, mask, scale, bool(node.get("drop", 0))).transpose(1, 2)
+        fused = kernel.short_attention(q, kt, v, mask, scale, drops).transpose(1, 2)
     else:
-        mask = None if mask is None else _attention_mask(node, mask)
-        made = functional.scaled_dot_product_attention(
+        if mask is not None and mask.dtype is torch.bool:
+            mask = torch.logical_not(mask) if drops else mask
+        elif mask is not None and mask.dtype is torch.bfloat16:
+            mask = torch.where(torch.isinf(mask), mask, mask.clamp(min=LOWEST))
+        fused = functional.scaled_dot_product_attention(
             q, kt.transpose(-1, -2), v, attn_mask=mask, scale=scale
         )
-    return made if has_heads else made.squeeze(1)
+    return fused if has_heads else fused.squeeze(1)
 
 
 def _is_short(q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Tell whether our kernel computes this attention: its sizes are static, and only a mask is broadcast."""
+    """True if our kernel computes this attention: its sizes are static, and only a mask is broadcast."""
     sizes = (q.shape[2], kt.shape[3], q.shape[3])
     if not all(isinstance(size, int) for size in sizes) or not is_short(*sizes):
         return False
     if not q.shape[:2] == kt.shape[:2] == v.shape[:2]:
         return False
-    whole = (*q.shape[:3], kt.shape[3])
     if mask is None:
         return True
-    pairs = zip(mask.shape, whole, strict=True)
+    pairs = zip(mask.shape, (*q.shape[:3], kt.shape[3]), strict=True)
     return all(a == b or (isinstance(a, int) and a == 1) for a, b in pairs)
 
 
@@ -131,67 +140,59 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def _attention_mask(node: Node, mask: Tensor) -> Tensor:
-    if mask.dtype is torch.bool:
-        return torch.logical_not(mask) if node.get("drop", 0) else mask
-    if mask.dtype is not torch.bfloat16:
-        return mask
-    return torch.where(torch.isinf(mask), mask, mask.clamp(min=LOWEST))
-
-
-@OPERATORS.operator("ConcatQuantize", domain=DOMAIN, raw=True)
-def concat_quantize(node: Node, a: Value, b: Value, scale: Value) -> tuple[Tensor, ...]:
+@operator("ConcatQuantize", domain=DOMAIN, raw=True, wide=(2,))
+def concat_quantize(node: Node, a: Value, b: Value, out_scale: Value) -> tuple[Tensor, ...]:
     """Lower to `triton_concat`."""
     left, right = node.tensor(a), node.tensor(b)
-    half, wide = TORCH_TYPES[int(node.get("base", 1))], bool(node.get("wide", 1))
+    half, wide = TORCH_TYPES[node.get("base", 1)], bool(node.get("wide", 1))
+    scale = _number(node, out_scale)
     if left.is_cuda:
         from loka_onnx.engines.inductor.kernels import triton_concat as kernel
 
-        inverse = 1.0 / _number(node, scale)
-        return tuple(kernel.concat_quantize(left.contiguous(), right.contiguous(), inverse, half, wide))
+        return tuple(
+            kernel.concat_quantize(left.contiguous(), right.contiguous(), _inverse(scale), half, wide)
+        )
     joined = torch.cat([left.to(half), right.to(half)], dim=1)
-    narrow = to_float8(joined, _number(node, scale))
-    return (joined, narrow) if wide else (narrow,)
+    return Epilogue(scale=scale, is_wide=wide).apply(joined)
 
 
-@OPERATORS.operator("TokenConcat", domain=DOMAIN, raw=True)
-def token_concat(node: Node, x: Value, w: Value, f: Value = None, scale: Value = None) -> tuple[Tensor, ...]:
+@operator("TokenConcat", domain=DOMAIN, raw=True, wide=(3,))
+def token_concat(
+    node: Node, x: Value, w: Value, f: Value = None, out_scale: Value = None
+) -> tuple[Tensor, ...]:
     """Lower to `triton_token_concat`."""
     tokens, weight = node.tensor(x), node.tensor(w)
-    others = None if f is None else node.tensor(f)
-    half, wide = TORCH_TYPES[int(node.get("base", 1))], bool(node.get("wide", 1))
+    others, scale = None if f is None else node.tensor(f), _number(node, out_scale)
+    half, wide = TORCH_TYPES[node.get("base", 1)], bool(node.get("wide", 1))
     mix_first = bool(node.get("mix_first", 0))
     _record(node, half)
-    made: list[Tensor]
+    outputs: Any
     if tokens.is_cuda:
         from loka_onnx.engines.inductor.kernels import triton_token_concat as kernel
 
-        inverse = 0.0 if scale is None else 1.0 / _number(node, scale)
         beside = None if others is None else others.contiguous()
-        made = kernel.token_concat(
-            tokens.contiguous(), weight, beside, inverse, half, mix_first, wide, scale is not None
-        )
+        ends = (mix_first, wide, scale is not None)
+        outputs = kernel.token_concat(tokens.contiguous(), weight, beside, _inverse(scale), half, *ends)
     else:
         z = torch.matmul(weight, tokens.to(half))
         if others is not None:
             parts = (z, others.to(half))
             z = torch.cat(parts if mix_first else parts[::-1], dim=1)
-        made = [z] if wide else []
-        if scale is not None:
-            made.append(to_float8(z, _number(node, scale)))
-    return tuple(each.flatten(1) for each in made) if node.get("flat", 0) else tuple(made)
+        outputs = Epilogue(scale=scale, is_wide=wide).apply(z)
+    return tuple(each.flatten(1) if node.get("flat", 0) else each for each in outputs)
 
 
-@OPERATORS.operator("Float8Product", "HalfProduct", domain=DOMAIN, raw=True)
+# Scales are multiplied in FP32; a BF16 graph would convert them in every run.
+@operator("Float8Product", "HalfProduct", domain=DOMAIN, raw=True, wide=(1, 3, 7, 8))
 def product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
-    """Lower a product with its epilogue (`fusions.float8_product`, `fusions.half_product`)."""
+    """Lower a product with its epilogue (`fusions.products`)."""
     missing: list[Value] = [None] * (9 - len(inputs))
     a, scale_a, b, scale_b, bias, x0, x, out_scale, scale = [*inputs, *missing]
     parts = Epilogue(
         bias=None if bias is None else node.tensor(bias).reshape(-1),
         cross=() if x0 is None or x is None else (node.tensor(x0), node.tensor(x)),
         relu=bool(node.get("relu", 0)),
-        scale=None if out_scale is None else _number(node, out_scale),
+        scale=_number(node, out_scale),
         is_wide=bool(node.get("wide", 1)),
     )
     factor = node.tensor(a)
@@ -203,7 +204,7 @@ def product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
         b=node.tensor(b).t(),
         scale_b=weight_scale.reshape(()) if weight_scale.numel() == 1 else weight_scale.reshape(-1),
         bias=parts.bias,
-        dtype=TORCH_TYPES[int(node.get("base", 1))],
+        dtype=TORCH_TYPES[node.get("base", 1)],
         scale=None if scale is None else node.tensor(scale),
     )
     whole = (*factors.a.shape[:-1], factors.b.shape[1])
@@ -212,18 +213,9 @@ def product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
             raise node.error(
                 "x0 and x must have the shape of the product", f"{tuple(each.shape)}, not {whole}"
             )
-    strategy = node.scope.products
-    if isinstance(strategy, PerSite):
-        strategy = strategy.choices.get(factors.site, strategy.otherwise)
-    done = (
-        strategy.multiply_with(factors, parts)
-        if isinstance(strategy, EpilogueStrategy)
-        else library_with(strategy, factors, parts)
-    )
     # The plan and the graph use the same name.
-    node.scope.sites[factors.site] = LoweredSite(
-        factors.site, node.op_type, done.kernel, done.operands, done.engaged, done.reason
-    )
+    done = node.scope.products.multiply_with(factors, parts)
+    node.record(done)
     return done.outputs
 
 
@@ -232,17 +224,3 @@ def _scale(node: Node, value: Value, factor: Tensor) -> Tensor:
     if value is None:
         return torch.ones((), dtype=torch.float32, device=factor.device)
     return node.tensor(value).to(torch.float32)
-
-
-def _number(node: Node, value: Value) -> float:
-    """Return a constant scale as a number."""
-    if isinstance(value, Constant) and value.array is not None and value.array.size == 1:
-        return float(value.array.reshape(())[()])
-    raise node.error("a scale is not a constant number", f"it is {type(value).__name__}")
-
-
-# Scales are multiplied in FP32; a BF16 graph would convert them in every run.
-OPERATORS.store_in_float32("Float8Product", "HalfProduct", domain=DOMAIN, positions=(1, 3, 7, 8))
-OPERATORS.store_in_float32("ConcatQuantize", domain=DOMAIN, positions=(2,))
-OPERATORS.store_in_float32("TokenConcat", domain=DOMAIN, positions=(3,))
-OPERATORS.store_in_float32("FactorizationNorm", domain=DOMAIN, positions=(4,))

@@ -1,107 +1,32 @@
-"""Products with their epilogues: by a library and the compiler, or in one kernel."""
+"""Products by the Triton kernel, and FP8 products by operators of other packages (`operator_packages`).
+
+With A (M, K), B (K, N), scales sₐ of A or of its rows and s_b of B or of its columns, and a bias c, a
+package's operator with a scale for each row and column computes ``(A B)·sₐ·s_b + c`` from A, Bᵀ and the rest;
+one with a single scale takes the product sₐ·s_b, and c is added to its result. Both give BF16.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from loka_onnx.engines.inductor.lowering.strategies import (
     MULTIPLE,
+    Epilogue,
     FloatProduct,
     Multiplied,
     ProductStrategy,
     ScaledMatMul,
 )
 from loka_onnx.engines.inductor.lowering.types import short_name
+from loka_onnx.engines.inductor.operator_packages import FoundPackage, PackageOperator
 
-E4M3FN = torch.float8_e4m3fn
-LIMIT = 448.0
-"""Largest magnitude of E4M3FN."""
-
-
-def to_float8(value: Tensor, scale: float) -> Tensor:
-    """E4M3FN of value over scale, saturated (ONNX QuantizeLinear, but for a tie that 1/scale moves)."""
-    return (value.to(torch.float32) * (1.0 / scale)).clamp(-LIMIT, LIMIT).to(E4M3FN)
-
-
-@dataclass(frozen=True, eq=False)
-class Epilogue:
-    """Elementwise operators behind a product.
-
-    Attributes:
-        bias: Added first; a library adds it within the product.
-        cross: x0 and x of a cross layer, with the shape of the product, or empty. Both are one tensor in the
-            first layer.
-        relu: Whether negative values become 0.
-        scale: Scale of the quantized output; None: there is none.
-        is_wide: Whether there is an output in the base precision.
-    """
-
-    bias: Tensor | None = None
-    cross: tuple[Tensor, ...] = ()
-    relu: bool = False
-    scale: float | None = None
-    is_wide: bool = True
-
-    def apply(self, value: Tensor) -> tuple[Tensor, ...]:
-        """Apply all but the bias, for the compiler to fuse; the output in the base precision comes first."""
-        if self.relu:
-            value = torch.relu(value)
-        if self.cross:
-            value = value * self.cross[0] + self.cross[1]
-        wide = (value,) if self.is_wide else ()
-        return wide if self.scale is None else (*wide, to_float8(value, self.scale))
-
-    @property
-    def is_first(self) -> bool:
-        """Tell whether x is x0."""
-        return len(self.cross) > 0 and self.cross[0] is self.cross[1]
-
-    @property
-    def follows(self) -> bool:
-        """Tell whether there is more than the bias."""
-        return self.relu or bool(self.cross) or self.scale is not None
-
-    def describe(self) -> str:
-        """Return a name for logs; equal for equal kernels."""
-        parts = [
-            "bias" if self.bias is not None else "",
-            "relu" if self.relu else "",
-            "" if not self.cross else "first cross" if self.is_first else "cross",
-            "wide" if self.is_wide else "",
-            "quantize" if self.scale is not None else "",
-        ]
-        return "+".join(filter(None, parts))
-
-
-@dataclass(frozen=True, eq=False)
-class Finished:
-    """A computed product with its epilogue."""
-
-    outputs: tuple[Tensor, ...]
-    kernel: str
-    operands: tuple[str, ...]
-    engaged: bool
-    reason: str = ""
-
-
-class EpilogueStrategy(ProductStrategy):
-    """A strategy that computes the epilogue as well."""
-
-    @abstractmethod
-    def multiply_with(self, product: FloatProduct, epilogue: Epilogue) -> Finished:
-        """Compute a product and its epilogue."""
-
-
-def library_with(library: ProductStrategy, product: FloatProduct, epilogue: Epilogue) -> Finished:
-    """Multiply by a library and apply the epilogue as PyTorch operators."""
-    done = library.multiply(product)
-    return Finished(
-        epilogue.apply(done.values), done.kernel, done.operands, engaged=done.engaged, reason=done.reason
-    )
+DEPTHS, COLUMNS = 16, 8
+"""Required divisors of K and N of packages' kernels, which read 16 bytes of FP8 along K and write 16 bytes of
+BF16 along N."""
 
 
 @dataclass(frozen=True)
@@ -136,27 +61,27 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class TiledProduct(EpilogueStrategy):
-    """The Triton kernel with its epilogue (`triton_product`), or `otherwise`; for CUDA."""
+class TiledProduct(ProductStrategy):
+    """The Triton kernel with its epilogue (`triton_product`), or the library; for CUDA."""
 
+    fuses_epilogue: ClassVar[bool] = True
     tile: Tile
-    otherwise: ProductStrategy = field(default_factory=ScaledMatMul)
 
     def multiply(self, product: FloatProduct) -> Multiplied:
         """Multiply by the library: there is no epilogue."""
-        return self.otherwise.multiply(product)
+        return ScaledMatMul().multiply(product)
 
-    def multiply_with(self, product: FloatProduct, epilogue: Epilogue) -> Finished:
-        """See `EpilogueStrategy.multiply_with`."""
+    def multiply_with(self, product: FloatProduct, epilogue: Epilogue) -> Multiplied:
+        """See `ProductStrategy.multiply_with`."""
         if not product.a.is_cuda or any(length % MULTIPLE for length in product.b.shape):
-            return library_with(self.otherwise, product, epilogue)
+            return super().multiply_with(product, epilogue)
         from loka_onnx.engines.inductor.kernels import triton_product as kernel
 
         k, n = product.b.shape
         lead, tile = product.a.shape[:-1], self.tile
         read = epilogue.cross[:1] if epilogue.is_first else epilogue.cross
         x0, x = (*(each.reshape(-1, n).contiguous() for each in read), None, None)[:2]
-        made = kernel.product(
+        outputs = kernel.product(
             product.a.reshape(-1, k).contiguous(),
             # Free, unless a tied weight is stored in the other layout.
             product.b.t().contiguous(),
@@ -169,6 +94,77 @@ class TiledProduct(EpilogueStrategy):
             product.dtype if epilogue.is_wide else None,
             tile.numbers(),
         )
-        outputs = tuple(each.reshape(*lead, n) for each in made)
         operands = (short_name(product.a.dtype), short_name(product.b.dtype))
-        return Finished(outputs, f"triton {tile}", operands, engaged=product.is_float8)
+        shaped = tuple(each.reshape(*lead, n) for each in outputs)
+        return Multiplied(shaped, f"triton {tile}", operands, engaged=product.is_float8)
+
+
+@dataclass(frozen=True)
+class PackageProduct(ProductStrategy):
+    """An operator of a package; the library for products that it does not take."""
+
+    found: FoundPackage
+    operator: PackageOperator
+    fast_accumulation: bool
+
+    @property
+    def name(self) -> str:
+        """PyTorch's name of the operator."""
+        return f"{self.found.package.namespace}::{self.operator.name}"
+
+    def multiply(self, product: FloatProduct) -> Multiplied:
+        """See `ProductStrategy.multiply`."""
+        if self.why_not(product):
+            return ScaledMatMul().multiply(product)
+        k, n = product.b.shape
+        rows = product.a.reshape(-1, k).contiguous()
+        values = self._call(product, rows, product.b.t().contiguous())
+        return Multiplied.of(
+            values.reshape(*product.a.shape[:-1], n), self.name, product.a, product.b, engaged=True
+        )
+
+    def _call(self, product: FloatProduct, rows: Tensor, weight: Tensor) -> Tensor:
+        operators = getattr(torch.ops, self.found.package.namespace)
+        operator = getattr(operators, self.operator.name).default
+        bias, fast = product.bias, self.fast_accumulation
+        values: Tensor
+        if not self.operator.per_channel:
+            values = operator(rows, weight, product.scale_a * product.scale_b, fast)
+            return values if bias is None else values + bias
+        # The kernels read contiguous scales for rows and columns, and a bias in FP32.
+        row_scales = product.scale_a.expand(rows.shape[0]).contiguous()
+        column_scales = product.scale_b.expand(weight.shape[0]).contiguous()
+        wide = None if bias is None else bias.to(torch.float32)
+        values = operator(rows, weight, row_scales, column_scales, wide, fast)
+        return values
+
+    def why_not(self, product: FloatProduct) -> str:
+        """Reason why the operator does not take a product; empty when it does."""
+        if self.found.obstacle:
+            return self.found.obstacle
+        if product.b.dim() != 2 or product.a.dim() < 2:
+            return f"{self.name} multiplies by a matrix, of ranks {product.a.dim()} and {product.b.dim()}"
+        if any(factor.dtype is not torch.float8_e4m3fn for factor in (product.a, product.b)):
+            return f"{self.name} multiplies E4M3FN only"
+        if product.dtype is not torch.bfloat16:
+            return f"{self.name} gives BF16, the result is {short_name(product.dtype)}"
+        k, n = product.b.shape
+        if k % DEPTHS or n % COLUMNS:
+            return f"K {k} is no multiple of {DEPTHS}, or N {n} none of {COLUMNS}"
+        return self._why_not_scales(product) or self._why_not_device(product)
+
+    def _why_not_scales(self, product: FloatProduct) -> str:
+        if not self.operator.per_channel and (product.scale_a.dim() or product.scale_b.dim()):
+            return f"{self.name} takes one scale for each factor"
+        if product.scale_a.dim() and product.a.dim() > 2:
+            return f"{self.name} takes a scale for each row of a matrix, not of a stack"
+        return ""
+
+    def _why_not_device(self, product: FloatProduct) -> str:
+        if not product.a.is_cuda:
+            return ""
+        major, minor = torch.cuda.get_device_capability(product.a.device)
+        if 10 * major + minor in self.operator.capabilities:
+            return ""
+        known = ", ".join(f"sm{each}" for each in self.operator.capabilities)
+        return f"{self.name} has kernels for {known}, here is sm{10 * major + minor}"

@@ -141,29 +141,24 @@ def _loka_short_attention_kernel(  # type: ignore[no-untyped-def]
 def short_attention(
     q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None, scale: float, drop: bool
 ) -> Tensor:
-    """Compute attention.
+    """Compute attention; returns (batch, queries, heads, d), of the type of q, contiguous.
 
-    Args:
-        q: (batch, heads, queries, d), BF16 or FP16. Strides of all tensors are static, even with a symbolic
-            batch.
-        kt: (batch, heads, d, keys) of the same type.
-        v: (batch, heads, keys, d) of the same type.
-        mask: (batch, heads, queries, keys); every axis but the last may have length 1. It is added, or, where
-            it is boolean, selects products that become −∞.
-        scale: Positive factor of the products.
-        drop: Whether a boolean mask is true where products become −∞, rather than where they stay.
-
-    Returns:
-        (batch, queries, heads, d), of the type of q, contiguous.
+    q (batch, heads, queries, d), kt (batch, heads, d, keys) and v (batch, heads, keys, d) are of one type,
+    BF16 or FP16. Strides of all tensors are static, even with a symbolic batch. Every axis of the mask
+    (batch, heads, queries, keys) but the last may have length 1. It is added, or, where it is boolean,
+    selects products that become −∞: where it is true if `drop`, else where it is false.
     """
     (batch, heads, queries, d), keys = q.shape, v.shape[2]
     shape = Shape.of(queries, keys, d)
     out = torch.empty((batch, queries, heads, d), dtype=q.dtype, device=q.device)
     chooses = mask is not None and mask.dtype is torch.bool
-    qb, qh, qq, qd = q.stride()
-    kb, kh, kd, kk = kt.stride()
-    vb, vh, vk, vd = v.stride()
-    mb, mh, mq, mk = (0,) * 4 if mask is None else broadcast_strides(mask)
+    of_mask = (0,) * 4 if mask is None else broadcast_strides(mask)
+    axes = {"Q": "BHQD", "K": "BHDK", "V": "BHKD", "M": "BHQK"}
+    strides = {
+        f"{name}{axis}": stride
+        for name, values in zip(axes, (q.stride(), kt.stride(), v.stride(), of_mask), strict=True)
+        for axis, stride in zip(axes[name], values, strict=True)
+    }
     tiles = triton.cdiv(queries, shape.queries)
     wrap_triton(_loka_short_attention_kernel)[(batch * heads * tiles,)](
         q,
@@ -173,22 +168,7 @@ def short_attention(
         q.new_empty(1) if mask is None else mask,
         out,
         scale,
-        QB=qb,
-        QH=qh,
-        QQ=qq,
-        QD=qd,
-        KB=kb,
-        KH=kh,
-        KD=kd,
-        KK=kk,
-        VB=vb,
-        VH=vh,
-        VK=vk,
-        VD=vd,
-        MB=mb,
-        MH=mh,
-        MQ=mq,
-        MK=mk,
+        **strides,
         ADDED=mask is not None and not chooses,
         KEEP=chooses and not drop,
         DROP=chooses and drop,

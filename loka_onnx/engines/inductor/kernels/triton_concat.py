@@ -64,17 +64,9 @@ def _loka_concat_quantize_kernel(  # type: ignore[no-untyped-def]
 def concat_quantize(
     a: Tensor, b: Tensor, inverse_scale: float, half: torch.dtype, wide: bool
 ) -> list[Tensor]:
-    """Round a and b to `half`, join their columns into X, and quantize X.
+    """Round a and b, contiguous in FP32, BF16 or FP16, to `half`, join their columns, and quantize.
 
-    Args:
-        a: (M, A) in FP32, BF16 or FP16, contiguous.
-        b: (M, B), likewise.
-        inverse_scale: One over the scale of the quantized output.
-        half: BF16 or FP16, to which both are rounded.
-        wide: Whether X itself is returned too.
-
-    Returns:
-        X (M, A + B) where it is asked for, then the same in E4M3FN.
+    Returns X (M, a + b) where `wide` asks for it, then the same in E4M3FN, times `inverse_scale`.
     """
     (m, first), second = a.shape, b.shape[1]
     n = first + second

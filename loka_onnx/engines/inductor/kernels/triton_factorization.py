@@ -65,19 +65,9 @@ def _loka_factorization_norm_kernel(  # type: ignore[no-untyped-def]
 def factorization_norm(
     x: Tensor, y: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, inverse_scale: float, float8: bool
 ) -> Tensor:
-    """Compute the interaction and its norm.
+    """Compute the interaction and its norm of x (batch, n, d) and y (n, k), BF16 or FP16, contiguous.
 
-    Args:
-        x: (batch, n, d), BF16 or FP16, contiguous.
-        y: (n, k) of the same type, contiguous.
-        gamma: (n·k,).
-        beta: (n·k,).
-        epsilon: Added to the variance.
-        inverse_scale: One over the scale of the quantized output.
-        float8: Whether the output is quantized.
-
-    Returns:
-        (batch, n·k), E4M3FN or the type of x.
+    Returns (batch, n·k) in the type of x; with `float8`, in E4M3FN, times `inverse_scale`.
     """
     batch, n, d = x.shape
     k = y.shape[1]

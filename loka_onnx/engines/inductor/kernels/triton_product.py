@@ -168,21 +168,13 @@ def product(
 ) -> list[Tensor]:
     """Multiply and apply the epilogue.
 
-    Args:
-        a: (M, K) in E4M3FN, BF16 or FP16, contiguous; K a multiple of 16.
-        b: (N, K) in the same type, contiguous: the transposed weight; N a multiple of 16.
-        scale: (N,) FP32, scale of a times those of the weight's columns; None: not quantized.
-        bias: (N,), or None.
-        x0: (M, N) of a cross layer, or None.
-        x: (M, N), likewise; None where it is x0, as in the first layer.
-        inverse_scale: One over the scale of the quantized output; 0: there is none.
-        relu: Whether negative values become 0.
-        wide: Type of the output that is not quantized; None: there is none.
-        tile: `Tile.numbers`: rows, columns, depth, stages, warps, whether FP8 sums move to FP32 registers
-            after each step, and parts of K.
+    a (M, K) and b (N, K), the transposed weight, are contiguous, in E4M3FN, BF16 or FP16; K and N are
+    multiples of 16. `scale` (N,), in FP32, is that of a times those of the weight's columns, None for factors
+    that are not quantized. `bias` is (N,); x0 and x of a cross layer are (M, N), and x is None where it is
+    x0. `tile` is `Tile.numbers`.
 
-    Returns:
-        (M, N) not quantized, then (M, N) in E4M3FN; each only where it is asked for.
+    Returns (M, N) in the type `wide`, unless that is None, then (M, N) in E4M3FN, times `inverse_scale`,
+    unless that is 0.
     """
     (m, k), n = a.shape, b.shape[0]
     high = None if wide is None else torch.empty((m, n), dtype=wide, device=a.device)

@@ -85,20 +85,11 @@ def token_concat(
     wide: bool,
     narrow: bool,
 ) -> list[Tensor]:
-    """Mix, concatenate and quantize.
+    """Mix, concatenate and quantize; f is None for the mix alone, else before it unless `mix_first`.
 
-    Args:
-        x: (batch, n, d) in FP32, BF16 or FP16, contiguous.
-        w: (m, n) of type `half`, contiguous.
-        f: (batch, n_F, d), as x; None: the mix alone.
-        inverse_scale: One over the scale of the quantized output.
-        half: BF16 or FP16, to which x, f and the mix are rounded.
-        mix_first: Whether the mix comes before f.
-        wide: Whether there is an output of type `half`.
-        narrow: Whether there is a quantized output.
-
-    Returns:
-        (batch, n_F + m, d) of type `half`, then in E4M3FN, where they are asked for.
+    x (batch, n, d) and f (batch, n_F, d) are contiguous, in FP32, BF16 or FP16, and rounded to the type
+    `half` of w (m, n). Returns (batch, n_F + m, d) of that type if `wide`, then in E4M3FN, times
+    `inverse_scale`, if `narrow`.
     """
     (batch, n, d), m = x.shape, w.shape[0]
     others = 0 if f is None else f.shape[1]

@@ -76,18 +76,9 @@ def _loka_token_residual_norm_kernel(  # type: ignore[no-untyped-def]
 def token_residual_norm(
     x: Tensor, f: Tensor, w: Tensor, gamma: Tensor, beta: Tensor, epsilon: float
 ) -> Tensor:
-    """Compute LayerNorm(x + concat(f, w·x)) over d; f holds the first n_F tokens, w·x the last n_L.
+    """Compute LayerNorm(x + concat(f, w·x)) over d, in the type of x; f holds the first n_F tokens.
 
-    Args:
-        x: (batch, n, d), BF16 or FP16, contiguous.
-        f: (batch, n_F, d) of the same type, contiguous.
-        w: (n_L, n) of the same type, contiguous.
-        gamma: (d,).
-        beta: (d,).
-        epsilon: Added to the variance.
-
-    Returns:
-        (batch, n, d), of the type of x.
+    x (batch, n, d), f (batch, n_F, d) and w (n_L, n) are contiguous, of one type, BF16 or FP16.
     """
     batch, n, d = x.shape
     later, first = w.shape[0], n - w.shape[0]

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from loka_onnx.engines.inductor.exported import marked
 from loka_onnx.engines.inductor.lowering.node import Node
 from loka_onnx.engines.inductor.lowering.registry import Operator
+from loka_onnx.engines.inductor.lowering.shape_arithmetic import ON_SHAPES, OnShapes
 from loka_onnx.engines.inductor.lowering.values import Constant, Dequantized, ShapeValue, Value, numbers_of
 from loka_onnx.errors import LokaError
 
@@ -20,15 +22,20 @@ class Step:
     operator: Operator
     last_uses: tuple[str, ...] = ()
 
+    @property
+    def on_shapes(self) -> OnShapes | None:
+        """Its function on `ShapeValue`; None where it has none."""
+        return None if self.node.domain else ON_SHAPES.get(self.node.op_type)
+
 
 def evaluate(step: Step, inputs: Sequence[Value]) -> tuple[Value, ...]:
-    """The outputs of a node.
+    """The outputs of a node, whose operators are annotated with its name (`exported.marked`).
 
     Raises:
         EngineError: The node cannot be lowered, or torch refuses it.
     """
     try:
-        done = _apply(step.node, step.operator, inputs)
+        done = _apply(step, inputs)
     except LokaError:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
@@ -37,17 +44,16 @@ def evaluate(step: Step, inputs: Sequence[Value]) -> tuple[Value, ...]:
     return done if isinstance(done, tuple) else (done,)
 
 
-def _apply(node: Node, operator: Operator, inputs: Sequence[Value]) -> Any:
-    if operator.on_shapes is not None:
-        numbers = _numbers(inputs)
-        if numbers is not None:
-            done = operator.on_shapes(node, *numbers)
-            if done is not NotImplemented:
-                return done
+def _apply(step: Step, inputs: Sequence[Value]) -> Any:
+    numbers = None if step.on_shapes is None else _numbers(inputs)
+    if step.on_shapes is not None and numbers is not None:
+        done = step.on_shapes(step.node, *numbers)
+        if done is not NotImplemented:
+            return done
     first = inputs[0] if inputs else None
-    if not operator.moves or not isinstance(first, Dequantized) or first.axis is not None:
-        return operator.lower(node, *_given(node, operator, inputs))
-    moved = operator.lower(node, *_given(node, operator, [first.values, *inputs[1:]]))
+    if not step.operator.moves or not isinstance(first, Dequantized) or first.axis is not None:
+        return _lowered(step, inputs)
+    moved = _lowered(step, [first.values, *inputs[1:]])
     if isinstance(moved, tuple):
         return tuple(replace(first, values=part) for part in moved)
     return replace(first, values=moved)
@@ -64,18 +70,17 @@ def _numbers(inputs: Sequence[Value]) -> list[ShapeValue | None] | None:
     return numbers  # type: ignore[return-value]
 
 
-def _given(node: Node, operator: Operator, inputs: Sequence[Value]) -> list[Value]:
-    """Convert inputs to the kinds of values that an operator's function takes."""
-    if operator.raw:
-        return list(inputs)
-    given: list[Value] = []
-    for position, value in enumerate(inputs):
+def _lowered(step: Step, inputs: Sequence[Value]) -> Any:
+    """Call the operator's function on the kinds of values that it takes."""
+    node, operator = step.node, step.operator
+    arguments: list[Value] = list(inputs) if operator.raw else []
+    for position, value in enumerate([] if operator.raw else inputs):
         numbers = numbers_of(value) if isinstance(value, Constant) else value
         is_number = isinstance(numbers, ShapeValue) and (
             position in operator.numbers or (position in operator.scalars and numbers.scalar)
         )
-        given.append(numbers if value is None or is_number else node.tensor(value))
-    return given
+        arguments.append(numbers if value is None or is_number else node.tensor(value))
+    return marked(node.name, operator.lower, node, *arguments)
 
 
 def _describe(node: Node, inputs: Sequence[Value]) -> str:

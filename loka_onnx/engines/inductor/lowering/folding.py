@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from loka_onnx.engines.inductor.lowering.evaluating import Step, evaluate
-from loka_onnx.engines.inductor.lowering.node import Node
 from loka_onnx.engines.inductor.lowering.reading import constant_of
-from loka_onnx.engines.inductor.lowering.registry import Operator
 from loka_onnx.engines.inductor.lowering.types import FLOAT8, to_numpy, to_torch
 from loka_onnx.engines.inductor.lowering.values import Constant, numbers_of
 
@@ -29,19 +27,20 @@ _QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _SHAPES = frozenset({"Shape", "Size"})
 
 
-def fold(nodes: Iterable[tuple[Node, Operator]], constants: dict[str, Constant]) -> list[Step]:
+def fold(steps: Iterable[Step], constants: dict[str, Constant]) -> list[Step]:
     """Fold nodes with constant inputs into `constants`, which is edited, and return the other nodes."""
-    steps = []
-    for node, operator in nodes:
-        results = _folded(node, operator, constants)
+    kept = []
+    for step in steps:
+        results = _folded(step, constants)
         if results is None:
-            steps.append(Step(node, operator))
+            kept.append(step)
         else:
             constants |= results
-    return steps
+    return kept
 
 
-def _folded(node: Node, operator: Operator, constants: Mapping[str, Constant]) -> dict[str, Constant] | None:
+def _folded(step: Step, constants: Mapping[str, Constant]) -> dict[str, Constant] | None:
+    node = step.node
     if node.op_type == "Constant" and not node.domain:
         held = constant_of(node)
         return None if held is None else {node.outputs[0]: held}
@@ -51,24 +50,20 @@ def _folded(node: Node, operator: Operator, constants: Mapping[str, Constant]) -
     inputs = [constants.get(name) if name else None for name in node.inputs]
     if any(name and value is None for name, value in zip(node.inputs, inputs, strict=True)):
         return None
-    done = evaluate(Step(node, operator), inputs)
     results = {}
-    for name, value in zip(node.outputs, done, strict=False):
+    read = sum(constant.array.size for constant in inputs if constant and constant.array is not None)
+    for name, value in zip(node.outputs, evaluate(step, inputs), strict=False):
         if isinstance(value, Constant):
             results[name] = value
             continue
         tensor = node.tensor(value)
-        read = sum(
-            len(constant.array.reshape(-1)) for constant in inputs if constant and constant.array is not None
-        )
         if tensor.numel() > max(_SMALL, _LARGEST_GROWTH * read):
             return None
         results[name] = Constant(name, tensor.dtype, tuple(tensor.shape), to_numpy(tensor))
     return results
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """Stored form of a constant; `columns` says that the buffer holds the transpose."""
 
     tensor: torch.Tensor
@@ -86,10 +81,10 @@ def store(
         if name in constants:
             readers.setdefault(constants[name].name, [])
     right = _right_factors(steps)
-    found = {constant.name: constant for constant in constants.values()}
+    by_name = {constant.name: constant for constant in constants.values()}
     stored = {}
     for name, reads in readers.items():
-        constant = found[name]
+        constant = by_name[name]
         if constant.array is None:
             continue
         tensor = to_torch(constant.array)
@@ -112,7 +107,7 @@ def _reads(steps: Sequence[Step], constants: Mapping[str, Constant]) -> Iterable
         node, operator = step.node, step.operator
         inputs = [constants.get(name) for name in node.inputs]
         if node.op_type in _SHAPES or (
-            operator.on_shapes is not None
+            step.on_shapes is not None
             and any(name in shapes for name in node.inputs)
             and all(
                 not name or name in shapes or (constant is not None and numbers_of(constant) is not None)

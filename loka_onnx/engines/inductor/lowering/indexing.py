@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from loka_onnx.engines.inductor.lowering.node import Node
-from loka_onnx.engines.inductor.lowering.registry import OPERATORS
-from loka_onnx.engines.inductor.lowering.values import ShapeValue, Value
+from loka_onnx.engines.inductor.lowering.registry import operator
+from loka_onnx.engines.inductor.lowering.values import ShapeValue, Value, along_axis
 
 Tensor = torch.Tensor
 _REDUCTIONS = {"add": "sum", "mul": "prod", "min": "amin", "max": "amax"}
 
 
-@OPERATORS.operator("Gather", scalars=(1,), moves=True)
+@operator("Gather", scalars=(1,), moves=True)
 def gather(node: Node, data: Tensor, indices: Value) -> Tensor:
     """Slices along an axis; the indices' shape replaces the axis."""
     axis = node.get("axis", 0) % data.dim()
@@ -29,37 +29,33 @@ def gather(node: Node, data: Tensor, indices: Value) -> Tensor:
     return data[index]
 
 
-@OPERATORS.operator("GatherElements")
+@operator("GatherElements")
 def gather_elements(node: Node, data: Tensor, indices: Tensor) -> Tensor:
     """One element for each index along an axis; other coordinates are kept."""
     axis = node.get("axis", 0) % data.dim()
     return torch.gather(data, axis, _from_start(indices, data.shape[axis]))
 
 
-@OPERATORS.operator("GatherND")
+@operator("GatherND")
 def gather_nd(node: Node, data: Tensor, indices: Tensor) -> Tensor:
     """Slices at index tuples, behind shared batch axes."""
     shared = node.get("batch_dims", 0)
     parts: list[Tensor] = []
     for axis in range(shared):
         steps = torch.arange(data.shape[axis], device=data.device)
-        parts.append(steps.reshape([-1 if i == axis else 1 for i in range(indices.dim() - 1)]))
+        parts.append(along_axis(steps, axis, indices.dim() - 1))
     parts += [part.to(torch.int64) for part in indices.unbind(-1)]
     return data[tuple(parts)]
 
 
-@OPERATORS.operator("ScatterElements", "Scatter")
+@operator("ScatterElements", "Scatter")
 def scatter_elements(node: Node, data: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     """Copy with elements replaced, or combined by a reduction."""
     axis = node.get("axis", 0) % data.dim()
-    positions = _from_start(indices, data.shape[axis])
-    reduction = node.get("reduction", "none")
-    if reduction == "none":
-        return torch.scatter(data, axis, positions, updates)
-    return torch.scatter_reduce(data, axis, positions, updates, _REDUCTIONS[reduction], include_self=True)
+    return _scattered(node, data, axis, _from_start(indices, data.shape[axis]), updates)
 
 
-@OPERATORS.operator("ScatterND")
+@operator("ScatterND")
 def scatter_nd(node: Node, data: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     """Copy with slices replaced, or combined by a reduction, at index tuples."""
     depth = indices.shape[-1]
@@ -69,37 +65,37 @@ def scatter_nd(node: Node, data: Tensor, indices: Tensor, updates: Tensor) -> Te
     flat = data.reshape(-1, *data.shape[depth:])
     rows = rows.reshape([-1] + [1] * (data.dim() - depth))
     written = updates.reshape(-1, *data.shape[depth:])
-    positions = rows.expand_as(written)
+    return _scattered(node, flat, 0, rows.expand_as(written), written).reshape(data.shape)
+
+
+def _scattered(node: Node, data: Tensor, axis: int, positions: Tensor, updates: Tensor) -> Tensor:
     reduction = node.get("reduction", "none")
     if reduction == "none":
-        return torch.scatter(flat, 0, positions, written).reshape(data.shape)
-    name = _REDUCTIONS[reduction]
-    return torch.scatter_reduce(flat, 0, positions, written, name, include_self=True).reshape(data.shape)
+        return torch.scatter(data, axis, positions, updates)
+    return torch.scatter_reduce(data, axis, positions, updates, _REDUCTIONS[reduction], include_self=True)
 
 
-@OPERATORS.operator("OneHot", numbers=(1,))
+@operator("OneHot", numbers=(1,))
 def one_hot(node: Node, indices: Tensor, depth: Value, values: Tensor) -> Tensor:
     """``values[1]`` at each index on a new axis, ``values[0]`` elsewhere and for indices out of range."""
     length = int(node.number(depth, "depth"))
     rank = indices.dim() + 1
     axis = node.get("axis", -1) % rank
-    positions = torch.arange(length, device=indices.device)
-    positions = positions.reshape([-1 if i == axis else 1 for i in range(rank)])
+    positions = along_axis(torch.arange(length, device=indices.device), axis, rank)
     chosen = _from_start(indices.to(torch.int64), length).unsqueeze(axis)
     off, on = values.unbind(0)
     return torch.where(chosen == positions, on, off)
 
 
-@OPERATORS.operator("TopK", numbers=(1,))
-def top_k(node: Node, x: Tensor, count: Value = None) -> tuple[Tensor, Tensor]:
+@operator("TopK", numbers=(1,))
+def top_k(node: Node, x: Tensor, count: Value = None) -> tuple[Tensor, ...]:
     """The largest or smallest elements along an axis, and their positions."""
     k = node.attributes["k"] if count is None else node.number(count, "K")
     largest, ordered = bool(node.get("largest", 1)), bool(node.get("sorted", 1))
-    values, positions = torch.topk(x, k, node.get("axis", -1), largest, ordered)
-    return values, positions
+    return tuple(torch.topk(x, k, node.get("axis", -1), largest, ordered))
 
 
-@OPERATORS.operator("CumSum", numbers=(1,))
+@operator("CumSum", numbers=(1,))
 def cum_sum(node: Node, x: Tensor, axis: Value) -> Tensor:
     """Running sums along an axis, from either end, with or without the element itself."""
     dim = int(node.number(axis, "axis"))

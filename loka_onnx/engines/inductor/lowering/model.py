@@ -6,10 +6,9 @@ of those functions, with a symbolic batch where it is dynamic.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,42 +16,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka_onnx.engines.inductor.kernels import operators
+from loka_onnx.engines.inductor.lowering import (
+    elementwise,
+    indexing,
+    movement,
+    products,
+    quantization,
+    reductions,
+)
 from loka_onnx.engines.inductor.lowering.evaluating import Step, evaluate
 from loka_onnx.engines.inductor.lowering.folding import Stored, fold, store
-from loka_onnx.engines.inductor.lowering.node import REMEDY, Node, Scope, load_directly
-from loka_onnx.engines.inductor.lowering.operators import OPERATORS
-from loka_onnx.engines.inductor.lowering.reading import read_graph
-from loka_onnx.engines.inductor.lowering.registry import Operator, Registry
-from loka_onnx.engines.inductor.lowering.strategies import LoweredSite, ProductStrategy, ScaledMatMul
+from loka_onnx.engines.inductor.lowering.node import Node, Scope, load_directly
+from loka_onnx.engines.inductor.lowering.reading import SourceGraph, read_graph
+from loka_onnx.engines.inductor.lowering.registry import DECLINED, OPERATORS, Operator
+from loka_onnx.engines.inductor.lowering.strategies import ProductStrategy, ScaledMatMul
 from loka_onnx.engines.inductor.lowering.values import MOST_NUMBERS, Constant, Value
+from loka_onnx.engines.inductor.package import CompiledSite
 from loka_onnx.errors import EngineError
 
-
-@dataclass(frozen=True)
-class LoweringOptions:
-    """Strategy of FP8 products, and the registry of lowerings."""
-
-    products: ProductStrategy = field(default_factory=ScaledMatMul)
-    operators: Registry = field(default_factory=lambda: OPERATORS)
-
-
-@dataclass(frozen=True)
-class _Program:
-    """Contents of a module.
-
-    Attributes:
-        steps: Its nodes that were not folded.
-        constants: Constants that the steps read, by name of the tensor.
-        stored: Their buffers, by name of the constant.
-    """
-
-    inputs: tuple[str, ...]
-    batched: frozenset[str]
-    outputs: tuple[str, ...]
-    steps: tuple[Step, ...]
-    constants: Mapping[str, Constant]
-    stored: Mapping[str, Stored]
-    scope: Scope
+REGISTERED = (elementwise, indexing, movement, operators, products, quantization, reductions)
+"""Modules that fill `OPERATORS` on import."""
 
 
 class LoweredModel(nn.Module):
@@ -64,25 +48,31 @@ class LoweredModel(nn.Module):
         batched: Inputs with a dynamic batch on axis 0.
     """
 
-    def __init__(self, program: _Program) -> None:
+    def __init__(
+        self,
+        graph: SourceGraph,
+        steps: tuple[Step, ...],
+        constants: Mapping[str, Constant],
+        stored: Mapping[str, Stored],
+        scope: Scope,
+    ) -> None:
         super().__init__()
-        self.input_names, self.output_names = program.inputs, program.outputs
-        self.batched = program.batched
+        self.input_names, self.output_names, self.batched = graph.inputs, graph.outputs, graph.batched
         self.weights = nn.Module()
-        self._steps, self._scope = program.steps, program.scope
+        self._steps, self._scope = steps, scope
         self._buffer_of: dict[str, tuple[str, bool]] = {}
-        for name, held in program.stored.items():
+        for name, (tensor, columns) in stored.items():
             buffer = _attribute_name(self.weights, name)
-            self.weights.register_buffer(buffer, held.tensor)
-            self._buffer_of[name] = (buffer, held.columns)
+            self.weights.register_buffer(buffer, tensor)
+            self._buffer_of[name] = (buffer, columns)
         self._constants: dict[str, Value] = {
-            name: _without_array(constant) if constant.name in program.stored else constant
-            for name, constant in program.constants.items()
+            name: _without_array(constant) if constant.name in stored else constant
+            for name, constant in constants.items()
         }
         self._scope.load = self._load
 
     @property
-    def sites(self) -> Mapping[str, LoweredSite]:
+    def sites(self) -> Mapping[str, CompiledSite]:
         """Lowered products by node name; filled when the module runs or is traced."""
         return MappingProxyType(self._scope.sites)
 
@@ -91,8 +81,7 @@ class LoweredModel(nn.Module):
         return (tuple({0: batch} if name in self.batched else {} for name in self.input_names),)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the graph on one tensor per input, in the order of `input_names`; results are in
-        `output_names`'s.
+        """Run the graph on one tensor per input, in the order of `input_names`.
 
         Raises:
             EngineError: The number of inputs is wrong, a node cannot be lowered, or torch refuses it.
@@ -121,51 +110,42 @@ class LoweredModel(nn.Module):
         return tensor.t() if columns else tensor
 
 
-def lower(model: Path, options: LoweringOptions | None = None) -> LoweredModel:
-    """Lower an ONNX model to a module, on the CPU.
+def lower(model: Path, products: ProductStrategy | None = None) -> LoweredModel:
+    """Lower an ONNX model to a module, on the CPU; `products` multiplies FP8, by default `ScaledMatMul`.
 
     Raises:
         ModelError: The file or its external data are missing, truncated or invalid.
         EngineError: An operator or a type of the model has no lowering.
     """
-    options = options or LoweringOptions()
-    scope = Scope(options.products)
+    scope = Scope(products or ScaledMatMul())
     graph = read_graph(model, scope)
-    found = [(node, _operator(node, options.operators)) for node in graph.nodes]
     constants = dict(graph.constants)
     with torch.no_grad():
-        steps = fold(found, constants)
+        steps = fold([Step(node, _operator(node)) for node in graph.nodes], constants)
         stored = store(steps, constants, graph.outputs)
     scope.sites.clear()
     read = {name for step in steps for name in step.node.inputs} | {*graph.outputs}
     kept = {name: constant for name, constant in constants.items() if name in read}
-    timed = _with_last_uses(steps, graph.outputs, kept)
-    return LoweredModel(_Program(graph.inputs, graph.batched, graph.outputs, timed, kept, stored, scope))
+    return LoweredModel(graph, _with_last_uses(steps, {*graph.outputs, *kept}), kept, stored, scope)
 
 
-def _operator(node: Node, registry: Registry) -> Operator:
-    found = registry.find(node.domain, node.op_type)
-    if found is not None:
-        return found
-    reason = "" if node.domain else registry.declined.get(node.op_type, "")
-    if reason:
-        raise node.error(f"{node.op_type} is not lowered", reason)
+def _operator(node: Node) -> Operator:
+    known = OPERATORS.get((node.domain, node.op_type))
+    if known is not None:
+        return known
+    if not node.domain and node.op_type in DECLINED:
+        raise node.error(f"{node.op_type} is not lowered", DECLINED[node.op_type])
     domain = node.domain or "ai.onnx"
-    known = sorted(op_type for where, op_type in registry.operators if where == node.domain)
-    near = difflib.get_close_matches(node.op_type, known, n=3)
-    evidence = f"{len(known)} operators of domain '{domain}' are"
+    count = sum(where == node.domain for where, _ in OPERATORS)
     raise node.error(
         f"operator {node.op_type} of domain '{domain}' is not lowered",
-        f"{evidence}; the nearest names are {', '.join(near)}" if near else evidence,
-        f"{REMEDY}, or register a function for it with `Registry.operator`",
+        f"{count} operators of domain '{domain}' are",
     )
 
 
-def _with_last_uses(
-    steps: list[Step], outputs: tuple[str, ...], constants: Mapping[str, Constant]
-) -> tuple[Step, ...]:
-    """Add to each step the tensors that it is the last to read."""
-    seen, timed = {*outputs, *constants}, []
+def _with_last_uses(steps: list[Step], kept: set[str]) -> tuple[Step, ...]:
+    """Add to each step the tensors, except those to keep, that it is the last to read."""
+    seen, timed = set(kept), []
     for step in reversed(steps):
         touched = dict.fromkeys(name for name in (*step.node.inputs, *step.node.outputs) if name)
         timed.append(replace(step, last_uses=tuple(name for name in touched if name not in seen)))

@@ -1,26 +1,30 @@
-"""Operators that move, repeat or drop elements and change none."""
+"""Operators that move, repeat, drop or pad elements and change none."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from loka_onnx.engines.inductor.lowering.node import Node
-from loka_onnx.engines.inductor.lowering.registry import OPERATORS
+from loka_onnx.engines.inductor.lowering.registry import operator
 from loka_onnx.engines.inductor.lowering.values import Constant, Dequantized, ShapeValue, Value, numbers_of
 
 Tensor = torch.Tensor
+_MOST_NUMBERS = 64
+"""Most elements of a filled vector that may be a shape; longer ones are data."""
 
 
-@OPERATORS.operator("Identity", raw=True)
+@operator("Identity", raw=True)
 def identity(node: Node, x: Value) -> Value:
     """The same value, of any kind."""
     return x
 
 
-@OPERATORS.operator("Constant")
+@operator("Constant")
 def constant(node: Node) -> Any:
     """Refuse a Constant that could not be folded."""
     raise node.error(
@@ -28,7 +32,7 @@ def constant(node: Node) -> Any:
     )
 
 
-@OPERATORS.operator("Reshape", numbers=(1,), moves=True)
+@operator("Reshape", numbers=(1,), moves=True)
 def reshape(node: Node, x: Tensor, shape: Value = None) -> Tensor:
     """New shape; 0 keeps a length unless ``allowzero``, and one -1 takes the rest."""
     target = node.attributes["shape"] if shape is None else node.numbers(shape, "shape")
@@ -37,39 +41,26 @@ def reshape(node: Node, x: Tensor, shape: Value = None) -> Tensor:
     return x.reshape(target)
 
 
-@OPERATORS.operator("Flatten", moves=True)
+@operator("Flatten", moves=True)
 def flatten(node: Node, x: Tensor) -> Tensor:
     """A matrix: the axes before ``axis`` and those from it on."""
     axis = node.get("axis", 1)
     axis += x.dim() if axis < 0 else 0
     if axis == 1 and x.dim() > 1:
         return x.flatten(1) if x.dim() > 2 else x
-    columns = 1
-    for length in x.shape[axis:]:
-        columns = columns * length
-    rows = 1
-    for length in x.shape[:axis]:
-        rows = rows * length
-    return x.reshape(rows, columns)
+    return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
 
-@OPERATORS.operator("Transpose", raw=True)
+@operator("Transpose", raw=True)
 def transpose(node: Node, x: Value) -> Value:
     """Permute axes, including the channel axis of FP8 values."""
     if isinstance(x, Dequantized):
-        order = _order(node, x.values.dim())
-        axis = None if x.axis is None else order.index(x.axis)
-        return replace(x, values=x.values.permute(order), axis=axis)
+        return x.permuted(node.get("perm", list(range(x.values.dim()))[::-1]))
     tensor = node.tensor(x)
-    return tensor.permute(_order(node, tensor.dim()))
+    return tensor.permute(node.get("perm", list(range(tensor.dim()))[::-1]))
 
 
-def _order(node: Node, rank: int) -> list[int]:
-    order: list[int] = node.get("perm", list(reversed(range(rank))))
-    return order
-
-
-@OPERATORS.operator("Squeeze", numbers=(1,), moves=True)
+@operator("Squeeze", numbers=(1,), moves=True)
 def squeeze(node: Node, x: Tensor, axes: Value = None) -> Tensor:
     """Axes of length 1 taken out; all of them when none are named."""
     chosen = node.axes(axes)
@@ -78,7 +69,7 @@ def squeeze(node: Node, x: Tensor, axes: Value = None) -> Tensor:
     return x.squeeze(tuple(axis % x.dim() for axis in chosen)) if chosen else x
 
 
-@OPERATORS.operator("Unsqueeze", numbers=(1,), moves=True)
+@operator("Unsqueeze", numbers=(1,), moves=True)
 def unsqueeze(node: Node, x: Tensor, axes: Value = None) -> Tensor:
     """Axes of length 1 put in, at positions in the result."""
     chosen = node.axes(axes) or []
@@ -88,7 +79,7 @@ def unsqueeze(node: Node, x: Tensor, axes: Value = None) -> Tensor:
     return x
 
 
-@OPERATORS.operator("Concat", raw=True)
+@operator("Concat", raw=True)
 def concat(node: Node, *parts: Value) -> Value:
     """Concatenate; FP8 values of one scale stay FP8."""
     axis = node.get("axis", 1)
@@ -99,7 +90,7 @@ def concat(node: Node, *parts: Value) -> Value:
     return torch.cat([node.tensor(part) for part in parts], axis)
 
 
-@OPERATORS.operator("Split", numbers=(1,), moves=True)
+@operator("Split", numbers=(1,), moves=True)
 def split(node: Node, x: Tensor, sizes: Value = None) -> tuple[Tensor, ...]:
     """Split an axis into the given sizes, or into equal ones with a smaller last."""
     axis = node.get("axis", 0)
@@ -111,7 +102,7 @@ def split(node: Node, x: Tensor, sizes: Value = None) -> tuple[Tensor, ...]:
     return torch.split(x, -(-x.shape[axis] // parts), axis)
 
 
-@OPERATORS.operator("Slice", numbers=(1, 2, 3, 4), moves=True)
+@operator("Slice", numbers=(1, 2, 3, 4), moves=True)
 def slice_(
     node: Node, x: Tensor, starts: Value = None, ends: Value = None, axes: Value = None, steps: Value = None
 ) -> Tensor:
@@ -139,7 +130,7 @@ def _backwards(x: Tensor, axis: int, bounds: tuple[Any, Any, Any]) -> Tensor:
     return torch.arange(begin, end, step, device=x.device)
 
 
-@OPERATORS.operator("Expand", numbers=(1,), moves=True)
+@operator("Expand", numbers=(1,), moves=True)
 def expand(node: Node, x: Tensor, shape: Value) -> Tensor:
     """Broadcast axes of length 1; a target length of 1 keeps the tensor's length."""
     target = node.numbers(shape, "shape")
@@ -150,46 +141,64 @@ def expand(node: Node, x: Tensor, shape: Value) -> Tensor:
     return x.expand(kept)
 
 
-@OPERATORS.operator("Tile", numbers=(1,), moves=True)
+@operator("Tile", numbers=(1,), moves=True)
 def tile(node: Node, x: Tensor, repeats: Value) -> Tensor:
     """A tensor repeated along its axes."""
     return x.repeat(node.numbers(repeats, "repeats"))
 
 
-@OPERATORS.operator("Trilu", numbers=(1,))
+@operator("Trilu", numbers=(1,))
 def trilu(node: Node, x: Tensor, diagonal: Value = None) -> Tensor:
     """The upper or lower triangle of matrices."""
     k = 0 if diagonal is None else int(node.number(diagonal, "k"))
     return torch.triu(x, k) if node.get("upper", 1) else torch.tril(x, k)
 
 
-@OPERATORS.operator("DepthToSpace")
-def depth_to_space(node: Node, x: Tensor) -> Tensor:
-    """Blocks of channels laid out in space."""
-    batch, channels, height, width = x.shape
-    block = node.attributes["blocksize"]
-    inner = channels // block**2
-    if node.get("mode", "DCR") == "DCR":
-        parts = x.reshape(batch, block, block, inner, height, width).permute(0, 3, 4, 1, 5, 2)
-    else:
-        parts = x.reshape(batch, inner, block, block, height, width).permute(0, 1, 4, 2, 5, 3)
-    return parts.reshape(batch, inner, height * block, width * block)
+@operator("Pad", numbers=(1, 2, 3))
+def pad(node: Node, x: Tensor, pads: Value = None, value: Value = None, axes: Value = None) -> Tensor:
+    """Pad both ends of axes; negative amounts crop."""
+    amounts = node.attributes["pads"] if pads is None else node.numbers(pads, "pads")
+    chosen = list(range(x.dim())) if axes is None else [a % x.dim() for a in node.numbers(axes, "axes")]
+    ends = [(0, 0)] * x.dim()
+    for position, axis in enumerate(chosen):
+        ends[axis] = (amounts[position], amounts[position + len(chosen)])
+    mode = node.get("mode", "constant")
+    if mode == "constant":
+        fill: Any = node.get("value", 0.0)
+        if isinstance(value, ShapeValue):
+            fill = node.number(value, "constant_value")
+        return functional.pad(x, [amount for pair in reversed(ends) for amount in pair], value=fill)
+    if mode not in {"edge", "reflect", "wrap"}:
+        raise node.error(f"mode '{mode}' of Pad is not known", "known are constant, edge, reflect, wrap")
+    for axis, (before, after) in enumerate(ends):
+        if before or after:
+            positions = torch.arange(-before, x.shape[axis] + after, device=x.device)
+            x = torch.index_select(x, axis, _sources(positions, x.shape[axis], mode))
+    return x
 
 
-@OPERATORS.operator("Shape", raw=True)
+def _sources(positions: Tensor, length: Any, mode: str) -> Tensor:
+    """Positions in an axis of the elements of its padded form."""
+    if mode == "edge":
+        return positions.clamp(0, length - 1)
+    if mode == "wrap":
+        return torch.remainder(positions, length)
+    period = max(2 * (length - 1), 1)
+    folded = torch.remainder(positions, period)
+    return torch.minimum(folded, period - folded)
+
+
+@operator("Shape", raw=True)
 def shape_of(node: Node, x: Value) -> ShapeValue:
     """Lengths of a tensor, as numbers."""
     lengths = _lengths(node, x)
     return ShapeValue(tuple(lengths[node.get("start", 0) : node.get("end", len(lengths))]))
 
 
-@OPERATORS.operator("Size", raw=True)
+@operator("Size", raw=True)
 def size_of(node: Node, x: Value) -> ShapeValue:
     """Number of elements, as a number."""
-    product: Any = 1
-    for length in _lengths(node, x):
-        product = product * length
-    return ShapeValue((product,), scalar=True)
+    return ShapeValue((math.prod(_lengths(node, x)),), scalar=True)
 
 
 def _lengths(node: Node, x: Value) -> list[Any]:
@@ -200,11 +209,7 @@ def _lengths(node: Node, x: Value) -> list[Any]:
     return list((x.values if isinstance(x, Dequantized) else node.tensor(x)).shape)
 
 
-_MOST_NUMBERS = 64
-"""Most elements of a filled vector that may be a shape; longer ones are data."""
-
-
-@OPERATORS.operator("ConstantOfShape", numbers=(0,))
+@operator("ConstantOfShape", numbers=(0,))
 def constant_of_shape(node: Node, shape: Value) -> Value:
     """A filled tensor; a short integer vector stays numbers, because it may be a shape."""
     lengths = node.numbers(shape, "shape")
@@ -217,7 +222,7 @@ def constant_of_shape(node: Node, shape: Value) -> Value:
     return torch.full(lengths, value, dtype=dtype, device=node.scope.device)  # type: ignore[arg-type]
 
 
-@OPERATORS.operator("Range", numbers=(0, 1, 2))
+@operator("Range", numbers=(0, 1, 2))
 def range_(node: Node, start: Value, limit: Value, delta: Value) -> Tensor:
     """Numbers from a start up to, excluding, a limit."""
     begin, end = node.number(start, "start"), node.number(limit, "limit")

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from loka_onnx.engines.inductor.lowering.strategies import LoweredSite, ProductStrategy
+from loka_onnx.engines.inductor.lowering.strategies import Multiplied, ProductStrategy
 from loka_onnx.engines.inductor.lowering.types import to_torch
 from loka_onnx.engines.inductor.lowering.values import Constant, Dequantized, ShapeValue, Value
+from loka_onnx.engines.inductor.package import CompiledSite
 from loka_onnx.errors import EngineError, InternalError
 
 T = TypeVar("T")
@@ -26,17 +27,12 @@ def load_directly(constant: Constant) -> torch.Tensor:
 
 @dataclass
 class Scope:
-    """State that the nodes of one module share.
-
-    Attributes:
-        device: Device of tensors that depend on no other.
-        sites: Lowered products by node name; filled when the module runs or is traced.
-    """
+    """State that the nodes of one module share: strategy, buffers, device, and lowered products by name."""
 
     products: ProductStrategy
     load: Callable[[Constant], torch.Tensor] = field(default_factory=lambda: load_directly)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    sites: dict[str, LoweredSite] = field(default_factory=dict)
+    sites: dict[str, CompiledSite] = field(default_factory=dict)
 
     def tensor(self, value: Value) -> torch.Tensor:
         """Convert a value to its tensor."""
@@ -83,8 +79,14 @@ class Node:
         return self.scope.tensor(value)
 
     def wants(self, output: int) -> bool:
-        """Tell whether an output has a name, so that something may read it."""
+        """True if an output has a name, so that something may read it."""
         return output < len(self.outputs) and bool(self.outputs[output])
+
+    def record(self, done: Multiplied) -> None:
+        """Record how this product was computed."""
+        self.scope.sites[self.name] = CompiledSite(
+            self.name, done.kernel, done.operands, done.engaged, done.reason
+        )
 
     def error(self, what: str, evidence: str, remedy: str = REMEDY) -> EngineError:
         """Build an error about this node."""
@@ -92,11 +94,7 @@ class Node:
         return EngineError(what, where=f"node '{self.name}' ({op})", evidence=evidence, remedy=remedy)
 
     def numbers(self, value: Value, what: str) -> list[Any]:
-        """Return the numbers, plain or symbolic, of an input that must be known before the module runs.
-
-        Raises:
-            EngineError: They depend on the elements of tensors.
-        """
+        """Return the numbers, plain or symbolic, of an input; refuse one with elements of tensors."""
         if isinstance(value, ShapeValue):
             return list(value.entries)
         raise self.error(
@@ -106,18 +104,14 @@ class Node:
         )
 
     def number(self, value: Value, what: str) -> Any:
-        """Return the only number of such an input.
-
-        Raises:
-            EngineError: It depends on the elements of tensors, or is not one number.
-        """
+        """Return the only number of such an input."""
         entries = self.numbers(value, what)
         if len(entries) != 1:
             raise self.error(f"'{what}' must be one number", f"it has {len(entries)}", "export it again")
         return entries[0]
 
-    def axes(self, value: Value, what: str = "axes") -> list[int] | None:
-        """Axes from the attribute `what` or, in newer operator sets, an input; None where omitted."""
-        if what in self.attributes:
-            return [int(axis) for axis in self.attributes[what]]
-        return None if value is None else [int(axis) for axis in self.numbers(value, what)]
+    def axes(self, value: Value) -> list[int] | None:
+        """Axes from the attribute or, in newer operator sets, an input; None where omitted."""
+        if "axes" in self.attributes:
+            return [int(axis) for axis in self.attributes["axes"]]
+        return None if value is None else [int(axis) for axis in self.numbers(value, "axes")]

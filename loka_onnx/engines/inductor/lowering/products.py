@@ -6,22 +6,18 @@ The module's strategy (`strategies`) multiplies two FP8 factors of a MatMul or G
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch.nn import functional
 
 from loka_onnx.engines.inductor.lowering.node import Node
-from loka_onnx.engines.inductor.lowering.padding import conv_padding
-from loka_onnx.engines.inductor.lowering.registry import OPERATORS
-from loka_onnx.engines.inductor.lowering.strategies import FloatProduct, LoweredSite, Multiplied
-from loka_onnx.engines.inductor.lowering.types import short_name
+from loka_onnx.engines.inductor.lowering.registry import operator
+from loka_onnx.engines.inductor.lowering.strategies import FloatProduct, Multiplied
 from loka_onnx.engines.inductor.lowering.values import Dequantized, Value
 
 Tensor = torch.Tensor
 
 
-@OPERATORS.operator("MatMul", raw=True)
+@operator("MatMul", raw=True)
 def matmul(node: Node, a: Value, b: Value) -> Tensor:
     """A·B over the last two axes, broadcast over the others."""
     if isinstance(a, Dequantized) and isinstance(b, Dequantized):
@@ -31,26 +27,25 @@ def matmul(node: Node, a: Value, b: Value) -> Tensor:
     return torch.matmul(left, right)
 
 
-@OPERATORS.operator("Gemm", raw=True)
+@operator("Gemm", raw=True)
 def gemm(node: Node, a: Value, b: Value, c: Value = None) -> Tensor:
     """alpha·A·B + beta·C of matrices, with optionally transposed factors."""
     alpha, beta = node.get("alpha", 1.0), node.get("beta", 1.0)
     addend = None if c is None or beta == 0 else node.tensor(c)
     if isinstance(a, Dequantized) and isinstance(b, Dequantized):
-        left, right = _turned(a, node.get("transA", 0)), _turned(b, node.get("transB", 0))
+        left = a.permuted([1, 0]) if node.get("transA", 0) else a
+        right = b.permuted([1, 0]) if node.get("transB", 0) else b
         bias = _bias(addend, right.values.shape[1]) if alpha == beta == 1 else None
-        result = _multiply_float8(node, left, right, bias)
-        return result if bias is not None else _finish(result, addend, alpha, beta)
-    x, weight = node.tensor(a), node.tensor(b)
-    _record_dense(node, (a, b), (x, weight))
-    x = x.t() if node.get("transA", 0) else x
-    weight = weight if node.get("transB", 0) else weight.t()
-    bias = _bias(addend, weight.shape[0]) if alpha == beta == 1 else None
-    result = functional.linear(x, weight, bias)
-    return result if bias is not None else _finish(result, addend, alpha, beta)
-
-
-def _finish(product: Tensor, addend: Tensor | None, alpha: float, beta: float) -> Tensor:
+        product = _multiply_float8(node, left, right, bias)
+    else:
+        x, weight = node.tensor(a), node.tensor(b)
+        _record_dense(node, (a, b), (x, weight))
+        x = x.t() if node.get("transA", 0) else x
+        weight = weight if node.get("transB", 0) else weight.t()
+        bias = _bias(addend, weight.shape[0]) if alpha == beta == 1 else None
+        product = functional.linear(x, weight, bias)
+    if bias is not None:
+        return product
     product = product if alpha == 1 else product * alpha
     if addend is None:
         return product
@@ -66,37 +61,19 @@ def _bias(addend: Tensor | None, columns: int) -> Tensor | None:
     return addend.reshape(-1) if addend.dim() == 2 and addend.shape[0] == 1 else None
 
 
-def _turned(factor: Dequantized, transposed: int) -> Dequantized:
-    if not transposed:
-        return factor
-    axis = None if factor.axis is None else 1 - factor.axis
-    return replace(factor, values=factor.values.t(), axis=axis)
-
-
 def _multiply_float8(node: Node, a: Dequantized, b: Dequantized, bias: Tensor | None) -> Tensor:
-    if a.values.dim() < 2 or b.values.dim() < 2 or not _are_outer(a, b):
-        left, right = a.materialize(), b.materialize()
-        types = (short_name(left.dtype), short_name(right.dtype))
-        reason = "a factor is a vector, or its scales lie along the axis that is summed over"
-        result = torch.matmul(left, right)
-        _record(node, Multiplied(result, "dequantized", types, engaged=False, reason=reason))
-        return result if bias is None else result + bias
-    product = FloatProduct(node.name, a.values, a.scale, b.values, b.scale, bias, a.dtype)
-    done = node.scope.products.multiply(product)
-    _record(node, done)
-    return done.values
-
-
-def _are_outer(a: Dequantized, b: Dequantized) -> bool:
-    """Tell whether the scales of both factors are along axes that the product keeps."""
     rows, columns = a.values.dim() - 2, b.values.dim() - 1
-    return a.axis in (None, rows) and b.axis in (None, columns)
-
-
-def _record(node: Node, done: Multiplied) -> None:
-    node.scope.sites[node.name] = LoweredSite(
-        node.name, node.op_type, done.kernel, done.operands, done.engaged, done.reason
+    if rows < 0 or columns < 1 or a.axis not in (None, rows) or b.axis not in (None, columns):
+        left, right = a.materialize(), b.materialize()
+        reason = "a factor is a vector, or its scales lie along the axis that is summed over"
+        product = torch.matmul(left, right)
+        node.record(Multiplied.of(product, "dequantized", left, right, reason=reason))
+        return product if bias is None else product + bias
+    done = node.scope.products.multiply(
+        FloatProduct(node.name, a.values, a.scale, b.values, b.scale, bias, a.dtype)
     )
+    node.record(done)
+    return done.values
 
 
 def _record_dense(node: Node, values: tuple[Value, ...], factors: tuple[Tensor, ...]) -> None:
@@ -105,31 +82,53 @@ def _record_dense(node: Node, values: tuple[Value, ...], factors: tuple[Tensor, 
     ]
     mixed = len(wide) != len(values)
     reason = f"FP8 of one factor only: '{wide[0]}' is not quantized" if mixed and wide else ""
-    types = tuple(short_name(factor.dtype) for factor in factors)
-    kernel = "dequantized" if mixed else "dense"
-    node.scope.sites[node.name] = LoweredSite(
-        node.name, node.op_type, kernel, types, engaged=False, reason=reason
-    )
+    node.record(Multiplied.of(factors[0], "dequantized" if mixed else "dense", *factors, reason=reason))
 
 
-@OPERATORS.operator("Einsum")
+@operator("Einsum")
 def einsum(node: Node, *factors: Tensor) -> Tensor:
     """A product over named axes."""
     _record_dense(node, factors, factors)
     return torch.einsum(node.attributes["equation"], *factors)
 
 
-@OPERATORS.operator("Conv")
+@operator("Conv")
 def conv(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A convolution over one, two or three axes."""
     _record_dense(node, (x, weight), (x, weight))
     spatial = x.dim() - 2
     strides = node.get("strides", [1] * spatial)
     dilations = node.get("dilations", [1] * spatial)
-    pads = conv_padding(node, x, list(weight.shape[2:]), strides, dilations)
+    pads = _conv_padding(node, x, list(weight.shape[2:]), strides, dilations)
     even = pads[::2] == pads[1::2]
     x = x if even else functional.pad(x, pads)
     inside = pads[::-2] if even else 0
     convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[spatial - 1]
     result: Tensor = convolve(x, weight, bias, strides, inside, dilations, node.get("group", 1))
     return result
+
+
+def _conv_padding(
+    node: Node, x: Tensor, kernel: list[int], strides: list[int], dilations: list[int]
+) -> list[int]:
+    """Padding of the spatial axes of (batch, channels, …) in the order of `torch.nn.functional.pad`.
+
+    Source: ONNX operators, `Conv-11`, ``auto_pad`` and ``pads``.
+    """
+    spatial = len(kernel)
+    mode = node.get("auto_pad", "NOTSET")
+    pads: list[int] = node.get("pads", [0] * (2 * spatial))
+    if mode == "VALID":
+        pads = [0] * (2 * spatial)
+    elif mode.startswith("SAME"):
+        before, after = [], []
+        for axis in range(spatial):
+            length = x.shape[2 + axis]
+            covered = (kernel[axis] - 1) * dilations[axis] + 1
+            results = -(-length // strides[axis])
+            total = max(0, (results - 1) * strides[axis] + covered - length)
+            small, large = total // 2, total - total // 2
+            before.append(small if mode == "SAME_UPPER" else large)
+            after.append(large if mode == "SAME_UPPER" else small)
+        pads = before + after
+    return [pad for axis in reversed(range(spatial)) for pad in (pads[axis], pads[axis + spatial])]

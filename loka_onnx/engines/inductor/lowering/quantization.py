@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from loka_onnx.engines.inductor.lowering.node import Node
-from loka_onnx.engines.inductor.lowering.registry import OPERATORS
+from loka_onnx.engines.inductor.lowering.registry import operator
 from loka_onnx.engines.inductor.lowering.types import FLOAT8, TORCH_TYPES, type_name
 from loka_onnx.engines.inductor.lowering.values import Constant, Dequantized, Value, along_axis
 
@@ -22,10 +22,10 @@ Tensor = torch.Tensor
 _INTEGERS = {torch.int8, torch.uint8, torch.int16, torch.uint16}
 
 
-@OPERATORS.operator("QuantizeLinear", raw=True)
+@operator("QuantizeLinear", raw=True, wide=(1,))
 def quantize_linear(node: Node, x: Value, scale: Value, zero_point: Value = None) -> Tensor:
     """Quantize: round half to even and saturate."""
-    values, factor = node.tensor(x), _scale(node, scale)
+    values, factor = node.tensor(x), node.tensor(scale).to(torch.float32)
     target = _target(node, zero_point)
     spread = _spread(node, factor, values)
     if target in _INTEGERS:
@@ -51,10 +51,10 @@ def saturated(values: Tensor, target: torch.dtype) -> Tensor:
     return values.clamp(-limit, limit).to(target)
 
 
-@OPERATORS.operator("DequantizeLinear", raw=True)
+@operator("DequantizeLinear", raw=True, wide=(1,))
 def dequantize_linear(node: Node, x: Value, scale: Value, zero_point: Value = None) -> Value:
     """Keep FP8 values with their scale, which a product can take directly; convert integers to floats."""
-    values, factor = node.tensor(x), _scale(node, scale)
+    values, factor = node.tensor(x), node.tensor(scale).to(torch.float32)
     wide = TORCH_TYPES[node.attributes["output_dtype"]] if node.get("output_dtype", 0) else _type_of(scale)
     if values.dtype in FLOAT8:
         _check_zero(node, zero_point)
@@ -68,9 +68,6 @@ def dequantize_linear(node: Node, x: Value, scale: Value, zero_point: Value = No
     if zero_point is not None and values.dtype not in FLOAT8:
         numbers = numbers - _spread(node, node.tensor(zero_point).to(torch.float32), values)
     return (numbers * _spread(node, factor, values)).to(wide)
-
-
-OPERATORS.store_in_float32("QuantizeLinear", "DequantizeLinear", positions=(1,))
 
 
 def _target(node: Node, zero_point: Value) -> torch.dtype:
@@ -101,10 +98,6 @@ def _type_of(value: Value) -> torch.dtype:
     if isinstance(value, Constant | torch.Tensor):
         return value.dtype
     raise TypeError(f"{type(value).__name__} has no element type of its own")
-
-
-def _scale(node: Node, scale: Value) -> Tensor:
-    return node.tensor(scale).to(torch.float32)
 
 
 def _spread(node: Node, scale: Tensor, values: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,34 +52,28 @@ def read_graph(model: Path, scope: Scope) -> SourceGraph:
     for info in inputs:
         _check_type(info.name, info.type.tensor_type.elem_type)
     opsets = {_domain(entry.domain): entry.version for entry in proto.opset_import}
+    nodes, names = [], set[str]()
+    for node in graph.node:
+        # Two nodes may have the same name, but products are recorded by name.
+        name = node.name if node.name and node.name not in names else node.output[0]
+        names.add(name)
+        domain = _domain(node.domain)
+        attributes = {attribute.name: _attribute(attribute) for attribute in node.attribute}
+        tensors = (tuple(node.input), tuple(node.output))
+        nodes.append(Node(node.op_type, domain, name, attributes, opsets.get(domain, 1), *tensors, scope))
     return SourceGraph(
         tuple(info.name for info in inputs),
         frozenset(info.name for info in inputs if _is_batched(info)),
         tuple(info.name for info in graph.output),
         constants,
-        _nodes(graph.node, opsets, scope),
+        tuple(nodes),
     )
 
 
 def _is_batched(info: onnx.ValueInfoProto) -> bool:
-    shape = info.type.tensor_type.shape
-    if not info.type.tensor_type.HasField("shape"):
-        return True
-    return bool(shape.dim) and not shape.dim[0].HasField("dim_value")
-
-
-def _nodes(protos: Sequence[onnx.NodeProto], opsets: dict[str, int], scope: Scope) -> tuple[Node, ...]:
-    nodes, names = [], set[str]()
-    for proto in protos:
-        # Two nodes may have the same name, but products are recorded by name.
-        name = proto.name if proto.name and proto.name not in names else proto.output[0]
-        names.add(name)
-        domain = _domain(proto.domain)
-        attributes = {attribute.name: _attribute(attribute) for attribute in proto.attribute}
-        opset = opsets.get(domain, 1)
-        places = (tuple(proto.input), tuple(proto.output))
-        nodes.append(Node(proto.op_type, domain, name, attributes, opset, *places, scope))
-    return tuple(nodes)
+    kind = info.type.tensor_type
+    first = kind.shape.dim[:1]
+    return not kind.HasField("shape") or (bool(first) and not first[0].HasField("dim_value"))
 
 
 def constant_of(node: Node) -> Constant | None:
@@ -108,10 +101,7 @@ def _attribute(attribute: onnx.AttributeProto) -> Any:
         return _constant(value, Path())
     if attribute.type == onnx.AttributeProto.STRINGS:
         return [each.decode("utf-8") for each in value]
-    return list(value) if attribute.type in _LISTS else value
-
-
-_LISTS = (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS)
+    return list(value) if attribute.type in {attribute.INTS, attribute.FLOATS} else value
 
 
 def _constant(tensor: onnx.TensorProto, directory: Path) -> Constant:

@@ -1,4 +1,4 @@
-"""Registry of operators and their lowering functions.
+"""Table of operators and their lowering functions.
 
 A function takes the node and one value per input and returns a value or a tuple of values. Its inputs depend
 on the registration:
@@ -9,13 +9,14 @@ on the registration:
 - at the positions `scalars`, a `ShapeValue` where the input is a constant of rank 0, else a tensor;
 - `moves`: the operator only moves elements of its first input, so that a `Dequantized` with a single scale
   stays FP8;
-- `raw`: every value unchanged.
+- `raw`: every value unchanged;
+- `wide`: constants at these positions, such as scales, are stored in FP32, so that no kernel converts them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 Lowering = Callable[..., Any]
@@ -23,84 +24,43 @@ Lowering = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Operator:
-    """Lowering of an operator.
-
-    Attributes:
-        numbers: Positions of inputs that are read as numbers.
-        scalars: Positions of inputs that are read as a number where they are scalar constants.
-        moves: Whether it only moves the elements of its first input.
-        raw: Whether it takes every kind of value.
-        on_shapes: Its function on `ShapeValue`, which may return NotImplemented; or None.
-        wide: Positions of constants that it reads in FP32, whatever their type in the graph.
-    """
+    """Lowering of an operator; see the module."""
 
     lower: Lowering
-    numbers: frozenset[int] = frozenset()
-    scalars: frozenset[int] = frozenset()
+    numbers: Collection[int] = ()
+    scalars: Collection[int] = ()
     moves: bool = False
     raw: bool = False
-    on_shapes: Lowering | None = None
-    wide: frozenset[int] = frozenset()
+    wide: Collection[int] = ()
 
 
-@dataclass
-class Registry:
-    """Lowerings by domain and type; functions on shapes and reasons for refusal by type."""
-
-    operators: dict[tuple[str, str], Operator] = field(default_factory=dict)
-    shapes: dict[str, Lowering] = field(default_factory=dict)
-    wide: dict[tuple[str, str], frozenset[int]] = field(default_factory=dict)
-    declined: dict[str, str] = field(default_factory=dict)
-
-    def operator(
-        self,
-        *op_types: str,
-        domain: str = "",
-        numbers: Collection[int] = (),
-        scalars: Collection[int] = (),
-        moves: bool = False,
-        raw: bool = False,
-    ) -> Callable[[Lowering], Lowering]:
-        """Register the decorated function for operators of a domain."""
-
-        def register(function: Lowering) -> Lowering:
-            operator = Operator(function, frozenset(numbers), frozenset(scalars), moves, raw)
-            for op_type in op_types:
-                self.operators[domain, op_type] = operator
-            return function
-
-        return register
-
-    def on_shapes(self, *op_types: str) -> Callable[[Lowering], Lowering]:
-        """Register the decorated function for ONNX operators whose inputs are all numbers."""
-
-        def register(function: Lowering) -> Lowering:
-            for op_type in op_types:
-                self.shapes[op_type] = function
-            return function
-
-        return register
-
-    def store_in_float32(self, *op_types: str, positions: Collection[int], domain: str = "") -> None:
-        """Store constants at these positions, such as scales, in FP32, so that no kernel converts them."""
-        self.wide |= {(domain, op_type): frozenset(positions) for op_type in op_types}
-
-    def decline(self, *op_types: str, reason: str) -> None:
-        """Record the reason why ONNX operators have no lowering."""
-        self.declined |= dict.fromkeys(op_types, reason)
-
-    def find(self, domain: str, op_type: str) -> Operator | None:
-        """Return the lowering of an operator; None where there is none."""
-        found = self.operators.get((domain, op_type))
-        if found is None:
-            return None
-        on_shapes = None if domain else self.shapes.get(op_type)
-        return replace(found, on_shapes=on_shapes, wide=self.wide.get((domain, op_type), frozenset()))
-
-    def copy(self) -> Registry:
-        """Return a copy that can be extended on its own."""
-        return Registry(dict(self.operators), dict(self.shapes), dict(self.wide), dict(self.declined))
+OPERATORS: dict[tuple[str, str], Operator] = {}
+"""Lowerings by domain and type, complete once `lowering.model` is imported."""
+DECLINED = {
+    **dict.fromkeys(
+        ("If", "Loop", "Scan", "SequenceMap"), "control flow that depends on the elements of tensors"
+    ),
+    **dict.fromkeys(("NonZero", "Compress", "Unique"), "the shape of its result depends on elements"),
+    **dict.fromkeys(
+        (
+            "Bernoulli",
+            "Multinomial",
+            "RandomNormal",
+            "RandomNormalLike",
+            "RandomUniform",
+            "RandomUniformLike",
+        ),
+        "it draws random numbers, which differ between engines",
+    ),
+}
+"""Reasons why ONNX operators have no lowering."""
 
 
-OPERATORS = Registry()
-"""Lowerings of this package, complete once `lowering.operators` is imported."""
+def operator(*op_types: str, domain: str = "", **how: Any) -> Callable[[Lowering], Lowering]:
+    """Register the decorated function for operators of a domain; `how` are the fields of `Operator`."""
+
+    def register(function: Lowering) -> Lowering:
+        OPERATORS.update({(domain, op_type): Operator(function, **how) for op_type in op_types})
+        return function
+
+    return register

@@ -11,20 +11,21 @@ import functools
 import math
 import operator
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from loka_onnx.engines.inductor.lowering.node import Node
-from loka_onnx.engines.inductor.lowering.registry import OPERATORS
 from loka_onnx.engines.inductor.lowering.types import FLOAT8, TORCH_TYPES
 from loka_onnx.engines.inductor.lowering.values import ShapeValue
 
+OnShapes = Callable[..., Any]
 _SYMBOLS: Any = torch
 """torch, whose functions of symbols carry no types."""
 
 
-def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+def _lifted(function: Callable[..., Any], dtype: torch.dtype | None = None) -> OnShapes:
     """Lift a function of plain or symbolic numbers to `ShapeValue`, with broadcasting."""
 
     def combined(node: Node, *values: ShapeValue) -> Any:
@@ -36,119 +37,12 @@ def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
             for value in values
         ]
         entries = tuple(function(*row) for row in zip(*columns, strict=True))
-        return ShapeValue(entries, values[0].dtype, all(value.scalar for value in values))
+        return ShapeValue(entries, dtype or values[0].dtype, all(value.scalar for value in values))
 
     return combined
 
 
-def _quotient(a: Any, b: Any) -> Any:
-    if isinstance(a, float | torch.SymFloat) or isinstance(b, float | torch.SymFloat):
-        return a / b
-    # Lengths are not negative, so that floor and truncation agree.
-    return a // b if not isinstance(a, int) or not isinstance(b, int) else math.trunc(a / b)
-
-
-for _name, _function in {
-    "Add": lambda *xs: xs[0] + xs[1],
-    "Sub": lambda *xs: xs[0] - xs[1],
-    "Mul": lambda *xs: xs[0] * xs[1],
-    "Div": _quotient,
-    "Neg": lambda x: -x,
-    "Abs": abs,
-    "Sqrt": _SYMBOLS.sym_sqrt,
-    "Max": lambda *xs: functools.reduce(_SYMBOLS.sym_max, xs),
-    "Min": lambda *xs: functools.reduce(_SYMBOLS.sym_min, xs),
-}.items():
-    OPERATORS.on_shapes(_name)(_on_numbers(_function))
-
-
-@OPERATORS.on_shapes("Pow")
-def _power_of_numbers(node: Node, base: ShapeValue, exponent: ShapeValue) -> Any:
-    return _on_numbers(lambda a, b: a**b)(node, base, exponent)
-
-
-@OPERATORS.on_shapes("Mod")
-def _mod_of_numbers(node: Node, a: ShapeValue, b: ShapeValue) -> Any:
-    return NotImplemented if node.get("fmod", 0) else _on_numbers(lambda x, y: x % y)(node, a, b)
-
-
-@OPERATORS.on_shapes("Cast")
-def _cast_of_numbers(node: Node, x: ShapeValue) -> Any:
-    target = TORCH_TYPES.get(node.attributes["to"])
-    if target is None or target in FLOAT8:
-        return NotImplemented
-    if target.is_floating_point:
-        return ShapeValue(tuple(_SYMBOLS.sym_float(entry) for entry in x.entries), target, x.scalar)
-    if target is torch.bool:
-        return ShapeValue(tuple(bool(entry) for entry in x.entries), target, x.scalar)
-    return ShapeValue(tuple(_SYMBOLS.sym_int(entry) for entry in x.entries), target, x.scalar)
-
-
-@OPERATORS.on_shapes("Where")
-def _where_of_numbers(node: Node, condition: ShapeValue, yes: ShapeValue, no: ShapeValue) -> Any:
-    chosen = _on_numbers(lambda flag, a, b: a if flag else b)(node, condition, yes, no)
-    return chosen if chosen is NotImplemented else ShapeValue(chosen.entries, yes.dtype, chosen.scalar)
-
-
-@OPERATORS.on_shapes("Concat")
-def _concat_of_numbers(node: Node, *parts: ShapeValue) -> Any:
-    return ShapeValue(tuple(entry for part in parts for entry in part.entries), parts[0].dtype)
-
-
-@OPERATORS.on_shapes("Gather")
-def _gather_of_numbers(node: Node, data: ShapeValue, indices: ShapeValue) -> Any:
-    taken = tuple(data.entries[int(position)] for position in indices.entries)
-    return ShapeValue(taken, data.dtype, indices.scalar)
-
-
-@OPERATORS.on_shapes("Slice")
-def _slice_of_numbers(node: Node, data: ShapeValue, *bounds: ShapeValue | None) -> Any:
-    if not bounds:
-        start, end, step = node.attributes["starts"][0], node.attributes["ends"][0], 1
-    else:
-        first, last = bounds[0], bounds[1]
-        steps = bounds[3] if len(bounds) > 3 else None
-        start, end = node.number(first, "starts"), node.number(last, "ends")
-        step = 1 if steps is None else node.number(steps, "steps")
-    return ShapeValue(data.entries[start:end:step], data.dtype)
-
-
-@OPERATORS.on_shapes("Squeeze")
-def _squeeze_of_numbers(node: Node, x: ShapeValue, axes: ShapeValue | None = None) -> Any:
-    return ShapeValue(x.entries, x.dtype, scalar=len(x.entries) == 1)
-
-
-@OPERATORS.on_shapes("Unsqueeze")
-def _unsqueeze_of_numbers(node: Node, x: ShapeValue, axes: ShapeValue | None = None) -> Any:
-    return ShapeValue(x.entries, x.dtype) if x.scalar and len(node.axes(axes) or ()) == 1 else NotImplemented
-
-
-@OPERATORS.on_shapes("Reshape")
-def _reshape_of_numbers(node: Node, x: ShapeValue, shape: ShapeValue) -> Any:
-    rank = len(shape.entries)
-    return ShapeValue(x.entries, x.dtype, scalar=rank == 0) if rank < 2 else NotImplemented
-
-
-@OPERATORS.on_shapes("Split")
-def _split_of_numbers(node: Node, x: ShapeValue, sizes: ShapeValue | None = None) -> Any:
-    lengths = node.attributes.get("split") if sizes is None else node.numbers(sizes, "split")
-    if lengths is None:
-        each = -(-len(x.entries) // len(node.outputs))
-        lengths = [each] * len(node.outputs)
-    ends = [sum(lengths[: position + 1]) for position in range(len(lengths))]
-    return tuple(ShapeValue(x.entries[end - n : end], x.dtype) for end, n in zip(ends, lengths, strict=True))
-
-
-@OPERATORS.on_shapes("Expand")
-def _expand_of_numbers(node: Node, x: ShapeValue, shape: ShapeValue) -> Any:
-    if len(shape.entries) != 1 or not isinstance(shape.entries[0], int):
-        return NotImplemented
-    length = shape.entries[0]
-    entries = x.entries * length if len(x.entries) == 1 else x.entries
-    return ShapeValue(entries, x.dtype)
-
-
-def _reduced(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+def _reduced(combine: Callable[[Any, Any], Any]) -> OnShapes:
     def reduce(node: Node, x: ShapeValue, axes: ShapeValue | None = None) -> Any:
         if not x.entries or (node.get("noop_with_empty_axes", 0) and not node.axes(axes)):
             return NotImplemented
@@ -158,33 +52,107 @@ def _reduced(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return reduce
 
 
-for _name, _combine in {
-    "ReduceProd": operator.mul,
-    "ReduceSum": operator.add,
-    "ReduceMax": _SYMBOLS.sym_max,
-    "ReduceMin": _SYMBOLS.sym_min,
-}.items():
-    OPERATORS.on_shapes(_name)(_reduced(_combine))
+def _quotient(a: Any, b: Any) -> Any:
+    if isinstance(a, float | torch.SymFloat) or isinstance(b, float | torch.SymFloat):
+        return a / b
+    # Lengths are not negative, so that floor and truncation agree.
+    return a // b if not isinstance(a, int) or not isinstance(b, int) else math.trunc(a / b)
 
 
-def _compared(compare: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def lowered(node: Node, a: ShapeValue, b: ShapeValue) -> Any:
-        found = _on_numbers(compare)(node, a, b)
-        return found if found is NotImplemented else ShapeValue(found.entries, torch.bool, found.scalar)
-
-    return lowered
+def _mod(node: Node, a: ShapeValue, b: ShapeValue) -> Any:
+    return NotImplemented if node.get("fmod", 0) else _lifted(operator.mod)(node, a, b)
 
 
-for _name, _compare in {
-    "Equal": operator.eq,
-    "Greater": operator.gt,
-    "GreaterOrEqual": operator.ge,
-    "Less": operator.lt,
-    "LessOrEqual": operator.le,
-}.items():
-    OPERATORS.on_shapes(_name)(_compared(_compare))
+def _cast(node: Node, x: ShapeValue) -> Any:
+    target = TORCH_TYPES.get(node.attributes["to"])
+    if target is None or target in FLOAT8:
+        return NotImplemented
+    if target.is_floating_point:
+        return _lifted(_SYMBOLS.sym_float, target)(node, x)
+    return _lifted(bool if target is torch.bool else _SYMBOLS.sym_int, target)(node, x)
 
 
-@OPERATORS.on_shapes("Not")
-def _not_of_numbers(node: Node, x: ShapeValue) -> Any:
-    return ShapeValue(tuple(_SYMBOLS.sym_not(entry) for entry in x.entries), torch.bool, x.scalar)
+def _where(node: Node, condition: ShapeValue, yes: ShapeValue, no: ShapeValue) -> Any:
+    return _lifted(lambda flag, a, b: a if flag else b, yes.dtype)(node, condition, yes, no)
+
+
+def _concat(node: Node, *parts: ShapeValue) -> Any:
+    return ShapeValue(tuple(entry for part in parts for entry in part.entries), parts[0].dtype)
+
+
+def _gather(node: Node, data: ShapeValue, indices: ShapeValue) -> Any:
+    taken = tuple(data.entries[int(position)] for position in indices.entries)
+    return ShapeValue(taken, data.dtype, indices.scalar)
+
+
+def _slice(node: Node, data: ShapeValue, *bounds: ShapeValue | None) -> Any:
+    if not bounds:
+        start, end, step = node.attributes["starts"][0], node.attributes["ends"][0], 1
+    else:
+        steps = bounds[3] if len(bounds) > 3 else None
+        start, end = node.number(bounds[0], "starts"), node.number(bounds[1], "ends")
+        step = 1 if steps is None else node.number(steps, "steps")
+    return ShapeValue(data.entries[start:end:step], data.dtype)
+
+
+def _squeeze(node: Node, x: ShapeValue, axes: ShapeValue | None = None) -> Any:
+    return ShapeValue(x.entries, x.dtype, scalar=len(x.entries) == 1)
+
+
+def _unsqueeze(node: Node, x: ShapeValue, axes: ShapeValue | None = None) -> Any:
+    return ShapeValue(x.entries, x.dtype) if x.scalar and len(node.axes(axes) or ()) == 1 else NotImplemented
+
+
+def _reshape(node: Node, x: ShapeValue, shape: ShapeValue) -> Any:
+    rank = len(shape.entries)
+    return ShapeValue(x.entries, x.dtype, scalar=rank == 0) if rank < 2 else NotImplemented
+
+
+def _split(node: Node, x: ShapeValue, sizes: ShapeValue | None = None) -> Any:
+    lengths = node.attributes.get("split") if sizes is None else node.numbers(sizes, "split")
+    if lengths is None:
+        lengths = [-(-len(x.entries) // len(node.outputs))] * len(node.outputs)
+    ends = accumulate(lengths)
+    return tuple(ShapeValue(x.entries[end - n : end], x.dtype) for end, n in zip(ends, lengths, strict=True))
+
+
+def _expand(node: Node, x: ShapeValue, shape: ShapeValue) -> Any:
+    if len(shape.entries) != 1 or not isinstance(shape.entries[0], int):
+        return NotImplemented
+    return ShapeValue(x.entries * shape.entries[0] if len(x.entries) == 1 else x.entries, x.dtype)
+
+
+ON_SHAPES: dict[str, OnShapes] = {
+    "Abs": _lifted(abs),
+    "Add": _lifted(operator.add),
+    "Cast": _cast,
+    "Concat": _concat,
+    "Div": _lifted(_quotient),
+    "Equal": _lifted(operator.eq, torch.bool),
+    "Expand": _expand,
+    "Gather": _gather,
+    "Greater": _lifted(operator.gt, torch.bool),
+    "GreaterOrEqual": _lifted(operator.ge, torch.bool),
+    "Less": _lifted(operator.lt, torch.bool),
+    "LessOrEqual": _lifted(operator.le, torch.bool),
+    "Max": _lifted(lambda *xs: functools.reduce(_SYMBOLS.sym_max, xs)),
+    "Min": _lifted(lambda *xs: functools.reduce(_SYMBOLS.sym_min, xs)),
+    "Mod": _mod,
+    "Mul": _lifted(operator.mul),
+    "Neg": _lifted(operator.neg),
+    "Not": _lifted(_SYMBOLS.sym_not, torch.bool),
+    "Pow": _lifted(operator.pow),
+    "ReduceMax": _reduced(_SYMBOLS.sym_max),
+    "ReduceMin": _reduced(_SYMBOLS.sym_min),
+    "ReduceProd": _reduced(operator.mul),
+    "ReduceSum": _reduced(operator.add),
+    "Reshape": _reshape,
+    "Slice": _slice,
+    "Split": _split,
+    "Sqrt": _lifted(_SYMBOLS.sym_sqrt),
+    "Squeeze": _squeeze,
+    "Sub": _lifted(operator.sub),
+    "Unsqueeze": _unsqueeze,
+    "Where": _where,
+}
+"""Functions of ONNX operators whose inputs are all numbers."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from loka_onnx.engines.inductor.lowering.types import short_name
 from loka_onnx.engines.inductor.lowering.values import along_axis
@@ -23,25 +24,14 @@ from loka_onnx.engines.inductor.lowering.values import along_axis
 MULTIPLE = 16
 """Required divisor of K and N of cuBLASLt's FP8 products (`torch._scaled_mm`)."""
 _OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
+E4M3FN = torch.float8_e4m3fn
+LIMIT = 448.0
+"""Largest magnitude of E4M3FN."""
 
 
-@dataclass(frozen=True)
-class LoweredSite:
-    """Lowered form of a product of the graph.
-
-    Attributes:
-        kernel: ``scaled_mm`` or a strategy's own name; ``dequantized`` for FP8 factors multiplied as floats,
-            ``dense`` for float factors.
-        engaged: Whether it multiplies FP8.
-        reason: Reason why it does not although a factor is FP8, or a remark on how it does.
-    """
-
-    name: str
-    op_type: str
-    kernel: str
-    operands: tuple[str, ...]
-    engaged: bool
-    reason: str = ""
+def to_float8(value: Tensor, scale: float) -> Tensor:
+    """E4M3FN of value over scale, saturated (ONNX QuantizeLinear, but for a tie that 1/scale moves)."""
+    return (value.to(torch.float32) * (1.0 / scale)).clamp(-LIMIT, LIMIT).to(E4M3FN)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,15 +50,15 @@ class FloatProduct:
     """
 
     site: str
-    a: torch.Tensor
-    scale_a: torch.Tensor
-    b: torch.Tensor
-    scale_b: torch.Tensor
-    bias: torch.Tensor | None
+    a: Tensor
+    scale_a: Tensor
+    b: Tensor
+    scale_b: Tensor
+    bias: Tensor | None
     dtype: torch.dtype
-    scale: torch.Tensor | None = None
+    scale: Tensor | None = None
 
-    def column_scale(self) -> torch.Tensor:
+    def column_scale(self) -> Tensor:
         """Product of both scales for each column, (N,) contiguous; the left factor must have one scale."""
         if self.scale is not None:
             return self.scale
@@ -76,7 +66,7 @@ class FloatProduct:
 
     @property
     def is_float8(self) -> bool:
-        """Tell whether both factors are FP8."""
+        """True if both factors are FP8."""
         return self.a.element_size() == self.b.element_size() == 1
 
     def swapped(self) -> FloatProduct:
@@ -86,29 +76,90 @@ class FloatProduct:
 
 
 @dataclass(frozen=True, eq=False)
+class Epilogue:
+    """Elementwise operators behind a product.
+
+    Attributes:
+        bias: Added first; a library adds it within the product.
+        cross: x0 and x of a cross layer, with the shape of the product, or empty. Both are one tensor in the
+            first layer.
+        relu: Whether negative values become 0.
+        scale: Scale of the quantized output; None: there is none.
+        is_wide: Whether there is an output in the base precision.
+    """
+
+    bias: Tensor | None = None
+    cross: tuple[Tensor, ...] = ()
+    relu: bool = False
+    scale: float | None = None
+    is_wide: bool = True
+
+    def apply(self, value: Tensor) -> tuple[Tensor, ...]:
+        """Apply all but the bias, for the compiler to fuse; the output in the base precision comes first."""
+        if self.relu:
+            value = torch.relu(value)
+        if self.cross:
+            value = value * self.cross[0] + self.cross[1]
+        wide = (value,) if self.is_wide else ()
+        return wide if self.scale is None else (*wide, to_float8(value, self.scale))
+
+    @property
+    def is_first(self) -> bool:
+        """True if x is x0."""
+        return len(self.cross) > 0 and self.cross[0] is self.cross[1]
+
+    @property
+    def follows(self) -> bool:
+        """True if there is more than the bias."""
+        return self.relu or bool(self.cross) or self.scale is not None
+
+
+@dataclass(frozen=True, eq=False)
 class Multiplied:
     """A computed product.
 
     Attributes:
-        values: The result, (…, M, N).
-        kernel: See `LoweredSite.kernel`.
+        outputs: The result, (…, M, N), or what its epilogue gives.
+        kernel: ``scaled_mm`` or a strategy's own name; ``dequantized`` for FP8 factors multiplied as floats,
+            ``dense`` for float factors.
+        operands: Types of both factors.
         engaged: Whether these are FP8.
-        reason: Reason why not, or a remark.
+        reason: Reason why they are not although a factor is FP8, or a remark on how they are.
     """
 
-    values: torch.Tensor
+    outputs: tuple[Tensor, ...]
     kernel: str
     operands: tuple[str, ...]
     engaged: bool
     reason: str = ""
 
+    @classmethod
+    def of(
+        cls, values: Tensor, kernel: str, *factors: Tensor, engaged: bool = False, reason: str = ""
+    ) -> Multiplied:
+        """A product of some factors without an epilogue."""
+        return cls((values,), kernel, tuple(short_name(each.dtype) for each in factors), engaged, reason)
+
+    @property
+    def values(self) -> Tensor:
+        """The first output."""
+        return self.outputs[0]
+
 
 class ProductStrategy(ABC):
     """Computes products of FP8 factors; runs during tracing, so it must not read elements."""
 
+    fuses_epilogue: ClassVar[bool] = False
+    """True if one kernel computes the epilogue as well."""
+
     @abstractmethod
     def multiply(self, product: FloatProduct) -> Multiplied:
         """Compute a product, or fall back to `multiply_dequantized` with the reason."""
+
+    def multiply_with(self, product: FloatProduct, epilogue: Epilogue) -> Multiplied:
+        """Compute a product and its epilogue; by default as PyTorch operators."""
+        done = self.multiply(product)
+        return replace(done, outputs=epilogue.apply(done.values))
 
 
 @dataclass(frozen=True)
@@ -122,30 +173,24 @@ class PerSite(ProductStrategy):
         """Compute a product by the strategy of its site."""
         return self.choices.get(product.site, self.otherwise).multiply(product)
 
-
-class ChannelScales(StrEnum):
-    """Places where the scales of a per-channel weight are multiplied in."""
-
-    AUTO = "auto"
-    """Row-wise on CUDA with a BF16 result, behind the product otherwise."""
-    ROW_WISE = "row_wise"
-    """In the product: `torch._scaled_mm` with scales (M, 1) and (1, N); its result is BF16."""
-    BEHIND = "behind"
-    """In a multiplication behind a product whose result is FP32."""
+    def multiply_with(self, product: FloatProduct, epilogue: Epilogue) -> Multiplied:
+        """Compute a product and its epilogue by the strategy of its site."""
+        return self.choices.get(product.site, self.otherwise).multiply_with(product, epilogue)
 
 
 @dataclass(frozen=True)
 class ScaledMatMul(ProductStrategy):
     """`torch._scaled_mm`: cuBLASLt on CUDA, oneDNN on the CPU; `multiply_floats` where nothing is FP8.
 
+    The scales of a per-channel weight are multiplied in by the product (row-wise scales, (M, 1) and (1, N)),
+    whose result is BF16 then, on CUDA; elsewhere behind a product whose result is FP32.
+
     Attributes:
         fast_accumulation: Whether Hopper may keep fewer bits than FP32 of partial sums (``use_fast_accum``):
             faster, but less exact than the simulation that judged the plan.
-        channel_scales: Place where the scales of a per-channel weight are multiplied in.
     """
 
     fast_accumulation: bool = False
-    channel_scales: ChannelScales = field(default=ChannelScales.AUTO)
 
     def multiply(self, product: FloatProduct) -> Multiplied:
         """Compute a product; with the weight on the left, as its transpose (Bᵀ Aᵀ)ᵀ."""
@@ -162,16 +207,17 @@ class ScaledMatMul(ProductStrategy):
             return multiply_dequantized(product, reason)
         k, n = oriented.b.shape
         rows = oriented.a.reshape(-1, k).contiguous()
-        flat = self._multiply_matrices(replace(oriented, a=rows, b=_column_major(oriented.b)))
-        values = flat.reshape(*oriented.a.shape[:-1], n)
+        # K of (K, N) must be contiguous; weights are stored so, and are not copied.
+        columns = oriented.b.t().contiguous().t()
+        values = self._multiply_matrices(replace(oriented, a=rows, b=columns))
+        values = values.reshape(*oriented.a.shape[:-1], n)
         if turned:
             values = values.transpose(-1, -2)
             values = values if product.bias is None else values + product.bias
-        operands = (short_name(product.a.dtype), short_name(product.b.dtype))
         how = "weight on the left: the transposed product is computed" if turned else ""
-        return Multiplied(values, "scaled_mm", operands, engaged=True, reason=how)
+        return Multiplied.of(values, "scaled_mm", product.a, product.b, engaged=True, reason=how)
 
-    def _multiply_matrices(self, product: FloatProduct) -> torch.Tensor:
+    def _multiply_matrices(self, product: FloatProduct) -> Tensor:
         """Product of (M, K) and (K, N) with scales and bias, (M, N)."""
         bias, dtype = product.bias, product.dtype
         if product.scale_b.dim() == 0:
@@ -193,13 +239,9 @@ class ScaledMatMul(ProductStrategy):
         return (values if bias is None else values + bias).to(dtype)
 
     def _is_row_wise(self, product: FloatProduct) -> bool:
-        if self.channel_scales is ChannelScales.AUTO:
-            return product.a.device.type == "cuda" and product.dtype is torch.bfloat16
-        return self.channel_scales is ChannelScales.ROW_WISE and product.dtype is torch.bfloat16
+        return product.a.device.type == "cuda" and product.dtype is torch.bfloat16
 
-    def _scaled_mm(
-        self, product: FloatProduct, dtype: torch.dtype, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _scaled_mm(self, product: FloatProduct, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         # Only cuBLASLt reads the flag; the CPU sums in FP32.
         fast = self.fast_accumulation and product.a.device.type == "cuda"
         return torch._scaled_mm(
@@ -216,27 +258,22 @@ class ScaledMatMul(ProductStrategy):
 def multiply_floats(product: FloatProduct) -> Multiplied:
     """Multiply factors of the result's type and add the bias."""
     values = torch.nn.functional.linear(product.a, product.b.transpose(-1, -2), product.bias)
-    operands = (short_name(product.a.dtype), short_name(product.b.dtype))
-    return Multiplied(values, "dense", operands, engaged=False)
+    return Multiplied.of(values, "dense", product.a, product.b)
 
 
 def multiply_dequantized(product: FloatProduct, reason: str) -> Multiplied:
     """Multiply ``values · scale`` of both factors as floats of the result's type."""
     a = product.a.to(torch.float32) * _beside(product.scale_a, product.a, -2)
     b = product.b.to(torch.float32) * _beside(product.scale_b, product.b, -1)
-    values = torch.matmul(a.to(product.dtype), b.to(product.dtype))
+    a, b = a.to(product.dtype), b.to(product.dtype)
+    values = torch.matmul(a, b)
     if product.bias is not None:
         values = values + product.bias
-    return Multiplied(values, "dequantized", (short_name(product.dtype),) * 2, engaged=False, reason=reason)
+    return Multiplied.of(values, "dequantized", a, b, reason=reason)
 
 
-def _beside(scale: torch.Tensor, factor: torch.Tensor, axis: int) -> torch.Tensor:
+def _beside(scale: Tensor, factor: Tensor, axis: int) -> Tensor:
     return scale if scale.dim() == 0 else along_axis(scale, axis % factor.dim(), factor.dim())
-
-
-def _column_major(matrix: torch.Tensor) -> torch.Tensor:
-    """Make K of (K, N) contiguous; weights are stored so, and are not copied."""
-    return matrix.t().contiguous().t()
 
 
 def _why_not(product: FloatProduct) -> str:

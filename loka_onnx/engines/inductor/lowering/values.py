@@ -12,7 +12,7 @@ Most are torch tensors. Three other kinds last until an operator needs their ele
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class Constant:
 
     @property
     def is_number(self) -> bool:
-        """Tell whether it is a known number of rank 0."""
+        """True if it is a known number of rank 0."""
         return not self.shape and self.array is not None
 
 
@@ -93,8 +93,13 @@ class Dequantized:
             scale = along_axis(scale, self.axis, self.values.dim())
         return (self.values.to(torch.float32) * scale).to(self.dtype)
 
+    def permuted(self, order: list[int]) -> Dequantized:
+        """The same with permuted axes."""
+        axis = None if self.axis is None else order.index(self.axis)
+        return replace(self, values=self.values.permute(order), axis=axis)
+
     def has_scale_of(self, other: Dequantized) -> bool:
-        """Tell whether both have the same constant scale for all of their elements."""
+        """True if both have the same constant scale for all of their elements."""
         mine, theirs = self.origin, other.origin
         if self.axis is not None or other.axis is not None or mine is None or theirs is None:
             return False

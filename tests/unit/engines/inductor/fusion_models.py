@@ -13,10 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from loka_onnx.engines.inductor.fusions import FusionReport, fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
-from loka_onnx.engines.inductor.kernels import operators as _registered
 from loka_onnx.engines.inductor.lowering.model import lower
 
-assert _registered
 BATCH, N, D, K, NF = 5, 12, 16, 8, 7
 BF16, FP8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 RANDOM = np.random.default_rng(11)
@@ -82,25 +80,16 @@ def run(path: Path, *inputs: np.ndarray) -> list[np.ndarray]:
 def product(bias: bool, behind: str, outputs: str) -> Model:
     """An FP8 Gemm with what follows it."""
     k, n = 32, 48
-    scale = np.array(0.0078125, BF16)
-    model = Model((k,)).constant("s", scale).constant("zero", np.array(0, FP8))
+    model = Model((k,)).constant("s", np.array(0.0078125, BF16)).constant("zero", np.array(0, FP8))
     model.constant("w", (RANDOM.standard_normal((n, k)) * 40).astype(FP8))
     model.constant("ws", np.abs(bf16(n)) * BF16(0.01) + BF16(0.005)).constant("wz", np.zeros(n, FP8))
-    model.constant("b", bf16(n)).constant("m", bf16(k, n, scale=0.2))
+    model.constant("b", bf16(n))
     model.add("QuantizeLinear", ["x", "s", "zero"], "q").add("DequantizeLinear", ["q", "s", "zero"], "dq")
     model.add("DequantizeLinear", ["w", "ws", "wz"], "dw", axis=0)
     model.add("Gemm", ["dq", "dw", "b"] if bias else ["dq", "dw"], "g", name="fc", transB=1)
-    last = "g"
-    if behind == "relu":
-        model.add("Relu", ["g"], "r")
-        last = "r"
-    if behind == "cross":
-        model.add("MatMul", ["x", "m"], "x0", name="other").add("Mul", ["x0", "g"], "gm")
-        model.add("Add", ["gm", "x0"], "r")
-        last = "r"
+    last = _followed(model, behind, k, n)
     if "quantized" in outputs:
-        model.constant("s2", np.array(0.03125, BF16)).add("QuantizeLinear", [last, "s2", "zero"], "q2")
-        model.add("DequantizeLinear", ["q2", "s2", "zero"], "y")
+        _quantized(model, last)
     if "wide" in outputs:
         model.add("Identity", [last], "wide")
     model.outputs = (("y",) if "quantized" in outputs else ()) + (("wide",) if "wide" in outputs else ())
@@ -110,25 +99,42 @@ def product(bias: bool, behind: str, outputs: str) -> Model:
 def half(behind: str, width: int = 32, transposed: bool = True) -> Model:
     """A BF16 Gemm with what follows it."""
     n = 48
-    model = Model((width,)).constant(
-        "w", bf16(n, width, scale=0.2) if transposed else bf16(width, n, scale=0.2)
-    )
-    model.constant("b", bf16(n)).add("Gemm", ["x", "w", "b"], "g", name="fc", transB=int(transposed))
-    last = "g"
-    if "relu" in behind:
-        last = "r"
-        model.add("Relu", ["g"], "r")
-    if "cross" in behind:
-        model.constant("m", bf16(width, n, scale=0.2)).add("MatMul", ["x", "m"], "x0", name="other")
-        model.add("Mul", ["g", "x0"], "gm").add("Add", ["x0", "gm"], "r")
-        last = "r"
+    weight = bf16(n, width, scale=0.2) if transposed else bf16(width, n, scale=0.2)
+    model = Model((width,)).constant("w", weight).constant("b", bf16(n))
+    model.add("Gemm", ["x", "w", "b"], "g", name="fc", transB=int(transposed))
+    last = _followed(model, behind, width, n)
     if "quantized" in behind:
-        model.constant("s2", np.array(0.03125, BF16)).constant("zero", np.array(0, FP8))
-        model.add("QuantizeLinear", [last, "s2", "zero"], "q2").add(
-            "DequantizeLinear", ["q2", "s2", "zero"], "y"
-        )
+        _quantized(model, last)
     model.outputs = ("y",) if "quantized" in behind else (last,)
     return model
+
+
+def _followed(model: Model, behind: str, k: int, n: int) -> str:
+    """Add a ReLU, or the sum of a first cross layer."""
+    if "relu" in behind:
+        model.add("Relu", ["g"], "r")
+    if "cross" in behind:
+        model.constant("m", bf16(k, n, scale=0.2)).add("MatMul", ["x", "m"], "x0", name="other")
+        model.add("Mul", ["x0", "g"], "gm").add("Add", ["gm", "x0"], "r")
+    return "r" if "relu" in behind or "cross" in behind else "g"
+
+
+def _quantized(model: Model, last: str) -> None:
+    model.constant("s2", np.array(0.03125, BF16)).constant("zero", np.array(0, FP8))
+    model.add("QuantizeLinear", [last, "s2", "zero"], "q2")
+    model.add("DequantizeLinear", ["q2", "s2", "zero"], "y")
+
+
+def in_fp32(model: Model, path: Path) -> onnx.ModelProto:
+    """The FP32 form of a model, as plans are made for it."""
+    model.constants = {
+        name: value.astype(np.float32) if value.dtype == BF16 else value
+        for name, value in model.constants.items()
+    }
+    proto = onnx.load(model.save(path))
+    proto.graph.node[0].attribute[0].i = TensorProto.FLOAT
+    onnx.save(proto, path)
+    return proto
 
 
 def unchanged(model: Model, folder: Path, *inputs: np.ndarray) -> FusionReport:

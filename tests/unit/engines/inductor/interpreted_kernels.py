@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from kernel_cases import ENDS, FP8, Draw, Product, heads_of_one_product, interaction, residual, tokens
 
 from loka_onnx.engines.inductor.kernels import (
     triton_attention,
@@ -20,19 +21,10 @@ from loka_onnx.engines.inductor.kernels import (
     triton_token_norm,
 )
 
-HALF, FP8 = torch.float16, torch.float8_e4m3fn
+HALF = torch.float16
+DRAW = Draw(HALF, "cpu")
 ULP = 2.0**-10
 SMALL_TILE = [16, 16, 16, 2, 4, 0, 1]
-
-
-def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(*shape) * scale).to(HALF)
-
-
-def layer_norm(z: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-    z = z.double()
-    centred = z - z.mean(-1, keepdim=True)
-    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gamma.double() + beta.double()
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, relative: float, absolute: float) -> None:
@@ -49,70 +41,47 @@ def quantized(found: torch.Tensor, exact: torch.Tensor, relative: float, absolut
 
 def factorization() -> None:
     """Sizes that are no powers of two, so that masks matter."""
-    for n, d, k in ((12, 16, 8), (16, 24, 16), (27, 16, 5)):
-        x, y = random(3, n, d), random(n, k, scale=n**-0.5)
-        gamma, beta = random(n * k), random(n * k)
-        p = torch.einsum("bnd,nk->bdk", x.double(), y.double()).to(HALF).double()
-        expected = layer_norm(torch.einsum("bnd,bdk->bnk", x.double(), p).reshape(3, -1), gamma, beta)
-        found = triton_factorization.factorization_norm(x, y, gamma, beta, 1e-5, 0.0, False)
-        close(found, expected, 2 * ULP, 8 * ULP)
-        narrow = triton_factorization.factorization_norm(x, y, gamma, beta, 1e-5, 64.0, True)
-        quantized(narrow, expected * 64, 2.0**-4 + 4 * ULP, 64 * 8 * ULP)
+    for shape in ((12, 16, 8), (16, 24, 16), (27, 16, 5)):
+        arguments, exact = interaction(DRAW, shape, 3)
+        found = triton_factorization.factorization_norm(*arguments, 1e-5, 0.0, False)
+        close(found, exact, 2 * ULP, 8 * ULP)
+        narrow = triton_factorization.factorization_norm(*arguments, 1e-5, 64.0, True)
+        quantized(narrow, exact * 64, 2.0**-4 + 4 * ULP, 64 * 8 * ULP)
 
 
 def token_norm() -> None:
-    for n, later, d in ((16, 6, 16), (12, 5, 24), (32, 16, 16)):
-        x, f, w = random(3, n, d), random(3, n - later, d), random(later, n, scale=n**-0.5)
-        gamma, beta = random(d), random(d)
-        mix = torch.einsum("ln,bnd->bld", w.double(), x.double())
-        expected = layer_norm(torch.cat([f.double(), mix], 1) + x.double(), gamma, beta)
-        found = triton_token_norm.token_residual_norm(x, f, w, gamma, beta, 1e-5)
-        close(found, expected, 4 * ULP, 8 * ULP)
+    for shape in ((16, 16, 6), (12, 24, 5), (32, 16, 16)):
+        arguments, exact = residual(DRAW, shape, 3)
+        close(triton_token_norm.token_residual_norm(*arguments, 1e-5), exact, 4 * ULP, 8 * ULP)
 
 
 def product() -> None:
-    m, n, k = 21, 48, 80
-    a, b = (torch.randn(m, k) * 60).to(FP8), (torch.randn(n, k) * 60).to(FP8)
-    scale = torch.rand(n) * 1e-4 + 1e-4
-    exact = (a.double() @ b.double().t()) * scale.double()
-    bias, x0, x = random(n), random(m, n), random(m, n)
     # K of one part, of two of unlike length, and of more parts than there are steps.
-    for tile in (
-        SMALL_TILE, [32, 16, 32, 2, 4, 1, 1], [16, 16, 16, 2, 4, 0, 2], [16, 32, 32, 2, 4, 1, 4],
-    ):  # fmt: skip
-        for relu, has_bias, cross in ((False, False, False), (True, True, False), (False, True, True)):
-            z = exact + (bias.double() if has_bias else 0.0)
-            z = z.clamp(min=0) if relu else z
-            z = x0.double() * z + x.double() if cross else z
-            wide, narrow = triton_product.product(
-                a, b, scale, bias if has_bias else None, x0 if cross else None, x if cross else None,
-                16.0, relu, HALF, tile,
-            )  # fmt: skip
-            close(wide, z, 2 * ULP, 4 * ULP * float(z.abs().max()))
-            quantized(narrow, z * 16, 2.0**-4 + ULP, 2.0**-9)
-    (only,) = triton_product.product(a, b, scale, None, None, None, 0.0, False, HALF, SMALL_TILE)
-    close(only, exact, 2 * ULP, 4 * ULP * float(exact.abs().max()))
-    assert only.dtype is HALF
-    # In the first cross layer x is x0, which the kernel reads once.
-    (first,) = triton_product.product(a, b, scale, bias, x0, None, 0.0, False, HALF, SMALL_TILE)
-    z = x0.double() * (exact + bias.double()) + x0.double()
-    close(first, z, 2 * ULP, 4 * ULP * float(z.abs().max()))
+    tiles = (SMALL_TILE, [32, 16, 32, 2, 4, 1, 1], [16, 16, 16, 2, 4, 0, 2], [16, 32, 32, 2, 4, 1, 4])
+    for ends in ENDS:
+        case = Product.of(DRAW, (21, 48, 80), ends)
+        largest = float(case.exact.abs().max())
+        for tile in tiles:
+            wide, narrow = case.run(triton_product.product, tile, 16.0)
+            assert wide.dtype is HALF
+            close(wide, case.exact, 2 * ULP, 4 * ULP * largest)
+            quantized(narrow, case.exact * 16, 2.0**-4 + ULP, 2.0**-9)
+        (only,) = case.run(triton_product.product, tiles[-1])
+        assert torch.equal(only, wide)
 
 
 def half_product() -> None:
     """Factors that are not quantized have no scale."""
-    m, n, k = 21, 48, 80
-    a, b, bias = random(m, k), random(n, k, scale=k**-0.5), random(n)
-    z = (a.double() @ b.double().t() + bias.double()).clamp(min=0)
-    wide, narrow = triton_product.product(a, b, None, bias, None, None, 64.0, True, HALF, SMALL_TILE)
-    close(wide, z, 2 * ULP, 4 * ULP * float(z.max()))
-    quantized(narrow, z * 64, 2.0**-4 + ULP, 2.0**-9)
+    case = Product.of(DRAW, (21, 48, 80), "bias, relu", float8=False)
+    wide, narrow = case.run(triton_product.product, SMALL_TILE, 64.0)
+    close(wide, case.exact, 2 * ULP, 4 * ULP * float(case.exact.max()))
+    quantized(narrow, case.exact * 64, 2.0**-4 + ULP, 2.0**-9)
 
 
 def concat() -> None:
     """Widths that programs divide, and that they do not; FP32 is rounded as it is read."""
     for m, first, second in ((21, 128, 256), (40, 48, 100), (3, 128, 70)):
-        a, b = random(m, first), torch.randn(m, second)
+        a, b = DRAW(m, first), torch.randn(m, second)
         exact = torch.cat([a, b.to(HALF)], dim=1)
         wide, narrow = triton_concat.concat_quantize(a, b, 64.0, HALF, True)
         torch.testing.assert_close(wide, exact, rtol=0, atol=0)
@@ -122,31 +91,18 @@ def concat() -> None:
 
 
 def token_concat() -> None:
-    """On either side of other tokens, and alone; FP32 is rounded as it is read."""
-    for n, m, others, d in ((11, 26, 1, 24), (18, 5, 3, 16), (16, 16, 0, 16)):
-        x, w, f = torch.randn(3, n, d), random(m, n, scale=n**-0.5), random(3, others, d)
-        mix = torch.matmul(w.double(), x.to(HALF).double())
+    """On either side of other tokens, and alone."""
+    for sizes in ((11, 26, 1, 24), (18, 5, 3, 16), (16, 16, 0, 16)):
         for mix_first in (True, False):
-            exact = torch.cat([mix, f.double()] if mix_first else [f.double(), mix], dim=1)
-            beside = f if others else None
-            wide, narrow = triton_token_concat.token_concat(x, w, beside, 64.0, HALF, mix_first, True, True)
+            arguments, exact = tokens(DRAW, sizes, mix_first, 3)
+            kernel = triton_token_concat.token_concat
+            wide, narrow = kernel(*arguments, 64.0, HALF, mix_first, True, True)
             close(wide, exact, 2 * ULP, 4 * ULP)
             quantized(narrow, wide.double() * 64, 2.0**-4, 2.0**-9)
-            (only,) = triton_token_concat.token_concat(x, w, beside, 0.0, HALF, mix_first, True, False)
+            (only,) = kernel(*arguments, 0.0, HALF, mix_first, True, False)
             assert torch.equal(only, wide)
-            (only,) = triton_token_concat.token_concat(x, w, beside, 64.0, HALF, mix_first, False, True)
+            (only,) = kernel(*arguments, 64.0, HALF, mix_first, False, True)
             assert torch.equal(only.view(torch.uint8), narrow.view(torch.uint8))
-
-
-def heads_of_one_product(
-    sizes: tuple[int, int, int, int], batch: int = 2
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Q, Kᵀ and V as views of one tensor, as a merged projection leaves them; the first tokens ask."""
-    heads, queries, keys, d = sizes
-    tokens = max(queries, keys)
-    merged = random(batch, tokens, 3 * heads * d)
-    q, k, v = (part.unflatten(2, (heads, d)).transpose(1, 2) for part in merged.chunk(3, 2))
-    return q[:, :, :queries], k[:, :, :keys].transpose(2, 3), v[:, :, :keys]
 
 
 def attended(
@@ -160,7 +116,7 @@ def attended(
 def attention() -> None:
     """Views of one product, and tensors whose last axis is not contiguous; tiles with and without padding."""
     for sizes in ((2, 2, 20, 16), (3, 70, 17, 24), (1, 16, 16, 16)):
-        q, kt, v = heads_of_one_product(sizes)
+        q, kt, v = heads_of_one_product(DRAW, sizes, 2)
         for given in ((q, kt, v), (q, kt.contiguous(), v.transpose(2, 3).contiguous().transpose(2, 3))):
             found = triton_attention.short_attention(*given, None, 0.3, False)
             assert found.is_contiguous()
@@ -170,7 +126,7 @@ def attention() -> None:
 def attention_masks() -> None:
     """Of keys and of every product, of one head or all; the second example is masked throughout."""
     batch, (heads, queries, keys, d) = 2, (2, 3, 20, 16)
-    q, kt, v = heads_of_one_product((heads, queries, keys, d), batch)
+    q, kt, v = heads_of_one_product(DRAW, (heads, queries, keys, d), batch)
     for shape in ((batch, 1, 1, keys), (1, heads, queries, keys), (batch, heads, queries, keys)):
         drop = torch.rand(shape) < 0.4
         drop[-1, ..., -1, :] = True

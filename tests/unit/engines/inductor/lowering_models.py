@@ -16,7 +16,8 @@ import torch
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from loka_onnx.engines.inductor.lowering.model import LoweredModel, LoweringOptions, lower
+from loka_onnx.engines.inductor.lowering.model import LoweredModel, lower
+from loka_onnx.engines.inductor.lowering.strategies import ProductStrategy
 from loka_onnx.engines.inductor.lowering.types import to_numpy, to_torch
 
 Array = npt.NDArray[Any]
@@ -100,11 +101,11 @@ def renamed(proto: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProto
     return proto
 
 
-def lowered(proto: onnx.ModelProto, folder: Path, options: LoweringOptions | None = None) -> LoweredModel:
+def lowered(proto: onnx.ModelProto, folder: Path, products: ProductStrategy | None = None) -> LoweredModel:
     """A model through its file."""
     path = folder / "model.onnx"
     onnx.save(proto, path)
-    return lower(path, options)
+    return lower(path, products)
 
 
 def run(model: Any, feeds: Mapping[str, Array]) -> list[Array]:

@@ -21,7 +21,6 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import SiteKind
 from loka_onnx.engines.inductor import compile as compiling
 from loka_onnx.engines.inductor.lowering.strategies import PerSite, ProductStrategy, ScaledMatMul
-from loka_onnx.engines.inductor.toolchain import build_environment, find_compilers
 from loka_onnx.engines.request import BatchRange, BuildRequest
 
 LAYERS = (("fc0", 64, 48, 1), ("fc1", 48, 32, None))
@@ -45,7 +44,7 @@ def two_linears(folder: Path) -> TinyModel:
 
 def compiled(model: TinyModel, into: Path, architecture: str, choices: Mapping[str, ProductStrategy]) -> Path:
     """The engine that has these products, in this process: a build of its own would choose by timing."""
-    compilers = find_compilers()
+    compilers = compiling.Compilers.find()
     assert compilers is not None
     into.mkdir(parents=True)
     request = BuildRequest(
@@ -63,7 +62,7 @@ def compiled(model: TinyModel, into: Path, architecture: str, choices: Mapping[s
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         # PyTorch's compiler uses what PyTorch has deprecated.
         warnings.simplefilter("ignore")
-        for name, value in build_environment(compilers).items():
+        for name, value in compilers.environment.items():
             patch.setenv(name, value)
         patch.setattr(compiling, "chosen_products", lambda build, model: lambda sizes: products)
         return compiling.compile_engine(request, into, compilers)

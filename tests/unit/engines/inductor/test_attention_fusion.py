@@ -16,15 +16,17 @@ from onnx.reference import ReferenceEvaluator
 pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
 import torch
-from fusion_models import BATCH, BF16, FP8, RANDOM, ULP, Model, bf16, fused, ops, run
+from fusion_models import BATCH, BF16, FP8, RANDOM, ULP, Model, bf16, fused, in_fp32, ops, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from loka_onnx.core.formats import Precision
 from loka_onnx.engines.inductor.backend import InductorBackend
 from loka_onnx.engines.inductor.exported import products_of
 from loka_onnx.engines.inductor.fusions import DOMAIN, fuse
 from loka_onnx.engines.inductor.fusions.attention import MOVEMENTS, is_short
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
+from loka_onnx.engines.inductor.kernels.operators import _is_short
 from loka_onnx.engines.inductor.lowering.model import lower
 from loka_onnx.engines.inductor.lowering.registry import OPERATORS
 
@@ -199,58 +201,23 @@ def test_attention_becomes_one_node(form: Form, tmp_path: Path) -> None:
     assert np.abs(target - target.mean(axis=-2, keepdims=True)).max() > 64 * ULP * magnitude
 
 
-WITH_MASK_OR_SCALE = {
-    name: form for name, form in FORMS.items() if form.mask or form.scale not in {"", "factors"}
-}
-
-
-@pytest.mark.parametrize("form", WITH_MASK_OR_SCALE.values(), ids=WITH_MASK_OR_SCALE)
-def test_the_mask_and_the_scale_matter(form: Form, tmp_path: Path) -> None:
-    """So that the test above would see them dropped."""
-    graph, _ = fused(attention(form), tmp_path)
-    graph.save(tmp_path / "fused.onnx")
-    model = onnx.load(tmp_path / "fused.onnx")
-    (node,) = [node for node in model.graph.node if node.op_type == "Attention"]
-    x = numbers()
-    (got,) = run(tmp_path / "fused.onnx", x)
-    for attribute in node.attribute:
-        if attribute.name == "scale":
-            attribute.f = 1.0
-    del node.input[3:]
-    onnx.save(model, tmp_path / "without.onnx")
-    (without,) = run(tmp_path / "without.onnx", x)
-    assert np.abs(got - without).max() > 16 * ULP * np.abs(got).max()
-
-
-def test_rows_that_are_masked_throughout_are_zero(tmp_path: Path) -> None:
-    """As behind the guard that PyTorch exports."""
-    model = attention(Form(mask="keys", guard=True))
-    model.constants["always"] = np.zeros(TOKENS, bool)
-    x = numbers()
-    x[2, :, 0] = 1.0
-    graph, report = fused(model, tmp_path)
-    assert "attention" in report.fused
-    graph.save(tmp_path / "fused.onnx")
-    for path in (tmp_path / "fused.onnx", tmp_path / "planned.onnx"):
-        (got,) = run(path, x)
-        assert not got[2].any() and np.abs(got[[0, 1, 3, 4]]).max() > 0.5 and np.isfinite(got).all()
-
-
-@pytest.mark.parametrize("lowest", [-1e9, float(ml_dtypes.finfo(BF16).min)])
-def test_rows_of_a_finite_mask_throughout_are_uniform(lowest: float, tmp_path: Path) -> None:
-    """As in the graph, where it swallows the products."""
-    model = attention(Form(mask="keys"))
+@pytest.mark.parametrize("lowest", [-np.inf, -1e9, float(ml_dtypes.finfo(BF16).min)])
+def test_rows_that_are_masked_throughout(lowest: float, tmp_path: Path) -> None:
+    """Zero behind the guard that PyTorch exports; uniform where a finite mask swallows the products."""
+    model = attention(Form(mask="keys", guard=np.isinf(lowest)))
     model.constants |= {"always": np.zeros(TOKENS, bool), "lowest": np.array(lowest, BF16)}
     x = numbers()
     x[2, :, 0] = 1.0
     graph, report = fused(model, tmp_path)
     assert "attention" in report.fused
     graph.save(tmp_path / "fused.onnx")
+    values = (x[2].astype(np.float64) @ model.constants["w"].astype(np.float64))[:, 2 * HEADS * WIDTH :]
+    mean = (0 if np.isinf(lowest) else 1) * values.mean(0).reshape(HEADS, 1, WIDTH)
     for path in (tmp_path / "fused.onnx", tmp_path / "planned.onnx"):
         (got,) = run(path, x)
-        values = (x[2].astype(np.float64) @ model.constants["w"].astype(np.float64))[:, 2 * HEADS * WIDTH :]
-        mean = np.broadcast_to(values.mean(0).reshape(HEADS, 1, WIDTH), got[2].shape)
-        np.testing.assert_allclose(got[2], mean, rtol=4 * ULP, atol=4 * ULP * np.abs(values).max())
+        expected = np.broadcast_to(mean, got[2].shape)
+        np.testing.assert_allclose(got[2], expected, rtol=4 * ULP, atol=4 * ULP * np.abs(mean).max())
+        assert np.abs(got[[0, 1, 3, 4]]).max() > 0.5 and np.isfinite(got).all()
 
 
 def test_the_batch_stays_open(tmp_path: Path) -> None:
@@ -312,7 +279,7 @@ def test_what_looks_alike_is_left_alone(form: Form, reason: str, tmp_path: Path)
 
 def test_every_movement_of_fp8_is_known() -> None:
     """Beside those that the lowering registers as such, three decide by what they are given."""
-    moves = {op for (_, op), how in OPERATORS.operators.items() if how.moves}
+    moves = {op for (_, op), how in OPERATORS.items() if how.moves}
     assert moves | {"Concat", "Identity", "Transpose"} == MOVEMENTS
 
 
@@ -354,14 +321,6 @@ def test_a_softmax_over_queries_and_keys_is_left_alone(tmp_path: Path) -> None:
         assert tuple(site for place in found for site in place.sites) == sites
 
 
-def test_probabilities_that_are_the_output_stay(tmp_path: Path) -> None:
-    model = attention(Form())
-    model.outputs = ("y", "p")
-    # They leave by way of a cast, which reads them.
-    _, report = fused(model, tmp_path)
-    assert report.declined["attention"] == ("attend: 'p' is read by leave p as well",)
-
-
 def with_few(model: Model, which: str, count: int) -> Model:
     """Q alone, or Kᵀ and V, of the first tokens."""
     model.constant("from", np.array([0], np.int64)).constant("until", np.array([count], np.int64))
@@ -376,26 +335,19 @@ def with_few(model: Model, which: str, count: int) -> Model:
     return model
 
 
-def test_few_queries_are_fused_for_our_own_kernel(tmp_path: Path) -> None:
-    graph, report = fused(with_few(attention(Form()), "queries", 2), tmp_path)
-    (place,) = report.fused["attention"]
-    assert place.sites == ("compare", "attend")
+@pytest.mark.parametrize(("which", "count"), [("queries", 2), ("keys", 16), ("keys", 15)])
+def test_few_keys_are_left_to_the_compiler(which: str, count: int, tmp_path: Path) -> None:
+    """Our own kernel takes few queries; a tile of few keys would be mostly padding."""
+    graph, report = fused(with_few(attention(Form()), which, count), tmp_path)
+    if count == 15:
+        reason = "attend: 60 queries of 15 keys are too few to gain by it"
+        assert report.declined["attention"] == (reason,)
+        return
+    assert [place.sites for place in report.fused["attention"]] == [("compare", "attend")]
     graph.save(tmp_path / "fused.onnx")
     x = numbers()
     (got,), (planned,) = run(tmp_path / "fused.onnx", x), run(tmp_path / "planned.onnx", x)
-    assert got.shape == (BATCH, HEADS, 2, WIDTH)
     np.testing.assert_allclose(got, planned, rtol=4 * ULP, atol=4 * ULP * np.abs(planned).max())
-
-
-@pytest.mark.parametrize("keys", [15, 16])
-def test_few_keys_are_left_to_the_compiler(keys: int, tmp_path: Path) -> None:
-    """A tile would be mostly padding."""
-    _, report = fused(with_few(attention(Form()), "keys", keys), tmp_path)
-    if keys < 16:
-        reason = "attend: 60 queries of 15 keys are too few to gain by it"
-        assert report.declined["attention"] == (reason,)
-    else:
-        assert len(report.fused["attention"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -448,50 +400,49 @@ def test_on_a_gpu_views_are_handed_to_our_own_kernel(rank: int, mask: str, tmp_p
     assert product.operands == ("bfloat16", "bfloat16")
 
 
-@pytest.mark.parametrize("mask", ["finite", "not a constant"])
-def test_other_choices_are_no_mask(mask: str, tmp_path: Path) -> None:
-    """A row of −10⁴ throughout is uniform; what is chosen by a kernel's mask is 0 there."""
-    model = attention(Form(mask="keep"))
-    model.constants["lowest"] = np.array(-1e4, BF16) if mask == "finite" else bf16(TOKENS)
-    _, report = fused(model, tmp_path)
-    assert "attention" not in {**report.fused, **report.declined}
-
-
-def test_quantized_probabilities_and_other_softmaxes_are_not_looked_at(tmp_path: Path) -> None:
-    _, report = fused(attention(Form(quantized="p v")), tmp_path)
-    assert "attention" not in {**report.fused, **report.declined}
-    model = Model((TOKENS, TOKENS)).add("Softmax", ["x"], "p").add("MatMul", ["p", "x"], "y", name="attend")
-    _, report = fused(model, tmp_path)
-    assert "attention" not in {**report.fused, **report.declined}
-
-
-def test_a_mask_in_front_of_the_scale_is_left_alone(tmp_path: Path) -> None:
-    """The scale would be one of the mask as well."""
+def looking_alike(case: str) -> Model:
+    if case in {"finite", "not a constant"}:
+        # A row of −10⁴ throughout is uniform; what is chosen by a kernel's mask is 0 there.
+        model = attention(Form(mask="keep"))
+        model.constants["lowest"] = np.array(-1e4, BF16) if case == "finite" else bf16(TOKENS)
+        return model
+    if case == "quantized probabilities":
+        return attention(Form(quantized="p v"))
+    if case == "another softmax":
+        model = Model((TOKENS, TOKENS)).add("Softmax", ["x"], "p")
+        return model.add("MatMul", ["p", "x"], "y", name="attend")
+    # A mask in front of the scale, which would be one of the mask as well.
     model = attention(Form(mask="keys", scale=""))
     position = next(i for i, node in enumerate(model.nodes) if node.op_type == "Softmax")
     model.nodes[position].input[0] = "late"
     model.add("Mul", ["masked", "s"], "late")
     model.nodes.insert(position, model.nodes.pop())
-    _, report = fused(model, tmp_path)
+    return model
+
+
+@pytest.mark.parametrize(
+    "case", ["finite", "not a constant", "quantized probabilities", "another softmax", "early mask"]
+)
+def test_what_is_no_attention_is_not_looked_at(case: str, tmp_path: Path) -> None:
+    _, report = fused(looking_alike(case), tmp_path)
     assert "attention" not in {**report.fused, **report.declined}
 
 
 def test_fp32_is_left_alone(tmp_path: Path) -> None:
-    model = attention(Form())
-    planned = onnx.load(model.save(tmp_path / "planned.onnx"))
-    for tensor in planned.graph.initializer:
-        if tensor.data_type == TensorProto.BFLOAT16:
-            tensor.CopyFrom(
-                numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name)
-            )
-    planned.graph.node[0].attribute[0].i = TensorProto.FLOAT
-    onnx.save(planned, tmp_path / "fp32.onnx")
-    from loka_onnx.core.formats import Precision
-    from loka_onnx.engines.inductor.fusions import fuse
-    from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
-
-    report = fuse(PlannedGraph.load(tmp_path / "fp32.onnx"))
+    path = tmp_path / "fp32.onnx"
+    in_fp32(attention(Form()), path)
+    report = fuse(PlannedGraph.load(path))
     assert report.declined["attention"] == ("attend: the kernels multiply BF16 and FP16",)
     # What a plan in BF16 would have, planners are told of the FP32 model.
-    joined = InductorBackend().fused_sites(tmp_path / "fp32.onnx", Precision.BF16)
+    joined = InductorBackend().fused_sites(path, Precision.BF16)
     assert joined == {"compare": "attention", "attend": "attention"}
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_batch_of_one_that_is_broadcast_is_not_short(alike: bool) -> None:
+    """Our own kernel has a program for each example of Q."""
+    q = torch.zeros(3 if alike else 1, 2, 5, 16)
+    k, v = torch.zeros(3, 2, 20, 16), torch.zeros(3, 2, 20, 16)
+    assert _is_short(q, k.transpose(2, 3), v, None) is alike
+    assert _is_short(q, k.transpose(2, 3), v, torch.zeros(1, 1, 5, 20)) is alike
+    assert not _is_short(q, k.transpose(2, 3), v, torch.zeros(2, 1, 5, 20))

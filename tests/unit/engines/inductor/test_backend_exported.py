@@ -171,120 +171,107 @@ ENGINE = InductorEngine(
 )
 
 
-def read(
-    engine: InductorEngine,
-    planned: Precision = Precision.FP8,
-    calls: int = 1,
-    name: str = "fc",
-    own: int = 0,
-) -> Any:
-    kind = SiteKind.NORM if name == "norm" else SiteKind.LINEAR
-    counted = {program.name: {SCALED: calls, OWN: own} for program in engine.programs}
-    (found,) = site_precisions(engine, counted, [(site(name, kind), planned)])
-    return found
-
-
-def with_products(*products: Product) -> InductorEngine:
-    return replace(ENGINE, programs=(replace(ENGINE.programs[0], products=products),))
-
-
-def test_fp8_counts_where_all_readings_agree() -> None:
-    found = read(ENGINE)
-    assert (found.engaged, found.operands, found.planned) == (True, (E4M3, E4M3), "fp8")
-    assert found.evidence == "exported program: scaled_mm"
-    fast = with_products(Product("fc", SCALED, (E4M3, E4M3), True))
-    assert read(fast).evidence == "exported program: scaled_mm with fast accumulation"
-
-
-@pytest.mark.parametrize(
-    ("engine", "calls", "said"),
-    [
-        (ENGINE, 0, "program 'rows': the generated code calls 0 FP8 products, the exported program has 1"),
-        (with_products(), 1, "program 'rows': the exported program has no product of this site"),
-        (
-            with_products(Product("fc", "aten.mm.default", (E4M3, BF16))),
-            1,
-            "program 'rows': the exported program multiplies float8_e4m3fn by bfloat16 there",
-        ),
-        (replace(ENGINE, sites=()), 1, "nothing of that name in the lowered graph"),
-        (
-            replace(ENGINE, sites=(replace(FC, engaged=False, kernel="dequantized", reason="K 24 is odd"),)),
-            1,
-            "lowered to dequantized: K 24 is odd",
-        ),
-    ],
-)
-def test_a_site_that_is_not_fp8_in_one_reading_is_a_fallback(
-    engine: InductorEngine, calls: int, said: str
-) -> None:
-    found = read(engine, calls=calls)
-    assert not found.engaged
-    assert found.evidence == said
-
-
-def test_every_program_must_run_a_site_in_fp8() -> None:
-    wide = Program("rows4", 4, 4, (Product("fc", "aten.mm.default", (BF16, BF16)),))
-    engine = replace(ENGINE, programs=(*ENGINE.programs, wide))
-    assert "program 'rows4': " in read(engine).evidence
-
-
-def test_an_own_operator_is_no_call_of_a_library_and_must_be_called_itself() -> None:
-    fused = CompiledSite("fc", "triton 128x128", (E4M3, E4M3), True, "with the next Q in its epilogue")
-    own = Product("fc", "loka.product.default", (E4M3, E4M3))
-    found = read(replace(with_products(own), sites=(fused,)), calls=0, own=1)
-    assert found.engaged
-    assert found.evidence == "exported program: triton 128x128; with the next Q in its epilogue"
-    gone = read(replace(with_products(own), sites=(fused,)), calls=1)
-    assert (gone.engaged, gone.evidence) == (
-        False,
-        "program 'rows': the generated code calls 0 kernels of 'loka.product.default', "
-        "the exported program has 1",
+def engine_of(site: CompiledSite, *products: Product, **program: Any) -> InductorEngine:
+    return replace(
+        ENGINE, sites=(site,), programs=(replace(ENGINE.programs[0], products=products, **program),)
     )
-    wide = replace(own, operands=(BF16, E4M3))
-    assert not read(replace(with_products(wide), sites=(fused,)), calls=0, own=1).engaged
 
 
-def test_an_own_kernel_of_a_wide_product_must_be_called_as_well() -> None:
-    fused = CompiledSite("fc", "triton 128x128", (BF16, BF16), False)
-    engine = replace(with_products(Product("fc", OWN, (BF16, BF16))), sites=(fused,))
-    assert read(engine, Precision.BF16, own=1).engaged
-    assert not read(engine, Precision.FP16, own=1).engaged
-    assert "calls 0 kernels of" in read(engine, Precision.BF16).evidence
-    assert not read(engine, Precision.BF16).engaged
+def dense(*operands: str) -> InductorEngine:
+    return replace(ENGINE, sites=(CompiledSite("fc", "dense", operands, False),))
+
+
+TILE = CompiledSite("fc", "triton 128x128", (E4M3, E4M3), True, "with the next Q in its epilogue")
+WIDE_TILE = CompiledSite("fc", "triton 128x128", (BF16, BF16), False)
+OWN_PRODUCT, OWN_WIDE = Product("fc", OWN, (E4M3, E4M3)), Product("fc", OWN, (BF16, BF16))
+MATRICES = Product("fc", "aten.mm.default", (BF16, BF16))
+TWO = replace(ENGINE, programs=(*ENGINE.programs, Program("rows4", 4, 4, (MATRICES,))))
+FP8, FP16, FP32 = Precision.FP8, Precision.FP16, Precision.FP32
+HALF = Precision.BF16
+CALLED, OWN_CALLED = {SCALED: 1}, {OWN: 1}
+READINGS = [
+    (ENGINE, FP8, CALLED, True, "exported program: scaled_mm"),
+    (
+        engine_of(FC, Product("fc", SCALED, (E4M3, E4M3), True)),
+        FP8,
+        CALLED,
+        True,
+        "exported program: scaled_mm with fast accumulation",
+    ),
+    # One reading is another.
+    (ENGINE, FP8, {}, False, "'rows': the generated code calls 0 FP8 products, the exported program has 1"),
+    (engine_of(FC), FP8, CALLED, False, "'rows': the exported program has no product of this site"),
+    (
+        engine_of(FC, Product("fc", "aten.mm.default", (E4M3, BF16))),
+        FP8,
+        CALLED,
+        False,
+        "'rows': the exported program multiplies float8_e4m3fn by bfloat16 there",
+    ),
+    (replace(ENGINE, sites=()), FP8, CALLED, False, "nothing of that name in the lowered graph"),
+    (
+        engine_of(replace(FC, engaged=False, kernel="dequantized", reason="K 24 is odd")),
+        FP8,
+        CALLED,
+        False,
+        "lowered to dequantized: K 24 is odd",
+    ),
+    (TWO, FP8, CALLED, False, "'rows4': the exported program multiplies bfloat16 by bfloat16 there"),
+    # An own operator is no call of a library.
+    (
+        engine_of(TILE, OWN_PRODUCT),
+        FP8,
+        OWN_CALLED,
+        True,
+        "exported program: triton 128x128; with the next Q in its epilogue",
+    ),
+    (
+        engine_of(TILE, OWN_PRODUCT),
+        FP8,
+        CALLED,
+        False,
+        "'rows': the generated code calls 0 kernels of 'loka.product.default', the exported program has 1",
+    ),
+    (engine_of(TILE, replace(OWN_PRODUCT, operands=(BF16, E4M3))), FP8, OWN_CALLED, False, "bfloat16 by"),
+    # An own kernel of a wide product must be called as well.
+    (engine_of(WIDE_TILE, OWN_WIDE), HALF, OWN_CALLED, True, "lowered to triton 128x128"),
+    (engine_of(WIDE_TILE, OWN_WIDE), FP16, OWN_CALLED, False, "lowered to triton 128x128"),
+    (engine_of(WIDE_TILE, OWN_WIDE), HALF, {}, False, "calls 0 kernels of"),
     # A library's product of wide factors may be fused away into what the compiler makes: its type counts.
-    dense = replace(with_products(Product("fc", "aten.mm.default", (BF16, BF16))), sites=(fused,))
-    assert read(dense, Precision.BF16, calls=0).engaged
+    (engine_of(WIDE_TILE, MATRICES), HALF, {}, True, "lowered to triton 128x128"),
+    (dense(BF16, BF16), HALF, CALLED, True, "lowered to dense"),
+    (dense("float32", "float32"), HALF, CALLED, False, "lowered to dense"),
+    (dense("float32", "float32"), FP32, CALLED, True, "lowered to dense"),
+    (dense("float16", "float16"), FP16, CALLED, True, "lowered to dense"),
+    (dense(BF16, "float32"), HALF, CALLED, False, "lowered to dense"),
+    (dense(), HALF, CALLED, False, "lowered to dense"),
+    (replace(ENGINE, sites=()), HALF, CALLED, False, "nothing of that name in the lowered graph"),
+]
+
+
+@pytest.mark.parametrize(("engine", "planned", "calls", "engaged", "said"), READINGS)
+def test_a_site_runs_as_planned_where_all_readings_agree(
+    engine: InductorEngine, planned: Precision, calls: dict[str, int], engaged: bool, said: str
+) -> None:
+    counted = {program.name: calls for program in engine.programs}
+    (found,) = site_precisions(engine, counted, [(site("fc"), planned)])
+    assert (found.engaged, found.planned) == (engaged, planned)
+    assert said in found.evidence
+    assert found.operands == (engine.sites[0].operands if engine.sites else ())
 
 
 @pytest.mark.parametrize(
-    ("operands", "planned", "engaged"),
+    ("entering", "planned", "engaged"),
     [
-        ((BF16, BF16), Precision.BF16, True),
-        (("float32", "float32"), Precision.BF16, False),
-        (("float32", "float32"), Precision.FP32, True),
-        (("float16", "float16"), Precision.FP16, True),
-        ((BF16, "float32"), Precision.BF16, False),
-        ((), Precision.BF16, False),
+        ((BF16, "float32"), HALF, True),
+        ((BF16, "float32"), FP16, False),
+        ((BF16, E4M3), HALF, False),
+        (None, HALF, False),
     ],
 )
-def test_other_products_run_in_what_they_multiply(
-    operands: tuple[str, ...], planned: Precision, engaged: bool
-) -> None:
-    dense = CompiledSite("fc", "dense", operands, False)
-    found = read(replace(ENGINE, sites=(dense,)), planned)
-    assert (found.engaged, found.operands) == (engaged, operands)
-
-
-def test_a_norm_runs_in_what_it_reads() -> None:
-    assert read(ENGINE, Precision.BF16, name="norm").engaged
-    assert not read(ENGINE, Precision.FP16, name="norm").engaged
-    gone = replace(ENGINE, programs=(replace(ENGINE.programs[0], entering={}),))
-    found = read(gone, Precision.BF16, name="norm")
-    assert (found.engaged, found.evidence) == (False, "nothing of that name in the exported program")
-    narrow = replace(ENGINE.programs[0], entering={"norm": (BF16, E4M3)})
-    assert not read(replace(ENGINE, programs=(narrow,)), Precision.BF16, name="norm").engaged
-
-
-def test_a_missing_product_is_no_precision() -> None:
-    found = read(replace(ENGINE, sites=()), Precision.BF16)
-    assert (found.engaged, found.operands) == (False, ())
+def test_a_norm_runs_in_what_it_reads(entering: Any, planned: Precision, engaged: bool) -> None:
+    engine = engine_of(FC, entering={} if entering is None else {"norm": entering})
+    (found,) = site_precisions(engine, {}, [(site("norm", SiteKind.NORM), planned)])
+    assert found.engaged is engaged
+    if entering is None:
+        assert found.evidence == "nothing of that name in the exported program"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from loka_onnx.core.recipe import PER_TENSOR, Recipe
 from loka_onnx.engines.inductor import backend as backend_module
 from loka_onnx.engines.inductor.backend import InductorBackend
 from loka_onnx.engines.inductor.compile import (
+    Compilers,
     Settings,
     batch_programs,
     example_rows,
@@ -26,7 +26,6 @@ from loka_onnx.engines.inductor.compile import (
     torch_device,
 )
 from loka_onnx.engines.inductor.package import InputPort, OutputPort, Program
-from loka_onnx.engines.inductor.toolchain import Compilers, build_environment, find_compilers
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import DataError, EngineError, ModelError
 from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
@@ -60,20 +59,17 @@ def test_plans_that_no_device_of_an_architecture_runs_are_declined() -> None:
     assert backend.decline(e5m2, "cpu") == "site 'fc' asks for E5M2; inductor multiplies E4M3FN only"
 
 
-def test_every_nvidia_device_and_the_cpu_can_be_named() -> None:
+def test_devices_bases_and_portability() -> None:
     backend = InductorBackend()
     assert set(backend.devices) == {"cpu", *NVIDIA}
     assert backend.architectures("nvidia-h100") == ("sm90",)
-
-
-def test_fp8_on_the_cpu_is_about_accuracy() -> None:
-    backend = InductorBackend()
-    assert backend.is_simulated(plan(True), "cpu")
-    assert not backend.is_simulated(plan(False), "cpu")
-    assert not backend.is_simulated(plan(True), "sm90")
-    assert [backend.base_precision(plan(True, base)) for base in Precision if base is not Precision.FP8] == [
-        base for base in Precision if base is not Precision.FP8
-    ]
+    simulated = [(True, "cpu"), (False, "cpu"), (True, "sm90")]
+    assert [backend.is_simulated(plan(fp8), where) for fp8, where in simulated] == [True, False, False]
+    bases = [base for base in Precision if base is not Precision.FP8]
+    assert [backend.base_precision(plan(True, base)) for base in bases] == bases
+    release = ".".join(torch.__version__.split(".")[:2])
+    assert backend.portability("sm90").startswith(f"one GPU architecture (sm90), PyTorch {release}, ")
+    assert backend.portability("cpu").startswith(f"PyTorch {release}, ")
 
 
 def test_a_gpu_is_built_for_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,18 +89,11 @@ def test_a_gpu_is_built_for_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_without_a_compiler_nothing_is_built_and_everything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_module, "find_compilers", lambda: None)
+    monkeypatch.setattr(Compilers, "find", lambda: None)
     availability = InductorBackend().availability()
     assert (availability.can_build, availability.can_run) == (False, True)
     assert availability.reason == "there is no C++ compiler, which Inductor needs"
     assert availability.remedy == "install g++ and gcc"
-
-
-def test_portability_names_what_binds_a_package() -> None:
-    release = ".".join(torch.__version__.split(".")[:2])
-    said = InductorBackend().portability("sm90")
-    assert said.startswith(f"one GPU architecture (sm90), PyTorch {release}, ")
-    assert InductorBackend().portability("cpu").startswith(f"PyTorch {release}, ")
 
 
 def test_the_compiler_of_the_system_is_preferred_to_the_environment(tmp_path: Path) -> None:
@@ -113,11 +102,11 @@ def test_the_compiler_of_the_system_is_preferred_to_the_environment(tmp_path: Pa
         (tmp_path / name).chmod(0o755)
     own = {"CXX": str(tmp_path / "weird++"), "CC": str(tmp_path / "weird"), "PATH": str(tmp_path)}
     system = (str(tmp_path / "g++"), str(tmp_path / "gcc"))
-    assert find_compilers(own, system) == Compilers(*system)
-    assert find_compilers(own, ABSENT) == Compilers(own["CXX"], own["CC"])
+    assert Compilers.find(own, system) == Compilers(*system)
+    assert Compilers.find(own, ABSENT) == Compilers(own["CXX"], own["CC"])
     broken = {**own, "CXX": "/nowhere/c++ -O2"}
-    assert find_compilers(broken, ABSENT) == Compilers(*system)
-    assert find_compilers({"PATH": "/nowhere"}, ABSENT) is None
+    assert Compilers.find(broken, ABSENT) == Compilers(*system)
+    assert Compilers.find({"PATH": "/nowhere"}, ABSENT) is None
 
 
 def test_builds_share_a_cache_unless_the_environment_names_one(
@@ -127,14 +116,14 @@ def test_builds_share_a_cache_unless_the_environment_names_one(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOKA_ONNX_CACHE", str(tmp_path))
     compilers = Compilers("/usr/bin/g++", "/usr/bin/gcc")
-    assert build_environment(compilers) == {
+    assert compilers.environment == {
         "CXX": "/usr/bin/g++",
         "CC": "/usr/bin/gcc",
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
         "TRITON_CACHE_DIR": str(tmp_path / "triton"),
     }
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/kept")
-    assert "TORCHINDUCTOR_CACHE_DIR" not in build_environment(compilers)
+    assert "TORCHINDUCTOR_CACHE_DIR" not in compilers.environment
 
 
 def request(
@@ -215,12 +204,6 @@ def test_there_is_no_gpu_to_compile_on() -> None:
     assert torch_device("cpu") == torch.device("cpu")
     with pytest.raises(EngineError, match="no GPU of architecture sm1 here to compile on"):
         torch_device("sm1")
-
-
-def test_the_environment_of_this_host_has_compilers() -> None:
-    found = find_compilers()
-    assert found is not None
-    assert os.access(found.cxx, os.X_OK)
 
 
 @pytest.mark.gpu

@@ -19,28 +19,27 @@ from loka_onnx.engines.inductor.choosing import (
     PROCESSORS,
     SPLIT_TILES,
     TILES,
+    Chooser,
     Chosen,
     Measured,
     Recorder,
-    candidates,
-    choose_kernels,
-    compile_candidates,
     with_weights_in_turn,
 )
 from loka_onnx.engines.inductor.compile import compiled_sites
-from loka_onnx.engines.inductor.kernels.products import Epilogue, TiledProduct
+from loka_onnx.engines.inductor.kernels.products import TiledProduct
 from loka_onnx.engines.inductor.lowering.strategies import (
+    Epilogue,
     FloatProduct,
-    LoweredSite,
-    PerSite,
     ProductStrategy,
     ScaledMatMul,
     multiply_floats,
 )
+from loka_onnx.engines.inductor.package import CompiledSite
 from loka_onnx.engines.tuned_kernels import CACHE_BYTES
 
 SMALL, LARGE = TiledProduct(TILES[-1]), TiledProduct(TILES[0])
 FP8 = torch.float8_e4m3fn
+CHOOSER = Chooser(8, (8,))
 
 
 def chosen(*measured: Measured) -> Chosen:
@@ -49,9 +48,7 @@ def chosen(*measured: Measured) -> Chosen:
 
 
 def choices(found: Chosen, *sizes: int) -> dict[str, object]:
-    products = found.products(sizes)
-    assert isinstance(products, PerSite)
-    return dict(products.choices)
+    return dict(found.products(sizes).choices)
 
 
 def test_a_program_gets_the_kernel_that_is_fastest_at_the_sizes_it_takes() -> None:
@@ -96,17 +93,16 @@ def timed(monkeypatch: pytest.MonkeyPatch, errors: dict[str, float] | None = Non
         wide = isinstance(strategy, TiledProduct)
         return str(replace(strategy.tile, depth=strategy.tile.depth * 2)) if wide else "library"
 
-    def time_product(strategy: ProductStrategy, given: tuple[FloatProduct, Epilogue]) -> float:
-        return TIMES.get(name_of(strategy), {8: 99.0, 64: 99.0})[given[0].a.shape[0]]
+    def time_product(case: Any) -> float:
+        return TIMES.get(name_of(case.strategy), {8: 99.0, 64: 99.0})[case.product.a.shape[0]]
 
     measure = choosing._error
     errors = errors or {}
     monkeypatch.setattr(choosing, "_time_product", time_product)
-    monkeypatch.setattr(choosing, "_time_behind", lambda strategy, given: 0.5)
-    monkeypatch.setattr(choosing, "_error", lambda s, case: errors.get(name_of(s), measure(s, case)))
+    monkeypatch.setattr(choosing, "_time_behind", lambda case: 0.5)
+    monkeypatch.setattr(choosing, "_error", lambda s, given: errors.get(name_of(s), measure(s, given)))
     seen = {"fc": (product(torch.bfloat16), Epilogue(relu=True))}
-    found = choose_kernels(seen, batch=8, sizes=(8, 64))
-    assert isinstance(found.products((8, 64)), PerSite)
+    found = Chooser(8, (8, 64)).choose(seen)
     return {"chosen": found, **{each.kernel: each for each in found.measured}}
 
 
@@ -132,8 +128,7 @@ def test_a_tile_that_may_not_be_taken_keeps_no_library_out(monkeypatch: pytest.M
 
 def test_a_product_that_is_all_zeros_on_the_sample_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     given = product(torch.bfloat16)
-    case = choosing._Case("fc", replace(given, a=torch.zeros_like(given.a)), Epilogue(), 8, (8,))
-    assert choosing._error(ScaledMatMul(), case) == 0.0
+    assert choosing._error(ScaledMatMul(), replace(given, a=torch.zeros_like(given.a))) == 0.0
 
 
 def test_tiles_compile_on_the_device_of_their_factors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,12 +149,12 @@ def test_tiles_compile_on_the_device_of_their_factors(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(TiledProduct, "multiply_with", multiply_with)
-    compile_candidates({"fc": (product(torch.bfloat16), Epilogue())}, 8, (8,))
+    Chooser(8, (8,)).compile({"fc": (product(torch.bfloat16), Epilogue())})
     assert done == [True] * len(TILES)
 
 
 def test_tiles_of_wider_factors_are_as_many_bytes_deep() -> None:
-    narrow, half = candidates(product(FP8)), candidates(product(torch.bfloat16))
+    narrow, half = (CHOOSER.candidates(product(dtype)) for dtype in (FP8, torch.bfloat16))
     assert {"cublas", "cublas-fast"} < set(narrow)
     assert [each.tile.depth for each in narrow.values() if isinstance(each, TiledProduct)] == [
         tile.depth for tile in TILES
@@ -172,17 +167,17 @@ def test_tiles_of_wider_factors_are_as_many_bytes_deep() -> None:
 
 
 def test_exact_sums_only() -> None:
-    found = candidates(product(FP8), fast_accumulation=False)
+    found = Chooser(8, (8,), fast_accumulation=False).candidates(product(FP8))
     assert [name for name in found if not name.endswith("-exact")] == ["cublas"]
     assert len(found) == len(TILES) + 1
 
 
 def test_long_sums_are_tried_in_exact_tiles_too() -> None:
     given = product(FP8)
-    assert not any(name.endswith("-exact") for name in candidates(given))
+    assert not any(name.endswith("-exact") for name in CHOOSER.candidates(given))
     long = replace(given, a=given.a.repeat(1, 64), b=given.b.repeat(64, 1))
     assert long.b.shape[0] >= choosing.LONG_K
-    names = [name.removesuffix("-exact") for name in candidates(long) if name.endswith("-exact")]
+    names = [name.removesuffix("-exact") for name in CHOOSER.candidates(long) if name.endswith("-exact")]
     assert names == [f"triton {tile}" for tile in (*TILES, *SPLIT_TILES)]
 
 
@@ -190,8 +185,8 @@ def test_k_is_split_where_there_are_few_tiles() -> None:
     given = product(torch.bfloat16)
     long = replace(given, a=given.a.repeat(1, 64), b=given.b.repeat(64, 1))
 
-    def splits(which: FloatProduct, rows: int | None = None) -> list[int]:
-        found = candidates(which, fewest_rows=rows).values()
+    def splits(which: FloatProduct, rows: int = 8) -> list[int]:
+        found = Chooser(8, (rows, 10 * rows)).candidates(which).values()
         return [each.tile.split for each in found if isinstance(each, TiledProduct) and each.tile.split > 1]
 
     assert splits(given) == []
@@ -208,13 +203,13 @@ def test_an_exact_tile_is_timed_where_its_fast_sums_are_too_far_off(monkeypatch:
     long = replace(given, a=given.a.repeat(1, 64), b=given.b.repeat(64, 1))
     refused = f"triton {TILES[0]}"
 
-    def error(strategy: ProductStrategy, case: Any) -> float:
+    def error(strategy: ProductStrategy, given: FloatProduct) -> float:
         return 0.5 if isinstance(strategy, TiledProduct) and f"triton {strategy.tile}" == refused else 1e-6
 
-    monkeypatch.setattr(choosing, "_time_product", lambda strategy, given: 1.0)
-    monkeypatch.setattr(choosing, "_time_behind", lambda strategy, given: 0.5)
+    monkeypatch.setattr(choosing, "_time_product", lambda case: 1.0)
+    monkeypatch.setattr(choosing, "_time_behind", lambda case: 0.5)
     monkeypatch.setattr(choosing, "_error", error)
-    found = choose_kernels({"fc": (long, Epilogue())}, batch=8, sizes=(8,))
+    found = CHOOSER.choose({"fc": (long, Epilogue())})
     assert [each.kernel for each in found.measured if each.kernel.endswith("-exact")] == [f"{refused}-exact"]
     assert [each.kernel for each in found.measured if each.obstacle] == [refused]
 
@@ -229,7 +224,7 @@ def test_factors_that_are_not_quantized_are_multiplied_as_they_are() -> None:
 
 def test_what_records_products_computes_them() -> None:
     given, relu = product(torch.bfloat16), Epilogue(relu=True)
-    recorder = Recorder(ScaledMatMul())
+    recorder = Recorder()
     done = recorder.multiply_with(given, relu)
     recorder.multiply_with(replace(given), Epilogue())
     (wide,) = done.outputs
@@ -265,14 +260,14 @@ def test_every_copy_of_a_weight_is_multiplied_by_equally_often(monkeypatch: pyte
     given = FloatProduct("fc", torch.zeros(8, 4096).to(FP8), one, large, one, None, torch.bfloat16)
     assert len(with_weights_in_turn(given)) == 7
     for strategy in (SMALL, ScaledMatMul()):
-        choosing._time_product(strategy, (given, Epilogue(bias=None)))
+        choosing._time_product(choosing._Case("", strategy, given, Epilogue()))
     assert launched == [14, 14]
 
 
 def test_a_site_is_fp8_where_every_program_multiplies_fp8() -> None:
-    fp8 = LoweredSite("fc", "Gemm", "triton a", ("float8_e4m3fn",) * 2, engaged=True)
-    other = LoweredSite("fc", "Gemm", "triton b", ("float8_e4m3fn",) * 2, engaged=True)
-    wide = LoweredSite("fc", "Gemm", "dequantized", ("bfloat16",) * 2, engaged=False, reason="K 13")
+    fp8 = CompiledSite("fc", "triton a", ("float8_e4m3fn",) * 2, engaged=True)
+    other = replace(fp8, kernel="triton b")
+    wide = CompiledSite("fc", "dequantized", ("bfloat16",) * 2, engaged=False, reason="K 13")
     (both,) = compiled_sites([{"fc": fp8}, {"fc": other}])
     assert (both.kernel, both.engaged) == ("triton a, triton b", True)
     (mixed,) = compiled_sites([{"fc": fp8}, {"fc": wide}])
@@ -293,46 +288,39 @@ def test_rows_are_repeated_in_the_layout_they_have(order: tuple[int, ...], dtype
     assert by_stride == list(order)
 
 
-def case(a: torch.Tensor, batch: int, *sizes: int) -> Any:
-    given = replace(product(torch.bfloat16), a=a)
-    return choosing._Case("fc", given, Epilogue(), batch, sizes)
-
-
 @pytest.mark.parametrize(
-    ("shape", "smallest", "rows"),
+    ("shape", "smallest"),
     [
-        ((64, 32), (1, 32), 1),
-        ((192, 32), (3, 32), 3),
-        ((64, 5, 32), (1, 5, 32), 5),
+        ((64, 32), (1, 32)),
+        ((192, 32), (3, 32)),
+        ((64, 5, 32), (1, 5, 32)),
         # The batch on a later axis, as where a model takes sequences step by step.
-        ((5, 64, 32), (5, 1, 32), 5),
-        ((1, 192, 32), (1, 3, 32), 3),
+        ((5, 64, 32), (5, 1, 32)),
+        ((1, 192, 32), (1, 3, 32)),
         # The same for every request.
-        ((5, 32), (5, 32), 5),
-        ((32,), (32,), 1),
+        ((5, 32), (5, 32)),
+        ((32,), (32,)),
     ],
 )
-def test_rows_follow_the_batch_where_they_do(
-    shape: tuple[int, ...], smallest: tuple[int, ...], rows: int
-) -> None:
-    given = case(torch.randn(shape).bfloat16(), 64, 1, 64)
-    at_one, _ = given.at(1)
+def test_rows_follow_the_batch_where_they_do(shape: tuple[int, ...], smallest: tuple[int, ...]) -> None:
+    given = replace(product(torch.bfloat16), a=torch.randn(shape).bfloat16())
+    case = choosing._Case("", ScaledMatMul(), given, Epilogue())
+    at_one = case.at(1, 64).product
     assert at_one.a.shape == smallest
-    assert torch.equal(at_one.a, given.product.a[tuple(slice(length) for length in smallest)])
-    assert given.at(64)[0].a.shape == shape
-    assert choosing._fewest_rows(given.product, 64, (1, 64)) == rows
+    assert torch.equal(at_one.a, given.a[tuple(slice(length) for length in smallest)])
+    assert case.at(64, 64).product.a.shape == shape
 
 
 def test_sites_of_another_layout_are_timed_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     timed_rows: list[bool] = []
 
-    def time_product(strategy: ProductStrategy, given: tuple[FloatProduct, Epilogue]) -> float:
-        timed_rows.append(given[0].a.is_contiguous())
+    def time_product(case: Any) -> float:
+        timed_rows.append(case.product.a.is_contiguous())
         return 1.0
 
     monkeypatch.setattr(choosing, "_time_product", time_product)
-    monkeypatch.setattr(choosing, "_error", lambda strategy, case: 0.0)
+    monkeypatch.setattr(choosing, "_error", lambda strategy, given: 0.0)
     given = product(torch.bfloat16)
     turned = replace(given, a=given.a.t().contiguous().t())
-    choose_kernels({"fc": (given, Epilogue()), "other": (turned, Epilogue())}, batch=8, sizes=(8,))
-    assert timed_rows.count(True) == timed_rows.count(False) == len(candidates(given))
+    CHOOSER.choose({"fc": (given, Epilogue()), "other": (turned, Epilogue())})
+    assert timed_rows.count(True) == timed_rows.count(False) == len(CHOOSER.candidates(given))

@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]
 from loka_onnx.engines.inductor import fusions
 from loka_onnx.engines.inductor.backend import InductorBackend
 from loka_onnx.engines.inductor.compile import fused
-from loka_onnx.engines.inductor.fusions import FusionReport, epilogue
+from loka_onnx.engines.inductor.fusions import FusionReport, products
 
 MODEL = """
 <ir_version: 10, opset_import: ["" : 21]>
@@ -58,4 +58,4 @@ def test_a_bias_is_one_constant_a_column(
 ) -> None:
     is_constant, shape, kind = addend
     tensor = SimpleNamespace(is_constant=is_constant, shape=shape, kind=kind)
-    assert epilogue._is_bias(tensor, SimpleNamespace(shape=end, kind="bf16")) is is_bias  # type: ignore[arg-type]
+    assert products._is_bias(tensor, SimpleNamespace(shape=end, kind="bf16")) is is_bias  # type: ignore[arg-type]

@@ -23,13 +23,16 @@ from fusion_models import (
     bf16,
     fused,
     half,
+    in_fp32,
     ops,
     product,
     run,
     unchanged,
 )
 
-from loka_onnx.engines.inductor.fusions import DOMAIN, fuse
+from loka_onnx.core.formats import Precision
+from loka_onnx.engines.inductor.backend import InductorBackend
+from loka_onnx.engines.inductor.fusions import DOMAIN, fuse, planned
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 
 
@@ -159,51 +162,22 @@ def test_what_looks_alike_is_left_alone(tmp_path):
     assert "Relu" in ops(graph, tmp_path)
 
 
-def test_an_fp32_graph_declines_with_a_reason(tmp_path):
-    model = factorization()
-    model.constants = {
-        name: value.astype(np.float32) if value.dtype == BF16 else value
-        for name, value in model.constants.items()
-    }
-    path = model.save(tmp_path / "planned.onnx")
-    proto = onnx.load(path)
-    proto.graph.node[0].attribute[0].i = TensorProto.FLOAT
-    onnx.save(proto, path)
+def test_an_fp32_graph_declines_and_the_backend_names_what_it_would_fuse_in_bf16(tmp_path):
+    """Plans are made for the FP32 model: the same places are found there, as of BF16."""
+    path = tmp_path / "model.onnx"
+    in_fp32(factorization(), path)
     report = fuse(PlannedGraph.load(path))
     assert report.fused == {}
     assert report.declined == {"factorization-norm": ("norm: the kernel multiplies BF16 and FP16",)}
-
-
-def test_the_backend_names_what_it_would_fuse_before_there_is_a_plan(tmp_path):
-    """Plans are made for the FP32 model: the same places are found there, as of BF16."""
-    from loka_onnx.core.formats import Precision
-    from loka_onnx.engines.inductor.backend import InductorBackend
-
-    model = factorization()
-    model.constants = {
-        name: value.astype(np.float32) if value.dtype == BF16 else value
-        for name, value in model.constants.items()
-    }
-    path = model.save(tmp_path / "model.onnx")
-    proto = onnx.load(path)
-    proto.graph.node[0].attribute[0].i = TensorProto.FLOAT
-    onnx.save(proto, path)
-    found = InductorBackend().fused_sites(path, Precision.BF16)
-    assert found == dict.fromkeys(["project", "interact", "norm"], "factorization-norm")
+    joined = InductorBackend().fused_sites(path, Precision.BF16)
+    assert joined == dict.fromkeys(["project", "interact", "norm"], "factorization-norm")
     assert InductorBackend().fused_sites(path, Precision.FP32) == {}
 
 
 def test_the_backend_looks_at_a_model_whose_weights_it_does_not_read(tmp_path, monkeypatch):
     """Large weights stay outside; products that are not stored transposed are among them."""
-    from loka_onnx.core.formats import Precision
-    from loka_onnx.engines.inductor.backend import InductorBackend
-    from loka_onnx.engines.inductor.fusions import planned
-
-    model = half("relu", transposed=False)
-    model.constants = {name: value.astype(np.float32) for name, value in model.constants.items()}
-    path = model.save(tmp_path / "model.onnx")
-    proto = onnx.load(path)
-    proto.graph.node[0].attribute[0].i = TensorProto.FLOAT
+    path = tmp_path / "model.onnx"
+    proto = in_fp32(half("relu", transposed=False), path)
     onnx.save(proto, path, save_as_external_data=True, location="model.data", size_threshold=0)
     monkeypatch.setattr(planned, "MOST_READ", 100)
     graph = PlannedGraph.load(path, TensorProto.BFLOAT16)

@@ -15,15 +15,12 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from lowering_models import Array, exported, lowered, parsed, reference, run  # noqa: E402
 
 from loka_onnx.core.formats import Float8  # noqa: E402
-from loka_onnx.engines.inductor.lowering.model import LoweringOptions  # noqa: E402
 from loka_onnx.engines.inductor.lowering.strategies import (  # noqa: E402
-    ChannelScales,
     FloatProduct,
     Multiplied,
     PerSite,
     ProductStrategy,
     ScaledMatMul,
-    multiply_dequantized,
 )
 from loka_onnx.numerics.float8 import dequantize, fake_quantize, float8_dtype, quantize  # noqa: E402
 
@@ -31,6 +28,17 @@ RANDOM = np.random.default_rng(0)
 E4M3, E5M2 = float8_dtype(Float8.E4M3FN), float8_dtype(Float8.E5M2)
 X_SCALE, W_SCALE = np.float32(0.0087890625), np.float32(0.00177001953125)
 """They are BF16 numbers, as the scales of plans are."""
+
+
+@dataclass(frozen=True)
+class Watch(ProductStrategy):
+    """Keeps the products that it multiplies."""
+
+    seen: list[FloatProduct] = field(default_factory=list)
+
+    def multiply(self, product: FloatProduct) -> Multiplied:
+        self.seen.append(product)
+        return ScaledMatMul().multiply(product)
 
 
 # Products ---------------------------------------------------------------------------------------------
@@ -154,30 +162,15 @@ def test_products_in_a_bfloat16_graph(name: str, per_channel: bool, tmp_path: Pa
 @pytest.mark.parametrize("name", ["matmul", "gemm", "transposed weight", "left weight"])
 def test_a_weight_is_stored_once_with_its_columns_contiguous(name: str, tmp_path: Path) -> None:
     proto, x, _ = product_model(PRODUCTS[name], np.float32, per_channel=False)
-    seen: list[FloatProduct] = []
-
-    class Watch(ProductStrategy):
-        def multiply(self, product: FloatProduct) -> Multiplied:
-            seen.append(product)
-            return ScaledMatMul().multiply(product)
-
-    model = lowered(proto, tmp_path, LoweringOptions(products=Watch()))
+    watch = Watch()
+    model = lowered(proto, tmp_path, watch)
     run(model, {"x": x})
     matrices = [value for value in model.buffers() if value.dim() == 2]
     assert [(value.dtype, value.numel()) for value in matrices] == [(torch.float8_e4m3fn, 32 * 48)]
     assert matrices[0].is_contiguous()
-    weight = seen[0].a.t() if name == "left weight" else seen[0].b
+    weight = watch.seen[0].a.t() if name == "left weight" else watch.seen[0].b
     assert (weight.stride(), tuple(weight.shape)) == ((1, 32), (32, 48))
     assert weight.data_ptr() == matrices[0].data_ptr()
-
-
-def test_export_keeps_the_scaled_product(tmp_path: Path) -> None:
-    proto, x, expected = product_model(PRODUCTS["gemm"], np.float32, per_channel=False)
-    program = exported(lowered(proto, tmp_path), {"x": x})
-    targets = [str(node.target) for node in program.graph.nodes]
-    assert targets.count("aten._scaled_mm.default") == 1
-    assert not [target for target in targets if "aten.mm" in target or "linear" in target]
-    np.testing.assert_allclose(run(program, {"x": x})[0], expected, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -188,8 +181,7 @@ def test_export_keeps_the_scaled_product(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_on_a_gpu(name: str, kind: Any, per_channel: bool, fast: bool, tmp_path: Path) -> None:
     proto, x, expected = product_model(PRODUCTS[name], kind, per_channel=per_channel)
-    options = LoweringOptions(products=ScaledMatMul(fast_accumulation=fast))
-    model = lowered(proto, tmp_path, options).to("cuda")
+    model = lowered(proto, tmp_path, ScaledMatMul(fast_accumulation=fast)).to("cuda")
     with torch.no_grad():
         tensors = (torch.from_numpy(x).cuda(),)
         found = model(*tensors)[0].double().cpu().numpy()
@@ -275,35 +267,33 @@ def test_a_factor_that_is_not_quantized_is_told(
     np.testing.assert_allclose(found, reference(proto, {"x": x})[0], atol=2e-5)
 
 
-def test_what_reads_the_tensor_beside_the_product_gets_its_rounded_values(tmp_path: Path) -> None:
-    w = quantize(np.eye(32, dtype=np.float32), 1.0, Float8.E4M3FN)
-    proto = parsed(
-        "q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) v = DequantizeLinear(w8, one, z)"
-        " [fc] h = MatMul(d, v) y = Add(h, d)",
-        {"s": X_SCALE, "one": np.float32(1), "z": np.zeros((), E4M3), "w8": w},
+def identity_product(text: str, scale: Any) -> onnx.ModelProto:
+    """Products of ``d``, a quantized x, and ``v``, the identity in FP8."""
+    return parsed(
+        f"q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) v = DequantizeLinear(w8, one, z) {text}",
+        {
+            "s": np.float32(scale),
+            "one": np.float32(1),
+            "z": np.zeros((), E4M3),
+            "w8": quantize(np.eye(32, dtype=np.float32), 1.0, Float8.E4M3FN),
+        },
         inputs="float[batch,32] x",
         output="float[batch,32] y",
     )
+
+
+def test_what_reads_the_tensor_beside_the_product_gets_its_rounded_values(tmp_path: Path) -> None:
+    model = lowered(identity_product("[fc] h = MatMul(d, v) y = Add(h, d)", X_SCALE), tmp_path)
     x = RANDOM.normal(size=(4, 32)).astype(np.float32)
-    model = lowered(proto, tmp_path)
-    np.testing.assert_allclose(
-        run(model, {"x": x})[0], 2 * fake_quantize(x, X_SCALE, Float8.E4M3FN), rtol=1e-6
-    )
+    expected = 2 * fake_quantize(x, X_SCALE, Float8.E4M3FN)
+    np.testing.assert_allclose(run(model, {"x": x})[0], expected, rtol=1e-6)
     assert model.sites["fc"].engaged
 
 
 def test_nan_spreads_along_its_row_and_infinity_saturates(tmp_path: Path) -> None:
-    w = quantize(np.eye(32, dtype=np.float32), 1.0, Float8.E4M3FN)
-    proto = parsed(
-        "q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) v = DequantizeLinear(w8, one, z)"
-        " y = MatMul(d, v)",
-        {"s": np.float32(0.5), "one": np.float32(1), "z": np.zeros((), E4M3), "w8": w},
-        inputs="float[batch,32] x",
-        output="float[batch,32] y",
-    )
     x = np.zeros((3, 32), np.float32)
     x[0, 3], x[1, 4] = np.nan, -np.inf
-    found = run(lowered(proto, tmp_path), {"x": x})[0]
+    found = run(lowered(identity_product("y = MatMul(d, v)", 0.5), tmp_path), {"x": x})[0]
     assert np.isnan(found[0]).all()
     assert found[1, 4] == -224.0
     assert not found[2].any()
@@ -334,26 +324,31 @@ def test_formats_that_can_be_multiplied(left: Any, right: Any, reason: str, tmp_
 # Strategies -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", [ChannelScales.ROW_WISE, ChannelScales.BEHIND, ChannelScales.AUTO])
-def test_channel_scales_in_the_product_or_behind_it(place: ChannelScales, tmp_path: Path) -> None:
+@pytest.mark.parametrize("row_wise", [True, False])
+def test_channel_scales_in_the_product_or_behind_it(
+    row_wise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row-wise scales are for CUDA, but the CPU multiplies so as well."""
+    if row_wise:
+        monkeypatch.setattr(ScaledMatMul, "_is_row_wise", lambda self, product: True)
     proto, x, expected = product_model(PRODUCTS["gemm"], ml_dtypes.bfloat16, per_channel=True)
-    options = LoweringOptions(products=ScaledMatMul(channel_scales=place))
-    model = lowered(proto, tmp_path, options)
+    model = lowered(proto, tmp_path)
     program = exported(model, {"x": x})
     products = [node for node in program.graph.nodes if "_scaled_mm" in str(node.target)]
     assert len(products) == 1
-    kinds = {torch.bfloat16 if place is ChannelScales.ROW_WISE else torch.float32}
-    assert {node.meta["val"].dtype for node in products} == kinds
+    assert products[0].meta["val"].dtype == (torch.bfloat16 if row_wise else torch.float32)
     np.testing.assert_allclose(run(model, {"x": x})[0], expected, rtol=2**-8, atol=2**-8)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("place", [ChannelScales.ROW_WISE, ChannelScales.BEHIND])
-def test_channel_scales_compile(place: ChannelScales, tmp_path: Path) -> None:
+@pytest.mark.parametrize("row_wise", [True, False])
+def test_channel_scales_compile(row_wise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor takes a constant of rank 0 for a number, which not all of its operators read."""
+    if row_wise:
+        monkeypatch.setattr(ScaledMatMul, "_is_row_wise", lambda self, product: True)
     proto, x, expected = product_model(PRODUCTS["gemm"], ml_dtypes.bfloat16, per_channel=True)
-    model = lowered(proto, tmp_path, LoweringOptions(products=ScaledMatMul(channel_scales=place)))
+    model = lowered(proto, tmp_path)
     program = torch.export.export(exported(model, {"x": x}), (torch.from_numpy(x),))
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
     # Inductor leaves out the rounding to BF16 in front of Q: values that need none.
@@ -362,32 +357,10 @@ def test_channel_scales_compile(place: ChannelScales, tmp_path: Path) -> None:
     np.testing.assert_allclose(found.float().numpy(), expected, rtol=2**-8, atol=2**-8)
 
 
-@dataclass(frozen=True)
-class Named(ProductStrategy):
-    """Multiplies floats, under a name of its own."""
-
-    name: str
-    seen: list[str] = field(default_factory=list)
-
-    def multiply(self, product: FloatProduct) -> Multiplied:
-        self.seen.append(product.site)
-        return multiply_dequantized(product, self.name)
-
-
 def test_a_site_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
-    w = quantize(np.eye(32, dtype=np.float32), 1.0, Float8.E4M3FN)
-    proto = parsed(
-        "q = QuantizeLinear(x, one, z) d = DequantizeLinear(q, one, z) v = DequantizeLinear(w8, one, z)"
-        " [left] a = MatMul(d, v) [right] b = MatMul(d, v) y = Add(a, b)",
-        {"one": np.float32(1), "z": np.zeros((), E4M3), "w8": w},
-        inputs="float[batch,32] x",
-        output="float[batch,32] y",
-    )
-    special = Named("special")
-    options = LoweringOptions(products=PerSite({"right": special}, ScaledMatMul()))
-    model = lowered(proto, tmp_path, options)
+    watch = Watch()
+    text = "[left] a = MatMul(d, v) [right] b = MatMul(d, v) y = Add(a, b)"
+    model = lowered(identity_product(text, 1), tmp_path, PerSite({"right": watch}, ScaledMatMul()))
     x = np.ones((2, 32), np.float32)
     np.testing.assert_array_equal(run(model, {"x": x})[0], 2 * x)
-    assert special.seen == ["right"]
-    assert model.sites["left"].kernel == "scaled_mm"
-    assert model.sites["right"].reason == "special"
+    assert [each.site for each in watch.seen] == ["right"]

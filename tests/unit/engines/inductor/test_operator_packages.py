@@ -14,18 +14,17 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
 from packaged_operators import FBGEMM, FITTING, FOUND, calls, installed, write_distribution  # noqa: E402
+from test_backend_exported import engine_of, site  # noqa: E402
 
 from loka_onnx.cli import diagnosis  # noqa: E402
 from loka_onnx.core.formats import Precision  # noqa: E402
-from loka_onnx.core.site import Operand, Site, SiteKind  # noqa: E402
 from loka_onnx.engines.inductor import choosing  # noqa: E402
-from loka_onnx.engines.inductor.choosing import candidates, choose_kernels  # noqa: E402
+from loka_onnx.engines.inductor.choosing import Chooser  # noqa: E402
 from loka_onnx.engines.inductor.exported import marked, products_of  # noqa: E402
-from loka_onnx.engines.inductor.kernels.packages import PackageProduct  # noqa: E402
-from loka_onnx.engines.inductor.kernels.products import Epilogue, TiledProduct  # noqa: E402
+from loka_onnx.engines.inductor.kernels.products import PackageProduct, TiledProduct  # noqa: E402
 from loka_onnx.engines.inductor.lowering.strategies import (  # noqa: E402
+    Epilogue,
     FloatProduct,
-    PerSite,
     ProductStrategy,
     ScaledMatMul,
 )
@@ -39,7 +38,6 @@ from loka_onnx.engines.inductor.package import (  # noqa: E402
     InductorEngine,
     NeededPackage,
     Product,
-    Program,
 )
 from loka_onnx.engines.inductor.site_precision import product_calls, site_precisions  # noqa: E402
 
@@ -74,45 +72,30 @@ def exact(given: FloatProduct) -> Any:
     return made if given.bias is None else made + given.bias.double()
 
 
-def close(found: Any, given: FloatProduct, roundings: int = 1) -> None:
-    # The result is rounded to BF16, and once more where a bias is added to that.
-    eps = torch.finfo(BF16).eps
-    torch.testing.assert_close(found.double(), exact(given), rtol=roundings * eps, atol=roundings * eps)
-
-
 # Arguments --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("scales", ["columns", "rows and columns", "one", "one by its own operator"])
 @pytest.mark.parametrize("lead", [(5,), (2, 3)])
-def test_scales_of_rows_and_columns(
-    fbgemm: None, lead: tuple[int, ...], channels: bool, bias: bool, fast: bool
+def test_products_with_every_kind_of_scale(
+    fbgemm: None, lead: tuple[int, ...], scales: str, bias: bool, fast: bool
 ) -> None:
-    given = product(*lead, channels=channels, bias=bias)
-    done = PackageProduct(FOUND, ROWS, fast).multiply(given)
+    # Scales for rows are those of a matrix, not of a stack.
+    lead = (5,) if "rows" in scales else lead
+    given = product(*lead, channels="columns" in scales, bias=bias)
+    if "rows" in scales:
+        given = replace(given, scale_a=torch.linspace(0.25, 2.0, 5))
+    operator = TENSOR if "own" in scales else ROWS
+    done = PackageProduct(FOUND, operator, fast).multiply(given)
     assert done.values.shape == (*lead, 24)
-    assert (done.values.dtype, done.kernel, done.engaged) == (BF16, "fbgemm::f8f8bf16_rowwise", True)
+    assert (done.values.dtype, done.kernel, done.engaged) == (BF16, f"fbgemm::{operator.name}", True)
     assert done.operands == (E4M3, E4M3)
-    close(done.values, given)
-    assert calls() == [("f8f8bf16_rowwise", fast)]
-
-
-def test_a_scale_for_each_row(fbgemm: None) -> None:
-    given = replace(product(), scale_a=torch.linspace(0.25, 2.0, 5))
-    close(PackageProduct(FOUND, ROWS, False).multiply(given).values, given)
-    assert calls() == [("f8f8bf16_rowwise", False)]
-
-
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_one_scale_for_all(fbgemm: None, bias: bool, fast: bool) -> None:
-    given = product(2, 3, channels=False, bias=bias)
-    done = PackageProduct(FOUND, TENSOR, fast).multiply(given)
-    assert (done.values.dtype, done.kernel) == (BF16, "fbgemm::f8f8bf16")
-    close(done.values, given, roundings=1 + bias)
-    assert calls() == [("f8f8bf16", fast)]
+    # The result is rounded to BF16, and once more where a bias is added to that.
+    tolerance = (1 + (bias and operator is TENSOR)) * torch.finfo(BF16).eps
+    torch.testing.assert_close(done.values.double(), exact(given), rtol=tolerance, atol=tolerance)
+    assert calls() == [(operator.name, fast)]
 
 
 def refused() -> dict[str, tuple[Any, FloatProduct]]:
@@ -200,24 +183,24 @@ def test_doctor_shows_what_can_be_used(fbgemm: None) -> None:
 
 def test_each_operator_is_a_candidate_with_and_without_fast_accumulation() -> None:
     names = ["fbgemm::f8f8bf16_rowwise", "fbgemm::f8f8bf16"]
-    both = candidates(product(), packages=(FOUND,))
-    added = [name for name in both if name not in candidates(product())]
+    both = Chooser(5, (5,), packages=(FOUND,)).candidates(product())
+    added = [name for name in both if name not in Chooser(5, (5,)).candidates(product())]
     assert sorted(added) == sorted([*names, *(f"{name}-fast" for name in names)])
     assert both[names[0]] == PackageProduct(FOUND, ROWS, False)
     assert both[f"{names[1]}-fast"] == PackageProduct(FOUND, TENSOR, True)
-    slow = candidates(product(), fast_accumulation=False, packages=(FOUND,))
+    slow = Chooser(5, (5,), fast_accumulation=False, packages=(FOUND,)).candidates(product())
     assert [name for name in slow if "fbgemm" in name] == names
     half = replace(product(), a=torch.ones(5, 32, dtype=BF16), b=torch.ones(32, 24, dtype=BF16))
-    assert not any("fbgemm" in name for name in candidates(half, packages=(FOUND,)))
+    assert not any("fbgemm" in name for name in Chooser(5, (5,), packages=(FOUND,)).candidates(half))
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, given: FloatProduct, found: FoundPackage = FOUND) -> Any:
     """Measurements; only the clock is replaced, which needs a GPU."""
     monkeypatch.setattr(
-        choosing, "_time_product", lambda strategy, _: 1.0 if isinstance(strategy, PackageProduct) else 9.0
+        choosing, "_time_product", lambda case: 1.0 if isinstance(case.strategy, PackageProduct) else 9.0
     )
-    monkeypatch.setattr(choosing, "_time_behind", lambda strategy, _: 0.5)
-    return choose_kernels({"fc": (given, Epilogue(relu=True))}, 5, (5,), packages=(found,))
+    monkeypatch.setattr(choosing, "_time_behind", lambda case: 0.5)
+    return Chooser(5, (5,), packages=(found,)).choose({"fc": (given, Epilogue(relu=True))})
 
 
 def test_the_fastest_is_compiled_in(fbgemm: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +209,7 @@ def test_the_fastest_is_compiled_in(fbgemm: None, monkeypatch: pytest.MonkeyPatc
     assert measured["fbgemm::f8f8bf16_rowwise"].us == {5: 1.5}
     assert measured["fbgemm::f8f8bf16_rowwise"].error < 1e-6
     assert measured["fbgemm::f8f8bf16-fast"].obstacle == "fbgemm::f8f8bf16 takes one scale for each factor"
-    products = made.products((5,))
-    assert isinstance(products, PerSite)
-    assert products.choices == {"fc": PackageProduct(FOUND, ROWS, False)}
+    assert made.products((5,)).choices == {"fc": PackageProduct(FOUND, ROWS, False)}
 
 
 def test_what_is_in_the_way_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,18 +242,8 @@ def test_an_exported_program_has_the_product_with_its_flag(fbgemm: None, operato
 
 
 def engine(*products: Product) -> InductorEngine:
-    return InductorEngine(
-        torch="2.13.0",
-        architecture="sm90",
-        instruction_sets=(),
-        inputs=(),
-        outputs=(),
-        minimum=1,
-        maximum=8,
-        sizes=(8,),
-        programs=(Program("rows", 1, 8, products),),
-        sites=(CompiledSite("fc", "fbgemm::f8f8bf16_rowwise", (E4M3, E4M3), True),),
-    )
+    site = CompiledSite("fc", "fbgemm::f8f8bf16_rowwise", (E4M3, E4M3), True)
+    return engine_of(site, *products)
 
 
 def test_a_package_is_needed_where_a_program_calls_it(fbgemm: None) -> None:
@@ -297,11 +268,10 @@ def test_calls_by_name_are_counted() -> None:
 
 @pytest.mark.parametrize(("fast", "said"), [(False, ""), (True, " with fast accumulation")])
 def test_a_site_counts_as_fp8_where_the_code_calls_the_operator(fast: bool, said: str) -> None:
-    site = Site("fc", SiteKind.LINEAR, "Gemm", (Operand("x", 0, False, 1, (None, 32)),), "y", 32, 24, 1)
     made = engine(Product("fc", EXPORTED, (E4M3, E4M3), fast))
-    (found,) = site_precisions(made, {"rows": {EXPORTED: 1}}, [(site, Precision.FP8)])
+    (found,) = site_precisions(made, {"rows": {EXPORTED: 1}}, [(site("fc"), Precision.FP8)])
     assert (found.engaged, found.evidence) == (True, f"exported program: fbgemm::f8f8bf16_rowwise{said}")
-    (gone,) = site_precisions(made, {"rows": {}}, [(site, Precision.FP8)])
+    (gone,) = site_precisions(made, {"rows": {}}, [(site("fc"), Precision.FP8)])
     assert not gone.engaged
     assert gone.evidence == (
         f"program 'rows': the generated code calls 0 kernels of '{EXPORTED}', the exported program has 1"

@@ -152,26 +152,23 @@ def test_tokens_that_fill_no_program_are_declined_with_the_reason(tmp_path: Path
     assert reason == f"mix: {many}×{D} tokens are too large for one program"
 
 
-def test_a_part_of_a_product_is_left_where_something_else_reads_the_rest(tmp_path: Path) -> None:
-    """It would be computed twice."""
-    made = Model((N, D)).constant("w", bf16(N, MIXED, scale=0.3)).constant("sizes", np.array([4, MIXED - 4]))
-    made.add("Transpose", ["x"], "xt", perm=[0, 2, 1]).add("MatMul", ["xt", "w"], "mt", name="mix")
-    made.add("Split", ["mt", "sizes"], "a b", axis=-1).add("Relu", ["b"], "other")
-    made.add("Transpose", ["a"], "y", perm=[0, 2, 1])
-    made.outputs = ("y", "other")
-    _, report = fused(made, tmp_path)
-    assert "token-concat" not in report.fused
-    (reason,) = report.declined["token-concat"]
-    assert reason == "mix: something else reads the product, which would be computed twice"
-
-
-def test_both_parts_of_a_merged_mix_are_fused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reads_both", [True, False])
+def test_parts_of_a_merged_mix_are_fused_together_or_not_at_all(reads_both: bool, tmp_path: Path) -> None:
+    """Where something else reads a part, the product would be computed twice."""
     made = Model((N, D)).constant("w", bf16(N, MIXED, scale=0.3)).constant("sizes", np.array([4, MIXED - 4]))
     made.add("Transpose", ["x"], "xt", perm=[0, 2, 1]).add("MatMul", ["xt", "w"], "mt", name="mix")
     made.add("Split", ["mt", "sizes"], "a b", axis=-1).add("Transpose", ["a"], "y", perm=[0, 2, 1])
-    made.add("Transpose", ["b"], "z", perm=[0, 2, 1])
+    if reads_both:
+        made.add("Transpose", ["b"], "z", perm=[0, 2, 1])
+    else:
+        made.add("Relu", ["b"], "z")
     made.outputs = ("y", "z")
     graph, report = fused(made, tmp_path)
+    if not reads_both:
+        (reason,) = report.declined["token-concat"]
+        assert reason == "mix: something else reads the product, which would be computed twice"
+        assert "token-concat" not in report.fused
+        return
     assert len(report.fused["token-concat"]) == 2
     assert "MatMul" not in ops(graph, tmp_path)
     x = RANDOM.standard_normal((BATCH, N, D)).astype(np.float32)

@@ -1,0 +1,246 @@
+"""Products of an activation and a constant with their epilogue, and biases moved to them.
+
+A product in FP8 (A and W behind their DQ), BF16 or FP16, and operators behind it that need no other element
+of its output, in this order, each optional::
+
+    Z  =  A · W + b
+    Z  =  relu(Z)                   or, of a cross layer (arXiv 2008.13535, equation 1),   Z  =  x0 ⊙ Z + x
+    Z, Q(Z)
+
+become one node, even without an epilogue. The lowering computes it by one kernel, or by a library's product
+and kernels of the compiler, whichever measured faster at that shape.
+
+For linears merged into one product (`transforms.linears.merge_parallel_linears`), each with its own bias::
+
+    [Z₁, …, Zₙ] = Split(A · W),   Yᵢ = Zᵢ + bᵢ      =      [Y₁, …, Yₙ] = Split(A · W + concat(b₁, …, bₙ))
+
+with the same sums. Behind the Split, every part is read and written again only for its bias; in front of it,
+the parts are views of the product's output, which `kernels.triton_attention` reads directly. Not timed on a
+GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from loka_onnx.engines.inductor.fusions.base import (
+    DOMAIN,
+    E4M3FN,
+    HALVES,
+    DeclinedFusion,
+    Ends,
+    Fused,
+    Match,
+    is_row,
+    only_reader,
+)
+from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
+
+MULTIPLE = 16
+"""Required divisor of K and N in the kernel (`kernels.triton_product`)."""
+
+
+def float8_products(graph: PlannedGraph) -> Iterator[Match]:
+    """Products of an activation and a constant in E4M3FN."""
+    for node in list(graph.nodes):
+        operands = _dequantized(node)
+        if operands is not None:
+            yield node.name, partial(_fuse_float8, graph, node, *operands)
+
+
+def half_products(graph: PlannedGraph) -> Iterator[Match]:
+    """Products of an activation and a constant in BF16 or FP16."""
+    for node in list(graph.nodes):
+        if _is_half(node):
+            yield node.name, partial(_fuse_half, graph, node)
+
+
+def merged_biases(graph: PlannedGraph) -> Iterator[Match]:
+    """Biases behind the Split of a merged product; declines none."""
+    for node in list(graph.nodes):
+        adds = _biased(graph, node) if node.op == "Split" and not node.domain and node.outputs else []
+        if adds:
+            yield node.name, partial(_move_biases, graph, node, adds)
+
+
+def _is_plain(node: Node) -> bool:
+    """True for a MatMul, or a Gemm A · W + b or A · Wᵀ + b."""
+    if node.op not in {"Gemm", "MatMul"} or node.domain or not node.outputs:
+        return False
+    attrs = node.attrs
+    return not attrs.get("transA", 0) and attrs.get("alpha", 1.0) == attrs.get("beta", 1.0) == 1.0
+
+
+def _dequantized(node: Node) -> tuple[Node, Node] | None:
+    """The two DQ of a product of an activation and a constant, both in E4M3FN; or None."""
+    if not _is_plain(node):
+        return None
+    activation, weight = (node.reads(position).producer for position in (0, 1))
+    if activation is None or weight is None or not all(map(_is_dequantize, (activation, weight))):
+        return None
+    values, stored = activation.reads(0), weight.reads(0)
+    if values.is_constant or not stored.is_constant or len(stored.shape or ()) != 2:
+        return None
+    # The product takes one scale, or one for each column.
+    columns = 0 if node.attrs.get("transB", 0) else 1
+    is_outer = weight.reads(1).values.size == 1 or weight.attrs.get("axis", 1) % 2 == columns
+    if not is_outer or weight.attrs.get("block_size", 0):
+        return None
+    return (activation, weight) if values.kind == stored.kind == E4M3FN else None
+
+
+def _is_dequantize(node: Node) -> bool:
+    return node.op == "DequantizeLinear" and node.reads(1).is_constant
+
+
+def _is_half(node: Node) -> bool:
+    if not _is_plain(node):
+        return False
+    activation, weight = node.reads(0), node.reads(1)
+    if activation.is_constant or not weight.is_constant or len(weight.shape or ()) != 2:
+        return False
+    sizes = [length or 1 for length in weight.shape or ()]
+    return activation.kind == weight.kind and weight.kind in HALVES and not any(n % MULTIPLE for n in sizes)
+
+
+def _fuse_float8(graph: PlannedGraph, node: Node, activation: Node, weight: Node) -> Fused:
+    if activation.reads(1).values.size != 1:
+        raise DeclinedFusion("its activation has several scales")
+    epilogue = _Epilogue.of(graph, node)
+    stored = weight.reads(0)
+    columns = stored.values.shape[0 if node.attrs.get("transB", 0) else 1]
+    # Product of both scales for each column, computed once for all requests.
+    both = [each.reads(1).values.astype(np.float32).reshape(-1) for each in (activation, weight)]
+    scale = graph.constant(f"{node.name}/scale", np.broadcast_to(both[0] * both[1], (columns,)))
+    factors = [activation.reads(0), activation.reads(1), _transposed(graph, node, stored), weight.reads(1)]
+    return epilogue.write(graph, node, "Float8Product", factors, scale)
+
+
+def _fuse_half(graph: PlannedGraph, node: Node) -> Fused:
+    epilogue = _Epilogue.of(graph, node)
+    if epilogue.end.kind != node.reads(1).kind:
+        raise DeclinedFusion("its result has another type than its factors")
+    factors = [node.reads(0), None, _transposed(graph, node, node.reads(1)), None]
+    return epilogue.write(graph, node, "HalfProduct", factors)
+
+
+def _transposed(graph: PlannedGraph, node: Node, stored: Tensor) -> Tensor:
+    """Transpose a product's weight to (N, K), the only layout in which matrix units read FP8 from both
+    factors.
+
+    A weight that was not loaded is unchanged: such a graph is only analysed.
+    """
+    if node.attrs.get("transB", 0) or not stored.is_read:
+        return stored
+    return graph.transposed(stored)
+
+
+@dataclass
+class _Epilogue:
+    """Matched epilogue of a product."""
+
+    end: Tensor
+    bias: Tensor | None = None
+    relu: bool = False
+    cross: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, graph: PlannedGraph, node: Node) -> _Epilogue:
+        """Match the epilogue of a product."""
+        match = cls(node.outputs[0])
+        if node.op == "Gemm" and node.has(2):
+            if not _is_bias(node.reads(2), match.end):
+                raise DeclinedFusion("what it adds is not one number a column")
+            match.bias = node.reads(2)
+        reader = only_reader(graph, match.end)
+        if match.bias is None and reader is not None and reader.op == "Add":
+            other = _other(reader, match.end)
+            if other is not None and _is_bias(other, match.end):
+                match.bias, match.end = other, reader.outputs[0]
+                reader = only_reader(graph, match.end)
+        if reader is None:
+            return match
+        if reader.op == "Relu":
+            match.relu, match.end = True, reader.outputs[0]
+            return match
+        factor = _other(reader, match.end) if reader.op == "Mul" else None
+        total = None if factor is None else only_reader(graph, reader.outputs[0])
+        if factor is None or total is None or total.op != "Add":
+            return match
+        term = _other(total, reader.outputs[0])
+        if term is not None and _is_alike(factor, match.end) and _is_alike(term, match.end):
+            match.cross, match.end = (factor, term), total.outputs[0]
+        return match
+
+    def write(
+        self,
+        graph: PlannedGraph,
+        node: Node,
+        op: str,
+        factors: Sequence[Tensor | None],
+        scale: Tensor | None = None,
+    ) -> Fused:
+        """Write the fused node, under the site's name; the old node has no outputs left."""
+        ends = Ends.of(graph, self.end)
+        inputs = [*factors, self.bias, *(self.cross or (None, None)), ends.scale, scale]
+        attrs = {"relu": int(self.relu), "wide": int(ends.wide), "base": self.end.kind}
+        graph.replace(f"{DOMAIN}::{op}", node.name, inputs, ends.replaced(self.end), attrs)
+        return Fused(node.name, (node.name,))
+
+
+def _other(node: Node, tensor: Tensor) -> Tensor | None:
+    """The other operand of a commutative binary node; None where both operands are the same tensor."""
+    others = [each for each in node.inputs if each is not None and each is not tensor]
+    return others[0] if len(others) == 1 else None
+
+
+def _is_bias(tensor: Tensor, end: Tensor) -> bool:
+    return tensor.is_constant and is_row(tensor, end)
+
+
+def _is_alike(tensor: Tensor, end: Tensor) -> bool:
+    """True if a tensor certainly has the shape and type of another, so that nothing is broadcast."""
+    if tensor.is_constant or tensor.shape is None or end.shape is None or tensor.kind != end.kind:
+        return False
+    return len(end.shape) == 2 and tensor.shape == end.shape
+
+
+def _biased(graph: PlannedGraph, split: Node) -> list[tuple[Node, Tensor]]:
+    """Nodes that add their bias to the parts of a product without one; [] unless all parts match."""
+    whole = split.reads(0)
+    product, shape = whole.producer, whole.shape
+    if product is None or shape is None or not _is_plain(product) or product.has(2):
+        return []
+    if only_reader(graph, whole) is not split or split.attrs.get("axis", 0) not in {-1, len(shape) - 1}:
+        return []
+    # A Split may omit an output.
+    widths = [None if part.shape is None else part.shape[-1] for part in split.outputs]
+    if None in widths or sum(width or 0 for width in widths) != shape[-1]:
+        return []
+    adds = []
+    for part in split.outputs:
+        add = only_reader(graph, part)
+        bias = None if add is None or add.op != "Add" or add.domain else _other(add, part)
+        if add is None or bias is None or not bias.is_read or not is_row(bias, part):
+            return []
+        adds.append((add, bias))
+    return adds
+
+
+def _move_biases(graph: PlannedGraph, split: Node, adds: list[tuple[Node, Tensor]]) -> Fused:
+    whole = split.reads(0)
+    rows = [bias.values.reshape(-1) for _, bias in adds]
+    bias = graph.constant(f"{split.name}.bias", np.concatenate(rows))
+    biased = Tensor(graph.fresh_name(f"{whole.name}.biased"), whole.kind, whole.shape)
+    name = graph.fresh_name(f"{split.name}/biased")
+    # The old Split would count as a reader of the product.
+    split.outputs = []
+    graph.replace("::Add", graph.fresh_name(f"{split.name}/bias"), [whole, bias], [biased], {})
+    graph.replace(
+        "::Split", name, [biased, *split.inputs[1:]], [add.outputs[0] for add, _ in adds], split.attrs
+    )
+    return Fused(name)
