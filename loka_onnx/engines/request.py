@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from loka_onnx.core.engine import SitePrecision
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.serde import STRICT
 from loka_onnx.core.site import Site
@@ -114,10 +115,15 @@ class BuildRequest:
     options: dict[str, int] = field(default_factory=dict)
 
     @property
+    def planned(self) -> tuple[tuple[Site, Precision], ...]:
+        """Sites that the plan decides, with their precision, in the model's order."""
+        precisions = {decision.site: decision.precision for decision in self.plan.decisions}
+        return tuple((site, precisions[site.name]) for site in self.sites if site.name in precisions)
+
+    @property
     def planned_sites(self) -> tuple[Site, ...]:
         """Sites that the plan decides, in the model's order."""
-        decided = {decision.site for decision in self.plan.decisions}
-        return tuple(site for site in self.sites if site.name in decided)
+        return tuple(site for site, _ in self.planned)
 
 
 @dataclass(frozen=True)

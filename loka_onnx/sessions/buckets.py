@@ -21,6 +21,15 @@ Run = Callable[[int, Arrays], Arrays]
 """Runs the program of a size on exactly that many rows."""
 
 
+MOST_PADDING = 2
+"""Largest ratio of padded to actual rows where a request could run unpadded."""
+
+
+def padded_rows(rows: int, sizes: Sequence[int]) -> int | None:
+    """The smallest of ascending sizes that holds a request; None where the padding would be too much."""
+    return next((size for size in sizes if rows <= size <= MOST_PADDING * rows), None)
+
+
 @dataclass(frozen=True)
 class Piece:
     """Rows of a request that one program serves: `rows` rows from `start`, in a program of `size` rows."""

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.errors import InternalError
+from loka_onnx.errors import EngineError, InternalError
 from loka_onnx.sessions.dlpack import Borrowed
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -47,6 +47,21 @@ class Names:
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+
+
+def check_types(inputs: Mapping[str, Borrowed], types: Mapping[str, npt.DTypeLike]) -> None:
+    """Check that borrowed inputs have the engine's types.
+
+    Raises:
+        EngineError: One has not.
+    """
+    for name, kind in types.items():
+        if inputs[name].dtype != kind:
+            raise EngineError(
+                f"input '{name}' has another type than the engine",
+                evidence=f"{inputs[name].dtype} on the device, the engine takes {np.dtype(kind)}",
+                remedy="send these rows from the host, where they are converted",
+            )
 
 
 class Runner(ABC):

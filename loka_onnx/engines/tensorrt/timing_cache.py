@@ -10,12 +10,10 @@ A cache that TensorRT refuses, or that cannot be written, costs time but fails n
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +22,7 @@ from loka_onnx.core.cache_directory import cache_directory
 
 
 def timing_cache_file(module: str, version: str, device: str, architecture: str) -> Path:
-    """File of a device and version.
-
-    Args:
-        device: Driver's name of the GPU: devices of one architecture differ in speed.
-    """
+    """File of a device, by the driver's name of it, and a version."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{device} {architecture}").strip("-")
     return cache_directory() / "timing" / f"{module}-{version}" / f"{name}.cache"
 
@@ -37,9 +31,7 @@ def timing_cache_file(module: str, version: str, device: str, architecture: str)
 class TimingCache:
     """The timing cache of one build.
 
-    Attributes:
-        found: Contents of the file at the start of the build.
-        attached: The vendor's cache, which the configuration does not keep alive.
+    `found` is the file's content at its start; the configuration does not keep `attached` alive.
     """
 
     file: Path
@@ -67,7 +59,9 @@ class TimingCache:
             return
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(self.file.with_suffix(".lock")):
+            lock = os.open(self.file.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            with os.fdopen(lock):
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 now = self._read()
                 if now not in {b"", self.found}:
                     other = config.create_timing_cache(now)
@@ -82,17 +76,6 @@ class TimingCache:
             return self.file.read_bytes()
         except OSError:
             return b""
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Hold an flock, which also ends with the process."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _replace(file: Path, content: bytes) -> None:

@@ -14,8 +14,7 @@ from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.engines.tensorrt import backend as module
-from loka_onnx.engines.tensorrt.backend import TensorRtBackend
-from loka_onnx.engines.tensorrt.rtx_backend import TensorRtRtxBackend
+from loka_onnx.engines.tensorrt.backend import TensorRtBackend, TensorRtRtxBackend
 from loka_onnx.engines.tensorrt.spec import TensorRtSpec
 from loka_onnx.errors import ConfigError
 from loka_onnx.sessions import cuda
