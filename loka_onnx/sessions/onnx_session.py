@@ -22,22 +22,10 @@ import numpy.typing as npt
 import onnx
 
 from loka_onnx.errors import EngineError, MissingPackage, ModelError
-from loka_onnx.sessions.model_files import read_model
+from loka_onnx.sessions.model_files import FLOAT8_TYPES, read_model
 from loka_onnx.sessions.runner import Arrays, Names, Runner
 
-_FLOAT8_TYPES = frozenset(
-    {
-        onnx.TensorProto.FLOAT8E4M3FN,
-        onnx.TensorProto.FLOAT8E4M3FNUZ,
-        onnx.TensorProto.FLOAT8E5M2,
-        onnx.TensorProto.FLOAT8E5M2FNUZ,
-    }
-)
-
-
 _BFLOAT16 = "tensor(bfloat16)"
-
-
 INSTALL = "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)"
 
 
@@ -50,11 +38,7 @@ def import_onnxruntime() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        raise MissingPackage(
-            "ONNX Runtime is not installed",
-            evidence=str(error),
-            remedy=INSTALL,
-        ) from error
+        raise MissingPackage("ONNX Runtime is not installed", evidence=str(error), remedy=INSTALL) from error
     return onnxruntime
 
 
@@ -64,11 +48,9 @@ def holds_float8(model: onnx.ModelProto) -> bool:
 
 
 def _graph_holds_float8(graph: onnx.GraphProto) -> bool:
-    if any(tensor.data_type in _FLOAT8_TYPES for tensor in graph.initializer):
-        return True
-    return any(
-        (attribute.name in {"to", "output_dtype"} and attribute.i in _FLOAT8_TYPES)
-        or attribute.t.data_type in _FLOAT8_TYPES
+    return any(tensor.data_type in FLOAT8_TYPES for tensor in graph.initializer) or any(
+        (attribute.name in {"to", "output_dtype"} and attribute.i in FLOAT8_TYPES)
+        or attribute.t.data_type in FLOAT8_TYPES
         or (attribute.type == onnx.AttributeProto.GRAPH and _graph_holds_float8(attribute.g))
         for node in graph.node
         for attribute in node.attribute

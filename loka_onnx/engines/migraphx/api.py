@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,28 +34,6 @@ _CONTROL_FLOW = frozenset({"if", "loop", "select_module", "run_on_target", "grou
 _PARAMETER = re.compile(r"^\s*\S+ = @param:(?P<name>.+?) -> ", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Compilation:
-    """Options of compiling a program.
-
-    Attributes:
-        exhaustive_tune: Whether to time every kernel for each product, which takes minutes.
-        fast_math: Whether functions may be approximated (the library's default).
-    """
-
-    target: str
-    exhaustive_tune: bool = False
-    fast_math: bool = True
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """Parameter of a compiled program; `type` is MIGraphX's name, for example ``float_type``."""
-
-    type: str
-    shape: tuple[int, ...]
-
-
 INSTALL = "install ROCm with its package `migraphx`"
 
 
@@ -69,11 +46,7 @@ def import_migraphx() -> Any:
     try:
         module = importlib.import_module("migraphx")
     except (ImportError, OSError) as error:
-        raise MissingPackage(
-            "MIGraphX is not installed",
-            evidence=str(error),
-            remedy=INSTALL,
-        ) from error
+        raise MissingPackage("MIGraphX is not installed", evidence=str(error), remedy=INSTALL) from error
     if not hasattr(module, "parse_onnx"):
         raise MissingPackage(
             "MIGraphX is not installed",
@@ -113,17 +86,10 @@ def why_no_target(migraphx: Any, target: str) -> str:
 
 
 def parse_onnx(migraphx: Any, model: Path, dims: Mapping[str, Sequence[int]]) -> Any:
-    """Parse a model for one batch size.
+    """Parse a model of the dialect for one batch size, with every axis of every input in `dims`.
 
-    All dimensions are given: a range fails at the parse of LayerNormalization and Q/DQ, and a dynamic one
-    silently becomes 1.
-
-    Args:
-        model: ONNX file in the dialect; external data is read from beside it.
-        dims: Every axis of every input.
-
-    Returns:
-        The program. Its instructions carry the names of ONNX nodes where this release supports that.
+    A range fails at the parse of LayerNormalization and Q/DQ, and a dynamic axis silently becomes 1. The
+    program's instructions carry the names of ONNX nodes where this release supports that.
 
     Raises:
         ModelError: The parser refuses the model.
@@ -150,9 +116,6 @@ def reread_float8(migraphx: Any, program: Any) -> Any:
     All other types follow from the inputs'; a Q takes its type from its zero point. Names of ONNX nodes are
     lost in releases whose `add_instruction` does not take them.
 
-    Args:
-        program: Program of a model whose E4M3FN bits are typed as E4M3FNUZ.
-
     Raises:
         EngineError: This release cannot walk programs, or the program has control flow.
     """
@@ -163,6 +126,7 @@ def reread_float8(migraphx: Any, program: Any) -> Any:
     names = iter(match["name"] for match in _PARAMETER.finditer(str(source)))
     result = migraphx.program()
     main = result.get_main_module()
+    passes_names = _SYMBOLS in (main.add_instruction.__doc__ or "")
     made: dict[Any, Any] = {}
     for instruction in instructions:
         kind, inputs = instruction.name(), [made[each] for each in instruction.inputs()]
@@ -173,17 +137,11 @@ def reread_float8(migraphx: Any, program: Any) -> Any:
         elif kind == "@return":
             made[instruction] = main.add_return(inputs)
         else:
-            made[instruction] = main.add_instruction(
-                instruction.op(), inputs, **_node_names(main, instruction)
-            )
+            names_of = {}
+            if passes_names and hasattr(instruction, "get_debug_symbols"):
+                names_of[_SYMBOLS] = sorted(instruction.get_debug_symbols())
+            made[instruction] = main.add_instruction(instruction.op(), inputs, **names_of)
     return result
-
-
-def _node_names(main: Any, instruction: Any) -> dict[str, Any]:
-    """Names of an instruction's ONNX nodes, where this release can pass them on."""
-    if not hasattr(instruction, "get_debug_symbols") or _SYMBOLS not in (main.add_instruction.__doc__ or ""):
-        return {}
-    return {_SYMBOLS: sorted(instruction.get_debug_symbols())}
 
 
 def _add_literal(migraphx: Any, main: Any, instruction: Any) -> Any:
@@ -211,7 +169,9 @@ def _check_walkable(instructions: Sequence[Any]) -> None:
         )
 
 
-def compile_program(migraphx: Any, program: Any, how: Compilation) -> None:
+def compile_program(
+    migraphx: Any, program: Any, target: str, *, exhaustive_tune: bool = False, fast_math: bool = True
+) -> None:
     """Compile a program in place; target ``gpu`` requires a GPU here.
 
     Raises:
@@ -219,15 +179,15 @@ def compile_program(migraphx: Any, program: Any, how: Compilation) -> None:
     """
     try:
         program.compile(
-            migraphx.get_target(how.target),
+            migraphx.get_target(target),
             offload_copy=True,
-            fast_math=how.fast_math,
-            exhaustive_tune=how.exhaustive_tune,
+            fast_math=fast_math,
+            exhaustive_tune=exhaustive_tune,
         )
     except RuntimeError as error:
         raise EngineError(
             "MIGraphX could not compile the program",
-            where=f"target '{how.target}'",
+            where=f"target '{target}'",
             evidence=_first_line(error),
             remedy="the log of the build has every message",
         ) from error
@@ -263,27 +223,18 @@ def text_of(program: Any) -> str:
     return str(program)
 
 
-def parameters_of(program: Any) -> dict[str, Parameter]:
-    """Parameters of a program by name."""
+def parameters_of(program: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of a program's parameters by name."""
     shapes = program.get_parameter_shapes()
-    return {
-        name: Parameter(str(shape.type_string()), tuple(int(n) for n in shape.lens()))
-        for name, shape in shapes.items()
-    }
+    return {name: tuple(int(n) for n in shape.lens()) for name, shape in shapes.items()}
 
 
 def run_program(
     migraphx: Any, program: Any, inputs: Mapping[str, npt.NDArray[Any]]
 ) -> list[npt.NDArray[Any]]:
-    """Run a compiled program.
+    """Run a compiled program on every parameter, in its type and shape; return copies of its outputs.
 
-    Args:
-        program: Program compiled with ``offload_copy``, which uses host memory.
-        inputs: Every parameter, in its type and shape. They are referenced during the run, which
-            `migraphx.argument` does not do.
-
-    Returns:
-        Copies of the outputs, in the model's order.
+    Inputs are referenced during the run, which `migraphx.argument` does not do.
 
     Raises:
         EngineError: It fails.

@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,9 @@ class TimingCache:
                     other = config.create_timing_cache(now)
                     if other is not None and not cache.combine(other, ignore_mismatch=False):
                         print(f"timing cache '{self.file}' of another process is not merged", flush=True)
-                _replace(self.file, bytes(cache.serialize()))
+                unfinished = self.file.with_suffix(".unfinished")
+                unfinished.write_bytes(bytes(cache.serialize()))
+                unfinished.replace(self.file)
         except OSError as error:
             print(f"timing cache '{self.file}' is not kept: {error}", flush=True)
 
@@ -76,14 +77,3 @@ class TimingCache:
             return self.file.read_bytes()
         except OSError:
             return b""
-
-
-def _replace(file: Path, content: bytes) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
-        Path(temporary).replace(file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
