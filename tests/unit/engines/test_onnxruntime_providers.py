@@ -12,7 +12,7 @@ import pytest
 from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
-from loka_onnx.engines.onnxruntime.provider_settings import settings_for, why_declined, without_graphs
+from loka_onnx.engines.onnxruntime.io_binding_settings import settings_for, why_declined, without_graphs
 from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, MIGRAPHX, TENSORRT, Provider
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.errors import ModelError

@@ -16,8 +16,7 @@ from loka_onnx.core import serde
 from loka_onnx.engines.onnxruntime import io_binding_session as bound_session
 from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession, _Buffers, open_io_binding
 from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
-from loka_onnx.engines.onnxruntime.provider_session import placed_nodes, session_options
-from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, PROVIDERS
+from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, PROVIDERS, placed_nodes, session_options
 from loka_onnx.errors import EngineError, ModelError, UserError
 
 ort = pytest.importorskip("onnxruntime")
