@@ -16,12 +16,8 @@ from loka_onnx.engines.isolation import interrupts_held
 from loka_onnx.errors import OutputError
 
 
-def make_staging(output: Path) -> Path:
-    """Make a staging directory beside the output, and remove those of dead processes.
-
-    Raises:
-        OutputError: The destination cannot be written.
-    """
+def _make_staging(output: Path) -> Path:
+    """Make a staging directory beside the output, and remove those of dead processes."""
     prefix = f".{output.name}.building-"
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +60,7 @@ def staged(output: Path) -> Iterator[Path]:
     staging: Path | None = None
     try:
         with interrupts_held():
-            staging = make_staging(output)
+            staging = _make_staging(output)
         yield staging
     finally:
         if staging is not None:

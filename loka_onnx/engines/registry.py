@@ -19,13 +19,9 @@ def get_backend(name: str) -> Backend:
 
 
 def maker_of(name: str) -> Callable[[], Backend]:
-    """Return the class of a backend.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
-    found: Callable[[], Backend] = resolve(get_spec(name).maker)
-    return found
+    """Return the class of a backend."""
+    maker: Callable[[], Backend] = resolve(get_spec(name).maker)
+    return maker
 
 
 def all_backends() -> tuple[Backend, ...]:

@@ -90,12 +90,9 @@ class BuildRequest:
     Attributes:
         model: ONNX file for the backend: named sites, Q/DQ at FP8 sites, the rest in
             `Backend.base_precision`; weights may be external data beside it.
-        sites: Sites of the model; each is the name of a node.
         target: Device as named in the run file.
-        output: Directory for the engine; it appears only after a successful build, and replaces an earlier
-            one as a whole.
-        sample: ``.npz`` with one array per graph input, rows on axis 0, for the first batches in the child
-            process.
+        output: Directory for the engine, which is replaced as a whole after a successful build.
+        sample: ``.npz`` with one array per graph input, rows on axis 0, for the first batches.
         relative_to: Directory that `EngineArtifact.path` is relative to (the run directory); None: `output`.
     """
 
@@ -131,11 +128,10 @@ class BuildResponse:
     """Answer of the child process of a build.
 
     Attributes:
-        engine: Engine file, relative to its build directory.
-        files: All files of the engine, the engine first, relative to the same.
+        files: All files of the engine, relative to its build directory, the engine first.
         sites: Precision of each planned site, read from the engine.
         not_run: Reason why the engine was not run here; empty when it was.
-        error: Reason of a failure, which makes the other fields meaningless; empty on success.
+        error: Reason of a failure, which makes the other fields meaningless.
     """
 
     SCHEMA: ClassVar[str] = "build-response/1"

@@ -41,12 +41,7 @@ Run = Callable[[], "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Operands:
-    """Operands of a product before rounding.
-
-    Attributes:
-        activation: (M, K), FP32.
-        weight: (K, N), FP32; None to quantize the activation alone.
-    """
+    """FP32 operands (M, K) and (K, N) of a product; without a weight, the activation alone is quantized."""
 
     activation: npt.NDArray[np.float32]
     weight: npt.NDArray[np.float32] | None
@@ -63,7 +58,7 @@ class Operands:
 
     @property
     def shape(self) -> Shape:
-        """Shape of the product."""
+        """Of the product."""
         rows, k = self.activation.shape
         return Shape(rows, 0 if self.weight is None else self.weight.shape[1], k)
 
@@ -111,11 +106,7 @@ class PreparedOperands:
         return copies_in_turn(width * self.shape.k * self.shape.n)
 
     def run_of(self, kernel: Kernel) -> Run:
-        """Return a function that calls a kernel once, with the next of the `turns_of` copies of its weight.
-
-        Raises:
-            ValueError: There is no weight.
-        """
+        """Return a function that calls a kernel once, with the next of `turns_of` copies of its weight."""
         import torch
 
         if kernel.name == QUANTIZE:
@@ -141,11 +132,8 @@ class PreparedOperands:
     def errors(self, kernel: Kernel, result: torch.Tensor, rows: int) -> tuple[float, float]:
         """Error of a product's arithmetic, and its error relative to the product of unrounded operands.
 
-        Both are root mean square differences from a float64 product over its root mean square.
-
-        Args:
-            result: (M, N).
-            rows: Number of first rows to compare.
+        Both are root mean square differences from a float64 product over its root mean square, of the first
+        rows.
         """
         import torch
 
@@ -161,30 +149,25 @@ class PreparedOperands:
 
     @cached_property
     def _activation(self) -> torch.Tensor:
-        return self._on_device(self._operands.activation)
+        import torch
+
+        return torch.tensor(self._operands.activation, device=self._device)
 
     @cached_property
     def _weight(self) -> torch.Tensor:
         if self._operands.weight is None:
             raise ValueError("there is no weight to multiply by")
-        return self._on_device(self._operands.weight)
-
-    def _on_device(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
         import torch
 
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+        return torch.tensor(self._operands.weight, device=self._device)
 
     @cached_property
     def _wide_activation(self) -> torch.Tensor:
-        import torch
-
-        return self._activation.to(torch.bfloat16)
+        return self._activation.bfloat16()
 
     @cached_property
     def _wide_weight(self) -> torch.Tensor:
-        import torch
-
-        return self._weight.to(torch.bfloat16)
+        return self._weight.bfloat16()
 
     @cached_property
     def _activation_scale(self) -> torch.Tensor:

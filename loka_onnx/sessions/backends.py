@@ -6,7 +6,7 @@ import difflib
 import importlib
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -37,9 +37,7 @@ class BackendSpec(ABC):
         use: Use of the library, for `doctor`; empty where it is no package.
         maker: Import path (``module:class``) of the `engines.base.Backend` that builds.
         triton: Import path of the function that makes an engine's form for Triton; empty if it has none.
-        no_triton: Reason why Triton does not serve it.
         devices: Architectures of each device of run files.
-        formats: FP8 formats that it multiplies.
         need: Versions of the library that load an engine.
         fusions: Operators that it computes in one kernel.
     """
@@ -59,11 +57,9 @@ class BackendSpec(ABC):
 
     @abstractmethod
     def open(self, engine: Path, architecture: str, version: str, options: SessionOptions | None) -> Runner:
-        """Load an engine that comes from elsewhere.
+        """Load an engine that comes from elsewhere, by its main file.
 
         Args:
-            engine: Its main file.
-            architecture: Target of the build.
             version: Version of the library that built it; not checked when empty.
             options: Options of an ONNX Runtime session.
 
@@ -123,6 +119,12 @@ class BackendSpec(ABC):
         return here == built_by or (self.need is Need.RELEASE and release(here) == release(built_by))
 
 
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Ask for the known word that is like a given one; empty where none is."""
+    near = difflib.get_close_matches(word, [*known], n=1)
+    return f"did you mean '{near[0]}'?" if near else ""
+
+
 def in_line(error: MissingPackage) -> str:
     """Format a missing package and its remedy in one phrase."""
     return f"{error.what}; {error.remedy}" if error.remedy else error.what
@@ -167,11 +169,10 @@ def get_spec(name: str) -> BackendSpec:
     """
     paths = spec_paths()
     if name not in paths:
-        near = difflib.get_close_matches(name, paths, n=1)
         raise ConfigError(
             f"there is no backend '{name}'",
             evidence=f"known backends: {', '.join(sorted(paths))}",
-            remedy=f"did you mean '{near[0]}'?" if near else "name one of these",
+            remedy=nearest(name, paths) or "name one of these",
         )
     try:
         found: BackendSpec = resolve(paths[name])

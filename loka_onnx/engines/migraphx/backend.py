@@ -56,9 +56,9 @@ class MigraphxBackend(Backend):
         try:
             migraphx = import_migraphx()
         except MissingPackage as error:
-            return Availability(False, "", False, False, (), error.what, error.remedy)
+            return Availability.missing(error)
         gpus = () if why_no_target(migraphx, GPU) else list_amd_architectures()
-        return Availability(True, version_of(migraphx), True, True, (*gpus, CPU), "", "")
+        return Availability(True, version_of(migraphx), True, True, (*gpus, CPU))
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
         """FP8 needs E4M3FN and an architecture that multiplies it; 16 bits need a GPU."""
@@ -82,10 +82,6 @@ class MigraphxBackend(Backend):
     def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
         """All engines of the reference target are simulations."""
         return architecture == CPU
-
-    def base_precision(self, plan: PrecisionPlan) -> Precision:
-        """The plan's base."""
-        return plan.base
 
     def portability(self, architecture: str) -> str:
         """One architecture, one version."""

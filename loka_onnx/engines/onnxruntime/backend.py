@@ -70,8 +70,8 @@ class OnnxRuntimeBackend(Backend):
         try:
             version = str(import_onnxruntime().__version__)
         except MissingPackage as error:
-            return Availability(False, "", False, False, (), error.what, error.remedy)
-        return Availability(True, version, True, True, self._devices_here(), "", "")
+            return Availability.missing(error)
+        return Availability(True, version, True, True, self._devices_here())
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
         """Decline plans that the provider runs in another precision, or whose sites it does not report."""

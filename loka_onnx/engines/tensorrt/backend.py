@@ -78,13 +78,13 @@ class TensorRtFamily(Backend):
         try:
             trt = self.spec.load_library()
         except MissingPackage as error:
-            return Availability(False, "", False, False, (), error.what, error.remedy)
+            return Availability.missing(error)
         version, known = str(trt.__version__), sorted(self.architectures_of(trt))
         gpus = tuple(
             f"{gpu.name} ({gpu.architecture})" for gpu in list_cuda_devices() if gpu.architecture in known
         )
         if gpus:
-            return Availability(True, version, True, True, gpus, "", "")
+            return Availability(True, version, True, True, gpus)
         reason, remedy = (
             ("engines are built but cannot run: no GPU of a supported architecture here", "run them")
             if self.builds_anywhere
@@ -101,10 +101,6 @@ class TensorRtFamily(Backend):
         if plan.base is Precision.BF16 and number < BF16_FROM:
             return f"{architecture} has no BF16 products (sm{BF16_FROM} is the first that has)"
         return self.foreign_format(plan)
-
-    def base_precision(self, plan: PrecisionPlan) -> Precision:
-        """The plan's base."""
-        return plan.base
 
     def portability(self, architecture: str) -> str:
         """One architecture, one version, one operating system."""

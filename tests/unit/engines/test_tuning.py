@@ -18,7 +18,6 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.timing import QUANTIZE, Kernel, Shape
 from loka_onnx.engines import tuned_kernels, tuning
-from loka_onnx.engines.tuned_device import device_to_time
 from loka_onnx.engines.tuned_kernels import (
     CACHE_BYTES,
     Operands,
@@ -28,7 +27,7 @@ from loka_onnx.engines.tuned_kernels import (
     copies_in_turn,
     kernels_of,
 )
-from loka_onnx.engines.tuning import KernelTimer, Tuned, TuningOptions
+from loka_onnx.engines.tuning import KernelTimer, Tuned, TuningOptions, device_to_time
 from loka_onnx.errors import ConfigError, EngineError
 
 FEW = TuningOptions(rounds=5, error_rows=16)
