@@ -39,14 +39,11 @@ from loka_onnx.sessions.runner import Runner
 
 @dataclass(frozen=True)
 class Availability:
-    """Abilities of a backend on this machine.
+    """Abilities of a backend on this machine; `reason` says why it cannot build or run, where it cannot.
 
     Attributes:
-        installed: Its library imports.
-        version: Version of the library; empty when not installed.
         can_run: It can run engines here, for at least one of its architectures.
         devices: Devices of this machine that it can run on.
-        reason: Reason why it cannot build or run; empty when it can do both.
     """
 
     installed: bool
@@ -117,7 +114,7 @@ class Backend(ABC):
         return f"{reason}; latency and accuracy not measured" if reason else ""
 
     def foreign_format(self, plan: PrecisionPlan) -> str | None:
-        """The first site of a plan in an FP8 format that this backend does not multiply, for `decline`."""
+        """The first site of a plan in an FP8 format that this backend does not multiply, as a reason."""
         for decision in plan.decisions:
             recipe = decision.recipe
             if recipe is not None and recipe.format not in self.spec.formats:
@@ -135,10 +132,9 @@ class Backend(ABC):
         return ()
 
     def fused_sites(self, model: Path, base: Precision) -> dict[str, str]:
-        """Linear sites that this backend computes within a larger kernel in the base precision, and that
-        kernel.
+        """Linear sites that are computed within a larger kernel in the base precision, with that kernel.
 
-        FP8 would split the kernel and cost more than it saves, so that plans for speed leave these sites out.
+        FP8 would split it and cost more than it saves, so that plans for speed leave these sites out.
         """
         return {}
 
@@ -148,7 +144,7 @@ class Backend(ABC):
         return "" if availability.can_build else f"{availability.reason}; {availability.remedy}"
 
     def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
-        """Tell whether FP8 is simulated there: accuracy is meaningful, latency is not."""
+        """True if FP8 is simulated there: accuracy is meaningful, latency is not."""
         return False
 
     def files(self, engine: Path) -> tuple[Path, ...]:
@@ -156,11 +152,7 @@ class Backend(ABC):
         return (engine,)
 
     def architectures(self, device: str) -> tuple[str, ...]:
-        """Architectures of a device in this backend's names, one engine each.
-
-        Raises:
-            ConfigError: The backend does not know the device.
-        """
+        """Architectures of a device in this backend's names; a `ConfigError` for an unknown device."""
         if device in self.devices:
             return self.devices[device]
         raise ConfigError(
@@ -260,11 +252,7 @@ class Backend(ABC):
         self.check_options(request.options, f"options for target '{request.target}'")
 
     def check_options(self, options: Mapping[str, int], where: str = "") -> None:
-        """Check that options are known and in range; `where` names their source in messages.
-
-        Raises:
-            ConfigError: One is not.
-        """
+        """Check that options are known and in range, with a `ConfigError` that names their source."""
         for option, value in options.items():
             if option not in self.options:
                 known = (

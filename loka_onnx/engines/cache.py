@@ -72,9 +72,6 @@ def cache_key(backend: Backend, request: BuildRequest) -> str:
 
     The device here that times kernels and runs the engine counts with its full name: another one of the same
     architecture may need other kernels.
-
-    Raises:
-        ModelError: The model cannot be read.
     """
     plain: dict[str, Any] = serde.to_plain(request)
     availability = backend.availability()
@@ -110,9 +107,6 @@ class EngineCache:
 
         The detail of a cached engine says so; its build seconds are those of its build. If the cache cannot
         be read or written, the engine is built and the detail says why, with the remedy.
-
-        Raises:
-            UserError: See `Backend.build`.
         """
         if self.limit_bytes <= 0 or not request.model.is_file() or not request.sample.is_file():
             return backend.build(request)

@@ -117,9 +117,7 @@ def run_child(
 
     The child's whole process group has ended when this returns or is interrupted. While the file `waiting`
     exists, the child waits for the device (`device_lock`), which does not count against the limit.
-
-    Raises:
-        Cancelled: The event of `cancelled_by` was set.
+    `Cancelled` is raised once the event of `cancelled_by` is set.
     """
     # The child imports what the parent can, and nothing from its working directory (-P).
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

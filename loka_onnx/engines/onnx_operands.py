@@ -28,10 +28,9 @@ PRODUCT_OPS = frozenset(
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of an operand's values.
+    """Origin of an operand's values, which have `element_type` at the product.
 
     Attributes:
-        element_type: Name of the type that reaches the product.
         float8: Name of the FP8 type that they were rounded to, if any.
         constant: Name of their float initializer, if they were folded.
     """
@@ -84,11 +83,7 @@ class OperandReader:
         return frozenset(_type_name(kind) for kind in types & {*wide, *FLOAT8_NAMES})
 
     def constant(self, name: str) -> npt.NDArray[Any]:
-        """Values of an initializer.
-
-        Raises:
-            KeyError: There is none of that name.
-        """
+        """Values of an initializer."""
         tensor = self._initializers[name]
         if uses_external_data(tensor):
             # onnx's own reader refuses files with several hard links, as an engine has.
@@ -159,5 +154,5 @@ def _type_name(kind: int) -> str:
 
 
 def is_same_up_to_transpose(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> bool:
-    """Tell whether two matrices are equal up to a transposition, as folding may apply."""
+    """True if two matrices are equal up to a transposition, as folding may apply."""
     return bool(np.array_equal(left, right) or (left.ndim == 2 and np.array_equal(left.T, right)))

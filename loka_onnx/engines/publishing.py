@@ -33,8 +33,7 @@ def _make_staging(output: Path) -> Path:
 def replace_directory(source: Path, target: Path, staging: Path) -> None:
     """Move a finished directory into place; an earlier one is first moved into the staging directory.
 
-    Raises:
-        OutputError: The destination cannot be written.
+    Where that fails, the earlier one is put back, with an `OutputError`.
     """
     replaced = staging / "replaced"
     try:
@@ -52,11 +51,7 @@ def replace_directory(source: Path, target: Path, staging: Path) -> None:
 
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
-    """Give a staging directory for an output, and remove it afterwards.
-
-    Raises:
-        OutputError: The place cannot be written.
-    """
+    """Give a staging directory for an output, and remove it afterwards."""
     staging: Path | None = None
     try:
         with interrupts_held():

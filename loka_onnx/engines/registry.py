@@ -10,11 +10,7 @@ from loka_onnx.sessions.backends import get_spec, resolve
 
 
 def get_backend(name: str) -> Backend:
-    """Return the backend of that name.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the backend of that name; a `ConfigError` where there is none."""
     return maker_of(name)()
 
 

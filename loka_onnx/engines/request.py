@@ -25,10 +25,9 @@ WAITING = "waiting"
 
 @dataclass(frozen=True)
 class BatchRange:
-    """Rows per request that an engine accepts.
+    """Rows per request that an engine accepts, tuned for `serve`.
 
     Attributes:
-        serve: Rows that the engine is tuned for.
         sizes: Served batch sizes, ascending, each with its CUDA graph or program; `serve` alone when empty.
 
     Raises:
@@ -64,11 +63,7 @@ class BatchRange:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits at which a build is ended.
-
-    Raises:
-        ConfigError: A limit is not positive.
-    """
+    """Positive limits at which a build is ended."""
 
     seconds: float = 900.0
     memory_bytes: int = 32 * GIB

@@ -129,11 +129,11 @@ class PreparedOperands:
             a, next(weights), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=is_fast
         )
 
-    def errors(self, kernel: Kernel, result: torch.Tensor, rows: int) -> tuple[float, float]:
-        """Error of a product's arithmetic, and its error relative to the product of unrounded operands.
+    def error(self, kernel: Kernel, result: torch.Tensor, rows: int) -> float:
+        """Error of the first rows of a product's arithmetic.
 
-        Both are root mean square differences from a float64 product over its root mean square, of the first
-        rows.
+        Root mean square difference from the float64 product of the rounded operands, over its root mean
+        square.
         """
         import torch
 
@@ -143,9 +143,9 @@ class PreparedOperands:
             b = self._weight_in_float8(kernel.scales).to(wide) * self._weight_scale(kernel.scales).to(wide)
         else:
             a, b = self._wide_activation[:rows].to(wide), self._wide_weight.to(wide)
-        exact = self._activation[:rows].to(wide) @ self._weight.to(wide)
-        got = result[:rows].to(wide)
-        return _relative_rms(got, a @ b), _relative_rms(got, exact)
+        exact = a @ b
+        difference, size = (result[:rows].to(wide) - exact).square().mean(), exact.square().mean()
+        return float((difference / size).sqrt()) if float(size) > 0.0 else 0.0
 
     @cached_property
     def _activation(self) -> torch.Tensor:
@@ -245,8 +245,3 @@ def _cast(torch_device: str, length: int) -> Callable[[torch.Tensor, torch.Tenso
         return (values.to(torch.float32) * inverse).clamp(-limit, limit).to(kind)
 
     return rounded if torch_device == CPU else torch.compile(rounded)
-
-
-def _relative_rms(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    difference, size = (got - wanted).square().mean(), wanted.square().mean()
-    return float((difference / size).sqrt()) if float(size) > 0.0 else 0.0

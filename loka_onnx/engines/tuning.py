@@ -18,14 +18,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from statistics import median, quantiles
 
 from loka_onnx.core.devices import CPU, SLICE, device_called
 from loka_onnx.core.distributions import versions_of
-from loka_onnx.core.formats import Precision
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
 from loka_onnx.engines.tuned_kernels import Operands, PreparedOperands, Run, calls_in_turn, kernels_of
 from loka_onnx.errors import ConfigError, EngineError, MissingPackage
@@ -59,18 +58,6 @@ class TuningOptions:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One kernel on one shape: its latency, and the error of its arithmetic.
-
-    `total_error` is the root mean square difference from the float64 product of unrounded operands, over its
-    root mean square; None for a quantize step.
-    """
-
-    timing: KernelTiming
-    total_error: float | None
-
-
-@dataclass(frozen=True)
 class Refused:
     """A kernel that does not run on a shape, with its error message."""
 
@@ -83,28 +70,12 @@ class Refused:
 class Tuned:
     """Results for one shape: kernels that ran, and kernels that did not."""
 
-    measured: tuple[Measured, ...]
-    refused: tuple[Refused, ...] = field(default=())
-
-    def fastest(self, precision: Precision, largest_error: float) -> Measured | None:
-        """Return the fastest product of a precision with at most that error; or None."""
-        able = [
-            each
-            for each in self.measured
-            if each.timing.kernel.precision is precision
-            and each.timing.error is not None
-            and each.timing.error <= largest_error
-        ]
-        return min(able, key=lambda each: each.timing.us, default=None)
+    measured: tuple[KernelTiming, ...]
+    refused: tuple[Refused, ...] = ()
 
 
 class KernelTimer:
-    """Times `kernels` on a device of run files; None is the one of this machine.
-
-    Raises:
-        MissingPackage: torch is not installed.
-        ConfigError: This machine has another device, or one without a name in run files.
-    """
+    """Times `kernels` on a device of run files; None is the one of this machine."""
 
     def __init__(self, device: str | None = None, options: TuningOptions | None = None) -> None:
         self.options = options or TuningOptions()
@@ -123,11 +94,7 @@ class KernelTimer:
         return tuple(dict.fromkeys(pairs))
 
     def measure(self, kernels: Collection[Kernel], operands: Operands) -> Tuned:
-        """Time some of `kernels` on the shape of their operands, in turns.
-
-        Raises:
-            EngineError: The device failed and does not recover.
-        """
+        """Time some of `kernels` on the shape of their operands, in turns."""
         import torch
 
         with torch.inference_mode():
@@ -161,14 +128,13 @@ class KernelTimer:
 
     def _measured(
         self, kernel: Kernel, us: Sequence[float], prepared: PreparedOperands, run: Run
-    ) -> Measured:
+    ) -> KernelTiming:
         quartiles = quantiles(us, n=4) if len(us) > 1 else [us[0]] * 3
         spread = (quartiles[2] - quartiles[0]) / 2.0
-        error = total = None
+        error = None
         if kernel.name != QUANTIZE:
-            error, total = prepared.errors(kernel, run(), self.options.error_rows)
-        timing = KernelTiming(kernel, prepared.shape, median(us), spread, self._provenance, len(us), error)
-        return Measured(timing, total)
+            error = prepared.error(kernel, run(), self.options.error_rows)
+        return KernelTiming(kernel, prepared.shape, median(us), spread, self._provenance, len(us), error)
 
     @cached_property
     def _provenance(self) -> Provenance:
@@ -244,7 +210,6 @@ def torch_device(device: str | None) -> str:
     """Torch's name of a device of run files; None is the accelerator if there is one, else the CPU.
 
     Raises:
-        MissingPackage: torch is not installed.
         ConfigError: The device is an accelerator, and torch sees none.
     """
     try:
@@ -270,7 +235,6 @@ def device_to_time(device: str | None) -> str:
     """Device for timing kernels, as run files name it.
 
     Raises:
-        MissingPackage: torch is not installed.
         ConfigError: This machine has another device, a slice, or one without a name in run files.
     """
     if torch_device(device) == CPU:

@@ -72,11 +72,11 @@ class BackendSpec(ABC):
         """Reason why this host has no device for an architecture; empty when it has."""
 
     def knows(self, architecture: str) -> bool:
-        """Tell whether it has engines for an architecture."""
+        """True if it has engines for an architecture."""
         return True
 
     def is_program(self, architecture: str) -> bool:
-        """Tell whether loading an engine runs code in it."""
+        """True if loading an engine runs code in it."""
         return True
 
     def files_beside(self, engine: Path) -> tuple[str, ...]:
@@ -84,11 +84,7 @@ class BackendSpec(ABC):
         return ()
 
     def load_library(self) -> Any:
-        """Import the library.
-
-        Raises:
-            MissingPackage: It is not installed, or does not load.
-        """
+        """Import the library; a `MissingPackage` where it does not load."""
         try:
             return importlib.import_module(self.modules[0])
         except (ImportError, OSError) as error:
@@ -101,11 +97,7 @@ class BackendSpec(ABC):
         return "" if is_installed(self.modules[0]) else f"{self.title} is not installed; {self.install}"
 
     def version(self) -> str:
-        """Version of the library on this host.
-
-        Raises:
-            MissingPackage: It is not installed.
-        """
+        """Version of the library on this host; see `load_library`."""
         return str(self.load_library().__version__)
 
     def requirement(self, version: str, architecture: str) -> tuple[Need, str]:
@@ -115,7 +107,7 @@ class BackendSpec(ABC):
         return self.need, release(version) if self.need is Need.RELEASE else version
 
     def loads(self, built_by: str, here: str) -> bool:
-        """Tell whether version `here` of the library loads a program that `built_by` made."""
+        """True if version `here` of the library loads a program that `built_by` made."""
         return here == built_by or (self.need is Need.RELEASE and release(here) == release(built_by))
 
 
@@ -136,7 +128,7 @@ def release(version: str) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Tell whether a module is installed, without importing it."""
+    """True if a module is installed, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
@@ -144,11 +136,7 @@ def is_installed(module: str) -> bool:
 
 
 def installed_version(distribution: str, title: str) -> str:
-    """Version of a distribution, without importing it.
-
-    Raises:
-        MissingPackage: It is not installed.
-    """
+    """Version of a distribution, without importing it; a `MissingPackage` where there is none."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError as error:
@@ -156,7 +144,7 @@ def installed_version(distribution: str, title: str) -> str:
 
 
 def has_spec(name: str) -> bool:
-    """Tell whether there is a backend of that name."""
+    """True if there is a backend of that name."""
     return name in spec_paths()
 
 

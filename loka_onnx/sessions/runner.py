@@ -26,8 +26,7 @@ class Resident:
     """A batch in the memory of the engine; calling it runs it once and waits.
 
     Attributes:
-        launch: Runs it or queues it; its outputs are not fetched.
-        wait: Returns when all launched work is done.
+        launch: Runs or queues it; its outputs are not fetched.
         is_on_device: False where each launch passes the batch from the host.
     """
 
@@ -50,11 +49,7 @@ class Names:
 
 
 def check_types(inputs: Mapping[str, Borrowed], types: Mapping[str, npt.DTypeLike]) -> None:
-    """Check that borrowed inputs have the engine's types.
-
-    Raises:
-        EngineError: One has not.
-    """
+    """Check that borrowed inputs have the engine's types; an `EngineError` where one has not."""
     for name, kind in types.items():
         if inputs[name].dtype != kind:
             raise EngineError(
@@ -83,17 +78,13 @@ class Runner(ABC):
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Prepare a batch for repeated runs without passing it each time, to time the device alone.
 
-        It may overwrite the inputs of an earlier one: launch one at a time, without `run` in between. By
-        default each launch is a whole request.
+        It may overwrite the inputs of an earlier one: launch one at a time, without `run` in between.
         """
         return Resident(lambda: self.run(inputs), lambda: None, is_on_device=False)
 
     @property
     def served_sizes(self) -> tuple[int, ...]:
-        """Batch sizes with prepared buffers, CUDA graphs or programs, ascending.
-
-        Smaller requests are padded to the next one unless that is too far.
-        """
+        """Batch sizes with prepared buffers, CUDA graphs or programs, ascending."""
         return ()
 
     @property
@@ -109,8 +100,7 @@ class Runner(ABC):
     def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
         """Run one batch on `device` and leave the answer there; complete on return.
 
-        Args:
-            inputs: One array per graph input, in its type, borrowed for `stream`.
+        Inputs have the types of the graph's, and are borrowed for `stream`.
         """
         raise InternalError(
             f"{type(self).__name__} takes rows from the host", evidence=f"{len(inputs)} inputs"

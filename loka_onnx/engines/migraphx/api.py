@@ -38,11 +38,7 @@ INSTALL = "install ROCm with its package `migraphx`"
 
 
 def import_migraphx() -> Any:
-    """Import `migraphx`.
-
-    Raises:
-        MissingPackage: It is not installed, or is the placeholder without content.
-    """
+    """Import `migraphx`; a `MissingPackage` where it is not installed, or an empty placeholder."""
     try:
         module = importlib.import_module("migraphx")
     except (ImportError, OSError) as error:
@@ -89,10 +85,8 @@ def parse_onnx(migraphx: Any, model: Path, dims: Mapping[str, Sequence[int]]) ->
     """Parse a model of the dialect for one batch size, with every axis of every input in `dims`.
 
     A range fails at the parse of LayerNormalization and Q/DQ, and a dynamic axis silently becomes 1. The
-    program's instructions carry the names of ONNX nodes where this release supports that.
-
-    Raises:
-        ModelError: The parser refuses the model.
+    program's instructions carry the names of ONNX nodes where this release supports that. A refusal is a
+    `ModelError`.
     """
     options: dict[str, Any] = {}
     if DEBUG_SYMBOLS in (migraphx.parse_onnx.__doc__ or ""):
@@ -114,10 +108,8 @@ def reread_float8(migraphx: Any, program: Any) -> Any:
     """Rebuild a program with FP8 constants retyped from E4M3FNUZ to E4M3FN, bits unchanged.
 
     All other types follow from the inputs'; a Q takes its type from its zero point. Names of ONNX nodes are
-    lost in releases whose `add_instruction` does not take them.
-
-    Raises:
-        EngineError: This release cannot walk programs, or the program has control flow.
+    lost in releases whose `add_instruction` does not take them. An `EngineError` where programs cannot be
+    walked.
     """
     source = program.get_main_module()
     instructions = list(source)
@@ -172,11 +164,7 @@ def _check_walkable(instructions: Sequence[Any]) -> None:
 def compile_program(
     migraphx: Any, program: Any, target: str, *, exhaustive_tune: bool = False, fast_math: bool = True
 ) -> None:
-    """Compile a program in place; target ``gpu`` requires a GPU here.
-
-    Raises:
-        EngineError: It cannot be compiled.
-    """
+    """Compile a program in place; target ``gpu`` requires a GPU here. A failure is an `EngineError`."""
     try:
         program.compile(
             migraphx.get_target(target),
@@ -199,11 +187,7 @@ def save_program(migraphx: Any, program: Any, path: Path) -> None:
 
 
 def load_program(migraphx: Any, path: Path) -> Any:
-    """Read a compiled program.
-
-    Raises:
-        EngineError: MIGraphX does not load it (another version wrote it), or it was never compiled.
-    """
+    """Read a compiled program; an `EngineError` where MIGraphX does not load it."""
     try:
         program = migraphx.load(os.fspath(path))
     except RuntimeError as error:
@@ -234,10 +218,8 @@ def run_program(
 ) -> list[npt.NDArray[Any]]:
     """Run a compiled program on every parameter, in its type and shape; return copies of its outputs.
 
-    Inputs are referenced during the run, which `migraphx.argument` does not do.
-
-    Raises:
-        EngineError: It fails.
+    Inputs are referenced during the run, which `migraphx.argument` does not do. A failure is an
+    `EngineError`.
     """
     held = {name: np.ascontiguousarray(value) for name, value in inputs.items()}
     arguments = {name: migraphx.argument(value) for name, value in held.items()}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,8 @@ Array = npt.NDArray[Any]
 Node = onnx.NodeProto
 
 
-class Reader(NamedTuple):
+@dataclass(frozen=True)
+class Reader:
     """A node that reads a tensor, and the index of the input."""
 
     node: Node

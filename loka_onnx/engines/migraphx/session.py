@@ -82,11 +82,7 @@ class MigraphxEngine:
 
 
 def read_engine(path: Path) -> MigraphxEngine:
-    """Read the manifest of an engine.
-
-    Raises:
-        EngineError: It is no such document, or names a file outside its directory.
-    """
+    """Read the manifest of an engine; an `EngineError` where it is none or names a file elsewhere."""
     try:
         engine = serde.read(MigraphxEngine, path)
     except UserError as error:
@@ -123,12 +119,7 @@ def why_not_run(architecture: str) -> str:
 
 
 def open_migraphx(engine: Path, architecture: str, version: str = "") -> MigraphxSession:
-    """Load the programs beside a manifest; an empty version is that of the manifest.
-
-    Raises:
-        MissingPackage: MIGraphX is not installed.
-        EngineError: The engine is for another device or version, or does not load.
-    """
+    """Load the programs beside a manifest; an empty version is that of the manifest."""
     migraphx = import_migraphx()
     document = read_engine(engine)
     here, built = version_of(migraphx), version or document.version
@@ -156,9 +147,6 @@ class MigraphxSession(Runner):
     """The loaded programs of an engine, each with its own copy of the weights on the device.
 
     Calls from several threads run one after the other.
-
-    Raises:
-        EngineError: A program does not load, or its parameters differ from the manifest's.
     """
 
     def __init__(self, migraphx: Any, engine: Path, document: MigraphxEngine) -> None:
@@ -177,11 +165,7 @@ class MigraphxSession(Runner):
         return self._document.sizes
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Run one batch, in as many programs as needed.
-
-        Raises:
-            EngineError: An input is missing or has another shape, or a program fails.
-        """
+        """Run one batch, in as many programs as needed."""
         feeds = {spec.name: _converted(inputs, spec) for spec in self._document.inputs}
         with self._lock:
             return run_in_buckets(self._run, feeds, self._document.sizes, self._batched)

@@ -40,6 +40,8 @@ _LAYOUT = frozenset(
 )
 _MOVED = _LAYOUT | {"quantizelinear", "dequantizelinear"}
 _CONSTANTS = frozenset({"@literal", "hip_copy_literal"})
+Reading = tuple[tuple[str, ...], bool, str]
+"""Types of the factors, whether the planned precision engaged, and the evidence."""
 
 
 @dataclass(frozen=True)
@@ -162,21 +164,18 @@ def _of_program(program: ProgramText, planned: Sequence[tuple[Site, Precision]])
         if site.kind is SiteKind.NORM:
             # A norm is fused with its neighbours: only the presence of its type is known.
             wanted = TYPES[precision]
-            engaged = wanted in program.types
-            evidence = f"norms lose their names; {wanted} is {'there' if engaged else 'nowhere'}"
-            types = (wanted,) if engaged else ()
+            is_there = wanted in program.types
+            evidence = f"norms lose their names; {wanted} is {'there' if is_there else 'nowhere'}"
+            reading: Reading = (wanted,) * is_there, is_there, evidence
         elif precision is Precision.FP8:
-            types, engaged, evidence = float8.precision(site)
+            reading = float8.precision(site)
         else:
-            types, engaged, evidence = _wide(products, site, TYPES[precision])
+            reading = _wide(products, site, TYPES[precision])
+        types, engaged, evidence = reading
         precisions.append(
             SitePrecision(site.name, precision, types, engaged, f"compiled program: {evidence}")
         )
     return precisions
-
-
-Reading = tuple[tuple[str, ...], bool, str]
-"""Types of the factors, whether the planned precision engaged, and the evidence."""
 
 
 class _Float8Sites:

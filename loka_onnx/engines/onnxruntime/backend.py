@@ -119,13 +119,7 @@ class OnnxRuntimeBackend(Backend):
         return (*_model_files(engine), *(engine.parent / name for name in settings_beside(engine)))
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
-        """Copy the model and, for a GPU, determine settings that load.
-
-        Raises:
-            ModelError: External data is missing or outside the model's directory, or ONNX Runtime refuses the
-                model.
-            EngineError: The provider does not start, or fails on a batch.
-        """
+        """Copy the model and, for a GPU, determine settings that load."""
         engine = _copy_model(request.model, into)
         provider = self.provider(request.architecture)
         if provider.key == CPU.key:
@@ -220,11 +214,7 @@ def _read_sites(
 
 
 def _copy_model(model: Path, into: Path) -> Path:
-    """Copy a model into a directory as `ENGINE_FILE`, with links to its external data; return the copy.
-
-    Raises:
-        ModelError: External data is missing or outside the model's directory.
-    """
+    """Copy a model as `ENGINE_FILE`, with links to its external data, which must be beside it."""
     engine = into / ENGINE_FILE
     shutil.copyfile(model, engine)
     source = Path(os.path.realpath(model.parent))

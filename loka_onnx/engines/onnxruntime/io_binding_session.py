@@ -82,8 +82,8 @@ class IoBindingSession(Runner):
 
     Args:
         writes: Whether the provider keeps its programs beside the engine, as during a build; otherwise it
-            gets a copy to write into, because an engine's files do not change.
-        threads: CPU threads of one operator; 0 lets ONNX Runtime choose.
+        gets a
+            copy to write into, because an engine's files do not change.
 
     Raises:
         ModelError: ONNX Runtime refuses the model, or an axis other than the batch is dynamic.
@@ -144,11 +144,7 @@ class IoBindingSession(Runner):
         return Names(self.input_names, self.output_names)
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Run one batch.
-
-        Raises:
-            EngineError: ONNX Runtime fails on this batch, or its inputs have different numbers of rows.
-        """
+        """Run one batch."""
         feeds = self._feeds(inputs)
         with self._lock:
             if self._fits(partial(rows_of, feeds)):
@@ -175,12 +171,7 @@ class IoBindingSession(Runner):
             return self._copies().stream
 
     def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
-        """Run one batch on the device, copying into and out of fixed buffers; one that fits no size is bound
-        directly.
-
-        Raises:
-            EngineError: See `run`; or an input has another type than the model's.
-        """
+        """Run one batch through fixed buffers; one that fits no size is bound directly."""
         check_types(inputs, self._types)
         with self._lock:
             cuda = self._copies()
@@ -345,10 +336,8 @@ def open_io_binding(
         version: Expected version of ONNX Runtime; not checked when empty.
 
     Raises:
-        UserError: There are no settings.
         EngineError: The settings are of another provider, compiled programs of another version, or this host
             cannot run the engine.
-        ModelError: ONNX Runtime refuses the model.
     """
     settings = serde.read(IoBindingSettings, engine.with_name(SETTINGS_FILE))
     provider = provider_for(backend, architecture)
@@ -376,7 +365,8 @@ def open_io_binding(
 
 def _type_of(value: Any) -> np.dtype[Any]:
     """NumPy type of an `OrtValue`."""
-    return np.dtype(_numpy_type("output", value.data_type()))
+    kind: np.dtype[Any] = np.dtype(_numpy_type("output", value.data_type()))
+    return kind
 
 
 def _fixed_shape(described: Any, size: int) -> tuple[int, ...]:

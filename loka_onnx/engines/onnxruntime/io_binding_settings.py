@@ -105,11 +105,7 @@ def why_declined(provider: Provider, plan: PrecisionPlan) -> str | None:
 
 
 def settings_for(provider: Provider, request: BuildRequest, version: str) -> IoBindingSettings:
-    """Settings for loading an engine, with fixed buffers for the request's batch sizes.
-
-    Raises:
-        ModelError: TensorRT needs the shape of every input, and one has a dynamic axis besides the batch.
-    """
+    """Settings for loading an engine, with fixed buffers for the request's batch sizes."""
     options = {provider.graph_option: "1"} if provider.graph_option else {}
     if provider.key == CUDA.key:
         # Buffers have fixed sizes: a larger step would waste memory. FP32 has more mantissa than TF32.

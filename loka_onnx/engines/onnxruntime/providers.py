@@ -88,11 +88,7 @@ _KEYS: Mapping[tuple[str, str], str] = {
 
 
 def provider_for(backend: str, architecture: str) -> Provider:
-    """Return the provider that runs a backend's engines for an architecture (``cpu``, ``sm90``, ``gfx942``).
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the provider of an architecture (``cpu``, ``sm90``, …); a `ConfigError` where there is none."""
     kind = re.match(r"cpu\Z|sm(?=\d)|gfx(?=\d)", architecture)
     key = _KEYS.get((backend, kind.group() if kind else ""))
     if key is None:
@@ -109,9 +105,7 @@ def provider_chain(
 ) -> list[tuple[str, dict[str, str]]]:
     """Providers of a session in order; each runs what the ones before do not support.
 
-    Args:
-        programs: Directory of compiled programs; None: not kept.
-        timing: Directory of kernel timings between builds; None: not kept.
+    Compiled programs and kernel timings are kept in `programs` and `timing`, where given.
     """
     if provider.key == CPU.key:
         return [(CPU.name, {})]
@@ -157,11 +151,7 @@ def host_blocker(provider: Provider, architecture: str) -> str:
 
 
 def device_of(provider: Provider, architecture: str) -> int:
-    """Number of the first GPU of an architecture.
-
-    Raises:
-        EngineError: This host has none.
-    """
+    """Number of the first GPU of an architecture; an `EngineError` where this host has none."""
     if provider.key == CPU.key:
         return 0
     here = _architectures(provider)
@@ -223,9 +213,6 @@ def session_options(engine: Path, provider: Provider) -> Any:
 
     A provider that compiles gets the original graph, because it has its own optimizer and patterns. Otherwise
     a graph with FP8 is not optimized above BASIC (see `onnx_session`).
-
-    Raises:
-        ModelError: The file is no model.
     """
     ort = import_onnxruntime()
     settings = ort.SessionOptions()
@@ -242,11 +229,7 @@ def session_options(engine: Path, provider: Provider) -> Any:
 
 
 def placed_nodes(session: Any) -> tuple[PlacedNode, ...]:
-    """Provider of each node in a session with `session_options`; a compiled subgraph by its original nodes.
-
-    Raises:
-        EngineError: This version of ONNX Runtime does not report it.
-    """
+    """Provider of each node in a session with `session_options`; of a subgraph, of its original nodes."""
     tell = getattr(session, "get_provider_graph_assignment_info", None)
     if tell is None:
         raise EngineError(

@@ -75,12 +75,7 @@ class Placement:
 
 
 def dump_optimized(engine: Path, target: Path, provider: Provider, device: int = 0) -> None:
-    """Write the graph at the optimization level of FP8; higher levels change no types.
-
-    Raises:
-        ModelError: ONNX Runtime refuses the model.
-        EngineError: The provider does not start.
-    """
+    """Write the graph at the optimization level of FP8; higher levels change no types."""
     ort = import_onnxruntime()
     settings = ort.SessionOptions()
     settings.log_severity_level = 3

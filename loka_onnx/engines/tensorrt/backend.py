@@ -194,7 +194,8 @@ class TensorRtRtxBackend(TensorRtFamily):
 
 def _asked(request: BuildRequest, **more: Any) -> BuildSettings:
     """Options of a request are named like the settings."""
-    return BuildSettings(request.architecture, request.batch, **request.options, **more)
+    settings: dict[str, Any] = {**request.options, **more}
+    return BuildSettings(request.architecture, request.batch, **settings)
 
 
 @contextmanager

@@ -106,11 +106,7 @@ class _Block:
 
 
 def read_compiled_graphs(engine: Path) -> tuple[CompiledGraph, ...]:
-    """Parse every compiled graph of a serialized engine; empty when there is none.
-
-    Raises:
-        EngineError: One cannot be parsed.
-    """
+    """Parse every compiled graph of a serialized engine; empty when there is none."""
     return tuple(parse_compiled_graph(text) for text in compiled_graph_texts(engine))
 
 
@@ -125,11 +121,7 @@ def compiled_graph_texts(engine: Path) -> tuple[str, ...]:
 
 
 def parse_compiled_graph(text: str) -> CompiledGraph:
-    """Parse one compiled graph.
-
-    Raises:
-        EngineError: The text ends within a section, or lacks ``descriptors`` or ``main``.
-    """
+    """Parse one compiled graph; an `EngineError` where it ends early or lacks a section."""
     sections: dict[str, _Block] = {}
     position = 0
     while (match := OPENING.match(text, position)) is not None:

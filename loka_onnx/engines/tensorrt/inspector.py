@@ -82,11 +82,7 @@ class EngineLayer:
 
 
 def read_layers(trt: Any, engine: Any, stream: int) -> tuple[EngineLayer, ...]:
-    """Read the layers of an engine, for each optimization profile at its tuned batch, on a CUDA stream.
-
-    Raises:
-        EngineError: The engine was built without detailed layers, or the description is unexpected.
-    """
+    """Read the layers of an engine on a CUDA stream, for each optimization profile at its tuned batch."""
     layers: list[EngineLayer] = []
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
@@ -111,11 +107,7 @@ def read_layers(trt: Any, engine: Any, stream: int) -> tuple[EngineLayer, ...]:
 
 
 def parse_layers(text: str) -> tuple[EngineLayer, ...]:
-    """Parse the JSON of `get_engine_information`.
-
-    Raises:
-        EngineError: It has another form, or layers are only named.
-    """
+    """Parse the JSON of `get_engine_information`; an `EngineError` for another form, or names only."""
     try:
         document = json.loads(text, strict=False)
     except json.JSONDecodeError as error:

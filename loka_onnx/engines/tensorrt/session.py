@@ -58,10 +58,6 @@ def open_engine(
     Args:
         version: Version of the library that built it; not checked when empty.
         is_new: Whether it may never have been opened on this host, so that a child process opens it first.
-
-    Raises:
-        MissingPackage: The library is not installed.
-        EngineError: There is no such GPU, or the library has another version, refuses the engine or crashes.
     """
     trt = spec.load_library()
     here = str(trt.__version__)
@@ -111,15 +107,9 @@ class _Instance:
 
 
 class TensorRtSession(Runner):
-    """A deserialized engine with its execution contexts, buffers and CUDA graphs.
+    """A deserialized engine with its execution contexts, buffers and CUDA graphs of tuned batch sizes.
 
     Calls from several threads run one after the other.
-
-    Args:
-        cuda_graphs: Whether tuned batch sizes are captured into CUDA graphs.
-
-    Raises:
-        EngineError: The engine does not load on this machine.
     """
 
     def __init__(self, trt: Any, engine: Path, device: int = 0, *, cuda_graphs: bool = True) -> None:
@@ -164,11 +154,7 @@ class TensorRtSession(Runner):
         return tuple(sorted(self._profiles))
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Run one batch.
-
-        Raises:
-            EngineError: A shape lies outside the optimization profile, or the execution fails.
-        """
+        """Run one batch, inside the optimization profile."""
         with self._lock:
             instance = self._hand_over(inputs)
             self._execute(instance)
@@ -193,9 +179,6 @@ class TensorRtSession(Runner):
         """Run one batch on the device, copying into and out of the engine's buffers.
 
         CUDA graphs use fixed addresses, so that the engine cannot use the caller's.
-
-        Raises:
-            EngineError: See `run`; or an input has another type than the engine's.
         """
         check_types(inputs, {name: self._types[name] for name in self._inputs})
         with self._lock:

@@ -30,13 +30,9 @@ class TritonOptions:
 
     Attributes:
         name: Name of the model that clients call; every other model's name begins with it.
-        engines: Ids of the engines to serve; all that Triton can serve when empty. The FP32 model is always
-            among the models.
+        engines: Ids of the engines to serve besides the FP32 model; all that Triton can serve when empty.
         instances: Instances of each model on each device.
         queue_delay_us: Longest time that a request waits for others to share its batch, microseconds.
-
-    Raises:
-        ConfigError: A value is out of range.
     """
 
     name: str
@@ -67,13 +63,9 @@ class TritonOptions:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One file of a model.
+    """One file of a model, relative to its directory: a copy of `source` in the bundle, or `content`.
 
-    Attributes:
-        path: Where it goes, relative to the directory of the model.
-        source: File of the bundle that is copied, relative to the bundle; empty for one that is written.
-        content: What is written.
-        program: Program of a package of AOTInductor that is renamed as it is copied; empty for other files.
+    `program` is a program of an AOTInductor package that is renamed as it is copied.
     """
 
     path: str
@@ -87,21 +79,14 @@ class BackendModel:
     """A model that a backend of Triton runs.
 
     Attributes:
-        name: Its name.
-        backend: Triton's name of the backend.
-        platform: Triton's name of the kind of file; empty where the backend has one kind only.
+        backend: Triton's name of the backend; `platform` of the kind of file, where it has several.
         file: Name of the model file within the version.
-        kind: Where its instances run, ``KIND_CPU``, ``KIND_GPU`` or ``KIND_MODEL``.
-        inputs: What it takes.
-        outputs: What it gives.
+        kind: Place of its instances, ``KIND_CPU``, ``KIND_GPU`` or ``KIND_MODEL``.
         minimum: Fewest rows of a batch; the server knows no such bound.
-        maximum: Most rows of a batch.
         sizes: Batch sizes that it is served at, ascending.
-        files: Its files.
         warmup: Name of the file that holds the first row of an input, by the input's name.
         warmup_dims: Shape of that row, by the input's name.
         optimization: Fields of `ModelOptimizationPolicy`.
-        parameters: What its backend is told, and where it comes from.
         queues: Whether requests wait for others; those of a step in front of another do not.
     """
 
@@ -163,13 +148,7 @@ class BackendModel:
 
 @dataclass(frozen=True)
 class Step:
-    """One model of an ensemble.
-
-    Attributes:
-        model: Its name.
-        inputs: Tensor of the ensemble that it reads, by its input.
-        outputs: Tensor of the ensemble that it writes, by its output.
-    """
+    """One model of an ensemble, with the tensors of the ensemble by its inputs and outputs."""
 
     model: str
     inputs: Mapping[str, str]
@@ -189,13 +168,8 @@ class Step:
 class Ensemble:
     """Models one after the other, under one name; the server passes tensors on.
 
-    Attributes:
-        name: Its name.
-        inputs: What it takes; each is read by a step, because the server refuses one that is not.
-        outputs: What it gives.
-        maximum: Most rows of a request: no step takes fewer.
-        steps: Its models.
-        parameters: Where it comes from.
+    The server refuses an input that no step reads. `maximum` is the most rows of a request: no step takes
+    fewer.
     """
 
     name: str

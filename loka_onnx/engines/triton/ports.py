@@ -36,14 +36,7 @@ OPEN = -1
 
 @dataclass(frozen=True)
 class Port:
-    """One input or output of a served model.
-
-    Attributes:
-        name: Its name in Triton.
-        tensor: Its name in the bundle.
-        dtype: Element type, as NumPy names it.
-        row_shape: Shape without the batch; None where a request chooses.
-    """
+    """One input or output of a served model; `tensor` is its name in the bundle, None in a shape is open."""
 
     name: str
     tensor: str
@@ -68,11 +61,7 @@ class Port:
 
 
 def ports_of(specs: tuple[TensorSpec, ...], names: Mapping[str, str] | None = None) -> tuple[Port, ...]:
-    """Ports of tensors of a bundle.
-
-    Args:
-        specs: The tensors, the batch on axis 0.
-        names: Their names in Triton, by those in the bundle; the same names when None.
+    """Ports of tensors of a bundle, under the same names in Triton unless `names` has others.
 
     Raises:
         BundleError: A tensor has no batch, or an element type that Triton's protocol lacks.
