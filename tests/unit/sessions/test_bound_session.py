@@ -249,11 +249,6 @@ def test_settings_that_no_engine_has(change: dict[str, object], said: str) -> No
         settings(**change)
 
 
-def test_settings_are_a_document(tmp_path: Path) -> None:
-    value = IoBindingSettings("cuda", "1.31.1", {"use_tf32": "0"}, (4, 16), False)
-    assert serde.loads(IoBindingSettings, serde.dumps(value)) == value
-
-
 class TestOpening:
     @pytest.fixture
     def engine(self, tmp_path: Path) -> Path:

@@ -121,14 +121,6 @@ class TestLines:
         assert [each.name for each in program.inputs_of(kernel)] == ["a", "b", "main:#output_0"]
         assert program.types == {"float"}
 
-    def test_fused_kernels(self) -> None:
-        (kernel,) = parse_program(FUSED).instructions.values()
-        assert (kernel.kernel, kernel.inputs[-1], kernel.label) == (
-            "mlir_dot_add",
-            "main:#output_0",
-            "mlir_dot_add @5",
-        )
-
     def test_names_of_onnx_nodes(self) -> None:
         load, kernel = parse_program(NAMED).instructions.values()
         assert (load.operation, load.attributes, load.inputs) == ("load", "[offset=0,end=1024]", ("@1",))
@@ -149,12 +141,6 @@ class TestLines:
         program = parse_program(FLOAT8)
         assert program.instructions["@8"].shape == (8, 32)
         assert program.instructions["@3"].shape == (65536,)
-
-    @pytest.mark.parametrize(
-        "line", ["", 'module: "main"', "Compiling ... ", "Summary:", "no assignment here"]
-    )
-    def test_other_lines_are_passed_over(self, line: str) -> None:
-        assert parse_program(line).instructions == {}
 
 
 class TestProducts:

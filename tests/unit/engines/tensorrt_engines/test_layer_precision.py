@@ -60,19 +60,6 @@ def test_a_fallback_is_told() -> None:
     assert not one(LAYERS, linear("fc1", 128, 32), Precision.FP16).engaged
 
 
-def test_one_profile_in_another_type_spoils_the_site() -> None:
-    spoiled = parse_layers(ELEVEN.replace('"Datatype": "FP8"', '"Datatype": "BFloat16"'))
-    found = one((*LAYERS, *spoiled), linear("fc0"))
-    assert not found.engaged
-    assert "fc0_myl0_1 [profile 1]' multiplies bf16 by bf16" in found.evidence
-
-
-def test_a_site_without_a_layer_is_not_claimed() -> None:
-    found = one(LAYERS, linear("fc"))
-    assert not found.engaged
-    assert "nothing under its name" in found.evidence
-
-
 @pytest.mark.parametrize(
     ("layer", "operands"),
     [
@@ -135,11 +122,3 @@ def test_tf32_is_not_fp32() -> None:
     found = one((rounded,), linear("fc"), Precision.FP32)
     assert not found.engaged
     assert "which rounds to TF32" in found.evidence
-
-
-def test_a_norm_reports_what_enters_its_kernel() -> None:
-    kernel = replace(gemm(tensor(BF16, 8, 64)), kind="kgen")
-    norm = Site("fc", SiteKind.NORM, "LayerNormalization", (ACTIVATION,), "fc:0", 64, 0, 1)
-    found = one((kernel,), norm, Precision.BF16)
-    assert found.engaged
-    assert "part of kgen 'fc_myl0_1'" in found.evidence

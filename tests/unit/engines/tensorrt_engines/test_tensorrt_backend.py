@@ -89,13 +89,6 @@ def test_it_builds_only_for_the_gpu_that_is_here(host) -> None:
     assert backend.decline(plan(), "sm100") is None
 
 
-def test_devices_are_the_ones_of_the_catalogue(host) -> None:
-    assert host(H100).architectures("nvidia-h200") == ("sm90",)
-    assert host(H100).architectures("nvidia-b200") == ("sm100",)
-    with pytest.raises(ConfigError, match=r"'tensorrt' builds nothing for device 'nvidia-h1000'"):
-        host(H100).architectures("nvidia-h1000")
-
-
 @pytest.mark.parametrize("kind", [TensorRtBackend, TensorRtRtxBackend])
 @pytest.mark.parametrize(
     ("planned", "architecture", "said"),
@@ -139,14 +132,3 @@ def test_a_build_has_a_profile_for_each_size_and_a_cache_of_its_device(
 def test_options_have_ranges(host, tmp_path: Path, option: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"option '{option}' of backend 'tensorrt' is out of range"):
         host(H100).build(request(tmp_path, **{option: value}))
-
-
-def test_it_has_the_device_for_itself_while_it_builds() -> None:
-    assert TensorRtBackend.times_kernels
-    assert not TensorRtRtxBackend.times_kernels
-
-
-def test_an_engine_belongs_to_its_version(host) -> None:
-    assert host(H100).portability("sm90") == (
-        "one GPU architecture (sm90), one TensorRT version (10.16.1), one OS"
-    )

@@ -78,44 +78,6 @@ def test_no_other_file_talks_to_tensorrt() -> None:
     assert set(talking) <= set(FILES)
 
 
-GUARDED = """
-def configure(trt: Any, config: Any) -> None:
-    if hasattr(config, "num_compute_capabilities"):
-        config.num_compute_capabilities = 1
-    getattr(trt, "ComputeCapability", None)
-"""
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        (GUARDED, []),
-        (
-            GUARDED.replace("if hasattr", "if callable"),
-            ["num_compute_capabilities: not in tensorrt 10.16, tensorrt 11.4, and not asked for"],
-        ),
-        (
-            GUARDED.replace(", None", ""),
-            ["ComputeCapability: not in tensorrt 10.16, tensorrt 11.4, and not asked for"],
-        ),
-        ("def f(config: Any):\n    config.int8_calibrator = None", ["int8_calibrator: in no library"]),
-        (
-            "class A:\n    def f(self, trt: Any):\n        self._b = trt.Builder()\n"
-            "    def g(self):\n        for x in self._b.fancy():\n            pass",
-            ["fancy: in no library"],
-        ),
-        (
-            "def f(trt: Any):\n    for i in range(2):\n        b = trt.Builder() if i else None\n"
-            "        _, c = b.create_builder_config()\n        c.wrong(1)",
-            ["wrong: in no library"],
-        ),
-        ("def f(self):\n    trt = self.spec.load_library()\n    return trt.Wrong", ["Wrong: in no library"]),
-    ],
-)
-def test_the_check_finds_what_it_should(source: str, expected: list[str]) -> None:
-    assert complaints(names_in(source), LISTED) == expected
-
-
 def test_what_is_listed_for_rtx_is_in_the_module() -> None:
     trt: ModuleType = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     members = set(dir(trt))
