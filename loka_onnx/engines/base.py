@@ -314,20 +314,15 @@ class Backend(ABC):
         size, digest = sum(file.stat().st_size for file in files), _digest(files)
         replace_directory(built, request.output, staging)
         engine = request.output / response.engine
-        return EngineArtifact(
-            backend=self.name,
-            plan=request.plan.id,
-            target=request.target,
-            architecture=request.architecture,
+        return replace(
+            self.failure(request.plan, request.target, request.architecture, response.not_run),
             status=BuildStatus.BUILT_NOT_RUN if response.not_run else BuildStatus.READY,
-            simulated=self.is_simulated(request.plan, request.architecture),
             path=engine.relative_to(request.relative_to or request.output),
             bytes=size,
             digest=digest,
             backend_version=response.version,
             sites=response.sites,
             build_seconds=response.build_seconds,
-            detail=response.not_run,
             portability=self.portability(request.architecture),
         )
 

@@ -116,7 +116,7 @@ class EngineCache:
         trouble = ""
         try:
             cached = self._take(key, request)
-        except _Unreadable as error:
+        except OSError as error:
             cached, trouble = None, self._failed("be read", error)
         if cached is not None:
             return cached
@@ -145,12 +145,9 @@ class EngineCache:
     def _take(self, key: str, request: BuildRequest) -> EngineArtifact | None:
         """Copy the engine of a key to the requested output; None where there is no complete one."""
         entry = self._entry(key)
-        try:
-            # In a directory without search permission, `is_file` raises an error.
-            if not (entry / ENTRY).is_file():
-                return None
-        except OSError as error:
-            raise _Unreadable(str(error)) from error
+        # In a directory without search permission, `is_file` raises an error.
+        if not (entry / ENTRY).is_file():
+            return None
         with staged(request.output) as staging:
             cached = self._copy_out(entry, key, staging / ENGINE)
             if cached is None:
@@ -186,8 +183,6 @@ class EngineCache:
         except (UserError, UnicodeDecodeError, FileNotFoundError):
             # Of another version, damaged, or just removed by another process.
             return None
-        except OSError as error:
-            raise _Unreadable(str(error)) from error
         return cached
 
     def _keep(self, key: str, built: EngineArtifact, request: BuildRequest) -> str:
@@ -256,10 +251,6 @@ class EngineCache:
                 is_old = time.time() - place.stat().st_mtime > STALE_SECONDS
                 if is_old or (is_here and owner.isdecimal() and not psutil.pid_exists(int(owner))):
                     shutil.rmtree(place, ignore_errors=True)
-
-
-class _Unreadable(Exception):
-    """The cache cannot be read; the message says why."""
 
 
 @contextmanager

@@ -46,12 +46,7 @@ class BuildSettings:
 
 
 def build_engine(migraphx: Any, model: Path, settings: BuildSettings, into: Path) -> Path:
-    """Build and write the programs and their manifest, and return the manifest.
-
-    Raises:
-        ModelError: A rule of the dialect does not apply, or the parser refuses the model.
-        EngineError: A program cannot be compiled.
-    """
+    """Build and write the programs and their manifest, and return the manifest."""
     if settings.exhaustive_tune and settings.problem_cache is not None:
         settings.problem_cache.parent.mkdir(parents=True, exist_ok=True)
         # A user's setting takes precedence; this process builds one engine and ends.
@@ -88,11 +83,7 @@ def build_engine(migraphx: Any, model: Path, settings: BuildSettings, into: Path
 
 
 def inputs_of(model: onnx.ModelProto) -> tuple[ProgramInput, ...]:
-    """Inputs of a model.
-
-    Raises:
-        ModelError: One has no batch axis, or another dynamic axis.
-    """
+    """Inputs of a model; a `ModelError` where one has no batch axis, or another dynamic axis."""
     constants = {tensor.name for tensor in model.graph.initializer}
     inputs = []
     for value in model.graph.input:

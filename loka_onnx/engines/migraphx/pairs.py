@@ -21,11 +21,7 @@ E4M3FN, FNUZ = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e4m3
 
 
 def float8_nodes(draft: GraphDraft) -> Iterator[Node]:
-    """Yield every Q and DQ of FP8.
-
-    Raises:
-        ModelError: One has a computed scale or zero point, or a zero point other than zero.
-    """
+    """Yield every Q and DQ of FP8; a computed scale, or a zero point other than zero, is a `ModelError`."""
     for node in list(draft.nodes):
         if not is_float8(draft, node):
             continue
@@ -77,10 +73,6 @@ def _quantized_dtype(draft: GraphDraft, node: Node) -> np.dtype[np.generic]:
 
 def rank_0_scales(draft: GraphDraft) -> None:
     """Store scales and zero points of a whole tensor with rank 0, in ``raw_data``.
-
-    ::
-
-        s of shape (1,), (1, 1), …  =  s of shape ()
 
     MIGraphX throws when it broadcasts a scale of shape (1,), and reads FP8 values in ``int32_data`` as
     numbers.
@@ -142,12 +134,9 @@ def to_fnuz(draft: GraphDraft) -> None:
     are half those of E4M3FN ("8-bit Numerical Formats for Deep Neural Networks", arXiv 2206.02915). −0
     becomes 0: its bits are NaN there.
 
-    A scale that maps the largest value to 448 then maps it to 224, within FNUZ's 240. One step is left above:
-    what saturates at 448·s in E4M3FN is rounded to 448·s up to 464·s, and saturates at 480·s beyond. Values
-    that did not saturate are unchanged; those that did have a smaller error.
-
-    Raises:
-        ModelError: A stored value is NaN, or twice a scale overflows.
+    A scale that maps the largest value to 448 then maps it to 224, within FNUZ's 240. What saturates at 448·s
+    in E4M3FN is rounded to 448·s up to 464·s, and saturates at 480·s beyond: values that did not saturate are
+    unchanged; those that did have a smaller error.
     """
     for node in float8_nodes(draft):
         _check_format(draft, node)

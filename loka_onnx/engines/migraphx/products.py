@@ -42,8 +42,7 @@ def gemm_to_matmul(draft: GraphDraft) -> tuple[Product, ...]:
     they are 1, as in every exported layer; β is multiplied into a constant C in float64. In a graph that is
     not FP32, the sum is rounded more often than Gemm's, which `float32_products` undoes.
 
-    Returns:
-        Every product of two dequantized factors, including original MatMuls.
+    Returns every product of two dequantized factors, including original MatMuls.
     """
     products = []
     for node in list(draft.nodes):
@@ -111,10 +110,8 @@ def scales_behind_products(draft: GraphDraft, products: Iterable[Product]) -> No
 
     The weight's DQ keeps the scale 1. Release 2.15 matches scales with axes only by their number, and
     silently takes the wrong axis of a square weight; 2.16 throws. In FP32 the two sides differ by one
-    rounding of a product with s instead of one for each weight (2⁻²⁴ relative each).
-
-    Raises:
-        ModelError: The scales are along the axis that the product sums over.
+    rounding of a product with s instead of one for each weight (2⁻²⁴ relative each). Scales along the axis
+    that the product sums over are a `ModelError`.
     """
     for product in products:
         for index in (0, 1):
@@ -164,15 +161,11 @@ def float32_products(draft: GraphDraft, products: Iterable[Product]) -> None:
         x₁₆ → Q₁₆ → DQ₁₆ → product₁₆ → y₁₆      becomes
         x₁₆ → Cast → Q₃₂ → DQ₃₂ → product₃₂ → scale, bias → Cast → y₁₆
 
-    Every BF16 and FP16 number is an FP32 number, so that values, scales and biases are kept; Q's division and
-    the sum are rounded once, in FP32, instead of in 16 bits. MIGraphX computes garbage with FP16 scales,
-    requires one type of x and scale, and throws when the factors of an FP8 product are cast to BF16. The cast
-    is behind the channels' scales because sums of unscaled FP8 weights do not fit FP16.
-
-    Other readers of dequantized values get them in the original type.
-
-    Raises:
-        ModelError: Dequantized values are an output of a graph that is not FP32.
+    Every BF16 and FP16 number is an FP32 number; Q's division and the sum are rounded once, in FP32, instead
+    of in 16 bits. MIGraphX computes garbage with FP16 scales, requires one type of x and scale, and throws
+    when the factors of an FP8 product are cast to BF16. The cast is behind the channels' scales because sums
+    of unscaled FP8 weights do not fit FP16. Other readers of dequantized values get them in the original
+    type.
     """
     base = _make_pairs_float32(draft)
     for product in products:

@@ -21,8 +21,7 @@ import numpy.typing as npt
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import EngineEntry
-from loka_onnx.engines.triton.models import PARAMETER, VERSION, WARMUP, BackendModel, ModelFile
-from loka_onnx.engines.triton.ports import ports_of
+from loka_onnx.engines.triton.models import PARAMETER, VERSION, WARMUP, BackendModel, ModelFile, ports_of
 from loka_onnx.sessions.backends import get_spec, has_spec, resolve
 
 ON_CPU, ON_GPU, BY_MODEL = "KIND_CPU", "KIND_GPU", "KIND_MODEL"
