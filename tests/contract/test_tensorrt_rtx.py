@@ -340,7 +340,7 @@ def test_a_second_rounding_of_merged_projections_is_told(tmp_path: Path) -> None
 
 def test_every_option_is_taken(tmp_path: Path) -> None:
     model = mlp(tmp_path, Precision.BF16, Precision.BF16, fp8=True)
-    options = {"optimization_level": 1, "workspace_mib": 64, "max_tactics": 5, "tiling_level": 1}
+    options = {"optimization_level": 1, "workspace_mib": 64}
     artifact = TensorRtRtxBackend().build(replace(request_for(tmp_path / "e", model), options=options))
     assert artifact.is_built, artifact.detail
     assert not artifact.fallbacks

@@ -27,13 +27,7 @@ from loka_onnx.engines.tensorrt.timing_cache import TimingCache
 from loka_onnx.errors import EngineError, ModelError
 
 MAX_MESSAGES = 8
-TILING_LEVELS = ("NONE", "FAST", "MODERATE", "FULL")
-OPTIONS = {
-    "optimization_level": range(6),
-    "workspace_mib": range(1, 1 << 20),
-    "max_tactics": range(1, 1001),
-    "tiling_level": range(len(TILING_LEVELS)),
-}
+OPTIONS = {"optimization_level": range(6), "workspace_mib": range(1, 1 << 20)}
 """Options of a build, named like the fields of `BuildSettings`, and their ranges."""
 MIB = 1 << 20
 
@@ -46,8 +40,6 @@ class BuildSettings:
         batch: Rows per request; becomes the optimization profiles.
         optimization_level: Effort of the builder's search, 0 to 5.
         workspace_mib: Most scratch memory of a tactic.
-        max_tactics: Most measured tactics of a layer.
-        tiling_level: Effort of the search for tilings across layers, index into `TILING_LEVELS`.
         timing_cache: File of the timing cache; None for no cache.
         profile_each_size: Whether each of `batch.sizes` has a profile of its own.
         rtx_dialect: Whether to rewrite the model for TensorRT for RTX (`dialect`).
@@ -57,8 +49,6 @@ class BuildSettings:
     batch: BatchRange
     optimization_level: int | None = None
     workspace_mib: int | None = None
-    max_tactics: int | None = None
-    tiling_level: int | None = None
     timing_cache: Path | None = None
     profile_each_size: bool = False
     rtx_dialect: bool = True
@@ -69,7 +59,7 @@ def build_engine(trt: Any, model: Path, settings: BuildSettings, target: Path) -
 
     Raises:
         ModelError: The parser refuses the model.
-        EngineError: The builder fails, or lacks a requested setting.
+        EngineError: The builder fails, or cannot build for the architecture.
     """
     logger = _make_logger(trt)
     builder = trt.Builder(logger)
@@ -161,26 +151,7 @@ def _configure(trt: Any, config: Any, settings: BuildSettings) -> None:
     if settings.workspace_mib is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, settings.workspace_mib * MIB)
     if settings.optimization_level is not None:
-        if not hasattr(config, "builder_optimization_level"):
-            raise _lacks(trt, "optimization_level")
         config.builder_optimization_level = settings.optimization_level
-    if settings.max_tactics is not None:
-        if not hasattr(config, "max_num_tactics"):
-            raise _lacks(trt, "max_tactics")
-        config.max_num_tactics = settings.max_tactics
-    if settings.tiling_level is not None:
-        levels = getattr(trt, "TilingOptimizationLevel", None)
-        if levels is None or not hasattr(config, "tiling_optimization_level"):
-            raise _lacks(trt, "tiling_level")
-        config.tiling_optimization_level = getattr(levels, TILING_LEVELS[settings.tiling_level])
-
-
-def _lacks(trt: Any, option: str) -> EngineError:
-    return EngineError(
-        f"this version of {trt.__name__} has no option '{option}'",
-        evidence=f"version {trt.__version__}",
-        remedy="leave the option out",
-    )
 
 
 def _choose_architecture(trt: Any, config: Any, architecture: str) -> None:

@@ -112,7 +112,7 @@ def test_a_build_has_a_profile_for_each_size_and_a_cache_of_its_device(
 ) -> None:
     monkeypatch.setenv("LOKA_ONNX_CACHE", str(tmp_path))
     backend = host(OLD, H100)
-    asked = request(tmp_path, optimization_level=4, workspace_mib=100, max_tactics=9, tiling_level=3)
+    asked = request(tmp_path, optimization_level=4, workspace_mib=100)
     settings = backend.settings(backend.spec.load_library(), asked)
     assert settings.timing_cache == (
         tmp_path / "timing" / "tensorrt-10.16.1" / "NVIDIA-H100-80GB-HBM3-sm90.cache"
@@ -120,15 +120,14 @@ def test_a_build_has_a_profile_for_each_size_and_a_cache_of_its_device(
     assert settings.profile_each_size
     assert not settings.rtx_dialect
     assert settings.batch.sizes == (4, 8)
-    given = (settings.optimization_level, settings.workspace_mib, settings.max_tactics, settings.tiling_level)
-    assert given == (4, 100, 9, 3)
+    assert (settings.optimization_level, settings.workspace_mib) == (4, 100)
     rtx = TensorRtRtxBackend().settings(None, asked)
     assert (rtx.timing_cache, rtx.profile_each_size, rtx.rtx_dialect) == (None, False, True)
     same = replace(rtx, rtx_dialect=False, profile_each_size=True, timing_cache=settings.timing_cache)
     assert same == settings
 
 
-@pytest.mark.parametrize(("option", "value"), [("tiling_level", 4), ("max_tactics", 0), ("workspace_mib", 0)])
+@pytest.mark.parametrize(("option", "value"), [("optimization_level", 6), ("workspace_mib", 0)])
 def test_options_have_ranges(host, tmp_path: Path, option: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"option '{option}' of backend 'tensorrt' is out of range"):
         host(H100).build(request(tmp_path, **{option: value}))
