@@ -136,9 +136,7 @@ def _parser_errors(parser: Any) -> str:
     errors = []
     for index in range(min(parser.num_errors, MAX_MESSAGES)):
         error = parser.get_error(index)
-        # Parsers before TensorRT 10 do not name the node.
-        named = hasattr(error, "node_name") and hasattr(error, "node_operator")
-        where = f"{error.node_operator()} '{error.node_name()}': " if named and error.node_name() else ""
+        where = f"{error.node_operator()} '{error.node_name()}': " if error.node_name() else ""
         errors.append(f"{where}{error.desc()}")
     return "; ".join(errors)
 
