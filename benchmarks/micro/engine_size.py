@@ -19,13 +19,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.micro.engine_contents import EngineContents, read_contents
 from benchmarks.recording import write_record
 from loka_onnx.config import build_run_config
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.plan import PlanSet
-from loka_onnx.engines.tensorrt.contents import EngineContents, read_contents
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 from loka_zoo.demo import BUILDER
 from loka_zoo.prepared import PreparedData

@@ -25,8 +25,7 @@ from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.onnxruntime.io_binding_session import open_io_binding
-from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE
-from loka_onnx.engines.onnxruntime.provider_settings import settings_for, without_graphs
+from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE, settings_for, without_graphs
 from loka_onnx.engines.onnxruntime.providers import host_blocker, provider_for
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest

@@ -7,8 +7,6 @@ limits, staging directories or half-written output.
 
 from __future__ import annotations
 
-import difflib
-import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -23,7 +21,7 @@ from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.isolation import Ending, interrupts_held, run_child, tail
-from loka_onnx.engines.publishing import make_staging, replace_directory
+from loka_onnx.engines.publishing import replace_directory, staged
 from loka_onnx.engines.request import (
     ENGINE,
     PHASE,
@@ -34,23 +32,18 @@ from loka_onnx.engines.request import (
     BuildRequest,
     BuildResponse,
 )
-from loka_onnx.errors import ConfigError, EngineError, ModelError, UserError
-from loka_onnx.sessions.backends import BackendSpec
+from loka_onnx.errors import ConfigError, EngineError, MissingPackage, ModelError, UserError
+from loka_onnx.sessions.backends import BackendSpec, nearest
 from loka_onnx.sessions.runner import Runner
 
 
 @dataclass(frozen=True)
 class Availability:
-    """Abilities of a backend on this machine.
+    """Abilities of a backend on this machine; `reason` says why it cannot build or run, where it cannot.
 
     Attributes:
-        installed: Its library imports.
-        version: Version of the library; empty when not installed.
-        can_build: It can build engines here.
         can_run: It can run engines here, for at least one of its architectures.
         devices: Devices of this machine that it can run on.
-        reason: Reason why it cannot build or run; empty when it can do both.
-        remedy: Remedy for that.
     """
 
     installed: bool
@@ -58,8 +51,13 @@ class Availability:
     can_build: bool
     can_run: bool
     devices: tuple[str, ...]
-    reason: str
-    remedy: str
+    reason: str = ""
+    remedy: str = ""
+
+    @classmethod
+    def missing(cls, error: MissingPackage) -> Availability:
+        """Abilities without the library."""
+        return cls(False, "", False, False, (), error.what, error.remedy)
 
 
 class Backend(ABC):
@@ -90,9 +88,9 @@ class Backend(ABC):
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
         """Reason why no machine can honour a plan on an architecture with this backend; None when one can."""
 
-    @abstractmethod
     def base_precision(self, plan: PrecisionPlan) -> Precision:
         """Precision of everything that is not FP8 in the graph for `build`."""
+        return plan.base
 
     @abstractmethod
     def portability(self, architecture: str) -> str:
@@ -116,7 +114,7 @@ class Backend(ABC):
         return f"{reason}; latency and accuracy not measured" if reason else ""
 
     def foreign_format(self, plan: PrecisionPlan) -> str | None:
-        """The first site of a plan in an FP8 format that this backend does not multiply, for `decline`."""
+        """The first site of a plan in an FP8 format that this backend does not multiply, as a reason."""
         for decision in plan.decisions:
             recipe = decision.recipe
             if recipe is not None and recipe.format not in self.spec.formats:
@@ -125,40 +123,28 @@ class Backend(ABC):
         return None
 
     def versions(self) -> dict[str, str]:
-        """Versions of the distributions that determine the engine.
-
-        Without a distribution, the library's own version is listed under the backend's name.
-        """
-        found, own = versions_of(self.spec.modules), self.availability().version
-        return {**found, self.name: own} if own and own not in found.values() else found
+        """Versions of the distributions that determine the engine; without one, the library's own version."""
+        versions, own = versions_of(self.spec.modules), self.availability().version
+        return {**versions, self.name: own} if own and own not in versions.values() else versions
 
     def read_remarks(self, log: str) -> tuple[str, ...]:
-        """Optimizations that the maker declined, read from the child's output; none by default.
-
-        Returns:
-            One sentence each, with node and reason.
-        """
+        """Optimizations that the maker declined, from the child's output: a sentence each, with reason."""
         return ()
 
     def fused_sites(self, model: Path, base: Precision) -> dict[str, str]:
-        """Linear sites that this backend computes within a larger kernel in the base precision, with that
-        kernel.
+        """Linear sites that are computed within a larger kernel in the base precision, with that kernel.
 
-        FP8 would split the kernel and cost more than it saves, so that plans for speed leave these sites out.
+        FP8 would split it and cost more than it saves, so that plans for speed leave these sites out.
         """
         return {}
 
     def build_blocker(self, architecture: str) -> str:
-        """Reason why this machine cannot build for an architecture, although another may; empty when it can.
-
-        A backend that needs the device for building reports its absence here; `decline` is for what no
-        machine can do.
-        """
+        """Reason why this machine cannot build for an architecture, though another may; empty when it can."""
         availability = self.availability()
         return "" if availability.can_build else f"{availability.reason}; {availability.remedy}"
 
     def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
-        """Tell whether FP8 is simulated there: accuracy is meaningful, latency is not."""
+        """True if FP8 is simulated there: accuracy is meaningful, latency is not."""
         return False
 
     def files(self, engine: Path) -> tuple[Path, ...]:
@@ -166,18 +152,13 @@ class Backend(ABC):
         return (engine,)
 
     def architectures(self, device: str) -> tuple[str, ...]:
-        """Architectures of a device in this backend's names, one engine each.
-
-        Raises:
-            ConfigError: The backend does not know the device.
-        """
+        """Architectures of a device in this backend's names; a `ConfigError` for an unknown device."""
         if device in self.devices:
             return self.devices[device]
-        near = difflib.get_close_matches(device, self.devices, n=1)
         raise ConfigError(
             f"backend '{self.name}' builds nothing for device '{device}'",
             evidence=f"it knows {', '.join(sorted(self.devices))}",
-            remedy=f"did you mean '{near[0]}'?" if near else "name one of these, or another backend",
+            remedy=nearest(device, self.devices) or "name one of these, or another backend",
         )
 
     def build(self, request: BuildRequest) -> EngineArtifact:
@@ -195,28 +176,17 @@ class Backend(ABC):
             OutputError: The output cannot be written.
         """
         started = time.monotonic()
-
-        def failed(detail: str) -> EngineArtifact:
-            seconds = time.monotonic() - started
-            return self.failure(request.plan, request.target, request.architecture, detail, seconds)
-
         self._check(request)
-        reason = self._why_not_built(request)
+        reason = self.decline(request.plan, request.architecture) or self.build_blocker(request.architecture)
         if reason:
             return self.refusal(request.plan, request.target, request.architecture, reason)
         log = request.output.with_name(f"{request.output.name}.log")
-        staging: Path | None = None
-        try:
-            with interrupts_held():
-                staging = make_staging(request.output)
+        with staged(request.output) as staging:
             response, detail = self._build_isolated(request, staging, log)
             if response is None:
-                return failed(detail)
+                seconds = time.monotonic() - started
+                return self.failure(request.plan, request.target, request.architecture, detail, seconds)
             return replace(self._publish(request, response, staging), remarks=self._remarks(log))
-        finally:
-            if staging is not None:
-                with interrupts_held():
-                    shutil.rmtree(staging, ignore_errors=True)
 
     def failure(
         self, plan: PrecisionPlan, target: str, architecture: str, detail: str, seconds: float = 0.0
@@ -282,14 +252,9 @@ class Backend(ABC):
         self.check_options(request.options, f"options for target '{request.target}'")
 
     def check_options(self, options: Mapping[str, int], where: str = "") -> None:
-        """Check that options are known and in range; `where` names their source in messages.
-
-        Raises:
-            ConfigError: One is not.
-        """
+        """Check that options are known and in range, with a `ConfigError` that names their source."""
         for option, value in options.items():
             if option not in self.options:
-                near = difflib.get_close_matches(option, self.options, n=1)
                 known = (
                     f"{name} ({values.start} to {values.stop - 1})"
                     for name, values in sorted(self.options.items())
@@ -298,7 +263,7 @@ class Backend(ABC):
                     f"backend '{self.name}' has no option '{option}'",
                     where=where,
                     evidence=f"it takes {', '.join(known) or 'none'}",
-                    remedy=f"did you mean '{near[0]}'?" if near else "leave it out",
+                    remedy=nearest(option, self.options) or "leave it out",
                 )
             allowed = self.options[option]
             if value not in allowed:
@@ -309,10 +274,6 @@ class Backend(ABC):
                     remedy=f"give {allowed.start} to {allowed.stop - 1}, or leave it out for the default",
                 )
 
-    def _why_not_built(self, request: BuildRequest) -> str:
-        reason = self.decline(request.plan, request.architecture)
-        return reason or self.build_blocker(request.architecture)
-
     def _build_isolated(
         self, request: BuildRequest, staging: Path, log: Path
     ) -> tuple[BuildResponse | None, str]:
@@ -320,7 +281,7 @@ class Backend(ABC):
         # The first use of a document type compiles its schema, which would turn an interrupt into an error.
         with interrupts_held():
             serde.write(request, staging / REQUEST)
-        arguments = [_locate(self), str(staging)]
+        arguments = [f"{type(self).__module__}:{type(self).__qualname__}", str(staging)]
         outcome = run_child(WORKER, arguments, log, request.limits, staging / WAITING)
         phase_file = staging / PHASE
         phase = phase_file.read_text(encoding="utf-8") if phase_file.is_file() else "starting"
@@ -329,12 +290,11 @@ class Backend(ABC):
             try:
                 with interrupts_held():
                     response = serde.read(BuildResponse, staging / RESPONSE)
-            except UserError as error:
-                evidence = f"the build process left no valid response: {error}"
-            else:
                 if not response.error:
                     return response, ""
                 return None, f"{self.name} failed while {phase}: {response.error}\n  log: {log}"
+            except UserError as error:
+                evidence = f"the build process left no valid response: {error}"
         detail = f"{self.name} failed while {phase}: {evidence or 'the build process'} "
         detail += outcome.describe(request.limits)
         lines = tail(log)
@@ -354,20 +314,15 @@ class Backend(ABC):
         size, digest = sum(file.stat().st_size for file in files), _digest(files)
         replace_directory(built, request.output, staging)
         engine = request.output / response.engine
-        return EngineArtifact(
-            backend=self.name,
-            plan=request.plan.id,
-            target=request.target,
-            architecture=request.architecture,
+        return replace(
+            self.failure(request.plan, request.target, request.architecture, response.not_run),
             status=BuildStatus.BUILT_NOT_RUN if response.not_run else BuildStatus.READY,
-            simulated=self.is_simulated(request.plan, request.architecture),
             path=engine.relative_to(request.relative_to or request.output),
             bytes=size,
             digest=digest,
             backend_version=response.version,
             sites=response.sites,
             build_seconds=response.build_seconds,
-            detail=response.not_run,
             portability=self.portability(request.architecture),
         )
 
@@ -375,8 +330,3 @@ class Backend(ABC):
 def _digest(files: tuple[Path, ...]) -> str:
     """SHA-256 of the only engine file, or over all of them."""
     return digest_file(files[0]) if len(files) == 1 else digest_files(files)
-
-
-def _locate(backend: Backend) -> str:
-    """Import path of a backend's class, for the child process."""
-    return f"{type(backend).__module__}:{type(backend).__qualname__}"

@@ -36,7 +36,7 @@ from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.serde import STRICT
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.isolation import interrupts_held
-from loka_onnx.engines.publishing import make_staging, replace_directory
+from loka_onnx.engines.publishing import replace_directory, staged
 from loka_onnx.engines.request import ENGINE, BuildRequest
 from loka_onnx.errors import OutputError, UserError
 from loka_onnx.graph.storage import model_digest
@@ -56,13 +56,7 @@ _CODE = ("engines", "sessions", "graph")
 
 @dataclass(frozen=True)
 class CachedEngine:
-    """One entry.
-
-    Attributes:
-        artifact: Result of its build; the path is relative to the engine's directory.
-        files: SHA-256 of every file of the engine, by path relative to the same.
-        built: Time of its build, ISO 8601 in UTC.
-    """
+    """One entry: paths are relative to the engine's directory, and each file has its SHA-256."""
 
     SCHEMA: ClassVar[str] = "cached-engine/1"
     __pydantic_config__ = STRICT
@@ -76,13 +70,8 @@ class CachedEngine:
 def cache_key(backend: Backend, request: BuildRequest) -> str:
     """Digest of everything that determines an engine and its measured properties.
 
-    Includes the model with its weights, the plan without its prose, the sites, the sample, the architecture,
-    batch sizes and options, the backend with its library's version, this package's code for builds, the
-    processor's instructions, and the full name of the device here that times kernels and runs the engine:
-    another device of the same architecture may need other kernels.
-
-    Raises:
-        ModelError: The model cannot be read.
+    The device here that times kernels and runs the engine counts with its full name: another one of the same
+    architecture may need other kernels.
     """
     plain: dict[str, Any] = serde.to_plain(request)
     availability = backend.availability()
@@ -105,11 +94,9 @@ def cache_key(backend: Backend, request: BuildRequest) -> str:
 
 
 class EngineCache:
-    """Cache of engines, limited in size.
+    """Cache of engines in a directory that is made on the first write.
 
-    Args:
-        directory: Directory of the entries; made on the first write.
-        limit_bytes: Size beyond which the least recently used entries are removed; 0 keeps none.
+    Beyond `limit_bytes`, the least recently used entries are removed; 0 keeps none.
     """
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
@@ -120,26 +107,23 @@ class EngineCache:
 
         The detail of a cached engine says so; its build seconds are those of its build. If the cache cannot
         be read or written, the engine is built and the detail says why, with the remedy.
-
-        Raises:
-            UserError: See `Backend.build`.
         """
         if self.limit_bytes <= 0 or not request.model.is_file() or not request.sample.is_file():
             return backend.build(request)
         if backend.decline(request.plan, request.architecture) or backend.build_blocker(request.architecture):
             return backend.build(request)
         key = cache_key(backend, request)
-        said = ""
+        trouble = ""
         try:
-            found = self._take(key, request)
-        except _Unreadable as error:
-            found, said = None, self._failed("be read", error)
-        if found is not None:
-            return found
+            cached = self._take(key, request)
+        except OSError as error:
+            cached, trouble = None, self._failed("be read", error)
+        if cached is not None:
+            return cached
         built = backend.build(request)
-        if built.is_built and not said:
-            said = self._keep(key, built, request)
-        return replace(built, detail="; ".join(filter(None, (built.detail, said)))) if said else built
+        if built.is_built and not trouble:
+            trouble = self._keep(key, built, request)
+        return replace(built, detail="; ".join(filter(None, (built.detail, trouble)))) if trouble else built
 
     def _failed(self, what: str, error: Exception) -> str:
         return (
@@ -149,11 +133,11 @@ class EngineCache:
 
     def entries(self) -> list[Path]:
         """Directories of the entries, the least recently used first."""
-        found = []
+        entries = []
         for place in self.directory.glob(f"[0-9a-f][0-9a-f]/*/{ENTRY}"):
             with suppress(OSError):
-                found.append((place.stat().st_mtime_ns, place.parent))
-        return [entry for _, entry in sorted(found)]
+                entries.append((place.stat().st_mtime_ns, place.parent))
+        return [entry for _, entry in sorted(entries)]
 
     def _entry(self, key: str) -> Path:
         return self.directory / key[:2] / key
@@ -161,25 +145,15 @@ class EngineCache:
     def _take(self, key: str, request: BuildRequest) -> EngineArtifact | None:
         """Copy the engine of a key to the requested output; None where there is no complete one."""
         entry = self._entry(key)
-        try:
-            # In a directory without search permission, `is_file` raises an error.
-            if not (entry / ENTRY).is_file():
-                return None
-        except OSError as error:
-            raise _Unreadable(str(error)) from error
-        staging: Path | None = None
-        try:
-            with interrupts_held():
-                staging = make_staging(request.output)
+        # In a directory without search permission, `is_file` raises an error.
+        if not (entry / ENTRY).is_file():
+            return None
+        with staged(request.output) as staging:
             cached = self._copy_out(entry, key, staging / ENGINE)
             if cached is None:
                 self._remove(entry)
                 return None
             replace_directory(staging / ENGINE, request.output, staging)
-        finally:
-            if staging is not None:
-                with interrupts_held():
-                    shutil.rmtree(staging, ignore_errors=True)
         with suppress(OSError):
             os.utime(entry / ENTRY)
         artifact = cached.artifact
@@ -209,8 +183,6 @@ class EngineCache:
         except (UserError, UnicodeDecodeError, FileNotFoundError):
             # Of another version, damaged, or just removed by another process.
             return None
-        except OSError as error:
-            raise _Unreadable(str(error)) from error
         return cached
 
     def _keep(self, key: str, built: EngineArtifact, request: BuildRequest) -> str:
@@ -281,10 +253,6 @@ class EngineCache:
                     shutil.rmtree(place, ignore_errors=True)
 
 
-class _Unreadable(Exception):
-    """The cache cannot be read; the message says why."""
-
-
 @contextmanager
 def _writing(target: Path) -> Iterator[None]:
     try:
@@ -298,12 +266,7 @@ def _writing(target: Path) -> Iterator[None]:
 
 
 def _copy(source: Path, target: Path, digest: str) -> bool:
-    """Copy one file; return whether its digest matches.
-
-    Raises:
-        OutputError: The target cannot be written.
-        OSError: The source cannot be read.
-    """
+    """Copy one file; return whether its digest matches. Only an unreadable source is an OSError."""
     state = hashlib.sha256()
     with source.open("rb") as stream:
         with _writing(target):

@@ -25,8 +25,7 @@ LOCK = "accelerator.lock"
 def device_alone(architecture: str, waiting: Path | None = None) -> Iterator[None]:
     """Hold the accelerator for a block; the CPU needs no lock. Nested blocks in one process deadlock.
 
-    Args:
-        waiting: File that exists while this process waits.
+    The file `waiting` exists while this process waits.
 
     Raises:
         EngineError: The lock's directory belongs to another user, or cannot be written.
@@ -36,7 +35,16 @@ def device_alone(architecture: str, waiting: Path | None = None) -> Iterator[Non
         return
     descriptor = _open()
     try:
-        _lock(descriptor, waiting)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waiting is not None:
+                waiting.touch()
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            finally:
+                if waiting is not None:
+                    waiting.unlink(missing_ok=True)
         yield
     finally:
         # Closing is not enough: a forked child may still have the file open.
@@ -58,16 +66,3 @@ def _open() -> int:
             evidence=str(error),
             remedy="remove it, or set TMPDIR to a directory that this user can write",
         ) from error
-
-
-def _lock(descriptor: int, waiting: Path | None) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if waiting is not None:
-            waiting.touch()
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        finally:
-            if waiting is not None:
-                waiting.unlink(missing_ok=True)

@@ -40,12 +40,7 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True)
 class ChildOutcome:
-    """Outcome of a child process.
-
-    Attributes:
-        code: Exit code, or the number of the signal.
-        peak_bytes: Largest resident memory seen, of the child and its descendants.
-    """
+    """Outcome of a child process: its exit code or signal, and its largest resident memory seen."""
 
     ending: Ending
     code: int
@@ -63,16 +58,10 @@ class ChildOutcome:
         if self.ending is Ending.SIGNALLED:
             # Only the kernel and operators send SIGKILL; usually memory ran out.
             cause = "; SIGKILL is what the kernel sends when memory runs out" if self.code == 9 else ""
-            return f"died of {_signal_name(self.code)} ({used}){cause}"
+            text = (signal.strsignal(self.code) or "unknown signal").lower()
+            known = {each.value: each.name for each in signal.Signals}
+            return f"died of {known.get(self.code, f'signal {self.code}')} ({text}) ({used}){cause}"
         return f"exited with code {self.code} ({used})"
-
-
-def _signal_name(number: int) -> str:
-    text = signal.strsignal(number) or "unknown signal"
-    try:
-        return f"{signal.Signals(number).name} ({text.lower()})"
-    except ValueError:
-        return f"signal {number} ({text.lower()})"
 
 
 @contextlib.contextmanager
@@ -80,8 +69,7 @@ def interrupts_held() -> Iterator[None]:
     """Hold SIGINT and SIGTERM back until the block ends.
 
     An exception between the start of a process, or the creation of a directory, and the storing of its name
-    would leave it behind. A signal mask does not help, because threads of other libraries receive the signal
-    instead.
+    would leave it behind. A signal mask does not help: threads of other libraries receive the signal instead.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -125,17 +113,11 @@ def cancelled_by(event: threading.Event) -> Iterator[None]:
 def run_child(
     module: str, arguments: Sequence[str], log: Path, limits: Limits, waiting: Path | None = None
 ) -> ChildOutcome:
-    """Run ``python -m module arguments`` in a clean interpreter, under limits.
+    """Run ``python -m module arguments`` in a clean interpreter, under limits, with its output in a log.
 
-    The child's whole process group has ended when this returns or is interrupted.
-
-    Args:
-        log: File for the child's output, including standard error.
-        waiting: File that exists while the child waits for the device (`device_lock`); that time does not
-            count against the limit.
-
-    Raises:
-        Cancelled: The event of `cancelled_by` was set.
+    The child's whole process group has ended when this returns or is interrupted. While the file `waiting`
+    exists, the child waits for the device (`device_lock`), which does not count against the limit.
+    `Cancelled` is raised once the event of `cancelled_by` is set.
     """
     # The child imports what the parent can, and nothing from its working directory (-P).
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -162,11 +144,9 @@ def run_child(
                     os.killpg(process.pid, signal.SIGKILL)
                 returncode = process.wait()
     seconds = time.monotonic() - started
-    if ended is not None:
-        return ChildOutcome(ended, returncode, seconds, peak)
-    if returncode < 0:
-        return ChildOutcome(Ending.SIGNALLED, -returncode, seconds, peak)
-    return ChildOutcome(Ending.EXITED, returncode, seconds, peak)
+    if ended is None:
+        ended, returncode = Ending.SIGNALLED if returncode < 0 else Ending.EXITED, abs(returncode)
+    return ChildOutcome(ended, returncode, seconds, peak)
 
 
 def _watch(

@@ -17,13 +17,8 @@ from onnx import TensorProto, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.graph.storage import read_external
+from loka_onnx.sessions.model_files import FLOAT8_NAMES
 
-FLOAT8_NAMES: dict[int, str] = {
-    TensorProto.FLOAT8E4M3FN: "float8e4m3fn",
-    TensorProto.FLOAT8E4M3FNUZ: "float8e4m3fnuz",
-    TensorProto.FLOAT8E5M2: "float8e5m2",
-    TensorProto.FLOAT8E5M2FNUZ: "float8e5m2fnuz",
-}
 LAYOUT_OPS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
 """Operators that move values without changing them; an optimizer may put one between a DQ and its product."""
 PRODUCT_OPS = frozenset(
@@ -33,12 +28,11 @@ PRODUCT_OPS = frozenset(
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of an operand's values.
+    """Origin of an operand's values, which have `element_type` at the product.
 
     Attributes:
-        element_type: Name of the type that reaches the product.
-        float8: Name of the FP8 type that they were rounded to; empty otherwise.
-        constant: Name of their float initializer if they were folded; else empty.
+        float8: Name of the FP8 type that they were rounded to, if any.
+        constant: Name of their float initializer, if they were folded.
     """
 
     element_type: str
@@ -69,9 +63,8 @@ class OperandReader:
 
     def product(self, site: str) -> onnx.NodeProto | None:
         """Return the node of a site: the one of its name, or the one that an optimizer fused it into."""
-        exact = self._nodes.get(site)
-        if exact is not None:
-            return exact
+        if site in self._nodes:
+            return self._nodes[site]
         # ONNX Runtime names a fused node ``<first node>/<fusion>``.
         for name, node in self._nodes.items():
             if node.op_type in PRODUCT_OPS and name.startswith(f"{site}/") and "Fusion" in name[len(site) :]:
@@ -85,22 +78,12 @@ class OperandReader:
 
     def float_types(self) -> frozenset[str]:
         """Names of all floating-point types of the graph's tensors."""
-        floats: set[int] = {
-            TensorProto.FLOAT,
-            TensorProto.FLOAT16,
-            TensorProto.BFLOAT16,
-            TensorProto.DOUBLE,
-            *FLOAT8_NAMES,
-        }
-        found = {t.data_type for t in self._initializers.values()} | set(self._types.values())
-        return frozenset(_type_name(kind) for kind in found & floats)
+        wide = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+        types = {t.data_type for t in self._initializers.values()} | set(self._types.values())
+        return frozenset(_type_name(kind) for kind in types & {*wide, *FLOAT8_NAMES})
 
     def constant(self, name: str) -> npt.NDArray[Any]:
-        """Values of an initializer.
-
-        Raises:
-            KeyError: There is none of that name.
-        """
+        """Values of an initializer."""
         tensor = self._initializers[name]
         if uses_external_data(tensor):
             # onnx's own reader refuses files with several hard links, as an engine has.
@@ -120,10 +103,9 @@ class OperandReader:
                 continue
             values = self.constant(stored.name).astype(np.float32)
             scale = self.constant(dequantize.input[1]).astype(np.float32)
-            axis = _integer(dequantize, "axis", 1)
             if scale.ndim == 1:
                 shape = [1] * values.ndim
-                shape[axis] = -1
+                shape[_integer(dequantize, "axis", 1)] = -1
                 scale = scale.reshape(shape)
             return np.asarray(values * scale, np.float32)
         return None
@@ -168,12 +150,9 @@ def _integer(node: onnx.NodeProto, name: str, default: int) -> int:
 
 
 def _type_name(kind: int) -> str:
-    if kind in FLOAT8_NAMES:
-        return FLOAT8_NAMES[kind]
-    names: dict[int, str] = {int(value): name for name, value in TensorProto.DataType.items()}
-    return names[kind].lower()
+    return str(TensorProto.DataType.Name(kind)).lower()
 
 
 def is_same_up_to_transpose(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> bool:
-    """Tell whether two matrices are equal up to a transposition, as folding may apply."""
+    """True if two matrices are equal up to a transposition, as folding may apply."""
     return bool(np.array_equal(left, right) or (left.ndim == 2 and np.array_equal(left.T, right)))

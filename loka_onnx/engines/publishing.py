@@ -16,12 +16,8 @@ from loka_onnx.engines.isolation import interrupts_held
 from loka_onnx.errors import OutputError
 
 
-def make_staging(output: Path) -> Path:
-    """Make a staging directory beside the output, and remove those of dead processes.
-
-    Raises:
-        OutputError: The destination cannot be written.
-    """
+def _make_staging(output: Path) -> Path:
+    """Make a staging directory beside the output, and remove those of dead processes."""
     prefix = f".{output.name}.building-"
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -37,8 +33,7 @@ def make_staging(output: Path) -> Path:
 def replace_directory(source: Path, target: Path, staging: Path) -> None:
     """Move a finished directory into place; an earlier one is first moved into the staging directory.
 
-    Raises:
-        OutputError: The destination cannot be written.
+    Where that fails, the earlier one is put back, with an `OutputError`.
     """
     replaced = staging / "replaced"
     try:
@@ -56,15 +51,11 @@ def replace_directory(source: Path, target: Path, staging: Path) -> None:
 
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
-    """Give a staging directory for an output, and remove it afterwards.
-
-    Raises:
-        OutputError: The place cannot be written.
-    """
+    """Give a staging directory for an output, and remove it afterwards."""
     staging: Path | None = None
     try:
         with interrupts_held():
-            staging = make_staging(output)
+            staging = _make_staging(output)
         yield staging
     finally:
         if staging is not None:

@@ -10,22 +10,14 @@ from loka_onnx.sessions.backends import get_spec, resolve
 
 
 def get_backend(name: str) -> Backend:
-    """Return the backend of that name.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the backend of that name; a `ConfigError` where there is none."""
     return maker_of(name)()
 
 
 def maker_of(name: str) -> Callable[[], Backend]:
-    """Return the class of a backend.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
-    found: Callable[[], Backend] = resolve(get_spec(name).maker)
-    return found
+    """Return the class of a backend."""
+    maker: Callable[[], Backend] = resolve(get_spec(name).maker)
+    return maker
 
 
 def all_backends() -> tuple[Backend, ...]:

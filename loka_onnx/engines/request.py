@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from loka_onnx.core.engine import SitePrecision
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.serde import STRICT
 from loka_onnx.core.site import Site
@@ -24,10 +25,9 @@ WAITING = "waiting"
 
 @dataclass(frozen=True)
 class BatchRange:
-    """Rows per request that an engine accepts.
+    """Rows per request that an engine accepts, tuned for `serve`.
 
     Attributes:
-        serve: Rows that the engine is tuned for.
         sizes: Served batch sizes, ascending, each with its CUDA graph or program; `serve` alone when empty.
 
     Raises:
@@ -63,11 +63,7 @@ class BatchRange:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits at which a build is ended.
-
-    Raises:
-        ConfigError: A limit is not positive.
-    """
+    """Positive limits at which a build is ended."""
 
     seconds: float = 900.0
     memory_bytes: int = 32 * GIB
@@ -89,12 +85,9 @@ class BuildRequest:
     Attributes:
         model: ONNX file for the backend: named sites, Q/DQ at FP8 sites, the rest in
             `Backend.base_precision`; weights may be external data beside it.
-        sites: Sites of the model; each is the name of a node.
         target: Device as named in the run file.
-        output: Directory for the engine; it appears only after a successful build, and replaces an earlier
-            one as a whole.
-        sample: ``.npz`` with one array per graph input, rows on axis 0, for the first batches in the child
-            process.
+        output: Directory for the engine, which is replaced as a whole after a successful build.
+        sample: ``.npz`` with one array per graph input, rows on axis 0, for the first batches.
         relative_to: Directory that `EngineArtifact.path` is relative to (the run directory); None: `output`.
     """
 
@@ -114,10 +107,15 @@ class BuildRequest:
     options: dict[str, int] = field(default_factory=dict)
 
     @property
+    def planned(self) -> tuple[tuple[Site, Precision], ...]:
+        """Sites that the plan decides, with their precision, in the model's order."""
+        precisions = {decision.site: decision.precision for decision in self.plan.decisions}
+        return tuple((site, precisions[site.name]) for site in self.sites if site.name in precisions)
+
+    @property
     def planned_sites(self) -> tuple[Site, ...]:
         """Sites that the plan decides, in the model's order."""
-        decided = {decision.site for decision in self.plan.decisions}
-        return tuple(site for site in self.sites if site.name in decided)
+        return tuple(site for site, _ in self.planned)
 
 
 @dataclass(frozen=True)
@@ -125,11 +123,10 @@ class BuildResponse:
     """Answer of the child process of a build.
 
     Attributes:
-        engine: Engine file, relative to its build directory.
-        files: All files of the engine, the engine first, relative to the same.
+        files: All files of the engine, relative to its build directory, the engine first.
         sites: Precision of each planned site, read from the engine.
         not_run: Reason why the engine was not run here; empty when it was.
-        error: Reason of a failure, which makes the other fields meaningless; empty on success.
+        error: Reason of a failure, which makes the other fields meaningless.
     """
 
     SCHEMA: ClassVar[str] = "build-response/1"

@@ -41,12 +41,7 @@ Run = Callable[[], "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Operands:
-    """Operands of a product before rounding.
-
-    Attributes:
-        activation: (M, K), FP32.
-        weight: (K, N), FP32; None to quantize the activation alone.
-    """
+    """FP32 operands (M, K) and (K, N) of a product; without a weight, the activation alone is quantized."""
 
     activation: npt.NDArray[np.float32]
     weight: npt.NDArray[np.float32] | None
@@ -63,7 +58,7 @@ class Operands:
 
     @property
     def shape(self) -> Shape:
-        """Shape of the product."""
+        """Of the product."""
         rows, k = self.activation.shape
         return Shape(rows, 0 if self.weight is None else self.weight.shape[1], k)
 
@@ -111,11 +106,7 @@ class PreparedOperands:
         return copies_in_turn(width * self.shape.k * self.shape.n)
 
     def run_of(self, kernel: Kernel) -> Run:
-        """Return a function that calls a kernel once, with the next of the `turns_of` copies of its weight.
-
-        Raises:
-            ValueError: There is no weight.
-        """
+        """Return a function that calls a kernel once, with the next of `turns_of` copies of its weight."""
         import torch
 
         if kernel.name == QUANTIZE:
@@ -138,14 +129,11 @@ class PreparedOperands:
             a, next(weights), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=is_fast
         )
 
-    def errors(self, kernel: Kernel, result: torch.Tensor, rows: int) -> tuple[float, float]:
-        """Error of a product's arithmetic, and its error relative to the product of unrounded operands.
+    def error(self, kernel: Kernel, result: torch.Tensor, rows: int) -> float:
+        """Error of the first rows of a product's arithmetic.
 
-        Both are root mean square differences from a float64 product over its root mean square.
-
-        Args:
-            result: (M, N).
-            rows: Number of first rows to compare.
+        Root mean square difference from the float64 product of the rounded operands, over its root mean
+        square.
         """
         import torch
 
@@ -155,36 +143,31 @@ class PreparedOperands:
             b = self._weight_in_float8(kernel.scales).to(wide) * self._weight_scale(kernel.scales).to(wide)
         else:
             a, b = self._wide_activation[:rows].to(wide), self._wide_weight.to(wide)
-        exact = self._activation[:rows].to(wide) @ self._weight.to(wide)
-        got = result[:rows].to(wide)
-        return _relative_rms(got, a @ b), _relative_rms(got, exact)
+        exact = a @ b
+        difference, size = (result[:rows].to(wide) - exact).square().mean(), exact.square().mean()
+        return float((difference / size).sqrt()) if float(size) > 0.0 else 0.0
 
     @cached_property
     def _activation(self) -> torch.Tensor:
-        return self._on_device(self._operands.activation)
+        import torch
+
+        return torch.tensor(self._operands.activation, device=self._device)
 
     @cached_property
     def _weight(self) -> torch.Tensor:
         if self._operands.weight is None:
             raise ValueError("there is no weight to multiply by")
-        return self._on_device(self._operands.weight)
-
-    def _on_device(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
         import torch
 
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+        return torch.tensor(self._operands.weight, device=self._device)
 
     @cached_property
     def _wide_activation(self) -> torch.Tensor:
-        import torch
-
-        return self._activation.to(torch.bfloat16)
+        return self._activation.bfloat16()
 
     @cached_property
     def _wide_weight(self) -> torch.Tensor:
-        import torch
-
-        return self._weight.to(torch.bfloat16)
+        return self._weight.bfloat16()
 
     @cached_property
     def _activation_scale(self) -> torch.Tensor:
@@ -262,8 +245,3 @@ def _cast(torch_device: str, length: int) -> Callable[[torch.Tensor, torch.Tenso
         return (values.to(torch.float32) * inverse).clamp(-limit, limit).to(kind)
 
     return rounded if torch_device == CPU else torch.compile(rounded)
-
-
-def _relative_rms(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    difference, size = (got - wanted).square().mean(), wanted.square().mean()
-    return float((difference / size).sqrt()) if float(size) > 0.0 else 0.0

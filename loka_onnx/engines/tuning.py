@@ -7,25 +7,31 @@ clocks affect all of them. On the CPU single calls are timed.
 
 Each product also gets the error of its own arithmetic, relative to the float64 product of the same rounded
 operands: Hopper's FP8 tensor cores keep about 14 bits of a partial sum ("DeepSeek-V3 Technical Report", arXiv
-    2412.19437, section
-3.3.2), which a Q/DQ simulation does not show.
+2412.19437, section 3.3.2), which a Q/DQ simulation does not show.
 """
 
 from __future__ import annotations
 
 import datetime
+import platform
+import shutil
+import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from statistics import median, quantiles
 
-from loka_onnx.core.devices import CPU
-from loka_onnx.core.formats import Precision
+from loka_onnx.core.devices import CPU, SLICE, device_called
+from loka_onnx.core.distributions import versions_of
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
-from loka_onnx.engines.tuned_device import clocks, device_name, device_to_time, library_versions, torch_device
 from loka_onnx.engines.tuned_kernels import Operands, PreparedOperands, Run, calls_in_turn, kernels_of
-from loka_onnx.errors import ConfigError, EngineError
+from loka_onnx.errors import ConfigError, EngineError, MissingPackage
+
+CUDA = "cuda"
+"""Torch's name of an accelerator, including AMD's."""
+_QUERY = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
 
 
 @dataclass(frozen=True)
@@ -36,9 +42,6 @@ class TuningOptions:
         rounds: Repetitions of each kernel, of which the median is taken.
         calls: Fewest calls in a CUDA graph; a time is that of one call.
         error_rows: Number of first rows of the product for its error.
-
-    Raises:
-        ConfigError: A number is not positive.
     """
 
     rounds: int = 15
@@ -55,20 +58,6 @@ class TuningOptions:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One kernel on one shape.
-
-    Attributes:
-        timing: Its latency, and the error of its arithmetic.
-        total_error: Root mean square difference from the float64 product of unrounded operands, over its root
-            mean square; None for a quantize step.
-    """
-
-    timing: KernelTiming
-    total_error: float | None
-
-
-@dataclass(frozen=True)
 class Refused:
     """A kernel that does not run on a shape, with its error message."""
 
@@ -81,36 +70,12 @@ class Refused:
 class Tuned:
     """Results for one shape: kernels that ran, and kernels that did not."""
 
-    measured: tuple[Measured, ...]
-    refused: tuple[Refused, ...] = field(default=())
-
-    def fastest(self, precision: Precision, largest_error: float) -> Measured | None:
-        """Return the fastest product of a precision with at most that error; or None."""
-        able = [
-            each
-            for each in self.measured
-            if each.timing.kernel.precision is precision
-            and each.timing.error is not None
-            and each.timing.error <= largest_error
-        ]
-        return min(able, key=lambda each: each.timing.us, default=None)
+    measured: tuple[KernelTiming, ...]
+    refused: tuple[Refused, ...] = ()
 
 
 class KernelTimer:
-    """Times kernels on this machine's accelerator or CPU.
-
-    Args:
-        device: Device as run files name it; None for the one of this machine.
-
-    Attributes:
-        device: Device as run files name it.
-        device_name: Driver's name of it.
-        kernels: Kernels to time.
-
-    Raises:
-        MissingPackage: torch is not installed.
-        ConfigError: This machine has another device, or one without a name in run files.
-    """
+    """Times `kernels` on a device of run files; None is the one of this machine."""
 
     def __init__(self, device: str | None = None, options: TuningOptions | None = None) -> None:
         self.options = options or TuningOptions()
@@ -121,19 +86,15 @@ class KernelTimer:
 
     def wanted(self, shapes: Iterable[Shape]) -> tuple[tuple[Kernel, Shape], ...]:
         """All distinct pairs of kernel and product shape; those of the quantize step have no N."""
-        found: dict[tuple[Kernel, Shape], None] = {}
-        for shape in shapes:
-            for kernel in self.kernels:
-                cast = Shape(shape.m, 0, shape.k)
-                found[kernel, cast if kernel.name == QUANTIZE else shape] = None
-        return tuple(found)
+        pairs = (
+            (kernel, Shape(shape.m, 0, shape.k) if kernel.name == QUANTIZE else shape)
+            for shape in shapes
+            for kernel in self.kernels
+        )
+        return tuple(dict.fromkeys(pairs))
 
     def measure(self, kernels: Collection[Kernel], operands: Operands) -> Tuned:
-        """Time some of `kernels` on the shape of their operands, in turns.
-
-        Raises:
-            EngineError: The device failed and does not recover.
-        """
+        """Time some of `kernels` on the shape of their operands, in turns."""
         import torch
 
         with torch.inference_mode():
@@ -152,17 +113,13 @@ class KernelTimer:
                     refused.append(Refused(kernel, operands.shape, _first_line(error)))
                 else:
                     runs[kernel] = run
-            times = self._times(timers)
+            # Microseconds of one call, by round.
+            times: dict[Kernel, list[float]] = {kernel: [] for kernel in timers}
+            for _ in range(self.options.rounds):
+                for kernel, timer in timers.items():
+                    times[kernel].append(timer())
             measured = (self._measured(kernel, times[kernel], prepared, run) for kernel, run in runs.items())
             return Tuned(tuple(measured), tuple(refused))
-
-    def _times(self, timers: Mapping[Kernel, Callable[[], float]]) -> dict[Kernel, list[float]]:
-        """Microseconds of one call, by round."""
-        times: dict[Kernel, list[float]] = {kernel: [] for kernel in timers}
-        for _ in range(self.options.rounds):
-            for kernel, timer in timers.items():
-                times[kernel].append(timer())
-        return times
 
     def _timer(self, run: Run, turns: int) -> Callable[[], float]:
         if self._torch_device == CPU:
@@ -171,14 +128,13 @@ class KernelTimer:
 
     def _measured(
         self, kernel: Kernel, us: Sequence[float], prepared: PreparedOperands, run: Run
-    ) -> Measured:
+    ) -> KernelTiming:
         quartiles = quantiles(us, n=4) if len(us) > 1 else [us[0]] * 3
         spread = (quartiles[2] - quartiles[0]) / 2.0
-        error = total = None
+        error = None
         if kernel.name != QUANTIZE:
-            error, total = prepared.errors(kernel, run(), self.options.error_rows)
-        timing = KernelTiming(kernel, prepared.shape, median(us), spread, self._provenance, len(us), error)
-        return Measured(timing, total)
+            error = prepared.error(kernel, run(), self.options.error_rows)
+        return KernelTiming(kernel, prepared.shape, median(us), spread, self._provenance, len(us), error)
 
     @cached_property
     def _provenance(self) -> Provenance:
@@ -248,3 +204,97 @@ def _clocked(run: Run) -> float:
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def torch_device(device: str | None) -> str:
+    """Torch's name of a device of run files; None is the accelerator if there is one, else the CPU.
+
+    Raises:
+        ConfigError: The device is an accelerator, and torch sees none.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingPackage(
+            "kernels are timed with torch, which is not installed",
+            evidence=str(error),
+            remedy="pip install 'loka-onnx[export]'",
+        ) from error
+    if device == CPU or (device is None and not torch.cuda.is_available()):
+        return CPU
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"this machine has no '{device}'",
+            evidence=f"torch {torch.__version__} sees no GPU",
+            remedy="tune on that device, and bring its times with --export and --import",
+        )
+    return CUDA
+
+
+def device_to_time(device: str | None) -> str:
+    """Device for timing kernels, as run files name it.
+
+    Raises:
+        ConfigError: This machine has another device, a slice, or one without a name in run files.
+    """
+    if torch_device(device) == CPU:
+        return CPU
+    here, name = device_here(), device_name()
+    elsewhere = "and bring its times with --export and --import"
+    if here == SLICE:
+        raise ConfigError(
+            "this GPU is a slice, and what kernels take on it is no time of the device",
+            evidence=f"its driver calls it '{name}'",
+            remedy=f"tune on a whole GPU, {elsewhere}",
+        )
+    if not (device or here):
+        raise ConfigError(
+            "this GPU has no name that run files know",
+            evidence=f"its driver calls it '{name}'",
+            remedy="name it with --device",
+        )
+    if device and here and device != here:
+        raise ConfigError(
+            f"this machine has no '{device}'",
+            evidence=f"it has '{here}'",
+            remedy=f"tune on that device, {elsewhere}",
+        )
+    return device or here
+
+
+def device_here() -> str:
+    """Accelerator of this machine as run files name it; empty where it is unknown."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    major, minor = torch.cuda.get_device_capability(0)
+    return device_called(device_name(), "" if torch.version.hip else f"sm{major}{minor}")
+
+
+def device_name(torch_device: str = CUDA) -> str:
+    """Driver's name of the accelerator; the processor's for ``cpu`` or without one."""
+    import torch
+
+    if torch_device != CPU and torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    return platform.processor() or platform.machine()
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the software that runs the kernels."""
+    own = {"python": platform.python_version(), "loka-onnx": version("loka-onnx")}
+    return own | versions_of(("torch", "triton"))
+
+
+def clocks() -> str:
+    """Clocks, their limits and the driver, from nvidia-smi; empty where it is unavailable."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    command = [tool, f"--query-gpu={_QUERY}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f"{_QUERY}: {done.stdout.strip()}"

@@ -7,7 +7,6 @@ writes ``response.json``. ``phase`` holds the current step, so that the parent c
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import signal
 import sys
@@ -24,23 +23,11 @@ from loka_onnx.core import serde
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.request import ENGINE, PHASE, REQUEST, RESPONSE, WAITING, BuildRequest, BuildResponse
-from loka_onnx.errors import DataError, EngineError, InternalError, LokaError
+from loka_onnx.errors import DataError, EngineError, LokaError
+from loka_onnx.sessions.backends import resolve
 from loka_onnx.sessions.runner import Arrays, Runner
 
 PR_SET_PDEATHSIG = 1
-
-
-def resolve(path: str) -> Backend:
-    """Make a backend from ``module:class``.
-
-    Raises:
-        InternalError: The path names no backend.
-    """
-    module, _, name = path.partition(":")
-    backend = getattr(importlib.import_module(module), name)()
-    if not isinstance(backend, Backend):
-        raise InternalError("not a backend", where=path, evidence=repr(backend))
-    return backend
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     _die_with_parent()
     path, directory = arguments[0], Path(arguments[1])
     try:
-        backend = resolve(path)
+        backend: Backend = resolve(path)()
         response = _serve(backend, serde.read(BuildRequest, directory / REQUEST), directory)
     except LokaError as error:
         traceback.print_exc()

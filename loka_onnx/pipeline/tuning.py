@@ -73,7 +73,7 @@ def tune_shapes(request: TuningRequest, timer: KernelTimer, progress: Progress =
         progress("kernels", 0, len(by_shape))
         for done, (shape, kernels) in enumerate(by_shape, start=1):
             tuned = timer.measure(kernels, Operands.generated(shape, SEED))
-            database.add(each.timing for each in tuned.measured)
+            database.add(tuned.measured)
             measured += len(tuned.measured)
             refused += tuned.refused
             progress(f"kernels {shape}", done, len(by_shape))

@@ -6,7 +6,7 @@ import difflib
 import importlib
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -37,9 +37,7 @@ class BackendSpec(ABC):
         use: Use of the library, for `doctor`; empty where it is no package.
         maker: Import path (``module:class``) of the `engines.base.Backend` that builds.
         triton: Import path of the function that makes an engine's form for Triton; empty if it has none.
-        no_triton: Reason why Triton does not serve it.
         devices: Architectures of each device of run files.
-        formats: FP8 formats that it multiplies.
         need: Versions of the library that load an engine.
         fusions: Operators that it computes in one kernel.
     """
@@ -59,11 +57,9 @@ class BackendSpec(ABC):
 
     @abstractmethod
     def open(self, engine: Path, architecture: str, version: str, options: SessionOptions | None) -> Runner:
-        """Load an engine that comes from elsewhere.
+        """Load an engine that comes from elsewhere, by its main file.
 
         Args:
-            engine: Its main file.
-            architecture: Target of the build.
             version: Version of the library that built it; not checked when empty.
             options: Options of an ONNX Runtime session.
 
@@ -76,11 +72,11 @@ class BackendSpec(ABC):
         """Reason why this host has no device for an architecture; empty when it has."""
 
     def knows(self, architecture: str) -> bool:
-        """Tell whether it has engines for an architecture."""
+        """True if it has engines for an architecture."""
         return True
 
     def is_program(self, architecture: str) -> bool:
-        """Tell whether loading an engine runs code in it."""
+        """True if loading an engine runs code in it."""
         return True
 
     def files_beside(self, engine: Path) -> tuple[str, ...]:
@@ -88,11 +84,7 @@ class BackendSpec(ABC):
         return ()
 
     def load_library(self) -> Any:
-        """Import the library.
-
-        Raises:
-            MissingPackage: It is not installed, or does not load.
-        """
+        """Import the library; a `MissingPackage` where it does not load."""
         try:
             return importlib.import_module(self.modules[0])
         except (ImportError, OSError) as error:
@@ -105,11 +97,7 @@ class BackendSpec(ABC):
         return "" if is_installed(self.modules[0]) else f"{self.title} is not installed; {self.install}"
 
     def version(self) -> str:
-        """Version of the library on this host.
-
-        Raises:
-            MissingPackage: It is not installed.
-        """
+        """Version of the library on this host; see `load_library`."""
         return str(self.load_library().__version__)
 
     def requirement(self, version: str, architecture: str) -> tuple[Need, str]:
@@ -119,8 +107,14 @@ class BackendSpec(ABC):
         return self.need, release(version) if self.need is Need.RELEASE else version
 
     def loads(self, built_by: str, here: str) -> bool:
-        """Tell whether version `here` of the library loads a program that `built_by` made."""
+        """True if version `here` of the library loads a program that `built_by` made."""
         return here == built_by or (self.need is Need.RELEASE and release(here) == release(built_by))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Ask for the known word that is like a given one; empty where none is."""
+    near = difflib.get_close_matches(word, [*known], n=1)
+    return f"did you mean '{near[0]}'?" if near else ""
 
 
 def in_line(error: MissingPackage) -> str:
@@ -134,7 +128,7 @@ def release(version: str) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Tell whether a module is installed, without importing it."""
+    """True if a module is installed, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
@@ -142,11 +136,7 @@ def is_installed(module: str) -> bool:
 
 
 def installed_version(distribution: str, title: str) -> str:
-    """Version of a distribution, without importing it.
-
-    Raises:
-        MissingPackage: It is not installed.
-    """
+    """Version of a distribution, without importing it; a `MissingPackage` where there is none."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError as error:
@@ -154,7 +144,7 @@ def installed_version(distribution: str, title: str) -> str:
 
 
 def has_spec(name: str) -> bool:
-    """Tell whether there is a backend of that name."""
+    """True if there is a backend of that name."""
     return name in spec_paths()
 
 
@@ -167,11 +157,10 @@ def get_spec(name: str) -> BackendSpec:
     """
     paths = spec_paths()
     if name not in paths:
-        near = difflib.get_close_matches(name, paths, n=1)
         raise ConfigError(
             f"there is no backend '{name}'",
             evidence=f"known backends: {', '.join(sorted(paths))}",
-            remedy=f"did you mean '{near[0]}'?" if near else "name one of these",
+            remedy=nearest(name, paths) or "name one of these",
         )
     try:
         found: BackendSpec = resolve(paths[name])

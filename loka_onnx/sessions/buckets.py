@@ -21,6 +21,15 @@ Run = Callable[[int, Arrays], Arrays]
 """Runs the program of a size on exactly that many rows."""
 
 
+MOST_PADDING = 2
+"""Largest ratio of padded to actual rows where a request could run unpadded."""
+
+
+def padded_rows(rows: int, sizes: Sequence[int]) -> int | None:
+    """The smallest of ascending sizes that holds a request; None where the padding would be too much."""
+    return next((size for size in sizes if rows <= size <= MOST_PADDING * rows), None)
+
+
 @dataclass(frozen=True)
 class Piece:
     """Rows of a request that one program serves: `rows` rows from `start`, in a program of `size` rows."""
@@ -31,10 +40,8 @@ class Piece:
 
 
 def pieces_of(rows: int, sizes: Sequence[int]) -> tuple[Piece, ...]:
-    """Split a request: the largest program while it is full, then the smallest that holds the rest.
-
-    Args:
-        sizes: Batch sizes of the programs, ascending.
+    """Split a request: the largest of ascending sizes while it is full, then the smallest that holds the
+    rest.
 
     Raises:
         EngineError: The request is empty, or there is no program.
@@ -54,15 +61,9 @@ def pieces_of(rows: int, sizes: Sequence[int]) -> tuple[Piece, ...]:
 
 
 def padded(value: npt.NDArray[Any], piece: Piece) -> npt.NDArray[Any]:
-    """Take the rows of a piece and repeat the last one up to the program's size.
+    """Take the rows of a piece in C order, and repeat the last one up to the program's size.
 
     A repeated row is valid; zeros might not be (an id may have to be positive).
-
-    Args:
-        value: Shape (rows of the request, …).
-
-    Returns:
-        Shape (piece.size, …), C order; the array itself where the piece is all of it.
     """
     rows = value[piece.start : piece.start + piece.rows]
     if piece.size > piece.rows:
@@ -94,7 +95,6 @@ def run_in_buckets(
     """Serve a request with programs of fixed sizes.
 
     Args:
-        sizes: Batch sizes of the programs, ascending.
         batched: Outputs whose axis 0 is the batch; others are taken from the first piece.
 
     Raises:

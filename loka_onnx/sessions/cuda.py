@@ -68,11 +68,7 @@ class CudaDriver:
         self.call("cuInit", 0)
 
     def call(self, function: str, *arguments: Any) -> None:
-        """Call a driver function.
-
-        Raises:
-            EngineError: It returns an error.
-        """
+        """Call a driver function; its error is an `EngineError`."""
         code = getattr(self._library, function)(*arguments)
         if code:
             text = ctypes.c_char_p()
@@ -94,15 +90,7 @@ class CudaDriver:
 
 
 class CudaGraph:
-    """A captured CUDA graph.
-
-    Args:
-        graph: Handle of the captured graph; freed here.
-        stream: Stream that it is launched on.
-
-    Raises:
-        EngineError: The driver cannot instantiate the graph.
-    """
+    """A captured CUDA graph on a stream; owns the handle of the graph."""
 
     def __init__(self, driver: CudaDriver, graph: ctypes.c_void_p, stream: ctypes.c_void_p) -> None:
         self._driver, self._stream = driver, stream
@@ -128,10 +116,7 @@ class CudaContext:
 
     Each name has a buffer on the device and one in page-locked host memory, because only copies from such
     memory are asynchronous and can be captured into a graph. The context is current in the thread that made
-    it; another thread must `activate` it first.
-
-    Raises:
-        EngineError: The driver refuses.
+    it; another thread must `activate` it first. Errors of the driver are `EngineError`.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -227,8 +212,7 @@ class CudaContext:
     def capture(self, work: Callable[[], None]) -> CudaGraph:
         """Record the work that `work` queues on the stream, without running it.
 
-        Raises:
-            EngineError: The work cannot be captured; the stream remains usable.
+        Where that fails, the stream remains usable.
         """
         graph = ctypes.c_void_p()
         self._driver.call("cuStreamBeginCapture_v2", self._stream, CAPTURE_THIS_THREAD)
@@ -284,11 +268,7 @@ def why_no_gpu(architecture: str) -> str:
 
 
 def first_gpu(architecture: str) -> CudaDevice:
-    """The first GPU of an architecture.
-
-    Raises:
-        EngineError: There is none.
-    """
+    """The first GPU of an architecture; an `EngineError` where there is none."""
     for device in list_cuda_devices():
         if device.architecture == architecture:
             return device

@@ -1,12 +1,8 @@
 """Borrowed arrays of other libraries, through DLPack, without importing those libraries.
 
-``__dlpack__`` returns a capsule that points to a description of the memory and keeps it alive. `borrow` reads
-the description and keeps the capsule without consuming it, so that its own destructor frees the memory after
-the last view is gone.
-
-Source: dmlc/dlpack, `include/dlpack/dlpack.h` (``DLManagedTensor``, ``DLTensor``), and the Python
-    specification of the
-protocol, https://dmlc.github.io/dlpack/latest/python_spec.html.
+`borrow` reads the description that a capsule of ``__dlpack__`` points to, and keeps the capsule without
+consuming it: its own destructor frees the memory after the last view is gone. Sources: dmlc/dlpack,
+`include/dlpack/dlpack.h` (``DLTensor``), and https://dmlc.github.io/dlpack/latest/python_spec.html.
 """
 
 from __future__ import annotations
@@ -62,12 +58,7 @@ _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, 
 
 @dataclass(frozen=True)
 class Borrowed:
-    """An array of another library, in C order.
-
-    Attributes:
-        device_type: ``DLDeviceType`` of its memory.
-        capsule: Keeps the memory alive; one other consumer may take it.
-    """
+    """An array of another library, in C order; `capsule` keeps its memory alive for one other consumer."""
 
     address: int
     shape: tuple[int, ...]
@@ -83,11 +74,7 @@ class Borrowed:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def as_numpy(self) -> npt.NDArray[Any]:
-        """View the memory as a NumPy array.
-
-        Raises:
-            DataError: It is on a device.
-        """
+        """View host memory as a NumPy array; a `DataError` for memory on a device."""
         if self.device_type not in {CPU, CUDA_HOST}:
             raise DataError("an array lies on a device", evidence=f"device type {self.device_type} of DLPack")
         if not self.nbytes:
@@ -117,11 +104,7 @@ def device_of(value: Any) -> tuple[int, int]:
 
 
 def borrow(value: Any, stream: int | None = None) -> Borrowed:
-    """Borrow an array.
-
-    Args:
-        stream: CUDA stream that will use it, ordered after work that its library has queued on it; None for
-            host memory.
+    """Borrow an array for a CUDA stream, after the work on it that its library has queued; None is the host.
 
     Raises:
         DataError: It cannot be exported, is not in C order, or has a type that NumPy lacks.
@@ -167,11 +150,7 @@ def dtype_called(name: str) -> np.dtype[Any]:
 
 
 def on_host(value: Any) -> npt.NDArray[Any]:
-    """View an array in host memory as a NumPy array, without a copy; any strides where NumPy has its type.
-
-    Raises:
-        DataError: It is not in host memory; or see `borrow`.
-    """
+    """View an array in host memory as a NumPy array, without a copy; a `DataError` as of `borrow`."""
     value = _settled(value)
     try:
         array: npt.NDArray[Any] = np.from_dlpack(value)
@@ -182,8 +161,7 @@ def on_host(value: Any) -> npt.NDArray[Any]:
 
 
 def _settled(value: Any) -> Any:
-    """Resolve a PyTorch tensor that is marked as the negative or conjugate of its memory; return others
-    unchanged.
+    """Resolve a PyTorch tensor that is marked as the negative or conjugate of its memory.
 
     DLPack has no such mark, yet PyTorch exports the memory of a negative.
     """

@@ -22,8 +22,7 @@ DRM_CARDS = Path("/sys/class/drm")
 def device_of_architecture(architecture: str) -> str:
     """Driver's name of the first device here that loads engines of an architecture.
 
-    Returns:
-        For example ``NVIDIA H100 80GB HBM3``; ``cpu`` for the processor, empty where there is none.
+    ``cpu`` for the processor; empty where there is none.
     """
     if architecture == CPU:
         return CPU
@@ -33,13 +32,9 @@ def device_of_architecture(architecture: str) -> str:
 
 
 def is_target(target: str, architecture: str) -> bool:
-    """Tell whether latencies on this machine hold for a target.
+    """True if latencies on this machine hold for a target of the run file.
 
     A target that is not a known device, or a device here whose driver name is unknown, is assumed to match.
-
-    Args:
-        target: Device as named in the run file.
-        architecture: Architecture of the engine, as its backend names it.
     """
     if architecture == CPU or target not in ACCELERATORS:
         return True
@@ -51,8 +46,7 @@ class AmdDevice:
     """An AMD GPU of this machine.
 
     Attributes:
-        name: As the driver names the product, for example ``AMD Instinct MI300X OAM``; vendor and device
-            number on the PCI bus where the product does not say.
+        name: Its product, such as ``AMD Instinct MI300X OAM``; else vendor and device number on the PCI bus.
         architecture: LLVM target, for example ``gfx942``.
     """
 
@@ -61,11 +55,7 @@ class AmdDevice:
 
 
 def list_amd_architectures(nodes: Path = KFD_NODES) -> tuple[str, ...]:
-    """LLVM target of each AMD GPU, in the driver's order; empty without a driver or a GPU.
-
-    Args:
-        nodes: Directory of the driver's topology.
-    """
+    """LLVM target of each AMD GPU, in the driver's order."""
     return tuple(device.architecture for device in list_amd_devices(nodes))
 
 
@@ -74,12 +64,7 @@ def list_amd_devices(nodes: Path = KFD_NODES, cards: Path = DRM_CARDS) -> tuple[
 
     The driver writes ``gfx_target_version`` as major·10000 + minor·100 + stepping, 0 for a CPU (Linux,
     `drivers/gpu/drm/amd/amdkfd/kfd_topology.c`); LLVM spells minor and stepping in hexadecimal, a digit each.
-    The name of the product, where the board tells it, is ``product_name`` of the card (Linux, "AMDGPU Misc
-    Information", section "product_name").
-
-    Args:
-        nodes: Directory of the driver's topology.
-        cards: Directory of the graphics cards.
+    The name is ``product_name`` of the card (Linux, "AMDGPU Misc Information").
     """
     found = []
     for node in sorted(nodes.glob("*/properties"), key=lambda path: int(path.parent.name)):

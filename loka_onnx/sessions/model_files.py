@@ -11,6 +11,13 @@ import onnx
 
 from loka_onnx.errors import ModelError
 
+FLOAT8_NAMES: dict[int, str] = {
+    int(onnx.TensorProto.DataType.Value(name)): name.lower()
+    for name in ("FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ")
+}
+"""ONNX's FP8 types, with their names."""
+FLOAT8_TYPES = frozenset(FLOAT8_NAMES)
+
 
 def read_model(path: Path) -> onnx.ModelProto:
     """Read an ONNX model of any suffix without its external data.

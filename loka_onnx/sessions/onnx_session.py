@@ -22,53 +22,31 @@ import numpy.typing as npt
 import onnx
 
 from loka_onnx.errors import EngineError, MissingPackage, ModelError
-from loka_onnx.sessions.model_files import read_model
+from loka_onnx.sessions.model_files import FLOAT8_TYPES, read_model
 from loka_onnx.sessions.runner import Arrays, Names, Runner
 
-_FLOAT8_TYPES = frozenset(
-    {
-        onnx.TensorProto.FLOAT8E4M3FN,
-        onnx.TensorProto.FLOAT8E4M3FNUZ,
-        onnx.TensorProto.FLOAT8E5M2,
-        onnx.TensorProto.FLOAT8E5M2FNUZ,
-    }
-)
-
-
 _BFLOAT16 = "tensor(bfloat16)"
-
-
 INSTALL = "pip install 'loka-onnx[cpu]' (or [nvidia], [amd]: exactly one of them)"
 
 
 def import_onnxruntime() -> Any:
-    """Import `onnxruntime`.
-
-    Raises:
-        MissingPackage: It is not installed.
-    """
+    """Import `onnxruntime`; a `MissingPackage` where it is not installed."""
     try:
         import onnxruntime
     except ImportError as error:
-        raise MissingPackage(
-            "ONNX Runtime is not installed",
-            evidence=str(error),
-            remedy=INSTALL,
-        ) from error
+        raise MissingPackage("ONNX Runtime is not installed", evidence=str(error), remedy=INSTALL) from error
     return onnxruntime
 
 
 def holds_float8(model: onnx.ModelProto) -> bool:
-    """Tell whether an initializer, constant, cast or quantization has an FP8 type, including subgraphs."""
+    """True if an initializer, constant, cast or quantization has an FP8 type, including subgraphs."""
     return _graph_holds_float8(model.graph)
 
 
 def _graph_holds_float8(graph: onnx.GraphProto) -> bool:
-    if any(tensor.data_type in _FLOAT8_TYPES for tensor in graph.initializer):
-        return True
-    return any(
-        (attribute.name in {"to", "output_dtype"} and attribute.i in _FLOAT8_TYPES)
-        or attribute.t.data_type in _FLOAT8_TYPES
+    return any(tensor.data_type in FLOAT8_TYPES for tensor in graph.initializer) or any(
+        (attribute.name in {"to", "output_dtype"} and attribute.i in FLOAT8_TYPES)
+        or attribute.t.data_type in FLOAT8_TYPES
         or (attribute.type == onnx.AttributeProto.GRAPH and _graph_holds_float8(attribute.g))
         for node in graph.node
         for attribute in node.attribute
@@ -82,8 +60,7 @@ class SessionOptions:
     Attributes:
         threads: Threads of one operator; 0 lets ONNX Runtime choose.
         optimize: Whether to optimize beyond BASIC (never for FP8).
-        as_written: Whether not to optimize at all: at BASIC, ONNX Runtime 1.31 removes a Dropout in training
-            mode.
+        as_written: Not optimized at all: at BASIC, ONNX Runtime 1.31 removes a Dropout in training mode.
         providers: Execution providers in order of preference.
     """
 
@@ -166,12 +143,10 @@ class OnnxSession(Runner):
         """Open a session without files.
 
         Args:
-            proto: The model; initializers of its main graph may be external data.
-            weights: Values of those initializers, by name, in C order; used in place and not to be changed.
+            weights: Values of external initializers of its main graph, by name, in C order; used in place.
 
         Raises:
             ModelError: ONNX Runtime refuses the model.
-            MissingPackage: ONNX Runtime is not installed.
         """
         settings = _settings(proto, options)
         values = [_on_host(array) for array in weights.values()]
@@ -202,10 +177,7 @@ class OnnxSession(Runner):
         self._has_bfloat16 = any(value.type == _BFLOAT16 for value in described)
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
-        """Run one batch.
-
-        Args:
-            outputs: Names of the outputs to compute; all when None.
+        """Run one batch, for some of the outputs or all.
 
         Raises:
             EngineError: ONNX Runtime fails on this batch.

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.errors import InternalError
+from loka_onnx.errors import EngineError, InternalError
 from loka_onnx.sessions.dlpack import Borrowed
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -26,8 +26,7 @@ class Resident:
     """A batch in the memory of the engine; calling it runs it once and waits.
 
     Attributes:
-        launch: Runs it or queues it; its outputs are not fetched.
-        wait: Returns when all launched work is done.
+        launch: Runs or queues it; its outputs are not fetched.
         is_on_device: False where each launch passes the batch from the host.
     """
 
@@ -49,6 +48,17 @@ class Names:
     outputs: tuple[str, ...]
 
 
+def check_types(inputs: Mapping[str, Borrowed], types: Mapping[str, npt.DTypeLike]) -> None:
+    """Check that borrowed inputs have the engine's types; an `EngineError` where one has not."""
+    for name, kind in types.items():
+        if inputs[name].dtype != kind:
+            raise EngineError(
+                f"input '{name}' has another type than the engine",
+                evidence=f"{inputs[name].dtype} on the device, the engine takes {np.dtype(kind)}",
+                remedy="send these rows from the host, where they are converted",
+            )
+
+
 class Runner(ABC):
     """A loaded engine; a context manager that frees it."""
 
@@ -68,17 +78,13 @@ class Runner(ABC):
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Prepare a batch for repeated runs without passing it each time, to time the device alone.
 
-        It may overwrite the inputs of an earlier one: launch one at a time, without `run` in between. By
-        default each launch is a whole request.
+        It may overwrite the inputs of an earlier one: launch one at a time, without `run` in between.
         """
         return Resident(lambda: self.run(inputs), lambda: None, is_on_device=False)
 
     @property
     def served_sizes(self) -> tuple[int, ...]:
-        """Batch sizes with prepared buffers, CUDA graphs or programs, ascending.
-
-        Smaller requests are padded to the next one unless that is too far.
-        """
+        """Batch sizes with prepared buffers, CUDA graphs or programs, ascending."""
         return ()
 
     @property
@@ -94,8 +100,7 @@ class Runner(ABC):
     def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
         """Run one batch on `device` and leave the answer there; complete on return.
 
-        Args:
-            inputs: One array per graph input, in its type, borrowed for `stream`.
+        Inputs have the types of the graph's, and are borrowed for `stream`.
         """
         raise InternalError(
             f"{type(self).__name__} takes rows from the host", evidence=f"{len(inputs)} inputs"

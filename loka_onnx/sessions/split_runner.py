@@ -12,22 +12,13 @@ from loka_onnx.sessions.runner import Arrays, Runner
 
 
 class SplitRunner(Runner):
-    """Looks up ids, then runs the dense engine on the rows; owns both.
-
-    Args:
-        lookup: Takes ids, returns the cut tensors.
-        dense: Takes the other inputs and the cut tensors, under their names in `lookup`.
-    """
+    """Looks up ids with one engine, then runs the dense engine on the rows; owns both."""
 
     def __init__(self, lookup: Runner, dense: Runner) -> None:
         self.lookup, self.dense = lookup, dense
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Run one batch of the model's own inputs.
-
-        Raises:
-            EngineError: One of the two fails on this batch.
-        """
+        """Run one batch of the model's own inputs."""
         return self.dense.run(self.look_up(inputs))
 
     def look_up(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:

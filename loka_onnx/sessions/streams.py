@@ -26,9 +26,6 @@ def map_in_order(work: Callable[[A], B], items: Iterable[A], streams: int) -> It
     """Apply a function to items in several threads and yield the results in order.
 
     At most two items per stream are in flight, which bounds memory.
-
-    Args:
-        streams: Number of threads, at least 1.
     """
     waiting: deque[Future[B]] = deque()
     with ThreadPoolExecutor(streams, thread_name_prefix="stream") as pool:

@@ -237,7 +237,7 @@ def test_a_merged_query_key_and_value(
     """With a scale for each channel, heads directly behind the Split cost the merged product its FP8.
 
     The compiler cuts the weight apart there. Q in front of the heads keep it whole; where attention is exact
-    there are none, and the dialect (`merged_heads`) keeps it.
+    there are none, and the `dialect` keeps it.
     """
     graphs, sites = attention_engine(tmp_path, fp8, placed=placed, dialect=dialect)
     expected = dict.fromkeys(without, True) if dialect else without

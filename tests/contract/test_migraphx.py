@@ -16,7 +16,6 @@ from tiny_models import GraphWriter, MlpShape, TinyModel, make_plan, mlp, write_
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import SiteKind
 from loka_onnx.engines.migraphx.api import (
-    Compilation,
     compile_program,
     import_migraphx,
     parameters_of,
@@ -29,7 +28,7 @@ from loka_onnx.engines.migraphx.build import BuildSettings, build_engine
 from loka_onnx.engines.migraphx.dialect import Float8Form, write_dialect
 from loka_onnx.engines.migraphx.program_text import parse_program
 from loka_onnx.engines.migraphx.session import open_migraphx
-from loka_onnx.engines.migraphx.site_precision import PlannedSite, products_of, site_precisions
+from loka_onnx.engines.migraphx.site_precision import products_of, site_precisions
 from loka_onnx.engines.request import BatchRange
 from loka_onnx.errors import MissingPackage, ModelError
 
@@ -68,7 +67,7 @@ def test_both_forms_compute_the_planned_model(model: TinyModel, form: Float8Form
     program = parsed(model, form)
     if form is Float8Form.CARRIER:
         program = reread_float8(migraphx, program)
-    compile_program(migraphx, program, Compilation("ref"))
+    compile_program(migraphx, program, "ref")
     # FP32 sums of 64 and 128 terms of order one differ by their order only; an FP8 step is 0.03.
     np.testing.assert_allclose(run(model, program), expected(model), atol=2e-5)
 
@@ -90,10 +89,10 @@ def test_e4m3fn_does_not_parse(model: TinyModel) -> None:
 
 def test_the_printed_program_is_read(model: TinyModel) -> None:
     program = parsed(model, Float8Form.FNUZ)
-    compile_program(migraphx, program, Compilation("ref"))
+    compile_program(migraphx, program, "ref")
     text = parse_program(text_of(program))
     assert [product.is_simulated for product in products_of(text)] == [True, True]
-    found = site_precisions([text], [PlannedSite(site, Precision.FP8) for site in model.sites])
+    found = site_precisions([text], [(site, Precision.FP8) for site in model.sites])
     assert all(site.engaged for site in found), [site.evidence for site in found]
 
 
@@ -123,6 +122,6 @@ def test_a_residual_norm_in_16_bits(tmp_path: Path, base: Precision) -> None:
     sample = write_sample(tmp_path / "sample.npz", {"x": (64,)})
     model = TinyModel(path, make_plan(sites, base=base, fp8=("fc",)), sites, sample)
     program = parsed(model, Float8Form.FNUZ)
-    compile_program(migraphx, program, Compilation("ref"))
+    compile_program(migraphx, program, "ref")
     # The norm's rounding moves a value of up to 4 by an FP8 step, ¼, times a weight of ⅛; two of 64 at once.
     np.testing.assert_allclose(run(model, program), expected(model), atol=2.0**-3)

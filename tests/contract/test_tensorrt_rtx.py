@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from tiny_models import GraphWriter, MlpShape, TinyModel, make_plan, mlp, write_sample
 
+from benchmarks.micro.engine_contents import EngineContents, read_contents
 from loka_onnx.core.engine import EngineArtifact, SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import SiteKind
 from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.engines.tensorrt.backend import TensorRtRtxBackend
 from loka_onnx.engines.tensorrt.build import BuildSettings, build_engine
 from loka_onnx.engines.tensorrt.compiled_graph import CompiledGraph, read_compiled_graphs
-from loka_onnx.engines.tensorrt.contents import EngineContents, read_contents
 from loka_onnx.engines.tensorrt.first_opening import check_opens
-from loka_onnx.engines.tensorrt.rtx_backend import TensorRtRtxBackend
 from loka_onnx.engines.tensorrt.site_precision import site_precisions
 from loka_onnx.engines.tensorrt.spec import TENSORRT_RTX
 from loka_onnx.errors import ConfigError, EngineError, ModelError
@@ -253,8 +253,6 @@ def test_the_bytes_of_an_engine_are_accounted_for(tmp_path: Path, fp8: bool) -> 
     assert contents.kernels > 0
     # Names, kernel parameters and offsets; 10 kB here.
     assert 0 < contents.rest < 20_000
-    log = (tmp_path / f"e{fp8}.log").read_text(encoding="utf-8")
-    assert contents.describe() in log
 
 
 @pytest.mark.slow
@@ -342,7 +340,7 @@ def test_a_second_rounding_of_merged_projections_is_told(tmp_path: Path) -> None
 
 def test_every_option_is_taken(tmp_path: Path) -> None:
     model = mlp(tmp_path, Precision.BF16, Precision.BF16, fp8=True)
-    options = {"optimization_level": 1, "workspace_mib": 64, "max_tactics": 5, "tiling_level": 1}
+    options = {"optimization_level": 1, "workspace_mib": 64}
     artifact = TensorRtRtxBackend().build(replace(request_for(tmp_path / "e", model), options=options))
     assert artifact.is_built, artifact.detail
     assert not artifact.fallbacks

@@ -14,9 +14,8 @@ from loka_onnx.core import serde
 from loka_onnx.core.evaluation import EvaluationSet
 from loka_onnx.core.plan import PlanSet, SpeedVerdict
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape, TimingRecords
-from loka_onnx.engines.tuned_device import device_name
 from loka_onnx.engines.tuned_kernels import Operands, kernels_of
-from loka_onnx.engines.tuning import KernelTimer, Tuned
+from loka_onnx.engines.tuning import KernelTimer, Tuned, device_name
 from loka_onnx.errors import EngineError
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.tuning import TIMINGS

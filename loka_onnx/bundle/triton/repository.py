@@ -49,8 +49,8 @@ from loka_onnx.engines.triton.models import (
     ModelFile,
     Step,
     TritonOptions,
+    ports_of,
 )
-from loka_onnx.engines.triton.ports import ports_of
 from loka_onnx.errors import (
     BundleError,
     BundleInvalid,

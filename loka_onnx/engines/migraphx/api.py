@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,45 +34,15 @@ _CONTROL_FLOW = frozenset({"if", "loop", "select_module", "run_on_target", "grou
 _PARAMETER = re.compile(r"^\s*\S+ = @param:(?P<name>.+?) -> ", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Compilation:
-    """Options of compiling a program.
-
-    Attributes:
-        exhaustive_tune: Whether to time every kernel for each product, which takes minutes.
-        fast_math: Whether functions may be approximated (the library's default).
-    """
-
-    target: str
-    exhaustive_tune: bool = False
-    fast_math: bool = True
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """Parameter of a compiled program; `type` is MIGraphX's name, for example ``float_type``."""
-
-    type: str
-    shape: tuple[int, ...]
-
-
 INSTALL = "install ROCm with its package `migraphx`"
 
 
 def import_migraphx() -> Any:
-    """Import `migraphx`.
-
-    Raises:
-        MissingPackage: It is not installed, or is the placeholder without content.
-    """
+    """Import `migraphx`; a `MissingPackage` where it is not installed, or an empty placeholder."""
     try:
         module = importlib.import_module("migraphx")
     except (ImportError, OSError) as error:
-        raise MissingPackage(
-            "MIGraphX is not installed",
-            evidence=str(error),
-            remedy=INSTALL,
-        ) from error
+        raise MissingPackage("MIGraphX is not installed", evidence=str(error), remedy=INSTALL) from error
     if not hasattr(module, "parse_onnx"):
         raise MissingPackage(
             "MIGraphX is not installed",
@@ -113,20 +82,11 @@ def why_no_target(migraphx: Any, target: str) -> str:
 
 
 def parse_onnx(migraphx: Any, model: Path, dims: Mapping[str, Sequence[int]]) -> Any:
-    """Parse a model for one batch size.
+    """Parse a model of the dialect for one batch size, with every axis of every input in `dims`.
 
-    All dimensions are given: a range fails at the parse of LayerNormalization and Q/DQ, and a dynamic one
-    silently becomes 1.
-
-    Args:
-        model: ONNX file in the dialect; external data is read from beside it.
-        dims: Every axis of every input.
-
-    Returns:
-        The program. Its instructions carry the names of ONNX nodes where this release supports that.
-
-    Raises:
-        ModelError: The parser refuses the model.
+    A range fails at the parse of LayerNormalization and Q/DQ, and a dynamic axis silently becomes 1. The
+    program's instructions carry the names of ONNX nodes where this release supports that. A refusal is a
+    `ModelError`.
     """
     options: dict[str, Any] = {}
     if DEBUG_SYMBOLS in (migraphx.parse_onnx.__doc__ or ""):
@@ -148,13 +108,8 @@ def reread_float8(migraphx: Any, program: Any) -> Any:
     """Rebuild a program with FP8 constants retyped from E4M3FNUZ to E4M3FN, bits unchanged.
 
     All other types follow from the inputs'; a Q takes its type from its zero point. Names of ONNX nodes are
-    lost in releases whose `add_instruction` does not take them.
-
-    Args:
-        program: Program of a model whose E4M3FN bits are typed as E4M3FNUZ.
-
-    Raises:
-        EngineError: This release cannot walk programs, or the program has control flow.
+    lost in releases whose `add_instruction` does not take them. An `EngineError` where programs cannot be
+    walked.
     """
     source = program.get_main_module()
     instructions = list(source)
@@ -163,6 +118,7 @@ def reread_float8(migraphx: Any, program: Any) -> Any:
     names = iter(match["name"] for match in _PARAMETER.finditer(str(source)))
     result = migraphx.program()
     main = result.get_main_module()
+    passes_names = _SYMBOLS in (main.add_instruction.__doc__ or "")
     made: dict[Any, Any] = {}
     for instruction in instructions:
         kind, inputs = instruction.name(), [made[each] for each in instruction.inputs()]
@@ -173,17 +129,11 @@ def reread_float8(migraphx: Any, program: Any) -> Any:
         elif kind == "@return":
             made[instruction] = main.add_return(inputs)
         else:
-            made[instruction] = main.add_instruction(
-                instruction.op(), inputs, **_node_names(main, instruction)
-            )
+            names_of = {}
+            if passes_names and hasattr(instruction, "get_debug_symbols"):
+                names_of[_SYMBOLS] = sorted(instruction.get_debug_symbols())
+            made[instruction] = main.add_instruction(instruction.op(), inputs, **names_of)
     return result
-
-
-def _node_names(main: Any, instruction: Any) -> dict[str, Any]:
-    """Names of an instruction's ONNX nodes, where this release can pass them on."""
-    if not hasattr(instruction, "get_debug_symbols") or _SYMBOLS not in (main.add_instruction.__doc__ or ""):
-        return {}
-    return {_SYMBOLS: sorted(instruction.get_debug_symbols())}
 
 
 def _add_literal(migraphx: Any, main: Any, instruction: Any) -> Any:
@@ -211,23 +161,21 @@ def _check_walkable(instructions: Sequence[Any]) -> None:
         )
 
 
-def compile_program(migraphx: Any, program: Any, how: Compilation) -> None:
-    """Compile a program in place; target ``gpu`` requires a GPU here.
-
-    Raises:
-        EngineError: It cannot be compiled.
-    """
+def compile_program(
+    migraphx: Any, program: Any, target: str, *, exhaustive_tune: bool = False, fast_math: bool = True
+) -> None:
+    """Compile a program in place; target ``gpu`` requires a GPU here. A failure is an `EngineError`."""
     try:
         program.compile(
-            migraphx.get_target(how.target),
+            migraphx.get_target(target),
             offload_copy=True,
-            fast_math=how.fast_math,
-            exhaustive_tune=how.exhaustive_tune,
+            fast_math=fast_math,
+            exhaustive_tune=exhaustive_tune,
         )
     except RuntimeError as error:
         raise EngineError(
             "MIGraphX could not compile the program",
-            where=f"target '{how.target}'",
+            where=f"target '{target}'",
             evidence=_first_line(error),
             remedy="the log of the build has every message",
         ) from error
@@ -239,11 +187,7 @@ def save_program(migraphx: Any, program: Any, path: Path) -> None:
 
 
 def load_program(migraphx: Any, path: Path) -> Any:
-    """Read a compiled program.
-
-    Raises:
-        EngineError: MIGraphX does not load it (another version wrote it), or it was never compiled.
-    """
+    """Read a compiled program; an `EngineError` where MIGraphX does not load it."""
     try:
         program = migraphx.load(os.fspath(path))
     except RuntimeError as error:
@@ -263,30 +207,19 @@ def text_of(program: Any) -> str:
     return str(program)
 
 
-def parameters_of(program: Any) -> dict[str, Parameter]:
-    """Parameters of a program by name."""
+def parameters_of(program: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of a program's parameters by name."""
     shapes = program.get_parameter_shapes()
-    return {
-        name: Parameter(str(shape.type_string()), tuple(int(n) for n in shape.lens()))
-        for name, shape in shapes.items()
-    }
+    return {name: tuple(int(n) for n in shape.lens()) for name, shape in shapes.items()}
 
 
 def run_program(
     migraphx: Any, program: Any, inputs: Mapping[str, npt.NDArray[Any]]
 ) -> list[npt.NDArray[Any]]:
-    """Run a compiled program.
+    """Run a compiled program on every parameter, in its type and shape; return copies of its outputs.
 
-    Args:
-        program: Program compiled with ``offload_copy``, which uses host memory.
-        inputs: Every parameter, in its type and shape. They are referenced during the run, which
-            `migraphx.argument` does not do.
-
-    Returns:
-        Copies of the outputs, in the model's order.
-
-    Raises:
-        EngineError: It fails.
+    Inputs are referenced during the run, which `migraphx.argument` does not do. A failure is an
+    `EngineError`.
     """
     held = {name: np.ascontiguousarray(value) for name, value in inputs.items()}
     arguments = {name: migraphx.argument(value) for name, value in held.items()}

@@ -31,16 +31,11 @@ from loka_onnx.engines.migraphx.api import (
     version_of,
     why_no_target,
 )
-from loka_onnx.engines.migraphx.build import (
-    EXHAUSTIVE_TUNE,
-    FAST_MATH,
-    BuildSettings,
-    build_engine,
-)
+from loka_onnx.engines.migraphx.build import BuildSettings, build_engine
 from loka_onnx.engines.migraphx.dialect import FORMS
 from loka_onnx.engines.migraphx.program_text import parse_program
 from loka_onnx.engines.migraphx.session import open_migraphx, read_engine, why_not_run
-from loka_onnx.engines.migraphx.site_precision import PlannedSite, site_precisions
+from loka_onnx.engines.migraphx.site_precision import site_precisions
 from loka_onnx.engines.migraphx.spec import MIGRAPHX
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError, MissingPackage
@@ -53,7 +48,7 @@ class MigraphxBackend(Backend):
     """MIGraphX."""
 
     spec: ClassVar[BackendSpec] = MIGRAPHX
-    options: ClassVar[Mapping[str, range]] = {EXHAUSTIVE_TUNE: range(2), FAST_MATH: range(2)}
+    options: ClassVar[Mapping[str, range]] = {"exhaustive_tune": range(2), "fast_math": range(2)}
     times_kernels: ClassVar[bool] = True
 
     def availability(self) -> Availability:
@@ -61,12 +56,9 @@ class MigraphxBackend(Backend):
         try:
             migraphx = import_migraphx()
         except MissingPackage as error:
-            return Availability(False, "", False, False, (), error.what, error.remedy)
-        version = version_of(migraphx)
-        gpus = list_amd_architectures()
-        if gpus and not why_no_target(migraphx, GPU):
-            return Availability(True, version, True, True, (*gpus, CPU), "", "")
-        return Availability(True, version, True, True, (CPU,), "", "")
+            return Availability.missing(error)
+        gpus = () if why_no_target(migraphx, GPU) else list_amd_architectures()
+        return Availability(True, version_of(migraphx), True, True, (*gpus, CPU))
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
         """FP8 needs E4M3FN and an architecture that multiplies it; 16 bits need a GPU."""
@@ -91,10 +83,6 @@ class MigraphxBackend(Backend):
         """All engines of the reference target are simulations."""
         return architecture == CPU
 
-    def base_precision(self, plan: PrecisionPlan) -> Precision:
-        """The plan's base."""
-        return plan.base
-
     def portability(self, architecture: str) -> str:
         """One architecture, one version."""
         version = self.availability().version
@@ -109,26 +97,20 @@ class MigraphxBackend(Backend):
         settings = BuildSettings(
             architecture,
             request.batch,
-            exhaustive_tune=bool(request.options.get(EXHAUSTIVE_TUNE, 0)),
-            fast_math=bool(request.options.get(FAST_MATH, 1)),
+            exhaustive_tune=bool(request.options.get("exhaustive_tune", 0)),
+            fast_math=bool(request.options.get("fast_math", 1)),
             holds_float8=bool(request.plan.fp8_sites),
             problem_cache=cache,
         )
         return build_engine(migraphx, request.model, settings, into)
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
-        """Read the compiled programs.
-
-        Raises:
-            EngineError: A program does not load.
-        """
+        """Read the compiled programs."""
         migraphx = import_migraphx()
         programs = [
             load_program(migraphx, engine.parent / each.file) for each in read_engine(engine).programs
         ]
-        planned = {decision.site: decision.precision for decision in request.plan.decisions}
-        sites = [PlannedSite(site, planned[site.name]) for site in request.planned_sites]
-        return site_precisions([parse_program(text_of(program)) for program in programs], sites)
+        return site_precisions([parse_program(text_of(program)) for program in programs], request.planned)
 
     def load(self, engine: Path, architecture: str) -> Runner:
         """Load the programs."""

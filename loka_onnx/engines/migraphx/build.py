@@ -11,31 +11,18 @@ from typing import Any
 import onnx
 
 from loka_onnx.core import serde
-from loka_onnx.engines.migraphx.api import (
-    PROBLEM_CACHE,
-    Compilation,
-    compile_program,
-    parse_onnx,
-    reread_float8,
-    save_program,
-    version_of,
-)
+from loka_onnx.core.devices import CPU
+from loka_onnx.engines.migraphx import api
+from loka_onnx.engines.migraphx.api import parse_onnx, reread_float8, save_program, version_of
 from loka_onnx.engines.migraphx.dialect import FORMS, Float8Form, write_dialect
-from loka_onnx.engines.migraphx.session import (
-    MigraphxEngine,
-    ProgramFile,
-    ProgramInput,
-    ProgramOutput,
-    target_of,
-)
+from loka_onnx.engines.migraphx.session import MigraphxEngine, ProgramFile, ProgramInput, ProgramOutput
 from loka_onnx.engines.request import BatchRange
 from loka_onnx.errors import ModelError
-from loka_onnx.graph.storage import INLINE_LIMIT_BYTES
+from loka_onnx.graph.storage import INLINE_LIMIT_BYTES, link_or_copy
 from loka_onnx.sessions.model_files import data_locations
 
 ENGINE_FILE = "engine.json"
 DIALECT_FILE = "dialect.onnx"
-EXHAUSTIVE_TUNE, FAST_MATH = "exhaustive_tune", "fast_math"
 
 
 @dataclass(frozen=True)
@@ -45,6 +32,8 @@ class BuildSettings:
     Attributes:
         architecture: LLVM target, for example ``gfx942``, or ``cpu`` for the reference target.
         batch: Rows per request; each served size gets a program.
+        exhaustive_tune: Whether to time every kernel for each product, which takes minutes.
+        fast_math: Whether functions may be approximated (the library's default).
         problem_cache: File with results of tuning, for the device and version in its name.
     """
 
@@ -55,36 +44,36 @@ class BuildSettings:
     holds_float8: bool = True
     problem_cache: Path | None = None
 
-    @property
-    def form(self) -> Float8Form:
-        """Form of FP8 for the device."""
-        return FORMS.get(self.architecture, Float8Form.FNUZ)
-
 
 def build_engine(migraphx: Any, model: Path, settings: BuildSettings, into: Path) -> Path:
-    """Build and write the programs and their manifest.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        ModelError: A rule of the dialect does not apply, or the parser refuses the model.
-        EngineError: A program cannot be compiled.
-    """
+    """Build and write the programs and their manifest, and return the manifest."""
     if settings.exhaustive_tune and settings.problem_cache is not None:
         settings.problem_cache.parent.mkdir(parents=True, exist_ok=True)
         # A user's setting takes precedence; this process builds one engine and ends.
-        os.environ.setdefault(PROBLEM_CACHE, os.fspath(settings.problem_cache))
+        os.environ.setdefault(api.PROBLEM_CACHE, os.fspath(settings.problem_cache))
     folder = into / "dialect"
     folder.mkdir()
     planned = onnx.load(os.fspath(model), load_external_data=False)
     inputs = inputs_of(planned)
-    written = save_dialect(write_dialect(planned, model.parent, settings.form), model.parent, folder)
+    form = FORMS.get(settings.architecture, Float8Form.FNUZ)
+    target = api.REFERENCE if settings.architecture == CPU else api.GPU
+    written = save_dialect(write_dialect(planned, model.parent, form), model.parent, folder)
     programs = []
     for rows in settings.batch.sizes:
-        program = ProgramFile(rows, f"rows-{rows}.mxr")
-        _build_program(migraphx, written, inputs, settings, into / program.file, rows=rows)
-        programs.append(program)
+        program = parse_onnx(migraphx, written, {spec.name: (rows, *spec.shape) for spec in inputs})
+        if settings.holds_float8 and form is Float8Form.CARRIER:
+            program = reread_float8(migraphx, program)
+        api.compile_program(
+            migraphx,
+            program,
+            target,
+            exhaustive_tune=settings.exhaustive_tune,
+            fast_math=settings.fast_math,
+        )
+        file = into / f"rows-{rows}.mxr"
+        save_program(migraphx, program, file)
+        print(f"compiled for {rows} rows: {file.stat().st_size / 1e6:.1f} MB", flush=True)
+        programs.append(ProgramFile(rows, file.name))
     shutil.rmtree(folder)
     document = MigraphxEngine(
         settings.architecture, version_of(migraphx), tuple(programs), inputs, outputs_of(planned)
@@ -93,46 +82,25 @@ def build_engine(migraphx: Any, model: Path, settings: BuildSettings, into: Path
     return into / ENGINE_FILE
 
 
-def _build_program(
-    migraphx: Any,
-    model: Path,
-    inputs: tuple[ProgramInput, ...],
-    settings: BuildSettings,
-    target: Path,
-    *,
-    rows: int,
-) -> None:
-    program = parse_onnx(migraphx, model, {spec.name: (rows, *spec.shape) for spec in inputs})
-    if settings.holds_float8 and settings.form is Float8Form.CARRIER:
-        program = reread_float8(migraphx, program)
-    how = Compilation(target_of(settings.architecture), settings.exhaustive_tune, settings.fast_math)
-    compile_program(migraphx, program, how)
-    save_program(migraphx, program, target)
-    print(f"compiled for {rows} rows: {target.stat().st_size / 1e6:.1f} MB", flush=True)
-
-
 def inputs_of(model: onnx.ModelProto) -> tuple[ProgramInput, ...]:
-    """Inputs of a model.
-
-    Raises:
-        ModelError: One has no batch axis, or another dynamic axis.
-    """
+    """Inputs of a model; a `ModelError` where one has no batch axis, or another dynamic axis."""
     constants = {tensor.name for tensor in model.graph.initializer}
-    return tuple(_input(value) for value in model.graph.input if value.name not in constants)
-
-
-def _input(value: onnx.ValueInfoProto) -> ProgramInput:
-    kind = value.type.tensor_type
-    fixed = [dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim]
-    shape = tuple(dim for dim in fixed[1:] if dim is not None)
-    if not fixed or len(shape) < len(fixed) - 1:
-        raise ModelError(
-            f"input '{value.name}' has a dynamic axis besides the batch, or no batch",
-            evidence=f"shape {tuple(fixed)}; MIGraphX compiles fixed shapes",
-            remedy="fix every axis but axis 0 when exporting",
-        )
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
-    return ProgramInput(value.name, str(dtype), shape)
+    inputs = []
+    for value in model.graph.input:
+        if value.name in constants:
+            continue
+        kind = value.type.tensor_type
+        fixed = [dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim]
+        shape = tuple(dim for dim in fixed[1:] if dim is not None)
+        if not fixed or len(shape) < len(fixed) - 1:
+            raise ModelError(
+                f"input '{value.name}' has a dynamic axis besides the batch, or no batch",
+                evidence=f"shape {tuple(fixed)}; MIGraphX compiles fixed shapes",
+                remedy="fix every axis but axis 0 when exporting",
+            )
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
+        inputs.append(ProgramInput(value.name, str(dtype), shape))
+    return tuple(inputs)
 
 
 def outputs_of(model: onnx.ModelProto) -> tuple[ProgramOutput, ...]:
@@ -148,10 +116,7 @@ def save_dialect(model: onnx.ModelProto, source: Path, folder: Path) -> Path:
     for name in data_locations(model):
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(os.path.realpath(source / name), place)
-        except OSError:
-            shutil.copyfile(source / name, place)
+        link_or_copy(Path(os.path.realpath(source / name)), place)
     target = folder / DIALECT_FILE
     inline = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
     if inline > INLINE_LIMIT_BYTES:

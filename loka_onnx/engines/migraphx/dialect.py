@@ -68,14 +68,7 @@ does with FNUZ."""
 
 
 def write_dialect(model: onnx.ModelProto, folder: Path, form: Float8Form) -> onnx.ModelProto:
-    """Rewrite a planned model for MIGraphX.
-
-    Args:
-        model: The planned model; not changed. Its external data stays external unless a rule changes it.
-
-    Raises:
-        ModelError: A planned product has a form that MIGraphX cannot honour.
-    """
+    """Return a planned model rewritten for MIGraphX; data stays external unless a rule changes it."""
     draft = GraphDraft(model, folder)
     explicit_zero_points(draft)
     rank_0_scales(draft)
@@ -100,13 +93,9 @@ def decompose_rms_norms(draft: GraphDraft) -> None:
 
     x is cast to FP32 before it is squared, and the quotient back afterwards, as `stash_type` says; the scale
     is multiplied in the graph's own type. MIGraphX parses LayerNormalization, but not RMSNormalization.
-
-    Raises:
-        ModelError: The statistics are not FP32, or the axes are unknown.
     """
-    for node in list(draft.nodes):
-        if node.op_type == "RMSNormalization":
-            _decompose(draft, node)
+    for node in [node for node in draft.nodes if node.op_type == "RMSNormalization"]:
+        _decompose(draft, node)
 
 
 def _decompose(draft: GraphDraft, node: onnx.NodeProto) -> None:

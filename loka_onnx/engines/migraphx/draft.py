@@ -13,28 +13,18 @@ import onnx
 from onnx import helper, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
-from loka_onnx.errors import InternalError
+from loka_onnx.engines.onnx_operands import LAYOUT_OPS
 from loka_onnx.graph.storage import read_external
 
 Array = npt.NDArray[Any]
-FLOAT8_TYPES: frozenset[int] = frozenset(
-    {
-        onnx.TensorProto.FLOAT8E4M3FN,
-        onnx.TensorProto.FLOAT8E4M3FNUZ,
-        onnx.TensorProto.FLOAT8E5M2,
-        onnx.TensorProto.FLOAT8E5M2FNUZ,
-    }
-)
-PRODUCT_OPS = frozenset({"MatMul", "Gemm"})
-LAYOUT_OPS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
-"""Operators that MIGraphX ignores between a DQ and a product."""
+Node = onnx.NodeProto
 
 
 @dataclass(frozen=True)
 class Reader:
     """A node that reads a tensor, and the index of the input."""
 
-    node: onnx.NodeProto
+    node: Node
     index: int
 
 
@@ -46,20 +36,27 @@ class GraphDraft:
         self._model.CopyFrom(model)
         self._folder = folder
         graph = self._model.graph
-        self.nodes: list[onnx.NodeProto] = list(graph.node)
+        self.nodes: list[Node] = list(graph.node)
         self._constants: dict[str, onnx.TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
         self._outputs = {output.name for output in graph.output}
         self._names = {name for node in self.nodes for name in (*node.input, *node.output)}
         self._names |= {*self._constants, *(value.name for value in graph.input), *self._outputs}
 
-    @property
-    def opset(self) -> int:
-        """Version of the default operator set."""
-        return next(int(each.version) for each in self._model.opset_import if each.domain in {"", "ai.onnx"})
-
-    def producer(self, tensor: str) -> onnx.NodeProto | None:
+    def producer(self, tensor: str) -> Node | None:
         """Node that computes a tensor; None for inputs and constants."""
         return next((node for node in self.nodes if tensor in node.output), None)
+
+    def behind_layout(self, tensor: str) -> Node | None:
+        """Node that computes a tensor, ignoring changes of layout."""
+        node = self.producer(tensor)
+        while node is not None and node.op_type in LAYOUT_OPS:
+            node = self.producer(node.input[0])
+        return node
+
+    def dequantize(self, tensor: str) -> Node | None:
+        """DQ that computes a tensor directly; or None."""
+        node = self.producer(tensor)
+        return node if node is not None and node.op_type == "DequantizeLinear" else None
 
     def readers(self, tensor: str) -> tuple[Reader, ...]:
         """Readers of a tensor, one for each input that reads it."""
@@ -103,15 +100,13 @@ class GraphDraft:
         self._constants[tensor.name] = tensor
         return str(tensor.name)
 
-    def insert(self, before: onnx.NodeProto, op: str, inputs: list[str], name: str, **attributes: Any) -> str:
+    def insert(self, before: Node, op: str, inputs: list[str], name: str, **attributes: Any) -> str:
         """Add a node in front of another; return the name of its output."""
         node = helper.make_node(op, inputs, [self._fresh(f"{name}:0")], name, **attributes)
         self.nodes.insert(self._position(before), node)
         return str(node.output[0])
 
-    def follow(
-        self, node: onnx.NodeProto, op: str, others: list[str], name: str, **attributes: Any
-    ) -> onnx.NodeProto:
+    def follow(self, node: Node, op: str, others: list[str], name: str, **attributes: Any) -> Node:
         """Add an operator behind a node: it reads the node's result, and takes over the result's name."""
         result = node.output[0]
         node.output[0] = self._fresh(f"{node.name}/bare")
@@ -119,17 +114,17 @@ class GraphDraft:
         self.nodes.insert(self._position(node) + 1, behind)
         return behind
 
-    def remove(self, node: onnx.NodeProto) -> None:
-        """Remove a node."""
-        del self.nodes[self._position(node)]
-
     def finished(self) -> onnx.ModelProto:
         """Return the model without dead nodes and without intermediate types and shapes."""
-        self._drop_unread()
-        read = {name for node in self.nodes for name in _read_by(node)}
+        live: list[Node] = []
+        read = set(self._outputs)
+        for node in reversed(self.nodes):
+            if read.intersection(node.output):
+                live.append(node)
+                read.update(_read_by(node))
         graph = self._model.graph
-        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in self.nodes]
-        constants = [t for t in self._constants.values() if t.name in read or self.is_output(t.name)]
+        nodes = [Node.FromString(node.SerializeToString()) for node in reversed(live)]
+        constants = [t for t in self._constants.values() if t.name in read]
         constants = [onnx.TensorProto.FromString(t.SerializeToString()) for t in constants]
         for field in ("node", "initializer", "value_info"):
             graph.ClearField(field)
@@ -145,31 +140,19 @@ class GraphDraft:
                 return len(value.type.tensor_type.shape.dim)
         return None
 
-    def _drop_unread(self) -> None:
-        live: list[onnx.NodeProto] = []
-        read = set(self._outputs)
-        for node in reversed(self.nodes):
-            if read.intersection(node.output):
-                live.append(node)
-                read.update(_read_by(node))
-        self.nodes = live[::-1]
-
-    def _position(self, node: onnx.NodeProto) -> int:
-        for position, each in enumerate(self.nodes):
-            if each is node:
-                return position
-        raise InternalError("a node is no part of the draft", where=str(node.name))
+    def _position(self, node: Node) -> int:
+        return next(position for position, each in enumerate(self.nodes) if each is node)
 
     def _fresh(self, name: str) -> str:
         """Reserve an unused tensor name."""
-        found, number = name, 1
-        while found in self._names:
-            found, number = f"{name}.{number}", number + 1
-        self._names.add(found)
-        return found
+        fresh, number = name, 1
+        while fresh in self._names:
+            fresh, number = f"{name}.{number}", number + 1
+        self._names.add(fresh)
+        return fresh
 
 
-def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
+def attribute(node: Node, name: str, default: Any) -> Any:
     """Value of an attribute, or `default`."""
     for each in node.attribute:
         if each.name == name:
@@ -177,7 +160,14 @@ def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
     return default
 
 
-def _read_by(node: onnx.NodeProto) -> Iterator[str]:
+def drop_attributes(node: Node, *names: str) -> None:
+    """Remove attributes from a node."""
+    kept = [each for each in node.attribute if each.name not in names]
+    del node.attribute[:]
+    node.attribute.extend(kept)
+
+
+def _read_by(node: Node) -> Iterator[str]:
     """Yield the tensors that a node reads, including its subgraphs."""
     yield from node.input
     for each in node.attribute:

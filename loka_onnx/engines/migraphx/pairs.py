@@ -12,37 +12,32 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-from loka_onnx.engines.migraphx.draft import FLOAT8_TYPES, Array, GraphDraft, attribute
+from loka_onnx.engines.migraphx.draft import Array, GraphDraft, Node, attribute, drop_attributes
 from loka_onnx.engines.migraphx.products import is_float8
 from loka_onnx.errors import ModelError
+from loka_onnx.sessions.model_files import FLOAT8_TYPES
 
 E4M3FN, FNUZ = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e4m3fnuz)
-QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
-Node = onnx.NodeProto
 
 
 def float8_nodes(draft: GraphDraft) -> Iterator[Node]:
-    """Yield every Q and DQ of FP8.
-
-    Raises:
-        ModelError: One has a computed scale or zero point, or a zero point other than zero.
-    """
+    """Yield every Q and DQ of FP8; a computed scale, or a zero point other than zero, is a `ModelError`."""
     for node in list(draft.nodes):
-        if node.op_type not in QUANTIZERS or not is_float8(draft, node):
+        if not is_float8(draft, node):
             continue
-        given = [name for name in node.input[1:3] if name]
-        if not all(draft.is_constant(name) for name in given):
+        parameters = [name for name in node.input[1:3] if name]
+        if not all(draft.is_constant(name) for name in parameters):
             raise ModelError(
                 "MIGraphX drops Q/DQ pairs whose scale is not a constant",
                 where=f"node '{node.name}'",
-                evidence=f"inputs {', '.join(given)}",
+                evidence=f"inputs {', '.join(parameters)}",
                 remedy="plan the model again: plans write scales as constants",
             )
-        if len(given) > 1 and np.any(draft.values(given[1]).astype(np.float32)):
+        if len(parameters) > 1 and np.any(draft.values(parameters[1]).astype(np.float32)):
             raise ModelError(
                 "an FP8 zero point must be zero",
                 where=f"node '{node.name}'",
-                evidence=f"'{given[1]}' is not",
+                evidence=f"'{parameters[1]}' is not",
                 remedy="plan the model again: plans quantize symmetrically",
             )
         yield node
@@ -63,9 +58,7 @@ def explicit_zero_points(draft: GraphDraft) -> None:
             zero = draft.add_constant(f"{node.name}/zero_point", np.zeros(scale.shape, dtype))
             del node.input[2:]
             node.input.append(zero)
-        kept = [each for each in node.attribute if each.name != "output_dtype"]
-        del node.attribute[:]
-        node.attribute.extend(kept)
+        drop_attributes(node, "output_dtype")
 
 
 def _quantized_dtype(draft: GraphDraft, node: Node) -> np.dtype[np.generic]:
@@ -73,18 +66,13 @@ def _quantized_dtype(draft: GraphDraft, node: Node) -> np.dtype[np.generic]:
         return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(attribute(node, "output_dtype", 0)))
     if draft.is_constant(node.input[0]):
         return draft.values(node.input[0]).dtype
-    quantize = next(
-        each for each in draft.nodes if each.op_type == "QuantizeLinear" and node.input[0] in each.output
-    )
+    quantize = draft.producer(node.input[0])
+    assert quantize is not None
     return draft.values(quantize.input[2]).dtype
 
 
 def rank_0_scales(draft: GraphDraft) -> None:
     """Store scales and zero points of a whole tensor with rank 0, in ``raw_data``.
-
-    ::
-
-        s of shape (1,), (1, 1), …  =  s of shape ()
 
     MIGraphX throws when it broadcasts a scale of shape (1,), and reads FP8 values in ``int32_data`` as
     numbers.
@@ -98,9 +86,7 @@ def rank_0_scales(draft: GraphDraft) -> None:
                     f"{name}/rank_0" if values.ndim else name, values.reshape(())
                 )
         if draft.values(node.input[1]).ndim == 0:
-            kept = [each for each in node.attribute if each.name not in {"axis", "block_size"}]
-            del node.attribute[:]
-            node.attribute.extend(kept)
+            drop_attributes(node, "axis", "block_size")
 
 
 def separate_sources(draft: GraphDraft) -> None:
@@ -148,12 +134,9 @@ def to_fnuz(draft: GraphDraft) -> None:
     are half those of E4M3FN ("8-bit Numerical Formats for Deep Neural Networks", arXiv 2206.02915). −0
     becomes 0: its bits are NaN there.
 
-    A scale that maps the largest value to 448 then maps it to 224, within FNUZ's 240. One step is left above:
-    what saturates at 448·s in E4M3FN is rounded to 448·s up to 464·s, and saturates at 480·s beyond. Values
-    that did not saturate are unchanged; those that did have a smaller error.
-
-    Raises:
-        ModelError: A stored value is NaN, or twice a scale overflows.
+    A scale that maps the largest value to 448 then maps it to 224, within FNUZ's 240. What saturates at 448·s
+    in E4M3FN is rounded to 448·s up to 464·s, and saturates at 480·s beyond: values that did not saturate are
+    unchanged; those that did have a smaller error.
     """
     for node in float8_nodes(draft):
         _check_format(draft, node)
@@ -193,18 +176,13 @@ def to_carrier(draft: GraphDraft) -> None:
         for index in (0, 2):
             name = node.input[index]
             if _is_stored_float8(draft, name):
-                node.input[index] = draft.add_constant(
-                    f"{name}/carrier", _bits(draft.values(name)).view(FNUZ)
-                )
-
-
-def _bits(values: Array) -> Array:
-    # `ascontiguousarray` would add an axis to a zero point.
-    return np.array(values, order="C").view(np.uint8)
+                # `ascontiguousarray` would add an axis to a zero point.
+                bits: Array = np.array(draft.values(name), order="C").view(np.uint8)
+                node.input[index] = draft.add_constant(f"{name}/carrier", bits.view(FNUZ))
 
 
 def _is_stored_float8(draft: GraphDraft, name: str) -> bool:
-    """Tell whether a tensor is an FP8 constant; a Q may also read a wider one."""
+    """True for an FP8 constant; a Q may also read a wider one."""
     return draft.is_constant(name) and draft.kind(name) in FLOAT8_TYPES
 
 

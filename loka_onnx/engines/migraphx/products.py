@@ -14,28 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from loka_onnx.engines.migraphx.draft import (
-    FLOAT8_TYPES,
-    LAYOUT_OPS,
-    PRODUCT_OPS,
-    Array,
-    GraphDraft,
-    attribute,
-)
+from loka_onnx.engines.migraphx.draft import Array, GraphDraft, Node, attribute
+from loka_onnx.engines.onnx_operands import LAYOUT_OPS
 from loka_onnx.errors import ModelError
+from loka_onnx.sessions.model_files import FLOAT8_TYPES
 
 FLOAT = int(onnx.TensorProto.FLOAT)
-Node = onnx.NodeProto
 
 
 @dataclass
 class Product:
-    """A product of two FP8 factors during rewriting.
-
-    Attributes:
-        node: The MatMul, which keeps the site's name.
-        tail: Last operator of the site: product, scale or bias.
-    """
+    """A MatMul of two FP8 factors with the site's name; `tail` is the site's last operator, as a bias."""
 
     node: Node
     tail: Node
@@ -53,12 +42,15 @@ def gemm_to_matmul(draft: GraphDraft) -> tuple[Product, ...]:
     they are 1, as in every exported layer; β is multiplied into a constant C in float64. In a graph that is
     not FP32, the sum is rounded more often than Gemm's, which `float32_products` undoes.
 
-    Returns:
-        Every product of two dequantized factors, including original MatMuls.
+    Returns every product of two dequantized factors, including original MatMuls.
     """
     products = []
     for node in list(draft.nodes):
-        if node.op_type not in PRODUCT_OPS or not _multiplies_float8(draft, node):
+        makers = [draft.behind_layout(name) for name in node.input[:2]]
+        if node.op_type not in {"MatMul", "Gemm"} or not all(
+            maker is not None and maker.op_type == "DequantizeLinear" and is_float8(draft, maker)
+            for maker in makers
+        ):
             continue
         tail = _ungemmed(draft, node) if node.op_type == "Gemm" else node
         products.append(Product(node, tail))
@@ -77,10 +69,8 @@ def _ungemmed(draft: GraphDraft, node: Node) -> Node:
     del node.input[2:]
     tail = node
     if alpha != 1.0:
-        kind = _result_kind(draft, node)
-        tail = draft.follow(
-            tail, "Mul", [_number(draft, f"{node.name}/alpha", alpha, kind)], f"{node.name}/by_alpha"
-        )
+        factor = _number(draft, node, "alpha", alpha)
+        tail = draft.follow(tail, "Mul", [factor], f"{node.name}/by_alpha")
     if bias and bias[0]:
         tail = draft.follow(tail, "Add", [_weighted(draft, node, bias[0], beta)], f"{node.name}/bias")
     return tail
@@ -89,12 +79,8 @@ def _ungemmed(draft: GraphDraft, node: Node) -> Node:
 def _transposed(draft: GraphDraft, node: Node, index: int) -> str:
     """Transpose a factor: a constant in its stored values, others behind their DQ."""
     source = node.input[index]
-    dequantize = draft.producer(source)
-    if (
-        dequantize is None
-        or dequantize.op_type != "DequantizeLinear"
-        or not draft.is_constant(dequantize.input[0])
-    ):
+    dequantize = draft.dequantize(source)
+    if dequantize is None or not draft.is_constant(dequantize.input[0]):
         return draft.insert(node, "Transpose", [source], f"{node.name}/in{index}/transposed", perm=[1, 0])
     stored = dequantize.input[0]
     values = draft.add_constant(f"{stored}/transposed", draft.values(stored).T)
@@ -110,7 +96,7 @@ def _weighted(draft: GraphDraft, node: Node, bias: str, beta: float) -> str:
     if draft.is_constant(bias):
         values = draft.values(bias)
         return draft.add_constant(f"{bias}/by_beta", (values.astype(np.float64) * beta).astype(values.dtype))
-    factor = _number(draft, f"{node.name}/beta", beta, _result_kind(draft, node))
+    factor = _number(draft, node, "beta", beta)
     return draft.insert(node, "Mul", [bias, factor], f"{node.name}/by_beta")
 
 
@@ -124,10 +110,8 @@ def scales_behind_products(draft: GraphDraft, products: Iterable[Product]) -> No
 
     The weight's DQ keeps the scale 1. Release 2.15 matches scales with axes only by their number, and
     silently takes the wrong axis of a square weight; 2.16 throws. In FP32 the two sides differ by one
-    rounding of a product with s instead of one for each weight (2⁻²⁴ relative each).
-
-    Raises:
-        ModelError: The scales are along the axis that the product sums over.
+    rounding of a product with s instead of one for each weight (2⁻²⁴ relative each). Scales along the axis
+    that the product sums over are a `ModelError`.
     """
     for product in products:
         for index in (0, 1):
@@ -141,12 +125,8 @@ def scales_behind_products(draft: GraphDraft, products: Iterable[Product]) -> No
 
 def _channel_scale(draft: GraphDraft, product: Node, index: int) -> str | None:
     """Replace a per-channel scale in a factor's DQ by 1 and return it; None for a single scale."""
-    dequantize = draft.producer(product.input[index])
-    if (
-        dequantize is None
-        or dequantize.op_type != "DequantizeLinear"
-        or not draft.is_constant(dequantize.input[1])
-    ):
+    dequantize = draft.dequantize(product.input[index])
+    if dequantize is None or not draft.is_constant(dequantize.input[1]):
         return None
     scale = draft.values(dequantize.input[1])
     if scale.size == 1:
@@ -181,15 +161,11 @@ def float32_products(draft: GraphDraft, products: Iterable[Product]) -> None:
         x₁₆ → Q₁₆ → DQ₁₆ → product₁₆ → y₁₆      becomes
         x₁₆ → Cast → Q₃₂ → DQ₃₂ → product₃₂ → scale, bias → Cast → y₁₆
 
-    Every BF16 and FP16 number is an FP32 number, so that values, scales and biases are kept; Q's division and
-    the sum are rounded once, in FP32, instead of in 16 bits. MIGraphX computes garbage with FP16 scales,
-    requires one type of x and scale, and throws when the factors of an FP8 product are cast to BF16. The cast
-    is behind the channels' scales because sums of unscaled FP8 weights do not fit FP16.
-
-    Other readers of dequantized values get them in the original type.
-
-    Raises:
-        ModelError: Dequantized values are an output of a graph that is not FP32.
+    Every BF16 and FP16 number is an FP32 number; Q's division and the sum are rounded once, in FP32, instead
+    of in 16 bits. MIGraphX computes garbage with FP16 scales, requires one type of x and scale, and throws
+    when the factors of an FP8 product are cast to BF16. The cast is behind the channels' scales because sums
+    of unscaled FP8 weights do not fit FP16. Other readers of dequantized values get them in the original
+    type.
     """
     base = _make_pairs_float32(draft)
     for product in products:
@@ -205,10 +181,7 @@ def _make_pairs_float32(draft: GraphDraft) -> dict[str, int]:
     """Give every FP8 Q and DQ an FP32 scale; return the original types of tensors that become FP32."""
     base: dict[str, int] = {}
     for node in list(draft.nodes):
-        if node.op_type not in {"QuantizeLinear", "DequantizeLinear"} or not is_float8(draft, node):
-            continue
-        kind = draft.kind(node.input[1])
-        if kind == FLOAT:
+        if not is_float8(draft, node) or (kind := draft.kind(node.input[1])) == FLOAT:
             continue
         scale = draft.values(node.input[1]).astype(np.float32)
         node.input[1] = draft.add_constant(f"{node.input[1]}/fp32", scale)
@@ -256,37 +229,21 @@ def _narrow_other_readers(draft: GraphDraft, base: Mapping[str, int], products: 
 
 
 def is_float8(draft: GraphDraft, node: Node) -> bool:
-    """Tell whether a Q or a DQ is FP8, by its zero point, its stored values, or its attribute."""
+    """True for a Q or DQ of FP8, by its zero point, its stored values, or its attribute."""
+    if node.op_type not in {"QuantizeLinear", "DequantizeLinear"}:
+        return False
     known = [name for name in (*node.input[2:3], node.input[0]) if name and draft.is_constant(name)]
     if any(draft.kind(name) in FLOAT8_TYPES for name in known):
         return True
     if node.op_type == "QuantizeLinear":
         return attribute(node, "output_dtype", 0) in FLOAT8_TYPES
-    quantize = draft.producer(node.input[0])
-    while quantize is not None and quantize.op_type in LAYOUT_OPS:
-        quantize = draft.producer(quantize.input[0])
+    quantize = draft.behind_layout(node.input[0])
     return quantize is not None and quantize.op_type == "QuantizeLinear" and is_float8(draft, quantize)
 
 
-def _multiplies_float8(draft: GraphDraft, node: Node) -> bool:
-    """Tell whether both factors come from a DQ of FP8, ignoring changes of layout."""
-    for name in node.input[:2]:
-        maker = draft.producer(name)
-        while maker is not None and maker.op_type in LAYOUT_OPS:
-            maker = draft.producer(maker.input[0])
-        if maker is None or maker.op_type != "DequantizeLinear" or not is_float8(draft, maker):
-            return False
-    return True
-
-
-def _result_kind(draft: GraphDraft, product: Node) -> int:
-    """Type of a product of dequantized factors: that of their scales."""
-    maker = draft.producer(product.input[0])
-    while maker is not None and maker.op_type in LAYOUT_OPS:
-        maker = draft.producer(maker.input[0])
-    return FLOAT if maker is None else draft.kind(maker.input[1])
-
-
-def _number(draft: GraphDraft, name: str, value: float, kind: int) -> str:
+def _number(draft: GraphDraft, product: Node, name: str, value: float) -> str:
+    """Add a constant in the type of a product of dequantized factors: that of their scales."""
+    maker = draft.behind_layout(product.input[0])
+    kind = FLOAT if maker is None else draft.kind(maker.input[1])
     values: Array = np.array(value, np.float64).astype(onnx.helper.tensor_dtype_to_np_dtype(kind))
-    return draft.add_constant(name, values)
+    return draft.add_constant(f"{product.name}/{name}", values)

@@ -19,8 +19,6 @@ from loka_onnx.core import serde
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.serde import STRICT
 from loka_onnx.engines.migraphx.api import (
-    GPU,
-    REFERENCE,
     import_migraphx,
     load_program,
     parameters_of,
@@ -66,12 +64,7 @@ class ProgramOutput:
 
 @dataclass(frozen=True)
 class MigraphxEngine:
-    """Manifest and main file of an engine.
-
-    Attributes:
-        architecture: LLVM target of the programs, or ``cpu``.
-        version: Version of MIGraphX that compiled them.
-    """
+    """Manifest and main file of an engine, for an LLVM target or ``cpu``."""
 
     SCHEMA: ClassVar[str] = "migraphx-engine/1"
     __pydantic_config__ = STRICT
@@ -89,11 +82,7 @@ class MigraphxEngine:
 
 
 def read_engine(path: Path) -> MigraphxEngine:
-    """Read the manifest of an engine.
-
-    Raises:
-        EngineError: It is no such document, or names a file outside its directory.
-    """
+    """Read the manifest of an engine; an `EngineError` where it is none or names a file elsewhere."""
     try:
         engine = serde.read(MigraphxEngine, path)
     except UserError as error:
@@ -120,36 +109,17 @@ def programs_beside(engine: Path) -> tuple[str, ...]:
 def why_not_run(architecture: str) -> str:
     """Reason why this host cannot run programs for an architecture; empty when it can.
 
-    ROCm runs on the first visible GPU (``HIP_VISIBLE_DEVICES``), where a program for another architecture
-    would fail.
+    ROCm runs on the first visible GPU (``HIP_VISIBLE_DEVICES``), where another architecture's would fail.
     """
-    if architecture == CPU:
-        return ""
-    here = list_amd_architectures()
+    here = list_amd_architectures() if architecture != CPU else (CPU,)
     if here[:1] == (architecture,):
         return ""
-    found = (
-        f"{', '.join(here)}, the first of which it would run on" if architecture in here else ", ".join(here)
-    )
-    return f"the engine is for {architecture} and this host has {found or 'no AMD GPU'}"
-
-
-def target_of(architecture: str) -> str:
-    """MIGraphX's target of an architecture; the reference target for the CPU."""
-    return REFERENCE if architecture == CPU else GPU
+    first = ", the first of which it would run on" if architecture in here else ""
+    return f"the engine is for {architecture} and this host has {', '.join(here) or 'no AMD GPU'}{first}"
 
 
 def open_migraphx(engine: Path, architecture: str, version: str = "") -> MigraphxSession:
-    """Load the programs of an engine.
-
-    Args:
-        engine: Its manifest; the programs are beside it.
-        version: Version of MIGraphX that built it; empty: that of the manifest.
-
-    Raises:
-        MissingPackage: MIGraphX is not installed.
-        EngineError: The engine is for another device or version, or does not load.
-    """
+    """Load the programs beside a manifest; an empty version is that of the manifest."""
     migraphx = import_migraphx()
     document = read_engine(engine)
     here, built = version_of(migraphx), version or document.version
@@ -177,9 +147,6 @@ class MigraphxSession(Runner):
     """The loaded programs of an engine, each with its own copy of the weights on the device.
 
     Calls from several threads run one after the other.
-
-    Raises:
-        EngineError: A program does not load, or its parameters differ from the manifest's.
     """
 
     def __init__(self, migraphx: Any, engine: Path, document: MigraphxEngine) -> None:
@@ -198,11 +165,7 @@ class MigraphxSession(Runner):
         return self._document.sizes
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Run one batch, in as many programs as needed.
-
-        Raises:
-            EngineError: An input is missing or has another shape, or a program fails.
-        """
+        """Run one batch, in as many programs as needed."""
         feeds = {spec.name: _converted(inputs, spec) for spec in self._document.inputs}
         with self._lock:
             return run_in_buckets(self._run, feeds, self._document.sizes, self._batched)
@@ -225,9 +188,10 @@ class MigraphxSession(Runner):
 def _converted(inputs: Mapping[str, npt.NDArray[Any]], spec: ProgramInput) -> npt.NDArray[Any]:
     value = inputs.get(spec.name)
     if value is None or value.shape[1:] != spec.shape:
-        found = "it is missing" if value is None else f"shape {value.shape}"
+        evidence = "it is missing" if value is None else f"shape {value.shape}"
         raise EngineError(
-            f"input '{spec.name}' does not fit the engine", evidence=f"{found}; a row has shape {spec.shape}"
+            f"input '{spec.name}' does not fit the engine",
+            evidence=f"{evidence}; a row has shape {spec.shape}",
         )
     return value.astype(np.dtype(spec.dtype), copy=False)
 
@@ -235,9 +199,8 @@ def _converted(inputs: Mapping[str, npt.NDArray[Any]], spec: ProgramInput) -> np
 def _check_parameters(loaded: Any, program: ProgramFile, document: MigraphxEngine) -> None:
     """Refuse buffers of other sizes, which the library would read out of bounds."""
     expected = {spec.name: (program.rows, *spec.shape) for spec in document.inputs}
-    found = {name: parameter.shape for name, parameter in parameters_of(loaded).items()}
     # A program lacks inputs that its outputs do not depend on.
-    wrong = {name: shape for name, shape in found.items() if expected.get(name) != shape}
+    wrong = {name: shape for name, shape in parameters_of(loaded).items() if expected.get(name) != shape}
     if wrong:
         raise EngineError(
             "a program takes something else than its document says",

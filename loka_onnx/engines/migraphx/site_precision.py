@@ -38,16 +38,10 @@ _LAYOUT = frozenset(
         *("reshape", "reshape_lazy", "squeeze", "unsqueeze"),
     }
 )
-_QUANTIZERS = frozenset({"quantizelinear", "dequantizelinear"})
+_MOVED = _LAYOUT | {"quantizelinear", "dequantizelinear"}
 _CONSTANTS = frozenset({"@literal", "hip_copy_literal"})
-
-
-@dataclass(frozen=True)
-class PlannedSite:
-    """A site and its planned precision."""
-
-    site: Site
-    precision: Precision
+Reading = tuple[tuple[str, ...], bool, str]
+"""Types of the factors, whether the planned precision engaged, and the evidence."""
 
 
 @dataclass(frozen=True)
@@ -68,25 +62,29 @@ class Product:
 
     @property
     def is_simulated(self) -> bool:
-        """Tell whether FP8 values are multiplied in a wider type."""
+        """True if FP8 values are multiplied in a wider type."""
         return not self.is_float8 and len(self.factors) == 2 and FLOAT8_TYPES.issuperset(self.factors)
 
     @property
     def holds_float8(self) -> bool:
-        """Tell whether FP8 values are multiplied, in any type."""
+        """True if FP8 values are multiplied, in any type."""
         return self.is_float8 or self.is_simulated
 
     def fits(self, site: Site) -> bool:
-        """Tell whether it has a site's size: K × N of the weight, else of either factor."""
+        """True if it has a site's size: K × N of the weight, else of either factor."""
         if site.weight is not None or self.weight is not None:
             return self.weight == (site.k, site.n) and site.weight is not None
         size = sorted((site.k, site.n))
         return site.n in self.instruction.shape[-2:] and any(sorted(s[-2:]) == size for s in self.shapes)
 
+    def is_named(self, site: Site) -> bool:
+        """True if the release printed the site's name."""
+        return site.name in self.instruction.symbols
+
 
 def products_of(program: ProgramText) -> tuple[Product, ...]:
     """All products of a program."""
-    found = []
+    products = []
     for instruction in program.instructions.values():
         names_float8 = _FLOAT8_PRODUCT.search(instruction.kernel) is not None
         if instruction.operation.startswith("@") or not (names_float8 or _PRODUCT.search(instruction.kernel)):
@@ -94,14 +92,13 @@ def products_of(program: ProgramText) -> tuple[Product, ...]:
         # A GPU kernel's last input is the memory for its result.
         read = program.inputs_of(instruction)
         inputs = read[:-1] if instruction.operation.startswith("gpu::") else read
-        factors = tuple(_factor_type(program, each) for each in inputs[:2])
         # A kernel may also quantize its activation; int8 products have the same names.
         float8 = next((each.type for each in inputs if names_float8 and each.type in FLOAT8_TYPES), "")
-        shapes = tuple(each.shape for each in inputs)
+        factors = (float8, float8) if float8 else tuple(_factor_type(program, each) for each in inputs[:2])
         weight = _weight(program, instruction, inputs, float8)
-        factors = (float8, float8) if float8 else factors
-        found.append(Product(instruction, factors, weight, shapes, bool(float8)))
-    return tuple(found)
+        shapes = tuple(each.shape for each in inputs)
+        products.append(Product(instruction, factors, weight, shapes, bool(float8)))
+    return tuple(products)
 
 
 def _weight(
@@ -134,7 +131,7 @@ def _stored(program: ProgramText, value: Instruction) -> int:
     if value.operator == "concat":
         parts = [_stored(program, each) for each in read]
         return sum(parts) if all(parts) else 0
-    return _stored(program, read[0]) if value.operator in _LAYOUT | _QUANTIZERS and read else 0
+    return _stored(program, read[0]) if value.operator in _MOVED and read else 0
 
 
 def _factor_type(program: ProgramText, factor: Instruction) -> str:
@@ -149,62 +146,61 @@ def _factor_type(program: ProgramText, factor: Instruction) -> str:
 
 
 def site_precisions(
-    programs: Sequence[ProgramText], planned: Sequence[PlannedSite]
+    programs: Sequence[ProgramText], planned: Sequence[tuple[Site, Precision]]
 ) -> tuple[SitePrecision, ...]:
     """Return the precision of each planned site; the worst of the programs for all batch sizes."""
     by_program = [_of_program(program, planned) for program in programs]
     return tuple(
-        next((found for found in several if not found.engaged), several[0])
+        next((each for each in several if not each.engaged), several[0])
         for several in zip(*by_program, strict=True)
     )
 
 
-def _of_program(program: ProgramText, planned: Sequence[PlannedSite]) -> list[SitePrecision]:
+def _of_program(program: ProgramText, planned: Sequence[tuple[Site, Precision]]) -> list[SitePrecision]:
     products = products_of(program)
     float8 = _Float8Sites(products, planned)
-    found = []
-    for each in planned:
-        if each.site.kind is SiteKind.NORM:
-            found.append(_norm(program, each))
-        elif each.precision is Precision.FP8:
-            found.append(float8.precision(each.site))
+    precisions = []
+    for site, precision in planned:
+        if site.kind is SiteKind.NORM:
+            # A norm is fused with its neighbours: only the presence of its type is known.
+            wanted = TYPES[precision]
+            is_there = wanted in program.types
+            evidence = f"norms lose their names; {wanted} is {'there' if is_there else 'nowhere'}"
+            reading: Reading = (wanted,) * is_there, is_there, evidence
+        elif precision is Precision.FP8:
+            reading = float8.precision(site)
         else:
-            found.append(_wide(products, each))
-    return found
+            reading = _wide(products, site, TYPES[precision])
+        types, engaged, evidence = reading
+        precisions.append(
+            SitePrecision(site.name, precision, types, engaged, f"compiled program: {evidence}")
+        )
+    return precisions
 
 
 class _Float8Sites:
     """FP8 sites of a plan and FP8 products of a program."""
 
-    def __init__(self, products: Sequence[Product], planned: Sequence[PlannedSite]) -> None:
+    def __init__(self, products: Sequence[Product], planned: Sequence[tuple[Site, Precision]]) -> None:
         self._products = products
-        names = {each.site.name for each in planned}
+        names = {site.name for site, _ in planned}
         self._sites = [
-            each.site
-            for each in planned
-            if each.precision is Precision.FP8
-            and each.site.kind is not SiteKind.NORM
-            and self._named(each.site) is None
+            site
+            for site, precision in planned
+            if precision is Precision.FP8
+            and site.kind is not SiteKind.NORM
+            and not any(product.is_named(site) for product in products)
         ]
         self._unnamed = [
             p for p in products if p.holds_float8 and not names.intersection(p.instruction.symbols)
         ]
 
-    def _named(self, site: Site) -> Product | None:
-        return next((p for p in self._products if site.name in p.instruction.symbols), None)
-
-    def precision(self, site: Site) -> SitePrecision:
-        """Precision of a site, with the evidence."""
-
-        def found(types: tuple[str, ...], engaged: bool, evidence: str) -> SitePrecision:
-            evidence = f"compiled program: {evidence}"
-            return SitePrecision(site.name, Precision.FP8, types, engaged, evidence)
-
-        named = self._named(site)
+    def precision(self, site: Site) -> Reading:
+        named = next((product for product in self._products if product.is_named(site)), None)
         if named is not None:
             does = "multiplies FP8" if named.is_float8 else f"multiplies {' by '.join(named.factors)}"
-            label = f"{named.instruction.label}, named after the site, {does}"
-            return found(named.factors, named.holds_float8, label)
+            evidence = f"{named.instruction.label}, named after the site, {does}"
+            return named.factors, named.holds_float8, evidence
         size, alike = f"{site.k} × {site.n}", self._claims(site)
         honoured = [product for product in self._unnamed if product.fits(site)]
         accounted = self._accounted(site)
@@ -212,11 +208,11 @@ class _Float8Sites:
             evidence = honoured[0].instruction.label
             if alike > 1:
                 evidence += f", one of {len(honoured)} FP8 products of {size} for {alike} sites"
-            return found(honoured[0].factors, True, evidence + _simulated(honoured[0]))
+            return honoured[0].factors, True, evidence + _simulated(honoured[0])
         merged = next((product for product in accounted if (product.weight or (0, 0))[1] > site.n), None)
         if merged is not None:
             evidence = f"{merged.instruction.label}, merged: columns of all FP8 products over {site.k} add up"
-            return found(merged.factors, True, evidence + _simulated(merged))
+            return merged.factors, True, evidence + _simulated(merged)
         plain = next((p for p in self._products if p.fits(site) and not p.holds_float8), None)
         types = plain.factors if plain is not None else ()
         evidence = f"{len(honoured)} FP8 products of {size} for {alike} planned sites"
@@ -224,7 +220,7 @@ class _Float8Sites:
             evidence += ", and it does not say which sites they are"
         if plain is not None:
             evidence += f"; {plain.instruction.label} multiplies {' by '.join(types)}"
-        return found(types, False, evidence)
+        return types, False, evidence
 
     def _claims(self, site: Site) -> int:
         """Number of sites of a site's size, plus groups that would have it if merged."""
@@ -247,31 +243,18 @@ def _simulated(product: Product) -> str:
     return "; simulated: FP8 Q/DQ around a product in the base precision" if product.is_simulated else ""
 
 
-def _wide(products: Sequence[Product], planned: PlannedSite) -> SitePrecision:
+def _wide(products: Sequence[Product], site: Site, wanted: str) -> Reading:
     """Read a site in the base precision from a product of its size, else from all products."""
-    site, wanted = planned.site, TYPES[planned.precision]
-    plain = [product for product in products if not product.is_float8 and not product.is_simulated]
-    named = [product for product in plain if site.name in product.instruction.symbols]
+    plain = [product for product in products if not product.holds_float8]
+    named = [product for product in plain if product.is_named(site)]
     own = named or [product for product in plain if product.fits(site)]
     candidates = own or plain
-    right = next((p for p in candidates if p.factors and {*p.factors} == {wanted}), None)
-    wrong = next((p for p in candidates if p is not right and {*p.factors} != {wanted}), None)
+    right = next((p for p in candidates if {*p.factors} == {wanted}), None)
+    wrong = next((p for p in candidates if {*p.factors} != {wanted}), None)
     # A product of its size is enough; for a merged one, every product must have the type.
     engaged = right is not None and (bool(own) or wrong is None)
     shown = right if engaged else (wrong or right)
     if shown is None:
-        return SitePrecision(site.name, planned.precision, (), False, "no product in the compiled program")
-    evidence = f"compiled program: {shown.instruction.label}"
-    if not own:
-        evidence += f", none of {site.k} × {site.n}: merged or fused with others"
-    return SitePrecision(site.name, planned.precision, shown.factors, engaged, evidence)
-
-
-def _norm(program: ProgramText, planned: PlannedSite) -> SitePrecision:
-    """Read a norm, which is fused with its neighbours: only the presence of its type is known."""
-    wanted = TYPES[planned.precision]
-    engaged = wanted in program.types
-    evidence = f"compiled program: norms lose their names; {wanted} is {'there' if engaged else 'nowhere'}"
-    return SitePrecision(
-        planned.site.name, planned.precision, (wanted,) if engaged else (), engaged, evidence
-    )
+        return (), False, "it has no product"
+    merged = "" if own else f", none of {site.k} × {site.n}: merged or fused with others"
+    return shown.factors, engaged, shown.instruction.label + merged

@@ -23,20 +23,18 @@ from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.onnx_operands import OperandReader
 from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession, open_io_binding
 from loka_onnx.engines.onnxruntime.io_binding_settings import (
+    CUDA_GRAPH,
+    EXHAUSTIVE_TUNE,
+    OPTIMIZATION_LEVEL,
     PROGRAMS,
     SETTINGS_FILE,
     IoBindingSettings,
     settings_beside,
-)
-from loka_onnx.engines.onnxruntime.pointwise import write_convolutions
-from loka_onnx.engines.onnxruntime.provider_settings import (
-    CUDA_GRAPH,
-    EXHAUSTIVE_TUNE,
-    OPTIMIZATION_LEVEL,
     settings_for,
     why_declined,
     without_graphs,
 )
+from loka_onnx.engines.onnxruntime.pointwise import write_convolutions
 from loka_onnx.engines.onnxruntime.providers import (
     CPU,
     TENSORRT,
@@ -50,6 +48,7 @@ from loka_onnx.engines.onnxruntime.site_precision import Graphs, Placement, dump
 from loka_onnx.engines.onnxruntime.spec import ONNXRUNTIME, ONNXRUNTIME_TENSORRT
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import LokaError, MissingPackage, ModelError
+from loka_onnx.graph.storage import link_or_copy
 from loka_onnx.sessions.backends import BackendSpec
 from loka_onnx.sessions.model_files import data_locations
 from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
@@ -71,8 +70,8 @@ class OnnxRuntimeBackend(Backend):
         try:
             version = str(import_onnxruntime().__version__)
         except MissingPackage as error:
-            return Availability(False, "", False, False, (), error.what, error.remedy)
-        return Availability(True, version, True, True, self._devices_here(), "", "")
+            return Availability.missing(error)
+        return Availability(True, version, True, True, self._devices_here())
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
         """Decline plans that the provider runs in another precision, or whose sites it does not report."""
@@ -120,13 +119,7 @@ class OnnxRuntimeBackend(Backend):
         return (*_model_files(engine), *(engine.parent / name for name in settings_beside(engine)))
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
-        """Copy the model and, for a GPU, determine settings that load.
-
-        Raises:
-            ModelError: External data is missing or outside the model's directory, or ONNX Runtime refuses the
-                model.
-            EngineError: The provider does not start, or fails on a batch.
-        """
+        """Copy the model and, for a GPU, determine settings that load."""
         engine = _copy_model(request.model, into)
         provider = self.provider(request.architecture)
         if provider.key == CPU.key:
@@ -186,12 +179,12 @@ class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
 
     def availability(self) -> Availability:
         """Report ONNX Runtime with TensorRT's provider, and a GPU for it."""
-        found = super().availability()
-        if not found.installed or found.devices:
-            return found
+        availability = super().availability()
+        if not availability.installed or availability.devices:
+            return availability
         reason = why_no_provider(TENSORRT) or "this host has no NVIDIA GPU"
         remedy = "build on a host with an NVIDIA GPU, TensorRT and a build of ONNX Runtime with its provider"
-        return Availability(False, found.version, False, False, (), reason, remedy)
+        return Availability(False, availability.version, False, False, (), reason, remedy)
 
 
 def _first_that_loads(engine: Path, settings: IoBindingSettings, device: int) -> IoBindingSettings:
@@ -215,19 +208,13 @@ def _first_that_loads(engine: Path, settings: IoBindingSettings, device: int) ->
 def _read_sites(
     request: BuildRequest, graphs: Graphs, placement: Placement | None
 ) -> tuple[SitePrecision, ...]:
-    planned = {decision.site: decision.precision for decision in request.plan.decisions}
     return tuple(
-        site_precision(site.name, planned[site.name], graphs, placement) for site in request.planned_sites
+        site_precision(site.name, precision, graphs, placement) for site, precision in request.planned
     )
 
 
 def _copy_model(model: Path, into: Path) -> Path:
-    """Copy a model into a directory as `ENGINE_FILE`, hard-linking external data where possible; return the
-    copy.
-
-    Raises:
-        ModelError: External data is missing or outside the model's directory.
-    """
+    """Copy a model as `ENGINE_FILE`, with links to its external data, which must be beside it."""
     engine = into / ENGINE_FILE
     shutil.copyfile(model, engine)
     source = Path(os.path.realpath(model.parent))
@@ -242,10 +229,7 @@ def _copy_model(model: Path, into: Path) -> Path:
             )
         place = into / location
         place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(data, place)
-        except OSError:
-            shutil.copyfile(data, place)
+        link_or_copy(data, place)
     return engine
 
 

@@ -27,48 +27,40 @@ import numpy.typing as npt
 
 from loka_onnx.core import serde
 from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
-from loka_onnx.engines.onnxruntime.provider_session import (
-    PlacedNode,
-    placed_nodes,
-    session_options,
-    start_session,
-)
 from loka_onnx.engines.onnxruntime.providers import (
     PROVIDERS,
     TENSORRT,
+    PlacedNode,
     device_of,
     host_blocker,
+    placed_nodes,
     provider_chain,
     provider_for,
+    session_options,
+    start_session,
     timing_directory,
 )
 from loka_onnx.errors import EngineError, ModelError
-from loka_onnx.sessions.buckets import padded, pieces_of, rows_of, run_in_buckets
+from loka_onnx.sessions.buckets import padded, padded_rows, pieces_of, rows_of, run_in_buckets
 from loka_onnx.sessions.cuda import CudaContext
 from loka_onnx.sessions.dlpack import Borrowed
 from loka_onnx.sessions.onnx_session import import_onnxruntime
-from loka_onnx.sessions.runner import Allocate, Arrays, Names, Resident, Runner
-
-MOST_PADDING = 2
-"""Largest ratio of padded to actual rows where a request could run unpadded."""
+from loka_onnx.sessions.runner import Allocate, Arrays, Names, Resident, Runner, check_types
 
 _NO_GRAPH, _FIRST_GRAPH = -1, 1
 
 T = TypeVar("T")
 
 _NUMPY_TYPES: dict[str, Any] = {
-    "tensor(bool)": np.bool_,
-    "tensor(double)": np.float64,
     "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(int16)": np.int16,
-    "tensor(int32)": np.int32,
-    "tensor(int64)": np.int64,
-    "tensor(int8)": np.int8,
-    "tensor(uint16)": np.uint16,
-    "tensor(uint32)": np.uint32,
-    "tensor(uint64)": np.uint64,
-    "tensor(uint8)": np.uint8,
+    "tensor(double)": np.float64,
+    **{
+        f"tensor({kind})": np.dtype(kind).type
+        for kind in (
+            *("bool", "float16", "int8", "int16", "int32", "int64"),
+            *("uint8", "uint16", "uint32", "uint64"),
+        )
+    },
 }
 
 
@@ -90,8 +82,8 @@ class IoBindingSession(Runner):
 
     Args:
         writes: Whether the provider keeps its programs beside the engine, as during a build; otherwise it
-            gets a copy to write into, because an engine's files do not change.
-        threads: CPU threads of one operator; 0 lets ONNX Runtime choose.
+        gets a
+            copy to write into, because an engine's files do not change.
 
     Raises:
         ModelError: ONNX Runtime refuses the model, or an axis other than the batch is dynamic.
@@ -114,10 +106,12 @@ class IoBindingSession(Runner):
         self._remove_copy: weakref.finalize[..., Any] | None = None
         programs = engine.parent / PROGRAMS if settings.programs else None
         if programs is not None and not writes:
-            copied = tempfile.mkdtemp(prefix="loka-onnx-programs-")
+            copied = Path(tempfile.mkdtemp(prefix="loka-onnx-programs-"))
             self._remove_copy = weakref.finalize(self, shutil.rmtree, copied, True)
             # A provider that keeps nothing leaves no directory in a bundle.
-            programs = _copy_directory(programs, Path(copied) / PROGRAMS)
+            if programs.is_dir():
+                shutil.copytree(programs, copied, dirs_exist_ok=True)
+            programs = copied
         timing = None
         if writes and self._provider.key == TENSORRT.key:
             timing = timing_directory(settings.version)
@@ -150,14 +144,10 @@ class IoBindingSession(Runner):
         return Names(self.input_names, self.output_names)
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Run one batch.
-
-        Raises:
-            EngineError: ONNX Runtime fails on this batch, or its inputs have different numbers of rows.
-        """
+        """Run one batch."""
         feeds = self._feeds(inputs)
         with self._lock:
-            if self._fits(feeds):
+            if self._fits(partial(rows_of, feeds)):
                 return run_in_buckets(self._run_bound, feeds, self.served_sizes, self._batched)
             contiguous = {name: np.ascontiguousarray(value) for name, value in feeds.items()}
             options = self._run_options(_NO_GRAPH)
@@ -181,31 +171,20 @@ class IoBindingSession(Runner):
             return self._copies().stream
 
     def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
-        """Run one batch on the device, copying into and out of fixed buffers; one that fits no size is bound
-        directly.
-
-        Raises:
-            EngineError: See `run`; or an input has another type than the model's.
-        """
-        for name, kind in self._types.items():
-            if inputs[name].dtype != kind:
-                raise EngineError(
-                    f"input '{name}' has another type than the engine",
-                    evidence=f"{inputs[name].dtype} on the device, the engine takes {np.dtype(kind)}",
-                    remedy="send these rows from the host, where they are converted",
-                )
+        """Run one batch through fixed buffers; one that fits no size is bound directly."""
+        check_types(inputs, self._types)
         with self._lock:
             cuda = self._copies()
             cuda.activate()
             rows = inputs[self.input_names[0]].shape[0]
-            if not self._fits_rows(rows):
+            if not self._fits(lambda: rows):
                 return self._run_where_it_lies(cuda, inputs, allocate)
             return self._run_pieces(cuda, rows, inputs, allocate)
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Put the batch into the buffers of its size, or into its own where it fits no size."""
         feeds = self._feeds(inputs)
-        if not self._fits(feeds):
+        if not self._fits(partial(rows_of, feeds)):
             own = self._bind(feeds, _NO_GRAPH)
             return Resident(lambda: self._launch(own), lambda: None)
         pieces = pieces_of(rows_of(feeds), self.served_sizes)
@@ -216,11 +195,7 @@ class IoBindingSession(Runner):
         return Resident(lambda: self._launch(bound), lambda: None)
 
     def placement(self) -> tuple[PlacedNode, ...]:
-        """Provider of each node; a compiled subgraph is listed by its original nodes.
-
-        Raises:
-            EngineError: This version of ONNX Runtime does not report it.
-        """
+        """Provider of each node; see `placed_nodes`."""
         return placed_nodes(self._session)
 
     def close(self) -> None:
@@ -236,14 +211,11 @@ class IoBindingSession(Runner):
     def _feeds(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         return {n: np.asarray(inputs[n]).astype(kind, copy=False) for n, kind in self._types.items()}
 
-    def _fits(self, feeds: Arrays) -> bool:
-        """Tell whether a request is served from fixed buffers."""
-        return self._fits_rows(0 if self._provider.compiles or not self._bound else rows_of(feeds))
-
-    def _fits_rows(self, rows: int) -> bool:
+    def _fits(self, rows: Callable[[], int]) -> bool:
+        """True if a request is served from fixed buffers."""
         if self._provider.compiles or not self._bound:
             return bool(self._bound)
-        return any(rows <= size <= MOST_PADDING * rows for size in self._bound)
+        return padded_rows(rows(), self.served_sizes) is not None
 
     def _copies(self) -> CudaContext:
         """Stream for copies on the device; opened by the first request that needs it."""
@@ -271,10 +243,10 @@ class IoBindingSession(Runner):
                     answer[name] = allocate((rows, *shape[1:]) if batched else shape, _type_of(value))
                 elif not batched:
                     continue
-                made = answer[name]
-                row_bytes = made.nbytes // rows if batched else 0
-                size = piece.rows * row_bytes if batched else made.nbytes
-                cuda.copy(made.address + piece.start * row_bytes, value.data_ptr(), size)
+                output = answer[name]
+                row_bytes = output.nbytes // rows if batched else 0
+                size = piece.rows * row_bytes if batched else output.nbytes
+                cuda.copy(output.address + piece.start * row_bytes, value.data_ptr(), size)
             # The next piece or request overwrites the buffers.
             cuda.synchronize()
         return answer
@@ -292,8 +264,8 @@ class IoBindingSession(Runner):
         self._try(lambda: self._session.run_with_iobinding(binding, self._run_options(_NO_GRAPH)))
         answer = {}
         for name, value in zip(self.output_names, binding.get_outputs(), strict=True):
-            answer[name] = made = allocate(tuple(value.shape()), _type_of(value))
-            cuda.copy(made.address, value.data_ptr(), made.nbytes)
+            answer[name] = output = allocate(tuple(value.shape()), _type_of(value))
+            cuda.copy(output.address, value.data_ptr(), output.nbytes)
         cuda.synchronize()
         return answer
 
@@ -362,13 +334,10 @@ def open_io_binding(
 
     Args:
         version: Expected version of ONNX Runtime; not checked when empty.
-        threads: CPU threads of one operator; 0 lets ONNX Runtime choose.
 
     Raises:
-        UserError: There are no settings.
         EngineError: The settings are of another provider, compiled programs of another version, or this host
             cannot run the engine.
-        ModelError: ONNX Runtime refuses the model.
     """
     settings = serde.read(IoBindingSettings, engine.with_name(SETTINGS_FILE))
     provider = provider_for(backend, architecture)
@@ -398,13 +367,6 @@ def _type_of(value: Any) -> np.dtype[Any]:
     """NumPy type of an `OrtValue`."""
     kind: np.dtype[Any] = np.dtype(_numpy_type("output", value.data_type()))
     return kind
-
-
-def _copy_directory(source: Path, target: Path) -> Path:
-    target.mkdir()
-    if source.is_dir():
-        shutil.copytree(source, target, dirs_exist_ok=True)
-    return target
 
 
 def _fixed_shape(described: Any, size: int) -> tuple[int, ...]:

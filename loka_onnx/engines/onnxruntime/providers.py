@@ -1,4 +1,4 @@
-"""Execution providers of ONNX Runtime: their options, and their availability on this host.
+"""Execution providers of ONNX Runtime: their options, their availability on this host, and sessions on them.
 
 Sources: onnxruntime.ai, pages of the CUDA, TensorRT and MIGraphX execution providers, and in its repository
 `core/providers/<provider>/…_execution_provider_info.cc` for the names of options.
@@ -6,19 +6,19 @@ Sources: onnxruntime.ai, pages of the CUDA, TensorRT and MIGraphX execution prov
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from loka_onnx.core.cache_directory import cache_directory
-from loka_onnx.errors import ConfigError, EngineError, MissingPackage
+from loka_onnx.errors import ConfigError, EngineError, MissingPackage, ModelError
 from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.host_devices import list_amd_architectures
-from loka_onnx.sessions.onnx_session import import_onnxruntime
-
-Options = Mapping[str, str]
-"""Names and values of a provider's options, as ONNX Runtime takes them."""
+from loka_onnx.sessions.model_files import read_model
+from loka_onnx.sessions.onnx_session import holds_float8, import_onnxruntime, keep_float8_exact
 
 
 @dataclass(frozen=True)
@@ -28,60 +28,56 @@ class Provider:
     Attributes:
         key: Its name in an engine's settings.
         name: ONNX Runtime's name.
+        package: Optional dependency of this project that provides it.
         memory: ONNX Runtime's name for the memory of inputs and outputs; "cpu" for a provider that copies.
         compiles: Whether it compiles subgraphs to programs, which are kept beside the engine: they are code,
             for one architecture and one version.
+        graph_option: Option that records runs on fixed buffers as CUDA graphs, if it has one.
         options: Options that an engine's settings may set; none names a file or a library, because an engine
             need not be trusted.
-        package: Optional dependency of this project that provides it.
     """
 
     key: str
     name: str
-    memory: str
-    compiles: bool
-    options: frozenset[str]
     package: str
+    memory: str = "cpu"
+    compiles: bool = False
+    graph_option: str = ""
+    options: frozenset[str] = frozenset()
 
 
-CPU = Provider("cpu", "CPUExecutionProvider", "cpu", False, frozenset(), "cpu")
+CPU = Provider("cpu", "CPUExecutionProvider", "cpu")
 CUDA = Provider(
     "cuda",
     "CUDAExecutionProvider",
-    "cuda",
-    False,
-    frozenset({"arena_extend_strategy", "enable_cuda_graph", "use_tf32"}),
     "nvidia",
+    memory="cuda",
+    graph_option="enable_cuda_graph",
+    options=frozenset({"arena_extend_strategy", "enable_cuda_graph", "use_tf32"}),
 )
 TENSORRT = Provider(
     "tensorrt",
     "TensorrtExecutionProvider",
-    "cuda",
-    True,
-    frozenset(
+    "nvidia",
+    memory="cuda",
+    compiles=True,
+    graph_option="trt_cuda_graph_enable",
+    options=frozenset(
         {
-            "trt_builder_optimization_level",
-            "trt_cuda_graph_enable",
-            "trt_profile_max_shapes",
-            "trt_profile_min_shapes",
-            "trt_profile_opt_shapes",
+            *("trt_builder_optimization_level", "trt_cuda_graph_enable"),
+            *("trt_profile_max_shapes", "trt_profile_min_shapes", "trt_profile_opt_shapes"),
         }
     ),
-    "nvidia",
 )
 MIGRAPHX = Provider(
     "migraphx",
     "MIGraphXExecutionProvider",
-    "cpu",
-    True,
-    frozenset({"migraphx_exhaustive_tune"}),
     "amd",
+    compiles=True,
+    options=frozenset({"migraphx_exhaustive_tune"}),
 )
 PROVIDERS: Mapping[str, Provider] = {p.key: p for p in (CPU, CUDA, TENSORRT, MIGRAPHX)}
 """Providers by key."""
-
-GRAPH_OPTIONS: Mapping[str, str] = {"cuda": "enable_cuda_graph", "tensorrt": "trt_cuda_graph_enable"}
-"""Option of each provider that records runs on fixed buffers as CUDA graphs, by key."""
 
 _KEYS: Mapping[tuple[str, str], str] = {
     ("onnxruntime", "cpu"): CPU.key,
@@ -92,12 +88,7 @@ _KEYS: Mapping[tuple[str, str], str] = {
 
 
 def provider_for(backend: str, architecture: str) -> Provider:
-    """Return the provider that runs a backend's engines for an architecture (``cpu``, ``sm90``, ``gfx942``,
-    …).
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the provider of an architecture (``cpu``, ``sm90``, …); a `ConfigError` where there is none."""
     kind = re.match(r"cpu\Z|sm(?=\d)|gfx(?=\d)", architecture)
     key = _KEYS.get((backend, kind.group() if kind else ""))
     if key is None:
@@ -106,13 +97,15 @@ def provider_for(backend: str, architecture: str) -> Provider:
 
 
 def provider_chain(
-    provider: Provider, options: Options, device: int, programs: Path | None, timing: Path | None = None
+    provider: Provider,
+    options: Mapping[str, str],
+    device: int,
+    programs: Path | None,
+    timing: Path | None = None,
 ) -> list[tuple[str, dict[str, str]]]:
     """Providers of a session in order; each runs what the ones before do not support.
 
-    Args:
-        programs: Directory of compiled programs; None: not kept.
-        timing: Directory of kernel timings between builds; None: not kept.
+    Compiled programs and kernel timings are kept in `programs` and `timing`, where given.
     """
     if provider.key == CPU.key:
         return [(CPU.name, {})]
@@ -137,45 +130,115 @@ def timing_directory(version: str) -> Path:
 def why_no_provider(provider: Provider) -> str:
     """Reason why this host's ONNX Runtime lacks a provider; empty when it has it."""
     try:
-        ort = import_onnxruntime()
+        offered = import_onnxruntime().get_available_providers()
     except MissingPackage as error:
         return f"{error.what}; {error.remedy}"
-    offered = ort.get_available_providers()
-    if provider.name not in offered:
-        return (
-            f"this build of ONNX Runtime has no {provider.name} (it has {', '.join(offered)}); "
-            f"pip install 'loka-onnx[{provider.package}]' in place of it"
-        )
-    return ""
+    if provider.name in offered:
+        return ""
+    return (
+        f"this build of ONNX Runtime has no {provider.name} (it has {', '.join(offered)}); "
+        f"pip install 'loka-onnx[{provider.package}]' in place of it"
+    )
 
 
 def host_blocker(provider: Provider, architecture: str) -> str:
     """Reason why this host cannot run a provider on an architecture; empty when it can."""
     reason = why_no_provider(provider)
-    if reason:
+    if reason or provider.key == CPU.key or architecture in _architectures(provider):
         return reason
-    if provider.key == CPU.key or architecture in _architectures(provider):
-        return ""
-    maker = "AMD" if provider.key == MIGRAPHX.key else "NVIDIA"
-    here = ", ".join(_architectures(provider)) or f"no {maker} GPU"
+    here = ", ".join(_architectures(provider)) or f"no {provider.package.upper()} GPU"
     return f"the engine is for {architecture} and this host has {here}"
 
 
 def device_of(provider: Provider, architecture: str) -> int:
-    """Number of the first GPU of an architecture.
-
-    Raises:
-        EngineError: This host has none.
-    """
+    """Number of the first GPU of an architecture; an `EngineError` where this host has none."""
     if provider.key == CPU.key:
         return 0
-    found = _architectures(provider)
-    if architecture not in found:
-        raise EngineError(f"there is no GPU of {architecture}", evidence=", ".join(found) or "no GPU")
-    return found.index(architecture)
+    here = _architectures(provider)
+    if architecture not in here:
+        raise EngineError(f"there is no GPU of {architecture}", evidence=", ".join(here) or "no GPU")
+    return here.index(architecture)
 
 
 def _architectures(provider: Provider) -> tuple[str, ...]:
     if provider.key == MIGRAPHX.key:
         return list_amd_architectures()
     return tuple(device.architecture for device in list_cuda_devices())
+
+
+@dataclass(frozen=True)
+class PlacedNode:
+    """Node of the graph after basic optimizations, with ONNX Runtime's name of its provider."""
+
+    name: str
+    op: str
+    provider: str
+
+
+def start_session(engine: Path, settings: Any, chain: list[tuple[str, dict[str, str]]]) -> Any:
+    """Start an `onnxruntime.InferenceSession` that runs on the first provider of a `provider_chain`.
+
+    By itself, ONNX Runtime falls back to the CPU where a provider does not start, and only logs it.
+
+    Raises:
+        ModelError: ONNX Runtime refuses the model.
+        EngineError: The provider does not start.
+    """
+    ort = import_onnxruntime()
+    name = chain[0][0]
+    if name in {CUDA.name, TENSORRT.name} and hasattr(ort, "preload_dlls"):
+        # CUDA and cuDNN may be Python packages, which the dynamic linker does not search.
+        ort.preload_dlls()
+    try:
+        session = ort.InferenceSession(os.fspath(engine), settings, providers=chain, enable_fallback=0)
+    except Exception as error:
+        # onnxruntime raises errors of unrelated types.
+        raise ModelError(
+            f"ONNX Runtime refuses '{engine}' on {name}", evidence=str(error).splitlines()[0][:400]
+        ) from error
+    started = session.get_providers()
+    if started[0] != name:
+        raise EngineError(
+            f"{name} does not start",
+            where=str(engine),
+            evidence=f"the session would run on {', '.join(started)}",
+            remedy="see the log for the library that it misses: CUDA and cuDNN of the versions that this "
+            "build of ONNX Runtime names, for example",
+        )
+    return session
+
+
+def session_options(engine: Path, provider: Provider) -> Any:
+    """`onnxruntime.SessionOptions` for an engine that keep values exact and record placement.
+
+    A provider that compiles gets the original graph, because it has its own optimizer and patterns. Otherwise
+    a graph with FP8 is not optimized above BASIC (see `onnx_session`).
+    """
+    ort = import_onnxruntime()
+    settings = ort.SessionOptions()
+    settings.log_severity_level = 3
+    settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    levels = ort.GraphOptimizationLevel
+    if provider.compiles:
+        settings.graph_optimization_level = levels.ORT_DISABLE_ALL
+    elif holds_float8(read_model(engine)):
+        keep_float8_exact(settings)
+    else:
+        settings.graph_optimization_level = levels.ORT_ENABLE_ALL
+    return settings
+
+
+def placed_nodes(session: Any) -> tuple[PlacedNode, ...]:
+    """Provider of each node in a session with `session_options`; of a subgraph, of its original nodes."""
+    tell = getattr(session, "get_provider_graph_assignment_info", None)
+    if tell is None:
+        raise EngineError(
+            "ONNX Runtime does not say which provider runs which node",
+            evidence=f"version {import_onnxruntime().__version__}; it does from 1.24 on",
+            remedy="install a newer one",
+        )
+    return tuple(
+        PlacedNode(node.name, node.op_type, subgraph.ep_name)
+        for subgraph in tell()
+        for node in subgraph.get_nodes()
+    )

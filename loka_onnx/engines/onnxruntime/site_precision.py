@@ -7,6 +7,7 @@ types, and a product between casts is read by its own operands' types.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,7 @@ import onnx
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.onnx_operands import OperandReader, Source, is_same_up_to_transpose
-from loka_onnx.engines.onnxruntime.provider_session import PlacedNode, start_session
-from loka_onnx.engines.onnxruntime.providers import Provider, provider_chain
+from loka_onnx.engines.onnxruntime.providers import PlacedNode, Provider, provider_chain, start_session
 from loka_onnx.sessions.onnx_session import import_onnxruntime, keep_float8_exact
 
 BIG_INITIALIZER_BYTES = "1024"
@@ -35,7 +35,6 @@ class Graphs:
         before: The engine's original graph.
         after: The graph that ONNX Runtime optimized; `before` where a provider compiles it.
         is_fp32: Whether everything but FP8 is FP32 whatever the plan's base, as in simulated FP8.
-        name: Name of `after`, for evidence.
     """
 
     before: OperandReader
@@ -68,33 +67,23 @@ class Placement:
 
     def describe(self) -> str:
         """Describe the placement for the log: counts by provider, and misplaced nodes."""
-        counts: dict[str, int] = {}
-        for node in self._nodes:
-            counts[node.provider] = counts.get(node.provider, 0) + 1
-        left = [node for node in self._nodes if node.provider != self.provider]
+        counts = Counter(node.provider for node in self._nodes)
+        elsewhere = [node for node in self._nodes if node.provider != self.provider]
         lines = [f"{count} nodes on {provider}" for provider, count in sorted(counts.items())]
-        lines += [f"not on {self.provider}: {node.op} '{node.name}'" for node in left[:SHOWN]]
+        lines += [f"not on {self.provider}: {node.op} '{node.name}'" for node in elsewhere[:SHOWN]]
         return "\n".join(lines)
 
 
 def dump_optimized(engine: Path, target: Path, provider: Provider, device: int = 0) -> None:
-    """Write the graph at the optimization level of FP8; higher levels change no types.
-
-    Raises:
-        ModelError: ONNX Runtime refuses the model.
-        EngineError: The provider does not start.
-    """
+    """Write the graph at the optimization level of FP8; higher levels change no types."""
     ort = import_onnxruntime()
     settings = ort.SessionOptions()
     settings.log_severity_level = 3
     keep_float8_exact(settings)
     settings.optimized_model_filepath = os.fspath(target)
-    settings.add_session_config_entry(
-        "session.optimized_model_external_initializers_file_name", f"{target.name}.data"
-    )
-    settings.add_session_config_entry(
-        "session.optimized_model_external_initializers_min_size_in_bytes", BIG_INITIALIZER_BYTES
-    )
+    external = "session.optimized_model_external_initializers"
+    settings.add_session_config_entry(f"{external}_file_name", f"{target.name}.data")
+    settings.add_session_config_entry(f"{external}_min_size_in_bytes", BIG_INITIALIZER_BYTES)
     start_session(engine, settings, provider_chain(provider, {}, device, None))
 
 
@@ -104,43 +93,28 @@ def site_precision(
     """Read the precision of a planned site; without a placement, everything runs on the CPU."""
     node = graphs.after.product(site)
     if node is None:
-        return _missing(site, planned, graphs, alone=placement is None)
-    found = _fp8(site, node, graphs) if planned is Precision.FP8 else _wide(site, planned, node, graphs)
-    if placement is None:
-        return found
-    reason = placement.why_elsewhere(node)
-    evidence = reason or f"{found.evidence}; on {placement.provider}"
-    return SitePrecision(site, planned, found.operands, found.engaged and not reason, evidence)
-
-
-def _missing(site: str, planned: Precision, graphs: Graphs, *, alone: bool) -> SitePrecision:
+        # With several providers, the one that runs the fused node would be unknown.
+        engaged = placement is None and graphs.is_fp32 and planned is not Precision.FP8
+        if engaged and graphs.after.float_types() == {"float"}:
+            evidence = "fused; the optimized graph is FP32 throughout"
+            return SitePrecision(site, planned, ("float",), True, evidence)
+        return SitePrecision(site, planned, (), False, f"no node of that name in {graphs.name}")
+    sources = graphs.after.operands(node)
+    evidence = f"{node.op_type} '{node.name}' of {graphs.name}"
     if planned is Precision.FP8:
-        return SitePrecision(site, planned, (), False, "no product of that name in the optimized graph")
-    # With several providers, the one that runs the fused node would be unknown.
-    if alone and graphs.is_fp32 and graphs.after.float_types() == {"float"}:
-        said = "fused; the optimized graph is FP32 throughout"
-        return SitePrecision(site, planned, ("float",), True, said)
-    return SitePrecision(site, planned, (), False, f"no node of that name in {graphs.name}")
-
-
-def _wide(site: str, planned: Precision, node: onnx.NodeProto, graphs: Graphs) -> SitePrecision:
-    base = Precision.FP32 if graphs.is_fp32 else planned
-    types = tuple(source.describe() for source in graphs.after.operands(node))
-    engaged = all(kind == TYPE_NAMES[base] for kind in types)
-    exact = "" if planned is base else f"; stands for {planned.upper()}, run in FP32"
-    return SitePrecision(site, planned, types, engaged, f"{_where(node, graphs)}{exact}")
-
-
-def _fp8(site: str, node: onnx.NodeProto, graphs: Graphs) -> SitePrecision:
-    sources = tuple(_confirmed(source, site, graphs) for source in graphs.after.operands(node))
-    engaged = len(sources) == 2 and all(source.float8 for source in sources)
-    said = "simulated: FP8 Q/DQ around an FP32 product" if engaged else "not FP8: an operand lacks its Q/DQ"
-    operands = tuple(source.describe() for source in sources)
-    return SitePrecision(site, Precision.FP8, operands, engaged, f"{said}; {_where(node, graphs)}")
-
-
-def _where(node: onnx.NodeProto, graphs: Graphs) -> str:
-    return f"{node.op_type} '{node.name}' of {graphs.name}"
+        sources = tuple(_confirmed(source, site, graphs) for source in sources)
+        engaged = len(sources) == 2 and all(source.float8 for source in sources)
+        simulated, wide = "simulated: FP8 Q/DQ around an FP32 product", "not FP8: an operand lacks its Q/DQ"
+        evidence = f"{simulated if engaged else wide}; {evidence}"
+    else:
+        base = Precision.FP32 if graphs.is_fp32 else planned
+        engaged = all(source.describe() == TYPE_NAMES[base] for source in sources)
+        evidence += "" if planned is base else f"; stands for {planned.upper()}, run in FP32"
+    if placement is not None:
+        reason = placement.why_elsewhere(node)
+        evidence = reason or f"{evidence}; on {placement.provider}"
+        engaged = engaged and not reason
+    return SitePrecision(site, planned, tuple(source.describe() for source in sources), engaged, evidence)
 
 
 def _confirmed(source: Source, site: str, graphs: Graphs) -> Source:

@@ -22,70 +22,50 @@ from typing import Any
 import onnx
 
 from loka_onnx.engines.request import BatchRange
-from loka_onnx.engines.tensorrt.dialect import keep_tables_once
-from loka_onnx.engines.tensorrt.merged_heads import split_by_heads
+from loka_onnx.engines.tensorrt.dialect import keep_tables_once, split_by_heads
 from loka_onnx.engines.tensorrt.timing_cache import TimingCache
 from loka_onnx.errors import EngineError, ModelError
 
 MAX_MESSAGES = 8
-OPTIMIZATION_LEVEL = "optimization_level"
-WORKSPACE_MIB = "workspace_mib"
-MAX_TACTICS = "max_tactics"
-TILING_LEVEL = "tiling_level"
-TILING_LEVELS = ("NONE", "FAST", "MODERATE", "FULL")
-OPTIONS = {
-    OPTIMIZATION_LEVEL: range(6),
-    WORKSPACE_MIB: range(1, 1 << 20),
-    MAX_TACTICS: range(1, 1001),
-    TILING_LEVEL: range(len(TILING_LEVELS)),
-}
-"""Options of a build, and their ranges."""
+OPTIONS = {"optimization_level": range(6), "workspace_mib": range(1, 1 << 20)}
+"""Options of a build, named like the fields of `BuildSettings`, and their ranges."""
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """Settings of a build.
+    """Settings of a build; None is the builder's default.
 
     Attributes:
         batch: Rows per request; becomes the optimization profiles.
-        optimization_level: Effort of the builder's search, 0 to 5; None for its default.
-        workspace_mib: Most scratch memory of a tactic; None for all of the device's.
-        max_tactics: Most measured tactics of a layer; None for the builder's default.
-        tiling_level: Effort of the search for tilings across layers, index into `TILING_LEVELS`; None for the
-            default.
+        optimization_level: Effort of the builder's search, 0 to 5.
+        workspace_mib: Most scratch memory of a tactic.
         timing_cache: File of the timing cache; None for no cache.
         profile_each_size: Whether each of `batch.sizes` has a profile of its own.
-        rtx_dialect: Whether to rewrite the model for TensorRT for RTX (`dialect`, `merged_heads`).
+        rtx_dialect: Whether to rewrite the model for TensorRT for RTX (`dialect`).
     """
 
     architecture: str
     batch: BatchRange
     optimization_level: int | None = None
     workspace_mib: int | None = None
-    max_tactics: int | None = None
-    tiling_level: int | None = None
     timing_cache: Path | None = None
     profile_each_size: bool = False
     rtx_dialect: bool = True
 
 
 def build_engine(trt: Any, model: Path, settings: BuildSettings, target: Path) -> None:
-    """Build and write one serialized engine.
-
-    Args:
-        trt: The vendor module, `tensorrt_rtx` or `tensorrt`.
-        model: ONNX file; external data is read from beside it.
+    """Build and write one serialized engine of an ONNX file, whose external data is beside it.
 
     Raises:
         ModelError: The parser refuses the model.
-        EngineError: The builder fails, or lacks a requested setting.
+        EngineError: The builder fails, or cannot build for the architecture.
     """
     logger = _make_logger(trt)
     builder = trt.Builder(logger)
     network = builder.create_network(_network_flags(trt))
     parser = trt.OnnxParser(network, logger)
-    if not _parse(parser, model, rtx_dialect=settings.rtx_dialect):
+    if not _parse(parser, model, settings):
         raise ModelError(
             f"the ONNX parser of {trt.__name__} refuses the model",
             where=str(model),
@@ -110,8 +90,7 @@ def build_engine(trt: Any, model: Path, settings: BuildSettings, target: Path) -
         )
     if cache is not None:
         cache.keep(config)
-    with target.open("wb") as stream:
-        stream.write(serialized)
+    target.write_bytes(serialized)
 
 
 def known_capabilities(trt: Any) -> frozenset[str]:
@@ -121,9 +100,8 @@ def known_capabilities(trt: Any) -> frozenset[str]:
     return frozenset(name.lower() for name in map(str, members) if name.startswith("SM"))
 
 
-def _parse(parser: Any, model: Path, *, rtx_dialect: bool) -> bool:
-    """Parse the model in the dialect, with external data beside the file."""
-    if rtx_dialect:
+def _parse(parser: Any, model: Path, settings: BuildSettings) -> bool:
+    if settings.rtx_dialect:
         proto = onnx.load(os.fspath(model), load_external_data=False)
         if [*keep_tables_once(proto), *split_by_heads(proto)]:
             return bool(parser.parse(proto.SerializeToString(), os.fspath(model)))
@@ -131,8 +109,6 @@ def _parse(parser: Any, model: Path, *, rtx_dialect: bool) -> bool:
 
 
 def _make_logger(trt: Any) -> Any:
-    """Make a logger that prints to the child's log and keeps errors as evidence."""
-
     class Logger(trt.ILogger):  # type: ignore[misc]  # the base exists only at run time
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
@@ -160,15 +136,12 @@ def _parser_errors(parser: Any) -> str:
     errors = []
     for index in range(min(parser.num_errors, MAX_MESSAGES)):
         error = parser.get_error(index)
-        # Parsers before TensorRT 10 do not name the node.
-        named = hasattr(error, "node_name") and hasattr(error, "node_operator")
-        where = f"{error.node_operator()} '{error.node_name()}': " if named and error.node_name() else ""
+        where = f"{error.node_operator()} '{error.node_name()}': " if error.node_name() else ""
         errors.append(f"{where}{error.desc()}")
     return "; ".join(errors)
 
 
 def _configure(trt: Any, config: Any, settings: BuildSettings) -> None:
-    """Apply the settings."""
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if hasattr(trt.BuilderFlag, "TF32"):
         # On by default; it rounds the operands of FP32 products to 10 bits.
@@ -176,30 +149,11 @@ def _configure(trt: Any, config: Any, settings: BuildSettings) -> None:
     if settings.workspace_mib is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, settings.workspace_mib * MIB)
     if settings.optimization_level is not None:
-        if not hasattr(config, "builder_optimization_level"):
-            raise _lacks(trt, OPTIMIZATION_LEVEL)
         config.builder_optimization_level = settings.optimization_level
-    if settings.max_tactics is not None:
-        if not hasattr(config, "max_num_tactics"):
-            raise _lacks(trt, MAX_TACTICS)
-        config.max_num_tactics = settings.max_tactics
-    if settings.tiling_level is not None:
-        levels = getattr(trt, "TilingOptimizationLevel", None)
-        if levels is None or not hasattr(config, "tiling_optimization_level"):
-            raise _lacks(trt, TILING_LEVEL)
-        config.tiling_optimization_level = getattr(levels, TILING_LEVELS[settings.tiling_level])
-
-
-def _lacks(trt: Any, option: str) -> EngineError:
-    return EngineError(
-        f"this version of {trt.__name__} has no option '{option}'",
-        evidence=f"version {trt.__version__}",
-        remedy="leave the option out",
-    )
 
 
 def _choose_architecture(trt: Any, config: Any, architecture: str) -> None:
-    """Select the target GPU where the module supports that; others build for the current GPU."""
+    # Others build for the current GPU.
     if not hasattr(config, "num_compute_capabilities") or not hasattr(config, "set_compute_capability"):
         return
     kinds, known = getattr(trt, "ComputeCapability", None), known_capabilities(trt)
@@ -223,7 +177,6 @@ def _profile_sizes(settings: BuildSettings) -> Iterator[tuple[int, int, int]]:
 
 
 def _profile(builder: Any, network: Any, sizes: tuple[int, int, int]) -> Any:
-    """Make one optimization profile over axis 0 of every input."""
     profile = builder.create_optimization_profile()
     for index in range(network.num_inputs):
         tensor = network.get_input(index)

@@ -1,8 +1,8 @@
 r"""Reads the compiled graph that a TensorRT engine carries as text.
 
 An engine built with `ProfilingVerbosity.DETAILED` holds, among its binary parts, the program that the graph
-compiler produced; it is the only account of what will be multiplied in which type that needs no GPU. Its
-form (seen in TensorRT for RTX 1.7.1)::
+compiler produced; it is the only account of what is multiplied in which type that needs no GPU. Its form
+(seen in TensorRT for RTX 1.7.1)::
 
     header {
       version = 5
@@ -22,15 +22,14 @@ form (seen in TensorRT for RTX 1.7.1)::
 
 `layers` names the ONNX nodes behind an operation, separated by the control character 0x1f. A `runtime_fusion`
 is a kernel generated on the device; what it computes is a second such text in the same engine (for
-accelerator ``*``), where its products appear as `fully_connected` again. An engine therefore holds one text
-or several.
+accelerator ``*``), where its products appear as `fully_connected` again.
 """
 
 from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +37,7 @@ from loka_onnx.errors import EngineError
 
 SECTION_START = re.compile(rb"header \{\s+version ?= ?\d+\s")
 TEXT = re.compile(rb"[\t\n\r\x1f\x20-\x7e\x80-\xff]+")
+OPENING = re.compile(r"\s*(\w+)\s*\{")
 TOKEN = re.compile(r'"(?P<string>[^"]*)"|(?P<mark>[{}=])|(?P<word>[^\s{}="]+)')
 ANY_ARCHITECTURE = "*"
 LAYER = re.compile(r"\[ONNX Layer: (.*?)\](?=\x1f|$|\[ONNX Layer: )", re.DOTALL)
@@ -62,12 +62,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of the compiled graph.
-
-    Attributes:
-        kind: ``fully_connected``, ``function``, ``runtime_fusion``, ``copy``, …
-        layers: Names of its ONNX nodes.
-    """
+    """An operation (``fully_connected``, ``function``, …); `layers` are its ONNX nodes."""
 
     kind: str
     name: str
@@ -78,11 +73,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """One compiled program.
-
-    Attributes:
-        architectures: Devices that it was compiled for (``sm89``); ``*`` in the program of a fusion.
-    """
+    """One compiled program; `architectures` is ``*`` in the program of a fusion."""
 
     architectures: tuple[str, ...]
     settings: Mapping[str, str]
@@ -91,13 +82,11 @@ class CompiledGraph:
 
     def type_of(self, tensor: str) -> str:
         """Element type of a tensor; ``unknown`` when it is not described."""
-        known = self.tensors.get(tensor)
-        return known.type if known is not None else "unknown"
+        return self.tensors[tensor].type if tensor in self.tensors else "unknown"
 
     def base_of(self, tensor: str) -> str:
         """Tensor that holds the values of this one: itself, or the base of a view."""
-        known = self.tensors.get(tensor)
-        return known.base if known is not None else tensor
+        return self.tensors[tensor].base if tensor in self.tensors else tensor
 
 
 @dataclass
@@ -108,24 +97,16 @@ class _Block:
     items: list[str] = field(default_factory=list)
 
     def text(self, key: str) -> str:
-        """Plain value of a key; empty when absent."""
         return next((v for k, v in self.entries if k == key and isinstance(v, str)), "")
 
     def names(self, *keys: str) -> tuple[str, ...]:
         """Items of the first of these keys that is present and is a block."""
-        for key in keys:
-            for k, v in self.entries:
-                if k == key and isinstance(v, _Block):
-                    return tuple(v.items)
-        return ()
+        blocks = (v for key in keys for k, v in self.entries if k == key and isinstance(v, _Block))
+        return next((tuple(block.items) for block in blocks), ())
 
 
 def read_compiled_graphs(engine: Path) -> tuple[CompiledGraph, ...]:
-    """Parse every compiled graph of a serialized engine; empty when there is none.
-
-    Raises:
-        EngineError: One cannot be parsed.
-    """
+    """Parse every compiled graph of a serialized engine; empty when there is none."""
     return tuple(parse_compiled_graph(text) for text in compiled_graph_texts(engine))
 
 
@@ -140,12 +121,11 @@ def compiled_graph_texts(engine: Path) -> tuple[str, ...]:
 
 
 def parse_compiled_graph(text: str) -> CompiledGraph:
-    """Parse one compiled graph.
-
-    Raises:
-        EngineError: The text ends within a section, or lacks ``descriptors`` or ``main``.
-    """
-    sections = dict(_sections(text))
+    """Parse one compiled graph; an `EngineError` where it ends early or lacks a section."""
+    sections: dict[str, _Block] = {}
+    position = 0
+    while (match := OPENING.match(text, position)) is not None:
+        sections[match.group(1)], position = _parse_block(text, match.end())
     missing = [name for name in ("header", "descriptors", "main") if name not in sections]
     if missing:
         raise EngineError(
@@ -176,56 +156,38 @@ def parse_compiled_graph(text: str) -> CompiledGraph:
     return CompiledGraph(header.names("accelerators"), settings, tensors, operations)
 
 
-def _sections(text: str) -> Iterator[tuple[str, _Block]]:
-    """Top-level ``word { … }`` blocks, until something else follows."""
-    position = 0
-    opening = re.compile(r"\s*(\w+)\s*\{")
-    while (match := opening.match(text, position)) is not None:
-        block, position = _parse_block(text, match.end())
-        yield match.group(1), block
-
-
 def _parse_block(text: str, position: int) -> tuple[_Block, int]:
     """Parse until the closing brace of the block; iterative, because deep graphs exceed Python's stack."""
     root = _Block()
     stack = [root]
-    key = ""
-    pending = ""
+    key = pending = ""
     for match in TOKEN.finditer(text, position):
-        block = stack[-1]
-        mark = match["mark"]
+        block, mark = stack[-1], match["mark"]
         if mark == "=":
             key, pending = pending, ""
-            continue
-        if mark == "{":
-            inner = _Block()
-            block.entries.append((key, inner))
-            stack.append(inner)
+        elif mark == "{":
+            stack.append(_Block())
+            block.entries.append((key, stack[-1]))
             key = ""
-            continue
-        if mark == "}":
-            _flush(block, key, pending)
+        elif mark == "}":
+            if pending:
+                block.items.append(pending)
+            if key:
+                # ``key=}`` is an empty value.
+                block.entries.append((key, ""))
             key = pending = ""
             stack.pop()
             if not stack:
                 return root, match.end()
-            continue
-        value = match["string"] if match["string"] is not None else match["word"]
-        if key:
-            block.entries.append((key, value))
-            key = ""
-            continue
-        if pending:
-            block.items.append(pending)
-        pending = value
+        else:
+            value = match["string"] if match["string"] is not None else match["word"]
+            if key:
+                block.entries.append((key, value))
+                key = ""
+                continue
+            if pending:
+                block.items.append(pending)
+            pending = value
     raise EngineError(
         "the compiled graph in the engine breaks off", evidence=f"no closing brace in {len(text)} characters"
     )
-
-
-def _flush(block: _Block, key: str, pending: str) -> None:
-    """Store a bare item before a closing brace; ``key=}`` is an empty value."""
-    if pending:
-        block.items.append(pending)
-    if key:
-        block.entries.append((key, ""))

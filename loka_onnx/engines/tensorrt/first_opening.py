@@ -25,15 +25,13 @@ _LOG = logging.getLogger("loka_onnx.sessions")
 SECONDS = 900.0
 """Time limit of the child: TensorRT for RTX compiles kernels while it loads."""
 BEGUN, REFUSED = "loka-onnx: opening", 3
-"""Output of the child before the library reads the engine, and its exit status where the library raises an
-error."""
+"""Output of the child before the library reads the engine, and its exit status where the library refuses."""
 
 
 def check_opens(module: str, version: str, engine: Path, device: CudaDevice) -> None:
     """Open and close an engine in a child process, unless it has opened here before.
 
-    An engine that is refused without a crash passes: the next opening raises that error. A child that cannot
-    start is logged, and passes too.
+    An engine that is refused without a crash passes: the next opening raises that error.
 
     Raises:
         EngineError: The child ended while the library opened the engine.

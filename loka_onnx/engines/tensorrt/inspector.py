@@ -34,23 +34,11 @@ from typing import Any
 from loka_onnx.errors import EngineError
 
 TYPES = {
-    "fp8": "fp8_e4m3",
-    "fp8e4m3": "fp8_e4m3",
-    "e4m3": "fp8_e4m3",
-    "e4m3fn": "fp8_e4m3",
-    "bfloat16": "bf16",
-    "bf16": "bf16",
-    "half": "half",
-    "fp16": "half",
-    "float": "float",
-    "fp32": "float",
-    "tf32": "tf32",
-    "int8": "int8",
-    "int32": "int32",
-    "int64": "int64",
-    "uint8": "uint8",
-    "bool": "bool",
-    "fp4": "fp4",
+    **dict.fromkeys(("fp8", "fp8e4m3", "e4m3", "e4m3fn"), "fp8_e4m3"),
+    **dict.fromkeys(("bfloat16", "bf16"), "bf16"),
+    **dict.fromkeys(("half", "fp16"), "half"),
+    **dict.fromkeys(("float", "fp32"), "float"),
+    **{word: word for word in ("tf32", "int8", "int32", "int64", "uint8", "bool", "fp4")},
 }
 """Words for element types, in lower case, and the names of TensorRT for RTX's compiler. TensorRT has one FP8
 type, E4M3 (`DataType.FP8`)."""
@@ -60,13 +48,9 @@ ONNX_NODE = re.compile(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f]|$|\[ONNX Layer: )", 
 
 @dataclass(frozen=True)
 class LayerTensor:
-    """An input, output or constant of a layer.
+    """An input, output or constant of a layer; `type` is a value of `TYPES` or the inspector's text.
 
-    Attributes:
-        name: Its name in the engine; empty for a weight that has none.
-        type: Element type, one of the values of `TYPES`, or the inspector's text.
-        shape: Dimensions; empty for a scalar or where they are missing.
-        elements: Number of elements; None where a dimension is unknown.
+    Weights may have no name, `shape` is empty where it is missing, `elements` is None where one is unknown.
     """
 
     name: str
@@ -77,12 +61,9 @@ class LayerTensor:
 
 @dataclass(frozen=True)
 class EngineLayer:
-    """A layer of an engine: one kernel, or a call of a library.
+    """A layer of an engine (``gemm``, ``kgen``, ``CaskConvolution``, …): one kernel, or a call of a library.
 
-    Attributes:
-        kind: ``gemm``, ``kgen``, ``CaskConvolution``, …
-        tactic: Name of the kernel; empty where it is missing.
-        nodes: Names of its ONNX nodes.
+    `tactic` names its kernel and may be missing; `nodes` are its ONNX nodes.
     """
 
     name: str
@@ -96,19 +77,12 @@ class EngineLayer:
     @property
     def profile(self) -> int:
         """Number of its optimization profile, from its name (the first profile's is not named)."""
-        found = PROFILE.search(self.name)
-        return int(found.group(1)) if found is not None else 0
+        match = PROFILE.search(self.name)
+        return int(match.group(1)) if match is not None else 0
 
 
 def read_layers(trt: Any, engine: Any, stream: int) -> tuple[EngineLayer, ...]:
-    """Read the layers of an engine, for each optimization profile at its tuned batch.
-
-    Args:
-        stream: Handle of a CUDA stream of its device.
-
-    Raises:
-        EngineError: The engine was built without detailed layers, or the description is unexpected.
-    """
+    """Read the layers of an engine on a CUDA stream, for each optimization profile at its tuned batch."""
     layers: list[EngineLayer] = []
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
@@ -133,11 +107,7 @@ def read_layers(trt: Any, engine: Any, stream: int) -> tuple[EngineLayer, ...]:
 
 
 def parse_layers(text: str) -> tuple[EngineLayer, ...]:
-    """Parse the JSON of `get_engine_information`.
-
-    Raises:
-        EngineError: It has another form, or layers are only named.
-    """
+    """Parse the JSON of `get_engine_information`; an `EngineError` for another form, or names only."""
     try:
         document = json.loads(text, strict=False)
     except json.JSONDecodeError as error:
@@ -159,7 +129,10 @@ def parse_layers(text: str) -> tuple[EngineLayer, ...]:
 
 
 def _layer(value: Mapping[str, Any]) -> EngineLayer:
-    constants = [*_tensors(value.get("Constants")), *_counted(value.get("Weights"))]
+    weights = value.get("Weights")
+    constants = [*_tensors(value.get("Constants"))]
+    if isinstance(weights, dict) and weights.get("Count"):
+        constants.append(LayerTensor("", _word(str(weights.get("Type", ""))), (), int(weights["Count"])))
     return EngineLayer(
         name=str(value.get("Name", "")),
         kind=str(value.get("LayerType", "")),
@@ -176,21 +149,10 @@ def _tensors(values: object) -> Iterator[LayerTensor]:
         if isinstance(value, dict):
             shape = tuple(int(size) for size in value.get("Dimensions", ()))
             known = all(size >= 0 for size in shape) and "Dimensions" in value
-            yield LayerTensor(
-                str(value.get("Name", "")), _type(value), shape, math.prod(shape) if known else None
-            )
-
-
-def _counted(value: object) -> Iterator[LayerTensor]:
-    """Weight that is described only by type and number of elements."""
-    if isinstance(value, dict) and value.get("Count"):
-        yield LayerTensor("", _word(str(value.get("Type", ""))), (), int(value["Count"]))
-
-
-def _type(value: Mapping[str, Any]) -> str:
-    """Element type from `Datatype`, else from a word of `Format/Datatype`."""
-    fields = {key.lower(): str(text) for key, text in value.items() if isinstance(text, str)}
-    return _word(fields.get("datatype") or fields.get("format/datatype") or fields.get("format") or "")
+            fields = {key.lower(): str(text) for key, text in value.items() if isinstance(text, str)}
+            kind = fields.get("datatype") or fields.get("format/datatype") or fields.get("format") or ""
+            elements = math.prod(shape) if known else None
+            yield LayerTensor(str(value.get("Name", "")), _word(kind), shape, elements)
 
 
 def _word(text: str) -> str:

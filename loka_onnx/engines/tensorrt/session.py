@@ -5,8 +5,8 @@ and 11.
 
 A batch is copied into page-locked memory, to the device, run, and copied back, all queued on one stream. The
 second time that a tuned batch size comes, this work is captured into a CUDA graph, and is a single launch
-from then on. A smaller request is padded to the next tuned size of at most `MOST_PADDING` times its rows.
-TensorRT's rules for graphs (developer guide, "CUDA Graphs"): a graph belongs to the shapes, buffers and
+from then on. A smaller request is padded to the next tuned size of at most `buckets.MOST_PADDING` times its
+rows. TensorRT's rules for graphs (developer guide, "CUDA Graphs"): a graph belongs to the shapes, buffers and
 execution context of its capture; the context must have run with them before, and must not be changed
 afterwards. Each tuned size therefore has its own execution context, at the cost of its activations' memory,
 and a graph is dropped when a buffer moves.
@@ -29,17 +29,15 @@ import numpy.typing as npt
 
 from loka_onnx.engines.tensorrt.first_opening import check_opens
 from loka_onnx.errors import EngineError
+from loka_onnx.sessions.buckets import padded_rows
 from loka_onnx.sessions.cuda import CudaContext, CudaGraph, first_gpu, why_no_gpu
 from loka_onnx.sessions.dlpack import Borrowed
-from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
+from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner, check_types
 
 if TYPE_CHECKING:
     from loka_onnx.engines.tensorrt.spec import TensorRtSpec
 
 _LOG = logging.getLogger("loka_onnx.sessions")
-MOST_PADDING = 2
-"""Largest ratio of padded to actual rows where a request could run unpadded."""
-
 NUMPY_TYPES: Mapping[str, npt.DTypeLike] = {
     "FLOAT": np.float32,
     "HALF": np.float16,
@@ -58,15 +56,8 @@ def open_engine(
     """Deserialize an engine on the first GPU of its architecture, after the driver has answered.
 
     Args:
-        spec: Backend that built it.
-        engine: Serialized engine.
-        architecture: What it was built for, for example ``sm89``.
         version: Version of the library that built it; not checked when empty.
         is_new: Whether it may never have been opened on this host, so that a child process opens it first.
-
-    Raises:
-        MissingPackage: The library is not installed.
-        EngineError: There is no such GPU, or the library has another version, refuses the engine or crashes.
     """
     trt = spec.load_library()
     here = str(trt.__version__)
@@ -88,7 +79,7 @@ def open_engine(
 
 @dataclass
 class _Instance:
-    """A CUDA-graph instance: an execution context with its graphs and current state.
+    """An execution context with its graphs and current state.
 
     Attributes:
         is_captured: Whether its work becomes a CUDA graph: it serves a single batch size.
@@ -109,23 +100,16 @@ class _Instance:
 
     def drop_graphs(self) -> None:
         """Free the captured graphs."""
-        for graph in (self.graph, self.engine_graph):
-            if graph is not None:
-                graph.close()
+        for graph in filter(None, (self.graph, self.engine_graph)):
+            graph.close()
         self.graph = self.engine_graph = None
         self.is_warm = False
 
 
 class TensorRtSession(Runner):
-    """A deserialized engine with its execution contexts, buffers and CUDA graphs.
+    """A deserialized engine with its execution contexts, buffers and CUDA graphs of tuned batch sizes.
 
     Calls from several threads run one after the other.
-
-    Args:
-        cuda_graphs: Whether tuned batch sizes are captured into CUDA graphs.
-
-    Raises:
-        EngineError: The engine does not load on this machine.
     """
 
     def __init__(self, trt: Any, engine: Path, device: int = 0, *, cuda_graphs: bool = True) -> None:
@@ -170,11 +154,7 @@ class TensorRtSession(Runner):
         return tuple(sorted(self._profiles))
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Run one batch.
-
-        Raises:
-            EngineError: A shape lies outside the optimization profile, or the execution fails.
-        """
+        """Run one batch, inside the optimization profile."""
         with self._lock:
             instance = self._hand_over(inputs)
             self._execute(instance)
@@ -199,17 +179,8 @@ class TensorRtSession(Runner):
         """Run one batch on the device, copying into and out of the engine's buffers.
 
         CUDA graphs use fixed addresses, so that the engine cannot use the caller's.
-
-        Raises:
-            EngineError: See `run`; or an input has another type than the engine's.
         """
-        for name in self._inputs:
-            if inputs[name].dtype != self._types[name]:
-                raise EngineError(
-                    f"input '{name}' has another type than the engine",
-                    evidence=f"{inputs[name].dtype} on the device, the engine takes {self._types[name]}",
-                    remedy="send these rows from the host, where they are converted",
-                )
+        check_types(inputs, {name: self._types[name] for name in self._inputs})
         with self._lock:
             self._cuda.activate()
             shapes = {name: inputs[name].shape for name in self._inputs}
@@ -224,21 +195,20 @@ class TensorRtSession(Runner):
                 else:
                     given_rows, row_bytes = given.shape[0], given.nbytes // given.shape[0]
                     self._cuda.copy_padded(address, given.address, row_bytes, given_rows, shape[0])
-            self._compute_or_replay(instance)
+            if instance.is_warm and instance.is_captured and instance.engine_graph is None:
+                self._cuda.synchronize()
+                instance.engine_graph = self._captured(instance, lambda: self._compute(instance))
+            self._launch(instance)
             answer = {}
             for name, shape in instance.outputs.items():
-                kept = self._cut(name, shape, shapes)
-                answer[name] = made = allocate(kept, self._types[name])
-                self._cuda.copy(made.address, self._cuda.reserve(name, 0), made.nbytes)
+                answer[name] = output = allocate(self._cut(name, shape, shapes), self._types[name])
+                self._cuda.copy(output.address, self._cuda.reserve(name, 0), output.nbytes)
             self._cuda.synchronize()
             instance.is_warm = True
             return answer
 
-    def _compute_or_replay(self, instance: _Instance) -> None:
-        """Queue the engine alone, as a graph from the second time on."""
-        if instance.is_warm and instance.is_captured and instance.engine_graph is None:
-            self._cuda.synchronize()
-            instance.engine_graph = self._captured(instance, lambda: self._compute(instance))
+    def _launch(self, instance: _Instance) -> None:
+        """Queue the engine alone, as its graph where there is one."""
         if instance.engine_graph is not None:
             instance.engine_graph.launch()
         else:
@@ -256,10 +226,7 @@ class TensorRtSession(Runner):
 
         def launch() -> None:
             self._cuda.activate()
-            if instance.engine_graph is not None:
-                instance.engine_graph.launch()
-            else:
-                self._compute(instance)
+            self._launch(instance)
 
         return Resident(launch, self._cuda.synchronize)
 
@@ -298,8 +265,7 @@ class TensorRtSession(Runner):
         rows = self._rows(shapes)
         if not rows:
             return rows
-        size = next((size for size in self.served_sizes if size >= rows), rows)
-        return size if size <= MOST_PADDING * rows else rows
+        return padded_rows(rows, self.served_sizes) or rows
 
     def _of_size(self, name: str, shape: tuple[int, ...], size: int | None) -> tuple[int, ...]:
         return (size, *shape[1:]) if size is not None and name in self._batched else shape
@@ -326,9 +292,7 @@ class TensorRtSession(Runner):
         return self._instances[size]
 
     def _choose_profile(self, context: Any, profile: int) -> bool:
-        if profile == 0:
-            return True
-        chosen = bool(context.set_optimization_profile_async(profile, self._cuda.stream))
+        chosen = not profile or bool(context.set_optimization_profile_async(profile, self._cuda.stream))
         self._cuda.synchronize()
         return chosen
 
@@ -400,16 +364,13 @@ class TensorRtSession(Runner):
         return bool(shape) and shape[0] < 0
 
     def _served_sizes(self) -> dict[int, int]:
-        """Optimization profile of each tuned batch size; the narrowest where there are several.
-
-        The builder adds the profile for all sizes first, then one for each single size.
-        """
-        found: dict[int, int] = {}
+        """Optimization profile of each tuned batch size; the last, narrowest one where there are several."""
+        profiles: dict[int, int] = {}
         if self._batched:
             for profile in range(self._engine.num_optimization_profiles):
                 _, tuned, _ = self._engine.get_tensor_profile_shape(self._batched[0], profile)
-                found[int(tuned[0])] = profile
-        return found
+                profiles[int(tuned[0])] = profile
+        return profiles
 
     def _numpy_type(self, name: str) -> np.dtype[Any]:
         kind = self._engine.get_tensor_dtype(name)

@@ -1,11 +1,16 @@
-"""Precision of each planned site, read from a compiled graph.
+"""Precision of each planned site, read from compiled graphs or from the layers of an engine.
 
-A linear or interaction site runs in FP8 when all its compiled products multiply two FP8 tensors. A compiler
-that cannot do so converts the operands and multiplies in the base precision: the engine is correct, but FP8
-gains nothing, which is reported as a fallback.
+A site runs in FP8 when every kernel that multiplies for it reads two FP8 tensors. A compiler that cannot do
+so converts the operands and multiplies in the base precision: the engine is correct, but FP8 gains nothing,
+which is reported as a fallback. The types of a kernel's inputs count, not its name.
 
 A high-precision site may also be inside a fused kernel (attention; a product with one row). Its operands are
 then the kernel's inputs, and the strongly typed network determines the inside.
+
+Among an inspector's layers, a library's GEMM or convolution multiplies. Its weight is listed as a constant,
+or not at all; then the activation's type counts, because both factors of a matrix product have one type in a
+strongly typed network (`IMatrixMultiplyLayer`). In a generated kernel (``kgen``) a product may be merged with
+a conversion that the inspector does not show: FP8 is not claimed there, even with FP8 inputs.
 """
 
 from __future__ import annotations
@@ -17,9 +22,8 @@ from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.engines.tensorrt.compiled_graph import CompiledGraph, Operation
+from loka_onnx.engines.tensorrt.inspector import EngineLayer
 
-PRODUCTS = frozenset({"fully_connected", "convolution", "einsum"})
-KERNELS = frozenset({"function", "runtime_fusion"})
 FLOAT8 = "fp8_e4m3"
 COMPILED_TYPES = {
     Precision.FP8: FLOAT8,
@@ -28,101 +32,156 @@ COMPILED_TYPES = {
     Precision.FP32: "float",
 }
 FLOATING = frozenset({*COMPILED_TYPES.values(), "fp8_e5m2"})
+PRODUCTS = frozenset({"fully_connected", "convolution", "einsum"})
+KERNELS = frozenset({"function", "runtime_fusion"})
+PRODUCT_KINDS = ("gemm", "matrixmultiply", "matmul", "convolution", "fullyconnected", "einsum")
+"""Parts of the lower-case names of layer kinds that multiply."""
+LIBRARY_TACTICS = ("gemm", "conv", "fprop")
+"""Parts of tactic names by which a ``fusion`` counts as a product."""
+ROUNDED_TWICE = "; its sum is rounded to FP8 before the scales of the merged sites are applied"
+
+PlannedSites = Sequence[tuple[Site, Precision]]
 
 
 @dataclass(frozen=True)
-class _Found:
-    """An operation and its graph."""
+class _Kernel:
+    """A kernel of a site.
 
-    graph: CompiledGraph
-    operation: Operation
+    Attributes:
+        floats: Floating types of all inputs.
+        factors: Types of what it multiplies; empty where it is no product.
+        is_fused: It is a generated kernel with more than a product.
+        tf32: Evidence that FP32 is rounded to TF32; empty where it is not.
+        remark: What else the report says where it engages.
+    """
 
-    @property
-    def label(self) -> str:
-        return f"{self.operation.kind} '{self.operation.name}'"
-
-    @property
-    def factors(self) -> tuple[str, ...]:
-        """Types of the two factors of a product."""
-        return tuple(self.graph.type_of(tensor) for tensor in self.operation.inputs[:2])
-
-    @property
-    def floats(self) -> tuple[str, ...]:
-        """Floating types of all inputs."""
-        types = (self.graph.type_of(tensor) for tensor in self.operation.inputs)
-        return tuple(kind for kind in types if kind in FLOATING)
+    label: str
+    floats: tuple[str, ...]
+    is_product: bool
+    is_fused: bool
+    factors: tuple[str, ...] = ()
+    tf32: str = ""
+    remark: str = ""
 
 
-def site_precisions(
-    graphs: Sequence[CompiledGraph], planned: Sequence[tuple[Site, Precision]]
-) -> tuple[SitePrecision, ...]:
-    """Return the precision of each planned site, with the evidence."""
-    return tuple(_site_precision(graphs, site, precision) for site, precision in planned)
-
-
-def _site_precision(graphs: Sequence[CompiledGraph], site: Site, planned: Precision) -> SitePrecision:
+def site_precisions(graphs: Sequence[CompiledGraph], planned: PlannedSites) -> tuple[SitePrecision, ...]:
+    """Return the precision of each planned site in compiled graphs, with the evidence."""
     if not graphs:
-        return SitePrecision(site.name, planned, (), False, "the engine carries no compiled graph to read")
-    found = [
-        _Found(g, operation) for g in graphs for operation in g.operations if site.name in operation.layers
-    ]
-    products = [each for each in found if each.operation.kind in PRODUCTS]
-    if products and site.kind is not SiteKind.NORM:
-        return _product(site, planned, products, found)
-    kernels = [each for each in found if each.operation.kind in KERNELS]
-    if kernels and planned is not Precision.FP8:
-        return _kernel(site, planned, kernels[0])
-    there = ", ".join(f"{each.label} of {' and '.join(each.floats) or 'no floats'}" for each in found)
-    evidence = f"no product of it in the compiled graph, which has {there or 'nothing under its name'}"
-    return SitePrecision(site.name, planned, kernels[0].floats if kernels else (), False, evidence)
+        evidence = "the engine carries no compiled graph to read"
+        return tuple(SitePrecision(site.name, precision, (), False, evidence) for site, precision in planned)
+    return tuple(
+        _read("compiled graph", _kernels_in_graphs(graphs, site), site, precision)
+        for site, precision in planned
+    )
 
 
-def _product(
-    site: Site, planned: Precision, products: Sequence[_Found], found: Sequence[_Found]
-) -> SitePrecision:
-    wanted = COMPILED_TYPES[planned]
-    # A site can be in several programs of the engine; the worst one counts.
-    worst = next((each for each in products if each.factors != (wanted, wanted)), products[0])
-    types = worst.factors
-    evidence = f"compiled graph: {worst.label}"
-    if types != (wanted, wanted):
-        evidence += f" multiplies {' by '.join(types)} where the plan says {wanted}"
-        fused = next((each.label for each in found if each.operation.kind in KERNELS), "")
-        return SitePrecision(
-            site.name, planned, types, False, evidence + (f", inside {fused}" if fused else "")
+def layer_precisions(layers: Sequence[EngineLayer], planned: PlannedSites) -> tuple[SitePrecision, ...]:
+    """Return the precision of each planned site in an inspector's layers, with the evidence."""
+    return tuple(
+        _read(
+            "engine inspector",
+            [_kernel_of_layer(site, layer) for layer in layers if site.name in layer.nodes],
+            site,
+            precision,
         )
-    if planned is Precision.FP32 and worst.graph.settings.get("tf32", "0") != "0":
-        return SitePrecision(site.name, planned, types, False, f"{evidence}, with TF32 allowed")
-    if _is_rounded_twice(worst, found):
-        evidence += "; its sum is rounded to FP8 before the scales of the merged sites are applied"
-    return SitePrecision(site.name, planned, types, True, evidence)
+        for site, precision in planned
+    )
 
 
-def _is_rounded_twice(product: _Found, found: Sequence[_Found]) -> bool:
-    """Tell whether a product writes FP8 and another kernel of its site rescales that to FP8.
+def _read(source: str, kernels: Sequence[_Kernel], site: Site, planned: Precision) -> SitePrecision:
+    wanted = COMPILED_TYPES[planned]
+    products = [kernel for kernel in kernels if kernel.is_product]
+    fused = next((kernel for kernel in kernels if kernel.is_fused), None)
+
+    def result(types: tuple[str, ...], engaged: bool, evidence: str) -> SitePrecision:
+        return SitePrecision(site.name, planned, types, engaged, evidence)
+
+    if products and site.kind is not SiteKind.NORM:
+        # A site may be in several programs or optimization profiles; the worst one counts.
+        worst = next((each for each in products if {*each.factors} != {wanted}), products[0])
+        types, evidence = worst.factors, f"{source}: {worst.label}"
+        if {*types} != {wanted}:
+            multiplied = " by ".join(types) or "no float that is listed"
+            evidence += f" multiplies {multiplied} where the plan says {wanted}"
+            return result(types, False, evidence + (f", inside {fused.label}" if fused else ""))
+        if planned is Precision.FP32 and worst.tf32:
+            return result(types, False, evidence + worst.tf32)
+        return result(types, True, evidence + worst.remark)
+    if fused is not None and planned is not Precision.FP8:
+        # A cast at the edge may be part of the kernel, so that one operand of the planned type is enough.
+        engaged = site.kind is SiteKind.NORM or (wanted in fused.floats and FLOAT8 not in fused.floats)
+        inside = "operands are what enters it, its inside is bound by the strongly typed network"
+        return result(fused.floats, engaged, f"{source}: part of {fused.label}; {inside}")
+    there = ", ".join(f"{each.label} of {' and '.join(each.floats) or 'no floats'}" for each in kernels)
+    evidence = f"no product of it in the {source}, which has {there or 'nothing under its name'}"
+    return result(fused.floats if fused else (), False, evidence)
+
+
+def _kernels_in_graphs(graphs: Sequence[CompiledGraph], site: Site) -> list[_Kernel]:
+    kernels = []
+    for graph in graphs:
+        own = [operation for operation in graph.operations if site.name in operation.layers]
+        for operation in own:
+            types = tuple(graph.type_of(tensor) for tensor in operation.inputs)
+            is_product = operation.kind in PRODUCTS
+            kernel = _Kernel(
+                f"{operation.kind} '{operation.name}'",
+                tuple(kind for kind in types if kind in FLOATING),
+                is_product,
+                operation.kind in KERNELS,
+                types[:2],
+                ", with TF32 allowed" if graph.settings.get("tf32", "0") != "0" else "",
+                ROUNDED_TWICE if is_product and _is_rounded_twice(graph, operation, own) else "",
+            )
+            kernels.append(kernel)
+    return kernels
+
+
+def _is_rounded_twice(graph: CompiledGraph, product: Operation, own: Sequence[Operation]) -> bool:
+    """True if a product writes FP8 and another kernel of its site rescales that to FP8.
 
     Seen where merged sites are each followed directly by Q: one rounding more than in the ONNX graph.
     """
 
-    def writes_float8(each: _Found) -> bool:
-        return any(each.graph.type_of(tensor) == FLOAT8 for tensor in each.operation.outputs)
+    def writes_float8(operation: Operation) -> bool:
+        return any(graph.type_of(tensor) == FLOAT8 for tensor in operation.outputs)
 
-    graph = product.graph
-    written = {graph.base_of(tensor) for tensor in product.operation.outputs}
+    written = {graph.base_of(tensor) for tensor in product.outputs}
     return writes_float8(product) and any(
-        writes_float8(each) and written & {graph.base_of(tensor) for tensor in each.operation.inputs}
-        for each in found
-        if each.graph is graph and each.operation.kind in KERNELS
+        writes_float8(each) and written & {graph.base_of(tensor) for tensor in each.inputs}
+        for each in own
+        if each.kind in KERNELS
     )
 
 
-def _kernel(site: Site, planned: Precision, kernel: _Found) -> SitePrecision:
-    """Read a site inside a fused kernel: a norm with its neighbours, attention, a product with one row."""
-    types = kernel.floats
-    wanted = COMPILED_TYPES[planned]
-    # A cast at the edge may be part of the kernel, so that one operand of the planned type is enough.
-    engaged = site.kind is SiteKind.NORM or (wanted in types and FLOAT8 not in types)
-    evidence = (
-        f"compiled graph: part of {kernel.label}; operands are what enters it, its inside is bound by the "
+def _kernel_of_layer(site: Site, layer: EngineLayer) -> _Kernel:
+    kind, tactic = layer.kind.lower(), layer.tactic.lower()
+    is_product = any(
+        part in (tactic if kind == "fusion" else kind)
+        for part in (LIBRARY_TACTICS if kind == "fusion" else PRODUCT_KINDS)
     )
-    return SitePrecision(site.name, planned, types, engaged, f"{evidence}strongly typed network")
+    factors = _factors(site, layer)
+    return _Kernel(
+        f"{layer.kind} '{layer.name}'",
+        tuple(tensor.type for tensor in layer.inputs if tensor.type in FLOATING),
+        is_product,
+        not is_product or site.kind is SiteKind.NORM,
+        factors,
+        f", by '{layer.tactic}', which rounds to TF32" if "tf32" in tactic else "",
+        "; its weight is not listed and has the type of the activation" if len(factors) == 1 else "",
+    )
+
+
+def _factors(site: Site, layer: EngineLayer) -> tuple[str, ...]:
+    """Types of a product's factors; of the activation alone where the weight is not listed.
+
+    Biases and scales are vectors. A residual of the layer has its output's shape, and follows the factors. A
+    constant is the weight, alone or merged along N, where its size is a multiple of the site's.
+    """
+    outputs = [tensor.shape for tensor in layer.outputs]
+    matrices = [tensor for tensor in layer.inputs if tensor.type in FLOATING and len(tensor.shape) > 1]
+    factors = [*matrices[:1], *(tensor for tensor in matrices[1:] if tensor.shape not in outputs)]
+    if len(factors) < 2:
+        weights = (tensor for tensor in layer.constants if tensor.type in FLOATING and tensor.elements)
+        factors += [tensor for tensor in weights if (tensor.elements or 0) % (site.k * site.n) == 0][:1]
+    return tuple(tensor.type for tensor in factors)

@@ -71,7 +71,7 @@ TENSORRT_RTX = TensorRtSpec(
     package="tensorrt-rtx-cu13",
     install="pip install 'loka-onnx[tensorrt-rtx]' (Linux x86-64 and Windows)",
     use="engines for RTX GPUs",
-    maker="loka_onnx.engines.tensorrt.rtx_backend:TensorRtRtxBackend",
+    maker="loka_onnx.engines.tensorrt.backend:TensorRtRtxBackend",
     no_triton="Triton's TensorRT backend does not load engines of TensorRT for RTX, which is another "
     "library: build for backend 'tensorrt'",
     devices={

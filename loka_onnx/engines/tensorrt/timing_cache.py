@@ -10,12 +10,9 @@ A cache that TensorRT refuses, or that cannot be written, costs time but fails n
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +21,7 @@ from loka_onnx.core.cache_directory import cache_directory
 
 
 def timing_cache_file(module: str, version: str, device: str, architecture: str) -> Path:
-    """File of a device and version.
-
-    Args:
-        device: Driver's name of the GPU: devices of one architecture differ in speed.
-    """
+    """File of a device, by the driver's name of it, and a version."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{device} {architecture}").strip("-")
     return cache_directory() / "timing" / f"{module}-{version}" / f"{name}.cache"
 
@@ -37,9 +30,7 @@ def timing_cache_file(module: str, version: str, device: str, architecture: str)
 class TimingCache:
     """The timing cache of one build.
 
-    Attributes:
-        found: Contents of the file at the start of the build.
-        attached: The vendor's cache, which the configuration does not keep alive.
+    `found` is the file's content at its start; the configuration does not keep `attached` alive.
     """
 
     file: Path
@@ -67,13 +58,17 @@ class TimingCache:
             return
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(self.file.with_suffix(".lock")):
+            lock = os.open(self.file.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            with os.fdopen(lock):
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 now = self._read()
                 if now not in {b"", self.found}:
                     other = config.create_timing_cache(now)
                     if other is not None and not cache.combine(other, ignore_mismatch=False):
                         print(f"timing cache '{self.file}' of another process is not merged", flush=True)
-                _replace(self.file, bytes(cache.serialize()))
+                unfinished = self.file.with_suffix(".unfinished")
+                unfinished.write_bytes(bytes(cache.serialize()))
+                unfinished.replace(self.file)
         except OSError as error:
             print(f"timing cache '{self.file}' is not kept: {error}", flush=True)
 
@@ -82,25 +77,3 @@ class TimingCache:
             return self.file.read_bytes()
         except OSError:
             return b""
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Hold an flock, which also ends with the process."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _replace(file: Path, content: bytes) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
-        Path(temporary).replace(file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from loka_onnx.engines.triton.forms import Form, Refusal, Source, model_of
-from loka_onnx.engines.triton.ports import Port
+from loka_onnx.engines.triton.models import Port
 from loka_onnx.engines.triton.text_format import Fields, entries
 
 

@@ -21,8 +21,7 @@ import numpy.typing as npt
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import EngineEntry
-from loka_onnx.engines.triton.models import PARAMETER, VERSION, WARMUP, BackendModel, ModelFile
-from loka_onnx.engines.triton.ports import ports_of
+from loka_onnx.engines.triton.models import PARAMETER, VERSION, WARMUP, BackendModel, ModelFile, ports_of
 from loka_onnx.sessions.backends import get_spec, has_spec, resolve
 
 ON_CPU, ON_GPU, BY_MODEL = "KIND_CPU", "KIND_GPU", "KIND_MODEL"
@@ -34,12 +33,9 @@ class Source:
 
     Attributes:
         bundle: Directory of the verified bundle.
-        entry: The engine.
         name: Name of the model to make.
-        inputs: What the engine takes.
-        outputs: What it gives.
         sample: One array per input.
-        parameters: Where it comes from.
+        parameters: Origin of the model.
         instances: Instances of the model on each device.
     """
 
@@ -65,12 +61,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Form:
-    """Form in which Triton serves an engine.
-
-    Attributes:
-        model: The model.
-        remarks: What Triton does otherwise than this project's own loader, and what the host must have.
-    """
+    """A model, and what Triton does otherwise than this project's own loader."""
 
     model: BackendModel
     remarks: tuple[str, ...] = ()
@@ -78,11 +69,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Reason why Triton does not serve an engine.
-
-    Attributes:
-        reason: Why, and what serves it instead.
-    """
+    """Reason why Triton does not serve an engine, and what serves it instead."""
 
     reason: str
 
@@ -92,7 +79,6 @@ def form_of(source: Source) -> Form | Refusal:
 
     Raises:
         BundleError: An input or output is of a kind that Triton cannot have.
-        LokaError: A document of the engine cannot be read.
     """
     if not has_spec(source.entry.backend):
         return Refusal(f"Triton has no backend for engines of {source.entry.backend}")
@@ -112,7 +98,6 @@ def model_of(
     """Return the common part of a form.
 
     Args:
-        source: The engine.
         served_by: Backend, platform and name of the model file.
         sizes: Batch sizes of the build; if empty, those that were measured.
         names: Triton's names of inputs and outputs, by those in the bundle; None: the same names.

@@ -1,5 +1,8 @@
 """Models of a Triton repository as values, and their `config.pbtxt`.
 
+A tensor of one number per row has no dimension left without the batch; `dims` must not be empty, so such a
+tensor is declared as ``[1]`` and reshaped to nothing, and clients send it as (rows, 1).
+
 Source: `model_config.proto` of triton-inference-server/common, and what the server checks of it
 (`model_config_utils.cc`, `ensemble_utils.cc` of triton-inference-server/core).
 """
@@ -10,9 +13,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from loka_onnx.engines.triton.ports import Port
+from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.engines.triton.text_format import Fields, Symbol, entries, render
-from loka_onnx.errors import ConfigError
+from loka_onnx.errors import BundleError, ConfigError
 
 VERSION = "1"
 """Directory of the only version of each model."""
@@ -23,6 +26,76 @@ PARAMETER = "loka_onnx."
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
+DATA_TYPES: Mapping[str, str] = {
+    "bool": "TYPE_BOOL",
+    "uint8": "TYPE_UINT8",
+    "uint16": "TYPE_UINT16",
+    "uint32": "TYPE_UINT32",
+    "uint64": "TYPE_UINT64",
+    "int8": "TYPE_INT8",
+    "int16": "TYPE_INT16",
+    "int32": "TYPE_INT32",
+    "int64": "TYPE_INT64",
+    "float16": "TYPE_FP16",
+    "float32": "TYPE_FP32",
+    "float64": "TYPE_FP64",
+}
+"""Triton's name of an element type, by NumPy's."""
+
+OPEN = -1
+"""Size of an axis that each request chooses."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """One input or output of a served model; `tensor` is its name in the bundle, None in a shape is open."""
+
+    name: str
+    tensor: str
+    dtype: str
+    row_shape: tuple[int | None, ...]
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Shape without the batch as clients see it."""
+        return tuple(OPEN if size is None else size for size in self.row_shape) or (1,)
+
+    def declared(self) -> Fields:
+        """Fields of `ModelInput` or `ModelOutput` of a model that a backend runs."""
+        reshape: Fields = () if self.row_shape else (("reshape", ()),)
+        return (*self.seen_by_clients(), *reshape)
+
+    def seen_by_clients(self) -> Fields:
+        """The same of an ensemble: its steps reshape, so it must not."""
+        dims: Fields = tuple(("dims", size) for size in self.dims)
+        # `dims` stays a list where it has one element: both forms are right, one is easier to read.
+        return (("name", self.name), ("data_type", Symbol(DATA_TYPES[self.dtype])), *dims)
+
+
+def ports_of(specs: tuple[TensorSpec, ...], names: Mapping[str, str] | None = None) -> tuple[Port, ...]:
+    """Ports of tensors of a bundle, under the same names in Triton unless `names` has others.
+
+    Raises:
+        BundleError: A tensor has no batch, or an element type that Triton's protocol lacks.
+    """
+    return tuple(_port(spec, spec.name if names is None else names[spec.name]) for spec in specs)
+
+
+def _port(spec: TensorSpec, name: str) -> Port:
+    if not spec.shape or spec.shape[0] is not None:
+        raise BundleError(
+            f"Triton cannot batch requests of a model whose '{spec.name}' has no batch",
+            evidence=f"its shape is {spec.shape}",
+            remedy="export the model with a dynamic axis 0 on every input and output",
+        )
+    if spec.dtype not in DATA_TYPES:
+        raise BundleError(
+            f"Triton's protocol has no element type for '{spec.name}'",
+            evidence=f"its type is {spec.dtype}; known are {', '.join(DATA_TYPES)}",
+            remedy="cast it inside the model",
+        )
+    return Port(name, spec.name, spec.dtype, spec.shape[1:])
+
 
 @dataclass(frozen=True)
 class TritonOptions:
@@ -30,13 +103,9 @@ class TritonOptions:
 
     Attributes:
         name: Name of the model that clients call; every other model's name begins with it.
-        engines: Ids of the engines to serve; all that Triton can serve when empty. The FP32 model is always
-            among the models.
+        engines: Ids of the engines to serve besides the FP32 model; all that Triton can serve when empty.
         instances: Instances of each model on each device.
         queue_delay_us: Longest time that a request waits for others to share its batch, microseconds.
-
-    Raises:
-        ConfigError: A value is out of range.
     """
 
     name: str
@@ -67,13 +136,9 @@ class TritonOptions:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One file of a model.
+    """One file of a model, relative to its directory: a copy of `source` in the bundle, or `content`.
 
-    Attributes:
-        path: Where it goes, relative to the directory of the model.
-        source: File of the bundle that is copied, relative to the bundle; empty for one that is written.
-        content: What is written.
-        program: Program of a package of AOTInductor that is renamed as it is copied; empty for other files.
+    `program` is a program of an AOTInductor package that is renamed as it is copied.
     """
 
     path: str
@@ -87,21 +152,14 @@ class BackendModel:
     """A model that a backend of Triton runs.
 
     Attributes:
-        name: Its name.
-        backend: Triton's name of the backend.
-        platform: Triton's name of the kind of file; empty where the backend has one kind only.
+        backend: Triton's name of the backend; `platform` of the kind of file, where it has several.
         file: Name of the model file within the version.
-        kind: Where its instances run, ``KIND_CPU``, ``KIND_GPU`` or ``KIND_MODEL``.
-        inputs: What it takes.
-        outputs: What it gives.
+        kind: Place of its instances, ``KIND_CPU``, ``KIND_GPU`` or ``KIND_MODEL``.
         minimum: Fewest rows of a batch; the server knows no such bound.
-        maximum: Most rows of a batch.
         sizes: Batch sizes that it is served at, ascending.
-        files: Its files.
         warmup: Name of the file that holds the first row of an input, by the input's name.
         warmup_dims: Shape of that row, by the input's name.
         optimization: Fields of `ModelOptimizationPolicy`.
-        parameters: What its backend is told, and where it comes from.
         queues: Whether requests wait for others; those of a step in front of another do not.
     """
 
@@ -163,13 +221,7 @@ class BackendModel:
 
 @dataclass(frozen=True)
 class Step:
-    """One model of an ensemble.
-
-    Attributes:
-        model: Its name.
-        inputs: Tensor of the ensemble that it reads, by its input.
-        outputs: Tensor of the ensemble that it writes, by its output.
-    """
+    """One model of an ensemble, with the tensors of the ensemble by its inputs and outputs."""
 
     model: str
     inputs: Mapping[str, str]
@@ -189,13 +241,8 @@ class Step:
 class Ensemble:
     """Models one after the other, under one name; the server passes tensors on.
 
-    Attributes:
-        name: Its name.
-        inputs: What it takes; each is read by a step, because the server refuses one that is not.
-        outputs: What it gives.
-        maximum: Most rows of a request: no step takes fewer.
-        steps: Its models.
-        parameters: Where it comes from.
+    The server refuses an input that no step reads. `maximum` is the most rows of a request: no step takes
+    fewer.
     """
 
     name: str

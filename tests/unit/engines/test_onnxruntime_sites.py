@@ -10,8 +10,7 @@ import pytest
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.onnx_operands import OperandReader
-from loka_onnx.engines.onnxruntime.provider_session import PlacedNode
-from loka_onnx.engines.onnxruntime.providers import CPU, CUDA
+from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, PlacedNode
 from loka_onnx.engines.onnxruntime.site_precision import (
     Graphs,
     Placement,

@@ -16,8 +16,7 @@ from loka_onnx.core import serde
 from loka_onnx.engines.onnxruntime import io_binding_session as bound_session
 from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession, _Buffers, open_io_binding
 from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
-from loka_onnx.engines.onnxruntime.provider_session import placed_nodes, session_options
-from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, PROVIDERS
+from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, PROVIDERS, placed_nodes, session_options
 from loka_onnx.errors import EngineError, ModelError, UserError
 
 ort = pytest.importorskip("onnxruntime")
@@ -248,11 +247,6 @@ def test_a_compiler_gets_the_graph_as_it_was_written(tmp_path: Path) -> None:
 def test_settings_that_no_engine_has(change: dict[str, object], said: str) -> None:
     with pytest.raises(EngineError, match=said):
         settings(**change)
-
-
-def test_settings_are_a_document(tmp_path: Path) -> None:
-    value = IoBindingSettings("cuda", "1.31.1", {"use_tf32": "0"}, (4, 16), False)
-    assert serde.loads(IoBindingSettings, serde.dumps(value)) == value
 
 
 class TestOpening:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from loka_onnx.engines.migraphx.api import (
-    Compilation,
     compile_program,
     import_migraphx,
     load_program,
@@ -233,7 +232,7 @@ class TestCompiling:
     def test_it_is_told_how(self, tune: bool) -> None:
         asked: dict[str, Any] = {}
         program = SimpleNamespace(compile=lambda target, **options: asked.update(options, target=target))
-        compile_program(vendor(), program, Compilation("ref", exhaustive_tune=tune, fast_math=not tune))
+        compile_program(vendor(), program, "ref", exhaustive_tune=tune, fast_math=not tune)
         assert asked == {
             "target": "target ref",
             "offload_copy": True,
@@ -244,7 +243,7 @@ class TestCompiling:
     def test_a_missing_target_is_an_engine_error(self) -> None:
         said = r"target 'gpu': MIGraphX could not compile(?s:.*)failed with libmigraphx_gpu\.so\n"
         with pytest.raises(EngineError, match=said):
-            compile_program(vendor(), SimpleNamespace(compile=None), Compilation("gpu"))
+            compile_program(vendor(), SimpleNamespace(compile=None), "gpu")
         assert why_no_target(vendor(), "ref") == ""
         assert why_no_target(vendor(), "gpu").endswith("failed with libmigraphx_gpu.so")
 

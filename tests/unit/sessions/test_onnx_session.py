@@ -13,8 +13,7 @@ import onnx
 import onnx.parser
 import pytest
 
-from loka_onnx.engines.onnxruntime.provider_session import session_options
-from loka_onnx.engines.onnxruntime.providers import CPU
+from loka_onnx.engines.onnxruntime.providers import CPU, session_options
 from loka_onnx.errors import EngineError, ModelError
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions, holds_float8
 

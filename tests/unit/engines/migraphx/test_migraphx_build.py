@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -214,12 +214,6 @@ class TestBackend:
         assert not (availability.installed or availability.can_build or availability.can_run)
         assert MigraphxBackend().build_blocker("cpu") == "MIGraphX is not installed; install ROCm"
 
-    def test_what_the_reference_target_runs_is_simulated_whatever_it_holds(self) -> None:
-        backend = MigraphxBackend()
-        assert backend.is_simulated(plan(), "cpu")
-        assert backend.is_simulated(plan(None), "cpu")
-        assert not backend.is_simulated(plan(), "gfx942")
-
     def test_an_engine_is_its_document_and_its_programs(self, tmp_path: Path) -> None:
         into = tmp_path / "engine"
         into.mkdir()
@@ -228,8 +222,3 @@ class TestBackend:
         assert [file.name for file in files] == ["engine.json", "rows-2.mxr", "rows-8.mxr"]
         engine.write_text("{}")
         assert MigraphxBackend().files(engine) == (engine,)
-
-    def test_the_base_is_the_plans(self) -> None:
-        assert MigraphxBackend().base_precision(replace(plan(), base=Precision.FP16)) is Precision.FP16
-        said = MigraphxBackend().portability("gfx942")
-        assert said.startswith("one GPU architecture (gfx942), one MIGraphX version (")

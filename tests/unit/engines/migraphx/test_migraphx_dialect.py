@@ -13,13 +13,11 @@ from onnx import numpy_helper
 from planned_graphs import NUMPY, Array, Planned, evaluate, reread
 
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.devices import AMD, CPU
 from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.site import SiteKind
 from loka_onnx.engines.migraphx.dialect import (
-    FORMS,
     Float8Form,
     decompose_rms_norms,
     write_dialect,
@@ -31,7 +29,6 @@ from loka_onnx.graph.sites import find_sites
 from loka_onnx.numerics.float8 import fake_quantize, float8_dtype
 from loka_onnx.numerics.scales import weight_scales
 from loka_onnx.sessions.backends import fusions_of
-from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
 EPSILON = 1e-3
@@ -121,26 +118,6 @@ def test_the_numbers_of_an_fp32_plan_stay(tmp_path: Path, form: Float8Form, per_
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", Float8Form)
-@pytest.mark.parametrize("per_channel", [False, True])
-def test_onnx_runtime_computes_the_same_of_both(tmp_path: Path, form: Float8Form, per_channel: bool) -> None:
-    pytest.importorskip("onnxruntime")
-    path = planned(tmp_path, Precision.FP32, per_channel=per_channel)
-    model = written(path, form)
-    onnx.save(reread(model) if form is Float8Form.CARRIER else model, tmp_path / "dialect.onnx")
-    x = np.random.default_rng(5).normal(size=(ROWS, 16)).astype(np.float32)
-    expected, got = (OnnxSession(each).run({"x": x})["y"] for each in (path, tmp_path / "dialect.onnx"))
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_what_the_carrier_says_before_it_is_read_again_is_not_the_model(tmp_path: Path) -> None:
-    """That `reread_float8` is needed: as E4M3FNUZ, the same bits are other numbers."""
-    path = planned(tmp_path, Precision.FP32)
-    x = np.random.default_rng(5).normal(size=(ROWS, 16)).astype(np.float32)
-    (expected,), (got,) = evaluate(onnx.load(path), x=x), evaluate(written(path, Float8Form.CARRIER), x=x)
-    assert np.abs(got - expected).max() > 0.1 * np.abs(expected).max()
-
-
 @pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
 @pytest.mark.parametrize("form", Float8Form)
 def test_the_numbers_of_a_16_bit_plan_stay(tmp_path: Path, base: Precision, form: Float8Form) -> None:
@@ -203,15 +180,6 @@ def test_a_plan_without_fp8_keeps_its_numbers() -> None:
     assert [n.SerializeToString() for n in after.graph.node] == [
         n.SerializeToString() for n in model.graph.node
     ]
-
-
-def test_every_architecture_has_its_form() -> None:
-    assert set(FORMS) == {CPU, *(each for several in AMD.values() for each in several)}
-    assert {FORMS[each] for each in AMD["amd-mi300x"]} == {Float8Form.FNUZ}
-    assert {FORMS[each] for name in ("amd-mi350x", "amd-radeon-rx9070") for each in AMD[name]} == {
-        Float8Form.CARRIER
-    }
-    assert FORMS[CPU] is Float8Form.FNUZ
 
 
 def rms(base: int, *, axis: int | None = None, shape: tuple[int, ...] = (8,), scale: Array | None = None):

@@ -67,11 +67,6 @@ class TestZeroPoints:
         (got,) = evaluate(model, x=x)
         np.testing.assert_array_equal(got, (np.clip(x / 0.25, -448, 448)).astype(FN).astype(np.float32) / 4)
 
-    def test_one_that_is_there_stays(self) -> None:
-        draft = draft_of(one_pair())
-        explicit_zero_points(draft)
-        assert [list(node.input)[1:] for node in quantizers(draft.finished())] == [["s", "z"], ["s", "z"]]
-
     def test_one_that_is_not_zero_is_refused(self) -> None:
         p = Planned()
         z = p.constant("z", 1.0, FN)

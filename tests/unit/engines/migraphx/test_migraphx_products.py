@@ -160,13 +160,6 @@ class TestChannelScales:
         with pytest.raises(ModelError, match=r"site 'fc'(?s:.*)scales \(8,\) along axis 0 of input 1"):
             scales_behind_products(draft, gemm_to_matmul(draft))
 
-    def test_one_scale_stays_where_it_is(self) -> None:
-        draft = draft_of(gemm())
-        products = gemm_to_matmul(draft)
-        before = [n.SerializeToString() for n in draft.nodes]
-        scales_behind_products(draft, products)
-        assert [n.SerializeToString() for n in draft.nodes] == before
-
 
 def expected_site(before: onnx.ModelProto, x: Array, base: Any) -> Array:
     """``fc`` in float64 from the constants of the planned graph; rounded to the base at both ends."""
@@ -246,13 +239,6 @@ class TestFloat32:
         onnx.checker.check_model(draft.finished(), full_check=True)
         casts = [n for n in draft.nodes if n.op_type == "Cast" and "to_base" in n.name]
         assert len(casts) == 3
-
-    def test_an_fp32_graph_stays_as_it_is(self) -> None:
-        draft = draft_of(gemm())
-        products = gemm_to_matmul(draft)
-        before = [n.SerializeToString() for n in draft.nodes]
-        float32_products(draft, products)
-        assert [n.SerializeToString() for n in draft.nodes] == before
 
     def test_dequantized_values_that_leave_are_refused(self) -> None:
         p = Planned(T.BFLOAT16)

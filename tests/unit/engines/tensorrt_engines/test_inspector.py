@@ -46,16 +46,6 @@ def test_layers_of_version_11() -> None:
     assert (fc0.profile, conv.profile) == (1, 1)
 
 
-def test_both_versions_tell_the_same_of_a_layer() -> None:
-    ten, eleven = parse_layers(TEN)[1], parse_layers(ELEVEN)[0]
-    assert (ten.kind, ten.constants, ten.outputs, ten.tactic) == (
-        eleven.kind,
-        eleven.constants,
-        eleven.outputs,
-        eleven.tactic,
-    )
-
-
 @pytest.mark.parametrize(
     ("said", "kind"),
     [

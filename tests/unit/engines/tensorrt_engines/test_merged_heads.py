@@ -9,7 +9,7 @@ import pytest
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from loka_onnx.engines.tensorrt.merged_heads import split_by_heads
+from loka_onnx.engines.tensorrt.dialect import split_by_heads
 
 TEXT = """<ir_version: 10, opset_import: ["" : 21]>
 g (float[batch,5,8] x) => (float[batch,5,2,4] q, float[batch,5,3,4] k) {

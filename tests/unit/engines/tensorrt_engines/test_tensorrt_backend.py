@@ -14,8 +14,7 @@ from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.engines.tensorrt import backend as module
-from loka_onnx.engines.tensorrt.backend import TensorRtBackend
-from loka_onnx.engines.tensorrt.rtx_backend import TensorRtRtxBackend
+from loka_onnx.engines.tensorrt.backend import TensorRtBackend, TensorRtRtxBackend
 from loka_onnx.engines.tensorrt.spec import TensorRtSpec
 from loka_onnx.errors import ConfigError
 from loka_onnx.sessions import cuda
@@ -90,13 +89,6 @@ def test_it_builds_only_for_the_gpu_that_is_here(host) -> None:
     assert backend.decline(plan(), "sm100") is None
 
 
-def test_devices_are_the_ones_of_the_catalogue(host) -> None:
-    assert host(H100).architectures("nvidia-h200") == ("sm90",)
-    assert host(H100).architectures("nvidia-b200") == ("sm100",)
-    with pytest.raises(ConfigError, match=r"'tensorrt' builds nothing for device 'nvidia-h1000'"):
-        host(H100).architectures("nvidia-h1000")
-
-
 @pytest.mark.parametrize("kind", [TensorRtBackend, TensorRtRtxBackend])
 @pytest.mark.parametrize(
     ("planned", "architecture", "said"),
@@ -120,7 +112,7 @@ def test_a_build_has_a_profile_for_each_size_and_a_cache_of_its_device(
 ) -> None:
     monkeypatch.setenv("LOKA_ONNX_CACHE", str(tmp_path))
     backend = host(OLD, H100)
-    asked = request(tmp_path, optimization_level=4, workspace_mib=100, max_tactics=9, tiling_level=3)
+    asked = request(tmp_path, optimization_level=4, workspace_mib=100)
     settings = backend.settings(backend.spec.load_library(), asked)
     assert settings.timing_cache == (
         tmp_path / "timing" / "tensorrt-10.16.1" / "NVIDIA-H100-80GB-HBM3-sm90.cache"
@@ -128,26 +120,14 @@ def test_a_build_has_a_profile_for_each_size_and_a_cache_of_its_device(
     assert settings.profile_each_size
     assert not settings.rtx_dialect
     assert settings.batch.sizes == (4, 8)
-    given = (settings.optimization_level, settings.workspace_mib, settings.max_tactics, settings.tiling_level)
-    assert given == (4, 100, 9, 3)
+    assert (settings.optimization_level, settings.workspace_mib) == (4, 100)
     rtx = TensorRtRtxBackend().settings(None, asked)
     assert (rtx.timing_cache, rtx.profile_each_size, rtx.rtx_dialect) == (None, False, True)
     same = replace(rtx, rtx_dialect=False, profile_each_size=True, timing_cache=settings.timing_cache)
     assert same == settings
 
 
-@pytest.mark.parametrize(("option", "value"), [("tiling_level", 4), ("max_tactics", 0), ("workspace_mib", 0)])
+@pytest.mark.parametrize(("option", "value"), [("optimization_level", 6), ("workspace_mib", 0)])
 def test_options_have_ranges(host, tmp_path: Path, option: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"option '{option}' of backend 'tensorrt' is out of range"):
         host(H100).build(request(tmp_path, **{option: value}))
-
-
-def test_it_has_the_device_for_itself_while_it_builds() -> None:
-    assert TensorRtBackend.times_kernels
-    assert not TensorRtRtxBackend.times_kernels
-
-
-def test_an_engine_belongs_to_its_version(host) -> None:
-    assert host(H100).portability("sm90") == (
-        "one GPU architecture (sm90), one TensorRT version (10.16.1), one OS"
-    )

@@ -5,18 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from loka_onnx.engines.request import BatchRange
 from loka_onnx.engines.tensorrt.build import (
-    OPTIONS,
     BuildSettings,
     _choose_architecture,
     _configure,
     _network_flags,
     _profile_sizes,
 )
-from loka_onnx.errors import EngineError
 
 
 class Config:
@@ -52,23 +48,12 @@ def vendor(**more: Any) -> SimpleNamespace:
     )
 
 
-LEVELS = SimpleNamespace(NONE="none", FAST="fast", MODERATE="moderate", FULL="full")
-ALL = BuildSettings(
-    "sm90",
-    BatchRange(1, 8, 16),
-    optimization_level=5,
-    workspace_mib=3,
-    max_tactics=40,
-    tiling_level=2,
-)
-
-
 def test_every_option_reaches_the_configuration() -> None:
-    config = Config("builder_optimization_level", "max_num_tactics", "tiling_optimization_level")
-    _configure(vendor(TilingOptimizationLevel=LEVELS), config, ALL)
+    config = Config("builder_optimization_level")
+    settings = BuildSettings("sm90", BatchRange(1, 8, 16), optimization_level=5, workspace_mib=3)
+    _configure(vendor(), config, settings)
     assert config.profiling_verbosity == "detailed"
-    assert (config.builder_optimization_level, config.max_num_tactics) == (5, 40)
-    assert config.tiling_optimization_level == "moderate"
+    assert config.builder_optimization_level == 5
     assert config.limits == {"workspace": 3 << 20}
     assert config.cleared == ["tf32"]
 
@@ -77,20 +62,6 @@ def test_options_that_are_not_given_are_left_alone() -> None:
     config = Config()
     _configure(vendor(), config, BuildSettings("sm90", BatchRange(1, 8, 16)))
     assert config.limits == {}
-
-
-@pytest.mark.parametrize(
-    ("option", "has"),
-    [
-        ("optimization_level", ()),
-        ("max_tactics", ("builder_optimization_level",)),
-        ("tiling_level", ("builder_optimization_level", "max_num_tactics")),
-    ],
-)
-def test_an_option_that_a_version_lacks_is_refused(option: str, has: tuple[str, ...]) -> None:
-    assert option in OPTIONS
-    with pytest.raises(EngineError, match=rf"tensorrt has no option '{option}'(?s:.*)version 10\.2"):
-        _configure(vendor(), Config(*has), ALL)
 
 
 def test_a_network_is_strongly_typed_where_that_is_a_choice() -> None:

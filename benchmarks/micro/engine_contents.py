@@ -28,7 +28,6 @@ from pathlib import Path
 from loka_onnx.engines.tensorrt.compiled_graph import compiled_graph_texts, parse_compiled_graph
 
 SOURCE = re.compile(rb"#(?:undef|ifdef) __HAS_FP8\n[\t\n\r\x20-\x7e]+")
-MB = 1e6
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,6 @@ class EngineContents:
     def rest(self) -> int:
         """Remaining size."""
         return self.total - sum(self.constants.values()) - self.sources - self.graphs
-
-    def describe(self) -> str:
-        """Describe in one line, for a log."""
-        constants = " + ".join(f"{size / MB:.2f} {kind}" for kind, size in sorted(self.constants.items()))
-        return (
-            f"engine of {self.total / MB:.2f} MB: constants {constants or 0}, source of {self.kernels} "
-            f"generated kernels {self.sources / MB:.2f}, compiled graphs {self.graphs / MB:.2f}"
-        )
 
 
 def read_contents(engine: Path) -> EngineContents:
