@@ -32,7 +32,7 @@ from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.profile import Profile, SiteProfile
 from loka_onnx.core.progress import Progress, silent
-from loka_onnx.core.recipe import Granularity, Recipe
+from loka_onnx.core.recipe import Granularity, Recipe, Scales
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
 from loka_onnx.data import Dataset
@@ -53,7 +53,7 @@ class ProbeOptions(PassOptions):
         weight: Weight granularity of the recipe whose sensitivity is measured (the plan will use it); None
             for any. Of the recipes left, each site takes the one with the smallest measured error.
         planned: Id of the recipe whose sensitivity is measured, by site; None to choose as above.
-        scales: Activation scales by `Recipe.activation_id` and tensor name; None for those of the ranges.
+        scales: Activation scales; None for those of the ranges.
             Rows measured with the scales and recipes of a profile merge with it.
         only: Sites to calibrate; None for all.
         synthetic: Whether the data was generated.
@@ -70,7 +70,7 @@ class ProbeOptions(PassOptions):
     error_precision: float | None = 0.02
     weight: Granularity | None = None
     planned: Mapping[str, str] | None = None
-    scales: Mapping[str, Mapping[str, float]] | None = None
+    scales: Scales | None = None
     only: frozenset[str] | None = None
     synthetic: bool = False
     sensitivity_rows: int | None = None
@@ -82,7 +82,7 @@ class ProbeOptions(PassOptions):
     executor: Executor | None = None
 
     def __post_init__(self) -> None:
-        if not any(recipe.weight is Granularity.PER_TENSOR for recipe in self.recipes):
+        if not any(recipe.weight.granularity is Granularity.PER_TENSOR for recipe in self.recipes):
             raise InternalError(
                 "calibration needs a recipe with per-tensor weights: interactions have no other",
                 evidence=f"recipes {', '.join(recipe.id for recipe in self.recipes) or '(none)'}",
@@ -206,7 +206,7 @@ def _planned_recipe(site: Site, options: ProbeOptions, errors: Sequence[ErrorSta
                 evidence=f"'{wanted}' is not among {', '.join(known)}",
             )
         return known[wanted]
-    allowed = [r for r in applicable if options.weight in (None, r.weight)] or list(applicable)
+    allowed = [r for r in applicable if options.weight in (None, r.weight.granularity)] or list(applicable)
     measured = {error.recipe: error.relative_error for error in errors}
     return min(allowed, key=lambda recipe: measured.get(recipe.id, math.inf))
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from operator import not_
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.recipe import Recipe
+from loka_onnx.core.recipe import Recipe, Scaling
 from loka_onnx.core.serde import STRICT, Component
 
 
@@ -80,11 +83,13 @@ class Decision:
     """The precision of one site.
 
     Attributes:
-        precision: FP8 comes with a recipe.
-        recipe: None unless FP8.
+        recipe: None unless the site is quantized.
         reason: One sentence a reader can act on.
-        activation_scale: None unless FP8.
-        weight_scale: One scale, or one per output channel; empty unless FP8.
+        activation_scale: None unless quantized.
+        weight_scale: One scale, or one per output channel; of an interaction, that of its second activation;
+            empty unless quantized.
+        activation_zero_point: Not 0 in asymmetric formats only; left out of documents where it is 0.
+        weight_zero_point: That of the second activation of an interaction; likewise.
     """
 
     site: str
@@ -94,6 +99,20 @@ class Decision:
     reason: str
     activation_scale: float | None = None
     weight_scale: tuple[float, ...] = ()
+    activation_zero_point: Annotated[int, Field(exclude_if=not_)] = 0
+    weight_zero_point: Annotated[int, Field(exclude_if=not_)] = 0
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """Every scale, that of the activation first."""
+        activation = () if self.activation_scale is None else (self.activation_scale,)
+        return (*activation, *self.weight_scale)
+
+    @property
+    def activation_scaling(self) -> Scaling | None:
+        """Scale and zero point of the activation; None unless quantized."""
+        scale = self.activation_scale
+        return None if scale is None else Scaling(scale, self.activation_zero_point)
 
 
 @dataclass(frozen=True)
@@ -137,6 +156,11 @@ class PrecisionPlan:
     predicted_us: dict[str, dict[str, float]] = field(default_factory=dict)
     breaks_up: dict[str, dict[str, str]] = field(default_factory=dict)
     instead_of: str = ""
+
+    @property
+    def quantized_sites(self) -> tuple[str, ...]:
+        """Names of the sites that run in FP8 or INT8."""
+        return tuple(d.site for d in self.decisions if d.precision.is_quantized)
 
     @property
     def fp8_sites(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import isfinite, log2
 from typing import Any
 
-from loka_onnx.core.formats import FLOAT8_SPECS, Float8Spec
+from loka_onnx.core.formats import NumberFormat
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.profile import SiteProfile
 from loka_onnx.core.recipe import Recipe
@@ -42,12 +42,12 @@ class Activation:
     error: ErrorStats | None
 
     @property
-    def spec(self) -> Float8Spec | None:
+    def spec(self) -> NumberFormat | None:
         """Constants of the format; None without a rounding scale."""
         scale = self.scale.value
         if self.recipe is None or scale is None or not isfinite(scale) or scale <= 0:
             return None
-        return FLOAT8_SPECS[self.recipe.format]
+        return self.recipe.format
 
     @property
     def bounds(self) -> tuple[float, float, float] | None:
@@ -59,7 +59,7 @@ class Activation:
         scale = self.scale.value
         # Half of the smallest number is a tie, and ties go to even: to zero.
         return (
-            self.spec.min_subnormal / 2 * scale,
+            self.spec.smallest / 2 * scale,
             self.spec.min_normal * scale,
             self.spec.max * scale,
         )
@@ -133,7 +133,7 @@ def _alarming(found: Activation, elements: str) -> Cell:
 _FIELDS: tuple[Field[Activation], ...] = (
     text("Site", lambda found: found.site),
     text("Activation", lambda found: found.tensor),
-    text("Format", lambda found: found.recipe.format if found.recipe is not None else numbers.NONE),
+    text("Format", lambda found: found.recipe.format.name if found.recipe is not None else numbers.NONE),
     number("amax", lambda found: shown(numbers.scientific, found.stats, "amax")),
     number("Scale", lambda found: formed(numbers.scientific, found.scale)),
     number("Zeros", lambda found: found.counted("zeros")),

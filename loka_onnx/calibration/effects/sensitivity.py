@@ -42,6 +42,7 @@ from loka_onnx.calibration.passes.row_order import first_rows, rows_of, scattere
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.profile import Sampling, WeightedMean
 from loka_onnx.core.progress import UNTIL, Progress, silent
+from loka_onnx.core.recipe import Scales
 from loka_onnx.core.sensitivity import LOSS, Draws, Sensitivity, SensitivityName, SiteGroup
 from loka_onnx.data import Batch, Dataset
 from loka_onnx.errors import CalibrationError, InternalError
@@ -78,13 +79,11 @@ denominator, of the units that have scales."""
 
 @dataclass(frozen=True)
 class SwitchedModel:
-    """The exact model, the sites and recipes to switch, activation scales by `Recipe.activation_id` and
-    tensor.
-    """
+    """The exact model, the sites and recipes to switch, and activation scales."""
 
     model: Path
     switches: tuple[Switch, ...]
-    scales: Mapping[str, Mapping[str, float]]
+    scales: Scales
     outputs: tuple[OutputSpec, ...]
 
 

@@ -32,12 +32,12 @@ from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork, Tens
 from loka_onnx.calibration.passes.row_order import rows_of
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.progress import UNTIL, Progress, silent
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe, Scales
 from loka_onnx.core.site import Site
 from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
 from loka_onnx.data import Dataset
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.numerics.scale_choice import activation_scale
+from loka_onnx.numerics.scale_choice import activation_scaling
 
 R = TypeVar("R")
 
@@ -85,12 +85,14 @@ class MeasuredErrors:
 
 
 def scales_of(ranges: Mapping[str, RangeStats], recipes: Sequence[Recipe]) -> dict[str, dict[str, float]]:
-    """Return the activation scale of every tensor, by `Recipe.activation_id` and tensor name."""
-    one_each = {recipe.activation_id: recipe for recipe in recipes}
-    return {
-        name: {tensor: activation_scale(stats, recipe) for tensor, stats in ranges.items()}
-        for name, recipe in one_each.items()
-    }
+    """Return the scale, and in asymmetric formats the zero point, of every activation (`Scales`)."""
+    scales: dict[str, dict[str, float]] = {}
+    for recipe in {recipe.activation_id: recipe for recipe in recipes}.values():
+        scalings = {tensor: activation_scaling(stats, recipe) for tensor, stats in ranges.items()}
+        scales[recipe.activation_id] = {tensor: each.scale for tensor, each in scalings.items()}
+        if not recipe.activation.is_symmetric:
+            scales[recipe.zero_point_id] = {tensor: float(s.zero_point) for tensor, s in scalings.items()}
+    return scales
 
 
 @dataclass(frozen=True)
@@ -157,9 +159,7 @@ class Probe:
             totals.add(step.result, step.where)
         return totals.read()
 
-    def errors(
-        self, scratch: Path, ranges: Mapping[str, RangeStats], scales: dict[str, dict[str, float]]
-    ) -> MeasuredErrors:
+    def errors(self, scratch: Path, ranges: Mapping[str, RangeStats], scales: Scales) -> MeasuredErrors:
         """Return the output error of every site under every recipe, over as many rows as the precision needs.
 
         Raises CalibrationError if the output of a site is not finite.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import onnx
 
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import E4M3FNUZ, Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.onnxruntime.io_binding_settings import IoBindingSettings
 from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, GRAPH_OPTIONS, MIGRAPHX, TENSORRT, Provider
@@ -41,7 +41,7 @@ def _cpu(plan: PrecisionPlan) -> str | None:
 def _cuda(plan: PrecisionPlan) -> str | None:
     for decision in plan.decisions:
         recipe = decision.recipe
-        if recipe is not None and recipe.format is Float8.E4M3FNUZ:
+        if recipe is not None and recipe.format == E4M3FNUZ:
             return f"site '{decision.site}' asks for E4M3FNUZ: the CUDA provider quantizes to E4M3FN and E5M2"
     return None
 

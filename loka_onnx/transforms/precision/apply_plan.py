@@ -71,16 +71,16 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
     joined = {
         name: part
         for name, part in high_error_parts(model.sites).items()
-        if not {name, part} & {*plan.fp8_sites}
+        if not {name, part} & {*plan.quantized_sites}
     }
     if joined:
         applied = tuple(rejoin(graph, name) for name in joined)
         records.append(_timed(RewriteRecord("rejoin-loud-channels", applied, ()), began))
         began = time.perf_counter()
-    if plan.fp8_sites:
+    if plan.quantized_sites:
         records.append(_timed(insert_qdq(graph, model.sites, plan), began))
         began = time.perf_counter()
-        records.append(_timed(place_qdq(graph, plan.fp8_sites, form.fusions), began))
+        records.append(_timed(place_qdq(graph, plan.quantized_sites, form.fusions), began))
     if form.corrections is not None and not form.corrections.is_empty:
         began = time.perf_counter()
         typing = Typing(form.base, fp32_nodes(graph, form.base, plan))
@@ -103,7 +103,7 @@ def check_plan(plan: PrecisionPlan, digest: str, nodes: Collection[str] | None =
         TransformError: The plan was made for another model.
     """
     evidence = ""
-    named = {*plan.fp8_sites, *(wide.node for wide in plan.wide)}
+    named = {*plan.quantized_sites, *(wide.node for wide in plan.wide)}
     if plan.model_digest != digest:
         evidence = f"it names {plan.model_digest[:12]}, the model is {digest[:12]}"
     elif nodes is not None and (unknown := named.difference(nodes)):

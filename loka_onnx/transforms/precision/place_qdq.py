@@ -46,7 +46,7 @@ _NAMED = 4
 """Most operators that a report names."""
 
 
-def place_qdq(model: GraphModel, fp8_sites: Collection[str], fusions: Fusions) -> RewriteRecord:
+def place_qdq(model: GraphModel, quantized_sites: Collection[str], fusions: Fusions) -> RewriteRecord:
     """Move the Q/DQ pairs of a graph to the producers of their tensors; in place.
 
     Args:
@@ -67,7 +67,7 @@ def place_qdq(model: GraphModel, fp8_sites: Collection[str], fusions: Fusions) -
             break
         # A view that lost a reader to its copy may now have readers of one key only.
     placed = placing.placed
-    chains = find_chains(model, placed, fp8_sites, fusions)
+    chains = find_chains(model, placed, quantized_sites, fusions)
     declined = (*pairs.declined, *placing.why_not_further(), *_other_keys(placed), *chains.declined)
     return RewriteRecord("place-qdq", (*applied, *chains.applied), declined)
 

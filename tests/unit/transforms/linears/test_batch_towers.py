@@ -242,7 +242,7 @@ def planned(done: Rewrite, recipe: Recipe, folder: Path) -> tuple[Path, Decision
     (site,) = done.artifact.sites
     assert site.weight is not None
     stored = values_of(GraphModel.load(done.artifact.path).node(site.name).inputs[site.weight.index])
-    scales = weight_scales(stored, recipe.weight, channel_axis(site.weight), Float8.E4M3FN)
+    scales = weight_scales(stored, recipe.weight.granularity, channel_axis(site.weight), Float8.E4M3FN)
     weights = tuple(float(value) for value in scales.reshape(-1))
     activation = amax_scale(4.0, Float8.E4M3FN)
     decision = Decision(site.name, Precision.FP8, recipe, Verdict.SAFE, "", activation, weights)
@@ -252,7 +252,9 @@ def planned(done: Rewrite, recipe: Recipe, folder: Path) -> tuple[Path, Decision
     return path, decision
 
 
-@pytest.mark.parametrize("recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=lambda recipe: recipe.weight)
+@pytest.mark.parametrize(
+    "recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=lambda r: r.weight.granularity
+)
 def test_a_batched_site_runs_in_fp8_with_scales_of_either_kind(recipe: Recipe, tmp_path: Path) -> None:
     """Against products of the towers apart, quantized by ml_dtypes: one scale, or one for each column."""
     done = rewrite(TOWERS["without_bias"].model(), BatchTowers(), tmp_path)
@@ -279,7 +281,9 @@ def test_a_batched_site_runs_in_fp8_with_scales_of_either_kind(recipe: Recipe, t
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=lambda recipe: recipe.weight)
+@pytest.mark.parametrize(
+    "recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=lambda r: r.weight.granularity
+)
 def test_tensorrt_rtx_multiplies_batched_weights_in_fp8(recipe: Recipe, tmp_path: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     from loka_onnx.engines.request import BatchRange
