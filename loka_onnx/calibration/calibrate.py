@@ -99,11 +99,8 @@ def calibrate(
 ) -> Profile:
     """Measure every site on the rows of the calibration split.
 
-    Instrumented models are written to `scratch`, on the file system of the model.
-
-    Raises:
-        CalibrationError: An activation or an output is not finite, or a loss is 0.
-        ConfigError: An option is out of range.
+    Instrumented models are written to `scratch`, on the file system of the model. Raises CalibrationError if
+    an activation or an output is not finite, or a loss is 0; ConfigError if an option is out of range.
     """
     options = options or ProbeOptions()
     # Fail before the first pass, not at the last.

@@ -30,8 +30,7 @@ class ExactSum:
     def of(cls, values: Iterable[float]) -> ExactSum:
         """Return the sum of finite numbers.
 
-        Raises:
-            InternalError: A number is not finite, or the sum is beyond float64.
+        Raises InternalError if a number is not finite, or the sum is beyond float64.
         """
         rest = [float(value) for value in values]
         if not all(map(isfinite, rest)):

@@ -72,8 +72,7 @@ class MagnitudeHistogram:
         Counts are taken as evenly spread in a bin, so the error is less than `RELATIVE_BIN_WIDTH` of the
         result.
 
-        Raises:
-            ValueError: The share is not between 0 and 1, or the histogram is empty.
+        Raises ValueError if the share is not between 0 and 1, or the histogram is empty.
         """
         if not 0.0 <= share <= 1.0 or not self.total:
             raise ValueError(f"no quantile {share:g} of {self.total} elements")

@@ -59,8 +59,7 @@ class SiteProfile:
         Args:
             weights: Names of constant operands, whose statistics are equal in both.
 
-        Raises:
-            ValueError: The profiles differ in site, operand names, origins or recipes.
+        Raises ValueError if the profiles differ in site, operand names, origins or recipes.
         """
         mine = (self.site, self.operands.keys(), self.origins, [e.recipe for e in self.errors])
         if mine != (other.site, other.operands.keys(), other.origins, [e.recipe for e in other.errors]):
@@ -187,8 +186,7 @@ class Profile:
         The scales must be the same: measure new rows under the scales of this profile
         (`calibration.updating`). Groups of rows count as different ones. A tensor missing in one is dropped.
 
-        Raises:
-            ValueError: They are of different models, sites, recipes, scales or outputs.
+        Raises ValueError if they are of different models, sites, recipes, scales or outputs.
         """
         if self.model_digest != other.model_digest:
             raise ValueError("profiles of different models do not merge")

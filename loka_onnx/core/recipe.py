@@ -110,11 +110,7 @@ class Recipe:
 
     @classmethod
     def of_id(cls, text: str) -> Recipe:
-        """Return the recipe of an `id`.
-
-        Raises:
-            ValueError: It is none.
-        """
+        """Return the recipe of an `id`. Raises ValueError if it is none."""
         parts = text.split("/")
         if len(parts) != 4 or parts[0] not in FORMATS:
             raise ValueError(f"'{text}' is no id of a recipe, such as '{PER_TENSOR.id}'")

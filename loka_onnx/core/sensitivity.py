@@ -152,8 +152,7 @@ class Sensitivity:
     def merge(self, other: Sensitivity) -> Sensitivity:
         """Merge both sets of rows; their units (groups, rows) count as different ones.
 
-        Raises:
-            ValueError: They are of different recipes, outputs or denominators, or only one has labels.
+        Raises ValueError if they are of different recipes, outputs or denominators, or only one has labels.
         """
         if self.name != other.name or (self.labelled_moments is None) != (other.labelled_moments is None):
             raise ValueError(f"the sensitivities {self.name} and {other.name} do not merge")
@@ -210,11 +209,7 @@ class SiteGroup:
         raise KeyError(output)
 
     def merge(self, other: SiteGroup) -> SiteGroup:
-        """Merge both sets of rows.
-
-        Raises:
-            ValueError: They are not the same sites in the same recipes.
-        """
+        """Merge both sets of rows. Raises ValueError if they are not the same sites in the same recipes."""
         if (self.tensor, self.sites) != (other.tensor, other.sites):
             raise ValueError(f"the groups {self.sites} and {other.sites} do not merge")
         return SiteGroup(
@@ -227,8 +222,7 @@ def merge_sensitivities(
 ) -> tuple[Sensitivity, ...]:
     """Merge sensitivities of the same recipes and outputs pairwise.
 
-    Raises:
-        ValueError: They are not of the same recipes and outputs.
+    Raises ValueError if they are not of the same recipes and outputs.
     """
     if [item.name for item in ours] != [item.name for item in theirs]:
         raise ValueError("sensitivities of different recipes or outputs do not merge")

@@ -42,11 +42,7 @@ class BatchSpread:
     statistics: dict[str, BatchSums] = field(default_factory=dict)
 
     def merge(self, other: BatchSpread) -> BatchSpread:
-        """Merge both sets of batches.
-
-        Raises:
-            ValueError: Their batches are of different sizes.
-        """
+        """Merge both sets of batches. Raises ValueError if their batches are of different sizes."""
         if self.batches and other.batches and self.rows != other.rows:
             raise ValueError("statistics of batches of different sizes do not merge")
         names = sorted({*self.statistics, *other.statistics})
@@ -92,8 +88,7 @@ class RangeStats:
     def merge(self, other: RangeStats) -> RangeStats:
         """Merge both sets of rows; channels unknown in one become unknown.
 
-        Raises:
-            ValueError: They have different numbers of channels.
+        Raises ValueError if they have different numbers of channels.
         """
         channels: tuple[float, ...] = ()
         if self.channel_amax and other.channel_amax:
@@ -169,11 +164,7 @@ class ErrorStats:
     zeros: int = 0
 
     def merge(self, other: ErrorStats) -> ErrorStats:
-        """Merge both sets of rows.
-
-        Raises:
-            ValueError: They were taken under different recipes or scales.
-        """
+        """Merge both sets of rows. Raises ValueError if they were taken under different recipes or scales."""
         if (self.recipe, self.activation_scale) != (other.recipe, other.activation_scale):
             raise ValueError("error statistics of different recipes or scales do not merge")
         return ErrorStats(

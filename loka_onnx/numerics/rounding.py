@@ -44,9 +44,8 @@ def quantize(
         scale: One positive number, or one per index of `axis`, shape (x.shape[axis],).
         axis: Channel axis of a scale with more than one element.
 
-    Raises:
-        CalibrationError: A scale is not positive and finite in FP32, or an integer format is to hold NaN.
-        InternalError: The shape of the scale does not fit.
+    Raises CalibrationError if a scale is not positive and finite in FP32, or an integer format is to hold
+    NaN; InternalError if the shape of the scale does not fit.
     """
     divisor = _broadcast_scale(scale, x.shape, axis)
     # A quotient or a float64 input beyond FP32's range becomes ±inf, which the clip then saturates.

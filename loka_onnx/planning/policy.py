@@ -86,10 +86,9 @@ def make_plans(
 ) -> PlanSet:
     """Make every requested plan for the model after mods.
 
-    Raises:
-        ConfigError: A pattern matches nothing in this model nor in the exported one, a site is kept and
-            forced, or a plan id is unknown.
-        PlanningError: The profile lacks a site of the model, an output, or magnitudes for FP16.
+    Raises ConfigError if a pattern matches nothing in this model nor in the exported one, a site is kept and
+    forced, or a plan id is unknown; PlanningError if the profile lacks a site of the model, an output, or
+    magnitudes for FP16.
     """
     options = options or PlanOptions()
     planner = _Planner(model, profile, outputs, tuple(recipes), options)
@@ -148,9 +147,8 @@ def open_verdicts(
 ) -> tuple[str, ...]:
     """Return the sites whose verdict more rows could still change, in the model's order.
 
-    Raises:
-        ConfigError: A pattern matches nothing.
-        PlanningError: The profile lacks a site of the model, or an output.
+    Raises ConfigError if a pattern matches nothing; PlanningError if the profile lacks a site of the model,
+    or an output.
     """
     options = options or PlanOptions()
     nodes = (node.name for node in GraphModel.load(model.path).nodes) if options.keep else ()

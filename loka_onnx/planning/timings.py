@@ -48,9 +48,8 @@ _COLUMNS = (*_KEY, "us", "spread_us", "repeats", "error")
 class TimingDatabase:
     """A file of kernel times, created when missing; use it as a context manager.
 
-    Raises:
-        UserError: The file is no such database, or is one of another version.
-        OutputError: The file cannot be written.
+    Raises UserError if the file is no such database, or is one of another version; OutputError if the file
+    cannot be written.
     """
 
     def __init__(self, path: Path) -> None:

@@ -60,8 +60,7 @@ class PlanForm:
 def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target: Path) -> PlannedModel:
     """Write a plan into a copy of the model.
 
-    Raises:
-        TransformError: The plan is of another model, or this one cannot be typed in the base precision.
+    Raises TransformError if the plan is of another model, or this one cannot be typed in the base precision.
     """
     graph = GraphModel.load(model.path)
     check_plan(plan, model.digest, {node.name for node in graph.nodes})
@@ -99,8 +98,7 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
 def check_plan(plan: PrecisionPlan, digest: str, nodes: Collection[str] | None = None) -> None:
     """Check that a plan, which may come from a file, is for this model.
 
-    Raises:
-        TransformError: The plan was made for another model.
+    Raises TransformError if the plan was made for another model.
     """
     evidence = ""
     named = {*plan.quantized_sites, *(wide.node for wide in plan.wide)}

@@ -235,8 +235,7 @@ def correct(model: GraphModel, corrections: Corrections, typing: Typing | None =
     Args:
         typing: Types that the graph will have; FP32 when None.
 
-    Raises:
-        InternalError: A site or an output is not in the graph, or an output has no logit.
+    Raises InternalError if a site or an output is not in the graph, or an output has no logit.
     """
     done = Correction(model, typing or Typing())
     said = [done._bias(each) for each in corrections.bias]

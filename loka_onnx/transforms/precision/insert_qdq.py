@@ -65,8 +65,7 @@ def _quantize_site(model: GraphModel, site: Site, decision: Decision, shared: _S
 def _described(model: GraphModel, site: Site) -> Node:
     """Return the node of a site.
 
-    Raises:
-        TransformError: The model has no such node, or one of other operands.
+    Raises TransformError if the model has no such node, or one of other operands.
     """
     node = next((node for node in model.nodes if node.name == site.name), None)
     constant = [operand.index for operand in site.operands if operand.constant]
