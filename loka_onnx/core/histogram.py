@@ -87,16 +87,5 @@ class MagnitudeHistogram:
                 return edges[index] + part * (edges[index + 1] - edges[index])
         return edges[-1]
 
-    def share_below(self, bound: float) -> float:
-        """Return the share of nonzero elements below a bound, of all elements.
-
-        The error is at most the share of the bin that the bound divides; 0 for an empty histogram.
-        """
-        edges, found = self.edges, 0.0
-        for index, count in enumerate(self.counts):
-            low, high = edges[index], edges[index + 1]
-            found += count * min(max((bound - low) / (high - low), 0.0), 1.0)
-        return found / self.total if self.total else 0.0
-
 
 NOTHING_COUNTED = MagnitudeHistogram()

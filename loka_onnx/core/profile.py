@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.exact_sum import ExactSum, Sums
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.ratio_moments import CONFIDENCE, RatioMoments
 from loka_onnx.core.sensitivity import Sensitivity, SiteGroup, merge_sensitivities
@@ -77,19 +77,11 @@ class SiteProfile:
 
 
 @dataclass(frozen=True)
-class WeightedMean:
-    """A weighted mean over rows; merges exactly.
-
-    Attributes:
-        total: Weighted sum.
-    """
+class WeightedMean(Sums):
+    """Weighted sum over rows, and the sum of weights."""
 
     total: ExactSum
     weight: ExactSum
-
-    def merge(self, other: WeightedMean) -> WeightedMean:
-        """Both sets of rows together."""
-        return WeightedMean(self.total.merge(other.total), self.weight.merge(other.weight))
 
     @property
     def value(self) -> float:

@@ -31,7 +31,7 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum
+from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum, Sums
 from loka_onnx.core.intervals import Interval
 from loka_onnx.errors import InternalError
 
@@ -41,8 +41,8 @@ FEWEST_UNITS = 8
 
 
 @dataclass(frozen=True)
-class RatioMoments:
-    """Sums over units; merges exactly. Units of two that merge count as different ones.
+class RatioMoments(Sums):
+    """Sums over units. Units of two that merge count as different ones.
 
     Attributes:
         a: ΣA.
@@ -58,18 +58,6 @@ class RatioMoments:
     aa: ExactSum = NOTHING_ADDED
     ab: ExactSum = NOTHING_ADDED
     bb: ExactSum = NOTHING_ADDED
-
-    def merge(self, other: RatioMoments) -> RatioMoments:
-        """Merge both sets of units; associative and commutative."""
-        return RatioMoments(
-            self.rows + other.rows,
-            self.units + other.units,
-            self.a.merge(other.a),
-            self.b.merge(other.b),
-            self.aa.merge(other.aa),
-            self.ab.merge(other.ab),
-            self.bb.merge(other.bb),
-        )
 
     @property
     def value(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum
+from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum, Sums
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.ratio_moments import RatioMoments
 
@@ -15,7 +15,7 @@ ENTROPY = "entropy"
 
 
 @dataclass(frozen=True)
-class DeltaSums:
+class DeltaSums(Sums):
     """Change of the logit (or of the regression output) over rows; merges exactly.
 
     Attributes:
@@ -25,14 +25,6 @@ class DeltaSums:
     weight: ExactSum = NOTHING_ADDED
     total: ExactSum = NOTHING_ADDED
     squares: ExactSum = NOTHING_ADDED
-
-    def merge(self, other: DeltaSums) -> DeltaSums:
-        """Both sets of rows together."""
-        return DeltaSums(
-            self.weight.merge(other.weight),
-            self.total.merge(other.total),
-            self.squares.merge(other.squares),
-        )
 
     @property
     def mean(self) -> float:
@@ -138,16 +130,6 @@ class Sensitivity:
     def name(self) -> SensitivityName:
         """Measured quantity."""
         return SensitivityName(self.recipe, self.output, self.denominator)
-
-    @property
-    def delta_rmse(self) -> float:
-        """Root mean square change of the logit (or of the regression output)."""
-        return self.delta.rmse
-
-    @property
-    def delta_mean(self) -> float:
-        """Mean change of the logit."""
-        return self.delta.mean
 
     def merge(self, other: Sensitivity) -> Sensitivity:
         """Merge both sets of rows; their units (groups, rows) count as different ones.

@@ -86,7 +86,7 @@ def test_from_rows_to_the_planned_graph(format: NumberFormat, tmp_path: Path) ->
     for name, decision in decisions.items():
         alone = Integers(path, {name: decision})(x) - exact
         sensitivity = profile.site(name).sensitivity(decision.recipe.id, "y")
-        assert sensitivity.delta_rmse == pytest.approx(np.sqrt(np.square(alone).mean()), rel=1e-3)
+        assert sensitivity.delta.rmse == pytest.approx(np.sqrt(np.square(alone).mean()), rel=1e-3)
         error = profile.site(name).error(decision.recipe.id)
         assert error.activation_scale == decision.activation_scale
         assert 0.0 < error.relative_error < 0.05

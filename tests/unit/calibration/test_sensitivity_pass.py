@@ -122,8 +122,8 @@ def test_logit_terms_are_the_change_of_the_loss(weighted, world):
         delta, kl = changed - z, divergence(z, changed)
         assert (item.output, item.denominator) == ("y", "loss")
         assert item.recipe == {"norm": "bf16", "left": PER_CHANNEL_WEIGHT.id}.get(site, PER_TENSOR.id)
-        assert item.delta_rmse == pytest.approx(float(np.sqrt((w * delta**2).sum() / w.sum())), rel=1e-9)
-        assert item.delta_mean == pytest.approx(float((w * delta).sum() / w.sum()), rel=1e-9)
+        assert item.delta.rmse == pytest.approx(float(np.sqrt((w * delta**2).sum() / w.sum())), rel=1e-9)
+        assert item.delta.mean == pytest.approx(float((w * delta).sum() / w.sum()), rel=1e-9)
         assert item.kl.value == pytest.approx(float((w * kl).sum() / (w * loss).sum()), rel=1e-6)
         whole = (w * (cross_entropy(changed, y) - loss)).sum() / (w * loss).sum()
         assert item.labelled is not None
