@@ -20,7 +20,6 @@ import numpy.typing as npt
 from loka_onnx.calibration.effects.perturbation import draw_factors
 from loka_onnx.calibration.effects.sensitivity import (
     Sensitivities,
-    SensitivityOptions,
     SensitivityPass,
     SwitchedModel,
 )
@@ -49,19 +48,15 @@ class ProbeOptions(PassOptions):
     """Options of calibration, those of the passes included.
 
     Attributes:
-        error_precision: As in `PassOptions`.
         weight: Weight granularity of the recipe whose sensitivity is measured (the plan will use it); None
             for any. Of the recipes left, each site takes the one with the smallest measured error.
         planned: Id of the recipe whose sensitivity is measured, by site; None to choose as above.
-        scales: Activation scales; None for those of the ranges.
-            Rows measured with the scales and recipes of a profile merge with it.
+        scales: Activation scales; None for those of the ranges. Rows measured with the scales and recipes of
+            a profile merge with it.
         only: Sites to calibrate; None for all.
         synthetic: Whether the data was generated.
-        sensitivity_rows: Most rows of the sensitivity pass; None for all that are used.
         open_verdicts: Called at each interim analysis of the sensitivity pass, which ends when no verdict is
             open. None for one analysis at the end.
-        group: Column of rows that belong together; None where rows are independent.
-        draws: Noise seeds of the rounding (`effects.perturbation`); 1 for the scales themselves only.
         magnitudes: Whether to measure the magnitudes of all tensors, as FP16 needs: one more inference pass.
         threads: Batches run at once, each on one thread; 0 for one per core.
         executor: Where batches run; None for threads of this process.
@@ -73,10 +68,7 @@ class ProbeOptions(PassOptions):
     scales: Scales | None = None
     only: frozenset[str] | None = None
     synthetic: bool = False
-    sensitivity_rows: int | None = None
     open_verdicts: OpenVerdicts | None = None
-    group: str | None = None
-    draws: int = 4
     magnitudes: bool = False
     threads: int = 0
     executor: Executor | None = None
@@ -157,16 +149,7 @@ def calibrate(
     sensitivity = SensitivityPass(
         SwitchedModel(model.path, switches, scales, outputs),
         data,
-        SensitivityOptions(
-            rows=probe.rows,
-            most=min(
-                probe.rows if options.sensitivity_rows is None else options.sensitivity_rows, probe.rows
-            ),
-            batch_size=options.batch_size,
-            group=options.group,
-            draws=options.draws,
-            seed=options.seed,
-        ),
+        options,
         executor,
         progress,
     )

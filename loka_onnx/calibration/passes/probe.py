@@ -57,6 +57,9 @@ class PassOptions:
             error pass may end, after eight spans in random order or more. Where few rows hold most of the
             error, ask for all rows. None for all rows, in file order.
         seed: Of the random order.
+        sensitivity_rows: Most rows of the sensitivity pass; None for all.
+        group: Column of rows that belong together; None where rows are independent.
+        draws: Noise seeds of the rounding (`effects.perturbation`); 1 for the scales themselves only.
     """
 
     recipes: tuple[Recipe, ...] = (PER_TENSOR, PER_CHANNEL_WEIGHT)
@@ -65,10 +68,17 @@ class PassOptions:
     range_rows: int | None = None
     error_precision: float | None = None
     seed: int = 0
+    sensitivity_rows: int | None = None
+    group: str | None = None
+    draws: int = 4
+
+    def rows_used(self, available: int) -> int:
+        """Return the number of rows that are used of those of a data set."""
+        return available if self.rows is None else min(self.rows, available)
 
     def range_spans(self, available: int) -> list[Span]:
         """Return the spans that ranges are taken from, of `available` rows."""
-        rows = available if self.rows is None else min(self.rows, available)
+        rows = self.rows_used(available)
         if self.range_rows is None or self.range_rows >= rows:
             return spans_in_order(rows, self.batch_size)
         spans = spans_in_random_order(rows, self.batch_size, self.seed)
@@ -123,8 +133,7 @@ class Probe:
         self.model, self.sites, self.data, self.progress = model, sites, data, progress
         self.options = options or PassOptions()
         self.executor = executor or LocalExecutor()
-        wanted = self.options.rows
-        self.rows = data.rows if wanted is None else min(wanted, data.rows)
+        self.rows = self.options.rows_used(data.rows)
         self._range_spans = self.options.range_spans(data.rows)
         self.range_rows = rows_of(self._range_spans)
 

@@ -16,12 +16,12 @@ from loka_onnx.calibration.effects.perturbation import draw_factors
 from loka_onnx.calibration.effects.sensitivity import (
     OpenSites,
     Sensitivities,
-    SensitivityOptions,
     SensitivityPass,
     SwitchedModel,
 )
 from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, write_switchable
 from loka_onnx.calibration.passes.executors import LocalExecutor
+from loka_onnx.calibration.passes.probe import PassOptions
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.progress import silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
@@ -54,8 +54,7 @@ class World:
     def passes(
         self, spec: OutputSpec = LOGIT, threads: int = 2, progress=silent, **options
     ) -> SensitivityPass:
-        rows = len(self.columns["label"])
-        chosen = SensitivityOptions(rows=rows, most=options.pop("most", rows), **options)
+        chosen = PassOptions(sensitivity_rows=options.pop("most", None), **options)
         return SensitivityPass(
             replace(self.subject, outputs=(spec,)),
             dataset_of(self.folder / "data", self.columns),
