@@ -45,7 +45,6 @@ class SiteSpeed:
         quantize_us: Time of the quantize step of the site's input, by batch size, microseconds; 0 where the
             kernel in front of it quantizes. Sites of one tensor share it.
         is_measured: Whether every time was measured at this very shape; else some are predicted.
-        reason: One sentence.
         made_by: Site that makes the tensor, if its kernel also quantizes when it runs in FP8 itself, which
             makes the quantize step free; else empty.
     """
@@ -80,14 +79,11 @@ class Wide:
 
 @dataclass(frozen=True)
 class Decision:
-    """The precision of one site.
+    """The precision of one site; recipe and scales are there if it is quantized.
 
     Attributes:
-        recipe: None unless the site is quantized.
-        reason: One sentence a reader can act on.
-        activation_scale: None unless quantized.
         weight_scale: One scale, or one per output channel; of an interaction, that of its second activation;
-            empty unless quantized.
+            empty without any.
         activation_zero_point: Not 0 in asymmetric formats only; left out of documents where it is 0.
         weight_zero_point: That of the second activation of an interaction; likewise.
     """

@@ -16,11 +16,7 @@ ENTROPY = "entropy"
 
 @dataclass(frozen=True)
 class DeltaSums(Sums):
-    """Change of the logit (or of the regression output) over rows; merges exactly.
-
-    Attributes:
-        total: Weighted sum of the changes.
-    """
+    """Weighted sums over rows of the change of the logit (or of the regression output), and of its square."""
 
     weight: ExactSum = NOTHING_ADDED
     total: ExactSum = NOTHING_ADDED
@@ -46,11 +42,8 @@ class Draws:
 
     Attributes:
         count: Draws, the profile's own scales included.
-        kl_low: Smallest KL of a draw.
-        kl_high: Largest KL of a draw.
         kl_growth: Largest KL of a draw over that of the profile's own scales, on the same rows.
         labelled_low: Smallest labelled term of a draw; None without labels.
-        labelled_high: Largest one.
     """
 
     count: int
@@ -85,7 +78,6 @@ class Sensitivity:
     Attributes:
         recipe: Id of the recipe, or the precision for a norm.
         denominator: ``loss`` or ``entropy``.
-        delta: Change of the logit (or of the regression output).
         kl_moments: KL(p ‖ p′): the part of the loss increase that needs no label. For a regression with
             squared loss, the mean of δ².
         labelled_moments: Mean of (p − y)·δ: the labelled first-order term; None without labels.

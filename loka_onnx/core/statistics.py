@@ -54,12 +54,7 @@ class RangeStats:
     """Range of one tensor over the calibration rows; merges exactly.
 
     Attributes:
-        count: Elements seen.
-        amax: Largest magnitude.
-        minimum: Smallest value.
-        maximum: Largest value.
-        total: Sum of the values.
-        total_squares: Sum of their squares.
+        count: Elements.
         histogram: Magnitudes. Of an activation, a sample of the rows (`calibration.observers.sampling`):
             it says shares and quantiles, the range itself is `amax`.
         channel_amax: Largest magnitude at each index of the last axis, over the rows of the histogram; empty

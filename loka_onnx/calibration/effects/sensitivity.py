@@ -150,11 +150,9 @@ class SensitivityPass:
         self.subject, self.data, self.options = subject, data, options
         self.executor, self.progress = executor, progress
         self.units = units_of(GraphModel.load(subject.model), subject.switches)
-        rows = options.rows_used(data.rows)
+        rows, most = options.rows_used(data.rows), options.sensitivity_rows
         order = scattered(rows, options.batch_size, options.seed)
-        self._spans = first_rows(
-            order, rows if options.sensitivity_rows is None else options.sensitivity_rows
-        )
+        self._spans = first_rows(order, rows if most is None else most)
         self._drawn_spans = first_rows(self._spans, DRAW_ROWS, options.batch_size)
         self._factors = draw_factors(options.draws)
         self._denominators = [denominator_of(spec) for spec in subject.outputs]
