@@ -41,13 +41,10 @@ class Rounding:
 
 
 class Product:
-    """A product to be measured.
+    """A product with a weight (K, N) to be measured on some of its output columns, under scales of the whole.
 
-    Args:
-        amax: Largest magnitude of each input channel, over all rows that scales are made from, (K,).
-        weight: W, (K, N).
-        columns: Output channels that are measured; scales are those of the whole weight.
-        units: Factor of the error and value of each output channel, (N,).
+    `amax` (K,) is the largest magnitude of each input channel, over all rows that scales are made from;
+    `units` (N,) are factors of the error and value of each output channel.
     """
 
     def __init__(
