@@ -138,7 +138,7 @@ class Profile:
         synthetic: Whether any row was generated; stamped on everything downstream.
         sites: In model order.
         scales: Activation scale by `Recipe.activation_id` and tensor name, used for errors, sensitivities and
-            plans.
+            plans; of asymmetric formats also the zero point, by `Recipe.zero_point_id`.
         groups: Sites that share a quantized tensor.
         baseline_loss: Mean loss of the FP32 model per output on the sensitivity rows; without labels, the
             mean entropy of its predictions.
