@@ -211,9 +211,7 @@ CHANGES = {Precision.FP32: 0.15, Precision.BF16: 0.15, Precision.FP16: 0.15}
 """Logits up to 1.9 with every product in FP8 under ample scales: at most 0.074, 0.060 and 0.069 seen."""
 
 
-@pytest.mark.parametrize(
-    "recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=lambda r: r.weight.granularity
-)
+@pytest.mark.parametrize("recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=lambda r: r.weight.granularity)
 @pytest.mark.parametrize("base", list(CHANGES))
 def test_a_planned_model_is_valid_typed_and_close(
     base: Precision, recipe: Recipe, rewritten: ModelArtifact, tmp_path: Path

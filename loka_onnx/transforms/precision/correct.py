@@ -36,6 +36,7 @@ Array = npt.NDArray[np.float64]
 MOST_LOST = 0.25
 """Largest share of a correction's energy that rounding may take: half of its root mean square."""
 
+
 @dataclass(frozen=True)
 class Typing:
     """Types of the graph after casting.

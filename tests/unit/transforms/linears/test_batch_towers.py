@@ -252,9 +252,7 @@ def planned(done: Rewrite, recipe: Recipe, folder: Path) -> tuple[Path, Decision
     return path, decision
 
 
-@pytest.mark.parametrize(
-    "recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=lambda r: r.weight.granularity
-)
+@pytest.mark.parametrize("recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=lambda r: r.weight.granularity)
 def test_a_batched_site_runs_in_fp8_with_scales_of_either_kind(recipe: Recipe, tmp_path: Path) -> None:
     """Against products of the towers apart, quantized by ml_dtypes: one scale, or one for each column."""
     done = rewrite(TOWERS["without_bias"].model(), BatchTowers(), tmp_path)
@@ -281,9 +279,7 @@ def test_a_batched_site_runs_in_fp8_with_scales_of_either_kind(recipe: Recipe, t
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    "recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=lambda r: r.weight.granularity
-)
+@pytest.mark.parametrize("recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=lambda r: r.weight.granularity)
 def test_tensorrt_rtx_multiplies_batched_weights_in_fp8(recipe: Recipe, tmp_path: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     from loka_onnx.engines.request import BatchRange
