@@ -13,7 +13,7 @@ from small_models import LOGIT, artifact_of, columns_of, dataset_of
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.calibration.updating import ProfiledModel, update
 from loka_onnx.core import serde
-from loka_onnx.core.formats import INT8, UINT8, NumberFormat, Precision
+from loka_onnx.core.formats import E4M3FN, INT8, UINT8, NumberFormat, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import MSE, Granularity, Recipe
@@ -65,6 +65,8 @@ def test_from_rows_to_the_planned_graph(format: NumberFormat, tmp_path: Path) ->
     (plan,) = make_plans(artifact, profile, (LOGIT,), recipes, asked).plans
     assert serde.loads(PrecisionPlan, serde.dumps(plan)) == plan
     decisions = {name: plan.decision(name) for name in PRODUCTS}
+    # Zero points are left out where they are 0, so documents of symmetric formats hold none.
+    assert ("activation_zero_point" in serde.dumps(plan)) is (format == UINT8)
     assert plan.quantized_sites == tuple(PRODUCTS)
     assert plan.fp8_sites == ()
     for name, decision in decisions.items():
@@ -113,3 +115,18 @@ def test_further_rows_keep_scales_and_zero_points(tmp_path: Path) -> None:
     assert more.scales.keys() == {"uint8/amax", "uint8/amax/zero_point"}
     assert more.site("left").operands["x"].minimum < profile.site("left").operands["x"].minimum
     assert more.site("left").error(recipes[0].id).saturated > 0
+
+
+def test_formats_compete_at_each_site(tmp_path: Path) -> None:
+    """Normal values: an integer grid is finer there than that of E4M3."""
+    artifact = artifact_of(tmp_path)
+    data = dataset_of(tmp_path / "data", columns_of(256))
+    recipes = tuple(Recipe.of(format) for format in (E4M3FN, INT8, UINT8))
+    profile = calibrate(artifact, (LOGIT,), data, tmp_path, ProbeOptions(recipes, threads=1, draws=1))
+    asked = PlanOptions(plans=("fp8-all",), base=Precision.FP32)
+    (plan,) = make_plans(artifact, profile, (LOGIT,), recipes, asked).plans
+    for name in PRODUCTS:
+        errors = {error.recipe: error.relative_error for error in profile.site(name).errors}
+        assert len(errors) == 3
+        assert plan.decision(name).recipe.id == min(errors, key=errors.__getitem__)
+    assert plan.decision("left").precision is Precision.INT8
