@@ -16,7 +16,7 @@ import numpy.typing as npt
 from benchmarks.engines.cases import RECIPES, Case, Exported
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import E4M3FN, Precision
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.rewrite import Declined
@@ -143,7 +143,7 @@ def float8_plan(
                 Verdict.NOT_JUDGED,
                 "asked for",
                 scales[site.activation.tensor],
-                (amax_scale(float(np.abs(weight).max()), Float8.E4M3FN),),
+                (amax_scale(float(np.abs(weight).max()), E4M3FN),),
             )
         decisions.append(decision)
     chosen = sum(flops.get(d.site, 0) for d in decisions if d.precision is Precision.FP8)

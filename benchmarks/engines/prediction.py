@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.engines.plans import Engine
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.core.recipe import Granularity
+from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.site import SiteKind
 from loka_onnx.core.timing import KernelTiming
 from loka_onnx.engines.registry import get_backend
@@ -39,9 +39,9 @@ def with_predictions(
         if model.digest not in speeds:
             fused = get_backend(engine.backend).fused_sites(model.path, Precision.BF16)
             known = DeviceTimings(device, engine.backend, tuple(timings), tuple(sorted(batches)), fused=fused)
-            scales = {s.name: Granularity.PER_TENSOR for s in model.sites if s.kind is SiteKind.LINEAR}
+            recipes = {s.name: PER_TENSOR for s in model.sites if s.kind is SiteKind.LINEAR}
             graph = GraphModel.load(model.path)
-            speeds[model.digest] = SiteSpeeds(graph, model.sites, known, Precision.BF16, scales)
+            speeds[model.digest] = SiteSpeeds(graph, model.sites, known, Precision.BF16, recipes)
         plan = engine.plan
         of_model = speeds[model.digest]
         found[engine.name] = replace(

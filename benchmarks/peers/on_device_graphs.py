@@ -29,22 +29,22 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import E4M3FN, E5M2, NumberFormat, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
-from loka_onnx.core.recipe import PER_TENSOR, Granularity, Recipe
+from loka_onnx.core.recipe import Granularity, Recipe
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.shape_values import tensor_spec
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.graph.storage import model_digest
-from loka_onnx.numerics.float8 import quantize
+from loka_onnx.numerics.rounding import quantize
 from loka_onnx.transforms.precision.explicit_casts import cast_to_base
 
 Array = npt.NDArray[Any]
-FLOAT8: Mapping[int, Float8] = {
-    TensorProto.FLOAT8E4M3FN: Float8.E4M3FN,
-    TensorProto.FLOAT8E5M2: Float8.E5M2,
+FLOAT8: Mapping[int, NumberFormat] = {
+    TensorProto.FLOAT8E4M3FN: E4M3FN,
+    TensorProto.FLOAT8E5M2: E5M2,
 }
 HALF: Mapping[int, Precision] = {TensorProto.BFLOAT16: Precision.BF16, TensorProto.FLOAT16: Precision.FP16}
 MOVING = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Slice", "Split"})
@@ -314,7 +314,7 @@ class _Reader:
             return tuple(each for part in parts for each in part) if all(parts) else ()
         return self.dequantizers(node.input[0]) if node.op_type in MOVING else ()
 
-    def format(self, dequantize: NodeProto) -> Float8 | None:
+    def format(self, dequantize: NodeProto) -> NumberFormat | None:
         """FP8 format of what a DQ reads; None of another type."""
         if len(dequantize.input) > 2 and dequantize.input[2] in self.stored:
             return FLOAT8.get(self.stored[dequantize.input[2]].data_type)
@@ -340,12 +340,12 @@ def _decision(graph: _Reader, site: Site, base: Precision) -> Decision:
         missing = "both operands" if not activation and not weight else "one operand"
         return Decision(site.name, base, None, Verdict.NOT_JUDGED, f"{missing} without DequantizeLinear")
     format = graph.format(activation[0])
-    if format is None or any(graph.format(each) is not format for each in (*activation, *weight)):
+    if format is None or any(graph.format(each) != format for each in (*activation, *weight)):
         reason = "its operands are of different types, or not FP8"
         return Decision(site.name, base, None, Verdict.NOT_JUDGED, reason)
     scales = graph.scales(weight[0])
     granularity = Granularity.PER_CHANNEL if len(scales) > 1 else Granularity.PER_TENSOR
-    recipe = Recipe(format, PER_TENSOR.activation, granularity)
+    recipe = Recipe.of(format, granularity)
     return Decision(
         site.name,
         Precision.FP8,

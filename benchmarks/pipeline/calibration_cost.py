@@ -40,7 +40,7 @@ from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
-from loka_onnx.core.formats import Float8
+from loka_onnx.core.formats import FLOATS
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import (
     AMAX,
@@ -64,8 +64,8 @@ SPEC = OutputSpec("logit", OutputKind.LOGIT, LABEL)
 ONE = (PER_TENSOR,)
 TWO = (PER_TENSOR, PER_CHANNEL_WEIGHT)
 ALL = tuple(
-    Recipe(format=format_, weight=weight, scale=rule)
-    for format_, rule, weight in product(Float8, (AMAX, "percentile-99.99", MSE), Granularity)
+    Recipe.of(format_, weight, rule)
+    for format_, rule, weight in product(FLOATS, (AMAX, "percentile-99.99", MSE), Granularity)
 )
 RECIPES = {"one recipe": ONE, "two recipes": TWO, "all recipes": ALL}
 

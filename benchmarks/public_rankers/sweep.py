@@ -33,13 +33,7 @@ WIDTHS = {"history": 20, "history_genre": 20, "other": 20}
 
 
 def run_one(
-    ranker: Ranker,
-    cache: Path,
-    seed: int,
-    scratch: Path,
-    tree: Path,
-    plans: Sequence[str] = (),
-    threads: int = 0,
+    ranker: Ranker, cache: Path, seed: int, scratch: Path, tree: Path, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Run the pipeline on one ranker, in a process of its own.
 
@@ -49,8 +43,7 @@ def run_one(
         seed: Of the split of users into calibration, selection and certification.
         tree: Checkout that is run.
         scratch: Of run directories; this one's is removed behind the run.
-        plans: That compete; where it is empty, those of a run file that names none.
-        threads: Of a session; 0 for all processors.
+        overrides: Of the run file, as ``key=value``.
 
     Returns:
         What is recorded.
@@ -59,8 +52,7 @@ def run_one(
     command = [sys.executable, "-P", "-c", "from loka_onnx.cli.main import main; main()"]
     command += ["--log", "json", "run", str(cache / ranker.name / "run.yaml"), "--force"]
     command += ["--output", str(output), "--set", f"data.split.seed={seed}"]
-    command += ["--set", f"plan.plans=[{','.join(plans)}]"] if plans else []
-    command += ["--set", f"threads={threads}"] if threads else []
+    command += [word for override in overrides for word in ("--set", override)]
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     environment = os.environ | {"LOKA_ONNX_CACHE": str(output) + "-cache", "PYTHONPATH": str(tree)}
     try:
@@ -168,8 +160,10 @@ def _take_processor(processors: Queue[int]) -> None:
 def _sweep_one(ranker: Ranker, seed: int, options: argparse.Namespace) -> str:
     """Run a ranker on a split, write its JSON, and return a line about it."""
     scratch = options.results / "runs"
-    threads = 1 if options.at_once > 1 else 0  # ONNX Runtime counts processors that it may not use
-    result = run_one(ranker, options.cache, seed, scratch, options.tree, options.plans, threads)
+    overrides = [f"plan.plans=[{','.join(options.plans)}]"] if options.plans else []
+    # ONNX Runtime counts processors that it may not use.
+    overrides += ["threads=1"] if options.at_once > 1 else []
+    result = run_one(ranker, options.cache, seed, scratch, options.tree, overrides)
     result["products"] = products(ranker, options.cache)
     result["plans_given"] = options.plans
     target = options.results / f"{ranker.name}-{seed}.json"

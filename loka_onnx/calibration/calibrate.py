@@ -20,7 +20,6 @@ import numpy.typing as npt
 from loka_onnx.calibration.effects.perturbation import draw_factors
 from loka_onnx.calibration.effects.sensitivity import (
     Sensitivities,
-    SensitivityOptions,
     SensitivityPass,
     SwitchedModel,
 )
@@ -32,7 +31,7 @@ from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.profile import Profile, SiteProfile
 from loka_onnx.core.progress import Progress, silent
-from loka_onnx.core.recipe import Granularity, Recipe
+from loka_onnx.core.recipe import Granularity, Recipe, Scales
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
 from loka_onnx.data import Dataset
@@ -49,19 +48,15 @@ class ProbeOptions(PassOptions):
     """Options of calibration, those of the passes included.
 
     Attributes:
-        error_precision: As in `PassOptions`.
         weight: Weight granularity of the recipe whose sensitivity is measured (the plan will use it); None
             for any. Of the recipes left, each site takes the one with the smallest measured error.
         planned: Id of the recipe whose sensitivity is measured, by site; None to choose as above.
-        scales: Activation scales by `Recipe.activation_id` and tensor name; None for those of the ranges.
-            Rows measured with the scales and recipes of a profile merge with it.
+        scales: Activation scales; None for those of the ranges. Rows measured with the scales and recipes of
+            a profile merge with it.
         only: Sites to calibrate; None for all.
         synthetic: Whether the data was generated.
-        sensitivity_rows: Most rows of the sensitivity pass; None for all that are used.
         open_verdicts: Called at each interim analysis of the sensitivity pass, which ends when no verdict is
             open. None for one analysis at the end.
-        group: Column of rows that belong together; None where rows are independent.
-        draws: Noise seeds of the rounding (`effects.perturbation`); 1 for the scales themselves only.
         magnitudes: Whether to measure the magnitudes of all tensors, as FP16 needs: one more inference pass.
         threads: Batches run at once, each on one thread; 0 for one per core.
         executor: Where batches run; None for threads of this process.
@@ -70,19 +65,16 @@ class ProbeOptions(PassOptions):
     error_precision: float | None = 0.02
     weight: Granularity | None = None
     planned: Mapping[str, str] | None = None
-    scales: Mapping[str, Mapping[str, float]] | None = None
+    scales: Scales | None = None
     only: frozenset[str] | None = None
     synthetic: bool = False
-    sensitivity_rows: int | None = None
     open_verdicts: OpenVerdicts | None = None
-    group: str | None = None
-    draws: int = 4
     magnitudes: bool = False
     threads: int = 0
     executor: Executor | None = None
 
     def __post_init__(self) -> None:
-        if not any(recipe.weight is Granularity.PER_TENSOR for recipe in self.recipes):
+        if not any(recipe.weight.granularity is Granularity.PER_TENSOR for recipe in self.recipes):
             raise InternalError(
                 "calibration needs a recipe with per-tensor weights: interactions have no other",
                 evidence=f"recipes {', '.join(recipe.id for recipe in self.recipes) or '(none)'}",
@@ -99,11 +91,8 @@ def calibrate(
 ) -> Profile:
     """Measure every site on the rows of the calibration split.
 
-    Instrumented models are written to `scratch`, on the file system of the model.
-
-    Raises:
-        CalibrationError: An activation or an output is not finite, or a loss is 0.
-        ConfigError: An option is out of range.
+    Instrumented models are written to `scratch`, on the file system of the model. Raises CalibrationError if
+    an activation or an output is not finite, or a loss is 0; ConfigError if an option is out of range.
     """
     options = options or ProbeOptions()
     # Fail before the first pass, not at the last.
@@ -160,16 +149,7 @@ def calibrate(
     sensitivity = SensitivityPass(
         SwitchedModel(model.path, switches, scales, outputs),
         data,
-        SensitivityOptions(
-            rows=probe.rows,
-            most=min(
-                probe.rows if options.sensitivity_rows is None else options.sensitivity_rows, probe.rows
-            ),
-            batch_size=options.batch_size,
-            group=options.group,
-            draws=options.draws,
-            seed=options.seed,
-        ),
+        options,
         executor,
         progress,
     )
@@ -206,7 +186,7 @@ def _planned_recipe(site: Site, options: ProbeOptions, errors: Sequence[ErrorSta
                 evidence=f"'{wanted}' is not among {', '.join(known)}",
             )
         return known[wanted]
-    allowed = [r for r in applicable if options.weight in (None, r.weight)] or list(applicable)
+    allowed = [r for r in applicable if options.weight in (None, r.weight.granularity)] or list(applicable)
     measured = {error.recipe: error.relative_error for error in errors}
     return min(allowed, key=lambda recipe: measured.get(recipe.id, math.inf))
 

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 from loka_onnx.core.backends import backend_names
+from loka_onnx.core.formats import FORMATS, NumberFormat
 
 if TYPE_CHECKING:
     Backend = str
@@ -32,6 +33,19 @@ class Executor(StrEnum):
     """Threads of this process; build jobs are left to be carried to their host."""
     RAY = "ray"
     """Machines of a Ray cluster."""
+
+
+class Float8Format(StrEnum):
+    """Name of an FP8 format (`core.formats`)."""
+
+    E4M3FN = "E4M3FN"
+    E4M3FNUZ = "E4M3FNUZ"
+    E5M2 = "E5M2"
+
+    @property
+    def number_format(self) -> NumberFormat:
+        """The format of that name."""
+        return FORMATS[self.lower()]
 
 
 class WeightGranularity(StrEnum):

@@ -6,9 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from loka_onnx.config.choices import Executor, PlanId, ScaleRule, WeightGranularity
+from loka_onnx.config.choices import Executor, Float8Format, PlanId, ScaleRule, WeightGranularity
 from loka_onnx.config.fields import CLOSEST, EACH_ONCE, Batch, Count, ResolvedPath, Seed, Strict, Text, fault
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Protection
 
 
@@ -112,8 +112,8 @@ class PlanConfig(Strict):
         WeightGranularity.BEST,
         description="per_tensor, per_channel, or best to take at each site the one with the smaller error",
     )
-    format: Float8 = Field(
-        Float8.E4M3FN,
+    format: Float8Format = Field(
+        Float8Format.E4M3FN,
         description="E4M3FN, E4M3FNUZ or E5M2: FP8 format of both operands; an engine maker that cannot "
         "multiply it declines the plan",
     )

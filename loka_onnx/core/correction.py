@@ -39,8 +39,7 @@ class BiasCorrection:
     """Constants added behind one site.
 
     Attributes:
-        shape: Shape of `values`; broadcasts to the output of the site, one number for each channel.
-        values: In row-major order.
+        shape: Shape of `values` (row-major); broadcasts to the output of the site, one number a channel.
         error_before: Root mean square over channels of the mean error of the site's output (with its bias),
             in the planned model without corrections, on the fitting rows.
         error_after: The same with the biases of all sites corrected.
@@ -60,10 +59,8 @@ class BiasCorrection:
 
 @dataclass(frozen=True)
 class OutputConstant:
-    """Constant added to the logit (or regression output) of one output.
-
-    Attributes:
-        kind: How it is read; the constant of a probability stands in front of its Sigmoid.
+    """Constant added to the logit (or regression output) of one output; that of a probability stands in
+    front of its Sigmoid.
     """
 
     output: str
@@ -73,12 +70,7 @@ class OutputConstant:
 
 @dataclass(frozen=True)
 class Corrections:
-    """Constants of a planned model.
-
-    Attributes:
-        bias: By site.
-        constants: By output.
-    """
+    """Constants of a planned model, by site and by output."""
 
     bias: tuple[BiasCorrection, ...] = ()
     constants: tuple[OutputConstant, ...] = ()
@@ -116,13 +108,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class OutputCorrection:
-    """Trials on one output.
-
-    Attributes:
-        trials: Every possible variant; `Variant.NONE` is the first.
-        accepted: The kept one.
-        reason: In one sentence.
-    """
+    """Trials on one output of every possible variant, `Variant.NONE` first, and the kept one."""
 
     output: str
     kind: OutputKind

@@ -10,8 +10,9 @@ whose expansions `math.fsum` keeps inside; it rounds correctly, which is all tha
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import fsum, isfinite
+from typing import Self
 
 from loka_onnx.errors import InternalError
 
@@ -30,8 +31,7 @@ class ExactSum:
     def of(cls, values: Iterable[float]) -> ExactSum:
         """Return the sum of finite numbers.
 
-        Raises:
-            InternalError: A number is not finite, or the sum is beyond float64.
+        Raises InternalError if a number is not finite, or the sum is beyond float64.
         """
         rest = [float(value) for value in values]
         if not all(map(isfinite, rest)):
@@ -56,3 +56,12 @@ class ExactSum:
 
 
 NOTHING_ADDED = ExactSum()
+
+
+class Sums:
+    """A dataclass of counts and exact sums; merges exactly, associative and commutative."""
+
+    def merge(self, other: Self) -> Self:
+        """Return both together: counts add, sums merge."""
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))  # type: ignore[arg-type]
+        return type(self)(*(a.merge(b) if isinstance(a, (ExactSum, Sums)) else a + b for a, b in pairs))

@@ -72,8 +72,7 @@ class MagnitudeHistogram:
         Counts are taken as evenly spread in a bin, so the error is less than `RELATIVE_BIN_WIDTH` of the
         result.
 
-        Raises:
-            ValueError: The share is not between 0 and 1, or the histogram is empty.
+        Raises ValueError if the share is not between 0 and 1, or the histogram is empty.
         """
         if not 0.0 <= share <= 1.0 or not self.total:
             raise ValueError(f"no quantile {share:g} of {self.total} elements")
@@ -87,17 +86,6 @@ class MagnitudeHistogram:
                 part = 1.0 - (after - wanted) / count
                 return edges[index] + part * (edges[index + 1] - edges[index])
         return edges[-1]
-
-    def share_below(self, bound: float) -> float:
-        """Return the share of nonzero elements below a bound, of all elements.
-
-        The error is at most the share of the bin that the bound divides; 0 for an empty histogram.
-        """
-        edges, found = self.edges, 0.0
-        for index, count in enumerate(self.counts):
-            low, high = edges[index], edges[index + 1]
-            found += count * min(max((bound - low) / (high - low), 0.0), 1.0)
-        return found / self.total if self.total else 0.0
 
 
 NOTHING_COUNTED = MagnitudeHistogram()

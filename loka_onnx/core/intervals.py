@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Interval:
-    """A point estimate with a two-sided confidence interval.
-
-    Attributes:
-        value: Point estimate.
-        upper: Upper end; compared with budgets.
-        confidence: Coverage, 0.95 unless said otherwise.
-    """
+    """A point estimate with a two-sided confidence interval; its upper end is compared with budgets."""
 
     value: float
     lower: float

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from operator import not_
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.recipe import Recipe
+from loka_onnx.core.recipe import Recipe, Scaling
 from loka_onnx.core.serde import STRICT, Component
 
 
@@ -42,7 +45,6 @@ class SiteSpeed:
         quantize_us: Time of the quantize step of the site's input, by batch size, microseconds; 0 where the
             kernel in front of it quantizes. Sites of one tensor share it.
         is_measured: Whether every time was measured at this very shape; else some are predicted.
-        reason: One sentence.
         made_by: Site that makes the tensor, if its kernel also quantizes when it runs in FP8 itself, which
             makes the quantize step free; else empty.
     """
@@ -77,14 +79,13 @@ class Wide:
 
 @dataclass(frozen=True)
 class Decision:
-    """The precision of one site.
+    """The precision of one site; recipe and scales are there if it is quantized.
 
     Attributes:
-        precision: FP8 comes with a recipe.
-        recipe: None unless FP8.
-        reason: One sentence a reader can act on.
-        activation_scale: None unless FP8.
-        weight_scale: One scale, or one per output channel; empty unless FP8.
+        weight_scale: One scale, or one per output channel; of an interaction, that of its second activation;
+            empty without any.
+        activation_zero_point: Not 0 in asymmetric formats only; left out of documents where it is 0.
+        weight_zero_point: That of the second activation of an interaction; likewise.
     """
 
     site: str
@@ -94,6 +95,20 @@ class Decision:
     reason: str
     activation_scale: float | None = None
     weight_scale: tuple[float, ...] = ()
+    activation_zero_point: Annotated[int, Field(exclude_if=not_)] = 0
+    weight_zero_point: Annotated[int, Field(exclude_if=not_)] = 0
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """Every scale, that of the activation first."""
+        activation = () if self.activation_scale is None else (self.activation_scale,)
+        return (*activation, *self.weight_scale)
+
+    @property
+    def activation_scaling(self) -> Scaling | None:
+        """Scale and zero point of the activation; None unless quantized."""
+        scale = self.activation_scale
+        return None if scale is None else Scaling(scale, self.activation_zero_point)
 
 
 @dataclass(frozen=True)
@@ -137,6 +152,11 @@ class PrecisionPlan:
     predicted_us: dict[str, dict[str, float]] = field(default_factory=dict)
     breaks_up: dict[str, dict[str, str]] = field(default_factory=dict)
     instead_of: str = ""
+
+    @property
+    def quantized_sites(self) -> tuple[str, ...]:
+        """Names of the sites that run in FP8 or INT8."""
+        return tuple(d.site for d in self.decisions if d.precision.is_quantized)
 
     @property
     def fp8_sites(self) -> tuple[str, ...]:

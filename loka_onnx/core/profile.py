@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.exact_sum import ExactSum, Sums
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.ratio_moments import CONFIDENCE, RatioMoments
 from loka_onnx.core.sensitivity import Sensitivity, SiteGroup, merge_sensitivities
@@ -59,8 +59,7 @@ class SiteProfile:
         Args:
             weights: Names of constant operands, whose statistics are equal in both.
 
-        Raises:
-            ValueError: The profiles differ in site, operand names, origins or recipes.
+        Raises ValueError if the profiles differ in site, operand names, origins or recipes.
         """
         mine = (self.site, self.operands.keys(), self.origins, [e.recipe for e in self.errors])
         if mine != (other.site, other.operands.keys(), other.origins, [e.recipe for e in other.errors]):
@@ -78,19 +77,11 @@ class SiteProfile:
 
 
 @dataclass(frozen=True)
-class WeightedMean:
-    """A weighted mean over rows; merges exactly.
-
-    Attributes:
-        total: Weighted sum.
-    """
+class WeightedMean(Sums):
+    """Weighted sum over rows, and the sum of weights."""
 
     total: ExactSum
     weight: ExactSum
-
-    def merge(self, other: WeightedMean) -> WeightedMean:
-        """Both sets of rows together."""
-        return WeightedMean(self.total.merge(other.total), self.weight.merge(other.weight))
 
     @property
     def value(self) -> float:
@@ -147,7 +138,7 @@ class Profile:
         synthetic: Whether any row was generated; stamped on everything downstream.
         sites: In model order.
         scales: Activation scale by `Recipe.activation_id` and tensor name, used for errors, sensitivities and
-            plans.
+            plans; of asymmetric formats also the zero point, by `Recipe.zero_point_id`.
         groups: Sites that share a quantized tensor.
         baseline_loss: Mean loss of the FP32 model per output on the sensitivity rows; without labels, the
             mean entropy of its predictions.
@@ -187,8 +178,7 @@ class Profile:
         The scales must be the same: measure new rows under the scales of this profile
         (`calibration.updating`). Groups of rows count as different ones. A tensor missing in one is dropped.
 
-        Raises:
-            ValueError: They are of different models, sites, recipes, scales or outputs.
+        Raises ValueError if they are of different models, sites, recipes, scales or outputs.
         """
         if self.model_digest != other.model_digest:
             raise ValueError("profiles of different models do not merge")

@@ -31,7 +31,7 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum
+from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum, Sums
 from loka_onnx.core.intervals import Interval
 from loka_onnx.errors import InternalError
 
@@ -41,8 +41,8 @@ FEWEST_UNITS = 8
 
 
 @dataclass(frozen=True)
-class RatioMoments:
-    """Sums over units; merges exactly. Units of two that merge count as different ones.
+class RatioMoments(Sums):
+    """Sums over units. Units of two that merge count as different ones.
 
     Attributes:
         a: ΣA.
@@ -59,25 +59,9 @@ class RatioMoments:
     ab: ExactSum = NOTHING_ADDED
     bb: ExactSum = NOTHING_ADDED
 
-    def merge(self, other: RatioMoments) -> RatioMoments:
-        """Merge both sets of units; associative and commutative."""
-        return RatioMoments(
-            self.rows + other.rows,
-            self.units + other.units,
-            self.a.merge(other.a),
-            self.b.merge(other.b),
-            self.aa.merge(other.aa),
-            self.ab.merge(other.ab),
-            self.bb.merge(other.bb),
-        )
-
     @property
     def value(self) -> float:
-        """ΣA/ΣB.
-
-        Raises:
-            InternalError: ΣB is 0.
-        """
+        """ΣA/ΣB. Raises InternalError if ΣB is 0."""
         if self.b.value == 0.0:
             raise InternalError("the denominator of a ratio sums to 0", evidence=f"over {self.rows} rows")
         return self.a.value / self.b.value
@@ -129,8 +113,7 @@ def anytime_quantile(rows: int, tightest_at: int, confidence: float) -> float:
         tightest_at: n*.
         confidence: 1 − α.
 
-    Raises:
-        InternalError: The confidence is not between 0 and 1, or a number of rows is below 1.
+    Raises InternalError if the confidence is not between 0 and 1, or a number of rows is below 1.
     """
     if not 0.0 < confidence < 1.0 or rows < 1 or tightest_at < 1:
         raise InternalError(
@@ -150,8 +133,7 @@ def students_t(probability: float, freedom: int) -> float:
         probability: Between 0.5 and 1.
         freedom: Degrees of freedom, at least 7.
 
-    Raises:
-        InternalError: An argument is out of range.
+    Raises InternalError if an argument is out of range.
     """
     if not 0.5 <= probability < 1.0 or freedom < FEWEST_UNITS - 1:
         raise InternalError("no such quantile", evidence=f"{probability:g} at {freedom} degrees of freedom")

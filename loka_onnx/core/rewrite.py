@@ -10,13 +10,10 @@ from loka_onnx.core.serde import STRICT
 
 @dataclass(frozen=True)
 class Applied:
-    """One rewrite.
+    """One rewrite at a node, site or tensor.
 
-    Attributes:
-        at: Node, site or tensor.
-        what: Action.
-        origins: By name of a new site, the sites it replaces; a site whose operands hold other values
-            replaces itself.
+    `origins` has, by name of a new site, the sites it replaces; one whose operands hold other values replaces
+    itself.
     """
 
     at: str
@@ -26,11 +23,7 @@ class Applied:
 
 @dataclass(frozen=True)
 class Declined:
-    """A look-alike that was not rewritten.
-
-    Attributes:
-        at: Node, site or tensor; empty for the whole model.
-    """
+    """A look-alike node, site or tensor that was not rewritten; `at` is empty for the whole model."""
 
     at: str
     reason: str
@@ -41,7 +34,6 @@ class RewriteRecord:
     """The result of one transform.
 
     Attributes:
-        transform: Its name.
         max_abs: Largest change of any output on the check rows; None when not checked (precision transforms
             change outputs on purpose).
         tolerance: Limit of `max_abs`.
@@ -82,10 +74,8 @@ class RewriteLogs:
 
 @dataclass(frozen=True)
 class HighErrorChannels:
-    """Request for the split of high-error channels; a refresh repeats it.
-
-    Attributes:
-        left: Share of its FP8 error that each site may keep, by name; other sites stay whole.
+    """Request for the split of high-error channels, which a refresh repeats: the share of its FP8 error that
+    each site may keep, by name; other sites stay whole.
     """
 
     SCHEMA: ClassVar[str] = "loud-channels/1"

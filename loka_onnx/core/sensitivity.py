@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum
+from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum, Sums
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.ratio_moments import RatioMoments
 
@@ -15,24 +15,12 @@ ENTROPY = "entropy"
 
 
 @dataclass(frozen=True)
-class DeltaSums:
-    """Change of the logit (or of the regression output) over rows; merges exactly.
-
-    Attributes:
-        total: Weighted sum of the changes.
-    """
+class DeltaSums(Sums):
+    """Weighted sums over rows of the change of the logit (or of the regression output), and of its square."""
 
     weight: ExactSum = NOTHING_ADDED
     total: ExactSum = NOTHING_ADDED
     squares: ExactSum = NOTHING_ADDED
-
-    def merge(self, other: DeltaSums) -> DeltaSums:
-        """Both sets of rows together."""
-        return DeltaSums(
-            self.weight.merge(other.weight),
-            self.total.merge(other.total),
-            self.squares.merge(other.squares),
-        )
 
     @property
     def mean(self) -> float:
@@ -54,11 +42,8 @@ class Draws:
 
     Attributes:
         count: Draws, the profile's own scales included.
-        kl_low: Smallest KL of a draw.
-        kl_high: Largest KL of a draw.
         kl_growth: Largest KL of a draw over that of the profile's own scales, on the same rows.
         labelled_low: Smallest labelled term of a draw; None without labels.
-        labelled_high: Largest one.
     """
 
     count: int
@@ -93,7 +78,6 @@ class Sensitivity:
     Attributes:
         recipe: Id of the recipe, or the precision for a norm.
         denominator: ``loss`` or ``entropy``.
-        delta: Change of the logit (or of the regression output).
         kl_moments: KL(p ‖ p′): the part of the loss increase that needs no label. For a regression with
             squared loss, the mean of δ².
         labelled_moments: Mean of (p − y)·δ: the labelled first-order term; None without labels.
@@ -139,21 +123,10 @@ class Sensitivity:
         """Measured quantity."""
         return SensitivityName(self.recipe, self.output, self.denominator)
 
-    @property
-    def delta_rmse(self) -> float:
-        """Root mean square change of the logit (or of the regression output)."""
-        return self.delta.rmse
-
-    @property
-    def delta_mean(self) -> float:
-        """Mean change of the logit."""
-        return self.delta.mean
-
     def merge(self, other: Sensitivity) -> Sensitivity:
         """Merge both sets of rows; their units (groups, rows) count as different ones.
 
-        Raises:
-            ValueError: They are of different recipes, outputs or denominators, or only one has labels.
+        Raises ValueError if they are of different recipes, outputs or denominators, or only one has labels.
         """
         if self.name != other.name or (self.labelled_moments is None) != (other.labelled_moments is None):
             raise ValueError(f"the sensitivities {self.name} and {other.name} do not merge")
@@ -210,11 +183,7 @@ class SiteGroup:
         raise KeyError(output)
 
     def merge(self, other: SiteGroup) -> SiteGroup:
-        """Merge both sets of rows.
-
-        Raises:
-            ValueError: They are not the same sites in the same recipes.
-        """
+        """Merge both sets of rows. Raises ValueError if they are not the same sites in the same recipes."""
         if (self.tensor, self.sites) != (other.tensor, other.sites):
             raise ValueError(f"the groups {self.sites} and {other.sites} do not merge")
         return SiteGroup(
@@ -227,8 +196,7 @@ def merge_sensitivities(
 ) -> tuple[Sensitivity, ...]:
     """Merge sensitivities of the same recipes and outputs pairwise.
 
-    Raises:
-        ValueError: They are not of the same recipes and outputs.
+    Raises ValueError if they are not of the same recipes and outputs.
     """
     if [item.name for item in ours] != [item.name for item in theirs]:
         raise ValueError("sensitivities of different recipes or outputs do not merge")

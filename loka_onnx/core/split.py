@@ -27,9 +27,7 @@ class Part(StrEnum):
 class SplitCheck:
     """Comparison of both halves in sequence with the whole.
 
-    Attributes:
-        equal: Whether every output had the same bits on every batch; False also where the comparison ended
-            before.
+    `equal` if every output had the same bits on every batch; False also where the comparison ended before.
     """
 
     batches: tuple[int, ...]
@@ -64,15 +62,7 @@ class Halves:
 
 @dataclass(frozen=True)
 class ModelSplit:
-    """The cut of a model, or why there is none (`model/split.json`).
-
-    Attributes:
-        parent: Digest of the whole.
-        halves: The halves; None when the model stays whole.
-        check: Comparison with the whole; None without one.
-        declined: Where and why the model stays whole; None when it was cut.
-        seconds: Wall time of cutting and comparing.
-    """
+    """The cut of the model with digest `parent`, or where and why it was `declined` (`model/split.json`)."""
 
     SCHEMA: ClassVar[str] = "split/1"
     __pydantic_config__ = STRICT

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from math import log10, sqrt
+from dataclasses import dataclass, field, replace
+from math import inf, log10, sqrt
 
-from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum
+from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum, Sums
 from loka_onnx.core.histogram import NOTHING_COUNTED, MagnitudeHistogram
 
 
 @dataclass(frozen=True)
-class BatchSums:
-    """One statistic over batches.
-
-    Attributes:
-        total: Sum of its values.
-    """
+class BatchSums(Sums):
+    """Sums of one statistic over batches, and of its squares."""
 
     total: ExactSum = NOTHING_ADDED
     squares: ExactSum = NOTHING_ADDED
-
-    def merge(self, other: BatchSums) -> BatchSums:
-        """Merge both sets of batches."""
-        return BatchSums(self.total.merge(other.total), self.squares.merge(other.squares))
 
 
 @dataclass(frozen=True)
@@ -42,11 +34,7 @@ class BatchSpread:
     statistics: dict[str, BatchSums] = field(default_factory=dict)
 
     def merge(self, other: BatchSpread) -> BatchSpread:
-        """Merge both sets of batches.
-
-        Raises:
-            ValueError: Their batches are of different sizes.
-        """
+        """Merge both sets of batches. Raises ValueError if their batches are of different sizes."""
         if self.batches and other.batches and self.rows != other.rows:
             raise ValueError("statistics of batches of different sizes do not merge")
         names = sorted({*self.statistics, *other.statistics})
@@ -66,12 +54,7 @@ class RangeStats:
     """Range of one tensor over the calibration rows; merges exactly.
 
     Attributes:
-        count: Elements seen.
-        amax: Largest magnitude.
-        minimum: Smallest value.
-        maximum: Largest value.
-        total: Sum of the values.
-        total_squares: Sum of their squares.
+        count: Elements.
         histogram: Magnitudes. Of an activation, a sample of the rows (`calibration.observers.sampling`):
             it says shares and quantiles, the range itself is `amax`.
         channel_amax: Largest magnitude at each index of the last axis, over the rows of the histogram; empty
@@ -92,8 +75,7 @@ class RangeStats:
     def merge(self, other: RangeStats) -> RangeStats:
         """Merge both sets of rows; channels unknown in one become unknown.
 
-        Raises:
-            ValueError: They have different numbers of channels.
+        Raises ValueError if they have different numbers of channels.
         """
         channels: tuple[float, ...] = ()
         if self.channel_amax and other.channel_amax:
@@ -169,51 +151,30 @@ class ErrorStats:
     zeros: int = 0
 
     def merge(self, other: ErrorStats) -> ErrorStats:
-        """Merge both sets of rows.
-
-        Raises:
-            ValueError: They were taken under different recipes or scales.
-        """
+        """Merge both sets of rows. Raises ValueError if they were taken under different recipes or scales."""
         if (self.recipe, self.activation_scale) != (other.recipe, other.activation_scale):
             raise ValueError("error statistics of different recipes or scales do not merge")
-        return ErrorStats(
-            self.recipe,
-            self.activation_scale,
-            self.count + other.count,
-            self.signal.merge(other.signal),
-            self.noise.merge(other.noise),
-            self.quantized.merge(other.quantized),
-            self.activation_count + other.activation_count,
-            self.saturated + other.saturated,
-            self.underflowed + other.underflowed,
-            self.zeros + other.zeros,
+        return replace(
+            self,
+            count=self.count + other.count,
+            signal=self.signal.merge(other.signal),
+            noise=self.noise.merge(other.noise),
+            quantized=self.quantized.merge(other.quantized),
+            activation_count=self.activation_count + other.activation_count,
+            saturated=self.saturated + other.saturated,
+            underflowed=self.underflowed + other.underflowed,
+            zeros=self.zeros + other.zeros,
         )
-
-    @property
-    def cross(self) -> float:
-        """Sum of products of quantized and exact output: 2⟨q, y⟩ = ‖q‖² + ‖y‖² − ‖q − y‖²."""
-        return (self.signal.value + self.quantized.value - self.noise.value) / 2.0
 
     @property
     def relative_error(self) -> float:
         """‖quantized − exact‖ / ‖exact‖; 0 where both are zero."""
         if self.signal.value == 0.0:
-            return 0.0 if self.noise.value == 0.0 else float("inf")
+            return 0.0 if self.noise.value == 0.0 else inf
         return sqrt(self.noise.value / self.signal.value)
 
     @property
     def sqnr_db(self) -> float:
         """Signal to quantization noise ratio of the output, decibels; infinite without noise."""
-        if self.noise.value == 0.0:
-            return float("inf")
-        if self.signal.value == 0.0:
-            return float("-inf")
-        return 10.0 * log10(self.signal.value / self.noise.value)
-
-    @property
-    def cosine(self) -> float:
-        """Cosine between quantized and exact output; 1 where both are zero, 0 where only one is."""
-        norm = sqrt(self.signal.value * self.quantized.value)
-        if norm == 0.0:
-            return 1.0 if self.signal.value == self.quantized.value else 0.0
-        return self.cross / norm
+        error = self.relative_error
+        return -20.0 * log10(error) if error > 0.0 else inf

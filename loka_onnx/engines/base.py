@@ -118,7 +118,7 @@ class Backend(ABC):
         for decision in plan.decisions:
             recipe = decision.recipe
             if recipe is not None and recipe.format not in self.spec.formats:
-                known = ", ".join(self.spec.formats)
+                known = ", ".join(map(str, self.spec.formats))
                 return f"site '{decision.site}' asks for {recipe.format}; {self.name} multiplies {known} only"
         return None
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.devices import CPU
-from loka_onnx.core.formats import FLOAT8_SPECS, Float8, Precision
+from loka_onnx.core.formats import E4M3FN, E4M3FNUZ, Precision
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.timing import QUANTIZE, Kernel, Shape
 
@@ -217,7 +217,7 @@ def _largest() -> float:
     import torch
 
     is_fnuz = _float8_type() == torch.float8_e4m3fnuz
-    return FLOAT8_SPECS[Float8.E4M3FNUZ if is_fnuz else Float8.E4M3FN].max
+    return (E4M3FNUZ if is_fnuz else E4M3FN).max
 
 
 def _scale(amax: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""FP8 and BF16 rounding in FP32 arithmetic, for graphs that measure the error of low precision.
+"""FP8, INT8 and BF16 rounding in FP32 arithmetic, for graphs that measure the error of low precision.
 
 ONNX Runtime's CPU kernels for FP8 QuantizeLinear and DequantizeLinear, and for Where, Sign and casts, work on
 one element at a time. Vectorized FP32 operations give the same values:
@@ -11,6 +11,8 @@ one element at a time. Vectorized FP32 operations give the same values:
   (a + γ may pass into the one above, whose spacing is double, and (a + γ) − γ then misses the end: seen at
   8 of 2**23 mantissas.)
 * The sign comes back as x / max(|x|, tiny), which is exactly −1, 0 or 1.
+* INT8 and UINT8: with C = 1.5 · 2**23, FP32 numbers around C have the spacing 1, so (x / s + C) − C is x / s
+  rounded to the nearest integer, ties to even, for |x / s| ≤ 2**22. Larger ones stay beyond the range.
 * BF16: with C = 2**16 + 1, t = C·x and h = t + (x − t), h is x rounded to 8 significant bits (Veltkamp's
   splitting; Dekker 1971, "A floating-point technique for extending the available precision", section 5).
 
@@ -24,11 +26,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loka_onnx.core.formats import FLOAT8_SPECS, Float8
+from loka_onnx.core.formats import NumberFormat
+from loka_onnx.core.recipe import Scaling
 from loka_onnx.graph.model import GraphModel, Tensor
 
 TINY = 2.0**-100
 """Smaller magnitudes count as zero: FP8 and its scales cannot tell them from zero."""
+
+
+_WHOLE = 1.5 * 2.0**23
 
 
 @dataclass(frozen=True)
@@ -43,14 +49,15 @@ class Bounds:
 class FakeQuantized:
     """Tensors of the rounding in the graph.
 
-    `magnitude` is |x| / scale, `rounded` the FP8 magnitude, `values` the FP8 value times the scale, in FP32;
-    `is_clipped` if elements may lie beyond the format's range.
+    `scaled` is x / scale before clipping (its magnitude in a floating format), `rounded` the same after
+    clipping and rounding, `values` the rounded x in FP32; `clipping` a tensor before and after clipping, None
+    where no element lies beyond the range.
     """
 
-    magnitude: Tensor
+    scaled: Tensor
     rounded: Tensor
     values: Tensor
-    is_clipped: bool
+    clipping: tuple[Tensor, Tensor] | None
 
 
 class _Chain:
@@ -70,21 +77,33 @@ class _Chain:
 
 
 def fake_quantize(
-    model: GraphModel, tensor: Tensor, scale: float, format: Float8, name: str, bounds: Bounds = Bounds()
+    model: GraphModel,
+    tensor: Tensor,
+    scaling: Scaling,
+    format: NumberFormat,
+    name: str,
+    bounds: Bounds = Bounds(),
 ) -> FakeQuantized:
-    """Add nodes that compute ``dequantize(quantize(tensor, scale))`` in FP32."""
-    spec, add = FLOAT8_SPECS[format], _Chain(model, tensor, name)
+    """Add nodes that quantize and dequantize an FP32 activation in FP32; `name` begins their names."""
+    add, scale = _Chain(model, tensor, name), scaling.scale
     scaled = add("Div", "scaled", tensor, scale)
+    if format.mantissa_bits is None:
+        whole = add("Sub", "whole", add("Add", "lifted", scaled, _WHOLE), _WHOLE)
+        low, high = format.min - scaling.zero_point, format.max - scaling.zero_point
+        rounded = add("Clip", "clipped", whole, low, high) if bounds.saturates else whole
+        values = add("Mul", "quantized", rounded, scale)
+        return FakeQuantized(scaled, rounded, values, (whole, rounded) if bounds.saturates else None)
     magnitude = add("Abs", "magnitude", scaled) if bounds.is_signed else scaled
-    clipped = add("Clip", "clipped", magnitude, 0.0, spec.max) if bounds.saturates else magnitude
-    normal = add("Clip", "normal", clipped, 1.5 * spec.min_normal, spec.max)
-    shift = add("Mul", "shift", normal, 2.0 ** (23 - spec.mantissa_bits))
+    clipped = add("Clip", "clipped", magnitude, 0.0, format.max) if bounds.saturates else magnitude
+    normal = add("Clip", "normal", clipped, 1.5 * format.min_normal, format.max)
+    shift = add("Mul", "shift", normal, 2.0 ** (23 - format.mantissa_bits))
     rounded = add("Sub", "rounded", shift, add("Sub", "shifted", shift, clipped))
     signed = rounded
     if bounds.is_signed:
         sign = add("Div", "sign", scaled, add("Clip", "nonzero", magnitude, TINY))
         signed = add("Mul", "signed", rounded, sign)
-    return FakeQuantized(magnitude, rounded, add("Mul", "fp8", signed, scale), bounds.saturates)
+    values = add("Mul", "quantized", signed, scale)
+    return FakeQuantized(magnitude, rounded, values, (magnitude, clipped) if bounds.saturates else None)
 
 
 def round_to_bfloat16(model: GraphModel, tensor: Tensor, name: str) -> Tensor:

@@ -38,10 +38,8 @@ Rows = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class AucPlacements:
-    """AUC and placement values of every row, (rows,).
-
-    `positive` and `negative` are weights as such, over their sum; `above` is the share of negatives below the
-    row, `below` that of positives above it, ties half.
+    """AUC; of every row, its weights as positive and negative over their sums, the share of negatives below
+    it (`above`) and of positives above it (`below`), ties half.
     """
 
     auc: float

@@ -27,27 +27,29 @@ Values = npt.NDArray[np.float64]
 
 
 class ColumnSums:
-    """Adds up rows with many zeros, in place."""
+    """Adds up rows with many zeros, in place; not finite numbers are an InternalError, sooner or later."""
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self) -> None:
         self._waiting: list[_Row] = []
-        self._sums = [NOTHING_ADDED] * columns
+        self._sums: list[ExactSum] = []
 
     def add(self, row: Values) -> None:
-        """Add one row, (columns,).
-
-        Raises InternalError if it, or an earlier one, holds a number that is not finite.
-        """
+        """Add one row, (columns,)."""
+        self._sums = self._sums or [NOTHING_ADDED] * row.size
         filled = np.flatnonzero(row)
         self._waiting.append(_Row(filled, row[filled]))
         if len(self._waiting) == ROWS_HELD:
             self._collapse()
 
-    def sums(self) -> tuple[ExactSum, ...]:
-        """Return the sum of each column so far; raises InternalError if a number is not finite."""
+    def sum(self, column: int) -> ExactSum:
+        """Return the sum of a column so far."""
         if self._waiting:
             self._collapse()
-        return tuple(self._sums)
+        return self._sums[column]
+
+    def sums(self) -> tuple[ExactSum, ...]:
+        """Return the sum of each column so far."""
+        return tuple(self.sum(column) for column in range(len(self._sums)))
 
     def _collapse(self) -> None:
         columns = np.unique(np.concatenate([row.columns for row in self._waiting]))

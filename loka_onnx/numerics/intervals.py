@@ -78,7 +78,7 @@ class Tail:
         top_share: Share of the sum that the hundredth of the rows with the largest values holds.
         index: Hill's tail index over these rows, at least 10; infinite where they are alike or the sum is 0,
             0 where fewer rows are nonzero.
-        skewness: Σ Ψ³ / (Σ Ψ²)^1.5 of the influences of units; the skewness of a unit over √G.
+        skewness: As in `Spread`.
     """
 
     top_share: float
@@ -116,9 +116,8 @@ class Spread:
 
     Attributes:
         standard_error: In the unit of the estimate; infinite for fewer than two units.
-        units: Independent units: groups, or rows where nothing groups them.
-        largest: Largest influence of a unit.
-        farthest: Largest magnitude of one.
+        units: Groups, or rows where nothing groups them.
+        largest, farthest: Largest influence of a unit, and largest magnitude of one.
         skewness: Σ Ψ³ / (Σ Ψ²)^1.5 over units; the skewness of a unit over √G.
     """
 

@@ -47,11 +47,8 @@ Rows = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LossChange:
-    """The two parts of the loss change of each row.
-
-    Attributes:
-        kl: (rows,) the label-free part: KL(p ‖ p′) in nats, or δ² for a regression; never negative.
-        labelled: (rows,) the first-order part: (p − y)·δ, or 2·(f − y)·δ.
+    """Parts of the loss change, (rows,): KL(p ‖ p′) in nats, or δ² for a regression, which needs no label;
+    and (p − y)·δ, or 2·(f − y)·δ.
     """
 
     kl: Rows
@@ -69,9 +66,9 @@ def loss_change(kind: OutputKind, reference: Array, candidate: Array, labels: Ar
     All arrays are (rows,); the candidate may be (candidates, rows), here and below.
     """
     if kind is OutputKind.REGRESSION:
-        return LossChange(
-            squared_change_rows(reference, candidate), squared_labelled_rows(reference, candidate, labels)
-        )
+        f, y = reference.astype(np.float64), labels.astype(np.float64)
+        labelled = 2.0 * (f - y) * (candidate.astype(np.float64) - f)
+        return LossChange(squared_change_rows(reference, candidate), np.asarray(labelled))
     return LossChange(kl_rows(reference, candidate), labelled_rows(reference, candidate, labels))
 
 
@@ -102,12 +99,6 @@ def labelled_rows(z: Array, z_prime: Array, labels: Array) -> Rows:
 def squared_change_rows(f: Array, f_prime: Array) -> Rows:
     """Return (rows,) δ²: the label-free part for squared error."""
     return np.square(f_prime.astype(np.float64) - f.astype(np.float64))
-
-
-def squared_labelled_rows(f: Array, f_prime: Array, labels: Array) -> Rows:
-    """Return (rows,) 2·(f − y)·δ: the labelled part for squared error."""
-    f = f.astype(np.float64)
-    return np.asarray(2.0 * (f - labels.astype(np.float64)) * (f_prime.astype(np.float64) - f))
 
 
 def _cumulant_series(p: Rows, delta: Rows) -> Rows:

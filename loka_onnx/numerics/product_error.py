@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.core.formats import Float8
+from loka_onnx.core.formats import E4M3FN, NumberFormat
 from loka_onnx.core.recipe import Granularity
-from loka_onnx.numerics.float8 import fake_quantize
+from loka_onnx.numerics.rounding import fake_quantize
 from loka_onnx.numerics.scales import amax_scale, weight_scales
 
 Doubles = npt.NDArray[np.float64]
@@ -32,20 +32,19 @@ _MOVED = (1.0, 1.03, 1.07, 1.13)
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounding of operands: their format, and the weight's granularities to try; the best one counts."""
+    """Rounding of operands: the activation's format, and the weight's granularities to try; the best one
+    counts. Without a zero point: rounding errors depend on its position little.
+    """
 
-    format: Float8 = Float8.E4M3FN
+    format: NumberFormat = E4M3FN
     weights: Sequence[Granularity] = (Granularity.PER_TENSOR, Granularity.PER_CHANNEL)
 
 
 class Product:
-    """A product to be measured.
+    """A product with a weight (K, N) to be measured on some of its output columns, under scales of the whole.
 
-    Args:
-        amax: Largest magnitude of each input channel, over all rows that scales are made from, (K,).
-        weight: W, (K, N).
-        columns: Output channels that are measured; scales are those of the whole weight.
-        units: Factor of the error and value of each output channel, (N,).
+    `amax` (K,) is the largest magnitude of each input channel, over all rows that scales are made from;
+    `units` (N,) are factors of the error and value of each output channel.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Product:
         energy = float(np.square(exact).sum())
         if energy == 0.0:
             return 0.0
-        format = rounding.format
+        format = rounding.format.of_weights
         x = np.empty_like(rows)
         for turn, moved in enumerate(_MOVED):
             scale = amax_scale(float((self.amax / before).max()) * moved, format)

@@ -1,9 +1,10 @@
-"""FP8 scales from ranges.
+"""Scales from ranges.
 
-The scale is amax / max rounded *up* to a BF16 number (8-bit significand):
+The scale is amax / max, with a zero point the width of the range / max, rounded *up* to a BF16 number (8-bit
+significand):
 
-- rounding up keeps amax / scale ≤ max, so nothing in the range saturates; it costs at most 2⁻⁷ of the
-  format's range;
+- rounding up keeps amax / scale ≤ max, so nothing in the range saturates (with a zero point, which is rounded
+  too, by no more than half a step); it costs at most 2⁻⁷ of the format's range;
 - a BF16 number is exact in FP32 too, and in FP16 wherever it is in FP16's normal range (2⁻¹⁴…65504), so
   FP32, BF16 and FP16 graphs of one plan quantize with the same scale.
 
@@ -18,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.core.formats import FLOAT8_SPECS, Float8
-from loka_onnx.core.recipe import Granularity
+from loka_onnx.core.formats import NumberFormat
+from loka_onnx.core.recipe import Granularity, Scaling
 from loka_onnx.errors import CalibrationError
 
 SMALLEST_SCALE = 2.0**-126
@@ -28,7 +29,7 @@ _SIGNIFICAND = 2.0**8
 Array = npt.NDArray[Any]
 
 
-def amax_scale(amax: float, format: Float8) -> float:
+def amax_scale(amax: float, format: NumberFormat) -> float:
     """Return a positive BF16 number s with amax / s ≤ the format's max; 1.0 where amax is 0.
 
     Raises CalibrationError if amax is negative, not finite, or beyond FP32.
@@ -36,7 +37,19 @@ def amax_scale(amax: float, format: Float8) -> float:
     return float(_scales(np.asarray(amax, dtype=np.float64), format)[()])
 
 
-def weight_scales(w: Array, granularity: Granularity, channel_axis: int, format: Float8) -> Array:
+def range_scaling(low: float, high: float, format: NumberFormat) -> Scaling:
+    """Return the scaling of values from `low` to `high`.
+
+    With a zero point the range is widened to hold 0, which is then exact. Raises as `amax_scale`.
+    """
+    if not format.has_zero_point:
+        return Scaling(amax_scale(max(abs(low), abs(high)), format))
+    low, high = min(low, 0.0), max(high, 0.0)
+    scale = amax_scale(high - low, format)
+    return Scaling(scale, round(min(format.min - low / scale, format.max)))
+
+
+def weight_scales(w: Array, granularity: Granularity, channel_axis: int, format: NumberFormat) -> Array:
     """Return the FP32 scales of a constant operand: shape () per tensor, (w.shape[channel_axis],) per
     channel.
 
@@ -46,7 +59,7 @@ def weight_scales(w: Array, granularity: Granularity, channel_axis: int, format:
     magnitudes = np.abs(w.astype(np.float64))
     if not np.isfinite(magnitudes).all():
         raise CalibrationError(
-            "a weight is not finite, so it has no FP8 scale",
+            "a weight is not finite, so it has no scale",
             evidence=f"{int((~np.isfinite(magnitudes)).sum())} of {w.size} elements",
             remedy="check the checkpoint; a model with NaN or infinite weights cannot be served",
         )
@@ -58,19 +71,18 @@ def weight_scales(w: Array, granularity: Granularity, channel_axis: int, format:
     return _scales(amax, format).astype(np.float32)
 
 
-def _scales(amax: npt.NDArray[np.float64], format: Float8) -> npt.NDArray[np.float64]:
-    limit = FLOAT8_SPECS[format].max
+def _scales(amax: npt.NDArray[np.float64], format: NumberFormat) -> npt.NDArray[np.float64]:
     accepted = (amax >= 0) & (amax <= float(np.finfo(np.float32).max))
     if not accepted.all():
         first = int(np.argmin(accepted.ravel()))
         raise CalibrationError(
-            f"amax is {amax.ravel()[first]:g}: an FP8 scale needs a finite range",
+            f"amax is {amax.ravel()[first]:g}: a scale needs a finite range",
             evidence=f"{int((~accepted).sum())} of {amax.size} ranges, the first is number {first}",
             remedy="drop those rows from the data, or keep the site in BF16 with `plan.keep`",
         )
-    # The quotient is rounded, but never down onto the grid: above grid·limit, which is exact, the next
-    # float64 moves the quotient by more than half an ulp, as no limit is a power of two.
-    return np.where(amax == 0.0, 1.0, round_up_to_bfloat16(amax / limit))
+    # The quotient is rounded, but never down onto the grid: above grid·max, which is exact, the next
+    # float64 moves the quotient by more than half an ulp, as no max is a power of two.
+    return np.where(amax == 0.0, 1.0, round_up_to_bfloat16(amax / format.max))
 
 
 def round_up_to_bfloat16(scales: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

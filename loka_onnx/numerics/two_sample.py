@@ -78,9 +78,7 @@ class BatchSample:
 
 @dataclass(frozen=True)
 class MeanChange:
-    """Second mean less first, the larger of Welch's and Student's standard errors,
-    and the two-sided p-value.
-    """
+    """Second mean less first, larger standard error of Welch's and Student's, and two-sided p-value."""
 
     difference: float
     standard_error: float
@@ -88,12 +86,10 @@ class MeanChange:
 
 
 def variance_ratio(pairs: Sequence[tuple[BatchSample, BatchSample]], units: Sequence[float]) -> float:
-    """Return the second set's summed variance over the first's, over statistics of one kind; 1 where one is
-    0.
+    """Return the second set's summed variance over the first's, over statistics of one kind in both; 1 where
+    one is 0.
 
-    Args:
-        pairs: Each statistic in both sets.
-        units: Scale of each statistic, such as the rms of a column; those with 0 are left out.
+    `units` are scales of the statistics, such as the rms of a column; those with 0 are left out.
     """
     scaled = [
         (first.variance / unit**2, second.variance / unit**2)
@@ -109,17 +105,10 @@ def compare_means(
 ) -> MeanChange:
     """Test whether two sets of batches, each of two or more, have one mean.
 
-    Args:
-        first: One set.
-        second: The other.
-        resolution: Error of each mean that batches do not average out, such as that of the arithmetic on two
-            machines; in the unit of the statistic.
-        ratio: Variance of the second set over that of the first, from statistics of the same kind; neither
-            variance is then taken to be smaller than the other implies. None for the sets' own variances.
-
-    Returns:
-        The difference with the larger p-value: 1 where the means are equal, 0 where they differ and nothing
-            varies.
+    `resolution` is the error of each mean that batches do not average out, such as that of the arithmetic on
+    two machines. `ratio` is the variance of the second set over that of the first, from statistics of the
+    same kind (neither variance is then taken to be smaller than the other implies); None for the sets' own.
+    The p-value is 1 where the means are equal, 0 where they differ and nothing varies.
     """
     n1, n2 = first.batches, second.batches
     v1, v2 = first.variance, second.variance

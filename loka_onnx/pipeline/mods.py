@@ -57,7 +57,9 @@ def _rounding(config: RunConfig) -> Rounding:
     """Roundings that a plan may use."""
     wanted = config.plan.weight_granularity
     is_open = wanted is WeightGranularity.BEST
-    return Rounding(config.plan.format, tuple(Granularity) if is_open else (Granularity(wanted),))
+    return Rounding(
+        config.plan.format.number_format, tuple(Granularity) if is_open else (Granularity(wanted),)
+    )
 
 
 def _unknown(name: str, index: int, known: list[str]) -> ConfigError:

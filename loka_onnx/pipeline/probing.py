@@ -163,7 +163,9 @@ class Probing:
         known = {recipe.id: recipe for recipe in planned_recipes(self.config.plan)}
         wanted = {*planned.values()}
         # Interactions and unplanned sites need one with per-tensor weights.
-        plain = next(name for name, recipe in known.items() if recipe.weight is Granularity.PER_TENSOR)
+        plain = next(
+            name for name, recipe in known.items() if recipe.weight.granularity is Granularity.PER_TENSOR
+        )
         recipes = tuple(recipe for name, recipe in known.items() if name in {*wanted, plain})
 
         def measure() -> Profile:

@@ -22,7 +22,7 @@ def planned_recipes(plan: PlanConfig) -> tuple[Recipe, ...]:
     """
     weights = (Granularity.PER_TENSOR, Granularity.PER_CHANNEL)
     return tuple(
-        Recipe(format=plan.format, weight=weight, scale=rule)
+        Recipe.of(plan.format.number_format, weight, rule)
         for rule in _RULES[plan.scale]
         for weight in weights
     )

@@ -260,7 +260,9 @@ class Steps:
             if left:
                 target = self._path("model/loud.onnx")
                 rows = next(self.splits.calibration.batches(self._mod_rows)).inputs
-                mod = SplitHighErrorChannels(left, [rows], target.parent, self.config.plan.format)
+                mod = SplitHighErrorChannels(
+                    left, [rows], target.parent, self.config.plan.format.number_format
+                )
                 split = apply_mods(merged.model, [rows], target, [mod], self.progress)
             log = RewriteLog((*merged.log.records, *split.log.records))
             return ModdedModel(split.model, log, HighErrorChannels(dict(left)))

@@ -86,8 +86,8 @@ class Bases:
             reason = f"{count} places are not shown to fit fp16, first of them: {places[0].reason}"
             return Base(Precision.BF16, self._protected, reason)
         for decision in quantized:
-            for scale in (decision.activation_scale, *decision.weight_scale):
-                if scale is not None and not scale_fits(scale):
+            for scale in decision.scales:
+                if not scale_fits(scale):
                     reason = f"site '{decision.site}' has a scale of {scale:.4g}, which fp16 does not hold"
                     return Base(Precision.BF16, self._protected, reason)
         but = f"; what does not ({count} of at most {FEW} places) stays in fp32" if count else ""

@@ -108,7 +108,7 @@ class Evidence:
 
     def has_fp8(self, engine: EngineArtifact) -> bool:
         """True if the engine's plan has sites in FP8."""
-        return bool(self.plans.plan(engine.plan).fp8_sites)
+        return bool(self.plans.plan(engine.plan).quantized_sites)
 
     def fp8_share(self, engine: EngineArtifact) -> float:
         """Share of the FP8-able FLOPs that the engine's plan has in FP8."""

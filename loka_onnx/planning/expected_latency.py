@@ -42,7 +42,7 @@ def predict(plan: PrecisionPlan, known: Iterable[Known], device: str) -> Predict
     """
     obstacles = []
     alike = (each for each in known if each.plan.base is plan.base)
-    for each in sorted(alike, key=lambda other: len({*plan.fp8_sites} ^ {*other.plan.fp8_sites})):
+    for each in sorted(alike, key=lambda other: len({*plan.quantized_sites} ^ {*other.plan.quantized_sites})):
         us = expected_us(plan, each.plan, each.us, device)
         if us:
             return Prediction(each.engine, us)

@@ -77,7 +77,7 @@ class Ladder:
         is expected to help.
         """
         measured = {output.output: output for output in evaluation.outputs if output.difference is not None}
-        *lower, top = self.rungs(plan.fp8_sites, device)
+        *lower, top = self.rungs(plan.quantized_sites, device)
         for left in reversed([rung for rung in lower if rung]):
             parts = {name: self.part(left, top, name) for name in measured}
             if all(
@@ -86,9 +86,11 @@ class Ladder:
                 break
         else:
             return None
-        gone = [unit for unit in reversed(self._ordered(plan.fp8_sites, device)) if not unit <= left]
+        gone = [unit for unit in reversed(self._ordered(plan.quantized_sites, device)) if not unit <= left]
         returned = tuple(
-            Returned(tuple(sorted(unit)), self._cost(unit), self._saved_us(unit, plan.fp8_sites, device))
+            Returned(
+                tuple(sorted(unit)), self._cost(unit), self._saved_us(unit, plan.quantized_sites, device)
+            )
             for unit in gone
         )
         return Reverted(self.plan_of(plan, left, device), returned)
@@ -176,12 +178,12 @@ class Ladder:
         batches = dict.fromkeys(batch for speed in known if speed.site in unit for batch in speed.saved_us)
         if not batches:
             return None
-        saved = ((_float8_us(known, left, b) - _float8_us(known, sites, b)) / int(b) for b in batches)
+        saved = ((_quantized_us(known, left, b) - _quantized_us(known, sites, b)) / int(b) for b in batches)
         return fsum(saved) / len(batches)
 
     def plan_of(self, plan: PrecisionPlan, left: Collection[str], device: str = "") -> PrecisionPlan:
         """Return the plan with only these of its sites in FP8."""
-        gone = set(plan.fp8_sites).difference(left)
+        gone = set(plan.quantized_sites).difference(left)
         decisions = tuple(_in_base(d, plan) if d.site in gone else d for d in plan.decisions)
         return replace(
             plan,
@@ -202,11 +204,13 @@ class Ladder:
     ) -> dict[str, dict[str, float]]:
         """Return the plan's times corrected for the sites and quantize steps that are gone."""
         predicted, known = plan.predicted_us.get(device, {}), self._on(device)
-        if not predicted or not {*plan.fp8_sites} <= {speed.site for speed in known}:
+        if not predicted or not {*plan.quantized_sites} <= {speed.site for speed in known}:
             return {}
         return {
             device: {
-                batch: us + _float8_us(known, left, batch) - _float8_us(known, plan.fp8_sites, batch)
+                batch: us
+                + _quantized_us(known, left, batch)
+                - _quantized_us(known, plan.quantized_sites, batch)
                 for batch, us in predicted.items()
             }
         }
@@ -221,7 +225,7 @@ def _expected(output: OutputEvaluation, left: float) -> float:
     return kl * left + (difference.judged.upper - kl) * sqrt(max(left, 0.0))
 
 
-def _float8_us(known: Sequence[SiteSpeed], sites: Collection[str], batch: str) -> float:
+def _quantized_us(known: Sequence[SiteSpeed], sites: Collection[str], batch: str) -> float:
     """Return the extra time of sites in FP8: quantize steps less savings of products, at a batch size.
 
     Readers of a tensor share its quantize step; it is free where the site that makes the tensor is in FP8

@@ -74,7 +74,7 @@ class LadderStart:
     @property
     def sites(self) -> tuple[str, ...]:
         """All sites on it."""
-        return self.plan.fp8_sites
+        return self.plan.quantized_sites
 
 
 def make_plans(
@@ -86,10 +86,9 @@ def make_plans(
 ) -> PlanSet:
     """Make every requested plan for the model after mods.
 
-    Raises:
-        ConfigError: A pattern matches nothing in this model nor in the exported one, a site is kept and
-            forced, or a plan id is unknown.
-        PlanningError: The profile lacks a site of the model, an output, or magnitudes for FP16.
+    Raises ConfigError if a pattern matches nothing in this model nor in the exported one, a site is kept and
+    forced, or a plan id is unknown; PlanningError if the profile lacks a site of the model, an output, or
+    magnitudes for FP16.
     """
     options = options or PlanOptions()
     planner = _Planner(model, profile, outputs, tuple(recipes), options)
@@ -148,9 +147,8 @@ def open_verdicts(
 ) -> tuple[str, ...]:
     """Return the sites whose verdict more rows could still change, in the model's order.
 
-    Raises:
-        ConfigError: A pattern matches nothing.
-        PlanningError: The profile lacks a site of the model, or an output.
+    Raises ConfigError if a pattern matches nothing; PlanningError if the profile lacks a site of the model,
+    or an output.
     """
     options = options or PlanOptions()
     nodes = (node.name for node in GraphModel.load(model.path).nodes) if options.keep else ()
@@ -226,10 +224,10 @@ class _Planner:
         ladder = Ladder(self.model, self.profile, self.outputs, self.speeds, self.forced)
         timed = next((known.device for known in self.options.devices if known.timings), "")
         if plan is None:
-            plan = self._float8_plan(
+            plan = self._quantized_plan(
                 "fp8-safe", {site.name: self._kept_out(site) for site in self.model.sites}
             )
-        return LadderStart(ladder, ladder.rungs(plan.fp8_sites, plan.device or timed), plan)
+        return LadderStart(ladder, ladder.rungs(plan.quantized_sites, plan.device or timed), plan)
 
     def _plan_of(self, plan_id: str) -> PrecisionPlan:
         simple = {"fp32": Precision.FP32, "bf16": Precision.BF16, "fp16": Precision.FP16}
@@ -244,15 +242,15 @@ class _Planner:
                 remedy="remove it, or correct its name",
             )
         obstacles = {site.name: self._obstacle(site, plan_id) for site in self.model.sites}
-        return self._float8_plan(plan_id, obstacles)
+        return self._quantized_plan(plan_id, obstacles)
 
-    def _float8_plan(self, plan_id: str, obstacles: Mapping[str, str | None]) -> PrecisionPlan:
+    def _quantized_plan(self, plan_id: str, obstacles: Mapping[str, str | None]) -> PrecisionPlan:
         """Return the plan with every site in FP8 that has no obstacle."""
         climb = self.options.safe if plan_id == "fp8-safe" else None
         quantized = {s.name: self._quantized(s, climb) for s in self.model.sites if obstacles[s.name] is None}
         base = self._base_of(quantized)
         decisions = tuple(
-            self._fp8_decision(s, quantized.get(s.name), obstacles[s.name], base) for s in self.model.sites
+            self._site_decision(s, quantized.get(s.name), obstacles[s.name], base) for s in self.model.sites
         )
         return self._plan(plan_id, base, decisions)
 
@@ -261,7 +259,7 @@ class _Planner:
         return self.bases.chosen(quantized.values()) if wanted is None else self.bases.fixed(wanted)
 
     def _plan(self, plan_id: str, base: Base, decisions: tuple[Decision, ...]) -> PrecisionPlan:
-        chosen = {d.site for d in decisions if d.precision is Precision.FP8}
+        chosen = {d.site for d in decisions if d.precision.is_quantized}
         sites = {d.site for d in decisions}
         outputs = self.outputs if plan_id.startswith("fp8-") else ()
         return PrecisionPlan(
@@ -290,9 +288,9 @@ class _Planner:
         if not any(known.timings for known in self.options.devices):
             return {}
         base = self.options.base or Precision.BF16
-        scales = {site.name: self._recipe(site).weight for site in self.model.sites if site.is_fp8_able}
+        recipes = {site.name: self._recipe(site) for site in self.model.sites if site.is_fp8_able}
         return {
-            known.device: SiteSpeeds(self.graph, self.model.sites, known, base, scales)
+            known.device: SiteSpeeds(self.graph, self.model.sites, known, base, recipes)
             for known in self.options.devices
             if known.timings
         }
@@ -324,7 +322,7 @@ class _Planner:
         }
         base = self._base_of(quantized)
         decisions = tuple(
-            self._fp8_decision(site, quantized.get(site.name), self._why_out(site, search, chosen), base)
+            self._site_decision(site, quantized.get(site.name), self._why_out(site, search, chosen), base)
             for site in self.model.sites
         )
         return replace(self._plan(plan_id, base, decisions), device=search.speeds.device)
@@ -365,7 +363,7 @@ class _Planner:
         reason = judgement.reason if tried == base.precision else f"{judgement.reason}; measured in {tried}"
         return Decision(site.name, precision, None, judgement.verdict, reason)
 
-    def _fp8_decision(
+    def _site_decision(
         self, site: Site, quantized: Decision | None, obstacle: str | None, base: Base
     ) -> Decision:
         if site.name in base.wide:
@@ -410,22 +408,14 @@ class _Planner:
 
     def _quantized(self, site: Site, climb: Climb | None = None) -> Decision:
         recipe, judgement = self._recipe(site), self.judgements[site.name]
-        activation_scale, weight_scale = self.scales.read(site, recipe)
         verdict, reason = judgement.verdict, judgement.reason
         if site.name in self.forced:
             reason = f"forced by '{self.forced[site.name]}'; {reason}"
         elif climb is not None:
             # Together with these sites it is inside the budget, whatever its verdict among all sites.
             verdict, reason = Verdict.SAFE, f"{_on_rung(climb)}; {reason}"
-        return Decision(
-            site=site.name,
-            precision=Precision.FP8,
-            recipe=recipe,
-            verdict=verdict,
-            reason=reason,
-            activation_scale=activation_scale,
-            weight_scale=weight_scale,
-        )
+        decision = Decision(site.name, recipe.precision, recipe, verdict, reason)
+        return self.scales.scaled(decision, site, recipe)
 
     def _recipe(self, site: Site) -> Recipe:
         return self.recipes[self.costs.of_site(site.name, self.outputs[0]).recipe]

@@ -27,7 +27,7 @@ from scipy.linalg import cho_factor, cho_solve
 from scipy.optimize import nnls
 
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.recipe import Granularity
+from loka_onnx.core.recipe import Granularity, Recipe
 from loka_onnx.core.timing import PRODUCT, QUANTIZE, Kernel, KernelTiming, Shape
 
 FEWEST = 6
@@ -57,10 +57,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Compared:
-    """Comparable times of one product, in the base precision and in FP8."""
+    """Comparable times of one product, in the base precision and quantized."""
 
     base: Estimate
-    float8: Estimate
+    quantized: Estimate
 
 
 class KernelModel:
@@ -113,10 +113,8 @@ class TimeTable:
         of_product = self._kernels(backend, precision, scales)
         return self._best(shape, (kernel for kernel in of_product if kernel.name != PRODUCT))
 
-    def compared(
-        self, backend: str, base: Precision, shape: Shape, scales: Granularity | None
-    ) -> Compared | None:
-        """Return a product's time in the base precision and in FP8, measured alike; None where one is
+    def compared(self, backend: str, base: Precision, shape: Shape, recipe: Recipe) -> Compared | None:
+        """Return a product's time in the base precision and under a recipe, measured alike; None where one is
         unknown.
 
         Either both are the kernels of engines (`PRODUCT`) or both products alone: a time with the following
@@ -126,11 +124,12 @@ class TimeTable:
         """
         half = (base, Precision.BF16) if base is Precision.FP16 else (base,)
         built = _first(self._built(backend, each, shape, None) for each in half)
-        built8 = self._built(backend, Precision.FP8, shape, scales)
+        precision, scales = recipe.precision, recipe.weight.granularity
+        built8 = self._built(backend, precision, shape, scales)
         if built is not None and built8 is not None:
             return Compared(built, built8)
         alone = _first(self.product(backend, each, shape) for each in half)
-        alone8 = self.product(backend, Precision.FP8, shape, scales)
+        alone8 = self.product(backend, precision, shape, scales)
         return None if alone is None or alone8 is None else Compared(alone, alone8)
 
     def _built(
@@ -151,9 +150,11 @@ class TimeTable:
             and kernel.scales in wanted
         )
 
-    def quantize(self, backend: str, rows: int, columns: int) -> Estimate | None:
-        """Return the fastest cast of an activation to FP8 by itself."""
-        of_backend = (k for k in self._models if k.name == QUANTIZE and k.backend == backend)
+    def quantize(self, backend: str, precision: Precision, rows: int, columns: int) -> Estimate | None:
+        """Return the fastest cast of an activation by itself."""
+        of_backend = (
+            k for k in self._models if (k.name, k.backend, k.precision) == (QUANTIZE, backend, precision)
+        )
         return self._best(Shape(rows, 0, columns), of_backend)
 
     def _best(self, shape: Shape, kernels: Iterable[Kernel]) -> Estimate | None:
@@ -214,7 +215,7 @@ def _bytes_moved(kernel: Kernel, shape: Shape) -> int:
     """Return the bytes of both operands and the result, each touched once; results have two bytes unless
     FP32.
     """
-    one = {Precision.FP32: 4, Precision.FP8: 1}.get(kernel.precision, 2)
+    one = 4 if kernel.precision is Precision.FP32 else 1 if kernel.precision.is_quantized else 2
     if kernel.name == QUANTIZE:
         return shape.m * shape.k * (2 + one)
     return one * (shape.m * shape.k + shape.k * shape.n) + max(one, 2) * shape.m * shape.n

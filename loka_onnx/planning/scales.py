@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from loka_onnx.core.plan import Decision
 from loka_onnx.core.profile import Profile
-from loka_onnx.core.recipe import Recipe
+from loka_onnx.core.recipe import Recipe, Scaling
 from loka_onnx.core.site import Operand, Site
 from loka_onnx.errors import PlanningError
 from loka_onnx.graph.model import GraphModel, values_of
@@ -17,17 +20,27 @@ class ScaleReader:
     def __init__(self, graph: GraphModel, profile: Profile) -> None:
         self._graph, self._scales = graph, profile.scales
 
-    def read(self, site: Site, recipe: Recipe) -> tuple[float, tuple[float, ...]]:
-        """Return the scale of the site's first activation, and those of its other operand.
+    def scaled(self, decision: Decision, site: Site, recipe: Recipe) -> Decision:
+        """Return a decision with the scales of a site under a recipe: those of its first activation and of
+        its other operand.
 
         The latter are one per output channel or one for the weight, or that of the second activation. Raises
         PlanningError if the profile holds none for an activation of the site.
         """
-        activation = site.activation
-        second = next(operand for operand in site.operands if operand is not activation)
-        return self._of_activation(activation, recipe), self._of_other(site, second, recipe)
+        first = self._of_activation(site.activation, recipe)
+        other = next(operand for operand in site.operands if operand is not site.activation)
+        scaled = replace(
+            decision, recipe=recipe, activation_scale=first.scale, activation_zero_point=first.zero_point
+        )
+        if not other.constant:
+            second = self._of_activation(other, recipe)
+            return replace(scaled, weight_scale=(second.scale,), weight_zero_point=second.zero_point)
+        values = values_of(self._graph.node(site.name).inputs[other.index])
+        spec = recipe.weight
+        scales = weight_scales(values, spec.granularity, channel_axis(other), spec.format)
+        return replace(scaled, weight_scale=tuple(float(scale) for scale in scales.reshape(-1)))
 
-    def _of_activation(self, operand: Operand, recipe: Recipe) -> float:
+    def _of_activation(self, operand: Operand, recipe: Recipe) -> Scaling:
         known = self._scales.get(recipe.activation_id, {})
         if operand.tensor not in known:
             raise PlanningError(
@@ -35,11 +48,4 @@ class ScaleReader:
                 evidence=f"under '{recipe.activation_id}' it has scales of {len(known)} tensors",
                 remedy="calibrate this model with this recipe again",
             )
-        return known[operand.tensor]
-
-    def _of_other(self, site: Site, operand: Operand, recipe: Recipe) -> tuple[float, ...]:
-        if not operand.constant:
-            return (self._of_activation(operand, recipe),)
-        values = values_of(self._graph.node(site.name).inputs[operand.index])
-        scales = weight_scales(values, recipe.weight, channel_axis(operand), recipe.format)
-        return tuple(float(scale) for scale in scales.reshape(-1))
+        return recipe.scaling(self._scales, operand.tensor)

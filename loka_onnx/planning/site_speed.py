@@ -18,7 +18,7 @@ from typing import Any
 from loka_onnx.core import serde
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, SiteSpeed, SpeedVerdict
-from loka_onnx.core.recipe import Granularity
+from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, high_error_parts
 from loka_onnx.core.timing import KernelTiming, Shape, TimingRecords
 from loka_onnx.graph.layout import layout_root
@@ -76,19 +76,19 @@ class SiteTime:
     """
 
     base: Estimate
-    float8: Estimate
+    quantized: Estimate
     quantize: Estimate | None
     beside: Estimate | None = None
 
     @property
-    def float8_us(self) -> float:
+    def quantized_us(self) -> float:
         """Microseconds of the product in FP8, with that of its high-error channels."""
-        return self.float8.us + (self.beside.us if self.beside is not None else 0.0)
+        return self.quantized.us + (self.beside.us if self.beside is not None else 0.0)
 
     @property
     def saved_us(self) -> float:
         """Microseconds that the product saves, the cast not counted."""
-        return self.base.us - self.float8_us
+        return self.base.us - self.quantized_us
 
     @property
     def quantize_us(self) -> float:
@@ -98,7 +98,7 @@ class SiteTime:
     @property
     def is_measured(self) -> bool:
         """True if nothing of it is predicted."""
-        return all(e.is_measured for e in (self.base, self.float8, self.quantize) if e is not None)
+        return all(e.is_measured for e in (self.base, self.quantized, self.quantize) if e is not None)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Source:
 class SiteSpeeds:
     """Savings by FP8, against `base`, at the linear sites of one model on one device.
 
-    `scales` are the weight granularities of the sites that may run in FP8.
+    `recipes` are those of the sites that may be quantized.
     """
 
     def __init__(
@@ -126,14 +126,14 @@ class SiteSpeeds:
         sites: Sequence[Site],
         known: DeviceTimings,
         base: Precision,
-        scales: Mapping[str, Granularity],
+        recipes: Mapping[str, Recipe],
     ) -> None:
         self.device, self.serve = known.device, tuple(sorted({*known.serve}))
-        self._known, self._base, self._scales = known, base, scales
+        self._known, self._base, self._recipes = known, base, recipes
         self._table, self._high_error = TimeTable(known.timings), set[str]()
         fused = fusions_of(known.stands_for or known.backend).quantized_in_place
-        able = [site for site in sites if site.name in scales]
-        self.sources = {site.name: _source_of(graph, site, fused, scales) for site in able}
+        able = [site for site in sites if site.name in recipes]
+        self.sources = {site.name: _source_of(graph, site, fused, recipes) for site in able}
         self._unknown = {site.name: reason for site in able if (reason := self._why_unknown(site))}
         self._times = {
             site.name: times
@@ -162,7 +162,7 @@ class SiteSpeeds:
     def error_per_row(self, site: str) -> float:
         """Return the standard error of `saved_per_row`."""
         times = self._times[site]
-        return self._per_row({b: hypot(t.base.error_us, t.float8.error_us) for b, t in times.items()})
+        return self._per_row({b: hypot(t.base.error_us, t.quantized.error_us) for b, t in times.items()})
 
     def quantize_per_row(self, site: str) -> float:
         """Return nanoseconds per row of the cast of a site's input."""
@@ -199,7 +199,7 @@ class SiteSpeeds:
         """
         if base is Precision.FP32 or not self._times:
             return {}
-        float8 = {d.site for d in decisions if d.precision is Precision.FP8}
+        quantized = {d.site for d in decisions if d.precision.is_quantized}
         predicted = {}
         for batch in self.serve:
             casts: dict[str, float] = {}
@@ -208,12 +208,12 @@ class SiteSpeeds:
                 time = times[batch]
                 if site in self._high_error:
                     # In the base precision its time is part of the site that it was split from.
-                    products.append(-time.saved_us if site in float8 else 0.0)
+                    products.append(-time.saved_us if site in quantized else 0.0)
                 else:
-                    products.append(time.float8_us if site in float8 else time.base.us)
-                if site in float8:
+                    products.append(time.quantized_us if site in quantized else time.base.us)
+                if site in quantized:
                     source = self.sources[site]
-                    casts[source.tensor] = 0.0 if source.made_by in float8 else time.quantize_us
+                    casts[source.tensor] = 0.0 if source.made_by in quantized else time.quantize_us
             predicted[str(batch)] = fsum([*products, *casts.values()])
         return predicted
 
@@ -222,7 +222,7 @@ class SiteSpeeds:
         kernel, with its name.
         """
         fused = self._known.fused
-        return {d.site: fused[d.site] for d in decisions if d.precision is Precision.FP8 and d.site in fused}
+        return {d.site: fused[d.site] for d in decisions if d.precision.is_quantized and d.site in fused}
 
     def _readers(self, tensor: str) -> Iterator[str]:
         return (site for site in self._times if self.sources[site].tensor == tensor)
@@ -251,22 +251,23 @@ class SiteSpeeds:
         times = {}
         for batch in self.serve:
             shape = Shape(site.rows * batch, site.n, site.k)
-            product = self._table.compared(self._known.backend, self._base, shape, self._scales[site.name])
+            product = self._table.compared(self._known.backend, self._base, shape, self._recipes[site.name])
             quantize = None
             if not self.sources[site.name].fused_into:
-                quantize = self._table.quantize(self._known.backend, shape.m, shape.k)
+                precision = self._recipes[site.name].precision
+                quantize = self._table.quantize(self._known.backend, precision, shape.m, shape.k)
                 if quantize is None:
                     return None
             if product is None:
                 return None
-            times[batch] = SiteTime(product.base, product.float8, quantize)
+            times[batch] = SiteTime(product.base, product.quantized, quantize)
         return times
 
     def _in_words(self, site: str) -> str:
-        times, source = self._times[site], self.sources[site]
+        times, source, precision = self._times[site], self.sources[site], self._recipes[site].precision
         products = ", ".join(
-            f"{time.base.us:.3g} µs in {self._base} and {time.float8_us:.3g} in fp8 at batch {batch}"
-            for batch, time in times.items()
+            f"{time.base.us:.3g} µs in {self._base} and {time.quantized_us:.3g} in {precision} at batch {b}"
+            for b, time in times.items()
         )
         if source.fused_into:
             cast = f"quantizing is part of '{source.fused_into}'"
@@ -274,12 +275,12 @@ class SiteSpeeds:
             taken = ", ".join(f"{time.quantize_us:.3g}" for time in times.values())
             others = sum(1 for _ in self._readers(source.tensor)) - 1
             shared = f", shared with {others} other site{'s' if others > 1 else ''}" if others else ""
-            chain = f", nothing behind '{source.made_by}' in fp8" if source.made_by else ""
+            chain = f", nothing behind '{source.made_by}' in {precision}" if source.made_by else ""
             cast = f"quantizing takes {taken} µs{shared}{chain}"
         if all(time.is_measured for time in times.values()):
             known = "measured"
         else:
-            errors = (t.float8.error_us / t.float8.us for t in times.values())
+            errors = (t.quantized.error_us / t.quantized.us for t in times.values())
             known = f"predicted, ± {100.0 * max(errors):.0f} %"
         whose = f" with kernels of {self._known.backend}" if self._known.stands_for else ""
         return f"the product takes {products}, {cast} ({known} on {self.device}{whose})"

@@ -48,9 +48,8 @@ _COLUMNS = (*_KEY, "us", "spread_us", "repeats", "error")
 class TimingDatabase:
     """A file of kernel times, created when missing; use it as a context manager.
 
-    Raises:
-        UserError: The file is no such database, or is one of another version.
-        OutputError: The file cannot be written.
+    Raises UserError if the file is no such database, or is one of another version; OutputError if the file
+    cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,23 +74,15 @@ class TimingDatabase:
 
     def add(self, timings: Iterable[KernelTiming]) -> None:
         """Write times, all of them or none; raises OutputError if the file cannot be written."""
-        given = list(timings)
         with self._transaction() as connection:
-            for timing in given:
+            for timing in tuple(timings):
                 source = json.dumps(serde.to_plain(timing.provenance), sort_keys=True)
                 connection.execute("INSERT OR IGNORE INTO provenances (document) VALUES (?)", (source,))
                 connection.execute(
                     f"INSERT OR REPLACE INTO timings ({', '.join(_COLUMNS)}, provenance) "
                     f"VALUES ({', '.join('?' * len(_COLUMNS))}, "
                     "(SELECT id FROM provenances WHERE document = ?))",
-                    (
-                        *_key(timing.kernel, timing.shape),
-                        timing.us,
-                        timing.spread_us,
-                        timing.repeats,
-                        timing.error,
-                        source,
-                    ),
+                    (*_key(timing), timing.us, timing.spread_us, timing.repeats, timing.error, source),
                 )
 
     def read(self, device: str | None = None) -> tuple[KernelTiming, ...]:
@@ -123,19 +114,12 @@ class TimingDatabase:
         `device_name` is the device as its driver names it: a time of another one (an H100 of another form
         factor) does not count. None for any.
         """
-        condition = " AND ".join(f"{column} = ?" for column in _KEY)
-        query = (
-            "SELECT document FROM timings JOIN provenances ON provenances.id = timings.provenance "
-            f"WHERE {condition}"
-        )
-
-        def is_missing(kernel: Kernel, shape: Shape) -> bool:
-            row = self._connection.execute(query, _key(kernel, shape)).fetchone()
-            if row is None or device_name is None:
-                return row is None
-            return bool(json.loads(row[0])["device_name"] != device_name)
-
-        return tuple((kernel, shape) for kernel, shape in wanted if is_missing(kernel, shape))
+        known = {
+            (timing.kernel, timing.shape)
+            for timing in self.read()
+            if device_name in (None, timing.provenance.device_name)
+        }
+        return tuple(each for each in wanted if each not in known)
 
     def export(self, path: Path) -> int:
         """Write every time as JSON (`TimingRecords`) and return their number.
@@ -262,8 +246,8 @@ def known_timings(device: str, databases: Sequence[Path]) -> tuple[KernelTiming,
     return tuple(sorted(timings.values(), key=lambda timing: (timing.kernel.key, timing.shape)))
 
 
-def _key(kernel: Kernel, shape: Shape) -> tuple[str | int, ...]:
-    return (*kernel.key, shape.m, shape.n, shape.k)
+def _key(timing: KernelTiming) -> tuple[str | int, ...]:
+    return (*timing.kernel.key, timing.shape.m, timing.shape.n, timing.shape.k)
 
 
 def _timing(row: Sequence[Any]) -> KernelTiming:

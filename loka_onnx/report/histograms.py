@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from math import isfinite, log2
 from typing import Any
 
-from loka_onnx.core.formats import FLOAT8_SPECS
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.profile import SiteProfile
 from loka_onnx.core.recipe import Recipe
@@ -48,9 +47,9 @@ class Activation:
         scale = self.scale.value
         if self.recipe is None or scale is None or not isfinite(scale) or scale <= 0:
             return None
-        spec = FLOAT8_SPECS[self.recipe.format]
+        spec = self.recipe.format
         # Half of the smallest number is a tie, and ties go to even: to zero.
-        return spec.min_subnormal / 2 * scale, spec.min_normal * scale, spec.max * scale
+        return spec.smallest / 2 * scale, spec.min_normal * scale, spec.max * scale
 
     def counted(self, elements: str) -> Told:
         """Return the share of elements of a kind, as counted by the error pass: ``saturated``, ``zeros``."""
@@ -116,7 +115,7 @@ def _saturated(activation: Activation) -> Cell:
 _FIELDS: tuple[Field[Activation], ...] = (
     text("Site", "site"),
     text("Activation", "tensor"),
-    text("Format", lambda item: item.recipe.format if item.recipe is not None else numbers.NONE),
+    text("Format", lambda item: item.recipe.format.name if item.recipe is not None else numbers.NONE),
     number("amax", lambda item: shown(numbers.scientific, item.stats, "amax")),
     number("Scale", lambda item: formed(numbers.scientific, item.scale)),
     number("Zeros", lambda item: item.counted("zeros")),

@@ -24,7 +24,6 @@ import numpy.typing as npt
 import onnx
 
 from loka_onnx.core import serde
-from loka_onnx.core.formats import FLOAT8_SPECS
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.sessions.model_files import read_model
@@ -110,7 +109,7 @@ def _largest_magnitudes(bundle: Path, manifest: Manifest, entry: EngineEntry) ->
     plans = serde.read(PlanSet, bundle / manifest.plans)
     plan = next((plan for plan in plans.plans if plan.id == entry.plan), None)
     return {
-        decision.site: decision.activation_scale * FLOAT8_SPECS[decision.recipe.format].max
+        decision.site: decision.activation_scale * decision.recipe.format.max
         for decision in ([] if plan is None else plan.decisions)
         if decision.recipe is not None and decision.activation_scale is not None
     }

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loka_onnx.core.backends import spec_paths
-from loka_onnx.core.formats import Float8
+from loka_onnx.core.formats import FLOATS, NumberFormat
 from loka_onnx.core.fusions import NOTHING_KNOWN, Fusions
 from loka_onnx.core.manifest import Need
 from loka_onnx.errors import ConfigError, MissingPackage
@@ -51,7 +51,7 @@ class BackendSpec(ABC):
     devices: Mapping[str, tuple[str, ...]]
     triton: str = ""
     no_triton: str = "Triton has no backend for it"
-    formats: tuple[Float8, ...] = tuple(Float8)
+    formats: tuple[NumberFormat, ...] = FLOATS
     need: Need = Need.EXACTLY
     fusions: Fusions = NOTHING_KNOWN
 

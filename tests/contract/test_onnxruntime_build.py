@@ -12,7 +12,7 @@ import pytest
 from tiny_models import TinyModel, mlp
 
 from loka_onnx.core import serde
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.engines.onnxruntime import backend as module
@@ -61,9 +61,8 @@ def request_for(model: TinyModel, folder: Path, architecture: str = "sm90", **op
 
 
 def plan_of(base: Precision, float8: bool = False) -> PrecisionPlan:
-    recipe = replace(PER_TENSOR, format=Float8.E4M3FN)
     decision = (
-        Decision("fc", Precision.FP8, recipe, Verdict.SAFE, "", 1.0, (1.0,))
+        Decision("fc", Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 1.0, (1.0,))
         if float8
         else Decision("fc", base, None, Verdict.NOT_JUDGED, "")
     )

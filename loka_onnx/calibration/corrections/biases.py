@@ -34,22 +34,22 @@ import numpy.typing as npt
 from loka_onnx.calibration.corrections.means import MeanObservers, MeanRows, Means, Values
 from loka_onnx.calibration.observers.arithmetic import ActivationQuantizer
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
-from loka_onnx.core.formats import Float8
+from loka_onnx.core.formats import NumberFormat
 from loka_onnx.core.plan import Decision, PrecisionPlan
-from loka_onnx.core.recipe import Granularity, Recipe
+from loka_onnx.core.recipe import Granularity, Recipe, Scaling
 from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.biases import biased
 from loka_onnx.graph.model import GraphModel, Node, shape_of, values_of
 from loka_onnx.graph.sites import channel_axis
-from loka_onnx.numerics.float8 import fake_quantize
+from loka_onnx.numerics.rounding import fake_quantize
 
 
 @dataclass(frozen=True)
 class FittedBiases:
     """Biases to add behind the sites of one plan, by site, broadcasting to its output: (1, N) and the like.
 
-    `left_alone` has the reason why an FP8 site has none, by its name.
+    `left_alone` has the reason why a quantized site has none, by its name.
     """
 
     values: dict[str, Values]
@@ -87,7 +87,7 @@ def fit_biases(
     The instrumented model is written to `path`. Raises CalibrationError if a mean is not finite.
     """
     graph = GraphModel.load(model.path)
-    planned = {name for plan in plans for name in plan.fp8_sites}
+    planned = {name for plan in plans for name in plan.quantized_sites}
     products: dict[str, _Product] = {}
     left_alone: dict[str, str] = {}
     for site in model.sites:
@@ -113,8 +113,8 @@ def fit_biases(
 
     fitted = {
         plan.id: FittedBiases(
-            {name: correction(plan, name) for name in products if name in plan.fp8_sites},
-            {name: reason for name, reason in left_alone.items() if name in plan.fp8_sites},
+            {name: correction(plan, name) for name in products if name in plan.quantized_sites},
+            {name: reason for name, reason in left_alone.items() if name in plan.quantized_sites},
         )
         for plan in plans
     }
@@ -185,10 +185,10 @@ class _Product:
         return cls(node, site.weight, source, weight, axes)
 
     def rounded_weight(self, decision: Decision) -> npt.NDArray[np.float32]:
-        recipe = _recipe_of(decision)
-        axis = channel_axis(self.operand) if recipe.weight is Granularity.PER_CHANNEL else None
+        spec = _recipe_of(decision).weight
+        axis = channel_axis(self.operand) if spec.granularity is Granularity.PER_CHANNEL else None
         scales = np.array(decision.weight_scale if axis is not None else decision.weight_scale[0], np.float32)
-        return fake_quantize(self.weight, scales, recipe.format, axis)
+        return fake_quantize(self.weight, scales, spec.format, axis)
 
     def times(self, mean: Values, weight: npt.NDArray[np.float32]) -> Values:
         """Return the mean activation times a weight, in float64."""
@@ -223,19 +223,19 @@ def _observe_rounded(
     observers: MeanObservers, plans: Iterable[PrecisionPlan], products: Mapping[str, _Product]
 ) -> dict[tuple[str, str], str]:
     """Return the observer's name of each planned activation after rounding, by plan and site."""
-    quantizers: dict[tuple[Float8, float], ActivationQuantizer] = {}
+    quantizers: dict[tuple[NumberFormat, Scaling], ActivationQuantizer] = {}
     names: dict[tuple[str, str], str] = {}
     for plan in plans:
         for name, product in products.items():
-            if name not in plan.fp8_sites:
+            if name not in plan.quantized_sites:
                 continue
             decision = plan.decision(name)
-            scale, source = decision.activation_scale, product.source
-            if scale is None:
+            scaling, source = decision.activation_scaling, product.source
+            if scaling is None:
                 raise InternalError(f"the plan gives site '{name}' no scale", evidence=f"plan '{plan.id}'")
-            key = (_recipe_of(decision).format, scale)
+            key = (_recipe_of(decision).format, scaling)
             if key not in quantizers:
-                tensors = {p.source.name: scale for p in products.values()}
+                tensors = {p.source.name: scaling for p in products.values()}
                 quantizers[key] = ActivationQuantizer(observers.model, key[0], tensors)
             names[plan.id, name] = observers.mean(
                 quantizers[key].values(source, f"{name}.rounded"), product.axes

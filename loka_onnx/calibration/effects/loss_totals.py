@@ -109,7 +109,7 @@ class OutputTotals(ABC):
 
     def __init__(self) -> None:
         self.rows = 0
-        self._sums = _VectorSums()
+        self._sums = ColumnSums()
 
     def add(self, batch: BatchLoss) -> None:
         """Add a batch."""
@@ -129,17 +129,17 @@ class OutputTotals(ABC):
     @property
     def units(self) -> int:
         """Number of units of sites."""
-        return len(self._sums.read()) // 2 - 1
+        return len(self._sums.sums()) // 2 - 1
 
     def delta(self, unit: int) -> DeltaSums:
         """Return the change of the logit under one unit of sites."""
-        weight, _, *changes = self._sums.read()
+        weight, _, *changes = self._sums.sums()
         return DeltaSums(weight, changes[unit], changes[self.units + unit])
 
     @property
     def mean_denominator(self) -> WeightedMean:
         """Mean loss of the exact model, or mean entropy of its predictions."""
-        weight, total, *_ = self._sums.read()
+        weight, total, *_ = self._sums.sums()
         return WeightedMean(total, weight)
 
 
@@ -148,7 +148,7 @@ class RowTotals(OutputTotals):
 
     def __init__(self) -> None:
         super().__init__()
-        self._squares = _VectorSums()
+        self._squares = ColumnSums()
 
     def add(self, batch: BatchLoss) -> None:
         """See `OutputTotals.add`; a batch summed by groups is an InternalError."""
@@ -159,14 +159,14 @@ class RowTotals(OutputTotals):
 
     def moments(self, term: int, unit: int) -> RatioMoments:
         """See `OutputTotals.moments`."""
-        bb, *products = self._squares.read()
+        bb, *products = self._squares.sums()
         each = len(products) // 3
         a, aa, ab = products[term * self.units + unit :: each]
         return RatioMoments(self.rows, self.rows, a, self.mean_denominator.total, aa, ab, bb)
 
     def relative(self) -> Rows:
         """See `OutputTotals.relative`."""
-        _, *products = self._squares.read()
+        _, *products = self._squares.sums()
         values = np.array([item.value for item in products[: len(products) // 3]])
         return np.asarray(values.reshape(-1, self.units) / self.mean_denominator.total.value)
 
@@ -201,21 +201,3 @@ class BucketTotals(OutputTotals):
     def relative(self) -> Rows:
         """See `OutputTotals.relative`."""
         return np.asarray(self._terms.sum(axis=2) / self._denominator.sum())
-
-
-class _VectorSums:
-    def __init__(self) -> None:
-        self._columns: ColumnSums | None = None
-        self._read: tuple[ExactSum, ...] = ()
-
-    def add(self, vector: Rows) -> None:
-        if self._columns is None:
-            self._columns = ColumnSums(vector.size)
-        self._columns.add(vector)
-        self._read = ()
-
-    def read(self) -> tuple[ExactSum, ...]:
-        if self._columns is None:
-            raise InternalError("no batch was added to a total")
-        self._read = self._read or self._columns.sums()
-        return self._read

@@ -38,10 +38,12 @@ from loka_onnx.calibration.effects.loss_totals import (
 from loka_onnx.calibration.effects.perturbation import DRAW_ROWS, draw_factors
 from loka_onnx.calibration.effects.switchable import Switch, SwitchableFile, Unit, units_of, write_switchable
 from loka_onnx.calibration.passes.executors import BatchResult, BatchWork, Executor, Span
+from loka_onnx.calibration.passes.probe import PassOptions
 from loka_onnx.calibration.passes.row_order import first_rows, rows_of, scattered
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.profile import Sampling, WeightedMean
 from loka_onnx.core.progress import UNTIL, Progress, silent
+from loka_onnx.core.recipe import Scales
 from loka_onnx.core.sensitivity import LOSS, Draws, Sensitivity, SensitivityName, SiteGroup
 from loka_onnx.data import Batch, Dataset
 from loka_onnx.errors import CalibrationError, InternalError
@@ -78,34 +80,12 @@ denominator, of the units that have scales."""
 
 @dataclass(frozen=True)
 class SwitchedModel:
-    """The exact model, the sites and recipes to switch, activation scales by `Recipe.activation_id` and
-    tensor.
-    """
+    """The exact model, the sites and recipes to switch, and activation scales."""
 
     model: Path
     switches: tuple[Switch, ...]
-    scales: Mapping[str, Mapping[str, float]]
+    scales: Scales
     outputs: tuple[OutputSpec, ...]
-
-
-@dataclass(frozen=True)
-class SensitivityOptions:
-    """Options of the measurement.
-
-    Attributes:
-        rows: First rows of the data set that may be taken.
-        most: Most rows taken of them.
-        group: Column of rows that belong together; None where rows are independent.
-        draws: Noise seeds, that of the scales themselves included.
-        seed: Order of the rows.
-    """
-
-    rows: int
-    most: int
-    batch_size: int = 512
-    group: str | None = None
-    draws: int = 4
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,15 +143,16 @@ class SensitivityPass:
         self,
         subject: SwitchedModel,
         data: Dataset,
-        options: SensitivityOptions,
+        options: PassOptions,
         executor: Executor,
         progress: Progress = silent,
     ) -> None:
         self.subject, self.data, self.options = subject, data, options
         self.executor, self.progress = executor, progress
         self.units = units_of(GraphModel.load(subject.model), subject.switches)
-        order = scattered(options.rows, options.batch_size, options.seed)
-        self._spans = first_rows(order, options.most)
+        rows, most = options.rows_used(data.rows), options.sensitivity_rows
+        order = scattered(rows, options.batch_size, options.seed)
+        self._spans = first_rows(order, rows if most is None else most)
         self._drawn_spans = first_rows(self._spans, DRAW_ROWS, options.batch_size)
         self._factors = draw_factors(options.draws)
         self._denominators = [denominator_of(spec) for spec in subject.outputs]

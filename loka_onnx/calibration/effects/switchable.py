@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from loka_onnx.calibration.effects.perturbation import moved_activations
 from loka_onnx.calibration.observers.arithmetic import NORM_PRECISION, low_precision
-from loka_onnx.core.recipe import Recipe
+from loka_onnx.core.recipe import Recipe, Scales
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import Branch, GraphModel
@@ -51,7 +51,7 @@ class SwitchableFile:
 def write_switchable(
     model: GraphModel,
     switches: Sequence[Switch],
-    scales: Mapping[str, Mapping[str, float]],
+    scales: Scales,
     path: Path,
     factor: float = 1.0,
     biases: Mapping[str, npt.NDArray[np.float64]] | None = None,
@@ -59,7 +59,6 @@ def write_switchable(
     """Write the model that runs any subset of its sites in low precision; `model` is consumed.
 
     Args:
-        scales: Activation scales by `Recipe.activation_id` and tensor name.
         factor: Multiplies every scale, those of weights included (`effects.perturbation`).
         biases: Added to a low-precision site, by its name; broadcasts to its output.
     """
@@ -70,8 +69,7 @@ def write_switchable(
         name = switch.site.name
         index = model.constant(f"{name}.switch_index", np.array(position, dtype=np.int64))
         condition = model.add("Gather", [vector, index], f"{name}.switch", np.bool_, {"axis": 0})
-        known = moved.get(switch.recipe.activation_id, {})
-        _make_switchable(model, switch, condition, known, factor, (biases or {}).get(name))
+        _make_switchable(model, switch, condition, moved, factor, (biases or {}).get(name))
     model.save(path)
     return SwitchableFile(path, tuple(switch.site.name for switch in switches), outputs)
 
@@ -80,7 +78,7 @@ def _make_switchable(
     model: GraphModel,
     switch: Switch,
     condition: Any,
-    scales: Mapping[str, float],
+    scales: Scales,
     factor: float,
     bias: npt.NDArray[np.float64] | None,
 ) -> None:

@@ -9,15 +9,15 @@ import ml_dtypes
 import numpy as np
 
 from loka_onnx.calibration.effects.perturbation import moved
-from loka_onnx.core.formats import FLOAT8_SPECS, Float8
-from loka_onnx.core.recipe import Granularity, Recipe
+from loka_onnx.core.formats import NumberFormat
+from loka_onnx.core.recipe import Granularity, Recipe, Scales, Scaling
 from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.core.statistics import RangeStats
 from loka_onnx.graph.fake_quantize import Bounds, FakeQuantized, fake_quantize, round_to_bfloat16
 from loka_onnx.graph.layout import layout_root, reapply
 from loka_onnx.graph.model import GraphModel, Tensor, is_constant, values_of
 from loka_onnx.graph.sites import channel_axis
-from loka_onnx.numerics.float8 import fake_quantize as fake_quantize_array
+from loka_onnx.numerics.rounding import fake_quantize as fake_quantize_array
 from loka_onnx.numerics.scales import weight_scales
 
 NORM_PRECISION = "bf16"
@@ -26,14 +26,14 @@ NORM_PRECISION = "bf16"
 
 @dataclass
 class ActivationQuantizer:
-    """Rounds activations of one graph to one FP8 format, each tensor and its layouts once.
+    """Rounds activations of one graph to one format, each tensor and its layouts once.
 
-    `scales` are by tensor name; `ranges`, where known, over the very rows that the graph will see.
+    `scalings` are by tensor name; `ranges`, where known, over the very rows that the graph will see.
     """
 
     model: GraphModel
-    format: Float8
-    scales: Mapping[str, float]
+    format: NumberFormat
+    scalings: Mapping[str, Scaling]
     ranges: Mapping[str, RangeStats] = field(default_factory=dict)
     _roots: dict[str, FakeQuantized] = field(default_factory=dict)
     _views: dict[str, Tensor] = field(default_factory=dict)
@@ -42,9 +42,9 @@ class ActivationQuantizer:
         """Return the rounding of the tensor before layout operations."""
         source = layout_root(tensor).tensor
         if source.name not in self._roots:
-            scale = self.scales[tensor.name]
+            scaling = self.scalings[tensor.name]
             self._roots[source.name] = fake_quantize(
-                self.model, source, scale, self.format, name, self._bounds(tensor, scale)
+                self.model, source, scaling, self.format, name, self._bounds(tensor, scaling)
             )
         return self._roots[source.name]
 
@@ -55,17 +55,19 @@ class ActivationQuantizer:
             self._views[tensor.name] = reapply(self.model, chain, self.root(tensor, name).values, name)
         return self._views[tensor.name]
 
-    def _bounds(self, tensor: Tensor, scale: float) -> Bounds:
+    def _bounds(self, tensor: Tensor, scaling: Scaling) -> Bounds:
         if tensor.name not in self.ranges:
             return Bounds()
         known = self.ranges[tensor.name]
-        return Bounds(known.amax > FLOAT8_SPECS[self.format].max * scale, known.minimum < 0.0)
+        # The zero point is rounded, so the ends of the range may lie beyond.
+        saturates = self.format.has_zero_point or known.amax > self.format.max * scaling.scale
+        return Bounds(saturates, known.minimum < 0.0)
 
 
 def quantized_product(
     quantizer: ActivationQuantizer, site: Site, recipe: Recipe, weight_factor: float = 1.0
 ) -> Tensor:
-    """Add the product of a linear or interaction site with both operands rounded to FP8; return its output.
+    """Add the product of a linear or interaction site with both operands rounded; return its output.
 
     `weight_factor` multiplies the scales of the weight (`calibration.effects.perturbation`).
     """
@@ -79,7 +81,7 @@ def quantized_product(
             if operand.constant
             else quantizer.values(tensor, f"{site.name}.in{operand.index}")
         )
-    return model.add_like(node, inputs, f"{site.name}.fp8")
+    return model.add_like(node, inputs, f"{site.name}.quantized")
 
 
 def bfloat16_norm(model: GraphModel, site: Site) -> Tensor:
@@ -95,17 +97,16 @@ def bfloat16_norm(model: GraphModel, site: Site) -> Tensor:
 
 
 def low_precision(
-    model: GraphModel, site: Site, recipe: Recipe, scales: Mapping[str, float], weight_factor: float = 1.0
+    model: GraphModel, site: Site, recipe: Recipe, scales: Scales, weight_factor: float = 1.0
 ) -> Tensor:
-    """Add the site in the low precision of its kind; return its output.
-
-    `scales` are by tensor name; `weight_factor` as in `quantized_product`.
-    """
+    """Add the site in the low precision of its kind; return its output."""
     if site.kind is SiteKind.NORM:
         return bfloat16_norm(model, site)
     node = model.node(site.name)
     # The activation of a switched site has another name here than when its range was measured.
-    present = {node.inputs[o.index].name: scales[o.tensor] for o in site.operands if not o.constant}
+    present = {
+        node.inputs[o.index].name: recipe.scaling(scales, o.tensor) for o in site.operands if not o.constant
+    }
     quantizer = ActivationQuantizer(model, recipe.format, present)
     return quantized_product(quantizer, site, recipe, weight_factor)
 
@@ -113,8 +114,9 @@ def low_precision(
 def _rounded_weight(model: GraphModel, site: Site, operand: Operand, recipe: Recipe, factor: float) -> Tensor:
     weight = values_of(model.node(site.name).inputs[operand.index]).astype(np.float32)
     axis = channel_axis(operand)
-    scales = moved(weight_scales(weight, recipe.weight, axis, recipe.format), factor)
-    per_channel = axis if recipe.weight is Granularity.PER_CHANNEL else None
+    spec = recipe.weight
+    scales = moved(weight_scales(weight, spec.granularity, axis, spec.format), factor, spec.format)
+    per_channel = axis if spec.granularity is Granularity.PER_CHANNEL else None
     return model.constant(
-        f"{site.name}.weight_fp8", fake_quantize_array(weight, scales, recipe.format, per_channel)
+        f"{site.name}.weight_quantized", fake_quantize_array(weight, scales, spec.format, per_channel)
     )

@@ -39,7 +39,7 @@ class SpreadTotals:
         self.batches = 0
         self._tensors = tensors
         # A square is rounded, but equally wherever the batch ran.
-        self._sums = ColumnSums(2 * tensors * len(STATISTICS))
+        self._sums = ColumnSums()
         self._columns: list[ColumnSums] = []
 
     def add(
@@ -73,7 +73,7 @@ class SpreadTotals:
         values = np.concatenate([mean[:, None], np.sqrt(mean_square)[:, None], shares], axis=1).ravel()
         self._sums.add(np.concatenate([values, np.square(values)]))
         if not self._columns:
-            self._columns = [ColumnSums(2 * each.size) for each in columns]
+            self._columns = [ColumnSums() for _ in columns]
         for total, (column_mean, column_square) in zip(self._columns, columns, strict=True):
             values = np.concatenate([column_mean, np.sqrt(column_square)])
             total.add(np.concatenate([values, np.square(values)]))

@@ -187,27 +187,23 @@ class BatchTotals:
         self.rows = 0
         self._sums: dict[str, ColumnSums] = {}
         self._extremes: dict[str, npt.NDArray[np.float64]] = {}
-        self._read: Mapping[str, tuple[ExactSum, ...]] = {}
 
     def add(self, outputs: Outputs, rows: int) -> None:
         """Add one batch of `rows` rows; outputs must be finite (`all_finite`)."""
         self.rows += rows
-        self._read = {}
         for name, kind in REDUCED.items():
             if name not in outputs:
                 continue
             vector = outputs[name]
             if kind is Reduction.SUM:
-                self._sums.setdefault(name, ColumnSums(vector.size)).add(vector)
+                self._sums.setdefault(name, ColumnSums()).add(vector)
             else:
                 known = self._extremes.get(name)
                 self._extremes[name] = vector if known is None else _EXTREMES[kind](known, vector)
 
     def sum(self, slot: Slot) -> ExactSum:
         """Return the sum of a slot over all batches."""
-        if not self._read:
-            self._read = {name: sums.sums() for name, sums in self._sums.items()}
-        return self._read[slot.output][slot.position]
+        return self._sums[slot.output].sum(slot.position)
 
     def extreme(self, slot: Slot) -> float:
         """Return the largest or smallest value of a slot over all batches."""

@@ -17,12 +17,11 @@ from loka_onnx.calibration.observers.arithmetic import (
 )
 from loka_onnx.calibration.observers.reductions import BatchTotals, Count, Reductions, Slot
 from loka_onnx.calibration.observers.sampling import SampleObserver, add_sample
-from loka_onnx.core.formats import FLOAT8_SPECS
-from loka_onnx.core.recipe import Recipe
+from loka_onnx.core.recipe import Granularity, Recipe, Scales
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.errors import InternalError
-from loka_onnx.graph.fake_quantize import TINY, FakeQuantized
+from loka_onnx.graph.fake_quantize import TINY
 from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer
 
@@ -113,8 +112,8 @@ class ActivationSlots:
         count: Elements.
         saturated: Elements beyond the format's range; None where the range shows that there are none.
         nonzero: Nonzero elements, as multiples of `TINY`.
-        survived: Elements still nonzero after rounding, as multiples of the smallest subnormal.
-        smallest: The smallest subnormal.
+        survived: Elements still nonzero after rounding, as multiples of `smallest`.
+        smallest: The format's smallest magnitude.
     """
 
     count: Count
@@ -166,12 +165,10 @@ class ErrorObserver:
 class ErrorObserverBuilder:
     """Adds error observers to a graph; tensors that sites share are computed once.
 
-    `scales` are by `Recipe.activation_id` and tensor name, `ranges` of activations over the same rows.
+    `ranges` are of activations over the same rows.
     """
 
-    def __init__(
-        self, model: GraphModel, scales: dict[str, dict[str, float]], ranges: Mapping[str, RangeStats]
-    ) -> None:
+    def __init__(self, model: GraphModel, scales: Scales, ranges: Mapping[str, RangeStats]) -> None:
         self.model, self.scales, self.ranges = model, scales, ranges
         self.reductions = Reductions(model)
         self.found: list[ErrorObserver] = []
@@ -184,7 +181,8 @@ class ErrorObserverBuilder:
         rounding = recipe.activation_id
         scales = self.scales[rounding]
         if rounding not in self._quantizers:
-            self._quantizers[rounding] = ActivationQuantizer(self.model, recipe.format, scales, self.ranges)
+            scalings = {tensor: recipe.scaling(self.scales, tensor) for tensor in scales}
+            self._quantizers[rounding] = ActivationQuantizer(self.model, recipe.format, scalings, self.ranges)
         product = quantized_product(self._quantizers[rounding], site, recipe)
         name = f"{site.name}.{recipe.id}"
         self.found.append(
@@ -251,43 +249,47 @@ class ErrorObserverBuilder:
         quantized = self._quantizers[recipe.activation_id].root(
             tensor, f"{site.name}.in{site.activation.index}"
         )
-        key = (recipe.activation_id, quantized.magnitude.name)
+        key = (recipe.activation_id, quantized.scaled.name)
         if key not in self._activations:
-            smallest = FLOAT8_SPECS[recipe.format].min_subnormal
+            smallest, is_signed = recipe.format.smallest, not recipe.format.is_float
             self._activations[key] = ActivationSlots(
-                self.reductions.count(quantized.magnitude, f"{name}.activation"),
-                self._saturated(quantized, recipe, name) if quantized.is_clipped else None,
-                self._capped(quantized.magnitude, TINY, f"{name}.nonzero"),
-                self._capped(quantized.rounded, smallest, f"{name}.survived"),
+                self.reductions.count(quantized.scaled, f"{name}.activation"),
+                None if quantized.clipping is None else self._changed(*quantized.clipping, name),
+                self._capped(quantized.scaled, TINY, f"{name}.nonzero", is_signed),
+                self._capped(quantized.rounded, smallest, f"{name}.survived", is_signed),
                 smallest,
             )
         return self._activations[key]
 
-    def _capped(self, magnitude: Tensor, cap: float, name: str) -> Slot:
-        """Add the sum of min(magnitude, cap): `cap` times the number of elements that are at least `cap`,
+    def _capped(self, values: Tensor, cap: float, name: str, is_signed: bool) -> Slot:
+        """Add the sum of min(|values|, cap): `cap` times the number of elements that are at least `cap`,
         exactly.
         """
+        magnitude = self._like(values, "Abs", [values], f"{name}.magnitude") if is_signed else values
         bounds = [self.model.constant(f"{name}.bound", np.array(b, dtype=np.float32)) for b in (0.0, cap)]
-        capped = self.model.add("Clip", [magnitude, *bounds], f"{name}.capped")
-        capped.shape = magnitude.shape
+        capped = self._like(values, "Clip", [magnitude, *bounds], f"{name}.capped")
         return self.reductions.total(capped, name)
 
-    def _saturated(self, quantized: FakeQuantized, recipe: Recipe, name: str) -> Slot:
-        largest = np.array(FLOAT8_SPECS[recipe.format].max, dtype=np.float32)
-        limit = self.model.constant(f"{name}.limit", largest)
-        beyond = self.model.add("Greater", [quantized.magnitude, limit], f"{name}.is_saturated", np.bool_)
-        as_float = self.model.add(
-            "Cast", [beyond], f"{name}.as_float", np.float32, {"to": onnx.TensorProto.FLOAT}
-        )
-        as_float.shape = quantized.magnitude.shape
+    def _changed(self, before: Tensor, after: Tensor, name: str) -> Slot:
+        """Add the number of elements that clipping changes."""
+        equal = self.model.add("Equal", [before, after], f"{name}.is_inside", np.bool_)
+        beyond = self.model.add("Not", [equal], f"{name}.is_saturated", np.bool_)
+        to = {"to": onnx.TensorProto.FLOAT}
+        as_float = self.model.add("Cast", [beyond], f"{name}.as_float", np.float32, to)
+        as_float.shape = before.shape
         return self.reductions.total(as_float, f"{name}.saturated")
+
+    def _like(self, tensor: Tensor, op: str, inputs: list[Tensor], name: str) -> Tensor:
+        result = self.model.add(op, inputs, name)
+        result.shape = tensor.shape
+        return result
 
 
 def observe_errors(
     model: GraphModel,
     sites: Sequence[Site],
     recipes: Sequence[Recipe],
-    scales: dict[str, dict[str, float]],
+    scales: Scales,
     ranges: Mapping[str, RangeStats],
 ) -> tuple[ErrorObserver, ...]:
     """Observe the output error of every site under every applicable recipe; of recipes with equal scales, the
@@ -307,7 +309,7 @@ def observe_errors(
 def recipes_for(site: Site, recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
     """Return the recipes that apply to a site: without output channels, only those with one weight scale."""
     if site.kind is SiteKind.INTERACTION or (site.weight is not None and len(site.weight.shape) < 2):
-        return tuple(r for r in recipes if r.weight == "per_tensor")
+        return tuple(r for r in recipes if r.weight.granularity is Granularity.PER_TENSOR)
     return tuple(recipes)
 
 
@@ -317,14 +319,12 @@ def _repeats_a_constant(node: Node, site: Site) -> bool:
     return source is not None and source.op == "Expand" and is_constant(source.inputs[0])
 
 
-def _distinct(
-    site: Site, recipes: Sequence[Recipe], scales: Mapping[str, Mapping[str, float]]
-) -> tuple[Recipe, ...]:
-    """Return recipes that differ at a site by format, granularity or scales of its activations."""
+def _distinct(site: Site, recipes: Sequence[Recipe], scales: Scales) -> tuple[Recipe, ...]:
+    """Return recipes that differ at a site by their operands or by scales of its activations."""
     activations = [operand.tensor for operand in site.operands if not operand.constant]
     by_key: dict[tuple[object, ...], Recipe] = {}
     for recipe in recipes:
-        known = scales[recipe.activation_id]
-        key = (recipe.format, recipe.activation, recipe.weight, *(known[tensor] for tensor in activations))
+        known = (recipe.scaling(scales, tensor) for tensor in activations)
+        key = (recipe.activation, recipe.weight, *known)
         by_key.setdefault(key, recipe)
     return tuple(by_key.values())

@@ -32,12 +32,12 @@ from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork, Tens
 from loka_onnx.calibration.passes.row_order import rows_of
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.progress import UNTIL, Progress, silent
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe, Scales
 from loka_onnx.core.site import Site
 from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
 from loka_onnx.data import Dataset
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.numerics.scale_choice import activation_scale
+from loka_onnx.numerics.scale_choice import activation_scaling
 
 R = TypeVar("R")
 
@@ -57,6 +57,9 @@ class PassOptions:
             error pass may end, after eight spans in random order or more. Where few rows hold most of the
             error, ask for all rows. None for all rows, in file order.
         seed: Of the random order.
+        sensitivity_rows: Most rows of the sensitivity pass; None for all.
+        group: Column of rows that belong together; None where rows are independent.
+        draws: Noise seeds of the rounding (`effects.perturbation`); 1 for the scales themselves only.
     """
 
     recipes: tuple[Recipe, ...] = (PER_TENSOR, PER_CHANNEL_WEIGHT)
@@ -65,10 +68,17 @@ class PassOptions:
     range_rows: int | None = None
     error_precision: float | None = None
     seed: int = 0
+    sensitivity_rows: int | None = None
+    group: str | None = None
+    draws: int = 4
+
+    def rows_used(self, available: int) -> int:
+        """Return the number of rows that are used of those of a data set."""
+        return available if self.rows is None else min(self.rows, available)
 
     def range_spans(self, available: int) -> list[Span]:
         """Return the spans that ranges are taken from, of `available` rows."""
-        rows = available if self.rows is None else min(self.rows, available)
+        rows = self.rows_used(available)
         if self.range_rows is None or self.range_rows >= rows:
             return spans_in_order(rows, self.batch_size)
         spans = spans_in_random_order(rows, self.batch_size, self.seed)
@@ -85,12 +95,14 @@ class MeasuredErrors:
 
 
 def scales_of(ranges: Mapping[str, RangeStats], recipes: Sequence[Recipe]) -> dict[str, dict[str, float]]:
-    """Return the activation scale of every tensor, by `Recipe.activation_id` and tensor name."""
-    one_each = {recipe.activation_id: recipe for recipe in recipes}
-    return {
-        name: {tensor: activation_scale(stats, recipe) for tensor, stats in ranges.items()}
-        for name, recipe in one_each.items()
-    }
+    """Return the scale, and in asymmetric formats the zero point, of every activation (`Scales`)."""
+    scales: dict[str, dict[str, float]] = {}
+    for recipe in {recipe.activation_id: recipe for recipe in recipes}.values():
+        scalings = {tensor: activation_scaling(stats, recipe) for tensor, stats in ranges.items()}
+        scales[recipe.activation_id] = {tensor: each.scale for tensor, each in scalings.items()}
+        if not recipe.activation.is_symmetric:
+            scales[recipe.zero_point_id] = {tensor: float(s.zero_point) for tensor, s in scalings.items()}
+    return scales
 
 
 @dataclass(frozen=True)
@@ -121,8 +133,7 @@ class Probe:
         self.model, self.sites, self.data, self.progress = model, sites, data, progress
         self.options = options or PassOptions()
         self.executor = executor or LocalExecutor()
-        wanted = self.options.rows
-        self.rows = data.rows if wanted is None else min(wanted, data.rows)
+        self.rows = self.options.rows_used(data.rows)
         self._range_spans = self.options.range_spans(data.rows)
         self.range_rows = rows_of(self._range_spans)
 
@@ -157,9 +168,7 @@ class Probe:
             totals.add(step.result, step.where)
         return totals.read()
 
-    def errors(
-        self, scratch: Path, ranges: Mapping[str, RangeStats], scales: dict[str, dict[str, float]]
-    ) -> MeasuredErrors:
+    def errors(self, scratch: Path, ranges: Mapping[str, RangeStats], scales: Scales) -> MeasuredErrors:
         """Return the output error of every site under every recipe, over as many rows as the precision needs.
 
         Raises CalibrationError if the output of a site is not finite.

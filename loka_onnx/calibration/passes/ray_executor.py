@@ -43,9 +43,7 @@ class RayExecutor(Executor):
             None to start one here. An existing connection of this process is used as it is.
         workers: Worker processes of a cluster that is started; 0 for one per core.
 
-    Raises:
-        ConfigError: The address is one of Ray Client's.
-        MissingPackage: Ray is not installed.
+    Raises ConfigError if the address is one of Ray Client's; MissingPackage if Ray is not installed.
     """
 
     def __init__(self, address: str | None = None, workers: int = 0) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from loka_onnx.core.devices import CPU, NVIDIA
-from loka_onnx.core.formats import Float8
+from loka_onnx.core.formats import E4M3FN
 from loka_onnx.core.fusions import ACTIVATIONS, ARITHMETIC, MOVEMENTS, Fusions
 from loka_onnx.core.manifest import Need
 from loka_onnx.engines.inductor.package import OPERATOR_MODULES
@@ -46,7 +46,7 @@ INDUCTOR = InductorSpec(
     maker="loka_onnx.engines.inductor.backend:InductorBackend",
     triton="loka_onnx.engines.inductor.triton:triton_form",
     devices={CPU: (CPU,), **NVIDIA},
-    formats=(Float8.E4M3FN,),
+    formats=(E4M3FN,),
     need=Need.RELEASE,
     fusions=Fusions(
         frozenset({*ACTIVATIONS, *ARITHMETIC, "LayerNormalization", "RMSNormalization"}),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from loka_onnx.core.devices import AMD, CPU
-from loka_onnx.core.formats import Float8
+from loka_onnx.core.formats import E4M3FN
 from loka_onnx.core.fusions import Fusions
 from loka_onnx.engines.migraphx.api import INSTALL, import_migraphx, version_of
 from loka_onnx.engines.migraphx.session import open_migraphx, programs_beside, why_not_run
@@ -48,7 +48,7 @@ MIGRAPHX = MigraphxSpec(
     maker="loka_onnx.engines.migraphx.backend:MigraphxBackend",
     no_triton="Triton has no MIGraphX backend, and its ONNX Runtime backend no provider for it",
     devices={**AMD, CPU: (CPU,)},
-    formats=(Float8.E4M3FN,),
+    formats=(E4M3FN,),
     fusions=Fusions(
         evidence="its kernels on GPUs were never seen, and it drops Q/DQ that are around no product"
     ),

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import onnx
 
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import E4M3FNUZ, Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.serde import STRICT
 from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, MIGRAPHX, PROVIDERS, TENSORRT, Provider
@@ -88,7 +88,7 @@ def why_declined(provider: Provider, plan: PrecisionPlan) -> str | None:
         return _NO_FLOAT8[provider.key]
     if provider.key == CUDA.key:
         for decision in plan.decisions:
-            if decision.recipe is not None and decision.recipe.format is Float8.E4M3FNUZ:
+            if decision.recipe is not None and decision.recipe.format == E4M3FNUZ:
                 reason = "the CUDA provider quantizes to E4M3FN and E5M2"
                 return f"site '{decision.site}' asks for E4M3FNUZ: {reason}"
     if provider.key == TENSORRT.key and plan.base is Precision.FP32:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from loka_onnx.core.devices import NVIDIA
-from loka_onnx.core.formats import Float8
+from loka_onnx.core.formats import E4M3FN
 from loka_onnx.core.fusions import ACTIVATIONS, ARITHMETIC, MOVEMENTS, Fusions
 from loka_onnx.engines.tensorrt.session import open_engine
 from loka_onnx.errors import MissingPackage
@@ -55,7 +55,7 @@ TENSORRT = TensorRtSpec(
     maker="loka_onnx.engines.tensorrt.backend:TensorRtBackend",
     triton="loka_onnx.engines.tensorrt.triton:triton_form",
     devices=NVIDIA,
-    formats=(Float8.E4M3FN,),
+    formats=(E4M3FN,),
     fusions=Fusions(
         frozenset({"Add", "Relu"}),
         frozenset(),
@@ -82,7 +82,7 @@ TENSORRT_RTX = TensorRtSpec(
         "nvidia-gb10": ("sm121",),
         "nvidia-rtx": ("sm89", "sm120"),
     },
-    formats=(Float8.E4M3FN,),
+    formats=(E4M3FN,),
     fusions=Fusions(
         frozenset({*ACTIVATIONS, *ARITHMETIC, "LayerNormalization", "RMSNormalization"}),
         frozenset({"LayerNormalization", "RMSNormalization"}),

@@ -39,8 +39,7 @@ def replan(
     def again(decision: Decision) -> Decision:
         if decision.recipe is None:
             return decision
-        activation, other = reader.read(sites[decision.site], decision.recipe)
-        return replace(decision, activation_scale=activation, weight_scale=other)
+        return reader.scaled(decision, sites[decision.site], decision.recipe)
 
     return replace(
         plan,
@@ -75,8 +74,7 @@ def unproven_reason(
         for decision in plan.decisions:
             if decision.recipe is None:
                 continue
-            activation, other = reader.read(model.site(decision.site), decision.recipe)
-            for scale in (activation, *other):
+            for scale in reader.scaled(decision, model.site(decision.site), decision.recipe).scales:
                 if not scale_fits(scale):
                     return (
                         f"plan '{plan.id}' needs a scale of {scale:.4g} at site '{decision.site}' now, which "

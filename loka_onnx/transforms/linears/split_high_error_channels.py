@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.core.formats import Float8
+from loka_onnx.core.formats import E4M3FN, NumberFormat
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.core.site import HIGH_ERROR
 from loka_onnx.errors import TransformError
 from loka_onnx.graph.model import GraphModel, Node, shape_of, values_of
-from loka_onnx.numerics.float8 import fake_quantize
+from loka_onnx.numerics.rounding import fake_quantize
 from loka_onnx.numerics.scales import amax_scale, weight_scales
 from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
 from loka_onnx.transforms.linears.pattern import Linear, is_candidate, read_linear
@@ -71,7 +71,7 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
         left: Mapping[str, float],
         rows: Sequence[Arrays],
         scratch: Path,
-        format: Float8 = Float8.E4M3FN,
+        format: NumberFormat = E4M3FN,
     ) -> None:
         self._left, self._rows, self._scratch, self._format = dict(left), tuple(rows), scratch, format
         for site, part in self._left.items():
@@ -157,7 +157,9 @@ def rejoin(model: GraphModel, site: str) -> Applied:
     return Applied(site, f"one product with '{part}' again: it is not in FP8 here")
 
 
-def channel_errors(weight: npt.NDArray[np.floating], amax: Doubles, rows: Doubles, format: Float8) -> Doubles:
+def channel_errors(
+    weight: npt.NDArray[np.floating], amax: Doubles, rows: Doubles, format: NumberFormat
+) -> Doubles:
     """Return the energy of the error that each input channel adds to a product in FP8, e_k, (K,).
 
     The weight is (K, N), `amax` of each channel (K,), rows (M, K); operands have a scale for each tensor.

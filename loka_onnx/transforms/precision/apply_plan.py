@@ -60,8 +60,7 @@ class PlanForm:
 def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target: Path) -> PlannedModel:
     """Write a plan into a copy of the model.
 
-    Raises:
-        TransformError: The plan is of another model, or this one cannot be typed in the base precision.
+    Raises TransformError if the plan is of another model, or this one cannot be typed in the base precision.
     """
     graph = GraphModel.load(model.path)
     check_plan(plan, model.digest, {node.name for node in graph.nodes})
@@ -71,16 +70,16 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
     joined = {
         name: part
         for name, part in high_error_parts(model.sites).items()
-        if not {name, part} & {*plan.fp8_sites}
+        if not {name, part} & {*plan.quantized_sites}
     }
     if joined:
         applied = tuple(rejoin(graph, name) for name in joined)
         records.append(_timed(RewriteRecord("rejoin-loud-channels", applied, ()), began))
         began = time.perf_counter()
-    if plan.fp8_sites:
+    if plan.quantized_sites:
         records.append(_timed(insert_qdq(graph, model.sites, plan), began))
         began = time.perf_counter()
-        records.append(_timed(place_qdq(graph, plan.fp8_sites, form.fusions), began))
+        records.append(_timed(place_qdq(graph, plan.quantized_sites, form.fusions), began))
     if form.corrections is not None and not form.corrections.is_empty:
         began = time.perf_counter()
         typing = Typing(form.base, fp32_nodes(graph, form.base, plan))
@@ -99,11 +98,10 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
 def check_plan(plan: PrecisionPlan, digest: str, nodes: Collection[str] | None = None) -> None:
     """Check that a plan, which may come from a file, is for this model.
 
-    Raises:
-        TransformError: The plan was made for another model.
+    Raises TransformError if the plan was made for another model.
     """
     evidence = ""
-    named = {*plan.fp8_sites, *(wide.node for wide in plan.wide)}
+    named = {*plan.quantized_sites, *(wide.node for wide in plan.wide)}
     if plan.model_digest != digest:
         evidence = f"it names {plan.model_digest[:12]}, the model is {digest[:12]}"
     elif nodes is not None and (unknown := named.difference(nodes)):

@@ -13,15 +13,12 @@ apart, so −2.3, −2.3 + .002 and −2.3 + .01 are all −2.296875. Hence, whe
   because they would round the sum;
 - the correction c of a site goes into a bias b that is rounded (R) only where
   ‖R(b + c) − R(b) − c‖² ≤ `MOST_LOST` · ‖c‖², over the channels. It is left out where more is lost.
-
-`Correction.remove` restores the graph to the bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +35,6 @@ Array = npt.NDArray[np.float64]
 
 MOST_LOST = 0.25
 """Largest share of a correction's energy that rounding may take: half of its root mean square."""
-
-_NOTHING = RewriteRecord("correct", (), ())
 
 
 @dataclass(frozen=True)
@@ -75,55 +70,23 @@ class _Folded:
 
 
 @dataclass(frozen=True)
-class _Before:
-    """A node as it was."""
-
-    node: Node
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    attrs: dict[str, Any]
-
-    @classmethod
-    def of(cls, node: Node) -> _Before:
-        return cls(node, tuple(node.inputs), tuple(node.outputs), dict(node.attrs))
-
-    def restore(self) -> None:
-        self.node.inputs = list(self.inputs)
-        self.node.outputs = list(self.outputs)
-        self.node.attrs = dict(self.attrs)
-
-
-@dataclass
-class Correction:
-    """Corrections in a graph.
-
-    Attributes:
-        typing: Types after casting.
-        record: Corrections written and left out.
-        wide: Names of nodes that belong in FP32: they add a constant to an output, or carry the sum there.
+class Corrected:
+    """Corrections written and left out, and names of nodes that belong in FP32: they add a constant to an
+    output, or carry the sum there.
     """
 
-    model: GraphModel
-    typing: Typing = field(default_factory=Typing)
-    record: RewriteRecord = _NOTHING
-    wide: tuple[str, ...] = ()
-    _before: list[_Before] = field(default_factory=list)
-    _new: list[Node] = field(default_factory=list)
-    _outputs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    record: RewriteRecord
+    wide: tuple[str, ...]
 
-    def remove(self) -> None:
-        """Remove every correction; the graph must not have been edited since."""
-        for new, old in reversed(self._outputs):
-            self.model.make_output(new, old)
-        for node in self._new:
-            node.inputs.clear()
-            node.outputs.clear()
-        for before in reversed(self._before):
-            before.restore()
-        self._before, self._new, self._outputs = [], [], []
-        self.record, self.wide = _NOTHING, ()
 
-    def _bias(self, correction: BiasCorrection) -> Applied | Declined:
+class _Writer:
+    """Adds corrections to a graph; `wide` as in `Corrected`."""
+
+    def __init__(self, model: GraphModel, typing: Typing) -> None:
+        self.model, self.typing = model, typing
+        self.wide: tuple[str, ...] = ()
+
+    def bias(self, correction: BiasCorrection) -> Applied | Declined:
         node = self.model.node(correction.site)
         values = np.array(correction.values).reshape(correction.shape)
         bias = bias_of(self.model, node)
@@ -146,7 +109,7 @@ class Correction:
             f"more than {MOST_LOST:.0%}"
         )
 
-    def _constant(self, constant: OutputConstant) -> Applied:
+    def constant(self, constant: OutputConstant) -> Applied:
         score = score_of(self.model, constant.output, constant.kind)
         if score is None:
             raise InternalError(
@@ -168,10 +131,9 @@ class Correction:
                 self._fold(bias, folded)
                 return Applied(constant.output, f"{what} {folded.where}")
         if readers == 1 and tensor.inputs:
-            self._insert_behind(tensor, values, constant.output)
+            self.wide += (self._insert_behind(tensor, values, constant.output),)
         else:
-            self._insert_beside(tensor, sigmoid, values, constant.output)
-        self.wide += (self._new[-1].name,)
+            self.wide += (self._insert_beside(tensor, sigmoid, values, constant.output),)
         return Applied(constant.output, f"{what} in an Add of its own")
 
     def _is_exact(self, bias: Bias, score: Tensor) -> bool:
@@ -200,51 +162,42 @@ class Correction:
 
     def _fold(self, bias: Bias, folded: _Folded) -> None:
         node, has_constant = bias.node, _has_constant(bias)
-        self._before.append(_Before.of(node))
         constant = self.model.constant(f"{node.name}/corrected", folded.values.astype(np.float32))
         if has_constant:
             node.inputs[bias.index] = constant
         else:
             node.inputs = [*node.inputs[: bias.index], constant]
 
-    def _insert_behind(self, tensor: Tensor, values: Array, name: str) -> None:
-        maker = tensor.inputs[0]
-        self._before.append(_Before.of(maker))
+    def _insert_behind(self, tensor: Tensor, values: Array, name: str) -> str:
+        """Insert an Add for all readers; return its name."""
         constant = self.model.constant(f"{name}/correction", values.astype(np.float32))
         inner = self.model.insert_behind(tensor, "Add", [constant], f"{name}/correct")
         inner.shape = tensor.shape
-        self._new.append(tensor.inputs[0])
+        return str(tensor.inputs[0].name)
 
-    def _insert_beside(self, tensor: Tensor, sigmoid: Node | None, values: Array, name: str) -> None:
-        """Insert an Add for the Sigmoid alone, or for the graph output."""
+    def _insert_beside(self, tensor: Tensor, sigmoid: Node | None, values: Array, name: str) -> str:
+        """Insert an Add for the Sigmoid alone, or for the graph output; return its name."""
         constant = self.model.constant(f"{name}/correction", values.astype(np.float32))
         moved = self.model.add("Add", [tensor, constant], f"{name}/correct", np.float32)
         moved.shape = tensor.shape
-        self._new.append(moved.inputs[0])
         if sigmoid is None:
             self.model.make_output(tensor, moved)
-            self._outputs.append((moved, tensor))
         else:
-            self._before.append(_Before.of(sigmoid))
             sigmoid.inputs[0] = moved
+        return str(moved.inputs[0].name)
 
 
-def correct(model: GraphModel, corrections: Corrections, typing: Typing | None = None) -> Correction:
-    """Add corrections to a graph in place.
+def correct(model: GraphModel, corrections: Corrections, typing: Typing = Typing()) -> Corrected:
+    """Add corrections to a graph that will have the given types, in place.
 
-    Args:
-        typing: Types that the graph will have; FP32 when None.
-
-    Raises:
-        InternalError: A site or an output is not in the graph, or an output has no logit.
+    Raises InternalError if a site or an output is not in the graph, or an output has no logit.
     """
-    done = Correction(model, typing or Typing())
-    said = [done._bias(each) for each in corrections.bias]
-    said += [done._constant(each) for each in corrections.constants]
+    writer = _Writer(model, typing)
+    said = [writer.bias(each) for each in corrections.bias]
+    said += [writer.constant(each) for each in corrections.constants]
     applied = tuple(each for each in said if isinstance(each, Applied))
     declined = tuple(each for each in said if isinstance(each, Declined))
-    done.record = RewriteRecord("correct", applied, declined)
-    return done
+    return Corrected(RewriteRecord("correct", applied, declined), writer.wide)
 
 
 def _lost(old: Array, values: Array, precision: Precision) -> float:

@@ -65,9 +65,8 @@ def cast_to_base(model: GraphModel, base: Precision, plan: PrecisionPlan) -> Rew
         base: BF16 or FP16.
         plan: Names sites and nodes that stay in FP32.
 
-    Raises:
-        TransformError: The graph has control flow, a constant overflows, a Q/DQ scale would change its value,
-            or the type of a tensor is not known.
+    Raises TransformError if the graph has control flow, a constant overflows, a Q/DQ scale would change its
+    value, or the type of a tensor is not known.
     """
     _refuse_control_flow(model, base)
     wide = _find_wide(model, base, plan)
@@ -89,8 +88,7 @@ def fp32_nodes(model: GraphModel, base: Precision, plan: PrecisionPlan) -> froze
         model: The graph of `cast_to_base`, or one with fewer nodes.
         base: In FP32 every node stays.
 
-    Raises:
-        TransformError: The graph has control flow, or the type of a tensor is not known.
+    Raises TransformError if the graph has control flow, or the type of a tensor is not known.
     """
     if base is Precision.FP32:
         return frozenset(node.name for node in model.nodes)

@@ -1,9 +1,9 @@
-"""Write a plan into the graph: Q/DQ around the planned sites, weights stored in FP8.
+"""Write a plan into the graph: Q/DQ around the planned sites, weights stored in eight bits.
 
 A planned linear site ``y = x · W`` becomes ``y = DQ(Q(x)) · DQ(W₈)``: the activation is quantized once for
-all sites that read it under one scale, the weight is an FP8 initializer. Every Q and DQ has an explicit zero
-point and a rank-0 scale (rank 1 per channel): the form that loses nothing in any engine maker (ONNX operator
-set 21, QuantizeLinear).
+all sites that read it under one scale, the weight is an initializer in the recipe's format. Every Q and DQ
+has an explicit zero point and a rank-0 scale (rank 1 per channel): the form that loses nothing in any engine
+maker (ONNX operator set 21, QuantizeLinear).
 """
 
 from __future__ import annotations
@@ -11,51 +11,52 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.core.formats import Float8
+from loka_onnx.core.formats import NumberFormat
 from loka_onnx.core.plan import Decision, PrecisionPlan
-from loka_onnx.core.recipe import Granularity, Recipe
+from loka_onnx.core.recipe import Granularity, Recipe, Scaling
 from loka_onnx.core.rewrite import Applied, RewriteRecord
 from loka_onnx.core.site import Operand, Site
 from loka_onnx.errors import TransformError
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, values_of
 from loka_onnx.graph.sites import channel_axis
-from loka_onnx.numerics.float8 import float8_dtype, quantize
+from loka_onnx.numerics.rounding import quantize, storage_type
+
+_Shared = dict[tuple[str, Scaling, NumberFormat], Tensor]
+"""Dequantized tensors by the name of the exact one and its rounding."""
 
 
 def insert_qdq(model: GraphModel, sites: tuple[Site, ...], plan: PrecisionPlan) -> RewriteRecord:
     """Quantize the planned sites of an FP32 graph in place."""
-    shared: dict[tuple[str, float, str], Tensor] = {}
-    names = set(plan.fp8_sites)
+    shared: _Shared = {}
+    names = set(plan.quantized_sites)
     applied = tuple(
         _quantize_site(model, site, plan.decision(site.name), shared) for site in sites if site.name in names
     )
     return RewriteRecord("insert-qdq", applied, ())
 
 
-def _quantize_site(
-    model: GraphModel,
-    site: Site,
-    decision: Decision,
-    shared: dict[tuple[str, float, str], Tensor],
-) -> Applied:
-    recipe, scales = decision.recipe, decision.weight_scale
-    if recipe is None or decision.activation_scale is None or not scales:
-        raise _altered(site, "the plan puts it in FP8 and has no recipe for it, or not all of its scales")
+def _quantize_site(model: GraphModel, site: Site, decision: Decision, shared: _Shared) -> Applied:
+    recipe, scaling, scales = decision.recipe, decision.activation_scaling, decision.weight_scale
+    if recipe is None or scaling is None or not scales:
+        raise _altered(
+            site, f"the plan puts it in {decision.precision} and lacks its recipe, or scales of it"
+        )
     node = _described(model, site)
-    if recipe.weight is Granularity.PER_CHANNEL and site.weight and len(scales) not in {1, max(site.n, 1)}:
+    per_channel = recipe.weight.granularity is Granularity.PER_CHANNEL
+    if per_channel and site.weight and len(scales) not in {1, max(site.n, 1)}:
         raise _altered(site, f"the plan has {len(scales)} scales for its {site.n} channels")
     reused = False
     for operand in site.operands:
         tensor = node.inputs[operand.index]
         if operand.constant:
-            node.inputs[operand.index] = _stored_weight(model, site, operand, recipe, decision.weight_scale)
+            node.inputs[operand.index] = _stored_weight(model, site, operand, recipe, scales)
             continue
-        is_second = operand is not site.activation
-        scale = decision.weight_scale[0] if is_second else decision.activation_scale
-        key = (tensor.name, scale, recipe.format)
+        if operand is not site.activation:
+            scaling = Scaling(scales[0], decision.weight_zero_point)
+        key = (tensor.name, scaling, recipe.format)
         reused = reused or key in shared
         if key not in shared:
-            shared[key] = _quantized(model, tensor, scale, recipe.format, f"{site.name}/in{operand.index}")
+            shared[key] = _quantized(model, tensor, scaling, recipe.format, f"{site.name}/in{operand.index}")
         node.inputs[operand.index] = shared[key]
     how = "shares the Q/DQ of its input" if reused else "Q/DQ"
     return Applied(site.name, f"{recipe.id}: {how}")
@@ -64,8 +65,7 @@ def _quantize_site(
 def _described(model: GraphModel, site: Site) -> Node:
     """Return the node of a site.
 
-    Raises:
-        TransformError: The model has no such node, or one of other operands.
+    Raises TransformError if the model has no such node, or one of other operands.
     """
     node = next((node for node in model.nodes if node.name == site.name), None)
     constant = [operand.index for operand in site.operands if operand.constant]
@@ -83,10 +83,12 @@ def _altered(site: Site, evidence: str) -> TransformError:
     )
 
 
-def _quantized(model: GraphModel, tensor: Tensor, scale: float, format: Float8, name: str) -> Tensor:
-    dtype = float8_dtype(format)
-    factor = model.constant(f"{name}/scale", np.array(scale, dtype=np.float32))
-    zero = model.constant(f"{name}/zero_point", np.array(0, dtype=dtype))
+def _quantized(
+    model: GraphModel, tensor: Tensor, scaling: Scaling, format: NumberFormat, name: str
+) -> Tensor:
+    dtype = storage_type(format)
+    factor = model.constant(f"{name}/scale", np.array(scaling.scale, dtype=np.float32))
+    zero = model.constant(f"{name}/zero_point", np.array(scaling.zero_point, dtype=dtype))
     narrow = model.add("QuantizeLinear", [tensor, factor, zero], f"{name}/q", dtype)
     wide = model.add("DequantizeLinear", [narrow, factor, zero], f"{name}/dq", np.float32)
     narrow.shape = wide.shape = tensor.shape
@@ -97,16 +99,15 @@ def _stored_weight(
     model: GraphModel, site: Site, operand: Operand, recipe: Recipe, scale: tuple[float, ...]
 ) -> Tensor:
     values = values_of(model.node(site.name).inputs[operand.index]).astype(np.float32)
-    per_channel = recipe.weight is Granularity.PER_CHANNEL
+    format, per_channel = recipe.weight.format, recipe.weight.granularity is Granularity.PER_CHANNEL
     axis = channel_axis(operand)
     scales: npt.NDArray[np.float32] = np.array(scale if per_channel else scale[0], dtype=np.float32)
-    dtype = float8_dtype(recipe.format)
-    stored = quantize(values, scales, recipe.format, axis if per_channel else None)
+    stored = quantize(values, scales, format, axis if per_channel else None)
     name = f"{site.name}/weight"
     inputs = [
-        model.constant(f"{name}/fp8", stored),
+        model.constant(f"{name}/{recipe.precision}", stored),
         model.constant(f"{name}/scale", scales),
-        model.constant(f"{name}/zero_point", np.zeros(scales.shape, dtype=dtype)),
+        model.constant(f"{name}/zero_point", np.zeros(scales.shape, dtype=stored.dtype)),
     ]
     return model.add(
         "DequantizeLinear", inputs, f"{name}/dq", np.float32, {"axis": axis} if per_channel else None

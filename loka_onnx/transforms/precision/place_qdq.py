@@ -25,6 +25,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from networkx.utils import UnionFind
+
 from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.rewrite import Applied, Declined, RewriteRecord
 from loka_onnx.graph.layout import reapply
@@ -46,7 +48,7 @@ _NAMED = 4
 """Most operators that a report names."""
 
 
-def place_qdq(model: GraphModel, fp8_sites: Collection[str], fusions: Fusions) -> RewriteRecord:
+def place_qdq(model: GraphModel, quantized_sites: Collection[str], fusions: Fusions) -> RewriteRecord:
     """Move the Q/DQ pairs of a graph to the producers of their tensors; in place.
 
     Args:
@@ -67,7 +69,7 @@ def place_qdq(model: GraphModel, fp8_sites: Collection[str], fusions: Fusions) -
             break
         # A view that lost a reader to its copy may now have readers of one key only.
     placed = placing.placed
-    chains = find_chains(model, placed, fp8_sites, fusions)
+    chains = find_chains(model, placed, quantized_sites, fusions)
     declined = (*pairs.declined, *placing.why_not_further(), *_other_keys(placed), *chains.declined)
     return RewriteRecord("place-qdq", (*applied, *chains.applied), declined)
 
@@ -104,7 +106,7 @@ class _Placing:
     def __init__(self, model: GraphModel, flow: Flow) -> None:
         self._model, self._flow = model, flow
         self._places: dict[tuple[int, Key], _Place] = {}
-        self._groups = _Groups()
+        self._groups = UnionFind()
         self._carrying: list[Node] = []
         self._behind: list[Pair] = []
         self.dropped: list[Node] = []
@@ -140,11 +142,11 @@ class _Placing:
                 continue
             maker = producer(tensor)
             if self._flow.carries(maker):
-                self._groups.join(id(node), id(maker))
+                self._groups.union(id(node), id(maker))
             else:
                 place = self._place(tensor, key)
                 place.edges.append((node, index))
-                self._groups.join(id(node), id(place))
+                self._groups.union(id(node), id(place))
 
     def _place(self, tensor: Tensor, key: Key) -> _Place:
         return self._places.setdefault((id(tensor), key), _Place(tensor, key))
@@ -164,7 +166,7 @@ class _Placing:
         return applied
 
     def _region(self, regions: dict[int, _Region], member: int) -> _Region:
-        return regions.setdefault(self._groups.root(member), _Region())
+        return regions.setdefault(self._groups[member], _Region())
 
     def _settle(self, region: _Region) -> list[Applied]:
         places = list(region.places.values())
@@ -216,26 +218,6 @@ class _Placing:
             for place in self._places.values()
             if place.pair is not None and (reason := self._flow.why_behind(place.tensor))
         ]
-
-
-class _Groups:
-    """Disjoint sets of objects, by identity."""
-
-    def __init__(self) -> None:
-        self._parents: dict[int, int] = {}
-
-    def root(self, member: int) -> int:
-        """Return the representative of a member's set."""
-        path = []
-        while (parent := self._parents.get(member, member)) != member:
-            path.append(member)
-            member = parent
-        self._parents.update(dict.fromkeys(path, member))
-        return member
-
-    def join(self, one: int, other: int) -> None:
-        """Merge the sets of two members."""
-        self._parents[self.root(one)] = self.root(other)
 
 
 def _told(region: _Region, before: int) -> list[Applied]:

@@ -29,25 +29,25 @@ class Chains:
 
 
 def find_chains(
-    model: GraphModel, pairs: Sequence[Pair], fp8_sites: Collection[str], fusions: Fusions
+    model: GraphModel, pairs: Sequence[Pair], quantized_sites: Collection[str], fusions: Fusions
 ) -> Chains:
     """Trace every pair back to the sites that feed it."""
     applied: list[Applied] = []
     declined: list[Declined] = []
     if not fusions.quantized_in_place:
         return Chains((), ())
-    readers = _readers(model, fp8_sites)
+    readers = _readers(model, quantized_sites)
     outputs = {id(tensor) for tensor in model.outputs}
     for pair in pairs:
         maker = producer(pair.source)
         if maker is None:
             continue
-        if not _may_quantize(maker, fp8_sites, fusions):
+        if not _may_quantize(maker, quantized_sites, fusions):
             if maker.op not in _SILENT:
                 reason = f"no kernel is known that computes {maker.op} '{maker.name}' and quantizes it"
                 declined.append(Declined(pair.name, reason))
             continue
-        found = _feeding(maker, outputs, fp8_sites, fusions)
+        found = _feeding(maker, outputs, quantized_sites, fusions)
         if found.sites:
             names = " and ".join(f"'{name}'" for name in found.sites)
             through = f" through {', '.join(found.through)}" if found.through else ""
@@ -56,10 +56,10 @@ def find_chains(
     return Chains(tuple(applied), tuple(declined))
 
 
-def _may_quantize(node: Node, fp8_sites: Collection[str], fusions: Fusions) -> bool:
+def _may_quantize(node: Node, quantized_sites: Collection[str], fusions: Fusions) -> bool:
     """Return whether a kernel of the backend can end with this node and a Q, or pass on one that does."""
     return (
-        node.name in fp8_sites
+        node.name in quantized_sites
         or node.op in fusions.quantized_in_place
         or node.op in VIEWS & fusions.moved_in_float8
     )
@@ -73,7 +73,9 @@ class _Feeding:
     through: tuple[str, ...]
 
 
-def _feeding(maker: Node, outputs: Collection[int], fp8_sites: Collection[str], fusions: Fusions) -> _Feeding:
+def _feeding(
+    maker: Node, outputs: Collection[int], quantized_sites: Collection[str], fusions: Fusions
+) -> _Feeding:
     """Trace operators of one kernel back; a tensor with outside readers is in memory."""
     sites: dict[str, None] = {}
     through: dict[str, None] = {}
@@ -81,10 +83,10 @@ def _feeding(maker: Node, outputs: Collection[int], fp8_sites: Collection[str], 
     pending = [maker]
     while pending:
         node = pending.pop()
-        if node.name in fp8_sites:
+        if node.name in quantized_sites:
             sites[node.name] = None
             continue
-        if not _may_quantize(node, fp8_sites, fusions):
+        if not _may_quantize(node, quantized_sites, fusions):
             continue
         through[node.op] = None
         for tensor in {id(t): t for t in node.inputs if not is_constant(t)}.values():
@@ -96,14 +98,14 @@ def _feeding(maker: Node, outputs: Collection[int], fp8_sites: Collection[str], 
     return _Feeding(tuple(sites), tuple(reversed(through)))
 
 
-def _readers(model: GraphModel, fp8_sites: Collection[str]) -> dict[int, tuple[str, ...]]:
+def _readers(model: GraphModel, quantized_sites: Collection[str]) -> dict[int, tuple[str, ...]]:
     """Return the FP8 sites that read a tensor's values, moved or not, by identity of the tensor."""
     found: dict[int, tuple[str, ...]] = {}
 
     def of(tensor: Tensor) -> tuple[str, ...]:
         names: dict[str, None] = {}
         for node in consumers(tensor):
-            if node.name in fp8_sites:
+            if node.name in quantized_sites:
                 names[node.name] = None
             elif any(tensor is read for read in moved(node)):
                 names |= {name: None for output in node.outputs for name in found.get(id(output), ())}

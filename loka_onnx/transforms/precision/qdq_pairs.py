@@ -1,4 +1,4 @@
-"""Q/DQ pairs of activations, as `insert_qdq` writes them: one FP8 scale for the whole tensor.
+"""Q/DQ pairs of activations, as `insert_qdq` writes them: one scale for the whole tensor.
 
 A Q of an initializer is part of a weight and no pair.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from loka_onnx.core.formats import FORMATS
 from loka_onnx.core.rewrite import Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, values_of
 
@@ -24,6 +25,7 @@ SELECTIONS = frozenset({"Gather", "Slice"})
 """Movements that may drop values."""
 VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 """Movements that keep the values in place in memory."""
+_STORED = {format.storage: format for format in FORMATS.values()}
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,11 @@ class Key:
 
     scale: float
     format: str
+    zero_point: float = 0.0
 
     def __str__(self) -> str:
-        return f"scale {self.scale:.6g}, {self.format}"
+        zero = f", zero point {self.zero_point:g}" if self.zero_point else ""
+        return f"scale {self.scale:.6g}, {self.format}{zero}"
 
 
 @dataclass(frozen=True)
@@ -78,9 +82,11 @@ def find_pairs(model: GraphModel, nodes: Sequence[Node]) -> Pairs:
             continue
         key, dqs = _key(node), consumers(node.outputs[0])
         if key is None:
-            declined.append(Declined(node.name, "it is not one FP8 scale, known beforehand, for the tensor"))
+            declined.append(Declined(node.name, "it is not one scale, known beforehand, for the tensor"))
         elif not dqs or any(_key(dq) != key or dq.op != "DequantizeLinear" for dq in dqs):
-            declined.append(Declined(node.name, "something besides a DQ of its scale reads its FP8 values"))
+            declined.append(
+                Declined(node.name, "something besides a DQ of its scale reads its quantized values")
+            )
         elif any(model.is_output(tensor) for tensor in (node.outputs[0], *(dq.outputs[0] for dq in dqs))):
             declined.append(Declined(node.name, "its values leave the graph"))
         else:
@@ -93,10 +99,11 @@ def _key(node: Node) -> Key | None:
     if len(node.inputs) < 3 or not all(is_constant(tensor) for tensor in node.inputs[1:3]):
         return None
     scale, zero = (values_of(tensor) for tensor in node.inputs[1:3])
-    if scale.ndim or zero.ndim or not str(zero.dtype).startswith("float8") or float(zero):
+    format = _STORED.get(str(zero.dtype))
+    if scale.ndim or zero.ndim or format is None or (float(zero) and not format.has_zero_point):
         return None
     is_plain = node.attrs.get("saturate", 1) == 1 and not node.attrs.get("block_size", 0)
-    return Key(float(scale), str(zero.dtype)) if is_plain else None
+    return Key(float(scale), format.storage, float(zero)) if is_plain else None
 
 
 def moved(node: Node, movements: frozenset[str] = MOVEMENTS) -> tuple[Tensor, ...]:

@@ -107,7 +107,7 @@ def test_a_group_is_measured_when_all_of_it_is(measure):
 
 def test_the_asked_granularity_is_the_one_that_is_measured(measure):
     for recipe in (PER_TENSOR, PER_CHANNEL_WEIGHT):
-        profile = measure(weight=recipe.weight, draws=1)
+        profile = measure(weight=recipe.weight.granularity, draws=1)
         assert profile.site("deep").sensitivities[0].recipe == recipe.id
 
 

@@ -9,6 +9,7 @@ from small_models import artifact_of
 
 from loka_onnx.calibration.effects.perturbation import draw_factors, moved, moved_activations
 from loka_onnx.calibration.effects.switchable import Switch, write_switchable
+from loka_onnx.core.formats import E4M3FN
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel, values_of
@@ -30,14 +31,21 @@ def test_factors_are_steps_of_one_octave_from_the_profiles_own_scales_on():
 def test_moved_scales_are_bfloat16_and_never_below_what_was_asked():
     scales = (np.random.default_rng(0).random(1000) + 0.01).astype(ml_dtypes.bfloat16).astype(np.float32)
     for factor in draw_factors(8)[1:]:
-        found = moved(scales, factor)
+        found = moved(scales, factor, E4M3FN)
         np.testing.assert_array_equal(found, found.astype(ml_dtypes.bfloat16).astype(np.float32))
         ratio = found.astype(np.float64) / (scales.astype(np.float64) * factor)
         assert found.dtype == np.float32 and ratio.min() >= 1.0 and ratio.max() < 1 + 2**-7
-    assert moved(scales, 1.0) is scales
+    assert moved(scales, 1.0, E4M3FN) is scales
     assert moved_activations({"e4m3fn/amax": {"x": 0.5}}, 2**0.5) == {
         "e4m3fn/amax": {"x": 0.70703125 + 2**-8}
     }
+
+
+def test_an_integer_grid_gets_little_coarser_and_keeps_its_zero_points():
+    scales = {"uint8/mse": {"x": 0.5}, "uint8/mse/zero_point": {"x": 7.0}}
+    again = moved_activations(scales, 2 ** (4 / 5))
+    assert again["uint8/mse/zero_point"] == {"x": 7.0}
+    assert 2 ** (1 / 10) <= again["uint8/mse"]["x"] / 0.5 <= 2 ** (1 / 10) * (1 + 2**-7)
 
 
 @pytest.mark.parametrize("recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT])

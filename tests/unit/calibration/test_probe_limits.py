@@ -89,7 +89,7 @@ def test_dead_activations_and_weights_have_no_error(tmp_path):
     )
     error = profile.site("fc1").error(PER_TENSOR.id)
     assert (error.activation_scale, error.signal.parts) == (1.0, ())
-    assert (error.relative_error, error.cosine) == (0.0, 1.0)
+    assert error.relative_error == 0.0
     assert (error.saturated, error.underflowed) == (0, 0)
 
 
@@ -144,16 +144,16 @@ def test_the_recipe_of_the_sensitivity_is_the_better_one_or_the_one_asked_for(tm
         weight: calibrate(artifact, OUTPUTS, data, tmp_path, ProbeOptions(threads=1, weight=weight)).site(
             "fc1"
         )
-        for weight in (None, PER_TENSOR.weight, PER_CHANNEL_WEIGHT.weight)
+        for weight in (None, PER_TENSOR.weight.granularity, PER_CHANNEL_WEIGHT.weight.granularity)
     }
     entry = chosen[None]
     better = min(entry.errors, key=lambda error: error.relative_error)
     assert entry.sensitivities[0].recipe == better.recipe
-    assert chosen[PER_TENSOR.weight].sensitivities[0].recipe == PER_TENSOR.id
-    assert chosen[PER_CHANNEL_WEIGHT.weight].sensitivities[0].recipe == PER_CHANNEL_WEIGHT.id
+    assert chosen[PER_TENSOR.weight.granularity].sensitivities[0].recipe == PER_TENSOR.id
+    assert chosen[PER_CHANNEL_WEIGHT.weight.granularity].sensitivities[0].recipe == PER_CHANNEL_WEIGHT.id
     # Columns of very different size: per tensor loses the small ones, which Mul brings back.
     kl = {weight: chosen[weight].sensitivities[0].kl.value for weight in chosen}
-    assert kl[PER_TENSOR.weight] > 2 * kl[PER_CHANNEL_WEIGHT.weight]
+    assert kl[PER_TENSOR.weight.granularity] > 2 * kl[PER_CHANNEL_WEIGHT.weight.granularity]
 
 
 MEMORY = textwrap.dedent(

@@ -10,11 +10,12 @@ from test_probe_limits import HEAD, OUTPUTS, W1, artifact_of, data_of
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.config import PlanConfig, ScaleRule
-from loka_onnx.core.formats import FLOAT8_SPECS, Float8
+from loka_onnx.config.choices import Float8Format
+from loka_onnx.core.formats import FLOATS
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import Recipe
-from loka_onnx.numerics.float8 import fake_quantize
-from loka_onnx.numerics.scale_choice import activation_scale
+from loka_onnx.numerics.rounding import fake_quantize
+from loka_onnx.numerics.scale_choice import activation_scaling
 from loka_onnx.numerics.scales import weight_scales
 from loka_onnx.pipeline.recipes import planned_recipes
 from loka_onnx.planning.policy import make_plans
@@ -32,11 +33,11 @@ def rows_with_outliers() -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("format", list(Float8))
+@pytest.mark.parametrize("format", list(FLOATS))
 def test_every_rule_is_measured_under_its_own_scale(format, tmp_path):
     x = rows_with_outliers()
     artifact, data = artifact_of(tmp_path, BODY, w1=W1, head=HEAD), data_of(tmp_path, x)
-    recipes = planned_recipes(PlanConfig(format=format, scale=ScaleRule.BEST))
+    recipes = planned_recipes(PlanConfig(format=Float8Format(format.name), scale=ScaleRule.BEST))
     assert len({recipe.id for recipe in recipes}) == 6
     profile = calibrate(
         artifact, OUTPUTS, data, tmp_path, ProbeOptions(recipes=recipes, batch_size=512, threads=1)
@@ -45,12 +46,12 @@ def test_every_rule_is_measured_under_its_own_scale(format, tmp_path):
     exact = x.astype(np.float64) @ w.astype(np.float64)
     for recipe in recipes:
         error = entry.error(recipe.id)
-        scale = activation_scale(entry.operands["x"], recipe)
+        scale = activation_scaling(entry.operands["x"], recipe).scale
         assert error.activation_scale == scale
-        assert error.saturated == int((np.abs(x) / np.float32(scale) > FLOAT8_SPECS[format].max).sum())
+        assert error.saturated == int((np.abs(x) / np.float32(scale) > format.max).sum())
         # A smallest squared error may cut the very largest values, too.
         assert recipe.scale == "mse" or (error.saturated > 0) == recipe.scale.startswith("percentile")
-        scales = weight_scales(w, recipe.weight, 1, format)
+        scales = weight_scales(w, recipe.weight.granularity, 1, format)
         low = fake_quantize(x, scale, format).astype(np.float64) @ fake_quantize(
             w, scales, format, 1 if scales.ndim else None
         ).astype(np.float64)
@@ -70,7 +71,7 @@ def test_the_plan_quantizes_with_the_scale_of_the_rule_that_won(tmp_path):
         decided[rule] = make_plans(artifact, profile, OUTPUTS, recipes).plan("fp8-all").decision("fc1")
         stats = profile.site("fc1").operands["x"]
         assert decided[rule].recipe is not None
-        assert decided[rule].activation_scale == activation_scale(stats, decided[rule].recipe)
+        assert decided[rule].activation_scale == activation_scaling(stats, decided[rule].recipe).scale
     assert decided[ScaleRule.PERCENTILE].activation_scale < decided[ScaleRule.AMAX].activation_scale / 100
     assert decided[ScaleRule.BEST].recipe.scale in {"amax", "mse"}
 

@@ -16,12 +16,12 @@ from loka_onnx.calibration.effects.perturbation import draw_factors
 from loka_onnx.calibration.effects.sensitivity import (
     OpenSites,
     Sensitivities,
-    SensitivityOptions,
     SensitivityPass,
     SwitchedModel,
 )
 from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, write_switchable
 from loka_onnx.calibration.passes.executors import LocalExecutor
+from loka_onnx.calibration.passes.probe import PassOptions
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.progress import silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
@@ -54,8 +54,7 @@ class World:
     def passes(
         self, spec: OutputSpec = LOGIT, threads: int = 2, progress=silent, **options
     ) -> SensitivityPass:
-        rows = len(self.columns["label"])
-        chosen = SensitivityOptions(rows=rows, most=options.pop("most", rows), **options)
+        chosen = PassOptions(sensitivity_rows=options.pop("most", None), **options)
         return SensitivityPass(
             replace(self.subject, outputs=(spec,)),
             dataset_of(self.folder / "data", self.columns),
@@ -122,8 +121,8 @@ def test_logit_terms_are_the_change_of_the_loss(weighted, world):
         delta, kl = changed - z, divergence(z, changed)
         assert (item.output, item.denominator) == ("y", "loss")
         assert item.recipe == {"norm": "bf16", "left": PER_CHANNEL_WEIGHT.id}.get(site, PER_TENSOR.id)
-        assert item.delta_rmse == pytest.approx(float(np.sqrt((w * delta**2).sum() / w.sum())), rel=1e-9)
-        assert item.delta_mean == pytest.approx(float((w * delta).sum() / w.sum()), rel=1e-9)
+        assert item.delta.rmse == pytest.approx(float(np.sqrt((w * delta**2).sum() / w.sum())), rel=1e-9)
+        assert item.delta.mean == pytest.approx(float((w * delta).sum() / w.sum()), rel=1e-9)
         assert item.kl.value == pytest.approx(float((w * kl).sum() / (w * loss).sum()), rel=1e-6)
         whole = (w * (cross_entropy(changed, y) - loss)).sum() / (w * loss).sum()
         assert item.labelled is not None

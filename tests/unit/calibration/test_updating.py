@@ -11,7 +11,7 @@ from test_probe_limits import HEAD, OUTPUTS, W1, artifact_of, data_of
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.calibration.updating import ProfiledModel, update
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.core.formats import FLOAT8_SPECS, Float8
+from loka_onnx.core.formats import E4M3FN, E5M2
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.errors import CalibrationError
 
@@ -64,7 +64,7 @@ def test_what_reaches_beyond_the_scales_saturates_and_is_counted(subject, rows, 
     scale = profile.scales[PER_TENSOR.activation_id]["x"]
     assert more.scales == profile.scales
     x = rows.astype(np.float32)
-    limit = FLOAT8_SPECS[Float8.E4M3FN].max
+    limit = E4M3FN.max
     assert more.site("fc1").operands["x"].amax == np.abs(x).max() > 2 * limit * scale
     beyond = int((np.abs(x) / np.float32(scale) > limit).sum())
     assert more.site("fc1").error(PER_TENSOR.id).saturated == beyond > 0
@@ -75,7 +75,7 @@ def test_what_reaches_beyond_the_scales_saturates_and_is_counted(subject, rows, 
 def test_the_recipe_of_a_sensitivity_stays_that_of_the_profile(tmp_path, subject, rows):
     """Even where the other one would now be the better."""
     first = world(tmp_path, "a", rows[: 6 * SIZE])
-    for weight in (PER_TENSOR.weight, PER_CHANNEL_WEIGHT.weight):
+    for weight in (PER_TENSOR.weight.granularity, PER_CHANNEL_WEIGHT.weight.granularity):
         profile = calibrate(subject.model, OUTPUTS, first, tmp_path, replace(OPTIONS, weight=weight))
         chosen = [entry.sensitivities[0].recipe for entry in profile.sites]
         more = world(tmp_path, f"b{weight}", rows[6 * SIZE :])
@@ -114,7 +114,7 @@ def test_other_labels_are_refused(measured, subject, rows, tmp_path):
 
 
 def test_other_recipes_are_refused(measured, subject, rows, tmp_path):
-    other = replace(OPTIONS, recipes=(Recipe(format=Float8.E5M2),))
+    other = replace(OPTIONS, recipes=(Recipe.of(E5M2),))
     with pytest.raises(CalibrationError, match="in other recipes than the profile's") as caught:
         update(measured[0], subject, world(tmp_path, "b", rows), tmp_path, other)
     assert f"{PER_TENSOR.id} is not asked for" in str(caught.value)

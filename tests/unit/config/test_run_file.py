@@ -17,8 +17,9 @@ from loka_onnx.config import (
     build_run_config,
     load_run_file,
 )
+from loka_onnx.config.choices import Float8Format
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import Precision
 from loka_onnx.errors import ConfigError
 
 
@@ -49,7 +50,7 @@ class TestMeaning:
         }
         assert config.plan.base is Precision.BF16
         assert config.plan.weight_granularity is WeightGranularity.BEST
-        assert (config.plan.format, config.plan.scale) == (Float8.E4M3FN, ScaleRule.AMAX)
+        assert (config.plan.format, config.plan.scale) == (Float8Format.E4M3FN, ScaleRule.AMAX)
         assert config.plan.plans is None
         assert config.targets[0].backends == ("inductor", "tensorrt")
         assert config.threads is None and not config.data.synthetic

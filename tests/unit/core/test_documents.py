@@ -110,9 +110,8 @@ def test_a_document_comes_back_equal(value, tmp_path):
 def test_lookups():
     assert ARTIFACT.site("over.fc1") is SITE and ARTIFACT.linear_sites == (SITE,)
     assert SITE.flops_per_example == ARTIFACT.fp8_able_flops == 2 * 3 * 32 * 64
-    assert PROFILE.site("over.fc1").error("r").cosine == pytest.approx(1.0 / 1.5**0.5)
     found = PROFILE.site("over.fc1").sensitivity("r", "logit")
-    assert (found.delta_rmse, found.delta_mean) == (pytest.approx(0.1), pytest.approx(-0.1))
+    assert (found.delta.rmse, found.delta.mean) == (pytest.approx(0.1), pytest.approx(-0.1))
     assert found.kl.upper == float("inf") and PROFILE.groups[0].sensitivity("logit") is KL
     for missing in (
         lambda: ARTIFACT.site("x"),

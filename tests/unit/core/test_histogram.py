@@ -58,15 +58,6 @@ def test_a_quantile_is_within_a_bin_of_that_of_the_elements(x, share):
     assert any(abs(found - value) <= RELATIVE_BIN_WIDTH * value for value in (exact, *near))
 
 
-def test_shares_below_a_bound():
-    histogram = of(np.array([0.0, 0.25, -0.5, 1.0, 2.0]))
-    assert histogram.share_below(0.0) == 0.0 and histogram.share_below(1.0) == pytest.approx(2 / 5)
-    assert histogram.share_below(100.0) == pytest.approx(4 / 5)
-    # The middle of the bin [1, 1.125).
-    assert histogram.share_below(1.0625) == pytest.approx(2.5 / 5)
-    assert MagnitudeHistogram().share_below(1.0) == 0.0
-
-
 def test_quantiles_of_zeros_and_of_nothing():
     assert of(np.zeros(5)).quantile(1.0) == 0.0
     assert of(np.array([0.0, 0.0, 0.0, 3.0])).quantile(0.75) == 0.0

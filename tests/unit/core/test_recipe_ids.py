@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
+from loka_onnx.core.formats import INT8, UINT8
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, OperandSpec, Recipe
 
 
-@pytest.mark.parametrize("recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT, Recipe(scale="percentile-99.9")])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        PER_TENSOR,
+        PER_CHANNEL_WEIGHT,
+        Recipe(scale="percentile-99.9"),
+        Recipe.of(INT8),
+        Recipe.of(UINT8, scale="mse"),
+    ],
+)
 def test_a_recipe_is_read_from_its_id(recipe: Recipe) -> None:
     assert Recipe.of_id(recipe.id) == recipe
+
+
+def test_weights_beside_asymmetric_activations_are_symmetric() -> None:
+    recipe = Recipe.of(UINT8, scale="mse")
+    assert (recipe.id, recipe.weight.format) == ("uint8/per_tensor/per_tensor/mse", INT8)
+    assert recipe.weight.is_symmetric and not recipe.activation.is_symmetric
+    with pytest.raises(ValueError, match="no weights in UINT8 go with UINT8"):
+        Recipe(OperandSpec(UINT8), OperandSpec(UINT8))
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import onnx
 import onnx.parser
 import pytest
 
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import Float8, NumberFormat, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
-from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.core.recipe import Recipe
 from loka_onnx.engines.onnxruntime.io_binding_settings import settings_for, why_declined, without_graphs
 from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, MIGRAPHX, TENSORRT, Provider
 from loka_onnx.engines.request import BatchRange, BuildRequest
@@ -20,10 +19,10 @@ from loka_onnx.errors import ModelError
 HEADER = '<ir_version: 10, opset_import: ["" : 21]>'
 
 
-def plan_of(base: Precision, float8: Float8 | None = None) -> PrecisionPlan:
+def plan_of(base: Precision, float8: NumberFormat | None = None) -> PrecisionPlan:
     decision = Decision("fc", base, None, Verdict.NOT_JUDGED, "")
     if float8 is not None:
-        recipe = replace(PER_TENSOR, format=float8)
+        recipe = Recipe.of(float8)
         decision = Decision("fc", Precision.FP8, recipe, Verdict.SAFE, "", 1.0, (1.0,))
     return PrecisionPlan("fp8-all" if float8 else base.value, "d", base, (decision,), {}, 0.0)
 

@@ -6,24 +6,29 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from loka_onnx.core.formats import FLOAT8_SPECS, Float8
+from loka_onnx.core.formats import FLOATS, INT8, UINT8, NumberFormat
+from loka_onnx.core.recipe import Scaling
 from loka_onnx.graph.fake_quantize import Bounds, fake_quantize, round_to_bfloat16
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 pytest.importorskip("onnxruntime")
 
-FORMATS = list(Float8)
+FORMATS = list(FLOATS)
 
 
-def session_of(write_model, format: Float8, scale: float, bounds: Bounds | None = None) -> OnnxSession:
+def session_of(
+    write_model, format: NumberFormat, scale: float, bounds: Bounds | None = None, zero_point: int = 0
+) -> OnnxSession:
     """x → its FP8 value times the scale, and |x / scale|; at the optimization level that calibration uses."""
     model = GraphModel.load(write_model("g (float[n] x) => (float[n] y) { y = Identity(x) }"))
     (output,) = model.outputs
-    quantized = fake_quantize(model, model.inputs[0], scale, format, "q", bounds or Bounds())
+    quantized = fake_quantize(
+        model, model.inputs[0], Scaling(scale, zero_point), format, "q", bounds or Bounds()
+    )
     model.make_output(output, quantized.values)
-    model.add_output(quantized.magnitude, np.float32, ["n"])
-    quantized.magnitude.name = "magnitude"
+    model.add_output(quantized.scaled, np.float32, ["n"])
+    quantized.scaled.name = "magnitude"
     path = write_model("g (float[n] x) => (float[n] y) { y = Identity(x) }", name="fake.onnx")
     model.save(path)
     return OnnxSession(path, SessionOptions(threads=1))
@@ -33,10 +38,10 @@ def through(session: OnnxSession, x: np.ndarray) -> np.ndarray:
     return session.run({"x": x}, ["y"])["y"]
 
 
-def by_ml_dtypes(x: np.ndarray, scale: float, format: Float8) -> np.ndarray:
-    spec = FLOAT8_SPECS[format]
+def by_ml_dtypes(x: np.ndarray, scale: float, format: NumberFormat) -> np.ndarray:
+    spec = format
     clipped = np.clip(x / np.float32(scale), -np.float32(spec.max), np.float32(spec.max))
-    return clipped.astype(getattr(ml_dtypes, spec.ml_dtype)).astype(np.float32) * np.float32(scale)
+    return clipped.astype(getattr(ml_dtypes, spec.storage)).astype(np.float32) * np.float32(scale)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -44,16 +49,16 @@ def test_every_mantissa_of_a_binade(format, write_model):
     """2**23 values in [1, 2), among them each tie; the operations commute with powers of two."""
     session = session_of(write_model, format, 1.0)
     binade = np.arange(0x3F800000, 0x40000000, dtype=np.uint32).view(np.float32)
-    want = binade.astype(getattr(ml_dtypes, FLOAT8_SPECS[format].ml_dtype)).astype(np.float32)
+    want = binade.astype(getattr(ml_dtypes, format.storage)).astype(np.float32)
     np.testing.assert_array_equal(through(session, binade), want)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_binade_at_and_around_its_ties(format, write_model):
     """From far below the smallest subnormal to beyond the maximum, either sign."""
-    spec = FLOAT8_SPECS[format]
+    spec = format
     session = session_of(write_model, format, 1.0)
-    values = np.arange(128, dtype=np.uint8).view(getattr(ml_dtypes, spec.ml_dtype)).astype(np.float32)
+    values = np.arange(128, dtype=np.uint8).view(getattr(ml_dtypes, spec.storage)).astype(np.float32)
     values = np.sort(values[np.isfinite(values)])
     middles = (values[1:] + values[:-1]) / 2
     exact = np.concatenate([values, middles, 2.0 ** np.arange(-126, 60), [spec.max * 1.5, spec.max + 1]])
@@ -72,10 +77,10 @@ def test_every_binade_at_and_around_its_ties(format, write_model):
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_subnormal_range_densely(format, write_model):
     """Two million values, evenly spaced, over the subnormals and the first normal binade."""
-    spec = FLOAT8_SPECS[format]
+    spec = format
     session = session_of(write_model, format, 1.0)
     x = np.linspace(-2 * spec.min_normal, 2 * spec.min_normal, 2_000_001, dtype=np.float32)
-    want = x.astype(getattr(ml_dtypes, spec.ml_dtype)).astype(np.float32)
+    want = x.astype(getattr(ml_dtypes, spec.storage)).astype(np.float32)
     np.testing.assert_array_equal(through(session, x), want)
 
 
@@ -83,7 +88,7 @@ def test_the_subnormal_range_densely(format, write_model):
 @pytest.mark.parametrize("format", FORMATS)
 def test_scales_divide_and_multiply_as_quantize_and_dequantize_do(format, scale, write_model):
     session = session_of(write_model, format, scale)
-    normal = np.random.default_rng(0).standard_normal(100_000) * FLOAT8_SPECS[format].max * scale / 3
+    normal = np.random.default_rng(0).standard_normal(100_000) * format.max * scale / 3
     x = np.clip(normal, -3e38, 3e38).astype(np.float32)
     np.testing.assert_array_equal(through(session, x), by_ml_dtypes(x, scale, format))
     magnitude = session.run({"x": x}, ["magnitude"])["magnitude"]
@@ -92,9 +97,9 @@ def test_scales_divide_and_multiply_as_quantize_and_dequantize_do(format, scale,
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_zeros_and_the_ends_of_the_range(format, write_model):
-    spec = FLOAT8_SPECS[format]
+    spec = format
     session = session_of(write_model, format, 2.0)
-    top, least = spec.max * 2, spec.min_subnormal * 2
+    top, least = spec.max * 2, spec.smallest * 2
     x = [0.0, -0.0, top, -top, top * 1.01, -3e38, 3e38, least, least / 2, -least / 2, least * 0.5001, 1e-45]
     got = through(session, np.array(x, np.float32))
     np.testing.assert_array_equal(got, [0, 0, top, -top, top, -top, top, least, 0, 0, least, 0])
@@ -102,13 +107,31 @@ def test_zeros_and_the_ends_of_the_range(format, write_model):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_known_of_a_tensor_saves_operations_and_changes_nothing(format, write_model):
-    limit, scale = FLOAT8_SPECS[format].max, 0.0078125
+    limit, scale = format.max, 0.0078125
     x = np.linspace(0, limit * scale, 100_001, dtype=np.float32)
     for saturates, is_signed in ((False, False), (False, True), (True, False)):
         session = session_of(write_model, format, scale, Bounds(saturates, is_signed))
         values = np.concatenate([x, x * 3]) if saturates else x
         values = np.concatenate([values, -values]) if is_signed else values
         np.testing.assert_array_equal(through(session, values), by_ml_dtypes(values, scale, format))
+
+
+@pytest.mark.parametrize(("format", "zero_point"), [(INT8, 0), (UINT8, 0), (UINT8, 37), (UINT8, 255)])
+@pytest.mark.parametrize("scale", [0.0078125, 1.6640625, 1.7e30])
+def test_integers_against_int64(format, zero_point, scale, write_model):
+    """Every tie and its neighbours, values far beyond the range, and with known bounds."""
+    halves = np.arange(-600, 601) / 2
+    steps = np.concatenate([halves, np.nextafter(halves, 999), np.nextafter(halves, -999), [3e7, -3e7, 0.2]])
+    x = (steps * scale).astype(np.float32)
+    quotient = (x / np.float32(scale)).astype(np.float64)
+    low, high = (-128, 127) if format is INT8 else (0, 255)
+    code = np.clip(np.rint(quotient).astype(np.int64) + zero_point, low, high)
+    want = (code - zero_point).astype(np.float32) * np.float32(scale)
+    got = through(session_of(write_model, format, scale, zero_point=zero_point), x)
+    np.testing.assert_array_equal(got, want)
+    inside = (np.rint(quotient) + zero_point >= low) & (np.rint(quotient) + zero_point <= high)
+    bounded = session_of(write_model, format, scale, Bounds(saturates=False), zero_point)
+    np.testing.assert_array_equal(through(bounded, x[inside]), want[inside])
 
 
 def test_bfloat16_over_every_mantissa(write_model):

@@ -16,7 +16,7 @@ wild = st.one_of(st.just(0.0), st.floats(-1e300, 1e300), st.floats(-1.0, 1.0), s
 
 
 def sums_of(table: np.ndarray) -> tuple[ExactSum, ...]:
-    sums = ColumnSums(table.shape[1])
+    sums = ColumnSums()
     for row in table:
         sums.add(row)
     return sums.sums()
@@ -26,7 +26,7 @@ def expected(table: np.ndarray) -> tuple[ExactSum, ...]:
     return tuple(ExactSum.of(column) for column in table.T)
 
 
-@given(arrays(np.float64, st.tuples(st.integers(0, 9), st.integers(0, 5)), elements=wild))
+@given(arrays(np.float64, st.tuples(st.integers(1, 9), st.integers(0, 5)), elements=wild))
 def test_every_column_is_summed_exactly(table):
     assert sums_of(table) == expected(table)
 
@@ -45,14 +45,14 @@ def test_more_rows_than_are_held_and_all_magnitudes():
 
 def test_sums_can_be_read_between_rows():
     table = np.random.default_rng(1).standard_normal((9, 3))
-    sums = ColumnSums(3)
+    sums = ColumnSums()
     for number, row in enumerate(table, 1):
         sums.add(row)
         assert sums.sums() == expected(table[:number])
 
 
 def test_a_row_may_be_used_again_by_its_owner():
-    sums, row = ColumnSums(1), np.ones(1)
+    sums, row = ColumnSums(), np.ones(1)
     sums.add(row)
     row[0] = 5.0
     assert sums.sums()[0].value == 1.0
@@ -60,7 +60,7 @@ def test_a_row_may_be_used_again_by_its_owner():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1.7e308])
 def test_what_has_no_exact_sum_is_refused(value):
-    sums = ColumnSums(2)
+    sums = ColumnSums()
     sums.add(np.array([1.0, value]))
     sums.add(np.array([1.0, value]))
     with pytest.raises(InternalError, match="exact sums take finite numbers"):

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from loka_onnx.core.formats import Float8
+from loka_onnx.core.formats import E5M2
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.numerics.product_error import Product, Rounding
 
@@ -86,7 +86,7 @@ def test_some_columns_stand_for_all_under_the_scale_of_all() -> None:
 
 def test_another_format() -> None:
     """E5M2 has one bit less: four times the energy of E4M3."""
-    rounding = Rounding(Float8.E5M2, (Granularity.PER_TENSOR,))
+    rounding = Rounding(E5M2, (Granularity.PER_TENSOR,))
     product = Product(AMAX, W, ALL)
     assert measured(product, *ONES, rounding) / measured(product, *ONES) == pytest.approx(4, rel=0.2)
 

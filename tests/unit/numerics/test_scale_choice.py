@@ -11,21 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from loka_onnx.core.formats import FLOAT8_SPECS, Float8
+from loka_onnx.core.formats import E4M3FN, FLOATS, INT8, UINT8, NumberFormat
 from loka_onnx.core.histogram import NOTHING_COUNTED
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.statistics import RangeStats
 from loka_onnx.errors import CalibrationError
-from loka_onnx.numerics.float8 import fake_quantize
 from loka_onnx.numerics.histograms import count_magnitudes, histogram_of
+from loka_onnx.numerics.rounding import fake_quantize
 from loka_onnx.numerics.scale_choice import (
-    activation_scale,
+    activation_scaling,
     cumulated_error,
     expected_noise,
 )
 from loka_onnx.numerics.scales import amax_scale
 
-FORMATS = tuple(Float8)
+FORMATS = FLOATS
 RULES = ("amax", "percentile-99.9", "percentile-99.99", "mse")
 
 
@@ -42,7 +42,11 @@ def stats_of(x: np.ndarray) -> RangeStats:
     )
 
 
-def measured_noise(x: np.ndarray, scale: float, format: Float8) -> float:
+def scale_of(stats: RangeStats, recipe: Recipe) -> float:
+    return activation_scaling(stats, recipe).scale
+
+
+def measured_noise(x: np.ndarray, scale: float, format: NumberFormat) -> float:
     return float(np.square(fake_quantize(x, scale, format).astype(np.float64) - x).sum())
 
 
@@ -69,18 +73,17 @@ HEAVY = ("lognormal", "heavy tails", "two scales")
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_integral_of_the_error_against_a_fine_sum(format):
     """Midpoint sums of (x − Q(x))² with ml_dtypes, from the subnormals to beyond the largest number."""
-    spec = FLOAT8_SPECS[format]
     for low, high in (
-        (0.0, 5.3 * spec.min_subnormal),
-        (0.4 * spec.min_normal, 3.1 * spec.min_normal),
+        (0.0, 5.3 * format.smallest),
+        (0.4 * format.min_normal, 3.1 * format.min_normal),
         (0.7, 9.9),
-        (0.8 * spec.max, spec.max),
-        (0.9 * spec.max, 1.7 * spec.max),
+        (0.8 * format.max, format.max),
+        (0.9 * format.max, 1.7 * format.max),
     ):
         x = low + (high - low) * (np.arange(400_000) + 0.5) / 400_000
         rounded = fake_quantize(x, 1.0, format).astype(np.float64)
         summed = float(np.square(x - rounded).mean() * (high - low))
-        found = cumulated_error(np.array([low, high]), format)
+        found = cumulated_error(np.array([low, high]), format, format.max)
         # Ties and the midpoint rule: seen 3e-5, at the smallest of these integrals.
         assert float(found[1] - found[0]) == pytest.approx(summed, rel=1e-4)
 
@@ -96,7 +99,7 @@ def test_predicted_and_measured_error(name, rule, format):
     allowed = 0.15 if name in HEAVY else 0.05
     x = sample(name)
     stats = stats_of(x)
-    scale = activation_scale(stats, Recipe(format=format, scale=rule))
+    scale = scale_of(stats, Recipe.of(format, scale=rule))
     predicted = float(expected_noise(stats, np.array([scale]), format)[0])
     measured = measured_noise(x, scale, format)
     assert (predicted / measured) ** 0.5 == pytest.approx(1.0, abs=allowed)
@@ -110,21 +113,21 @@ values = npst.arrays(
 @given(values, st.sampled_from(FORMATS))
 def test_mse_is_never_predicted_worse_than_amax(x, format):
     stats = stats_of(x)
-    amax, mse = (activation_scale(stats, Recipe(format=format, scale=rule)) for rule in ("amax", "mse"))
+    amax, mse = (scale_of(stats, Recipe.of(format, scale=rule)) for rule in ("amax", "mse"))
     of_mse, of_amax = expected_noise(stats, np.array([mse, amax]), format)
     assert of_mse <= of_amax
 
 
 @pytest.mark.parametrize(
     "format",
-    [pytest.param(f, marks=() if f is Float8.E4M3FN else pytest.mark.slow) for f in FORMATS],
+    [pytest.param(f, marks=() if f is E4M3FN else pytest.mark.slow) for f in FORMATS],
 )
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_mse_against_the_best_scale_there_is(name, format):
     """A floating-point format loses little by any scale: amax itself comes within 1.13. Seen: 1.10."""
     x = sample(name)
     stats = stats_of(x)
-    chosen = measured_noise(x, activation_scale(stats, Recipe(format=format, scale="mse")), format)
+    chosen = measured_noise(x, scale_of(stats, Recipe.of(format, scale="mse")), format)
     widest = amax_scale(stats.amax, format)
     best = min(measured_noise(x, widest * 2.0 ** (-step / 32), format) for step in range(-32, 200))
     assert (chosen / best) ** 0.5 <= (1.12 if name in HEAVY else 1.02)
@@ -133,8 +136,8 @@ def test_mse_against_the_best_scale_there_is(name, format):
 def test_what_each_rule_does_with_an_outlier():
     """One value at 1000 times the rest: amax spends the range on it, the percentile cuts it off."""
     x = np.append(sample("normal"), np.float32(4000.0))
-    scales = {rule: activation_scale(stats_of(x), Recipe(scale=rule)) for rule in RULES}
-    assert scales["amax"] == amax_scale(4000.0, Float8.E4M3FN)
+    scales = {rule: scale_of(stats_of(x), Recipe(scale=rule)) for rule in RULES}
+    assert scales["amax"] == amax_scale(4000.0, E4M3FN)
     exact = float(np.quantile(np.abs(x), 0.999))
     assert scales["percentile-99.9"] * 448 == pytest.approx(exact, rel=0.125 + 2**-7)
     assert scales["percentile-99.9"] < scales["percentile-99.99"] < scales["amax"]
@@ -145,20 +148,20 @@ def test_what_each_rule_does_with_an_outlier():
 @pytest.mark.parametrize("rule", RULES)
 def test_scales_are_bfloat16_numbers_also_of_dead_and_sparse_tensors(rule):
     for x in (sample("lognormal"), np.full(7, 0.3, np.float32), np.float32([0] * 99_999 + [2.0])):
-        scale = activation_scale(stats_of(x), Recipe(scale=rule))
+        scale = scale_of(stats_of(x), Recipe(scale=rule))
         assert float(np.float32(scale)) == scale and np.float32(scale).view(np.uint32) % 2**16 == 0
-    assert activation_scale(stats_of(np.zeros(5, np.float32)), Recipe(scale=rule)) == 1.0
+    assert scale_of(stats_of(np.zeros(5, np.float32)), Recipe(scale=rule)) == 1.0
     # 99.99 % are zero: the percentile says nothing of the range.
     sparse = stats_of(np.float32([0] * 99_999 + [2.0]))
     if rule.startswith("percentile"):
-        assert activation_scale(sparse, Recipe(scale=rule)) == amax_scale(2.0, Float8.E4M3FN)
+        assert scale_of(sparse, Recipe(scale=rule)) == amax_scale(2.0, E4M3FN)
 
 
 def test_a_profile_without_histogram_knows_amax_only():
     stats = replace(stats_of(np.ones(3, np.float32)), histogram=NOTHING_COUNTED)
-    assert activation_scale(stats, Recipe()) == amax_scale(1.0, Float8.E4M3FN)
+    assert scale_of(stats, Recipe()) == amax_scale(1.0, E4M3FN)
     with pytest.raises(CalibrationError, match=re.escape("the scale rule 'mse' needs a histogram")):
-        activation_scale(stats, Recipe(scale="mse"))
+        scale_of(stats, Recipe(scale="mse"))
 
 
 @pytest.mark.parametrize("rule", ["", "max", "percentile", "percentile-", "percentile-100", "percentile-nan"])
@@ -166,3 +169,35 @@ def test_unknown_rules_are_refused(rule):
     with pytest.raises(ValueError, match=f"no scale rule '{rule}'"):
         Recipe(scale=rule)
     assert Recipe(scale="percentile-99.9").percentile == 99.9
+
+
+@pytest.mark.parametrize("format", [INT8, UINT8])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["normal", "relu", "uniform", "heavy tails"])
+def test_integer_scalings_and_their_predicted_error(name, rule, format):
+    """Within 1.06 in the relative error, more where few values hold most of the energy."""
+    x = sample(name)
+    stats = stats_of(x)
+    scaling = activation_scaling(stats, Recipe.of(format, scale=rule))
+    assert scaling.zero_point == 0 or format is UINT8
+    rounded = fake_quantize(x, scaling.scale, format, zero_point=scaling.zero_point).astype(np.float64)
+    predicted = float(expected_noise(stats, np.array([scaling.scale]), format, scaling.zero_point)[0])
+    allowed = 0.15 if name in HEAVY else 0.06
+    assert (predicted / np.square(rounded - x).sum()) ** 0.5 == pytest.approx(1.0, abs=allowed)
+    if rule == "amax":
+        # A rounded zero point may cut half a step off.
+        assert np.abs(rounded - x).max() <= scaling.scale * (1.0 if format is UINT8 else 0.5) * (1 + 1e-5)
+
+
+def test_a_zero_point_spends_the_whole_range_on_what_is_there():
+    """A tensor of one sign gets 255 steps in UINT8, and 127 in INT8."""
+    x = sample("relu")
+    symmetric, positive, negative = (
+        activation_scaling(stats_of(values), Recipe.of(format))
+        for values, format in ((x, INT8), (x, UINT8), (-x, UINT8))
+    )
+    assert positive.scale == pytest.approx(symmetric.scale * 127 / 255, rel=2**-6)
+    assert (positive.zero_point, symmetric.zero_point) == (0, 0)
+    assert (negative.scale, negative.zero_point) == (positive.scale, round(x.max() / positive.scale))
+    # Without a value below 3, zero still has a code.
+    assert activation_scaling(stats_of(x + 3), Recipe.of(UINT8)).zero_point == 0

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loka_onnx.core.formats import FLOAT8_SPECS, Float8
+from loka_onnx.core.formats import E4M3FN, FLOATS
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.errors import CalibrationError
-from loka_onnx.numerics.float8 import fake_quantize
+from loka_onnx.numerics.rounding import fake_quantize
 from loka_onnx.numerics.scales import SMALLEST_SCALE, amax_scale, weight_scales
 
-FORMATS = list(Float8)
+FORMATS = list(FLOATS)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 AMAX = st.floats(min_value=0.0, max_value=FLOAT32_MAX, exclude_min=True) | st.floats(
     min_value=1e-6, max_value=1e6
@@ -38,7 +38,7 @@ def bf16_ceiling(ratio: Fraction) -> Fraction:
 @given(amax=AMAX)
 @settings(max_examples=150, deadline=None)
 def test_is_the_bf16_ceiling_of_the_ratio(format, amax):
-    exact = bf16_ceiling(Fraction(amax) / Fraction(FLOAT8_SPECS[format].max))
+    exact = bf16_ceiling(Fraction(amax) / Fraction(format.max))
     assert Fraction(amax_scale(amax, format)) == max(exact, Fraction(SMALLEST_SCALE))
 
 
@@ -46,7 +46,7 @@ def test_is_the_bf16_ceiling_of_the_ratio(format, amax):
 @given(amax=AMAX)
 @settings(max_examples=100, deadline=None)
 def test_nothing_saturates_and_every_type_holds_the_scale(format, amax):
-    scale, limit = amax_scale(amax, format), FLOAT8_SPECS[format].max
+    scale, limit = amax_scale(amax, format), format.max
     assert Fraction(amax) / Fraction(scale) <= Fraction(limit)
     with np.errstate(over="ignore", under="ignore"):
         assert np.float32(amax) / np.float32(scale) <= limit
@@ -59,23 +59,23 @@ def test_nothing_saturates_and_every_type_holds_the_scale(format, amax):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("significand", range(128, 256))
 def test_amax_on_and_just_beside_the_grid(format, significand):
-    limit = FLOAT8_SPECS[format].max
+    limit = format.max
     grid = significand * 2.0**-20
     assert amax_scale(grid * limit, format) == grid
     assert amax_scale(np.nextafter(grid * limit, np.inf), format) > grid
 
 
 def test_zero_and_tiny_ranges():
-    assert amax_scale(0.0, Float8.E4M3FN) == 1.0
-    assert amax_scale(1e-45, Float8.E4M3FN) == 2.0**-126
+    assert amax_scale(0.0, E4M3FN) == 1.0
+    assert amax_scale(1e-45, E4M3FN) == 2.0**-126
 
 
 @pytest.mark.parametrize("amax", [float("inf"), float("nan"), -1.0, 1e39])
 def test_a_range_without_a_scale_is_refused(amax):
     with pytest.raises(CalibrationError) as caught:
-        amax_scale(amax, Float8.E4M3FN)
+        amax_scale(amax, E4M3FN)
     assert str(caught.value) == (
-        f"amax is {amax:g}: an FP8 scale needs a finite range\n"
+        f"amax is {amax:g}: a scale needs a finite range\n"
         "  evidence: 1 of 1 ranges, the first is number 0\n"
         "  remedy: drop those rows from the data, or keep the site in BF16 with `plan.keep`"
     )
@@ -95,25 +95,25 @@ def test_weight_scales_per_channel_are_those_of_each_channel(format, axis):
     # Half an ulp of the top binade bounds the error of every element.
     error = np.abs(fake_quantize(w, scales, format, axis) - w)
     bound = np.moveaxis(np.broadcast_to(scales, channels.T.shape).T, 0, axis)
-    half_ulp = FLOAT8_SPECS[format].max * 2.0 ** -(FLOAT8_SPECS[format].mantissa_bits + 1)
+    half_ulp = format.max * 2.0 ** -(format.mantissa_bits + 1)
     assert (error <= bound * half_ulp).all()
 
 
 def test_weight_scale_per_tensor_ignores_the_axis():
     w = np.array([[1.0, -7.0]], np.float16)
-    scale = weight_scales(w, Granularity.PER_TENSOR, 99, Float8.E4M3FN)
+    scale = weight_scales(w, Granularity.PER_TENSOR, 99, E4M3FN)
     assert scale.shape == ()
     assert float(scale) == 2.0**-6
-    assert weight_scales(w[:0], Granularity.PER_TENSOR, 0, Float8.E4M3FN) == 1.0
+    assert weight_scales(w[:0], Granularity.PER_TENSOR, 0, E4M3FN) == 1.0
 
 
 def test_one_channel_without_a_scale_refuses_them_all():
     with pytest.raises(CalibrationError, match=r"1 of 3 ranges, the first is number 1"):
-        weight_scales(np.array([[1.0], [1e39], [2.0]]), Granularity.PER_CHANNEL, 0, Float8.E4M3FN)
+        weight_scales(np.array([[1.0], [1e39], [2.0]]), Granularity.PER_CHANNEL, 0, E4M3FN)
 
 
 def test_a_weight_with_nan_is_refused():
     w = np.array([[1.0, np.nan], [np.inf, 0.0]], np.float32)
     with pytest.raises(CalibrationError, match="a weight is not finite") as caught:
-        weight_scales(w, Granularity.PER_CHANNEL, 0, Float8.E4M3FN)
+        weight_scales(w, Granularity.PER_CHANNEL, 0, E4M3FN)
     assert "2 of 4 elements" in str(caught.value)

@@ -18,7 +18,7 @@ from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, SpeedVerdict, Verdict
 from loka_onnx.core.ratio_moments import RatioMoments
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, Granularity
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
@@ -315,8 +315,8 @@ def test_each_product_of_a_tensor_must_save_something_itself(
     graph = GraphModel.load(tmp_path / "model.onnx")
     monkeypatch.setattr(f"{__name__}.SHAPES", shapes)
     known = timings({site: (*pair, 1.0) for site, pair in us.items()})
-    scales = dict.fromkeys(us, Granularity.PER_CHANNEL)
-    speeds = SiteSpeeds(graph, find_sites(graph), known, Precision.BF16, scales)
+    recipes = dict.fromkeys(us, PER_CHANNEL_WEIGHT)
+    speeds = SiteSpeeds(graph, find_sites(graph), known, Precision.BF16, recipes)
     assert [site for site in us if speeds.speed(site).verdict is SpeedVerdict.FAST] == ["quick", "little"]
 
 
@@ -384,9 +384,9 @@ def speeds_of(shared: GraphModel, backend: str, serve: tuple[int, ...] = (10,)) 
             kernel = Kernel("d", backend, name, precision, scales)
             kernels.append(KernelTiming(kernel, at, us * factor, 0.1, SOURCE))
     sites = find_sites(shared)
-    scales_of = {site.name: Granularity.PER_TENSOR for site in sites}
+    recipes = {site.name: PER_TENSOR for site in sites}
     known = DeviceTimings("d", backend, tuple(kernels), serve)
-    return SiteSpeeds(shared, sites, known, Precision.BF16, scales_of)
+    return SiteSpeeds(shared, sites, known, Precision.BF16, recipes)
 
 
 def test_readers_of_one_tensor_share_its_cast(shared: GraphModel) -> None:
@@ -466,10 +466,10 @@ def test_stacks_of_weights_have_no_kernel_times(shared: GraphModel) -> None:
 def test_fp16_is_held_to_bf16_where_that_alone_was_timed(shared: GraphModel) -> None:
     sites = find_sites(shared)
     known = speeds_of(shared, PLAIN)._known
-    scales = {site.name: Granularity.PER_TENSOR for site in sites}
-    speeds = SiteSpeeds(shared, sites, known, Precision.FP16, scales)
+    recipes = {site.name: PER_TENSOR for site in sites}
+    speeds = SiteSpeeds(shared, sites, known, Precision.FP16, recipes)
     assert speeds.speed("fa").saved_us == {"10": 2.0}
-    assert not SiteSpeeds(shared, sites, known, Precision.FP32, scales).known
+    assert not SiteSpeeds(shared, sites, known, Precision.FP32, recipes).known
 
 
 # The shipped times ------------------------------------------------------------------------------------
@@ -493,16 +493,16 @@ def stack(folder: Path, width: int) -> GraphModel:
 def test_on_an_h100_large_products_pay_for_their_cast(tmp_path: Path, width: int, verdict: str) -> None:
     graph = stack(tmp_path, width)
     known = DeviceTimings("nvidia-h100", "inductor", shipped_timings("nvidia-h100"), (1024,))
-    scales = {"fc": Granularity.PER_TENSOR}
-    found = SiteSpeeds(graph, find_sites(graph), known, Precision.BF16, scales).speed("fc")
+    recipes = {"fc": PER_TENSOR}
+    found = SiteSpeeds(graph, find_sites(graph), known, Precision.BF16, recipes).speed("fc")
     assert (found.verdict, found.is_measured) == (verdict, True)
 
 
 def test_a_shape_between_measured_ones_is_marked_predicted(tmp_path: Path) -> None:
     graph = stack(tmp_path, 2048)
     known = DeviceTimings("nvidia-h100", "inductor", shipped_timings("nvidia-h100"), (1500,))
-    scales = {"fc": Granularity.PER_TENSOR}
-    found = SiteSpeeds(graph, find_sites(graph), known, Precision.BF16, scales).speed("fc")
+    recipes = {"fc": PER_TENSOR}
+    found = SiteSpeeds(graph, find_sites(graph), known, Precision.BF16, recipes).speed("fc")
     assert (found.verdict, found.is_measured) == ("fast", False)
     assert "(predicted, ± " in found.reason
     # It was measured at 1024 rows and at 4096: 4.4 and 18.5 µs.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.recipe import Granularity
+from loka_onnx.core.recipe import Granularity, Recipe
 from loka_onnx.core.timing import PRODUCT, QUANTIZE, Kernel, KernelTiming, Provenance, Shape
 from loka_onnx.planning.predict import FEWEST, KernelModel, TimeTable
 from loka_onnx.planning.timings import shipped_timings
@@ -203,10 +203,10 @@ def test_the_table_knows_other_backends_and_fused_kernels_apart() -> None:
     known = TimeTable([timing(fused, shape, 1.0), timing(CAST, Shape(256, 0, 64), 1.5)])
     assert known.product("inductor", Precision.FP8, shape, PER_TENSOR) is None
     assert known.product("tensorrt", Precision.BF16, shape) is None
-    cast = known.quantize("inductor", 256, 64)
+    cast = known.quantize("inductor", Precision.FP8, 256, 64)
     assert cast is not None
     assert cast.us == 1.5
-    assert known.quantize("tensorrt", 256, 64) is None
+    assert known.quantize("tensorrt", Precision.FP8, 256, 64) is None
 
 
 BUILT = Kernel("d", "inductor", PRODUCT, Precision.BF16)
@@ -218,8 +218,8 @@ ALONE_HERE = (timing(WIDE, HERE, 5.0), timing(NARROW, HERE, 3.0))
 def compared(
     *timings: KernelTiming, shape: Shape = HERE, scales: Granularity = PER_TENSOR
 ) -> tuple[float, float] | None:
-    found = TimeTable(timings).compared("inductor", Precision.BF16, shape, scales)
-    return None if found is None else (found.base.us, found.float8.us)
+    found = TimeTable(timings).compared("inductor", Precision.BF16, shape, Recipe.of(weight=scales))
+    return None if found is None else (found.base.us, found.quantized.us)
 
 
 def test_what_engines_run_is_held_against_what_engines_run() -> None:
@@ -248,6 +248,6 @@ def test_what_engines_run_is_not_predicted_for_other_shapes() -> None:
 
 def test_fp16_is_held_to_bf16_of_engines_too() -> None:
     known = TimeTable([*ALONE_HERE, timing(BUILT, HERE, 7.0), timing(BUILT8, HERE, 6.0)])
-    found = known.compared("inductor", Precision.FP16, HERE, PER_TENSOR)
-    assert found is not None and (found.base.us, found.float8.us) == (7.0, 6.0)
-    assert known.compared("inductor", Precision.FP32, HERE, PER_TENSOR) is None
+    found = known.compared("inductor", Precision.FP16, HERE, Recipe())
+    assert found is not None and (found.base.us, found.quantized.us) == (7.0, 6.0)
+    assert known.compared("inductor", Precision.FP32, HERE, Recipe()) is None

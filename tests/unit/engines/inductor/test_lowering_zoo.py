@@ -116,7 +116,7 @@ def fp8_all(artifact: ModelArtifact, recipe: Recipe, base: Precision) -> Precisi
         other: tuple[float, ...] = (scale,)
         if site.weight is not None:
             values = values_of(graph.node(site.name).inputs[site.weight.index])
-            found = weight_scales(values, recipe.weight, channel_axis(site.weight), Float8.E4M3FN)
+            found = weight_scales(values, recipe.weight.granularity, channel_axis(site.weight), Float8.E4M3FN)
             other = tuple(float(value) for value in found.reshape(-1))
         decisions.append(Decision(site.name, Precision.FP8, recipe, Verdict.SAFE, "", scale, other))
     return PrecisionPlan("fp8-all", artifact.digest, base, tuple(decisions), {}, 1.0)

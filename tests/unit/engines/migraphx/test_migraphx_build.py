@@ -172,7 +172,7 @@ def plan(recipe: Recipe | None = PER_TENSOR, base: Precision = Precision.BF16) -
 class TestBackend:
     def test_formats_that_it_cannot_be_given_are_declined(self) -> None:
         for format in (Float8.E5M2, Float8.E4M3FNUZ):
-            reason = MigraphxBackend().decline(plan(Recipe(format=format)), "gfx942")
+            reason = MigraphxBackend().decline(plan(Recipe.of(format)), "gfx942")
             assert reason == f"site 'fc' asks for {format}; migraphx multiplies E4M3FN only"
 
     def test_architectures_without_fp8_are_declined_for_fp8_only(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,11 @@ from rewrite_models import Arrays, parse
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
-from loka_onnx.core.recipe import Recipe
+from loka_onnx.core.recipe import Recipe, Scaling
 from loka_onnx.core.site import Site
 from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.graph.sites import channel_axis
-from loka_onnx.numerics.scales import amax_scale, weight_scales
+from loka_onnx.numerics.scales import range_scaling, weight_scales
 
 K, N = 24, 16
 
@@ -88,25 +88,18 @@ def quantizing_plan(
             return Decision(site.name, precision, None, Verdict.NOT_JUDGED, "test")
         first = site.activation
         other = next(operand for operand in site.operands if operand is not first)
-        scales: tuple[float, ...]
-        if other.constant:
-            values = values_of(graph.node(site.name).inputs[other.index])
-            found = weight_scales(values, recipe.weight, channel_axis(other), recipe.format)
-            scales = tuple(float(scale) for scale in found.reshape(-1))
-        else:
-            scales = (scale_of(rows[other.tensor], recipe),)
-        return Decision(
-            site.name,
-            Precision.FP8,
-            recipe,
-            Verdict.SAFE,
-            "test",
-            scale_of(rows[first.tensor], recipe),
-            scales,
-        )
+        scaling = scaling_of(rows[first.tensor], recipe)
+        decision = Decision(site.name, recipe.precision, recipe, Verdict.SAFE, "test", scaling.scale)
+        decision = replace(decision, activation_zero_point=scaling.zero_point)
+        if not other.constant:
+            second = scaling_of(rows[other.tensor], recipe)
+            return replace(decision, weight_scale=(second.scale,), weight_zero_point=second.zero_point)
+        values, spec = values_of(graph.node(site.name).inputs[other.index]), recipe.weight
+        scales = weight_scales(values, spec.granularity, channel_axis(other), spec.format)
+        return replace(decision, weight_scale=tuple(float(scale) for scale in scales.reshape(-1)))
 
     return PrecisionPlan("test", model.digest, base, tuple(decide(s) for s in model.sites), {}, 1.0)
 
 
-def scale_of(values: np.ndarray[Any, Any], recipe: Recipe) -> float:
-    return amax_scale(float(np.abs(values).max()), recipe.format)
+def scaling_of(values: np.ndarray[Any, Any], recipe: Recipe) -> Scaling:
+    return range_scaling(float(values.min()), float(values.max()), recipe.format)

@@ -178,24 +178,6 @@ def test_outputs_move_by_what_is_added(name: str, tmp_path: Path) -> None:
     OnnxSession(tmp_path / "after.onnx").run(x)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_removing_restores_every_byte(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    source = artifact(model_of(case), tmp_path / "source.onnx")
-    untouched, graph = GraphModel.load(source.path), GraphModel.load(source.path)
-    untouched.save(tmp_path / "untouched" / "model.onnx")
-    done = correct(graph, case.corrections)
-    graph.copy().save(tmp_path / "corrected" / "model.onnx")
-    done.remove()
-    graph.save(tmp_path / "restored" / "model.onnx")
-    files = [
-        (tmp_path / folder / "model.onnx").read_bytes() for folder in ("untouched", "corrected", "restored")
-    ]
-    assert files[0] == files[2]
-    assert files[0] != files[1]
-    assert done.record.applied == ()
-
-
 @pytest.mark.parametrize("base", [Precision.FP32, Precision.BF16])
 def test_a_plan_is_written_with_its_corrections(base: Precision, tmp_path: Path) -> None:
     body = "[fc] h = Gemm(x, w, b) r = Relu(h) [head] s = MatMul(r, w2) y = Squeeze(s, last)"

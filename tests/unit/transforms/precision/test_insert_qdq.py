@@ -14,12 +14,12 @@ from qdq_models import BIAS, INTERACTION, PRODUCTS, Product, quantizing_plan, we
 from rewrite_models import Arrays, artifact, evaluate, initializer, named, op_types, parse, random_rows
 
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.formats import FLOAT8_SPECS, Float8, Precision
+from loka_onnx.core.formats import FLOATS, INT8, UINT8, NumberFormat, Precision
 from loka_onnx.core.plan import PrecisionPlan, Wide
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity, Recipe
 from loka_onnx.errors import TransformError
-from loka_onnx.numerics.float8 import fake_quantize
-from loka_onnx.sessions.onnx_session import OnnxSession
+from loka_onnx.numerics.rounding import fake_quantize
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.precision.apply_plan import PlanForm, PlannedModel, apply_plan
 
 RECIPES = {"per_tensor": PER_TENSOR, "per_channel": PER_CHANNEL_WEIGHT}
@@ -53,7 +53,7 @@ def expected_product(product: Product, x: Any, result: Quantized, recipe: Recipe
     if not product.weights:
         right = fake_quantize(x, decision.weight_scale[0], recipe.format).astype(np.float64)
         return left @ right.transpose(0, 2, 1)
-    axis = product.channel_axis if recipe.weight is Granularity.PER_CHANNEL else None
+    axis = product.channel_axis if recipe.weight.granularity is Granularity.PER_CHANNEL else None
     w = fake_quantize(product.weights["w"], result.weight_scale, recipe.format, axis).astype(np.float64)
     if "transB" in product.body:
         w = w.T
@@ -78,14 +78,46 @@ def test_values_equal_fake_quantized_operands(case: str, granularity: str, tmp_p
     assert np.abs(exact - expected).max() > 0.05
 
 
-@pytest.mark.parametrize("format", list(Float8))
-def test_every_format(format: Float8, tmp_path: Path) -> None:
-    product, recipe = PRODUCTS["gemm_transb"], Recipe(format=format, weight=Granularity.PER_CHANNEL)
+@pytest.mark.parametrize("format", list(FLOATS))
+def test_every_format(format: NumberFormat, tmp_path: Path) -> None:
+    product, recipe = PRODUCTS["gemm_transb"], Recipe.of(format, Granularity.PER_CHANNEL)
     x = random_rows(6, *product.shape)
     result = quantize(product.model(), {"x": x}, recipe, tmp_path)
     expected = expected_product(product, x, result, recipe)
     np.testing.assert_allclose(evaluate(result.model, {"x": x})["y"], expected, rtol=0, atol=5e-6)
-    assert initializer(result.model, "fc/weight/fp8").data_type == FLOAT8_SPECS[format].onnx_type
+    assert initializer(result.model, "fc/weight/fp8").data_type == format.onnx_type
+
+
+@pytest.mark.parametrize("case", ["gemm_transb", "batched_weight", "weight_on_the_left"])
+@pytest.mark.parametrize("format", [INT8, UINT8])
+def test_integers_against_int64(format: NumberFormat, case: str, tmp_path: Path) -> None:
+    """Codes, scales and zero points as stored, and the product that ONNX Runtime makes of them."""
+    product, recipe = PRODUCTS[case], Recipe.of(format, Granularity.PER_CHANNEL)
+    x = random_rows(6, *product.shape) + np.float32(0.5)
+    result = quantize(product.model(), {"x": x}, recipe, tmp_path)
+    onnx.checker.check_model(result.model, full_check=True)
+    is_left = "MatMul(w" in product.body
+    constants = (initializer(result.model, f"fc/in{int(is_left)}/{name}") for name in ("scale", "zero_point"))
+    scale, zero = map(numpy_helper.to_array, constants)
+    decision = result.plan.decision("fc")
+    assert (float(scale), int(zero)) == (decision.activation_scale, decision.activation_zero_point)
+    assert (int(zero) > 0, zero.dtype) == (format is UINT8, np.dtype(format.storage))
+    low, high = (-128, 127) if format is INT8 else (0, 255)
+    code = np.clip(np.rint(x / scale).astype(np.int64) + int(zero), low, high)
+    left = (code - int(zero)) * float(scale)
+    stored = numpy_helper.to_array(initializer(result.model, "fc/weight/int8"))
+    w, axis = product.weights["w"], product.channel_axis
+    scales = result.weight_scale.reshape([-1 if i == axis else 1 for i in range(w.ndim)])
+    np.testing.assert_array_equal(stored, np.rint(w / scales).astype(np.int64))
+    assert stored.dtype == np.int8
+    assert np.abs(stored.astype(np.int64)).max() <= 127
+    right = stored.astype(np.int64) * scales.astype(np.float64)
+    right = right.T if "transB" in product.body else right
+    expected = (right @ left if is_left else left @ right) + product.weights.get("b", 0.0)
+    # ONNX Runtime 1.31 fuses a stack of weights with scales by column to an operator that refuses it.
+    for optimize in (False, True)[: 1 + (w.ndim == 2)]:
+        session = OnnxSession(result.planned.path, SessionOptions(optimize=optimize))
+        np.testing.assert_allclose(session.run({"x": x})["y"], expected, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("granularity", RECIPES)

@@ -20,7 +20,7 @@ from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from loka_onnx.transforms.precision.place_qdq import place_qdq
 
 S = 0.0078125
-OTHER_SCALE = "it is not one FP8 scale, known beforehand, for the tensor"
+OTHER_SCALE = "it is not one scale, known beforehand, for the tensor"
 
 
 def model(body: str, constants: dict[str, Any] | None = None, **interface: str) -> onnx.ModelProto:
@@ -319,14 +319,14 @@ def quantized(q_scale: Any, zero: Any, *, saturate: int = 1, extra: bool = False
 @pytest.mark.parametrize(
     ("form", "reason"),
     [
-        ({"q_scale": [S] * 4, "zero": [0] * 4}, "it is not one FP8 scale, known beforehand, for the tensor"),
+        ({"q_scale": [S] * 4, "zero": [0] * 4}, "it is not one scale, known beforehand, for the tensor"),
         (
             {"q_scale": S, "zero": 0, "saturate": 0},
-            "it is not one FP8 scale, known beforehand, for the tensor",
+            "it is not one scale, known beforehand, for the tensor",
         ),
         (
             {"q_scale": S, "zero": 0, "extra": True},
-            "something besides a DQ of its scale reads its FP8 values",
+            "something besides a DQ of its scale reads its quantized values",
         ),
     ],
     ids=["per_channel", "wrapping", "read_as_fp8"],
