@@ -62,7 +62,7 @@ class RefineLimits:
 
 
 class Bench(Protocol):
-    """Means to build, time and judge engines."""
+    """Means to build, time and judge engines, and to find further plans."""
 
     def build(self, plans: Sequence[PrecisionPlan], like: EngineArtifact) -> Sequence[EngineArtifact]:
         """One engine for each plan, by the backend and for the architecture of another engine."""
@@ -72,10 +72,6 @@ class Bench(Protocol):
 
     def judge(self, engines: Sequence[EngineArtifact]) -> Sequence[Evaluation]:
         """Each engine on the selection split, without latencies."""
-
-
-class Proposals(Protocol):
-    """Sources of further plans."""
 
     def from_search(self, target: str) -> Sequence[PrecisionPlan]:
         """Plans for a target that kernel times propose, the most telling first."""
@@ -108,12 +104,11 @@ def refine(
     engines: Sequence[EngineArtifact],
     plans: PlanSet,
     bench: Bench,
-    proposals: Proposals,
     limits: RefineLimits,
 ) -> Refined:
     """Improve plans on every piece of hardware that is here and runs FP8."""
     loops = [
-        _Loop(rivals, plans, bench, proposals, limits)
+        _Loop(rivals, plans, bench, limits)
         for target in dict.fromkeys(engine.target for engine in engines)
         for rivals in group_by_hardware([engine for engine in engines if engine.target == target])
     ]
@@ -142,12 +137,11 @@ class _Loop:
         engines: Sequence[EngineArtifact],
         plans: PlanSet,
         bench: Bench,
-        proposals: Proposals,
         limits: RefineLimits,
     ) -> None:
         self._engines = list(engines)
         self._plans = {plan.id: plan for plan in plans.plans}
-        self._bench, self._proposals, self._limits = bench, proposals, limits
+        self._bench, self._limits = bench, limits
         self._made = {engine.id: _Made(self._plans[engine.plan], Origin.RUN_FILE) for engine in self._engines}
         self._rounds = {engine.id: 0 for engine in self._engines}
         self._times: dict[str, Speed] = {}
@@ -234,7 +228,7 @@ class _Loop:
         """Plans worth building next, the most promising first; nothing that was tried before."""
         seen = {_assignment(made.plan) for made in self._made.values()}
         found: list[_Made] = []
-        searched = (_Made(plan, Origin.SEARCH) for plan in self._proposals.from_search(target))
+        searched = (_Made(plan, Origin.SEARCH) for plan in self._bench.from_search(target))
         for made in (*self._given_back(target), *searched):
             if len(found) == self._limits.plans:
                 break
@@ -253,7 +247,7 @@ class _Loop:
             if too_slow or self._is_within(engine) or not self._has_fp8(engine):
                 continue
             plan = self._plans[engine.plan]
-            given = self._proposals.revert_sites(plan, self.judged[engine.id], target)
+            given = self._bench.revert_sites(plan, self.judged[engine.id], target)
             if given is not None:
                 yield _Made(given.plan, Origin.GIVEN_BACK, plan.id, given.returned)
 

@@ -16,11 +16,12 @@ from loka_onnx.core.distributions import versions_of
 from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.rewrite import RewriteLogs
-from loka_onnx.core.split import Part
 from loka_onnx.engines.migraphx import api as migraphx_api
 from loka_onnx.engines.migraphx import backend as migraphx_backend
 from loka_onnx.engines.registry import all_backends, get_backend
+from loka_onnx.pipeline import candidates
 from loka_onnx.pipeline.candidates import Built, EngineBuilder, build_engines
+from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.splitting import Source
 
@@ -107,18 +108,23 @@ def config_of(folder: Path) -> RunConfig:
     return load_run_file(folder / "run.yaml")
 
 
-def test_a_resumed_run_builds_again_with_another_library(install: Install, tmp_path: Path) -> None:
-    config, builds = config_of(tmp_path), []
-    source = Source(cast(Any, SimpleNamespace(digest="model")), PlanSet(()), Part.WHOLE)
+def test_a_resumed_run_builds_again_with_another_library(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, builds, model = config_of(tmp_path), [], cast(Any, SimpleNamespace(digest="model"))
 
-    class Builder(EngineBuilder):
-        def build(self, source: Source) -> Built:
-            builds.append(source)
-            return Built(EngineSet(()), RewriteLogs({}))
+    def build(self: EngineBuilder, source: Source) -> Built:
+        builds.append(source)
+        return Built(EngineSet(()), RewriteLogs({}))
+
+    monkeypatch.setattr(EngineBuilder, "build", build)
+    monkeypatch.setattr(candidates, "write_build_sample", lambda context, split: None)
 
     def resume() -> int:
         with RunDirectory.create(tmp_path / "out", {}, {}, force=False, resume=True) as directory:
-            build_engines(Builder(config, directory, tmp_path, cast(Any, None), CorrectionSet()), source)
+            context = Context(config, directory, exported=model)
+            judging = SimpleNamespace(context=context, split=None, job_rows=tuple)
+            build_engines(cast(Any, judging), model, PlanSet(()), CorrectionSet())
         return len(builds)
 
     assert (resume(), resume()) == (1, 1)

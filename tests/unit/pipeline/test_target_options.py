@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.candidates import EngineBuilder
-from loka_onnx.pipeline.competing import check_options
+from loka_onnx.pipeline.plans import check_options
 from loka_onnx.pipeline.run import run
 
 FP32 = PrecisionPlan("fp32", "", Precision.FP32, (), {}, 0.0)
@@ -45,7 +46,8 @@ def test_options_reach_the_candidates_of_their_backend_and_device(tmp_path: Path
         {"device": "cpu", "backends": ["inductor"]},
     )
     check_options(config)
-    builder = EngineBuilder(config, cast(Any, None), tmp_path, cast(Any, None), CorrectionSet())
+    judging = SimpleNamespace(context=SimpleNamespace(config=config))
+    builder = EngineBuilder(cast(Any, judging), CorrectionSet())
     given = {(c.target, c.backend.name): c.options for c in builder._candidates(PlanSet((FP32,)))}
     assert given == {
         ("nvidia-h100", "inductor"): {"static": 0, "max_autotune": 1},
