@@ -50,7 +50,7 @@ DOING = {
 
 
 class StageReporter:
-    """Reports the stages of a run; pass `on_stage`, `on_stages` and `progress` to `RunOptions`.
+    """Reports the stages of a run; pass its `callbacks` to `RunOptions`.
 
     Args:
         terminal: Where to report; nothing is reported when it is quiet.
@@ -83,6 +83,11 @@ class StageReporter:
         self._drop_task()
         if self._live:
             self._bar.stop()
+
+    @property
+    def callbacks(self) -> dict[str, Any]:
+        """Options of a run that is to be reported."""
+        return {"progress": self.progress, "on_stage": self.on_stage, "on_stages": self.on_stages}
 
     def on_stages(self, stages: Sequence[str]) -> None:
         """These stages are to come, in this order; some may turn out to be unnecessary."""
