@@ -59,11 +59,7 @@ def build(
 
 
 def _execute_all(terminal: Terminal, jobs: Sequence[Path]) -> None:
-    """Execute what this host can; of several jobs, those for other hosts are left out.
-
-    Raises:
-        EngineError: It can execute none.
-    """
+    """Execute what this host can; of several jobs, those for other hosts are left out."""
     executed = 0
     for directory in jobs:
         try:

@@ -230,11 +230,7 @@ class EngineBuilder:
             return dict.fromkeys(missing, str(error))
 
     def _merged(self, written: WrittenJob, failures: dict[Path, str]) -> EngineArtifact:
-        """Return the engine of a job's result, or one that waits.
-
-        Raises:
-            ModelError: What came back is of another job, or not whole.
-        """
+        """Return the engine of a job's result, or one that waits."""
         result = read_result(written.directory, written.job)
         if result is None:
             return self._waiting(written, failures.get(written.directory, ""))

@@ -63,12 +63,7 @@ def read_result(directory: Path, job: BuildJob) -> JobResult | None:
 
 
 def _read_document(document: Path) -> JobResult:
-    """Read the result document of a job and check that it lists its engine and outputs.
-
-    Raises:
-        ModelError: One is not.
-        UserError: It is no such document, or one of another version of this package.
-    """
+    """Read the result document of a job and check that it lists its engine and outputs."""
     found = serde.read(JobResult, document)
     path = found.artifact.path
     named = {f"outputs of {split}": name for split, name in found.outputs.items()}

@@ -182,13 +182,7 @@ class Climbing:
 
 @dataclass(frozen=True)
 class _Rungs:
-    """The model that any rung is run with.
-
-    Attributes:
-        model: Every site of the ladder, exact and in FP8 without its mean error.
-        scores: Name of the graph output with the score of an output; only where there is a score.
-        exact: Mean scores of the FP32 model on calibration rows.
-    """
+    """The model that any rung is run with."""
 
     model: SwitchableModel
     scores: Mapping[str, str]

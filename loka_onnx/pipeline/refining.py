@@ -102,14 +102,7 @@ class _Proposal:
 
 @dataclass
 class _Trial:
-    """An engine in the loop.
-
-    Attributes:
-        round: 0 for those of the run file.
-        speed: Latencies; None where not timed.
-        anchor: Latencies of the anchor in the same round; None where not timed.
-        evaluation: On selection, with latencies; None where not judged.
-    """
+    """An engine in the loop."""
 
     engine: EngineArtifact
     proposal: _Proposal
@@ -209,9 +202,6 @@ class _Loop:
         """Time the engines, then run the rounds; None where no engine of this hardware runs here.
 
         The result may have no round, and says why.
-
-        Args:
-            names: Names of the plans that are added.
         """
         here = [t for t in self.trials if t.engine.status is BuildStatus.READY]
         if not here:

@@ -178,11 +178,7 @@ def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> Ru
 
 
 def _check_no_look_is_forgotten(directory: Path) -> None:
-    """Refuse to go on, as if nothing had been seen, where a refresh looked at the certification rows.
-
-    Raises:
-        ConfigError: It did, and did not pass.
-    """
+    """Refuse to go on, as if nothing had been seen, where a refresh looked at the certification rows."""
     document = directory / REFRESH_DOCUMENT
     if not document.is_file():
         return

@@ -210,11 +210,7 @@ class EarlierRun:
 
 
 def _refuse_waiting(directory: Path) -> None:
-    """Refuse a run without a choice for a target whose engines wait for build jobs.
-
-    Raises:
-        ConfigError: There is such a target.
-    """
+    """Refuse a run without a choice for a target whose engines wait for build jobs."""
     engines = serde.read(EngineSet, directory / "engines.json").engines
     document = directory / "choice.json"
     decided = {t.target for t in serde.read(Choice, document).targets} if document.is_file() else set()

@@ -96,11 +96,7 @@ class RefreshResult:
 
 
 class _Outdated(Exception):
-    """The earlier decisions do not hold: no error, but another way to go on.
-
-    Args:
-        error: What is raised where there is no other way.
-    """
+    """The earlier decisions do not hold: no error, but another way to go on."""
 
     def __init__(self, reason: str, error: type[ModelError | BudgetMissed]) -> None:
         super().__init__(reason)
@@ -226,12 +222,7 @@ class _Attempt:
         return earlier if is_same and earlier.fallback else None
 
     def described(self, fallback: str, seconds: float) -> Refresh:
-        """Changes against the earlier run that are known so far.
-
-        Args:
-            fallback: Why everything is done anew; empty where it is not.
-            seconds: Time that the refresh has taken.
-        """
+        """Changes against the earlier run that are known so far."""
         profile, before = self.profile, self.before
         has_looked = bool(self.evaluations.evaluations) or not fallback
         return Refresh(
@@ -247,11 +238,7 @@ class _Attempt:
         )
 
     def run(self) -> RunResult:
-        """Every stage of a refresh.
-
-        Raises:
-            _Outdated: An earlier decision does not hold.
-        """
+        """Every stage of a refresh."""
         before, directory = self.before, self.settings.directory
         with directory.undone_on_error():
             context = self.context = accepted(self.settings, before.export)
