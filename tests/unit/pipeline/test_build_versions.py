@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import yaml
+from small_configs import config_of
 
-from loka_onnx.config import RunConfig, load_run_file
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.distributions import versions_of
 from loka_onnx.core.engine import EngineSet
@@ -94,24 +93,15 @@ def test_builds_of_migraphx_that_tell_no_version_differ_by_their_library(
     assert migraphx_api.version_of(module) == "2.16.0"
 
 
-def config_of(folder: Path) -> RunConfig:
-    for name in ("ranker.onnx", "rows.parquet"):
-        (folder / name).touch()
-    splits = dict.fromkeys(("calibration", "selection", "certification"), "rows.parquet")
-    document = {
-        "model": {"onnx": "ranker.onnx"},
-        "outputs": [{"name": "ctr", "kind": "logit", "label": "clicked"}],
-        "data": {**splits, "inputs": {"dense": ["age"]}},
-        "targets": [{"device": "nvidia-h100", "backends": ["tensorrt"]}],
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(document))
-    return load_run_file(folder / "run.yaml")
-
-
 def test_a_resumed_run_builds_again_with_another_library(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, builds, model = config_of(tmp_path), [], cast(Any, SimpleNamespace(digest="model"))
+    targets = [{"device": "nvidia-h100", "backends": ["tensorrt"]}]
+    config, builds, model = (
+        config_of(tmp_path, targets=targets),
+        [],
+        cast(Any, SimpleNamespace(digest="model")),
+    )
 
     def build(self: EngineBuilder, source: Source) -> Built:
         builds.append(source)
