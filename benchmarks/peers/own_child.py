@@ -30,8 +30,8 @@ from loka_onnx.core.plan import PlanSet, PrecisionPlan, Wide
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.protected import logit_ends
+from loka_onnx.pipeline.context import CHECK_ROWS
 from loka_onnx.pipeline.run import RunOptions, Stage, run
-from loka_onnx.pipeline.steps import CHECK_ROWS
 from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from loka_onnx.transforms.sequence import apply_mods

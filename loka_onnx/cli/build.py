@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.run import Output, Overrides, read_run_file, run_until
 from loka_onnx.cli.stages import show_engines
 from loka_onnx.cli.terminal import Terminal, terminal_of
-from loka_onnx.core.job import JobResult
 from loka_onnx.errors import ConfigError, EngineError
 from loka_onnx.pipeline.directory import Outcome
 from loka_onnx.pipeline.job_execution import execute_job
@@ -61,11 +59,7 @@ def build(
 
 
 def _execute_all(terminal: Terminal, jobs: Sequence[Path]) -> None:
-    """Execute what this host can; of several jobs, those for other hosts are left out.
-
-    Raises:
-        EngineError: It can execute none.
-    """
+    """Execute what this host can; of several jobs, those for other hosts are left out."""
     executed = 0
     for directory in jobs:
         try:
@@ -74,7 +68,7 @@ def _execute_all(terminal: Terminal, jobs: Sequence[Path]) -> None:
         except EngineError as error:
             if len(jobs) == 1:
                 raise
-            terminal.out.print(Text(f"{directory.name}: left out, {error.evidence}"), soft_wrap=True)
+            terminal.say(f"{directory.name}: left out, {error.evidence}")
     if not executed:
         raise EngineError(
             "this host can execute none of the jobs",
@@ -89,14 +83,8 @@ def _execute(terminal: Terminal, directory: Path) -> None:
         reporter.on_stage("job", None)
         result = execute_job(directory, reporter.progress)
         reporter.on_stage("job", Outcome("job", False, result.artifact.build_seconds))
-    out = terminal.out
-    out.print(Text(_told(result)), soft_wrap=True)
+    detail = (result.failure or result.artifact.detail).strip().partition("\n")[0]
+    terminal.say(f"{result.candidate}: {result.artifact.status}{f' ({detail})' if detail else ''}")
     for latency in result.latencies:
-        out.print(f"  batch {latency.batch}: {latency.p50_us:.1f} µs (median of {latency.repeats})")
-    out.print(Text.assemble(("wrote ", "bold"), shown(directory.absolute() / RESULT)), soft_wrap=True)
-
-
-def _told(result: JobResult) -> str:
-    artifact = result.artifact
-    detail = (result.failure or artifact.detail).strip().partition("\n")[0]
-    return f"{result.candidate}: {artifact.status}{f' ({detail})' if detail else ''}"
+        terminal.say(f"  batch {latency.batch}: {latency.p50_us:.1f} µs (median of {latency.repeats})")
+    terminal.say(("wrote ", "bold"), shown(directory.absolute() / RESULT))

@@ -1,7 +1,4 @@
-"""`loka-onnx bundle`: checking, describing, signing and packing what is deployed.
-
-Its other verbs have files of their own.
-"""
+"""`loka-onnx bundle`: checking, describing, signing, packing, serving and exporting what is deployed."""
 
 from __future__ import annotations
 
@@ -11,17 +8,24 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from loka_onnx.bundle.format.archive import pack_bundle, verify_path
+from loka_onnx.bundle.format.archive import name_of, pack_bundle, verify_path
 from loka_onnx.bundle.format.archive import unpack as unpack_bundle
 from loka_onnx.bundle.inspection import inspect_bundle
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
+from loka_onnx.bundle.triton.repository import export_triton as write_repository
 from loka_onnx.cli.bundle_registry import add_registry_verbs
-from loka_onnx.cli.bundle_serve import serve
-from loka_onnx.cli.bundle_triton import export_triton_command
 from loka_onnx.cli.compare import diff
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.progress import reported
 from loka_onnx.cli.terminal import terminal_of
+from loka_onnx.engines.triton.models import TritonOptions
+from loka_onnx.serving.app import Limits
+from loka_onnx.serving.server import ServeOptions
+from loka_onnx.serving.server import serve as run_server
+
+_MIB = 1 << 20
+_HELD_BODIES = 4
+"""Bodies of the largest size that a server holds at once."""
 
 Bundle = Annotated[
     Path, typer.Argument(metavar="BUNDLE", help="The bundle: its directory or its file.", show_default=False)
@@ -54,7 +58,7 @@ def verify(
         parts.append(f"signed with key {verified.signer}")
     elif verified.claimed:
         parts.append("signature not checked: name a public key with --key")
-    _say(context, ", ".join(parts))
+    terminal_of(context).say(", ".join(parts))
 
 
 @bundle.command()
@@ -74,8 +78,8 @@ def keygen(
     The private key is encrypted if the environment variable LOKA_ONNX_KEY_PASSWORD holds a password.
     """
     pair = write_key_pair(directory, name)
-    _say(context, f"{shown(pair.private)}: the private key; keep it from others")
-    _say(context, f"{shown(pair.public)}: the public key, {pair.fingerprint}")
+    terminal_of(context).say(f"{shown(pair.private)}: the private key; keep it from others")
+    terminal_of(context).say(f"{shown(pair.public)}: the public key, {pair.fingerprint}")
 
 
 @bundle.command()
@@ -85,7 +89,7 @@ def sign(
     key: Annotated[Path, typer.Option(help="Private key (PEM, PKCS8).", show_default=False)],
 ) -> None:
     """Verify a bundle and sign it; signatures of other keys stay."""
-    _say(context, f"{shown(directory)}: signed with key {sign_bundle(directory, key)}")
+    terminal_of(context).say(f"{shown(directory)}: signed with key {sign_bundle(directory, key)}")
 
 
 @bundle.command()
@@ -93,7 +97,7 @@ def pack(context: typer.Context, directory: Directory, file: File) -> None:
     """Write a bundle as a single file."""
     with reported(terminal_of(context), "pack") as progress:
         written = pack_bundle(directory, file, progress)
-    _say(context, f"{shown(file)}: packed, {written.stat().st_size:,} bytes")
+    terminal_of(context).say(f"{shown(file)}: packed, {written.stat().st_size:,} bytes")
 
 
 @bundle.command()
@@ -101,14 +105,89 @@ def unpack(context: typer.Context, file: File, directory: Directory) -> None:
     """Check the single file of a bundle and write it as a directory; exit with 3 if it does not verify."""
     with reported(terminal_of(context), "unpack") as progress:
         unpack_bundle(file, directory, progress)
-    _say(context, f"{shown(directory)}: unpacked and verified")
+    terminal_of(context).say(f"{shown(directory)}: unpacked and verified")
+
+
+@bundle.command()
+def serve(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
+    context: typer.Context,
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="The bundle.", show_default=False)],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; there is no authentication.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any that is free.")] = 8000,
+    trust: Annotated[bool, typer.Option("--trust", help="Run programs that the bundle holds.")] = False,
+    key: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PUB", help="Run them if this public key signed the bundle; may be repeated."),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=0, help="Requests that run at once; 0 for one a core.")] = 0,
+    max_body_mb: Annotated[int, typer.Option(min=1, help="Largest request, in MiB.")] = 64,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Requests that wait or run; more are refused with 503.")
+    ] = 256,
+    name: Annotated[
+        str, typer.Option(help="What the model is called in URLs; as the bundle.", show_default=False)
+    ] = "",
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log each request.")] = False,
+) -> None:
+    """Serve a bundle over HTTP in the open inference protocol v2 until Ctrl-C or SIGTERM."""
+    terminal = terminal_of(context)
+    body_bytes = max_body_mb * _MIB
+    options = ServeOptions(
+        host=host,
+        port=port,
+        trust=trust,
+        keys=tuple(key or ()),
+        threads=threads,
+        limits=Limits(body_bytes, _HELD_BODIES * body_bytes, max_waiting),
+        name=name,
+        access_log=access_log,
+    )
+
+    def announce(url: str, engine: str) -> None:
+        terminal.say(f"ready: {url} (engine {engine}; Ctrl-C ends it)")
+
+    run_server(path, options, announce)
+
+
+@bundle.command("export-triton")
+def export_triton(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
+    context: typer.Context,
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="The bundle.", show_default=False)],
+    repository: Annotated[
+        Path, typer.Argument(metavar="REPOSITORY", help="The repository to write.", show_default=False)
+    ],
+    name: Annotated[
+        str,
+        typer.Option(metavar="N", help="Model that clients call.  [default: name of the bundle]"),
+    ] = "",
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ID", help="Engine to serve, several times; the FP32 model always is.  [default: all]"
+        ),
+    ] = None,
+    instances: Annotated[int, typer.Option(metavar="K", help="Instances of each model on a device.")] = 1,
+    queue_delay_us: Annotated[
+        int, typer.Option(metavar="N", help="Longest wait for a fuller batch, microseconds.")
+    ] = 100,
+) -> None:
+    """Write a model repository of NVIDIA Triton Inference Server."""
+    options = TritonOptions(name or name_of(path), tuple(engine or ()), instances, queue_delay_us)
+    record, say = write_repository(path, repository, options), terminal_of(context).say
+    say(("wrote ", "bold"), shown(repository))
+    say(f"{record.name}: engine '{record.preferred}'")
+    for model in record.models:
+        runs = "" if model.runs == (model.name,) else f": {' → '.join(model.runs)}"
+        say(f"  {model.name} ({model.backend}){runs}")
+        for remark in model.remarks:
+            say(f"    {remark}")
+    for declined in record.declined:
+        say(f"– {declined.engine}: {declined.reason}")
+    for remark in record.remarks:
+        say(f"! {remark}")
 
 
 bundle.command()(diff)
 add_registry_verbs(bundle)
-bundle.command()(serve)
-bundle.command("export-triton")(export_triton_command)
-
-
-def _say(context: typer.Context, text: str) -> None:
-    terminal_of(context).out.print(Text(text), soft_wrap=True)

@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from loka_onnx.bundle.registry import (
     NamedBundle,
-    PullResult,
-    PushResult,
     TransferOptions,
     list_names,
     parse_reference,
@@ -23,7 +20,7 @@ from loka_onnx.bundle.registry import (
 from loka_onnx.bundle.registry.layout import name_problem
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.progress import reported
-from loka_onnx.cli.terminal import Terminal, terminal_of
+from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.errors import CheckFailed, ConfigError
 
 _DEFAULTS = TransferOptions()
@@ -56,7 +53,11 @@ def push(
     target = _named(place, name)
     with reported(terminal, "push") as progress:
         result = push_bundle(bundle, target, TransferOptions(threads=threads, progress=progress), again=again)
-    _say(terminal, _pushed(bundle, parse_reference(target).shown, result))
+    terminal.say(
+        f"{shown(bundle)}: pushed to {parse_reference(target).shown} as sha256:{result.digest}\n"
+        f"sent {result.sent_parts} parts, {result.sent_bytes:,} bytes; "
+        f"{result.kept_parts} parts, {result.kept_bytes:,} bytes were there"
+    )
 
 
 def pull(
@@ -77,22 +78,30 @@ def pull(
         result = pull_bundle(
             source, directory, TransferOptions(threads=threads, progress=progress), keys=keys or ()
         )
-    _say(terminal, _pulled(directory, result))
+    if result.key is not None:
+        signature = f"signed with key {result.key}"
+    else:
+        signature = "signed, by whom was not checked (--key)" if result.is_signed else "not signed"
+    state = "is there already, whole" if result.is_unchanged else "pulled and verified"
+    terminal.say(
+        f"{shown(directory)}: sha256:{result.digest} {state}; {signature}\n"
+        f"read {result.read_bytes:,} bytes; {result.kept_bytes:,} bytes were here"
+    )
 
 
 def list_bundles(context: typer.Context, registry: Registry) -> None:
     """List the names of a registry and the bundles that they stand for; exit with 3 if one is damaged."""
     terminal = terminal_of(context)
-    found = list_names(registry)
-    if not found:
+    names = list_names(registry)
+    if not names:
         terminal.err.print("no bundle has a name here", soft_wrap=True)
-    for item in found:
+    for item in names:
         what = f"sha256:{item.digest}" if item.digest else f"✗ {item.problem}"
-        _say(terminal, f"{_shown_name(item):<24} {what}")
-    damaged = [item for item in found if item.digest is None]
+        terminal.say(f"{_shown_name(item):<24} {what}")
+    damaged = [item for item in names if item.digest is None]
     if damaged:
         raise CheckFailed(
-            f"{len(damaged)} of {len(found)} names are damaged",
+            f"{len(damaged)} of {len(names)} names are damaged",
             where=parse_reference(registry).shown,
             evidence=f"{_shown_name(damaged[0])}: {damaged[0].problem}",
             remedy="push or promote a bundle under these names again",
@@ -101,7 +110,7 @@ def list_bundles(context: typer.Context, registry: Registry) -> None:
 
 def resolve_name(context: typer.Context, which: Which, name: Name = None) -> None:
     """Print the digest of the bundle that a name stands for now."""
-    _say(terminal_of(context), f"sha256:{resolve(_named(which, name))}")
+    terminal_of(context).say(f"sha256:{resolve(_named(which, name))}")
 
 
 def promote_bundle(
@@ -112,7 +121,7 @@ def promote_bundle(
 ) -> None:
     """Let a name stand for a bundle that is in the registry already; also the way back to an older one."""
     digest = promote(_named(which, name), moved)
-    _say(terminal_of(context), f"{moved} is now sha256:{digest}")
+    terminal_of(context).say(f"{moved} is now sha256:{digest}")
 
 
 def add_registry_verbs(bundle: typer.Typer) -> None:
@@ -140,27 +149,3 @@ def _named(place: str, name: str | None) -> str:
 def _shown_name(item: NamedBundle) -> str:
     """A name; quoted where somebody has put one there that may be none, and could pass for something else."""
     return repr(item.name) if name_problem(item.name) else item.name
-
-
-def _pushed(bundle: Path, place: str, result: PushResult) -> str:
-    return (
-        f"{shown(bundle)}: pushed to {place} as sha256:{result.digest}\n"
-        f"sent {result.sent_parts} parts, {result.sent_bytes:,} bytes; "
-        f"{result.kept_parts} parts, {result.kept_bytes:,} bytes were there"
-    )
-
-
-def _pulled(directory: Path, result: PullResult) -> str:
-    if result.key is not None:
-        signature = f"signed with key {result.key}"
-    else:
-        signature = "signed, by whom was not checked (--key)" if result.is_signed else "not signed"
-    what = "is there already, whole" if result.is_unchanged else "pulled and verified"
-    return (
-        f"{shown(directory)}: sha256:{result.digest} {what}; {signature}\n"
-        f"read {result.read_bytes:,} bytes; {result.kept_bytes:,} bytes were here"
-    )
-
-
-def _say(terminal: Terminal, text: str) -> None:
-    terminal.out.print(Text(text), soft_wrap=True)

@@ -61,5 +61,5 @@ def calibrate(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each op
     result = run_until(terminal, config, options)
     profile = serde.read(Profile, result.directory / EXPORTED)
     for fact in (*calibration_facts(profile), *open_sites(profile)):
-        terminal.out.print(fact, markup=False, highlight=False, soft_wrap=True)
+        terminal.say(fact)
     print_written(terminal, result, EXPORTED)

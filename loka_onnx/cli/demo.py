@@ -25,8 +25,5 @@ def demo(
     """
     terminal = terminal_of(context)
     with StageReporter(terminal) as reporter:
-        options = RunOptions(
-            force=force, progress=reporter.progress, on_stage=reporter.on_stage, on_stages=reporter.on_stages
-        )
-        result = run_demo(output, options)
+        result = run_demo(output, RunOptions(force=force, **reporter.callbacks))
     print_outcome(terminal, result)

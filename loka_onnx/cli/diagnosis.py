@@ -45,14 +45,7 @@ _LIMITS = Limits(seconds=120.0)
 
 @dataclass(frozen=True)
 class Package:
-    """An optional package.
-
-    Attributes:
-        name: What it is called.
-        version: Its version; empty when it is not installed or cannot be used.
-        use: What it is for.
-        remedy: How to get it; empty when it is there.
-    """
+    """An optional package; without a version it cannot be used, and the remedy says how to get it."""
 
     name: str
     version: str
@@ -62,16 +55,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine and its interpreter.
-
-    Attributes:
-        system: Operating system and processor.
-        python: Version of Python.
-        loka_onnx: Version of this package.
-        cores: CPU cores that this process may use.
-        memory_gb: Memory, 10⁹ bytes.
-        gpus: NVIDIA GPUs with their architecture.
-    """
+    """The machine and its interpreter; memory in 10⁹ bytes, GPUs with their architecture."""
 
     system: str
     python: str
@@ -86,13 +70,8 @@ class ModelFacts:
     """Facts of a model file that need no data.
 
     Attributes:
-        path: The file.
-        producer: What wrote it.
-        notes: What would be converted on the way in.
-        inputs: Graph inputs.
-        outputs: Graph outputs.
-        sites: Number of sites.
-        fp8_able: How many of them are linear with K, N ≥ 16.
+        notes: Conversions on the way in.
+        fp8_able: How many of the sites are linear with K, N ≥ 16.
         problems: Why a run would refuse it, as far as the file alone shows it.
     """
 
@@ -108,14 +87,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that `doctor` tells.
-
-    Attributes:
-        machine: The machine.
-        backends: What each backend can do here, by name.
-        packages: Optional packages.
-        model: The model that was asked about.
-    """
+    """Everything that `doctor` tells; backends by name."""
 
     machine: Machine
     backends: dict[str, Availability]

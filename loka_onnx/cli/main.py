@@ -126,20 +126,20 @@ enable_completion()
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and leave the process with its exit code."""
-    given = _Given.of(list(sys.argv[1:] if arguments is None else arguments))
+    line = _CommandLine.of(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         # A log in ASCII gets "?" for what it cannot hold, not a crash at the end of a long run.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     signal.signal(signal.SIGTERM, _end)
     _received.clear()
-    if given.log != LogFormat.JSON or COMPLETING in os.environ:
-        _leave(_run(given, None))
+    if line.log != LogFormat.JSON or COMPLETING in os.environ:
+        _leave(_run(line, None))
     with json_log() as log:
         _logs.append(log)
         try:
-            log.write(Event.STARTED, message=given.command, version=version("loka-onnx"))
-            code = _run(given, log)
+            log.write(Event.STARTED, message=line.command, version=version("loka-onnx"))
+            code = _run(line, log)
             log.ended(code)
         finally:
             _logs.pop()
@@ -153,46 +153,31 @@ def _leave(code: int) -> NoReturn:
     except OSError as error:
         # The interpreter would try again, and say so in its own way.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not code:
-            ending = _Ending.of(error, is_debug=False)
-            ending.tell(None)
-            code = ending.exit_code
+        code = code or _report(error, None, is_debug=False)
     sys.exit(code)
 
 
 @dataclass(frozen=True)
-class _Given:
-    """The command line, its global options in front of the verb.
-
-    Attributes:
-        flags: Those of `ANYWHERE` that were given.
-        log: The format of the log as it was written, which may be none.
-        rest: Everything else.
-    """
+class _CommandLine:
+    """The command line, with its global options apart from the rest: they may stand anywhere."""
 
     flags: tuple[str, ...]
     log: str
     rest: tuple[str, ...]
 
     @classmethod
-    def of(cls, given: Sequence[str]) -> _Given:
-        log, rest, flags = os.environ.get(LOG_VARIABLE) or LogFormat.TEXT, list[str](), list[str]()
-        words = iter(given)
+    def of(cls, arguments: Sequence[str]) -> _CommandLine:
+        log, rest = os.environ.get(LOG_VARIABLE) or LogFormat.TEXT, list[str]()
+        words = iter(arguments)
         for word in words:
-            if word in ANYWHERE:
-                flags.append(word)
-            elif word == LOG:
+            if word == LOG:
                 log = next(words, "")
             elif word.startswith(f"{LOG}="):
                 log = word.removeprefix(f"{LOG}=")
             else:
                 rest.append(word)
-        return cls(tuple(dict.fromkeys(flags)), log, tuple(rest))
-
-    @property
-    def arguments(self) -> list[str]:
-        """What the command line is read from."""
-        return [*self.flags, LOG, self.log, *self.rest]
+        flags = tuple(flag for flag in ANYWHERE if flag in rest)
+        return cls(flags, log, tuple(word for word in rest if word not in flags))
 
     @property
     def command(self) -> str:
@@ -207,83 +192,56 @@ _logs: list[JsonLog] = []
 """The log of the command that runs, where it is in JSON."""
 
 
-def _run(given: _Given, log: JsonLog | None) -> int:
+def _run(line: _CommandLine, log: JsonLog | None) -> int:
     """Run the command; returns its exit code."""
     try:
         # Errors of usage are printed by typer, unless they must become a record.
-        result = app(given.arguments, prog_name="loka-onnx", standalone_mode=log is None)
+        arguments = [*line.flags, LOG, line.log, *line.rest]
+        result = app(arguments, prog_name="loka-onnx", standalone_mode=log is None)
         return result if isinstance(result, int) else 0
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except _Interrupted as error:
-        return _told_of_interrupt(error.number, log)
+        return _report_interrupt(error.number, log)
     except Exception as error:
         if _received:
             # Libraries wrap what a signal handler raised inside them in errors of their own.
-            return _told_of_interrupt(_received[0], log)
-        ending = _Ending.of(error, "--debug" in given.flags)
-        ending.tell(log)
-        return ending.exit_code
+            return _report_interrupt(_received[0], log)
+        return _report(error, log, "--debug" in line.flags)
 
 
-def _told_of_interrupt(number: int, log: JsonLog | None) -> int:
+def _report_interrupt(number: int, log: JsonLog | None) -> int:
     message = "interrupted; `run --resume` and every stage verb go on from the last finished stage"
-    _Ending(message, "Interrupted", 128 + number).tell(log)
-    return 128 + number
+    return _say(log, "", message, "Interrupted", 128 + number)
 
 
-@dataclass(frozen=True)
-class _Ending:
-    """What a command that fails says.
-
-    Attributes:
-        message: In words.
-        kind: What failed.
-        exit_code: Exit code of the command.
-        head: What the message begins with where it is text.
-        trace: The traceback; empty where it is not to be shown.
-    """
-
-    message: str
-    kind: str
-    exit_code: int
-    head: str = ""
-    trace: str = ""
-
-    @classmethod
-    def of(cls, error: Exception, is_debug: bool) -> _Ending:
-        trace = "".join(traceback.format_exception(error)).rstrip("\n")
-        kind = type(error).__name__
-        if isinstance(error, LokaError) and not isinstance(error, InternalError):
-            return cls(str(error), kind, error.exit_code, "error: ", trace if is_debug else "")
-        if isinstance(error, _UsageError):
-            return cls(error.format_message(), "Usage", error.exit_code)
-        lacking = _lacking(error)
-        if lacking:
-            return cls(
-                f"{lacking}\n  evidence: {kind}: {error}", kind, 1, "error: ", trace if is_debug else ""
-            )
-        said = str(error) if isinstance(error, InternalError) else f"{kind}: {error}"
-        return cls(said, kind, 1, "internal error, please report: ", trace)
-
-    def tell(self, log: JsonLog | None) -> None:
-        """Say so on standard error."""
-        if log is None:
-            for text in (self.trace, f"{self.head}{self.message}"):
-                if text:
-                    Terminal.open().err.print(Text(text), soft_wrap=True)
-            return
-        log.write(
-            Event.ERROR,
-            Level.ERROR,
-            message=self.message,
-            kind=self.kind,
-            exit_code=self.exit_code,
-            traceback=self.trace or None,
-        )
+def _report(error: Exception, log: JsonLog | None, is_debug: bool) -> int:
+    """Say on standard error what ended the command; returns the exit code."""
+    kind, trace = type(error).__name__, "".join(traceback.format_exception(error)).rstrip("\n")
+    lack = _lack(error)
+    if isinstance(error, LokaError) and not isinstance(error, InternalError):
+        return _say(log, "error: ", str(error), kind, error.exit_code, trace if is_debug else "")
+    if isinstance(error, _UsageError):
+        return _say(log, "", error.format_message(), "Usage", error.exit_code)
+    if lack:
+        message = f"{lack}\n  evidence: {kind}: {error}"
+        return _say(log, "error: ", message, kind, 1, trace if is_debug else "")
+    message = str(error) if isinstance(error, InternalError) else f"{kind}: {error}"
+    return _say(log, "internal error, please report: ", message, kind, 1, trace)
 
 
-_LACKING = {
+def _say(log: JsonLog | None, head: str, message: str, kind: str, exit_code: int, trace: str = "") -> int:
+    if log is not None:
+        fields = {"message": message, "kind": kind, "exit_code": exit_code, "traceback": trace or None}
+        log.write(Event.ERROR, Level.ERROR, **fields)
+        return exit_code
+    for text in (trace, f"{head}{message}"):
+        if text:
+            Terminal.open().err.print(Text(text), soft_wrap=True)
+    return exit_code
+
+
+_LACKS = {
     errno.ENOSPC: "the disk, or what the output goes to, is full",
     errno.EDQUOT: "the quota of the disk is used up",
     errno.EMFILE: "this process may open no more files (`ulimit -n`)",
@@ -293,13 +251,13 @@ _LACKING = {
 }
 
 
-def _lacking(error: Exception) -> str:
+def _lack(error: Exception) -> str:
     """What the host ran out of; empty where the error is of another kind."""
     if isinstance(error, MemoryError):
-        return _LACKING[errno.ENOMEM]
+        return _LACKS[errno.ENOMEM]
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        return _LACKING[errno.EAGAIN]
-    return _LACKING.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+        return _LACKS[errno.EAGAIN]
+    return _LACKS.get(error.errno or 0, "") if isinstance(error, OSError) else ""
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ from loka_onnx.cli.outcome_tables import decision_table, fitted, latency_table
 from loka_onnx.cli.terminal import Terminal
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import BudgetStatus
+from loka_onnx.errors import BudgetMissed
 from loka_onnx.pipeline.jobs import BUILD_JOB, JOBS
 from loka_onnx.pipeline.run import RunResult
 from loka_onnx.report import ReportData, summary_table
@@ -42,14 +43,50 @@ def print_outcome(terminal: Terminal, result: RunResult) -> None:
         # soft_wrap: a path or id that is cut at the margin cannot be copied.
         out.print(line, soft_wrap=True)
     out.print()
-    for name, path in _places(result):
-        out.print(Text.assemble((f"{name:<7}", "bold"), shown(path)), soft_wrap=True)
+    for path in result.report_files:
+        if path.suffix == ".html":
+            terminal.say(("report ", "bold"), shown(path))
+    if result.bundle is not None:
+        terminal.say(("bundle ", "bold"), shown(result.bundle))
+
+
+def check_fp8(result: RunResult) -> None:
+    """Check that at least one FP8 plan is inside the budget of every output.
+
+    It is a check of accuracy, on the certification split: a plan counts whether or not its engine was the
+    fastest one, and where its engine is a simulation.
+
+    Raises:
+        BudgetMissed: No FP8 plan is.
+    """
+    data = result.report
+    if data is None:
+        return
+    fp8 = {plan.id for plan in data.plans.plans if plan.fp8_sites}
+    judged = [e for e in data.evaluations.evaluations if e.split == SPLIT and e.plan in fp8]
+    if any(evaluation.is_within_budget for evaluation in judged):
+        return
+    bounds = [
+        f"{evaluation.engine}, {output.output}: upper bound of {output.difference.judged_name} "
+        f"{output.difference.judged.upper:+.3%} "
+        f"against {output.budget:.3%}{''.join(f', {remark}' for remark in output.remarks)}"
+        for evaluation in judged
+        for output in evaluation.outputs
+        if output.difference is not None
+    ]
+    raise BudgetMissed(
+        "no FP8 plan is inside the budget",
+        where=data.title,
+        evidence="; ".join(bounds) or "no FP8 engine could be evaluated here",
+        remedy="raise `outputs.budget`, give more certification rows, or run without --require-fp8 to take "
+        "the high-precision engine",
+    )
 
 
 def print_written(terminal: Terminal, result: RunResult, *names: str) -> None:
     """Say which files of the run directory a stage leaves."""
     for name in names:
-        terminal.out.print(Text.assemble(("wrote ", "bold"), shown(result.directory / name)), soft_wrap=True)
+        terminal.say(("wrote ", "bold"), shown(result.directory / name))
 
 
 def shown(path: Path) -> str:
@@ -118,9 +155,3 @@ def _not_built(result: RunResult, data: ReportData) -> Iterator[Text]:
             mark = ("✗ ", "red") if engine.status is BuildStatus.FAILED else ("– ", "dim")
             detail = first_line(engine, result.directory)
             yield Text.assemble(mark, f"{engine.id} {engine.status}: {detail}")
-
-
-def _places(result: RunResult) -> Iterator[tuple[str, Path]]:
-    yield from (("report", path) for path in result.report_files if path.suffix == ".html")
-    if result.bundle is not None:
-        yield "bundle", result.bundle

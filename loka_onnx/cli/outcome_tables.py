@@ -113,15 +113,7 @@ def _room(column: Column, console: Console) -> int:
 
 @dataclass(frozen=True)
 class _Row:
-    """A batch size of a target.
-
-    Attributes:
-        target: The target.
-        batch: Rows per request.
-        plan: Plan of the engine that takes requests of this size.
-        latency: What it takes; None where that was not measured on the target.
-        references: Shortest latency by plan, over the engines that were timed beside it.
-    """
+    """A batch size of a target."""
 
     target: str
     batch: int

@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from loka_onnx.cli.outcome import print_outcome, print_written
+from loka_onnx.cli.outcome import check_fp8, print_outcome, print_written
 from loka_onnx.cli.progress import StageReporter
-from loka_onnx.cli.run import Overrides, Sign
+from loka_onnx.cli.run import Overrides, RequireFp8, Sign
 from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.config import parse_overrides
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.refresh import DOCUMENT, Refresh
 from loka_onnx.operations.refresh.refreshing import RefreshOptions
 from loka_onnx.operations.refresh.refreshing import refresh as refresh_run
-from loka_onnx.pipeline.checks import require_fp8 as check_fp8
 
 SHOWN = 10
 """Sites that are shown; `refresh.json` has all."""
@@ -60,9 +59,7 @@ def refresh(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each opti
             "structure differs, with 3 where certification fails.",
         ),
     ] = False,
-    require_fp8: Annotated[
-        bool, typer.Option("--require-fp8", help="Exit with 3 if no FP8 plan is inside the budget.")
-    ] = False,
+    require_fp8: RequireFp8 = False,
     sign: Sign = None,
 ) -> None:
     """Bring a finished run to a retrained model: keep its decisions, redo scales, build and certify."""
@@ -75,9 +72,7 @@ def refresh(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each opti
             resume=resume,
             may_fall_back=not no_fallback,
             sign=sign,
-            progress=reporter.progress,
-            on_stage=reporter.on_stage,
-            on_stages=reporter.on_stages,
+            **reporter.callbacks,
         )
         result = refresh_run(earlier, model, options)
     print_outcome(terminal, result.run)
@@ -85,16 +80,15 @@ def refresh(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each opti
     if result.refresh.sites:
         terminal.out.print(_sites_table(result.refresh))
     for line in _lines(result.refresh):
-        terminal.out.print(Text(line), soft_wrap=True)
+        terminal.say(line)
     print_written(terminal, result.run, DOCUMENT)
-    if require_fp8 and result.run.report is not None:
-        check_fp8(result.run.report)
+    if require_fp8:
+        check_fp8(result.run)
 
 
 def _sites_table(refresh: Refresh) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("site", "activation", "weight", "KL before", "KL now"):
-        table.add_column(heading, no_wrap=True)
+    headings = ("site", "activation", "weight", "KL before", "KL now")
+    table = Table(*(Column(heading, no_wrap=True) for heading in headings), box=None, pad_edge=False)
     for move in refresh.sites[:SHOWN]:
         table.add_row(
             Text(move.site),
@@ -114,7 +108,7 @@ def _worst(intervals: dict[str, Interval]) -> str:
     return f"{worst.value:.3%} (≤ {worst.upper:.3%})"
 
 
-def _told(interval: Interval) -> str:
+def _described(interval: Interval) -> str:
     return f"{interval.value:.4%} ({interval.lower:.4%} … {interval.upper:.4%})"
 
 
@@ -122,9 +116,9 @@ def _lines(refresh: Refresh) -> Iterator[str]:
     if len(refresh.sites) > SHOWN:
         yield f"… and {len(refresh.sites) - SHOWN} more sites, whose scales moved less"
     for move in refresh.outputs:
-        before = "not measured before" if move.before is None else f"was {_told(move.before)}"
+        before = "not measured before" if move.before is None else f"was {_described(move.before)}"
         yield (
-            f"{move.engine}, {move.output}: {move.judged} {_told(move.now)}, {before}; "
+            f"{move.engine}, {move.output}: {move.judged} {_described(move.now)}, {before}; "
             f"budget {move.budget:.4%}: {move.status}"
         )
     if refresh.fallback:

@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
-from loka_onnx.cli.outcome import print_outcome
+from loka_onnx.cli.outcome import check_fp8, print_outcome
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.terminal import Terminal, terminal_of
 from loka_onnx.config import RunConfig, load_run_file, parse_overrides
 from loka_onnx.errors import ConfigError
-from loka_onnx.pipeline.checks import require_fp8 as check_fp8
 from loka_onnx.pipeline.run import RunOptions, RunResult
 from loka_onnx.pipeline.run import run as run_pipeline
 
@@ -25,8 +24,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the run file, as in batch.max=512."),
 ]
-
-
+RequireFp8 = Annotated[
+    bool, typer.Option("--require-fp8", help="Exit with 3 if no FP8 plan is inside the budget.")
+]
 Sign = Annotated[
     Path | None,
     typer.Option(metavar="KEY", help="Sign the bundle with this private key (PEM); see `bundle keygen`."),
@@ -40,9 +40,7 @@ def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     force: Annotated[bool, typer.Option("--force", help="Start over; removes the earlier run.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last finished stage.")] = False,
     overrides: Overrides = None,
-    require_fp8: Annotated[
-        bool, typer.Option("--require-fp8", help="Exit with 3 if no FP8 plan is inside the budget.")
-    ] = False,
+    require_fp8: RequireFp8 = False,
     sign: Sign = None,
 ) -> None:
     """Run the whole pipeline: from a trained model to a report and a bundle."""
@@ -56,8 +54,8 @@ def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     options = RunOptions(force=force, resume=resume, sign=sign)
     result = run_until(terminal, read_run_file(run_file, output, overrides), options)
     print_outcome(terminal, result)
-    if require_fp8 and result.report is not None:
-        check_fp8(result.report)
+    if require_fp8:
+        check_fp8(result)
 
 
 def read_run_file(path: Path, output: Path | None, overrides: list[str] | None) -> RunConfig:
@@ -72,7 +70,4 @@ def read_run_file(path: Path, output: Path | None, overrides: list[str] | None) 
 def run_until(terminal: Terminal, config: RunConfig, options: RunOptions) -> RunResult:
     """Run the pipeline, reporting on the terminal."""
     with StageReporter(terminal) as reporter:
-        watched = replace(
-            options, progress=reporter.progress, on_stage=reporter.on_stage, on_stages=reporter.on_stages
-        )
-        return run_pipeline(config, watched)
+        return run_pipeline(config, replace(options, **reporter.callbacks))

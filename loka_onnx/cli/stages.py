@@ -6,10 +6,10 @@ over and it can be followed by the next verb, or by `run --resume`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from loka_onnx.cli.outcome import first_line, print_outcome, print_written
@@ -19,7 +19,6 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.plan import PlanSet
-from loka_onnx.core.site import Site
 from loka_onnx.pipeline.run import RunOptions, RunResult, Stage
 
 Show = Callable[[Terminal, RunResult], None]
@@ -30,12 +29,7 @@ MOST_SITES = 100
 def add_stage_verb(app: typer.Typer, stage: Stage) -> None:
     """Register the verb of a stage."""
     help_text, show = _VERBS[stage]
-    app.command(stage.value, help=f"{help_text} Reuses the finished stages before it.")(
-        _stage_verb(stage, show)
-    )
 
-
-def _stage_verb(stage: Stage, show: Show) -> Callable[..., None]:
     def verb(
         context: typer.Context, run_file: RunFile, output: Output = None, overrides: Overrides = None
     ) -> None:
@@ -43,33 +37,28 @@ def _stage_verb(stage: Stage, show: Show) -> Callable[..., None]:
         config = read_run_file(run_file, output, overrides)
         show(terminal, run_until(terminal, config, RunOptions(resume=True, until=stage)))
 
-    return verb
+    app.command(stage.value, help=f"{help_text} Reuses the finished stages before it.")(verb)
 
 
 def _show_model(terminal: Terminal, result: RunResult) -> None:
     model = serde.read(ModelArtifact, result.directory / "model/exported.json")
-    for line in _site_lines(model.sites[:MOST_SITES]):
-        # soft_wrap: a name that is cut at the margin cannot be copied into a run file.
-        terminal.out.print(line, soft_wrap=True)
-    if len(model.sites) > MOST_SITES:
-        terminal.out.print(f"and {len(model.sites) - MOST_SITES} more, all of them in model/exported.json")
-    linear = len(model.linear_sites)
-    terminal.out.print(f"{len(model.sites)} sites, {linear} of them linear; opset {model.opset}")
-    print_written(terminal, result, "model/exported.onnx", "model/exported.json")
-
-
-def _site_lines(sites: Sequence[Site]) -> Iterator[Text]:
-    """A heading, then a line for each site: its name, its kind, K and N (none of a norm)."""
+    sites = model.sites[:MOST_SITES]
     room = max((len(site.name) for site in sites), default=0)
     if sites:
-        yield Text(f"{'site':<{room}}  {'kind':<11} {'K':>6} {'N':>6}", style="bold")
+        terminal.say((f"{'site':<{room}}  {'kind':<11} {'K':>6} {'N':>6}", "bold"))
     for site in sites:
-        yield Text(f"{site.name:<{room}}  {site.kind:<11} {site.k:>6} {site.n or '–':>6}")
+        terminal.say(f"{site.name:<{room}}  {site.kind:<11} {site.k:>6} {site.n or '–':>6}")
+    if len(model.sites) > MOST_SITES:
+        terminal.say(f"and {len(model.sites) - MOST_SITES} more, all of them in model/exported.json")
+    linear = len(model.linear_sites)
+    terminal.say(f"{len(model.sites)} sites, {linear} of them linear; opset {model.opset}")
+    print_written(terminal, result, "model/exported.onnx", "model/exported.json")
 
 
 def _show_plans(terminal: Terminal, result: RunResult) -> None:
     plans = serde.read(PlanSet, result.directory / "plan.json").plans
-    table = _table("plan", "base", "FP8 sites", "FP8 FLOPs")
+    headings = (Column(heading, no_wrap=True) for heading in ("plan", "base", "FP8 sites", "FP8 FLOPs"))
+    table = Table(*headings, box=None, pad_edge=False)
     for plan in plans:
         sites = f"{len(plan.fp8_sites)} of {len(plan.decisions)}"
         table.add_row(Text(plan.id), Text(plan.base), sites, f"{plan.fp8_share:.1%}")
@@ -82,21 +71,12 @@ def show_engines(terminal: Terminal, result: RunResult) -> None:
     engines = serde.read(EngineSet, result.directory / "engines.json").engines
     for engine in engines:
         detail = first_line(engine, result.directory)
-        terminal.out.print(
-            Text(f"{engine.id}: {engine.status}{f' ({detail})' if detail else ''}"), soft_wrap=True
-        )
+        terminal.say(f"{engine.id}: {engine.status}{f' ({detail})' if detail else ''}")
     print_written(terminal, result, "engines.json")
 
 
 def _show_evaluation(terminal: Terminal, result: RunResult) -> None:
     print_written(terminal, result, "evaluation.json")
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, no_wrap=True)
-    return table
 
 
 _VERBS: dict[Stage, tuple[str, Show]] = {

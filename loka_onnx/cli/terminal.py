@@ -11,6 +11,7 @@ from typing import Literal, TextIO
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from loka_onnx.bundle.format.documents import printable
 from loka_onnx.cli.log_lines import JsonLog
@@ -36,6 +37,14 @@ class Terminal:
     def open(cls, *, quiet: bool = False, log: JsonLog | None = None) -> Terminal:
         """A terminal over the process's own streams."""
         return cls(_console(sys.stdout), _console(sys.stderr), quiet, log)
+
+    def say(self, *parts: str | tuple[str, str]) -> None:
+        """Print a line of the result, never cut or wrapped: paths and ids are copied from it.
+
+        Args:
+            parts: Texts, or pairs of a text and its style.
+        """
+        self.out.print(Text.assemble(*parts), soft_wrap=True)
 
 
 def terminal_of(context: typer.Context) -> Terminal:

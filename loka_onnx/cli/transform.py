@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from loka_onnx.cli.outcome import print_written
 from loka_onnx.cli.run import Output, Overrides, RunFile, read_run_file, run_until
 from loka_onnx.cli.terminal import Terminal, terminal_of
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.explanation import Explanation, Line, Mark, SiteStory, explain
+from loka_onnx.core.explanation import Explanation, Line, Mark, SiteStory
+from loka_onnx.core.explanation import explain as explain_sites
 from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
 from loka_onnx.core.split import ModelSplit
 from loka_onnx.pipeline.run import RunOptions, Stage
@@ -47,13 +46,11 @@ def transform(
         halves = [] if split.halves is None else ["model/lookup.onnx", "model/dense.onnx"]
         written = [written[0], *halves, "model/split.json", *written[1:]]
     if explain:
-        _print_explanation(terminal, _explanation(log, models))
+        before, after = (
+            serde.read(ModelArtifact, models / f"{name}.json") for name in ("exported", "modified")
+        )
+        _print_explanation(terminal, explain_sites(log, before.sites, after.sites))
     print_written(terminal, result, *written)
-
-
-def _explanation(log: RewriteLog, models: Path) -> Explanation:
-    before, after = (serde.read(ModelArtifact, models / f"{name}.json") for name in ("exported", "modified"))
-    return explain(log, before.sites, after.sites)
 
 
 def _print_record(terminal: Terminal, record: RewriteRecord) -> None:
@@ -61,22 +58,17 @@ def _print_record(terminal: Terminal, record: RewriteRecord) -> None:
     if record.max_abs is not None and record.tolerance is not None:
         check = f"; largest change of an output {record.max_abs:.3g}, tolerance {record.tolerance:.3g}"
     undone = "; rolled back" if record.rolled_back else ""
-    terminal.out.print(
-        Text.assemble(
-            (record.transform, "bold"),
-            f": {len(record.applied)} applied, {len(record.declined)} declined{check}{undone}",
-        ),
-        soft_wrap=True,
-    )
+    counts = f"{len(record.applied)} applied, {len(record.declined)} declined"
+    terminal.say((record.transform, "bold"), f": {counts}{check}{undone}")
 
 
 def _print_explanation(terminal: Terminal, explanation: Explanation) -> None:
     terminal.out.print()
     for story in explanation.sites:
-        terminal.out.print(Text.assemble((story.site, "bold"), _fate(story)), soft_wrap=True)
+        terminal.say((story.site, "bold"), _fate(story))
         _print_lines(terminal, story.lines, story.site)
     if explanation.elsewhere:
-        terminal.out.print(Text("elsewhere", "bold"))
+        terminal.say(("elsewhere", "bold"))
         _print_lines(terminal, explanation.elsewhere, "")
     terminal.out.print()
 
@@ -94,6 +86,4 @@ def _print_lines(terminal: Terminal, lines: tuple[Line, ...], site: str) -> None
     for line in lines:
         sign, colour = _SIGNS[line.mark]
         where = "" if line.at == site else f" at {line.at}"
-        terminal.out.print(
-            Text.assemble((f"  {sign} ", colour), f"{line.transform}{where}: {line.text}"), soft_wrap=True
-        )
+        terminal.say((f"  {sign} ", colour), f"{line.transform}{where}: {line.text}")

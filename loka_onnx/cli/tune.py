@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.run import Output, Overrides, read_run_file, run_until
@@ -84,14 +82,14 @@ def tune(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
             evidence="the run file says which model and which batch sizes",
             remedy="give one of them; `--set batch.serve=[256]` changes the batch sizes of a run",
         )
-    given = tuple(_shape(text) for text in shape or ())
+    shapes, place = [_shape(text) for text in shape or ()], database or Path(TIMINGS)
     if run_file is not None:
-        found = _of_run(terminal, run_file, output, overrides)
+        config = read_run_file(run_file, output, overrides)
+        directory = run_until(terminal, config, RunOptions(resume=True, until=Stage.EXPORT)).directory
+        shapes = [*shapes_of(sites_of_run(directory), config.batch.serve), *shapes]
+        place = database or directory / TIMINGS
     elif model is not None:
-        found = _of_model(model, batch)
-    else:
-        found = _Subject((), Path(TIMINGS))
-    shapes, place = (*found.shapes, *given), database or found.database
+        shapes = [*shapes_of(sites_of_file(model), _check_batches(batch)), *shapes]
     if not (shapes or take or export):
         raise ConfigError(
             "`tune` was given nothing to time",
@@ -100,7 +98,7 @@ def tune(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         )
     if take is not None:
         with TimingDatabase(place) as opened:
-            _say(terminal, f"{opened.take(take)} times taken in from {take}")
+            terminal.say(f"{opened.take(take)} times taken in from {take}")
     if shapes:
         timer = KernelTimer(device, TuningOptions(rounds=rounds))
         request = TuningRequest(tuple(dict.fromkeys(shapes)), place, again)
@@ -111,25 +109,11 @@ def tune(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         _print_result(terminal, result)
     if export is not None:
         with TimingDatabase(place) as opened:
-            _say(terminal, f"{opened.export(export)} times written to {export}")
-    _say(terminal, f"timings   {place}")
+            terminal.say(f"{opened.export(export)} times written to {export}")
+    terminal.say(f"timings   {place}")
 
 
-@dataclass(frozen=True)
-class _Subject:
-    """What is to be timed, and where times are kept unless the user says otherwise."""
-
-    shapes: tuple[Shape, ...]
-    database: Path
-
-
-def _of_run(terminal: Terminal, run_file: Path, output: Path | None, overrides: list[str] | None) -> _Subject:
-    config = read_run_file(run_file, output, overrides)
-    directory = run_until(terminal, config, RunOptions(resume=True, until=Stage.EXPORT)).directory
-    return _Subject(shapes_of(sites_of_run(directory), config.batch.serve), directory / TIMINGS)
-
-
-def _of_model(model: Path, batches: Sequence[int] | None) -> _Subject:
+def _check_batches(batches: Sequence[int] | None) -> Sequence[int]:
     if not batches:
         raise ConfigError(
             "--model needs a batch size",
@@ -138,12 +122,12 @@ def _of_model(model: Path, batches: Sequence[int] | None) -> _Subject:
         )
     if min(batches) < 1:
         raise ConfigError("a batch size is at least 1", where="--batch", evidence=f"{min(batches)}")
-    return _Subject(shapes_of(sites_of_file(model), batches), Path(TIMINGS))
+    return batches
 
 
 def _shape(text: str) -> Shape:
-    found = _SHAPE.fullmatch(text)
-    sizes = [int(size) for size in found.groups()] if found else []
+    match = _SHAPE.fullmatch(text)
+    sizes = [int(size) for size in match.groups()] if match else []
     if not sizes or min(sizes) < 1:
         raise ConfigError(
             f"'{text}' is no shape",
@@ -156,13 +140,9 @@ def _shape(text: str) -> Shape:
 
 def _print_result(terminal: Terminal, result: TuningResult) -> None:
     known = f", {result.known} known before" if result.known else ""
-    _say(terminal, f"{result.measured} kernels timed on {result.device}{known}")
+    terminal.say(f"{result.measured} kernels timed on {result.device}{known}")
     for refused in result.refused[:_MOST_REFUSED]:
-        _say(terminal, f"not run: {refused.kernel} on {refused.shape}: {refused.reason}")
+        terminal.say(f"not run: {refused.kernel} on {refused.shape}: {refused.reason}")
     more = len(result.refused) - _MOST_REFUSED
     if more > 0:
-        _say(terminal, f"not run: {more} more")
-
-
-def _say(terminal: Terminal, text: str) -> None:
-    terminal.out.print(Text(text), soft_wrap=True)
+        terminal.say(f"not run: {more} more")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from loka_onnx.config import BuildConfig, Executor, RunConfig
 from loka_onnx.core.artifact import ModelArtifact
@@ -18,21 +20,28 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.job import BuildJob
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
-from loka_onnx.core.progress import Progress
 from loka_onnx.core.rewrite import RewriteLog, RewriteLogs
+from loka_onnx.core.split import ModelSplit
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.cache import EngineCache
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.errors import EngineError, MissingPackage, TransformError
 from loka_onnx.pipeline.building import Task, build_all, how_many
-from loka_onnx.pipeline.directory import RunDirectory, Stage
+from loka_onnx.pipeline.context import Context
+from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.job_cluster import execute_on_cluster
 from loka_onnx.pipeline.job_results import RESULT_DOCUMENT, merge_result, read_result
-from loka_onnx.pipeline.jobs import BUILD_JOB, JOBS, RESULT, JobOrigin, SplitRows, write_job
-from loka_onnx.pipeline.splitting import Source
+from loka_onnx.pipeline.jobs import BUILD_JOB, JOBS, RESULT, JobOrigin, write_job
+from loka_onnx.pipeline.judging import Judging
+from loka_onnx.pipeline.splitting import Source, source_of, taken_by_engines
 from loka_onnx.pipeline.versions import backend_versions
 from loka_onnx.transforms.precision.apply_plan import PlanForm, PlannedModel, apply_plan
+
+SAMPLE = "calibration/sample.npz"
+"""Generated engine inputs for the first inference of builds, below the run directory."""
+BUILD_ROWS = 256
+"""Rows of that inference; as many as `batch.min` where that is more."""
 
 
 @dataclass(frozen=True)
@@ -87,26 +96,29 @@ class EngineBuilder:
     """Builds every candidate of a run; a failure costs that candidate only.
 
     Attributes:
-        sample: ``.npz`` of generated inputs for the first inference.
+        judging: Gives the rows that build jobs carry, as engines take them.
         corrections: Constants that were fitted to plans; those that were accepted are written with them.
         only: Names of the candidates to build; None for all.
-        job_rows: Rows that build jobs carry, as engines take them.
-        timed_rows: Makes generated rows that their latencies are measured on; None for those of the sample.
         is_addition: Whether engines are added to those of an earlier builder, whose jobs stay.
     """
 
-    config: RunConfig
-    directory: RunDirectory
-    sample: Path
-    progress: Progress
+    judging: Judging
     corrections: CorrectionSet
-    only: frozenset[str] | None = None
-    job_rows: Sequence[SplitRows] = ()
-    timed_rows: Callable[[], SplitRows] | None = None
+    only: Collection[str] | None = None
     is_addition: bool = False
     _planned: dict[tuple[str, Precision, Fusions], PlannedModel] = field(default_factory=dict, init=False)
     _logs: dict[str, RewriteLog] = field(default_factory=dict, init=False)
     _jobs: dict[str, WrittenJob] = field(default_factory=dict, init=False)
+
+    @property
+    def config(self) -> RunConfig:
+        """The run file."""
+        return self.judging.context.config
+
+    @property
+    def root(self) -> Path:
+        """The run directory."""
+        return self.judging.context.directory.path
 
     def build(self, source: Source) -> Built:
         """Build every candidate, or write a job for it, and take in the results of jobs."""
@@ -118,7 +130,7 @@ class EngineBuilder:
         tasks = (Task(c.directory, self._work(source, c)) for c in candidates)
 
         def on_change(running: Sequence[str], done: int) -> None:
-            self.progress(f"build {', '.join(running)}".rstrip(), done, len(candidates))
+            self.judging.context.progress(f"build {', '.join(running)}".rstrip(), done, len(candidates))
 
         engines = build_all(tasks, workers, on_change)
         failures = self._execute_jobs()
@@ -170,11 +182,11 @@ class EngineBuilder:
             backend=backend.name,
             part=source.part,
             outputs=tuple(output.name for output in self.config.outputs),
-            rows=self.job_rows if self.config.build.job_data else (),
-            timed=None if self.timed_rows is None else self.timed_rows(),
+            rows=self.judging.job_rows() if self.config.build.job_data else (),
+            timed=self.judging.timed_rows(),
             inputs=self.config.serving.inputs,
         )
-        place = self.directory.path / JOBS / candidate.directory
+        place = self.root / JOBS / candidate.directory
         written = WrittenJob(candidate, write_job(place, request, origin), place, away)
         self._jobs[candidate.directory] = written
         return lambda: self._waiting(written, "")
@@ -190,9 +202,9 @@ class EngineBuilder:
             target=candidate.target,
             architecture=candidate.architecture,
             batch=BatchRange(batch.min, serve, batch.max, tuple(sorted({*batch.serve}))),
-            output=self.directory.path / "engines" / candidate.directory,
-            sample=self.sample,
-            relative_to=self.directory.path,
+            output=self.root / "engines" / candidate.directory,
+            sample=self.root / SAMPLE,
+            relative_to=self.root,
             limits=self._limits,
             options=candidate.options,
         )
@@ -208,26 +220,26 @@ class EngineBuilder:
             if read_result(written.directory, written.job) is None
         }
         try:
-            return execute_on_cluster(missing, settings.ray_address, self.progress) if missing else {}
+            return (
+                execute_on_cluster(missing, settings.ray_address, self.judging.context.progress)
+                if missing
+                else {}
+            )
         except (EngineError, MissingPackage) as error:
             # What was built here stands; the jobs wait.
             return dict.fromkeys(missing, str(error))
 
     def _merged(self, written: WrittenJob, failures: dict[Path, str]) -> EngineArtifact:
-        """Return the engine of a job's result, or one that waits.
-
-        Raises:
-            ModelError: What came back is of another job, or not whole.
-        """
+        """Return the engine of a job's result, or one that waits."""
         result = read_result(written.directory, written.job)
         if result is None:
             return self._waiting(written, failures.get(written.directory, ""))
-        output = self.directory.path / "engines" / written.candidate.directory
-        return merge_result(result, written.directory, output, self.directory.path)
+        output = self.root / "engines" / written.candidate.directory
+        return merge_result(result, written.directory, output, self.root)
 
     def _waiting(self, written: WrittenJob, failure: str) -> EngineArtifact:
         candidate = written.candidate
-        place = self.directory.relative(written.directory)
+        place = written.directory.relative_to(self.root)
         detail = f"{written.reason}; `{BUILD_JOB} {place}` builds it on a host with {candidate.target}"
         artifact = candidate.backend.failure(
             candidate.plan,
@@ -239,7 +251,7 @@ class EngineBuilder:
 
     def _remove_old_jobs(self) -> None:
         """Remove jobs that nothing asks for any more; those with a result stay: it took somebody's time."""
-        for place in (self.directory.path / JOBS).glob("*"):
+        for place in (self.root / JOBS).glob("*"):
             if place.is_dir() and place.name not in self._jobs and not (place / RESULT).exists():
                 shutil.rmtree(place)
 
@@ -251,19 +263,21 @@ class EngineBuilder:
             name = f"{plan.id}-{candidate.base}"
             if name in self._logs:
                 name = f"{name}-{candidate.backend.name}"
-            target = self.directory.path / "planned" / name / "model.onnx"
+            target = self.root / "planned" / name / "model.onnx"
             form = PlanForm(candidate.base, fusions, self.corrections.accepted(plan.id))
             planned = apply_plan(model, plan, form, target)
             self._planned[key] = planned
             self._logs[name] = planned.log
         return self._planned[key]
 
-    def files(self, built: Built) -> tuple[Path, ...]:
-        """Return the files of the engines in `only`, and of their planned models."""
-        root = self.directory.path
-        places = [root / "engines" / name for name in sorted(self.only or ())]
-        places += [root / "planned" / name for name in sorted(built.rewrites.logs)]
-        return tuple(file for place in places for file in sorted(place.rglob("*")) if file.is_file())
+    def files(self, built: Built) -> list[Path]:
+        """Files of the engines in `only`, and of their planned models."""
+        places = [self.root / "engines" / name for name in sorted(self.only or ())]
+        return _files_below(*places, *(self.root / "planned" / name for name in sorted(built.rewrites.logs)))
+
+
+def _files_below(*places: Path) -> list[Path]:
+    return [file for place in places for file in sorted(place.rglob("*")) if file.is_file()]
 
 
 def engine_cache(settings: BuildConfig) -> EngineCache:
@@ -272,45 +286,62 @@ def engine_cache(settings: BuildConfig) -> EngineCache:
     return EngineCache(directory, int(settings.cache_gb * 1e9))
 
 
-def build_engines(builder: EngineBuilder, source: Source) -> Built:
-    """Build, or take over, every candidate → `engines/`, `engines.json`, `rewrites.json`, `jobs/`."""
-    directory, config, settings = builder.directory, builder.config, builder.config.build
-    jobs = directory.path / JOBS
+def write_build_sample(context: Context, split: ModelSplit | None) -> None:
+    """Write generated engine inputs for the first batches of builds → `calibration/sample.npz`."""
+    rows = context.requests.sample(max(BUILD_ROWS, context.config.batch.min))
+    path = context.path(SAMPLE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **taken_by_engines(rows, split, context.threads))  # type: ignore[arg-type]
 
-    def files(written: list[Path]) -> list[Path]:
-        roots = (directory.path / name for name in ("planned", "engines"))
-        built = [path for root in roots for path in sorted(root.rglob("*")) if path.is_file()]
-        return [*written, *built, *_job_files(jobs)]
 
+def build_engines(
+    judging: Judging,
+    model: ModelArtifact,
+    plans: PlanSet,
+    corrections: CorrectionSet,
+    only: Collection[str] | None = None,
+) -> Built:
+    """Build, or take over, every candidate → `engines/`, `engines.json`, `rewrites.json`, `jobs/`.
+
+    Args:
+        only: Names of the candidates to build; None for all.
+    """
+    context, config, settings = judging.context, judging.context.config, judging.context.config.build
+    write_build_sample(context, judging.split)
+    builder, source = EngineBuilder(judging, corrections, only), source_of(model, plans, judging.split)
+    jobs = context.path(JOBS)
     reads: dict[str, Any] = {
         "model": source.model,
         "plans": source.plans,
-        "corrections": builder.corrections,
+        "corrections": corrections,
         "part": source.part,
         "targets": config.targets,
         "backends": backend_versions(config.targets),
         "batch": config.batch,
-        "only": None if builder.only is None else sorted(builder.only),
+        "only": None if only is None else sorted(only),
         "jobs": [settings.jobs, settings.job_data, config.serving.inputs if settings.jobs else ""],
         "rows": [
-            [rows.split, rows.batch_size, rows.digest] for rows in builder.job_rows if settings.job_data
+            [rows.split, rows.batch_size, rows.digest] for rows in judging.job_rows() if settings.job_data
         ],
         # A build that met its limit is tried again with another one; the others come from the cache.
         "limits": [settings.timeout_seconds, settings.memory_gb],
     }
-    again = False
-    if settings.executor is Executor.RAY:
-        earlier = directory.earlier(BUILD)
-        again = earlier is not None and any(e.status is BuildStatus.WAITING for e in earlier.engines.engines)
-    else:
+    on_cluster = settings.executor is Executor.RAY
+    if not on_cluster:
         reads["results"] = results_of_jobs(jobs)
-    return directory.document(BUILD, reads, lambda: builder.build(source), files, again=again)
+
+    def is_waiting(earlier: Built) -> bool:
+        return on_cluster and any(e.status is BuildStatus.WAITING for e in earlier.engines.engines)
+
+    def files(written: list[Path]) -> list[Path]:
+        return [*written, *_files_below(context.path("planned"), context.path("engines")), *_job_files(jobs)]
+
+    return context.directory.document(BUILD, reads, lambda: builder.build(source), files, again=is_waiting)
 
 
 def _job_files(jobs: Path) -> list[Path]:
     """Files of jobs; their results come from elsewhere, and are told by their digests."""
-    files = (path for path in sorted(jobs.rglob("*")) if path.is_file())
-    return [path for path in files if path.relative_to(jobs).parts[1:2] not in {(), (RESULT,)}]
+    return [file for file in _files_below(jobs) if file.relative_to(jobs).parts[1:2] not in {(), (RESULT,)}]
 
 
 def results_of_jobs(jobs: Path) -> dict[str, str]:

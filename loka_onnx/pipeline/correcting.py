@@ -6,8 +6,9 @@ of the plan and its corrections is measured on its engine like everything else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -16,20 +17,18 @@ import numpy.typing as npt
 from loka_onnx.calibration.corrections.biases import Fit, FittedBiases, SiteMeans, fit_biases, observe
 from loka_onnx.calibration.corrections.means import MeanRows
 from loka_onnx.calibration.passes.executors import LocalExecutor
-from loka_onnx.config import RunConfig
-from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.correction import BiasCorrection, Corrections, CorrectionSet, PlanCorrections
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
-from loka_onnx.core.progress import Progress, silent
-from loka_onnx.data import Dataset, Splits
 from loka_onnx.errors import StageError
 from loka_onnx.evaluation.corrections import Simulated, try_corrections
 from loka_onnx.evaluation.engines import Reference, Split, predict_reference
 from loka_onnx.evaluation.predictions import predict
 from loka_onnx.graph.biases import expose_scores
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.pipeline.directory import RunDirectory, Stage
+from loka_onnx.pipeline.context import Context
+from loka_onnx.pipeline.directory import Stage
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
@@ -42,89 +41,85 @@ CORRECT = Stage("correct", "corrections.json", CorrectionSet)
 SCRATCH = "calibration/instrumented"
 
 
+def mean_rows(context: Context, most: int | None = None) -> MeanRows:
+    """Calibration rows that constants are fitted to, at most `most` of them."""
+    settings, limit = context.config.calibration, FITTED_ROWS if most is None else min(most, FITTED_ROWS)
+    executor, data = LocalExecutor(context.threads), context.splits.calibration
+    return MeanRows(
+        data, limit, settings.batch_size, settings.seed, executor, context.progress, settings.rows
+    )
+
+
 @dataclass(frozen=True)
-class CorrectionInputs:
-    """The FP32 model that plans are judged against, the one that they are written into, and the plans."""
-
-    exported: ModelArtifact
-    modified: ModelArtifact
-    plans: PlanSet
-
-    @property
-    def quantized(self) -> tuple[PrecisionPlan, ...]:
-        """The plans with sites in FP8."""
-        return tuple(plan for plan in self.plans.plans if plan.fp8_sites)
-
-
-def mean_rows(
-    config: RunConfig, data: Dataset, progress: Progress = silent, most: int | None = None
-) -> MeanRows:
-    """Return the calibration rows that constants are fitted to, at most `most` of them."""
-    settings, limit = config.calibration, FITTED_ROWS if most is None else min(most, FITTED_ROWS)
-    executor = LocalExecutor(config.threads or 0)
-    return MeanRows(data, limit, settings.batch_size, settings.seed, executor, progress, settings.rows)
-
-
 class Correcting:
-    """The stage that fits and judges corrections.
+    """The stage that fits and judges corrections of plans for a model.
 
-    Args:
-        reference: Gives the outputs of the FP32 model on selection, if they are known.
+    Attributes:
         most: Rows that constants are fitted to, and that decide, at most; None for as many as a run takes.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        directory: RunDirectory,
-        splits: Splits,
-        progress: Progress,
-        reference: Callable[[ModelArtifact], Reference] | None = None,
-        *,
-        most: int | None = None,
-    ) -> None:
-        self.directory, self.progress = directory, progress
-        self.calibration = mean_rows(config, splits.calibration, progress, most)
-        self.selection = Split("selection", splits.selection, config.columns, config.data.group, most=most)
-        self.reference = reference or self._predicted
-        self.specs = config.output_specs
-        self.threads = config.threads or 0
-        self.is_asked_for = config.plan.corrections
-        self._outputs = config.outputs
+    context: Context
+    model: ModelArtifact
+    most: int | None = None
 
-    def correct(self, inputs: CorrectionInputs) -> CorrectionSet:
+    @property
+    def specs(self) -> tuple[OutputSpec, ...]:
+        """The judged outputs."""
+        return self.context.specs
+
+    @cached_property
+    def calibration(self) -> MeanRows:
+        """The rows that constants are fitted to."""
+        return mean_rows(self.context, self.most)
+
+    @cached_property
+    def selection(self) -> Split:
+        """The rows that decide."""
+        config = self.context.config
+        rows = self.context.splits.selection
+        return Split("selection", rows, config.columns, config.data.group, most=self.most)
+
+    def correct(self, plans: PlanSet) -> CorrectionSet:
         """Fit, try and decide, for every plan with FP8 → `corrections.json`."""
-        rows = self.calibration
+        rows, config = self.calibration, self.context.config
         reads = {
-            "asked_for": self.is_asked_for,
-            "exported": inputs.exported,
-            "model": inputs.modified,
-            "plans": inputs.quantized,
+            "asked_for": config.plan.corrections,
+            "exported": self.context.exported,
+            "model": self.model,
+            "plans": [plan for plan in plans.plans if plan.fp8_sites],
             "data": [rows.data, self.selection.data],
             "rows": [rows.most, rows.first, rows.batch_size, rows.seed, self.selection.most],
-            "outputs": self._outputs,
+            "outputs": config.outputs,
             "group": self.selection.group,
         }
-        return self.directory.document(CORRECT, reads, lambda: self.fit(inputs))
+        return self.context.directory.document(CORRECT, reads, lambda: self.fit(plans.plans))
 
-    def fit(self, inputs: CorrectionInputs) -> CorrectionSet:
+    def fit(self, plans: Iterable[PrecisionPlan]) -> CorrectionSet:
         """Fit, try and decide, without a record; nothing where none is asked for or no plan has FP8."""
-        if not self.is_asked_for or not inputs.quantized:
+        quantized = [plan for plan in plans if plan.fp8_sites]
+        if not self.context.config.plan.corrections or not quantized:
             return CorrectionSet()
-        scratch = self.directory.path / SCRATCH
-        hopeless = {plan.id: why for plan in inputs.quantized if (why := self._why_hopeless(plan))}
-        able = [plan for plan in inputs.quantized if plan.id not in hopeless]
+        hopeless = {plan.id: why for plan in quantized if (why := self._why_hopeless(plan))}
+        able = [plan for plan in quantized if plan.id not in hopeless]
         tried: dict[str, PlanCorrections] = {}
         if able:
-            fit = fit_biases(inputs.modified, able, self.specs, self.calibration, scratch / "means.onnx")
-            trials = _Trials(self, inputs.modified, fit, self.reference(inputs.exported), scratch)
+            scratch = self.context.path(SCRATCH)
+            fit = fit_biases(self.model, able, self.specs, self.calibration, scratch / "means.onnx")
+            trials = _Trials(self, fit, self._reference(), scratch)
             tried = {plan.id: self._tried(trials, plan) for plan in able}
         return CorrectionSet(
             tuple(
                 tried.get(plan.id) or PlanCorrections(plan.id, 0, (), {}, (), hopeless[plan.id])
-                for plan in inputs.quantized
+                for plan in quantized
             )
         )
+
+    def _reference(self) -> Reference:
+        if self.most is None:
+            return self.context.reference(self.context.selection)
+        # Fewer rows than a run takes need a reference of their own.
+        run = self.context.open_exported().run
+        return predict_reference(self.selection, run, self.specs, self.context.progress)
 
     def _why_hopeless(self, plan: PrecisionPlan) -> str:
         """Reason why no constant can bring a plan inside the budget; empty if one may."""
@@ -137,10 +132,6 @@ class Correcting:
                 )
         return ""
 
-    def _predicted(self, exported: ModelArtifact) -> Reference:
-        session = OnnxSession(exported.path, SessionOptions(threads=self.threads))
-        return predict_reference(self.selection, session.run, self.specs, self.progress)
-
     def _tried(self, trials: _Trials, plan: PrecisionPlan) -> PlanCorrections:
         """The corrections of one plan; one that cannot be simulated (it overflows) goes without."""
         try:
@@ -149,12 +140,7 @@ class Correcting:
             return PlanCorrections(plan.id, 0, (), {}, (), f"it could not be simulated: {error}")
 
     def simulate(self, path: Path, exact: SiteMeans, means: SiteMeans, task: str) -> Simulated:
-        """Run a planned model on the selection split.
-
-        Args:
-            path: The planned model in FP32.
-            exact: Means of the FP32 model on the calibration rows.
-        """
+        """Run a planned model in FP32 on the selection split; `exact` are the means of the FP32 model."""
         graph = GraphModel.load(path)
         kinds = {spec.name: spec.kind for spec in self.specs}
         scores = expose_scores(graph, kinds)
@@ -163,10 +149,10 @@ class Correcting:
         names = tuple(dict.fromkeys((*kinds, *scores.values())))
         total = self.selection.rows
         predictions = predict(
-            OnnxSession(exposed, SessionOptions(threads=self.threads)).run,
+            OnnxSession(exposed, SessionOptions(threads=self.context.threads)).run,
             self.selection.batches(),
             names,
-            progress=lambda done: self.progress(task, done, total),
+            progress=lambda done: self.context.progress(task, done, total),
         )
         constants = {
             name: exact.scores[name] - means.scores[name]
@@ -181,7 +167,6 @@ class _Trials:
     """Tries fitted constants, plan by plan."""
 
     stage: Correcting
-    model: ModelArtifact
     fit: Fit
     reference: Reference
     scratch: Path
@@ -210,7 +195,7 @@ class _Trials:
     def _planned(self, plan: PrecisionPlan, corrections: Corrections) -> Path:
         name = f"{plan.id}-{'plain' if corrections.is_empty else 'corrected'}.onnx"
         form = PlanForm(Precision.FP32, corrections=corrections)
-        return apply_plan(self.model, plan, form, self.scratch / name).path
+        return apply_plan(self.stage.model, plan, form, self.scratch / name).path
 
     def _described(
         self, fitted: FittedBiases, before: SiteMeans, after: SiteMeans

@@ -29,6 +29,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.core.lineage import RunRecord, StageRecord
+from loka_onnx.core.split import ModelSplit
 from loka_onnx.data import Dataset
 from loka_onnx.errors import CheckFailed, OutputError, UserError
 from loka_onnx.graph.storage import model_files
@@ -39,33 +40,17 @@ T = TypeVar("T")
 RECORD = "run.json"
 RUN_FILE = "RUN.yaml"
 """The run file that the demo writes."""
+_DIRECTORIES = ("bundle", "calibration", "data", "engines", "jobs", "model", "planned", "train")
+_DOCUMENTS = (
+    "attempt-2 attempt-3 choice corrections engines evaluation ladder plan profile refined refinement "
+    "refresh report rewrites throughput"
+)
 OWNED = (
     RUN_FILE,
-    "attempt-2.json",
-    "attempt-3.json",
-    "bundle",
-    "calibration",
-    "choice.json",
-    "corrections.json",
-    "data",
-    "engines",
-    "engines.json",
-    "evaluation.json",
-    "jobs",
-    "ladder.json",
-    "model",
-    "plan.json",
-    "planned",
-    "profile.json",
-    "refined.json",
-    "refinement.json",
-    "refresh.json",
+    *_DIRECTORIES,
+    *(f"{name}.json" for name in _DOCUMENTS.split()),
     "report.html",
-    "report.json",
     "report.md",
-    "rewrites.json",
-    "throughput.json",
-    "train",
     RECORD,
 )
 """Files of a run, which `--force` may remove; the record last."""
@@ -89,34 +74,44 @@ class Stage(Generic[T]):
 
     def write(self, value: T, root: Path) -> list[Path]:
         """Write the documents of a result; return them, and the files of models that they describe."""
-        if isinstance(self.document, str):
-            return _write_document(value, root / self.document, root)
-        parts = self.document.items()
-        return [file for name, at in parts for file in _write_document(getattr(value, name), root / at, root)]
+        parts = {"": self.document} if isinstance(self.document, str) else self.document
+        files = []
+        for name, place in parts.items():
+            part = getattr(value, name) if name else value
+            serde.write(
+                _moved(part, lambda model: replace(model, path=model.path.relative_to(root))), root / place
+            )
+            files += [root / place, *(file for model in _models(part) for file in model_files(model.path))]
+        return files
 
     def read(self, root: Path) -> T:
-        """Read the documents of a result.
+        """Read the documents of a result; a `UserError` where one is missing or of another version."""
 
-        Raises:
-            UserError: One is missing, or of another version of this package.
-        """
+        def load(kind: Any, place: str) -> Any:
+            return _moved(serde.read(kind, root / place), lambda model: model.placed(root))
+
         if isinstance(self.document, str):
-            return _read_document(self.kind, root / self.document, root)
-        kinds, parts = get_type_hints(self.kind), self.document.items()
-        return self.kind(**{name: _read_document(kinds[name], root / at, root) for name, at in parts})
+            return cast(T, load(self.kind, self.document))
+        kinds = get_type_hints(self.kind)
+        return self.kind(**{name: load(kinds[name], place) for name, place in self.document.items()})
 
 
-def _write_document(value: Any, path: Path, root: Path) -> list[Path]:
-    if not isinstance(value, ModelArtifact):
-        serde.write(value, path)
-        return [path]
-    serde.write(replace(value, path=value.path.relative_to(root)), path)
-    return [path, *model_files(value.path)]
+def _models(value: Any) -> tuple[ModelArtifact, ...]:
+    if isinstance(value, ModelArtifact):
+        return (value,)
+    if isinstance(value, ModelSplit) and value.halves is not None:
+        return (value.halves.lookup, value.halves.dense)
+    return ()
 
 
-def _read_document(kind: type[T], path: Path, root: Path) -> T:
-    value: Any = serde.read(kind, path)
-    return cast(T, value.placed(root) if isinstance(value, ModelArtifact) else value)
+def _moved(value: Any, move: Callable[[ModelArtifact], ModelArtifact]) -> Any:
+    """Return a document with its models moved."""
+    if isinstance(value, ModelArtifact):
+        return move(value)
+    if isinstance(value, ModelSplit) and value.halves is not None:
+        lookup, dense = map(move, _models(value))
+        return replace(value, halves=replace(value.halves, lookup=lookup, dense=dense))
+    return value
 
 
 def keyed(value: Any) -> Any:
@@ -126,21 +121,15 @@ def keyed(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if isinstance(value, Mapping):
-        return {name: keyed(one) for name, one in value.items()}
+        return {name: keyed(item) for name, item in value.items()}
     if isinstance(value, tuple | list):
-        return [keyed(one) for one in value]
+        return [keyed(item) for item in value]
     return serde.to_plain(value) if is_dataclass(value) else value
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a stage.
-
-    Attributes:
-        stage: Name of the stage.
-        reused: Whether an earlier result was taken over.
-        seconds: Wall time now; 0 when reused.
-    """
+    """Outcome of a stage: whether an earlier result was taken over, else its wall time."""
 
     stage: str
     reused: bool
@@ -153,8 +142,6 @@ class RunDirectory:
 
     Attributes:
         path: The directory, absolute.
-        record: What `run.json` holds.
-        lock: Keeps other runs out.
         on_stage: Called when a stage begins (with None) and when it ends.
         is_fresh: Whether nothing of an earlier run is taken over.
         made: The outermost directory that was created for this run; None when the directory was there.
@@ -172,11 +159,7 @@ class RunDirectory:
     def create(
         cls, path: Path, config: dict[str, Any], versions: dict[str, str], *, force: bool, resume: bool
     ) -> RunDirectory:
-        """Open and lock a directory for a run.
-
-        Args:
-            path: The directory; created when missing.
-            force: Start over: what an earlier run left is removed once the inputs are accepted.
+        """Open and lock a directory for a run; with `force`, what an earlier run left is removed later.
 
         Raises:
             OutputError: Another run is at work in the directory; it is not empty and neither was asked for,
@@ -184,7 +167,7 @@ class RunDirectory:
         """
         path = path.absolute()
         fresh = RunRecord(config, versions, (), path)
-        made = _outermost_missing(path)
+        missing = [place for place in (path, *path.parents) if not place.exists()]
         with ExitStack() as on_error:
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -193,15 +176,15 @@ class RunDirectory:
                 # Before anything is looked at: a run at work may have set things aside for a moment.
                 lock = on_error.enter_context(DirectoryLock(path))
                 _restore(path)
-                left = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
-                _check_usable(path, left, may_hold_run=force or resume)
-                if resume and not force and RECORD in left:
+                entries = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+                _check_usable(path, entries, may_hold_run=force or resume)
+                if resume and not force and RECORD in entries:
                     earlier = serde.read(RunRecord, path / RECORD)
                     opened = cls(path, replace(fresh, stages=earlier.stages), lock)
                 else:
                     _set_aside(path)
                     serde.write(fresh, path / RECORD)
-                    opened = cls(path, fresh, lock, is_fresh=True, made=made)
+                    opened = cls(path, fresh, lock, is_fresh=True, made=missing[-1] if missing else None)
             except OSError as error:
                 raise OutputError(
                     f"cannot use the output directory '{path}'",
@@ -234,8 +217,10 @@ class RunDirectory:
                     self.lock.release()
                     _remove_made(self.path, self.made)
             raise
-        if self.is_fresh:
-            _discard(self.path)
+        if self.is_fresh and (self.path / EARLIER).exists():
+            # A rename first, so that half of it is never restored.
+            (self.path / EARLIER).rename(self.path / DISCARDED)
+            shutil.rmtree(self.path / DISCARDED)
 
     @contextmanager
     def watched(self, name: str) -> Iterator[None]:
@@ -248,34 +233,37 @@ class RunDirectory:
     def stage(
         self,
         name: str,
-        key: Any,
-        produce: Callable[[], Sequence[Path]],
+        reads: Any,
+        produce: Callable[[], Iterable[Path]],
         load: Callable[[], T],
         *,
-        again: bool = False,
+        again: bool | Callable[[T], bool] = False,
     ) -> T:
-        """Run a stage, or take over its earlier result, and load what it left.
+        """Run a stage, or take over its earlier result, and load it.
 
         Args:
+            reads: Inputs and settings that the result depends on (`keyed`).
             produce: Does the work and returns the files it wrote, below the run directory.
-            again: Do the work even where it is finished.
+            again: Do the work even where it is finished: always, or where this holds of the earlier result.
         """
-        digest = digest_json({"stage": name, "key": key, "versions": self.record.versions})
+        key = digest_json({"stage": name, "key": keyed(reads), "versions": self.record.versions})
         self.on_stage(name, None)
-        if not again and self._is_finished(name, digest):
+        if again is not True and self._is_finished(name, key):
             try:
                 value = load()
             except (UserError, CheckFailed):
                 # written by another version of the schema, or a bundle with a file too many: run again
                 pass
             else:
-                self._last = name
-                self.on_stage(name, Outcome(name, True, 0.0))
-                return value
+                if not (again and again(value)):
+                    self._last = name
+                    self.on_stage(name, Outcome(name, True, 0.0))
+                    return value
         began = time.perf_counter()
-        files = produce()
+        files = {file.relative_to(self.path).as_posix(): digest_file(file) for file in produce()}
         seconds = time.perf_counter() - began
-        self._note(StageRecord(name, digest, self._parents(name), self._digests(files), seconds))
+        parents = {record.stage: digest_json(record.files) for record in self.before(name)}
+        self._note(StageRecord(name, key, parents, files, seconds))
         self._last = name
         self.on_stage(name, Outcome(name, False, seconds))
         return load()
@@ -287,27 +275,20 @@ class RunDirectory:
         make: Callable[[], T],
         files: Callable[[list[Path]], Iterable[Path]] = list,
         *,
-        again: bool = False,
+        again: bool | Callable[[T], bool] = False,
     ) -> T:
-        """Run a stage that leaves documents, or take them over.
+        """Run a stage that leaves documents, or take them over; see `stage`.
 
         Args:
-            reads: Inputs and settings that the result depends on (`keyed`).
             files: Files of the stage, given those that `Stage.write` returns.
-            again: Do the work even where it is finished.
         """
-
-        def produce() -> Sequence[Path]:
-            return list(files(stage.write(make(), self.path)))
-
-        return self.stage(stage.name, keyed(reads), produce, lambda: stage.read(self.path), again=again)
-
-    def earlier(self, stage: Stage[T]) -> T | None:
-        """Return what an earlier run left of a stage; None if missing or of another version."""
-        try:
-            return stage.read(self.path)
-        except UserError:
-            return None
+        return self.stage(
+            stage.name,
+            reads,
+            lambda: files(stage.write(make(), self.path)),
+            lambda: stage.read(self.path),
+            again=again,
+        )
 
     def forget(self, name: str) -> None:
         """Remove the record and the files of a stage that the run file does not ask for any more."""
@@ -317,29 +298,18 @@ class RunDirectory:
                     # A directory of that name, or a file in the place of one on the way, is not the stage's.
                     with suppress(IsADirectoryError, NotADirectoryError):
                         (self.path / file).unlink(missing_ok=True)
-                kept = tuple(other for other in self.record.stages if other is not record)
-                self.record = replace(self.record, stages=kept)
-                serde.write(self.record, self.path / RECORD)
+                self._write(tuple(other for other in self.record.stages if other is not record))
 
     def before(self, name: str) -> tuple[StageRecord, ...]:
         """Records of the stages that come before one."""
         return self.record.stages[: self._place(name)]
 
-    def relative(self, path: Path) -> Path:
-        """The path below the run directory."""
-        return path.relative_to(self.path)
-
     def _is_finished(self, name: str, key: str) -> bool:
         record = next((r for r in self.record.stages if r.stage == name and r.key == key), None)
-        if record is None:
-            return False
-        return all(
+        return record is not None and all(
             (self.path / file).is_file() and digest_file(self.path / file) == digest
             for file, digest in record.files.items()
         )
-
-    def _digests(self, files: Sequence[Path]) -> dict[str, str]:
-        return {self.relative(file).as_posix(): digest_file(file) for file in files}
 
     def _place(self, name: str) -> int:
         """Position of a stage in the record.
@@ -352,12 +322,11 @@ class RunDirectory:
             return names.index(name)
         return names.index(self._last) + 1 if self._last in names else len(names)
 
-    def _parents(self, name: str) -> dict[str, str]:
-        return {record.stage: digest_json(record.files) for record in self.before(name)}
-
     def _note(self, record: StageRecord) -> None:
         place, others = self._place(record.stage), [r for r in self.record.stages if r.stage != record.stage]
-        stages = (*others[:place], record, *others[place:])
+        self._write((*others[:place], record, *others[place:]))
+
+    def _write(self, stages: tuple[StageRecord, ...]) -> None:
         self.record = replace(self.record, stages=stages)
         serde.write(self.record, self.path / RECORD)
 
@@ -388,15 +357,6 @@ def refuse_links(directory: Path) -> None:
                 )
 
 
-def _outermost_missing(path: Path) -> Path | None:
-    missing = None
-    for candidate in (path, *path.parents):
-        if candidate.exists():
-            break
-        missing = candidate
-    return missing
-
-
 def _check_writable(path: Path) -> None:
     if not os.access(path, os.W_OK):
         raise OutputError(
@@ -406,11 +366,11 @@ def _check_writable(path: Path) -> None:
         )
 
 
-def _check_usable(path: Path, left: Sequence[str], *, may_hold_run: bool) -> None:
+def _check_usable(path: Path, entries: Sequence[str], *, may_hold_run: bool) -> None:
     """Refuse a directory that must not be written to: nothing that is not a run is ever touched."""
-    if not left:
+    if not entries:
         return
-    holds = f"it holds {', '.join(left[:4])}{' …' if len(left) > 4 else ''}"
+    holds = f"it holds {', '.join(entries[:4])}{' …' if len(entries) > 4 else ''}"
     if not _is_run(path):
         raise OutputError(
             f"the output directory '{path}' is not empty and not a run directory",
@@ -454,13 +414,6 @@ def _restore(path: Path) -> None:
     for name in back:
         (path / EARLIER / name).rename(path / name)
     (path / EARLIER).rmdir()
-
-
-def _discard(path: Path) -> None:
-    """Delete the earlier run; a rename first, so that half of it is never restored."""
-    if (path / EARLIER).exists():
-        (path / EARLIER).rename(path / DISCARDED)
-        shutil.rmtree(path / DISCARDED)
 
 
 def _remove_owned(path: Path, names: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from loka_onnx.bundle.contents import (
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.signing import signer_of
 from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.config import RunConfig
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.correction import CorrectionSet
@@ -32,11 +33,12 @@ from loka_onnx.core.refinement import Refinement
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.throughput import ThroughputSet
 from loka_onnx.graph.model_graph import read_model_graph
-from loka_onnx.pipeline.directory import Stage, keyed
+from loka_onnx.pipeline.context import Context
+from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.job_results import choosable
+from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.sample import Arrays
 from loka_onnx.pipeline.splits import split_rule
-from loka_onnx.pipeline.steps import Steps
 from loka_onnx.pipeline.versions import backend_versions
 from loka_onnx.planning.choice import ChoiceOptions, choose
 from loka_onnx.report import (
@@ -48,7 +50,6 @@ from loka_onnx.report import (
     SplitDescription,
     render,
 )
-from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 CHOOSE = Stage("choose", "choice.json", Choice)
 SAMPLE_ROWS = 16
@@ -59,17 +60,24 @@ output that the simulation of its plan showed."""
 
 
 @dataclass(frozen=True)
+class Report:
+    """Facts of a report, and its files."""
+
+    data: ReportData
+    files: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
 class Results:
     """Everything that a run found, before it is emitted."""
 
-    exported: ModelArtifact
     modified: ModelArtifact
     profile: Profile
     plans: PlanSet
     rewrites: dict[str, RewriteLog]
     engines: EngineSet
-    evaluations: EvaluationSet
     corrections: CorrectionSet
+    evaluations: EvaluationSet = field(default_factory=lambda: EvaluationSet(()))
     refinement: Refinement = field(default_factory=Refinement)
     throughput: ThroughputSet = field(default_factory=ThroughputSet)
 
@@ -86,42 +94,43 @@ class Results:
         )
 
 
-def choice_options(steps: Steps) -> ChoiceOptions:
+def choice_options(config: RunConfig) -> ChoiceOptions:
     """Return the options of the choice."""
-    serving = steps.config.serving
-    return ChoiceOptions(serving.by_batch, serving.margin)
+    return ChoiceOptions(config.serving.by_batch, config.serving.margin)
 
 
-def choose_engines(steps: Steps, results: Results) -> Choice:
+def choose_engines(context: Context, results: Results) -> Choice:
     """Choose one engine per target, or several by batch size → `choice.json`."""
-    options = choice_options(steps)
+    options = choice_options(context.config)
     reads = {
         "engines": results.engines,
         "evaluations": results.evaluations,
         "plans": results.plans,
         "options": [options.by_batch, options.margin, options.noise],
     }
-    return steps.directory.document(
+    return context.directory.document(
         CHOOSE,
         reads,
         lambda: choose(choosable(results.engines.engines), results.evaluations, results.plans, options),
     )
 
 
-def describe_run(steps: Steps, results: Results, choice: Choice, label_rule: str) -> ReportData:
-    """Collect the facts of the report."""
-    rule = split_rule(steps.config)
-    splits = steps.splits
-    named = {
-        "calibration": splits.calibration,
-        "selection": splits.selection,
-        "certification": splits.certification,
-    }
-    model = results.modified
-    return ReportData(
-        title=steps.config.name,
-        exported=results.exported,
-        modified=results.modified,
+def write_report(
+    judging: Judging, results: Results, choice: Choice, notes: Sequence[str], label_rule: str = ""
+) -> Report:
+    """Collect the facts of the report and write it → `report.json`, `report.md`, `report.html`.
+
+    Args:
+        notes: Facts of the model and of the run, for the reader.
+        label_rule: What the labels mean.
+    """
+    context, model = judging.context, results.modified
+    rule, root = split_rule(context.config), context.directory.path
+    named = ((name, getattr(context.splits, name)) for name in ("calibration", "selection", "certification"))
+    data = ReportData(
+        title=context.config.name,
+        exported=context.exported,
+        modified=model,
         profile=results.profile,
         plans=results.plans,
         rewrites=results.rewrites,
@@ -132,54 +141,54 @@ def describe_run(steps: Steps, results: Results, choice: Choice, label_rule: str
         refinement=results.refinement,
         throughput=results.throughput,
         data=DataDescription(
-            tuple(SplitDescription(name, d.name, d.rows, d.digest, rule) for name, d in named.items()),
-            label_rule or ", ".join(_label_rule(spec) for spec in steps.specs),
-            steps.config.data.synthetic,
+            tuple(SplitDescription(name, d.name, d.rows, d.digest, rule) for name, d in named),
+            label_rule or ", ".join(_label_rule(spec) for spec in context.specs),
+            context.config.data.synthetic,
         ),
-        versions=_versions(steps),
-        lineage=steps.directory.before("report"),
-        notes=tuple(_notes(steps)),
-        graph=read_model_graph(steps.directory.path / model.path, [site.name for site in model.sites]),
+        versions=_versions(context),
+        lineage=context.directory.before("report"),
+        notes=tuple(notes),
+        graph=read_model_graph(root / model.path, [site.name for site in model.sites]),
     )
+    files = tuple(root / name for name in (JSON_NAME, MARKDOWN_NAME, HTML_NAME))
+    # Of another schema it is written anew, from equal facts too.
+    reads = {"schema": ReportData.SCHEMA, "facts": serde.to_plain(data)}
+    context.directory.stage("report", reads, lambda: render(data, root), lambda: files)
+    return Report(data, files)
 
 
-def _versions(steps: Steps) -> dict[str, str]:
-    """Libraries of every stage, and those that engines were built with."""
-    return steps.directory.record.versions | backend_versions(steps.config.targets)
-
-
-def _notes(steps: Steps) -> Iterator[str]:
-    yield from steps.notes
-    if steps.split is not None:
-        yield steps.split.note
-    if steps.looks > 1:
-        confidence = steps.judging.certification.confidence
-        yield (
-            f"The certification rows may be looked at {steps.looks} times for this model: to certify what a "
-            "refresh kept and, where that fails, what a full run then chooses. Their error of 5 % is divided "
-            f"(Bonferroni): intervals on certification hold with {confidence:.1%}."
+def notes_of(judging: Judging) -> tuple[str, ...]:
+    """Notes on the cut of the model and on the looks at certification, for the report."""
+    context, notes = judging.context, []
+    if judging.split is not None:
+        notes.append(judging.split.note)
+    if context.looks > 1:
+        confidence = context.certification.confidence
+        notes.append(
+            f"The certification rows may be looked at {context.looks} times for this model: to certify what "
+            "a refresh kept and, where that fails, what a full run then chooses. Their error of 5 % is "
+            f"divided (Bonferroni): intervals on certification hold with {confidence:.1%}."
         )
+    return tuple(notes)
+
+
+def _versions(context: Context) -> dict[str, str]:
+    """Libraries of every stage, and those that engines were built with."""
+    return context.directory.record.versions | backend_versions(context.config.targets)
 
 
 def _label_rule(spec: OutputSpec) -> str:
     return f"{spec.name}: no labels" if spec.label is None else f"{spec.name}: column '{spec.label}' as given"
 
 
-def write_report(steps: Steps, data: ReportData) -> tuple[Path, ...]:
-    """Write the report → `report.json`, `report.md`, `report.html`."""
-    root = steps.directory.path
-    files = tuple(root / name for name in (JSON_NAME, MARKDOWN_NAME, HTML_NAME))
-    # Of another schema it is written anew, from equal facts too.
-    key = {"schema": ReportData.SCHEMA, "facts": serde.to_plain(data)}
-    return steps.directory.stage("report", key, lambda: render(data, root), lambda: files)
-
-
-def emit_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence[Path]) -> Path:
+def emit_bundle(judging: Judging, results: Results, choice: Choice, report: Sequence[Path]) -> Path:
     """Write the chosen engines, the exact model and a sample → `bundle/`."""
-    bundle = steps.directory.path / "bundle"
+    context = judging.context
+    bundle = context.path("bundle")
 
-    def produce() -> Sequence[Path]:
-        written = _write_bundle(steps, results, choice, report)
+    def produce() -> list[Path]:
+        contents = _contents(judging, results, choice, report)
+        written = write_bundle(contents, bundle, key=context.signing_key)
         return [path for path in sorted(written.rglob("*")) if path.is_file()]
 
     def load() -> Path:
@@ -189,69 +198,67 @@ def emit_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence
     reads = {
         "choice": choice,
         "engines": results.engines,
-        "exported": results.exported,
-        "split": () if steps.split is None else steps.split.digests,
-        "batch": steps.config.batch,
+        "exported": context.exported,
+        "split": () if judging.split is None else judging.split.digests,
+        "batch": context.config.batch,
         "report": [digest_file(path) for path in report],
         "schema": Manifest.SCHEMA,
-        "signer": None if steps.signing_key is None else signer_of(steps.signing_key),
+        "signer": None if context.signing_key is None else signer_of(context.signing_key),
     }
-    return steps.directory.stage("bundle", keyed(reads), produce, load)
+    return context.directory.stage("bundle", reads, produce, load)
 
 
-def _write_bundle(steps: Steps, results: Results, choice: Choice, report: Sequence[Path]) -> Path:
-    root = steps.directory.path
-    sample = steps.requests.sample(steps.judging.as_batch(SAMPLE_ROWS))
-    exact = OnnxSession(results.exported.path, SessionOptions(threads=steps.threads)).run(sample)
+def _contents(judging: Judging, results: Results, choice: Choice, report: Sequence[Path]) -> BundleContents:
+    context = judging.context
+    sample = context.requests.sample(context.as_batch(SAMPLE_ROWS))
+    exact = context.open_exported().run(sample)
     fallback = Expectation(exact, dict.fromkeys(exact, DEFAULT_TOLERANCE))
     by_id = {engine.id: engine for engine in results.engines.engines}
     chosen = dict.fromkeys(name for target in choice.targets for name in target.engines)
-    engines = [
-        _bundled(steps, results, by_id[name], sample, fallback) for name in chosen if by_id[name].is_built
-    ]
-    batch = steps.config.batch
-    return write_bundle(
-        BundleContents(
-            root=root,
-            model=results.exported,
-            judged=steps.specs,
-            batch=BatchRange(batch.min, batch.max),
-            engines=tuple(engines),
-            fallback=fallback,
-            sample=sample,
-            plans=results.plans,
-            choice=choice,
-            report=tuple(report),
-            lineage=steps.directory.before("bundle"),
-            versions=_versions(steps),
-            lookup=_bundled_lookup(steps, sample),
+    halves, lookup = None if judging.split is None else judging.split.halves, None
+    if halves is not None:
+        taken = judging.taken_by_engines(sample)
+        lookup = BundleLookup(halves, {spec.name: taken[spec.name] for spec in halves.cut})
+    return BundleContents(
+        root=context.directory.path,
+        model=context.exported,
+        judged=context.specs,
+        batch=BatchRange(context.config.batch.min, context.config.batch.max),
+        engines=tuple(
+            _bundled(judging, results, by_id[name], sample, fallback)
+            for name in chosen
+            if by_id[name].is_built
         ),
-        root / "bundle",
-        key=steps.signing_key,
+        fallback=fallback,
+        sample=sample,
+        plans=results.plans,
+        choice=choice,
+        report=tuple(report),
+        lineage=context.directory.before("bundle"),
+        versions=_versions(context),
+        lookup=lookup,
     )
 
 
-def _bundled_lookup(steps: Steps, sample: Arrays) -> BundleLookup | None:
-    if steps.split is None or steps.split.halves is None:
-        return None
-    halves, taken = steps.split.halves, steps.requests.taken_by_engines(sample)
-    return BundleLookup(halves, {spec.name: taken[spec.name] for spec in halves.cut})
-
-
 def _bundled(
-    steps: Steps, results: Results, engine: EngineArtifact, sample: Arrays, fallback: Expectation
+    judging: Judging, results: Results, engine: EngineArtifact, sample: Arrays, fallback: Expectation
 ) -> BundleEngine:
-    try:
-        evaluation = _without_slices(results.evaluations.of(engine.id, "certification"))
-    except KeyError:
-        evaluation = None
+    evaluations = results.evaluations.evaluations
+    found = (e for e in evaluations if (e.engine, e.split) == (engine.id, "certification"))
+    evaluation = next(map(_without_slices, found), None)
     if engine.status is BuildStatus.READY:
         with ExitStack() as stack:
-            outputs = dict(steps.judging.open_engine(engine, stack)(sample))
-        return BundleEngine(
-            engine, Expectation(outputs, dict.fromkeys(outputs, DEFAULT_TOLERANCE)), evaluation
-        )
-    moved = _simulated_change(results, engine.plan)
+            outputs = dict(judging.open_engine(engine, stack)(sample))
+        tolerance = dict.fromkeys(outputs, DEFAULT_TOLERANCE)
+        return BundleEngine(engine, Expectation(outputs, tolerance), evaluation)
+    # The largest change of each output in the simulation of the plan.
+    moved = {
+        output.output: output.difference.delta_max
+        for judged in evaluations
+        if judged.plan == engine.plan
+        for output in judged.outputs
+        if output.difference is not None
+    }
     tolerance = {
         name: max(FP8_TOLERANCE, SIMULATION_MARGIN * moved.get(name, 0.0)) for name in fallback.outputs
     }
@@ -262,14 +269,3 @@ def _without_slices(evaluation: Evaluation) -> Evaluation:
     """Drop slices, which may be thousands: a loader reads the manifest at every start."""
     outputs = (replace(output, slices=(), slices_left_out={}) for output in evaluation.outputs)
     return replace(evaluation, outputs=tuple(outputs))
-
-
-def _simulated_change(results: Results, plan: str) -> dict[str, float]:
-    """Return the largest change of each output in the simulation of a plan."""
-    return {
-        output.output: output.difference.delta_max
-        for evaluation in results.evaluations.evaluations
-        if evaluation.plan == plan
-        for output in evaluation.outputs
-        if output.difference is not None
-    }

@@ -43,13 +43,13 @@ def read_result(directory: Path, job: BuildJob) -> JobResult | None:
             evidence=f"it holds no '{RESULT_DOCUMENT}', which is written last",
             remedy="copy the whole directory again, or remove it to wait for the job",
         )
-    found = _read_document(place / RESULT_DOCUMENT)
+    result = _read_document(place / RESULT_DOCUMENT)
     for what, was, wanted in (
-        ("candidate", found.candidate, job.candidate),
-        ("model", found.model_digest, job.model_digest),
-        ("plan", found.plan, job.plan.id),
-        ("engine", found.artifact.id, f"{job.target}-{job.backend}-{job.architecture}-{job.plan.id}"),
-        ("job", found.job, job.digest),
+        ("candidate", result.candidate, job.candidate),
+        ("model", result.model_digest, job.model_digest),
+        ("plan", result.plan, job.plan.id),
+        ("engine", result.artifact.id, f"{job.target}-{job.backend}-{job.architecture}-{job.plan.id}"),
+        ("job", result.job, job.digest),
     ):
         if was != wanted:
             raise ModelError(
@@ -58,17 +58,12 @@ def read_result(directory: Path, job: BuildJob) -> JobResult | None:
                 evidence=f"it says {_short(was)}, the job says {_short(wanted)}",
                 remedy="execute this job (`loka-onnx build --job`), or remove the result to wait for it",
             )
-    verify_files(place, found.files, RESULT_DOCUMENT)
-    return found
+    verify_files(place, result.files, RESULT_DOCUMENT)
+    return result
 
 
 def _read_document(document: Path) -> JobResult:
-    """Read the result document of a job and check that it lists its engine and outputs.
-
-    Raises:
-        ModelError: One is not.
-        UserError: It is no such document, or one of another version of this package.
-    """
+    """Read the result document of a job and check that it lists its engine and outputs."""
     found = serde.read(JobResult, document)
     path = found.artifact.path
     named = {f"outputs of {split}": name for split, name in found.outputs.items()}
@@ -140,7 +135,7 @@ class ElsewhereRuns:
         file = self._jobs / engine.id / RESULT / result.outputs[split]
         if digest_file(file) != result.files[result.outputs[split]]:
             raise EvaluationError(f"the outputs of engine '{engine.id}' were altered", where=str(file))
-        return lambda: Replay.load(file).run
+        return lambda: Replay(file).run
 
     def latencies(self, engines: Iterable[EngineArtifact]) -> dict[str, tuple[Latency, ...]]:
         """Return latencies that were measured elsewhere, by engine id, each with its job."""
@@ -171,14 +166,10 @@ class ElsewhereRuns:
 class Replay:
     """Recorded outputs, (rows, …) by name, in place of an engine: for the same rows, in the same order."""
 
-    def __init__(self, outputs: Mapping[str, npt.NDArray[Any]]) -> None:
-        self._outputs, self._done = dict(outputs), 0
-
-    @classmethod
-    def load(cls, file: Path) -> Replay:
-        """Read the outputs of a result."""
+    def __init__(self, file: Path) -> None:
         with np.load(file, allow_pickle=False) as arrays:
-            return cls({name: np.asarray(arrays[name]) for name in arrays.files})
+            self._outputs = {name: np.asarray(arrays[name]) for name in arrays.files}
+        self._done = 0
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         """Return the outputs of the next rows, as many as the inputs have.
@@ -186,17 +177,15 @@ class Replay:
         Raises:
             EvaluationError: There are not as many left.
         """
-        rows = next(len(values) for values in inputs.values())
-        known = min(len(values) for values in self._outputs.values())
-        if self._done + rows > known:
+        start, known = self._done, min(map(len, self._outputs.values()))
+        self._done += next(len(values) for values in inputs.values())
+        if self._done > known:
             raise EvaluationError(
                 "the outputs that came back are fewer than the rows",
-                evidence=f"{known} rows came back, row {self._done + rows} is wanted",
+                evidence=f"{known} rows came back, row {self._done} is wanted",
                 remedy="execute the job again",
             )
-        taken = {name: values[self._done : self._done + rows] for name, values in self._outputs.items()}
-        self._done += rows
-        return taken
+        return {name: values[start : self._done] for name, values in self._outputs.items()}
 
 
 def choosable(engines: Iterable[EngineArtifact], command: str = "run --resume") -> list[EngineArtifact]:

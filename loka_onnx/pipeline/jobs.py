@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -55,14 +55,12 @@ class SplitRows:
 
 @dataclass(frozen=True)
 class JobOrigin:
-    """Origin of a job.
+    """Origin of a job: run, name of the candidate's directory, and names of the judged outputs.
 
     Attributes:
-        candidate: Name of the candidate's directory.
-        outputs: Names of the judged outputs.
         rows: Rows that the job carries; empty for none.
         timed: Generated rows that the requests of latencies are drawn from; None for those of the sample.
-        inputs: Where the inputs of timed requests lie.
+        inputs: Memory of the inputs of timed requests.
     """
 
     run: str
@@ -78,10 +76,8 @@ class JobOrigin:
 def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> BuildJob:
     """Write a job, or leave the one that is there and is the same, with its result.
 
-    A job that asked for something else is replaced, and its result goes with it.
-
-    Args:
-        request: Its limits and options go along, its places do not.
+    A job that asked for something else is replaced, and its result goes with it. Limits and options of the
+    request go along, its places do not.
 
     Raises:
         OutputError: The place cannot be written.
@@ -96,8 +92,35 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
         shutil.copyfile(request.sample, new / _SAMPLE)
         rows = tuple(_write_rows(new, split) for split in origin.rows)
         timed = None if origin.timed is None else _write_rows(new, origin.timed)
-        job = replace(_describe(new, request, origin, rows), timed=timed, inputs=origin.inputs)
-        if not _is_there(directory, job):
+        batch = request.batch
+        job = BuildJob(
+            run=origin.run,
+            candidate=origin.candidate,
+            backend=origin.backend,
+            target=request.target,
+            architecture=request.architecture,
+            plan=request.plan,
+            sites=request.sites,
+            part=origin.part,
+            model=Path(_MODEL) / request.model.name,
+            model_digest=request.plan.model_digest,
+            sample=Path(_SAMPLE),
+            batch=JobBatch(batch.minimum, batch.serve, batch.maximum, batch.sizes),
+            timeout_seconds=request.limits.seconds,
+            memory_bytes=request.limits.memory_bytes,
+            options=dict(request.options),
+            outputs=origin.outputs,
+            rows=rows,
+            files=list_files(new, JOB),
+            version=version("loka-onnx"),
+            timed=timed,
+            inputs=origin.inputs,
+        )
+        try:
+            is_there = read_job(directory) == job
+        except UserError:
+            is_there = False
+        if not is_there:
             serde.write(job, new / JOB)
             replace_directory(new, directory, staging)
         return job
@@ -162,40 +185,6 @@ def find_jobs(place: Path) -> list[Path]:
             remedy=f"name a job, or the '{JOBS}/' of a run",
         )
     return found
-
-
-def _describe(
-    directory: Path, request: BuildRequest, origin: JobOrigin, rows: tuple[JobRows, ...]
-) -> BuildJob:
-    batch = request.batch
-    return BuildJob(
-        run=origin.run,
-        candidate=origin.candidate,
-        backend=origin.backend,
-        target=request.target,
-        architecture=request.architecture,
-        plan=request.plan,
-        sites=request.sites,
-        part=origin.part,
-        model=Path(_MODEL) / request.model.name,
-        model_digest=request.plan.model_digest,
-        sample=Path(_SAMPLE),
-        batch=JobBatch(batch.minimum, batch.serve, batch.maximum, batch.sizes),
-        timeout_seconds=request.limits.seconds,
-        memory_bytes=request.limits.memory_bytes,
-        options=dict(request.options),
-        outputs=origin.outputs,
-        rows=rows,
-        files=list_files(directory, JOB),
-        version=version("loka-onnx"),
-    )
-
-
-def _is_there(directory: Path, job: BuildJob) -> bool:
-    try:
-        return read_job(directory) == job
-    except UserError:
-        return False
 
 
 def _write_rows(directory: Path, split: SplitRows) -> JobRows:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.calibration.corrections.biases import fit_biases
-from loka_onnx.calibration.corrections.means import mean_scores
+from loka_onnx.calibration.corrections.means import MeanRows, mean_scores
 from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, write_switchable
 from loka_onnx.config import PlanId
 from loka_onnx.core.artifact import ModelArtifact
@@ -35,10 +35,10 @@ from loka_onnx.evaluation.predictions import predict
 from loka_onnx.graph.biases import expose_scores
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.intervals import CONFIDENCE
+from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.correcting import mean_rows
 from loka_onnx.pipeline.directory import Stage
-from loka_onnx.pipeline.recipes import planned_recipes
-from loka_onnx.pipeline.steps import Steps
+from loka_onnx.pipeline.plans import plan_options, planned_recipes
 from loka_onnx.planning.climbing import Goal, Judged, climb, design_spread
 from loka_onnx.planning.policy import LadderStart, start_ladder
 
@@ -46,46 +46,49 @@ LADDER = Stage("ladder", "ladder.json", Climb)
 SCRATCH = "calibration/instrumented/ladder.onnx"
 
 
-def climb_ladder(
-    steps: Steps, exported: ModelArtifact, modified: ModelArtifact, profile: Profile
-) -> Climb | None:
+def start_ladder_of(
+    context: Context, modified: ModelArtifact, profile: Profile, plan: PrecisionPlan | None = None
+) -> LadderStart:
+    """Start the ladder of a plan; of all sites that may run in FP8 where there is none."""
+    recipes, options = planned_recipes(context.config.plan), plan_options(context, modified)
+    return start_ladder(modified, profile, context.specs, recipes, options, plan)
+
+
+def climb_ladder(context: Context, modified: ModelArtifact, profile: Profile) -> Climb | None:
     """The sites of `fp8-safe` → `ladder.json`; None where that plan does not compete."""
-    options, chosen = steps.plan_options(modified), steps.config.plan
+    config, splits = context.config, context.splits
+    options, chosen = plan_options(context, modified), config.plan
     if PlanId.FP8_SAFE not in options.plans:
-        steps.directory.forget(LADDER.name)
+        context.directory.forget(LADDER.name)
         return None
     reads = {
-        "exported": exported,
+        "exported": context.exported,
         "model": modified,
         "profile": profile,
         "keep": [chosen.keep, chosen.force, chosen.protect],
         "confidence": options.confidence,
         "timings": [known.key for known in options.devices],
-        "data": [steps.splits.selection, steps.splits.certification.rows],
-        "outputs": steps.config.outputs,
-        "group": steps.config.data.group,
-        "looks": steps.judging.looks,
+        "data": [splits.selection, splits.certification.rows],
+        "outputs": config.outputs,
+        "group": config.data.group,
+        "looks": context.looks,
         "corrections": chosen.corrections,
-        "calibration": steps.splits.calibration,
+        "calibration": splits.calibration,
     }
-    climbing = Climbing(steps, exported, modified, profile)
-    return steps.directory.document(LADDER, reads, climbing.climb)
+    return context.directory.document(LADDER, reads, Climbing(context, modified, profile).climb)
 
 
+@dataclass(frozen=True)
 class Climbing:
-    """Judges rungs of one model.
+    """Judges rungs of one model, whose profile is known."""
 
-    Args:
-        exported: The FP32 model that rungs are judged against.
-    """
+    context: Context
+    modified: ModelArtifact
+    profile: Profile
 
-    def __init__(
-        self, steps: Steps, exported: ModelArtifact, modified: ModelArtifact, profile: Profile
-    ) -> None:
-        self._steps, self._exported = steps, exported
-        self._modified, self._profile = modified, profile
-        self._judging = steps.judging
-        self._rows = mean_rows(steps.config, steps.splits.calibration, steps.progress)
+    @cached_property
+    def _rows(self) -> MeanRows:
+        return mean_rows(self.context)
 
     def climb(self) -> Climb:
         """Return the highest rung of all sites that may run in FP8, for the first attempt."""
@@ -95,52 +98,49 @@ class Climbing:
     def lower(self, plan: PrecisionPlan, attempt: int) -> PrecisionPlan | None:
         """Return a plan with fewer sites in FP8 for an attempt (from 0); None if no site would be left."""
         start = self._start(plan)
-        left = self._climbed(start, start.rungs[:-1], attempt).sites
-        return start.ladder.plan_of(plan, left, plan.device) if left else None
+        sites = self._climbed(start, start.rungs[:-1], attempt).sites
+        return start.ladder.plan_of(plan, sites, plan.device) if sites else None
 
     def _start(self, plan: PrecisionPlan | None = None) -> LadderStart:
-        steps = self._steps
-        recipes, options = planned_recipes(steps.config.plan), steps.plan_options(self._modified)
-        return start_ladder(self._modified, self._profile, steps.specs, recipes, options, plan)
+        return start_ladder_of(self.context, self.modified, self.profile, plan)
 
     def _climbed(self, start: LadderStart, rungs: Sequence[frozenset[str]], attempt: int) -> Climb:
-        goal = Goal.of(attempt, (1.0 - CONFIDENCE) / self._judging.looks)
+        goal = Goal.of(attempt, (1.0 - CONFIDENCE) / self.context.looks)
         if len(rungs) < 2:
             # There is nothing to judge.
             return Climb(0, tuple(sorted(next(iter(rungs), ()))), goal.confidence, goal.chance, ())
         judge = partial(self._judge, self._corrected(start))
-        return climb(start.ladder, rungs, judge, goal, self._steps.judged_rows)
+        return climb(start.ladder, rungs, judge, goal, self.context.judged_rows)
 
     def _corrected(self, start: LadderStart) -> _Rungs:
-        steps, specs = self._steps, self._steps.specs
-        path = steps.directory.path / SCRATCH
+        specs, path = self.context.specs, self.context.path(SCRATCH)
         path.parent.mkdir(parents=True, exist_ok=True)
-        graph, scores, biases, exact = GraphModel.load(self._modified.path), {}, {}, {}
-        if steps.config.plan.corrections:
+        graph, scores, biases, exact = GraphModel.load(self.modified.path), {}, {}, {}
+        if self.context.config.plan.corrections:
             means = path.with_name("ladder-means.onnx")
-            fit = fit_biases(self._modified, [start.plan], specs, self._rows, means)
+            fit = fit_biases(self.modified, [start.plan], specs, self._rows, means)
             biases, exact = fit.plans[start.plan.id].values, fit.exact.scores
             scores = expose_scores(graph, {spec.name: spec.kind for spec in specs})
         recipes = {decision.site: decision.recipe for decision in start.plan.decisions}
         switches = [
             Switch(site, recipe)
-            for site in self._modified.sites
+            for site in self.modified.sites
             if site.name in start.sites and (recipe := recipes[site.name]) is not None
         ]
-        file = write_switchable(graph, switches, self._profile.scales, path, biases=biases)
-        return _Rungs(file.open(steps.threads), scores, exact)
+        file = write_switchable(graph, switches, self.profile.scales, path, biases=biases)
+        return _Rungs(file.open(self.context.threads), scores, exact)
 
     def _judge(self, rungs: _Rungs, rung: Collection[str]) -> Judged:
-        steps, split = self._steps, self._judging.judged_splits()[0]
-        specs = steps.specs
+        context, split = self.context, self.context.selection
+        specs = context.specs
         names = tuple(dict.fromkeys((*(spec.name for spec in specs), *rungs.scores.values())))
         task = f"judge {len(rung)} sites in FP8 on {split.name}"
         run = partial(rungs.model.run, on=tuple(rung), outputs=names)
         found = predict(
-            run, split.batches(), names, progress=lambda done: steps.progress(task, done, split.rows)
+            run, split.batches(), names, progress=lambda done: context.progress(task, done, split.rows)
         )
         constants = rungs.constants(mean_scores(run, rungs.scores, specs, self._rows) if rungs.exact else {})
-        known = self._judging.reference_on_selection(self._exported)
+        known = context.reference(split)
         columns, grouping = known.predictions.columns, known.units.grouping
 
         def judged(variant: Mapping[str, npt.NDArray[Any]], units: Units) -> tuple[OutputEvaluation, ...]:
@@ -154,7 +154,7 @@ class Climbing:
             variant |= {after.output: moved[after.output] for before, after in pairs if _helps(before, after)}
             outputs = tuple(after if _helps(before, after) else before for before, after in pairs)
         if grouping is None:
-            rows = steps.judged_rows
+            rows = context.judged_rows
             spread = sqrt(rows["selection"] / rows["certification"])
             return Judged(outputs, {output.output: spread for output in outputs})
         return Judged(
@@ -168,13 +168,13 @@ class Climbing:
     @cached_property
     def _sizes(self) -> tuple[list[int], list[int]]:
         """Rows of each group of selection and of certification; of certification nothing else is read."""
-        splits = self._steps.splits
+        splits = self.context.splits
         return self._sizes_of(splits.selection), self._sizes_of(splits.certification)
 
     def _sizes_of(self, data: Dataset) -> list[int]:
-        group = str(self._steps.config.data.group)
+        group = str(self.context.config.data.group)
         counted: Counter[Any] = Counter()
-        for values in self._steps.read_columns(data, (group,)):
+        for values in self.context.read_columns(data, (group,)):
             ids, counts = np.unique(values[group], return_counts=True)
             counted.update(dict(zip(ids.tolist(), counts.tolist(), strict=True)))
         return list(counted.values())
@@ -182,13 +182,7 @@ class Climbing:
 
 @dataclass(frozen=True)
 class _Rungs:
-    """The model that any rung is run with.
-
-    Attributes:
-        model: Every site of the ladder, exact and in FP8 without its mean error.
-        scores: Name of the graph output with the score of an output; only where there is a score.
-        exact: Mean scores of the FP32 model on calibration rows.
-    """
+    """The model that any rung is run with."""
 
     model: SwitchableModel
     scores: Mapping[str, str]

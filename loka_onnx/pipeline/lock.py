@@ -34,13 +34,12 @@ class DirectoryLock:
 
     def release(self) -> None:
         """Let the next run in; does nothing the second time."""
-        if self._descriptor is None:
-            return
-        # Removed while locked: who waited with this file open sees that it is no longer the one of that name.
-        with suppress(OSError):
-            self._file.unlink()
-        os.close(self._descriptor)
-        self._descriptor = None
+        if self._descriptor is not None:
+            # Removed while locked: who waited with this file open sees that it is no longer of that name.
+            with suppress(OSError):
+                self._file.unlink()
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def __enter__(self) -> Self:
         return self
@@ -53,27 +52,23 @@ def _acquire(file: Path) -> int:
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            _lock(descriptor, file)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_same(descriptor, file):
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, f"process {os.getpid()} on '{socket.gethostname()}'".encode())
                 return descriptor
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            raise OutputError(
+                f"the output directory '{file.parent}' is in use by another run",
+                evidence=f"{holder} holds the lock on '{file.name}'",
+                remedy="wait until that run has ended, or choose another directory with --output",
+            ) from error
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
-
-
-def _lock(descriptor: int, file: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-        raise OutputError(
-            f"the output directory '{file.parent}' is in use by another run",
-            evidence=f"{holder} holds the lock on '{file.name}'",
-            remedy="wait until that run has ended, or choose another directory with --output",
-        ) from error
 
 
 def _is_same(descriptor: int, file: Path) -> bool:

@@ -1,40 +1,168 @@
-"""Mods that a run applies, in order."""
+"""The stages of mods: those of the run file, then high-error channels as products of their own."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
-
 from loka_onnx.config import RunConfig, WeightGranularity
+from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.digests import digest_json
+from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import Granularity
+from loka_onnx.core.rewrite import HighErrorChannels, RewriteLog
 from loka_onnx.errors import ConfigError
+from loka_onnx.graph.storage import model_files
 from loka_onnx.numerics.product_error import Rounding
+from loka_onnx.pipeline.context import CHECK_ROWS, Context
+from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.plans import planned_recipes
+from loka_onnx.pipeline.probing import Probing
+from loka_onnx.planning.high_error_channels import errors_to_leave
+from loka_onnx.planning.policy import PlanOptions
+from loka_onnx.sessions.runner import Arrays
 from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.linears.split_high_error_channels import SplitHighErrorChannels
-from loka_onnx.transforms.sequence import DEFAULT_MODS
+from loka_onnx.transforms.sequence import DEFAULT_MODS, Rewritten, apply_mods
 from loka_onnx.transforms.smoothing.choose_smoothing import ChooseSmoothing
 
 
-class ChosenMods:
-    """The mods of a run.
+@dataclass(frozen=True)
+class ModdedModel:
+    """A model after mods, and what was rewritten."""
 
-    Raises:
-        ConfigError: `mods.skip` names no mod.
+    model: ModelArtifact
+    log: RewriteLog
+
+
+@dataclass(frozen=True)
+class MeasuredModel(ModdedModel):
+    """A model after mods, with its profile."""
+
+    profile: Profile
+
+
+@dataclass(frozen=True)
+class SplitModel(ModdedModel):
+    """A model after all mods, with the error that split sites were to keep."""
+
+    left: HighErrorChannels
+
+
+HIGH_ERROR_CHANNELS = "model/loud-channels.json"
+_MERGED = {"model": "model/merged.json", "log": "model/merged-mods.json"}
+MODS = Stage("mods", _MERGED, ModdedModel)
+MEASURED_MODS = Stage("mods", {**_MERGED, "profile": "calibration/merged.json"}, MeasuredModel)
+HIGH_ERROR = Stage(
+    "loud channels",
+    {"model": "model/modified.json", "log": "model/mods.json", "left": HIGH_ERROR_CHANNELS},
+    SplitModel,
+)
+
+
+def modify(context: Context) -> ModdedModel:
+    """Apply the mods but for high-error channels, each checked on calibration rows → `model/merged.json`."""
+    return context.directory.document(MODS, _reads(context), lambda: _modified(context))
+
+
+def modify_and_measure(context: Context, profile: Profile, probing: Probing) -> MeasuredModel:
+    """Apply the mods and measure what they changed → `model/merged.json`, `calibration/merged.json`."""
+    reads = _reads(context)
+    reads |= {"profile": digest_json(serde.to_plain(profile)), "measured": probing.key(context.exported)}
+
+    def make() -> MeasuredModel:
+        modified = _modified(context)
+        return MeasuredModel(modified.model, modified.log, probing.changed(modified.model, profile))
+
+    return context.directory.document(MEASURED_MODS, reads, make)
+
+
+def _reads(context: Context) -> dict[str, Any]:
+    return {
+        "model": context.exported,
+        "data": context.splits.calibration,
+        **ChosenMods(context.config).key,
+        "rows": _rows(context.config),
+    }
+
+
+def _modified(context: Context) -> ModdedModel:
+    rewritten = rewrite(context, context.path("model/modified.onnx"))
+    return ModdedModel(rewritten.model, rewritten.log)
+
+
+def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, float]) -> SplitModel:
+    """High-error channels of sites that do not fit as products of their own → `model/modified.json`.
+
+    Args:
+        left: Part of its error that each of these sites may keep.
     """
+
+    def make() -> SplitModel:
+        split = Rewritten(merged.model, RewriteLog(()))
+        if left:
+            target, rows = context.path("model/loud.onnx"), context.first_rows(_rows(context.config))
+            mod = SplitHighErrorChannels(
+                left, [rows], target.parent, context.config.plan.format.number_format
+            )
+            split = apply_mods(merged.model, [rows], target, [mod], context.progress)
+        log = RewriteLog((*merged.log.records, *split.log.records))
+        return SplitModel(split.model, log, HighErrorChannels(dict(left)))
+
+    reads = {
+        "model": merged.model,
+        "data": context.splits.calibration,
+        "left": left,
+        "format": context.config.plan.format,
+        "rows": _rows(context.config),
+    }
+    # A model that stays as it is, and its tables in any case, belong to the stage that wrote them.
+    return context.directory.document(
+        HIGH_ERROR, reads, make, lambda written: sorted({*written} - {*model_files(merged.model.path)})
+    )
+
+
+def allowed_errors(context: Context, merged: MeasuredModel) -> dict[str, float]:
+    """Part of its error that each site which does not fit may keep; nothing where none is split."""
+    chosen = context.config.plan
+    if not context.config.mods.split_channels:
+        return {}
+    options = PlanOptions(keep=chosen.keep, force=chosen.force, protect=chosen.protect)
+    recipes = planned_recipes(chosen)
+    return errors_to_leave(merged.model, merged.profile, context.specs, recipes, options, context.judged_rows)
+
+
+def rewrite(context: Context, target: Path) -> Rewritten:
+    """Apply the mods to the exported model and write it; high-error channels are split off later."""
+    rows = context.first_rows(_rows(context.config))
+    mods = ChosenMods(context.config).make(rows, target.parent)
+    return apply_mods(context.exported, [rows], target, mods, context.progress)
+
+
+def _rows(config: RunConfig) -> int:
+    """Rows that mods are held against."""
+    return min(CHECK_ROWS, config.calibration.rows or CHECK_ROWS)
+
+
+class ChosenMods:
+    """The mods of a run; `ConfigError` where `mods.skip` names none."""
 
     def __init__(self, config: RunConfig) -> None:
         known = {kind.name: kind for kind in DEFAULT_MODS}
         for index, name in enumerate(config.mods.skip):
             if name not in known:
                 raise _unknown(name, index, list(known))
-        self._config = config
-        skipped = set(config.mods.skip)
-        self._kinds = tuple(kind for name, kind in known.items() if name not in skipped)
-        self._rounding = _rounding(config) if config.mods.smoothing else None
+        self._kinds = tuple(kind for name, kind in known.items() if name not in config.mods.skip)
+        granularity = config.plan.weight_granularity
+        is_open = granularity is WeightGranularity.BEST
+        weights = tuple(Granularity) if is_open else (Granularity(granularity),)
+        self._rounding = (
+            Rounding(config.plan.format.number_format, weights) if config.mods.smoothing else None
+        )
 
     @property
     def key(self) -> dict[str, Any]:
@@ -45,31 +173,20 @@ class ChosenMods:
             "smoothing": None if rounding is None else [rounding.format, *rounding.weights],
         }
 
-    def make(self, rows: Mapping[str, npt.NDArray[Any]], scratch: Path) -> list[Mod[Any]]:
-        """The mods, but for high-error channels, which are split off behind them."""
+    def make(self, rows: Arrays, scratch: Path) -> list[Mod[Any]]:
+        """Make the mods, with smoothing last."""
         mods: list[Mod[Any]] = [kind() for kind in self._kinds]
         if self._rounding is not None:
             mods.append(ChooseSmoothing([rows], scratch, self._rounding))
         return mods
 
 
-def _rounding(config: RunConfig) -> Rounding:
-    """Roundings that a plan may use."""
-    wanted = config.plan.weight_granularity
-    is_open = wanted is WeightGranularity.BEST
-    return Rounding(
-        config.plan.format.number_format, tuple(Granularity) if is_open else (Granularity(wanted),)
-    )
-
-
 def _unknown(name: str, index: int, known: list[str]) -> ConfigError:
+    settings = {ChooseSmoothing.name: "smoothing", SplitHighErrorChannels.name: "split_channels"}
     close = difflib.get_close_matches(name, known, n=1)
-    if name == ChooseSmoothing.name:
-        remedy = "write `mods.smoothing: false`"
-    elif name == SplitHighErrorChannels.name:
-        remedy = "write `mods.split_channels: false`"
-    else:
-        remedy = f"did you mean '{close[0]}'?" if close else "remove it"
+    remedy = f"did you mean '{close[0]}'?" if close else "remove it"
+    if name in settings:
+        remedy = f"write `mods.{settings[name]}: false`"
     return ConfigError(
         f"`mods.skip[{index}]` names no mod: '{name}'",
         evidence=f"the mods are {', '.join(known)}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,19 @@ from loka_onnx.calibration.passes.ray_executor import RayExecutor
 from loka_onnx.calibration.passes.row_order import rows_of
 from loka_onnx.calibration.updating import ProfiledModel, update
 from loka_onnx.config import Executor as ExecutorName
-from loka_onnx.config import PlanId, RunConfig, WeightGranularity
+from loka_onnx.config import PlanId, WeightGranularity
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.digests import digest_json
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.profile import Profile
-from loka_onnx.core.progress import Progress
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.data import Dataset
 from loka_onnx.errors import ConfigError
-from loka_onnx.pipeline.competing import competing_plans
-from loka_onnx.pipeline.directory import RunDirectory, Stage
-from loka_onnx.pipeline.recipes import planned_recipes
+from loka_onnx.pipeline.context import Context
+from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.plans import competing_plans, planned_recipes
 from loka_onnx.pipeline.redo import (
     Measurement,
     carried,
@@ -42,25 +41,28 @@ from loka_onnx.planning.policy import PlanOptions, open_verdicts
 
 EXPORTED = "calibration/exported.json"
 """Profile of the exported model, below the run directory."""
-MERGED = "calibration/merged.json"
-"""Profile of the model after mods, before high-error channels are split off."""
 MODIFIED = "profile.json"
 """Profile of the model after mods."""
+CALIBRATE = Stage("calibrate", EXPORTED, Profile)
+RECALIBRATE = Stage("recalibrate", MODIFIED, Profile)
+REFRESH = Stage("refresh", MODIFIED, Profile)
 REFRESH_ROWS = 4096
 """Rows that errors and sensitivities of a retrained model are taken from, at most."""
 
 
 class Probing:
-    """Calibration over one run directory."""
+    """Calibration of the models of one run, on its calibration split."""
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, data: Dataset, progress: Progress) -> None:
-        self.config, self.directory, self.data, self.progress = config, directory, data, progress
-        self.specs = config.output_specs
+    def __init__(self, context: Context) -> None:
+        self.context, self.config, self.specs = context, context.config, context.specs
+        self.data, self.progress = context.splits.calibration, context.progress
+        self.document = context.directory.document
 
-    def calibrate(self, model: ModelArtifact) -> Profile:
+    def calibrate(self) -> Profile:
         """Calibrate every site of the exported model → `calibration/exported.json`."""
-        options = self._options(lambda found: self.open_verdicts(model, found))
-        return self._stage("calibrate", EXPORTED, self.key(model), lambda: self._measure(model, options))
+        model = self.context.exported
+        options = self._options(lambda profile: self._open_verdicts(model, profile))
+        return self.document(CALIBRATE, self.key(model), lambda: self._measure(model, options))
 
     def changed(self, model: ModelArtifact, earlier: Profile, before: ModelArtifact | None = None) -> Profile:
         """Calibrate the sites that differ from `before` (the exported model if None); carry the others."""
@@ -71,54 +73,44 @@ class Probing:
             return carried(earlier, model)
         return self._with_sites(model, earlier, with_partners(model, changed))
 
-    @property
-    def merged(self) -> Profile:
-        """Profile that `Steps.modify` wrote."""
-        return serde.read(Profile, self.directory.path / MERGED)
-
-    def recalibrate(self, model: ModelArtifact, before: ModelArtifact) -> Profile:
+    def recalibrate(self, model: ModelArtifact, before: ModelArtifact, earlier: Profile) -> Profile:
         """Profile the modified model → `profile.json`.
 
         Sites whose high-error channels were split off are measured, and where FP16 may be used, the
         magnitudes of all tensors.
+
+        Args:
+            before: The model before high-error channels were split off.
+            earlier: Its profile.
         """
-        earlier = self.merged
-
-        def measure() -> Profile:
-            found = self.changed(model, earlier, before)
-            return self._with_magnitudes(found, model) if self._may_use_fp16 else found
-
         # Sites that were calibrated again must reach the profile of the modified model.
         key = {**self.key(model), "earlier": digest_json(serde.to_plain(earlier))}
         key |= {"magnitudes": True} if self._may_use_fp16 else {}
-        return self._stage("recalibrate", MODIFIED, key, measure)
+        return self.document(
+            RECALIBRATE, key, lambda: self._with_magnitudes(self.changed(model, earlier, before), model)
+        )
 
-    def again(self, model: ModelArtifact, patterns: Sequence[str]) -> Profile:
+    def again(self, patterns: Sequence[str]) -> Profile:
         """Calibrate some sites of the exported model again → `calibration/exported.json`.
 
         Raises:
             ConfigError: A pattern names no site, or the run holds no profile that fits.
         """
+        model = self.context.exported
         only = with_partners(model, matching_sites(patterns, model.sites, "--only"))
-        taken = self._passes.range_spans(self.data.rows)
         now = Measurement(
             model=model.digest,
             data=self.data.digest,
-            rows=rows_of(taken),
+            rows=rows_of(self._passes.range_spans(self.data.rows)),
             outputs=self.specs,
             recipes=planned_recipes(self.config.plan),
         )
-        earlier = read_earlier(self.directory.path / EXPORTED, now)
-
-        return self._stage(
-            "calibrate",
-            EXPORTED,
-            self.key(model),
-            lambda: self._with_sites(model, earlier, only),
-            again=True,
+        earlier = read_earlier(self.context.path(EXPORTED), now)
+        return self.document(
+            CALIBRATE, self.key(model), lambda: self._with_sites(model, earlier, only), again=True
         )
 
-    def add_rows(self, model: ModelArtifact, earlier: Profile, added: Dataset) -> Profile:
+    def add_rows(self, earlier: Profile, added: Dataset) -> Profile:
         """Add rows to the profile of the exported model → `calibration/exported.json`.
 
         The stage keeps its key, so that later stages and later runs go on from it.
@@ -126,6 +118,7 @@ class Probing:
         Raises:
             ConfigError: The rows are in the profile already.
         """
+        model = self.context.exported
         if added.digest in earlier.data_digest.split("+"):
             raise ConfigError(
                 f"the rows of '{added.name}' are in the profile already",
@@ -134,22 +127,23 @@ class Probing:
                 remedy="give a file with other rows: those of one that is given twice would count twice",
             )
 
-        def still_open(found: Profile) -> tuple[str, ...]:
-            return self.open_verdicts(model, earlier.merge(found))
-
         def measure() -> Profile:
             # `calibration.rows` is about the split; whoever names a file means all of it.
-            options = replace(self._options(still_open), rows=None, range_rows=None)
+            options = replace(
+                self._options(lambda profile: self._open_verdicts(model, earlier.merge(profile))),
+                rows=None,
+                range_rows=None,
+            )
             with self._executor() as executor:
                 options = replace(options, executor=executor)
                 subject = ProfiledModel(model, self.specs)
                 merged = update(earlier, subject, added, self._scratch, options, self.progress)
             if not self.config.calibration.stop_when_decided:
                 return merged
-            undecided = self.open_verdicts(model, merged)
+            undecided = self._open_verdicts(model, merged)
             return replace(merged, sampling=replace(merged.sampling, undecided=undecided))
 
-        return self._stage("calibrate", EXPORTED, self.key(model), measure, again=True)
+        return self.document(CALIBRATE, self.key(model), measure, again=True)
 
     def refresh(self, model: ModelArtifact, planned: Mapping[str, str]) -> Profile:
         """Profile a retrained model under the recipes that were chosen for its sites → `profile.json`.
@@ -161,12 +155,11 @@ class Probing:
             planned: Id of the recipe of each site that is a product.
         """
         known = {recipe.id: recipe for recipe in planned_recipes(self.config.plan)}
-        wanted = {*planned.values()}
         # Interactions and unplanned sites need one with per-tensor weights.
         plain = next(
             name for name, recipe in known.items() if recipe.weight.granularity is Granularity.PER_TENSOR
         )
-        recipes = tuple(recipe for name, recipe in known.items() if name in {*wanted, plain})
+        recipes = tuple(recipe for name, recipe in known.items() if name in {*planned.values(), plain})
 
         def measure() -> Profile:
             began, settings = time.perf_counter(), self.config.calibration
@@ -174,9 +167,9 @@ class Probing:
             with self._executor() as executor:
                 probe = Probe(model, model.sites, self.data, self._passes, executor, self.progress)
                 ranges = probe.ranges(self._scratch)
-                took = ExactSum.of((time.perf_counter() - began,))
+                seconds = ExactSum.of((time.perf_counter() - began,))
                 options = replace(
-                    self._options(lambda found: ()),
+                    self._options(lambda profile: ()),
                     recipes=recipes,
                     planned=planned,
                     scales=scales_of(ranges, recipes),
@@ -188,22 +181,18 @@ class Probing:
                     draws=1,
                     executor=executor,
                 )
-                found = calibrate(model, self.specs, self.data, self._scratch, options, self.progress)
-            entries = (
+                profile = calibrate(model, self.specs, self.data, self._scratch, options, self.progress)
+            sites = tuple(
                 replace(e, operands={name: ranges.get(name, stats) for name, stats in e.operands.items()})
-                for e in found.sites
+                for e in profile.sites
             )
-            found = replace(found, rows=probe.range_rows, sites=tuple(entries))
-            found = replace(found, seconds={**found.seconds, "ranges": took})
-            return self._with_magnitudes(found, model) if self._may_use_fp16 else found
+            seconds_by_pass = {**profile.seconds, "ranges": seconds}
+            profile = replace(profile, rows=probe.range_rows, sites=sites, seconds=seconds_by_pass)
+            return self._with_magnitudes(profile, model)
 
-        key = {**self.key(model), "planned": dict(planned), "rows": REFRESH_ROWS}
-        return self._stage("refresh", MODIFIED, key, measure)
-
-    def _stage(
-        self, name: str, document: str, key: Any, measure: Callable[[], Profile], *, again: bool = False
-    ) -> Profile:
-        return self.directory.document(Stage(name, document, Profile), key, measure, again=again)
+        return self.document(
+            REFRESH, {**self.key(model), "planned": dict(planned), "rows": REFRESH_ROWS}, measure
+        )
 
     @property
     def _passes(self) -> PassOptions:
@@ -217,14 +206,14 @@ class Probing:
 
     @property
     def _scratch(self) -> Path:
-        return self.directory.path / "calibration/instrumented"
+        return self.context.path("calibration/instrumented")
 
     def _with_sites(self, model: ModelArtifact, earlier: Profile, only: frozenset[str]) -> Profile:
         """The earlier profile with some sites measured now."""
 
-        def still_open(found: Profile) -> tuple[str, ...]:
-            whole = with_sites(earlier, found, model)
-            return tuple(name for name in self.open_verdicts(model, whole) if name in only)
+        def still_open(profile: Profile) -> tuple[str, ...]:
+            whole = with_sites(earlier, profile, model)
+            return tuple(name for name in self._open_verdicts(model, whole) if name in only)
 
         later = self._measure(model, replace(self._options(still_open), only=only))
         return with_sites(earlier, later, model)
@@ -235,14 +224,15 @@ class Probing:
         return plan.base in (Precision.FP16, "auto") or PlanId.FP16 in competing_plans(self.config)
 
     def _with_magnitudes(self, profile: Profile, model: ModelArtifact) -> Profile:
-        """The profile with the magnitudes of all tensors of its model, over the calibration split."""
+        """The profile with the magnitudes of all tensors over all rows, where FP16 may be used."""
+        if not self._may_use_fp16:
+            return profile
         settings, began = self.config.calibration, time.perf_counter()
         options = PassOptions(batch_size=settings.batch_size, rows=settings.rows)
         with self._executor() as executor:
-            probe = Probe(model, (), self.data, options, executor, self.progress)
-            tensors = probe.magnitudes(self._scratch)
-        took = ExactSum.of((time.perf_counter() - began,))
-        return replace(profile, tensors=tensors, seconds={**profile.seconds, "magnitudes": took})
+            tensors = Probe(model, (), self.data, options, executor, self.progress).magnitudes(self._scratch)
+        seconds = ExactSum.of((time.perf_counter() - began,))
+        return replace(profile, tensors=tensors, seconds={**profile.seconds, "magnitudes": seconds})
 
     def _measure(self, model: ModelArtifact, options: ProbeOptions) -> Profile:
         with self._executor() as executor:
@@ -250,7 +240,6 @@ class Probing:
             return calibrate(model, self.specs, self.data, self._scratch, options, self.progress)
 
     def _options(self, still_open: OpenVerdicts) -> ProbeOptions:
-        """Options of one measurement."""
         settings, plan = self.config.calibration, self.config.plan
         best = plan.weight_granularity is WeightGranularity.BEST
         return ProbeOptions(
@@ -268,7 +257,7 @@ class Probing:
             seed=settings.seed,
         )
 
-    def open_verdicts(self, model: ModelArtifact, profile: Profile) -> tuple[str, ...]:
+    def _open_verdicts(self, model: ModelArtifact, profile: Profile) -> tuple[str, ...]:
         """Sites whose verdict a profile leaves open.
 
         As if nothing were kept: a profile serves any `plan.keep`, and is not taken again when that changes.
@@ -277,19 +266,17 @@ class Probing:
         return open_verdicts(model, profile, self.specs, options)
 
     def _executor(self) -> Executor:
-        settings, threads = self.config.calibration, self.config.threads or 0
+        settings, threads = self.config.calibration, self.context.threads
         if settings.executor is ExecutorName.RAY:
             return RayExecutor(settings.ray_address, threads)
         return LocalExecutor(threads)
 
     def key(self, model: ModelArtifact) -> dict[str, Any]:
-        """Inputs and settings that a profile depends on."""
-        # Where batches run changes nothing in a profile.
-        where = {"executor", "ray_address"}
+        """Inputs and settings that a profile depends on; not where batches run, which changes nothing."""
         return {
-            "model": model.digest,
-            "data": self.data.digest,
-            "settings": self.config.calibration.model_dump(mode="json", exclude=where),
+            "model": model,
+            "data": self.data,
+            "settings": self.config.calibration.model_dump(mode="json", exclude={"executor", "ray_address"}),
             "weight": self.config.plan.weight_granularity,
             "recipes": [recipe.id for recipe in planned_recipes(self.config.plan)],
             "outputs": self.config.outputs,

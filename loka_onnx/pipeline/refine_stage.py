@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,15 +15,17 @@ from loka_onnx.core.refined_run import REFINED_NAME, RefinedRun
 from loka_onnx.core.refinement import Refinement
 from loka_onnx.core.rewrite import RewriteLogs
 from loka_onnx.evaluation.latency import Interleaved
+from loka_onnx.pipeline.candidates import EngineBuilder
+from loka_onnx.pipeline.correcting import Correcting
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.emission import Results
 from loka_onnx.pipeline.engine_times import counts_here
-from loka_onnx.pipeline.recipes import planned_recipes
+from loka_onnx.pipeline.judging import Judging
+from loka_onnx.pipeline.ladder_stage import start_ladder_of
+from loka_onnx.pipeline.plans import search_plans
 from loka_onnx.pipeline.refining import RefineLimits, refine
 from loka_onnx.pipeline.splitting import source_of
-from loka_onnx.pipeline.steps import Steps
 from loka_onnx.planning.ladder import Ladder, Reverted
-from loka_onnx.planning.policy import start_ladder
 
 
 @dataclass(frozen=True)
@@ -37,49 +39,46 @@ class Rounds:
 REFINE = Stage("refine", {"document": "refinement.json", "added": REFINED_NAME}, Rounds)
 
 
-def refine_engines(steps: Steps, results: Results, sample: Path) -> Results:
+def refine_engines(judging: Judging, results: Results) -> Results:
     """Rounds of further plans on devices here that run FP8 → `refinement.json`, `refined.json`.
-
-    Args:
-        sample: ``.npz`` of generated inputs for first inferences.
 
     Returns:
         The results with what was added, and with what was judged of any engine on selection.
     """
-    settings, engines = steps.config.refine, results.engines.engines
+    context, config = judging.context, judging.context.config
+    settings, engines = config.refine, results.engines.engines
     if settings.rounds == 0 or not _is_worth(results):
-        steps.directory.forget(REFINE.name)
+        context.directory.forget(REFINE.name)
         return results
-    bench = RunBench(steps, results, sample)
+    bench = RunBench(judging, results)
 
     def make() -> Rounds:
         limits = RefineLimits(settings.rounds, settings.plans, settings.seconds)
-        refined = refine(engines, results.plans, bench, RunProposals(steps, results), limits)
+        refined = refine(engines, results.plans, bench, limits)
         added = RefinedRun(
-            refined.plans, refined.engines, bench.corrections, bench.rewrites, refined.evaluations
+            refined.plans,
+            refined.engines,
+            bench.additions.corrections,
+            bench.additions.rewrites,
+            refined.evaluations,
         )
         return Rounds(refined.document, added)
 
     reads = {
-        "exported": results.exported,
+        **judging.reads(results.engines),
         "plans": results.plans,
-        "engines": [[e.id, e.status, e.digest or e.detail] for e in engines],
         "corrections": results.corrections,
-        "split": () if steps.split is None else steps.split.digests,
-        "data": [steps.splits.calibration, steps.splits.selection],
-        "outputs": steps.config.outputs,
-        "group": steps.config.data.group,
-        "slices": steps.config.data.slices,
-        "batch": steps.config.batch,
+        "data": [context.splits.calibration, context.splits.selection],
         "refine": settings,
-        "inputs": steps.config.serving.inputs,
-        "plan": steps.config.plan,
+        "plan": config.plan,
     }
-    earlier = steps.directory.earlier(REFINE)
-    # Plans that were refined on another device are refined again on a target's own.
-    again = earlier is not None and counts_here(earlier.added.evaluations.evaluations, engines)
-    rounds = steps.directory.document(
-        REFINE, reads, make, lambda written: [*written, *bench.files], again=again
+    rounds = context.directory.document(
+        REFINE,
+        reads,
+        make,
+        lambda written: [*written, *bench.additions.files],
+        # Plans that were refined on another device are refined again on a target's own.
+        again=lambda earlier: counts_here(earlier.added.evaluations.evaluations, engines),
     )
     return replace(results.with_added(rounds.added), refinement=rounds.document)
 
@@ -94,65 +93,69 @@ def _is_worth(results: Results) -> bool:
     )
 
 
-class RunBench:
-    """Builds, times and judges with the means of a run (`refining.Bench`).
+@dataclass
+class Additions:
+    """Engines of further plans, beside those of a run.
 
     Attributes:
         corrections: Constants that were fitted to the plans that were built.
-        rewrites: What was written into their models.
+        rewrites: Changes in their models.
         files: Files of their engines and models.
     """
 
-    def __init__(self, steps: Steps, results: Results, sample: Path) -> None:
-        self._steps, self._results, self._sample = steps, results, sample
-        self.corrections = CorrectionSet()
-        self.rewrites = RewriteLogs({})
-        self.files: list[Path] = []
+    judging: Judging
+    results: Results
+    corrections: CorrectionSet = field(default_factory=CorrectionSet)
+    rewrites: RewriteLogs = field(default_factory=lambda: RewriteLogs({}))
+    files: list[Path] = field(default_factory=list)
+
+    def build(self, plans: Sequence[PrecisionPlan], only: Collection[str]) -> tuple[EngineArtifact, ...]:
+        """Fit the constants of plans and build the engines of these names."""
+        judging, model = self.judging, self.results.modified
+        fitted = Correcting(judging.context, model).fit(plans)
+        builder = EngineBuilder(judging, fitted, only, is_addition=True)
+        built = builder.build(source_of(model, PlanSet(tuple(plans)), judging.split))
+        self.corrections = replace(self.corrections, plans=(*self.corrections.plans, *fitted.plans))
+        self.rewrites = RewriteLogs({**self.rewrites.logs, **built.rewrites.logs})
+        self.files += builder.files(built)
+        return built.engines.engines
+
+
+class RunBench:
+    """Builds, times and judges with the means of a run, and finds further plans (`refining.Bench`)."""
+
+    def __init__(self, judging: Judging, results: Results) -> None:
+        self._judging, self._results = judging, results
+        self.additions = Additions(judging, results)
 
     def build(self, plans: Sequence[PrecisionPlan], like: EngineArtifact) -> Sequence[EngineArtifact]:
         """One engine for each plan, by the backend and for the architecture of another engine."""
-        steps, results = self._steps, self._results
-        wanted = PlanSet(tuple(plans))
-        fitted = steps.fit_corrections(results.exported, results.modified, wanted)
-        self.corrections = replace(self.corrections, plans=(*self.corrections.plans, *fitted.plans))
         prefix = f"{like.target}-{like.backend}-{like.architecture}"
-        only = [f"{prefix}-{plan.id}" for plan in plans]
-        builder = steps.builder(self._sample, fitted, only, is_addition=True)
-        built = builder.build(source_of(results.modified, wanted, steps.split))
-        self.rewrites = RewriteLogs({**self.rewrites.logs, **built.rewrites.logs})
-        self.files += builder.files(built)
-        by_plan = {engine.plan: engine for engine in built.engines.engines}
+        built = self.additions.build(plans, [f"{prefix}-{plan.id}" for plan in plans])
+        by_plan = {engine.plan: engine for engine in built}
         return [by_plan[plan.id] for plan in plans]
 
     def time(self, engines: Sequence[EngineArtifact]) -> Interleaved:
         """Latencies by engine id, all timed in turns, and what ended those that failed."""
-        return self._steps.judging.time_engines(engines)
+        return self._judging.time_engines(engines)
 
     def judge(self, engines: Sequence[EngineArtifact]) -> Sequence[Evaluation]:
         """Each engine on the selection split."""
-        return self._steps.judging.judge_on_selection(self._results.exported, engines)
-
-
-class RunProposals:
-    """Further plans of a run (`refining.Proposals`)."""
-
-    def __init__(self, steps: Steps, results: Results) -> None:
-        self._steps, self._results = steps, results
+        return self._judging.judge_on_selection(engines)
 
     @cached_property
     def _searched(self) -> Sequence[PrecisionPlan]:
-        return self._steps.search_plans(self._results.modified, self._results.profile)
+        return search_plans(self._judging.context, self._results.modified, self._results.profile)
 
     @cached_property
     def _ladder(self) -> Ladder:
-        results, steps = self._results, self._steps
-        recipes, options = planned_recipes(steps.config.plan), steps.plan_options(results.modified)
-        return start_ladder(results.modified, results.profile, steps.specs, recipes, options).ladder
+        results = self._results
+        return start_ladder_of(self._judging.context, results.modified, results.profile).ladder
 
     def from_search(self, target: str) -> Sequence[PrecisionPlan]:
-        """Plans for a target that kernel times propose."""
+        """Plans for a target that kernel times propose, the most telling first."""
         return [plan for plan in self._searched if plan.device == target]
 
     def revert_sites(self, plan: PrecisionPlan, evaluation: Evaluation, target: str) -> Reverted | None:
-        """A plan with fewer sites in FP8."""
+        """A plan with fewer sites in FP8, for one whose engine misses the budget; None for none."""
         return self._ladder.revert_sites(plan, evaluation, target)

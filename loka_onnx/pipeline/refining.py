@@ -44,12 +44,12 @@ from loka_onnx.planning.speed import Speed
 
 @dataclass(frozen=True)
 class RefineLimits:
-    """Limits of refining.
+    """Limits of refining on one piece of hardware.
 
     Attributes:
-        rounds: Most rounds on one piece of hardware.
+        rounds: Most rounds.
         plans: Most plans of one round.
-        seconds: No round begins after so much time in rounds, on one piece of hardware.
+        seconds: No round begins after so much time in rounds.
         noise: Relative difference of latency that counts for nothing.
         clock: Monotonic clock, seconds.
     """
@@ -62,7 +62,7 @@ class RefineLimits:
 
 
 class Bench(Protocol):
-    """Means to build, time and judge engines."""
+    """Means to build, time and judge engines, and to find further plans."""
 
     def build(self, plans: Sequence[PrecisionPlan], like: EngineArtifact) -> Sequence[EngineArtifact]:
         """One engine for each plan, by the backend and for the architecture of another engine."""
@@ -72,10 +72,6 @@ class Bench(Protocol):
 
     def judge(self, engines: Sequence[EngineArtifact]) -> Sequence[Evaluation]:
         """Each engine on the selection split, without latencies."""
-
-
-class Proposals(Protocol):
-    """Sources of further plans."""
 
     def from_search(self, target: str) -> Sequence[PrecisionPlan]:
         """Plans for a target that kernel times propose, the most telling first."""
@@ -95,105 +91,147 @@ class Refined:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Proposal:
     """A plan before its engine is built."""
 
     plan: PrecisionPlan
-    origin: Origin
+    origin: Origin = Origin.RUN_FILE
     parent: str = ""
     returned: tuple[Returned, ...] = ()
 
 
-def refine(
-    engines: Sequence[EngineArtifact],
-    plans: PlanSet,
-    bench: Bench,
-    proposals: Proposals,
-    limits: RefineLimits,
-) -> Refined:
+@dataclass
+class _Trial:
+    """An engine in the loop."""
+
+    engine: EngineArtifact
+    proposal: _Proposal
+    round: int = 0
+    predicted: Prediction | None = None
+    speed: Speed | None = None
+    anchor: Speed | None = None
+    evaluation: Evaluation | None = None
+
+    @property
+    def plan(self) -> PrecisionPlan:
+        return self.proposal.plan
+
+    @property
+    def has_fp8(self) -> bool:
+        return bool(self.plan.fp8_sites)
+
+    @property
+    def per_row_us(self) -> float:
+        return inf if self.speed is None else self.speed.per_row_us
+
+    @property
+    def time(self) -> float | None:
+        """Time over that of the anchor."""
+        return None if self.speed is None or self.anchor is None else self.speed.ratio(self.anchor)
+
+    @property
+    def is_within(self) -> bool:
+        return self.evaluation is not None and self.evaluation.is_within_budget
+
+    def step(self, pace: Mapping[int, float], is_on_front: bool) -> Step:
+        engine, plan, speed, predicted = self.engine, self.plan, self.speed, self.predicted
+        detail = engine.detail
+        if self.evaluation is not None and not self.evaluation.outputs:
+            detail = self.evaluation.status
+        elif self.evaluation is not None and self.evaluation.latency_failure:
+            detail = f"failed while it was timed: {self.evaluation.latency_failure}"
+        predicted_us = {} if predicted is None else predicted.us
+        return Step(
+            round=self.round,
+            plan=engine.plan,
+            engine=engine.id,
+            origin=self.proposal.origin,
+            parent=self.proposal.parent,
+            returned=self.proposal.returned,
+            fp8_sites=len(plan.fp8_sites),
+            fp8_share=plan.fp8_share,
+            status=engine.status,
+            detail=detail,
+            build_seconds=engine.build_seconds,
+            latency_us={} if speed is None else {str(b): item.p50_us for b, item in speed.latencies.items()},
+            predicted_us={str(b): us * pace.get(b, 1.0) for b, us in predicted_us.items()},
+            predicted_from="" if predicted is None else predicted.start,
+            times=None if speed is None or self.anchor is None else speed.over(self.anchor),
+            upper=worst_upper(self.evaluation),
+            is_within=self.is_within,
+            is_on_front=is_on_front,
+            not_predicted="" if predicted is None else predicted.why_not,
+        )
+
+
+def refine(engines: Sequence[EngineArtifact], plans: PlanSet, bench: Bench, limits: RefineLimits) -> Refined:
     """Improve plans on every piece of hardware that is here and runs FP8."""
     loops = [
-        _Loop(rivals, plans, bench, proposals, limits)
+        _Loop(rivals, plans, bench, limits)
         for target in dict.fromkeys(engine.target for engine in engines)
         for rivals in group_by_hardware([engine for engine in engines if engine.target == target])
     ]
     # Ids of refined plans, over all hardware.
     taken = {plan.id for plan in plans.plans}
     names = (name for name in map("refined-{}".format, count(1)) if name not in taken)
-    hardware = [refined for loop in loops if (refined := loop.run(names)) is not None]
-    added = tuple(made.plan for loop in loops for made in loop.added)
-    built = tuple(engine for loop in loops for engine in loop.built)
-    judged: dict[str, Evaluation] = {}
-    for loop in loops:
-        judged.update(loop.judged)
-    evaluations = EvaluationSet(tuple(judged.values()))
-    predictions = tuple(
-        each for each_hardware in hardware for step in each_hardware.steps for each in step.predictions
+    hardware = tuple(refined for loop in loops if (refined := loop.run(names)) is not None)
+    trials = [trial for loop in loops for trial in loop.trials]
+    added = [trial for trial in trials if trial.round]
+    judged = {t.engine.id: t.evaluation for loop in loops for t in loop.judged if t.evaluation is not None}
+    predictions = tuple(each for part in hardware for step in part.steps for each in step.predictions)
+    return Refined(
+        tuple(trial.plan for trial in added),
+        tuple(trial.engine for trial in added),
+        EvaluationSet(tuple(judged.values())),
+        Refinement(hardware, predictions, median_error(predictions)),
     )
-    document = Refinement(tuple(hardware), predictions, median_error(predictions))
-    return Refined(added, built, evaluations, document)
 
 
 class _Loop:
     """The rounds on one piece of hardware."""
 
     def __init__(
-        self,
-        engines: Sequence[EngineArtifact],
-        plans: PlanSet,
-        bench: Bench,
-        proposals: Proposals,
-        limits: RefineLimits,
+        self, engines: Sequence[EngineArtifact], plans: PlanSet, bench: Bench, limits: RefineLimits
     ) -> None:
-        self._engines = list(engines)
-        self._plans = {plan.id: plan for plan in plans.plans}
-        self._bench, self._proposals, self._limits = bench, proposals, limits
-        self._made = {engine.id: _Made(self._plans[engine.plan], Origin.RUN_FILE) for engine in self._engines}
-        self._rounds = {engine.id: 0 for engine in self._engines}
-        self._times: dict[str, Speed] = {}
-        self._anchors: dict[str, Speed] = {}
+        self._bench, self._limits = bench, limits
         self._first: Speed | None = None
-        self._predicted: dict[str, Prediction | None] = {}
-        self.judged: dict[str, Evaluation] = {}
-        self.added: list[_Made] = []
-        self.built: list[EngineArtifact] = []
+        self.trials = [_Trial(engine, _Proposal(plans.plan(engine.plan))) for engine in engines]
+        self.judged: list[_Trial] = []
 
     def run(self, names: Iterator[str]) -> HardwareRefinement | None:
         """Time the engines, then run the rounds; None where no engine of this hardware runs here.
 
         The result may have no round, and says why.
-
-        Args:
-            names: Names of the plans that are added.
         """
-        here = [e for e in self._engines if e.status is BuildStatus.READY]
+        here = [t for t in self.trials if t.engine.status is BuildStatus.READY]
         if not here:
             return None
-        quantized = [e for e in here if self._has_fp8(e) and not e.simulated]
-        if not quantized or self._limits.rounds == 0:
-            reason = (
-                "no round was asked for" if quantized else "no engine here runs FP8 at a speed that counts"
-            )
-            return self._document(here[0].target, None, None, reason, 0.0)
-        self._measure([e for e in here if not e.simulated], None)
-        exact = [e for e in here if e.id in self._times and not self._has_fp8(e)]
-        timed = [e for e in quantized if e.id in self._times]
-        if not exact or not timed:
-            reason = "no engine without FP8 was timed" if timed else "no engine with FP8 could be timed"
-            return self._document(here[0].target, None, None, reason, 0.0)
-        anchor = min(exact, key=lambda e: self._times[e.id].per_row_us)
-        self._first = self._times[anchor.id]
-        self._anchors = dict.fromkeys(self._times, self._first)
+        real = [t for t in here if not t.engine.simulated]
+        target = here[0].engine.target
+        if not any(t.has_fp8 for t in real):
+            return self._document(target, "no engine here runs FP8 at a speed that counts")
+        if self._limits.rounds == 0:
+            return self._document(target, "no round was asked for")
+        self._measure(real, None)
+        exact = [t for t in here if t.speed is not None and not t.has_fp8]
+        timed = [t for t in real if t.speed is not None and t.has_fp8]
+        if not timed:
+            return self._document(target, "no engine with FP8 could be timed")
+        if not exact:
+            return self._document(target, "no engine without FP8 was timed")
+        anchor = min(exact, key=lambda t: t.per_row_us)
+        self._first = anchor.speed
+        for trial in self.trials:
+            trial.anchor = None if trial.speed is None else self._first
         # They were timed in turns: what those with FP8 take must follow from those without.
-        self._predicted = {e.id: self._expected(self._plans[e.plan], e, exact) for e in timed}
-        like = min(timed, key=lambda e: self._times[e.id].per_row_us)
+        for trial in timed:
+            trial.predicted = self._expected(trial.plan, trial.engine, exact)
+        like = min(timed, key=lambda t: t.per_row_us).engine
         began = self._limits.clock()
-        ended = self._rounds_of(anchor, like, names, began)
-        return self._document(like.target, like, anchor, ended, self._limits.clock() - began)
+        ended = self._run_rounds(anchor, like, names, began)
+        return self._document(target, ended, like, anchor.engine.id, self._limits.clock() - began)
 
-    def _rounds_of(
-        self, anchor: EngineArtifact, like: EngineArtifact, names: Iterator[str], began: float
-    ) -> str:
+    def _run_rounds(self, anchor: _Trial, like: EngineArtifact, names: Iterator[str], began: float) -> str:
         """Round by round; returns why they ended."""
         for number in range(1, self._limits.rounds + 1):
             if self._limits.clock() - began >= self._limits.seconds:
@@ -201,157 +239,103 @@ class _Loop:
             wanted = self._wanted(names, like.target)
             if not wanted:
                 return "there is nothing left to try"
-            known = [e for e in self._engines if e.id in self._anchors]
-            expected = [self._expected(made.plan, like, known) for made in wanted]
-            built = list(self._bench.build([made.plan for made in wanted], like))
-            for made, engine, us in zip(wanted, built, expected, strict=True):
-                self._engines.append(engine)
-                self._made[engine.id], self._rounds[engine.id] = made, number
-                self._predicted[engine.id] = us
-                self._plans[made.plan.id] = made.plan
-                self.added.append(made)
-                self.built.append(engine)
-            self._measure([e for e in built if e.status is BuildStatus.READY and not e.simulated], anchor)
+            known = [t for t in self.trials if t.anchor is not None]
+            expected = [self._expected(proposal.plan, like, known) for proposal in wanted]
+            built = self._bench.build([proposal.plan for proposal in wanted], like)
+            parts = zip(built, wanted, expected, strict=True)
+            new = [_Trial(engine, proposal, number, us) for engine, proposal, us in parts]
+            self.trials += new
+            ready = [t for t in new if t.engine.status is BuildStatus.READY and not t.engine.simulated]
+            self._measure(ready, anchor)
         return f"the limit of {self._limits.rounds} rounds was reached"
 
-    def _measure(self, engines: Sequence[EngineArtifact], anchor: EngineArtifact | None) -> None:
+    def _measure(self, trials: Sequence[_Trial], anchor: _Trial | None) -> None:
         """Time and judge engines, those of a later round beside the anchor."""
-        if not engines:
+        if not trials:
             return
-        timed = self._bench.time([*engines, *([anchor] if anchor is not None else [])])
-        beside = None if anchor is None else _speed(timed, anchor)
-        for engine, evaluation in zip(engines, self._bench.judge(engines), strict=True):
-            self.judged[engine.id] = with_latencies(evaluation, timed)
-            speed = _speed(timed, engine)
-            if speed is not None:
-                self._times[engine.id] = speed
-                if beside is not None:
-                    self._anchors[engine.id] = beside
+        engines = [trial.engine for trial in trials]
+        timed = self._bench.time([*engines, *([] if anchor is None else [anchor.engine])])
+        beside = None if anchor is None else _speed(timed, anchor.engine)
+        for trial, evaluation in zip(trials, self._bench.judge(engines), strict=True):
+            trial.evaluation = with_latencies(evaluation, timed)
+            trial.speed = _speed(timed, trial.engine)
+            trial.anchor = None if trial.speed is None else beside
+        self.judged += trials
 
-    # What to try -----------------------------------------------------------------------------------
-
-    def _wanted(self, names: Iterator[str], target: str) -> list[_Made]:
+    def _wanted(self, names: Iterator[str], target: str) -> list[_Proposal]:
         """Plans worth building next, the most promising first; nothing that was tried before."""
-        seen = {_assignment(made.plan) for made in self._made.values()}
-        found: list[_Made] = []
-        searched = (_Made(plan, Origin.SEARCH) for plan in self._proposals.from_search(target))
-        for made in (*self._given_back(target), *searched):
-            if len(found) == self._limits.plans:
+        seen = {_assignment(trial.plan) for trial in self.trials}
+        wanted: list[_Proposal] = []
+        searched = (_Proposal(plan, Origin.SEARCH) for plan in self._bench.from_search(target))
+        for proposal in (*self._given_back(target), *searched):
+            if len(wanted) == self._limits.plans:
                 break
-            if made.plan.fp8_sites and _assignment(made.plan) not in seen:
-                seen.add(_assignment(made.plan))
-                found.append(replace(made, plan=replace(made.plan, id=next(names))))
-        return found
+            if proposal.plan.fp8_sites and _assignment(proposal.plan) not in seen:
+                seen.add(_assignment(proposal.plan))
+                wanted.append(replace(proposal, plan=replace(proposal.plan, id=next(names))))
+        return wanted
 
-    def _given_back(self, target: str) -> Iterator[_Made]:
+    def _given_back(self, target: str) -> Iterator[_Proposal]:
         """From engines on the front that miss the budget and are faster than all that do not."""
-        fastest = min((self._time(e) for e in self._engines if self._is_within(e)), default=inf)
-        by_name = {engine.id: engine for engine in self._engines}
+        fastest = min((t.time for t in self.trials if t.is_within and t.time is not None), default=inf)
+        by_name = {trial.engine.id: trial for trial in self.trials}
         for point in self._front():
-            engine = by_name[point.name]
+            trial = by_name[point.name]
             too_slow = point.time >= fastest * (1.0 - self._limits.noise)
-            if too_slow or self._is_within(engine) or not self._has_fp8(engine):
+            if too_slow or trial.is_within or not trial.has_fp8 or trial.evaluation is None:
                 continue
-            plan = self._plans[engine.plan]
-            given = self._proposals.revert_sites(plan, self.judged[engine.id], target)
-            if given is not None:
-                yield _Made(given.plan, Origin.GIVEN_BACK, plan.id, given.returned)
-
-    # What was found --------------------------------------------------------------------------------
-
-    def _has_fp8(self, engine: EngineArtifact) -> bool:
-        return bool(self._plans[engine.plan].fp8_sites)
-
-    def _is_within(self, engine: EngineArtifact) -> bool:
-        evaluation = self.judged.get(engine.id)
-        return evaluation is not None and evaluation.is_within_budget and engine.id in self._anchors
-
-    def _time(self, engine: EngineArtifact) -> float:
-        """Time over that of the anchor."""
-        return self._times[engine.id].ratio(self._anchors[engine.id])
+            reverted = self._bench.revert_sites(trial.plan, trial.evaluation, target)
+            if reverted is not None:
+                yield _Proposal(reverted.plan, Origin.GIVEN_BACK, trial.plan.id, reverted.returned)
 
     def _expected(
-        self, plan: PrecisionPlan, like: EngineArtifact, among: Iterable[EngineArtifact]
+        self, plan: PrecisionPlan, like: EngineArtifact, among: Iterable[_Trial]
     ) -> Prediction | None:
         """Latency of an engine, at the pace of the first round, from others of its maker and architecture."""
         known = []
-        for engine in among:
-            if (engine.backend, engine.architecture) == (like.backend, like.architecture):
-                pace = self._pace(engine.id)
-                us = {b: x.p50_us / pace[b] for b, x in self._times[engine.id].latencies.items() if b in pace}
-                known.append(Known(engine.id, self._plans[engine.plan], us))
+        for trial in among:
+            engine, pace = trial.engine, self._pace(trial)
+            if trial.speed and (engine.backend, engine.architecture) == (like.backend, like.architecture):
+                us = {b: x.p50_us / pace[b] for b, x in trial.speed.latencies.items() if b in pace}
+                known.append(Known(engine.id, trial.plan, us))
         return predict(plan, known, like.target)
 
-    def _pace(self, engine: str) -> Mapping[int, float]:
+    def _pace(self, trial: _Trial) -> Mapping[int, float]:
         """Anchor's time in the round of an engine over its time in the first round, by batch size."""
-        beside = self._anchors.get(engine)
-        if beside is None or self._first is None:
+        if trial.anchor is None or self._first is None:
             return {}
         first = self._first.latencies
-        return {b: x.p50_us / first[b].p50_us for b, x in beside.latencies.items() if b in first}
+        return {b: x.p50_us / first[b].p50_us for b, x in trial.anchor.latencies.items() if b in first}
 
     def _front(self) -> tuple[Point, ...]:
-        points = []
-        for engine in self._engines:
-            upper = worst_upper(self.judged.get(engine.id))
-            if engine.id in self._anchors and engine.id in self._times and upper is not None:
-                points.append(Point(engine.id, self._time(engine), upper))
-        return front(points)
+        bounds = ((trial, trial.time, worst_upper(trial.evaluation)) for trial in self.trials)
+        return front(
+            [
+                Point(trial.engine.id, ratio, upper)
+                for trial, ratio, upper in bounds
+                if ratio is not None and upper is not None
+            ]
+        )
 
     def _document(
         self,
         target: str,
-        like: EngineArtifact | None,
-        anchor: EngineArtifact | None,
         ended: str,
-        seconds: float,
+        like: EngineArtifact | None = None,
+        anchor: str = "",
+        seconds: float = 0.0,
     ) -> HardwareRefinement:
         on_front = {point.name for point in self._front()}
-        inside = [engine for engine in self._engines if self._is_within(engine)]
-        best = min(inside, key=self._time, default=None)
+        inside = [(t.time, t.plan.id) for t in self.trials if t.is_within and t.time is not None]
         return HardwareRefinement(
             target=target,
             architecture="" if like is None else like.architecture,
             backend="" if like is None else like.backend,
-            anchor="" if anchor is None else anchor.id,
-            steps=tuple(self._step(engine, engine.id in on_front) for engine in self._engines),
-            best="" if best is None else best.plan,
+            anchor=anchor,
+            steps=tuple(t.step(self._pace(t), t.engine.id in on_front) for t in self.trials),
+            best=min(inside, key=lambda item: item[0], default=(0.0, ""))[1],
             ended=ended,
             seconds=seconds,
-        )
-
-    def _step(self, engine: EngineArtifact, is_on_front: bool) -> Step:
-        made, speed = self._made[engine.id], self._times.get(engine.id)
-        predicted, pace = self._predicted.get(engine.id), self._pace(engine.id)
-        evaluation = self.judged.get(engine.id)
-        anchor = self._anchors.get(engine.id)
-        detail = engine.detail
-        if evaluation is not None and not evaluation.outputs:
-            detail = evaluation.status
-        elif evaluation is not None and evaluation.latency_failure:
-            detail = f"failed while it was timed: {evaluation.latency_failure}"
-        return Step(
-            round=self._rounds[engine.id],
-            plan=engine.plan,
-            engine=engine.id,
-            origin=made.origin,
-            parent=made.parent,
-            returned=made.returned,
-            fp8_sites=len(made.plan.fp8_sites),
-            fp8_share=made.plan.fp8_share,
-            status=engine.status,
-            detail=detail,
-            build_seconds=engine.build_seconds,
-            latency_us={} if speed is None else {str(b): item.p50_us for b, item in speed.latencies.items()},
-            predicted_us={}
-            if predicted is None
-            else {str(b): us * pace.get(b, 1.0) for b, us in predicted.us.items()},
-            predicted_from="" if predicted is None else predicted.start,
-            times=None if speed is None or anchor is None else speed.over(anchor),
-            upper=worst_upper(evaluation),
-            is_within=evaluation is not None and evaluation.is_within_budget,
-            is_on_front=is_on_front,
-            not_predicted="" if predicted is None else predicted.why_not,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -12,38 +12,39 @@ from typing import Any
 from loka_onnx.bundle.signing import signer_of
 from loka_onnx.config import RunConfig, load_run_file
 from loka_onnx.core import serde
-from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.evaluation import Choice, EvaluationSet
-from loka_onnx.core.profile import Profile
+from loka_onnx.core.evaluation import Choice
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.refresh import DOCUMENT as REFRESH_DOCUMENT
 from loka_onnx.core.refresh import Refresh
-from loka_onnx.data import Dataset
+from loka_onnx.core.rewrite import RewriteLog
+from loka_onnx.core.split import ModelSplit
 from loka_onnx.errors import ConfigError
+from loka_onnx.export.retrained import EarlierExport
 from loka_onnx.numerics.intervals import CONFIDENCE
+from loka_onnx.pipeline.accepting import check_data, check_plan_patterns, export_model, open_added
 from loka_onnx.pipeline.attempts import attempt_again
-from loka_onnx.pipeline.candidates import build_engines
-from loka_onnx.pipeline.competing import check_options
+from loka_onnx.pipeline.candidates import Built, build_engines
+from loka_onnx.pipeline.context import Context, RunSettings
+from loka_onnx.pipeline.correcting import Correcting
 from loka_onnx.pipeline.directory import Outcome, RunDirectory
-from loka_onnx.pipeline.emission import (
-    Results,
-    choose_engines,
-    describe_run,
-    emit_bundle,
-    write_report,
-)
+from loka_onnx.pipeline.emission import Results, choose_engines, emit_bundle, notes_of, write_report
+from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.ladder_stage import climb_ladder
-from loka_onnx.pipeline.plan_patterns import check_plan_patterns
+from loka_onnx.pipeline.mods import (
+    ChosenMods,
+    ModdedModel,
+    allowed_errors,
+    modify_and_measure,
+    split_high_error,
+)
+from loka_onnx.pipeline.plans import check_options, decide_plans
+from loka_onnx.pipeline.probing import Probing
 from loka_onnx.pipeline.refine_stage import refine_engines
-from loka_onnx.pipeline.sample import write_sample
 from loka_onnx.pipeline.serving import measure_throughput
-from loka_onnx.pipeline.splitting import source_of
-from loka_onnx.pipeline.steps import Steps
+from loka_onnx.pipeline.splitting import cut_model
 from loka_onnx.pipeline.versions import library_versions
 from loka_onnx.report import ReportData
 
-BUILD_ROWS = 256
-"""Rows of the first inference in a build process; as many as `batch.min` where that is more."""
 GIVEN = "run_file"
 """Key, in the record of a run, of what its run file gave and of the directory that it stood in."""
 
@@ -90,8 +91,30 @@ def expected_stages(config: RunConfig | None, until: Stage = Stage.BUNDLE) -> tu
     return tuple(name for name in names if not left_out.get(name, False))
 
 
-@dataclass(frozen=True)
-class RunOptions:
+@dataclass(frozen=True, kw_only=True)
+class Reporting:
+    """How a run reports itself, and the key that signs its bundle.
+
+    Attributes:
+        sign: Private key (PEM) that the bundle is signed with; None to leave it unsigned.
+        progress: Called as work is done.
+        on_stage: Called when a stage begins (with None) and when it ends.
+        on_stages: Called with the names of the stages that are to come, in order; those that turn out to be
+            unnecessary never begin. Again where a refresh becomes a full run.
+    """
+
+    sign: Path | None = None
+    progress: Progress = silent
+    on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
+    on_stages: Callable[[Sequence[str]], None] = field(default=lambda stages: None)
+
+    def reporting(self) -> dict[str, Any]:
+        """These options alone."""
+        return {item.name: getattr(self, item.name) for item in fields(Reporting)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Reporting):
     """Options of a run: its directory, and how it reports itself.
 
     Attributes:
@@ -104,11 +127,6 @@ class RunOptions:
         label_rule: What the labels mean, for the report.
         looks: Times that the certification rows are looked at for this model, this run included; their error
             is divided among them.
-        sign: Private key (PEM) that the bundle is signed with; None to leave it unsigned.
-        progress: Called as work is done.
-        on_stage: Called when a stage begins (with None) and when it ends.
-        on_stages: Called with the names of the stages that are to come, in order; those that turn out to be
-            unnecessary never begin.
     """
 
     force: bool = False
@@ -118,10 +136,6 @@ class RunOptions:
     added: Path | None = None
     label_rule: str = ""
     looks: int = 1
-    sign: Path | None = None
-    progress: Progress = silent
-    on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
-    on_stages: Callable[[Sequence[str]], None] = field(default=lambda stages: None)
 
 
 @dataclass(frozen=True)
@@ -159,34 +173,23 @@ def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> Ru
         resume=options.resume,
     ) as directory:
         directory.on_stage = options.on_stage
-        steps = Steps(config, directory, options.progress, looks=options.looks, signing_key=options.sign)
-        return _run_stages(steps, options)
+        settings = RunSettings(config, directory, options.progress, options.looks, options.sign)
+        return _run_stages(settings, options)
 
 
 def _check_no_look_is_forgotten(directory: Path) -> None:
-    """Refuse to go on, as if nothing had been seen, where a refresh looked at the certification rows.
-
-    Raises:
-        ConfigError: It did, and did not pass.
-    """
+    """Refuse to go on, as if nothing had been seen, where a refresh looked at the certification rows."""
     document = directory / REFRESH_DOCUMENT
     if not document.is_file():
         return
-    found = serde.read(Refresh, document)
-    if found.fallback and found.confidence > CONFIDENCE:
+    earlier = serde.read(Refresh, document)
+    if earlier.fallback and earlier.confidence > CONFIDENCE:
         raise ConfigError(
             "this directory is of a refresh that has looked at the certification rows once",
             where=str(document),
-            evidence=f"{found.fallback}; a second look is held against {found.confidence:.1%} intervals",
+            evidence=f"{earlier.fallback}; a second look is held against {earlier.confidence:.1%} intervals",
             remedy="go on with `loka-onnx refresh --resume`, or start over with --force",
         )
-
-
-def write_build_sample(steps: Steps) -> Path:
-    """Write generated engine inputs for the first batches of builds → `calibration/sample.npz`."""
-    rows = max(BUILD_ROWS, steps.config.batch.min)
-    path = steps.directory.path / "calibration" / "sample.npz"
-    return write_sample(steps.requests.taken_by_engines(steps.requests.sample(rows)), path)
 
 
 def recorded(config: RunConfig) -> dict[str, Any]:
@@ -202,73 +205,71 @@ def recorded(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _run_stages(steps: Steps, options: RunOptions) -> RunResult:  # noqa: PLR0911 - one for each end
-    config, directory = steps.config, steps.directory
+def accepted(settings: RunSettings, earlier: EarlierExport | None = None) -> Context:
+    """Export the model; the rest of a run stands on it."""
+    check_options(settings.config)
+    ChosenMods(settings.config)
+    return Context.of(settings, export_model(settings, earlier))
+
+
+def _run_stages(settings: RunSettings, options: RunOptions) -> RunResult:  # noqa: PLR0911 - one for each end
+    directory, until = settings.directory, options.until
     ended = RunResult(directory.path)
 
     with directory.undone_on_error():
-        check_options(config)
-        exported = steps.export()
+        context = accepted(settings)
         with directory.watched("check data"):
-            steps.check_data()
-            added = None if options.added is None else steps.open_added(options.added)
-            if options.until is not Stage.EXPORT:
+            notes = check_data(context)
+            added = None if options.added is None else open_added(context, options.added)
+            if until is not Stage.EXPORT:
                 # `export` lists the names that a wrong pattern should have had.
-                check_plan_patterns(steps, exported)
-    if options.until is Stage.EXPORT:
+                check_plan_patterns(context)
+    if until is Stage.EXPORT:
         return ended
 
-    probed = _calibrated(steps, exported, options.only, added)
-    if options.until is Stage.CALIBRATE:
+    probing = Probing(context)
+    probed = probing.again(options.only) if options.only else probing.calibrate()
+    if added is not None:
+        probed = probing.add_rows(probed, added)
+    if until is Stage.CALIBRATE:
         return ended
 
-    merged = steps.modify(exported, probed)
-    modified = steps.split_high_error(merged, steps.errors_to_leave(merged.model, steps.probing.merged))
-    profile = steps.probing.recalibrate(modified.model, merged.model)
-    split = steps.cut(modified.model)
-    if options.until is Stage.TRANSFORM:
+    merged = modify_and_measure(context, probed, probing)
+    modified = split_high_error(context, merged, allowed_errors(context, merged))
+    profile = probing.recalibrate(modified.model, merged.model, merged.profile)
+    judging = Judging(context, cut_model(context, modified.model))
+    if until is Stage.TRANSFORM:
         return ended
 
-    safe = climb_ladder(steps, exported, modified.model, profile)
-    plans = steps.plan(modified.model, profile, safe)
-    if options.until is Stage.PLAN:
+    safe = climb_ladder(context, modified.model, profile)
+    plans = decide_plans(context, modified.model, profile, safe)
+    if until is Stage.PLAN:
         return ended
 
-    sample = write_build_sample(steps)
-    source = source_of(modified.model, plans, split)
-    corrections = steps.correct(exported, modified.model, plans)
-    built = build_engines(steps.builder(sample, corrections), source)
-    if options.until is Stage.BUILD:
+    corrections = Correcting(context, modified.model).correct(plans)
+    built = build_engines(judging, modified.model, plans, corrections)
+    if until is Stage.BUILD:
         return ended
 
+    rewrites = rewrites_of(modified, judging.split, built)
+    results = Results(modified.model, profile, plans, rewrites, built.engines, corrections)
+    results = refine_engines(judging, results)
+    results = replace(results, evaluations=judging.evaluate(results.engines, results.evaluations))
+    if until is Stage.EVALUATE:
+        return ended
+
+    results = attempt_again(judging, results)
+    choice = choose_engines(context, results)
+    results = replace(results, throughput=measure_throughput(judging, results, choice))
+    report = write_report(judging, results, choice, (*notes, *notes_of(judging)), options.label_rule)
+    ended = RunResult(directory.path, choice, report.data, report.files)
+    if until is Stage.REPORT:
+        return ended
+
+    return replace(ended, bundle=emit_bundle(judging, results, choice, report.files))
+
+
+def rewrites_of(modified: ModdedModel, split: ModelSplit | None, built: Built) -> dict[str, RewriteLog]:
+    """Everything that was rewritten, by its place in the report."""
     cut = {} if split is None else {"split": split.log}
-    rewrites = {"mods": modified.log, **cut, **built.rewrites.logs}
-    nothing = EvaluationSet(())
-    results = Results(exported, modified.model, profile, plans, rewrites, built.engines, nothing, corrections)
-    results = refine_engines(steps, results, sample)
-    evaluations = steps.judging.evaluate(exported, results.engines, results.evaluations)
-    results = replace(results, evaluations=evaluations)
-    if options.until is Stage.EVALUATE:
-        return ended
-
-    results = attempt_again(steps, results, sample)
-    choice = choose_engines(steps, results)
-    engines, plans = results.engines.engines, results.plans
-    loaded = measure_throughput(steps, engines, results.evaluations, plans, choice)
-    results = replace(results, throughput=loaded)
-    data = describe_run(steps, results, choice, options.label_rule)
-    files = write_report(steps, data)
-    if options.until is Stage.REPORT:
-        return RunResult(directory.path, choice, data, files)
-
-    bundle = emit_bundle(steps, results, choice, files)
-    return RunResult(directory.path, choice, data, files, bundle)
-
-
-def _calibrated(
-    steps: Steps, exported: ModelArtifact, only: tuple[str, ...], added: Dataset | None
-) -> Profile:
-    if only:
-        return steps.probing.again(exported, only)
-    profile = steps.probing.calibrate(exported)
-    return profile if added is None else steps.probing.add_rows(exported, profile, added)
+    return {"mods": modified.log, **cut, **built.rewrites.logs}

@@ -8,60 +8,44 @@ between engines, and no accuracy is ever measured on them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.artifact import TensorSpec
-from loka_onnx.core.split import ModelSplit
 from loka_onnx.data import InputBinding
-from loka_onnx.pipeline.splitting import taken_by_engines
 
 Arrays = dict[str, npt.NDArray[Any]]
 
 
+@dataclass(frozen=True)
 class Requests:
-    """Generated inputs of a model, and what engines take of any.
-
-    Args:
-        bindings: How that is made of columns, with the bounds of ids.
-        threads: Of the lookup in front of engines; 0 for as many as there are cores.
+    """Generated inputs of a model.
 
     Attributes:
-        split: The model cut at its embeddings, where it was; engines then take looked-up rows.
+        bindings: How inputs are made of columns, with the bounds of ids.
         unsigned: Whether numbers are drawn without their signs.
     """
 
-    def __init__(self, inputs: Sequence[TensorSpec], bindings: Sequence[InputBinding], threads: int) -> None:
-        self.split: ModelSplit | None = None
-        self.unsigned = False
-        self._inputs, self._bindings, self._threads = inputs, bindings, threads
-        self._seeds = count(1)
+    inputs: Sequence[TensorSpec]
+    bindings: Sequence[InputBinding]
+    unsigned: bool = False
+    _seeds: Iterator[int] = field(default_factory=lambda: count(1), repr=False)
 
     def generated(self, rows: int) -> Arrays:
         """Generated model inputs, others at every call; no row of the user's data."""
-        return self._drawn(rows, next(self._seeds))
+        return self.sample(rows, next(self._seeds))
 
-    def sample(self, rows: int) -> Arrays:
+    def sample(self, rows: int, seed: int = 0) -> Arrays:
         """Generated model inputs, the same ones however often the run was resumed."""
-        return self._drawn(rows, 0)
-
-    def taken_by_engines(self, inputs: Arrays) -> Arrays:
-        """Engine inputs for these model inputs."""
-        return taken_by_engines(inputs, self.split, self._threads)
-
-    def _drawn(self, rows: int, seed: int) -> Arrays:
-        drawn = generated_rows(self._inputs, self._bindings, rows, seed)
-        if not self.unsigned:
-            return drawn
-        return {
-            name: np.abs(values) if values.dtype.kind == "f" else values for name, values in drawn.items()
-        }
+        drawn = generated_rows(self.inputs, self.bindings, rows, seed)
+        if self.unsigned:
+            drawn |= {name: np.abs(values) for name, values in drawn.items() if values.dtype.kind == "f"}
+        return drawn
 
 
 def generated_rows(
@@ -94,13 +78,6 @@ def bounded_by(binding: InputBinding, rows: npt.NDArray[Any]) -> InputBinding:
     seen = (max(int(value), 0) + 1 for value in largest)
     ids = (table or range(rows) for table, rows in zip(tables, seen, strict=True))
     return replace(binding, ids=tuple(ids))
-
-
-def write_sample(sample: Arrays, path: Path) -> Path:
-    """Write the rows as npz."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, **sample)  # type: ignore[arg-type]
-    return path
 
 
 def _draw(

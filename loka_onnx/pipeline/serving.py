@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
-from loka_onnx.core.evaluation import Choice, EvaluationSet, InputPlace, TargetChoice
-from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.evaluation import Choice, InputPlace, TargetChoice
 from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, Throughput, ThroughputSet
 from loka_onnx.errors import StageError
 from loka_onnx.evaluation.latency import Run
 from loka_onnx.evaluation.throughput import LoadOptions, find_highest_rate
 from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.emission import Results
+from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.sample import Arrays
-from loka_onnx.pipeline.steps import Steps
 from loka_onnx.planning.evidence import Evidence
 from loka_onnx.sessions.host_devices import device_of_architecture, is_target
 from loka_onnx.sessions.runner import Resident, Runner
@@ -60,35 +60,28 @@ def _asked_again(resident: Resident) -> Run:
     return lambda inputs: resident()
 
 
-def measure_throughput(
-    steps: Steps,
-    engines: Sequence[EngineArtifact],
-    evaluations: EvaluationSet,
-    plans: PlanSet,
-    choice: Choice,
-) -> ThroughputSet:
+def measure_throughput(judging: Judging, results: Results, choice: Choice) -> ThroughputSet:
     """Measure requests per second if the run file limits the 99th percentile → `throughput.json`.
 
     If the model was cut, engines are loaded alone, on looked-up rows, as they are timed. Measurements stay
     valid on a host without the target, and are repeated on another device of the target.
     """
-    serving = steps.config.serving
-    wanted = tuple(under_load(engines, Evidence(evaluations, plans), choice, steps.config.batch.serve))
-    if serving.p99_ms is None or not wanted:
-        steps.directory.forget(LOAD.name)
+    config, directory = judging.context.config, judging.context.directory
+    evidence = Evidence(results.evaluations, results.plans)
+    wanted = tuple(under_load(results.engines.engines, evidence, choice, config.batch.serve))
+    if config.serving.p99_ms is None or not wanted:
+        directory.forget(LOAD.name)
         return ThroughputSet()
 
     def measure() -> ThroughputSet:
         on_target = (each for each in wanted if is_target(each.engine.target, each.engine.architecture))
-        return ThroughputSet(tuple(_measure(steps, loaded) for loaded in on_target))
+        return ThroughputSet(tuple(_measure(judging, loaded) for loaded in on_target))
 
     reads = {
         "engines": [(each.engine.id, each.engine.digest, each.batch, each.role) for each in wanted],
-        "serving": serving,
+        "serving": config.serving,
     }
-    earlier = steps.directory.earlier(LOAD)
-    again = earlier is not None and _counts_now(earlier, wanted)
-    return steps.directory.document(LOAD, reads, measure, again=again)
+    return directory.document(LOAD, reads, measure, again=lambda earlier: _counts_now(earlier, wanted))
 
 
 def _counts_now(earlier: ThroughputSet, wanted: Iterable[Loaded]) -> bool:
@@ -139,8 +132,9 @@ def best_without_fp8(
     )
 
 
-def _measure(steps: Steps, loaded: Loaded) -> Throughput:
-    serving, engine = steps.config.serving, loaded.engine
+def _measure(judging: Judging, loaded: Loaded) -> Throughput:
+    context, engine = judging.context, loaded.engine
+    serving, progress = context.config.serving, context.progress
     limit_us = 1e3 * (serving.p99_ms or 0.0)
     task, trials = f"throughput of {engine.plan} at batch {loaded.batch}", count(1)
     options = LoadOptions(
@@ -148,7 +142,7 @@ def _measure(steps: Steps, loaded: Loaded) -> Throughput:
         seconds=serving.trial_seconds,
         seed=serving.seed,
         # How many a bisection takes shows when it has ended.
-        on_trial=lambda: steps.progress(f"{task}, trial {next(trials)}", 0, 0),
+        on_trial=lambda: progress(f"{task}, trial {next(trials)}", 0, 0),
     )
     nothing = Throughput(
         engine=engine.id,
@@ -165,12 +159,12 @@ def _measure(steps: Steps, loaded: Loaded) -> Throughput:
         trials=(),
         device=device_of_architecture(engine.architecture),
     )
-    steps.progress(task, 0, 0)
+    progress(task, 0, 0)
     with ExitStack() as stack:
         try:
-            runners = [stack.enter_context(steps.judging.open_alone(engine)) for _ in range(serving.streams)]
-            requests = steps.requests
-            inputs = [requests.taken_by_engines(requests.generated(loaded.batch)) for _ in range(INPUT_SETS)]
+            runners = [stack.enter_context(judging.open_alone(engine)) for _ in range(serving.streams)]
+            drawn = (context.requests.generated(loaded.batch) for _ in range(INPUT_SETS))
+            inputs = [judging.taken_by_engines(each) for each in drawn]
             served = Served.of(runners, inputs[0], serving.inputs)
             nothing = replace(nothing, inputs=served.inputs)
             found = find_highest_rate(served.runs, inputs, options)

@@ -7,24 +7,23 @@ plan is written into, the inputs that an engine takes, and that a lookup runs be
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 
-from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.evaluation import Latency
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.rewrite import Declined
-from loka_onnx.core.split import Halves, ModelSplit, Part, SplitCheck
-from loka_onnx.data import Dataset
+from loka_onnx.core.split import ModelSplit, Part, SplitCheck
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_files
-from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.context import CHECK_ROWS, Context
+from loka_onnx.pipeline.directory import Stage
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.runner import Arrays, Runner
 from loka_onnx.sessions.split_runner import SplitRunner
@@ -37,8 +36,7 @@ from loka_onnx.transforms.lookups.split_sparse import (
 )
 from loka_onnx.transforms.precision.apply_plan import check_plan
 
-CHECK_ROWS = 2048
-"""Rows of the calibration split that the halves are held against the whole on, and then one row alone."""
+SPLIT = Stage("split", "model/split.json", ModelSplit)
 LOOKUP = "lookup"
 """Id under which the lookup is timed among engines, whose ids name a target and a backend."""
 
@@ -52,45 +50,28 @@ class Source:
     part: Part
 
 
-def cut_model(
-    model: ModelArtifact, calibration: Dataset, directory: RunDirectory, asked_for: bool
-) -> ModelSplit | None:
+def cut_model(context: Context, model: ModelArtifact) -> ModelSplit | None:
     """Cut the modified model → `model/lookup.onnx`, `model/dense.onnx`, `model/split.json`.
 
-    Args:
-        calibration: Rows that the halves are compared with the whole on.
-
     Returns:
-        The cut or the reason why there is none; None if it was not asked for.
+        The cut or the reason why there is none; None if the run file does not ask for it.
     """
-    if not asked_for:
-        directory.forget("split")
+    if not context.config.model.split_sparse:
+        context.directory.forget(SPLIT.name)
         return None
-    document = directory.path / "model/split.json"
 
-    def produce() -> Sequence[Path]:
+    def make() -> ModelSplit:
         began = time.perf_counter()
-        rows = next(calibration.batches(CHECK_ROWS)).inputs
-        split = _cut(model, rows, directory.path / "model")
-        split = replace(split, seconds=time.perf_counter() - began)
-        halves = split.halves
-        if halves is None:
-            serde.write(split, document)
-            return [document]
-        files = {file for half in (halves.lookup, halves.dense) for file in model_files(half.path)}
-        # The tables are those of the modified model: its stage has written them.
-        files -= set(model_files(model.path))
-        serde.write(replace(split, halves=_at(halves, directory.relative(document.parent))), document)
-        return [document, *sorted(files)]
+        split = _cut(model, context.first_rows(CHECK_ROWS), context.path("model"))
+        return replace(split, seconds=time.perf_counter() - began)
 
-    def load() -> ModelSplit:
-        split = serde.read(ModelSplit, document)
-        if split.halves is None:
-            return split
-        return replace(split, halves=_at(split.halves, document.parent))
-
-    key = {"model": model.digest, "data": calibration.digest}
-    return directory.stage("split", key, produce, load)
+    # The tables are those of the modified model: its stage has written them.
+    return context.directory.document(
+        SPLIT,
+        {"model": model, "data": context.splits.calibration.digest},
+        make,
+        lambda written: dict.fromkeys(file for file in written if file not in model_files(model.path)),
+    )
 
 
 def source_of(model: ModelArtifact, plans: PlanSet, split: ModelSplit | None) -> Source:
@@ -157,27 +138,16 @@ def beside_lookup(latencies: Mapping[str, tuple[Latency, ...]]) -> dict[str, tup
     }
 
 
-def _cut(model: ModelArtifact, rows: Mapping[str, npt.NDArray[Any]], directory: Path) -> ModelSplit:
-    found = split_sparse(GraphModel.load(model.path))
-    if isinstance(found, Declined):
-        _remove_halves(directory)
-        return ModelSplit(model.digest, None, None, found)
-    batches = [dict(rows), {name: values[:1] for name, values in rows.items()}]
-    sizes = tuple(len(next(iter(batch.values()))) for batch in batches)
-    refused = verify_split(found, model.path, batches, directory)
-    check = SplitCheck(sizes, refused is None)
-    if refused is not None:
-        _remove_halves(directory)
-        return ModelSplit(model.digest, None, check, refused)
-    return ModelSplit(model.digest, describe_halves(found, model, directory), check, None)
-
-
-def _remove_halves(directory: Path) -> None:
+def _cut(model: ModelArtifact, rows: Arrays, directory: Path) -> ModelSplit:
+    """Cut a model and compare the halves with the whole on all rows, and on one alone."""
+    sparse, check = split_sparse(GraphModel.load(model.path)), None
+    declined = sparse if isinstance(sparse, Declined) else None
+    if not isinstance(sparse, Declined):
+        batches = [rows, {name: values[:1] for name, values in rows.items()}]
+        declined = verify_split(sparse, model.path, batches, directory)
+        check = SplitCheck(tuple(len(next(iter(batch.values()))) for batch in batches), declined is None)
+        if declined is None:
+            return ModelSplit(model.digest, describe_halves(sparse, model, directory), check, None)
     for name in (LOOKUP_FILE, DENSE_FILE):
         (directory / name).unlink(missing_ok=True)
-
-
-def _at(halves: Halves, directory: Path) -> Halves:
-    """Return the halves with their files in a directory."""
-    lookup, dense = (replace(half, path=directory / half.path.name) for half in (halves.lookup, halves.dense))
-    return replace(halves, lookup=lookup, dense=dense)
+    return ModelSplit(model.digest, None, check, declined)

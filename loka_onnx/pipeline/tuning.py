@@ -40,14 +40,7 @@ class TuningRequest:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """Result of timing.
-
-    Attributes:
-        device: As run files name it.
-        measured: Pairs of kernel and shape that were timed now.
-        known: Pairs that were known before.
-        refused: Those that do not run.
-    """
+    """Pairs of kernel and shape that were timed now, were known before, or do not run."""
 
     device: str
     measured: int
@@ -88,22 +81,14 @@ def shapes_of(sites: Iterable[Site], batches: Sequence[int]) -> tuple[Shape, ...
 
 
 def sites_of_run(directory: Path) -> tuple[Site, ...]:
-    """Return the sites of a run's model: after mods if the run came so far, else of the exported model.
-
-    Raises:
-        UserError: The run holds no model.
-    """
+    """Return the sites of a run's model: after mods if the run came so far, else of the exported model."""
     modified = directory / "model" / "modified.json"
     document = modified if modified.is_file() else directory / "model" / "exported.json"
     return serde.read(ModelArtifact, document).sites
 
 
 def sites_of_file(path: Path) -> tuple[Site, ...]:
-    """Return the sites of an ONNX file, without mods.
-
-    Raises:
-        ModelError: The file is missing, truncated, or holds what cannot be read.
-    """
+    """Return the sites of an ONNX file, without mods."""
     return find_sites(canonicalize(path).model)
 
 
@@ -119,7 +104,7 @@ def device_timings(
         model: The model that plans are made for; None where it does not matter what engine makers fuse.
     """
     base = Precision.BF16 if config.plan.base == "auto" else config.plan.base
-    found = []
+    devices = []
     databases = (directory / TIMINGS, *((config.plan.timings,) if config.plan.timings else ()))
     for target in config.targets:
         timings = known_timings(target.device, databases)
@@ -131,12 +116,12 @@ def device_timings(
         fused: dict[str, str] = {}
         if model is not None and timings:
             fused = get_backend(stands_for or backend).fused_sites(model, base)
-        found.append(DeviceTimings(target.device, backend, timings, serve, stands_for, fused))
-    return tuple(found)
+        devices.append(DeviceTimings(target.device, backend, timings, serve, stands_for, fused))
+    return tuple(devices)
 
 
 def _by_shape(pairs: Iterable[tuple[Kernel, Shape]]) -> list[tuple[Shape, list[Kernel]]]:
-    found: dict[Shape, list[Kernel]] = {}
+    by_shape: dict[Shape, list[Kernel]] = {}
     for kernel, shape in pairs:
-        found.setdefault(shape, []).append(kernel)
-    return sorted(found.items())
+        by_shape.setdefault(shape, []).append(kernel)
+    return sorted(by_shape.items())

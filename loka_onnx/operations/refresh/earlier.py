@@ -24,9 +24,9 @@ from loka_onnx.errors import ConfigError, LokaError
 from loka_onnx.export.retrained import EarlierExport
 from loka_onnx.pipeline.directory import RECORD, refuse_links
 from loka_onnx.pipeline.jobs import JOBS, RESULT
+from loka_onnx.pipeline.mods import HIGH_ERROR_CHANNELS
 from loka_onnx.pipeline.probing import MODIFIED
 from loka_onnx.pipeline.run import GIVEN
-from loka_onnx.pipeline.steps import HIGH_ERROR_CHANNELS
 
 _NEEDED = (
     RECORD,
@@ -210,11 +210,7 @@ class EarlierRun:
 
 
 def _refuse_waiting(directory: Path) -> None:
-    """Refuse a run without a choice for a target whose engines wait for build jobs.
-
-    Raises:
-        ConfigError: There is such a target.
-    """
+    """Refuse a run without a choice for a target whose engines wait for build jobs."""
     engines = serde.read(EngineSet, directory / "engines.json").engines
     document = directory / "choice.json"
     decided = {t.target for t in serde.read(Choice, document).targets} if document.is_file() else set()

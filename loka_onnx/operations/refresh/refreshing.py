@@ -10,7 +10,7 @@ at those rows (`core.refresh`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import BudgetStatus, EvaluationSet
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
-from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.refresh import DOCUMENT, LOOKS, Refresh
 from loka_onnx.errors import BudgetMissed, ConfigError, ModelError
 from loka_onnx.graph.structure import differences
@@ -31,14 +30,18 @@ from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.operations.refresh.earlier import EarlierRun
 from loka_onnx.operations.refresh.moves import output_moves, site_moves
 from loka_onnx.operations.refresh.replanning import planned_recipe_ids, replan, unproven_reason
+from loka_onnx.pipeline.accepting import check_data
 from loka_onnx.pipeline.candidates import build_engines
-from loka_onnx.pipeline.directory import Outcome, RunDirectory, Stage
-from loka_onnx.pipeline.emission import CHOOSE, Results, describe_run, emit_bundle, write_report
+from loka_onnx.pipeline.context import Context, RunSettings
+from loka_onnx.pipeline.correcting import Correcting
+from loka_onnx.pipeline.directory import RunDirectory, Stage
+from loka_onnx.pipeline.emission import CHOOSE, Results, emit_bundle, notes_of, write_report
 from loka_onnx.pipeline.job_results import choosable
-from loka_onnx.pipeline.judging import EVALUATE
-from loka_onnx.pipeline.run import RunOptions, RunResult, recorded, run, write_build_sample
-from loka_onnx.pipeline.splitting import source_of
-from loka_onnx.pipeline.steps import Steps
+from loka_onnx.pipeline.judging import EVALUATE, Judging
+from loka_onnx.pipeline.mods import modify, split_high_error
+from loka_onnx.pipeline.probing import Probing
+from loka_onnx.pipeline.run import Reporting, RunOptions, RunResult, accepted, recorded, rewrites_of, run
+from loka_onnx.pipeline.splitting import cut_model
 from loka_onnx.pipeline.versions import library_versions
 
 REPLAN = Stage("replan", "plan.json", PlanSet)
@@ -65,8 +68,8 @@ CORRECTION_ROWS = 16_384
 known to .008 of its spread, and certification judges what comes of it."""
 
 
-@dataclass(frozen=True)
-class RefreshOptions:
+@dataclass(frozen=True, kw_only=True)
+class RefreshOptions(Reporting):
     """Options of a refresh: its directory, and how it reports itself.
 
     Attributes:
@@ -75,10 +78,6 @@ class RefreshOptions:
         force: Start over in a directory that holds an earlier run.
         resume: Go on with a refresh that was interrupted, or that waited for build jobs.
         may_fall_back: Whether everything is done anew where the earlier decisions do not hold.
-        sign: Private key (PEM) that the bundle is signed with; None to leave it unsigned.
-        progress: Called as work is done.
-        on_stage: Called when a stage begins (with None) and when it ends.
-        on_stages: Called with the names of the stages that are to come; again where everything is done anew.
     """
 
     output: Path | None = None
@@ -86,10 +85,6 @@ class RefreshOptions:
     force: bool = False
     resume: bool = False
     may_fall_back: bool = True
-    sign: Path | None = None
-    progress: Progress = silent
-    on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
-    on_stages: Callable[[Sequence[str]], None] = field(default=lambda stages: None)
 
 
 @dataclass(frozen=True)
@@ -101,11 +96,7 @@ class RefreshResult:
 
 
 class _Outdated(Exception):
-    """The earlier decisions do not hold: no error, but another way to go on.
-
-    Args:
-        error: What is raised where there is no other way.
-    """
+    """The earlier decisions do not hold: no error, but another way to go on."""
 
     def __init__(self, reason: str, error: type[ModelError | BudgetMissed]) -> None:
         super().__init__(reason)
@@ -134,8 +125,8 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
     ) as directory:
         directory.on_stage = options.on_stage
         options.on_stages(tuple(name for name in STAGES if name != "split" or config.model.split_sparse))
-        steps = Steps(config, directory, options.progress, looks=LOOKS, signing_key=options.sign)
-        attempt = _Attempt(steps, before)
+        settings = RunSettings(config, directory, options.progress, LOOKS, options.sign)
+        attempt = _Attempt(settings, before)
         found = attempt.earlier_failure() if options.resume else None
         if found is None:
             try:
@@ -153,15 +144,7 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
         for stage in ("refresh", "replan"):
             directory.forget(stage)
     looks = LOOKS if found.confidence > CONFIDENCE else 1
-    full = RunOptions(
-        resume=True,
-        looks=looks,
-        sign=options.sign,
-        progress=options.progress,
-        on_stage=options.on_stage,
-        on_stages=options.on_stages,
-    )
-    result = run(config, full)
+    result = run(config, RunOptions(resume=True, looks=looks, **options.reporting()))
     found = replace(found, seconds=time.perf_counter() - began)
     serde.write(found, result.directory / DOCUMENT)
     return RefreshResult(result, found)
@@ -216,176 +199,151 @@ def _configured(before: EarlierRun, model: Path, options: RefreshOptions) -> Run
     return config
 
 
+@dataclass
 class _Attempt:
-    """One try to keep what the earlier run decided."""
+    """One try to keep what the earlier run decided, with what is known of it so far."""
 
-    def __init__(self, steps: Steps, before: EarlierRun) -> None:
-        self.steps, self.before = steps, before
-        self.exported: ModelArtifact | None = None
-        self.profile: Profile | None = None
-        self.plans = PlanSet(())
-        self.evaluations = EvaluationSet(())
+    settings: RunSettings
+    before: EarlierRun
+    context: Context | None = None
+    profile: Profile | None = None
+    plans: PlanSet = field(default_factory=lambda: PlanSet(()))
+    evaluations: EvaluationSet = field(default_factory=lambda: EvaluationSet(()))
 
     def earlier_failure(self) -> Refresh | None:
         """Outcome of a refresh whose full run was interrupted; None if there is none."""
-        document = self.steps.directory.path / DOCUMENT
+        document = self.settings.path(DOCUMENT)
         if not document.is_file():
             return None
-        found = serde.read(Refresh, document)
-        with self.steps.directory.undone_on_error():
-            model = self.steps.export(self.before.export).digest
-        is_same = (found.earlier, found.model) == (self.before.directory, model)
-        return found if is_same and found.fallback else None
+        earlier = serde.read(Refresh, document)
+        with self.settings.directory.undone_on_error():
+            model = accepted(self.settings, self.before.export).exported.digest
+        is_same = (earlier.earlier, earlier.model) == (self.before.directory, model)
+        return earlier if is_same and earlier.fallback else None
 
     def described(self, fallback: str, seconds: float) -> Refresh:
-        """Return the changes against the earlier run that are known so far.
-
-        Args:
-            fallback: Why everything is done anew; empty where it is not.
-            seconds: Time that the refresh has taken.
-        """
+        """Changes against the earlier run that are known so far."""
         profile, before = self.profile, self.before
         has_looked = bool(self.evaluations.evaluations) or not fallback
         return Refresh(
             earlier=before.directory,
             earlier_model=before.exported.digest,
-            model=self.exported.digest if self.exported is not None else "",
+            model="" if self.context is None else self.context.exported.digest,
             sites=() if profile is None else site_moves(before, profile, self.plans),
             outputs=output_moves(before.evaluations, self.evaluations),
             fallback=fallback,
-            confidence=self.steps.judging.certification.confidence if has_looked else CONFIDENCE,
+            confidence=self.context.certification.confidence if self.context and has_looked else CONFIDENCE,
             seconds=seconds,
             earlier_seconds=before.seconds,
         )
 
     def run(self) -> RunResult:
-        """Every stage of a refresh.
-
-        Raises:
-            _Outdated: An earlier decision does not hold.
-        """
-        steps, before = self.steps, self.before
-        directory = steps.directory
+        """Every stage of a refresh."""
+        before, directory = self.before, self.settings.directory
         with directory.undone_on_error():
-            exported = self.exported = steps.export(before.export)
+            context = self.context = accepted(self.settings, before.export)
             with directory.watched("check data"):
-                steps.check_data()
+                notes = check_data(context)
         with directory.watched("compare"):
-            self._compare(exported)
-        modified = steps.split_high_error(steps.modify(exported, None), before.high_error_channels)
-        self._compare_sites(modified.model)
-        split = steps.cut(modified.model)
-        profile = steps.probing.refresh(modified.model, planned_recipe_ids(before.profile))
+            _compare(before.exported, context.exported)
+        modified = split_high_error(context, modify(context), before.high_error_channels)
+        _compare_sites(before.modified, modified.model)
+        judging = Judging(context, cut_model(context, modified.model))
+        profile = Probing(context).refresh(modified.model, planned_recipe_ids(before.profile))
         self.profile = profile
-        plans = self.plans = self._replanned(modified.model, profile)
-        sample = write_build_sample(steps)
-        corrections = steps.correct(exported, modified.model, plans, CORRECTION_ROWS)
-        builder = steps.builder(sample, corrections, before.wanted)
-        built = build_engines(builder, source_of(modified.model, plans, split))
-        self._check_built(built.engines)
-        self.evaluations = self._certify(exported, built.engines)
-        self._check_certified(built.engines)
+        plans = self.plans = _replanned(context, before, modified.model, profile)
+        corrections = Correcting(context, modified.model, CORRECTION_ROWS).correct(plans)
+        built = build_engines(judging, modified.model, plans, corrections, before.wanted)
+        _check_built(before, built.engines)
+        evaluations = self.evaluations = _certify(judging, before, built.engines)
+        _check_certified(before, built.engines, evaluations)
 
-        cut = {} if split is None else {"split": split.log}
-        results = Results(
-            exported,
-            modified.model,
-            profile,
-            plans,
-            {"mods": modified.log, **cut, **built.rewrites.logs},
-            built.engines,
-            self.evaluations,
-            corrections,
-        )
-        return self._emit(results)
-
-    def _emit(self, results: Results) -> RunResult:
-        steps, before = self.steps, self.before
-
+        rewrites = rewrites_of(modified, judging.split, built)
+        results = Results(modified.model, profile, plans, rewrites, built.engines, corrections, evaluations)
         # As in a full run: a target that waits for its build job has no choice yet.
-        choice = steps.directory.document(
+        choice = directory.document(
             CHOOSE,
-            {"choice": before.choice, "engines": results.engines},
-            lambda: before.choice_again(choosable(results.engines.engines, "refresh --resume")),
+            {"choice": before.choice, "engines": built.engines},
+            lambda: before.choice_again(choosable(built.engines.engines, "refresh --resume")),
         )
-        data = describe_run(steps, results, choice, "")
-        data = replace(data, notes=(*data.notes, before.note))
-        files = write_report(steps, data)
-        bundle = emit_bundle(steps, results, choice, files)
-        return RunResult(steps.directory.path, choice, data, files, bundle)
+        report = write_report(judging, results, choice, (*notes, *notes_of(judging), before.note))
+        bundle = emit_bundle(judging, results, choice, report.files)
+        return RunResult(directory.path, choice, report.data, report.files, bundle)
 
-    def _compare(self, exported: ModelArtifact) -> None:
-        found = differences(self.before.exported.path, exported.path)
-        if found:
-            raise _Outdated(f"the structure of the model differs: {'; '.join(found)}", ModelError)
 
-    def _compare_sites(self, modified: ModelArtifact) -> None:
-        """Refuse other sites: mods read weights, and may rewrite a model of the same structure otherwise."""
-        was, now = (
-            {site.name: (site.kind, site.k, site.n, site.rows) for site in model.sites}
-            for model in (self.before.modified, modified)
-        )
-        if was != now:
-            names = sorted(name for name in {*was, *now} if was.get(name) != now.get(name))
-            reason = f"mods lead to other sites: {', '.join(names[:8])}"
-            raise _Outdated(reason, ModelError)
+def _compare(before: ModelArtifact, now: ModelArtifact) -> None:
+    changes = differences(before.path, now.path)
+    if changes:
+        raise _Outdated(f"the structure of the model differs: {'; '.join(changes)}", ModelError)
 
-    def _replanned(self, modified: ModelArtifact, profile: Profile) -> PlanSet:
-        """Write the plans of the engines to build, with new scales → `plan.json`."""
-        wanted = [plan for plan in self.before.plans.plans if plan.id in self.before.wanted_plans]
-        reason = unproven_reason(wanted, modified, profile, self.steps.config.plan.protect)
-        if reason:
-            raise _Outdated(reason, ModelError)
 
-        def make() -> PlanSet:
-            again = tuple(replan(plan, modified, profile, self.steps.specs) for plan in wanted)
-            return PlanSet(again, self.before.plans.notes, able_share=self.before.plans.able_share)
+def _compare_sites(before: ModelArtifact, modified: ModelArtifact) -> None:
+    """Refuse other sites: mods read weights, and may rewrite a model of the same structure otherwise."""
+    was, now = (
+        {site.name: (site.kind, site.k, site.n, site.rows) for site in model.sites}
+        for model in (before, modified)
+    )
+    if was != now:
+        names = sorted(name for name in {*was, *now} if was.get(name) != now.get(name))
+        raise _Outdated(f"mods lead to other sites: {', '.join(names[:8])}", ModelError)
 
-        return self.steps.directory.document(REPLAN, {"plans": wanted, "profile": profile}, make)
 
-    def _check_built(self, engines: EngineSet) -> None:
-        for engine in self._chosen(engines):
-            if not engine.is_built and engine.status is not BuildStatus.WAITING:
-                raise _Outdated(f"engine '{engine.id}' {engine.status}: {engine.detail}", ModelError)
+def _replanned(context: Context, before: EarlierRun, modified: ModelArtifact, profile: Profile) -> PlanSet:
+    """Write the plans of the engines to build, with new scales → `plan.json`."""
+    wanted = [plan for plan in before.plans.plans if plan.id in before.wanted_plans]
+    reason = unproven_reason(wanted, modified, profile, context.config.plan.protect)
+    if reason:
+        raise _Outdated(reason, ModelError)
 
-    def _chosen(self, engines: EngineSet) -> list[EngineArtifact]:
-        chosen = set(self.before.chosen)
-        return [engine for engine in engines.engines if engine.id in chosen]
+    def make() -> PlanSet:
+        again = tuple(replan(plan, modified, profile, context.specs) for plan in wanted)
+        return PlanSet(again, before.plans.notes, able_share=before.plans.able_share)
 
-    def _certify(self, exported: ModelArtifact, engines: EngineSet) -> EvaluationSet:
-        """Judge the chosen engines, or their simulations, on certification → `evaluation.json`."""
-        steps, config, judging = self.steps, self.steps.config, self.steps.judging
-        split = judging.certification
-        judged = [engine for engine in engines.engines if engine.id in self.before.judged]
+    return context.directory.document(REPLAN, {"plans": wanted, "profile": profile}, make)
 
-        reads = {
-            "refresh": [engine.digest or engine.detail for engine in judged],
-            "elsewhere": judging.elsewhere.key(judged),
-            "exported": exported,
-            "data": split.data,
-            "looks": judging.looks,
-            "outputs": config.outputs,
-            "group": config.data.group,
-            "slices": config.data.slices,
-        }
-        return steps.directory.document(
-            EVALUATE, reads, lambda: EvaluationSet(tuple(judging.judge(split, exported, judged)))
-        )
 
-    def _check_certified(self, engines: EngineSet) -> None:
-        """Check every emitted engine against the budget: on its own outputs, or on its plan's."""
-        for engine in self._chosen(engines):
-            own = [e for e in self.evaluations.evaluations if e.engine == engine.id and e.outputs]
-            of_plan = [e for e in self.evaluations.evaluations if e.plan == engine.plan and e.outputs]
-            judged = own or [e for e in of_plan if e.engine in self.before.judged]
-            if not judged and engine.status is BuildStatus.WAITING:
-                continue
-            if not judged:
-                raise _Outdated(f"engine '{engine.id}' cannot be judged: {engine.detail}", BudgetMissed)
-            for evaluation in judged:
-                if not evaluation.is_within_budget:
-                    reason = "; ".join(_beyond(evaluation.engine, self.evaluations))
-                    raise _Outdated(f"certification failed: {reason}", BudgetMissed)
+def _check_built(before: EarlierRun, engines: EngineSet) -> None:
+    for engine in _chosen(before, engines):
+        if not engine.is_built and engine.status is not BuildStatus.WAITING:
+            raise _Outdated(f"engine '{engine.id}' {engine.status}: {engine.detail}", ModelError)
+
+
+def _chosen(before: EarlierRun, engines: EngineSet) -> list[EngineArtifact]:
+    return [engine for engine in engines.engines if engine.id in before.chosen]
+
+
+def _certify(judging: Judging, before: EarlierRun, engines: EngineSet) -> EvaluationSet:
+    """Judge the chosen engines, or their simulations, on certification → `evaluation.json`."""
+    context, config = judging.context, judging.context.config
+    split = context.certification
+    judged = [engine for engine in engines.engines if engine.id in before.judged]
+    reads = {
+        "refresh": [engine.digest or engine.detail for engine in judged],
+        "elsewhere": judging.elsewhere.key(judged),
+        "exported": context.exported,
+        "data": split.data,
+        "looks": context.looks,
+        "outputs": config.outputs,
+        "group": config.data.group,
+        "slices": config.data.slices,
+    }
+    return context.directory.document(
+        EVALUATE, reads, lambda: EvaluationSet(tuple(judging.judge(split, judged)))
+    )
+
+
+def _check_certified(before: EarlierRun, engines: EngineSet, evaluations: EvaluationSet) -> None:
+    """Check every emitted engine against the budget: on its own outputs, or on its plan's."""
+    measured = [evaluation for evaluation in evaluations.evaluations if evaluation.outputs]
+    for engine in _chosen(before, engines):
+        own = [e for e in measured if e.engine == engine.id]
+        judged = own or [e for e in measured if e.plan == engine.plan and e.engine in before.judged]
+        if not judged and engine.status is not BuildStatus.WAITING:
+            raise _Outdated(f"engine '{engine.id}' cannot be judged: {engine.detail}", BudgetMissed)
+        for evaluation in judged:
+            if not evaluation.is_within_budget:
+                reason = "; ".join(_beyond(evaluation.engine, evaluations))
+                raise _Outdated(f"certification failed: {reason}", BudgetMissed)
 
 
 def _beyond(engine: str, evaluations: EvaluationSet) -> Iterator[str]:

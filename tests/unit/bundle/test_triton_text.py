@@ -11,7 +11,7 @@ from triton_rules import pb
 from typer.testing import CliRunner
 
 from loka_onnx.bundle.writer import write_bundle
-from loka_onnx.cli.bundle_triton import export_triton_command
+from loka_onnx.cli.bundle import export_triton as export_triton_command
 from loka_onnx.engines.triton.models import DATA_TYPES
 from loka_onnx.engines.triton.text_format import Symbol, entries, render
 

@@ -17,7 +17,7 @@ from loka_onnx.core.recipe import Recipe
 from loka_onnx.numerics.rounding import fake_quantize
 from loka_onnx.numerics.scale_choice import activation_scaling
 from loka_onnx.numerics.scales import weight_scales
-from loka_onnx.pipeline.recipes import planned_recipes
+from loka_onnx.pipeline.plans import planned_recipes
 from loka_onnx.planning.policy import make_plans
 
 pytest.importorskip("onnxruntime")

@@ -109,13 +109,7 @@ def test_a_log_hears_from_a_stage_that_reports_nothing(monkeypatch: pytest.Monke
     assert stream.getvalue().startswith("  export  0:00 so far\n")
 
 
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-
-
-def test_a_stage_says_its_place_among_those_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_says_its_place_among_those_that_are_left() -> None:
     console = Console(file=Tty(), force_terminal=True, width=80)
     places = []
     with StageReporter(Terminal(console, console)) as reporter:
@@ -136,41 +130,38 @@ def test_a_stage_says_its_place_among_those_that_are_left(monkeypatch: pytest.Mo
     assert places == ["1 of 5", "2 of 6", "3 of 4", "4 of 6", "5 of 6", "6 of 6"]
 
 
-def left_after(monkeypatch: pytest.MonkeyPatch, *reports: tuple[float, str, int, int]) -> str:
-    clock = Clock(monkeypatch)
+ERRORS = ((9.0, "errors", 10, 100), (14.0, "errors", 20, 100), (19.0, "errors", 30, 100))
+SOME = f"sensitivity{UNTIL}decided"
+
+
+@pytest.mark.parametrize(
+    ("reports", "shown"),
+    [
+        (((0.0, "ranges", 0, 100), (4.0, "ranges", 40, 100), (8.0, "ranges", 80, 100)), "0:02"),
+        # The next task is slower, and nothing is known of it at first.
+        (((8.0, "ranges", 80, 100), *ERRORS[:1]), "–"),
+        (((8.0, "ranges", 80, 100), *ERRORS), "0:35"),
+        # The same name again is another task where it begins anew.
+        (((0.0, "ranges", 50, 100), (10.0, "ranges", 100, 100), (12.0, "ranges", 5, 100)), "–"),
+        # A name may change while the work goes on.
+        (((0.0, "build a", 0, 4), (10.0, "build b", 1, 4), (20.0, "build c", 2, 4)), "0:20"),
+        # A task that may end before its total says at most.
+        (((0.0, SOME, 0, 100), (5.0, SOME, 25, 100), (10.0, SOME, 50, 100)), "≤ 0:10"),
+        (((0.0, "trial 1", 0, 0), (9.0, "trial 2", 0, 0)), "–"),
+    ],
+)
+def test_the_time_left_is_that_of_the_running_task(
+    monkeypatch: pytest.MonkeyPatch, reports: tuple[tuple[float, str, int, int], ...], shown: str
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     console = Console(file=Tty(), force_terminal=True, width=80)
     reporter = StageReporter(Terminal(console, console))
     reporter.on_stage("evaluate", None)
-    for now, task, done, total in reports:
-        clock.now = now
+    for now[0], task, done, total in reports:
         reporter.progress(task, done, total)
-    return reporter._left()
-
-
-def test_the_time_left_is_that_of_the_running_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges = ((0.0, "ranges", 0, 100), (8.0, "ranges", 80, 100))
-    assert left_after(monkeypatch, *ranges) == "0:02"
-    # The next task is slower, and nothing is known of it at first.
-    errors = (*ranges, (9.0, "errors", 10, 100))
-    assert left_after(monkeypatch, *errors) == "–"
-    assert left_after(monkeypatch, *errors, (14.0, "errors", 20, 100)) == "0:40"
-    # The same name again is another task where it begins anew.
-    again = (*ranges, (10.0, "ranges", 100, 100), (12.0, "ranges", 5, 100))
-    assert left_after(monkeypatch, *again) == "–"
-
-
-def test_a_name_may_change_while_the_work_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    builds = ((0.0, "build a", 0, 4), (10.0, "build b", 1, 4), (20.0, "build c", 2, 4))
-    assert left_after(monkeypatch, *builds) == "0:20"
-
-
-def test_a_task_that_may_end_before_its_total_says_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = f"sensitivity{UNTIL}decided"
-    assert left_after(monkeypatch, (0.0, task, 0, 100), (10.0, task, 50, 100)) == "≤ 0:10"
-
-
-def test_nothing_is_known_of_a_task_without_a_total(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert left_after(monkeypatch, (0.0, "trial 1", 0, 0), (9.0, "trial 2", 0, 0)) == "–"
+    (running,) = reporter._bar.tasks
+    assert module._left(running) == shown
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import yaml
+from small_configs import config_of
 
-from loka_onnx.config import RunConfig, load_run_file
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.distributions import versions_of
 from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.rewrite import RewriteLogs
-from loka_onnx.core.split import Part
 from loka_onnx.engines.migraphx import api as migraphx_api
 from loka_onnx.engines.migraphx import backend as migraphx_backend
 from loka_onnx.engines.registry import all_backends, get_backend
+from loka_onnx.pipeline import candidates
 from loka_onnx.pipeline.candidates import Built, EngineBuilder, build_engines
+from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.splitting import Source
 
@@ -93,32 +93,28 @@ def test_builds_of_migraphx_that_tell_no_version_differ_by_their_library(
     assert migraphx_api.version_of(module) == "2.16.0"
 
 
-def config_of(folder: Path) -> RunConfig:
-    for name in ("ranker.onnx", "rows.parquet"):
-        (folder / name).touch()
-    splits = dict.fromkeys(("calibration", "selection", "certification"), "rows.parquet")
-    document = {
-        "model": {"onnx": "ranker.onnx"},
-        "outputs": [{"name": "ctr", "kind": "logit", "label": "clicked"}],
-        "data": {**splits, "inputs": {"dense": ["age"]}},
-        "targets": [{"device": "nvidia-h100", "backends": ["tensorrt"]}],
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(document))
-    return load_run_file(folder / "run.yaml")
+def test_a_resumed_run_builds_again_with_another_library(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets = [{"device": "nvidia-h100", "backends": ["tensorrt"]}]
+    config, builds, model = (
+        config_of(tmp_path, targets=targets),
+        [],
+        cast(Any, SimpleNamespace(digest="model")),
+    )
 
+    def build(self: EngineBuilder, source: Source) -> Built:
+        builds.append(source)
+        return Built(EngineSet(()), RewriteLogs({}))
 
-def test_a_resumed_run_builds_again_with_another_library(install: Install, tmp_path: Path) -> None:
-    config, builds = config_of(tmp_path), []
-    source = Source(cast(Any, SimpleNamespace(digest="model")), PlanSet(()), Part.WHOLE)
-
-    class Builder(EngineBuilder):
-        def build(self, source: Source) -> Built:
-            builds.append(source)
-            return Built(EngineSet(()), RewriteLogs({}))
+    monkeypatch.setattr(EngineBuilder, "build", build)
+    monkeypatch.setattr(candidates, "write_build_sample", lambda context, split: None)
 
     def resume() -> int:
         with RunDirectory.create(tmp_path / "out", {}, {}, force=False, resume=True) as directory:
-            build_engines(Builder(config, directory, tmp_path, cast(Any, None), CorrectionSet()), source)
+            context = Context(config, directory, exported=model)
+            judging = SimpleNamespace(context=context, split=None, job_rows=tuple)
+            build_engines(cast(Any, judging), model, PlanSet(()), CorrectionSet())
         return len(builds)
 
     assert (resume(), resume()) == (1, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loka_onnx.config import PlanId, RunConfig
-from loka_onnx.pipeline.competing import competing_plans
+from loka_onnx.pipeline.plans import competing_plans
 
 LISTED = (PlanId.FP32, PlanId.BF16, PlanId.FP8_ALL, PlanId.FP8_SAFE)
 WITH_FP16 = (PlanId.FP32, PlanId.BF16, PlanId.FP16, PlanId.FP8_ALL, PlanId.FP8_SAFE)

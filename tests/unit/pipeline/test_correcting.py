@@ -11,10 +11,11 @@ import pytest
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.correction import PlanCorrections
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
+from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.pipeline import correcting
-from loka_onnx.pipeline.correcting import HOPELESS, Correcting, CorrectionInputs
+from loka_onnx.pipeline.context import Context
+from loka_onnx.pipeline.correcting import HOPELESS, Correcting
 
 SPEC = OutputSpec("ctr", OutputKind.LOGIT, "clicked", budget=0.001)
 
@@ -36,8 +37,11 @@ def test_a_plan_far_beyond_the_budget_is_not_simulated(
         data=SimpleNamespace(group=None),
         calibration=SimpleNamespace(batch_size=8, seed=0, rows=None),
     )
-    other: Any = SimpleNamespace(path=tmp_path, calibration=None, selection=None)
-    stage = Correcting(config, other, other, cast(Any, None), cast(Any, lambda exported: None))
+    directory: Any = SimpleNamespace(path=tmp_path)
+    context = Context(config, directory, exported=cast(Any, None))
+    context.__dict__["splits"] = SimpleNamespace(calibration=None, selection=None)
+    stage = Correcting(context, cast(Any, None))
+    monkeypatch.setattr(Correcting, "_reference", lambda self: None)
     fitted: list[str] = []
     monkeypatch.setattr(
         correcting, "fit_biases", lambda model, plans, *rest: fitted.extend(each.id for each in plans)
@@ -46,7 +50,6 @@ def test_a_plan_far_beyond_the_budget_is_not_simulated(
         Correcting, "_tried", lambda self, trials, each: PlanCorrections(each.id, 9, (), {}, ())
     )
     limit = HOPELESS * SPEC.budget
-    plans = PlanSet((plan("far", 1.01 * limit), plan("near", limit)))
-    found = stage.fit(CorrectionInputs(other, other, plans)).plans
+    found = stage.fit((plan("far", 1.01 * limit), plan("near", limit))).plans
     assert fitted == ["near"]
     assert [(each.plan, bool(each.failure)) for each in found] == [("far", True), ("near", False)]

@@ -93,7 +93,7 @@ def test_outputs_come_back_row_by_row(tmp_path: Path) -> None:
     assert merged.status is BuildStatus.RUN_ELSEWHERE
     assert merged.path == Path("engines") / NAME / "engine.onnx"
     assert (tmp_path / "run" / merged.path).read_bytes() == request.model.read_bytes()
-    replay = Replay.load(directory / "result" / result.outputs["selection"])
+    replay = Replay(directory / "result" / result.outputs["selection"])
     found = np.concatenate([replay.run({"x": ROWS[s : s + 9]})["out"] for s in range(0, 23, 9)])
     expected = OnnxSession(request.model).run({"x": ROWS})["out"]
     # Batches of another size may sum in another order.
@@ -238,6 +238,6 @@ def test_a_short_last_batch_is_judged_elsewhere_as_well(
     monkeypatch.setattr(OnnxRuntimeBackend, "open", strict)
     result = execute_job(directory)
     assert result.failure == ""
-    replay = Replay.load(directory / "result" / result.outputs["certification"])
+    replay = Replay(directory / "result" / result.outputs["certification"])
     expected = OnnxSession(request.model).run({"x": ROWS})["out"]
     np.testing.assert_allclose(replay.run({"x": ROWS})["out"], expected, rtol=1e-6, atol=1e-6)

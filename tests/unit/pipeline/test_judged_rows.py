@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from loka_onnx.core.split import Part
 from loka_onnx.data import InputBinding, open_dataset
 from loka_onnx.errors import EngineError
 from loka_onnx.evaluation.engines import REQUEST_ROWS
+from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.judging import Judging
 
 ROWS = 10_250
@@ -40,20 +41,25 @@ class Strict:
 @pytest.mark.parametrize(
     ("least", "largest"), [(1, 100), (64, 100), (64, 10_000), (2_500, 4_096), (9_000, 9_000)]
 )
-def test_engines_are_asked_for_what_they_were_built_for(tmp_path: Path, least: int, largest: int) -> None:
+def test_engines_are_asked_for_what_they_were_built_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, largest: int
+) -> None:
     np.savez(tmp_path / "rows.npz", x=np.arange(ROWS, dtype=np.float32))
     data = open_dataset(
         tmp_path / "rows.npz", (InputBinding("x", ("x",), "float32", 1),), (), None, frozenset()
     )
-    judging = object.__new__(Judging)
-    judging.config = SimpleNamespace(  # type: ignore[assignment] - what is read of a run file
-        batch=SimpleNamespace(min=least, max=largest), columns=(), data=SimpleNamespace(group=None, slices=())
+    config: Any = SimpleNamespace(
+        batch=SimpleNamespace(min=least, max=largest),
+        columns=(),
+        data=SimpleNamespace(group=None, slices=()),
+        threads=1,
     )
-    judging.looks = 1
-    judging.splits = SimpleNamespace(selection=data, certification=data)  # type: ignore[assignment]
-    splits = judging.judged_splits()
+    context = Context(config, cast(Any, None), exported=cast(Any, None))
+    context.__dict__["splits"] = SimpleNamespace(selection=data, certification=data)
+    splits = (context.selection, context.attempt(0))
     assert [split.name for split in splits] == ["selection", "certification"]
-    judging.open_alone = lambda engine: Strict(least, largest)  # type: ignore[assignment, method-assign, return-value]
+    judging = Judging(context, None)
+    monkeypatch.setattr(Judging, "open_alone", lambda self, engine: Strict(least, largest))
     for split in splits:
         with ExitStack() as stack:
             run = judging.open_engine(SimpleNamespace(part=Part.WHOLE), stack)  # type: ignore[arg-type]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from small_configs import config_of
 
-from loka_onnx.config import RunConfig, build_run_config
+from loka_onnx.config import RunConfig
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.mods import ChosenMods
 from loka_onnx.transforms.sequence import DEFAULT_MODS
@@ -16,44 +16,22 @@ from loka_onnx.transforms.sequence import DEFAULT_MODS
 ALL = [kind.name for kind in DEFAULT_MODS]
 
 
-@pytest.fixture
-def config_of(tmp_path: Path) -> Any:
-    for name in ("m.onnx", "a.parquet", "b.parquet", "c.parquet"):
-        (tmp_path / name).touch()
-
-    def make(**sections: Any) -> RunConfig:
-        values = {
-            "model": {"onnx": "m.onnx"},
-            "outputs": [{"name": "y", "kind": "logit", "label": "z"}],
-            "data": {
-                "calibration": "a.parquet",
-                "selection": "b.parquet",
-                "certification": "c.parquet",
-                "inputs": {"x": "x"},
-            },
-            "targets": [{"device": "cpu", "backends": ["onnxruntime"]}],
-        }
-        return build_run_config(values | sections, tmp_path)
-
-    return make
-
-
 def names(config: RunConfig, folder: Path) -> list[str]:
     return [mod.name for mod in ChosenMods(config).make({"x": np.zeros((1, 1))}, folder)]
 
 
-def test_by_default_every_mod_and_then_smoothing(config_of: Any, tmp_path: Path) -> None:
-    assert names(config_of(), tmp_path) == [*ALL, "smooth-by-error"]
+def test_by_default_every_mod_and_then_smoothing(tmp_path: Path) -> None:
+    assert names(config_of(tmp_path), tmp_path) == [*ALL, "smooth-by-error"]
 
 
-def test_what_is_skipped_is_not_run(config_of: Any, tmp_path: Path) -> None:
-    config = config_of(mods={"skip": ["pad-sites", "fuse-layer-norm"], "smoothing": False})
+def test_what_is_skipped_is_not_run(tmp_path: Path) -> None:
+    config = config_of(tmp_path, mods={"skip": ["pad-sites", "fuse-layer-norm"], "smoothing": False})
     assert names(config, tmp_path) == [name for name in ALL if name not in {"pad-sites", "fuse-layer-norm"}]
 
 
-def test_the_key_follows_what_is_run_and_what_is_measured(config_of: Any) -> None:
+def test_the_key_follows_what_is_run_and_what_is_measured(tmp_path: Path) -> None:
     keys = [
-        ChosenMods(config_of(**sections)).key
+        ChosenMods(config_of(tmp_path, **sections)).key
         for sections in (
             {},
             {"mods": {"skip": ["pad-sites"]}},
@@ -65,7 +43,7 @@ def test_the_key_follows_what_is_run_and_what_is_measured(config_of: Any) -> Non
     assert all(key not in keys[:index] for index, key in enumerate(keys))
     # Smoothing measures nothing then.
     off = [
-        ChosenMods(config_of(mods={"smoothing": False}, plan={"format": format})).key
+        ChosenMods(config_of(tmp_path, mods={"smoothing": False}, plan={"format": format})).key
         for format in ("E4M3FN", "E5M2")
     ]
     assert off[0] == off[1]
@@ -87,17 +65,13 @@ def test_the_key_follows_what_is_run_and_what_is_measured(config_of: Any) -> Non
         (["zzz"], "`mods.skip[0]` names no mod: 'zzz'", "remove it"),
     ],
 )
-def test_an_unknown_name(config_of: Any, skip: list[str], what: str, remedy: str) -> None:
+def test_an_unknown_name(tmp_path: Path, skip: list[str], what: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ChosenMods(config_of(mods={"skip": skip}))
+        ChosenMods(config_of(tmp_path, mods={"skip": skip}))
     assert str(caught.value) == f"{what}\n  evidence: the mods are {', '.join(ALL)}\n  remedy: {remedy}"
 
 
-def test_a_name_given_twice(config_of: Any) -> None:
+def test_a_name_given_twice(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        config_of(mods={"skip": ["pad-sites", "pad-sites"]})
-    assert str(caught.value) == (
-        "run configuration: `skip` lists 'pad-sites' twice\n"
-        "  evidence: it is pad-sites, pad-sites\n"
-        "  remedy: list each entry once"
-    )
+        config_of(tmp_path, mods={"skip": ["pad-sites", "pad-sites"]})
+    assert "`skip` lists 'pad-sites' twice" in str(caught.value)

@@ -38,8 +38,8 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, PlanFor
 
 def builder(folder: Path) -> EngineBuilder:
     # Of the run, only its directory matters here.
-    run = cast(Any, SimpleNamespace(path=folder))
-    return EngineBuilder(cast(Any, None), run, folder / "sample.npz", cast(Any, None), CorrectionSet())
+    judging = SimpleNamespace(context=SimpleNamespace(directory=SimpleNamespace(path=folder)))
+    return EngineBuilder(cast(Any, judging), CorrectionSet())
 
 
 def candidate(backend: str, *, fp8: bool, base: Precision = Precision.FP32) -> Candidate:

@@ -212,41 +212,25 @@ def test_a_profile_of_the_same_measurement_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("now", "what", "evidence"),
+    ("now", "what"),
     [
-        (replace(NOW, model="n"), "model", "has m; the run file gives n"),
-        (replace(NOW, data="e"), "calibration rows, or columns of them", "has d; the run file gives e"),
-        (replace(NOW, rows=90), "number of rows", "has 100; the run file gives 90"),
-        (replace(NOW, outputs=(replace(CTR, name="o"),)), "outputs", "has ['ctr']; the run file gives ['o']"),
-        (
-            replace(NOW, outputs=(replace(CTR, label=None),)),
-            "labels",
-            "has {'ctr': 'loss'}; the run file gives {'ctr': 'entropy'}",
-        ),
-        (
-            replace(NOW, recipes=(PER_CHANNEL_WEIGHT,)),
-            "recipes",
-            f"has ['{PER_TENSOR.id}']; the run file gives none of these",
-        ),
+        (replace(NOW, model="n"), "model"),
+        (replace(NOW, data="e"), "calibration rows, or columns of them"),
+        (replace(NOW, rows=90), "number of rows"),
+        (replace(NOW, outputs=(replace(CTR, name="o"),)), "outputs"),
+        (replace(NOW, outputs=(replace(CTR, label=None),)), "labels"),
+        (replace(NOW, recipes=(PER_CHANNEL_WEIGHT,)), "recipes"),
     ],
 )
-def test_one_of_another_is_refused(tmp_path: Path, now: Measurement, what: str, evidence: str) -> None:
+def test_one_of_another_is_refused(tmp_path: Path, now: Measurement, what: str) -> None:
     serde.write(profile_of(("a",)), tmp_path / "profile.json")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"the profile was measured with other {what}") as caught:
         read_earlier(tmp_path / "profile.json", now)
-    assert str(caught.value) == (
-        f"--only: the profile was measured with other {what}\n"
-        f"  evidence: '{tmp_path}/profile.json' {evidence}\n"
-        "  remedy: calibrate every site: the same command without --only"
-    )
+    assert caught.value.where == "--only"
 
 
 def test_one_that_rows_were_added_to_is_refused(tmp_path: Path) -> None:
     serde.write(profile_of(("a",), data_digest="d+e", rows=150), tmp_path / "profile.json")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="the profile holds rows that `--update` added") as caught:
         read_earlier(tmp_path / "profile.json", NOW)
-    assert str(caught.value) == (
-        "--only: the profile holds rows that `--update` added, and some sites would be without them\n"
-        f"  evidence: '{tmp_path}/profile.json' has 150 rows, the calibration split 100\n"
-        f"  remedy: remove '{tmp_path}/profile.json' and calibrate every site, then add the rows again"
-    )
+    assert caught.value.where == "--only"

@@ -16,13 +16,16 @@ from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.refinement import Refinement
 from loka_onnx.pipeline import refine_stage
+from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.emission import Results
+from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.refine_stage import refine_engines
 from loka_onnx.pipeline.refining import Refined
 from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
 
+MODEL: Any = SimpleNamespace(digest="model")
 ENGINE = EngineArtifact(
     "maker", "fp8-all", "nvidia-h100", "sm90", BuildStatus.READY, False, None, 0, "", "", (), 0.0
 )
@@ -40,9 +43,9 @@ PLANS = PlanSet(
 )
 
 
-def steps_in(directory: RunDirectory) -> Any:
+def judging_in(directory: RunDirectory) -> Judging:
     """What the stage reads of a run."""
-    config = SimpleNamespace(
+    config: Any = SimpleNamespace(
         refine=SimpleNamespace(rounds=1, plans=1, seconds=9.0),
         outputs=(),
         data=SimpleNamespace(group=None, slices=()),
@@ -51,12 +54,9 @@ def steps_in(directory: RunDirectory) -> Any:
         serving=SimpleNamespace(inputs="host"),
     )
     split = SimpleNamespace(digest="data")
-    return SimpleNamespace(
-        directory=directory,
-        config=config,
-        split=None,
-        splits=SimpleNamespace(calibration=split, selection=split),
-    )
+    context = Context(config, directory, exported=MODEL)
+    context.__dict__["splits"] = SimpleNamespace(calibration=split, selection=split)
+    return Judging(context, None)
 
 
 def test_what_was_refined_on_another_device_is_refined_again_on_the_target(
@@ -77,15 +77,12 @@ def test_what_was_refined_on_another_device_is_refined_again_on_the_target(
 
     monkeypatch.setattr(refine_stage, "refine", refined)
     monkeypatch.setattr(host_devices, "list_cuda_devices", lambda: tuple(here[-1:]))
-    model: Any = SimpleNamespace(digest="model")
-    results = Results(
-        model, model, model, PLANS, {}, EngineSet((ENGINE,)), EvaluationSet(()), CorrectionSet()
-    )
+    results = Results(MODEL, MODEL, PLANS, {}, EngineSet((ENGINE,)), CorrectionSet())
     h200, h100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
     pcie = "NVIDIA H100 PCIe"
     for device in (h200, h200, h100, h100, h200, pcie, pcie):
         here.append(CudaDevice(0, device, "sm90"))
         with RunDirectory.create(tmp_path / "run", {}, {}, force=False, resume=True) as directory:
-            refine_engines(steps_in(directory), results, tmp_path / "sample.npz")
+            refine_engines(judging_in(directory), results)
     # Nothing is lost where the run goes on on another device later; another H100 is another machine.
     assert rounds == [h200, h100, pcie]

@@ -68,6 +68,22 @@ def engine(of: PrecisionPlan, status: BuildStatus = BuildStatus.READY, **more: o
 
 
 @dataclass
+class Worst:
+    """Gives back the one site that costs most for what it saves; proposes what it is told."""
+
+    proposed: tuple[PrecisionPlan, ...] = ()
+    asked: list[str] = field(default_factory=list)
+
+    def revert_sites(self, of: PrecisionPlan) -> Reverted | None:
+        self.asked.append(of.id)
+        order = sorted(of.fp8_sites, key=lambda s: -(UPPER[s] / SAVED[s] if SAVED[s] > 0 else 99))
+        left = [site for site in of.fp8_sites if site != order[0]]
+        if not left:
+            return None
+        return Reverted(replace(plan(of.id, *left)), (Returned((order[0],), UPPER[order[0]], None),))
+
+
+@dataclass
 class SimulatedBench:
     """Engines whose time and upper bound are sums over sites; each timing runs on a slower machine."""
 
@@ -78,6 +94,13 @@ class SimulatedBench:
     timed: list[list[str]] = field(default_factory=list)
     judged: list[str] = field(default_factory=list)
     slowdown: float = 1.0
+    proposals: Worst = field(default_factory=Worst)
+
+    def from_search(self, target: str) -> Sequence[PrecisionPlan]:
+        return self.proposals.proposed
+
+    def revert_sites(self, of: PrecisionPlan, evaluation: Evaluation, target: str) -> Reverted | None:
+        return self.proposals.revert_sites(of)
 
     def know(self, plans: Sequence[PrecisionPlan]) -> None:
         self.plans.update({each.id: each for each in plans})
@@ -120,25 +143,6 @@ class SimulatedBench:
         return Evaluation(of.id, of.backend, of.plan, of.target, "selection", 1000, (output,), (), "measured")
 
 
-@dataclass
-class Worst:
-    """Gives back the one site that costs most for what it saves; proposes what it is told."""
-
-    proposed: tuple[PrecisionPlan, ...] = ()
-    asked: list[str] = field(default_factory=list)
-
-    def from_search(self, target: str) -> Sequence[PrecisionPlan]:
-        return self.proposed
-
-    def revert_sites(self, of: PrecisionPlan, evaluation: Evaluation, target: str) -> Reverted | None:
-        self.asked.append(of.id)
-        order = sorted(of.fp8_sites, key=lambda s: -(UPPER[s] / SAVED[s] if SAVED[s] > 0 else 99))
-        left = [site for site in of.fp8_sites if site != order[0]]
-        if not left:
-            return None
-        return Reverted(replace(plan(of.id, *left)), (Returned((order[0],), UPPER[order[0]], None),))
-
-
 LIMITS = RefineLimits(rounds=5, plans=2, seconds=1e9)
 
 
@@ -152,7 +156,8 @@ def run(
     bench = bench or SimulatedBench()
     bench.know(plans.plans)
     start = [engine(each) for each in plans.plans] if engines is None else engines
-    found = refine(start, plans, bench, proposals or Worst(), limits)
+    bench.proposals = proposals or Worst()
+    found = refine(start, plans, bench, limits)
     assert serde.loads(Refinement, serde.dumps(found.document)) == found.document
     return found, bench
 

@@ -10,11 +10,11 @@ import onnx.parser
 
 from loka_onnx.config import RunConfig, build_run_config
 from loka_onnx.core.artifact import TensorSpec
-from loka_onnx.core.progress import silent
 from loka_onnx.data import InputBinding
+from loka_onnx.pipeline.accepting import check_data, export_model
+from loka_onnx.pipeline.context import Context, RunSettings
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.sample import bounded_by, generated_rows
-from loka_onnx.pipeline.steps import Steps
 
 WEIGHTS = {
     "w": np.random.default_rng(0).standard_normal((6, 1)).astype(np.float32),
@@ -51,10 +51,10 @@ def drawn(body: str, folder: Path, width: str = "2") -> dict[str, np.ndarray]:
         folder,
     )
     with RunDirectory.create(config.output, {}, {}, force=False, resume=False) as directory:
-        steps = Steps(config, directory, silent)
-        steps.export()
-        steps.check_data()
-        return steps.requests.sample(32)
+        settings = RunSettings(config, directory)
+        context = Context.of(settings, export_model(settings))
+        check_data(context)
+        return context.requests.sample(32)
 
 
 def test_numbers_have_both_signs_where_the_model_takes_them(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.graph.storage import model_digest
 from loka_onnx.pipeline import splitting
+from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.splitting import (
     LOOKUP,
@@ -88,7 +90,11 @@ def directory(tmp_path: Path) -> Any:
 
 
 def cut(directory: RunDirectory, asked_for: bool = True) -> ModelSplit | None:
-    return cut_model(write_whole(directory.path), Rows(), directory, asked_for)  # type: ignore[arg-type]
+    config: Any = SimpleNamespace(model=SimpleNamespace(split_sparse=asked_for))
+    model = write_whole(directory.path)
+    context = Context(config, directory, exported=model)
+    context.__dict__["splits"] = SimpleNamespace(calibration=Rows())
+    return cut_model(context, model)
 
 
 def plan(digest: str) -> PlanSet:

@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import yaml
+from small_configs import config_of
 
-from loka_onnx.config import RunConfig, load_run_file
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.candidates import EngineBuilder
-from loka_onnx.pipeline.competing import check_options
+from loka_onnx.pipeline.plans import check_options
 from loka_onnx.pipeline.run import run
 
 FP32 = PrecisionPlan("fp32", "", Precision.FP32, (), {}, 0.0)
 
 
-def config_of(folder: Path, *targets: dict[str, Any]) -> RunConfig:
-    for name in ("ranker.onnx", "rows.parquet"):
-        (folder / name).touch()
-    splits = dict.fromkeys(("calibration", "selection", "certification"), "rows.parquet")
-    document = {
-        "model": {"onnx": "ranker.onnx"},
-        "outputs": [{"name": "ctr", "kind": "logit", "label": "clicked"}],
-        "data": {**splits, "inputs": {"dense": ["age"]}},
-        "targets": list(targets),
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(document))
-    return load_run_file(folder / "run.yaml")
-
-
 def test_options_reach_the_candidates_of_their_backend_and_device(tmp_path: Path) -> None:
-    config = config_of(
-        tmp_path,
-        {
-            "device": "nvidia-h100",
-            "backends": ["inductor", "tensorrt"],
-            "options": {"inductor": {"static": 0, "max_autotune": 1}},
-        },
-        {"device": "cpu", "backends": ["inductor"]},
-    )
+    gpu = {
+        "device": "nvidia-h100",
+        "backends": ["inductor", "tensorrt"],
+        "options": {"inductor": {"static": 0, "max_autotune": 1}},
+    }
+    config = config_of(tmp_path, targets=[gpu, {"device": "cpu", "backends": ["inductor"]}])
     check_options(config)
-    builder = EngineBuilder(config, cast(Any, None), tmp_path, cast(Any, None), CorrectionSet())
+    judging = SimpleNamespace(context=SimpleNamespace(config=config))
+    builder = EngineBuilder(cast(Any, judging), CorrectionSet())
     given = {(c.target, c.backend.name): c.options for c in builder._candidates(PlanSet((FP32,)))}
     assert given == {
         ("nvidia-h100", "inductor"): {"static": 0, "max_autotune": 1},
@@ -81,11 +65,11 @@ KNOWN = (
 def test_a_setting_that_a_backend_lacks_is_refused_at_once(
     options: dict[str, int], said: tuple[str, str, str], tmp_path: Path
 ) -> None:
-    config = config_of(
-        tmp_path,
+    targets = [
         {"device": "nvidia-h100", "backends": ["inductor"]},
         {"device": "cpu", "backends": ["inductor"], "options": {"inductor": options}},
-    )
+    ]
+    config = config_of(tmp_path, targets=targets)
     with pytest.raises(ConfigError) as caught:
         run(config)
     what, evidence, remedy = said
@@ -98,7 +82,7 @@ def test_a_setting_that_a_backend_lacks_is_refused_at_once(
 def test_settings_of_a_backend_that_does_not_build_are_refused(tmp_path: Path) -> None:
     target = {"device": "cpu", "backends": ["onnxruntime"], "options": {"inductor": {"static": 1}}}
     with pytest.raises(ConfigError) as caught:
-        config_of(tmp_path, target)
+        config_of(tmp_path, targets=[target])
     said = str(caught.value)
     assert "`options` has settings of backend 'inductor', which this target does not build with" in said
     assert "its backends are onnxruntime" in said and "run.yaml:" in said

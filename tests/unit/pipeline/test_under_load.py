@@ -14,7 +14,7 @@ import pytest
 
 from loka_onnx.config.schema import ServingConfig
 from loka_onnx.core.artifact import OutputKind
-from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import (
     BudgetStatus,
     Choice,
@@ -168,14 +168,12 @@ def test_another_machine_of_the_target_is_put_under_load_again(
     for device in devices:
         here = device
         with RunDirectory.create(tmp_path / "run", {}, {}, force=False, resume=True) as directory:
-            steps: Any = SimpleNamespace(
-                config=config,
-                directory=directory,
-                progress=silent,
-                judging=SimpleNamespace(open_alone=opens),
-                requests=None,
+            context = SimpleNamespace(config=config, directory=directory, progress=silent)
+            judging: Any = SimpleNamespace(context=context, open_alone=opens)
+            results: Any = SimpleNamespace(
+                engines=EngineSet(tuple(engines)), evaluations=judged.evaluations, plans=PLANS
             )
-            found = measure_throughput(steps, engines, judged.evaluations, PLANS, chosen)
+            found = measure_throughput(judging, results, chosen)
     assert opened == [device for device in asked for _ in engines]
     assert {each.device for each in found.measurements} == ({told} if told else set())
     assert len(found.measurements) == (2 if told else 0)

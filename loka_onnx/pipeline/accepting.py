@@ -1,0 +1,162 @@
+"""The first stages: export of the model, and everything about the inputs that a user must correct."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.site import HIGH_ERROR, SiteKind
+from loka_onnx.data import Dataset, ensure_disjoint, open_dataset
+from loka_onnx.errors import ConfigError, DataError
+from loka_onnx.evaluation.columns import read_scores, read_truth
+from loka_onnx.export.onnx_model import import_onnx
+from loka_onnx.export.preflight import KEY, Batches, check_conversion, preflight
+from loka_onnx.export.retrained import EarlierExport, export_retrained
+from loka_onnx.export.torch_module import export_torch
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.storage import model_digest
+from loka_onnx.pipeline.context import CHECK_ROWS, Context, RunSettings
+from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.mods import rewrite
+from loka_onnx.pipeline.splits import bind_columns, open_splits
+from loka_onnx.pipeline.survival import find_fatal_batch
+from loka_onnx.pipeline.torch_source import build_torch_model
+from loka_onnx.planning.policy import PlanOptions, check_patterns
+
+EXPORT = Stage("export", "model/exported.json", ModelArtifact)
+
+
+def export_model(settings: RunSettings, earlier: EarlierExport | None = None) -> ModelArtifact:
+    """Torch or a foreign ONNX file → `model/exported.onnx` with named sites.
+
+    Args:
+        earlier: Export of the same module with other weights, which may save the exporter.
+    """
+    config, target = settings.config, settings.path("model/exported.onnx")
+    if config.model.onnx is not None:
+        source = config.model.onnx
+        reads: dict[str, Any] = {"onnx": [source.name, model_digest(source)]}
+
+        def make() -> ModelArtifact:
+            return import_onnx(source, target, settings.specs)
+    else:
+        torch_model = build_torch_model(config.model, config.directory)
+        reads = {"torch": torch_model.key}
+
+        def make() -> ModelArtifact:
+            bindings = bind_columns(config.data.inputs, torch_model.inputs)
+            rows = next(open_splits(config, bindings).calibration.batches(CHECK_ROWS))
+            parts = (torch_model.module, rows.inputs, target, settings.specs)
+            return export_torch(*parts) if earlier is None else export_retrained(*parts, earlier)
+
+    return settings.directory.document(EXPORT, {**reads, "outputs": config.outputs}, make)
+
+
+def check_data(context: Context) -> tuple[str, ...]:
+    """Read every row once, so that what the user must correct is found before the first long stage.
+
+    Returns:
+        Facts of the model for the reader of the report.
+
+    Raises:
+        DataError: A row, a label or a weight cannot be used.
+        ConfigError: An output does not hold what its declared kind allows.
+        ModelError: The model does not run at every batch size, or its rows are not independent.
+    """
+    splits = context.splits
+    for data in (splits.calibration, splits.selection, splits.certification):
+        data.check()
+    for data in (splits.selection, splits.certification):
+        _check_labels(context, data)
+    notes = _preflight(context)
+    rows = next(splits.selection.batches(CHECK_ROWS))
+    outputs = context.open_exported().run(rows.inputs)
+    for spec in context.specs:
+        read_scores(outputs, spec, rows.rows, is_reference=True)
+    return notes
+
+
+def _preflight(context: Context) -> tuple[str, ...]:
+    """A few batches of calibration rows through the exported model."""
+    config, exported = context.config, context.exported
+    batches = Batches(context.first_rows(CHECK_ROWS), config.batch.min, config.batch.max, context.threads)
+    fatal = find_fatal_batch(exported, batches)
+    if fatal is not None:
+        raise fatal.error(config.model.onnx or exported.path)
+    model, judged, notes = GraphModel.load(exported.path), [spec.name for spec in context.specs], []
+    for finding in preflight(model, batches, judged):
+        if config.model.require_independent_rows or not finding.is_about_rows:
+            raise finding.error(config.model.onnx or exported.path)
+        notes.append(
+            f"The model {finding.what} ({finding.operator}; {finding.evidence}). The run went on because "
+            f"`{KEY}` is false: every figure is of the batches that were run."
+        )
+    if config.model.onnx is not None and not notes:
+        check_conversion(config.model.onnx, model, batches, judged)
+    return tuple(notes)
+
+
+def open_added(context: Context, path: Path) -> Dataset:
+    """Open and check a file whose rows are to be added to the profile.
+
+    Raises:
+        ConfigError: Its rows are those of selection or of certification.
+        DataError: A row, a label or a weight cannot be used.
+    """
+    config, splits = context.config, context.splits
+    added = open_dataset(
+        path, context.bindings, config.columns, None, config.nullable_columns, config.column_keys
+    )
+    ensure_disjoint(added, splits.selection, splits.certification)
+    added.check()
+    _check_labels(context, added)
+    return added
+
+
+def _check_labels(context: Context, data: Dataset) -> None:
+    specs = context.specs
+    names = tuple(dict.fromkeys(n for spec in specs for n in (spec.label, spec.weight) if n is not None))
+    if not names:
+        return
+    batches = list(context.read_columns(data, names))
+    columns = {name: np.concatenate([batch[name] for batch in batches]) for name in names}
+    for spec in specs:
+        try:
+            read_truth(columns, spec, None)
+        except DataError as error:
+            raise DataError(
+                error.what, where=f"'{data.name}'", evidence=error.evidence, remedy=error.remedy
+            ) from error
+
+
+def check_plan_patterns(context: Context) -> None:
+    """Refuse patterns of `plan.keep` and `plan.force` that name nothing, before the first long stage.
+
+    A user who has read a report may name what mods made, so they are applied where the exported model lacks a
+    name; that is seldom, and takes rows, but no calibration. Which high-error channels are split off is known
+    after calibration only: a pattern may name the product of those of any linear site.
+
+    Raises:
+        ConfigError: A pattern names nothing, or a site is kept and forced.
+    """
+    chosen, exported = context.config.plan, context.exported
+    options = PlanOptions(keep=chosen.keep, force=chosen.force)
+    try:
+        check_patterns(exported, options)
+    except ConfigError:
+        with TemporaryDirectory(prefix=".mods-", dir=exported.path.parent) as scratch:
+            modified = rewrite(context, Path(scratch) / "modified.onnx").model
+            named = any(HIGH_ERROR in pattern for pattern in (*chosen.keep, *chosen.force))
+            if named and context.config.mods.split_channels:
+                parts = (
+                    replace(s, name=f"{s.name}{HIGH_ERROR}")
+                    for s in modified.sites
+                    if s.kind is SiteKind.LINEAR
+                )
+                modified = replace(modified, sites=(*modified.sites, *parts))
+            check_patterns(modified, replace(options, exported=exported))

@@ -1,0 +1,163 @@
+"""What the stages of a run share: its run file and directory, the exported model, and the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loka_onnx.config import RunConfig
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec
+from loka_onnx.core.progress import Progress, silent
+from loka_onnx.data import Dataset, InputBinding, Splits, open_dataset
+from loka_onnx.evaluation.engines import REQUEST_ROWS, Reference, Split, predict_reference
+from loka_onnx.graph.id_bounds import id_bounds
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.numerics.intervals import CONFIDENCE
+from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.sample import Arrays, Requests, bounded_by
+from loka_onnx.pipeline.splits import bind_columns, open_splits
+from loka_onnx.planning.climbing import SHARES
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+
+CHECK_ROWS = 2048
+"""Rows of the calibration split that mods and export parity are held against."""
+LABEL_ROWS = 65536
+"""Rows read at a time where only labels and weights are."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """A run before its model is exported.
+
+    Attributes:
+        looks: Times that certification is looked at for this model; its error is divided.
+        signing_key: Private key for the bundle; None to leave it unsigned.
+    """
+
+    config: RunConfig
+    directory: RunDirectory
+    progress: Progress = silent
+    looks: int = 1
+    signing_key: Path | None = None
+
+    @property
+    def specs(self) -> tuple[OutputSpec, ...]:
+        """The judged outputs."""
+        return self.config.output_specs
+
+    @property
+    def threads(self) -> int:
+        """Threads of ONNX Runtime; 0 for one a core."""
+        return self.config.threads or 0
+
+    def path(self, relative: str) -> Path:
+        """A path in the run directory."""
+        return self.directory.path / relative
+
+
+@dataclass(frozen=True)
+class Context(RunSettings):
+    """A run with its exported model, the FP32 model that everything is judged against."""
+
+    exported: ModelArtifact = field(kw_only=True)
+    _references: dict[str, Reference] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(cls, settings: RunSettings, exported: ModelArtifact) -> Context:
+        """Return a run with its exported model."""
+        return cls(
+            settings.config,
+            settings.directory,
+            settings.progress,
+            settings.looks,
+            settings.signing_key,
+            exported=exported,
+        )
+
+    @cached_property
+    def bindings(self) -> tuple[InputBinding, ...]:
+        """Bindings of model inputs to columns, with the bounds of ids."""
+        graph = GraphModel.load(self.exported.path)
+        return bind_columns(self.config.data.inputs, self.exported.inputs, id_bounds(graph))
+
+    @cached_property
+    def splits(self) -> Splits:
+        """Calibration, selection and certification."""
+        return open_splits(self.config, self.bindings)
+
+    @cached_property
+    def requests(self) -> Requests:
+        """Generated inputs of the model."""
+        rows = self.first_rows(CHECK_ROWS)
+        # How many ids or numbers a list has, where the model leaves that open, the data say; so they do which
+        # ids there are, where no table tells.
+        inputs = [replace(spec, shape=(None, *rows[spec.name].shape[1:])) for spec in self.exported.inputs]
+        requests = Requests(inputs, [bounded_by(binding, rows[binding.input]) for binding in self.bindings])
+        drawn = requests.sample(max(self.config.batch.min, min(CHECK_ROWS, self.config.batch.max)))
+        answers = self.open_exported().run(drawn).values()
+        is_finite = all(np.isfinite(values).all() for values in answers if values.dtype.kind == "f")
+        return requests if is_finite else replace(requests, unsigned=True)
+
+    def first_rows(self, rows: int) -> Arrays:
+        """Model inputs of the first calibration rows."""
+        return dict(next(self.splits.calibration.batches(rows)).inputs)
+
+    def open_exported(self) -> OnnxSession:
+        """Open the exported model."""
+        return OnnxSession(self.exported.path, SessionOptions(threads=self.threads))
+
+    def read_columns(self, data: Dataset, names: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
+        """Columns of a split without its inputs, `LABEL_ROWS` at a time."""
+        alone = open_dataset(data.path, (), names, data.selection)
+        return (batch.columns for batch in alone.batches(LABEL_ROWS))
+
+    # Judged rows -----------------------------------------------------------------------------------
+
+    @property
+    def judged_rows(self) -> dict[str, int]:
+        """Rows of the splits that engines are judged on."""
+        return {name: getattr(self.splits, name).rows for name in ("selection", "certification")}
+
+    @property
+    def selection(self) -> Split:
+        """The rows that decide among plans and engines."""
+        return self._judged("selection")
+
+    @property
+    def certification(self) -> Split:
+        """The certification rows, with the confidence of each look at them."""
+        return replace(self._judged("certification"), confidence=1.0 - (1.0 - CONFIDENCE) / self.looks)
+
+    def attempt(self, number: int) -> Split:
+        """The certification rows with the share of error of an attempt (from 0; `climbing.SHARES`)."""
+        whole = self.certification
+        return replace(whole, confidence=1.0 - (1.0 - whole.confidence) * SHARES[number])
+
+    def as_batch(self, rows: int) -> int:
+        """The nearest number of rows that engines are built for."""
+        return max(self.config.batch.min, min(rows, self.config.batch.max))
+
+    def reference(self, split: Split, progress: Progress | None = None) -> Reference:
+        """Outputs of the exported model on a split; predicted once."""
+        if split.name not in self._references:
+            run = self.open_exported().run
+            self._references[split.name] = predict_reference(
+                split, run, self.specs, progress or self.progress
+            )
+        return self._references[split.name]
+
+    def _judged(self, name: str) -> Split:
+        rows = self.config.data
+        return Split(
+            name,
+            getattr(self.splits, name),
+            self.config.columns,
+            rows.group,
+            rows.slices,
+            self.as_batch(REQUEST_ROWS),
+        )

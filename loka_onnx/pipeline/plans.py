@@ -1,0 +1,124 @@
+"""The plan stage: which plans compete, under which recipes, and the precision of each site in them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from loka_onnx.config import PlanConfig, PlanId, RunConfig, ScaleRule
+from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.ladder import Climb
+from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.core.profile import Profile
+from loka_onnx.core.recipe import AMAX, MSE, Granularity, Recipe
+from loka_onnx.engines.registry import get_backend
+from loka_onnx.pipeline.context import Context
+from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.tuning import device_timings
+from loka_onnx.planning.policy import PlanOptions, make_plans, refine_fast_plans
+
+PLAN = Stage("plan", "plan.json", PlanSet)
+CPU = "cpu"
+_PERCENTILE = "percentile-99.99"
+_RULES = {
+    ScaleRule.AMAX: (AMAX,),
+    ScaleRule.PERCENTILE: (_PERCENTILE,),
+    ScaleRule.MSE: (MSE,),
+    # The first of several equal ones is taken.
+    ScaleRule.BEST: (AMAX, _PERCENTILE, MSE),
+}
+
+
+def planned_recipes(plan: PlanConfig) -> tuple[Recipe, ...]:
+    """Both granularities of weights under each scale rule that competes.
+
+    Both granularities are measured whatever `plan.weight_granularity` lets a plan use: the profile shows
+    both, and an interaction has no channels.
+    """
+    weights = (Granularity.PER_TENSOR, Granularity.PER_CHANNEL)
+    return tuple(
+        Recipe.of(plan.format.number_format, weight, rule)
+        for rule in _RULES[plan.scale]
+        for weight in weights
+    )
+
+
+def check_options(config: RunConfig) -> None:
+    """Check the options of every backend before any work is done.
+
+    Raises:
+        ConfigError: A backend has no such setting, or takes another value.
+    """
+    for number, target in enumerate(config.targets):
+        for name, options in target.options.items():
+            where = f"`targets[{number}].options.{name}` (device '{target.device}')"
+            get_backend(name).check_options(options, where)
+
+
+def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[PlanId, ...]:
+    """Plans of a run, in the order they compete: those that the run file lists, if it lists any.
+
+    Args:
+        timed: Devices that kernel times are known of: `fp8-fast` is made by them.
+    """
+    if config.plan.plans is not None:
+        return config.plan.plans
+    fp16 = (PlanId.FP16,) if _runs(config, Precision.FP16) else ()
+    fast = (PlanId.FP8_FAST,) if any(target.device in timed for target in config.targets) else ()
+    return (PlanId.FP32, PlanId.BF16, *fp16, PlanId.FP8_ALL, PlanId.FP8_SAFE, *fast)
+
+
+def _runs(config: RunConfig, precision: Precision) -> bool:
+    """True if a backend of any target can run the whole model in a precision.
+
+    CPUs never count: they gain no time by it, and FP16 needs a further pass of calibration to be safe.
+    """
+    plan = PrecisionPlan(str(precision), "", precision, (), {}, 0.0)
+    return any(
+        architecture != CPU and backend.decline(plan, architecture) is None
+        for target in config.targets
+        for backend in map(get_backend, target.backends)
+        for architecture in target.architectures or backend.architectures(target.device)
+    )
+
+
+def plan_options(context: Context, model: ModelArtifact) -> PlanOptions:
+    """Plan options of the run file, with the current kernel times of every target."""
+    chosen = context.config.plan
+    devices = device_timings(context.config, context.directory.path, model.path)
+    return PlanOptions(
+        keep=chosen.keep,
+        force=chosen.force,
+        base=None if chosen.base == "auto" else chosen.base,
+        plans=competing_plans(context.config, [known.device for known in devices if known.timings]),
+        confidence=context.config.calibration.confidence,
+        protect=chosen.protect,
+        exported=context.exported,
+        devices=devices,
+    )
+
+
+def decide_plans(context: Context, model: ModelArtifact, profile: Profile, safe: Climb | None) -> PlanSet:
+    """Profile → `plan.json`; `safe` says how far the ladder of `fp8-safe` was climbed."""
+    chosen, options = context.config.plan, replace(plan_options(context, model), safe=safe)
+    reads = {
+        "model": model,
+        "profile": profile,
+        "plan": chosen,
+        "plans": options.plans,
+        "confidence": options.confidence,
+        "budgets": [spec.budget for spec in context.specs],
+        "timings": [known.key for known in options.devices],
+        "safe": safe,
+    }
+    recipes = planned_recipes(chosen)
+    return context.directory.document(
+        PLAN, reads, lambda: make_plans(model, profile, context.specs, recipes, options)
+    )
+
+
+def search_plans(context: Context, model: ModelArtifact, profile: Profile) -> tuple[PrecisionPlan, ...]:
+    """Plans beside the best one of the search over kernel times, for every device with such times."""
+    recipes = planned_recipes(context.config.plan)
+    return refine_fast_plans(model, profile, context.specs, recipes, plan_options(context, model))
