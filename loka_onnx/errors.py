@@ -21,7 +21,8 @@ LokaError
 │   └── BudgetMissed
 └── InternalError        a bug in this package; exit code 1, with a traceback
 
-An error says *what* is wrong, *where*, on which *evidence*, and the *remedy*::
+An error says *what* is wrong, *where*, on which *evidence*, and the *remedy*. A code that stays the same when
+the wording changes opens the sentence where it is raised, ``DataError("E0214 column…")``, and is its `code`::
 
     DataError: column 'age' of 'day-08.parquet' holds NaN.
       evidence: 3 of 60000 rows, the first is row 17
@@ -30,8 +31,11 @@ An error says *what* is wrong, *where*, on which *evidence*, and the *remedy*::
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
+CODE = re.compile(r"E\d{4} ")
+"""Two digits for the room (`tests/wording.py`), two that count."""
 MOST_CHARACTERS = 1500
 """Length of each part of a message: names and values in it come from files."""
 
@@ -49,7 +53,7 @@ class LokaError(Exception):
 
     Args:
         what: What is wrong, as a sentence without its final stop; says where as well when that
-            reads better in one sentence.
+            reads better in one sentence. A code of `CODE` and a space may open it.
         where: File, line, site, node or key, when `what` does not name it.
         evidence: The values that show it.
         remedy: What the reader can do.
@@ -58,6 +62,9 @@ class LokaError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, what: str, *, where: str = "", evidence: str = "", remedy: str = "") -> None:
+        opening = CODE.match(what)
+        self.code = opening[0].rstrip() if opening else ""
+        what = what.removeprefix(opening[0] if opening else "")
         what, where, evidence, remedy = map(shortened, (what, where, evidence, remedy))
         self.what, self.where, self.evidence, self.remedy = what, where, evidence, remedy
         lines = [f"{where}: {what}" if where else what]

@@ -77,7 +77,7 @@ def write_key_pair(directory: Path, name: str = "bundle") -> KeyPair:
     for path in (pair.private, pair.public):
         if os.path.lexists(path):
             raise OutputError(
-                f"'{path}' is there already",
+                f"E1219 '{path}' is there already",
                 evidence="a private key that is overwritten is lost for good",
                 remedy="choose another directory or name",
             )
@@ -86,7 +86,7 @@ def write_key_pair(directory: Path, name: str = "bundle") -> KeyPair:
         _write_new(pair.private, private, 0o600)
         _write_new(pair.public, public, 0o644)
     except OSError as error:
-        raise OutputError(f"cannot write keys to '{directory}'", evidence=str(error)) from error
+        raise OutputError(f"E1220 cannot write keys to '{directory}'", evidence=str(error)) from error
     return pair
 
 
@@ -116,7 +116,7 @@ def sign_bundle(directory: Path, key: Path) -> str:
     text = signature_text(signed, [signer], earlier)
     if len(text.encode()) > MAX_SIGNATURE_BYTES:
         raise BundleError(
-            "the bundle has too many signatures to add one",
+            "E1221 the bundle has too many signatures to add one",
             where=str(place),
             evidence=f"{len(text.encode())} bytes, the limit is {MAX_SIGNATURE_BYTES}",
             remedy=f"remove '{SIGNATURE_NAME}' and sign it again",
@@ -125,7 +125,9 @@ def sign_bundle(directory: Path, key: Path) -> str:
     def check() -> None:
         if read_document(place, MANIFEST_NAME, MAX_MANIFEST_BYTES) != signed:
             raise BundleError(
-                "the bundle was replaced while it was being signed", where=str(place), remedy="sign it again"
+                "E1222 the bundle was replaced while it was being signed",
+                where=str(place),
+                remedy="sign it again",
             )
 
     with staged_file(place / SIGNATURE_NAME, beside=place, check=check) as file:
@@ -158,7 +160,7 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
     data, password = read_key_file(path), _password()
     if b"PRIVATE KEY" not in data:
         raise ConfigError(
-            f"'{path}' is not a private key in PEM",
+            f"E1223 '{path}' is not a private key in PEM",
             remedy="name the private half of a key pair of `loka-onnx bundle keygen`",
         )
     _warn_of_readers(path)
@@ -171,11 +173,11 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
             f"set {PASSWORD_VARIABLE} to its password" if is_encrypted else "make a key with `bundle keygen`"
         )
         raise ConfigError(
-            f"private key '{path}' cannot be read", evidence=str(error)[:200], remedy=remedy
+            f"E1224 private key '{path}' cannot be read", evidence=str(error)[:200], remedy=remedy
         ) from None
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(
-            f"'{path}' is not an Ed25519 key",
+            f"E1225 '{path}' is not an Ed25519 key",
             evidence=type(key).__name__,
             remedy="make one with `bundle keygen`",
         )

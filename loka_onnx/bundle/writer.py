@@ -92,14 +92,14 @@ def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None 
         manifest = _write_files(contents, writer)
         if len(manifest.files) > MAX_FILES:
             raise BundleError(
-                "the bundle has too many files",
+                "E1232 the bundle has too many files",
                 evidence=f"{len(manifest.files)}, the limit is {MAX_FILES}",
                 remedy="ship fewer engines",
             )
         text = seal(serde.dumps(manifest))
         if len(text.encode()) > MAX_MANIFEST_BYTES:
             raise BundleError(
-                "the manifest is too large",
+                "E1233 the manifest is too large",
                 evidence=f"{len(text.encode())} bytes, the limit is {MAX_MANIFEST_BYTES}",
                 remedy="ship fewer engines",
             )
@@ -144,7 +144,9 @@ class _Stage:
             return self._record(path, self._copies.copy(source, target))
         except FileNotFoundError as error:
             raise BundleError(
-                f"'{source}' is missing", evidence=str(error), remedy="run the stage that writes it again"
+                f"E1234 '{source}' is missing",
+                evidence=str(error),
+                remedy="run the stage that writes it again",
             ) from error
 
     def write_unlisted(self, text: str, name: str) -> None:
@@ -168,7 +170,7 @@ class _Stage:
         problem = path_problem(path)
         if problem is not None:
             raise BundleError(
-                f"a bundle may not hold '{path}': the path {problem}",
+                f"E1235 a bundle may not hold '{path}': the path {problem}",
                 remedy="rename the target, plan or file that it is made from",
             )
         target = self.root / path
@@ -177,7 +179,9 @@ class _Stage:
 
     def _record(self, path: str, digest: str) -> BundleFile:
         if path in self.files:
-            raise BundleError(f"two files of the bundle would be '{path}'", remedy="give them distinct names")
+            raise BundleError(
+                f"E1236 two files of the bundle would be '{path}'", remedy="give them distinct names"
+            )
         (self.root / path).chmod(0o644)
         self.files[path] = BundleFile(path, (self.root / path).stat().st_size, digest)
         return self.files[path]
@@ -191,7 +195,7 @@ def _write_files(contents: BundleContents, stage: _Stage) -> Manifest:
     plans = PlanSet(tuple(p for p in contents.plans.plans if p.id in shipped))
     if shipped - {p.id for p in plans.plans}:
         raise BundleError(
-            "an engine's plan is not among the plans",
+            "E1237 an engine's plan is not among the plans",
             evidence=f"engines {sorted(shipped)}, plans {[p.id for p in contents.plans.plans]}",
         )
     stage.write_text(serde.dumps(plans), PLANS_NAME)
@@ -221,7 +225,7 @@ def _write_engine(contents: BundleContents, engine: BundleEngine, stage: _Stage)
     artifact = engine.artifact
     if artifact.path is None:
         raise BundleError(
-            f"engine '{artifact.id}' has no file and cannot be shipped",
+            f"E1238 engine '{artifact.id}' has no file and cannot be shipped",
             evidence=f"{artifact.status}: {artifact.detail}",
             remedy="leave it out",
         )
@@ -232,7 +236,7 @@ def _write_engine(contents: BundleContents, engine: BundleEngine, stage: _Stage)
     digest = file.sha256 if len(copied) == 1 else digest_files(stage.root / f.path for f in copied)
     if digest != artifact.digest:
         raise BundleError(
-            f"engine '{artifact.id}' was altered since it was built",
+            f"E1239 engine '{artifact.id}' was altered since it was built",
             where=str(source),
             evidence=f"sha256 {digest[:16]}…, the build recorded {artifact.digest[:16]}…",
             remedy="build it again",
@@ -317,14 +321,14 @@ def _check_sample(contents: BundleContents) -> None:
         _check_arrays("looked-up rows of the sample", contents.lookup.looked_up, contents.lookup.halves.cut)
     elif any(engine.artifact.part is Part.DENSE for engine in contents.engines):
         raise BundleError(
-            "an engine takes looked-up rows, and there is no lookup model to ship",
+            "E1240 an engine takes looked-up rows, and there is no lookup model to ship",
             remedy="pass the halves of the cut as `lookup`",
         )
     looked_up = {} if contents.lookup is None else contents.lookup.looked_up
     rows = {value.shape[0] for arrays in (contents.sample, looked_up) for value in arrays.values()}
     if len(rows) != 1 or not contents.batch.min <= min(rows) <= contents.batch.max:
         raise BundleError(
-            "the sample is not one batch that the engines accept",
+            "E1241 the sample is not one batch that the engines accept",
             evidence=f"{sorted(rows)} rows, batches of {contents.batch.min} to {contents.batch.max}",
             remedy="pass as many rows of every input as one request may have",
         )
@@ -334,7 +338,7 @@ def _check_sample(contents: BundleContents) -> None:
         bounds = expectation.tolerance
         if set(bounds) != names or not all(math.isfinite(t) and t >= 0 for t in bounds.values()):
             raise BundleError(
-                f"engine '{engine}' needs one finite tolerance for each output",
+                f"E1242 engine '{engine}' needs one finite tolerance for each output",
                 evidence=f"tolerances {dict(bounds)}, outputs {sorted(names)}",
             )
 
@@ -342,18 +346,18 @@ def _check_sample(contents: BundleContents) -> None:
 def _check_arrays(what: str, arrays: Mapping[str, npt.NDArray[Any]], specs: tuple[TensorSpec, ...]) -> None:
     if set(arrays) != {s.name for s in specs}:
         raise BundleError(
-            f"the {what} do not fit the model",
+            f"E1243 the {what} do not fit the model",
             evidence=f"arrays {sorted(arrays)}, the model has {sorted(s.name for s in specs)}",
         )
     for spec in specs:
         value = arrays[spec.name]
         if value.dtype != np.dtype(spec.dtype) or value.ndim == 0 or value.ndim != len(spec.shape):
             raise BundleError(
-                f"array '{spec.name}' of the {what} does not fit the model",
+                f"E1244 array '{spec.name}' of the {what} does not fit the model",
                 evidence=f"{value.dtype}{value.shape}, the model has {spec.dtype}{spec.shape}",
             )
         if not np.all(np.isfinite(value)) if value.dtype.kind == "f" else False:
             raise BundleError(
-                f"array '{spec.name}' of the {what} holds a value that is not finite",
+                f"E1245 array '{spec.name}' of the {what} holds a value that is not finite",
                 remedy="pass rows that the model answers with finite numbers",
             )

@@ -57,7 +57,7 @@ def _options(profile: Profile, options: ProbeOptions) -> ProbeOptions:
     recipes = tuple(recipe for recipe in options.recipes if recipe.id in measured)
     if missing := measured - {recipe.id for recipe in recipes}:
         raise CalibrationError(
-            "rows cannot be added in other recipes than the profile's",
+            "E0513 rows cannot be added in other recipes than the profile's",
             evidence=f"it was measured in {_listed(measured)}, and {_listed(missing)} is not asked for",
             remedy=f"set `plan.format` and `plan.scale` back, or {_AGAIN}",
         )
@@ -77,14 +77,14 @@ def _options(profile: Profile, options: ProbeOptions) -> ProbeOptions:
 def _check(profile: Profile, subject: ProfiledModel, data: Dataset) -> None:
     if profile.model_digest != subject.model.digest:
         raise CalibrationError(
-            "the profile is of another model",
+            "E0514 the profile is of another model",
             evidence=f"it was measured on {profile.model_digest[:12]}, and this one is "
             f"{subject.model.digest[:12]}",
             remedy="name the model of the profile, or calibrate this one",
         )
     if data.digest in profile.data_digest.split("+"):
         raise CalibrationError(
-            f"the rows of '{data.name}' are in the profile already, and would count twice",
+            f"E0515 the rows of '{data.name}' are in the profile already, and would count twice",
             evidence=f"their digest is {data.digest[:12]}",
             remedy="give rows that it has not seen",
         )
@@ -92,7 +92,7 @@ def _check(profile: Profile, subject: ProfiledModel, data: Dataset) -> None:
     now = {(spec.name, LOSS if spec.label is not None else ENTROPY) for spec in subject.outputs}
     if was != now:
         raise CalibrationError(
-            "rows cannot be added for other outputs than the profile's, or relative to something else",
+            "E0516 rows cannot be added for other outputs than the profile's, or relative to something else",
             evidence=f"it has {_listed(f'{o} relative to {d}' for o, d in was)}; "
             f"asked for is {_listed(f'{o} relative to {d}' for o, d in now)}",
             remedy=f"name the same outputs and labels, or {_AGAIN}",

@@ -40,7 +40,7 @@ def build(
     terminal = terminal_of(context)
     if (run_file is None) == (job is None):
         raise ConfigError(
-            "`build` takes a run file or `--job DIR`",
+            "E1701 `build` takes a run file or `--job DIR`",
             evidence="both are given" if job is not None else "neither is given",
             remedy="`loka-onnx build RUN.yaml` builds the engines of a run, `loka-onnx build --job DIR` "
             "executes what another host wrote",
@@ -48,7 +48,7 @@ def build(
     if job is not None:
         if output is not None or overrides:
             raise ConfigError(
-                "--output and --set belong to a run file",
+                "E1702 --output and --set belong to a run file",
                 evidence="a build job says everything that its engine depends on",
                 remedy="leave them out",
             )
@@ -71,7 +71,7 @@ def _execute_all(terminal: Terminal, jobs: Sequence[Path]) -> None:
             terminal.say(f"{directory.name}: left out, {error.evidence}")
     if not executed:
         raise EngineError(
-            "this host can execute none of the jobs",
+            "E1703 this host can execute none of the jobs",
             where=str(jobs[0].parent),
             evidence=", ".join(directory.name for directory in jobs),
             remedy="copy them to a host with their devices",

@@ -101,7 +101,7 @@ def list_bundles(context: typer.Context, registry: Registry) -> None:
     damaged = [item for item in names if item.digest is None]
     if damaged:
         raise CheckFailed(
-            f"{len(damaged)} of {len(names)} names are damaged",
+            f"E1704 {len(damaged)} of {len(names)} names are damaged",
             where=parse_reference(registry).shown,
             evidence=f"{_shown_name(damaged[0])}: {damaged[0].problem}",
             remedy="push or promote a bundle under these names again",
@@ -138,7 +138,7 @@ def _named(place: str, name: str | None) -> str:
         return place
     if "#" in place:
         raise ConfigError(
-            "the bundle is named twice",
+            "E1705 the bundle is named twice",
             where=parse_reference(place).shown,
             evidence=f"after '#', and with --name {name}",
             remedy="give one of them",

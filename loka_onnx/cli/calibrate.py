@@ -48,7 +48,7 @@ def calibrate(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each op
     """Measure on data what FP8 does to each site. Reuses the finished stages before it."""
     if only and update is not None:
         raise ConfigError(
-            "--only and --update exclude each other",
+            "E1706 --only and --update exclude each other",
             evidence="one measures some sites on the calibration split again, the other all on more rows",
             remedy="calibrate with --only first, then with --update",
         )

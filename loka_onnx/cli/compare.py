@@ -197,7 +197,7 @@ def raise_for(difference: Difference) -> None:
     """
     if difference.beyond:
         raise BudgetMissed(
-            "B may cost more than the budget",
+            "E1707 B may cost more than the budget",
             where=difference.b.path,
             evidence="; ".join(difference.beyond),
             remedy="keep A; or compare on more rows, if only its interval is beyond the budget; "
@@ -206,7 +206,7 @@ def raise_for(difference: Difference) -> None:
     failures = difference.failures
     if failures:
         raise EngineError(
-            f"{' and '.join(failures)} failed while being timed",
+            f"E1708 {' and '.join(failures)} failed while being timed",
             where=", ".join(side.path for side in (difference.a, difference.b) if side.name in failures),
             evidence="; ".join(failure.partition("\n")[0] for failure in failures.values()),
             remedy="see whether the device is shared or short of memory; without times: `--no-latency`",
@@ -252,7 +252,7 @@ def _inputs(items: list[str]) -> dict[str, tuple[str, ...]]:
 
 def _wrong(option: str, item: str, evidence: str, example: str) -> ConfigError:
     return ConfigError(
-        f"{option} cannot be read",
+        f"E1709 {option} cannot be read",
         where=f"{option} '{item}'",
         evidence=evidence,
         remedy=f"write for example {option} {example}",

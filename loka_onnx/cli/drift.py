@@ -75,12 +75,12 @@ def raise_for(report: DriftReport, data: Path) -> None:
     """
     if not report.is_judged:
         what, _, remedy = report.not_judged.rpartition(": ")
-        raise DataError("drift was not judged", where=str(data), evidence=what, remedy=remedy)
+        raise DataError("E1710 drift was not judged", where=str(data), evidence=what, remedy=remedy)
     if report.alarms:
         first, others = report.alarms[0], len(report.alarms) - 1
         more = f" ({others} more alarm{'s' * (others > 1)} above)" if others else ""
         raise DriftFound(
-            "the data have moved away from the profile",
+            "E1711 the data have moved away from the profile",
             where=str(data),
             evidence=f"{first.sentence}{more}",
             remedy="find out whether the change is meant; if it is, calibrate and plan again on recent rows",
@@ -181,7 +181,7 @@ def _relevance(given: list[str]) -> Relevance:
             value = -1.0
         if name not in known or not equals or not value >= 0.0:
             raise ConfigError(
-                "a threshold is NAME=VALUE, at least 0",
+                "E1712 a threshold is NAME=VALUE, at least 0",
                 where=f"--relevance '{item}'",
                 evidence=f"the names are {', '.join(known)}",
                 remedy="write for example --relevance rms=0.2",

@@ -220,7 +220,8 @@ def _report(error: Exception, log: JsonLog | None, is_debug: bool) -> int:
     kind, trace = type(error).__name__, "".join(traceback.format_exception(error)).rstrip("\n")
     lack = _lack(error)
     if isinstance(error, LokaError) and not isinstance(error, InternalError):
-        return _say(log, "error: ", str(error), kind, error.exit_code, trace if is_debug else "")
+        message = f"{error}\n  code: {error.code}" if error.code else str(error)
+        return _say(log, "error: ", message, kind, error.exit_code, trace if is_debug else "")
     if isinstance(error, _UsageError):
         return _say(log, "", error.format_message(), "Usage", error.exit_code)
     if lack:

@@ -75,7 +75,7 @@ def check_fp8(result: RunResult) -> None:
         if output.difference is not None
     ]
     raise BudgetMissed(
-        "no FP8 plan is inside the budget",
+        "E1713 no FP8 plan is inside the budget",
         where=data.title,
         evidence="; ".join(bounds) or "no FP8 engine could be evaluated here",
         remedy="raise `outputs.budget`, give more certification rows, or run without --require-fp8 to take "

@@ -46,7 +46,7 @@ def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     """Run the whole pipeline: from a trained model to a report and a bundle."""
     if force and resume:
         raise ConfigError(
-            "--force and --resume exclude each other",
+            "E1714 --force and --resume exclude each other",
             evidence="one removes the earlier run, the other goes on with it",
             remedy="give one of them",
         )

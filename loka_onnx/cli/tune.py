@@ -78,7 +78,7 @@ def tune(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     terminal = terminal_of(context)
     if run_file is not None and (model is not None or batch):
         raise ConfigError(
-            "a run file and --model exclude each other",
+            "E1715 a run file and --model exclude each other",
             evidence="the run file says which model and which batch sizes",
             remedy="give one of them; `--set batch.serve=[256]` changes the batch sizes of a run",
         )
@@ -92,7 +92,7 @@ def tune(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         shapes = [*shapes_of(sites_of_file(model), _check_batches(batch)), *shapes]
     if not (shapes or take or export):
         raise ConfigError(
-            "`tune` was given nothing to time",
+            "E1716 `tune` was given nothing to time",
             evidence="there is no run file, no --model and no --shape, or their model has no product for FP8",
             remedy="`loka-onnx tune RUN.yaml`, or `loka-onnx tune --model ranker.onnx --batch 1024`",
         )
@@ -116,12 +116,12 @@ def tune(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
 def _check_batches(batches: Sequence[int] | None) -> Sequence[int]:
     if not batches:
         raise ConfigError(
-            "--model needs a batch size",
+            "E1717 --model needs a batch size",
             evidence="the rows of a product are those of a request",
             remedy="add --batch 1024, once for each batch size that will be served",
         )
     if min(batches) < 1:
-        raise ConfigError("a batch size is at least 1", where="--batch", evidence=f"{min(batches)}")
+        raise ConfigError("E1718 a batch size is at least 1", where="--batch", evidence=f"{min(batches)}")
     return batches
 
 
@@ -130,7 +130,7 @@ def _shape(text: str) -> Shape:
     sizes = [int(size) for size in match.groups()] if match else []
     if not sizes or min(sizes) < 1:
         raise ConfigError(
-            f"'{text}' is no shape",
+            f"E1719 '{text}' is no shape",
             where="--shape",
             evidence="a shape is three positive numbers: rows, columns and length of the contraction",
             remedy="write it as in 1024x4096x4096",

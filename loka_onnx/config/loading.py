@@ -42,19 +42,22 @@ def load_run_file(path: str | Path, overrides: Mapping[str, object] | None = Non
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            "cannot read the run file",
+            "E0101 cannot read the run file",
             where=str(path),
             evidence=error.strerror or str(error),
             remedy="give the path of a YAML file; `loka-onnx demo` writes one to start from",
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            "the run file is not UTF-8 text", where=str(path), evidence=str(error), remedy="save it as UTF-8"
+            "E0102 the run file is not UTF-8 text",
+            where=str(path),
+            evidence=str(error),
+            remedy="save it as UTF-8",
         ) from error
     document = read_yaml(text, str(path))
     if document.data is None:
         raise ConfigError(
-            "the run file is empty",
+            "E0103 the run file is empty",
             where=str(path),
             evidence="it holds no keys",
             remedy="a run file needs at least `model`, `outputs`, `data` and `targets`",
@@ -135,7 +138,7 @@ def _no_such_place(place: str, loc: Loc, node: Any) -> ConfigError:
         f"a list of {len(node)}" if isinstance(node, list) else f"{node!r}"
     )
     return ConfigError(
-        f"there is no `{key_path(loc)}` to override",
+        f"E0104 there is no `{key_path(loc)}` to override",
         where=place,
         evidence=holds if loc[:-1] else "the run file is not a mapping",
         remedy="name a key of the run file; entries of a list are counted from 0, as in `outputs.0.budget`",
@@ -179,7 +182,7 @@ def _missing_file(loc: Loc, file: Path, document: Document, directory: Path) -> 
     siblings = sorted(entry.name for entry in file.parent.iterdir()) if file.parent.is_dir() else []
     suggestion = nearest(file.name, [name for name in siblings if name != file.name])
     return ConfigError(
-        f"`{key_path(loc)}` names a file that does not exist",
+        f"E0105 `{key_path(loc)}` names a file that does not exist",
         where=document.place(loc),
         evidence=f"'{file}' is a directory" if file.is_dir() else f"looked for '{file}'",
         remedy=f"{suggestion} a relative path starts at '{directory}'".lstrip(),

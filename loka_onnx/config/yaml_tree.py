@@ -81,14 +81,14 @@ def read_yaml(text: str, source: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(
-            "the run file is not valid YAML",
+            "E0106 the run file is not valid YAML",
             where=f"{source}:{mark.line + 1}" if mark else source,
             evidence=" ".join(part for part in (error.context, error.problem) if part),
             remedy="indent with spaces, and quote a text that holds ': ', ' #' or starts with one of *&!%@{[",
         ) from error
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(
-            "the run file is not valid YAML",
+            "E0107 the run file is not valid YAML",
             where=source,
             evidence=str(error).splitlines()[0],
             remedy="save it as plain UTF-8 text, nested no deeper than the schema asks",
@@ -114,7 +114,7 @@ class _Reader:
         self._nodes += 1
         if id(node) in self._open or self._nodes > MAX_NODES:
             raise ConfigError(
-                "the run file repeats itself without end",
+                "E0108 the run file repeats itself without end",
                 where=self._place(node),
                 evidence="an alias contains itself"
                 if id(node) in self._open
@@ -141,7 +141,7 @@ class _Reader:
             key = self._scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
             if not isinstance(key, str):
                 raise ConfigError(
-                    "a key must be a word",
+                    "E0109 a key must be a word",
                     where=self._place(key_node),
                     evidence=f"found {key_node.value!r}" if key is not None else "found a list or a mapping",
                     remedy="quote the key if it is meant as text",
@@ -149,7 +149,7 @@ class _Reader:
             here = (*loc, key)
             if key in result:
                 raise ConfigError(
-                    f"the key '{key}' is given twice",
+                    f"E0110 the key '{key}' is given twice",
                     where=self._place(key_node),
                     evidence=f"it already stands at {self.places[here]}",
                     remedy="keep one of the two",
@@ -174,7 +174,7 @@ class _Reader:
                 return float(node.value.lower().replace(".inf", "inf").replace(".nan", "nan"))
         if any("\ud800" <= character <= "\udfff" for character in node.value):
             raise ConfigError(
-                "the text is not Unicode",
+                "E0111 the text is not Unicode",
                 where=self._place(node),
                 evidence=f"it holds half of a surrogate pair: {node.value!r}",
                 remedy="write the character itself instead of its \\u escapes",
@@ -183,7 +183,7 @@ class _Reader:
 
     def _bad_tag(self, node: yaml.Node) -> ConfigError:
         return ConfigError(
-            f"the tag '{node.tag}' does not fit or is not allowed here",
+            f"E0112 the tag '{node.tag}' does not fit or is not allowed here",
             where=self._place(node),
             evidence=f"it stands before {repr(node.value) if isinstance(node.value, str) else 'a group'}",
             remedy="a run file holds plain text, numbers, true, false and null; remove the tag",

@@ -60,14 +60,14 @@ class OutputSpec:
         for key in ("max_kl", "max_auc_drop"):
             if is_regression and getattr(self, key) is not None:
                 raise ConfigError(
-                    f"`{key}` belongs to an output of kind 'logit' or 'probability'",
+                    f"E1801 `{key}` belongs to an output of kind 'logit' or 'probability'",
                     where=key,
                     evidence=f"output '{self.name}' is a regression",
                     remedy=f"remove `{key}`, or correct `kind`",
                 )
         if self.label is None and is_regression:
             raise ConfigError(
-                f"a regression needs a label, and output '{self.name}' has none",
+                f"E1802 a regression needs a label, and output '{self.name}' has none",
                 where="label",
                 evidence="without labels a change is relative to the mean entropy of the predictions, which "
                 "a regression does not have",
@@ -75,7 +75,7 @@ class OutputSpec:
             )
         if self.label is None and self.max_auc_drop is not None:
             raise ConfigError(
-                f"`max_auc_drop` needs a label, and output '{self.name}' has none",
+                f"E1803 `max_auc_drop` needs a label, and output '{self.name}' has none",
                 where="max_auc_drop",
                 evidence="AUC ranks rows by their labels",
                 remedy="name the column of its label, or remove `max_auc_drop`",
@@ -136,7 +136,7 @@ class ModelArtifact:
         """Return the model with its path in a run directory; `UserError` if the path leaves it."""
         if not is_inside(self.path):
             raise UserError(
-                "a document names a model outside of its run directory", evidence=f"'{self.path}'"
+                "E1804 a document names a model outside of its run directory", evidence=f"'{self.path}'"
             )
         return replace(self, path=directory / self.path)
 

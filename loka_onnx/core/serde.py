@@ -116,11 +116,11 @@ def loads(kind: type[T], text: str, *, where: str = "document") -> T:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError("not a JSON document", where=where, evidence=str(error)) from error
+        raise UserError("E1805 not a JSON document", where=where, evidence=str(error)) from error
     found = document.get("schema") if isinstance(document, dict) else None
     if found != expected or set(document) != {"schema", "value"}:
         raise UserError(
-            "unknown schema",
+            "E1806 unknown schema",
             where=where,
             evidence=f"schema is {found!r}, this version reads {expected!r}",
             remedy="write the file again with this version of loka-onnx",
@@ -129,12 +129,14 @@ def loads(kind: type[T], text: str, *, where: str = "document") -> T:
         return cast(T, _adapter(kind).validate_json(json.dumps(document["value"]), strict=True))
     except RecursionError as error:
         # `json.loads` reads deeper nesting than `json.dumps` writes.
-        raise UserError("not a JSON document", where=where, evidence=str(error)) from error
+        raise UserError("E1807 not a JSON document", where=where, evidence=str(error)) from error
     except ValidationError as error:
         first = error.errors()[0]
         at = ".".join(str(part) for part in first["loc"])
         raise UserError(
-            f"not a valid {expected} document", where=where, evidence=f"at {at or 'the top'}: {first['msg']}"
+            f"E1808 not a valid {expected} document",
+            where=where,
+            evidence=f"at {at or 'the top'}: {first['msg']}",
         ) from error
 
 
@@ -152,7 +154,7 @@ def read(kind: type[T], path: Path) -> T:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"cannot read the {schema_id(kind)} document", where=str(path), evidence=str(error)
+            f"E1809 cannot read the {schema_id(kind)} document", where=str(path), evidence=str(error)
         ) from error
     return loads(kind, text, where=str(path))
 
@@ -173,7 +175,7 @@ def write_text(text: str, path: Path) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise OutputError(f"cannot write '{path}'", evidence=str(error)) from error
+        raise OutputError(f"E1810 cannot write '{path}'", evidence=str(error)) from error
 
 
 def to_plain(value: Any) -> Any:

@@ -30,14 +30,14 @@ class InputBinding:
         where = f"input '{self.input}'"
         if self.rank not in (1, 2):
             raise ConfigError(
-                "an input fed from columns has rank 1 or 2",
+                "E0201 an input fed from columns has rank 1 or 2",
                 where=where,
                 evidence=f"its rank is {self.rank}",
                 remedy="reshape inside the model: (batch,) or (batch, width) is what a table can hold",
             )
         if not self.columns or (self.rank == 1 and len(self.columns) != 1):
             raise ConfigError(
-                "the number of columns does not fit the rank",
+                "E0202 the number of columns does not fit the rank",
                 where=where,
                 evidence=f"rank {self.rank} with {len(self.columns)} columns",
                 remedy="give a rank-1 input exactly one column, and a rank-2 input at least one",
@@ -45,7 +45,7 @@ class InputBinding:
         is_list = self.rank == 2 and len(self.columns) == 1
         if self.ids is not None and len(self.ids) != len(self.columns) and not is_list:
             raise ConfigError(
-                "`ids` needs one range for each column",
+                "E0203 `ids` needs one range for each column",
                 where=where,
                 evidence=f"{len(self.ids)} ranges for {len(self.columns)} columns",
                 remedy="list the ids of each column, or None where it holds none",
@@ -56,7 +56,7 @@ class InputBinding:
             kind = "?"
         if kind not in "fiub":
             raise ConfigError(
-                "the type of the input is not a number type that NumPy has",
+                "E0204 the type of the input is not a number type that NumPy has",
                 where=where,
                 evidence=f"dtype is '{self.dtype}'",
                 remedy="use float32, float16, float64, int64, int32 or bool",

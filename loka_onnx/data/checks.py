@@ -64,7 +64,7 @@ class Fault:
     def error(self, file: str, rows: int) -> DataError:
         """Return the exception that reports the fault."""
         return DataError(
-            f"column '{self.rule.column}' of '{file}' {self.what}",
+            f"E0205 column '{self.rule.column}' of '{file}' {self.what}",
             evidence=f"{self.count} of {rows} rows, the first is row {self.first_row}: {self.value}",
             remedy=self.remedy,
         )

@@ -111,7 +111,7 @@ class Dataset(ABC):
     def __init__(self, path: Path, layout: Layout, selection: RowSelection | None = None) -> None:
         if not path.is_file():
             raise DataError(
-                "the data file does not exist",
+                "E0206 the data file does not exist",
                 where=str(path),
                 evidence="it is a directory" if path.is_dir() else f"looked in {path.absolute().parent}",
                 remedy="correct the path, or create the file",
@@ -121,7 +121,7 @@ class Dataset(ABC):
         self.file_rows, self._known = self._describe()
         if self.file_rows == 0:
             raise DataError(
-                "the data file holds no rows",
+                "E0207 the data file holds no rows",
                 where=str(path),
                 evidence="its row count is 0",
                 remedy="point at a file with rows",
@@ -172,7 +172,7 @@ class Dataset(ABC):
         end = self.rows if stop is None else stop
         if size < 1 or not 0 <= start <= end <= self.rows:
             raise ConfigError(
-                "batches need a size of at least 1 and rows inside the data set",
+                "E0208 batches need a size of at least 1 and rows inside the data set",
                 where=self.name,
                 evidence=f"size {size}, rows {start} to {end} of {self.rows}",
                 remedy="correct the batch size or the row range",
@@ -221,7 +221,7 @@ class Dataset(ABC):
             self._typed(ColumnRule(self.selection.column))
         if not rules:
             raise ConfigError(
-                "nothing is read from the data file",
+                "E0209 nothing is read from the data file",
                 where=str(self.path),
                 evidence="no input is bound to it and no column is named",
                 remedy="bind the model's inputs, or name columns",
@@ -240,7 +240,7 @@ class Dataset(ABC):
         if info.kind in "O?" or (rule.dtype is not None and kind_name is not None):
             wanted = f"the model takes {rule.dtype}" if rule.dtype else "a number or a string is wanted"
             raise DataError(
-                f"{where} holds {kind_name}, where {wanted}",
+                f"E0210 {where} holds {kind_name}, where {wanted}",
                 evidence=f"its stored type is {info.stored}",
                 remedy="encode it as numbers when the data are prepared, or bind another column",
             )
@@ -258,14 +258,15 @@ class Dataset(ABC):
         elif key is not None:
             remedy = f"name an existing column in `{key}`"
         evidence = f"{count} {names}" if near else "the file has no columns"
-        return DataError(f"{where} does not exist", evidence=evidence, remedy=remedy)
+        return DataError(f"E0211 {where} does not exist", evidence=evidence, remedy=remedy)
 
     def _refuse_lists(self, names: Iterable[str]) -> None:
         for name in names:
             if self._known[name].width != 0:
                 key = self.layout.keys.get(name, "data.slices")
                 raise DataError(
-                    f"column '{name}' of '{self.path.name}' holds lists, where one value a row is wanted",
+                    f"E0212 column '{name}' of '{self.path.name}' holds lists, where one value a row is "
+                    "wanted",
                     evidence=f"its stored type is {self._known[name].stored}",
                     remedy=f"name a column of numbers, strings or timestamps under `{key}`",
                 )
@@ -276,13 +277,13 @@ class Dataset(ABC):
         where = f"column '{name}' of '{self.path.name}'"
         if width != 0 and (sources > 1 or binding.rank == 1):
             raise DataError(
-                f"{where} holds lists, where input '{binding.input}' takes one number a row",
+                f"E0213 {where} holds lists, where input '{binding.input}' takes one number a row",
                 evidence=f"its stored type is {self._known[name].stored}, {width or 'several'} values a row",
                 remedy="bind the list column alone to an input of rank 2",
             )
         if sources < len(binding.columns) != width:
             raise DataError(
-                f"{where} does not fit the binding of input '{binding.input}'",
+                f"E0214 {where} does not fit the binding of input '{binding.input}'",
                 evidence=f"a row holds {width or 1} values, and {len(binding.columns)} columns are bound",
                 remedy="bind as many columns as the array is wide",
             )
@@ -294,7 +295,7 @@ class Dataset(ABC):
         stop = self.file_rows if self.selection.stop is None else self.selection.stop
         if not self.selection.start < stop <= self.file_rows:
             raise DataError(
-                "the row range is not inside the file",
+                "E0215 the row range is not inside the file",
                 where=str(self.path),
                 evidence=f"{self.selection.id}, and the file has {self.file_rows} rows",
                 remedy="correct the row range",
@@ -311,7 +312,7 @@ class Dataset(ABC):
             file_row += _rows(piece)
         if rows == 0:
             raise DataError(
-                "no row was selected",
+                "E0216 no row was selected",
                 where=str(self.path),
                 evidence=f"{self.selection.id} selects none of {self.file_rows} rows",
                 remedy="split by a column with more distinct values, or give the split a larger fraction",

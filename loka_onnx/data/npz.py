@@ -71,7 +71,7 @@ class NpzDataset(Dataset):
         if len(set(lengths.values())) > 1:
             short, long = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
             raise DataError(
-                "the arrays of the file differ in their number of rows",
+                "E0217 the arrays of the file differ in their number of rows",
                 where=str(self.path),
                 evidence=f"'{short}' has {lengths[short]}, '{long}' has {lengths[long]}",
                 remedy="save arrays whose first axis counts the rows",
@@ -79,7 +79,7 @@ class NpzDataset(Dataset):
         for name, header in headers.items():
             if header.fortran or len(header.shape) > 2 or 0 in header.shape[1:]:
                 raise DataError(
-                    f"array '{name}' cannot be streamed by rows",
+                    f"E0218 array '{name}' cannot be streamed by rows",
                     where=str(self.path),
                     evidence=f"shape {header.shape}, {'Fortran' if header.fortran else 'C'} order",
                     remedy="save it as (rows,) or (rows, width) through np.ascontiguousarray",
@@ -99,7 +99,7 @@ class NpzDataset(Dataset):
 
     def _unreadable(self, error: Exception) -> DataError:
         return DataError(
-            "the file is not a whole .npz file",
+            "E0219 the file is not a whole .npz file",
             where=str(self.path),
             evidence=str(error) or type(error).__name__,
             remedy="write it again with numpy.savez; a copy that was interrupted leaves such a file",

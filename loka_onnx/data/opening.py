@@ -31,7 +31,7 @@ def open_dataset(
     if path.suffix == ".npz":
         return NpzDataset(path, layout, rows)
     raise DataError(
-        "the format of the data file is not known",
+        "E0220 the format of the data file is not known",
         where=str(path),
         evidence=f"its suffix is '{path.suffix}'",
         remedy="give a .parquet or an .npz file",

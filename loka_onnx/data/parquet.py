@@ -33,7 +33,7 @@ class ParquetDataset(Dataset):
             twice = [name for name, count in Counter(schema.names).items() if count > 1]
             if twice:
                 raise DataError(
-                    f"{len(twice)} columns of the file have the name of another",
+                    f"E0221 {len(twice)} columns of the file have the name of another",
                     where=str(self.path),
                     evidence=f"'{twice[0]}' stands {schema.names.count(twice[0])} times",
                     remedy="write the file again with a name for each column",
@@ -56,7 +56,7 @@ class ParquetDataset(Dataset):
         if "Resource temporarily unavailable" in str(error):
             raise OSError(errno.EAGAIN, str(error)) from error
         return DataError(
-            "the file is not a whole Parquet file",
+            "E0222 the file is not a whole Parquet file",
             where=str(self.path),
             evidence=str(error).splitlines()[0] if str(error) else type(error).__name__,
             remedy="write it again; a copy that was interrupted leaves such a file",
@@ -88,13 +88,13 @@ class ParquetDataset(Dataset):
             lengths = np.asarray(pc.list_value_length(column))
             if lengths.size and (lengths != lengths[0]).any():
                 raise DataError(
-                    f"column '{name}' of '{self.path.name}' holds lists of different lengths",
+                    f"E0223 column '{name}' of '{self.path.name}' holds lists of different lengths",
                     evidence=f"lengths {lengths.min()} to {lengths.max()} within {lengths.size} rows",
                     remedy="pad or cut the lists to one length when the data are prepared",
                 )
             if not lengths.all():
                 raise DataError(
-                    f"column '{name}' of '{self.path.name}' holds empty lists",
+                    f"E0224 column '{name}' of '{self.path.name}' holds empty lists",
                     evidence=f"all {lengths.size} that were read are empty",
                     remedy="write at least one value in each row, or do not bind the column",
                 )

@@ -24,7 +24,7 @@ class RowRange:
     def __post_init__(self) -> None:
         if self.start < 0 or (self.stop is not None and self.stop <= self.start):
             raise ConfigError(
-                "a row range needs 0 <= start < stop",
+                "E0225 a row range needs 0 <= start < stop",
                 evidence=f"start {self.start}, stop {self.stop}",
                 remedy="count rows from 0; `stop` is exclusive",
             )
@@ -50,7 +50,7 @@ class HashRows:
     def __post_init__(self) -> None:
         if not 0.0 <= self.low < self.high <= 1.0:
             raise ConfigError(
-                "a hash interval needs 0 <= low < high <= 1",
+                "E0226 a hash interval needs 0 <= low < high <= 1",
                 where=f"column '{self.column}'",
                 evidence=f"low {self.low}, high {self.high}",
                 remedy="give fractions of the keys",
@@ -86,7 +86,7 @@ def stable_hash(keys: Array, seed: int = 0) -> UInt64:
         mixed = np.frombuffer(b"".join(codes), dtype="<u8").astype(np.uint64)[inverse]
     else:
         raise DataError(
-            "a key to split by must be a column of integers or strings",
+            "E0227 a key to split by must be a column of integers or strings",
             evidence=f"its type is {keys.dtype}",
             remedy="name another column, for example the request id or the user id",
         )

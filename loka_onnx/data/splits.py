@@ -53,13 +53,13 @@ class SplitRule:
         fractions = (self.calibration, self.selection, self.certification)
         if min(fractions) <= 0 or sum(fractions) > 1 + 1e-9:
             raise ConfigError(
-                "the fractions of a split rule must be positive and sum to at most 1",
+                "E0228 the fractions of a split rule must be positive and sum to at most 1",
                 evidence=f"calibration, selection and certification are {fractions}",
                 remedy="for example 0.2, 0.3 and 0.5",
             )
         if (self.by == "hash") != (self.column is not None):
             raise ConfigError(
-                "a split rule needs a key column exactly when it splits by hash",
+                "E0229 a split rule needs a key column exactly when it splits by hash",
                 evidence=f"by '{self.by}', column {self.column!r}",
                 remedy="set `column` to the group column, or split by fraction",
             )
@@ -76,7 +76,7 @@ class SplitRule:
         bounds = [min(math.floor(edge * rows + 1e-6), rows) for edge in edges]
         if any(low == high for low, high in itertools.pairwise(bounds)):
             raise ConfigError(
-                "a split would hold no row",
+                "E0230 a split would hold no row",
                 evidence=f"row bounds {bounds} of {rows} rows",
                 remedy="give a file with more rows, or larger fractions",
             )
@@ -113,7 +113,7 @@ def ensure_disjoint(calibration: Dataset, selection: Dataset, certification: Dat
         same = a.selection == b.selection
         what = "are the same file" if same and a.selection == RowRange() else "share rows of the same file"
         raise ConfigError(
-            f"{first} and {second} {what}; certification is looked at once, and {_WHY[first]}",
+            f"E0231 {first} and {second} {what}; certification is looked at once, and {_WHY[first]}",
             where="data",
             evidence=f"{first} is '{a.name}', {second} is '{b.name}', content sha256 {a.file_digest[:12]}…",
             remedy="give three files, or one file with a split rule",

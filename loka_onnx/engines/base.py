@@ -156,7 +156,7 @@ class Backend(ABC):
         if device in self.devices:
             return self.devices[device]
         raise ConfigError(
-            f"backend '{self.name}' builds nothing for device '{device}'",
+            f"E0801 backend '{self.name}' builds nothing for device '{device}'",
             evidence=f"it knows {', '.join(sorted(self.devices))}",
             remedy=nearest(device, self.devices) or "name one of these, or another backend",
         )
@@ -221,18 +221,18 @@ class Backend(ABC):
         where = f"engine '{artifact.id}'"
         if artifact.backend != self.name or not artifact.is_built:
             raise EngineError(
-                "there is no such engine to load",
+                "E0802 there is no such engine to load",
                 where=where,
                 evidence=f"backend {artifact.backend}, status {artifact.status}",
                 remedy="see the build's detail in the report",
             )
         reason = self.why_not_run(artifact.architecture)
         if reason:
-            raise EngineError(f"cannot run here: {reason}", where=where, remedy=artifact.portability)
+            raise EngineError(f"E0803 cannot run here: {reason}", where=where, remedy=artifact.portability)
         files = self.files(path) if path.is_file() else (path,)
         if not all(file.is_file() for file in files) or _digest(files) != artifact.digest:
             raise EngineError(
-                "the engine file is missing or is not the one that was built",
+                "E0804 the engine file is missing or is not the one that was built",
                 where=where,
                 evidence=f"'{path}' does not have digest {artifact.digest}",
                 remedy="build the engine again",
@@ -242,11 +242,11 @@ class Backend(ABC):
     def _check(self, request: BuildRequest) -> None:
         for path, what in ((request.model, "model"), (request.sample, "sample")):
             if not path.is_file():
-                raise ModelError(f"the {what} to build from is missing", where=str(path))
+                raise ModelError(f"E0805 the {what} to build from is missing", where=str(path))
         known = {architecture for several in self.devices.values() for architecture in several}
         if request.architecture not in known:
             raise ConfigError(
-                f"backend '{self.name}' has no architecture '{request.architecture}'",
+                f"E0806 backend '{self.name}' has no architecture '{request.architecture}'",
                 evidence=f"it builds for {', '.join(sorted(known))}",
             )
         self.check_options(request.options, f"options for target '{request.target}'")
@@ -260,7 +260,7 @@ class Backend(ABC):
                     for name, values in sorted(self.options.items())
                 )
                 raise ConfigError(
-                    f"backend '{self.name}' has no option '{option}'",
+                    f"E0807 backend '{self.name}' has no option '{option}'",
                     where=where,
                     evidence=f"it takes {', '.join(known) or 'none'}",
                     remedy=nearest(option, self.options) or "leave it out",
@@ -268,7 +268,7 @@ class Backend(ABC):
             allowed = self.options[option]
             if value not in allowed:
                 raise ConfigError(
-                    f"option '{option}' of backend '{self.name}' is out of range",
+                    f"E0808 option '{option}' of backend '{self.name}' is out of range",
                     where=where,
                     evidence=f"it is {value}",
                     remedy=f"give {allowed.start} to {allowed.stop - 1}, or leave it out for the default",

@@ -259,7 +259,7 @@ def _writing(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"cannot write '{target}'",
+            f"E0809 cannot write '{target}'",
             evidence=str(error),
             remedy="make room there or correct its permissions, and go on with `run --resume`",
         ) from error

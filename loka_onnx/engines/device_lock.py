@@ -61,7 +61,7 @@ def _open() -> int:
         return os.open(place / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise EngineError(
-            "cannot lock the accelerator",
+            "E0810 cannot lock the accelerator",
             where=str(place),
             evidence=str(error),
             remedy="remove it, or set TMPDIR to a directory that this user can write",

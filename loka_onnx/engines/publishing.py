@@ -27,7 +27,7 @@ def _make_staging(output: Path) -> Path:
                 shutil.rmtree(stale, ignore_errors=True)
         return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=output.parent))
     except OSError as error:
-        raise OutputError(f"cannot write '{output}'", evidence=str(error)) from error
+        raise OutputError(f"E0883 cannot write '{output}'", evidence=str(error)) from error
 
 
 def replace_directory(source: Path, target: Path, staging: Path) -> None:
@@ -46,7 +46,7 @@ def replace_directory(source: Path, target: Path, staging: Path) -> None:
                 replaced.rename(target)
             raise
     except OSError as error:
-        raise OutputError(f"cannot write '{target}'", evidence=str(error)) from error
+        raise OutputError(f"E0884 cannot write '{target}'", evidence=str(error)) from error
 
 
 @contextmanager

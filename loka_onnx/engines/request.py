@@ -45,7 +45,7 @@ class BatchRange:
             object.__setattr__(self, "sizes", (self.serve,))
         if not 1 <= self.minimum <= self.serve <= self.maximum:
             raise ConfigError(
-                "batch sizes are out of order",
+                "E0885 batch sizes are out of order",
                 where="batch",
                 evidence=f"min {self.minimum}, serve {self.serve}, max {self.maximum}",
                 remedy="choose 1 <= min <= serve <= max",
@@ -54,7 +54,7 @@ class BatchRange:
             self.minimum <= self.sizes[0] and self.sizes[-1] <= self.maximum
         ):
             raise ConfigError(
-                "served batch sizes are out of order or out of range",
+                "E0886 served batch sizes are out of order or out of range",
                 where="batch",
                 evidence=f"{', '.join(map(str, self.sizes))}; min {self.minimum}, max {self.maximum}",
                 remedy="give each size once, ascending, from min to max",
@@ -71,7 +71,7 @@ class Limits:
     def __post_init__(self) -> None:
         if self.seconds <= 0 or self.memory_bytes <= 0:
             raise ConfigError(
-                "a limit of a build must be positive",
+                "E0887 a limit of a build must be positive",
                 where="limits",
                 evidence=f"seconds {self.seconds}, memory_bytes {self.memory_bytes}",
                 remedy="leave it out for the default",

@@ -51,7 +51,7 @@ class TuningOptions:
     def __post_init__(self) -> None:
         if min(self.rounds, self.calls, self.error_rows) < 1:
             raise ConfigError(
-                "kernels are timed at least once",
+                "E2815 kernels are timed at least once",
                 evidence=f"rounds {self.rounds}, calls {self.calls}, error_rows {self.error_rows}",
                 remedy="leave it out for the default",
             )
@@ -158,7 +158,7 @@ class KernelTimer:
             self._synchronize()
         except RuntimeError as error:
             raise EngineError(
-                f"the device failed in kernel {kernel} on {shape}",
+                f"E2816 the device failed in kernel {kernel} on {shape}",
                 evidence=_first_line(error),
                 remedy="run `loka-onnx tune` again: what was measured before is kept",
             ) from error
@@ -216,7 +216,7 @@ def torch_device(device: str | None) -> str:
         import torch
     except ImportError as error:
         raise MissingPackage(
-            "kernels are timed with torch, which is not installed",
+            "E2817 kernels are timed with torch, which is not installed",
             evidence=str(error),
             remedy="pip install 'loka-onnx[export]'",
         ) from error
@@ -224,7 +224,7 @@ def torch_device(device: str | None) -> str:
         return CPU
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"this machine has no '{device}'",
+            f"E2818 this machine has no '{device}'",
             evidence=f"torch {torch.__version__} sees no GPU",
             remedy="tune on that device, and bring its times with --export and --import",
         )
@@ -243,19 +243,19 @@ def device_to_time(device: str | None) -> str:
     elsewhere = "and bring its times with --export and --import"
     if here == SLICE:
         raise ConfigError(
-            "this GPU is a slice, and what kernels take on it is no time of the device",
+            "E2819 this GPU is a slice, and what kernels take on it is no time of the device",
             evidence=f"its driver calls it '{name}'",
             remedy=f"tune on a whole GPU, {elsewhere}",
         )
     if not (device or here):
         raise ConfigError(
-            "this GPU has no name that run files know",
+            "E2820 this GPU has no name that run files know",
             evidence=f"its driver calls it '{name}'",
             remedy="name it with --device",
         )
     if device and here and device != here:
         raise ConfigError(
-            f"this machine has no '{device}'",
+            f"E2821 this machine has no '{device}'",
             evidence=f"it has '{here}'",
             remedy=f"tune on that device, {elsewhere}",
         )

@@ -87,7 +87,7 @@ def _first_batches(runner: Runner, request: BuildRequest) -> None:
     rows = min((len(value) for value in sample.values()), default=0)
     if rows < request.batch.minimum:
         raise DataError(
-            "the sample is too small for a first batch",
+            "E2822 the sample is too small for a first batch",
             where=str(request.sample),
             evidence=f"{rows} rows, the smallest batch has {request.batch.minimum}",
         )
@@ -97,7 +97,7 @@ def _first_batches(runner: Runner, request: BuildRequest) -> None:
         for name, value in outputs.items():
             if name in batched and value.shape[:1] != (size,):
                 raise EngineError(
-                    f"output '{name}' does not follow the batch",
+                    f"E2823 output '{name}' does not follow the batch",
                     evidence=f"a batch of {size} rows gave shape {value.shape}",
                     remedy="export the model with axis 0 of every input and output dynamic",
                 )

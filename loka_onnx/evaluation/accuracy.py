@@ -164,7 +164,8 @@ def _nothing_to_relate_to(spec: OutputSpec, paired: PairedRows) -> EvaluationErr
         what, evidence = "loss", f"{rows} rows fit their labels exactly"
         remedy = "check that the label is not an input of the model"
     return EvaluationError(
-        f"the {what} of the FP32 reference on output '{spec.name}' is 0, so no change is relative to it",
+        f"E1001 the {what} of the FP32 reference on output '{spec.name}' is 0, so no change "
+        "is relative to it",
         evidence=evidence,
         remedy=remedy,
     )

@@ -90,7 +90,9 @@ def read_truth(columns: Mapping[str, Array], spec: OutputSpec, groups: npt.NDArr
         _refuse(weights < 0, spec.weight, weights, "holds negative row weights", remedy)
         if not weights.any():
             raise DataError(
-                f"column '{spec.weight}' is 0 on every row", evidence=f"{weights.size} rows", remedy=remedy
+                f"E1002 column '{spec.weight}' is 0 on every row",
+                evidence=f"{weights.size} rows",
+                remedy=remedy,
             )
     lengths = {a.size for a in (labels, weights, groups) if a is not None}
     if len(lengths) > 1:
@@ -104,7 +106,7 @@ def refuse_no_rows(rows: int, spec: OutputSpec) -> None:
     """Raise DataError where there are no rows."""
     if rows == 0:
         raise DataError(
-            f"output '{spec.name}' cannot be judged: the split holds no rows",
+            f"E1003 output '{spec.name}' cannot be judged: the split holds no rows",
             remedy="check the files and filters of the split",
         )
 
@@ -126,13 +128,13 @@ def read_scores(
     whose = "the FP32 reference" if is_reference else "the candidate"
     if spec.name not in outputs:
         raise EvaluationError(
-            f"{whose} gave no output '{spec.name}'",
+            f"E1004 {whose} gave no output '{spec.name}'",
             evidence=f"it gave: {', '.join(sorted(outputs)) or 'none'}",
         )
     array = outputs[spec.name]
     if array.ndim > 1 and array.size != array.shape[0]:
         raise ConfigError(
-            f"output '{spec.name}' holds several values per row and cannot be judged against one label",
+            f"E1005 output '{spec.name}' holds several values per row and cannot be judged against one label",
             evidence=f"its shape is {array.shape}",
             remedy="give each task an output of its own, (rows,) or (rows, 1)",
         )
@@ -140,14 +142,14 @@ def read_scores(
     if rows is not None and raw.size != rows:
         against = "the reference's" if spec.label is None else "its label"
         raise EvaluationError(
-            f"output '{spec.name}' of {whose} has another number of rows than {against}",
+            f"E1006 output '{spec.name}' of {whose} has another number of rows than {against}",
             evidence=f"{raw.size} and {rows}",
         )
     finite = np.isfinite(raw)
     if not finite.all():
         first = int(np.argmin(finite))
         raise EvaluationError(
-            f"output '{spec.name}' of {whose} is not finite",
+            f"E1007 output '{spec.name}' of {whose} is not finite",
             evidence=f"{int((~finite).sum())} of {raw.size} rows, the first is row {first}: {raw[first]}",
             remedy="check the inputs and weights of the model for NaN and overflow"
             if is_reference
@@ -192,14 +194,14 @@ def _refuse_probabilities(raw: Rows, spec: OutputSpec, whose: str, *, is_referen
 def _column(columns: Mapping[str, Array], name: str, role: str) -> Rows:
     if name not in columns:
         raise DataError(
-            f"there is no column '{name}', {role}",
+            f"E1008 there is no column '{name}', {role}",
             evidence=f"the columns are: {', '.join(sorted(columns)) or 'none'}",
             remedy="add the column to every split, or name the right one under `outputs`",
         )
     stored = columns[name]
     if stored.dtype.kind not in "buif":
         raise DataError(
-            f"column '{name}', {role}, is not numeric",
+            f"E1009 column '{name}', {role}, is not numeric",
             evidence=f"its type is {stored.dtype}",
             remedy="store numbers; a boolean column is read as 0 and 1",
         )
@@ -218,7 +220,7 @@ def _refuse(wrong: npt.NDArray[np.bool_], column: str, values: Rows, what: str, 
     if wrong.any():
         first = int(np.argmax(wrong))
         raise DataError(
-            f"column '{column}' {what}",
+            f"E1010 column '{column}' {what}",
             evidence=f"{int(wrong.sum())} of {values.size} rows, the first is row {first}: {values[first]:g}",
             remedy=remedy,
         )

@@ -74,13 +74,13 @@ def predict(
             parts.append(_output(values, name, rows))
             if parts[-1].shape[1:] != parts[0].shape[1:]:
                 raise EvaluationError(
-                    f"output '{name}' changes its width from batch to batch",
+                    f"E1011 output '{name}' changes its width from batch to batch",
                     evidence=f"{parts[0].shape[1:]} in the first, {parts[-1].shape[1:]} after row {done}",
                 )
         for name, parts in kept_columns.items():
             if name not in batch.columns:
                 raise DataError(
-                    f"the batches carry no column '{name}'",
+                    f"E1012 the batches carry no column '{name}'",
                     evidence=f"they carry: {', '.join(sorted(batch.columns)) or 'none'}",
                     remedy="name a column of the data under `outputs` or `data`",
                 )
@@ -89,7 +89,7 @@ def predict(
         if progress is not None:
             progress(done)
     if done == 0:
-        raise DataError("there are no rows to predict", remedy="check the split and its filters")
+        raise DataError("E1013 there are no rows to predict", remedy="check the split and its filters")
     return Predictions(
         {name: np.concatenate(parts) for name, parts in kept_outputs.items()},
         {name: np.concatenate(parts) for name, parts in kept_columns.items()},
@@ -100,12 +100,13 @@ def predict(
 def _output(values: Mapping[str, Array], name: str, rows: int) -> Array:
     if name not in values:
         raise EvaluationError(
-            f"the engine gave no output '{name}'", evidence=f"it gave: {', '.join(sorted(values)) or 'none'}"
+            f"E1014 the engine gave no output '{name}'",
+            evidence=f"it gave: {', '.join(sorted(values)) or 'none'}",
         )
     array = np.array(values[name])
     if array.ndim == 0 or array.shape[0] != rows:
         raise EvaluationError(
-            f"the first axis of output '{name}' is not the batch",
+            f"E1015 the first axis of output '{name}' is not the batch",
             evidence=f"shape {array.shape} for a batch of {rows} rows",
             remedy="judge an output with one value per row, or give the model a dynamic batch on axis 0",
         )
@@ -113,7 +114,7 @@ def _output(values: Mapping[str, Array], name: str, rows: int) -> Array:
         array = array[..., 0]
     if array.ndim > 2:
         raise EvaluationError(
-            f"output '{name}' holds a tensor per row",
+            f"E1016 output '{name}' holds a tensor per row",
             evidence=f"shape {array.shape}: (rows,) or (rows, n) fit",
         )
     return array

@@ -98,7 +98,7 @@ def read_slices(columns: Mapping[str, Array], names: Sequence[str]) -> tuple[Sli
     for name in names:
         if name not in columns:
             raise DataError(
-                f"there is no column '{name}' to divide the rows by",
+                f"E1017 there is no column '{name}' to divide the rows by",
                 evidence=f"the columns are: {', '.join(sorted(columns)) or 'none'}",
                 remedy="add it to the selection and certification rows, or remove it from `data.slices`",
             )

@@ -49,7 +49,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
     path = Path(path)
     if not path.is_file():
         raise ModelError(
-            "the checkpoint does not exist",
+            "E0401 the checkpoint does not exist",
             where=str(path),
             evidence=f"looked in {path.parent.absolute()}",
             remedy="correct the path",
@@ -70,7 +70,7 @@ def _load_torch(path: Path) -> object:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelError(
-            "the checkpoint holds more than weights, or is broken; loading it could run code",
+            "E0402 the checkpoint holds more than weights, or is broken; loading it could run code",
             where=str(path),
             evidence=_first_sentence(error),
             remedy="save the weights alone: torch.save(model.state_dict(), path), or a .safetensors file",
@@ -94,7 +94,7 @@ def _safetensors(path: Path) -> Any:
         return importlib.import_module("safetensors.torch")
     except ModuleNotFoundError as error:
         raise MissingPackage(
-            "a .safetensors checkpoint needs the package safetensors",
+            "E0403 a .safetensors checkpoint needs the package safetensors",
             where=str(path),
             evidence=str(error),
             remedy="pip install safetensors",
@@ -103,7 +103,7 @@ def _safetensors(path: Path) -> Any:
 
 def _broken(path: Path, error: Exception) -> ModelError:
     return ModelError(
-        "the checkpoint cannot be read",
+        "E0404 the checkpoint cannot be read",
         where=str(path),
         evidence=_first_sentence(error),
         remedy="copy or write it again",
@@ -112,7 +112,7 @@ def _broken(path: Path, error: Exception) -> ModelError:
 
 def _no_weights(path: Path, evidence: str) -> ModelError:
     return ModelError(
-        "the checkpoint is not a table of weights",
+        "E0405 the checkpoint is not a table of weights",
         where=str(path),
         evidence=evidence,
         remedy="save the weights alone: torch.save(model.state_dict(), path)",

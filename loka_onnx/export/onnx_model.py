@@ -41,7 +41,7 @@ def import_onnx(
     others = other_products(model)
     if not any(site.n for site in sites) and not any(other.op_type in BECOME_SITES for other in others):
         raise ModelError(
-            f"'{source}' has no sites",
+            f"E0406 '{source}' has no sites",
             evidence=f"none of its {len(model.nodes)} nodes is a MatMul or Gemm of an activation",
             remedy="FP8 has nothing to offer to a model without matrix products",
         )
@@ -66,7 +66,7 @@ def _check_outputs(model: GraphModel, outputs: tuple[OutputSpec, ...], source: P
     for spec in outputs:
         if spec.name not in present:
             raise ModelError(
-                f"'{source}' has no output named '{spec.name}'",
+                f"E0407 '{source}' has no output named '{spec.name}'",
                 evidence=f"its outputs are {', '.join(present)}",
                 remedy="name one of them under `outputs`",
             )
@@ -76,7 +76,7 @@ def _check_batch(model: GraphModel, source: Path) -> None:
     for tensor in model.inputs:
         if not tensor.shape or isinstance(tensor.shape[0], int):
             raise ModelError(
-                f"input '{tensor.name}' of '{source}' has no dynamic batch",
+                f"E0408 input '{tensor.name}' of '{source}' has no dynamic batch",
                 evidence=f"its shape is {list(tensor.shape or ())}",
                 remedy="export the model with a dynamic first dimension",
             )

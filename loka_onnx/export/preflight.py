@@ -103,7 +103,7 @@ class Finding:
     def error(self, model: Path) -> ModelError:
         """The exception that refuses the model."""
         return ModelError(
-            f"'{model}' {self.what}",
+            f"E0409 '{model}' {self.what}",
             where=self.operator,
             evidence=self.evidence,
             remedy=_REMEDY[self.fault],

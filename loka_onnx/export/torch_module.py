@@ -35,7 +35,7 @@ def import_torch() -> Any:
         import torch
     except ImportError as error:
         raise MissingPackage(
-            "PyTorch is not installed", evidence=str(error), remedy="pip install 'loka-onnx[export]'"
+            "E0410 PyTorch is not installed", evidence=str(error), remedy="pip install 'loka-onnx[export]'"
         ) from error
     return torch
 
@@ -55,20 +55,22 @@ def load_builder(reference: str) -> Callable[[], Any]:
     module_name, separator, function_name = reference.partition(":")
     if not separator or not module_name or not function_name:
         raise ModelError(
-            f"'{reference}' is not of the form module:function", remedy="for example mymodels.ranker:build"
+            f"E0411 '{reference}' is not of the form module:function",
+            remedy="for example mymodels.ranker:build",
         )
     try:
         builder = getattr(importlib.import_module(module_name), function_name)
     except Exception as error:
         # The user's module runs here, and may raise anything.
         raise ModelError(
-            f"cannot import the model builder '{reference}'",
+            f"E0412 cannot import the model builder '{reference}'",
             evidence=f"{type(error).__name__}: {error}",
             remedy="run from a directory, or with a PYTHONPATH, in which the module can be imported",
         ) from error
     if not callable(builder):
         raise ModelError(
-            f"the model builder '{reference}' is not callable", evidence=f"it is a {type(builder).__name__}"
+            f"E0413 the model builder '{reference}' is not callable",
+            evidence=f"it is a {type(builder).__name__}",
         )
     return builder  # type: ignore[no-any-return]
 
@@ -98,7 +100,7 @@ def export_torch(
             results = module(*tensors)
     except (IndexError, RuntimeError) as error:
         raise ModelError(
-            f"{type(module).__name__} fails on the first {fewest} rows of the data",
+            f"E0414 {type(module).__name__} fails on the first {fewest} rows of the data",
             evidence=" ".join(str(error).split())[:300],
             remedy="compare the ids with the sizes of the embedding tables, and the columns with the inputs "
             "that the model was trained with",
@@ -107,12 +109,13 @@ def export_torch(
     wrong = [type(result).__name__ for result in results if not isinstance(result, torch.Tensor)]
     if wrong:
         raise ExportError(
-            f"{type(module).__name__} returns a {wrong[0]}, not a tensor or a tuple of tensors",
+            f"E0415 {type(module).__name__} returns a {wrong[0]}, not a tensor or a tuple of tensors",
             remedy="wrap it in a module whose forward() returns its judged outputs in order",
         )
     if len(results) != len(outputs):
         raise ExportError(
-            f"the module returns {len(results)} tensors, the configuration declares {len(outputs)} outputs",
+            f"E0416 the module returns {len(results)} tensors, the configuration declares "
+            f"{len(outputs)} outputs",
             remedy="declare every output under `outputs`, in the order in which the module returns them",
         )
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +157,7 @@ def _export(
     except Exception as error:
         # the exporter wraps whatever the module or a decomposition raised.
         raise ExportError(
-            f"PyTorch cannot export {type(module).__name__} to ONNX",
+            f"E0417 PyTorch cannot export {type(module).__name__} to ONNX",
             evidence=str(error).strip().splitlines()[0][:400],
             remedy="see torch.onnx.export(dynamo=True); or export it yourself and pass the .onnx file",
         ) from error
@@ -181,7 +184,7 @@ def measure_parity(path: Path, rows: Arrays, expected: Mapping[str, torch.Tensor
     tolerance = PARITY_TOLERANCE * largest
     if not worst <= tolerance:
         raise ExportError(
-            "the exported graph does not agree with the module",
+            "E0418 the exported graph does not agree with the module",
             evidence=f"largest difference {worst:.3g} over {count} values, tolerance {tolerance:.3g}",
             remedy="look for randomness or data-dependent control flow in forward()",
         )
@@ -194,7 +197,7 @@ def _check_finite(outputs: Mapping[str, torch.Tensor]) -> None:
         wrong = ~np.isfinite(tensor.detach().numpy().astype(np.float64))
         if wrong.any():
             raise ExportError(
-                f"the module's output '{name}' is not finite",
+                f"E0419 the module's output '{name}' is not finite",
                 evidence=f"{int(wrong.sum())} of {wrong.size} values, the first in row "
                 f"{int(np.argwhere(wrong)[0][0])}",
                 remedy="check the checkpoint and the example rows",

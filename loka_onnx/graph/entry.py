@@ -100,7 +100,7 @@ def _check_ends(model: GraphModel, path: Path) -> None:
         for value in ends:
             if isinstance(value, Typed):
                 raise ModelError(
-                    f"{kind} '{value.name}' of '{path}' is no tensor",
+                    f"E0301 {kind} '{value.name}' of '{path}' is no tensor",
                     where=f"{kind} '{value.name}'",
                     evidence=f"it is a {value.proto.WhichOneof('value').removesuffix('_type')}",
                     remedy="take it out of the model: rows are tensors with the batch on axis 0",
@@ -108,7 +108,7 @@ def _check_ends(model: GraphModel, path: Path) -> None:
     for tensor in model.outputs:
         if tensor.shape is not None and not len(tensor.shape):
             raise ModelError(
-                f"output '{tensor.name}' of '{path}' has no batch",
+                f"E0302 output '{tensor.name}' of '{path}' has no batch",
                 where=f"output '{tensor.name}'",
                 evidence="it is one value for all rows",
                 remedy="take it out of the model: requests are divided and joined by rows",
@@ -124,27 +124,27 @@ def _check_operators(proto: onnx.ModelProto, path: Path) -> None:
     version = _opset(proto)
     if version < OLDEST_OPSET:
         raise ModelError(
-            f"'{path}' uses opset {version}",
+            f"E0303 '{path}' uses opset {version}",
             evidence=f"opsets {OLDEST_OPSET} and up are converted to {OPSET}",
             remedy=f"export the model again with opset_version={OPSET}",
         )
     if version > onnx.defs.onnx_opset_version():
         raise ModelError(
-            f"'{path}' uses opset {version}",
+            f"E0304 '{path}' uses opset {version}",
             evidence=f"onnx {onnx.__version__} knows opsets up to {onnx.defs.onnx_opset_version()}",
             remedy=f"export the model again with opset_version={OPSET}, or install a newer onnx",
         )
     for node in nested_nodes(proto.graph.node):
         if node.domain not in STANDARD_DOMAINS or not onnx.defs.has(node.op_type, node.domain):
             raise ModelError(
-                f"'{path}' uses the custom operator '{node.domain or 'ai.onnx'}::{node.op_type}'",
+                f"E0305 '{path}' uses the custom operator '{node.domain or 'ai.onnx'}::{node.op_type}'",
                 where=f"node '{node.name}'",
                 evidence="no standard operator set defines it, so its FP8 error cannot be measured",
                 remedy="export it as standard operators, or cut it off in front of the model",
             )
         if node.op_type in QUANTIZING:
             raise ModelError(
-                f"'{path}' is quantized already",
+                f"E0306 '{path}' is quantized already",
                 where=f"node '{node.name or node.output[0]}' ({node.op_type})",
                 evidence="errors and budgets are relative to the model before it is quantized",
                 remedy="give the FP32 model; it is quantized here, where that is accurate",
@@ -185,7 +185,7 @@ def _spread_group_scales(model: GraphModel, path: Path) -> int:
         channels = shape[1] if shape is not None and len(shape) > 1 else None
         if not isinstance(channels, int) or not all(is_constant(tensor) for tensor in node.inputs[1:3]):
             raise ModelError(
-                f"'{path}' normalizes groups in a form that is not converted to opset {OPSET}",
+                f"E0307 '{path}' normalizes groups in a form that is not converted to opset {OPSET}",
                 where=f"node '{node.name}'",
                 evidence="its scale, bias or number of channels is not constant",
                 remedy=f"export the model again with opset_version={OPSET}",

@@ -42,7 +42,7 @@ def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
         return ()
     if TensorProto.BFLOAT16 in found:
         raise ModelError(
-            f"'{path}' computes in BF16",
+            f"E0308 '{path}' computes in BF16",
             where=f"tensor '{found[TensorProto.BFLOAT16]}'",
             evidence="ONNX Runtime has no BF16 on the CPU, so that a conversion could not be held against it",
             remedy="export the model in FP32; `plan.base` lowers it to BF16 where that is asked for",
@@ -131,7 +131,7 @@ def _widen(tensor: TensorProto, path: Path) -> None:
         narrow = values.astype(np.float32)
     if not np.array_equal(np.isfinite(values), np.isfinite(narrow)):
         raise ModelError(
-            f"a weight of '{path}' does not fit FP32",
+            f"E0309 a weight of '{path}' does not fit FP32",
             where=f"tensor '{tensor.name}'",
             evidence=f"its largest magnitude is {np.abs(values[np.isfinite(values)]).max():.4g}",
             remedy="rescale it, or export the model in FP32",

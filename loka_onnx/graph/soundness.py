@@ -42,7 +42,7 @@ def unsound(path: Path, what: str, evidence: str, where: str = "") -> ModelError
     """Return the refusal of an unsound model."""
     lines = [line.strip() for line in evidence.splitlines() if line.strip()]
     return ModelError(
-        f"'{path}' {what}",
+        f"E0310 '{path}' {what}",
         where=where,
         evidence=" ".join(lines)[:600],
         remedy="export the model again; `onnx.checker.check_model` and ONNX Runtime tell whether it is sound",

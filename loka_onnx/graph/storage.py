@@ -73,11 +73,11 @@ def parse_proto(path: Path) -> onnx.ModelProto:
         if not model.graph.node:
             raise ValueError("a graph without nodes")
     except OSError as error:
-        raise ModelError(f"cannot read the model '{path}'", evidence=str(error)) from error
+        raise ModelError(f"E0311 cannot read the model '{path}'", evidence=str(error)) from error
     except Exception as error:
         # protobuf's DecodeError is not importable under one name across its implementations.
         raise ModelError(
-            f"'{path}' is not an ONNX model, or is truncated",
+            f"E0312 '{path}' is not an ONNX model, or is truncated",
             evidence=f"{path.stat().st_size} bytes; {str(error)[:200]}",
             remedy="export or copy the file again",
         ) from error
@@ -136,13 +136,13 @@ def _check_external(stored: Stored, path: Path, homes: Collection[Path]) -> None
     is_relative = not Path(name).is_absolute() and ".." not in Path(name).parts
     if not is_relative or (status and not any(resolved.is_relative_to(home) for home in homes)):
         raise ModelError(
-            f"'{path}' refers to weights outside its directory",
+            f"E0313 '{path}' refers to weights outside its directory",
             evidence=f"location '{name[:200]}' of tensor '{stored.tensor}'",
             remedy="save the model again with its weights beside it",
         )
     if status is None or not stat.S_ISREG(status.st_mode):
         raise ModelError(
-            f"the weights of '{path}' are missing",
+            f"E0314 the weights of '{path}' are missing",
             evidence=f"it stores tensors in '{name[:200]}', which is "
             + ("not beside it" if status is None else "no regular file"),
             remedy="copy the external data file next to the model",
@@ -150,7 +150,7 @@ def _check_external(stored: Stored, path: Path, homes: Collection[Path]) -> None
     end = stored.offset + stored.length
     if end > status.st_size:
         raise ModelError(
-            f"the weights of '{path}' are truncated",
+            f"E0315 the weights of '{path}' are truncated",
             evidence=f"tensor '{stored.tensor}' ends at byte {end} of '{name}', which has {status.st_size}",
             remedy="copy the external data file again",
         )
@@ -354,7 +354,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         unfinished.replace(path)
     except OSError as error:
         raise OutputError(
-            f"cannot write '{path}'", evidence=str(error), remedy="make room, or choose another --output"
+            f"E0316 cannot write '{path}'",
+            evidence=str(error),
+            remedy="make room, or choose another --output",
         ) from error
     finally:
         unfinished.unlink(missing_ok=True)

@@ -53,7 +53,9 @@ def quantize(
         quotient = x.astype(np.float32) / divisor
         if not format.is_float:
             if np.isnan(quotient).any():
-                raise CalibrationError(f"{format} holds no NaN", evidence=f"in values of shape {x.shape}")
+                raise CalibrationError(
+                    f"E1901 {format} holds no NaN", evidence=f"in values of shape {x.shape}"
+                )
             quotient = np.rint(quotient) + np.float32(zero_point)
         clipped = np.clip(quotient, np.float32(format.min), np.float32(format.max))
         return np.asarray(clipped.astype(storage_type(format)))
@@ -81,7 +83,7 @@ def _broadcast_scale(scale: Scale, shape: tuple[int, ...], axis: int | None) -> 
         first = int(np.argmax(wrong.ravel()))
         value = float(np.asarray(scale).ravel()[first])
         raise CalibrationError(
-            "a scale must be positive and finite in FP32",
+            "E1902 a scale must be positive and finite in FP32",
             evidence=f"scale {first} of {values.size} is {value:g}",
             remedy="choose scales with `amax_scale` or `weight_scales`, which refuse ranges that have none",
         )

@@ -57,7 +57,7 @@ def activation_scaling(stats: RangeStats, recipe: Recipe) -> Scaling:
         return widest
     if not stats.histogram.total:
         raise CalibrationError(
-            f"the scale rule '{recipe.scale}' needs a histogram, and the profile has none",
+            f"E1903 the scale rule '{recipe.scale}' needs a histogram, and the profile has none",
             evidence=f"amax {stats.amax:g} over {stats.count} elements",
             remedy="calibrate again with this version, or use `plan.scale: amax`",
         )

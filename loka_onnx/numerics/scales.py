@@ -59,7 +59,7 @@ def weight_scales(w: Array, granularity: Granularity, channel_axis: int, format:
     magnitudes = np.abs(w.astype(np.float64))
     if not np.isfinite(magnitudes).all():
         raise CalibrationError(
-            "a weight is not finite, so it has no scale",
+            "E1904 a weight is not finite, so it has no scale",
             evidence=f"{int((~np.isfinite(magnitudes)).sum())} of {w.size} elements",
             remedy="check the checkpoint; a model with NaN or infinite weights cannot be served",
         )
@@ -76,7 +76,7 @@ def _scales(amax: npt.NDArray[np.float64], format: NumberFormat) -> npt.NDArray[
     if not accepted.all():
         first = int(np.argmin(accepted.ravel()))
         raise CalibrationError(
-            f"amax is {amax.ravel()[first]:g}: a scale needs a finite range",
+            f"E1905 amax is {amax.ravel()[first]:g}: a scale needs a finite range",
             evidence=f"{int((~accepted).sum())} of {amax.size} ranges, the first is number {first}",
             remedy="drop those rows from the data, or keep the site in BF16 with `plan.keep`",
         )

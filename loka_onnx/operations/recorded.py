@@ -25,7 +25,7 @@ def recorded_settings(kind: type[T], record: Path, remedy: str) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(
-            "the run was recorded by another version of loka-onnx",
+            "E1632 the run was recorded by another version of loka-onnx",
             where=str(record),
             evidence=f"at config.{'.'.join(map(str, first['loc']))}: {first['msg']}",
             remedy=remedy,

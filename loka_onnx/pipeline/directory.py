@@ -187,7 +187,7 @@ class RunDirectory:
                     opened = cls(path, fresh, lock, is_fresh=True, made=missing[-1] if missing else None)
             except OSError as error:
                 raise OutputError(
-                    f"cannot use the output directory '{path}'",
+                    f"E1501 cannot use the output directory '{path}'",
                     evidence=str(error),
                     remedy="choose another directory with --output",
                 ) from error
@@ -349,7 +349,7 @@ def refuse_links(directory: Path) -> None:
             # `Path.resolve` raises for a circle of links.
             if entry.is_symlink() and not Path(os.path.realpath(entry)).is_relative_to(home):
                 raise OutputError(
-                    f"the run directory '{directory}' holds a link that leads out of it",
+                    f"E1502 the run directory '{directory}' holds a link that leads out of it",
                     where=entry.relative_to(home).as_posix(),
                     evidence=f"it leads to '{entry.readlink()}'",
                     remedy="remove the link, or put what it leads to in its place; to keep runs elsewhere, "
@@ -360,7 +360,7 @@ def refuse_links(directory: Path) -> None:
 def _check_writable(path: Path) -> None:
     if not os.access(path, os.W_OK):
         raise OutputError(
-            f"the output directory '{path}' is not writable",
+            f"E1503 the output directory '{path}' is not writable",
             evidence=f"its mode is {path.stat().st_mode & 0o777:o}",
             remedy="choose another directory with --output",
         )
@@ -373,13 +373,13 @@ def _check_usable(path: Path, entries: Sequence[str], *, may_hold_run: bool) -> 
     holds = f"it holds {', '.join(entries[:4])}{' …' if len(entries) > 4 else ''}"
     if not _is_run(path):
         raise OutputError(
-            f"the output directory '{path}' is not empty and not a run directory",
+            f"E1504 the output directory '{path}' is not empty and not a run directory",
             evidence=f"{holds}, and no {RECORD} of a run",
             remedy="choose an empty directory with --output",
         )
     if not may_hold_run:
         raise OutputError(
-            f"the output directory '{path}' is not empty",
+            f"E1505 the output directory '{path}' is not empty",
             evidence=holds,
             remedy="pass --resume to go on from its last finished stage, or --force to start over",
         )

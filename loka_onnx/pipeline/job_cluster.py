@@ -96,7 +96,7 @@ def _import_ray() -> Any:
         import ray.exceptions
     except ImportError as error:
         raise MissingPackage(
-            "Ray is not installed",
+            "E1506 Ray is not installed",
             evidence=str(error),
             remedy="pip install 'loka-onnx[ray]', or leave out `build.executor` and carry the jobs yourself",
         ) from error
@@ -118,7 +118,7 @@ def _connect(ray: Any, address: str | None) -> None:
         ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
         raise EngineError(
-            f"no Ray cluster answers at '{address or 'auto'}'",
+            f"E1507 no Ray cluster answers at '{address or 'auto'}'",
             evidence=(str(error).strip().splitlines() or [type(error).__name__])[0][:400],
             remedy="correct `build.ray_address`, or leave out `build.executor`: jobs then wait in `jobs/`",
         ) from error

@@ -54,7 +54,7 @@ def execute_job(directory: Path, progress: Progress = silent) -> JobResult:
     reason = backend.build_blocker(job.architecture)
     if reason:
         raise EngineError(
-            f"this host cannot execute the job '{job.candidate}'",
+            f"E1508 this host cannot execute the job '{job.candidate}'",
             where=str(directory),
             evidence=reason,
             remedy=f"copy the directory to a host with '{job.target}' and run `loka-onnx build --job` there",

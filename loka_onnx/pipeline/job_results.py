@@ -38,7 +38,7 @@ def read_result(directory: Path, job: BuildJob) -> JobResult | None:
         return None
     if not (place / RESULT_DOCUMENT).is_file():
         raise ModelError(
-            f"the result of job '{job.candidate}' is not whole",
+            f"E1509 the result of job '{job.candidate}' is not whole",
             where=str(place),
             evidence=f"it holds no '{RESULT_DOCUMENT}', which is written last",
             remedy="copy the whole directory again, or remove it to wait for the job",
@@ -53,7 +53,7 @@ def read_result(directory: Path, job: BuildJob) -> JobResult | None:
     ):
         if was != wanted:
             raise ModelError(
-                f"the result of job '{job.candidate}' is of another {what}",
+                f"E1510 the result of job '{job.candidate}' is of another {what}",
                 where=str(place),
                 evidence=f"it says {_short(was)}, the job says {_short(wanted)}",
                 remedy="execute this job (`loka-onnx build --job`), or remove the result to wait for it",
@@ -73,7 +73,7 @@ def _read_document(document: Path) -> JobResult:
     for what, name in named.items():
         if name not in found.files:
             raise ModelError(
-                f"the result of job '{found.candidate}' names {what} and does not list it",
+                f"E1511 the result of job '{found.candidate}' names {what} and does not list it",
                 where=str(document),
                 evidence=f"it names '{path if what == 'the engine' else name}' and lists {len(found.files)} "
                 "files",
@@ -128,13 +128,13 @@ class ElsewhereRuns:
         result = self._result(engine)
         if result is None or split not in result.outputs:
             raise EvaluationError(
-                f"the outputs of engine '{engine.id}' are gone",
+                f"E1512 the outputs of engine '{engine.id}' are gone",
                 where=str(self._jobs / engine.id / RESULT),
                 remedy="bring the result of its job back",
             )
         file = self._jobs / engine.id / RESULT / result.outputs[split]
         if digest_file(file) != result.files[result.outputs[split]]:
-            raise EvaluationError(f"the outputs of engine '{engine.id}' were altered", where=str(file))
+            raise EvaluationError(f"E1513 the outputs of engine '{engine.id}' were altered", where=str(file))
         return lambda: Replay(file).run
 
     def latencies(self, engines: Iterable[EngineArtifact]) -> dict[str, tuple[Latency, ...]]:
@@ -181,7 +181,7 @@ class Replay:
         self._done += next(len(values) for values in inputs.values())
         if self._done > known:
             raise EvaluationError(
-                "the outputs that came back are fewer than the rows",
+                "E1514 the outputs that came back are fewer than the rows",
                 evidence=f"{known} rows came back, row {self._done} is wanted",
                 remedy="execute the job again",
             )
@@ -202,7 +202,7 @@ def choosable(engines: Iterable[EngineArtifact], command: str = "run --resume") 
     waiting -= {engine.target for engine in every if engine.is_built}
     if waiting and waiting == {engine.target for engine in every}:
         raise EngineError(
-            "there is no engine to choose from yet: all wait for their build jobs",
+            "E1515 there is no engine to choose from yet: all wait for their build jobs",
             where=", ".join(sorted(waiting)),
             evidence="; ".join(f"{e.id}: {e.detail}" for e in every if e.status is BuildStatus.WAITING),
             remedy=f"execute the jobs in `{JOBS}/` where their devices are, bring each `{RESULT}/` back into "

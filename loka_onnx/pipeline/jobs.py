@@ -135,7 +135,7 @@ def read_job(directory: Path) -> BuildJob:
     """
     if not (directory / JOB).is_file():
         raise ModelError(
-            "there is no build job here",
+            "E1516 there is no build job here",
             where=str(directory),
             evidence=f"it holds no '{JOB}'",
             remedy=f"name a directory that a run wrote below its '{JOBS}/'",
@@ -145,7 +145,9 @@ def read_job(directory: Path) -> BuildJob:
     carried = (*job.rows, *([] if job.timed is None else [job.timed]))
     for path in (job.model, job.sample, *(Path(name) for rows in carried for name in rows.inputs.values())):
         if path.as_posix() not in job.files:
-            raise ModelError(f"'{JOB}' names '{path}', which is no file of the job", where=str(directory))
+            raise ModelError(
+                f"E1517 '{JOB}' names '{path}', which is no file of the job", where=str(directory)
+            )
     read_proto(directory / job.model)
     return job
 
@@ -179,7 +181,7 @@ def find_jobs(place: Path) -> list[Path]:
     found = sorted(path.parent for path in place.glob(f"*/{JOB}"))
     if not found:
         raise ModelError(
-            "there is no build job here",
+            "E1518 there is no build job here",
             where=str(place),
             evidence=f"neither it nor a directory in it holds '{JOB}'",
             remedy=f"name a job, or the '{JOBS}/' of a run",

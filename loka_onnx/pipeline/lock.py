@@ -61,7 +61,7 @@ def _acquire(file: Path) -> int:
             holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
             os.close(descriptor)
             raise OutputError(
-                f"the output directory '{file.parent}' is in use by another run",
+                f"E1519 the output directory '{file.parent}' is in use by another run",
                 evidence=f"{holder} holds the lock on '{file.name}'",
                 remedy="wait until that run has ended, or choose another directory with --output",
             ) from error

@@ -188,7 +188,7 @@ def _unknown(name: str, index: int, known: list[str]) -> ConfigError:
     if name in settings:
         remedy = f"write `mods.{settings[name]}: false`"
     return ConfigError(
-        f"`mods.skip[{index}]` names no mod: '{name}'",
+        f"E1520 `mods.skip[{index}]` names no mod: '{name}'",
         evidence=f"the mods are {', '.join(known)}",
         remedy=remedy,
     )

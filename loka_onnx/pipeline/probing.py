@@ -121,7 +121,7 @@ class Probing:
         model = self.context.exported
         if added.digest in earlier.data_digest.split("+"):
             raise ConfigError(
-                f"the rows of '{added.name}' are in the profile already",
+                f"E1521 the rows of '{added.name}' are in the profile already",
                 where="--update",
                 evidence=f"SHA-256 {added.digest[:16]} is among the {earlier.rows} rows that it holds",
                 remedy="give a file with other rows: those of one that is given twice would count twice",

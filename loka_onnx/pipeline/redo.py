@@ -45,7 +45,7 @@ def read_earlier(document: Path, now: Measurement) -> Profile:
     remedy = "calibrate every site: the same command without --only"
     if not document.is_file():
         raise ConfigError(
-            "there is no profile whose sites could be done again",
+            "E1522 there is no profile whose sites could be done again",
             where="--only",
             evidence=f"'{document}' does not exist",
             remedy=remedy,
@@ -53,7 +53,7 @@ def read_earlier(document: Path, now: Measurement) -> Profile:
     earlier = serde.read(Profile, document)
     if "+" in earlier.data_digest:
         raise ConfigError(
-            "the profile holds rows that `--update` added, and some sites would be without them",
+            "E1523 the profile holds rows that `--update` added, and some sites would be without them",
             where="--only",
             evidence=f"'{document}' has {earlier.rows} rows, the calibration split {now.rows}",
             remedy=f"remove '{document}' and calibrate every site, then add the rows again",
@@ -71,7 +71,7 @@ def read_earlier(document: Path, now: Measurement) -> Profile:
     ):
         if was != wanted:
             raise ConfigError(
-                f"the profile was measured with other {what}",
+                f"E1524 the profile was measured with other {what}",
                 where="--only",
                 evidence=f"'{document}' has {was}; the run file gives {wanted or 'none of these'}",
                 remedy=remedy,

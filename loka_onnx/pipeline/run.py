@@ -185,7 +185,7 @@ def _check_no_look_is_forgotten(directory: Path) -> None:
     earlier = serde.read(Refresh, document)
     if earlier.fallback and earlier.confidence > CONFIDENCE:
         raise ConfigError(
-            "this directory is of a refresh that has looked at the certification rows once",
+            "E1525 this directory is of a refresh that has looked at the certification rows once",
             where=str(document),
             evidence=f"{earlier.fallback}; a second look is held against {earlier.confidence:.1%} intervals",
             remedy="go on with `loka-onnx refresh --resume`, or start over with --force",

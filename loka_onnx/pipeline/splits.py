@@ -29,7 +29,7 @@ def bind_columns(
     for name in columns:
         if name not in known:
             raise ConfigError(
-                f"the model has no input '{name}'",
+                f"E1526 the model has no input '{name}'",
                 where="data.inputs",
                 evidence=f"its inputs are {', '.join(known)}",
                 remedy="correct the name",
@@ -61,7 +61,7 @@ def open_splits(config: RunConfig, bindings: Sequence[InputBinding]) -> Splits:
             data.path, rule, bindings, config.columns, config.nullable_columns, config.column_keys
         )
     if data.calibration is None or data.selection is None or data.certification is None:
-        raise ConfigError("`data` names no rows", remedy="give three files, or `path` with `split`")
+        raise ConfigError("E1527 `data` names no rows", remedy="give three files, or `path` with `split`")
     return Splits(
         *(
             open_dataset(path, bindings, config.columns, None, config.nullable_columns, config.column_keys)
@@ -86,14 +86,14 @@ def _bind(
     rank = len(spec.shape)
     if rank not in {1, 2}:
         raise ModelError(
-            f"input '{spec.name}' has {rank} axes",
+            f"E1528 input '{spec.name}' has {rank} axes",
             evidence=f"shape {spec.shape}",
             remedy="a table feeds inputs of shape (batch,) or (batch, columns): reshape inside the model",
         )
     width = spec.shape[1] if rank == 2 else 1
     if width is not None and len(columns) not in {1, width}:
         raise ConfigError(
-            f"input '{spec.name}' takes {width} columns, {len(columns)} are named",
+            f"E1529 input '{spec.name}' takes {width} columns, {len(columns)} are named",
             where=f"data.inputs.{spec.name}",
             evidence=f"its shape is {spec.shape}",
             remedy="name one column for each",

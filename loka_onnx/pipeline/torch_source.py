@@ -52,10 +52,10 @@ def build_torch_model(config: ModelConfig, directory: Path) -> TorchModel:
         try:
             built = builder(**config.arguments)
         except TypeError as error:
-            raise ModelError(f"the model builder '{reference}' failed", evidence=str(error)) from error
+            raise ModelError(f"E1530 the model builder '{reference}' failed", evidence=str(error)) from error
     if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[1], Mapping)):
         raise ModelError(
-            f"the model builder '{reference}' must return a module and its example inputs",
+            f"E1531 the model builder '{reference}' must return a module and its example inputs",
             evidence=f"it returned a {type(built).__name__}",
             remedy="return (module, {'dense': array, 'ids': array}): it tells names, types and widths",
         )
@@ -81,7 +81,7 @@ def _load_weights(module: nn.Module, checkpoint: Path, reference: str) -> None:
         module.load_state_dict(state)
     except RuntimeError as error:
         raise ModelError(
-            f"checkpoint '{checkpoint}' does not fit the model of '{reference}'",
+            f"E1532 checkpoint '{checkpoint}' does not fit the model of '{reference}'",
             evidence=" ".join(str(error).split())[:300],
             remedy="build the model with the sizes that the checkpoint was trained with",
         ) from error

@@ -97,7 +97,7 @@ class Bases:
     def _unproven(self) -> tuple[Unproven, ...]:
         if not self._tensors:
             raise PlanningError(
-                "the profile does not say what fits fp16",
+                "E0701 the profile does not say what fits fp16",
                 evidence="it holds magnitudes of no tensor",
                 remedy="calibrate this model again, with fp16 among `plan.plans` or as `plan.base`",
             )

@@ -138,7 +138,7 @@ def _choose_one(
     built = [e for e in engines if e.is_built]
     if not built:
         raise PlanningError(
-            f"no engine could be built for '{engines[0].target}'",
+            f"E0702 no engine could be built for '{engines[0].target}'",
             evidence="; ".join(f"{e.id} {e.status}: {e.detail}" for e in engines),
             remedy="`loka-onnx doctor` says what this machine can build",
         )
@@ -308,8 +308,8 @@ def _high_precision(
 
 def _nothing_to_emit(engines: Iterable[EngineArtifact], evidence: Evidence, target: str) -> PlanningError:
     return PlanningError(
-        f"no engine of '{target}' can be emitted: FP32 was not built or failed, and no other engine without "
-        "FP8 is inside the budget",
+        f"E0703 no engine of '{target}' can be emitted: FP32 was not built or failed, and no other engine "
+        "without FP8 is inside the budget",
         evidence="; ".join(f"{e.id}: {evidence.standing(e)}" for e in engines) or "no engine runs here",
         remedy="why the engine of fp32 was not built is in `engines.json`, how it failed in "
         "`evaluation.json`; mend that, or raise `outputs.budget` to accept what is outside of it",

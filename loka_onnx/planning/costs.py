@@ -161,7 +161,7 @@ class Costs:
 
     def _unknown(self, what: str) -> PlanningError:
         return PlanningError(
-            f"the profile says nothing of {what}",
+            f"E0704 the profile says nothing of {what}",
             evidence=self._source,
             remedy="calibrate this model with these outputs again",
         )

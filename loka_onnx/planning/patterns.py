@@ -94,7 +94,7 @@ def wishes(
     both = sorted(set(kept.sites) & set(forced.sites))
     if both:
         raise ConfigError(
-            f"site '{both[0]}' is both kept and forced",
+            f"E0705 site '{both[0]}' is both kept and forced",
             evidence=f"plan.keep has '{kept.sites[both[0]]}', plan.force has '{forced.sites[both[0]]}'",
             remedy="make one of the patterns narrower",
         )
@@ -133,7 +133,7 @@ def _nothing(pattern: str, sites: Sequence[Site], key: str, what: str) -> Config
     names = [name for site in sites for name in (site.name, *site.merged_from)]
     near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
     return ConfigError(
-        f"pattern '{pattern}' matches {what}",
+        f"E0706 pattern '{pattern}' matches {what}",
         where=key,
         evidence=f"the nearest of {len(sites)} sites is '{near[0]}'" if near else "there are no sites",
         remedy="`loka-onnx export` lists the sites of a model",

@@ -236,7 +236,7 @@ class _Planner:
             return self._plan(plan_id, base, tuple(self._base_decision(s, base) for s in self.model.sites))
         if plan_id not in _FP8_PLANS:
             raise ConfigError(
-                f"unknown plan '{plan_id}'",
+                f"E0707 unknown plan '{plan_id}'",
                 where="plan.plans",
                 evidence=f"known are {', '.join((*simple, *_FP8_PLANS, FAST))}",
                 remedy="remove it, or correct its name",

@@ -44,7 +44,7 @@ class ScaleReader:
         known = self._scales.get(recipe.activation_id, {})
         if operand.tensor not in known:
             raise PlanningError(
-                f"the profile has no scale of tensor '{operand.tensor}' for the recipe {recipe.id}",
+                f"E0708 the profile has no scale of tensor '{operand.tensor}' for the recipe {recipe.id}",
                 evidence=f"under '{recipe.activation_id}' it has scales of {len(known)} tensors",
                 remedy="calibrate this model with this recipe again",
             )

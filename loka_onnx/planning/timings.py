@@ -59,7 +59,9 @@ class TimingDatabase:
             # No implicit transactions: they are explicit below.
             self._connection = sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None)
         except (OSError, sqlite3.Error) as error:
-            raise OutputError(f"cannot open the timing database '{path}'", evidence=str(error)) from error
+            raise OutputError(
+                f"E0709 cannot open the timing database '{path}'", evidence=str(error)
+            ) from error
         try:
             self._prepare()
         except BaseException:
@@ -100,7 +102,7 @@ class TimingDatabase:
             return tuple(_timing(row) for row in rows)
         except (ValueError, TypeError) as error:
             raise UserError(
-                "the timing database holds what this version of loka-onnx does not know",
+                "E0710 the timing database holds what this version of loka-onnx does not know",
                 where=str(self.path),
                 evidence=str(error),
                 remedy="export it with the version that wrote it, or measure again into another file",
@@ -150,7 +152,7 @@ class TimingDatabase:
             if marks[0] != APPLICATION_ID:
                 raise self._foreign(f"its application id is {marks[0]:#x}, not {APPLICATION_ID:#x}")
             raise UserError(
-                "the timing database is of another version",
+                "E0711 the timing database is of another version",
                 where=str(self.path),
                 evidence=f"its version is {marks[1]}, this loka-onnx reads {SCHEMA_VERSION}",
                 remedy="measure again into another file",
@@ -162,7 +164,7 @@ class TimingDatabase:
                 self._create()
         except sqlite3.Error as error:
             raise OutputError(
-                f"cannot write the timing database '{self.path}'", evidence=str(error)
+                f"E0712 cannot write the timing database '{self.path}'", evidence=str(error)
             ) from error
 
     def _write_ahead(self) -> None:
@@ -200,7 +202,7 @@ class TimingDatabase:
             self._connection.execute("COMMIT")
         except sqlite3.Error as error:
             raise OutputError(
-                f"cannot write the timing database '{self.path}'", evidence=str(error)
+                f"E0713 cannot write the timing database '{self.path}'", evidence=str(error)
             ) from error
 
     def _pragma(self, name: str) -> int:
@@ -208,7 +210,7 @@ class TimingDatabase:
 
     def _foreign(self, evidence: str) -> UserError:
         return UserError(
-            "not a timing database",
+            "E0714 not a timing database",
             where=str(self.path),
             evidence=evidence,
             remedy="give the file that `loka-onnx tune` wrote, or one that does not exist yet",
@@ -220,7 +222,9 @@ def read_records(path: Path) -> tuple[KernelTiming, ...]:
     try:
         return serde.read(TimingRecords, path).timings
     except ValueError as error:
-        raise UserError("the file holds an impossible time", where=str(path), evidence=str(error)) from error
+        raise UserError(
+            "E0715 the file holds an impossible time", where=str(path), evidence=str(error)
+        ) from error
 
 
 def shipped_timings(device: str) -> tuple[KernelTiming, ...]:

@@ -80,7 +80,7 @@ def to_host(value: Any, kind: Kind) -> npt.NDArray[Any]:
     """
     if isinstance(value, np.ma.MaskedArray):
         raise DataError(
-            "an array is masked",
+            "E1301 an array is masked",
             evidence="the model has no masks: it would take what lies beneath",
             remedy="send `array.filled(…)`",
         )
@@ -94,7 +94,7 @@ def to_host(value: Any, kind: Kind) -> npt.NDArray[Any]:
     if kind.library == CUPY:
         return np.asarray(value.get())
     raise DataError(
-        f"a {type(value).__name__} lies on a device that nothing here reads",
+        f"E1302 a {type(value).__name__} lies on a device that nothing here reads",
         evidence=f"device type {kind.device_type} of DLPack, number {kind.device}",
         remedy="copy it to the host first",
     )

@@ -59,7 +59,9 @@ class Serving:
 
     def __post_init__(self) -> None:
         if self.sample_every < 0:
-            raise DataError("a share of requests cannot be negative", evidence=f"one in {self.sample_every}")
+            raise DataError(
+                "E1303 a share of requests cannot be negative", evidence=f"one in {self.sample_every}"
+            )
 
 
 @dataclass(frozen=True)

@@ -103,14 +103,16 @@ def differences(
     """
     missing = [spec.name for spec in outputs if spec.name not in answer]
     if missing:
-        raise EngineError(f"the engine has no output '{missing[0]}'", evidence=f"outputs {sorted(answer)}")
+        raise EngineError(
+            f"E1304 the engine has no output '{missing[0]}'", evidence=f"outputs {sorted(answer)}"
+        )
     return {spec.name: _max_abs(answer[spec.name], expected[spec.name], spec.name) for spec in outputs}
 
 
 def _max_abs(got: npt.NDArray[Any], expected: npt.NDArray[Any], name: str) -> float:
     if (got.dtype, got.shape) != (expected.dtype, expected.shape):
         raise EngineError(
-            f"output '{name}' has another type or shape",
+            f"E1305 output '{name}' has another type or shape",
             evidence=f"{got.dtype}{got.shape}, expected {expected.dtype}{expected.shape}",
         )
     if not got.size:

@@ -106,7 +106,7 @@ def load(
             _LOG.warning("%s: the bundle was replaced while it was loaded: once more", bundle)
             engine.close()
     raise BundleInvalid(
-        "the bundle is replaced faster than it is loaded",
+        "E1306 the bundle is replaced faster than it is loaded",
         where=str(bundle),
         evidence=f"{ATTEMPTS} attempts",
         remedy="load it again when it stays",
@@ -126,7 +126,7 @@ def _first(opener: _Opener) -> Engine:
         _LOG.info("%s: engine '%s' is ready", source.name, entry.id)
         return engine
     raise EngineError(
-        "no engine of the bundle runs here",
+        "E1307 no engine of the bundle runs here",
         where=source.name,
         evidence="; ".join(f"'{s.engine}': {s.reason}" for s in opener.skipped),
         remedy="see `loka-onnx doctor` for what this host can run",
@@ -185,7 +185,7 @@ class _Opener:
                 engine = Engine(manifest, entry, runner, sample, self._wanted, self._serving)
                 health = engine.health()
                 if not health.ready:
-                    raise EngineError("the self-test fails", evidence=health.detail)
+                    raise EngineError("E1308 the self-test fails", evidence=health.detail)
                 if self._serving.warm_up:
                     engine.warm_up()
             except BaseException:
@@ -305,7 +305,7 @@ def _refuse_programs(path: Path, entry: EngineEntry, options: SessionOptions | N
         return
     if EP_CONTEXT in operators(read_model(path)):
         raise EngineError(
-            f"the model holds a program, in a node {EP_CONTEXT}",
+            f"E1309 the model holds a program, in a node {EP_CONTEXT}",
             evidence=f"providers {asked}",
             remedy="vouch for the bundle with `keys=[…]` or `trust=True`",
         )
@@ -318,7 +318,7 @@ def _check_names(names: Names | None, inputs: Iterable[TensorSpec], outputs: Ite
     taken, answered = {spec.name for spec in inputs}, {spec.name for spec in outputs}
     if not set(names.inputs) <= taken or set(names.outputs) != answered:
         raise EngineError(
-            "the engine is not the one that the manifest describes",
+            "E1310 the engine is not the one that the manifest describes",
             evidence=f"it takes {sorted(names.inputs)} and answers {sorted(names.outputs)}, the manifest has "
             f"{sorted(taken)} and {sorted(answered)}",
         )
@@ -333,7 +333,9 @@ def _close_all(engines: Iterable[Engine]) -> None:
 def _paths(keys: Iterable[Path | str] | None) -> tuple[Path, ...]:
     if isinstance(keys, str | bytes | PathLike):
         raise ConfigError(
-            "`keys` is one path, and not a list of paths", evidence=f"{keys!r}", remedy="write `keys=[…]`"
+            "E1311 `keys` is one path, and not a list of paths",
+            evidence=f"{keys!r}",
+            remedy="write `keys=[…]`",
         )
     return tuple(Path(key) for key in keys or ())
 
@@ -343,4 +345,4 @@ def _part(name: Part | str) -> Part:
         return Part(name)
     except ValueError:
         known = " and ".join(f"'{part}'" for part in Part)
-        raise ConfigError(f"there is no part '{name}' to load", evidence=f"there are {known}") from None
+        raise ConfigError(f"E1312 there is no part '{name}' to load", evidence=f"there are {known}") from None

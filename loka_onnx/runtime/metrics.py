@@ -213,7 +213,7 @@ class Metrics:
             from prometheus_client import metrics_core
         except ImportError as error:
             raise MissingPackage(
-                "prometheus_client is not installed",
+                "E1313 prometheus_client is not installed",
                 evidence=str(error),
                 remedy="pip install prometheus_client, or read `engine.metrics.snapshot()`",
             ) from error

@@ -54,13 +54,13 @@ class Layout:
         names = self._names
         if not isinstance(inputs, Mapping):
             raise DataError(
-                "a request is a mapping of names to arrays",
+                "E1314 a request is a mapping of names to arrays",
                 evidence=f"this is a {type(inputs).__name__}",
                 remedy=f"send {{'{min(names, default='name')}': array, …}}",
             )
         if inputs.keys() != names:
             raise DataError(
-                f"the request does not hold the {self._whose}'s inputs",
+                f"E1315 the request does not hold the {self._whose}'s inputs",
                 evidence=f"missing {sorted(names - set(inputs))}, unknown {sorted(set(inputs) - names)}",
                 remedy=f"send {', '.join(sorted(names))}",
             )
@@ -71,7 +71,7 @@ class Layout:
         rows = {spec.name: _rows(inputs[spec.name], spec) for spec in self._specs}
         if len(set(rows.values())) != 1 or not self._batch.min <= min(rows.values()) <= self._batch.max:
             raise DataError(
-                "the request is not a batch that the engine was built for",
+                "E1316 the request is not a batch that the engine was built for",
                 evidence=f"rows {rows}, batches of {self._batch.min} to {self._batch.max}",
                 remedy="send equally many rows of every input, and split larger requests",
             )
@@ -102,7 +102,7 @@ def _rows(value: Any, spec: TensorSpec) -> int:
     )
     if not fits:
         raise DataError(
-            f"input '{spec.name}' has another type or shape",
+            f"E1317 input '{spec.name}' has another type or shape",
             evidence=f"{value.dtype}{tuple(value.shape)}, the model takes {spec.dtype}{spec.shape}",
             remedy="None is the batch or another dynamic dimension; convert the array",
         )

@@ -108,7 +108,7 @@ def read_request(body: bytes | bytearray, header_length: int | None, card: Card)
     """
     if header_length is not None and header_length > len(body):
         raise DataError(
-            "Inference-Header-Content-Length is larger than the body",
+            "E1401 Inference-Header-Content-Length is larger than the body",
             evidence=f"{header_length} bytes of JSON, the body has {len(body)}",
         )
     view = memoryview(body)
@@ -117,7 +117,7 @@ def read_request(body: bytes | bytearray, header_length: int | None, card: Card)
         document = _expected(_parsed(view[:split]), dict, "the request")
         return InferRequest(_id(document), _inputs(document, view[split:], card), _outputs(document, card))
     except RecursionError:
-        raise DataError("the JSON is nested too deeply") from None
+        raise DataError("E1402 the JSON is nested too deeply") from None
 
 
 def write_answer(request: InferRequest, values: Mapping[str, npt.NDArray[Any]], card: Card) -> InferAnswer:
@@ -165,7 +165,7 @@ def _parsed(raw: memoryview) -> Any:
         return json.loads(text, parse_constant=_no_constant)
     except ValueError as error:
         # Bytes that are not UTF-8, text that is not JSON, and integers of thousands of digits.
-        raise DataError("the request cannot be read as JSON", evidence=str(error)) from error
+        raise DataError("E1403 the request cannot be read as JSON", evidence=str(error)) from error
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -175,7 +175,9 @@ def _no_constant(name: str) -> NoReturn:
 def _id(document: Mapping[str, Any]) -> str | None:
     value = document.get("id")
     if value is not None and len(_expected(value, str, "`id`")) > MAX_ID:
-        raise DataError("`id` is too long", evidence=f"{len(value)} characters, at most {MAX_ID} are taken")
+        raise DataError(
+            "E1404 `id` is too long", evidence=f"{len(value)} characters, at most {MAX_ID} are taken"
+        )
     return value
 
 
@@ -186,7 +188,7 @@ def _inputs(document: Mapping[str, Any], payload: memoryview, card: Card) -> Arr
     for tensor in _objects(document, "inputs"):
         name = _name(tensor, specs, "input")
         if name in inputs:
-            raise DataError(f"input '{name}' is there twice")
+            raise DataError(f"E1405 input '{name}' is there twice")
         try:
             shape = _shape(tensor, specs[name])
             size = _binary_size(tensor, shape, specs[name])
@@ -195,7 +197,7 @@ def _inputs(document: Mapping[str, Any], payload: memoryview, card: Card) -> Arr
                 continue
             if start + size > len(payload):
                 raise DataError(
-                    "the body ends before its data",
+                    "E1406 the body ends before its data",
                     evidence=f"it needs {start + size} bytes behind the JSON, there are {len(payload)}",
                     remedy="give the length of the JSON in Inference-Header-Content-Length",
                 )
@@ -206,13 +208,13 @@ def _inputs(document: Mapping[str, Any], payload: memoryview, card: Card) -> Arr
             raise DataError(error.what, where=where, evidence=error.evidence, remedy=error.remedy) from error
     if start != len(payload):
         raise DataError(
-            "the body goes on behind its last tensor",
+            "E1407 the body goes on behind its last tensor",
             evidence=f"tensors take {start} bytes behind the JSON, there are {len(payload)}",
             remedy=f"give `{_SIZE}` for each input that is sent as bytes",
         )
     missing = [spec.name for spec in card.inputs if spec.name not in inputs]
     if missing:
-        raise DataError("inputs are missing", evidence=", ".join(missing))
+        raise DataError("E1408 inputs are missing", evidence=", ".join(missing))
     return inputs
 
 
@@ -221,21 +223,21 @@ def _shape(tensor: Mapping[str, Any], spec: TensorSpec) -> tuple[int, ...]:
     wanted, datatype = _datatype_of(spec), tensor.get("datatype")
     if datatype != wanted:
         raise DataError(
-            "it has another datatype", evidence=f"{reprlib.repr(datatype)}, the model takes {wanted}"
+            "E1409 it has another datatype", evidence=f"{reprlib.repr(datatype)}, the model takes {wanted}"
         )
     shape = tensor.get("shape")
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise DataError("`shape` is no array of sizes", evidence=f"it is {reprlib.repr(shape)}")
+        raise DataError("E1410 `shape` is no array of sizes", evidence=f"it is {reprlib.repr(shape)}")
     fits = len(shape) == len(spec.shape) and all(
         want in {None, got} for want, got in zip(spec.shape, shape, strict=True)
     )
     if not fits:
         raise DataError(
-            "it has another shape",
+            "E1411 it has another shape",
             evidence=f"{reprlib.repr(shape)}, the model takes {_metadata(spec)['shape']} (-1 is any size)",
         )
     if math.prod(size or 1 for size in shape) > MAX_ELEMENTS:
-        raise DataError("`shape` is too large", evidence=f"it is {reprlib.repr(shape)}")
+        raise DataError("E1412 `shape` is too large", evidence=f"it is {reprlib.repr(shape)}")
     return tuple(shape)
 
 
@@ -244,16 +246,16 @@ def _binary_size(tensor: Mapping[str, Any], shape: tuple[int, ...], spec: Tensor
     size = _parameters(tensor).get(_SIZE)
     if size is None:
         if "data" not in tensor:
-            raise DataError("it has no data", remedy=f"send `data`, or `{_SIZE}` and the bytes")
+            raise DataError("E1413 it has no data", remedy=f"send `data`, or `{_SIZE}` and the bytes")
         return None
     needed = math.prod(shape) * _TYPES[_datatype_of(spec)].itemsize
     if type(size) is not int or size != needed:
         raise DataError(
-            f"`{_SIZE}` does not fit the shape",
+            f"E1414 `{_SIZE}` does not fit the shape",
             evidence=f"it is {reprlib.repr(size)}, the shape {list(shape)} takes {needed} bytes",
         )
     if "data" in tensor:
-        raise DataError(f"it has both `data` and `{_SIZE}`", remedy="send one of them")
+        raise DataError(f"E1415 it has both `data` and `{_SIZE}`", remedy="send one of them")
     return size
 
 
@@ -264,7 +266,7 @@ def _outputs(document: Mapping[str, Any], card: Card) -> dict[str, bool]:
     for output in _objects(document, "outputs") if document.get("outputs") is not None else ():
         name = _name(output, specs, "output")
         if name in outputs:
-            raise DataError(f"output '{name}' is asked for twice")
+            raise DataError(f"E1416 output '{name}' is asked for twice")
         outputs[name] = _flag(_parameters(output), _BINARY, default)
     return outputs or dict.fromkeys(specs, default)
 
@@ -277,7 +279,7 @@ def _name(tensor: Mapping[str, Any], known: Iterable[str], kind: str) -> str:
     name = tensor.get("name")
     if not isinstance(name, str) or name not in known:
         raise DataError(
-            f"the model has no {kind} {reprlib.repr(name)}", evidence=f"it has {', '.join(known)}"
+            f"E1417 the model has no {kind} {reprlib.repr(name)}", evidence=f"it has {', '.join(known)}"
         )
     return name
 
@@ -286,7 +288,7 @@ def _parameters(owner: Mapping[str, Any]) -> Mapping[str, Any]:
     parameters: Mapping[str, Any] = _expected(owner.get("parameters", {}), dict, "`parameters`")
     for name in _REFUSED:
         if name in parameters:
-            raise DataError(f"this server does not do `{name}`", remedy="leave the parameter out")
+            raise DataError(f"E1418 this server does not do `{name}`", remedy="leave the parameter out")
     return parameters
 
 
@@ -298,7 +300,7 @@ def _objects(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 def _expected(value: Any, kind: type[Any], what: str) -> Any:
     """Return a value of JSON that has this type."""
     if not isinstance(value, kind):
-        raise DataError(f"{what} is not {_KINDS[kind]}", evidence=f"it is {reprlib.repr(value)}")
+        raise DataError(f"E1419 {what} is not {_KINDS[kind]}", evidence=f"it is {reprlib.repr(value)}")
     return value
 
 
@@ -308,7 +310,7 @@ def _datatype_of(spec: TensorSpec) -> str:
         return _NAMES[spec.dtype]
     except KeyError:
         raise ConfigError(
-            f"the open inference protocol cannot carry '{spec.name}'",
+            f"E1420 the open inference protocol cannot carry '{spec.name}'",
             evidence=f"its type is {spec.dtype}, the protocol has {', '.join(_TYPES)}",
             remedy="call the bundle through `loka_onnx.load`",
         ) from None
@@ -319,7 +321,7 @@ def _from_bytes(raw: memoryview, datatype: str, shape: tuple[int, ...]) -> npt.N
     dtype = _TYPES[datatype]
     stored = np.frombuffer(raw, f"<u{dtype.itemsize}").astype(f"=u{dtype.itemsize}")
     if dtype == np.bool_ and stored.size and stored.max() > 1:
-        raise DataError("a BOOL is a byte of 0 or 1", evidence=f"a byte is {stored.max()}")
+        raise DataError("E1421 a BOOL is a byte of 0 or 1", evidence=f"a byte is {stored.max()}")
     return stored.view(dtype).reshape(shape)
 
 
@@ -332,7 +334,7 @@ def _to_bytes(value: npt.NDArray[Any]) -> bytes:
 def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
     """Return a tensor of a JSON array, flat or nested as its shape."""
     if datatype == "BF16":
-        raise DataError("JSON cannot hold BF16 exactly", remedy="send it as binary data")
+        raise DataError("E1422 JSON cannot hold BF16 exactly", remedy="send it as binary data")
     elements = _elements(data, shape)
     dtype = _TYPES[datatype]
     allowed = _JSON_TYPES.get(dtype.kind, (int, float))
@@ -340,7 +342,7 @@ def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[
     wrong = {type(element) for element in elements} - set(allowed)
     if wrong:
         element = next(e for e in elements if type(e) in wrong)
-        raise DataError(f"an element is no {datatype}", evidence=f"it is {reprlib.repr(element)}")
+        raise DataError(f"E1423 an element is no {datatype}", evidence=f"it is {reprlib.repr(element)}")
     if dtype.kind in "iu" and elements:
         # NumPy 1 wraps around instead.
         limits = np.iinfo(dtype)
@@ -364,7 +366,7 @@ def _to_json(value: npt.NDArray[Any], name: str) -> list[Any]:
     if plain.dtype.kind == "f" and not np.isfinite(plain).all():
         count = int((~np.isfinite(plain)).sum())
         raise DataError(
-            f"JSON cannot hold output '{name}'",
+            f"E1424 JSON cannot hold output '{name}'",
             evidence=f"{count} of its {plain.size} elements are NaN or infinite",
             remedy="ask for it as binary data: `binary_data` of the output, or `binary_data_output`",
         )
@@ -376,10 +378,10 @@ def _elements(data: Any, shape: tuple[int, ...]) -> list[Any]:
     array = np.array(_expected(data, list, "`data`"), object)
     if array.shape not in {shape, (math.prod(shape),)}:
         evidence = f"it has the shape {list(array.shape)}, which is neither {list(shape)} nor flat"
-        raise DataError("`data` does not fill the shape", evidence=evidence)
+        raise DataError("E1425 `data` does not fill the shape", evidence=evidence)
     elements: list[Any] = array.ravel().tolist()
     return elements
 
 
 def _too_large(datatype: str, evidence: str) -> DataError:
-    return DataError(f"an element is too large for {datatype}", evidence=evidence)
+    return DataError(f"E1426 an element is too large for {datatype}", evidence=evidence)

@@ -61,14 +61,16 @@ def serve(bundle: Path, options: ServeOptions, on_ready: Callable[[str, str], No
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise MissingPackage(
-            "a package of the server is not installed",
+            "E1427 a package of the server is not installed",
             evidence=str(error),
             remedy="pip install 'loka-onnx[serve]'",
         ) from error
     name = options.name or name_of(bundle)
     # Clients take the dots out of a path.
     if name in {"", ".", ".."} or "/" in name:
-        raise ConfigError(f"'{name}' cannot be the name of a model", remedy="give another one with --name")
+        raise ConfigError(
+            f"E1428 '{name}' cannot be the name of a model", remedy="give another one with --name"
+        )
     with (
         closing(_bound(options.host, options.port)) as listener,
         load(bundle, trust=options.trust, keys=options.keys) as engine,
@@ -137,7 +139,7 @@ def _bound(host: str, port: int) -> socket.socket:
         if listener is not None:
             listener.close()
         raise ConfigError(
-            f"cannot listen on {host}, port {port}",
+            f"E1429 cannot listen on {host}, port {port}",
             evidence=str(error),
             remedy="choose another --port (0 for any that is free) or --host",
         ) from error

@@ -89,7 +89,7 @@ class BackendSpec(ABC):
             return importlib.import_module(self.modules[0])
         except (ImportError, OSError) as error:
             raise MissingPackage(
-                f"{self.title} is not installed", evidence=str(error), remedy=self.install
+                f"E0901 {self.title} is not installed", evidence=str(error), remedy=self.install
             ) from error
 
     def library_obstacle(self) -> str:
@@ -140,7 +140,7 @@ def installed_version(distribution: str, title: str) -> str:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError as error:
-        raise MissingPackage(f"{title} is not installed", evidence=str(error)) from error
+        raise MissingPackage(f"E0902 {title} is not installed", evidence=str(error)) from error
 
 
 def has_spec(name: str) -> bool:
@@ -158,7 +158,7 @@ def get_spec(name: str) -> BackendSpec:
     paths = spec_paths()
     if name not in paths:
         raise ConfigError(
-            f"there is no backend '{name}'",
+            f"E0903 there is no backend '{name}'",
             evidence=f"known backends: {', '.join(sorted(paths))}",
             remedy=nearest(name, paths) or "name one of these",
         )
@@ -166,7 +166,7 @@ def get_spec(name: str) -> BackendSpec:
         found: BackendSpec = resolve(paths[name])
     except (ImportError, AttributeError) as error:
         raise MissingPackage(
-            f"backend '{name}' does not import", where=paths[name], evidence=str(error), remedy=_PLUGIN
+            f"E0904 backend '{name}' does not import", where=paths[name], evidence=str(error), remedy=_PLUGIN
         ) from error
     return found
 

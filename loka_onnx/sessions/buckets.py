@@ -48,7 +48,7 @@ def pieces_of(rows: int, sizes: Sequence[int]) -> tuple[Piece, ...]:
     """
     if rows < 1 or not sizes:
         raise EngineError(
-            "no program serves this batch",
+            "E0905 no program serves this batch",
             evidence=f"{rows} rows; programs of {', '.join(map(str, sizes)) or 'no size'}",
             remedy="send at least one row",
         )
@@ -81,7 +81,7 @@ def rows_of(inputs: Mapping[str, npt.NDArray[Any]]) -> int:
     counts = {name: value.shape[0] if value.ndim else None for name, value in inputs.items()}
     if len({*counts.values()}) != 1 or None in counts.values():
         raise EngineError(
-            "the inputs of a batch have different numbers of rows",
+            "E0906 the inputs of a batch have different numbers of rows",
             evidence=", ".join(f"'{name}' {count}" for name, count in counts.items())
             or "there are no inputs",
             remedy="put the batch on axis 0 of every input",
@@ -117,7 +117,7 @@ def run_in_buckets(
 def _cut(name: str, value: npt.NDArray[Any], piece: Piece) -> npt.NDArray[Any]:
     if value.shape[:1] != (piece.size,):
         raise EngineError(
-            f"output '{name}' does not follow the batch",
+            f"E0907 output '{name}' does not follow the batch",
             evidence=f"a program of {piece.size} rows gave shape {value.shape}",
             remedy="export the model with axis 0 of every output dynamic",
         )

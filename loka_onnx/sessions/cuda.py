@@ -74,7 +74,9 @@ class CudaDriver:
             text = ctypes.c_char_p()
             self._library.cuGetErrorString(code, ctypes.byref(text))
             reason = (text.value or b"unknown error").decode()
-            raise EngineError(f"the CUDA driver failed in {function}", evidence=f"error {code}: {reason}")
+            raise EngineError(
+                f"E0908 the CUDA driver failed in {function}", evidence=f"error {code}: {reason}"
+            )
 
     def device(self, index: int) -> CudaDevice:
         """Name and architecture of one device."""
@@ -252,7 +254,7 @@ def _load_library() -> ctypes.CDLL:
         except OSError:
             continue
     raise EngineError(
-        "there is no CUDA driver on this machine",
+        "E0909 there is no CUDA driver on this machine",
         evidence=f"none of {', '.join(LIBRARIES)} loads",
         remedy="install the NVIDIA driver, or run on a machine with an NVIDIA GPU",
     )
@@ -272,4 +274,4 @@ def first_gpu(architecture: str) -> CudaDevice:
     for device in list_cuda_devices():
         if device.architecture == architecture:
             return device
-    raise EngineError(f"cannot run here: {why_no_gpu(architecture)}")
+    raise EngineError(f"E0910 cannot run here: {why_no_gpu(architecture)}")

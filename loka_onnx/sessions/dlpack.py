@@ -76,7 +76,9 @@ class Borrowed:
     def as_numpy(self) -> npt.NDArray[Any]:
         """View host memory as a NumPy array; a `DataError` for memory on a device."""
         if self.device_type not in {CPU, CUDA_HOST}:
-            raise DataError("an array lies on a device", evidence=f"device type {self.device_type} of DLPack")
+            raise DataError(
+                "E0911 an array lies on a device", evidence=f"device type {self.device_type} of DLPack"
+            )
         if not self.nbytes:
             return np.empty(self.shape, self.dtype)
         held = (ctypes.c_byte * self.nbytes).from_address(self.address)
@@ -97,7 +99,7 @@ def device_of(value: Any) -> tuple[int, int]:
     except Exception as error:
         # Libraries raise errors of any type.
         raise DataError(
-            f"a {type(value).__name__} is no array",
+            f"E0912 a {type(value).__name__} is no array",
             evidence=str(error)[:200],
             remedy="send arrays of NumPy, or of a library that speaks DLPack (PyTorch, CuPy)",
         ) from error
@@ -117,7 +119,7 @@ def borrow(value: Any, stream: int | None = None) -> Borrowed:
     except Exception as error:
         # Libraries raise BufferError, or another error for an array that they cannot export.
         raise DataError(
-            f"a {type(value).__name__} cannot be read",
+            f"E0913 a {type(value).__name__} cannot be read",
             evidence=f"{type(error).__name__}: {str(error)[:200]}",
             remedy="detach it from a gradient tape, and move it to a device that it can be read from",
         ) from error
@@ -125,13 +127,13 @@ def borrow(value: Any, stream: int | None = None) -> Borrowed:
     name = _TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if name is None:
         raise DataError(
-            f"a {type(value).__name__} has a type that NumPy lacks",
+            f"E0914 a {type(value).__name__} has a type that NumPy lacks",
             evidence=f"type code {tensor.code} of {tensor.bits} bits, {tensor.lanes} lanes",
             remedy="convert it to the type of the model's input",
         )
     if tensor.strides and not _in_c_order(shape, tuple(tensor.strides[a] for a in range(tensor.ndim))):
         raise DataError(
-            f"a {type(value).__name__} is not in C order",
+            f"E0915 a {type(value).__name__} is not in C order",
             evidence=f"shape {shape}",
             remedy="make it contiguous",
         )

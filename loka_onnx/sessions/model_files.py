@@ -29,7 +29,7 @@ def read_model(path: Path) -> onnx.ModelProto:
         return onnx.load(os.fspath(path), format="protobuf", load_external_data=False)
     except Exception as error:
         # The import path of google.protobuf's DecodeError depends on its implementation.
-        raise ModelError(f"'{path}' is not an ONNX model", evidence=str(error)[:200]) from error
+        raise ModelError(f"E0916 '{path}' is not an ONNX model", evidence=str(error)[:200]) from error
 
 
 def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

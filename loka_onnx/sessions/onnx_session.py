@@ -34,7 +34,9 @@ def import_onnxruntime() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        raise MissingPackage("ONNX Runtime is not installed", evidence=str(error), remedy=INSTALL) from error
+        raise MissingPackage(
+            "E0917 ONNX Runtime is not installed", evidence=str(error), remedy=INSTALL
+        ) from error
     return onnxruntime
 
 
@@ -167,7 +169,7 @@ class OnnxSession(Runner):
         except Exception as error:
             # onnxruntime raises errors of unrelated types.
             raise ModelError(
-                f"ONNX Runtime refuses '{model}'",
+                f"E0918 ONNX Runtime refuses '{model}'",
                 evidence=str(error).splitlines()[0][:400],
                 remedy="check the model with `loka-onnx doctor --model`, or export it again",
             ) from error
@@ -187,11 +189,11 @@ class OnnxSession(Runner):
             feeds = {name: np.ascontiguousarray(inputs[name]) for name in self.input_names}
         except KeyError as error:
             raise EngineError(
-                "an input of the model is missing", evidence=f"{error}; given are {sorted(inputs)}"
+                "E0919 an input of the model is missing", evidence=f"{error}; given are {sorted(inputs)}"
             ) from error
         session = self._session
         if session is None:
-            raise EngineError("the session is closed", remedy="load the model again")
+            raise EngineError("E0920 the session is closed", remedy="load the model again")
         try:
             if self._has_bfloat16:
                 held = {name: _on_host(array) for name, array in feeds.items()}
@@ -199,7 +201,7 @@ class OnnxSession(Runner):
             else:
                 values = session.run(list(names), feeds)
         except Exception as error:
-            raise EngineError("ONNX Runtime failed on a batch", evidence=str(error)[:400]) from error
+            raise EngineError("E0921 ONNX Runtime failed on a batch", evidence=str(error)[:400]) from error
         return dict(zip(names, values, strict=True))
 
     @property

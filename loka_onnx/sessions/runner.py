@@ -53,7 +53,7 @@ def check_types(inputs: Mapping[str, Borrowed], types: Mapping[str, npt.DTypeLik
     for name, kind in types.items():
         if inputs[name].dtype != kind:
             raise EngineError(
-                f"input '{name}' has another type than the engine",
+                f"E0922 input '{name}' has another type than the engine",
                 evidence=f"{inputs[name].dtype} on the device, the engine takes {np.dtype(kind)}",
                 remedy="send these rows from the host, where they are converted",
             )

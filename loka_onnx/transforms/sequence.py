@@ -106,7 +106,7 @@ def apply_mods(
     """
     if not any(len(array) for batch in rows for array in batch.values()):
         raise TransformError(
-            "mods are checked on data, and there are no rows",
+            "E0608 mods are checked on data, and there are no rows",
             evidence=f"{len(rows)} batches",
             remedy="pass rows of the calibration split",
         )

@@ -127,7 +127,7 @@ def unpacked(archive: Path, parent: Path | None = None) -> Iterator[Path]:
             _extract(opened, directory)
         except OSError as error:
             raise OutputError(
-                f"cannot unpack '{archive}'",
+                f"E1201 cannot unpack '{archive}'",
                 evidence=str(error),
                 remedy="set TMPDIR to a place with room, or unpack it with `loka-onnx bundle unpack`",
             ) from error
@@ -196,7 +196,7 @@ class _Archive:
             return onnx.load_model_from_string(data)
         except Exception as error:
             # google.protobuf's DecodeError has no stable import path across its implementations.
-            raise ModelError(f"'{path}' is not an ONNX model", evidence=str(error)[:200]) from error
+            raise ModelError(f"E1202 '{path}' is not an ONNX model", evidence=str(error)[:200]) from error
 
 
 class _Bounded(io.FileIO):
@@ -386,7 +386,7 @@ def check_room(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OutputError(
-            f"there is no room for the bundle in '{directory.parent}'",
+            f"E1203 there is no room for the bundle in '{directory.parent}'",
             evidence=f"{needed:,} bytes, {free:,} are free",
             remedy="choose a place that has room",
         )

@@ -92,7 +92,9 @@ def check_replaceable_file(destination: Path) -> None:
 def in_the_way(destination: Path, evidence: str) -> OutputError:
     """Error for a place that holds something else."""
     return OutputError(
-        f"'{destination}' is in the way", evidence=evidence, remedy="choose another place, or move it away"
+        f"E1204 '{destination}' is in the way",
+        evidence=evidence,
+        remedy="choose another place, or move it away",
     )
 
 
@@ -142,7 +144,7 @@ def _stage(destination: Path) -> Iterator[Path]:
         yield stage
     except OSError as error:
         raise OutputError(
-            f"cannot write '{destination}'",
+            f"E1205 cannot write '{destination}'",
             evidence=str(error),
             remedy="choose a place that can be written and has room",
         ) from error

@@ -94,7 +94,7 @@ def check_signature(signature: bytes | None, manifest: bytes, keys: Sequence[Pat
     """Verify documents that are already read; see `verify_signature`."""
     accepted = {fingerprint(key): key for key in map(read_public_key, keys)}
     if not accepted:
-        raise ConfigError("no key to verify a signature with was given", remedy="name a public key")
+        raise ConfigError("E1206 no key to verify a signature with was given", remedy="name a public key")
     if signature is None:
         refuse(where, "the bundle is not signed", f"there is no '{SIGNATURE_NAME}'", f"{_ORIGIN}, or {_SIGN}")
     document = parse_signature(signature, manifest, where)
@@ -147,16 +147,16 @@ def read_public_key(path: Path) -> Ed25519PublicKey:
     remedy = "name the public half of a key pair of `loka-onnx bundle keygen`"
     data = read_key_file(path)
     if b"PRIVATE KEY" in data:
-        raise ConfigError(f"'{path}' is a private key, a public one is needed", remedy=remedy)
+        raise ConfigError(f"E1207 '{path}' is a private key, a public one is needed", remedy=remedy)
     try:
         key = load_pem_public_key(data)
     except Exception as error:
         # Besides ValueError, OpenSSL's errors differ between versions.
         raise ConfigError(
-            f"'{path}' is not a public key in PEM", evidence=str(error)[:200], remedy=remedy
+            f"E1208 '{path}' is not a public key in PEM", evidence=str(error)[:200], remedy=remedy
         ) from error
     if not isinstance(key, Ed25519PublicKey):
-        raise ConfigError(f"'{path}' is not an Ed25519 key", evidence=type(key).__name__, remedy=remedy)
+        raise ConfigError(f"E1209 '{path}' is not an Ed25519 key", evidence=type(key).__name__, remedy=remedy)
     return key
 
 
@@ -166,9 +166,9 @@ def read_key_file(path: Path) -> bytes:
         with path.open("rb") as stream:
             data = stream.read(MAX_KEY_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"key '{path}' cannot be read", evidence=str(error)) from error
+        raise ConfigError(f"E1210 key '{path}' cannot be read", evidence=str(error)) from error
     if len(data) > MAX_KEY_BYTES:
-        raise ConfigError(f"'{path}' is not a key", evidence=f"it has more than {MAX_KEY_BYTES} bytes")
+        raise ConfigError(f"E1211 '{path}' is not a key", evidence=f"it has more than {MAX_KEY_BYTES} bytes")
     return data
 
 
@@ -183,7 +183,7 @@ def require_cryptography() -> None:
         import cryptography.hazmat.primitives.asymmetric.ed25519  # noqa: F401
     except ImportError as error:
         raise MissingPackage(
-            "signatures need the package 'cryptography'",
+            "E1212 signatures need the package 'cryptography'",
             evidence=str(error),
             remedy="pip install 'loka-onnx[sign]'",
         ) from error

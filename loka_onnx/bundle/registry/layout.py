@@ -59,7 +59,7 @@ def parse_reference(text: str) -> Reference:
     if re.search(r"://([^/]*:.*@|.*\?)", text, re.DOTALL):
         # Nothing of the text is shown: any of it may be secret.
         raise ConfigError(
-            "the URL of a registry may hold neither a password nor a query",
+            "E1213 the URL of a registry may hold neither a password nor a query",
             evidence="a ':' stands before an '@', or there is a '?'",
             remedy="give credentials where the file system looks for them, as AWS_PROFILE or "
             "GOOGLE_APPLICATION_CREDENTIALS, or as fsspec's FSSPEC_<PROTOCOL>_PASSWORD",
@@ -68,7 +68,7 @@ def parse_reference(text: str) -> Reference:
     if not url or "::" in url:
         evidence = "it chains file systems with '::'" if url else "it is empty"
         remedy = "give one like s3://bucket/bundles, gs://bucket/bundles or a directory"
-        raise ConfigError(f"'{url}' is not the URL of a registry", evidence=evidence, remedy=remedy)
+        raise ConfigError(f"E1214 '{url}' is not the URL of a registry", evidence=evidence, remedy=remedy)
     if not separator:
         return Reference(url)
     digest = which.removeprefix("sha256:")
@@ -77,7 +77,7 @@ def parse_reference(text: str) -> Reference:
         return Reference(url, name=which)
     if not is_digest(digest):
         remedy = "give sha256: and 64 hexadecimal digits, as `bundle resolve` prints them"
-        raise ConfigError(f"'{which}' is not a digest", where=url, remedy=remedy)
+        raise ConfigError(f"E1215 '{which}' is not a digest", where=url, remedy=remedy)
     return Reference(url, digest=digest)
 
 

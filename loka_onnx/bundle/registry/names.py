@@ -63,7 +63,7 @@ def list_names(url: str, options: TransferOptions | None = None) -> tuple[NamedB
     if not files and not store.names(BUNDLES, "directory"):
         evidence = f"there is neither '{NAMES}/' nor '{BUNDLES}/'"
         remedy = "check the URL; the first `loka-onnx bundle push` makes a registry"
-        raise UserError("there is no registry here", where=url, evidence=evidence, remedy=remedy)
+        raise UserError("E1216 there is no registry here", where=url, evidence=evidence, remedy=remedy)
     return tuple(_named(store, file.removesuffix(".json")) for file in files if file.endswith(".json"))
 
 

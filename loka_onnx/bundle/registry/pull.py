@@ -103,7 +103,9 @@ def _listed(store: Store, digest: str, keys: Sequence[Path]) -> _Listed:
     text = store.need(bundle_key(digest), MAX_MANIFEST_BYTES)
     if digest_bytes(text) != digest:
         evidence = f"sha256 {digest_bytes(text)[:16]}…, asked for {digest[:16]}…"
-        raise BundleInvalid("the manifest in the registry was altered", evidence=evidence, remedy=PUSH_AGAIN)
+        raise BundleInvalid(
+            "E1217 the manifest in the registry was altered", evidence=evidence, remedy=PUSH_AGAIN
+        )
     signature, here = store.read(bundle_key(digest, SIGNATURE_NAME), MAX_SIGNATURE_BYTES), Path(MANIFEST_NAME)
     signer = check_signature(signature, text, keys, here) if keys else None
     if signature is not None:

@@ -42,7 +42,9 @@ class TransferOptions:
 
     def __post_init__(self) -> None:
         if self.threads < 1:
-            raise UserError("parts are moved by one thread at least", evidence=f"threads: {self.threads}")
+            raise UserError(
+                "E1218 parts are moved by one thread at least", evidence=f"threads: {self.threads}"
+            )
 
 
 class Store:

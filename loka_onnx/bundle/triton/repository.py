@@ -112,7 +112,7 @@ class _Plan:
         # Systems that ignore case would lay two models over one another.
         if len({name.lower() for name in names}) != len(names):
             raise BundleError(
-                "two models of the repository would have one name",
+                "E1226 two models of the repository would have one name",
                 evidence=", ".join(sorted(names)),
                 remedy="name fewer engines with `--engine`",
             )
@@ -186,7 +186,7 @@ class _Plan:
         inputs = tuple(spec for spec in self._manifest.inputs if spec.name in cut.lookup_inputs)
         form = form_of(self._source(entry, name, inputs, cut.tensors))
         if isinstance(form, Refusal):
-            raise BundleError(f"Triton cannot serve the lookup model: {form.reason}")
+            raise BundleError(f"E1227 Triton cannot serve the lookup model: {form.reason}")
         # Requests wait in front of the engine; waiting in front of the lookup as well would be twice.
         self.models.append(replace(form.model, queues=False))
         return name
@@ -271,7 +271,7 @@ class _Writer:
         digest = self._copies.copy(self._bundle / path, target)
         if digest != self._manifest.file(path).sha256:
             raise BundleInvalid(
-                f"file '{path}' changed while it was copied",
+                f"E1228 file '{path}' changed while it was copied",
                 where=str(self._bundle),
                 evidence=f"sha256 {digest[:16]}…",
                 remedy="copy the bundle again from where it was written",
@@ -284,7 +284,7 @@ def _asked(manifest: Manifest, options: TritonOptions) -> tuple[EngineEntry, ...
     unknown = [engine for engine in options.engines if engine not in known]
     if unknown:
         raise ConfigError(
-            f"the bundle has no engine '{unknown[0]}'",
+            f"E1229 the bundle has no engine '{unknown[0]}'",
             evidence=f"it has {', '.join(sorted(known))}",
             remedy="name one of these with `--engine`",
         )
@@ -296,7 +296,7 @@ def _check_asked(options: TritonOptions, declined: list[DeclinedEngine]) -> None
     for each in declined:
         if each.engine in options.engines:
             raise ConfigError(
-                f"Triton cannot serve engine '{each.engine}'",
+                f"E1230 Triton cannot serve engine '{each.engine}'",
                 evidence=each.reason,
                 remedy="leave it out of `--engine`",
             )
@@ -324,7 +324,7 @@ def _remarks(manifest: Manifest, engines: list[str]) -> Iterator[str]:
 def _check_destination(destination: Path, bundle: Path) -> None:
     if destination == bundle or bundle in destination.parents:
         raise OutputError(
-            f"'{destination}' is in the bundle",
+            f"E1231 '{destination}' is in the bundle",
             evidence="a bundle holds exactly the files that its manifest lists",
             remedy="choose another directory",
         )

@@ -193,7 +193,7 @@ def _check_finite(name: str, values: Values, data: Dataset, done: int) -> None:
     if np.isfinite(values).all():
         return
     raise CalibrationError(
-        f"the mean of '{name}' is not finite",
+        f"E0501 the mean of '{name}' is not finite",
         where=f"the batch after {done} rows of '{data.name}'",
         evidence=f"{int((~np.isfinite(values)).sum())} of {values.size} values",
         remedy="drop the rows that overflow, or correct the model",

@@ -104,7 +104,7 @@ def _check_finite(spec: OutputSpec, exact: Rows, scores: Rows, weights: Rows, la
     ):
         if values is not None and not np.isfinite(values).all():
             raise CalibrationError(
-                f"{what} is not finite",
+                f"E0502 {what} is not finite",
                 evidence=f"{int((~np.isfinite(values)).sum())} of {values.size} values, in a batch of "
                 f"{exact.size} rows",
                 remedy=remedy,

@@ -46,7 +46,7 @@ def draw_factors(draws: int) -> tuple[float, ...]:
     """
     if not 1 <= draws <= MOST_DRAWS:
         raise ConfigError(
-            f"rounding noise can be drawn 1 to {MOST_DRAWS} times",
+            f"E0503 rounding noise can be drawn 1 to {MOST_DRAWS} times",
             evidence=f"{draws} draws are asked for",
             remedy="1 measures under the profile's own scales only; 4 is the default",
         )

@@ -283,7 +283,8 @@ class SensitivityPass:
             if mean.total.value <= 0.0:
                 what = "the FP32 model's loss" if name == LOSS else "the entropy of the predictions"
                 raise CalibrationError(
-                    f"{what} on output '{spec.name}' is {mean.total.value:g}: nothing can be relative to it",
+                    f"E0504 {what} on output '{spec.name}' is {mean.total.value:g}: "
+                    "nothing can be relative to it",
                     evidence=f"over {total.rows} rows of '{self.data.name}', of weight {mean.weight.value:g}",
                     remedy=f"check the columns '{spec.label}' (labels) and '{spec.weight}' (weights)",
                 )

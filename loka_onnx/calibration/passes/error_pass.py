@@ -98,7 +98,7 @@ class ErrorTotals:
                 continue
             which = f"its output in {observer.recipe}" if math.isfinite(signal) else "its output"
             return CalibrationError(
-                f"site '{observer.site}': {which} is not finite in {where}",
+                f"E0505 site '{observer.site}': {which} is not finite in {where}",
                 evidence=f"sum of squares {signal:g}, in {observer.recipe} {quantized:g}, of the difference "
                 f"{noise:g}",
                 remedy="an error needs finite values: drop those rows, or clamp the output in the model",

@@ -115,7 +115,7 @@ class RangeTotals:
             total, squares = slots.total.read(reduced), slots.squares.read(reduced)
             if not all(map(math.isfinite, (low, high, total, squares))):
                 return CalibrationError(
-                    f"site '{observer.site}': its input '{observer.tensor}' is not finite in {where}",
+                    f"E0506 site '{observer.site}': its input '{observer.tensor}' is not finite in {where}",
                     evidence=f"amax {max(abs(low), abs(high)):g}, sum of squares {squares:g}, "
                     f"{slots.count.read(reduced, rows)} elements",
                     remedy="an FP8 scale needs a finite range: drop those rows, or clamp the input in the "
@@ -147,7 +147,7 @@ class TensorRangeTotals:
     def _not_a_number(self, reduced: Outputs, where: str) -> CalibrationError:
         first = next(t for t in self.observers if np.isnan([t.low.read(reduced), t.high.read(reduced)]).any())
         return CalibrationError(
-            f"tensor '{first.tensor}' is not a number in {where}",
+            f"E0507 tensor '{first.tensor}' is not a number in {where}",
             evidence=f"of {len(self.observers)} tensors it is the first",
             remedy="a model that makes NaN of these rows cannot be served: drop them, or mend the model",
         )

@@ -49,7 +49,7 @@ class RayExecutor(Executor):
     def __init__(self, address: str | None = None, workers: int = 0) -> None:
         if address is not None and "://" in address:
             raise ConfigError(
-                f"'{address}' is an address of Ray Client, which every batch would have to pass through",
+                f"E0508 '{address}' is an address of Ray Client, which every batch would pass through",
                 remedy="run on a machine of the cluster, and give `auto` or an address as in 10.0.0.5:6379",
             )
         self.address, self.workers = address, workers
@@ -123,14 +123,14 @@ class RayExecutor(Executor):
                 raise cause from None
             if isinstance(cause, errors.RayError):
                 raise CalibrationError(
-                    "a worker of the Ray cluster cannot read the work that it is sent",
+                    "E0509 a worker of the Ray cluster cannot read the work that it is sent",
                     evidence=_line(cause, -1),
                     remedy="install the same versions of Python and of loka-onnx on every machine",
                 ) from error
             raise
         except errors.RayError as error:
             raise CalibrationError(
-                f"the Ray cluster cannot run rows {span.start} to {span.stop}: its workers keep dying",
+                f"E0510 the Ray cluster cannot run rows {span.start} to {span.stop}: its workers keep dying",
                 evidence=f"{_line(error, 0)} ({type(error).__name__}, after {RETRIES} retries)",
                 remedy="look at `ray status` and the kernel's log of killed processes: a worker needs memory "
                 "for a batch of activations; a smaller `calibration.batch_size` or fewer workers a machine "
@@ -145,7 +145,7 @@ def _import_ray() -> Any:
         import ray.exceptions
     except ImportError as error:
         raise MissingPackage(
-            "Ray is not installed",
+            "E0511 Ray is not installed",
             evidence=str(error),
             remedy="pip install 'loka-onnx[ray]', or measure here with `--executor local`",
         ) from error
@@ -184,7 +184,7 @@ def _check_files(paths: Iterable[Path]) -> None:
     for path in paths:
         if not path.is_file():
             raise CalibrationError(
-                f"'{path}' is not there on '{socket.gethostname()}', a machine of the Ray cluster",
+                f"E0512 '{path}' is not there on '{socket.gethostname()}', a machine of the Ray cluster",
                 evidence="the process that started the run reads it",
                 remedy="put the data and the run directory (`--output`) on a file system that all machines "
                 "share, under the same path, or measure here with `--executor local`",

@@ -269,13 +269,13 @@ def input_ports(graph: onnx.GraphProto) -> tuple[InputPort, ...]:
         shape = tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim)
         if not shape or None in shape[1:]:
             raise ModelError(
-                f"input '{value.name}' has a dynamic axis besides the batch",
+                f"E0811 input '{value.name}' has a dynamic axis besides the batch",
                 evidence=f"shape {shape}",
                 remedy="fix every axis but axis 0 when exporting",
             )
         if dtype not in _NUMPY_TYPES:
             raise ModelError(
-                f"requests cannot hold input '{value.name}'",
+                f"E0812 requests cannot hold input '{value.name}'",
                 evidence=f"its type is {dtype}",
                 remedy=f"cast it inside the model from one of {', '.join(sorted(_NUMPY_TYPES))}",
             )
@@ -302,7 +302,7 @@ def torch_device(architecture: str) -> Any:
             # PyTorch compiles for, and tunes on, the current device.
             torch.cuda.set_device(gpu.index)
             return torch.device("cuda", gpu.index)
-    raise EngineError(f"there is no GPU of architecture {architecture} here to compile on")
+    raise EngineError(f"E0813 there is no GPU of architecture {architecture} here to compile on")
 
 
 def compiled_sites(lowered: Sequence[Mapping[str, CompiledSite]]) -> tuple[CompiledSite, ...]:
@@ -327,7 +327,7 @@ def example_rows(sample: Path, inputs: Sequence[InputPort], rows: int) -> tuple[
         for port in inputs:
             value = arrays[port.name] if port.name in arrays.files else np.empty((0,))
             if not len(value):
-                raise DataError(f"the sample has no rows of input '{port.name}'", where=str(sample))
+                raise DataError(f"E0814 the sample has no rows of input '{port.name}'", where=str(sample))
             taken = np.take(value, np.arange(rows) % len(value), axis=0).astype(port.dtype, copy=False)
             examples.append(torch.from_numpy(np.ascontiguousarray(taken)))
     return tuple(examples)
@@ -360,7 +360,7 @@ def _compile_program(build: Build, module: Any, program: Program) -> tuple[Progr
     for output, dtype in zip(build.outputs, output_types(exported.graph), strict=True):
         if dtype not in _NUMPY_TYPES:
             raise ModelError(
-                f"answers cannot hold output '{output.name}'",
+                f"E0815 answers cannot hold output '{output.name}'",
                 evidence=f"its type is {dtype}",
                 remedy="cast it inside the model to float32",
             )
@@ -399,7 +399,7 @@ def _export(build: Build, module: Any, program: Program) -> Any:
     except Exception as error:
         # torch.export raises errors of unrelated types.
         raise EngineError(
-            "PyTorch cannot export the lowered model",
+            "E0816 PyTorch cannot export the lowered model",
             where=f"for {program.minimum} to {program.maximum} rows",
             evidence=str(error)[:600],
             remedy="shapes must follow from the batch alone; let another backend build this model",

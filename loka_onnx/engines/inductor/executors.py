@@ -285,7 +285,7 @@ class GraphExecutor(Executor):
             captured = self._gpu.capture(lambda: call(list(feeds)))
         except RuntimeError as error:
             raise EngineError(
-                f"the engine cannot be captured into a CUDA graph for {size} rows",
+                f"E0817 the engine cannot be captured into a CUDA graph for {size} rows",
                 evidence=str(error).splitlines()[0][:400],
                 remedy="an operator of it waits for the device; the log of the build has its kernels",
             ) from error

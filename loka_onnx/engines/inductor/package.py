@@ -155,13 +155,13 @@ def read_engine(package: Path) -> InductorEngine:
         with zipfile.ZipFile(package) as archive:
             name = next((n for n in archive.namelist() if f"/{n}".endswith(f"/extra/{RECORD}")), None)
             if name is None:
-                raise UserError(f"it has no '{RECORD}' among its extra files")
+                raise UserError(f"E0820 it has no '{RECORD}' among its extra files")
             if archive.getinfo(name).file_size > MAX_DOCUMENT_BYTES:
-                raise UserError(f"'{name}' is larger than {MAX_DOCUMENT_BYTES} bytes")
+                raise UserError(f"E0821 '{name}' is larger than {MAX_DOCUMENT_BYTES} bytes")
             return serde.loads(InductorEngine, archive.read(name).decode("utf-8"), where=name)
     except (OSError, zipfile.BadZipFile, UnicodeDecodeError, UserError) as error:
         raise EngineError(
-            "not an engine of the inductor backend",
+            "E0822 not an engine of the inductor backend",
             where=str(package),
             evidence=str(error),
             remedy="build the engine again",
@@ -200,7 +200,7 @@ def check_host(engine: InductorEngine, torch_version: str, host: Sequence[str], 
     """Refuse an engine that would crash with this host's PyTorch (another release) or processor."""
     if release(engine.torch) != release(torch_version):
         raise EngineError(
-            "the engine was compiled by another version of PyTorch",
+            "E0823 the engine was compiled by another version of PyTorch",
             where=str(package),
             evidence=f"compiled by {engine.torch}, this host has {torch_version}",
             remedy=f"install PyTorch {release(engine.torch)}, or build the engine again",
@@ -208,7 +208,7 @@ def check_host(engine: InductorEngine, torch_version: str, host: Sequence[str], 
     missing = sorted({*engine.instruction_sets} - {*host})
     if missing:
         raise EngineError(
-            "the engine was compiled for another processor",
+            "E0824 the engine was compiled for another processor",
             where=str(package),
             evidence=f"this host lacks {', '.join(missing)}",
             remedy="build the engine on a host with this processor",

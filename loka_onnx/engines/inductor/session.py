@@ -43,7 +43,7 @@ def import_torch() -> Any:
     try:
         return importlib.import_module("torch")
     except (ImportError, OSError) as error:
-        raise MissingPackage("PyTorch is not installed", evidence=str(error), remedy=INSTALL) from error
+        raise MissingPackage("E0825 PyTorch is not installed", evidence=str(error), remedy=INSTALL) from error
 
 
 def open_inductor(package: Path, architecture: str) -> InductorSession:
@@ -57,7 +57,7 @@ def open_inductor(package: Path, architecture: str) -> InductorSession:
     engine = read_engine(package)
     if engine.architecture != architecture:
         raise EngineError(
-            "the engine is for another architecture",
+            "E0826 the engine is for another architecture",
             where=str(package),
             evidence=f"asked for {architecture}, it is for {engine.architecture}",
         )
@@ -67,10 +67,10 @@ def open_inductor(package: Path, architecture: str) -> InductorSession:
         return InductorSession(engine, HostExecutor(torch, engine, _load(torch, package, engine, -1)))
     reason = why_no_gpu(architecture)
     if reason:
-        raise EngineError(f"cannot run here: {reason}", where=str(package))
+        raise EngineError(f"E0827 cannot run here: {reason}", where=str(package))
     if not torch.cuda.is_available():
         raise EngineError(
-            "this PyTorch does not use the GPU",
+            "E0828 this PyTorch does not use the GPU",
             where=str(package),
             evidence=f"version {torch.__version__}, built for CUDA {torch.version.cuda}",
             remedy=f"install PyTorch {engine.torch}",
@@ -96,7 +96,7 @@ def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict
     except Exception as error:
         # Errors come from the dynamic linker, CUDA and the archive reader.
         raise EngineError(
-            "PyTorch does not load the engine",
+            "E0829 PyTorch does not load the engine",
             where=str(package),
             evidence=str(error).splitlines()[0][:400] if str(error) else repr(error),
             remedy="an engine belongs to one PyTorch version, one processor and one GPU architecture",
@@ -112,7 +112,7 @@ def import_packages(engine: InductorEngine, package: Path) -> None:
         if needed.distribution not in OPERATOR_MODULES.get(needed.module, ()):
             known = ", ".join(OPERATOR_MODULES)
             raise EngineError(
-                "the engine asks for a module that no engine needs",
+                "E0830 the engine asks for a module that no engine needs",
                 where=str(package),
                 evidence=f"'{needed.module}' of {needed.distribution}; known are {known}",
                 remedy="build the engine again, and find out who changed this one",
@@ -123,14 +123,14 @@ def import_packages(engine: InductorEngine, package: Path) -> None:
             here = metadata.version(needed.distribution)
         except metadata.PackageNotFoundError as error:
             raise MissingPackage(
-                "the engine calls operators of a package that is not installed",
+                "E0831 the engine calls operators of a package that is not installed",
                 where=str(package),
                 evidence=f"compiled with {said}",
                 remedy=remedy,
             ) from error
         if release(here) != release(needed.version):
             raise EngineError(
-                "the engine was compiled with another release of a package",
+                "E0832 the engine was compiled with another release of a package",
                 where=str(package),
                 evidence=f"compiled with {said}, this host has {here}",
                 remedy=remedy,
@@ -140,7 +140,7 @@ def import_packages(engine: InductorEngine, package: Path) -> None:
         except Exception as error:
             # Errors come from the dynamic linker, CUDA and PyTorch's registry.
             raise MissingPackage(
-                "the engine calls operators of a package that does not import",
+                "E0833 the engine calls operators of a package that does not import",
                 where=str(package),
                 evidence=f"'{needed.module}' of {needed.distribution} {here}: {str(error)[:400]}",
                 remedy=remedy,
@@ -156,7 +156,7 @@ def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Pl
     """
     if not engine.minimum <= rows <= engine.maximum:
         raise EngineError(
-            "the batch is not one that the engine was built for",
+            "E0834 the batch is not one that the engine was built for",
             evidence=f"{rows} rows; it takes {engine.minimum} to {engine.maximum}",
             remedy="keep requests between batch.min and batch.max, or build for a wider range",
         )
@@ -229,12 +229,12 @@ class InductorSession(Runner):
                 yield executor, placements(self.engine, rows, captures=executor.captures)
             except RuntimeError as error:
                 raise EngineError(
-                    "the engine failed on a batch", evidence=str(error).splitlines()[0][:400]
+                    "E0835 the engine failed on a batch", evidence=str(error).splitlines()[0][:400]
                 ) from error
 
     def _open_executor(self) -> Executor:
         if self._executor is None:
-            raise EngineError("the engine is closed", remedy="open it again")
+            raise EngineError("E0836 the engine is closed", remedy="open it again")
         return self._executor
 
     def _feeds(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
@@ -243,7 +243,7 @@ class InductorSession(Runner):
             value = inputs.get(port.name)
             if value is None or value.shape[1:] != port.row_shape or value.ndim == 0:
                 raise EngineError(
-                    f"input '{port.name}' is missing or has another shape",
+                    f"E0837 input '{port.name}' is missing or has another shape",
                     evidence=f"{None if value is None else value.shape}, the engine takes "
                     f"(rows, {', '.join(map(str, port.row_shape))})",
                     remedy="send every input of the model, the batch on axis 0",

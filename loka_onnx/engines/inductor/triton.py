@@ -103,5 +103,7 @@ def rename_program(package: Path, program: str, target: Path) -> None:
                 shutil.copyfileobj(reader, writer, CHUNK_BYTES)
     if not renamed:
         raise BundleError(
-            f"the package has no program '{program}'", where=str(package), remedy="build the engine again"
+            f"E0838 the package has no program '{program}'",
+            where=str(package),
+            remedy="build the engine again",
         )

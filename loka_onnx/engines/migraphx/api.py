@@ -42,10 +42,12 @@ def import_migraphx() -> Any:
     try:
         module = importlib.import_module("migraphx")
     except (ImportError, OSError) as error:
-        raise MissingPackage("MIGraphX is not installed", evidence=str(error), remedy=INSTALL) from error
+        raise MissingPackage(
+            "E0839 MIGraphX is not installed", evidence=str(error), remedy=INSTALL
+        ) from error
     if not hasattr(module, "parse_onnx"):
         raise MissingPackage(
-            "MIGraphX is not installed",
+            "E0840 MIGraphX is not installed",
             evidence=f"'{getattr(module, '__file__', 'migraphx')}' is the placeholder of that name on PyPI",
             remedy=f"pip uninstall migraphx migraphx-libs, and {INSTALL}",
         )
@@ -97,7 +99,7 @@ def parse_onnx(migraphx: Any, model: Path, dims: Mapping[str, Sequence[int]]) ->
         )
     except RuntimeError as error:
         raise ModelError(
-            "MIGraphX refuses the model",
+            "E0841 MIGraphX refuses the model",
             where=str(model),
             evidence=_first_line(error),
             remedy="keep the site in the base precision, or choose another backend",
@@ -150,14 +152,14 @@ def _check_walkable(instructions: Sequence[Any]) -> None:
     missing = [name for name in needed if instructions and not hasattr(instructions[0], name)]
     if missing:
         raise EngineError(
-            "this release of MIGraphX cannot take E4M3FN: its programs cannot be walked",
+            "E0842 this release of MIGraphX cannot take E4M3FN: its programs cannot be walked",
             evidence=f"an instruction has no {', '.join(missing)}",
             remedy="install MIGraphX 2.16 or later, or plan this device without FP8",
         )
     inner = sorted({each.name() for each in instructions} & _CONTROL_FLOW)
     if inner:
         raise EngineError(
-            "a program with control flow cannot take E4M3FN", evidence=f"it has {', '.join(inner)}"
+            "E0843 a program with control flow cannot take E4M3FN", evidence=f"it has {', '.join(inner)}"
         )
 
 
@@ -174,7 +176,7 @@ def compile_program(
         )
     except RuntimeError as error:
         raise EngineError(
-            "MIGraphX could not compile the program",
+            "E0844 MIGraphX could not compile the program",
             where=f"target '{target}'",
             evidence=_first_line(error),
             remedy="the log of the build has every message",
@@ -192,13 +194,15 @@ def load_program(migraphx: Any, path: Path) -> Any:
         program = migraphx.load(os.fspath(path))
     except RuntimeError as error:
         raise EngineError(
-            "MIGraphX does not load the program",
+            "E0845 MIGraphX does not load the program",
             where=str(path),
             evidence=_first_line(error),
             remedy="build it again: a program belongs to one version of MIGraphX and one GPU architecture",
         ) from error
     if not program.is_compiled():
-        raise EngineError("the program was never compiled", where=str(path), remedy="build the engine again")
+        raise EngineError(
+            "E0846 the program was never compiled", where=str(path), remedy="build the engine again"
+        )
     return program
 
 
@@ -227,7 +231,7 @@ def run_program(
         results = program.run(arguments)
         return [np.array(result) for result in results]
     except RuntimeError as error:
-        raise EngineError("MIGraphX failed on a batch", evidence=_first_line(error)) from error
+        raise EngineError("E0847 MIGraphX failed on a batch", evidence=_first_line(error)) from error
     finally:
         del arguments, held
 

@@ -94,7 +94,7 @@ def inputs_of(model: onnx.ModelProto) -> tuple[ProgramInput, ...]:
         shape = tuple(dim for dim in fixed[1:] if dim is not None)
         if not fixed or len(shape) < len(fixed) - 1:
             raise ModelError(
-                f"input '{value.name}' has a dynamic axis besides the batch, or no batch",
+                f"E0848 input '{value.name}' has a dynamic axis besides the batch, or no batch",
                 evidence=f"shape {tuple(fixed)}; MIGraphX compiles fixed shapes",
                 remedy="fix every axis but axis 0 when exporting",
             )

@@ -102,7 +102,7 @@ def _decompose(draft: GraphDraft, node: onnx.NodeProto) -> None:
     x, scale = node.input[0], node.input[1]
     if attribute(node, "stash_type", FLOAT) != FLOAT or not draft.is_constant(scale):
         raise ModelError(
-            "an RMSNormalization cannot be decomposed",
+            "E0849 an RMSNormalization cannot be decomposed",
             where=f"node '{node.name}'",
             evidence="its statistics are not FP32, or its scale is computed",
             remedy="keep the statistics in FP32 (stash_type 1) and the scale a constant",
@@ -137,7 +137,7 @@ def _axes(draft: GraphDraft, node: onnx.NodeProto) -> list[int]:
     rank = draft.rank(node.input[0])
     if rank is None:
         raise ModelError(
-            "the axes of an RMSNormalization cannot be told",
+            "E0850 the axes of an RMSNormalization cannot be told",
             where=f"node '{node.name}'",
             evidence=f"axis {axis} of a tensor of unknown rank",
             remedy="count the axis from the end, as in axis=-1",

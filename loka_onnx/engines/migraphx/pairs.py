@@ -28,14 +28,14 @@ def float8_nodes(draft: GraphDraft) -> Iterator[Node]:
         parameters = [name for name in node.input[1:3] if name]
         if not all(draft.is_constant(name) for name in parameters):
             raise ModelError(
-                "MIGraphX drops Q/DQ pairs whose scale is not a constant",
+                "E0851 MIGraphX drops Q/DQ pairs whose scale is not a constant",
                 where=f"node '{node.name}'",
                 evidence=f"inputs {', '.join(parameters)}",
                 remedy="plan the model again: plans write scales as constants",
             )
         if len(parameters) > 1 and np.any(draft.values(parameters[1]).astype(np.float32)):
             raise ModelError(
-                "an FP8 zero point must be zero",
+                "E0852 an FP8 zero point must be zero",
                 where=f"node '{node.name}'",
                 evidence=f"'{parameters[1]}' is not",
                 remedy="plan the model again: plans quantize symmetrically",
@@ -145,7 +145,7 @@ def to_fnuz(draft: GraphDraft) -> None:
             doubled = (scale * 2).astype(scale.dtype)
         if not np.isfinite(doubled.astype(np.float64)).all():
             raise ModelError(
-                "a scale is too large for E4M3FNUZ",
+                "E0853 a scale is too large for E4M3FNUZ",
                 where=f"node '{node.name}'",
                 evidence=f"its double overflows {scale.dtype.name}",
             )
@@ -155,7 +155,9 @@ def to_fnuz(draft: GraphDraft) -> None:
             halved = draft.values(node.input[0]).astype(np.float32) / 2
             if np.isnan(halved).any():
                 raise ModelError(
-                    "a stored FP8 weight is NaN", where=f"node '{node.name}'", remedy="check the checkpoint"
+                    "E0854 a stored FP8 weight is NaN",
+                    where=f"node '{node.name}'",
+                    remedy="check the checkpoint",
                 )
             node.input[0] = draft.add_constant(f"{node.input[0]}/fnuz", halved.astype(FNUZ))
 
@@ -190,7 +192,7 @@ def _check_format(draft: GraphDraft, node: Node) -> None:
     for name in (node.input[0], node.input[2]):
         if _is_stored_float8(draft, name) and draft.values(name).dtype != E4M3FN:
             raise ModelError(
-                "MIGraphX multiplies FP8 of E4M3FN plans only",
+                "E0855 MIGraphX multiplies FP8 of E4M3FN plans only",
                 where=f"node '{node.name}'",
                 evidence=f"'{name}' is {draft.values(name).dtype.name}",
                 remedy="plan with the format E4M3FN",

@@ -137,7 +137,7 @@ def _channel_scale(draft: GraphDraft, product: Node, index: int) -> str | None:
     outer = rank - 1 if index == 1 else rank - 2
     if scale.ndim != 1 or axis != outer:
         raise ModelError(
-            "MIGraphX cannot multiply an FP8 weight whose scales lie along the axis that is summed over",
+            "E0856 MIGraphX cannot multiply an FP8 weight with scales along the axis that is summed over",
             where=f"site '{product.name}'",
             evidence=f"scales {scale.shape} along axis {axis} of input {index}",
             remedy="plan the site with one scale for the tensor, or for each output channel",
@@ -215,7 +215,7 @@ def _narrow_other_readers(draft: GraphDraft, base: Mapping[str, int], products: 
     for name, kind in base.items():
         if draft.is_output(name):
             raise ModelError(
-                "dequantized values leave the graph",
+                "E0857 dequantized values leave the graph",
                 where=f"output '{name}'",
                 remedy="plan this model for MIGraphX with the base precision fp32",
             )

@@ -87,12 +87,15 @@ def read_engine(path: Path) -> MigraphxEngine:
         engine = serde.read(MigraphxEngine, path)
     except UserError as error:
         raise EngineError(
-            "this is no engine of MIGraphX", where=str(path), evidence=str(error), remedy="build it again"
+            "E0858 this is no engine of MIGraphX",
+            where=str(path),
+            evidence=str(error),
+            remedy="build it again",
         ) from error
     for program in engine.programs:
         if Path(program.file).name != program.file or program.file in {"", ".", ".."}:
             raise EngineError(
-                "the engine names a program outside its directory",
+                "E0859 the engine names a program outside its directory",
                 where=str(path),
                 evidence=repr(program.file),
             )
@@ -125,21 +128,21 @@ def open_migraphx(engine: Path, architecture: str, version: str = "") -> Migraph
     here, built = version_of(migraphx), version or document.version
     if document.architecture != architecture:
         raise EngineError(
-            "the engine was built for another architecture",
+            "E0860 the engine was built for another architecture",
             where=str(engine),
             evidence=f"asked for {architecture}, the engine is for {document.architecture}",
             remedy="build it again for this device",
         )
     if {here, built} != {document.version}:
         raise EngineError(
-            "the engine was built by another version of MIGraphX",
+            "E0861 the engine was built by another version of MIGraphX",
             where=str(engine),
             evidence=f"built by {document.version if built == here else built}, this host has {here}",
             remedy=f"install MIGraphX {document.version}, or build the engine again",
         )
     reason = why_not_run(architecture)
     if reason:
-        raise EngineError(f"cannot run here: {reason}", where=str(engine))
+        raise EngineError(f"E0862 cannot run here: {reason}", where=str(engine))
     return MigraphxSession(migraphx, engine, document)
 
 
@@ -175,7 +178,7 @@ class MigraphxSession(Runner):
         names = [output.name for output in self._document.outputs]
         if len(results) != len(names):
             raise EngineError(
-                "a program gives another number of outputs than the model has",
+                "E0863 a program gives another number of outputs than the model has",
                 evidence=f"{len(results)} results, outputs {', '.join(names)}",
             )
         return dict(zip(names, results, strict=True))
@@ -190,7 +193,7 @@ def _converted(inputs: Mapping[str, npt.NDArray[Any]], spec: ProgramInput) -> np
     if value is None or value.shape[1:] != spec.shape:
         evidence = "it is missing" if value is None else f"shape {value.shape}"
         raise EngineError(
-            f"input '{spec.name}' does not fit the engine",
+            f"E0864 input '{spec.name}' does not fit the engine",
             evidence=f"{evidence}; a row has shape {spec.shape}",
         )
     return value.astype(np.dtype(spec.dtype), copy=False)
@@ -203,7 +206,7 @@ def _check_parameters(loaded: Any, program: ProgramFile, document: MigraphxEngin
     wrong = {name: shape for name, shape in parameters_of(loaded).items() if expected.get(name) != shape}
     if wrong:
         raise EngineError(
-            "a program takes something else than its document says",
+            "E0865 a program takes something else than its document says",
             where=program.file,
             evidence=f"it takes {wrong}, the document says {expected}",
             remedy="build the engine again",

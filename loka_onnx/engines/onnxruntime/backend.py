@@ -222,7 +222,7 @@ def _copy_model(model: Path, into: Path) -> Path:
         data = Path(os.path.realpath(source / location))
         if not data.is_relative_to(source) or not data.is_file() or Path(location).name == ENGINE_FILE:
             raise ModelError(
-                "external data is missing, or outside the model's directory",
+                "E0866 external data is missing, or outside the model's directory",
                 where=str(model),
                 evidence=f"location '{location}'",
                 remedy="export the model again",

@@ -308,7 +308,7 @@ class IoBindingSession(Runner):
             held = tuple(bound.inputs[name].shape())
             if value.shape != held:
                 raise EngineError(
-                    f"input '{name}' has another shape than the engine",
+                    f"E0867 input '{name}' has another shape than the engine",
                     evidence=f"a row of {list(value.shape[1:])}, not {list(held[1:])}",
                     remedy="send what the model's input takes",
                 )
@@ -323,7 +323,7 @@ class IoBindingSession(Runner):
         except Exception as error:
             # onnxruntime raises errors of unrelated types.
             raise EngineError(
-                f"{self._provider.name} failed on a batch", evidence=str(error)[:400]
+                f"E0868 {self._provider.name} failed on a batch", evidence=str(error)[:400]
             ) from error
 
 
@@ -343,7 +343,7 @@ def open_io_binding(
     provider = provider_for(backend, architecture)
     if settings.provider != provider.key or version not in {"", settings.version}:
         raise EngineError(
-            "the settings beside the engine are not its own",
+            "E0869 the settings beside the engine are not its own",
             where=str(engine),
             evidence=f"provider '{settings.provider}' of ONNX Runtime {settings.version}; "
             f"{backend} on {architecture} is '{provider.key}'{f' of {version}' if version else ''}",
@@ -351,11 +351,11 @@ def open_io_binding(
         )
     reason = host_blocker(provider, architecture)
     if reason:
-        raise EngineError(f"cannot run here: {reason}", where=str(engine))
+        raise EngineError(f"E0870 cannot run here: {reason}", where=str(engine))
     here = str(import_onnxruntime().__version__)
     if provider.compiles and settings.version != here:
         raise EngineError(
-            f"the engine holds programs that {provider.name} compiled for another version",
+            f"E0871 the engine holds programs that {provider.name} compiled for another version",
             where=str(engine),
             evidence=f"built by ONNX Runtime {settings.version}, this host has {here}",
             remedy="build the engine again",
@@ -373,7 +373,7 @@ def _fixed_shape(described: Any, size: int) -> tuple[int, ...]:
     tail = tuple(described.shape[1:])
     if not described.shape or not all(isinstance(extent, int) for extent in tail):
         raise ModelError(
-            f"input '{described.name}' has no fixed shape for a batch of {size} rows",
+            f"E0872 input '{described.name}' has no fixed shape for a batch of {size} rows",
             evidence=f"its shape is {list(described.shape)}",
             remedy="export the model with the batch on axis 0 of every input and the other axes fixed",
         )
@@ -383,7 +383,7 @@ def _fixed_shape(described: Any, size: int) -> tuple[int, ...]:
 def _numpy_type(name: str, kind: str) -> Any:
     if kind not in _NUMPY_TYPES:
         raise ModelError(
-            f"input '{name}' cannot be bound to a buffer",
+            f"E0873 input '{name}' cannot be bound to a buffer",
             evidence=f"its type is {kind}",
             remedy="let the model take FP32, and cast inside it",
         )

@@ -62,16 +62,16 @@ class IoBindingSettings:
         provider = PROVIDERS.get(self.provider)
         if provider is None:
             raise EngineError(
-                f"there is no provider '{self.provider}'", evidence=f"known: {', '.join(PROVIDERS)}"
+                f"E0874 there is no provider '{self.provider}'", evidence=f"known: {', '.join(PROVIDERS)}"
             )
         unknown = sorted(set(self.options) - provider.options)
         if unknown:
             raise EngineError(
-                f"an engine cannot set option '{unknown[0]}' of {provider.name}",
+                f"E0875 an engine cannot set option '{unknown[0]}' of {provider.name}",
                 evidence=f"it may set {', '.join(sorted(provider.options)) or 'none'}",
             )
         if list(self.sizes) != sorted({*self.sizes}) or any(size < 1 for size in self.sizes):
-            raise EngineError("sizes of an engine are out of order", evidence=str(list(self.sizes)))
+            raise EngineError("E0876 sizes of an engine are out of order", evidence=str(list(self.sizes)))
 
 
 def settings_beside(engine: Path) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ def _profiles(request: BuildRequest) -> dict[str, str]:
         dims = value.type.tensor_type.shape.dim
         if not dims or any(not dim.HasField("dim_value") for dim in dims[1:]):
             raise ModelError(
-                f"input '{value.name}' has an open axis beside the batch",
+                f"E0877 input '{value.name}' has an open axis beside the batch",
                 where=str(request.model),
                 evidence=f"shape [{', '.join(dim.dim_param or str(dim.dim_value) for dim in dims)}]",
                 remedy="export the model with the batch on axis 0 of every input and the other axes fixed",

@@ -92,7 +92,7 @@ def provider_for(backend: str, architecture: str) -> Provider:
     kind = re.match(r"cpu\Z|sm(?=\d)|gfx(?=\d)", architecture)
     key = _KEYS.get((backend, kind.group() if kind else ""))
     if key is None:
-        raise ConfigError(f"ONNX Runtime has no provider for backend '{backend}' on '{architecture}'")
+        raise ConfigError(f"E0878 ONNX Runtime has no provider for backend '{backend}' on '{architecture}'")
     return PROVIDERS[key]
 
 
@@ -156,7 +156,7 @@ def device_of(provider: Provider, architecture: str) -> int:
         return 0
     here = _architectures(provider)
     if architecture not in here:
-        raise EngineError(f"there is no GPU of {architecture}", evidence=", ".join(here) or "no GPU")
+        raise EngineError(f"E0879 there is no GPU of {architecture}", evidence=", ".join(here) or "no GPU")
     return here.index(architecture)
 
 
@@ -194,12 +194,12 @@ def start_session(engine: Path, settings: Any, chain: list[tuple[str, dict[str, 
     except Exception as error:
         # onnxruntime raises errors of unrelated types.
         raise ModelError(
-            f"ONNX Runtime refuses '{engine}' on {name}", evidence=str(error).splitlines()[0][:400]
+            f"E0880 ONNX Runtime refuses '{engine}' on {name}", evidence=str(error).splitlines()[0][:400]
         ) from error
     started = session.get_providers()
     if started[0] != name:
         raise EngineError(
-            f"{name} does not start",
+            f"E0881 {name} does not start",
             where=str(engine),
             evidence=f"the session would run on {', '.join(started)}",
             remedy="see the log for the library that it misses: CUDA and cuDNN of the versions that this "
@@ -233,7 +233,7 @@ def placed_nodes(session: Any) -> tuple[PlacedNode, ...]:
     tell = getattr(session, "get_provider_graph_assignment_info", None)
     if tell is None:
         raise EngineError(
-            "ONNX Runtime does not say which provider runs which node",
+            "E0882 ONNX Runtime does not say which provider runs which node",
             evidence=f"version {import_onnxruntime().__version__}; it does from 1.24 on",
             remedy="install a newer one",
         )

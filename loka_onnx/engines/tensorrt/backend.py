@@ -156,7 +156,7 @@ class TensorRtBackend(TensorRtFamily):
             runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
             loaded = runtime.deserialize_cuda_engine(engine.read_bytes())
             if loaded is None:
-                raise EngineError(f"{trt.__name__} does not load the engine it has just built")
+                raise EngineError(f"E0888 {trt.__name__} does not load the engine it has just built")
             layers = read_layers(trt, loaded, device.stream)
             del loaded, runtime
         return layer_precisions(layers, request.planned)
@@ -186,7 +186,7 @@ class TensorRtRtxBackend(TensorRtFamily):
         compiled_for = {architecture for graph in graphs for architecture in graph.architectures}
         if others := compiled_for - {request.architecture, ANY_ARCHITECTURE}:
             raise EngineError(
-                "the engine was compiled for another architecture",
+                "E0889 the engine was compiled for another architecture",
                 evidence=f"asked for {request.architecture}, found {', '.join(sorted(others))}",
             )
         return site_precisions(graphs, request.planned)

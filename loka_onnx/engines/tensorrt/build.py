@@ -67,7 +67,7 @@ def build_engine(trt: Any, model: Path, settings: BuildSettings, target: Path) -
     parser = trt.OnnxParser(network, logger)
     if not _parse(parser, model, settings):
         raise ModelError(
-            f"the ONNX parser of {trt.__name__} refuses the model",
+            f"E0890 the ONNX parser of {trt.__name__} refuses the model",
             where=str(model),
             evidence=_parser_errors(parser) or logger.said(),
             remedy="keep the site in the base precision, or choose another backend",
@@ -83,7 +83,7 @@ def build_engine(trt: Any, model: Path, settings: BuildSettings, target: Path) -
     serialized = builder.build_serialized_network(network, config)
     if serialized is None:
         raise EngineError(
-            f"{trt.__name__} could not build the engine",
+            f"E0891 {trt.__name__} could not build the engine",
             where=f"architecture {settings.architecture}",
             evidence=logger.said() or "the builder gave no reason",
             remedy="the log of the build has every message",
@@ -159,7 +159,7 @@ def _choose_architecture(trt: Any, config: Any, architecture: str) -> None:
     kinds, known = getattr(trt, "ComputeCapability", None), known_capabilities(trt)
     if architecture not in known:
         raise EngineError(
-            f"this version of {trt.__name__} cannot build for '{architecture}'",
+            f"E0892 this version of {trt.__name__} cannot build for '{architecture}'",
             evidence=f"it builds for {', '.join(sorted(known))}",
             remedy=f"install another version of {trt.__name__}",
         )
@@ -183,7 +183,7 @@ def _profile(builder: Any, network: Any, sizes: tuple[int, int, int]) -> Any:
         shape = tuple(int(size) for size in tensor.shape)
         if any(size < 0 for size in shape[1:]):
             raise ModelError(
-                f"input '{tensor.name}' has a dynamic axis besides the batch",
+                f"E0893 input '{tensor.name}' has a dynamic axis besides the batch",
                 evidence=f"shape {shape}",
                 remedy="fix every axis but axis 0 when exporting",
             )

@@ -129,7 +129,7 @@ def parse_compiled_graph(text: str) -> CompiledGraph:
     missing = [name for name in ("header", "descriptors", "main") if name not in sections]
     if missing:
         raise EngineError(
-            f"the compiled graph in the engine has no section '{missing[0]}'",
+            f"E0894 the compiled graph in the engine has no section '{missing[0]}'",
             evidence=f"sections {', '.join(sections) or 'none'} in {len(text)} characters",
             remedy="this version of the engine maker writes another form; its precision cannot be verified",
         )
@@ -189,5 +189,6 @@ def _parse_block(text: str, position: int) -> tuple[_Block, int]:
                 block.items.append(pending)
             pending = value
     raise EngineError(
-        "the compiled graph in the engine breaks off", evidence=f"no closing brace in {len(text)} characters"
+        "E0895 the compiled graph in the engine breaks off",
+        evidence=f"no closing brace in {len(text)} characters",
     )

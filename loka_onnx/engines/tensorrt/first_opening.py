@@ -55,7 +55,7 @@ def check_opens(module: str, version: str, engine: Path, device: CudaDevice) -> 
         )
     except subprocess.TimeoutExpired:
         raise EngineError(
-            "the engine does not open",
+            "E0896 the engine does not open",
             where=str(engine),
             evidence=f"a child process took over {SECONDS:.0f} s",
         ) from None
@@ -70,7 +70,7 @@ def check_opens(module: str, version: str, engine: Path, device: CudaDevice) -> 
         _LOG.warning("%s is opened without a trial: %s", engine, _last_line(done.stderr))
     elif done.returncode != REFUSED:
         raise EngineError(
-            f"opening the engine ends the process: {module} {version} crashes on it",
+            f"E0897 opening the engine ends the process: {module} {version} crashes on it",
             where=str(engine),
             evidence=f"a child process {_ending(done.returncode)}; {_last_line(done.stderr)}",
             remedy=f"update the NVIDIA driver, for CUDA {driver_version()} now, or build the engine again",

@@ -90,7 +90,7 @@ def read_layers(trt: Any, engine: Any, stream: int) -> tuple[EngineLayer, ...]:
         context = engine.create_execution_context()
         if context is None or (profile and not context.set_optimization_profile_async(profile, stream)):
             raise EngineError(
-                f"{trt.__name__} makes no execution context to inspect",
+                f"E0898 {trt.__name__} makes no execution context to inspect",
                 where=f"optimization profile {profile}",
                 evidence="the device may lack memory",
             )
@@ -111,17 +111,17 @@ def parse_layers(text: str) -> tuple[EngineLayer, ...]:
     try:
         document = json.loads(text, strict=False)
     except json.JSONDecodeError as error:
-        raise EngineError("the engine inspector does not speak JSON", evidence=str(error)) from error
+        raise EngineError("E0899 the engine inspector does not speak JSON", evidence=str(error)) from error
     layers = document.get("Layers") if isinstance(document, dict) else None
     if not isinstance(layers, list):
         raise EngineError(
-            "the engine inspector lists no layers",
+            "E2800 the engine inspector lists no layers",
             evidence=f"its answer begins {text[:80]!r}",
             remedy="this version of TensorRT writes another form; its precision cannot be verified",
         )
     if any(not isinstance(layer, dict) for layer in layers):
         raise EngineError(
-            "the engine inspector tells names of layers only",
+            "E2801 the engine inspector tells names of layers only",
             evidence=f"the first is {str(layers[0])[:80]!r}",
             remedy="build the engine with ProfilingVerbosity.DETAILED",
         )

@@ -63,14 +63,14 @@ def open_engine(
     here = str(trt.__version__)
     if version not in {"", here}:
         raise EngineError(
-            f"the engine was built by another version of {spec.title}",
+            f"E2802 the engine was built by another version of {spec.title}",
             where=str(engine),
             evidence=f"built by {version}, this host has {here}",
             remedy=f"install {spec.package} {version}, or build the engine again",
         )
     reason = why_no_gpu(architecture)
     if reason:
-        raise EngineError(f"cannot run here: {reason}", where=str(engine))
+        raise EngineError(f"E2803 cannot run here: {reason}", where=str(engine))
     device = first_gpu(architecture)
     if is_new:
         check_opens(spec.modules[0], here, engine, device)
@@ -125,7 +125,7 @@ class TensorRtSession(Runner):
             del self._engine, self._runtime
             self._cuda.close()
             raise EngineError(
-                f"{trt.__name__} does not load the engine",
+                f"E2804 {trt.__name__} does not load the engine",
                 where=str(engine),
                 remedy="an engine belongs to one GPU architecture, one TensorRT version and one OS",
             )
@@ -285,7 +285,7 @@ class TensorRtSession(Runner):
             context = self._engine.create_execution_context()
             if context is None or not self._choose_profile(context, self._profiles[size]):
                 raise EngineError(
-                    f"{self._trt.__name__} makes no execution context for batches of {size}",
+                    f"E2805 {self._trt.__name__} makes no execution context for batches of {size}",
                     evidence=f"optimization profile {self._profiles[size]}; the device may lack memory",
                 )
             self._instances[size] = _Instance(context, is_captured=self._cuda_graphs)
@@ -305,7 +305,7 @@ class TensorRtSession(Runner):
             for name, shape in shapes.items():
                 if not context.set_input_shape(name, shape):
                     raise EngineError(
-                        f"input '{name}' is outside the engine's optimization profile",
+                        f"E2806 input '{name}' is outside the engine's optimization profile",
                         evidence=f"shape {shape}",
                         remedy="keep requests between batch.min and batch.max, or build for a wider range",
                     )
@@ -354,7 +354,9 @@ class TensorRtSession(Runner):
 
     def _compute(self, instance: _Instance) -> None:
         if not instance.context.execute_async_v3(self._cuda.stream):
-            raise EngineError("the engine failed on a batch", evidence=f"output shapes {instance.outputs}")
+            raise EngineError(
+                "E2807 the engine failed on a batch", evidence=f"output shapes {instance.outputs}"
+            )
 
     def _size(self, name: str, shape: tuple[int, ...]) -> int:
         return int(np.prod(shape, dtype=np.int64)) * self._types[name].itemsize
@@ -376,7 +378,7 @@ class TensorRtSession(Runner):
         kind = self._engine.get_tensor_dtype(name)
         if kind.name not in NUMPY_TYPES:
             raise EngineError(
-                f"input or output '{name}' has type {kind.name}, which NumPy lacks",
+                f"E2808 input or output '{name}' has type {kind.name}, which NumPy lacks",
                 remedy="cast it to FP32 inside the model",
             )
         return np.dtype(NUMPY_TYPES[kind.name])

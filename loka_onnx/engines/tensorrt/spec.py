@@ -42,7 +42,7 @@ class TensorRtSpec(BackendSpec):
             return module
         places = ", ".join(getattr(module, "__path__", ()))
         evidence = f"'{self.modules[0]}' is not the library but {places}"
-        raise MissingPackage(f"{self.title} is not installed", evidence=evidence, remedy=self.install)
+        raise MissingPackage(f"E2809 {self.title} is not installed", evidence=evidence, remedy=self.install)
 
 
 TENSORRT = TensorRtSpec(

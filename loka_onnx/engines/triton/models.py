@@ -84,13 +84,13 @@ def ports_of(specs: tuple[TensorSpec, ...], names: Mapping[str, str] | None = No
 def _port(spec: TensorSpec, name: str) -> Port:
     if not spec.shape or spec.shape[0] is not None:
         raise BundleError(
-            f"Triton cannot batch requests of a model whose '{spec.name}' has no batch",
+            f"E2810 Triton cannot batch requests of a model whose '{spec.name}' has no batch",
             evidence=f"its shape is {spec.shape}",
             remedy="export the model with a dynamic axis 0 on every input and output",
         )
     if spec.dtype not in DATA_TYPES:
         raise BundleError(
-            f"Triton's protocol has no element type for '{spec.name}'",
+            f"E2811 Triton's protocol has no element type for '{spec.name}'",
             evidence=f"its type is {spec.dtype}; known are {', '.join(DATA_TYPES)}",
             remedy="cast it inside the model",
         )
@@ -116,19 +116,19 @@ class TritonOptions:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ConfigError(
-                f"'{self.name}' cannot be the name of a model in Triton",
+                f"E2812 '{self.name}' cannot be the name of a model in Triton",
                 evidence="it becomes a directory, and a part of the addresses that clients call",
                 remedy="use up to 100 letters, digits and ._- with `--name`",
             )
         if not 1 <= self.instances <= 1024:
             raise ConfigError(
-                f"{self.instances} instances of a model cannot be served",
+                f"E2813 {self.instances} instances of a model cannot be served",
                 evidence="a model has 1 to 1024 instances on a device",
                 remedy="choose `--instances` in that range",
             )
         if not 0 <= self.queue_delay_us <= 10_000_000:
             raise ConfigError(
-                f"requests cannot wait {self.queue_delay_us} µs",
+                f"E2814 requests cannot wait {self.queue_delay_us} µs",
                 evidence="they wait 0 to 10,000,000 µs",
                 remedy="choose `--queue-delay-us` in that range",
             )

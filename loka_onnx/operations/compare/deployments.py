@@ -82,7 +82,7 @@ class CompareOptions:
 
     def __post_init__(self) -> None:
         if self.loads < 1:
-            raise ConfigError("to be timed, deployments are loaded", evidence=f"{self.loads} times")
+            raise ConfigError("E1601 to be timed, deployments are loaded", evidence=f"{self.loads} times")
 
 
 def compare(
@@ -157,7 +157,7 @@ def _range(a: Side, b: Side) -> tuple[int, int]:
     least, most = max(a.least_rows, b.least_rows), min(a.most_rows, b.most_rows)
     if least > most:
         raise ConfigError(
-            "A and B take no request of the same size",
+            "E1602 A and B take no request of the same size",
             evidence=f"A takes {a.least_rows} to {a.most_rows} rows, B {b.least_rows} to {b.most_rows}",
             remedy="build both for a batch size in common (`batch` in the run file)",
         )
@@ -183,7 +183,7 @@ def _batches(a: Side, b: Side, wanted: Sequence[int]) -> tuple[int, ...]:
     for size in wanted:
         if not least <= size <= most:
             raise ConfigError(
-                f"A and B do not both take {size} rows",
+                f"E1603 A and B do not both take {size} rows",
                 where="--batch",
                 evidence=f"both take requests of {least} to {most} rows",
                 remedy="ask for batch sizes in this range",
@@ -281,7 +281,7 @@ def _values(predictions: Predictions, name: str, side: str) -> Array:
     if not np.isfinite(values).all():
         wrong = int((~np.isfinite(values)).any(axis=1).sum())
         raise EvaluationError(
-            f"output '{name}' of {side} is not finite",
+            f"E1604 output '{name}' of {side} is not finite",
             evidence=f"{wrong} of {predictions.rows} rows",
             remedy="check the inputs and weights of the model for NaN and overflow",
         )

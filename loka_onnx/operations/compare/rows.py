@@ -71,7 +71,7 @@ class RowOptions:
     def __post_init__(self) -> None:
         if self.budget is not None and not 0.0 <= self.budget < math.inf:
             raise ConfigError(
-                f"a budget of {self.budget} cannot be held",
+                f"E1605 a budget of {self.budget} cannot be held",
                 where="--budget",
                 evidence="it is the largest accepted relative loss change, 0 or a finite number above it",
                 remedy="write for example --budget 0.0002 for 0.02 %",
@@ -221,7 +221,7 @@ def _requested(a: Side, b: Side, options: RowOptions) -> tuple[tuple[_Requested,
         return found, _source_of_budgets(names, declared)
     if not found:
         raise ConfigError(
-            "a budget needs an output that is judged",
+            "E1606 a budget needs an output that is judged",
             where="--budget",
             evidence="neither A nor B records the kind of an output",
             remedy="give it with `--output NAME=logit` (or probability, or regression)",
@@ -234,7 +234,7 @@ def _check_present(a: Side, kinds: Mapping[str, OutputKind]) -> None:
     for name in kinds:
         if name not in present:
             raise ConfigError(
-                f"there is no output '{name}'",
+                f"E1607 there is no output '{name}'",
                 where="--output",
                 evidence=f"the outputs are {', '.join(present)}",
                 remedy="correct the name",
@@ -253,7 +253,7 @@ def _alike(sides: Sequence[_Requested]) -> _Requested:
     if ours.clip != theirs.clip:
         remedy += f"{'; ' if remedy else ''}build both bundles with one `clip`"
     raise ConfigError(
-        f"A and B judge output '{ours.name}' differently",
+        f"E1608 A and B judge output '{ours.name}' differently",
         evidence=f"A: {_how(ours)}; B: {_how(theirs)}",
         remedy=remedy,
     )
@@ -349,7 +349,7 @@ def _recorded(sides: Sequence[Side], run: Path | None) -> tuple[_Recorded, Path 
     if run is not None:
         if not (run / RECORD).is_file():
             raise ConfigError(
-                "there is no run directory",
+                "E1609 there is no run directory",
                 where=f"--run {run}",
                 evidence=f"it has no {RECORD}",
                 remedy="name the directory that a run wrote its report and bundle to",

@@ -44,7 +44,7 @@ def read_run(path: Path) -> ReadRun:
     if not file.is_file():
         evidence = f"it has no '{JSON_NAME}'" if path.is_dir() else "there is no such file"
         raise UserError(
-            "there is no report of a run",
+            "E1610 there is no report of a run",
             where=str(path),
             evidence=evidence,
             remedy="name a run directory or a report.json; `loka-onnx report RUN.yaml` writes one",
@@ -52,7 +52,7 @@ def read_run(path: Path) -> ReadRun:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError("cannot read the report", where=str(file), evidence=str(error)) from error
+        raise UserError("E1611 cannot read the report", where=str(file), evidence=str(error)) from error
     _refuse_others(file, text)
     record = file.parent / RECORD
     return ReadRun(
@@ -75,7 +75,7 @@ def _refuse_others(file: Path, text: str) -> None:
     found = _OF_A_REPORT.fullmatch(schema) if isinstance(schema, str) else None
     if found is None:
         raise UserError(
-            "this is no report of a run",
+            "E1612 this is no report of a run",
             where=str(file),
             evidence="it is no JSON document" if document is None else f"its schema is {schema!r}",
             remedy=f"name a run directory or its {JSON_NAME}; `loka-onnx compare` is for bundles and models",
@@ -89,7 +89,7 @@ def _refuse_others(file: Path, text: str) -> None:
         "where the version of loka-onnx or of a library has changed"
     )
     raise UserError(
-        f"the report was written by {'an older' if is_older else 'a newer'} version of loka-onnx",
+        f"E1613 the report was written by {'an older' if is_older else 'a newer'} version of loka-onnx",
         where=str(file),
         evidence=f"schema is {schema!r}, this version reads {expected!r}",
         remedy=older if is_older else "compare with that version, or write both reports with this one",

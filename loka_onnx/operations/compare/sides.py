@@ -147,7 +147,7 @@ def open_side(path: Path, name: str, opening: Opening, place: ExitStack, engines
     """
     if not path.exists():
         raise ConfigError(
-            f"{name} is not there",
+            f"E1614 {name} is not there",
             where=str(path),
             evidence="no such file or directory",
             remedy="name the directory of a bundle, a bundle in a single file, or an .onnx file",
@@ -178,7 +178,7 @@ def refuse_different_requests(a: Side, b: Side) -> None:
             if before is not None and after is not None and _fits(before, after):
                 continue
             raise ConfigError(
-                f"A and B do not have the same {what}s, so no request can be put to both",
+                f"E1615 A and B do not have the same {what}s, so no request can be put to both",
                 where=f"{what} '{name}'",
                 evidence=f"A ('{a.path}') has {_layout(before)}, B ('{b.path}') has {_layout(after)}",
                 remedy="compare deployments of models that take and give the same tensors",
@@ -213,7 +213,7 @@ def _open_bundle(directory: Path, path: Path, name: str, opening: Opening, stack
         answering = _answering(again, again.health().routes)
         if answering != expected:
             raise EngineError(
-                "another engine answers when the bundle is loaded once more",
+                "E1616 another engine answers when the bundle is loaded once more",
                 where=str(path),
                 evidence=f"{expected} at first, then {answering}",
                 remedy="see whether the device is shared or short of memory",
@@ -315,7 +315,7 @@ def _rows_of(inputs: Sequence[TensorSpec], path: Path) -> tuple[int, int]:
     """Fewest and most rows of a request."""
     if not inputs or not all(spec.shape for spec in inputs):
         raise ModelError(
-            "the model cannot be asked for rows",
+            "E1617 the model cannot be asked for rows",
             where=str(path),
             evidence="an input without axes has no batch" if inputs else "it has no inputs",
             remedy="give every input the batch as its first axis",
@@ -325,7 +325,7 @@ def _rows_of(inputs: Sequence[TensorSpec], path: Path) -> tuple[int, int]:
         return 1, UNLIMITED_ROWS
     if len(fixed) > 1:
         raise ModelError(
-            "the inputs of the model have different fixed batches",
+            "E1618 the inputs of the model have different fixed batches",
             where=str(path),
             evidence=f"{sorted(fixed)} rows",
             remedy="export it with one dynamic batch as the first axis of every input",

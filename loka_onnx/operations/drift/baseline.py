@@ -38,7 +38,7 @@ class Baseline:
     def __post_init__(self) -> None:
         if self.profile.model_digest != self.model.digest:
             raise UserError(
-                f"the profile is not that of '{self.model.path.name}'",
+                f"E1619 the profile is not that of '{self.model.path.name}'",
                 evidence=f"it was measured on a model with digest {self.profile.model_digest[:12]}…, and "
                 f"this one has {self.model.digest[:12]}…",
                 remedy="give the profile of this model, or calibrate the model again",

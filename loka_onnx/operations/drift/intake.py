@@ -31,7 +31,7 @@ class RowRules:
         names = [spec.name for spec in self.inputs]
         if set(arrays) != set(names):
             raise DataError(
-                "what was fed are not the inputs of the model",
+                "E1620 what was fed are not the inputs of the model",
                 evidence=f"fed {', '.join(sorted(arrays)) or 'nothing'}; the inputs are {', '.join(names)}",
                 remedy="feed one array for each input, the rows on axis 0",
             )
@@ -48,7 +48,7 @@ class RowRules:
             lengths.add(shape[0])
         if len(lengths) != 1:
             raise DataError(
-                "the arrays that were fed have different numbers of rows",
+                "E1621 the arrays that were fed have different numbers of rows",
                 evidence=f"{', '.join(map(str, sorted(lengths)))} rows",
                 remedy="feed the same rows to every input",
             )
@@ -75,7 +75,7 @@ class RowRules:
     @staticmethod
     def _wrong(spec: TensorSpec, evidence: str) -> DataError:
         return DataError(
-            f"what was fed to input '{spec.name}' does not fit",
+            f"E1622 what was fed to input '{spec.name}' does not fit",
             evidence=f"{evidence}; the model takes {spec.dtype} of shape {spec.shape}",
             remedy="feed what the model is fed",
         )

@@ -79,7 +79,7 @@ def total_kl(work: KlWork, batches: Iterable[tuple[str, BatchResult[Values]]]) -
     for where, result in batches:
         if not np.isfinite(result.value).all():
             raise CalibrationError(
-                f"an output is not finite in {where}",
+                f"E1623 an output is not finite in {where}",
                 evidence=f"one of {', '.join(spec.name for spec in work.outputs)}, exact or with a site "
                 "in FP8",
                 remedy="drop the rows that overflow",

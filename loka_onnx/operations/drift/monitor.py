@@ -80,7 +80,7 @@ class MonitorOptions:
     def __post_init__(self) -> None:
         if not 0.0 < self.sample_rate <= 1.0 or self.window < BLOCKS or self.pending < 1:
             raise ConfigError(
-                "a monitor samples a share of the rows, over a window of some batches",
+                "E1624 a monitor samples a share of the rows, over a window of some batches",
                 where="MonitorOptions",
                 evidence=f"sample_rate {self.sample_rate:g}, window {self.window}, pending {self.pending}",
                 remedy=f"sample_rate in (0, 1], window at least {BLOCKS}, pending at least 1",

@@ -112,7 +112,9 @@ def exposition(collector: MonitorCollector) -> str:
         from prometheus_client import CollectorRegistry, generate_latest
     except ImportError as error:
         raise MissingPackage(
-            "prometheus_client is not installed", evidence=str(error), remedy="pip install 'loka-onnx[serve]'"
+            "E1625 prometheus_client is not installed",
+            evidence=str(error),
+            remedy="pip install 'loka-onnx[serve]'",
         ) from error
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)

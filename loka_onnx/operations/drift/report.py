@@ -80,14 +80,14 @@ class DriftOptions:
     def __post_init__(self) -> None:
         if not 0.0 < self.family_wise < 1.0:
             raise ConfigError(
-                "a probability of false alarms lies between 0 and 1",
+                "E1626 a probability of false alarms lies between 0 and 1",
                 where="family-wise",
                 evidence=f"it is {self.family_wise:g}",
                 remedy="0.01 lets one of a hundred comparisons without any drift alarm",
             )
         if self.most_delta_ne is not None and not self.most_delta_ne >= 0.0:
             raise ConfigError(
-                "a threshold is at least 0",
+                "E1627 a threshold is at least 0",
                 where="max-predicted-delta-ne",
                 evidence=f"it is {self.most_delta_ne:g}",
                 remedy="0.0001 alarms when ΔNE is predicted to grow by 0.01 %",

@@ -159,7 +159,7 @@ def _directory(profile: Path, run: Path | None) -> Path:
         if (candidate / RECORD).is_file():
             return candidate.absolute()
     raise ConfigError(
-        "there is no run directory that says how the model's inputs are made of columns",
+        "E1628 there is no run directory that says how the model's inputs are made of columns",
         where="--profile" if run is None else "--run",
         evidence=f"no {RECORD} in {' or '.join(map(str, candidates))}",
         remedy="name the run directory that the profile comes from: --run DIR",
@@ -191,14 +191,14 @@ def _model(directory: Path, profile: Profile, where: Path) -> ModelArtifact:
         actual = model_digest(artifact.path)
         if actual != artifact.digest:
             raise ModelError(
-                "the model is not the one that the run left",
+                "E1629 the model is not the one that the run left",
                 where=str(artifact.path),
                 evidence=f"its digest is {actual[:12]}…, that of '{document.name}' {artifact.digest[:12]}…",
                 remedy="restore the file, or run the pipeline again",
             )
         return artifact
     raise UserError(
-        f"the profile is of no model in '{directory}'",
+        f"E1630 the profile is of no model in '{directory}'",
         where=str(where),
         evidence=f"it is of {profile.model_digest[:12]}…; {', '.join(seen) or 'there is no model there'}",
         remedy="name the run directory that the profile comes from: --run DIR",
@@ -217,7 +217,7 @@ def _plan(directory: Path, profile: Profile, wanted: str | None) -> PrecisionPla
     if wanted is not None:
         if wanted not in fitting:
             raise ConfigError(
-                f"there is no plan '{wanted}' with FP8 sites for the model of the profile",
+                f"E1631 there is no plan '{wanted}' with FP8 sites for the model of the profile",
                 where="--plan",
                 evidence=f"'{document}' has {', '.join(fitting) or 'none'}",
                 remedy="name one of these, or leave --plan out",

@@ -71,7 +71,7 @@ class EarlierRun:
             _refuse_waiting(directory)
         if missing:
             raise ConfigError(
-                f"'{directory}' is not a finished run",
+                f"E1633 '{directory}' is not a finished run",
                 where="--run",
                 evidence=f"it has no '{missing[0]}'",
                 remedy="name a run directory, or finish the run with `loka-onnx run --resume`",
@@ -116,7 +116,7 @@ class EarlierRun:
 
     def _of_another_version(self) -> ConfigError:
         return ConfigError(
-            f"the run '{self.directory}' was recorded by another version of loka-onnx",
+            f"E1634 the run '{self.directory}' was recorded by another version of loka-onnx",
             where="--run",
             evidence=f"its '{RECORD}' does not hold what the run file gave",
             remedy="run the whole pipeline again with this version",
@@ -218,7 +218,7 @@ def _refuse_waiting(directory: Path) -> None:
     if waiting:
         targets = ", ".join(dict.fromkeys(engine.target for engine in waiting))
         raise ConfigError(
-            f"'{directory}' has chosen no engine for {targets} yet, so that there is no choice to keep",
+            f"E1635 '{directory}' has chosen no engine for {targets} yet, so that there is no choice to keep",
             where="--run",
             evidence="; ".join(f"{engine.id}: {engine.detail}" for engine in waiting),
             remedy=f"execute the jobs in `{JOBS}/` where their devices are, bring each `{RESULT}/` back into "

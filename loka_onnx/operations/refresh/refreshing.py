@@ -170,13 +170,15 @@ def _configured(before: EarlierRun, model: Path, options: RefreshOptions) -> Run
     values: dict[str, Any] = dict(before.config)
     section = dict(values["model"])
     if not model.is_file():
-        raise ModelError("the retrained model is missing", where=str(model), evidence="there is no such file")
+        raise ModelError(
+            "E1636 the retrained model is missing", where=str(model), evidence="there is no such file"
+        )
     if model.suffix == ".onnx":
         kept = {key: value for key, value in section.items() if key == "split_sparse"}
         section = {**kept, "onnx": str(model)}
     elif section.get("torch") is None:
         raise ConfigError(
-            f"'{model.name}' is no ONNX file, and the earlier run began with one",
+            f"E1637 '{model.name}' is no ONNX file, and the earlier run began with one",
             where="--model",
             evidence=f"'{before.directory}' was made from '{section.get('onnx')}'",
             remedy="give the retrained model as .onnx",
@@ -191,7 +193,7 @@ def _configured(before: EarlierRun, model: Path, options: RefreshOptions) -> Run
     )
     if config.output == before.directory:
         raise ConfigError(
-            "a refresh needs a directory of its own",
+            "E1638 a refresh needs a directory of its own",
             where="--output",
             evidence=f"'{config.output}' is the run that is refreshed",
             remedy="name another directory",

@@ -77,7 +77,7 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
         for site, part in self._left.items():
             if not 0.0 < part < 1.0:
                 raise TransformError(
-                    "the part of an error that may be left is not between 0 and 1",
+                    "E0601 the part of an error that may be left is not between 0 and 1",
                     where=f"site '{site}'",
                     evidence=f"it is {part:g}",
                     remedy="leave out sites whose error needs no cut",

@@ -108,7 +108,7 @@ def check_plan(plan: PrecisionPlan, digest: str, nodes: Collection[str] | None =
         evidence = f"the model has no node '{min(unknown)}'"
     if evidence:
         raise TransformError(
-            f"plan '{plan.id}' was made for another model",
+            f"E0602 plan '{plan.id}' was made for another model",
             evidence=evidence,
             remedy="run again without --resume: the run's plans were altered",
         )

@@ -203,7 +203,7 @@ def _rounded(model: GraphModel, name: str, values: npt.NDArray[np.float32], base
     lost = np.isfinite(values) & ~np.isfinite(narrow.astype(np.float32))
     if lost.any():
         raise TransformError(
-            f"constant '{name}' does not fit {base}",
+            f"E0603 constant '{name}' does not fit {base}",
             evidence=f"it holds {float(values[lost].flat[0]):.4g}, {base} ends at {_LARGEST[base]:.6g}",
             remedy="use the base precision bf16"
             if base is Precision.FP16
@@ -221,7 +221,7 @@ def _check_scale(node: Node, scales: npt.NDArray[np.float32], base: Precision) -
     if lost.any():
         first = int(np.argmax(lost))
         raise TransformError(
-            f"a Q/DQ scale is not exact in {base}",
+            f"E0604 a Q/DQ scale is not exact in {base}",
             where=f"node '{node.name}'",
             evidence=f"scale {first} of {lost.size} is {float(scales.flat[first]):.4g}, "
             f"normal {base} numbers begin at {normal:.4g}",
@@ -296,7 +296,7 @@ def _is_float(tensor: Tensor) -> bool:
         return False
     if tensor.dtype is None:
         raise TransformError(
-            f"the element type of tensor '{tensor.name}' is not known",
+            f"E0605 the element type of tensor '{tensor.name}' is not known",
             evidence="type inference of ONNX stops before it",
             remedy="export the model again, or plan fp32",
         )
@@ -315,7 +315,7 @@ def _refuse_control_flow(model: GraphModel, base: Precision) -> None:
     for node in model.nodes:
         if node.op in _CONTROL_FLOW:
             raise TransformError(
-                f"node '{node.name}' is a {node.op}: graphs with control flow are not cast to {base}",
+                f"E0606 node '{node.name}' is a {node.op}: graphs with control flow are not cast to {base}",
                 evidence="its branches carry types of their own",
                 remedy="plan fp32 for this model, or export it without control flow",
             )

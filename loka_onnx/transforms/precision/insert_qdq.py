@@ -76,7 +76,7 @@ def _described(model: GraphModel, site: Site) -> Node:
 
 def _altered(site: Site, evidence: str) -> TransformError:
     return TransformError(
-        "the plan, the model and its description do not belong together",
+        "E0607 the plan, the model and its description do not belong together",
         where=f"site '{site.name}'",
         evidence=evidence,
         remedy="take the run directory from where it was made, or run the pipeline again",

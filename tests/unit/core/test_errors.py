@@ -1,10 +1,17 @@
-"""Messages stay short, whatever a file puts into them."""
+"""Messages stay short, whatever a file puts into them; errors have codes, and their wording is reviewed."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from loka_onnx.errors import MOST_CHARACTERS, UserError, shortened
+from loka_onnx.errors import MOST_CHARACTERS, DataError, UserError, shortened
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import wording
 
 
 def test_a_short_text_stays() -> None:
@@ -23,3 +30,23 @@ def test_a_long_text_keeps_its_ends_and_says_how_much_is_gone(more: int) -> None
     assert len(head) == 2 * len(tail)
     assert int(gone.split()[0]) == more
     assert str(UserError(text)) == found
+
+
+def test_a_code_is_no_part_of_the_sentence() -> None:
+    error = DataError("E0214 column 'a' holds NaN", where="rows.parquet")
+    assert (error.code, error.what, str(error)) == (
+        "E0214",
+        "column 'a' holds NaN",
+        "rows.parquet: column 'a' holds NaN",
+    )
+    assert DataError("E12 is no code").code == ""
+
+
+def test_every_place_has_a_code_of_its_own() -> None:
+    assert wording.repeated() == []
+
+
+def test_wording_is_that_of_the_snapshots() -> None:
+    """``python tests/wording.py`` writes them again."""
+    stored = {path.stem: path.read_text(encoding="utf-8") for path in wording.SNAPSHOTS.glob("*.txt")}
+    assert wording.snapshots() == stored

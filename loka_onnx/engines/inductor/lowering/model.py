@@ -88,7 +88,7 @@ class LoweredModel(nn.Module):
         """
         if len(inputs) != len(self.input_names):
             raise EngineError(
-                f"the graph has {len(self.input_names)} inputs",
+                f"E0818 the graph has {len(self.input_names)} inputs",
                 evidence=f"it was given {len(inputs)}",
                 remedy=f"pass {', '.join(self.input_names)}, in this order",
             )

@@ -115,7 +115,7 @@ def _constant(tensor: onnx.TensorProto, directory: Path) -> Constant:
 def _check_type(name: str, onnx_type: int) -> None:
     if onnx_type not in TORCH_TYPES:
         raise EngineError(
-            f"values of type {type_name(onnx_type)} are not lowered",
+            f"E0819 values of type {type_name(onnx_type)} are not lowered",
             where=f"tensor '{name}'",
             evidence="of the FP8 types, torch multiplies E4M3FN and E5M2",
             remedy=REMEDY,
