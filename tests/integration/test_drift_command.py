@@ -104,6 +104,7 @@ def test_too_few_rows_end_with_2_and_are_not_called_the_same(
         "moved.parquet: drift was not judged\n"
         "  evidence: the live rows fill 7 batches of 64 rows, as large as the profile's, and 8 are needed\n"
         "  remedy: give at least 512 rows, or calibrate with a smaller `calibration.batch_size`\n"
+        "  code: E1710\n"
     )
 
 

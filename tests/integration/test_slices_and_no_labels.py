@@ -214,6 +214,7 @@ def test_the_wrong_kind_of_output_cannot_do_without(
         "  evidence: without labels a change is relative to the mean entropy of the predictions, which a "
         "regression does not have\n"
         "  remedy: name the column of its label, or remove this output from `outputs`\n"
+        "  code: E0115\n"
     )
 
 
