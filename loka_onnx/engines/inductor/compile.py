@@ -24,7 +24,6 @@ from loka_onnx.core.cache_directory import cache_directory
 from loka_onnx.core.devices import CPU
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.inductor.exported import entering_types, output_types, products_of
-from loka_onnx.engines.inductor.operator_packages import find_packages, needed_packages
 from loka_onnx.engines.inductor.package import (
     RECORD,
     CompiledSite,
@@ -187,7 +186,6 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
         programs=tuple(programs),
         sites=compiled_sites(lowered),
         options=settings.options,
-        packages=needed_packages(programs),
     )
     package = into / PACKAGE
     with clocked("packaged"):
@@ -239,7 +237,7 @@ def chosen_products(build: Build, model: Path) -> Callable[[Sequence[int]], Any]
     rows = request.batch.serve
     examples = example_rows(request.sample, build.inputs, rows)
     module = lower(model, recorder).to(device).eval()
-    chooser = Chooser(rows, tuple(request.batch.sizes), fast, find_packages(str(torch.__version__)))
+    chooser = Chooser(rows, tuple(request.batch.sizes), fast)
     with torch.no_grad():
         module(*(each.to(device) for each in examples))
         with clocked("tiles compiled"):

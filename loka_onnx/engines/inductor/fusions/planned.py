@@ -169,12 +169,6 @@ class PlannedGraph:
         move_outside(model, path)
         path.write_bytes(model.SerializeToString(deterministic=True))
 
-    @property
-    def opset(self) -> int:
-        """Version of ONNX's own operators."""
-        versions = (entry.version for entry in self._proto.opset_import if entry.domain in {"", "ai.onnx"})
-        return max(versions, default=1)
-
     def is_output(self, tensor: Tensor) -> bool:
         """True if a tensor is an output of the graph, or read by a subgraph."""
         return tensor.name in self._outputs

@@ -51,16 +51,15 @@ def read_graph(model: Path, scope: Scope) -> SourceGraph:
     inputs = [info for info in graph.input if info.name not in constants]
     for info in inputs:
         _check_type(info.name, info.type.tensor_type.elem_type)
-    opsets = {_domain(entry.domain): entry.version for entry in proto.opset_import}
     nodes, names = [], set[str]()
     for node in graph.node:
         # Two nodes may have the same name, but products are recorded by name.
         name = node.name if node.name and node.name not in names else node.output[0]
         names.add(name)
-        domain = _domain(node.domain)
+        domain = "" if node.domain == "ai.onnx" else node.domain
         attributes = {attribute.name: _attribute(attribute) for attribute in node.attribute}
         tensors = (tuple(node.input), tuple(node.output))
-        nodes.append(Node(node.op_type, domain, name, attributes, opsets.get(domain, 1), *tensors, scope))
+        nodes.append(Node(node.op_type, domain, name, attributes, *tensors, scope))
     return SourceGraph(
         tuple(info.name for info in inputs),
         frozenset(info.name for info in inputs if _is_batched(info)),
@@ -87,10 +86,6 @@ def constant_of(node: Node) -> Constant | None:
             kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
             return Constant(name, TORCH_TYPES[kind], array.shape, array)
     return None
-
-
-def _domain(name: str) -> str:
-    return "" if name == "ai.onnx" else name
 
 
 def _attribute(attribute: onnx.AttributeProto) -> Any:
