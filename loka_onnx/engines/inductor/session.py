@@ -25,13 +25,11 @@ from loka_onnx.engines.inductor.package import (
     read_engine,
 )
 from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions.buckets import Piece, pieces_of, rows_of
+from loka_onnx.sessions.buckets import Piece, padded_rows, pieces_of, rows_of
 from loka_onnx.sessions.cuda import list_cuda_devices, why_no_gpu
 from loka_onnx.sessions.dlpack import Borrowed
 from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
 
-MOST_PADDING = 2
-"""Largest ratio of a captured batch size to the rows that are padded to it."""
 INSTALL = "pip install 'loka-onnx[inductor]'"
 
 
@@ -116,10 +114,8 @@ def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Pl
         names = {program.maximum: program.name for program in engine.programs}
         return tuple(Placement(names[p.size], p, captures) for p in pieces_of(rows, sorted(names)))
     name = engine.programs[0].name
-    size = next((size for size in engine.graph_sizes if size >= rows), None) if captures else None
-    if size is not None and size <= MOST_PADDING * rows:
-        return (Placement(name, Piece(0, rows, size), True),)
-    return (Placement(name, Piece(0, rows, rows), False),)
+    size = padded_rows(rows, engine.graph_sizes) if captures else None
+    return (Placement(name, Piece(0, rows, size or rows), size is not None),)
 
 
 class InductorSession(Runner):

@@ -29,7 +29,7 @@ from loka_onnx.engines.inductor.lowering.evaluating import Step, evaluate
 from loka_onnx.engines.inductor.lowering.folding import Stored, fold, store
 from loka_onnx.engines.inductor.lowering.node import Node, Scope, load_directly
 from loka_onnx.engines.inductor.lowering.reading import SourceGraph, read_graph
-from loka_onnx.engines.inductor.lowering.registry import DECLINED, OPERATORS, Operator
+from loka_onnx.engines.inductor.lowering.registry import OPERATORS, Operator
 from loka_onnx.engines.inductor.lowering.strategies import ProductStrategy, ScaledMatMul
 from loka_onnx.engines.inductor.lowering.values import MOST_NUMBERS, Constant, Value
 from loka_onnx.engines.inductor.package import CompiledSite
@@ -133,8 +133,6 @@ def _operator(node: Node) -> Operator:
     known = OPERATORS.get((node.domain, node.op_type))
     if known is not None:
         return known
-    if not node.domain and node.op_type in DECLINED:
-        raise node.error(f"{node.op_type} is not lowered", DECLINED[node.op_type])
     domain = node.domain or "ai.onnx"
     count = sum(where == node.domain for where, _ in OPERATORS)
     raise node.error(

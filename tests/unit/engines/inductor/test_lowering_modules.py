@@ -212,21 +212,6 @@ def test_an_unknown_operator_is_named_with_its_domain(op_type: str, domain: str,
     assert caught.value.where == f"node 'place' ({domain}{'.' if domain else ''}{op_type})"
 
 
-@pytest.mark.parametrize(
-    ("op_type", "reason"),
-    [
-        ("If", "control flow that depends on the elements of tensors"),
-        ("Loop", "control flow that depends on the elements of tensors"),
-        ("NonZero", "the shape of its result depends on elements"),
-        ("RandomNormalLike", "it draws random numbers, which differ between engines"),
-    ],
-)
-def test_declined_operators_have_a_reason(op_type: str, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(EngineError) as caught:
-        lowered(with_operator(op_type), tmp_path)
-    assert (caught.value.where, caught.value.evidence) == (f"node 'place' ({op_type})", reason)
-
-
 def test_what_torch_refuses_names_the_node_and_its_inputs(tmp_path: Path) -> None:
     proto = parsed(
         "[mix] y = MatMul(x, w)",
