@@ -39,8 +39,7 @@ from loka_onnx.errors import ConfigError, EngineError, MissingPackage
 CUDA = "cuda"
 """Torch's name of an accelerator, including AMD's."""
 ROUNDS, CALLS, ERROR_ROWS = 15, 20, 256
-"""Repetitions of a kernel, of which the median is taken; fewest calls in a CUDA graph; rows of a product for its
-error."""
+"""Repetitions of a kernel, of which the median is taken; fewest calls in a CUDA graph; rows for an error."""
 _QUERY = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
 
 

@@ -21,9 +21,7 @@ from onnx.external_data_helper import uses_external_data
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.shapes import add_inferred_shapes
 from loka_onnx.graph.storage import (
-    all_initializers,
     move_outside,
-    names_in_subgraphs,
     read_external,
     read_proto,
 )
@@ -107,10 +105,7 @@ class Node:
 
 
 class PlannedGraph:
-    """The main graph of a planned model, which has its constants inside and is not changed.
-
-    Tensors that subgraphs read are kept like outputs: no fusion removes them.
-    """
+    """The graph of a planned model, which is not changed; operators with subgraphs are not lowered."""
 
     def __init__(self, proto: onnx.ModelProto) -> None:
         self._proto = proto
@@ -123,8 +118,7 @@ class PlannedGraph:
             tensor = self._tensor(stored.name)
             tensor.kind, tensor.shape, tensor.stored = stored.data_type, tuple(stored.dims), stored
         self.nodes: list[Node] = [self._read(node) for node in graph.node]
-        captured = names_in_subgraphs(graph) & self._tensors.keys()
-        self._outputs = {info.name for info in graph.output} | captured
+        self._outputs = {info.name for info in graph.output}
         self._names = {*self._tensors, *(node.name for node in self.nodes)}
         self._transposed: dict[str, Tensor] = {}
 
@@ -139,7 +133,7 @@ class PlannedGraph:
             ModelError: The file or its external data are missing, truncated or invalid.
         """
         proto = read_proto(path)
-        for stored in all_initializers(proto.graph):
+        for stored in proto.graph.initializer:
             if uses_external_data(stored) and (base is None or prod(stored.dims) <= MOST_READ):
                 read_external(stored, path.parent)
         add_inferred_shapes(proto)
@@ -170,7 +164,7 @@ class PlannedGraph:
         path.write_bytes(model.SerializeToString(deterministic=True))
 
     def is_output(self, tensor: Tensor) -> bool:
-        """True if a tensor is an output of the graph, or read by a subgraph."""
+        """True if a tensor is an output of the graph."""
         return tensor.name in self._outputs
 
     def fresh_name(self, base: str) -> str:

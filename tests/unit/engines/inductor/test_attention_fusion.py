@@ -234,24 +234,6 @@ def test_the_batch_stays_open(tmp_path: Path) -> None:
         torch.testing.assert_close(program.module()(x)[0], module(x)[0], rtol=0, atol=0)
 
 
-def test_heads_reach_it_as_views(tmp_path: Path) -> None:
-    """No transposed copy is made in front of it: the last axis of each is contiguous."""
-    graph, _ = fused(attention(Form()), tmp_path)
-    graph.save(tmp_path / "fused.onnx")
-    strides: list[tuple[int, ...]] = []
-    plain = torch.nn.functional.scaled_dot_product_attention
-
-    def seen(*heads: torch.Tensor, **settings: object) -> torch.Tensor:
-        strides.extend(each.stride() for each in heads)
-        return plain(*heads, **settings)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
-        run(tmp_path / "fused.onnx", numbers())
-    row = 3 * HEADS * WIDTH
-    assert strides == [(TOKENS * row, WIDTH, row, 1)] * 3
-
-
 LOOK_ALIKES = {
     "softmax over queries": (Form(axis=2), "its softmax is not over the keys"),
     "probabilities read twice": (Form(again="p"), "'p' is read by again as well"),

@@ -90,21 +90,6 @@ def test_an_input_of_fixed_length_stays_fixed(tmp_path: Path) -> None:
         np.testing.assert_array_equal(run(program, given | {"x": x})[0], x + 2)
 
 
-def test_weights_are_buffers_of_readable_names(tmp_path: Path) -> None:
-    model = lowered(ranker(), tmp_path)
-    shapes = {name: tuple(value.shape) for name, value in model.named_buffers()}
-    assert shapes == {
-        "weights.bottom_weight": (16, 8),
-        "weights.bottom_bias": (16,),
-        "weights.gain": (16,),
-        "weights.shift": (16,),
-        "weights.table": (50, 16),
-        # The transpose of a weight was computed once, when the model was lowered.
-        "weights.folded": (25, 1),
-    }
-    assert not list(model.parameters())
-
-
 def test_names_that_a_module_cannot_have(tmp_path: Path) -> None:
     proto = parsed(
         "a = Add(x, train) b = Mul(a, forward) y = Sub(b, dotted)",

@@ -152,20 +152,3 @@ def test_a_plan_of_float8_agrees_with_onnx_runtime(
         done = model.sites[site.name]
         assert done.engaged == is_matrix_product(site), (site, done)
         assert done.engaged or done.reason
-
-
-def test_a_plan_in_bfloat16_runs_in_bfloat16(
-    both: tuple[ModelArtifact, ModelArtifact], tmp_path: Path
-) -> None:
-    artifact = both[1]
-    plan = fp8_all(artifact, PER_TENSOR, Precision.BF16)
-    planned = apply_plan(artifact, plan, PlanForm(Precision.BF16), tmp_path / "planned.onnx")
-    model = lower(planned.path)
-    found = output(model, feeds(model))
-    exact = OnnxSession(artifact.path).run(rows())["logit"]
-    assert found.shape == exact.shape
-    assert far(found, exact) < 0.25
-    types = {type_ for site in model.sites.values() for type_ in site.operands}
-    assert types <= {"float8_e4m3fn", "bfloat16"}
-    weights = {value.dtype for value in model.buffers() if value.dim() == 2 and min(value.shape) >= 16}
-    assert torch.float32 not in weights - {torch.int64}
