@@ -81,17 +81,21 @@ def test_without_a_compiler_nothing_is_built_and_everything_runs(monkeypatch: py
     assert availability.remedy == "install g++ and gcc"
 
 
-def test_the_compiler_of_the_system_is_preferred_to_the_environment(tmp_path: Path) -> None:
+def test_the_compiler_of_the_system_is_preferred_to_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("g++", "gcc", "weird++", "weird"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
-    own = {"CXX": str(tmp_path / "weird++"), "CC": str(tmp_path / "weird"), "PATH": str(tmp_path)}
+    for name, value in {"CXX": tmp_path / "weird++", "CC": tmp_path / "weird", "PATH": tmp_path}.items():
+        monkeypatch.setenv(name, str(value))
     system = (str(tmp_path / "g++"), str(tmp_path / "gcc"))
-    assert Compilers.find(own, system) == Compilers(*system)
-    assert Compilers.find(own, ABSENT) == Compilers(own["CXX"], own["CC"])
-    broken = {**own, "CXX": "/nowhere/c++ -O2"}
-    assert Compilers.find(broken, ABSENT) == Compilers(*system)
-    assert Compilers.find({"PATH": "/nowhere"}, ABSENT) is None
+    assert Compilers.find(system) == Compilers(*system)
+    assert Compilers.find(ABSENT) == Compilers(str(tmp_path / "weird++"), str(tmp_path / "weird"))
+    monkeypatch.setenv("CXX", "/nowhere/c++ -O2")
+    assert Compilers.find(ABSENT) == Compilers(*system)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert Compilers.find(ABSENT) is None
 
 
 def request(
