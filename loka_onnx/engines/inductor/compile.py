@@ -23,6 +23,8 @@ from loka_onnx.core.cache_directory import cache_directory
 from loka_onnx.core.devices import CPU
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.inductor.exported import entering_types, output_types, products_of
+from loka_onnx.engines.inductor.fusions import FusionReport, fuse
+from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.package import (
     RECORD,
     CompiledSite,
@@ -151,10 +153,9 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
     # Otherwise TF32 would round the factors of FP32 products to 10 bits.
     torch.set_float32_matmul_precision("highest")
     settings = Settings.of(request)
-    model = fused(request.model, into.parent / "fused") if settings.fuse else request.model
-    graph = onnx.load(os.fspath(model), load_external_data=False).graph
-    scratch = into.parent / "scratch"
-    build = Build(request, settings, compilers, input_ports(graph), output_ports(graph), scratch)
+    model = planned_graph(request.model, fuses=settings.fuse)
+    ports = input_ports(model.source), output_ports(model.source)
+    build = Build(request, settings, compilers, *ports, into.parent / "scratch")
     products = chosen_products(build, model)
     programs, files, lowered = [], {}, []
     waiting = into.parent / WAITING
@@ -183,25 +184,18 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
     return package
 
 
-def fused(model: Path, folder: Path) -> Path:
-    """Write the fused model into `folder` and return it; the planned model itself where no fusion matches."""
-    from loka_onnx.engines.inductor.fusions import fuse
-    from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
-
+def planned_graph(model: Path, *, fuses: bool) -> PlannedGraph:
+    """Read the planned model and fuse it; prints what is fused and what is declined."""
     graph = PlannedGraph.load(model)
-    report = fuse(graph)
+    report = fuse(graph) if fuses else FusionReport({}, {})
     for name, reasons in report.declined.items():
         print(f"{name}: declined {'; '.join(reasons)}", flush=True)
-    if not report.fused:
-        return model
     for name, matches in report.fused.items():
         print(f"{name}: {', '.join(match.name for match in matches)}", flush=True)
-    target = folder / "model.onnx"
-    graph.save(target)
-    return target
+    return graph
 
 
-def chosen_products(build: Build, model: Path) -> Callable[[Sequence[int]], Any]:
+def chosen_products(build: Build, model: PlannedGraph) -> Callable[[Sequence[int]], Any]:
     """Return the strategy for a program's batch sizes: on a GPU, the fastest measured kernels."""
     import torch
 

@@ -1,8 +1,8 @@
 """Every name that is taken of TensorRT exists in TensorRT 10 and 11 and in TensorRT for RTX, or is asked for.
 
 `names.json` lists these names, and for each the libraries whose Python bindings hold it: TensorRT 10.16 and
-11.4, read from the strings of the binaries in NVIDIA's wheels, and TensorRT for RTX 1.7, read from the module. A
-name that is newly used has to be looked up and added.
+11.4, read from the strings of the binaries in NVIDIA's wheels, and TensorRT for RTX 1.7, read from the
+module. A name that is newly used has to be looked up and added.
 """
 
 from __future__ import annotations
