@@ -289,17 +289,6 @@ def test_another_version_or_architecture_is_refused(
     assert not engine.contexts
 
 
-def test_a_missing_library_names_the_package(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    for module in ("tensorrt", "tensorrt_rtx"):
-        monkeypatch.setitem(__import__("sys").modules, module, None)
-    with pytest.raises(MissingPackage, match=r"pip install 'loka-onnx\[tensorrt-rtx\]'"):
-        TENSORRT_RTX.open(file, "sm89", "", None)
-    with pytest.raises(
-        MissingPackage, match=r"TensorRT is not installed(?s:.*)pip install 'loka-onnx\[tensorrt\]'"
-    ):
-        TENSORRT.open(file, "sm90", "", None)
-
-
 @pytest.mark.parametrize("count", [4, 9])
 def test_a_resident_batch_runs_without_being_handed_over(engine: FakeEngine, file: Path, count: int) -> None:
     with TensorRtSession(fake_trt(engine), file) as session:
