@@ -20,7 +20,6 @@ from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.backends import backend_names
 from loka_onnx.core.distributions import versions_of
 from loka_onnx.engines.base import Availability
-from loka_onnx.engines.inductor.operator_packages import PACKAGES, OperatorPackage, find_packages
 from loka_onnx.engines.isolation import run_child
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import Limits
@@ -112,11 +111,7 @@ def diagnose(model: Path | None = None) -> Diagnosis:
     return Diagnosis(
         machine=_machine(),
         backends={name: _availability(name) for name in backend_names()},
-        packages=(
-            *_libraries(),
-            *(_package(*row) for row in _PACKAGES),
-            *map(_operator_package, PACKAGES),
-        ),
+        packages=(*_libraries(), *(_package(*row) for row in _PACKAGES)),
         model=None if model is None else describe_model(model),
     )
 
@@ -241,17 +236,6 @@ def _imported(module: str, version: str, use: str, remedy: str) -> Package:
             # A package whose native libraries do not fit this machine raises whatever its loader raises.
             return Package(module, "", use, f"{version} is installed and does not import: {error}")
     return Package(module, version, use, "" if version else remedy)
-
-
-def _operator_package(package: OperatorPackage) -> Package:
-    use, here = "FP8 products that engines of inductor may choose", package.installed()
-    if here is None:
-        first = package.distributions[0]
-        return Package(
-            package.namespace, "", use, f"pip install {first}: the release that is built for your PyTorch"
-        )
-    (found,) = find_packages(_version("torch") or "none", [package])
-    return Package(package.namespace, "" if found.obstacle else here.version, use, found.obstacle)
 
 
 def _version(distribution: str) -> str:
