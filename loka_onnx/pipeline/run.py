@@ -121,8 +121,6 @@ class RunOptions(Reporting):
         force: Start over in a directory that holds an earlier run.
         resume: Take over the finished stages of an earlier run.
         until: Last stage to run.
-        only: Patterns of sites to calibrate again in a run that holds a profile; empty for what is not
-            finished.
         added: Data file whose rows are added to the profile; None for none.
         label_rule: What the labels mean, for the report.
         looks: Times that the certification rows are looked at for this model, this run included; their error
@@ -132,7 +130,6 @@ class RunOptions(Reporting):
     force: bool = False
     resume: bool = False
     until: Stage = Stage.BUNDLE
-    only: tuple[str, ...] = ()
     added: Path | None = None
     label_rule: str = ""
     looks: int = 1
@@ -228,7 +225,7 @@ def _run_stages(settings: RunSettings, options: RunOptions) -> RunResult:  # noq
         return ended
 
     probing = Probing(context)
-    probed = probing.again(options.only) if options.only else probing.calibrate()
+    probed = probing.calibrate()
     if added is not None:
         probed = probing.add_rows(probed, added)
     if until is Stage.CALIBRATE:

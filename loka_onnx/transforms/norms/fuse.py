@@ -26,7 +26,6 @@ operator. These forms stay as they are:
 from __future__ import annotations
 
 from abc import abstractmethod
-from enum import Enum
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -44,28 +43,17 @@ from loka_onnx.transforms.norms.pattern import (
     with_bias,
     with_scale,
 )
-from loka_onnx.transforms.norms.reading import looks_centred, read_norm
-from loka_onnx.transforms.norms.statistics import centred_or_none
-from loka_onnx.transforms.norms.walk import NearMiss, NotANorm
+from loka_onnx.transforms.norms.reading import read_norm
+from loka_onnx.transforms.norms.walk import NotANorm
 
 RMS_OPSET = 23
 
 N = TypeVar("N", bound=DecomposedNorm)
 
 
-class NormKind(Enum):
-    """Norm whose near misses a rule reports."""
-
-    LAYER = "layer"
-    RMS = "rms"
-    L2 = "l2"
-    GROUP = "group"
-
-
 class FuseNorm(Mod[N]):
     """Nodes that compute a norm → one operator."""
 
-    kind: ClassVar[NormKind]
     op: ClassVar[str]
 
     @abstractmethod
@@ -73,7 +61,7 @@ class FuseNorm(Mod[N]):
         """Return the norm that ends at a node, or raise `NotANorm`."""
 
     def match(self, model: GraphModel) -> Found[N]:
-        """Offer every node of the graph to the reader; near misses of this kind are declined."""
+        """Offer every node of the graph to the reader."""
         matches: list[N] = []
         declined: list[tuple[Node, str]] = []
         claimed: set[int] = set()
@@ -85,11 +73,6 @@ class FuseNorm(Mod[N]):
                 declined.append((node, str(refusal)))
                 reported |= {id(other) for other in refusal.norm.inner} - {id(node)}
                 continue
-            except NearMiss as miss:
-                if _kind(node, miss) is self.kind:
-                    declined.append((node, str(miss)))
-                reported |= set() if miss.part is None else {id(miss.part)}
-                continue
             except NotANorm:
                 continue
             reason = why_not_fused(model, norm)
@@ -100,7 +83,7 @@ class FuseNorm(Mod[N]):
             elif not claimed & inner:
                 matches.append(norm)
                 claimed |= inner
-        # Part of a norm may look like a near miss.
+        # A part of a norm may be another one.
         parts = claimed | reported
         return Found(
             tuple(matches), tuple(Declined(n.name, why) for n, why in declined if id(n) not in parts)
@@ -124,7 +107,6 @@ class FuseLayerNorm(FuseNorm[DecomposedNorm]):
     """Decomposed LayerNorm → LayerNormalization."""
 
     name = "fuse-layer-norm"
-    kind = NormKind.LAYER
     op = "LayerNormalization"
 
     def read(self, node: Node) -> DecomposedNorm:
@@ -139,7 +121,6 @@ class FuseRMSNorm(FuseNorm[DecomposedNorm]):
     """Decomposed RMSNorm → RMSNormalization."""
 
     name = "fuse-rms-norm"
-    kind = NormKind.RMS
     op = "RMSNormalization"
 
     def read(self, node: Node) -> DecomposedNorm:
@@ -162,7 +143,6 @@ class FuseL2Norm(FuseNorm[DecomposedNorm]):
     """Decomposed L2-norm → LpNormalization."""
 
     name = "fuse-l2-norm"
-    kind = NormKind.L2
     op = "LpNormalization"
 
     def read(self, node: Node) -> DecomposedNorm:
@@ -195,11 +175,3 @@ def spread(tensor: Tensor, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     values = values_of(tensor)
     without_batch = values.reshape(values.shape[max(values.ndim - len(shape), 0) :])
     return np.ascontiguousarray(np.broadcast_to(without_batch, shape), dtype=np.float32)
-
-
-def _kind(node: Node, miss: NearMiss) -> NormKind:
-    moment = miss.moment
-    is_central = moment is not None and (moment.is_central or centred_or_none(moment.squared) is not None)
-    if is_central or looks_centred(node):
-        return NormKind.LAYER
-    return NormKind.L2 if moment is not None and not moment.is_mean else NormKind.RMS

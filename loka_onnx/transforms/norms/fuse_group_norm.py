@@ -30,7 +30,7 @@ from loka_onnx.graph.model import (
     values_of,
 )
 from loka_onnx.graph.shape_values import Dim, dimensions, read_dimensions, reshaped
-from loka_onnx.transforms.norms.fuse import FuseNorm, NormKind, put_in_place
+from loka_onnx.transforms.norms.fuse import FuseNorm, put_in_place
 from loka_onnx.transforms.norms.pattern import DecomposedNorm, NotFused, extended, module_of, nodes_between
 from loka_onnx.transforms.norms.reading import read_norm
 from loka_onnx.transforms.norms.walk import NotANorm
@@ -56,7 +56,6 @@ class FuseGroupNorm(FuseNorm[GroupedNorm]):
     """Decomposed GroupNorm → GroupNormalization."""
 
     name = "fuse-group-norm"
-    kind = NormKind.GROUP
     op = _OP
 
     def read(self, node: Node) -> GroupedNorm:

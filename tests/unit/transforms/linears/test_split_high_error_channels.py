@@ -235,22 +235,3 @@ def test_a_weight_on_the_left_is_left_alone(tmp_path: Path) -> None:
 def test_a_part_must_be_one(part: float, tmp_path: Path) -> None:
     with pytest.raises(TransformError, match="the part of an error that may be left is not between 0 and 1"):
         SplitHighErrorChannels({"fc": part}, [rows()], tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", BODIES)
-def test_tensorrt_rtx_takes_it(form: str, tmp_path: Path) -> None:
-    trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
-    after, _ = split(model(BODIES[form]), tmp_path)
-    logger = trt.Logger(trt.Logger.ERROR)
-    builder = trt.Builder(logger)
-    network = builder.create_network(0)
-    parser = trt.OnnxParser(network, logger)
-    assert parser.parse(after.SerializeToString()), parser.get_error(0)
-    config = builder.create_builder_config()
-    config.num_compute_capabilities = 1
-    config.set_compute_capability(trt.ComputeCapability.SM89, 0)
-    profile = builder.create_optimization_profile()
-    profile.set_shape("x", (1, K), (64, K), (256, K))
-    config.add_optimization_profile(profile)
-    assert builder.build_serialized_network(network, config) is not None

@@ -1,4 +1,4 @@
-"""Norms as PyTorch exports them: each is exported here, by both exporters, and fused or declined."""
+"""Norms as PyTorch exports them: each is exported here, by both exporters, and fused."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ MIXED = {
 
 @cache
 def exported(name: str, exporter: Exporter) -> onnx.ModelProto:
-    form = (FUSED | MIXED | DECLINED)[name]
+    form = (FUSED | MIXED)[name]
     return exporter.export(form.module(), random_rows(4, *form.shape))
 
 
@@ -205,51 +205,6 @@ def test_conversions_stay_around_the_norm_and_its_statistics_in_fp32(
     assert "Cast" in result.ops
     # What is rounded to FP16 or BF16 behind the norm may fall on the next number: 2⁻⁸ of 3 in BF16.
     assert_equal(result, single=2e-2)
-
-
-# Near misses -------------------------------------------------------------------------------------------
-
-
-def annotated_transformer(x: Any, gain: Any, shift: Any) -> Any:
-    return gain * deviation(x) / (x.std(-1, keepdim=True) + EPSILON) + shift
-
-
-def without_mean(x: Any, gain: Any, _: Any) -> Any:
-    return x / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + EPSILON) * gain
-
-
-def plus_length(x: Any, _: Any, __: Any) -> Any:
-    return x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + EPSILON)
-
-
-def rounded_root(x: Any, _: Any, __: Any) -> Any:
-    """The reciprocal root is rounded to FP16 before it is applied, which no operator does."""
-    half = x.to(torch.float16)
-    root = torch.rsqrt(half.float().pow(2).mean(-1, keepdim=True) + EPSILON)
-    return (half * root.to(torch.float16)).float()
-
-
-BOUNDED = "its divisor is bounded by a constant"
-UNBIASED = "its variance is unbiased (divided by 7, not 8)"
-DECLINED = {
-    "annotated_transformer": Form(written(annotated_transformer), ops=(UNBIASED,)),
-    "without_mean": Form(
-        written(without_mean), ops=("its divisor is a standard deviation, but its mean is not",)
-    ),
-    "root_of_a_sum_of_8": Form(written(root_of_sum), ops=("it adds 8 squares, and 1/√8",)),
-    "epsilon_beside_the_length": Form(written(plus_length), ops=("epsilon 0.001 is added to the root",)),
-    "normalize": Form(written(lambda x, _, __: functional.normalize(x, dim=-1)), ops=(BOUNDED,)),
-    "rounded_root": Form(written(rounded_root), ops=("its statistics pass through FLOAT16",)),
-}
-
-
-@pytest.mark.parametrize("exporter", TIERS, ids=str)
-@pytest.mark.parametrize("name", DECLINED)
-def test_a_near_miss_is_declined_with_the_reason(name: str, exporter: Exporter, tmp_path: Path) -> None:
-    result = outcome(name, exporter, tmp_path)
-    assert result.applied == ()
-    assert len(result.reasons) == 1
-    assert result.reasons[0].startswith(DECLINED[name].ops[0]), result.reasons
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS[1:], ids=str)
