@@ -19,7 +19,6 @@ from loka_onnx.core.refresh import Refresh
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.split import ModelSplit
 from loka_onnx.errors import ConfigError
-from loka_onnx.export.retrained import EarlierExport
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.accepting import check_data, check_plan_patterns, export_model, open_added
 from loka_onnx.pipeline.attempts import attempt_again
@@ -202,11 +201,11 @@ def recorded(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def accepted(settings: RunSettings, earlier: EarlierExport | None = None) -> Context:
+def accepted(settings: RunSettings) -> Context:
     """Export the model; the rest of a run stands on it."""
     check_options(settings.config)
     ChosenMods(settings.config)
-    return Context.of(settings, export_model(settings, earlier))
+    return Context.of(settings, export_model(settings))
 
 
 def _run_stages(settings: RunSettings, options: RunOptions) -> RunResult:  # noqa: PLR0911 - one for each end
