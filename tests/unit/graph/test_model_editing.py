@@ -141,15 +141,6 @@ def test_a_part_of_a_graph_needs_all_that_it_reads(tmp_path: Path) -> None:
         model.extract([model.tensors()["b"]], model.outputs)
 
 
-def test_a_large_chain_is_indexed_once(tmp_path: Path) -> None:
-    """Ten thousand look-ups by name among as many nodes: 0.01 s, and minutes when each scans the list."""
-    body = " ".join(f"[n{i}] t{i} = Neg({f't{i - 1}' if i else 'x'})" for i in range(3000))
-    model = graph(tmp_path, f"{body} [last] y = Relu(t2999)")
-    nodes = [model.node(f"n{i}") for i in range(3000)]
-    assert len({id(node) for node in nodes}) == 3000
-    assert model._nodes["n5"] is nodes[5]
-
-
 @pytest.mark.parametrize(
     ("names", "merged"),
     [
