@@ -55,20 +55,16 @@ class Moment:
 
 
 class Walk:
-    """One way back from a statistic's use.
+    """One way back from a statistic's use."""
 
-    `is_vector` if it is used as one number for each position: any arrangement that keeps their order is
-    equal.
-    """
-
-    def __init__(self, *, is_vector: bool = False) -> None:
+    def __init__(self) -> None:
         self._layout: list[Node] = []
         self._roundings: list[str] = []
-        self._steps, self._is_vector = 0, is_vector
+        self._steps = 0
 
     def fork(self) -> Walk:
         """Return another way from the same point."""
-        other = Walk(is_vector=self._is_vector)
+        other = Walk()
         other._layout, other._roundings = list(self._layout), list(self._roundings)
         return other
 
@@ -91,12 +87,7 @@ class Walk:
         """Check the way from a reduction over these axes."""
         if self._roundings:
             raise NotANorm(f"its statistics pass through {self._roundings[-1]}")
-        is_arranged = (
-            all(node.op != "Expand" for node in self._layout)
-            if self._is_vector
-            else _is_arranged(reduction, axes, tuple(reversed(self._layout)))
-        )
-        if not is_arranged:
+        if not _is_arranged(reduction, axes, tuple(reversed(self._layout))):
             raise NotANorm("its statistics are not aligned with the axes that they were taken over")
 
 

@@ -43,7 +43,7 @@ class Case:
         used = {name: value for name, value in values.items() if name in self.body}
         model = parse(self.body, used, inputs=self.inputs, outputs=self.outputs, opset=self.opset)
         if "GroupNormalization" in self.body:
-            # ONNX infers no shape behind it: exporters, and `fuse_group_norm`, note it.
+            # ONNX infers no shape behind it: exporters note it.
             info = model.graph.value_info.add(name="n", type=model.graph.input[0].type)
             assert info.type.tensor_type.shape.dim
         return model

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnx.compose
 import pytest
 from norm_models import Exporter, fused, rows_of, taken_in
-from rewrite_models import artifact, named, parse
+from rewrite_models import named, parse
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.transforms.norms.fuse import RMS_OPSET, FuseL2Norm
+from loka_onnx.transforms.norms.fuse import RMS_OPSET
 from loka_onnx.transforms.precision.explicit_casts import cast_to_base
 
 TORCHSCRIPT = Exporter("torchscript", 20)
@@ -68,30 +67,6 @@ def test_tensorrt_rtx_builds_every_result(tmp_path: Path) -> None:
         outputs = OnnxSession(tmp_path / "one.onnx").run(rows_of(model))
         assert all(np.isfinite(value).all() for value in outputs.values()), name
     build(together(models), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
-def test_an_l2_norm_is_built_in_every_base_precision(base: Precision, tmp_path: Path) -> None:
-    """TensorRT for RTX 1.7.1 refuses LpNormalization in BF16: it stays in FP32, between casts."""
-    model = parse(
-        "l = ReduceL2(x, axes) q = Div(x, l) [fc] y = MatMul(q, w)",
-        {"axes": np.array([-1]), "w": np.eye(8)},
-        opset=RMS_OPSET,
-    )
-    result = fused(artifact(model, tmp_path / "m.onnx"), tmp_path, (FuseL2Norm,))
-    graph = GraphModel.load(result.path)
-    record = cast_to_base(graph, base, PrecisionPlan(base.value, "digest", base, (), {}, 0.0))
-    assert "block" in {applied.at for applied in record.applied}
-    graph.save(tmp_path / "cast.onnx")
-    cast = onnx.load(tmp_path / "cast.onnx")
-    types: dict[str, Any] = {
-        info.name: info.type.tensor_type.elem_type
-        for info in onnx.shape_inference.infer_shapes(cast).graph.value_info
-    }
-    assert types[named(cast, "block").output[0]] == onnx.TensorProto.FLOAT
-    build(cast, tmp_path)
 
 
 @pytest.mark.slow
