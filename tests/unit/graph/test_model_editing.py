@@ -89,16 +89,6 @@ def test_what_is_added_after_the_list_of_nodes_was_renewed_is_in_the_graph(
     np.testing.assert_allclose(outputs(model, tmp_path)["y"], np.expm1(ROWS["x"]), rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_collected_after_sorting_stays_apart(tmp_path: Path) -> None:
-    model = graph(tmp_path)
-    with model.collecting() as inner:
-        model.sorted_nodes()
-        model.add("Exp", [model.inputs[0]], "inside")
-    model.add("Exp", [model.inputs[0]], "outside")
-    assert [node.name for node in inner] == ["inside"]
-    assert {node.name for node in model.nodes} == {"first", "second", "third", "outside"}
-
-
 def test_a_node_is_found_by_the_name_that_it_has_now(tmp_path: Path) -> None:
     model = graph(tmp_path)
     second = model.node("second")

@@ -138,23 +138,6 @@ def test_only_a_plan_with_a_part_in_fp8_pays_for_two_products(
         )
 
 
-def test_what_is_left_of_the_error_is_small(tmp_path: Path) -> None:
-    """Measured with ml_dtypes on other rows, against the whole product in FP8."""
-    before = model(BODIES["MatMul"])
-    after, _ = split(before, tmp_path)
-    x = rows(3)["x"].astype(np.float64)
-
-    def rounded(values: Any) -> Any:
-        scale = np.abs(values).max() / 448
-        return (values / scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
-
-    def error(weight: Any) -> float:
-        return float(np.square(rounded(x) @ rounded(weight) - x @ weight).sum())
-
-    whole = error(values(before, "w").astype(np.float64))
-    assert error(values(after, named(after, "fc").input[1]).astype(np.float64)) < 0.1 * whole
-
-
 def test_the_most_channels_do_where_they_leave_little_more_than_was_asked_for(tmp_path: Path) -> None:
     before, least = model(BODIES["Gemm"]), 1.0
     for left in np.geomspace(0.5, 1e-6, 40):

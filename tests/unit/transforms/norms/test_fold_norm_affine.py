@@ -222,16 +222,6 @@ def test_a_norm_with_another_use_keeps_its_scale(name: str, tmp_path: Path) -> N
     assert [(d.at, d.reason) for d in found.declined] == [("norm", f"its scale and shift stay: {reason}")]
 
 
-def test_a_norm_without_scale_is_nobodys_concern(tmp_path: Path) -> None:
-    model = parse(
-        "[norm] n = LayerNormalization(x, ones, zeros) [fc] y = MatMul(n, w)",
-        {"ones": np.ones(8), "zeros": np.zeros(8), "w": weight(8, 8)},
-    )
-    onnx.save(model, tmp_path / "m.onnx")
-    found = FoldNormAffine().match(GraphModel.load(tmp_path / "m.onnx"))
-    assert (found.matches, found.declined) == ((), ())
-
-
 def test_a_fused_norm_is_folded_in_the_same_sequence(tmp_path: Path) -> None:
     model = parse(
         "m = ReduceMean(x, axes) d = Sub(x, m) s = Mul(d, d) v = ReduceMean(s, axes) e = Add(v, epsilon)"
