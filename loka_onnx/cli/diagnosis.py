@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import platform
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 import psutil
 
-from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.backends import backend_names
 from loka_onnx.core.distributions import versions_of
 from loka_onnx.engines.base import Availability
 from loka_onnx.engines.inductor.operator_packages import PACKAGES, OperatorPackage, find_packages
-from loka_onnx.engines.isolation import run_child
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.engines.request import Limits
-from loka_onnx.errors import LokaError, MissingPackage
-from loka_onnx.export.onnx_model import BECOME_SITES
-from loka_onnx.export.preflight import Batches, preflight
-from loka_onnx.graph.entry import canonicalize
-from loka_onnx.graph.id_bounds import id_bounds
-from loka_onnx.graph.products import other_products
-from loka_onnx.graph.shape_values import tensor_spec
-from loka_onnx.graph.sites import find_sites
-from loka_onnx.pipeline.sample import generated_rows
-from loka_onnx.pipeline.splits import bind_columns
+from loka_onnx.errors import MissingPackage
 from loka_onnx.sessions.backends import BackendSpec, get_spec
 from loka_onnx.sessions.cuda import list_cuda_devices
-from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-
-_ROWS = 256
-"""Generated rows that a model is run on."""
-_LIMITS = Limits(seconds=120.0)
 
 
 @dataclass(frozen=True)
@@ -66,33 +45,12 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """Facts of a model file that need no data.
-
-    Attributes:
-        notes: Conversions on the way in.
-        fp8_able: How many of the sites are linear with K, N ≥ 16.
-        problems: Why a run would refuse it, as far as the file alone shows it.
-    """
-
-    path: str
-    producer: str
-    notes: tuple[str, ...]
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    sites: int
-    fp8_able: int
-    problems: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     """Everything that `doctor` tells; backends by name."""
 
     machine: Machine
     backends: dict[str, Availability]
     packages: tuple[Package, ...]
-    model: ModelFacts | None = None
 
 
 _PACKAGES = (
@@ -103,12 +61,8 @@ _PACKAGES = (
 )
 
 
-def diagnose(model: Path | None = None) -> Diagnosis:
-    """Look at this machine, and at a model when one is given.
-
-    Raises:
-        ModelError: The model cannot be read.
-    """
+def diagnose() -> Diagnosis:
+    """Look at this machine."""
     return Diagnosis(
         machine=_machine(),
         backends={name: _availability(name) for name in backend_names()},
@@ -117,79 +71,7 @@ def diagnose(model: Path | None = None) -> Diagnosis:
             *(_package(*row) for row in _PACKAGES),
             *map(_operator_package, PACKAGES),
         ),
-        model=None if model is None else describe_model(model),
     )
-
-
-def describe_model(path: Path) -> ModelFacts:
-    """Bring a model into canonical form in memory and look at it.
-
-    Raises:
-        ModelError: The model is truncated, too old, or has custom operators.
-    """
-    canonical = canonicalize(path)
-    graph = canonical.model
-    sites = find_sites(graph)
-    is_product = any(site.n for site in sites) or any(
-        other.op_type in BECOME_SITES for other in other_products(graph)
-    )
-    problems = [] if is_product else ["it has no product to quantize: no MatMul or Gemm of an activation"]
-    inputs = tuple(tensor_spec(tensor) for tensor in graph.inputs)
-    outputs = tuple(tensor_spec(tensor) for tensor in graph.outputs)
-    problems += [problem for spec in inputs for problem in _problems_of(spec)]
-    try:
-        OnnxSession(path, SessionOptions(threads=1, optimize=False))
-    except LokaError as error:
-        problems.append(f"{error.what}: {error.evidence}")
-    if not problems:
-        # Rows cannot be generated for inputs that have a problem of their own.
-        problems += _problems_with_rows(path)
-    return ModelFacts(
-        path=str(path),
-        producer=canonical.producer,
-        notes=canonical.notes,
-        inputs=inputs,
-        outputs=outputs,
-        sites=len(sites),
-        fp8_able=sum(site.is_fp8_able for site in sites),
-        problems=tuple(problems),
-    )
-
-
-def _problems_with_rows(path: Path) -> list[str]:
-    """What preflight says on generated rows.
-
-    They are run in a child process: ids of unknown tables are all 0, and there are models (a GRU over lists
-    that are then empty) with which ONNX Runtime 1.31 ends the process.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        answer, log = Path(folder) / "problems.json", Path(folder) / "log"
-        outcome = run_child(__name__, [str(path), str(answer)], log, _LIMITS)
-        if answer.is_file():
-            return [str(problem) for problem in json.loads(answer.read_text(encoding="utf-8"))]
-        ending = f"a process that ran it {outcome.describe(_LIMITS)}"
-        return [f"ONNX Runtime does not run it on generated rows, ids of unknown tables being 0: {ending}"]
-
-
-def _run_generated(path: Path) -> list[str]:
-    graph = canonicalize(path).model
-    inputs, outputs = (tuple(map(tensor_spec, ends)) for ends in (graph.inputs, graph.outputs))
-    bindings = bind_columns({}, inputs, id_bounds(graph))
-    batches = Batches(generated_rows(inputs, bindings, _ROWS))
-    names = [spec.name for spec in outputs if spec.shape[:1] == (None,)]
-    found = preflight(graph, batches, names)
-    return [f"{finding.operator} {finding.what}: {finding.evidence}" for finding in found]
-
-
-def _problems_of(spec: TensorSpec) -> Iterator[str]:
-    """Why a run would refuse an input, whichever columns feed it."""
-    if not spec.shape or spec.shape[0] is not None:
-        yield f"input '{spec.name}' has no dynamic batch: its shape is {list(spec.shape)}"
-    if spec.shape:
-        try:
-            bind_columns({}, [spec])
-        except LokaError as error:
-            yield f"{error.what} ({error.evidence}): {error.remedy}"
 
 
 def _machine() -> Machine:
@@ -259,7 +141,3 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return ""
-
-
-if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(_run_generated(Path(sys.argv[1]))), encoding="utf-8")

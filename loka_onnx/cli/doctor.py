@@ -5,25 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from loka_onnx.cli.diagnosis import Diagnosis, ModelFacts, diagnose
+from loka_onnx.cli.diagnosis import Diagnosis, diagnose
 from loka_onnx.cli.terminal import terminal_of
-from loka_onnx.core.artifact import TensorSpec
 
 
 def doctor(
     context: typer.Context,
-    model: Annotated[Path | None, typer.Option(help="An .onnx file to look at as well.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what this machine can build and run, per backend, and how to get what is missing."""
     out = terminal_of(context).out
-    diagnosis = diagnose(model)
+    diagnosis = diagnose()
     if as_json:
         out.out(json.dumps(asdict(diagnosis), indent=2))
         return
@@ -53,23 +50,6 @@ def _lines(diagnosis: Diagnosis) -> Iterator[Text]:
         yield _entry(package.name, package.version, package.use, is_good=bool(package.version))
         if package.remedy:
             yield _note(f"→ {package.remedy}")
-    if diagnosis.model is not None:
-        yield from _model(diagnosis.model)
-
-
-def _model(model: ModelFacts) -> Iterator[Text]:
-    yield _heading(f"Model {model.path}")
-    yield Text(f"  written by {model.producer or 'an unnamed tool'}")
-    yield Text(f"  {model.sites} sites, {model.fp8_able} of them linear with K, N ≥ 16")
-    for kind, tensors in (("input", model.inputs), ("output", model.outputs)):
-        for tensor in tensors:
-            yield Text(f"  {kind:<7}{tensor.name}: {tensor.dtype}{_shape(tensor)}")
-    for note in model.notes:
-        yield Text(f"  note   {note}")
-    for problem in model.problems:
-        yield Text.assemble(("  ✗ ", "red"), problem)
-    if not model.problems:
-        yield Text.assemble(("  ✓ ", "green"), "no problem found; the run file and its rows decide the rest")
 
 
 def _heading(text: str) -> Text:
@@ -83,7 +63,3 @@ def _entry(name: str, version: str, what: str, *, is_good: bool, is_partial: boo
 
 def _note(text: str) -> Text:
     return Text(f"    {text}", style="dim")
-
-
-def _shape(tensor: TensorSpec) -> str:
-    return "[" + ", ".join("?" if size is None else str(size) for size in tensor.shape) + "]"

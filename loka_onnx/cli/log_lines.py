@@ -65,8 +65,7 @@ class LogLine:
         level: How serious it is.
         event: What it is about: ``started`` and ``ended`` once each, first and last; ``stage_started`` and
             ``stage_ended`` for every stage; ``progress`` at the first and last report of a task, once a
-            second between them, and twice a minute where there is none; ``message`` for what libraries say;
-            ``error`` for what ends the command.
+            second between them; ``message`` for what libraries say; ``error`` for what ends the command.
         message: In words: the command with ``started``, what was said with ``message`` and ``error``.
         stage: Name of the stage, as in `run.json`.
         position: Number of the stage, from 1.

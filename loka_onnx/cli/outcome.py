@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from rich.text import Text
 
-from loka_onnx.cli.outcome_tables import decision_table, fitted, latency_table
+from loka_onnx.cli.outcome_tables import latency_table
 from loka_onnx.cli.terminal import Terminal
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import BudgetStatus
@@ -21,23 +20,19 @@ from loka_onnx.report.slice_tables import slices_sentence
 from loka_onnx.report.verdict import budget_sentence
 
 SPLIT = "certification"
-DISPENSABLE = ("FP8 FLOPs", "FP8 sites", "size", "AUC", "NE", "ΔAUC", "KL")
-"""What a narrow terminal shows of candidates only where there is room, the first to go first."""
 
 
 def print_outcome(terminal: Terminal, result: RunResult) -> None:
     """Print what a finished run found; nothing for one that ended before its report."""
-    out = terminal.out
-    if result.report is None:
+    out, data = terminal.out, result.report
+    if data is None:
         return
-    for target in dict.fromkeys(engine.target for engine in result.report.engines):
+    for target in dict.fromkeys(engine.target for engine in data.engines):
         out.print()
-        out.print(fitted(summary_table(_only(result.report, target), SPLIT), out, DISPENSABLE))
-    data = result.report
-    for table in (decision_table(data), latency_table(data)):
-        if table is not None:
-            out.print()
-            out.print(table)
+        out.print(summary_table(data, target, SPLIT))
+    if (latencies := latency_table(data)) is not None:
+        out.print()
+        out.print(latencies)
     out.print()
     for line in (*_chosen(data), *_undecided(data), *_harmed_slices(data), *_not_built(result, data)):
         # soft_wrap: a path or id that is cut at the margin cannot be copied.
@@ -102,21 +97,6 @@ def first_line(engine: EngineArtifact, directory: Path) -> str:
     """
     detail = engine.detail.strip().partition("\n")[0]
     return detail.replace(f"{BUILD_JOB} {JOBS}/", f"{BUILD_JOB} {shown(directory / JOBS)}/")
-
-
-def _only(data: ReportData, target: str) -> ReportData:
-    """The facts of one target: one table for each, so that rows fit into a terminal."""
-    return replace(
-        data,
-        title=f"{data.title}, {target}",
-        engines=tuple(engine for engine in data.engines if engine.target == target),
-        evaluations=replace(
-            data.evaluations,
-            evaluations=tuple(
-                e for e in data.evaluations.evaluations if e.target == target or e.engine in data.references
-            ),
-        ),
-    )
 
 
 def _chosen(data: ReportData) -> Iterator[Text]:

@@ -1,4 +1,4 @@
-"""Interactive charts: accuracy against latency, and against the share of FP8.
+"""Interactive charts: accuracy against latency.
 
 A chart is plotly's own JSON, drawn when it is scrolled into view. Markers differ in shape as well as in
 colour; every candidate is a point, or is named beside the chart with the missing value.
@@ -40,13 +40,11 @@ class Chart:
     """One chart.
 
     Attributes:
-        kind: ``latency`` or ``share``: charts of one kind share a position, and one of them is shown.
-        name: Distinguishes charts of one kind.
+        name: Its output and target; one chart is shown at a time.
         figure: Data and layout for plotly; None without points.
         left_out: Candidates without a point, each with the reason.
     """
 
-    kind: str
     name: str
     caption: str
     figure: dict[str, Any] | None
@@ -69,22 +67,18 @@ class _Point:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Horizontal axis of a chart: its engines, and their positions by id.
+    """Latency of the engines of a target, by id; `batch` is 0 where nothing was timed."""
 
-    `batch` is the rows per request of an axis of latency; 0 where nothing was timed on its target.
-    """
-
-    kind: str
     name: str
     title: str
     against: str
     engines: Sequence[EngineArtifact]
     places: dict[str, float]
-    batch: int = 0
+    batch: int
 
 
 def charts(data: ReportData) -> tuple[Chart, ...]:
-    """Return charts by output: accuracy against latency on each target, then against the FP8 share."""
+    """Return charts by output: accuracy against latency on each target."""
     outputs = dict.fromkeys(
         o.output
         for e in data.evaluations.evaluations
@@ -93,8 +87,7 @@ def charts(data: ReportData) -> tuple[Chart, ...]:
     )
     targets = tuple(dict.fromkeys(engine.target for engine in data.engines))
     by_latency = [_latency_axis(data, target, is_only=len(targets) == 1) for target in targets]
-    drawn = [_chart(data, output, axis) for output in outputs for axis in by_latency]
-    return (*drawn, *(_chart(data, output, _share_axis(data)) for output in outputs))
+    return tuple(_chart(data, output, axis) for output in outputs for axis in by_latency)
 
 
 def _latency_axis(data: ReportData, target: str, *, is_only: bool) -> _Axis:
@@ -113,7 +106,6 @@ def _latency_axis(data: ReportData, target: str, *, is_only: bool) -> _Axis:
     at = f"batch {numbers.count(batch)}"
     against = f"median latency at {at}" if batch else "latency"
     return _Axis(
-        "latency",
         "" if is_only else f" on {target}",
         f"latency p50 at {at}, {unit}",
         against if is_only else f"{against}, {target}",
@@ -121,13 +113,6 @@ def _latency_axis(data: ReportData, target: str, *, is_only: bool) -> _Axis:
         {name: scale * time for name, time in times.items()},
         batch,
     )
-
-
-def _share_axis(data: ReportData) -> _Axis:
-    plans = {e.id: data.plan(e.plan) for e in data.engines}
-    shares = {name: 100 * plan.fp8_share for name, plan in plans.items() if plan is not None}
-    title, against = "FP8 share of FLOPs, %", "the FP8 share of the FP8-able FLOPs"
-    return _Axis("share", "", title, against, data.engines, shares)
 
 
 def _latencies(data: ReportData, engine: EngineArtifact) -> list[Latency]:
@@ -155,10 +140,10 @@ def _chart(data: ReportData, output: str, axis: _Axis) -> Chart:
     )
     level = confidence_text(data, split)
     caption = f"{judged_name} of {output} on {split} with its {level} interval against {axis.against}"
-    has_front = axis.kind == "latency" and len(_front(points)) > 1
+    has_front = len(_front(points)) > 1
     caption += ". The line joins those that no other one beats in both" if has_front else ""
     figure = _figure(data, points, axis, judged_name, has_front) if points else None
-    return Chart(axis.kind, f"{output}{axis.name}", caption, figure, tuple(left_out))
+    return Chart(f"{output}{axis.name}", caption, figure, tuple(left_out))
 
 
 def _judged(data: ReportData, engine: str, output: str) -> OutputEvaluation | None:
@@ -198,10 +183,8 @@ def _figure(
     limits = [100 * budget] if math.isfinite(budget) else []
     heights = [0.0, *limits, *(100 * end for p in points for end in (p.judged.lower, p.judged.upper))]
     positions = _positions(points, max(heights) - min(heights) or 1.0)
-    # Every engine without FP8 is at the left of the share axis.
-    side, anchor = (1, "right") if axis.kind == "share" else (0, "left")
     line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1}
-    name = {"xref": "paper", "x": side, "xanchor": anchor, "yanchor": "bottom", "showarrow": False}
+    name = {"xref": "paper", "x": 0, "xanchor": "left", "yanchor": "bottom", "showarrow": False}
     layout = {
         "xaxis": {"title": {"text": axis.title}, "range": _padded([p.x for p in points], room=0.3)},
         "yaxis": {"title": {"text": f"{judged_name}, %"}, "tickformat": "+.3~f", "range": _padded(heights)},

@@ -68,7 +68,7 @@ class Column:
 
     Attributes:
         numeric: Whether it is right-aligned.
-        prose: Whether it holds sentences; Markdown lists these below the table, for terminals.
+        prose: Whether it holds sentences, which the page shows below the row.
         is_choice: Whether the page offers its values as a filter.
     """
 
@@ -85,14 +85,12 @@ class Table:
     Attributes:
         rows: As many cells each as there are columns.
         emphasized: Indices of highlighted rows (the selected engines).
-        keys: Number of columns at the left that name a row.
     """
 
     caption: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     emphasized: frozenset[int] = frozenset()
-    keys: int = 1
 
     def sentences(self, row: tuple[Cell, ...]) -> tuple[Cell, ...]:
         """Return the nonempty prose cells of a row."""
@@ -219,13 +217,12 @@ def table_of(
     fields: Sequence[Field[Item]],
     items: Iterable[Item],
     emphasized: Callable[[Item], bool] = lambda _: False,
-    keys: int = 1,
 ) -> Table:
-    """Return a table with one row for each item; `keys` as in `Table`."""
+    """Return a table with one row for each item."""
     listed = list(items)
     rows = tuple(tuple(_as_cell(field.show(item)) for field in fields) for item in listed)
     marked = frozenset(index for index, item in enumerate(listed) if emphasized(item))
-    return Table(caption, tuple(field.column for field in fields), rows, marked, keys)
+    return Table(caption, tuple(field.column for field in fields), rows, marked)
 
 
 def _as_cell(content: Cell | str) -> Cell:

@@ -92,7 +92,7 @@ def fallbacks_section(data: ReportData) -> Section:
         text("Engine", lambda row: row[0].id),
         prose("What, where and why", lambda row: row[1]),
     )
-    tables = [table_of("Sites that do not run as planned", site_fields, sites, keys=2)] if sites else []
+    tables = [table_of("Sites that do not run as planned", site_fields, sites)] if sites else []
     tables += [table_of("What engine makers left out", remark_fields, remarks)] if remarks else []
     note: str = "What the compiled engine was found to run, where that is not what the plan asked for."
     if not sites:

@@ -126,7 +126,7 @@ _FIELDS: tuple[Field[Activation], ...] = (
 
 def activation_table(data: ReportData, plan: PrecisionPlan | None) -> Table:
     """Return shares of each activation where the format is coarse or ends."""
-    return table_of("Activations and the range of the format", _FIELDS, activations(data, plan), keys=2)
+    return table_of("Activations and the range of the format", _FIELDS, activations(data, plan))
 
 
 def histogram_data(data: ReportData, plan: PrecisionPlan | None) -> dict[str, Any]:

@@ -37,8 +37,8 @@ from loka_onnx.report.verdict import verdicts
 SYNTHETIC_BANNER = "SYNTHETIC DATA: every number below was measured on generated rows, not on yours"
 
 
-def build_document(data: ReportData, pointers: Pointers | None = None) -> Document:
-    """Arrange the facts of a run for reading; `pointers` are computed anew when None."""
+def build_document(data: ReportData) -> Document:
+    """Arrange the facts of a run for reading."""
     sections = (
         *([Section("notes", "Notes", items=data.notes)] if data.notes else []),
         engines_section(data),
@@ -55,7 +55,7 @@ def build_document(data: ReportData, pointers: Pointers | None = None) -> Docume
         _lineage_section(data),
     )
     banner = SYNTHETIC_BANNER if data.is_synthetic else ""
-    return located(Document(data.title, banner, verdicts(data), sections), pointers or Pointers(data))
+    return located(Document(data.title, banner, verdicts(data), sections), Pointers(data))
 
 
 def _rewrites_section(data: ReportData) -> Section:
@@ -97,7 +97,7 @@ def _entries(records: list[RewriteRecord]) -> Iterator[Table]:
             prose(heading, lambda row: row[2]),
         )
         if rows:
-            yield table_of(caption, fields, rows, keys=2)
+            yield table_of(caption, fields, rows)
 
 
 def _time(record: RewriteRecord) -> str:

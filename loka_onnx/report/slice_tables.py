@@ -157,4 +157,4 @@ def _worst_table(evaluation: Evaluation, output: OutputEvaluation, level: str) -
         shown(numbers.budget_percent, output, "budget"),
         told("; {} more in report.json", formed(numbers.count, rest)) if rest.value else "",
     )
-    return table_of(caption, fields, output.slices[:SHOWN], keys=2)
+    return table_of(caption, fields, output.slices[:SHOWN])

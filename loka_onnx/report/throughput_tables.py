@@ -31,7 +31,7 @@ def throughput_sections(data: ReportData) -> tuple[Section, ...]:
         if m.failure
     ]
     items += _gains(data.throughput)
-    table = table_of("Throughput", _FIELDS, measurements, keys=2)
+    table = table_of("Throughput", _FIELDS, measurements)
     return (Section("throughput", "Throughput", paragraphs, tuple(items), (table,)),)
 
 

@@ -117,23 +117,13 @@ def test_doctor_says_what_is_missing() -> None:
 
 
 @pytest.mark.slow
-def test_doctor_in_json_and_a_model(tmp_path: Path) -> None:
-    from onnx import TensorProto, helper, save
-
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("x", "y")]
-    weight = helper.make_tensor("w", TensorProto.FLOAT, [4, 4], [0.5] * 16)
-    product = helper.make_node("MatMul", ["x", "w"], ["y"], "fc")
-    graph = helper.make_graph([product], "g", ends[:1], ends[1:], [weight])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    save(model, os.fspath(tmp_path / "tiny.onnx"))
-    done = bare("doctor", "--json", "--model", str(tmp_path / "tiny.onnx"))
+def test_doctor_in_json() -> None:
+    done = bare("doctor", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["machine"]["loka_onnx"] == loka_onnx.__version__
     assert not told["backends"]["onnxruntime"]["can_build"]
     assert {package["name"] for package in told["packages"] if package["version"]} <= {"recbole"}
-    assert (told["model"]["sites"], told["model"]["fp8_able"]) == (1, 0)
-    assert told["model"]["problems"][0].startswith("ONNX Runtime is not installed")
 
 
 @pytest.mark.slow
