@@ -64,13 +64,7 @@ cell = Cell
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table.
-
-    Attributes:
-        numeric: Whether it is right-aligned.
-        prose: Whether it holds sentences, which the page shows below the row.
-        is_choice: Whether the page offers its values as a filter.
-    """
+    """One column: of numbers, of sentences (below the row of a wide table), or of values to filter by."""
 
     title: str
     numeric: bool = False
@@ -80,12 +74,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
-
-    Attributes:
-        rows: As many cells each as there are columns.
-        emphasized: Indices of highlighted rows (the selected engines).
-    """
+    """A table; `emphasized` are the indices of highlighted rows (the selected engines)."""
 
     caption: str
     columns: tuple[Column, ...]
@@ -153,15 +142,7 @@ def can_be_drawn(interval: Interval) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer for one target.
-
-    Attributes:
-        headline: Selected engine, in one sentence.
-        facts: Costs and reasons; they include everything in `stats`.
-        tone: Good for FP8 inside the budget, a warning otherwise.
-        stats: The few deciding numbers, for the page.
-        bars: Judged quantities and budgets, for the page.
-    """
+    """The answer for one target; `stats` and `bars` are for the page, `facts` include all that they say."""
 
     target: str
     headline: str

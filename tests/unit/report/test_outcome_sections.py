@@ -95,13 +95,12 @@ def test_every_correction_is_shown_with_what_was_kept(data: ReportData) -> None:
 FIRST = Latency(8, 1.0, 2.0, 3.0, 100, "NVIDIA H100 80GB HBM3", True)
 
 
-def timed(data: ReportData, *latencies: Latency, failure: str = "") -> list[list[list[str]]]:
+def timed(data: ReportData, *latencies: Latency) -> list[list[list[str]]]:
     """The rows of each table of latency, of one engine that is evaluated on two splits."""
     engine = next(e for e in data.engines if not e.simulated)
     known = (engine.id, "trt", engine.plan, engine.target)
     evaluations = tuple(
-        Evaluation(*known, split, 9, (), latencies, "measured", failure)
-        for split in ("selection", "certification")
+        Evaluation(*known, split, 9, (), latencies, "measured") for split in ("selection", "certification")
     )
     tables = latency_tables(replace(data, evaluations=EvaluationSet(evaluations)))
     return [[[cell.text for cell in row] for row in table.rows] for table in tables]
@@ -121,8 +120,8 @@ def test_each_place_of_inputs_has_a_table_in_which_a_measurement_stands_once(dat
 
 
 def test_what_failed_or_was_left_out_is_listed_with_the_reason(data: ReportData) -> None:
-    ((row,),) = timed(data, failure="at batch 8: the worker died")
-    assert row[1] == "at batch 8: the worker died"
+    failed = tuple(replace(e, latency_failure="the worker died") for e in data.evaluations.evaluations)
+    assert "Timing failed: the worker died" in shown(replace(data, evaluations=EvaluationSet(failed)))
     engine = replace(data.engines[0], remarks=("a fusion was left out: no kernel",))
     (table,) = [
         table
