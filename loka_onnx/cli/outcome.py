@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.text import Text
 
-from loka_onnx.cli.outcome_tables import latency_table
 from loka_onnx.cli.terminal import Terminal
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import BudgetStatus
@@ -17,7 +16,7 @@ from loka_onnx.pipeline.jobs import BUILD_JOB, JOBS
 from loka_onnx.pipeline.run import RunResult
 from loka_onnx.report import ReportData, summary_table
 from loka_onnx.report.slice_tables import slices_sentence
-from loka_onnx.report.verdict import budget_sentence
+from loka_onnx.report.verdict import budget_sentence, verdicts
 
 SPLIT = "certification"
 
@@ -30,9 +29,6 @@ def print_outcome(terminal: Terminal, result: RunResult) -> None:
     for target in dict.fromkeys(engine.target for engine in data.engines):
         out.print()
         out.print(summary_table(data, target, SPLIT))
-    if (latencies := latency_table(data)) is not None:
-        out.print()
-        out.print(latencies)
     out.print()
     for line in (*_chosen(data), *_undecided(data), *_harmed_slices(data), *_not_built(result, data)):
         # soft_wrap: a path or id that is cut at the margin cannot be copied.
@@ -100,12 +96,15 @@ def first_line(engine: EngineArtifact, directory: Path) -> str:
 
 
 def _chosen(data: ReportData) -> Iterator[Text]:
-    for choice in data.choice.targets:
+    for choice, verdict in zip(data.choice.targets, verdicts(data), strict=True):
         yield Text.assemble(
             (f"{choice.target}: ", "bold"),
             (", ".join(choice.plans), "bold green"),
             f" — {choice.reason} (speed: {choice.basis})",
         )
+        for stat in verdict.stats:
+            if stat.label.startswith(("Speed", "Latency")):
+                yield Text(f"  {stat.label}: {stat.shown.text} ({stat.note})")
 
 
 def _undecided(data: ReportData) -> Iterator[Text]:
