@@ -24,6 +24,10 @@ def corrections_sections(data: ReportData) -> tuple[Section, ...]:
         "selection split, in simulation; the tables of engines say what they did to the engine. report.json "
         "has the constant of each channel.",
     )
+    rows = [(plan, output, trial) for plan in plans for output in plan.outputs for trial in output.trials]
+    judged: Field[_Tried] = number(
+        "ΔNE on selection [95 % interval]", lambda row: percent_interval(row[2].delta_ne)
+    )
     fields: tuple[Field[_Tried], ...] = (
         text("Plan", lambda row: row[0].plan),
         text("Output", lambda row: row[1].output),
@@ -36,12 +40,11 @@ def corrections_sections(data: ReportData) -> tuple[Section, ...]:
             ),
         ),
         number("Mean change of the output", lambda row: shown("{:+.3g}".format, row[2], "mean_error")),
-        number("ΔNE on selection [95 % interval]", lambda row: percent_interval(row[2].delta_ne)),
+        *((judged,) if any(trial.delta_ne is not None for _, _, trial in rows) else ()),
         number("KL, label-free part", lambda row: percent_interval(row[2].kl)),
         # One sentence for each output: it weighs all variants.
         prose("Why", lambda row: row[1].reason if row[2].variant is Variant.NONE else ""),
     )
-    rows = [(plan, output, trial) for plan in plans for output in plan.outputs for trial in output.trials]
     table = table_of("What was tried on each output", fields, rows, _is_kept)
     return (Section("corrections", "Corrections", paragraphs, tuple(_left_alone(plans)), (table,)),)
 
