@@ -66,7 +66,8 @@ def _print_explanation(terminal: Terminal, log: RewriteLog, sites: tuple[Site, .
     entries: dict[str, list[tuple[RewriteRecord, Applied | Declined]]] = {site.name: [] for site in sites}
     entries[ELSEWHERE] = []
     for record in log.records:
-        for entry in (*record.applied, *record.declined):
+        of_record: tuple[Applied | Declined, ...] = (*record.applied, *record.declined)
+        for entry in of_record:
             for name in _sites_of(entry) & entries.keys() or {ELSEWHERE}:
                 entries[name].append((record, entry))
     for name, of_site in entries.items():
