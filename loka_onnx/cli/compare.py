@@ -183,12 +183,7 @@ def diff(
 
 
 def raise_for(difference: Difference) -> None:
-    """Turn a comparison of deployments into an exit code: the requested budget first, then failures.
-
-    Raises:
-        BudgetMissed: The upper bound of an output is above the budget, or an output could not be judged.
-        EngineError: A side failed while it was timed.
-    """
+    """Raise where the budget is missed or an output was not judged, else where a side failed while timed."""
     if difference.beyond:
         raise BudgetMissed(
             "E1707 B may cost more than the budget",

@@ -61,12 +61,7 @@ def drift(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
 
 
 def raise_for(report: DriftReport, data: Path) -> None:
-    """Turn the verdict into an exit code.
-
-    Raises:
-        DataError: Nothing could be judged.
-        DriftFound: An alarm stands.
-    """
+    """Raise DataError where nothing could be judged, DriftFound where an alarm stands."""
     if not report.is_judged:
         what, _, remedy = report.not_judged.rpartition(": ")
         raise DataError("E1710 drift was not judged", where=str(data), evidence=what, remedy=remedy)

@@ -107,11 +107,7 @@ def line_schema() -> dict[str, Any]:
 
 
 class JsonLog:
-    """Writes records; may be used from several threads.
-
-    Args:
-        stream: Where they go.
-    """
+    """Writes records to a stream; may be used from several threads."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._lock = stream, threading.Lock()

@@ -22,10 +22,7 @@ HTML_NAME = "report.html"
 def render(data: ReportData, directory: Path) -> tuple[Path, ...]:
     """Write report.json, report.md and report.html, each atomically; return them in this order.
 
-    Equal data gives equal bytes. The directory is created if needed.
-
-    Raises:
-        OutputError: Writing fails.
+    Equal data gives equal bytes. Raises OutputError if writing fails.
     """
     document = build_document(data)
     exhibits = Exhibits(charts(data), histogram_data(data, shown_plan(data)), graph_view(data))
