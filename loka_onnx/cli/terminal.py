@@ -32,7 +32,7 @@ class Terminal:
         return cls(_console(sys.stdout), _console(sys.stderr), quiet, log)
 
     def say(self, *parts: str | tuple[str, str]) -> None:
-        """Print texts, or pairs of a text and its style, as a line that is never wrapped: paths are copied."""
+        """Print texts, or pairs of a text and its style, as a line that is never wrapped."""
         self.out.print(Text.assemble(*parts), soft_wrap=True)
 
 
