@@ -48,7 +48,7 @@ def transform(
         before, after = (
             serde.read(ModelArtifact, models / f"{name}.json") for name in ("exported", "modified")
         )
-        _print_explanation(terminal, log, (*after.sites, *before.sites))
+        _print_explanation(terminal, log, before.sites, after.sites)
     print_written(terminal, result, *written)
 
 
@@ -61,9 +61,13 @@ def _print_record(terminal: Terminal, record: RewriteRecord) -> None:
     terminal.say((record.transform, "bold"), f": {counts}{check}{undone}")
 
 
-def _print_explanation(terminal: Terminal, log: RewriteLog, sites: tuple[Site, ...]) -> None:
+def _print_explanation(
+    terminal: Terminal, log: RewriteLog, before: tuple[Site, ...], after: tuple[Site, ...]
+) -> None:
     terminal.out.print()
-    entries: dict[str, list[tuple[RewriteRecord, Applied | Declined]]] = {site.name: [] for site in sites}
+    entries: dict[str, list[tuple[RewriteRecord, Applied | Declined]]] = {
+        site.name: [] for site in (*after, *before)
+    }
     entries[ELSEWHERE] = []
     for record in log.records:
         of_record: tuple[Applied | Declined, ...] = (*record.applied, *record.declined)
@@ -72,7 +76,8 @@ def _print_explanation(terminal: Terminal, log: RewriteLog, sites: tuple[Site, .
                 entries[name].append((record, entry))
     for name, of_site in entries.items():
         if of_site or name != ELSEWHERE:
-            became = ", ".join(site.name for site in sites if name in site.merged_from and site.name != name)
+            is_gone = name not in {site.name for site in after}
+            became = ", ".join(site.name for site in after if is_gone and name in site.merged_from)
             fate = f" → {became}" if became else "" if of_site else ": nothing applied or declined"
             terminal.say((name, "bold"), fate)
         for record, entry in of_site:
