@@ -42,10 +42,6 @@ def evaluate(document: Any, term: str) -> Any:
     name, _, rest = term.partition("(")
     assert rest.endswith(")"), term
     arguments = list(_split(rest[:-1]))
-    if name == "key":
-        (place,) = arguments
-        resolve(document, place)
-        return int(unquote(place.rpartition("/")[2]))
     where = dict(a.split("=", 1) for a in arguments if not a.startswith("#") and "(" not in a)
     values = [evaluate(document, a) for a in arguments if a.startswith("#") or "(" in a]
     return _FORMULAS[name](*values, **{key: unquote(value) for key, value in where.items()})
@@ -104,14 +100,12 @@ def _interval(end: str) -> Callable[[Any, Any], float]:
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
     "ratio": lambda a, b: a / b,
-    "change": lambda a, b: a / b - 1.0,
     "product": lambda a, b: a * b,
     "sum": lambda *terms: sum(terms),
     "max": lambda *terms: max(terms),
     "next": lambda a: a + 1,
     "entries": lambda *places: len(places),
     "count": _count,
-    "largest_magnitude": lambda values: max(abs(v) for v in values),
     "flops": _flops,
     "fp8_able_flops": _able,
     "product_flops": _products,

@@ -9,12 +9,11 @@ from typing import Annotated
 import typer
 
 from loka_onnx.cli.outcome import shown
-from loka_onnx.cli.progress import StageReporter
+from loka_onnx.cli.progress import reported
 from loka_onnx.cli.run import Output, Overrides, read_run_file, run_until
 from loka_onnx.cli.stages import show_engines
 from loka_onnx.cli.terminal import Terminal, terminal_of
 from loka_onnx.errors import ConfigError, EngineError
-from loka_onnx.pipeline.directory import Outcome
 from loka_onnx.pipeline.job_execution import execute_job
 from loka_onnx.pipeline.jobs import RESULT, find_jobs
 from loka_onnx.pipeline.run import RunOptions, Stage
@@ -79,10 +78,8 @@ def _execute_all(terminal: Terminal, jobs: Sequence[Path]) -> None:
 
 
 def _execute(terminal: Terminal, directory: Path) -> None:
-    with StageReporter(terminal) as reporter:
-        reporter.on_stage("job", None)
-        result = execute_job(directory, reporter.progress)
-        reporter.on_stage("job", Outcome("job", False, result.artifact.build_seconds))
+    with reported(terminal, "job") as progress:
+        result = execute_job(directory, progress)
     detail = (result.failure or result.artifact.detail).strip().partition("\n")[0]
     terminal.say(f"{result.candidate}: {result.artifact.status}{f' ({detail})' if detail else ''}")
     for latency in result.latencies:

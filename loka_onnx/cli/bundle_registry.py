@@ -21,7 +21,7 @@ from loka_onnx.bundle.registry.layout import name_problem
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.progress import reported
 from loka_onnx.cli.terminal import terminal_of
-from loka_onnx.errors import CheckFailed, ConfigError
+from loka_onnx.errors import CheckFailed
 
 _DEFAULTS = TransferOptions()
 
@@ -35,14 +35,12 @@ Place = Annotated[
 Which = Annotated[str, typer.Argument(metavar="URL#NAME", help="The bundle: URL#NAME or URL#sha256:DIGEST.")]
 Registry = Annotated[str, typer.Argument(metavar="URL", help="s3://…, gs://… or a directory.")]
 Threads = Annotated[int, typer.Option(help="Parts under way at once; each takes 16 MiB of memory.", min=1)]
-Name = Annotated[str | None, typer.Option("--name", help="As #NAME after the URL.")]
 
 
 def push(
     context: typer.Context,
     bundle: Bundle,
     place: Place,
-    name: Name = None,
     again: Annotated[
         bool, typer.Option("--again", help="Send what the registry has as well, to mend it.")
     ] = False,
@@ -50,11 +48,10 @@ def push(
 ) -> None:
     """Copy a bundle to a registry; only what is missing there is sent, and the name moves last."""
     terminal = terminal_of(context)
-    target = _named(place, name)
     with reported(terminal, "push") as progress:
-        result = push_bundle(bundle, target, TransferOptions(threads=threads, progress=progress), again=again)
+        result = push_bundle(bundle, place, TransferOptions(threads=threads, progress=progress), again=again)
     terminal.say(
-        f"{shown(bundle)}: pushed to {parse_reference(target).shown} as sha256:{result.digest}\n"
+        f"{shown(bundle)}: pushed to {parse_reference(place).shown} as sha256:{result.digest}\n"
         f"sent {result.sent_parts} parts, {result.sent_bytes:,} bytes; "
         f"{result.kept_parts} parts, {result.kept_bytes:,} bytes were there"
     )
@@ -68,15 +65,13 @@ def pull(
         list[Path] | None,
         typer.Option("--key", help="A public key; one of those given must have signed the bundle."),
     ] = None,
-    name: Name = None,
     threads: Threads = _DEFAULTS.threads,
 ) -> None:
     """Copy a bundle from a registry, check all of it, and let it take the place of an old one."""
     terminal = terminal_of(context)
-    source = _named(which, name)
     with reported(terminal, "pull") as progress:
         result = pull_bundle(
-            source, directory, TransferOptions(threads=threads, progress=progress), keys=keys or ()
+            which, directory, TransferOptions(threads=threads, progress=progress), keys=keys or ()
         )
     if result.key is not None:
         signature = f"signed with key {result.key}"
@@ -108,19 +103,18 @@ def list_bundles(context: typer.Context, registry: Registry) -> None:
         )
 
 
-def resolve_name(context: typer.Context, which: Which, name: Name = None) -> None:
+def resolve_name(context: typer.Context, which: Which) -> None:
     """Print the digest of the bundle that a name stands for now."""
-    terminal_of(context).say(f"sha256:{resolve(_named(which, name))}")
+    terminal_of(context).say(f"sha256:{resolve(which)}")
 
 
 def promote_bundle(
     context: typer.Context,
     which: Which,
     moved: Annotated[str, typer.Argument(metavar="NAME", help="The name to move.")],
-    name: Name = None,
 ) -> None:
     """Let a name stand for a bundle that is in the registry already; also the way back to an older one."""
-    digest = promote(_named(which, name), moved)
+    digest = promote(which, moved)
     terminal_of(context).say(f"{moved} is now sha256:{digest}")
 
 
@@ -131,19 +125,6 @@ def add_registry_verbs(bundle: typer.Typer) -> None:
     bundle.command(name="list")(list_bundles)
     bundle.command(name="resolve")(resolve_name)
     bundle.command(name="promote")(promote_bundle)
-
-
-def _named(place: str, name: str | None) -> str:
-    if name is None:
-        return place
-    if "#" in place:
-        raise ConfigError(
-            "E1705 the bundle is named twice",
-            where=parse_reference(place).shown,
-            evidence=f"after '#', and with --name {name}",
-            remedy="give one of them",
-        )
-    return f"{place}#{name}"
 
 
 def _shown_name(item: NamedBundle) -> str:

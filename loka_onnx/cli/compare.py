@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from loka_onnx.cli.outcome import shown
-from loka_onnx.cli.progress import StageReporter
+from loka_onnx.cli.progress import reported
 from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind
@@ -25,7 +23,6 @@ from loka_onnx.operations.compare.difference import Difference, print_difference
 from loka_onnx.operations.compare.rows import ONLY, RowOptions
 from loka_onnx.operations.compare.runs import compare_runs as between_runs
 from loka_onnx.operations.compare.sides import Opening
-from loka_onnx.pipeline.directory import Outcome
 
 FILE_COLUMNS = 120
 """Columns of a text report in a file."""
@@ -116,18 +113,15 @@ def compare_deployments(  # noqa: PLR0913, PLR0917 - typer reads one parameter f
         seconds=seconds,
         loads=loads,
     )
-    with StageReporter(terminal) as reporter:
-        reporter.on_stage("compare", None)
-        began = time.perf_counter()
-        difference = compare(a, b, data, options, reporter.progress)
-        reporter.on_stage("compare", Outcome("compare", False, time.perf_counter() - began))
+    with reported(terminal, "compare") as progress:
+        difference = compare(a, b, data, options, progress)
     if out is None:
         _print(terminal.out, difference, form)
     else:
         stream = io.StringIO()
         _print(Console(file=stream, width=FILE_COLUMNS, color_system=None, highlight=False), difference, form)
         serde.write_text(stream.getvalue(), out)
-        terminal.out.print(Text.assemble(("wrote ", "bold"), shown(out)), soft_wrap=True)
+        terminal.say(("wrote ", "bold"), shown(out))
     raise_for(difference)
 
 
@@ -164,7 +158,7 @@ def compare_runs(
     files = write_difference(difference, out)
     print_difference(terminal.out, difference, screen=True)
     for path in files:
-        terminal.out.print(Text.assemble(("wrote ", "bold"), shown(path)), soft_wrap=True)
+        terminal.say(("wrote ", "bold"), shown(path))
     if exit_code and difference.is_different:
         raise typer.Exit(DIFFERENT)
 
@@ -189,12 +183,7 @@ def diff(
 
 
 def raise_for(difference: Difference) -> None:
-    """Turn a comparison of deployments into an exit code: the requested budget first, then failures.
-
-    Raises:
-        BudgetMissed: The upper bound of an output is above the budget, or an output could not be judged.
-        EngineError: A side failed while it was timed.
-    """
+    """Raise where the budget is missed or an output was not judged, else where a side failed while timed."""
     if difference.beyond:
         raise BudgetMissed(
             "E1707 B may cost more than the budget",

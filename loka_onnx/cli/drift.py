@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,13 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from loka_onnx.cli.outcome import shown
-from loka_onnx.cli.progress import StageReporter
+from loka_onnx.cli.progress import reported
 from loka_onnx.cli.terminal import Terminal, terminal_of
 from loka_onnx.core import serde
 from loka_onnx.errors import ConfigError, DataError, DriftFound
 from loka_onnx.operations.drift.report import DriftOptions, DriftReport, Relevance
 from loka_onnx.operations.drift.run import check_drift, open_run
-from loka_onnx.pipeline.directory import Outcome
 
 SHOWN = 12
 """Most rows of a table."""
@@ -53,26 +51,17 @@ def drift(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     terminal = terminal_of(context)
     options = DriftOptions(family_wise, _relevance(relevance or []), max_predicted_delta_ne, rows)
     opened = open_run(profile, run, plan)
-    with StageReporter(terminal) as reporter:
-        reporter.on_stage("drift", None)
-        began = time.perf_counter()
-        report = check_drift(opened, data, options, reporter.progress)
-        reporter.on_stage("drift", Outcome("drift", False, time.perf_counter() - began))
-    if json is not None:
-        serde.write(report, json)
+    with reported(terminal, "drift") as progress:
+        report = check_drift(opened, data, options, progress)
     print_drift(terminal, report)
     if json is not None:
-        terminal.out.print(Text.assemble(("wrote ", "bold"), shown(json)), soft_wrap=True)
+        serde.write(report, json)
+        terminal.say(("wrote ", "bold"), shown(json))
     raise_for(report, data)
 
 
 def raise_for(report: DriftReport, data: Path) -> None:
-    """Turn the verdict into an exit code.
-
-    Raises:
-        DataError: Nothing could be judged.
-        DriftFound: An alarm stands.
-    """
+    """Raise DataError where nothing could be judged, DriftFound where an alarm stands."""
     if not report.is_judged:
         what, _, remedy = report.not_judged.rpartition(": ")
         raise DataError("E1710 drift was not judged", where=str(data), evidence=what, remedy=remedy)
@@ -90,16 +79,13 @@ def raise_for(report: DriftReport, data: Path) -> None:
 def print_drift(terminal: Terminal, report: DriftReport) -> None:
     """Print the tables, worst first, and the alarms."""
     out = terminal.out
-    out.print(
-        Text(
-            f"{report.live_rows:,} live rows ({report.live_batches} batches of {report.batch_rows}) against "
-            f"{report.profile_rows:,} of the profile ({report.profile_batches} batches); {report.tests} "
-            f"tests at a family-wise {report.family_wise:.2g}"
-        ),
-        soft_wrap=True,
+    terminal.say(
+        f"{report.live_rows:,} live rows ({report.live_batches} batches of {report.batch_rows}) against "
+        f"{report.profile_rows:,} of the profile ({report.profile_batches} batches); {report.tests} "
+        f"tests at a family-wise {report.family_wise:.2g}"
     )
     if report.synthetic:
-        out.print(Text("the profile was measured on generated rows", style="yellow"))
+        terminal.say(("the profile was measured on generated rows", "yellow"))
     alarming = {alarm.where for alarm in report.alarms}
     for what, heads, rows in (
         ("tensors", ("tensor", "rms", "mean", "index", "range", "beyond", "p (adjusted)"), _tensors(report)),

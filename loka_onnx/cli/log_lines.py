@@ -60,30 +60,19 @@ class LogLine:
     """One record; a key that does not apply is left out.
 
     Attributes:
-        schema: `LogLine.SCHEMA`.
-        time: When, ISO 8601 in UTC with milliseconds.
-        level: How serious it is.
-        event: What it is about: ``started`` and ``ended`` once each, first and last; ``stage_started`` and
-            ``stage_ended`` for every stage; ``progress`` at the first and last report of a task, once a
-            second between them, and twice a minute where there is none; ``message`` for what libraries say;
-            ``error`` for what ends the command.
-        message: In words: the command with ``started``, what was said with ``message`` and ``error``.
-        stage: Name of the stage, as in `run.json`.
-        position: Number of the stage, from 1.
-        stages: Stages of the command as far as it is known; one that turns out to be unnecessary is not
-            counted any more.
+        time: ISO 8601 in UTC with milliseconds.
+        event: ``started`` and ``ended`` once each, first and last; ``stage_started`` and ``stage_ended`` for
+            every stage; ``progress`` at the first and last report of a task, once a second between them;
+            ``message`` for what libraries say; ``error`` for what ends the command.
+        message: The command with ``started``, the words of ``message`` and ``error``.
+        position: Number of the stage, from 1, of so many `stages` as far as it is known.
         reused: Whether the result of an earlier run was taken over (``stage_ended``).
-        task: What the stage is doing.
-        done: Units of the task that are done.
-        total: Units of the task; 0 where nobody knows.
-        seconds: Wall time: of the stage so far, of the stage, of the command.
-        seconds_left: Wall time that the task will still take at its pace; left out until it can be known.
-            Of a task that says "until" in its name the most that it will take.
-        logger: Who said it (``message``): a logger of Python, ``py.warnings``, or ``stderr``.
+        done: Finished units of the task, of `total`; 0 where that is unknown.
+        seconds: Wall time of the stage so far, of the stage, or of the command.
+        seconds_left: Wall time that the task will still take at its pace; left out until it is known.
+        logger: A logger of Python, ``py.warnings``, or ``stderr`` (``message``).
         kind: Class of the error in `loka_onnx.errors`, ``Usage``, ``Interrupted``, or of a bug its own.
-        exit_code: Exit code of the command (``error``, ``ended``).
         traceback: Of a bug, and with ``--debug`` of every error.
-        version: Version of LoKA-ONNX (``started``).
     """
 
     SCHEMA: ClassVar[str] = "log/1"
@@ -118,11 +107,7 @@ def line_schema() -> dict[str, Any]:
 
 
 class JsonLog:
-    """Writes records; may be used from several threads.
-
-    Args:
-        stream: Where they go.
-    """
+    """Writes records to a stream; may be used from several threads."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._lock = stream, threading.Lock()

@@ -25,7 +25,6 @@ from loka_onnx.cli.build import build
 from loka_onnx.cli.bundle import bundle
 from loka_onnx.cli.calibrate import calibrate
 from loka_onnx.cli.compare import compare_deployments, compare_runs
-from loka_onnx.cli.completion import COMPLETING, completion, enable_completion
 from loka_onnx.cli.demo import demo
 from loka_onnx.cli.doctor import doctor
 from loka_onnx.cli.drift import drift
@@ -44,6 +43,8 @@ INTERRUPTED = 130
 """Exit code of a command that SIGINT ended: 128 and the number of the signal."""
 ANYWHERE = ("--debug", "--quiet")
 """Global flags that may also follow the verb, as `LOG` may."""
+COMPLETING = "_LOKA_ONNX_COMPLETE"
+"""Environment variable by which the completion of a shell asks."""
 LOG, LOG_VARIABLE = "--log", "LOKA_ONNX_LOG"
 """The global option, and the environment variable, that say how a command tells what happens."""
 
@@ -68,7 +69,6 @@ app = typer.Typer(
     name="loka-onnx",
     cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -120,8 +120,6 @@ app.command("compare-runs")(compare_runs)
 app.add_typer(bundle, name="bundle")
 app.command()(doctor)
 app.command()(schema)
-app.command()(completion)
-enable_completion()
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from rich.text import Text
 
-from loka_onnx.cli.outcome_tables import decision_table, fitted, latency_table
 from loka_onnx.cli.terminal import Terminal
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import BudgetStatus
@@ -18,26 +16,19 @@ from loka_onnx.pipeline.jobs import BUILD_JOB, JOBS
 from loka_onnx.pipeline.run import RunResult
 from loka_onnx.report import ReportData, summary_table
 from loka_onnx.report.slice_tables import slices_sentence
-from loka_onnx.report.verdict import budget_sentence
+from loka_onnx.report.verdict import budget_sentence, verdicts
 
 SPLIT = "certification"
-DISPENSABLE = ("FP8 FLOPs", "FP8 sites", "size", "AUC", "NE", "ΔAUC", "KL")
-"""What a narrow terminal shows of candidates only where there is room, the first to go first."""
 
 
 def print_outcome(terminal: Terminal, result: RunResult) -> None:
     """Print what a finished run found; nothing for one that ended before its report."""
-    out = terminal.out
-    if result.report is None:
+    out, data = terminal.out, result.report
+    if data is None:
         return
-    for target in dict.fromkeys(engine.target for engine in result.report.engines):
+    for target in dict.fromkeys(engine.target for engine in data.engines):
         out.print()
-        out.print(fitted(summary_table(_only(result.report, target), SPLIT), out, DISPENSABLE))
-    data = result.report
-    for table in (decision_table(data), latency_table(data)):
-        if table is not None:
-            out.print()
-            out.print(table)
+        out.print(summary_table(data, target, SPLIT))
     out.print()
     for line in (*_chosen(data), *_undecided(data), *_harmed_slices(data), *_not_built(result, data)):
         # soft_wrap: a path or id that is cut at the margin cannot be copied.
@@ -51,13 +42,9 @@ def print_outcome(terminal: Terminal, result: RunResult) -> None:
 
 
 def check_fp8(result: RunResult) -> None:
-    """Check that at least one FP8 plan is inside the budget of every output.
+    """Raise BudgetMissed where no FP8 plan is inside the budget of every output on the certification split.
 
-    It is a check of accuracy, on the certification split: a plan counts whether or not its engine was the
-    fastest one, and where its engine is a simulation.
-
-    Raises:
-        BudgetMissed: No FP8 plan is.
+    It is a check of accuracy: a plan counts also where its engine is slower, or a simulation.
     """
     data = result.report
     if data is None:
@@ -104,28 +91,16 @@ def first_line(engine: EngineArtifact, directory: Path) -> str:
     return detail.replace(f"{BUILD_JOB} {JOBS}/", f"{BUILD_JOB} {shown(directory / JOBS)}/")
 
 
-def _only(data: ReportData, target: str) -> ReportData:
-    """The facts of one target: one table for each, so that rows fit into a terminal."""
-    return replace(
-        data,
-        title=f"{data.title}, {target}",
-        engines=tuple(engine for engine in data.engines if engine.target == target),
-        evaluations=replace(
-            data.evaluations,
-            evaluations=tuple(
-                e for e in data.evaluations.evaluations if e.target == target or e.engine in data.references
-            ),
-        ),
-    )
-
-
 def _chosen(data: ReportData) -> Iterator[Text]:
-    for choice in data.choice.targets:
+    for choice, verdict in zip(data.choice.targets, verdicts(data), strict=True):
         yield Text.assemble(
             (f"{choice.target}: ", "bold"),
             (", ".join(choice.plans), "bold green"),
             f" — {choice.reason} (speed: {choice.basis})",
         )
+        for stat in verdict.stats:
+            if stat.label.startswith(("Speed", "Latency")):
+                yield Text(f"  {stat.label}: {stat.shown.text} ({stat.note})")
 
 
 def _undecided(data: ReportData) -> Iterator[Text]:

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Column, Table
-from rich.text import Text
 
 from loka_onnx.cli.outcome import check_fp8, print_outcome, print_written
 from loka_onnx.cli.progress import StageReporter
@@ -19,9 +17,6 @@ from loka_onnx.core.intervals import Interval
 from loka_onnx.core.refresh import DOCUMENT, Refresh
 from loka_onnx.operations.refresh.refreshing import RefreshOptions
 from loka_onnx.operations.refresh.refreshing import refresh as refresh_run
-
-SHOWN = 10
-"""Sites that are shown; `refresh.json` has all."""
 
 
 def refresh(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
@@ -77,8 +72,6 @@ def refresh(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each opti
         result = refresh_run(earlier, model, options)
     print_outcome(terminal, result.run)
     terminal.out.print()
-    if result.refresh.sites:
-        terminal.out.print(_sites_table(result.refresh))
     for line in _lines(result.refresh):
         terminal.say(line)
     print_written(terminal, result.run, DOCUMENT)
@@ -86,35 +79,11 @@ def refresh(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each opti
         check_fp8(result.run)
 
 
-def _sites_table(refresh: Refresh) -> Table:
-    headings = ("site", "activation", "weight", "KL before", "KL now")
-    table = Table(*(Column(heading, no_wrap=True) for heading in headings), box=None, pad_edge=False)
-    for move in refresh.sites[:SHOWN]:
-        table.add_row(
-            Text(move.site),
-            f"× {move.activation:.3f}",
-            f"× {move.weight:.3f}",
-            _worst(move.kl_before),
-            _worst(move.kl_now),
-        )
-    return table
-
-
-def _worst(intervals: dict[str, Interval]) -> str:
-    """The largest KL over the outputs, with its upper end."""
-    if not intervals:
-        return "not measured"
-    worst = max(intervals.values(), key=lambda interval: interval.value)
-    return f"{worst.value:.3%} (≤ {worst.upper:.3%})"
-
-
 def _described(interval: Interval) -> str:
     return f"{interval.value:.4%} ({interval.lower:.4%} … {interval.upper:.4%})"
 
 
 def _lines(refresh: Refresh) -> Iterator[str]:
-    if len(refresh.sites) > SHOWN:
-        yield f"… and {len(refresh.sites) - SHOWN} more sites, whose scales moved less"
     for move in refresh.outputs:
         before = "not measured before" if move.before is None else f"was {_described(move.before)}"
         yield (

@@ -19,14 +19,7 @@ from loka_onnx.cli.log_lines import JsonLog
 
 @dataclass(frozen=True)
 class Terminal:
-    """The two streams and what the caller asked to be spared.
-
-    Attributes:
-        out: Results.
-        err: Progress and messages.
-        quiet: No progress.
-        log: Where progress and messages go as records, in place of `err`; None for text.
-    """
+    """The streams of results and of messages; with a `log` messages and progress are its records instead."""
 
     out: Console
     err: Console
@@ -39,11 +32,7 @@ class Terminal:
         return cls(_console(sys.stdout), _console(sys.stderr), quiet, log)
 
     def say(self, *parts: str | tuple[str, str]) -> None:
-        """Print a line of the result, never cut or wrapped: paths and ids are copied from it.
-
-        Args:
-            parts: Texts, or pairs of a text and its style.
-        """
+        """Print texts, or pairs of a text and its style, as a line that is never wrapped."""
         self.out.print(Text.assemble(*parts), soft_wrap=True)
 
 

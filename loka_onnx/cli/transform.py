@@ -11,13 +11,12 @@ from loka_onnx.cli.run import Output, Overrides, RunFile, read_run_file, run_unt
 from loka_onnx.cli.terminal import Terminal, terminal_of
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.explanation import Explanation, Line, Mark, SiteStory
-from loka_onnx.core.explanation import explain as explain_sites
-from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
+from loka_onnx.core.rewrite import Applied, Declined, RewriteLog, RewriteRecord
+from loka_onnx.core.site import Site
 from loka_onnx.core.split import ModelSplit
 from loka_onnx.pipeline.run import RunOptions, Stage
 
-_SIGNS = {Mark.APPLIED: ("+", "green"), Mark.DECLINED: ("-", "yellow"), Mark.ROLLED_BACK: ("!", "red")}
+ELSEWHERE = "elsewhere"
 
 
 def transform(
@@ -49,7 +48,7 @@ def transform(
         before, after = (
             serde.read(ModelArtifact, models / f"{name}.json") for name in ("exported", "modified")
         )
-        _print_explanation(terminal, explain_sites(log, before.sites, after.sites))
+        _print_explanation(terminal, log, before.sites, after.sites)
     print_written(terminal, result, *written)
 
 
@@ -62,28 +61,38 @@ def _print_record(terminal: Terminal, record: RewriteRecord) -> None:
     terminal.say((record.transform, "bold"), f": {counts}{check}{undone}")
 
 
-def _print_explanation(terminal: Terminal, explanation: Explanation) -> None:
+def _print_explanation(
+    terminal: Terminal, log: RewriteLog, before: tuple[Site, ...], after: tuple[Site, ...]
+) -> None:
     terminal.out.print()
-    for story in explanation.sites:
-        terminal.say((story.site, "bold"), _fate(story))
-        _print_lines(terminal, story.lines, story.site)
-    if explanation.elsewhere:
-        terminal.say(("elsewhere", "bold"))
-        _print_lines(terminal, explanation.elsewhere, "")
+    entries: dict[str, list[tuple[RewriteRecord, Applied | Declined]]] = {
+        site.name: [] for site in (*after, *before)
+    }
+    entries[ELSEWHERE] = []
+    for record in log.records:
+        of_record: tuple[Applied | Declined, ...] = (*record.applied, *record.declined)
+        for entry in of_record:
+            for name in _sites_of(entry) & entries.keys() or {ELSEWHERE}:
+                entries[name].append((record, entry))
+    for name, of_site in entries.items():
+        if of_site or name != ELSEWHERE:
+            is_gone = name not in {site.name for site in after}
+            became = ", ".join(site.name for site in after if is_gone and name in site.merged_from)
+            fate = f" → {became}" if became else "" if of_site else ": nothing applied or declined"
+            terminal.say((name, "bold"), fate)
+        for record, entry in of_site:
+            is_applied = isinstance(entry, Applied)
+            sign = ("!", "red") if record.rolled_back else ("+", "green") if is_applied else ("-", "yellow")
+            where = "" if entry.at == name else f" at {entry.at}"
+            words = entry.what if isinstance(entry, Applied) else entry.reason
+            undone = "; rolled back" if record.rolled_back and is_applied else ""
+            terminal.say("  ", sign, f" {record.transform}{where}: {words}{undone}")
     terminal.out.print()
 
 
-def _fate(story: SiteStory) -> str:
-    """What stands behind the name of a site."""
-    if story.became:
-        return f" → {', '.join(story.became)}"
-    if story.is_gone:
-        return ": no site of the model any more"
-    return "" if story.lines else ": nothing applied or declined"
-
-
-def _print_lines(terminal: Terminal, lines: tuple[Line, ...], site: str) -> None:
-    for line in lines:
-        sign, colour = _SIGNS[line.mark]
-        where = "" if line.at == site else f" at {line.at}"
-        terminal.say((f"  {sign} ", colour), f"{line.transform}{where}: {line.text}")
+def _sites_of(entry: Applied | Declined) -> set[str]:
+    """Return the names that may be sites: the place, its module, and the sites of a replacement."""
+    names = {entry.at, entry.at.rpartition("/")[0]}
+    if isinstance(entry, Applied):
+        names.update(entry.origins, *entry.origins.values())
+    return names

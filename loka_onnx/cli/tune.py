@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from loka_onnx.cli.progress import StageReporter
+from loka_onnx.cli.progress import reported
 from loka_onnx.cli.run import Output, Overrides, read_run_file, run_until
 from loka_onnx.cli.terminal import Terminal, terminal_of
 from loka_onnx.core.timing import Shape
 from loka_onnx.engines.tuning import ROUNDS, KernelTimer
 from loka_onnx.errors import ConfigError
-from loka_onnx.pipeline.directory import Outcome
 from loka_onnx.pipeline.run import RunOptions, Stage
 from loka_onnx.pipeline.tuning import (
     TIMINGS,
@@ -28,7 +26,6 @@ from loka_onnx.pipeline.tuning import (
 )
 from loka_onnx.planning.timings import TimingDatabase
 
-_SHAPE = re.compile(r"(\d+)[x×](\d+)[x×](\d+)")
 _MOST_REFUSED = 3
 
 
@@ -49,10 +46,6 @@ def tune(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     ] = None,
     batch: Annotated[
         list[int] | None, typer.Option(help="Batch size, with --model; may be repeated.")
-    ] = None,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(metavar="MxNxK", help="Time this shape as well; may be repeated."),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="The device, as in nvidia-h100 or cpu; what is found by default.")
@@ -82,18 +75,18 @@ def tune(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
             evidence="the run file says which model and which batch sizes",
             remedy="give one of them; `--set batch.serve=[256]` changes the batch sizes of a run",
         )
-    shapes, place = [_shape(text) for text in shape or ()], database or Path(TIMINGS)
+    shapes, place = list[Shape](), database or Path(TIMINGS)
     if run_file is not None:
         config = read_run_file(run_file, output, overrides)
         directory = run_until(terminal, config, RunOptions(resume=True, until=Stage.EXPORT)).directory
-        shapes = [*shapes_of(sites_of_run(directory), config.batch.serve), *shapes]
+        shapes += shapes_of(sites_of_run(directory), config.batch.serve)
         place = database or directory / TIMINGS
     elif model is not None:
-        shapes = [*shapes_of(sites_of_file(model), _check_batches(batch)), *shapes]
+        shapes += shapes_of(sites_of_file(model), _check_batches(batch))
     if not (shapes or take or export):
         raise ConfigError(
             "E1716 `tune` was given nothing to time",
-            evidence="there is no run file, no --model and no --shape, or their model has no product for FP8",
+            evidence="there is no run file and no --model, or their model has no product for FP8",
             remedy="`loka-onnx tune RUN.yaml`, or `loka-onnx tune --model ranker.onnx --batch 1024`",
         )
     if take is not None:
@@ -102,10 +95,8 @@ def tune(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     if shapes:
         timer = KernelTimer(device, rounds)
         request = TuningRequest(tuple(dict.fromkeys(shapes)), place, again)
-        with StageReporter(terminal) as reporter:
-            reporter.on_stage("tune", None)
-            result = tune_shapes(request, timer, reporter.progress)
-            reporter.on_stage("tune", Outcome("tune", not result.measured, result.seconds))
+        with reported(terminal, "tune") as progress:
+            result = tune_shapes(request, timer, progress)
         _print_result(terminal, result)
     if export is not None:
         with TimingDatabase(place) as opened:
@@ -123,19 +114,6 @@ def _check_batches(batches: Sequence[int] | None) -> Sequence[int]:
     if min(batches) < 1:
         raise ConfigError("E1718 a batch size is at least 1", where="--batch", evidence=f"{min(batches)}")
     return batches
-
-
-def _shape(text: str) -> Shape:
-    match = _SHAPE.fullmatch(text)
-    sizes = [int(size) for size in match.groups()] if match else []
-    if not sizes or min(sizes) < 1:
-        raise ConfigError(
-            f"E1719 '{text}' is no shape",
-            where="--shape",
-            evidence="a shape is three positive numbers: rows, columns and length of the contraction",
-            remedy="write it as in 1024x4096x4096",
-        )
-    return Shape(*sizes)
 
 
 def _print_result(terminal: Terminal, result: TuningResult) -> None:

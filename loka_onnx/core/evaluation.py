@@ -23,12 +23,9 @@ FAILED = "failed"
 class TaskMetrics:
     """Quality of one output of one engine; None for each part that needs missing labels.
 
-    Attributes:
-        loss: Mean log loss (nats), or mean squared error for a regression.
-        normalized_entropy: Loss over the entropy of the base rate; for a regression, over the variance
-            of the label.
-        auc: Area under the ROC curve; None also for a regression or a single-class label.
-        prediction_ratio: Mean prediction over mean label.
+    `loss` is the mean log loss (nats), `normalized_entropy` is it over the entropy of the base rate; for a
+    regression the squared error, over the variance of the label. `prediction_ratio` is the mean prediction
+    over the mean label.
     """
 
     loss: float | None
@@ -44,14 +41,10 @@ class PairedDifference:
     Attributes:
         denominator: Reference of loss changes: `LOSS`, the mean FP32 loss, or without labels `ENTROPY`, the
             mean entropy of the FP32 model's predictions.
-        delta_ne: Relative change of the loss (equal to the relative change of normalized entropy); None
-            without labels.
+        delta_ne: Relative change of the loss, equal to that of normalized entropy; None without labels.
         kl: Its label-free part.
         labelled: Its labelled first-order part; None without labels.
-        delta_auc: Change of AUC; None where there is no AUC.
-        delta_prediction_ratio: Change of the prediction ratio; None without labels.
-        delta_rmse: Root mean square change of the logit (or regression output).
-        delta_max: Largest change of it.
+        delta_rmse: Root mean square change of the logit (or regression output); `delta_max` is the largest.
     """
 
     denominator: str
@@ -116,10 +109,7 @@ class SliceDifference:
     Attributes:
         value: As text; None for null.
         units: Independent units with weight: groups, or rows without groups.
-        delta_ne: As in `PairedDifference`; None without labels, and where the slice is not judged.
-        kl: Its label-free part; None where the slice is not judged.
-        labelled: Its labelled part; None without labels, and where the slice is not judged.
-        status: A value of `BudgetStatus`.
+        kl: As `delta_ne` and `labelled` in `PairedDifference`; None where the slice is not judged.
         reason: Why it is not judged, or which guard keeps it from ``within``; else empty.
     """
 
@@ -150,13 +140,7 @@ class Because(StrEnum):
 
 @dataclass(frozen=True)
 class Guard:
-    """A limit beside the budget.
-
-    Attributes:
-        name: `Because.MAX_KL` or `Because.MAX_AUC_DROP`.
-        limit: Largest accepted KL, or decrease of AUC.
-        status: A value of `BudgetStatus`.
-    """
+    """The largest accepted KL, or decrease of AUC, beside the budget."""
 
     name: Because
     limit: float
@@ -169,8 +153,7 @@ class Basis:
 
     Attributes:
         units: Independent units with weight: groups, or rows without groups.
-        largest: Name of the largest group; empty without groups.
-        largest_share: Its share of the rows, by weight; of one row without groups.
+        largest: Name of the largest group; empty without groups. `largest_share` is its share of the rows.
         top_share: Share of KL in the hundredth of the rows with the largest KL.
         tail_index: Hill's tail index of KL over these rows; None where they are alike.
         skewness: Of the influences of units on KL, over the root of their number.
@@ -192,7 +175,7 @@ class OutputEvaluation:
     """One output of one engine on one split.
 
     Attributes:
-        difference: Against the FP32 reference; None for the reference itself.
+        difference: Against the FP32 reference; None, as `basis`, for the reference itself.
         budget: Largest accepted relative loss increase.
         budget_status: ``within`` when the upper bound is inside the budget and every guard, ``beyond`` when
             the lower bound of one is outside, else ``undecided``; ``undecided`` as well where the intervals
@@ -203,7 +186,6 @@ class OutputEvaluation:
             not judged. They do not enter `budget_status`.
         slices_left_out: Omitted values of each column with too many.
         because: Reason other than the budget that keeps `budget_status` from ``within``.
-        basis: What the intervals rest on; None for the reference itself.
         remarks: Why a guard or the basis keeps it from ``within``, and cautions on the intervals, each a
             sentence without its full stop.
     """
@@ -266,17 +248,12 @@ class Latency:
     """Latency of one engine at one batch size, microseconds.
 
     Attributes:
-        batch: Rows per request.
-        p50_us: Median.
-        p90_us: 90th percentile.
-        p99_us: 99th percentile.
-        repeats: Measured requests.
+        batch: Rows per request; `repeats` requests were measured.
         device: Device as its driver names it, ``cpu`` for the processor.
         counts_for_choice: False for a simulation, or another device of the architecture.
         lookup_p50_us: Median of the lookup in ONNX Runtime on the CPU, which the other figures exclude; None
             for an engine that takes ids.
-        loads_us: Median of each load of the engine, in order; the i-th loads of engines timed in turns were
-            timed together. Empty where not kept.
+        loads_us: Median of each load; the i-th loads of engines timed in turns were timed together.
         job: Build job that timed it, by its candidate; empty where the run itself timed it, in turns with all
             engines of its target that it could run.
     """
@@ -301,7 +278,6 @@ class Evaluation:
     Attributes:
         split: ``selection`` or ``certification``.
         outputs: One entry per judged output; empty when the engine could not run here.
-        latencies: One entry per batch size; empty when not measured.
         status: ``measured``, or why not.
         latency_failure: Error that ended timing; else empty.
     """
@@ -417,7 +393,6 @@ class TargetChoice:
 
     Attributes:
         engine: Id of the selected engine; of several, the best over all batch sizes.
-        reason: Why it was chosen.
         basis: Basis of the choice, in words: measured on the target, or provisional.
         losers: Every other candidate.
         routes: Engine for each request size, ascending; empty where one takes all. A request between two
@@ -456,12 +431,7 @@ class TargetChoice:
 
 @dataclass(frozen=True)
 class PredictedTime:
-    """Predicted and measured time of a plan.
-
-    Attributes:
-        batch: Rows per request.
-        measured_us: Median latency on the target.
-    """
+    """Predicted and measured time (median latency on the target) of a plan for `batch` rows."""
 
     engine: str
     plan: str
@@ -483,13 +453,7 @@ def median_error(predictions: Iterable[PredictedTime]) -> float | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision of a run.
-
-    Attributes:
-        targets: One entry per piece of hardware.
-        median_prediction_error: Median magnitude of their relative errors; None without predictions.
-        not_predicted: Why kernel times do not give an engine's time, by its id.
-    """
+    """The decision of a run, by target; `not_predicted` has reasons by engine."""
 
     SCHEMA: ClassVar[str] = "choice/3"
     __pydantic_config__ = STRICT

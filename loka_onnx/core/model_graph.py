@@ -23,15 +23,7 @@ class NodeKind(StrEnum):
 
 @dataclass(frozen=True)
 class GraphNode:
-    """One node.
-
-    Attributes:
-        name: Name of the graph input or output, of the operator's node, or of the folded group.
-        op: ONNX operator; empty unless an operator.
-        module: Path of its module; empty where unknown.
-        sites: Its sites: none or its own name for an operator, all members' for a folded node.
-        stands_for: Number of nodes; 1 unless folded.
-    """
+    """One node; a folded one has the sites of all its members and stands for so many nodes."""
 
     __pydantic_config__ = STRICT
 
@@ -45,13 +37,7 @@ class GraphNode:
 
 @dataclass(frozen=True)
 class GraphEdge:
-    """A tensor from its producer to one reader.
-
-    Attributes:
-        source: Index of the producer.
-        target: Index of the reader, always larger.
-        tensor: Name of the tensor; of the first of several.
-    """
+    """A tensor (the first of several) from its producer to a later reader, by index."""
 
     __pydantic_config__ = STRICT
 
@@ -67,8 +53,7 @@ class ModelGraph:
     Attributes:
         nodes: Producers before consumers.
         edges: At most one between two nodes, by source and target.
-        operators: Operators of the model, folded ones included.
-        folded: Number of nodes that are drawn as part of a folded one.
+        operators: Number of operators of the model; `folded` are drawn as part of a folded node.
         in_runs: Whether folded nodes are runs of consecutive nodes, because modules do not make the graph
             small enough; else each is of one module.
 

@@ -15,18 +15,12 @@ HIGH_PRECISION = "best without FP8"
 
 @dataclass(frozen=True)
 class Trial:
-    """An engine under one arrival rate.
+    """An engine under one arrival rate; times are from intended arrival to answer.
 
     Attributes:
-        rate_per_s: Mean arrivals per second.
-        requests: Number of arrivals.
-        p50_us: Median time from intended arrival to answer.
-        p99_us: 99th percentile of it.
-        over: Share of requests that took longer than the limit.
-        over_upper: Its upper end, one-sided.
+        over: Share of requests that took longer than the limit; `over_upper` is its one-sided upper end.
         late_us: 99th percentile of a request's wait for the load generator while a stream was free: the
             generator's own part of these latencies.
-        passed: Whether the upper end of the 99th percentile is under the limit.
     """
 
     rate_per_s: float
@@ -45,17 +39,13 @@ class Throughput:
 
     Attributes:
         role: ``chosen``, or ``best without FP8`` where another one was chosen.
-        batch: Rows per request.
         streams: Loaded copies of the engine that answer at once.
-        p99_limit_us: Limit of the 99th percentile.
         confidence: One-sided, of each verdict.
-        seed: Of the arrivals.
         capacity_per_s: Requests per second without pause, whatever their latency; 0 where it failed.
         requests_per_s: Highest rate within the limit; 0 for none.
         trials: Tried rates in order; the last one has other arrivals and confirms the result.
         failure: Error that ended the measurement; else empty.
         inputs: Memory of the inputs; on the device one batch is requested repeatedly.
-        device: Device as its driver names it; empty where unknown.
     """
 
     engine: str
@@ -75,24 +65,15 @@ class Throughput:
     device: str = ""
 
     @property
-    def rows_per_s(self) -> float:
-        """Rows answered per second at the highest rate."""
-        return self.requests_per_s * self.batch
-
-    @property
     def best(self) -> Trial | None:
         """The last trial that passed at the highest rate; None for none."""
-        found = [t for t in self.trials if t.passed and t.rate_per_s == self.requests_per_s]
-        return found[-1] if found else None
+        passed = (t for t in reversed(self.trials) if t.passed and t.rate_per_s == self.requests_per_s)
+        return next(passed, None)
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Requests per second of a chosen engine over those of the best engine without FP8.
-
-    Attributes:
-        ratio: Rate of the chosen over that of the other.
-    """
+    """Requests per second of a chosen engine over those of the best engine without FP8."""
 
     target: str
     batch: int

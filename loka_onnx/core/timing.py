@@ -24,16 +24,7 @@ sum, cast of its result), excluding the cast of its input. Compare it only with 
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """M×K by K×N.
-
-    Attributes:
-        m: Rows of the product: rows of a site for each example, times the batch.
-        n: Columns; 0 where nothing is multiplied (`QUANTIZE`).
-        k: Length of the contraction.
-
-    Raises:
-        ValueError: M or K is not positive, or N is negative.
-    """
+    """M×K by K×N: M rows (those of a site for each example, times the batch); N is 0 for `QUANTIZE`."""
 
     m: int
     n: int
@@ -58,7 +49,6 @@ class Kernel:
 
     Attributes:
         device: Name in run files, for example ``nvidia-h100``.
-        backend: Engine maker of the kernel.
         name: Library and variant, for example ``scaled_mm`` or ``scaled_mm-fast``; `QUANTIZE` for the cast.
         precision: Of both operands; for `QUANTIZE` the result type.
         scales: Granularity of an FP8 weight's scales; None for other precisions and for `QUANTIZE`.
@@ -85,14 +75,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Origin of times.
-
-    Attributes:
-        versions: Of the libraries and the driver.
-        clocks: Clocks during the measurement; empty where unknown.
-        date: Day or time of the measurement, ISO 8601.
-        note: Method and cautions.
-    """
+    """Origin of times: versions of libraries and driver, clocks (empty where unknown), date in ISO 8601."""
 
     device_name: str
     versions: dict[str, str]
@@ -106,15 +89,10 @@ class KernelTiming:
     """One measured time.
 
     Attributes:
-        us: Median, microseconds.
-        spread_us: Half the interquartile range, microseconds; None where not recorded.
-        repeats: Number of samples; 0 where not recorded.
+        us: Median, microseconds; `spread_us` is half the interquartile range.
         error: Root mean square difference from the product of the same rounded operands in float64, over that
             product's root mean square: the kernel's own arithmetic error (it accumulates in fewer bits). None
             where not measured.
-
-    Raises:
-        ValueError: The time is not positive and finite.
     """
 
     kernel: Kernel
@@ -166,10 +144,8 @@ class TimingRecords:
         """Group times into series, ordered by kernel and shape."""
         found: list[tuple[Kernel, Provenance, list[TimedShape]]] = []
         for timing in sorted(timings, key=lambda timing: (timing.kernel.key, timing.shape)):
-            shape = timing.shape
-            point = TimedShape(
-                shape.m, shape.n, shape.k, timing.us, timing.spread_us, timing.repeats, timing.error
-            )
+            size, measured = timing.shape, (timing.us, timing.spread_us, timing.repeats, timing.error)
+            point = TimedShape(size.m, size.n, size.k, *measured)
             for kernel, provenance, points in found:
                 if (kernel, provenance) == (timing.kernel, timing.provenance):
                     points.append(point)

@@ -102,11 +102,8 @@ def evaluate_outputs(
     labels and weights. `confidence` is that of the two-sided intervals that decide, and jointly of the slices
     of an output; other intervals have 95 %.
 
-    Raises:
-        DataError: A label or weight is missing, not finite, or out of range; there are no rows.
-        ConfigError: A reference output does not hold what its kind declares.
-        EvaluationError: An output is missing or not finite, or the reference's loss (without labels, its
-            entropy) is 0.
+    Raises as `read_truth` and `read_scores` do, and EvaluationError where the reference's loss (without
+    labels, its entropy) is 0.
     """
     units = units or Units()
     return tuple(

@@ -119,11 +119,6 @@ def read_scores(
     `outputs` are (rows,) or (rows, 1) arrays by name; `rows` those of the labels, or else of the reference.
     The user declared the kind of the reference's outputs, so a wrong one is a configuration error; elsewhere
     the engine is wrong.
-
-    Raises:
-        ConfigError: The reference has values that its declared kind does not allow, or several per row.
-        EvaluationError: The output is missing, has another number of rows, holds NaN or infinities, or is a
-            probability outside [0, 1].
     """
     whose = "the FP32 reference" if is_reference else "the candidate"
     if spec.name not in outputs:

@@ -60,10 +60,6 @@ def try_corrections(
     """Judge every variant on the selection split and decide.
 
     `biased` is the plan with corrected biases; None where no site has one to correct.
-
-    Raises:
-        DataError: A label or a weight cannot be used.
-        EvaluationError: An output is missing or not finite.
     """
     columns, groups = reference.predictions.columns, reference.units.groups
     tried: dict[str, tuple[Trial, ...]] = {}

@@ -43,9 +43,7 @@ class PairedRows:
 
     Attributes:
         base: Loss of the FP32 model, or without labels the entropy of its predictions.
-        kl: Label-free part of the change.
-        labelled: Labelled part; None without labels.
-        weights: None for equal weights.
+        kl: Label-free part of the change; `labelled` is the rest, None without labels.
         groups: Ids of rows that belong together, None for independent rows.
         probabilities: Predictions of the FP32 model; None for a regression.
     """

@@ -57,12 +57,8 @@ def predict(
     """Run an engine over every batch, one at a time, and keep the named outputs and columns.
 
     Outputs are copied, because an engine may reuse its buffers. Trailing axes of length 1 are dropped.
-    `progress` is called after each batch with the number of rows done.
-
-    Raises:
-        EvaluationError: An output is missing, its first axis is not the batch, it has more than two axes that
-            matter, or its width changes between batches.
-        DataError: A column is missing, or there are no rows.
+    `progress` is called after each batch with the number of rows done. Raises EvaluationError for an output
+    that is not (rows,) or (rows, n), DataError for a missing column or no rows.
     """
     kept_outputs: dict[str, list[Array]] = {name: [] for name in outputs}
     kept_columns: dict[str, list[Array]] = {name: [] for name in columns}

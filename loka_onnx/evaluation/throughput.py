@@ -76,15 +76,8 @@ class WallClock:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of the measurement; ones that ask for nothing are an InternalError.
-
-    Attributes:
-        p99_us: Limit of the 99th percentile.
-        requests: Most requests of a trial.
-        seconds: Time of a trial, except that it has `FEWEST` requests.
-        steps: Bisections.
-        confirmations: Most times that an unconfirmed rate is lowered.
-        confidence: One-sided, of each verdict.
+    """Options of the measurement: limit of the 99th percentile, size of a trial, bisections, confidence
+    (one-sided, of each verdict). Ones that ask for nothing are an InternalError.
     """
 
     p99_us: float

@@ -1,4 +1,4 @@
-"""Interactive charts: accuracy against latency, and against the share of FP8.
+"""Interactive charts: accuracy against latency.
 
 A chart is plotly's own JSON, drawn when it is scrolled into view. Markers differ in shape as well as in
 colour; every candidate is a point, or is named beside the chart with the missing value.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import Latency, OutputEvaluation
+from loka_onnx.core.evaluation import OutputEvaluation, PairedDifference
 from loka_onnx.core.intervals import Interval
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData, confidence_text
@@ -28,9 +28,8 @@ _MARKERS = {
 }
 _EMITTED = "#3b82f6"
 _FRONT = "#8a94a3"
-_LONG_US = 10_000
-"""Axes are in milliseconds from here on."""
 _CORNERS = ("top right", "bottom right", "top left", "bottom left")
+"""Where the names of neighbouring points stand."""
 _MOST_LABELLED = 14
 """With more points, names would overlap; they are shown under the pointer."""
 
@@ -40,13 +39,11 @@ class Chart:
     """One chart.
 
     Attributes:
-        kind: ``latency`` or ``share``: charts of one kind share a position, and one of them is shown.
-        name: Distinguishes charts of one kind.
+        name: Its output and target; one chart is shown at a time.
         figure: Data and layout for plotly; None without points.
         left_out: Candidates without a point, each with the reason.
     """
 
-    kind: str
     name: str
     caption: str
     figure: dict[str, Any] | None
@@ -55,7 +52,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class _Point:
-    """An engine; `x` in units of the axis, `y` in percent."""
+    """An engine; `x` in microseconds, `y` in percent."""
 
     engine: EngineArtifact
     x: float
@@ -67,98 +64,57 @@ class _Point:
         return 100 * self.judged.value
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """Horizontal axis of a chart: its engines, and their positions by id.
-
-    `batch` is the rows per request of an axis of latency; 0 where nothing was timed on its target.
-    """
-
-    kind: str
-    name: str
-    title: str
-    against: str
-    engines: Sequence[EngineArtifact]
-    places: dict[str, float]
-    batch: int = 0
-
-
 def charts(data: ReportData) -> tuple[Chart, ...]:
-    """Return charts by output: accuracy against latency on each target, then against the FP8 share."""
-    outputs = dict.fromkeys(
-        o.output
-        for e in data.evaluations.evaluations
-        for o in e.outputs
-        if e.split == data.judged_split and o.difference is not None
-    )
+    """Return charts by output: accuracy against latency on each target."""
+    differences: dict[str, PairedDifference] = {}
+    for evaluation in data.evaluations.evaluations:
+        for output in evaluation.outputs if evaluation.split == data.judged_split else ():
+            if output.difference is not None:
+                differences.setdefault(output.output, output.difference)
     targets = tuple(dict.fromkeys(engine.target for engine in data.engines))
-    by_latency = [_latency_axis(data, target, is_only=len(targets) == 1) for target in targets]
-    drawn = [_chart(data, output, axis) for output in outputs for axis in by_latency]
-    return (*drawn, *(_chart(data, output, _share_axis(data)) for output in outputs))
-
-
-def _latency_axis(data: ReportData, target: str, *, is_only: bool) -> _Axis:
-    engines = [engine for engine in data.engines if engine.target == target]
-    latencies = {
-        engine.id: {
-            latency.batch: latency.p50_us
-            for latency in _latencies(data, engine)
-            if latency.counts_for_choice and math.isfinite(latency.p50_us) and not engine.simulated
-        }
-        for engine in engines
-    }
-    batch = max((batch for by_batch in latencies.values() for batch in by_batch), default=0)
-    times = {name: by_batch[batch] for name, by_batch in latencies.items() if batch in by_batch}
-    unit, scale = ("ms", 1e-3) if max(times.values(), default=0) >= _LONG_US else ("µs", 1.0)
-    at = f"batch {numbers.count(batch)}"
-    against = f"median latency at {at}" if batch else "latency"
-    return _Axis(
-        "latency",
-        "" if is_only else f" on {target}",
-        f"latency p50 at {at}, {unit}",
-        against if is_only else f"{against}, {target}",
-        engines,
-        {name: scale * time for name, time in times.items()},
-        batch,
+    return tuple(
+        _chart(data, output, change.judged_name, target, is_only=len(targets) == 1)
+        for output, change in differences.items()
+        for target in targets
     )
 
 
-def _share_axis(data: ReportData) -> _Axis:
-    plans = {e.id: data.plan(e.plan) for e in data.engines}
-    shares = {name: 100 * plan.fp8_share for name, plan in plans.items() if plan is not None}
-    title, against = "FP8 share of FLOPs, %", "the FP8 share of the FP8-able FLOPs"
-    return _Axis("share", "", title, against, data.engines, shares)
-
-
-def _latencies(data: ReportData, engine: EngineArtifact) -> list[Latency]:
-    return [t for e in data.evaluations.evaluations if e.engine == engine.id for t in e.latencies]
-
-
-def _chart(data: ReportData, output: str, axis: _Axis) -> Chart:
-    split, points, left_out = data.judged_split, [], []
-    for engine in axis.engines:
-        x, judged = axis.places.get(engine.id), _judged(data, engine.id, output)
+def _chart(data: ReportData, output: str, judged_name: str, target: str, *, is_only: bool) -> Chart:
+    engines = [engine for engine in data.engines if engine.target == target]
+    latencies = {engine.id: _latencies(data, engine) for engine in engines}
+    batch = max((batch for by_batch in latencies.values() for batch in by_batch), default=0)
+    points, left_out = [], []
+    for engine in engines:
+        x, judged = latencies[engine.id].get(batch), _judged(data, engine.id, output)
         interval = judged.difference.judged if judged is not None and judged.difference is not None else None
-        if x is not None and judged is not None and interval is not None and can_be_drawn(interval):
+        is_judged = interval is not None and can_be_drawn(interval)
+        if x is not None and judged is not None and interval is not None and is_judged:
             points.append(_Point(engine, x, interval, judged))
         else:
-            reasons = [_lacks_place(data, engine, axis)] if x is None else []
-            is_judged = interval is not None and can_be_drawn(interval)
+            reasons = [f"latency {latency_text(data, engine)}"] if x is None else []
             reasons += [] if is_judged else ["accuracy not measured"]
             status = "" if engine.was_run else f" ({engine.status})"
             left_out.append(f"{engine.id}: {', '.join(reasons)}{status}")
-    judged_name = next(
-        o.difference.judged_name
-        for e in data.evaluations.evaluations
-        for o in e.outputs
-        if (e.split, o.output) == (split, output) and o.difference is not None
-    )
-    level = confidence_text(data, split)
-    caption = f"{judged_name} of {output} on {split} with its {level} interval against {axis.against}"
-    has_front = axis.kind == "latency" and len(_front(points)) > 1
-    caption += ". The line joins those that no other one beats in both" if has_front else ""
-    figure = _figure(data, points, axis, judged_name, has_front) if points else None
-    return Chart(axis.kind, f"{output}{axis.name}", caption, figure, tuple(left_out))
+    points.sort(key=lambda point: (point.x, point.y))
+    at = f"median latency at batch {numbers.count(batch)}" if batch else "latency"
+    level = confidence_text(data, data.judged_split)
+    caption = f"{judged_name} of {output} on {data.judged_split} with its {level} interval against {at}"
+    caption += "" if is_only else f", {target}"
+    if len(_front(points)) > 1:
+        caption += ". The line joins those that no other one beats in both"
+    figure = _figure(data, points, batch, judged_name) if points else None
+    return Chart(output if is_only else f"{output} on {target}", caption, figure, tuple(left_out))
+
+
+def _latencies(data: ReportData, engine: EngineArtifact) -> dict[int, float]:
+    """Return the median latency on the target by batch size, microseconds."""
+    return {
+        latency.batch: latency.p50_us
+        for evaluation in data.evaluations.evaluations
+        if evaluation.engine == engine.id and not engine.simulated
+        for latency in evaluation.latencies
+        if latency.counts_for_choice and math.isfinite(latency.p50_us)
+    }
 
 
 def _judged(data: ReportData, engine: str, output: str) -> OutputEvaluation | None:
@@ -167,58 +123,45 @@ def _judged(data: ReportData, engine: str, output: str) -> OutputEvaluation | No
     return next((o for o in outputs if o.output == output), None)
 
 
-def _lacks_place(data: ReportData, engine: EngineArtifact, axis: _Axis) -> str:
-    """Return why an engine has no position on an axis."""
-    latency = latency_text(data, engine)
-    if not latency[0].isdigit():
-        return f"latency {latency}"
-    elsewhere = (
-        timed.device
-        for timed in _latencies(data, engine)
-        if not timed.counts_for_choice and axis.batch in (timed.batch, 0)
-    )
-    device = next(elsewhere, None)
-    return "not timed at this batch" if device is None else f"timed on {device}, not the target"
-
-
 def _front(points: Sequence[_Point]) -> list[_Point]:
-    """Return points that no other one beats in both directions, the fastest first."""
-    best, front = float("inf"), []
-    for point in sorted(points, key=lambda p: (p.x, p.y)):
-        if point.y < best:
-            best = point.y
+    """Return points that no other one beats in both directions; `points` are sorted, the fastest first."""
+    front: list[_Point] = []
+    for point in points:
+        if not front or point.y < front[-1].y:
             front.append(point)
     return front
 
 
-def _figure(
-    data: ReportData, points: Sequence[_Point], axis: _Axis, judged_name: str, has_front: bool
-) -> dict[str, Any]:
-    budget = points[0].output.budget
+def _figure(data: ReportData, points: Sequence[_Point], batch: int, judged_name: str) -> dict[str, Any]:
+    budget, front = points[0].output.budget, _front(points)
     limits = [100 * budget] if math.isfinite(budget) else []
     heights = [0.0, *limits, *(100 * end for p in points for end in (p.judged.lower, p.judged.upper))]
-    positions = _positions(points, max(heights) - min(heights) or 1.0)
-    # Every engine without FP8 is at the left of the share axis.
-    side, anchor = (1, "right") if axis.kind == "share" else (0, "left")
-    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1}
-    name = {"xref": "paper", "x": side, "xanchor": anchor, "yanchor": "bottom", "showarrow": False}
+    dashed: dict[str, Any] = {"type": "line", "xref": "paper", "x0": 0, "x1": 1}
+    dashed["line"] = {"dash": "dash", "width": 1.5, "color": _FRONT}
+    name = {"xref": "paper", "x": 0, "xanchor": "left", "yanchor": "bottom", "showarrow": False}
     layout = {
-        "xaxis": {"title": {"text": axis.title}, "range": _padded([p.x for p in points], room=0.3)},
+        "xaxis": {
+            "title": {"text": f"latency p50 at batch {numbers.count(batch)}, µs"},
+            "range": _padded([p.x for p in points], room=0.3),
+        },
         "yaxis": {"title": {"text": f"{judged_name}, %"}, "tickformat": "+.3~f", "range": _padded(heights)},
         "shapes": [
-            line | {"y0": y, "y1": y, "line": {"dash": "dash", "width": 1.5, "color": _FRONT}} for y in limits
+            dashed | {"y0": y, "y1": y, "line": {"dash": "dash", "width": 1.5, "color": _FRONT}}
+            for y in limits
         ],
         "annotations": [name | {"y": y, "text": f"budget {numbers.budget_percent(budget)}"} for y in limits],
     }
     traces = []
-    if has_front:
+    if len(front) > 1:
         line = {"color": _FRONT, "width": 1.5, "shape": "hv"}
-        traces.append(_places(_front(points)) | {"mode": "lines", "name": "Pareto front", "line": line})
+        traces.append(_places(front) | {"mode": "lines", "name": "Pareto front", "line": line})
+    corners = {point.engine.id: _CORNERS[i % len(_CORNERS)] for i, point in enumerate(points)}
     for status, (symbol, color) in _MARKERS.items():
         members = [p for p in points if p.output.budget_status == status]
         marker = {"symbol": symbol, "color": color, "size": 11}
         if members:
-            traces.append(_trace(members, judged_name, positions) | {"name": status, "marker": marker})
+            labels = corners if len(points) <= _MOST_LABELLED else {}
+            traces.append(_trace(members, judged_name, labels) | {"name": status, "marker": marker})
     if emitted := [p for p in points if data.chosen(p.engine.id) is not None]:
         ring = {"symbol": "circle-open", "color": _EMITTED, "size": 22}
         ring["line"] = {"width": 2.5, "color": _EMITTED}
@@ -230,20 +173,7 @@ def _places(points: Sequence[_Point]) -> dict[str, Any]:
     return {"x": [p.x for p in points], "y": [p.y for p in points], "hoverinfo": "skip"}
 
 
-def _positions(points: Sequence[_Point], height: float) -> dict[str, str]:
-    """Return the position of each point's name: names of close points take different corners."""
-    if len(points) > _MOST_LABELLED:
-        return {}
-    width = max(p.x for p in points) - min(p.x for p in points) or 1.0
-    positions = {}
-    for index, point in enumerate(points):
-        before = points[:index]
-        near = [p for p in before if abs(p.x - point.x) < 0.1 * width and abs(p.y - point.y) < 0.08 * height]
-        positions[point.engine.id] = _CORNERS[len(near) % len(_CORNERS)]
-    return positions
-
-
-def _trace(members: Sequence[_Point], judged_name: str, positions: dict[str, str]) -> dict[str, Any]:
+def _trace(members: Sequence[_Point], judged_name: str, corners: dict[str, str]) -> dict[str, Any]:
     def hover(point: _Point) -> str:
         judged = delta_text(point.output).removeprefix("KL ")
         # Plotly reads a subset of HTML in labels, links included.
@@ -251,7 +181,7 @@ def _trace(members: Sequence[_Point], judged_name: str, positions: dict[str, str
 
     labels = {
         "text": [f"&nbsp;&nbsp;{html.escape(p.engine.plan)}&nbsp;&nbsp;" for p in members],
-        "textposition": [positions.get(p.engine.id) for p in members],
+        "textposition": [corners.get(p.engine.id) for p in members],
     }
     return {
         **_places(members),
@@ -262,10 +192,10 @@ def _trace(members: Sequence[_Point], judged_name: str, positions: dict[str, str
             "arrayminus": [100 * (p.judged.value - p.judged.lower) for p in members],
             "thickness": 1.5,
         },
-        "mode": "markers+text" if positions else "markers",
+        "mode": "markers+text" if corners else "markers",
         "hovertext": [hover(p) for p in members],
         "hoverinfo": "text",
-        **(labels if positions else {}),
+        **(labels if corners else {}),
     }
 
 

@@ -1,18 +1,16 @@
-"""Tables of the choice (routes, rejections, predictions) and of refining: every plan built and timed."""
+"""Tables of the choice (routes, rejections) and of refining: every plan built and timed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from loka_onnx.core.evaluation import PredictedTime, Rejection, Route, TargetChoice, Why
+from loka_onnx.core.evaluation import Rejection, Route, TargetChoice, Why
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.refinement import HardwareRefinement, Origin, Returned, Step
+from loka_onnx.core.refinement import HardwareRefinement, Origin, Step
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Field, Section, Table, Tone, cell, fact, number, prose, table_of, text
 from loka_onnx.report.figures import (
-    Derived,
-    Figure,
     Place,
     Told,
     at,
@@ -35,10 +33,15 @@ def choice_sections(data: ReportData) -> tuple[Section, ...]:
     items = tuple(not_predicted_text(engine, why) for engine, why in data.choice.not_predicted.items())
     if not tables and not items:
         return ()
-    paragraphs = [
+    paragraphs: list[str] = [
         "The fastest engine whose upper bound is inside the budget is emitted. One that is faster by no more "
         "than the measurement leaves open loses to one in higher precision."
     ]
+    if data.choice.median_prediction_error is not None:
+        error = shown(numbers.error_percent, data.choice, "median_prediction_error")
+        paragraphs.append(
+            told("Median error of {} latencies predicted: {}.", counted(data.choice, "predictions"), error)
+        )
     if any(target.routes for target in data.choice.targets):
         paragraphs.append(
             "Batch sizes have engines of their own where the whole interval of the gain is above the margin "
@@ -67,11 +70,6 @@ def upper_text(judged: Rejection | Step) -> Told:
     return formed("{:.2f}×".format, at(judged, "upper"), numbers.NOT_MEASURED)
 
 
-def error_text(predicted: Figure, measured: Figure) -> Told:
-    """Return the error of a prediction, ``-5.0 %``."""
-    return formed(lambda error: numbers.signed_percent(error, 1), derive("change", predicted, measured))
-
-
 def _tables(data: ReportData) -> Iterator[Table]:
     loser_fields: tuple[Field[Rejection], ...] = (
         text("Engine", "engine"),
@@ -88,17 +86,6 @@ def _tables(data: ReportData) -> Iterator[Table]:
         if target.losers:
             caption = f"Why the others were not chosen for {target.target}"
             yield table_of(caption, loser_fields, target.losers)
-    prediction_fields: tuple[Field[PredictedTime], ...] = (
-        text("Engine", "engine"),
-        fact("Batch", "batch", numbers.count),
-        fact("Predicted", "predicted_us", numbers.latency),
-        fact("Measured", "measured_us", numbers.latency),
-        number("Error", lambda item: error_text(at(item, "predicted_us"), at(item, "measured_us"))),
-    )
-    if data.choice.predictions and data.choice.median_prediction_error is not None:
-        error = shown(numbers.error_percent, data.choice, "median_prediction_error")
-        caption = told("Predicted and measured latency, median error {}", error)
-        yield table_of(caption, prediction_fields, data.choice.predictions, keys=2)
 
 
 def _route_fields(target: TargetChoice) -> tuple[Field[Route], ...]:
@@ -150,8 +137,8 @@ def refinement_sections(data: ReportData) -> tuple[Section, ...]:
         for step in hardware.steps
         if step.not_predicted
     ]
-    tables = [table for make in (_steps, _predictions, _returned) for h in refined for table in make(h)]
-    return (Section("refinement", "Refinement", tuple(paragraphs), tuple(items), tuple(tables)),)
+    tables = tuple(map(_steps, refined))
+    return (Section("refinement", "Refinement", tuple(paragraphs), tuple(items), tables),)
 
 
 def _summary(hardware: HardwareRefinement) -> str:
@@ -170,7 +157,7 @@ def _summary(hardware: HardwareRefinement) -> str:
     )
 
 
-def _steps(hardware: HardwareRefinement) -> Iterator[Table]:
+def _steps(hardware: HardwareRefinement) -> Table:
     def upper_tone(step: Step) -> Tone:
         return Tone.PLAIN if step.upper is None else Tone.GOOD if step.is_within else Tone.BAD
 
@@ -186,7 +173,7 @@ def _steps(hardware: HardwareRefinement) -> Iterator[Table]:
         prose("Outcome", lambda step: step.detail or step.engine),
     )
     caption = f"Plans tried on {hardware.target}"
-    yield table_of(caption, fields, hardware.steps, lambda step: step.plan == hardware.best, keys=2)
+    return table_of(caption, fields, hardware.steps, lambda step: step.plan == hardware.best)
 
 
 def _origin(step: Step) -> str:
@@ -194,41 +181,3 @@ def _origin(step: Step) -> str:
         given_back = derive("sum", *(derive("count", Place(each, "sites")) for each in step.returned))
         return told("{}, {} given back", step.parent, formed(numbers.count, given_back))
     return step.origin
-
-
-def _predictions(hardware: HardwareRefinement) -> Iterator[Table]:
-    def batch(row: tuple[Step, str]) -> str:
-        key = Derived("key", (Place(row[0].predicted_us, row[1]),))
-        return formed(numbers.count, Figure(int(row[1]), key))
-
-    fields: tuple[Field[tuple[Step, str]], ...] = (
-        text("Plan", lambda row: row[0].plan),
-        text("Predicted from", lambda row: row[0].predicted_from),
-        number("Batch", batch),
-        number("Predicted", lambda row: shown(numbers.latency, row[0].predicted_us, row[1])),
-        number("Measured", lambda row: shown(numbers.latency, row[0].latency_us, row[1])),
-        number(
-            "Error", lambda row: error_text(at(row[0].predicted_us, row[1]), at(row[0].latency_us, row[1]))
-        ),
-    )
-    rows = [
-        (step, batch) for step in hardware.steps for batch in step.predicted_us if batch in step.latency_us
-    ]
-    if rows:
-        yield table_of(
-            f"Latency on {hardware.target}, predicted before it was measured", fields, rows, keys=2
-        )
-
-
-def _returned(hardware: HardwareRefinement) -> Iterator[Table]:
-    def saved(row: tuple[Step, Returned]) -> str:
-        return shown(lambda us: f"{1000 * us:.3g} ns", row[1], "saved_us")
-
-    fields: tuple[Field[tuple[Step, Returned]], ...] = (
-        text("Plan", lambda row: row[0].plan),
-        text("Sites given back", lambda row: ", ".join(row[1].sites)),
-        number("KL of what is allowed", lambda row: shown(numbers.share, row[1], "kl")),
-        number("Expected to save, a row", saved),
-    )
-    if rows := [(step, each) for step in hardware.steps for each in step.returned]:
-        yield table_of(f"Sites given back on {hardware.target}, worst first", fields, rows, keys=2)

@@ -25,14 +25,7 @@ CERTIFICATION = "certification"
 
 @dataclass(frozen=True)
 class SplitDescription:
-    """One split of the data.
-
-    Attributes:
-        name: Source of the rows.
-        digest: From the SHA-256 of the file and the selection in it (`data.dataset.Dataset.digest`): equal
-            where the same is read. It is that of no file.
-        rule: Selected rows, in words.
-    """
+    """One split of the data; its digest (`data.dataset.Dataset.digest`) is of what is read."""
 
     __pydantic_config__ = STRICT
 
@@ -45,11 +38,7 @@ class SplitDescription:
 
 @dataclass(frozen=True)
 class DataDescription:
-    """Data behind every number of the report.
-
-    Attributes:
-        synthetic: Whether any row was generated.
-    """
+    """Data behind every number of the report; `synthetic` if any row was generated."""
 
     __pydantic_config__ = STRICT
 
@@ -63,17 +52,12 @@ class ReportData:
     """Everything that a report shows.
 
     Attributes:
-        exported: The exported FP32 model, before mods.
-        modified: The model after mods, of profile and plans.
-        profile: Calibration of `modified`.
+        exported: The FP32 model before mods; `modified`, of profile and plans, is that after mods.
         rewrites: Applied and declined, by the name of the sequence (``mods``, …).
         engines: Every candidate, failures included.
         evaluations: Every evaluation; the FP32 reference may be among them without being an engine.
-        corrections: Constants fitted to plans, kept or not.
-        notes: Further cautions.
         refinement: Plans tried on a device beside those of the run file.
-        throughput: Requests per second under load; empty where not requested.
-        graph: Operators and tensors of `modified`, for drawing; None without a drawing.
+        graph: Operators and tensors of `modified`; None without a drawing.
     """
 
     SCHEMA: ClassVar[str] = "report/7"

@@ -64,13 +64,7 @@ cell = Cell
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table.
-
-    Attributes:
-        numeric: Whether it is right-aligned.
-        prose: Whether it holds sentences; Markdown lists these below the table, for terminals.
-        is_choice: Whether the page offers its values as a filter.
-    """
+    """One column: of numbers, of sentences (below the row of a wide table), or of values to filter by."""
 
     title: str
     numeric: bool = False
@@ -80,19 +74,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
-
-    Attributes:
-        rows: As many cells each as there are columns.
-        emphasized: Indices of highlighted rows (the selected engines).
-        keys: Number of columns at the left that name a row.
-    """
+    """A table; `emphasized` are the indices of highlighted rows (the selected engines)."""
 
     caption: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     emphasized: frozenset[int] = frozenset()
-    keys: int = 1
 
     def sentences(self, row: tuple[Cell, ...]) -> tuple[Cell, ...]:
         """Return the nonempty prose cells of a row."""
@@ -155,15 +142,7 @@ def can_be_drawn(interval: Interval) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer for one target.
-
-    Attributes:
-        headline: Selected engine, in one sentence.
-        facts: Costs and reasons; they include everything in `stats`.
-        tone: Good for FP8 inside the budget, a warning otherwise.
-        stats: The few deciding numbers, for the page.
-        bars: Judged quantities and budgets, for the page.
-    """
+    """The answer for one target; `stats` and `bars` are for the page, `facts` include all that they say."""
 
     target: str
     headline: str
@@ -219,13 +198,12 @@ def table_of(
     fields: Sequence[Field[Item]],
     items: Iterable[Item],
     emphasized: Callable[[Item], bool] = lambda _: False,
-    keys: int = 1,
 ) -> Table:
-    """Return a table with one row for each item; `keys` as in `Table`."""
+    """Return a table with one row for each item."""
     listed = list(items)
     rows = tuple(tuple(_as_cell(field.show(item)) for field in fields) for item in listed)
     marked = frozenset(index for index, item in enumerate(listed) if emphasized(item))
-    return Table(caption, tuple(field.column for field in fields), rows, marked, keys)
+    return Table(caption, tuple(field.column for field in fields), rows, marked)
 
 
 def _as_cell(content: Cell | str) -> Cell:

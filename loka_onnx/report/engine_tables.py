@@ -92,7 +92,7 @@ def fallbacks_section(data: ReportData) -> Section:
         text("Engine", lambda row: row[0].id),
         prose("What, where and why", lambda row: row[1]),
     )
-    tables = [table_of("Sites that do not run as planned", site_fields, sites, keys=2)] if sites else []
+    tables = [table_of("Sites that do not run as planned", site_fields, sites)] if sites else []
     tables += [table_of("What engine makers left out", remark_fields, remarks)] if remarks else []
     note: str = "What the compiled engine was found to run, where that is not what the plan asked for."
     if not sites:
@@ -285,6 +285,8 @@ def _outcome(data: ReportData, row: _Row) -> str:
     parts += [detail] if detail and not any(detail in part for part in parts) else []
     if row.evaluation is not None and not row.evaluation.outputs:
         parts.append(f"Accuracy: {row.evaluation.status}")
+    if row.evaluation is not None and row.evaluation.latency_failure:
+        parts.append(f"Timing failed: {row.evaluation.latency_failure}")
     if row.engine.simulated:
         parts.append("FP8 is simulated: its accuracy counts, its speed never does")
     outcome = "; ".join(part.rstrip(".") for part in dict.fromkeys(parts)) + "." if parts else ""
@@ -330,7 +332,7 @@ _CAPTIONS = {
 
 
 def latency_tables(data: ReportData) -> Iterator[Table]:
-    """Yield one table for each memory of inputs, and one of engines that failed while timed."""
+    """Yield one table for each memory of inputs."""
     # An engine is timed once, but every split's evaluation repeats it.
     timed: dict[tuple[str, int, InputPlace, str], Latency] = {}
     for evaluation in data.evaluations.evaluations:
@@ -341,13 +343,6 @@ def latency_tables(data: ReportData) -> Iterator[Table]:
         rows = [(key[0], latency) for key, latency in timed.items() if latency.inputs is place]
         if rows:
             yield table_of(f"Latency per batch size, {caption}", _latency_fields(rows), rows)
-    failures: tuple[Field[Evaluation], ...] = (
-        text("Engine", "engine"),
-        prose("What it said", lambda evaluation: cell(evaluation.latency_failure, Tone.BAD)),
-    )
-    failed = {e.engine: e for e in data.evaluations.evaluations if e.latency_failure}
-    if failed:
-        yield table_of("Engines that failed while they were timed", failures, failed.values())
 
 
 def _latency_fields(rows: list[tuple[str, Latency]]) -> tuple[Field[tuple[str, Latency]], ...]:

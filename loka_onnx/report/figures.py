@@ -141,15 +141,12 @@ def _count(entries: Sequence[object] | Mapping[str, object], **where: str | bool
 
 FORMULAS: dict[str, Callable[..., float]] = {
     "ratio": lambda a, b: a / b,
-    "change": lambda new, old: new / old - 1.0,
     "product": lambda a, b: a * b,
     "sum": lambda *terms: sum(terms),
     "max": lambda *terms: max(terms),
     "next": lambda a: a + 1,
     "entries": lambda *places: len(places),
     "count": _count,
-    "key": int,
-    "largest_magnitude": lambda values: max(map(abs, values), default=0.0),
     "flops": lambda site: int(site.flops_per_example),
     "fp8_able_flops": lambda sites: sum(site.flops_per_example for site in sites if site.is_fp8_able),
     "product_flops": product_flops,
@@ -160,11 +157,9 @@ FORMULAS: dict[str, Callable[..., float]] = {
 }
 """Every formula of a report.
 
-* ``ratio(a,b)`` a ÷ b; ``change(a,b)`` a ÷ b − 1; ``product(a,b)``; ``sum(…)``; ``max(…)``; ``next(a)`` a + 1
+* ``ratio(a,b)`` a ÷ b; ``product(a,b)``; ``sum(…)``; ``max(…)``; ``next(a)`` a + 1
 * ``entries(…)`` number of named places
 * ``count(list,field=value)`` entries of a list or mapping with all of these values
-* ``key(place)`` the last part of the pointer, which is a number there
-* ``largest_magnitude(list)``
 * ``flops(site)`` 2·rows·n·k; ``fp8_able_flops(sites)`` their sum over the linear sites with k, n ≥ 16
 * ``product_flops(sites,others)`` the sum over all sites, and of ``flops_per_example`` of the others
 * ``relative_error(error)`` √(noise ÷ signal), each the first of its ``parts``

@@ -2,8 +2,7 @@
 assign layers, order them so that few lines cross, then place each node beside its neighbours.
 
 A tensor that passes a layer takes one position there, however many read it further down. A layer with more
-nodes than fit beside each other is staggered over several rows, and the layers of a deep model are broken
-into columns, like the lines of a newspaper. Equal graphs give equal layouts.
+nodes than fit beside each other is staggered over several rows. Equal graphs give equal layouts.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import ceil, log, sqrt
+from math import ceil, sqrt
 from statistics import fmean, median
 
 import numpy as np
@@ -25,10 +24,7 @@ NODE_HEIGHT = 34
 ROW_PITCH = 62
 _PASSING_WIDTH = 14
 _GAP = 18
-_COLUMN_GAP = 80
-_ASPECT = 1.7
 _SWEEPS = 8
-_MOST_COLUMNS = 40
 
 Point = tuple[int, int]
 
@@ -46,7 +42,6 @@ class GraphLayout:
     layers: tuple[int, ...]
     places: tuple[Point, ...]
     lines: dict[tuple[int, int], tuple[Point, ...]]
-    columns: int
 
 
 def width_of(node: GraphNode) -> int:
@@ -57,13 +52,13 @@ def width_of(node: GraphNode) -> int:
 def lay_out(graph: ModelGraph) -> GraphLayout:
     """Lay out the nodes of a graph."""
     if not graph.nodes:
-        return GraphLayout((), (), {}, 0)
+        return GraphLayout((), (), {})
     net = _Net(graph)
     for sweep in range(_SWEEPS):
         net.order(upwards=bool(sweep % 2))
     for sweep in range(_SWEEPS):
         net.align(upwards=bool(sweep % 2), both=sweep >= _SWEEPS - 2)
-    return _in_columns(net)
+    return _placed(net)
 
 
 def _layers(targets: Sequence[Sequence[int]]) -> list[int]:
@@ -175,58 +170,20 @@ class _Net:
             for vertex, x in zip(row, placed.tolist(), strict=True):
                 self.x[vertex] = x
 
-    def extent(self, begin: int, end: int) -> tuple[float, float]:
-        """Return the ends of some layers."""
-        vertices = [vertex for row in self.rows[begin:end] for vertex in row]
-        return (
-            min(self.x[v] - self.widths[v] / 2 for v in vertices),
-            max(self.x[v] + self.widths[v] / 2 for v in vertices),
-        )
 
-
-def _in_columns(net: _Net) -> GraphLayout:
-    """Break the layers into columns of near equal heights, about as wide together as a screen."""
-    starts = [0, *accumulate(ROW_PITCH * rows for rows in net.staggered)]
-
-    def breaks_of(count: int) -> list[int]:
-        ideal = [starts[-1] * number / count for number in range(count)]
-        firsts = np.searchsorted(starts, ideal).tolist()
-        return [*dict.fromkeys(min(first, len(net.rows) - 1) for first in firsts), len(net.rows)]
-
-    def unlike_a_screen(breaks: list[int]) -> float:
-        spans = [net.extent(begin, end) for begin, end in pairwise(breaks)]
-        width = sum(high - low + _COLUMN_GAP for low, high in spans)
-        height = max(starts[end] - starts[begin] for begin, end in pairwise(breaks))
-        return abs(log(width / height / _ASPECT))
-
-    counts = range(1, min(_MOST_COLUMNS, len(net.rows)) + 1)
-    breaks = min(map(breaks_of, counts), key=unlike_a_screen)
+def _placed(net: _Net) -> GraphLayout:
+    """Round positions to pixels, and let each line begin and end at the edges of its boxes."""
+    tops = [0, *accumulate(ROW_PITCH * rows for rows in net.staggered)]
     places: list[Point] = [(0, 0)] * len(net.layers)
-    column_of, gutters, left = [0] * len(net.rows), [], 0.0
-    for column, (begin, end) in enumerate(pairwise(breaks)):
-        low, high = net.extent(begin, end)
-        for layer in range(begin, end):
-            column_of[layer] = column
-            rows, index = net.staggered[layer], 0
-            for vertex in net.rows[layer]:
-                passes = vertex >= net.nodes
-                y = starts[layer] - starts[begin] + ROW_PITCH * ((rows - 1) / 2 if passes else index % rows)
-                index += not passes
-                places[vertex] = (round(net.x[vertex] + left - low), round(y))
-        left += high - low + _COLUMN_GAP
-        gutters.append(round(left - _COLUMN_GAP / 2))
-    lines = {}
+    for layer, row in enumerate(net.rows):
+        rows, index = net.staggered[layer], 0
+        for vertex in row:
+            passes = vertex >= net.nodes
+            y = tops[layer] + ROW_PITCH * ((rows - 1) / 2 if passes else index % rows)
+            index += not passes
+            places[vertex] = (round(net.x[vertex]), round(y))
+    lines, half = {}, NODE_HEIGHT // 2
     for edge, way in net.ways.items():
-        points = [places[way[0]]]
-        for upper, lower in pairwise(way):
-            (x, y), (to_x, to_y) = places[upper], places[lower]
-            column = column_of[net.layers[upper]]
-            if column != column_of[net.layers[lower]]:
-                # Out at the bottom of a column, and in at the top of the next.
-                gutter, half = gutters[column], ROW_PITCH // 2
-                points += [(x, y + half), (gutter, y + half), (gutter, to_y - half), (to_x, to_y - half)]
-            points.append((to_x, to_y))
-        (x, y), (to_x, to_y) = points[0], points[-1]
-        half = NODE_HEIGHT // 2
-        lines[edge] = ((x, y + half), *points[1:-1], (to_x, to_y - half))
-    return GraphLayout(tuple(net.layers[: net.nodes]), tuple(places[: net.nodes]), lines, len(breaks) - 1)
+        (x, y), *between, (to_x, to_y) = (places[vertex] for vertex in way)
+        lines[edge] = ((x, y + half), *between, (to_x, to_y - half))
+    return GraphLayout(tuple(net.layers[: net.nodes]), tuple(places[: net.nodes]), lines)

@@ -109,13 +109,12 @@ def _shortened(text: str, room: int) -> str:
 
 
 def _curve(line: tuple[Point, ...]) -> str:
-    """Return SVG path data: curves that leave and arrive vertically, and straight lines across."""
+    """Return SVG path data: curves that leave and arrive vertically."""
     (x, y), *_ = line
     path = [f"M{x} {y}"]
     for (x, y), (to_x, to_y) in pairwise(line):
         middle = (y + to_y) // 2
-        is_straight = x == to_x or to_y <= y
-        path.append(f"L{to_x} {to_y}" if is_straight else f"C{x} {middle} {to_x} {middle} {to_x} {to_y}")
+        path.append(f"L{to_x} {to_y}" if x == to_x else f"C{x} {middle} {to_x} {middle} {to_x} {to_y}")
     return "".join(path)
 
 

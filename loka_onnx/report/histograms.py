@@ -23,14 +23,7 @@ from loka_onnx.report.figures import Figure, Place, Told, at, derive, formed, sh
 
 @dataclass(frozen=True)
 class Activation:
-    """One activation of one site, with the format of the site's recipe.
-
-    Attributes:
-        stats: Its range and histogram.
-        recipe: None where none was measured (of a norm).
-        scale: Scale under the recipe; without a number where there is none.
-        error: Counts under the recipe; None for a second activation, which is not counted.
-    """
+    """One activation of one site under the site's recipe, which a norm lacks; a second one has no counts."""
 
     site: str
     tensor: str
@@ -126,7 +119,7 @@ _FIELDS: tuple[Field[Activation], ...] = (
 
 def activation_table(data: ReportData, plan: PrecisionPlan | None) -> Table:
     """Return shares of each activation where the format is coarse or ends."""
-    return table_of("Activations and the range of the format", _FIELDS, activations(data, plan), keys=2)
+    return table_of("Activations and the range of the format", _FIELDS, activations(data, plan))
 
 
 def histogram_data(data: ReportData, plan: PrecisionPlan | None) -> dict[str, Any]:

@@ -10,10 +10,8 @@ from loka_onnx.report.data import ReportData
 from loka_onnx.report.graph_view import graph_view
 from loka_onnx.report.histograms import histogram_data
 from loka_onnx.report.markdown import to_markdown
-from loka_onnx.report.provenance import Pointers, located
 from loka_onnx.report.sections import build_document
 from loka_onnx.report.site_tables import shown_plan
-from loka_onnx.report.speed_tables import quadrants
 from loka_onnx.report.webpage import Exhibits, to_html
 
 JSON_NAME = "report.json"
@@ -24,19 +22,10 @@ HTML_NAME = "report.html"
 def render(data: ReportData, directory: Path) -> tuple[Path, ...]:
     """Write report.json, report.md and report.html, each atomically; return them in this order.
 
-    Equal data gives equal bytes. The directory is created if needed.
-
-    Raises:
-        OutputError: Writing fails.
+    Equal data gives equal bytes. Raises OutputError if writing fails.
     """
-    pointers = Pointers(data)
-    document = build_document(data, pointers)
-    exhibits = Exhibits(
-        charts(data),
-        located(quadrants(data), pointers),
-        histogram_data(data, shown_plan(data)),
-        graph_view(data),
-    )
+    document = build_document(data)
+    exhibits = Exhibits(charts(data), histogram_data(data, shown_plan(data)), graph_view(data))
     texts = {
         JSON_NAME: serde.dumps(data),
         MARKDOWN_NAME: to_markdown(document),

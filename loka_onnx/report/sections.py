@@ -37,8 +37,8 @@ from loka_onnx.report.verdict import verdicts
 SYNTHETIC_BANNER = "SYNTHETIC DATA: every number below was measured on generated rows, not on yours"
 
 
-def build_document(data: ReportData, pointers: Pointers | None = None) -> Document:
-    """Arrange the facts of a run for reading; `pointers` are computed anew when None."""
+def build_document(data: ReportData) -> Document:
+    """Arrange the facts of a run for reading."""
     sections = (
         *([Section("notes", "Notes", items=data.notes)] if data.notes else []),
         engines_section(data),
@@ -55,7 +55,7 @@ def build_document(data: ReportData, pointers: Pointers | None = None) -> Docume
         _lineage_section(data),
     )
     banner = SYNTHETIC_BANNER if data.is_synthetic else ""
-    return located(Document(data.title, banner, verdicts(data), sections), pointers or Pointers(data))
+    return located(Document(data.title, banner, verdicts(data), sections), Pointers(data))
 
 
 def _rewrites_section(data: ReportData) -> Section:
@@ -72,32 +72,25 @@ def _rewrites_section(data: ReportData) -> Section:
         text("Result", lambda row: _result(row[1])),
         number("Time", lambda row: _time(row[1])),
     )
-    tables = (table_of("Transforms", fields, records), *_entries([record for _, record in records]))
+    tables = (table_of("Transforms", fields, records), _entries([record for _, record in records]))
     return Section("rewrites", "Rewrites", tables=tables)
 
 
-def _entries(records: list[RewriteRecord]) -> Iterator[Table]:
-    """Yield what was rewritten, rolled back and declined, each with its place."""
-    kept = [(r.transform, item.at, item.what) for r in records if not r.rolled_back for item in r.applied]
-    undone = [
-        (r.transform, item.at, told("{}: {}", item.what, _moved(r)))
-        for r in records
-        if r.rolled_back
-        for item in r.applied
-    ]
-    declined = [(r.transform, item.at, item.reason) for r in records for item in r.declined]
-    for caption, heading, rows in (
-        ("Rewritten", "What", kept),
-        ("Rolled back", "What, and why not", undone),
-        ("Declined", "Why not", declined),
-    ):
-        fields: tuple[Field[tuple[str, str, str]], ...] = (
-            text("Transform", lambda row: row[0]),
-            text("At", lambda row: row[1]),
-            prose(heading, lambda row: row[2]),
-        )
-        if rows:
-            yield table_of(caption, fields, rows, keys=2)
+def _entries(records: list[RewriteRecord]) -> Table:
+    rows: list[tuple[str, str, str, Cell]] = []
+    for record in records:
+        for applied in record.applied:
+            undone = cell(told("{}: {}", applied.what, _moved(record)), Tone.BAD)
+            what = undone if record.rolled_back else cell(applied.what)
+            rows.append((record.transform, applied.at, "rolled back" if record.rolled_back else "done", what))
+        rows += [(record.transform, item.at, "declined", cell(item.reason)) for item in record.declined]
+    fields: tuple[Field[tuple[str, str, str, Cell]], ...] = (
+        text("Transform", lambda row: row[0]),
+        text("At", lambda row: row[1]),
+        text("Result", lambda row: row[2], is_choice=True),
+        prose("What, or why not", lambda row: row[3]),
+    )
+    return table_of("Rewritten, rolled back and declined", fields, rows)
 
 
 def _time(record: RewriteRecord) -> str:

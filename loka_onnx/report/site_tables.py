@@ -10,7 +10,7 @@ from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.ratio_moments import RatioMoments
-from loka_onnx.core.sensitivity import ENTROPY, LOSS, Sensitivity, SiteGroup
+from loka_onnx.core.sensitivity import ENTROPY, LOSS, Sensitivity
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats
 from loka_onnx.report import numbers
@@ -39,9 +39,9 @@ from loka_onnx.report.figures import (
     told,
 )
 from loka_onnx.report.histograms import activation_table, judged_recipe
-from loka_onnx.report.speed_tables import SAFE_PLAN, SPEED_TONES, speed_tables, speed_texts
+from loka_onnx.report.speed_tables import SPEED_TONES, speed_tables, speed_texts
 
-_MOST_NAMED = 6
+_SAFE_PLAN = "fp8-safe"
 _VERDICT_TONES = {
     Verdict.SAFE: Tone.GOOD,
     Verdict.UNSAFE: Tone.BAD,
@@ -83,13 +83,9 @@ def _tables(data: ReportData, plan: PrecisionPlan | None) -> Iterator[Table]:
         yield _site_table(data, plan)
     if data.profile.sites:
         yield activation_table(data, plan)
-    if data.profile.groups:
-        yield _group_table(data)
     if len(data.plans.plans) > 1:
         yield _plan_table(data)
-    if any(plan.wide for plan in data.plans.plans):
-        yield _wide_table(data)
-    yield from speed_tables(data, data.plan(SAFE_PLAN) or plan)
+    yield from speed_tables(data)
 
 
 def calibration_facts(profile: Profile) -> list[str]:
@@ -139,7 +135,7 @@ def shown_plan(data: ReportData) -> PrecisionPlan | None:
     FP8.
     """
     emitted = [data.plan(name) for t in data.choice.targets for name in t.plans]
-    known = [p for p in (*emitted, data.plan(SAFE_PLAN), *data.plans.plans) if p is not None]
+    known = [p for p in (*emitted, data.plan(_SAFE_PLAN), *data.plans.plans) if p is not None]
     return next((p for p in known if p.fp8_sites), known[0] if known else None)
 
 
@@ -181,7 +177,7 @@ def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
         )
 
     def flop_share(row: _Row) -> str:
-        """Return the share of the FP8-able FLOPs of the listed model, as in the quadrants."""
+        """Return the share of the FP8-able FLOPs of the listed model."""
         if not row.site.is_fp8_able or not able.value:
             return numbers.NONE
         return formed(numbers.share, derive("ratio", derive("flops", Place(row.site)), able))
@@ -283,27 +279,6 @@ def _draws(_: ReportData, sensitivity: Sensitivity) -> Told:
     )
 
 
-def _group_table(data: ReportData) -> Table:
-    def sum_alone(row: tuple[SiteGroup, Sensitivity]) -> str:
-        firsts = (
-            next(item for item in data.profile.site(name).sensitivities if item.output == row[1].output)
-            for name in row[0].sites
-        )
-        return formed(numbers.error_percent, derive("sum", *(at(item.kl, "value") for item in firsts)))
-
-    fields: tuple[Field[tuple[SiteGroup, Sensitivity]], ...] = (
-        text("Tensor", lambda row: row[0].tensor),
-        text("Output", lambda row: row[1].output),
-        number("KL together", lambda row: _kl(data, row[1])),
-        number("Sum of each alone", sum_alone),
-        number("KL over draws", lambda row: _draws(data, row[1])),
-        number("Labelled together", lambda row: _labelled(data, row[1])),
-        prose("Sites", lambda row: ", ".join(row[0].sites)),
-    )
-    rows = ((group, item) for group in data.profile.groups for item in group.sensitivities)
-    return table_of("Sites that share a quantized tensor, measured together", fields, rows, keys=2)
-
-
 def _plan_table(data: ReportData) -> Table:
     """Return the precisions, one row for each site, then the share of each plan."""
 
@@ -327,26 +302,6 @@ def _plan_table(data: ReportData) -> Table:
         rows.append(("FP8 share of the FLOPs of all products", share_of_all))
     fields = (text("Site", lambda row: row[0]), *map(of_plan, data.plans.plans))
     return table_of("Precision of each site in each plan", fields, rows)
-
-
-def _wide_table(data: ReportData) -> Table:
-    """Return non-site nodes that stay in FP32, one row for each reason."""
-    by_reason: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
-    for plan in data.plans.plans:
-        for wide in plan.wide:
-            nodes, plans = by_reason.setdefault(wide.reason, ({}, {}))
-            nodes[wide.node] = plans[plan.id] = None
-    fields: tuple[Field[str], ...] = (
-        text("Reason", lambda reason: reason),
-        text("Plans", lambda reason: ", ".join(by_reason[reason][1])),
-        prose("Nodes", lambda reason: _some(list(by_reason[reason][0]))),
-    )
-    return table_of("What stays in FP32 beside sites", fields, by_reason)
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"{', '.join(names[:_MOST_NAMED])}{more}"
 
 
 def _precision_cell(precision: Precision) -> Cell:

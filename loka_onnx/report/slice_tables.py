@@ -9,11 +9,9 @@ from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData, confidence_text
 from loka_onnx.report.document import (
     BUDGET_TONES,
-    Cell,
     Field,
     Section,
     Table,
-    Tone,
     cell,
     fact,
     number,
@@ -37,7 +35,6 @@ SHOWN = 10
 """Most slices of one engine and output in texts; report.json has all."""
 NULL = "(null)"
 _JUDGED = (BudgetStatus.BEYOND, BudgetStatus.UNDECIDED, BudgetStatus.WITHIN)
-_Sliced = tuple[Evaluation, OutputEvaluation]
 
 
 def slices_sections(data: ReportData) -> tuple[Section, ...]:
@@ -56,10 +53,7 @@ def slices_sections(data: ReportData) -> tuple[Section, ...]:
         f"open. Shown are the first {SHOWN} slices of what is emitted and of what harms a slice; "
         "report.json has all of them.",
     )
-    tables = (
-        *(_count_table(data, split, sliced) for split in splits),
-        *(_worst_table(e, output, confidence_text(data, e.split)) for e, output in detailed),
-    )
+    tables = tuple(_worst_table(e, output, confidence_text(data, e.split)) for e, output in detailed)
     items = tuple(dict.fromkeys(text for pair in sliced for text in _left_out(*pair)))
     return (Section("slices", "Slices", paragraphs, items, tables),)
 
@@ -109,31 +103,6 @@ def _left_out(evaluation: Evaluation, output: OutputEvaluation) -> Iterator[str]
         )
 
 
-def _count_table(data: ReportData, split: str, sliced: list[_Sliced]) -> Table:
-    def count(status: str) -> Field[_Sliced]:
-        def show(row: _Sliced) -> Cell:
-            is_any = bool(row[1].slices_of(status))
-            return cell(
-                counted(row[1], "slices", status=status), BUDGET_TONES[status] if is_any else Tone.MUTED
-            )
-
-        return number(status.capitalize(), show)
-
-    def worst(row: _Sliced) -> Cell:
-        first = row[1].slices[0]
-        return cell(_change(first, row[1]), BUDGET_TONES[first.status])
-
-    fields: tuple[Field[_Sliced], ...] = (
-        text("Engine", lambda row: row[0].engine),
-        text("Output", lambda row: row[1].output),
-        *(count(status) for status in (*_JUDGED, BudgetStatus.NOT_JUDGED)),
-        text("Worst slice", lambda row: slice_name(row[1].slices[0])),
-        number(f"Its change [simultaneous {confidence_text(data, split)} interval]", worst),
-    )
-    rows = (row for row in sliced if row[0].split == split)
-    return table_of(f"Slices on {split}", fields, rows, lambda row: bool(data.chosen(row[0].engine)))
-
-
 def _worst_table(evaluation: Evaluation, output: OutputEvaluation, level: str) -> Table:
     fields: tuple[Field[SliceDifference], ...] = (
         text("Column", "column"),
@@ -157,4 +126,4 @@ def _worst_table(evaluation: Evaluation, output: OutputEvaluation, level: str) -
         shown(numbers.budget_percent, output, "budget"),
         told("; {} more in report.json", formed(numbers.count, rest)) if rest.value else "",
     )
-    return table_of(caption, fields, output.slices[:SHOWN], keys=2)
+    return table_of(caption, fields, output.slices[:SHOWN])

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from loka_onnx.core.throughput import Throughput, ThroughputSet, Trial
+from loka_onnx.core.throughput import Throughput, ThroughputSet
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Cell, Field, Section, Tone, cell, fact, number, table_of, text
 from loka_onnx.report.figures import at, derive, formed, shown, told
-
-LATE = 0.1
-"""Share of the limit from which the load generator's part is marked."""
 
 
 def throughput_sections(data: ReportData) -> tuple[Section, ...]:
@@ -31,7 +28,7 @@ def throughput_sections(data: ReportData) -> tuple[Section, ...]:
         if m.failure
     ]
     items += _gains(data.throughput)
-    table = table_of("Throughput", _FIELDS, measurements, keys=2)
+    table = table_of("Throughput", _FIELDS, measurements)
     return (Section("throughput", "Throughput", paragraphs, tuple(items), (table,)),)
 
 
@@ -52,12 +49,6 @@ def _rows(measured: Throughput) -> str:
     return formed("{:,.0f}".format, rows) if measured.requests_per_s else numbers.NONE
 
 
-def _late(measured: Throughput) -> Cell:
-    best: Trial | None = measured.best
-    is_late = best is not None and best.late_us > LATE * measured.p99_limit_us
-    return cell(_there("late_us", numbers.latency)(measured), Tone.WARN if is_late else Tone.PLAIN)
-
-
 _FIELDS: tuple[Field[Throughput], ...] = (
     text("Engine", "engine"),
     fact("Batch", "batch", numbers.count),
@@ -70,11 +61,8 @@ _FIELDS: tuple[Field[Throughput], ...] = (
     number("p50 there", _there("p50_us", numbers.latency)),
     number("p99 there", _there("p99_us", numbers.latency)),
     number("Over the limit, upper end", _there("over_upper", lambda share: f"{100 * share:.2f} %")),
-    number(
-        "Without pause",
-        lambda m: shown("{:,.1f}".format, m, "capacity_per_s") if m.capacity_per_s else numbers.NONE,
-    ),
-    number("Of the generator, p99", _late),
+    fact("Without pause", "capacity_per_s", "{:,.1f}".format),
+    number("Of the generator, p99", _there("late_us", numbers.latency)),
 )
 
 

@@ -14,15 +14,13 @@ from markupsafe import Markup
 
 from loka_onnx.report.chart import Chart
 from loka_onnx.report.document import Document
-from loka_onnx.report.speed_tables import Quadrants
 
 
 @dataclass(frozen=True)
 class Exhibits:
-    """The drawn parts of a page: charts, quadrants, `histograms.histogram_data`, the model graph."""
+    """The drawn parts of a page: charts, `histograms.histogram_data`, the model graph."""
 
     charts: tuple[Chart, ...] = ()
-    quadrants: tuple[Quadrants, ...] = ()
     histograms: dict[str, Any] = field(default_factory=dict)
     graph: Markup | None = None
 

@@ -171,7 +171,7 @@ class OnnxSession(Runner):
             raise ModelError(
                 f"E0918 ONNX Runtime refuses '{model}'",
                 evidence=str(error).splitlines()[0][:400],
-                remedy="check the model with `loka-onnx doctor --model`, or export it again",
+                remedy="check the model with `onnx.checker`, or export it again",
             ) from error
         self.input_names: tuple[str, ...] = tuple(i.name for i in self._session.get_inputs())
         self.output_names: tuple[str, ...] = tuple(o.name for o in self._session.get_outputs())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,27 +53,6 @@ def open_page(browser: Any, path: Path, **context: Any) -> Opened:
     page.on("request", lambda request: opened.requests.append(request.url))
     page.goto(path.as_uri(), wait_until="load")
     return opened
-
-
-def picture(locator: Any, expression: str) -> Any:
-    """Of what a reader sees of an element, in pixels.
-
-    Args:
-        locator: The element.
-        expression: JavaScript over `data` (red, green, blue, opacity of each pixel), `width` and `height`.
-    """
-    script = """async url => {
-        const image = new Image();
-        image.src = url;
-        await image.decode();
-        const context = new OffscreenCanvas(image.width, image.height).getContext('2d');
-        context.drawImage(image, 0, 0);
-        const { data, width, height } = context.getImageData(0, 0, image.width, image.height);
-        return EXPRESSION;
-    }""".replace("EXPRESSION", expression)
-    return locator.page.evaluate(
-        script, f"data:image/png;base64,{base64.b64encode(locator.screenshot()).decode()}"
-    )
 
 
 def written(data: ReportData, directory: Path) -> Path:

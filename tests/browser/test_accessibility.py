@@ -23,8 +23,8 @@ def test_nothing_serious(visit, request, which, scheme, size):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs chromium and axe-core")
     page = visit(request.getfixturevalue(which), scheme=scheme, size=size).page
     page.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
-    page.locator("#chart-share .plot:visible").scroll_into_view_if_needed()
-    page.locator("#chart-share .main-svg").first.wait_for()
+    page.locator(".plot:visible").first.scroll_into_view_if_needed()
+    page.locator(".plot:visible .main-svg").first.wait_for()
     found = axe.Axe().run(page)
     serious = [
         f"{v['id']}: {v['help']}: {node['target']} {node['html'][:200]}"

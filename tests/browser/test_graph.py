@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
-from browser_pages import PHONE, picture, written
+from browser_pages import PHONE, written
 from sample_run import make_run
-
-from loka_onnx.core.model_graph import GraphEdge, GraphNode, ModelGraph, NodeKind
-from loka_onnx.report import ReportData
 
 ROOT = "#model-graph"
 STAGE = f"{ROOT} .graph-stage"
@@ -169,21 +165,6 @@ def test_the_keyboard_chooses_and_goes_along_the_data(page):
     assert selected(page) == "over_arch.fc0"
 
 
-def test_whoever_comes_by_keyboard_sees_that_the_drawing_has_the_focus(page):
-    def framed() -> int:
-        """Pixels in the accent colour in the middle of each side, at most 3 px inside."""
-        return picture(
-            page.locator(STAGE),
-            "[[2, height >> 1], [width - 3, height >> 1], [width >> 1, 2], [width >> 1, height - 4]]"
-            ".filter(([x, y]) => '29,95,196' === [0, 1, 2].map(i => data[4 * (y * width + x) + i]).join())"
-            ".length",
-        )
-
-    assert framed() == 0
-    page.locator(STAGE).focus()
-    assert framed() == 4
-
-
 def test_a_click_tells_of_a_node_and_names_its_site_to_the_page(page):
     page.evaluate(HEAR)
     page.mouse.click(*box_of(page, "over_arch.fc1")[:2])
@@ -212,14 +193,6 @@ def test_a_site_that_the_page_names_is_centred_without_an_echo(page):
     page.locator("#sites button[data-site='over_arch.fc2']").first.click()
     assert (page.evaluate("heard"), selected(page)) == (["over_arch.fc2"], "over_arch.fc2")
     assert is_in_the_middle(page, "over_arch.fc2")
-
-
-def test_it_follows_the_theme_of_the_page_and_of_the_system(page):
-    page.evaluate("document.documentElement.dataset.theme = 'dark'")
-    assert color_of(page, "over_arch.fc0") == "rgb(76, 201, 138)"
-    page.evaluate("delete document.documentElement.dataset.theme")
-    page.emulate_media(color_scheme="dark")
-    assert color_of(page, "over_arch.fc0") == "rgb(76, 201, 138)"
 
 
 def test_paper_gets_the_whole_graph_in_light_colours_and_the_reader_the_view_of_before(visit, report):
@@ -264,32 +237,4 @@ def test_names_are_shown_and_not_run(visit, tmp_path):
     opened.page.locator("#graph-query").fill("fc1")
     assert nasty in opened.page.locator(f"{ROOT} .graph-detail").inner_text()
     assert opened.page.title() == run.report.title
-    opened.check(path)
-
-
-def test_many_nodes_move_without_a_wait(visit, data: ReportData, tmp_path):
-    """Columns of operators, each reading two of the row above; see benchmarks/micro/report_size.py."""
-    count, width = 600, 20
-    nodes = tuple(GraphNode(f"n{i}", NodeKind.OPERATOR, "MatMul", "m") for i in range(count))
-    pairs = {(i, i + width + step) for i in range(count) for step in (0, 1) if i + width + step < count}
-    graph = ModelGraph(nodes, tuple(GraphEdge(s, t, f"t{s}") for s, t in sorted(pairs)), count)
-    path = written(replace(data, graph=graph), tmp_path)
-    opened = visit(path)
-    opened.page.locator(STAGE).focus()
-    frames = opened.page.evaluate(
-        """async () => {
-            const stage = document.querySelector('#model-graph .graph-stage');
-            const frames = [];
-            let last = performance.now();
-            for (let i = 0; i < 60; i += 1) {
-                const key = i % 3 === 2 ? (i < 30 ? '+' : '-') : ['ArrowLeft', 'ArrowDown'][i % 2];
-                stage.dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true, cancelable: true }));
-                await new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)));
-                frames.push((performance.now() - last) / 2);
-                last = performance.now();
-            }
-            return frames.sort((a, b) => a - b);
-        }"""
-    )
-    assert frames[len(frames) // 2] < 100
     opened.check(path)

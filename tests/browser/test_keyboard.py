@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from browser_pages import picture
 
 _STOP = """() => {
   const element = document.activeElement;
@@ -92,16 +91,3 @@ def test_the_heads_of_a_table_that_is_scrolled_to_its_side_are_not_covered(visit
     region.evaluate("e => { e.scrollLeft = 50; e.scrollTop = 300 }")
     heads.nth(3).focus()
     assert region.evaluate("e => e.scrollTop") == 300
-
-
-def test_the_ring_of_a_section_link_is_whole(visit, report):
-    page = visit(report).page
-    page.keyboard.press("Tab")
-    link = page.locator(".bar a").first
-    assert link.evaluate("e => e === document.activeElement")
-    sides = picture(
-        link,
-        "[[1, height >> 1], [width - 2, height >> 1], [width >> 1, 1], [width >> 1, height - 2]]"
-        ".map(([x, y]) => [0, 1, 2].map(i => data[4 * (y * width + x) + i]).join())",
-    )
-    assert sides == ["29,95,196"] * 4

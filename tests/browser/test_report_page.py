@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 from browser_pages import PHONE, written
@@ -59,7 +58,7 @@ def draw_everything(page) -> None:
 def test_it_loads_draws_and_fetches_nothing(visit, report):
     opened = visit(report)
     draw_everything(opened.page)
-    assert opened.page.locator(".plot:visible .main-svg").count() >= 3
+    assert opened.page.locator(".plot:visible .main-svg").count() >= 2
     opened.check(report)
     assert "default-src 'none'" in opened.page.locator("meta[http-equiv]").get_attribute("content")
 
@@ -156,21 +155,6 @@ def test_tables_sort_by_mouse_and_by_keyboard(visit, report):
     assert site_rows(page) == unsorted
 
 
-def test_units_are_sorted_as_what_they_are(visit, report):
-    page = visit(report).page
-    table = page.locator("#engines details.table").first.locator("table")
-    head = table.locator("th", has_text="Latency p50")
-    head.locator("button").click()
-    column = [cell.inner_text() for cell in table.locator("thead th").all()].index(head.inner_text())
-    cells = [
-        row.locator("th, td").nth(column).inner_text() for row in table.locator("tbody tr:has(th)").all()
-    ]
-    found = [float(cell.split(" µs")[0]) for cell in cells if "µs" in cell]
-    assert found == sorted(found) and len(found) >= len(LATENCIES_US)
-    # What was not measured stands last.
-    assert all("µs" in cell for cell in cells[: len(found)])
-
-
 def test_infinite_values_stand_at_their_end_and_not_with_what_has_none(visit, report):
     page = visit(report).page
     table = page.locator("#engines details.table").first.locator("table")
@@ -254,8 +238,6 @@ def test_a_site_is_chosen_by_its_row_by_the_list_and_by_the_event(visit, report,
     # A name that no site has changes nothing.
     page.evaluate("() => document.dispatchEvent(new CustomEvent('loka:site', { detail: { site: 'no' } }))")
     assert chosen() == names[1]
-    page.locator(".quadrants button.site").first.press("Enter")
-    assert chosen() == names[0]
     assert opened.said == []
 
 
@@ -356,16 +338,6 @@ def test_names_are_text_whatever_is_in_them(visit, tmp_path):
     opened.check(path)
 
 
-def test_the_section_in_sight_is_marked(visit, report):
-    page = visit(report).page
-    page.locator(".bar a", has_text="Rewrites").click()
-    page.locator(".bar a[aria-current]", has_text="Rewrites").wait_for()
-    assert page.locator(".bar").bounding_box()["y"] == 0
-    top = page.locator("#rewrites h2").bounding_box()["y"]
-    bar = page.locator(".bar").bounding_box()
-    assert bar["y"] + bar["height"] <= top < 400
-
-
 def test_a_phone_scrolls_tables_and_not_the_page(visit, report, undecided_report):
     for path in (report, undecided_report):
         opened = visit(path, size=PHONE)
@@ -400,27 +372,3 @@ def test_without_scripts_every_table_is_there(visit, report, data: ReportData):
     assert site_rows(page) == [site.name for site in data.modified.sites]
     assert not page.locator("#theme").is_visible()
     assert not page.locator("#site-panel").is_visible()
-
-
-@pytest.mark.slow
-def test_a_thousand_sites_stay_quick(visit, large_report):
-    started = time.perf_counter()
-    opened = visit(large_report)
-    page = opened.page
-    table = page.locator("#sites details.table").first
-    assert table.locator("output").inner_text() == "1000 of 1000 shown"
-    loaded = time.perf_counter() - started
-    table.locator("select[data-choice='verdict']").select_option("unsafe")
-    assert table.locator("output").inner_text() == "333 of 1000 shown"
-    took = page.evaluate(
-        "() => { const b = document.querySelector('#sites details.table thead th:nth-child(3) button');"
-        "const t = performance.now(); b.click(); document.body.offsetHeight; return performance.now() - t }"
-    )
-    page.locator("#site-choice").select_option("tower.099.fc9")
-    page.locator("#site-plot").scroll_into_view_if_needed()
-    page.locator("#site-plot .main-svg").first.wait_for()
-    opened.check(large_report)
-    # On two busy cores it takes 0.6 s to load and 0.1 s to sort: generous, but not a page that hangs.
-    assert loaded < 15
-    assert took < 3000
-    assert large_report.stat().st_size < 8_000_000

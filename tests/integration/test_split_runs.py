@@ -172,12 +172,9 @@ def test_a_model_that_cannot_be_cut_goes_on_whole_and_says_why(
     explanation = done.out.partition("\n\n")[2]
     assert "\nheads\n  - pad-sites: N = 3 is under 16\n" in explanation
     assert f"\nelsewhere\n  - split_sparse at as_number/cast: {reason}\n" in explanation
-    assert [line for line in explanation.splitlines() if line in {"fc1", "fc2", "heads", "elsewhere"}] == [
-        "fc1",
-        "fc2",
-        "heads",
-        "elsewhere",
-    ]
+    names = [line.partition(":")[0] for line in explanation.splitlines() if not line.startswith(" ")]
+    sites = ["fc1", "fc2", "heads", "elsewhere"]
+    assert [name for name in names if name in sites] == sites
     result = run(place.run_file, RunOptions(resume=True))
     assert not list((result.directory / "model").glob("lookup.onnx"))
     manifest = manifest_of(result)

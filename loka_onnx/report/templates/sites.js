@@ -30,20 +30,18 @@
   const rows = new Map();
   for (const cell of document.querySelectorAll("main button.site")) {
     const name = cell.dataset.site;
-    const row = cell.closest("tr");
     if (!rows.has(name)) rows.set(name, []);
-    // Of the quadrants, which name several sites in a row, the name itself.
-    rows.get(name).push(row?.closest("table.data") ? row : cell);
+    rows.get(name).push(cell.closest("tr"));
     cell.setAttribute("aria-pressed", "false");
   }
 
   function mark(name, isChosen) {
     for (const row of rows.get(name) ?? []) {
       row.classList.toggle("selected", isChosen);
-      (row.querySelector("button.site") ?? row).setAttribute("aria-pressed", String(isChosen));
+      row.querySelector("button.site").setAttribute("aria-pressed", String(isChosen));
       if (isChosen) row.setAttribute("aria-current", "true");
       else row.removeAttribute("aria-current");
-      if (isChosen && row.matches("tr")) bringIntoView(row);
+      if (isChosen) bringIntoView(row);
     }
   }
 

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from loka_onnx.cli.bundle_registry import add_registry_verbs
 from loka_onnx.core.digests import digest_file
-from loka_onnx.errors import BundleInvalid, CheckFailed, ConfigError, UserError
+from loka_onnx.errors import BundleInvalid, CheckFailed, UserError
 
 app = typer.Typer()
 add_registry_verbs(app)
@@ -29,7 +29,7 @@ def test_the_verbs(one, tmp_path):
     registry, digest = tmp_path / "registry", digest_file(one / "manifest.json")
     out = run("push", one, f"{registry}#prod")
     assert f"pushed to {registry}#prod as sha256:{digest}\nsent " in out
-    assert "sent 0 parts, 0 bytes" in run("push", one, registry, "--name", "staging")
+    assert "sent 0 parts, 0 bytes" in run("push", one, f"{registry}#staging")
     assert "0 parts, 0 bytes were there" in run("push", one, f"{registry}#prod", "--again")
     assert run("resolve", f"{registry}#prod") == f"sha256:{digest}\n"
     assert run("list", registry).split() == ["prod", f"sha256:{digest}", "staging", f"sha256:{digest}"]
@@ -37,7 +37,7 @@ def test_the_verbs(one, tmp_path):
     out = run("pull", f"{registry}#canary", tmp_path / "x")
     assert f"sha256:{digest} pulled and verified; not signed\nread " in out
     assert tree(tmp_path / "x") == tree(one)
-    assert "is there already, whole" in run("pull", registry, tmp_path / "x", "--name", "canary")
+    assert "is there already, whole" in run("pull", f"{registry}#canary", tmp_path / "x")
 
 
 def test_a_key_is_asked_for(one, tmp_path):
@@ -75,21 +75,9 @@ def test_names_that_somebody_laid_there_are_quoted(one, tmp_path):
     )
 
 
-def test_a_name_is_given_either_way(one, tmp_path):
-    registry, digest = tmp_path / "registry", digest_file(one / "manifest.json")
-    run("push", one, f"{registry}#prod")
-    assert run("resolve", registry, "--name", "prod") == f"sha256:{digest}\n"
-    assert run("promote", registry, "canary", "--name", "prod") == f"canary is now sha256:{digest}\n"
-
-
 def test_a_registry_that_is_none_is_not_an_empty_one(one, tmp_path):
     with pytest.raises(UserError, match="there is no registry here"):
         run("list", tmp_path / "mistyped")
     run("push", one, tmp_path / "registry")
     done = CliRunner().invoke(app, ["list", str(tmp_path / "registry")])
     assert (done.exit_code, done.stdout, done.stderr) == (0, "", "no bundle has a name here\n")
-
-
-def test_a_bundle_is_named_once(one, tmp_path):
-    with pytest.raises(ConfigError, match="the bundle is named twice"):
-        run("push", one, f"{tmp_path / 'registry'}#prod", "--name", "staging")

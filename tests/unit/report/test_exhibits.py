@@ -1,4 +1,4 @@
-"""What the page draws: quadrants, histograms and charts, against the facts."""
+"""What the page draws: histograms and charts, against the facts; and the speed of sites."""
 
 from __future__ import annotations
 
@@ -12,48 +12,12 @@ from sample_run import SampleRun
 from loka_onnx.core.evaluation import EvaluationSet, Latency
 from loka_onnx.core.histogram import MagnitudeHistogram
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.plan import PlanSet, SiteSpeed, SpeedVerdict, Verdict
-from loka_onnx.core.site import SiteKind
+from loka_onnx.core.plan import PlanSet, SiteSpeed, SpeedVerdict
 from loka_onnx.report import ReportData
 from loka_onnx.report.chart import charts
 from loka_onnx.report.histograms import activation_table, histogram_data
 from loka_onnx.report.site_tables import sites_section
-from loka_onnx.report.speed_tables import SPEEDS, quadrants, speed_texts
-
-
-def speed(site: str, verdict: SpeedVerdict, device: str = "gpu", measured: bool = True) -> SiteSpeed:
-    return SiteSpeed(site, device, verdict, {}, {}, "dense", measured, "times")
-
-
-def with_speeds(data: ReportData, *speeds: SiteSpeed) -> ReportData:
-    return dataclasses.replace(data, plans=PlanSet(data.plans.plans, (), speeds))
-
-
-def counts(data: ReportData) -> dict[tuple[Verdict, str], tuple[str, ...]]:
-    (found,) = quadrants(data)
-    return {(q.accuracy, q.speed): q.sites for row in found.rows for q in row if q.sites}
-
-
-def test_every_site_is_in_one_quadrant_and_what_was_not_timed_is_not_guessed(sample: SampleRun) -> None:
-    names = [site.name for site in sample.report.modified.sites]
-    data = with_speeds(
-        sample.report, speed(names[0], SpeedVerdict.FAST), speed(names[1], SpeedVerdict.UNKNOWN)
-    )
-    assert counts(data) == {
-        (Verdict.SAFE, "fast"): (names[0],),
-        (Verdict.UNSAFE, "not measured"): (names[1],),
-        (Verdict.NOT_JUDGED, "not measured"): (names[2],),
-    }
-    assert all(speed == "not measured" for _, speed in counts(sample.report))
-
-
-def test_the_four_quadrants_stand_there_when_they_are_empty(sample: SampleRun) -> None:
-    (found,) = quadrants(sample.report)
-    assert [tuple(q.speed for q in row) for row in found.rows] == [SPEEDS] * 3
-    assert [row[0].accuracy for row in found.rows] == [Verdict.SAFE, Verdict.UNSAFE, Verdict.NOT_JUDGED]
-    assert found.caption.endswith("no speed was measured or predicted")
-    rows = [tuple(cell.text for cell in row[:3]) for row in found.table().rows]
-    assert ("safe", "fast", "0") in rows and ("unsafe", "slow", "0") in rows
+from loka_onnx.report.speed_tables import speed_texts
 
 
 def test_shares_are_those_of_one_model_whatever_mods_padded(sample: SampleRun) -> None:
@@ -66,30 +30,26 @@ def test_shares_are_those_of_one_model_whatever_mods_padded(sample: SampleRun) -
     (table,) = (t for t in section.tables if t.caption.startswith("Sites in plan"))
     place = [column.title for column in table.columns].index("FLOP share")
     assert [row[place].text for row in table.rows] == [*expected, "–"]
-    (found,) = quadrants(data)
-    assert {q.flop_share for row in found.rows for q in row if q.sites} == {*expected, "0.0 %"}
     assert "of the model after mods" in " ".join(section.paragraphs)
 
 
-def test_norms_are_no_question_of_fp8(sample: SampleRun) -> None:
-    first, *rest = sample.report.modified.sites
-    norm = dataclasses.replace(first, kind=SiteKind.NORM)
-    model = dataclasses.replace(sample.report.modified, sites=(norm, *rest))
-    data = dataclasses.replace(sample.report, modified=model)
-    assert first.name not in [name for names in counts(data).values() for name in names]
-
-
-def test_each_device_has_its_quadrants_and_predictions_are_told_apart(sample: SampleRun) -> None:
-    name = sample.report.modified.sites[0].name
-    data = with_speeds(
-        sample.report,
-        speed(name, SpeedVerdict.FAST, "gpu", measured=False),
-        speed(name, SpeedVerdict.SLOW, "cpu"),
+def test_each_device_says_the_speed_of_a_site_and_nothing_is_guessed(sample: SampleRun) -> None:
+    first, second, third = (site.name for site in sample.report.modified.sites)
+    speeds = [
+        SiteSpeed(site, device, verdict, {}, {}, "dense", True, "times")
+        for site, device, verdict in (
+            (first, "gpu", SpeedVerdict.FAST),
+            (second, "gpu", SpeedVerdict.UNKNOWN),
+            (first, "cpu", SpeedVerdict.SLOW),
+        )
+    ]
+    one, two = (
+        speed_texts(dataclasses.replace(sample.report, plans=PlanSet(sample.report.plans.plans, (), known)))
+        for known in (tuple(speeds[:2]), tuple(speeds))
     )
-    gpu, cpu = quadrants(data)
-    assert (gpu.device, cpu.device) == ("gpu", "cpu")
-    assert (gpu.rows[0][0].predicted, cpu.rows[0][1].predicted) == ("1", "")
-    assert speed_texts(data) == {name: "gpu: fast; cpu: slow"}
+    assert one == {first: "fast", second: "not measured"}
+    assert two == {first: "gpu: fast; cpu: slow", second: "gpu: not measured; cpu: not measured"}
+    assert third not in one
 
 
 def drawn(data: ReportData) -> ReportData:
@@ -154,7 +114,7 @@ def test_every_candidate_is_a_point_or_is_named(sample: SampleRun) -> None:
             points = [
                 name for trace in (chart.figure or {"data": ()})["data"] for name in trace.get("text", ())
             ]
-            engines = [e for e in data.engines if chart.kind == "share" or chart.name == f"ctr on {e.target}"]
+            engines = [e for e in data.engines if chart.name == f"ctr on {e.target}"]
             assert len(points) + len(chart.left_out) == len(engines)
 
 
@@ -196,26 +156,10 @@ def test_what_was_timed_on_another_device_only_says_where(sample: SampleRun) -> 
         chart = next(c for c in charts(changed) if c.name == "ctr on cpu")
         return [line for line in chart.left_out if line.startswith(there)]
 
-    assert left_out(64, there) == [f"{there}: timed on H200, not the target"]
-    assert left_out(8, there) == [f"{there}: not timed at this batch"]
+    assert left_out(64, there) == [f"{there}: latency 9.0 µs at batch 64 on H200, not the target"]
     # Nothing was timed on the target: there is no batch that it could have been timed at.
     every = {e.engine for e in data.evaluations.evaluations}
-    assert left_out(8, *every) == [f"{there}: timed on H200, not the target"]
-
-
-def test_long_latencies_are_in_milliseconds(sample: SampleRun) -> None:
-    data = timed(sample.report)
-    slow = tuple(
-        dataclasses.replace(e, latencies=(Latency(64, 25_000.0, 1.0, 1.0, 9, "cpu", True),))
-        for e in data.evaluations.evaluations
-    )
-    chart = next(
-        c
-        for c in charts(dataclasses.replace(data, evaluations=EvaluationSet(slow)))
-        if c.name == "ctr on cpu"
-    )
-    assert chart.figure["layout"]["xaxis"]["title"]["text"] == "latency p50 at batch 64, ms"
-    assert chart.figure["data"][0]["x"][0] == 25.0
+    assert left_out(8, *every) == [f"{there}: latency 9.0 µs at batch 8 on H200, not the target"]
 
 
 def test_an_interval_without_an_end_is_no_point(sample: SampleRun) -> None:

@@ -39,8 +39,7 @@ def test_the_choice_refining_and_throughput_are_told_row_by_row(data: ReportData
         f"| 65 and more | {ALL} | fp8-all | 1.010× |",
         f"By batch size: to 8 rows {FP32}; to 64 rows {SAFE}; to 512 rows {ALL}.",
         f"| {SAFE} | simulated | {TIMES} | 1.70× |",
-        "Predicted and measured latency, median error 7.18 %",
-        f"| {SAFE} | 64 | 95.5 µs | 100.2 µs | -4.7 % |",
+        "Median error of 2 latencies predicted: 7.18 %.",
         f"No latency is predicted of '{ALL}': FP8 at 'fc' breaks it up.",
         f"{ALL} at batch 512: the worker died",
         f"cpu at batch 512: the chosen engine answers 1.51× the requests of {SAFE}",
@@ -51,13 +50,9 @@ def test_the_choice_refining_and_throughput_are_told_row_by_row(data: ReportData
         "gpu, trt hopper: 1 rounds in 90.1 s, ended because done; 'refined' is the fastest inside the budget",
         f"| **1** | refined | whole, 3 given back | 51.2 % | {TIMES} | 1.41× | yes | 40.1 s |",
         "| 1 | broken | run file | 51.2 % | not measured | not measured |",
-        "1 · broken: signal (SIGSEGV)",
-        "| refined | gpu-trt-bf | 8 | 90.4 µs | 80.1 µs | +12.9 % |",
-        "| refined | fc1, fc2 | 81.2 % | 12.5 ns |",
-        "| refined | fc3 | 10.0 % | – |",
+        "| signal (SIGSEGV) |",
     ):
         assert row in text
-    assert "| broken | gpu-trt-bf |" not in text
     assert data.chosen(SAFE) is data.choice.targets[0]
     assert median_error(data.choice.predictions) == pytest.approx(0.0718, abs=1e-4)
 
@@ -86,7 +81,7 @@ def test_every_correction_is_shown_with_what_was_kept(data: ReportData) -> None:
     plans = (plan, PlanCorrections("fp8-safe", 32_768, (), {}, (other,)))
     document = build_document(replace(data, corrections=CorrectionSet(plans)))
     (section,) = [s for s in document.sections if s.anchor == "corrections"]
-    variants, biases = section.tables
+    (variants,) = section.tables
     rows = [[cell.text for cell in row] for row in variants.rows]
     change, kl = "+0.290 % [+0.270 %, +0.310 %]", "+0.21 % [+0.21 %, +0.21 %]"
     assert rows[0] == ["fp8-all", "ctr", "none", "no", "–", "+0.029", change, kl, "it helps most"]
@@ -94,23 +89,18 @@ def test_every_correction_is_shown_with_what_was_kept(data: ReportData) -> None:
     assert rows[2][:4] == ["fp8-all", "ctr", "biases", "no"]
     assert rows[3][:4] == ["fp8-safe", "cvr", "none", "yes"] and rows[3][6] == "–"
     assert variants.emphasized == {1, 3}
-    site = data.modified.sites[0].name
-    assert [cell.text for cell in biases.rows[0]] == [
-        "fp8-all", site, "2", "0.0456", "0.0789", "0.00321", "no"
-    ]  # fmt: skip
     assert section.items == ("fp8-all: dot has no corrected bias: a product of two activations",)
 
 
 FIRST = Latency(8, 1.0, 2.0, 3.0, 100, "NVIDIA H100 80GB HBM3", True)
 
 
-def timed(data: ReportData, *latencies: Latency, failure: str = "") -> list[list[list[str]]]:
+def timed(data: ReportData, *latencies: Latency) -> list[list[list[str]]]:
     """The rows of each table of latency, of one engine that is evaluated on two splits."""
     engine = next(e for e in data.engines if not e.simulated)
     known = (engine.id, "trt", engine.plan, engine.target)
     evaluations = tuple(
-        Evaluation(*known, split, 9, (), latencies, "measured", failure)
-        for split in ("selection", "certification")
+        Evaluation(*known, split, 9, (), latencies, "measured") for split in ("selection", "certification")
     )
     tables = latency_tables(replace(data, evaluations=EvaluationSet(evaluations)))
     return [[[cell.text for cell in row] for row in table.rows] for table in tables]
@@ -130,8 +120,8 @@ def test_each_place_of_inputs_has_a_table_in_which_a_measurement_stands_once(dat
 
 
 def test_what_failed_or_was_left_out_is_listed_with_the_reason(data: ReportData) -> None:
-    ((row,),) = timed(data, failure="at batch 8: the worker died")
-    assert row[1] == "at batch 8: the worker died"
+    failed = tuple(replace(e, latency_failure="the worker died") for e in data.evaluations.evaluations)
+    assert "Timing failed: the worker died" in shown(replace(data, evaluations=EvaluationSet(failed)))
     engine = replace(data.engines[0], remarks=("a fusion was left out: no kernel",))
     (table,) = [
         table

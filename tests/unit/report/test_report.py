@@ -11,8 +11,6 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 from sample_run import SampleRun
 
-from loka_onnx.cli.outcome import DISPENSABLE
-from loka_onnx.cli.outcome_tables import fitted
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import Because, BudgetStatus, Choice, EvaluationSet
 from loka_onnx.report import HTML_NAME, JSON_NAME, MARKDOWN_NAME, ReportData, numbers, render, summary_table
@@ -66,29 +64,6 @@ def test_equal_facts_give_equal_bytes(sample, texts, tmp_path):
     assert rendered(sample.report, tmp_path) == texts
 
 
-def test_every_number_of_the_json_is_in_both_texts(texts):
-    data = serde.loads(ReportData, texts[JSON_NAME])
-    expected = [numbers.share(plan.fp8_share) for plan in data.plans.plans]
-    for evaluation in data.evaluations.evaluations:
-        for output in evaluation.outputs:
-            expected += [
-                numbers.metric(output.metrics.normalized_entropy),
-                numbers.metric(output.metrics.auc),
-                numbers.ratio(output.metrics.prediction_ratio),
-            ]
-            if output.difference is not None:
-                expected.append(numbers.percent_interval(output.difference.delta_ne, output.budget))
-        expected += [numbers.latency(item.p99_us) for item in evaluation.latencies]
-    for site in data.profile.sites:
-        expected += [numbers.percent_interval(s.kl) for s in site.sensitivities]
-        expected += [numbers.error_percent(e.relative_error) for e in site.errors]
-    expected += [numbers.size(e.bytes) for e in data.engines if e.path is not None]
-    page = " ".join(Page(texts[HTML_NAME]).text)
-    for text in expected:
-        assert text in texts[MARKDOWN_NAME]
-        assert text in page
-
-
 def test_both_texts_say_the_same(texts):
     page = " ".join(" ".join(Page(texts[HTML_NAME]).text).split())
     flat = re.sub(r"\\(.)", r"\1", " ".join(texts[MARKDOWN_NAME].split()))
@@ -105,13 +80,6 @@ def test_both_texts_say_the_same(texts):
     ):
         assert sentence in page
         assert sentence in flat
-
-
-def test_the_verdict_comes_first(sample, texts):
-    emitted = sample.report.choice.targets[0].engine
-    markdown = texts[MARKDOWN_NAME]
-    assert markdown.index(f"emit {emitted}") < markdown.index("## Engines")
-    assert 0 < markdown.index("SYNTHETIC DATA") < markdown.index("emit")
 
 
 def test_the_page_needs_nothing_from_anywhere(texts):
@@ -173,13 +141,6 @@ def test_names_cannot_become_markup(tmp_path):
     assert "html_block" not in {token.type for token in tokens}
     assert any(NASTY in "".join(c.content for c in t.children) for t in tokens if t.children)
     assert "\n# injected" not in markdown
-    widths = {}
-    for line in markdown.splitlines():
-        if line.startswith("|"):
-            columns = len(re.findall(r"(?<!\\)\|", line))
-            assert widths.setdefault("now", columns) == columns
-        else:
-            widths.clear()
 
 
 @pytest.mark.parametrize(
@@ -227,46 +188,30 @@ def test_an_empty_run_still_renders(sample, tmp_path):
     assert "Nothing was rewritten." in files[MARKDOWN_NAME]
 
 
-def test_the_terminal_table_shows_every_candidate(sample):
-    console = Console(file=io.StringIO(), width=100, record=True)
-    console.print(fitted(summary_table(sample.report), console, DISPENSABLE))
-    text = console.export_text()
-    for plan in ("FP32", "fp32 *", "fp8-safe", "fp8-all", "bf16", "fp8-safe *"):
+def printed(data: ReportData, target: str = "cpu", width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(summary_table(data, target, "selection"))
+    return console.export_text()
+
+
+def test_the_terminal_table_shows_every_candidate_of_a_target_in_80_columns(sample):
+    text = printed(sample.report)
+    for plan in ("FP32", "fp32 *", "fp8-safe", "fp8-all", "bf16"):
         assert plan in text
     for engine in sample.report.engines:
         evaluation = sample.report.evaluation(engine.id, "selection")
         for output in evaluation.outputs if evaluation else ():
-            assert numbers.metric(output.metrics.auc) in text
-            assert numbers.percent_interval(output.difference.delta_ne, output.budget).split(" [")[0] in text
+            for interval in (output.difference.delta_ne, output.difference.kl):
+                value, _, ends = numbers.percent_interval(interval, output.budget).partition(" [")
+                assert value in text and ends.replace(" %", "") in text
     assert "not measured" in text
     assert re.search(r"bf16 .* declined", text) and "failed" not in text
     assert "SYNTHETIC DATA" in text
-    assert all(len(line) <= 100 for line in text.splitlines())
-
-
-def test_the_terminal_table_has_kl_and_auc_with_their_intervals_where_there_is_room(sample):
-    console = Console(file=io.StringIO(), width=200, record=True)
-    console.print(summary_table(sample.report))
-    text = console.export_text()
-    changes = [
-        output.difference
-        for engine in sample.report.engines
-        if (evaluation := sample.report.evaluation(engine.id, "selection")) is not None
-        for output in evaluation.outputs
-    ]
-    assert changes
-    for change in changes:
-        for interval in (change.kl, change.delta_auc):
-            if interval is not None:
-                value, _, ends = numbers.percent_interval(interval).partition(" [")
-                assert value in text and ends.replace(" %", "") in text
+    assert all(len(line) <= 80 for line in text.splitlines())
 
 
 def test_the_terminal_table_reads_no_markup_in_names(sample):
-    engines = tuple(dataclasses.replace(e, target="[red]x[/red]") for e in sample.report.engines[-1:])
-    engines += sample.report.engines[:1]
-    console = Console(file=io.StringIO(), width=200, record=True)
-    console.print(summary_table(dataclasses.replace(sample.report, engines=engines, title="[bold]t")))
-    text = console.export_text()
-    assert "[red]x[/red]" in text
-    assert "[bold]t" in text
+    engines = tuple(dataclasses.replace(e, target="[red]x[/red]", plan="[b]p") for e in sample.report.engines)
+    data = dataclasses.replace(sample.report, engines=engines, title="[bold]t")
+    text = printed(data, "[red]x[/red]", 200)
+    assert "[red]x[/red]" in text and "[bold]t" in text and "[b]p" in text

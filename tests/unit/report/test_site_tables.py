@@ -6,12 +6,10 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from sample_run import moments
 
-from loka_onnx.core.plan import Wide
 from loka_onnx.core.profile import Profile, Sampling
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
-from loka_onnx.core.sensitivity import ENTROPY, Draws, Sensitivity, SiteGroup
+from loka_onnx.core.sensitivity import ENTROPY, Draws, Sensitivity
 from loka_onnx.report import ReportData, numbers
 from loka_onnx.report.document import Section, Table
 from loka_onnx.report.histograms import activations
@@ -100,25 +98,6 @@ def test_without_labels_the_denominator_is_named_and_the_labelled_part_is_not_th
     assert column(section, "Sites in plan", "Labelled")[0] == numbers.NONE
 
 
-def test_sites_that_share_a_tensor_are_shown_together_beside_what_each_costs(sample) -> None:
-    first, second = sample.report.profile.sites
-    alone = first.sensitivities[0]
-    draws = Draws(2, 2.5e-5, 3.5e-5, 7 / 6)
-    both = Sensitivity.of(alone.name, alone.delta, moments(3e-5, 5e-7), alone.labelled_moments, draws)
-    group = SiteGroup("dense", (first.site, second.site), (both,))
-    section = sites_section(with_profile(sample.report, groups=(group,)))
-    (table,) = (t for t in section.tables if t.caption.startswith("Sites that share"))
-    assert [cells(table, title) for title in ("Tensor", "Output", "Sum of each alone", "KL over draws")] == [
-        ["dense"],
-        ["ctr"],
-        ["0.0024 %"],
-        ["0.0025 % to 0.0035 % (2)"],
-    ]
-    assert cells(table, "KL together") == ["+0.003000 % [+0.002902 %, +0.003098 %]"]
-    assert cells(table, "Sites") == [f"{first.site}, {second.site}"]
-    assert not any(t.caption.startswith("Sites that share") for t in sites_section(sample.report).tables)
-
-
 def test_sites_that_stayed_undecided_are_named(sample) -> None:
     sampling = Sampling(2000, 3, 16384, ("over_arch.fc0", "over_arch.fc1"), may_stop_early=True)
     data = with_profile(sample.report, sampling=sampling)
@@ -156,22 +135,3 @@ def test_sites_that_stayed_undecided_are_named(sample) -> None:
 def test_the_rows_that_were_looked_at(sample, changes: dict[str, object], facts: list[str]) -> None:
     profile: Profile = dataclasses.replace(sample.report.profile, **changes)
     assert calibration_facts(profile) == facts
-
-
-def test_what_stays_in_fp32_beside_sites_is_listed_by_reason(sample) -> None:
-    caption = "What stays in FP32 beside sites"
-    assert caption not in [table.caption for table in sites_section(sample.report).tables]
-    first, second = sample.report.plans.plans[:2]
-    end = "is computed behind the last product of output 'ctr'"
-    several = (*(Wide(f"n{i}", "kept by 'n*'") for i in range(8)), Wide("sigmoid", end))
-    plans = (
-        dataclasses.replace(first, wide=(Wide("sigmoid", end),)),
-        dataclasses.replace(second, wide=several, base_reason="it fits"),
-    )
-    changed = dataclasses.replace(sample.report.plans, plans=plans, notes=("'bn' decides nothing",))
-    section = sites_section(dataclasses.replace(sample.report, plans=changed))
-    assert column(section, caption, "Reason") == [end, "kept by 'n*'"]
-    assert column(section, caption, "Plans") == [f"{first.id}, {second.id}", second.id]
-    assert column(section, caption, "Nodes") == ["sigmoid", "n0, n1, n2, n3, n4, n5 and 2 more"]
-    assert f"Plan {second.id} is based on {second.base}: it fits." in section.paragraphs
-    assert section.paragraphs[-1] == "'bn' decides nothing."
