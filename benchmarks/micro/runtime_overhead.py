@@ -36,7 +36,6 @@ from loka_onnx.bundle.format.files import Sample
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.manifest import BatchRange, EngineEntry
 from loka_onnx.runtime import Engine, Serving
-from loka_onnx.runtime.saturation import Sampler
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 BATCHES = (1, 8, 64, 256, 1024, 4096)
@@ -168,13 +167,10 @@ def compare(model: onnx.ModelProto, folder: Path, batch: int, turns: int) -> dic
     silent = engine_of(model, session, Serving(metrics=False))
     watched = Watch(backend)
     around = engine_of(model, session, Serving())
-    sampled = engine_of(model, session, Serving())
-    sampled.sampler = Sampler({"x": 4.0}, 1000)
     ways: dict[str, Callable[[], object]] = {
         "backend": lambda: backend.run(None, request),
         "metrics on": lambda: counted.infer(request),
         "metrics off": lambda: silent.infer(request),
-        "one in 1000 sampled": lambda: sampled.infer(request),
     }
     try:
         tensors = as_tensors(request)
@@ -247,7 +243,7 @@ def main() -> None:
             for name, batches in figures.items()
             for batch, found in batches.items()
         )
-        for way in ("metrics on", "metrics off", "around the call", "one in 1000 sampled", "tensors")
+        for way in ("metrics on", "metrics off", "around the call", "tensors")
         if way in figures["identity"]["1"]
     }
     for way, (value, error, where) in worst.items():

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +22,6 @@ from loka_onnx.errors import ConfigError, DataError
 
 # Least rows per read: enough to make per-chunk work vanish.
 _CHUNK_ROWS = 8192
-_KEPT_BYTES = 32 << 20
-"""Rows selected by a hash are kept in memory up to here: finding them again reads the whole file."""
 _IF_NO_GROUP = "give every row its group, or take each that has none as its own: `data.null_groups: ungroup`"
 _KIND_NAMES = {
     "U": "strings",
@@ -74,27 +71,6 @@ class _Chunk:
     columns: Mapping[str, RawColumn]
     file_rows: Array
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of its values; of strings and lists their pointers."""
-        return sum(raw.values.nbytes for raw in self.columns.values())
-
-    def take(self, rows: slice | Array) -> _Chunk:
-        """Some of its rows."""
-        columns = {
-            name: RawColumn(raw.values[rows], None if raw.nulls is None else raw.nulls[rows])
-            for name, raw in self.columns.items()
-        }
-        return _Chunk(columns, self.file_rows[rows])
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """A row of the file, and the number of selected rows before it."""
-
-    file_row: int
-    rows: int
-
 
 class Dataset(ABC):
     """Some rows of a file, in file order; all rows without a `selection`.
@@ -128,8 +104,6 @@ class Dataset(ABC):
             )
         self._rules = self._plan()
         self._start, self._stop = self._resolve()
-        self._marks: list[_Mark] = []
-        self._kept: tuple[_Chunk, ...] = ()
         self.rows = self._count()
 
     @property
@@ -163,7 +137,7 @@ class Dataset(ABC):
         """Read rows [start, stop) of the data set in order, `size` in each batch but the last; every call
         starts anew.
 
-        Memory is bounded by the batch size and, for rows selected by a hash, 32 MiB.
+        Memory is bounded by the batch size; rows selected by a hash are found by reading the file again.
 
         Raises:
             ConfigError: `size` is below 1, or [start, stop) is not inside the data set.
@@ -305,11 +279,9 @@ class Dataset(ABC):
     def _count(self) -> int:
         if not isinstance(self.selection, HashRows):
             return self._stop - self._start
-        column, rows, file_row = self.selection.column, 0, self._start
-        for piece in self._read((column,), range(self._start, self._stop), 8 * _CHUNK_ROWS):
-            self._marks.append(_Mark(file_row, rows))
-            rows += int(self.selection.mask(piece[column].values).sum())
-            file_row += _rows(piece)
+        column, pick = self.selection.column, self.selection
+        pieces = self._read((column,), range(self._start, self._stop), 8 * _CHUNK_ROWS)
+        rows = sum(int(pick.mask(piece[column].values).sum()) for piece in pieces)
         if rows == 0:
             raise DataError(
                 "E0216 no row was selected",
@@ -322,7 +294,7 @@ class Dataset(ABC):
     def _chunks(self, start: int, stop: int, size: int) -> Iterator[_Chunk]:
         """Yield rows [start, stop) of the data set as stored."""
         if isinstance(self.selection, HashRows):
-            yield from self._found(self.selection, start, stop, size)
+            yield from self._filtered(self.selection, start, stop, size)
             return
         row = self._start + start
         for piece in self._read(tuple(self._rules), range(row, self._start + stop), size):
@@ -330,37 +302,18 @@ class Dataset(ABC):
             yield _Chunk(piece, np.arange(row, row + rows))
             row += rows
 
-    def _found(self, selection: HashRows, start: int, stop: int, size: int) -> Iterator[_Chunk]:
-        if self._kept:
-            first = 0
-            for chunk in self._kept:
-                part = chunk.take(slice(max(start - first, 0), max(stop - first, 0)))
-                if part.file_rows.size:
-                    yield part
-                first += chunk.file_rows.size
-            return
-        kept, held = list[_Chunk](), 0
-        for chunk in self._filtered(selection, start, stop, size):
-            held += chunk.bytes
-            if held <= _KEPT_BYTES:
-                # Views are returned.
-                for raw in chunk.columns.values():
-                    raw.values.flags.writeable = False
-                kept.append(chunk)
-            yield chunk
-        if stop - start == self.rows and held <= _KEPT_BYTES:
-            self._kept = tuple(kept)
-
     def _filtered(self, selection: HashRows, start: int, stop: int, size: int) -> Iterator[_Chunk]:
         names = tuple(dict.fromkeys((*self._rules, selection.column)))
-        # Rows before the last mark up to `start` can be skipped.
-        mark = self._marks[bisect_right(self._marks, start, key=lambda mark: mark.rows) - 1]
-        row, taken = mark.file_row, mark.rows
-        for piece in self._read(names, range(row, self.file_rows), size):
+        row, taken = 0, 0
+        for piece in self._read(names, range(self.file_rows), size):
             indices = np.flatnonzero(selection.mask(piece[selection.column].values))
             keep = indices[max(start - taken, 0) : max(stop - taken, 0)]
             if keep.size:
-                yield _Chunk(piece, np.arange(row, row + _rows(piece))).take(keep)
+                columns = {
+                    name: RawColumn(raw.values[keep], None if raw.nulls is None else raw.nulls[keep])
+                    for name, raw in piece.items()
+                }
+                yield _Chunk(columns, row + keep)
             row += _rows(piece)
             taken += indices.size
             if taken >= stop:

@@ -1,14 +1,12 @@
-"""NumPy .npz files as data sets, read row by row.
+"""NumPy .npz files as data sets, read row by row, each array in sequence.
 
-An array that is stored lies in the file as it is: the file is mapped, and rows are read at their offset. A
-compressed one is read in sequence. No member of an archive is positioned (`seek`): members that are read in
-turns share the archive's file, and CPython 3.12.1 to 3.12.3 then move from where another member left it.
+No member of an archive is positioned (`seek`): members that are read in turns share the archive's file, and
+CPython 3.12.1 to 3.12.3 then move from where another member left it.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 import tokenize
 import zipfile
@@ -25,12 +23,8 @@ from loka_onnx.data.checks import RawColumn
 from loka_onnx.data.dataset import ColumnInfo, Dataset
 from loka_onnx.errors import DataError
 
-Bytes = bytes | memoryview
-
 _SUFFIX = ".npy"
 _SKIPPED_AT_ONCE = 1 << 20
-_LOCAL_HEADER_BYTES, _LENGTHS_AT = 30, 26
-"""APPNOTE 6.3.10, section 4.3.7: a name and an extra field follow; the lengths of both stand at 26 and 28."""
 _DAMAGED = (zipfile.BadZipFile, ValueError, OSError, EOFError, zlib.error, struct.error)
 _NO_HEADER = (SyntaxError, TypeError, tokenize.TokenError, RecursionError, MemoryError, SystemError)
 """Errors of Python's own parser, to which NumPy gives the header; beside ValueError."""
@@ -38,12 +32,11 @@ _NO_HEADER = (SyntaxError, TypeError, tokenize.TokenError, RecursionError, Memor
 
 @dataclass(frozen=True)
 class _Header:
-    """Header of an array; the first row follows after `bytes`."""
+    """Header of an array, which its rows follow."""
 
     shape: tuple[int, ...]
     fortran: bool
     dtype: np.dtype[np.generic]
-    bytes: int
 
     @property
     def row_bytes(self) -> int:
@@ -107,20 +100,15 @@ class NpzDataset(Dataset):
 
     def _read(self, columns: Sequence[str], rows: range, size: int) -> Iterator[dict[str, RawColumn]]:
         try:
-            with self.path.open("rb") as file, zipfile.ZipFile(file) as archive:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                content = memoryview(mapped)
-                arrays = [_rows_of(archive, content, name + _SUFFIX, rows, size) for name in columns]
+            with zipfile.ZipFile(self.path) as archive:
+                arrays = [_rows_of(archive, name + _SUFFIX, rows, size) for name in columns]
                 for pieces in zip(*arrays, strict=True):
-                    # Pages that were read count as memory of this process until they are given back.
-                    mapped.madvise(mmap.MADV_DONTNEED)
                     yield {name: RawColumn(piece) for name, piece in zip(columns, pieces, strict=True)}
         except _DAMAGED as error:
             raise self._unreadable(error) from error
 
 
 def _header(stream: IO[bytes]) -> _Header:
-    begin = stream.tell()
     version = np.lib.format.read_magic(stream)
     # Version 3.0 differs from 2.0 only in the encoding of field names, and structured types are refused.
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -130,58 +118,24 @@ def _header(stream: IO[bytes]) -> _Header:
         raise ValueError(f"the header of an array cannot be read: {error}") from error
     if min(shape, default=0) < 0:
         raise ValueError(f"the header of an array states the shape {shape}")
-    size = stream.tell() - begin
-    return _Header(tuple(int(n) for n in shape), bool(fortran) and len(shape) > 1, dtype, size)
+    return _Header(tuple(int(n) for n in shape), bool(fortran) and len(shape) > 1, dtype)
 
 
-def _rows_of(
-    archive: zipfile.ZipFile, content: Bytes, member: str, rows: range, size: int
-) -> Iterator[Array]:
-    """Rows of one array in pieces of at most `size`; `content` is the whole file, mapped."""
-    info = archive.getinfo(member)
-    with archive.open(info) as stream:
+def _rows_of(archive: zipfile.ZipFile, member: str, rows: range, size: int) -> Iterator[Array]:
+    """Rows of one array in pieces of at most `size`; those before the first are read and dropped."""
+    with archive.open(member) as stream:
         header = _header(stream)
-        pieces: Iterator[Bytes]
-        if info.compress_type == zipfile.ZIP_STORED:
-            pieces = _stored(content, info, header, rows, size)
-        else:
-            pieces = _compressed(stream, header, rows, size)
-        for data in pieces:
-            # A copy, so that nothing of the file is held, and rows can be written to.
+        before = rows.start * header.row_bytes
+        for done in range(0, before, _SKIPPED_AT_ONCE):
+            _exactly(stream, min(_SKIPPED_AT_ONCE, before - done))
+        for first in range(rows.start, rows.stop, size):
+            data = _exactly(stream, (min(first + size, rows.stop) - first) * header.row_bytes)
+            # A copy, so that rows can be written to.
             array: Array = np.frombuffer(bytearray(data), dtype=header.dtype)
             yield array.reshape(-1, *header.shape[1:])
-
-
-def _stored(
-    content: Bytes, info: zipfile.ZipInfo, header: _Header, rows: range, size: int
-) -> Iterator[Bytes]:
-    """Bytes of rows; the checksum is verified where all of them are read."""
-    begin = info.header_offset + _LOCAL_HEADER_BYTES
-    begin += sum(struct.unpack_from("<HH", content, info.header_offset + _LENGTHS_AT))
-    member = content[begin : begin + info.file_size]
-    values = member[header.bytes :]
-    crc = zlib.crc32(member[: header.bytes])
-    for first, stop in _pieces(rows, size):
-        data = values[first * header.row_bytes : stop * header.row_bytes]
-        if len(data) != (stop - first) * header.row_bytes:
-            raise EOFError("an array ends early")
-        crc = zlib.crc32(data, crc)
-        yield data
-    if rows == range(header.shape[0]) and crc != info.CRC:
-        raise zipfile.BadZipFile(f"Bad CRC-32 for file '{info.filename}'")
-
-
-def _compressed(stream: IO[bytes], header: _Header, rows: range, size: int) -> Iterator[bytes]:
-    """Bytes of rows; what lies before the first of them is read and dropped."""
-    before = rows.start * header.row_bytes
-    for done in range(0, before, _SKIPPED_AT_ONCE):
-        _exactly(stream, min(_SKIPPED_AT_ONCE, before - done))
-    for first, stop in _pieces(rows, size):
-        yield _exactly(stream, (stop - first) * header.row_bytes)
-
-
-def _pieces(rows: range, size: int) -> Iterator[tuple[int, int]]:
-    return ((first, min(first + size, rows.stop)) for first in range(rows.start, rows.stop, size))
+        if rows.stop == header.shape[0]:
+            # Reading to the end verifies the checksum.
+            stream.read(1)
 
 
 def _exactly(stream: IO[bytes], size: int) -> bytes:

@@ -32,7 +32,6 @@ from loka_onnx.runtime.gate import Closed, Gate
 from loka_onnx.runtime.health import Health, Skipped, differences, in_line
 from loka_onnx.runtime.metrics import EngineSeries, Metrics
 from loka_onnx.runtime.requests import NOT_PLAIN, Layout, repeated, typed
-from loka_onnx.runtime.saturation import Sampler
 from loka_onnx.sessions.dlpack import CUDA, borrow
 from loka_onnx.sessions.runner import Arrays, Runner
 
@@ -49,19 +48,10 @@ class Serving:
         warm_up: Whether to run every batch size that is prepared, timed or routed before the engine is
             returned.
         metrics: Whether to count and time requests.
-        sample_every: Interval of requests whose values are counted, where the plan has FP8 scales
-            (`loka_onnx.runtime.saturation`); 0 for none.
     """
 
     warm_up: bool = True
     metrics: bool = True
-    sample_every: int = 1000
-
-    def __post_init__(self) -> None:
-        if self.sample_every < 0:
-            raise DataError(
-                "E1303 a share of requests cannot be negative", evidence=f"one in {self.sample_every}"
-            )
 
 
 @dataclass(frozen=True)
@@ -79,7 +69,7 @@ class Engine(AbstractContextManager["Engine"]):
     """A loaded engine of a bundle; made by `load`. A context manager that closes it.
 
     `inputs` and `outputs` are those of a request, of `part` of the model. `metrics` is also a collector of
-    `prometheus_client`. `sampler` counts values of requests; `release` is called once the engine is closed.
+    `prometheus_client`; `release` is called once the engine is closed.
     """
 
     def __init__(
@@ -102,7 +92,6 @@ class Engine(AbstractContextManager["Engine"]):
         self._layout = Layout(self.inputs, entry.batch, whose)
         self._series = EngineSeries(entry.id, runner.served_sizes, entry.batch.max)
         self._gate = Gate()
-        self.sampler: Sampler | None = None
         self._routes: tuple[tuple[int, Engine], ...] = ()
         self._route_sizes: tuple[int, ...] = ()
         self.release: Callable[[], object] = lambda: None
@@ -292,8 +281,6 @@ class Engine(AbstractContextManager["Engine"]):
         answer = held if kind is HOST else {name: from_host(value, kind) for name, value in held.items()}
         if metrics.enabled:
             metrics.answered(target._series.of(rows), rows, perf_counter() - began)
-        if target.sampler is not None and target.sampler.is_due():
-            metrics.looked(target.sampler.look(inputs, held))
         return answer
 
     def _device_engine(

@@ -112,52 +112,6 @@ def test_hash_rows_select_by_key_and_keep_groups_together(tmp_path, kind):
     assert set.union(*seen) == set(raw["item"].tolist())
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_hash_rows_from_the_middle_do_not_read_what_lies_before(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr("loka_onnx.data.dataset._CHUNK_ROWS", 4)
-    monkeypatch.setattr("loka_onnx.data.dataset._KEPT_BYTES", 0)
-    raw = {"x": np.arange(400.0), "n": np.zeros(400), "item": np.arange(400) // 3, "label": np.zeros(400)}
-    path = write(tmp_path, raw, kind)
-    data = open_dataset(
-        path, [InputBinding("x", ("x",), "float32", 1)], ("item",), HashRows("item", 0.3, 0.6)
-    )
-    whole = joined(data, 7)[1]["x"]
-    asked: list[range] = []
-    read = type(data)._read
-    monkeypatch.setattr(
-        type(data), "_read", lambda self, c, rows, size: asked.append(rows) or read(self, c, rows, size)
-    )
-    for start in range(0, data.rows, 5):
-        np.testing.assert_array_equal(
-            joined(data, 3, start=start, stop=min(start + 9, data.rows))[1]["x"], whole[start : start + 9]
-        )
-        # Selected rows are counted every 32 rows of the file.
-        assert 0 <= whole[start] - asked[-1].start < 64
-    assert asked[-1].start > 300
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_rows_that_a_hash_selects_are_read_once(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr("loka_onnx.data.dataset._CHUNK_ROWS", 4)
-    raw = {"x": np.arange(400.0), "n": np.zeros(400), "item": np.arange(400) // 3, "label": np.zeros(400)}
-    path = write(tmp_path, raw, kind)
-    rows = HashRows("item", 0.3, 0.6)
-    data = open_dataset(path, [InputBinding("x", ("x",), "float32", 1)], ("item",), rows)
-    _, whole, first = joined(data, 7)
-    assert data.rows == len(whole["x"]) > 50
-    monkeypatch.setattr(type(data), "_read", lambda *_: pytest.fail("the file was read again"))
-    for size in (1, 7, 64, 1000):
-        _, inputs, others = joined(data, size)
-        np.testing.assert_array_equal(inputs["x"], whole["x"])
-        np.testing.assert_array_equal(others["item"], first["item"])
-    for start in range(0, data.rows, 5):
-        stop = min(start + 9, data.rows)
-        np.testing.assert_array_equal(joined(data, 3, start=start, stop=stop)[1]["x"], whole["x"][start:stop])
-    batch = next(iter(data.batches(4)))
-    with pytest.raises(ValueError, match="read-only"):
-        batch.columns["item"][0] = 7
-
-
 @pytest.mark.parametrize("kind", ["fixed", "variable", "npz"])
 def test_a_column_of_lists_is_a_matrix(tmp_path, kind):
     values = np.arange(40).reshape(10, 4)

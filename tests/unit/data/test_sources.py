@@ -1,8 +1,7 @@
-"""Built-in data: MovieLens 100K and 1M, Criteo text, generated rows."""
+"""Built-in data: MovieLens 100K and 1M, generated rows."""
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
 import math
 import subprocess
@@ -10,13 +9,11 @@ import sys
 from collections import defaultdict
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from loka_onnx.data import ensure_disjoint
 from loka_onnx.errors import ConfigError, DataError, MissingPackage, OutputError
 from loka_zoo import movielens100k as ml
-from loka_zoo.criteo import CriteoOptions, prepare_criteo
 from loka_zoo.movielens1m import CATEGORICAL, movielens_1m
 from loka_zoo.prepared import SPLITS
 from loka_zoo.synthetic import LABEL, TEACHER, SyntheticOptions, prepare_synthetic
@@ -240,73 +237,6 @@ def test_movielens_1m_without_the_variable(monkeypatch):
 def test_an_unknown_split_lists_the_known(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no split 'test'(?s:.*)there are train, calibration"):
         prepare_synthetic(tmp_path, SyntheticOptions(rows=(9, 9, 9, 9))).open("test")
-
-
-# ---- Criteo ----------------------------------------------------------------------------------------------
-
-
-def criteo_line(row: int) -> str:
-    numbers = ["" if (row + n) % 5 == 0 else str(n * row - 3) for n in range(13)]
-    codes = ["" if (row + n) % 7 == 0 else f"{row * 31 + n:08x}" for n in range(26)]
-    return "\t".join([str(row % 2), *numbers, *codes])
-
-
-@pytest.mark.parametrize("zipped", [False, True])
-def test_criteo_text_becomes_parquet(tmp_path, zipped):
-    text = "\n".join(criteo_line(row) for row in range(100)) + "\n"
-    source = tmp_path / ("day_0.gz" if zipped else "day_0.txt")
-    source.write_bytes(gzip.compress(text.encode()) if zipped else text.encode())
-    data = prepare_criteo(source, tmp_path / "out", CriteoOptions(table_size=50, chunk_rows=30))
-    table = pq.read_table(tmp_path / "out" / "criteo.parquet").to_pydict()
-    assert table["label"] == [row % 2 for row in range(100)]
-    for n in range(13):
-        want = [0.0 if (r + n) % 5 == 0 else math.log1p(max(n * r - 3, 0)) for r in range(100)]
-        assert table[f"i{n + 1}"] == pytest.approx(want, rel=1e-6)
-    for n in range(26):
-        ids = table[f"c{n + 1}"]
-        assert [i == 0 for i in ids] == [(r + n) % 7 == 0 for r in range(100)]
-        assert max(ids) < 50
-    assert [data.open(s).rows for s in SPLITS] == [70, 5, 10, 15]
-    data.open("train").check()
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["criteo.parquet"]
-
-
-@pytest.mark.parametrize(
-    ("line", "evidence"),
-    [
-        ("1\t2\t3", "3 fields instead of 40"),
-        (criteo_line(4).replace("0\t", "2\t", 1), "label 2 is neither 0 nor 1"),
-        (criteo_line(3).rsplit("\t", 1)[0] + "\tzz", "'zz'"),
-        ("", "1 fields instead of 40"),
-    ],
-)
-def test_a_malformed_criteo_line_is_named(tmp_path, line, evidence):
-    source = tmp_path / "day_0"
-    source.write_text("\n".join([*(criteo_line(row) for row in range(40)), line, criteo_line(1)]))
-    with pytest.raises(DataError, match="line 41 of 'day_0' is not a line of the Criteo format") as caught:
-        prepare_criteo(source, tmp_path / "out", CriteoOptions(chunk_rows=7))
-    assert evidence in str(caught.value)
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_too_short_a_criteo_file_leaves_nothing(tmp_path):
-    (tmp_path / "day").write_text("\n".join(criteo_line(row) for row in range(39)))
-    with pytest.raises(DataError, match=r"it holds 39 rows(?s:.*)at least 40 rows"):
-        prepare_criteo(tmp_path / "day", tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
-    (tmp_path / "day").write_text("\n".join(criteo_line(row) for row in range(40)))
-    data = prepare_criteo(tmp_path / "day", tmp_path / "out")
-    assert [data.open(s).rows for s in SPLITS] == [28, 2, 4, 6]
-
-
-def test_criteo_hash_depends_on_value_and_column_only(tmp_path):
-    lines = ["\t".join(["0", *["1"] * 13, *["0000abcd"] * 26])] * 40
-    (tmp_path / "a").write_text("\n".join(lines))
-    prepare_criteo(tmp_path / "a", tmp_path / "out")
-    table = pq.read_table(tmp_path / "out" / "criteo.parquet").to_pydict()
-    ids = [set(table[f"c{n}"]) for n in range(1, 27)]
-    assert all(len(values) == 1 for values in ids)
-    assert len(set.union(*ids)) > 20
 
 
 # ---- generated -------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from sample_run import SampleRun
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession
 from loka_onnx.engines.onnxruntime.io_binding_settings import IoBindingSettings
-from loka_onnx.errors import DataError, EngineError
+from loka_onnx.errors import EngineError
 from loka_onnx.runtime import Cause, Serving, load
 from loka_onnx.runtime.engine import WARM_UPS
 from loka_onnx.sessions import onnx_session
@@ -113,9 +113,3 @@ def test_a_request_is_padded_to_the_next_size_and_the_answer_is_cut(
     assert launched == []
     buckets = {each.batch: each.requests for each in engine.metrics.snapshot().latency}
     assert buckets == {"16": 3, "64": 2}
-
-
-def test_a_share_of_requests_is_not_negative() -> None:
-    with pytest.raises(DataError, match="one in -1"):
-        Serving(sample_every=-1)
-    assert dataclasses.replace(Serving(), sample_every=0).metrics

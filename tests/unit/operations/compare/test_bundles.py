@@ -165,24 +165,6 @@ def test_sites_say_precision_recipe_and_the_largest_scale_ratio(facts: BundleFac
     assert back.verdict is not None and back.verdict.numbers[-1] == pytest.approx(4.0)
 
 
-def test_targets_with_other_engines_compare_the_plans_and_what_was_recorded(facts: BundleFacts) -> None:
-    choice = facts.manifest.choice
-    cpu = next(target for target in choice.targets if target.target == "cpu")
-    engines = {entry.plan: entry for entry in facts.manifest.engines if entry.target == "cpu"}
-    plan = next(name for name in engines if name != cpu.plan)
-    changed = dataclasses.replace(cpu, engine=engines[plan].id, plan=plan)
-    targets = tuple(changed if target is cpu else target for target in choice.targets)
-    other = with_manifest(facts, choice=dataclasses.replace(choice, targets=targets))
-    difference = difference_of(facts, other)
-    assert set(by_name(difference, "choice")) == {"targets / cpu / engine", "targets / cpu / plan"}
-    (pair,) = difference.rows("sites-by-plan")
-    assert pair.what == f"{cpu.plan} → {plan} (target cpu)"
-    assert pair.verdict is not None and pair.verdict.numbers[1] == 1
-    before, after = by_name(difference, "accuracy")["target cpu / ctr"]
-    assert before is not None and before.startswith(f"{cpu.engine}: ΔNE ")
-    assert after is not None and after.startswith(f"{engines[plan].id}: ΔNE ")
-
-
 def test_recorded_accuracy_and_latency_are_one_line_for_each(facts: BundleFacts) -> None:
     entry = next(e for e in facts.manifest.engines if e.evaluation and e.evaluation.latencies)
     found = entry.evaluation

@@ -14,7 +14,7 @@ from drift_models import BATCH, NAMES, baseline, drift_of, live_columns
 from prometheus_client.parser import text_string_to_metric_families
 
 from loka_onnx.core import serde
-from loka_onnx.errors import ConfigError, DataError, MissingPackage
+from loka_onnx.errors import ConfigError, MissingPackage
 from loka_onnx.operations.drift.monitor import Monitor, MonitorOptions
 from loka_onnx.operations.drift.report import DriftReport, Measure
 
@@ -148,13 +148,13 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("inputs", "message"), WRONG)
-def test_what_are_not_the_models_inputs_is_counted(monitor: Monitor, inputs: Any, message: str) -> None:
-    monitor.feed(inputs)
+def test_what_are_not_the_models_inputs_is_counted(
+    monitor: Monitor, inputs: Any, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("DEBUG"):
+        monitor.feed(inputs)
     assert (monitor.tally().rejected_calls, monitor.tally().fed) == (1, 0)
-    with Monitor(baseline(), MonitorOptions(sample_rate=1.0, is_strict=True)) as strict:
-        with pytest.raises(DataError) as refused:
-            strict.feed(inputs)
-        assert message in str(refused.value)
+    assert message in caplog.text
 
 
 @pytest.mark.parametrize("inputs", [None, 7, {"x": None}, {"x": [[1, 2], [3]]}])
