@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from loka_onnx.cli.bundle_registry import add_registry_verbs
 from loka_onnx.core.digests import digest_file
-from loka_onnx.errors import BundleInvalid, CheckFailed, ConfigError, UserError
+from loka_onnx.errors import BundleInvalid, CheckFailed
 
 app = typer.Typer()
 add_registry_verbs(app)
@@ -80,16 +80,3 @@ def test_a_name_is_given_either_way(one, tmp_path):
     run("push", one, f"{registry}#prod")
     assert run("resolve", registry, "--name", "prod") == f"sha256:{digest}\n"
     assert run("promote", registry, "canary", "--name", "prod") == f"canary is now sha256:{digest}\n"
-
-
-def test_a_registry_that_is_none_is_not_an_empty_one(one, tmp_path):
-    with pytest.raises(UserError, match="there is no registry here"):
-        run("list", tmp_path / "mistyped")
-    run("push", one, tmp_path / "registry")
-    done = CliRunner().invoke(app, ["list", str(tmp_path / "registry")])
-    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "no bundle has a name here\n")
-
-
-def test_a_bundle_is_named_once(one, tmp_path):
-    with pytest.raises(ConfigError, match="the bundle is named twice"):
-        run("push", one, f"{tmp_path / 'registry'}#prod", "--name", "staging")

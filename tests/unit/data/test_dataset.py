@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loka_onnx.data import HashRows, InputBinding, RowRange, open_dataset
-from loka_onnx.data.parquet import write_parquet
 from loka_onnx.errors import ConfigError, DataError
 
 ROWS = 53
@@ -202,12 +201,6 @@ def test_a_bad_value_is_named_with_its_row(tmp_path, kind, spoil, what, evidence
         assert evidence in text and "remedy: " in text
 
 
-def test_whole_numbers_stored_as_floats_are_ids(tmp_path):
-    data = spoiled(tmp_path, "parquet", "user", 17, 3.0, np.float64)
-    data.check()
-    assert next(data.batches(20)).inputs["ids"][17, 0] == 3
-
-
 def test_check_counts_over_the_whole_data_set(tmp_path):
     rows = 100_000
     raw = columns(rows)
@@ -215,15 +208,6 @@ def test_check_counts_over_the_whole_data_set(tmp_path):
     data = open_dataset(write(tmp_path, raw, row_group=1000), BINDINGS)
     with pytest.raises(DataError, match="3 of 100000 rows, the first is row 5: nan"):
         data.check()
-
-
-def test_the_row_reported_counts_from_the_start_of_the_file(tmp_path):
-    raw = columns()
-    raw["x"][40] = np.nan
-    path = write(tmp_path, raw)
-    with pytest.raises(DataError, match="1 of 20 rows, the first is row 40"):
-        open_dataset(path, BINDINGS, (), RowRange(30, 50)).check()
-    open_dataset(path, BINDINGS, (), RowRange(0, 40)).check()
 
 
 @pytest.mark.parametrize("empty", [None, ""])
@@ -317,18 +301,6 @@ def test_a_null_is_a_value_of_a_slice(tmp_path):
         open_dataset(path, BINDINGS, names).check()
 
 
-def test_lists_are_no_slices(tmp_path):
-    raw = columns(3)
-    raw["tags"] = pa.array([[1, 2]] * 3)
-    with pytest.raises(DataError) as caught:
-        open_dataset(write(tmp_path, raw), BINDINGS, ("tags",), None, ("tags",))
-    assert str(caught.value) == (
-        "column 'tags' of 'rows.parquet' holds lists, where one value a row is wanted\n"
-        "  evidence: its stored type is list<element: int64>\n"
-        "  remedy: name a column of numbers, strings or timestamps under `data.slices`"
-    )
-
-
 def test_timestamps_can_be_slices_but_not_inputs(tmp_path):
     when = pa.array([0, 1, 2], pa.timestamp("us"))
     path = write(tmp_path, {"when": when, "x": np.ones(3)})
@@ -346,14 +318,6 @@ def test_a_range_outside_the_file_is_refused(tmp_path):
         open_dataset(write(tmp_path, columns()), BINDINGS, (), RowRange(0, 54))
     with pytest.raises(ConfigError, match="0 <= start < stop"):
         RowRange(5, 5)
-
-
-def test_batch_arguments_are_checked_at_the_call(tmp_path):
-    data = open_dataset(write(tmp_path, columns()), BINDINGS)
-    with pytest.raises(ConfigError, match="size 0, rows 0 to 53 of 53"):
-        data.batches(0)
-    with pytest.raises(ConfigError, match="rows 0 to 54 of 53"):
-        data.batches(1, stop=54)
 
 
 def test_npz_input_array_checks_each_of_its_columns(tmp_path):
@@ -413,17 +377,3 @@ def test_memory_does_not_grow_with_rows(tmp_path):
 
     # One row group of 1,600,000 doubles is 12.8 MB; what is held must be a small part of it.
     assert peak(1_600_000) < 2 * peak(200_000)
-
-
-def test_a_file_that_we_write_shows_a_flipped_bit(tmp_path):
-    """Pages are written with checksums, which readers verify."""
-    path = tmp_path / "rows.parquet"
-    values = np.arange(4096, dtype=np.float64)
-    write_parquet(pa.table({"x": values}), path)
-    data = bytearray(path.read_bytes())
-    place = data.find(values[1000:1002].tobytes())
-    assert place > 0 or pq.ParquetFile(path).metadata.row_group(0).column(0).compression != "UNCOMPRESSED"
-    data[place if place > 0 else len(data) // 3] ^= 1
-    path.write_bytes(bytes(data))
-    with pytest.raises(OSError, match="checksum"):
-        pq.read_table(path, page_checksum_verification=True)

@@ -191,11 +191,3 @@ def test_what_lies_before_the_first_row_is_not_held(tmp_path):
         tracemalloc.stop()
         # Seen: 2.2 MB, of 8 MB that are passed over.
         assert batches[0].rows == 10 and peak < 4e6
-
-
-def test_zip_members_of_other_kinds_are_ignored(tmp_path):
-    path = tmp_path / "rows.npz"
-    np.savez(path, x=np.zeros(9))
-    with zipfile.ZipFile(path, "a") as archive:
-        archive.writestr("readme.txt", "hello")
-    assert open_dataset(path, [InputBinding("x", ("x",), "float32", 1)]).rows == 9

@@ -168,12 +168,6 @@ def test_a_manifest_of_unknown_types_or_one_name_twice_is_refused(
         load(bundle)
 
 
-def test_plans_that_are_nested_without_an_end_are_not_read(bundle: Path) -> None:
-    put(bundle, "plans.json", b"[" * 100_000)
-    with load(bundle) as engine:
-        assert engine.health().ready
-
-
 def test_directories_without_an_end_are_refused(bundle: Path) -> None:
     deep = bundle.joinpath(*["d"] * 8)
     deep.mkdir(parents=True)

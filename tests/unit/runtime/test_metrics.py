@@ -12,7 +12,7 @@ from sample_run import SampleRun
 
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.errors import DataError, EngineError, MissingPackage
-from loka_onnx.runtime import Engine, Metrics, Serving, load
+from loka_onnx.runtime import Engine, Metrics, load
 from loka_onnx.runtime.gate import Gate
 from loka_onnx.runtime.metrics import LATENCY_BOUNDS_S, MOST_SIZES, EngineSeries
 
@@ -43,12 +43,6 @@ def test_requests_are_counted_by_engine_and_batch(engine: Engine) -> None:
     }
     assert (now.requests, now.rows, now.running) == (5, 4118, 0)
     assert all(0 < each.seconds < 60 for each in now.latency)
-
-
-def test_what_loading_does_is_no_request(engine: Engine) -> None:
-    engine.health()
-    engine.warm_up([1, 4])
-    assert engine.metrics.snapshot().requests == 0
 
 
 def test_errors_are_counted_by_kind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,15 +92,6 @@ def test_the_bucket_of_a_batch(sizes: tuple[int, ...], largest: int, count: int,
     assert (found.batch, found.rows) == (bucket, count)
     # A bound belongs to its bucket, as `le` says.
     assert found.counts.index(1) == LATENCY_BOUNDS_S.index(2e-4)
-
-
-def test_metrics_can_be_off(bundle: Path) -> None:
-    engine = load(bundle, serving=Serving(metrics=False))
-    engine.infer(rows(2))
-    with pytest.raises(DataError):
-        engine.infer({})
-    now = engine.metrics.snapshot()
-    assert (now.requests, sum(now.errors.values())) == (0, 0)
 
 
 def test_prometheus_reads_the_same_numbers(engine: Engine, bundle: Path) -> None:

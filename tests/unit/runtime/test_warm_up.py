@@ -14,7 +14,7 @@ from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession
 from loka_onnx.engines.onnxruntime.io_binding_settings import IoBindingSettings
 from loka_onnx.errors import EngineError
-from loka_onnx.runtime import Cause, Serving, load
+from loka_onnx.runtime import Cause, load
 from loka_onnx.runtime.engine import WARM_UPS
 from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.onnx_session import OnnxSession
@@ -53,14 +53,6 @@ def test_sizes_that_were_timed_are_run_before_the_engine_is_ready(bundle: Path, 
     # The self-test first: an engine that is wrong is not warmed up.
     assert ran == [8, *[1024] * WARM_UPS]
     assert engine.health().warm == (1024,)
-
-
-def test_warming_up_can_be_left_to_the_caller(bundle: Path, ran: list[int]) -> None:
-    engine = load(bundle, serving=Serving(warm_up=False))
-    assert ran == [8]
-    assert engine.warm_up([3, 9999, 0, 3]) == (1, 3, 4096)
-    assert ran[1:] == [1, 1, 3, 3, 4096, 4096]
-    assert engine.health().warm == (1, 3, 4096)
 
 
 def test_an_engine_that_fails_at_a_size_that_it_serves_is_passed_over(

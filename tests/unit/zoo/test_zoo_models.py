@@ -127,21 +127,6 @@ def test_attention_is_softmax_of_scaled_products():
             np.testing.assert_allclose(got[row], want, rtol=1e-4, atol=1e-5)
 
 
-def test_seeds_of_pooling_begin_small():
-    """Attention of a fresh model is nearly even over the sequence: no seed picks an event before training."""
-    found = [p for name, p in create("interformer", FEATURES, "tiny").named_parameters() if "seeds" in name]
-    assert found
-    for seeds in found:
-        assert 0 < torch.std(seeds) < 0.1
-
-
-def test_interformer_uses_the_named_fields_as_sequence():
-    model = create(
-        "interformer", FeatureSpec(FEATURES.categorical, FEATURES.numeric, ("genre1", "item_id")), "tiny"
-    )
-    assert model.positions.shape == (1, 2, 8)
-
-
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_rows_do_not_influence_one_another(name):
     model = create(name, FEATURES, "tiny")
@@ -180,20 +165,6 @@ def test_a_model_exports_with_a_dynamic_batch(name):
         assert got.shape == (rows,)
         with torch.no_grad():
             np.testing.assert_allclose(got, model(**inputs).numpy(), rtol=1e-4, atol=1e-5)
-
-
-def test_module_names_are_what_sites_will_be_called():
-    names = {
-        name: {n for n, m in create(name, FEATURES, "tiny").named_modules() if isinstance(m, torch.nn.Linear)}
-        for name in MODEL_NAMES
-    }
-    assert names["dlrm"] == {"bottom.fc1", "bottom.fc2", "over.fc1", "over.fc2", "head"}
-    assert {"cross.0.linear", "cross.1.linear", "over.fc1", "head"} <= names["dcnv2"]
-    assert {"layers.0.fmb.project", "layers.0.fmb.mlp.fc1", "layers.0.lcb.mix", "layers.0.residual.mix"} <= (
-        names["wukong"]
-    )
-    # Eight tokens stay eight: the second layer's residual is the identity.
-    assert "layers.1.residual.mix" not in names["wukong"]
 
 
 def test_production_dcnv2_has_the_sizes_of_mlperf():
