@@ -47,11 +47,9 @@ class Serving:
     Attributes:
         warm_up: Whether to run every batch size that is prepared, timed or routed before the engine is
             returned.
-        metrics: Whether to count and time requests.
     """
 
     warm_up: bool = True
-    metrics: bool = True
 
 
 @dataclass(frozen=True)
@@ -79,12 +77,11 @@ class Engine(AbstractContextManager["Engine"]):
         runner: Runner,
         sample: Sample,
         part: Part = Part.WHOLE,
-        serving: Serving = Serving(),
     ) -> None:
         self.entry, self.part = entry, part
         self.inputs, self.outputs = manifest.inputs_of(part), manifest.outputs
         self.origin = Origin()
-        self.metrics = Metrics(enabled=serving.metrics)
+        self.metrics = Metrics()
         self._manifest, self._runner = manifest, runner
         self._request = typed({**sample.inputs, **sample.looked_up}, self.inputs)
         self._expected = typed(sample.expected, self.outputs)
@@ -136,8 +133,7 @@ class Engine(AbstractContextManager["Engine"]):
                     return self._infer_others(inputs, like, began)
                 return self._run_on_host(inputs, rows, HOST, began)
         except BaseException as error:
-            if metrics.enabled:
-                metrics.failed(_kind_of_error(error))
+            metrics.failed(_kind_of_error(error))
             raise
 
     def set_routes(self, routes: Sequence[tuple[int, Engine]]) -> None:
@@ -270,8 +266,7 @@ class Engine(AbstractContextManager["Engine"]):
         borrowed = {name: borrow(value, stream) for name, value in inputs.items()}
         rows = self._layout.rows_of(borrowed)
         outputs = target._runner.run_on_device(borrowed, allocator(kind, stream))
-        if self.metrics.enabled:
-            self.metrics.answered(target._series.of(rows), rows, perf_counter() - began)
+        self.metrics.answered(target._series.of(rows), rows, perf_counter() - began)
         return {name: value.source for name, value in outputs.items()}
 
     def _run_on_host(self, inputs: Mapping[str, Any], rows: int, kind: Kind, began: float) -> dict[str, Any]:
@@ -279,8 +274,7 @@ class Engine(AbstractContextManager["Engine"]):
         target, metrics = self.engine_for(rows), self.metrics
         held: Arrays = target._runner.run(inputs)
         answer = held if kind is HOST else {name: from_host(value, kind) for name, value in held.items()}
-        if metrics.enabled:
-            metrics.answered(target._series.of(rows), rows, perf_counter() - began)
+        metrics.answered(target._series.of(rows), rows, perf_counter() - began)
         return answer
 
     def _device_engine(

@@ -76,7 +76,7 @@ def load(
         keys: Public keys (paths of PEM files) of those who may run code on this host. If any are given, the
             bundle must be signed with one of them, even without programs.
         part: ``whole`` for the model's own inputs, ``dense`` for looked-up rows.
-        serving: Warm-up and metrics.
+        serving: Whether to warm up.
 
     Raises:
         BundleInvalid: The bundle does not verify, or none of the given keys signed it.
@@ -181,7 +181,7 @@ class _Opener:
             runner = self._runner(entry)
             cause = Cause.SELF_TEST
             try:
-                engine = Engine(manifest, entry, runner, sample, self._wanted, self._serving)
+                engine = Engine(manifest, entry, runner, sample, self._wanted)
                 health = engine.health()
                 if not health.ready:
                     raise EngineError("E1308 the self-test fails", evidence=health.detail)

@@ -123,10 +123,9 @@ class EngineSeries:
 
 
 class Metrics:
-    """Counters of a loaded engine, thread-safe; `enabled` tells whether requests are counted and timed."""
+    """Counters of a loaded engine, thread-safe."""
 
-    def __init__(self, *, enabled: bool = True) -> None:
-        self.enabled = enabled
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._engines: tuple[tuple[EngineSeries, tuple[str, str, str, str]], ...] = ()
         self._errors = dict.fromkeys(ERROR_KINDS, 0)
