@@ -35,8 +35,7 @@ from benchmarks.recording import write_record
 from loka_onnx.bundle.format.files import Sample
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.manifest import BatchRange, EngineEntry
-from loka_onnx.runtime import Engine, Serving
-from loka_onnx.runtime.saturation import Sampler
+from loka_onnx.runtime import Engine
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 BATCHES = (1, 8, 64, 256, 1024, 4096)
@@ -140,7 +139,7 @@ class Watch:
         return answer
 
 
-def engine_of(model: onnx.ModelProto, session: OnnxSession, serving: Serving) -> Engine:
+def engine_of(model: onnx.ModelProto, session: OnnxSession) -> Engine:
     """An engine around a session, as `load` makes it, without a bundle."""
     rows = request_for(model, 1)
     entry = EngineEntry(
@@ -148,7 +147,7 @@ def engine_of(model: onnx.ModelProto, session: OnnxSession, serving: Serving) ->
         "", 0, "", {"y": 0.0}, None,
     )  # fmt: skip
     described: Any = Described(model, rows)
-    return Engine(described, entry, session, Sample(rows, session.run(rows)), serving=serving)
+    return Engine(described, entry, session, Sample(rows, session.run(rows)))
 
 
 def as_tensors(request: Arrays) -> dict[str, Any]:
@@ -164,17 +163,12 @@ def compare(model: onnx.ModelProto, folder: Path, batch: int, turns: int) -> dic
     onnx.save(model, path)
     session = OnnxSession(path, SessionOptions(threads=1))
     backend, request = session._session, request_for(model, batch)
-    counted = engine_of(model, session, Serving())
-    silent = engine_of(model, session, Serving(metrics=False))
+    counted = engine_of(model, session)
     watched = Watch(backend)
-    around = engine_of(model, session, Serving())
-    sampled = engine_of(model, session, Serving())
-    sampled.sampler = Sampler({"x": 4.0}, 1000)
+    around = engine_of(model, session)
     ways: dict[str, Callable[[], object]] = {
         "backend": lambda: backend.run(None, request),
         "metrics on": lambda: counted.infer(request),
-        "metrics off": lambda: silent.infer(request),
-        "one in 1000 sampled": lambda: sampled.infer(request),
     }
     try:
         tensors = as_tensors(request)
@@ -247,7 +241,7 @@ def main() -> None:
             for name, batches in figures.items()
             for batch, found in batches.items()
         )
-        for way in ("metrics on", "metrics off", "around the call", "one in 1000 sampled", "tensors")
+        for way in ("metrics on", "around the call", "tensors")
         if way in figures["identity"]["1"]
     }
     for way, (value, error, where) in worst.items():

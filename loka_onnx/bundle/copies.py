@@ -5,22 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from loka_onnx.core.digests import CHUNK_BYTES, digest_file
-
-
-class Digests:
-    """Digests of files by path; one with several names is read once, as tables of models are large."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int], str] = {}
-
-    def of(self, path: Path) -> str:
-        """SHA-256 of a file's content."""
-        status = path.stat()
-        file = (status.st_dev, status.st_ino)
-        if file not in self._known:
-            self._known[file] = digest_file(path)
-        return self._known[file]
+from loka_onnx.core.digests import CHUNK_BYTES
 
 
 class Copies:

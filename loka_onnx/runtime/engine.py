@@ -32,7 +32,6 @@ from loka_onnx.runtime.gate import Closed, Gate
 from loka_onnx.runtime.health import Health, Skipped, differences, in_line
 from loka_onnx.runtime.metrics import EngineSeries, Metrics
 from loka_onnx.runtime.requests import NOT_PLAIN, Layout, repeated, typed
-from loka_onnx.runtime.saturation import Sampler
 from loka_onnx.sessions.dlpack import CUDA, borrow
 from loka_onnx.sessions.runner import Arrays, Runner
 
@@ -48,20 +47,9 @@ class Serving:
     Attributes:
         warm_up: Whether to run every batch size that is prepared, timed or routed before the engine is
             returned.
-        metrics: Whether to count and time requests.
-        sample_every: Interval of requests whose values are counted, where the plan has FP8 scales
-            (`loka_onnx.runtime.saturation`); 0 for none.
     """
 
     warm_up: bool = True
-    metrics: bool = True
-    sample_every: int = 1000
-
-    def __post_init__(self) -> None:
-        if self.sample_every < 0:
-            raise DataError(
-                "E1303 a share of requests cannot be negative", evidence=f"one in {self.sample_every}"
-            )
 
 
 @dataclass(frozen=True)
@@ -79,7 +67,7 @@ class Engine(AbstractContextManager["Engine"]):
     """A loaded engine of a bundle; made by `load`. A context manager that closes it.
 
     `inputs` and `outputs` are those of a request, of `part` of the model. `metrics` is also a collector of
-    `prometheus_client`. `sampler` counts values of requests; `release` is called once the engine is closed.
+    `prometheus_client`; `release` is called once the engine is closed.
     """
 
     def __init__(
@@ -89,12 +77,11 @@ class Engine(AbstractContextManager["Engine"]):
         runner: Runner,
         sample: Sample,
         part: Part = Part.WHOLE,
-        serving: Serving = Serving(),
     ) -> None:
         self.entry, self.part = entry, part
         self.inputs, self.outputs = manifest.inputs_of(part), manifest.outputs
         self.origin = Origin()
-        self.metrics = Metrics(enabled=serving.metrics)
+        self.metrics = Metrics()
         self._manifest, self._runner = manifest, runner
         self._request = typed({**sample.inputs, **sample.looked_up}, self.inputs)
         self._expected = typed(sample.expected, self.outputs)
@@ -102,7 +89,6 @@ class Engine(AbstractContextManager["Engine"]):
         self._layout = Layout(self.inputs, entry.batch, whose)
         self._series = EngineSeries(entry.id, runner.served_sizes, entry.batch.max)
         self._gate = Gate()
-        self.sampler: Sampler | None = None
         self._routes: tuple[tuple[int, Engine], ...] = ()
         self._route_sizes: tuple[int, ...] = ()
         self.release: Callable[[], object] = lambda: None
@@ -147,8 +133,7 @@ class Engine(AbstractContextManager["Engine"]):
                     return self._infer_others(inputs, like, began)
                 return self._run_on_host(inputs, rows, HOST, began)
         except BaseException as error:
-            if metrics.enabled:
-                metrics.failed(_kind_of_error(error))
+            metrics.failed(_kind_of_error(error))
             raise
 
     def set_routes(self, routes: Sequence[tuple[int, Engine]]) -> None:
@@ -281,8 +266,7 @@ class Engine(AbstractContextManager["Engine"]):
         borrowed = {name: borrow(value, stream) for name, value in inputs.items()}
         rows = self._layout.rows_of(borrowed)
         outputs = target._runner.run_on_device(borrowed, allocator(kind, stream))
-        if self.metrics.enabled:
-            self.metrics.answered(target._series.of(rows), rows, perf_counter() - began)
+        self.metrics.answered(target._series.of(rows), rows, perf_counter() - began)
         return {name: value.source for name, value in outputs.items()}
 
     def _run_on_host(self, inputs: Mapping[str, Any], rows: int, kind: Kind, began: float) -> dict[str, Any]:
@@ -290,10 +274,7 @@ class Engine(AbstractContextManager["Engine"]):
         target, metrics = self.engine_for(rows), self.metrics
         held: Arrays = target._runner.run(inputs)
         answer = held if kind is HOST else {name: from_host(value, kind) for name, value in held.items()}
-        if metrics.enabled:
-            metrics.answered(target._series.of(rows), rows, perf_counter() - began)
-        if target.sampler is not None and target.sampler.is_due():
-            metrics.looked(target.sampler.look(inputs, held))
+        metrics.answered(target._series.of(rows), rows, perf_counter() - began)
         return answer
 
     def _device_engine(

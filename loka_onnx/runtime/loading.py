@@ -24,7 +24,6 @@ from loka_onnx.core.split import Part
 from loka_onnx.errors import BundleInvalid, ConfigError, EngineError, InternalError, LokaError
 from loka_onnx.runtime.engine import Engine, Origin, Serving
 from loka_onnx.runtime.health import Cause, Skipped, in_line
-from loka_onnx.runtime.saturation import make_sampler
 from loka_onnx.runtime.selection import in_order, obstacle
 from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.backends import get_spec
@@ -77,7 +76,7 @@ def load(
         keys: Public keys (paths of PEM files) of those who may run code on this host. If any are given, the
             bundle must be signed with one of them, even without programs.
         part: ``whole`` for the model's own inputs, ``dense`` for looked-up rows.
-        serving: Warm-up, metrics and samples of values.
+        serving: Whether to warm up.
 
     Raises:
         BundleInvalid: The bundle does not verify, or none of the given keys signed it.
@@ -182,7 +181,7 @@ class _Opener:
             runner = self._runner(entry)
             cause = Cause.SELF_TEST
             try:
-                engine = Engine(manifest, entry, runner, sample, self._wanted, self._serving)
+                engine = Engine(manifest, entry, runner, sample, self._wanted)
                 health = engine.health()
                 if not health.ready:
                     raise EngineError("E1308 the self-test fails", evidence=health.detail)
@@ -195,8 +194,6 @@ class _Opener:
             # Libraries raise errors of any type for a bad file; the next engine serves.
             self._skip(entry, cause, in_line(error))
             return None
-        if self._serving.metrics:
-            self._sample_values(engine)
         return engine
 
     def _runner(self, entry: EngineEntry) -> Runner:
@@ -214,17 +211,6 @@ class _Opener:
             runner.close()
             raise
         return runner
-
-    def _sample_values(self, engine: Engine) -> None:
-        directory, manifest = self.source.directory, self.source.manifest
-        try:
-            engine.sampler = make_sampler(directory, manifest, engine.entry, self._serving.sample_every)
-        except Exception as error:
-            # A correct engine serves even if its values cannot be sampled.
-            name = self.source.name
-            _LOG.warning(
-                "%s: values of engine '%s' are not sampled: %s", name, engine.entry.id, in_line(error)
-            )
 
     def _skip(self, entry: EngineEntry, cause: Cause, reason: str) -> None:
         reason = self.source.pin.worded(reason)

@@ -7,35 +7,29 @@ is imported only for that; nothing is registered automatically::
     registry.register(engine.metrics)
 
 Label `batch` is the smallest served batch size that holds the request, or a power of two where any size is
-served; ``more`` beyond the largest. At most `MOST_SIZES` sizes are distinguished. Label `tensor` names
-`MOST_TENSORS` tensors, those with a calibrated range first, and adds the rest as ``other``: a ranker may have
-an input for each of thousands of columns.
+served; ``more`` beyond the largest. At most `MOST_SIZES` sizes are distinguished.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from loka_onnx.errors import MissingPackage
 from loka_onnx.runtime.gate import Gate
 from loka_onnx.runtime.health import Cause
-from loka_onnx.runtime.saturation import Look
 
 LATENCY_BOUNDS_S = (
     5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 7.5e-4,
     1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 7.5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1.0,
 )  # fmt: skip
 """Upper bounds of the latency histogram, seconds: a ranker answers in 0.1 to 10 ms."""
-MORE, OTHER = "more", "other"
+MORE = "more"
 MOST_SIZES = 32
 """Most batch buckets of an engine."""
-MOST_TENSORS = 64
-"""Most tensors with their own label."""
 ERROR_KINDS = ("request", "engine", "closed", "internal")
 """Requests that were refused, failed in the engine, came after `close`, or failed otherwise."""
 _SERIES = ("engine", "batch")
@@ -47,10 +41,6 @@ _FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "skipped_engines": ("Preferred engines of the bundle that do not run here", ("reason",)),
     "fallback": ("1 where the FP32 model serves because no emitted engine runs here", ()),
     "engine_info": ("Loaded engines", ("engine", "backend", "plan", "architecture")),
-    "sampled_requests_total": ("Requests whose values were counted", ()),
-    "sampled_values_total": ("Values counted", ("tensor",)),
-    "sampled_nonfinite_total": ("Of these, NaN or infinite", ("tensor",)),
-    "sampled_saturated_total": ("Of these, beyond the calibrated FP8 range", ("tensor",)),
 }
 """Help and labels of the families beside the histogram `loka_onnx_request_seconds`."""
 
@@ -79,8 +69,7 @@ class LatencyHistogram:
 class Snapshot:
     """All numbers at one time.
 
-    `engines` are id, backend, plan and architecture of each; `looks` are counts of values by tensor, of
-    `sampled` requests.
+    `engines` are id, backend, plan and architecture of each.
     """
 
     latency: tuple[LatencyHistogram, ...]
@@ -90,8 +79,6 @@ class Snapshot:
     skipped: dict[str, int]
     is_fallback: bool
     engines: tuple[tuple[str, str, str, str], ...]
-    sampled: int
-    looks: dict[str, Look] = field(default_factory=dict)
 
     @property
     def requests(self) -> int:
@@ -136,18 +123,16 @@ class EngineSeries:
 
 
 class Metrics:
-    """Counters of a loaded engine, thread-safe; `enabled` tells whether requests are counted and timed."""
+    """Counters of a loaded engine, thread-safe."""
 
-    def __init__(self, *, enabled: bool = True) -> None:
-        self.enabled = enabled
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._engines: tuple[tuple[EngineSeries, tuple[str, str, str, str]], ...] = ()
         self._errors = dict.fromkeys(ERROR_KINDS, 0)
         self._gate: Gate | None = None
-        self._host_copies, self._sampled = 0, 0
+        self._host_copies = 0
         self._skipped = {cause.value: 0 for cause in Cause}
         self._is_fallback = False
-        self._looks: dict[str, Look] = {}
 
     def describe_engines(
         self,
@@ -180,14 +165,6 @@ class Metrics:
         with self._lock:
             self._host_copies += 1
 
-    def looked(self, looks: Mapping[str, Look]) -> None:
-        """Add the counts of a sampled request."""
-        with self._lock:
-            self._sampled += 1
-            # The first tensors keep their labels: a counter must not change its label.
-            for name, look in sorted(looks.items(), key=lambda item: item[1].saturated is None):
-                self._looks[name] = self._looks.get(name, Look()).merge(look)
-
     def snapshot(self) -> Snapshot:
         """Return all numbers of one moment."""
         with self._lock:
@@ -199,8 +176,6 @@ class Metrics:
                 skipped=dict(self._skipped),
                 is_fallback=self._is_fallback,
                 engines=tuple(described for _, described in self._engines),
-                sampled=self._sampled,
-                looks=dict(self._looks),
             )
 
     def describe(self) -> list[Any]:
@@ -219,7 +194,6 @@ class Metrics:
             ) from error
 
         now = self.snapshot()
-        looks = _labelled(now.looks)
         seconds = metrics_core.HistogramMetricFamily(
             "loka_onnx_request_seconds", "From the call to the answer, waiting included", labels=_SERIES
         )
@@ -234,12 +208,6 @@ class Metrics:
             "skipped_engines": {(cause,): count for cause, count in now.skipped.items()},
             "fallback": {(): float(now.is_fallback)},
             "engine_info": dict.fromkeys(now.engines, 1.0),
-            "sampled_requests_total": {(): now.sampled},
-            "sampled_values_total": {(name,): look.values for name, look in looks.items()},
-            "sampled_nonfinite_total": {(name,): look.nonfinite for name, look in looks.items()},
-            "sampled_saturated_total": {
-                (name,): look.saturated for name, look in looks.items() if look.saturated is not None
-            },
         }
         for name, (text, labels) in _FAMILIES.items():
             is_counter = name.endswith("_total")
@@ -254,14 +222,6 @@ def _thinned(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Select at most `MOST_SIZES` of ascending sizes, evenly spaced, including the largest."""
     step = -(-len(sizes) // MOST_SIZES)
     return sizes if step <= 1 else sizes[::-1][::step][::-1]
-
-
-def _labelled(looks: Mapping[str, Look]) -> dict[str, Look]:
-    """Counts by tensor, those beyond `MOST_TENSORS` added up."""
-    named = dict(itertools.islice(looks.items(), MOST_TENSORS))
-    for look in itertools.islice(looks.values(), MOST_TENSORS, None):
-        named[OTHER] = named.get(OTHER, Look()).merge(look)
-    return named
 
 
 def _cumulative(counts: Sequence[int]) -> list[tuple[str, float]]:

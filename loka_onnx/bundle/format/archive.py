@@ -48,7 +48,6 @@ from loka_onnx.core.manifest import (
     MAX_MANIFEST_BYTES,
     BundleFile,
     Manifest,
-    path_problem,
 )
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.errors import ModelError, OutputError
@@ -250,7 +249,10 @@ def _opened(path: Path) -> Iterator[_Archive]:
         if not entries or entries[0].orig_filename != MANIFEST_NAME or entries[0].header_offset:
             evidence = f"it begins with {entries[0].orig_filename!r}" if entries else "it is empty"
             refuse(path, "this is not a single-file bundle", evidence, f"name one; {_NOT_OURS}")
-        _check_entries(path, entries)
+        for entry in entries:
+            if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+                evidence = f"method {entry.compress_type}"
+                refuse(path, f"entry {entry.orig_filename!r} is compressed", evidence, _NOT_OURS)
         text = _document(path, opened, entries[0], MAX_MANIFEST_BYTES)
         manifest, signature = parse_manifest(text, path), None
         claimed: tuple[str, ...] = ()
@@ -266,26 +268,6 @@ def _opened(path: Path) -> Iterator[_Archive]:
         yield _Archive(path, stream, opened, manifest, text, signature, claimed)
 
 
-def _check_entries(path: Path, entries: Sequence[zipfile.ZipInfo]) -> None:
-    """Refuse entries that no bundle has, whatever its manifest lists."""
-    seen: set[str] = set()
-    for entry in entries:
-        name, mode = entry.orig_filename, entry.external_attr >> 16
-        problem = path_problem(name)
-        if problem is not None:
-            refuse(path, f"the archive holds a forbidden path: {name!r} {problem}", _NOT_OURS)
-        if name in seen:
-            refuse(path, f"file {name!r} is in the archive twice", "a name stands for one file")
-        if entry.flag_bits & 0x41:
-            refuse(path, f"entry {name!r} is encrypted", f"flags {entry.flag_bits:x}", _NOT_OURS)
-        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-            refuse(path, f"entry {name!r} is compressed", f"method {entry.compress_type}", _NOT_OURS)
-        if stat.S_IFMT(mode) not in {0, stat.S_IFREG}:
-            kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
-            refuse(path, f"entry {name!r} is {kind}", f"mode {mode:o}", _NOT_OURS)
-        seen.add(name)
-
-
 def _check_listing(path: Path, entries: Sequence[zipfile.ZipInfo], expected: list[tuple[str, int]]) -> None:
     """Refuse entries that are not those of the manifest, in their order and sizes."""
     listed = {name for name, _ in expected}
@@ -293,6 +275,8 @@ def _check_listing(path: Path, entries: Sequence[zipfile.ZipInfo], expected: lis
     if extra is not None:
         what = f"file {extra!r} is not listed in the manifest, or is there under another name"
         refuse(path, what, f"{len(expected)} entries are expected")
+    if len(entries) > len(expected):
+        refuse(path, "a file is in the archive twice", f"{len(expected)} entries are expected", _NOT_OURS)
     for number, (name, size) in enumerate(expected):
         if number == len(entries) or entries[number].filename != name:
             actual = repr(entries[number].filename) if number < len(entries) else "nothing"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from loka_onnx.bundle.copies import Digests
 from loka_onnx.core import serde
+from loka_onnx.core.digests import digest_file
 from loka_onnx.core.serde import STRICT
 from loka_onnx.engines.triton.models import VERSION
 from loka_onnx.errors import LokaError
@@ -91,9 +91,8 @@ class TritonRepository:
 
 def files_of(root: Path) -> Iterator[RepositoryFile]:
     """Every file below a directory that holds files and directories only, by its path."""
-    digests = Digests()
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
-        yield RepositoryFile(path.relative_to(root).as_posix(), path.stat().st_size, digests.of(path))
+        yield RepositoryFile(path.relative_to(root).as_posix(), path.stat().st_size, digest_file(path))
 
 
 def why_in_the_way(destination: Path) -> str:
@@ -136,9 +135,8 @@ def _additions(root: Path, record: TritonRepository) -> Iterator[str]:
 def _changes(root: Path, record: TritonRepository) -> Iterator[str]:
     """Files of the record that are there with another content, the sizes of all first."""
     present = [file for file in record.files if os.path.lexists(root / file.path)]
-    digests = Digests()
     sizes = (file for file in present if (root / file.path).lstat().st_size != file.bytes)
-    contents = (file for file in present if digests.of(root / file.path) != file.sha256)
+    contents = (file for file in present if digest_file(root / file.path) != file.sha256)
     for file in itertools.chain(sizes, contents):
         yield f"'{file.path}' was changed after this project wrote it"
 

@@ -24,7 +24,7 @@ from loka_onnx.bundle.format.archive import is_archive, unpacked
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.format.signature import read_signature
 from loka_onnx.core import serde
-from loka_onnx.core.evaluation import Evaluation, Latency, OutputEvaluation, TargetChoice
+from loka_onnx.core.evaluation import Evaluation, Latency, OutputEvaluation
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan
 from loka_onnx.operations.compare.difference import Difference, Row, Section, Side, Value, row
@@ -93,11 +93,9 @@ def difference_of(a: BundleFacts, b: BundleFacts, path_a: str = "A", path_b: str
     """The difference of the facts of two bundles."""
     pairs, sites = _plan_differences(a, b)
     signatures = leaves(list(a.signed_with), list(b.signed_with), ("signed with",))
-    # Two engines of one target may lead to the same pair of plans.
     changes = dict.fromkeys(
         (
             *_manifest_changes(a.manifest, b.manifest),
-            *_recorded_by_target(a.manifest, b.manifest),
             *(("plans", change) for change in _plan_changes(a.plans, b.plans)),
             *(("sites", change) for change in sites),
             *(("signature", change) for change in signatures),
@@ -202,33 +200,6 @@ def _recorded(record: Evaluation | None, name: str) -> dict[tuple[str, str], Out
     return {**outputs, **timed}
 
 
-def _recorded_by_target(a: Manifest, b: Manifest) -> Iterator[_Change]:
-    """Records of the main engines of a target, where they are not the same engine."""
-    for choices in _targets_apart(a, b):
-        sides = []
-        for manifest, choice in zip((a, b), choices, strict=True):
-            entry = next((entry for entry in manifest.engines if entry.id == choice.engine), None)
-            records = _recorded(entry.evaluation if entry else None, f"target {choice.target}")
-            sides.append({key: f"{choice.engine}: {_result(record)}" for key, record in records.items()})
-        for section, name in sorted({*sides[0], *sides[1]}):
-            yield section, row(name, *(side.get((section, name)) for side in sides))
-
-
-def _targets_apart(a: Manifest, b: Manifest) -> Iterator[tuple[TargetChoice, TargetChoice]]:
-    """Targets of both that get different main engines; one that stands for several devices is left out."""
-    ours, theirs = (
-        {
-            choice.target: choice
-            for choice in side.choice.targets
-            if sum(choice.target == other.target for other in side.choice.targets) == 1
-        }
-        for side in (a, b)
-    )
-    for name in sorted(ours.keys() & theirs.keys()):
-        if ours[name].engine != theirs[name].engine:
-            yield ours[name], theirs[name]
-
-
 def _result(record: OutputEvaluation | Latency) -> str:
     if isinstance(record, Latency):
         return f"p50 {record.p50_us:.1f} µs, p99 {record.p99_us:.1f} µs on {record.device}"
@@ -252,30 +223,19 @@ def _plan_changes(a: PlanSet, b: PlanSet) -> Iterator[Row]:
 
 
 def _plan_differences(a: BundleFacts, b: BundleFacts) -> tuple[tuple[Row, ...], list[Row]]:
-    """Pairs of plans whose sites differ, and these sites.
-
-    Plans of one id are compared, and those that the main engines of one target run.
-    """
+    """Plans of one id whose sites differ, and these sites."""
     ours, theirs = ({plan.id: plan for plan in side.plans.plans} for side in (a, b))
-    pairs = {(name, name): "" for name in sorted(ours.keys() & theirs.keys())}
-    for before, after in _targets_apart(a.manifest, b.manifest):
-        if before.plan in ours and after.plan in theirs:
-            pairs.setdefault((before.plan, after.plan), f" (target {before.target})")
-    # In the order of both names together, which exchanging the sides keeps.
-    ordered = sorted(pairs.items(), key=lambda item: (sorted(item[0]), item[1]))
     rows, changes = list[Row](), list[Row]()
-    for (before_id, after_id), why in ordered:
-        sites = list(_site_changes(ours[before_id], theirs[after_id]))
+    for name in sorted(ours.keys() & theirs.keys()):
+        sites = list(_site_changes(ours[name], theirs[name]))
         if sites:
-            name = before_id if before_id == after_id else f"{before_id} → {after_id}{why}"
-            rows.append(_plan_difference(name, ours[before_id], theirs[after_id]))
+            rows.append(_plan_difference(name, ours[name], theirs[name]))
             changes += sites
     return tuple(rows), changes
 
 
 def _site_changes(a: PrecisionPlan, b: PrecisionPlan) -> Iterator[Row]:
     ours, theirs = ({decision.site: decision for decision in plan.decisions} for plan in (a, b))
-    pair = a.id if a.id == b.id else " and ".join(sorted((a.id, b.id)))
     for site in sorted({*ours, *theirs}):
         before, after = ours.get(site), theirs.get(site)
         texts = [None if each is None else _decided(each) for each in (before, after)]
@@ -284,8 +244,8 @@ def _site_changes(a: PrecisionPlan, b: PrecisionPlan) -> Iterator[Row]:
                 continue
             # Scales have many numbers: only those that differ are shown.
             texts = [f"{text}{more}" for text, more in zip(texts, _apart(before, after), strict=True)]
-        yield row(f"{pair} / {site}", *texts)
-    yield from _order_change(list(ours), list(theirs), (pair,))
+        yield row(f"{a.id} / {site}", *texts)
+    yield from _order_change(list(ours), list(theirs), (a.id,))
 
 
 def _decided(decision: Decision) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from loka_onnx.core.evaluation import TargetChoice
@@ -42,50 +42,20 @@ class HardwarePair:
 def hardware_pairs(old: ReportData, new: ReportData) -> Iterator[HardwarePair]:
     """The choices of both runs by target and, where one has several for a target, by architecture."""
     for target in dict.fromkeys(choice.target for data in (old, new) for choice in data.choice.targets):
-        before, after = (
-            [choice for choice in data.choice.targets if choice.target == target] for data in (old, new)
-        )
-        if len(before) <= 1 and len(after) <= 1:
-            yield HardwarePair(target, "", next(iter(before), None), next(iter(after), None))
+        was, now = (_by_architecture(data, target) for data in (old, new))
+        if len(was) <= 1 and len(now) <= 1:
+            yield HardwarePair(target, "", next(iter(was.values()), None), next(iter(now.values()), None))
             continue
-        was = _named(old, before, _names(new, after))
-        now = _named(new, after, was)
         for architecture in dict.fromkeys((*was, *now)):
             yield HardwarePair(target, architecture, was.get(architecture), now.get(architecture))
 
 
-def _named(
-    data: ReportData, choices: Sequence[TargetChoice], others: Iterable[str]
-) -> dict[str, TargetChoice]:
-    """Choices of one target by their architecture.
-
-    `others` are names that the other run has: one piece of hardware here may be one of several there.
-    """
-    names = _names(data, choices)
-    if len(choices) == 1:
-        rivals = _architectures(data, choices[0])
-        names = [next((name for name in (*names, *others) if name in rivals and name in others), names[0])]
-    return dict(zip(names, choices, strict=True))
-
-
-def _names(data: ReportData, choices: Sequence[TargetChoice]) -> list[str]:
-    """The architecture of each choice of one target: the one that its rivals have and no other choice's.
-
-    An engine that is for no architecture in particular competes for each of them, and may be what is emitted.
-    """
-    rivals = [_architectures(data, choice) for choice in choices]
-    names: list[str] = []
-    for place, choice in enumerate(choices):
-        elsewhere = {name for other, names_ in enumerate(rivals) if other != place for name in names_}
-        emitted = data.engine(choice.engine)
-        known = "" if emitted is None else emitted.architecture
-        own = [name for name in rivals[place] if name not in elsewhere]
-        name = known if known in own or not own else own[0]
-        names.append(name if name not in names else f"{name} #{place + 1}")
-    return names
-
-
-def _architectures(data: ReportData, choice: TargetChoice) -> tuple[str, ...]:
-    ids = (*choice.engines, *(loser.engine for loser in choice.losers))
-    engines = (data.engine(name) for name in ids)
-    return tuple(dict.fromkeys(engine.architecture for engine in engines if engine is not None))
+def _by_architecture(data: ReportData, target: str) -> dict[str, TargetChoice]:
+    """Choices of one target by the architecture of the emitted engine, numbered where several have one."""
+    choices = dict[str, TargetChoice]()
+    for choice in data.choice.targets:
+        if choice.target == target:
+            engine = data.engine(choice.engine)
+            name = "" if engine is None else engine.architecture
+            choices[name if name not in choices else f"{name} #{len(choices) + 1}"] = choice
+    return choices

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
@@ -34,12 +34,12 @@ from loka_onnx.calibration.passes.error_pass import ErrorTotals
 from loka_onnx.calibration.passes.executors import BatchResult, ReductionWork
 from loka_onnx.calibration.passes.range_pass import RangeWork
 from loka_onnx.core import serde
+from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.data import Batch
-from loka_onnx.errors import ConfigError
+from loka_onnx.errors import ConfigError, DataError
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.operations.drift.baseline import Baseline
-from loka_onnx.operations.drift.intake import Arrays, BatchBuilder, RowRules
 from loka_onnx.operations.drift.live import (
     DEFAULT_BATCH_ROWS,
     Live,
@@ -51,6 +51,7 @@ from loka_onnx.operations.drift.measure import compare
 from loka_onnx.operations.drift.monitor_metrics import MonitorCollector, Tally, exposition
 from loka_onnx.operations.drift.report import DriftOptions, DriftReport
 
+Arrays = Mapping[str, npt.NDArray[Any]]
 _LOG = logging.getLogger(__name__)
 BLOCKS = 4
 """Parts of a window: it moves on by one of them, and only they are kept."""
@@ -65,7 +66,6 @@ class MonitorOptions:
         window: Batches that gauges cover: at least that many, once so many were seen, and at most a
             quarter more.
         pending: Full batches that may wait.
-        is_strict: Raise what is wrong with rows that are fed; else they are counted as rejected.
         drift: Comparison with the profile; rows and threads are not used.
         seed: Of the draw of rows; None for another one in each process.
     """
@@ -73,7 +73,6 @@ class MonitorOptions:
     sample_rate: float = 0.01
     window: int = 64
     pending: int = 2
-    is_strict: bool = False
     drift: DriftOptions = field(default_factory=DriftOptions)
     seed: int | None = None
 
@@ -85,6 +84,101 @@ class MonitorOptions:
                 evidence=f"sample_rate {self.sample_rate:g}, window {self.window}, pending {self.pending}",
                 remedy=f"sample_rate in (0, 1], window at least {BLOCKS}, pending at least 1",
             )
+
+
+@dataclass(frozen=True)
+class _RowRules:
+    """Inputs of a model, with the ids that each column of an input may hold (None: no bound)."""
+
+    inputs: Sequence[TensorSpec]
+    bounds: Mapping[str, tuple[range | None, ...]]
+
+    def rows_of(self, arrays: Arrays) -> int:
+        """Return the number of rows.
+
+        Raises:
+            DataError: They are not the inputs of the model, or of another shape or type.
+        """
+        names = [spec.name for spec in self.inputs]
+        if set(arrays) != set(names):
+            raise DataError(
+                "E1620 what was fed are not the inputs of the model",
+                evidence=f"fed {', '.join(sorted(arrays)) or 'nothing'}; the inputs are {', '.join(names)}",
+                remedy="feed one array for each input, the rows on axis 0",
+            )
+        lengths = set[int]()
+        for spec in self.inputs:
+            array = arrays[spec.name]
+            shape, wanted = tuple(array.shape), spec.shape[1:]
+            if len(shape) != len(spec.shape) or any(
+                d not in (None, n) for d, n in zip(wanted, shape[1:], strict=True)
+            ):
+                raise self._wrong(spec, f"its shape is {shape}")
+            if not np.can_cast(array.dtype, np.dtype(spec.dtype), "same_kind"):
+                raise self._wrong(spec, f"its type is {array.dtype}")
+            lengths.add(shape[0])
+        if len(lengths) != 1:
+            raise DataError(
+                "E1621 the arrays that were fed have different numbers of rows",
+                evidence=f"{', '.join(map(str, sorted(lengths)))} rows",
+                remedy="feed the same rows to every input",
+            )
+        return lengths.pop()
+
+    def converted(self, arrays: Arrays, rows: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+        """Copy some rows in the types of the model; numbers beyond a type become infinite."""
+        with np.errstate(over="ignore"):
+            return {spec.name: arrays[spec.name][rows].astype(spec.dtype) for spec in self.inputs}
+
+    def usable(self, arrays: Arrays) -> npt.NDArray[np.bool_]:
+        """Return (rows,): True if the numbers of a row are finite and its ids inside their tables."""
+        usable = np.ones(len(arrays[self.inputs[0].name]), dtype=np.bool_)
+        for spec in self.inputs:
+            array = arrays[spec.name]
+            if array.dtype.kind == "f":
+                usable &= np.isfinite(array).all(axis=tuple(range(1, array.ndim)))
+            for column, allowed in enumerate(self.bounds.get(spec.name, ())):
+                if allowed is not None:
+                    ids = array if array.ndim == 1 else array[:, column]
+                    usable &= (ids >= allowed.start) & (ids < allowed.stop)
+        return usable
+
+    @staticmethod
+    def _wrong(spec: TensorSpec, evidence: str) -> DataError:
+        return DataError(
+            f"E1622 what was fed to input '{spec.name}' does not fit",
+            evidence=f"{evidence}; the model takes {spec.dtype} of shape {spec.shape}",
+            remedy="feed what the model is fed",
+        )
+
+
+class _BatchBuilder:
+    """Gathers rows into batches of one size, in place; holds less than one batch. Not thread-safe."""
+
+    def __init__(self, inputs: Sequence[TensorSpec], batch_rows: int) -> None:
+        self._inputs, self._size = tuple(inputs), batch_rows
+        self._pieces: list[Arrays] = []
+        self.held = 0
+
+    def add(self, arrays: Arrays) -> list[dict[str, npt.NDArray[Any]]]:
+        """Keep rows that obey `_RowRules`, in arrays that nobody else writes to; return full batches."""
+        rows = len(arrays[self._inputs[0].name])
+        if not rows:
+            return []
+        self._pieces.append(arrays)
+        self.held += rows
+        if self.held < self._size:
+            return []
+        whole = {
+            spec.name: np.concatenate([piece[spec.name] for piece in self._pieces]) for spec in self._inputs
+        }
+        full = self.held - self.held % self._size
+        self.held -= full
+        self._pieces = [{name: array[full:].copy() for name, array in whole.items()}] if self.held else []
+        return [
+            {name: array[start : start + self._size] for name, array in whole.items()}
+            for start in range(0, full, self._size)
+        ]
 
 
 class Monitor:
@@ -107,7 +201,7 @@ class Monitor:
         self._folder = tempfile.TemporaryDirectory(dir=scratch, prefix=".monitor-")
         folder = Path(self._folder.name)
         model = GraphModel.load(baseline.model.path)
-        self._rules = RowRules(baseline.model.inputs, id_bounds(model))
+        self._rules = _RowRules(baseline.model.inputs, id_bounds(model))
         self._range_observers = observe_activations(model, baseline, self.batch_rows)
         model.save(folder / "ranges.onnx")
         model = GraphModel.load(baseline.model.path)
@@ -119,7 +213,7 @@ class Monitor:
 
         self._intake = threading.Lock()
         self._random = np.random.default_rng(self.options.seed)
-        self._builder = BatchBuilder(baseline.model.inputs, self.batch_rows)
+        self._builder = _BatchBuilder(baseline.model.inputs, self.batch_rows)
         self._waiting: queue.Queue[Arrays | None] = queue.Queue(self.options.pending)
         self._worker: threading.Thread | None = None
         self._is_closed = False
@@ -131,13 +225,9 @@ class Monitor:
     # Serving path --------------------------------------------------------------------------------
 
     def feed(self, inputs: Mapping[str, Any]) -> None:
-        """Sample these rows, and measure them later in another thread.
+        """Sample these rows of the model's inputs (copied, the rows on axis 0); a thread measures them later.
 
-        Args:
-            inputs: The model's inputs, the rows on axis 0; any number of rows. They are copied.
-
-        Raises:
-            DataError: They are not the model's inputs, and `is_strict` was asked for.
+        Rows that cannot be used are counted as rejected; nothing is raised.
         """
         try:
             self._feed(inputs)
@@ -145,8 +235,6 @@ class Monitor:
             # Whatever was handed in, serving goes on.
             with self._state:
                 self._tally.rejected_calls += 1
-            if self.options.is_strict:
-                raise
             _LOG.debug("rows were rejected: %s", error)
 
     def _feed(self, inputs: Mapping[str, Any]) -> None:
@@ -231,7 +319,7 @@ class Monitor:
 
     def report(self) -> DriftReport | None:
         """Compare the window with the profile; None before the first batch."""
-        return self._look()[1]
+        return self._compared(self._look()[1])
 
     def text(self) -> str:
         """Return all metrics in the text format of Prometheus.
@@ -239,34 +327,27 @@ class Monitor:
         Raises:
             MissingPackage: `prometheus_client` is not installed.
         """
-        tally, report = self._look()
+        tally, blocks = self._look()
         labels = {
             "model_digest": self.baseline.model.digest,
             "profile_digest": self.baseline.profile.data_digest,
         }
-        return exposition(MonitorCollector(tally, report, labels))
+        return exposition(MonitorCollector(tally, self._compared(blocks), labels))
 
     def write(self, path: str | Path) -> None:
-        """Write `text` to a file, whole or not at all, as node-exporter's textfile collector reads it.
-
-        Args:
-            path: The file; its name must end in ``.prom`` for that collector.
-
-        Raises:
-            OutputError: The place cannot be written.
-            MissingPackage: `prometheus_client` is not installed.
-        """
+        """Write `text` to a file (``*.prom`` for node-exporter's textfile collector), whole or not at all."""
         serde.write_text(self.text(), Path(path))
 
-    def _look(self) -> tuple[Tally, DriftReport | None]:
+    def _look(self) -> tuple[Tally, list[Live]]:
         with self._state:
             tally, blocks = copy.deepcopy(self._tally), list(self._blocks)
             if self._in_block:
                 blocks.append(self._block())
                 _add_block(tally, blocks[-1])
-        if not blocks:
-            return tally, None
-        return tally, compare(self.baseline, reduce(Live.merge, blocks), self.options.drift)
+        return tally, blocks
+
+    def _compared(self, blocks: list[Live]) -> DriftReport | None:
+        return compare(self.baseline, reduce(Live.merge, blocks), self.options.drift) if blocks else None
 
     # Life ----------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ def test_an_engine_costs_little_over_its_backend(name: str, tmp_path: Path) -> N
     assert 0 < figures["around the call"]["median_us"] < 150
     assert figures["metrics on"]["median_us"] < 150
     assert figures["backend"]["median_us"] > 0
-    assert set(figures) >= {"metrics off", "one in 1000 sampled"}
+    assert set(figures) >= {"metrics on"}
 
 
 def test_requests_fit_their_model() -> None:

@@ -1,14 +1,10 @@
 import dataclasses
-import os
-import shutil
-import stat
 from pathlib import Path
 
 import numpy as np
 import pytest
 from sample_run import SampleRun, make_run
 
-from loka_onnx.bundle.format import files as bundle_files
 from loka_onnx.bundle.format import replace
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.writer import write_bundle
@@ -135,26 +131,3 @@ def test_contents_that_contradict_themselves_are_refused(sample, tmp_path, chang
     with pytest.raises(BundleError, match=message):
         write_bundle(contents, tmp_path / "bundle")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_link_to_a_bundle_is_followed_but_stays(sample, tmp_path):
-    write_bundle(sample.contents, tmp_path / "v1")
-    (tmp_path / "current").symlink_to("v1")
-    write_bundle(sample.contents, tmp_path / "current")
-    assert (tmp_path / "current").is_symlink()
-    verify_bundle(tmp_path / "current")
-    shutil.rmtree(tmp_path / "v1")
-
-
-def test_files_that_a_file_system_numbers_alike_are_read_each(sample, tmp_path, monkeypatch):
-    """Some number every file 0: only one with several names is known by its number."""
-    bundle = write_bundle(sample.contents, tmp_path / "bundle")
-    real = os.fstat
-
-    def numbered(descriptor: int) -> os.stat_result:
-        found = real(descriptor)
-        number = 0 if stat.S_ISREG(found.st_mode) else found.st_ino
-        return os.stat_result((found.st_mode, number, *found[2:]))
-
-    monkeypatch.setattr(bundle_files.os, "fstat", numbered)
-    verify_bundle(bundle)

@@ -16,7 +16,6 @@ from cut_models import LOOKED_UP, TABLE, cut_contents, request
 from sample_run import SampleRun
 
 from loka_onnx.bundle.format.files import read_sample, verify_bundle
-from loka_onnx.bundle.inspection import inspect_bundle
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_bytes
@@ -47,22 +46,6 @@ def test_the_manifest_records_the_cut(written: Path) -> None:
     assert json.loads((written / "manifest.json").read_text())["schema"] == "loka-onnx/bundle-format/1"
     sample = read_sample(written, manifest, manifest.engines[0])
     np.testing.assert_array_equal(sample.looked_up[LOOKED_UP], TABLE[sample.inputs["item"]])
-
-
-def test_the_description_names_the_cut(written: Path) -> None:
-    text = inspect_bundle(written)
-    assert "lookup    lookup/lookup.onnx reads item\n" in text
-    assert f"looked up {LOOKED_UP}: float32[?, 4]\n" in text
-    assert text.count("            takes looked-up rows\n") == 1
-
-
-def test_a_manifest_without_a_cut_reads_as_before(sample: SampleRun, tmp_path: Path) -> None:
-    place = write_bundle(sample.contents, tmp_path / "bundle")
-    manifest = verify_bundle(place)
-    assert manifest.cut is None
-    assert "looked up" not in inspect_bundle(place)
-    with pytest.raises(KeyError):
-        manifest.inputs_of(Part.DENSE)
 
 
 @pytest.mark.parametrize(

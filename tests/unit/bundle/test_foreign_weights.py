@@ -7,16 +7,15 @@ from pathlib import Path
 
 import onnx
 import pytest
-from altered import edit, put
+from altered import put
 from cut_models import cut_contents
 from onnx import TensorProto, helper
 from sample_run import SampleRun
 
 from loka_onnx.bundle.format import files as bundle_files
-from loka_onnx.bundle.format.archive import pack_bundle, unpack, verify_path, write_archive
+from loka_onnx.bundle.format.archive import unpack, verify_path, write_archive
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.writer import write_bundle
-from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid
 from loka_onnx.runtime import load
@@ -136,12 +135,3 @@ def test_every_backend_of_onnx_runtime(bundle: Path, backend: str, monkeypatch: 
     )
     put(bundle, entry["path"], (bundle / entry["path"]).read_bytes(), f"{entry['path']}.bin")
     refuses(bundle, rf"engine '{entry['id']}' is not a file '\*\.onnx'", monkeypatch)
-
-
-def test_a_model_that_many_engines_name_is_read_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    edit(bundle, lambda v: v["engines"].extend({**v["fallback"], "id": f"e{n}"} for n in range(50)))
-    read, seen = bundle_files.read_model, []
-    monkeypatch.setattr(bundle_files, "read_model", lambda path: seen.append(path) or read(path))
-    manifest: Manifest = verify_bundle(bundle)
-    assert len(seen) == len({e.digest for e in manifest.candidates if e.path.endswith(".onnx")})
-    pack_bundle(bundle, bundle.parent / "b.loka")

@@ -189,16 +189,6 @@ def test_a_full_disk_at_any_call_leaves_a_bundle(place: Place, monkeypatch: pyte
     assert failed == needed
 
 
-def test_the_message_of_a_full_disk(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = FullDisk(monkeypatch)
-    disk.left = 2
-    with pytest.raises(
-        OutputError, match=r"cannot write '.*'\n  evidence: .*No space left on device"
-    ) as caught:
-        place.act()
-    assert caught.value.exit_code == 2
-
-
 @contextlib.contextmanager
 def file_limit(size: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -6,8 +6,8 @@ import pytest
 from altered import read, tree, with_files
 from s3_server import s3_server
 
-from loka_onnx.bundle.registry import TransferOptions, list_names, pull_bundle, push_bundle, resolve
-from loka_onnx.errors import BundleError, BundleInvalid, OutputError, UserError
+from loka_onnx.bundle.registry import TransferOptions, list_names, pull_bundle, push_bundle
+from loka_onnx.errors import BundleInvalid
 
 
 @pytest.fixture
@@ -70,26 +70,3 @@ def test_objects_that_lie(one, s3, tmp_path):
             pull_bundle("s3://models#prod", tmp_path / "x", options)
     assert push_bundle(one, "s3://models#prod", options, again=True).kept_parts == 0
     pull_bundle("s3://models#prod", tmp_path / "x", options)
-
-
-def test_what_trying_again_does_not_mend(s3, monkeypatch):
-    options, _ = s3
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
-        monkeypatch.setenv(name, "/nonexistent")
-    with pytest.raises(UserError, match="Unable to locate credentials\n  remedy: log in"):
-        resolve(
-            "s3://models#prod",
-            TransferOptions(storage={"skip_instance_cache": True}),
-        )
-    with pytest.raises(BundleError, match=r"Invalid bucket name.*\n  remedy: try again, or mend"):
-        resolve("s3://Not_A!Bucket/x#prod", options)
-
-
-def test_a_bucket_that_is_not_there(one, s3):
-    options, _ = s3
-    with pytest.raises(UserError, match="the registry has no bundle 'prod'"):
-        resolve("s3://nowhere#prod", options)
-    with pytest.raises(OutputError, match=r"cannot write 'blobs/.*\n.*bucket does not exist"):
-        push_bundle(one, "s3://nowhere#prod", options)

@@ -31,8 +31,6 @@ from loka_onnx.runtime import load, loading
 from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.onnx_session import OnnxSession
 
-FEWER = "cpu-onnxruntime-cpu-fp8-safe"
-
 
 @pytest.fixture
 def pair(tmp_path: Path) -> KeyPair:
@@ -203,30 +201,6 @@ def test_onnx_runtime_opens_external_data_through_the_pin(
     with load(bundle) as engine:
         assert sessions
         np.testing.assert_array_equal(engine.infer(request(5))["ctr"].shape, (5, 1))
-
-
-def test_errors_have_the_name_of_the_bundle(signed: Path, tmp_path: Path) -> None:
-    (signed / "plans.json").unlink()
-    link = tmp_path / "current"
-    link.symlink_to(signed)
-    for call in (verify_bundle, verify_path, load):
-        with pytest.raises(BundleInvalid, match=r"file 'plans\.json' is missing") as caught:
-            call(link)
-        assert str(caught.value).startswith(f"{link}: ")
-    with pytest.raises(BundleInvalid, match="there is no bundle here"):
-        load(tmp_path / "nowhere")
-
-
-def test_nothing_stays_open(signed: Path) -> None:
-    def held() -> int:
-        return sum(path.exists() and path.samefile(signed) for path in pinned.DESCRIPTORS.iterdir())
-
-    verify_bundle(signed)
-    assert held() == 0
-    engine = load(signed)
-    assert held() == 1
-    engine.close()
-    assert held() == 0
 
 
 def test_signing_signs_what_was_verified(

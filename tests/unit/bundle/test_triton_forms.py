@@ -23,7 +23,6 @@ from loka_onnx.bundle.triton.record import TritonRepository
 from loka_onnx.bundle.triton.repository import export_triton
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core import serde
-from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.evaluation import Evaluation
 from loka_onnx.engines.inductor.package import (
@@ -35,7 +34,6 @@ from loka_onnx.engines.inductor.package import (
 from loka_onnx.engines.migraphx.session import MigraphxEngine, ProgramFile, ProgramInput, ProgramOutput
 from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
 from loka_onnx.engines.triton.models import TritonOptions
-from loka_onnx.errors import BundleError
 
 OPTIONS = TritonOptions("ranker")
 Files = dict[str, bytes]
@@ -283,28 +281,9 @@ def test_a_document_of_another_model_is_declined(with_engine: Callable[..., Trit
     assert declined.reason == "its document has other inputs or outputs than the bundle: ['ctr', 'other']"
 
 
-def test_an_output_for_the_whole_batch_is_declined(
-    with_engine: Callable[..., TritonRepository],
-) -> None:
-    engine = replace(DYNAMIC, outputs=(OutputPort("ctr", False),))
-    (declined,) = with_engine("inductor", "sm90", {"engine.pt2": package(engine)}).declined
-    assert declined.reason == "output 'ctr' is one for the whole batch, and Triton cuts outputs by request"
-
-
 def test_a_file_that_is_no_package_is_declined(with_engine: Callable[..., TritonRepository]) -> None:
     (declined,) = with_engine("inductor", "sm90", {"engine.pt2": b"no package"}).declined
     assert "not an engine of the inductor backend" in declined.reason
-
-
-def test_a_model_without_a_batch_is_refused(sample: SampleRun, tmp_path: Path) -> None:
-    contents = sample.contents
-    outputs = (TensorSpec("ctr", "float32", (8, 1)),)
-    place = write_bundle(
-        replace(contents, model=replace(contents.model, outputs=outputs)), tmp_path / "bundle"
-    )
-    with pytest.raises(BundleError, match="cannot batch requests of a model whose 'ctr' has no batch"):
-        export_triton(place, tmp_path / "repository", OPTIONS)
-    assert not (tmp_path / "repository").exists()
 
 
 class _Response:

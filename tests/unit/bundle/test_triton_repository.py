@@ -9,19 +9,16 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
-from cut_models import LOOKED_UP, answer, cut_contents, request
+from cut_models import answer, cut_contents, request
 from sample_run import SampleRun, expectation, make_run
 from triton_rules import check_repository, check_session, infer, open_session, parameters, pb
 
 from loka_onnx.bundle.contents import BundleEngine
-from loka_onnx.bundle.format.archive import write_archive
 from loka_onnx.bundle.format.files import read_sample, verify_bundle
 from loka_onnx.bundle.triton.record import RECORD_NAME, TritonRepository
 from loka_onnx.bundle.triton.repository import export_triton
 from loka_onnx.bundle.writer import write_bundle
-from loka_onnx.cli.main import main
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.manifest import Manifest
@@ -99,37 +96,6 @@ def test_what_cannot_be_served_is_declined_with_the_reason(repository: Path) -> 
     assert (record.name, record.preferred) == ("ranker", "cpu-onnxruntime-cpu-fp32")
 
 
-def test_models_say_which_bundle_they_are_of(repository: Path, bundle: Path, manifest: Manifest) -> None:
-    digest = digest_file(bundle / "manifest.json")
-    configs = check_repository(repository)
-    for config in configs.values():
-        assert parameters(config)["loka_onnx.bundle"] == digest
-        assert parameters(config)["loka_onnx.model"] == manifest.model_digest
-    told = parameters(configs[FP8])
-    assert told["loka_onnx.engine"] == manifest.engines[2].id
-    assert told["loka_onnx.plan"] == "fp8-safe"
-    assert told["loka_onnx.engine_digest"] == digest_file(repository / FP8 / "1/model.onnx")
-    assert serde.read(TritonRepository, repository / RECORD_NAME).bundle == digest
-
-
-def test_warm_up_rows_are_the_first_of_the_sample(repository: Path, sample: SampleRun) -> None:
-    row = np.fromfile(repository / FP32 / "warmup/input0.bin", np.float32)
-    np.testing.assert_array_equal(row, sample.contents.sample["dense"][0])
-    config = check_repository(repository)[FP32]
-    assert [each.batch_size for each in config.model_warmup] == [1, 1024], "1024 rows were measured"
-    assert list(config.dynamic_batching.preferred_batch_size) == [1024]
-
-
-def test_fp8_is_not_optimized(repository: Path) -> None:
-    configs = check_repository(repository)
-    assert configs[FP8].optimization.graph.level == 2
-    assert not configs[FP32].HasField("optimization")
-    record = serde.read(TritonRepository, repository / RECORD_NAME)
-    assert record.models[1].remarks == (
-        "graph optimizations are off: with them, ONNX Runtime changes the values of FP8",
-    )
-
-
 def test_the_bias_of_an_fp8_product_keeps_its_value(sample: SampleRun, tmp_path: Path) -> None:
     """BASIC would round it to multiples of the product of the scales, unless a session is told otherwise."""
     run = make_run(tmp_path / "run")
@@ -178,26 +144,6 @@ def test_the_bias_of_an_fp8_product_keeps_its_value(sample: SampleRun, tmp_path:
     assert np.abs(lost - exact).max() > 0.2
 
 
-def test_a_cut_model_becomes_an_ensemble(cut_bundle: Path, tmp_path: Path) -> None:
-    record = export_triton(cut_bundle, tmp_path / "repository", OPTIONS)
-    configs = check_repository(tmp_path / "repository")
-    engine = "ranker-cpu-onnxruntime-cpu-fp32"
-    assert set(configs) == {"ranker", engine, f"{engine}-dense", "ranker-lookup", "ranker-fallback-fp32"}
-    assert record.models[0].runs == ("ranker-lookup", f"{engine}-dense")
-    lookup, dense = configs["ranker-lookup"], configs[f"{engine}-dense"]
-    assert [io.name for io in lookup.input] == ["item"]
-    assert lookup.dynamic_batching.max_queue_delay_microseconds == 0, "requests wait in front of the engine"
-    assert [io.name for io in dense.input] == ["x", LOOKED_UP]
-    for name in (engine, "ranker"):
-        first, second = configs[name].ensemble_scheduling.step
-        assert dict(first.input_map) == {"item": "item"}
-        assert dict(first.output_map) == {LOOKED_UP: f"looked_up/{LOOKED_UP}"}
-        assert dict(second.input_map) == {"x": "x", LOOKED_UP: f"looked_up/{LOOKED_UP}"}
-        assert dict(second.output_map) == {"ctr": "ctr"}
-    for config in (lookup, dense, configs["ranker-fallback-fp32"]):
-        check_session(open_session(tmp_path / "repository", config), config)
-
-
 def test_the_ensemble_gives_the_expected_outputs(cut_bundle: Path, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     export_triton(cut_bundle, repository, OPTIONS)
@@ -212,18 +158,6 @@ def test_the_ensemble_gives_the_expected_outputs(cut_bundle: Path, tmp_path: Pat
         other = request(5, seed=7)
         asked = {"x": other["x"], "item": other["item"][:, None]}
         np.testing.assert_allclose(infer(repository, configs, name, asked)["ctr"], answer(other), atol=1e-5)
-
-
-def test_one_number_per_row_is_declared_as_one_dimension_and_reshaped(
-    cut_bundle: Path, tmp_path: Path
-) -> None:
-    export_triton(cut_bundle, tmp_path / "repository", OPTIONS)
-    configs = check_repository(tmp_path / "repository")
-    for name in ("ranker-lookup", "ranker-fallback-fp32"):
-        (item,) = (io for io in configs[name].input if io.name == "item")
-        assert (list(item.dims), item.HasField("reshape"), list(item.reshape.shape)) == ([1], True, [])
-    (item,) = (io for io in configs["ranker"].input if io.name == "item")
-    assert (list(item.dims), item.HasField("reshape")) == ([1], False), "its steps reshape"
 
 
 def test_tables_are_in_a_repository_once(
@@ -244,31 +178,6 @@ def test_tables_are_in_a_repository_once(
     asked = request(3)
     found = infer(repository, configs, "ranker", {"x": asked["x"], "item": asked["item"][:, None]})["ctr"]
     np.testing.assert_allclose(found, answer(asked), atol=1e-5)
-
-
-def test_external_data_that_is_called_like_the_model_stays(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    source = run.contents.root / run.contents.model.path
-    model = onnx.load(source)
-    whole = model.SerializeToString()
-    target = source.with_name("ranker.onnx")
-    onnx.save(model, target, save_as_external_data=True, location="model.onnx", size_threshold=0)
-    contents = replace(run.contents, model=replace(run.contents.model, path=Path("model/ranker.onnx")))
-    bundle = write_bundle(contents, tmp_path / "bundle")
-    export_triton(bundle, tmp_path / "repository", OPTIONS)
-    config = check_repository(tmp_path / "repository")["ranker-fallback-fp32"]
-    assert config.default_model_filename == "ranker.onnx"
-    rows = {"dense": np.ones((2, 16), np.float32)}
-    found = infer(tmp_path / "repository", {config.name: config}, config.name, rows)["ctr"]
-    exact = ort.InferenceSession(whole).run(["ctr"], rows)[0]
-    np.testing.assert_allclose(found, exact, atol=1e-6)
-
-
-def test_named_engines_alone_are_served_beside_the_fp32_model(bundle: Path, tmp_path: Path) -> None:
-    engine = "cpu-onnxruntime-cpu-fp8-safe"
-    record = export_triton(bundle, tmp_path / "repository", replace(OPTIONS, engines=(engine,)))
-    assert set(check_repository(tmp_path / "repository")) == {"ranker", FP8, "ranker-fallback-fp32"}
-    assert (record.preferred, record.declined) == (engine, ())
 
 
 @pytest.mark.parametrize(
@@ -302,23 +211,6 @@ def test_an_engine_that_was_named_must_be_served(
 def test_options_out_of_range_are_refused(changed: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(OPTIONS, **changed)
-
-
-def test_the_same_bundle_gives_the_same_bytes(repository: Path, bundle: Path, tmp_path: Path) -> None:
-    export_triton(bundle, tmp_path / "again", OPTIONS)
-    paths = [path.relative_to(repository) for path in sorted(repository.rglob("*")) if path.is_file()]
-    assert paths == [
-        p.relative_to(tmp_path / "again") for p in sorted((tmp_path / "again").rglob("*")) if p.is_file()
-    ]
-    for path in paths:
-        assert (repository / path).read_bytes() == (tmp_path / "again" / path).read_bytes()
-
-
-def test_an_archive_gives_what_its_directory_gives(repository: Path, bundle: Path, tmp_path: Path) -> None:
-    write_archive(bundle, tmp_path / "ranker.loka")
-    export_triton(tmp_path / "ranker.loka", tmp_path / "again", OPTIONS)
-    for path in (path for path in repository.rglob("*") if path.is_file()):
-        assert (tmp_path / "again" / path.relative_to(repository)).read_bytes() == path.read_bytes()
 
 
 def test_a_bundle_that_does_not_verify_is_not_exported(bundle: Path, tmp_path: Path) -> None:
@@ -371,18 +263,6 @@ def test_what_is_no_repository_of_ours_is_not_replaced(bundle: Path, tmp_path: P
     assert (place / "theirs").is_dir()
 
 
-def test_every_file_is_recorded_with_its_digest(repository: Path) -> None:
-    record = serde.read(TritonRepository, repository / RECORD_NAME)
-    found = {
-        path.relative_to(repository).as_posix(): path for path in repository.rglob("*") if path.is_file()
-    }
-    del found[RECORD_NAME]
-    assert [file.path for file in record.files] == sorted(found, key=Path)
-    for file in record.files:
-        path = found[file.path]
-        assert (file.bytes, file.sha256) == (path.stat().st_size, digest_file(path))
-
-
 @pytest.mark.parametrize(
     ("path", "evidence"),
     [
@@ -423,30 +303,6 @@ def test_links_of_a_user_are_neither_followed_nor_deleted(bundle: Path, tmp_path
     config.symlink_to(tmp_path / "config.pbtxt")
     with pytest.raises(OutputError, match=r"it holds 'ranker/config\.pbtxt', which this project did not"):
         export_triton(bundle, place, OPTIONS)
-
-
-def test_what_a_server_wrote_and_what_is_missing_is_no_reason_to_keep_a_repository(
-    bundle: Path, tmp_path: Path
-) -> None:
-    place = tmp_path / "repository"
-    export_triton(bundle, place, OPTIONS)
-    shutil.rmtree(place / FP8)
-    (place / FP32 / "1/__pycache__").mkdir()
-    (place / FP32 / "1/__pycache__/model.cpython-312.pyc").write_bytes(b"")
-    export_triton(bundle, place, OPTIONS)
-    assert (place / FP8).is_dir() and not (place / FP32 / "1/__pycache__").exists()
-
-
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_a_bundle_gives_its_name_to_the_model(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_packed: bool
-) -> None:
-    given = tmp_path / ("ranker-1.5.loka" if is_packed else "ranker-1.5")
-    write_archive(bundle, given) if is_packed else shutil.copytree(bundle, given)
-    with pytest.raises(SystemExit) as done:
-        main(["bundle", "export-triton", str(given), str(tmp_path / "repository")])
-    assert done.value.code == 0, capsys.readouterr().err
-    assert serde.read(TritonRepository, tmp_path / "repository" / RECORD_NAME).name == "ranker-1.5"
 
 
 def test_a_repository_is_not_written_into_its_bundle(bundle: Path) -> None:

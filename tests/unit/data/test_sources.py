@@ -12,11 +12,11 @@ from collections import defaultdict
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from loka_zoo.criteo import CriteoOptions, prepare_criteo
 
 from loka_onnx.data import ensure_disjoint
 from loka_onnx.errors import ConfigError, DataError, MissingPackage, OutputError
 from loka_zoo import movielens100k as ml
-from loka_zoo.criteo import CriteoOptions, prepare_criteo
 from loka_zoo.movielens1m import CATEGORICAL, movielens_1m
 from loka_zoo.prepared import SPLITS
 from loka_zoo.synthetic import LABEL, TEACHER, SyntheticOptions, prepare_synthetic

@@ -15,7 +15,7 @@ from loka_onnx.errors import DataError
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.shape_values import tensor_spec
-from loka_onnx.operations.drift.intake import RowRules
+from loka_onnx.operations.drift.monitor import _RowRules
 from loka_onnx.pipeline.sample import generated_rows
 from loka_onnx.pipeline.splits import bind_columns
 
@@ -67,7 +67,7 @@ def test_ids_of_a_large_table_beside_a_small_one_are_read(model, tmp_path, layou
     bindings, data = open_rows(model, tmp_path, ids, layout)
     data.check()
     np.testing.assert_array_equal(next(data.batches(3)).inputs["ids"], ids)
-    rules = RowRules([tensor_spec(t) for t in GraphModel.load(model).inputs], {"ids": bindings[0].ids})
+    rules = _RowRules([tensor_spec(t) for t in GraphModel.load(model).inputs], {"ids": bindings[0].ids})
     assert rules.usable(
         {"ids": ids},
     ).all()
@@ -80,7 +80,7 @@ def test_an_id_that_the_runtime_refuses_is_named(model, tmp_path, layout):
     with pytest.raises(DataError) as caught:
         data.check()
     assert "row 2: 30" in str(caught.value)
-    rules = RowRules([tensor_spec(t) for t in GraphModel.load(model).inputs], {"ids": bindings[0].ids})
+    rules = _RowRules([tensor_spec(t) for t in GraphModel.load(model).inputs], {"ids": bindings[0].ids})
     assert rules.usable({"ids": ids}).tolist() == [True, True, False]
 
 

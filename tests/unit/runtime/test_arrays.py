@@ -84,18 +84,6 @@ def test_an_array_of_an_unknown_library_is_answered_by_numpy(engine: Engine, see
     np.testing.assert_array_equal(answer, engine.infer({"dense": held})["ctr"])
 
 
-def test_the_answer_can_be_of_another_kind(engine: Engine) -> None:
-    tensor, array = torch.from_numpy(rows(2)), rows(2)
-    assert type(engine.infer({"dense": tensor}, like=array)["ctr"]) is np.ndarray
-    assert isinstance(engine.infer({"dense": array}, like=tensor)["ctr"], torch.Tensor)
-
-
-def test_columns_that_are_not_contiguous_are_taken(engine: Engine) -> None:
-    wide = torch.from_numpy(np.repeat(rows(3), 2, axis=1))
-    answer = engine.infer({"dense": wide[:, ::2]})["ctr"]
-    np.testing.assert_array_equal(answer.numpy(), engine.infer({"dense": rows(3)})["ctr"])
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -250,18 +238,6 @@ def test_an_engine_of_the_host_gets_a_copy_which_is_counted(
     assert engine.metrics.snapshot().host_copies == before + 1
 
 
-@pytest.mark.parametrize("make", [torch._neg_view, lambda t: torch.complex(t * 0, t).conj().imag])
-def test_a_tensor_that_is_marked_as_negative_is_read_as_such(engine: Engine, make: Any) -> None:
-    tensor = make(torch.from_numpy(rows(5)))
-    assert tensor.is_neg()
-    expected = engine.infer({"dense": -rows(5)})["ctr"]
-    np.testing.assert_array_equal(engine.infer({"dense": tensor})["ctr"].numpy(), expected)
-    np.testing.assert_array_equal(dlpack.on_host(tensor), -rows(5))
-    np.testing.assert_array_equal(dlpack.borrow(tensor.contiguous()).as_numpy(), -rows(5))
-    brain = torch._neg_view(torch.ones(3).bfloat16())
-    assert dlpack.on_host(brain).astype(np.float32).tolist() == [-1, -1, -1]
-
-
 def test_a_masked_array_is_refused(engine: Engine) -> None:
     with pytest.raises(DataError, match="an array is masked"):
         engine.infer({"dense": np.ma.masked_array(rows(3), mask=rows(3) > 0)})
@@ -284,14 +260,3 @@ def test_an_object_that_does_not_say_where_it_lies_is_no_array(engine: Engine, p
 
     with pytest.raises(DataError, match="a Strange is no array"):
         engine.infer({"dense": Strange()})
-
-
-def test_an_answer_goes_back_to_a_device_of_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tensor:
-        def to(self, device: str) -> str:
-            return device
-
-    stand_in = SimpleNamespace(from_numpy=lambda array: Tensor(), device=lambda *place: place)
-    monkeypatch.setitem(arrays.sys.modules, "torch", stand_in)  # type: ignore[arg-type]
-    for device_type in (CUDA, dlpack.ROCM):
-        assert arrays.from_host(rows(2), arrays.Kind("torch", device_type, 1)) == ("cuda", 1)

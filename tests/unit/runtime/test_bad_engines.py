@@ -168,15 +168,6 @@ def test_a_manifest_of_unknown_types_or_one_name_twice_is_refused(
         load(bundle)
 
 
-def test_plans_that_are_nested_without_an_end_cost_the_samples_of_values_only(
-    bundle: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    put(bundle, "plans.json", b"[" * 100_000)
-    with load(bundle) as engine:
-        assert engine.health().ready
-    assert "are not sampled" in caplog.text
-
-
 def test_directories_without_an_end_are_refused(bundle: Path) -> None:
     deep = bundle.joinpath(*["d"] * 8)
     deep.mkdir(parents=True)

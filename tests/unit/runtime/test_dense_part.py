@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.manifest import EngineEntry
 from loka_onnx.core.split import Part
-from loka_onnx.errors import ConfigError, DataError, EngineError
+from loka_onnx.errors import DataError, EngineError
 from loka_onnx.runtime import Engine, load, loading
-from loka_onnx.runtime.health import Cause
 from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.onnx_session import OnnxSession
 
@@ -68,14 +66,6 @@ def test_the_dense_part_takes_looked_up_rows_and_opens_no_table(bundle: Path, op
     assert engine.health().ready
 
 
-def test_what_was_asked_for_is_no_warning(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "loka_onnx.runtime"):
-        engine = load(bundle, part="dense")
-    assert [skipped.cause for skipped in engine.skipped] == [Cause.PART]
-    (told,) = (record for record in caplog.records if "is not used" in record.message)
-    assert told.levelno == logging.INFO and "takes ids, not looked-up rows" in told.message
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -102,11 +92,6 @@ def test_a_bundle_without_a_cut_has_no_dense_part(sample: SampleRun, tmp_path: P
         (*sample.contents.engines, "fallback")
     )
     assert "build with `model.split_sparse: true`" in str(caught.value)
-
-
-def test_an_unknown_part_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no part 'sparse' to load\n.*'whole' and 'dense'"):
-        load(tmp_path / "nothing", part="sparse")
 
 
 def test_a_lookup_that_does_not_open_frees_the_engine_and_the_whole_model_serves(

@@ -11,7 +11,6 @@ from altered import edit
 from routed_contents import FP8, FP32, routed
 from sample_run import SampleRun
 
-from loka_onnx.bundle.inspection import inspect_bundle
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.errors import BundleInvalid
 from loka_onnx.runtime import load
@@ -39,18 +38,6 @@ def test_a_request_goes_to_the_engine_of_the_next_size(
     np.testing.assert_array_equal(got, expected)
 
 
-def test_both_are_loaded_and_told(sample: SampleRun, bundle: Path) -> None:
-    engine = load(bundle)
-    fp32, fp8 = (sample.contents.engines[place].artifact.id for place in (FP32, FP8))
-    health = engine.health()
-    assert (health.ready, health.engine) == (True, fp32)
-    assert health.routes == {4: fp32, 64: fp8}
-    assert f"requests  cpu: to 64 rows: {fp8}" in inspect_bundle(bundle)
-    # They do not answer alike, or the tests above would hold for one engine as well.
-    few, many = engine.infer({"dense": rows(5)})["ctr"][:4], engine.infer({"dense": rows(5)[:4]})["ctr"]
-    assert np.abs(few - many).max() > 1e-4
-
-
 def test_health_sees_the_engine_behind_a_route(
     sample: SampleRun, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,15 +48,6 @@ def test_health_sees_the_engine_behind_a_route(
     health = engine.health()
     assert not health.ready
     assert health.detail.startswith(f"engine '{other.entry.id}': output 'ctr' is off by nan")
-
-
-def test_all_are_freed(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load(bundle)
-    closed = []
-    for each in (engine, *engine._others):
-        monkeypatch.setattr(each._runner, "close", lambda each=each: closed.append(each.entry.id))
-    engine.close()
-    assert len(closed) == 2
 
 
 def test_sizes_of_an_engine_that_does_not_run_here_stay_with_the_main_one(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.split import Part
 from loka_onnx.engines.onnxruntime import providers
-from loka_onnx.runtime import Cause, load
+from loka_onnx.runtime import Cause
 from loka_onnx.runtime.selection import in_order, obstacle
 from loka_onnx.sessions import backends, cuda, host_devices
 from loka_onnx.sessions.cuda import CudaDevice
@@ -150,12 +149,3 @@ def test_what_keeps_an_engine_from_being_tried(  # noqa: PLR0917 — a table of 
     found = obstacle(made, Part.WHOLE, is_trusted=True)
     assert (None if found is None else found.cause) == cause
     assert found is None or said in found.reason
-
-
-def test_health_has_the_order_and_why_each_one_was_passed_over(sample: SampleRun, tmp_path: Path) -> None:
-    engine = load(write_bundle(sample.contents, tmp_path / "bundle"))
-    health = engine.health()
-    gpu, fp32, fp8 = (each.artifact.id for each in sample.contents.engines)
-    assert health.order == (fp32, fp8, "fallback-fp32", gpu)
-    assert [(s.engine, s.cause) for s in health.skipped] == [(gpu, Cause.UNTRUSTED)]
-    assert engine.metrics.snapshot().skipped == {**dict.fromkeys(map(str, Cause), 0), "untrusted": 1}

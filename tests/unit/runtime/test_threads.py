@@ -35,7 +35,6 @@ from loka_onnx.engines.onnxruntime.io_binding_settings import IoBindingSettings
 from loka_onnx.engines.tensorrt.session import TensorRtSession
 from loka_onnx.errors import EngineError
 from loka_onnx.runtime import Engine, load
-from loka_onnx.runtime.gate import Gate
 from loka_onnx.sessions import cuda
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.sessions.runner import Runner
@@ -280,27 +279,3 @@ def test_closing_waits_for_requests_and_refuses_new_ones(manifest: Manifest) -> 
     engine.close()
     assert (runner.closed, runner.ran_after_close) == (1, False)
     assert engine.metrics.snapshot().errors["closed"] == 1
-
-
-def test_a_closed_engine_is_not_ready_and_does_not_warm_up(manifest: Manifest) -> None:
-    runner = Slow()
-    runner.go.set()
-    engine = engine_on(manifest, runner)
-    with engine:
-        assert engine.health().ready
-    health = engine.health()
-    assert not health.ready
-    assert "the engine is closed" in health.detail
-    with pytest.raises(EngineError, match="the engine is closed"):
-        engine.warm_up([1])
-
-
-def test_a_gate_lets_nobody_in_twice_closed() -> None:
-    gate = Gate()
-    with gate:
-        assert gate.inside == 1
-    assert gate.close() is True
-    assert gate.close() is False
-    with pytest.raises(EngineError, match="the engine is closed"), gate:
-        pass
-    assert gate.inside == 0

@@ -13,8 +13,8 @@ from sample_run import SampleRun
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession
 from loka_onnx.engines.onnxruntime.io_binding_settings import IoBindingSettings
-from loka_onnx.errors import DataError, EngineError
-from loka_onnx.runtime import Cause, Serving, load
+from loka_onnx.errors import EngineError
+from loka_onnx.runtime import Cause, load
 from loka_onnx.runtime.engine import WARM_UPS
 from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.onnx_session import OnnxSession
@@ -53,14 +53,6 @@ def test_sizes_that_were_timed_are_run_before_the_engine_is_ready(bundle: Path, 
     # The self-test first: an engine that is wrong is not warmed up.
     assert ran == [8, *[1024] * WARM_UPS]
     assert engine.health().warm == (1024,)
-
-
-def test_warming_up_can_be_left_to_the_caller(bundle: Path, ran: list[int]) -> None:
-    engine = load(bundle, serving=Serving(warm_up=False))
-    assert ran == [8]
-    assert engine.warm_up([3, 9999, 0, 3]) == (1, 3, 4096)
-    assert ran[1:] == [1, 1, 3, 3, 4096, 4096]
-    assert engine.health().warm == (1, 3, 4096)
 
 
 def test_an_engine_that_fails_at_a_size_that_it_serves_is_passed_over(
@@ -113,9 +105,3 @@ def test_a_request_is_padded_to_the_next_size_and_the_answer_is_cut(
     assert launched == []
     buckets = {each.batch: each.requests for each in engine.metrics.snapshot().latency}
     assert buckets == {"16": 3, "64": 2}
-
-
-def test_a_share_of_requests_is_not_negative() -> None:
-    with pytest.raises(DataError, match="one in -1"):
-        Serving(sample_every=-1)
-    assert dataclasses.replace(Serving(), sample_every=0).metrics

@@ -68,32 +68,6 @@ def test_training_repeats_bit_by_bit(data):
     assert runs[0][0] != runs[2][0]
 
 
-def test_each_decay_shrinks_its_own_parameters(data):
-    def norms(**decays):
-        model = create("dcnv2", FeatureSpec.of(data), "tiny")
-        train(model, data.open("train"), dataclasses.replace(OPTIONS, epochs=1, **decays))
-        with torch.no_grad():
-            return float(model.embeddings["c0"].weight.norm()), float(model.over.fc1.weight.norm())
-
-    plain = norms(weight_decay=0.0, embedding_decay=0.0)
-    tables = norms(weight_decay=0.0, embedding_decay=50.0)
-    matrices = norms(weight_decay=5.0, embedding_decay=0.0)
-    assert tables[0] < 0.5 * plain[0] < matrices[0]
-    assert matrices[1] < 0.9 * plain[1] and tables[1] > 0.9 * plain[1]
-
-
-def test_threads_are_given_back(data):
-    before = torch.get_num_threads()
-    model = create("dlrm", FeatureSpec.of(data), "tiny")
-    train(model, data.open("calibration"), dataclasses.replace(OPTIONS, batch_size=50, threads=before + 1))
-    assert torch.get_num_threads() == before
-
-
-def test_prediction_is_in_row_order_whatever_the_batch(data):
-    model, rows = create("dlrm", FeatureSpec.of(data), "tiny"), data.open("calibration")
-    np.testing.assert_allclose(predict(model, rows, 7), predict(model, rows, 100), rtol=1e-5, atol=1e-6)
-
-
 def test_what_cannot_be_trained_on_is_refused(data):
     model = create("dlrm", FeatureSpec.of(data), "tiny")
     with pytest.raises(ConfigError, match=r"its columns are \(\), the label is 'label'"):
@@ -129,14 +103,6 @@ def test_a_checkpoint_comes_back(tmp_path, name, data):
     assert loaded.keys() == model.state_dict().keys()
     assert all(torch.equal(loaded[key], value) for key, value in model.state_dict().items())
     assert [p.name for p in tmp_path.iterdir()] == [name]
-
-
-def test_views_of_one_tensor_are_saved_alone(tmp_path):
-    whole = torch.arange(100_000.0)
-    for name in ("a.pt", "a.safetensors"):
-        save_checkpoint(tmp_path / name, {"one": whole[:10], "two": whole[5:15]})
-        assert (tmp_path / name).stat().st_size < 10_000
-        assert torch.equal(load_checkpoint(tmp_path / name)["two"], whole[5:15])
 
 
 @pytest.mark.parametrize("key", ["state_dict", "model"])
@@ -213,11 +179,6 @@ def test_what_is_no_table_of_weights_is_refused(tmp_path, content, evidence):
     torch.save(content, tmp_path / "c.pt")
     with pytest.raises(ModelError, match=evidence):
         load_checkpoint(tmp_path / "c.pt")
-
-
-def test_a_missing_checkpoint_is_named(tmp_path):
-    with pytest.raises(ModelError, match="the checkpoint does not exist"):
-        load_checkpoint(tmp_path / "no.pt")
 
 
 def test_missing_safetensors_is_named(tmp_path, monkeypatch):

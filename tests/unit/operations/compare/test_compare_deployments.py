@@ -30,7 +30,6 @@ from compared_deployments import (
 )
 
 from loka_onnx.cli.compare import raise_for
-from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.core.intervals import Interval
 from loka_onnx.data import open_dataset
@@ -38,8 +37,7 @@ from loka_onnx.errors import BudgetMissed, ConfigError
 from loka_onnx.evaluation.engines import Split, judge_engine, predict_reference
 from loka_onnx.evaluation.predictions import padded
 from loka_onnx.operations.compare.deployments import compare
-from loka_onnx.operations.compare.difference import Difference
-from loka_onnx.operations.compare.rows import ONLY, RowOptions
+from loka_onnx.operations.compare.rows import ONLY
 from loka_onnx.report.document import Tone
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
@@ -208,21 +206,6 @@ def _bindings() -> list[object]:
     return [InputBinding("dense", INPUTS["dense"], "float32", 2), InputBinding("item", ("item",), "int64", 1)]
 
 
-def test_who_answered_and_on_what_is_said(place: Place) -> None:
-    found = compare(place.a, place.b, place.rows, options(rows=700, group="request"))
-    kind, engine = found.b.facts
-    assert (found.b.path, kind) == (str(place.b), "bundle")
-    assert engine.startswith("cpu-onnxruntime-cpu-other: onnxruntime 1.31.1 on cpu (cpu), sha256 ")
-    assert artifact_of(place.b.parent, "other").digest[:16] in engine and engine.endswith(", plan other")
-    assert found.basis.startswith("700 rows of rows.npz rows[0:700] (sha256 ")
-    assert found.basis.endswith("), rows of one 'request' belong together; columns as asked for")
-    assert [section.name for section in found.sections] == ["accuracy"]
-    assert "in requests of 512 rows" in found.sections[0].title
-    # Both ship the same exported model, so that nothing else than the engines differs.
-    assert found.notes == () and found.is_different
-    assert serde.loads(Difference, serde.dumps(found)) == found
-
-
 # Labels --------------------------------------------------------------------------------------------
 
 
@@ -280,20 +263,6 @@ def test_bundles_that_judge_an_output_differently_are_refused(place: Place, tmp_
     assert settled.rows("accuracy") == plain.rows("accuracy")
 
 
-def test_an_option_for_an_output_changes_just_what_it_says(place: Place) -> None:
-    """The weight, the label and the budget of `ctr` are recorded, and so are the other two outputs."""
-    whole = compare(place.a, place.b, place.rows, options())
-    same = compare(place.a, place.b, place.rows, options(kinds={"ctr": OutputKind.LOGIT}))
-    assert same.rows("accuracy") == whole.rows("accuracy")
-    assert "budget 1 %, as recorded" in named(same, "ctr: NE (logit)").note
-    other = compare(place.a, place.b, place.rows, options(kinds={"cvr": OutputKind.LOGIT}))
-    assert [item.what for item in other.rows("accuracy") if ": NE" in item.what] == [
-        "ctr: NE (logit)", "cvr: NE (logit)", "spend: NE (regression)"
-    ]  # fmt: skip
-    assert named(other, "ctr: NE (logit)") == named(whole, "ctr: NE (logit)")
-    assert "budget 1 %, as recorded" in named(other, "cvr: NE (logit)").note
-
-
 def test_a_label_settles_which_of_two_holds(place: Place, tmp_path: Path) -> None:
     other = dataclasses.replace(CTR, label="bought", weight=None, clip=1e-6)
     c = write_deployment(tmp_path / "c", {"fp32": make_weights()}, judged=(other, CVR, SPEND))
@@ -328,12 +297,6 @@ def test_a_budget_is_held_against_the_upper_end(place: Place) -> None:
     assert named(below, worst).tone in {Tone.WARN, Tone.BAD}
 
 
-def test_a_budget_needs_something_that_is_judged(place: Place, tmp_path: Path) -> None:
-    a, b = (write_model(tmp_path / f"{name}.onnx", make_weights()) for name in "ab")
-    with pytest.raises(ConfigError, match="a budget needs an output that is judged"):
-        compare(a, b, place.rows, options(budget=0.1))
-
-
 def test_an_output_that_cannot_be_judged_does_not_pass_a_budget(place: Place, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "live.npz", place.columns, drop=("amount",))
     found = compare(place.a, place.a, rows, options(budget=0.1))
@@ -350,9 +313,3 @@ def test_an_output_that_cannot_be_judged_does_not_pass_a_budget(place: Place, tm
     a, b = (write_model(tmp_path / f"{name}.onnx", make_weights()) for name in "ab")
     kinds = {"ctr": OutputKind.LOGIT}
     assert compare(a, b, rows, options(kinds=kinds, budget=0.1)).beyond == ()
-
-
-@pytest.mark.parametrize("budget", [math.nan, -1.0, math.inf])
-def test_a_budget_is_a_number_that_a_change_can_be_held_against(budget: float) -> None:
-    with pytest.raises(ConfigError, match=r"--budget: a budget of .* cannot be held"):
-        RowOptions(budget=budget)

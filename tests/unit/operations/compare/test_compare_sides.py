@@ -21,7 +21,6 @@ from compared_deployments import (
 from onnx import helper, numpy_helper
 from scipy import stats
 
-from loka_onnx.bundle.format.archive import pack_bundle
 from loka_onnx.cli.compare import raise_for
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.core.intervals import Interval
@@ -30,7 +29,6 @@ from loka_onnx.errors import BundleInvalid, ConfigError, DataError, EngineError,
 from loka_onnx.operations.compare import deployments
 from loka_onnx.operations.compare.deployments import compare
 from loka_onnx.operations.compare.difference import Difference, Row
-from loka_onnx.operations.compare.sides import EngineUsed, Side
 from loka_onnx.sessions.onnx_session import OnnxSession
 
 
@@ -85,16 +83,6 @@ def test_plain_models_are_compared_by_how_far_they_move_until_kinds_are_known(
     for name, kind in kinds.items():
         what = f"{name}: NE ({kind})"
         assert ends(plain, what) == pytest.approx(ends(bundled, what))
-
-
-def test_a_bundle_in_a_single_file_is_the_bundle(place: Place, tmp_path: Path) -> None:
-    packed = pack_bundle(place.b, tmp_path / "b.loka")
-    # It is timed after it was judged, and loaded anew for that.
-    found = compare(place.a, packed, place.rows, options(latency=True, batches=(8,)))
-    assert found.b.facts[0] == "bundle in a single file"
-    assert found.failures == {} and len(found.rows("latency")) == 1
-    plain = compare(place.a, place.b, place.rows, options())
-    assert found.rows("accuracy") == plain.rows("accuracy")
 
 
 def test_a_model_with_a_fixed_batch_is_asked_for_so_many_rows(place: Place, tmp_path: Path) -> None:
@@ -247,11 +235,6 @@ def test_one_load_has_no_interval(place: Place) -> None:
         dataclasses.replace(once, loads=0)
 
 
-def test_more_rows_than_the_data_have_are_filled_up(place: Place) -> None:
-    found = compare(place.a, place.b, place.rows, options(latency=True, batches=(64,), rows=20))
-    assert [item.what for item in times(found)] == ["batch 64"]
-
-
 @pytest.mark.parametrize(
     ("lower", "upper", "pace"),
     [
@@ -313,13 +296,3 @@ def test_a_bundle_that_is_loaded_again_answers_with_the_same_engines_by_size(
     with pytest.raises(EngineError, match="another engine answers when the bundle is loaded once") as error:
         compare(routed, routed, place.rows, options(latency=True, batches=(8,)))
     assert "'cpu-onnxruntime-cpu-fp32' to 16 rows" in error.value.evidence
-
-
-def test_the_engine_of_a_request_is_that_of_the_next_larger_size() -> None:
-    used = tuple(EngineUsed(name, *[""] * 6, False, "") for name in ("main", "small", "large"))
-    side = Side(
-        "A", Path("x"), "bundle", "", used, 1, 100, dict, lambda stack: dict, (), (), Path("m"),
-        routes={8: "small", 64: "large"},
-    )  # fmt: skip
-    assert [side.engine_for(rows) for rows in (1, 8, 9, 64, 65)] == ["small", "small", *["large"] * 3]
-    assert dataclasses.replace(side, routes={}).engine_for(5) == "main"

@@ -231,15 +231,6 @@ def test_a_cost_is_worse_for_certain_on_the_same_rows_and_model_only(
     assert {item.note for item in costs} == {remark} and tone(found) is Tone.WARN
 
 
-def test_intervals_of_different_confidence_say_so(tmp_path: Path, run: ReportData) -> None:
-    surer = Interval(0.0002, 0.00005, 0.00035, 0.975, 1600)
-    found = compared(tmp_path, run, costing(run, surer, "certification"))
-    notes = {item.what.split(" · ")[2]: item.note for item in found.rows("cost") if "cpu" in item.what}
-    assert notes == {"selection": "", "certification": "the intervals are of different confidence"}
-    (section,) = [section for section in found.sections if section.name == "cost"]
-    assert section.text.endswith("Intervals are of 95 % in the old run and of 95 % or 97.5 % in the new one.")
-
-
 # Sites ----------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,6 @@ from drift_models import BATCH, LIVE_ROWS, PROFILE_ROWS, baseline, drift_of, liv
 from small_models import LOGIT, columns_of, dataset_of
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.observers.batch_spread import without_columns
 from loka_onnx.core import serde
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.statistics import NO_BATCHES
@@ -125,16 +124,6 @@ def test_the_predicted_change_of_delta_ne_is_relative_to_the_profiles_loss(tmp_p
     assert output.predicted == pytest.approx(sum(live.kl["y"].by_site.values()) / loss - own)
     assert output.predicted == pytest.approx(sum(s.predicted.get("y", 0.0) for s in report.sites))
     assert [s.site for s in report.sites if not s.is_counted] == ["head"]
-
-
-def test_a_layout_of_a_tensor_keeps_no_columns() -> None:
-    spread = baseline().ranges["x"].spread
-    bare = without_columns(spread)
-    assert set(spread.statistics) - set(bare.statistics) == {
-        f"column.{i}.{kind}" for i in range(16) for kind in ("mean", "rms")
-    }
-    assert (bare.batches, bare.rows) == (spread.batches, spread.rows)
-    assert {"mean", "rms", "log2.1"} <= set(bare.statistics)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from drift_models import BATCH, NAMES, baseline, drift_of, live_columns
 from prometheus_client.parser import text_string_to_metric_families
 
 from loka_onnx.core import serde
-from loka_onnx.errors import ConfigError, DataError, MissingPackage
+from loka_onnx.errors import ConfigError, MissingPackage
 from loka_onnx.operations.drift.monitor import Monitor, MonitorOptions
 from loka_onnx.operations.drift.report import DriftReport, Measure
 
@@ -118,22 +118,6 @@ def test_before_the_first_batch_there_are_counters_only(monitor: Monitor) -> Non
     assert not [key for key in found if key[0].startswith(("loka_onnx_window", "loka_onnx_tensor_rms"))]
 
 
-def test_a_share_of_the_rows_is_looked_at() -> None:
-    with Monitor(baseline(), MonitorOptions(sample_rate=0.1, pending=100, seed=3)) as monitor:
-        feed_in_calls(monitor, live_columns(20_000))
-        tally = monitor.tally()
-    assert tally.fed == 20_000
-    # Six standard deviations of a binomial.
-    assert abs(tally.sampled - 2000) < 6 * np.sqrt(1800)
-    assert tally.batches == tally.sampled // BATCH
-
-
-def test_one_call_never_fills_more_than_a_batch(monitor: Monitor) -> None:
-    monitor.feed({"x": live_columns(50 * BATCH)})
-    assert monitor.flush(30)
-    assert (monitor.tally().fed, monitor.tally().sampled, monitor.tally().batches) == (50 * BATCH, BATCH, 1)
-
-
 WRONG: list[tuple[Any, str]] = [
     ({"y": np.zeros((4, 16), np.float32)}, "evidence: fed y; the inputs are x"),
     ({}, "evidence: fed nothing; the inputs are x"),
@@ -148,13 +132,13 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("inputs", "message"), WRONG)
-def test_what_are_not_the_models_inputs_is_counted(monitor: Monitor, inputs: Any, message: str) -> None:
-    monitor.feed(inputs)
+def test_what_are_not_the_models_inputs_is_counted(
+    monitor: Monitor, inputs: Any, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("DEBUG"):
+        monitor.feed(inputs)
     assert (monitor.tally().rejected_calls, monitor.tally().fed) == (1, 0)
-    with Monitor(baseline(), MonitorOptions(sample_rate=1.0, is_strict=True)) as strict:
-        with pytest.raises(DataError) as refused:
-            strict.feed(inputs)
-        assert message in str(refused.value)
+    assert message in caplog.text
 
 
 @pytest.mark.parametrize("inputs", [None, 7, {"x": None}, {"x": [[1, 2], [3]]}])
