@@ -51,12 +51,19 @@ PLAIN: dict[str, Lowering] = {
     "Sign": lambda x: torch.where(x.isnan(), x, torch.sign(x)) if x.is_floating_point() else torch.sign(x),
 }
 """Functions of operators without attributes."""
+_SELU_ALPHA, _SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
+"""Klambauer et al., "Self-Normalizing Neural Networks", in FP32, as ONNX defines Selu."""
 WITH_ATTRIBUTES: dict[str, Lowering] = {
+    "Celu": lambda node, x: functional.celu(x, node.get("alpha", 1.0)),
     "Elu": lambda node, x: functional.elu(x, node.get("alpha", 1.0)),
     "Gelu": lambda node, x: functional.gelu(x, approximate=node.get("approximate", "none")),
     "HardSigmoid": lambda node, x: (node.get("alpha", 0.2) * x + node.get("beta", 0.5)).clamp(0, 1),
     "LeakyRelu": lambda node, x: functional.leaky_relu(x, node.get("alpha", 0.01)),
     "Mod": lambda node, a, b: torch.fmod(a, b) if node.get("fmod", 0) else torch.remainder(a, b),
+    "Selu": lambda node, x: (
+        node.get("gamma", _SELU_GAMMA) * functional.elu(x, node.get("alpha", _SELU_ALPHA))
+    ),
+    "ThresholdedRelu": lambda node, x: torch.where(x > node.get("alpha", 1.0), x, torch.zeros_like(x)),
     "Swish": lambda node, x: x * torch.sigmoid(node.get("alpha", 1.0) * x),
 }
 """Functions of a node and its inputs."""
@@ -111,6 +118,17 @@ def cast(node: Node, x: Tensor) -> Tensor:
         raise node.error(
             f"a cast to {type_name(node.attributes['to'])} is not lowered", "torch has no such type here"
         )
+    return _to_type(node, x, target)
+
+
+@operator("CastLike", raw=True)
+def cast_like(node: Node, x: Value, other: Value) -> Tensor:
+    """The element type of another tensor."""
+    target = node.tensor(other).dtype if other is None or isinstance(other, Tensor) else other.dtype
+    return _to_type(node, node.tensor(x), target)
+
+
+def _to_type(node: Node, x: Tensor, target: torch.dtype) -> Tensor:
     if target not in FLOAT8:
         return x.to(target)
     if not node.get("saturate", 1):
