@@ -14,7 +14,6 @@ from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile, SiteProfile
-from loka_onnx.pipeline.probing import EXPORTED
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
 
@@ -138,17 +137,6 @@ def test_where_batches_run_does_not_matter_to_a_finished_calibration(
 
 
 @pytest.mark.slow
-def test_a_ray_cluster_gives_the_same_profile(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("ray", reason="needs ray")
-    run(place.run_file, RunOptions(until=Stage.CALIBRATE))
-    here = profile_at(place)
-    done = call(capsys, "calibrate", place.run_file, "--output", place.path / "ray", "--executor", "ray")
-    assert done.code == 0, done.err
-    there = serde.read(Profile, place.path / "ray" / EXPORTED)
-    assert replace(there, seconds={}) == replace(here, seconds={})
-
-
-@pytest.mark.slow
 def test_another_confidence_plans_anew(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
     place.write_run_file(mods={"split_channels": False})
     run(place.run_file, RunOptions(until=Stage.PLAN))
@@ -224,15 +212,6 @@ def test_rows_are_added_to_the_profile_and_later_stages_follow(
     done = call(capsys, "calibrate", place.run_file, "--update", new_rows(place, "newer.parquet", 3))
     assert done.code == 0, done.err
     assert profile_at(place).rows == before.rows + 4000
-
-
-@pytest.mark.slow
-def test_rows_may_be_added_to_a_run_that_is_not_calibrated_yet(
-    place: Workplace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = call(capsys, "calibrate", place.run_file, "--update", new_rows(place))
-    assert done.code == 0, done.err
-    assert len(profile_at(place).data_digest.split("+")) == 2
 
 
 def test_rows_that_must_not_be_added_are_refused_and_the_profile_stays(

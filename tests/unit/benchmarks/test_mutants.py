@@ -56,20 +56,3 @@ def test_what_fails_without_a_mutant_catches_none(
     outcome = mutants.judged(mutant, 0, tree)
     assert (outcome and outcome.caught_by) == caught
     assert (tree / FILE).read_bytes() == (mutants.ROOT / FILE).read_bytes()
-
-
-def test_slow_tests_come_after_the_quick_ones_of_every_mutant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left, asked = list(mutants.mutants_of(mutants.ROOT / FILE))[:4], list[tuple[str, int]]()
-
-    def judged(mutant: mutants.Mutant, tier: int, tree: Path) -> mutants.Outcome:
-        asked.append((mutant.name, tier))
-        return mutants.Outcome(mutant.name, "", 1, "a test" if mutant == left[0] else "", 0.0)
-
-    monkeypatch.setattr(mutants, "judged", judged)
-    monkeypatch.setattr(mutants, "_copied", lambda tree: tree)
-    outcomes = list(mutants.outcomes_of(left, 2, float("inf")))
-    assert {outcome.name for outcome in outcomes} == {mutant.name for mutant in left}
-    assert [tier for _, tier in asked] == [0] * 4 + [1] * 3
-    assert list(mutants.outcomes_of(left, 2, 0.0)) == []

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from benchmarks.peers import on_device, on_device_archive, on_device_times
+from benchmarks.peers import on_device, on_device_archive
 from benchmarks.peers.on_device import time_all
 from benchmarks.peers.on_device_archive import pack, unpack
 from benchmarks.peers.on_device_graphs import Form, formed
@@ -37,8 +36,6 @@ SCALE = 0.0123456789
 RNG = np.random.default_rng(7)
 WEIGHTS = {name: RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.2 for name in ("one", "two", "three")}
 HEAD = RNG.normal(size=(WIDTH, 1)).astype(np.float32)
-
-Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 def plain_graph(extra: str = "") -> onnx.ModelProto:
@@ -213,14 +210,6 @@ def test_the_lowering_multiplies_fp8_and_gives_what_the_graph_says(
     assert error < most
 
 
-def test_what_is_written_in_half_precision_stays_as_it_is(tmp_path: Path) -> None:
-    onnx.save(plain_graph(), tmp_path / "plain.onnx")
-    formed(tmp_path / "plain.onnx", tmp_path / "half.onnx", "half", Precision.FP16)
-    form = formed(tmp_path / "half.onnx", tmp_path / "again.onnx", "again")
-    assert form.plan.base is Precision.FP16
-    assert form.notes == ("in fp16, as it was written",)
-
-
 def test_integers_at_an_activation_are_refused(tmp_path: Path) -> None:
     proto = foreign_graph()
     zero = next(tensor for tensor in proto.graph.initializer if tensor.name == "zero")
@@ -252,26 +241,6 @@ def test_what_is_unpacked_is_what_was_packed(tmp_path: Path, monkeypatch: pytest
     assert before == after
 
 
-def test_constants_of_several_variants_are_stored_once(tmp_path: Path) -> None:
-    sizes = []
-    for count in (1, 6):
-        source = tmp_path / f"source{count}"
-        for number in range(count):
-            (source / str(number)).mkdir(parents=True)
-            onnx.save(plain_graph(), source / str(number) / "model.onnx")
-        sizes.append(sum(part.stat().st_size for part in pack(source, tmp_path / f"parts{count}")))
-    assert sizes[1] < 1.2 * sizes[0]
-
-
-def test_a_missing_part_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "source").mkdir()
-    np.savez(tmp_path / "source" / "rows.npz", **rows())  # type: ignore[arg-type]
-    monkeypatch.setattr(on_device_archive, "PART_BYTES", 2048)
-    parts = pack(tmp_path / "source", tmp_path / "parts")
-    with pytest.raises(ModelError, match="the parts do not make an archive"):
-        unpack(parts[:-1], tmp_path / "again")
-
-
 # Runs -----------------------------------------------------------------------------------------------------
 
 
@@ -284,27 +253,6 @@ def test_variants_are_prepared_and_the_broken_one_says_why(models: Path, tmp_pat
     assert found["tool"].plan.fp8_sites == ("one", "two")
     inside = {name: variant.info.get("inside_budget") for name, variant in found.items()}
     assert {name for name, verdict in inside.items() if verdict} == {"bf16", "bf16-kernels"}
-
-
-def test_a_plan_that_is_there_in_bf16_too_has_its_engine_there(models: Path, tmp_path: Path) -> None:
-    for name in ("plan", "plan-bf16"):
-        put(models, name, foreign_graph(), peer="loka-onnx", precision="fp32")
-
-    found = {v.name: v for v in prepare(models, tmp_path / "prepared")}
-
-    assert found["plan"].info["instead"] == "plan-bf16" and found["plan"].takes("inductor") is None
-    assert found["plan-bf16"].takes("inductor") is not None
-    asked = Asked("cpu", (8,), backends=("inductor",), seconds=1)
-    builds = on_device.Builds([], asked, tmp_path, 0.0)
-    assert on_device.entries_of([found["plan"]], builds, {}, asked) == {
-        "plan": {"inductor": {"instead": "plan-bf16"}}
-    }
-
-
-def test_two_exported_models_are_refused(models: Path, tmp_path: Path) -> None:
-    put(models, "twin", plain_graph(), peer="none", precision="fp32")
-    with pytest.raises(ModelError, match="model 'ranker' has 2 variants that may be the exported model"):
-        prepare(models, tmp_path / "prepared")
 
 
 class HereTimer:
@@ -346,31 +294,6 @@ def test_a_variant_that_fails_does_not_end_the_run(
     assert set(document["beside"]["ranker"]) == {"bf16-kernels"}
     fastest = document["compared"]["ranker"]["8"]["fastest"]
     assert fastest["nothing quantized"]["engine"] == "onnxruntime"
-
-
-def test_what_no_time_is_left_for_says_so(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(models, tmp_path / "prepared")
-    monkeypatch.setattr(on_device, "Timer", HereTimer)
-    asked = Asked("cpu", (8,), backends=("inductor",), rounds=2, seconds=1)
-    document = json.loads(time_all(tmp_path / "prepared", asked, tmp_path / "out").read_text())
-    assert document["models"]["ranker"]["tool"]["inductor"]["failure"] == "time was over before it was built"
-
-
-def test_engines_that_were_not_loaded_in_time_leave_the_others_their_times(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(models, tmp_path / "prepared")
-    place = tmp_path / "prepared" / "ranker"
-    graph = place / "fp32" / "onnxruntime.onnx"
-    both = tuple(on_device.Candidate(name, "onnxruntime", graph) for name in ("fp32", "tool"))
-    clock = iter([0.0, 1.0, 7.0])
-    monkeypatch.setattr(on_device_times, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(on_device_times, "device_clock", lambda resident: 5.0)
-    found = time_model(TimingJob(place, both, "cpu", (8,), 2, end=10.0))
-    assert found["fp32/onnxruntime"]["microseconds"] == {"8": 5.0}
-    assert found["tool/onnxruntime"] == {"failure": "time was over before it was loaded"}
 
 
 def test_an_engine_that_computes_something_else_is_out(models: Path, tmp_path: Path) -> None:

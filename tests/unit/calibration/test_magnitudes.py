@@ -53,15 +53,6 @@ def test_every_tensor_that_is_no_constant_against_numpy(tmp_path):
             assert known.smallest is None
 
 
-def test_rows_are_those_that_are_used(tmp_path):
-    artifact, columns = artifact_of(tmp_path, BODY), columns_of(400)
-    columns["x"][300:] *= 4
-    data = dataset_of(tmp_path, columns)
-    few = measure(artifact, data, tmp_path, batch_size=100, rows=300)["x"].amax
-    assert few == np.abs(columns["x"][:300]).max()
-    assert measure(artifact, data, tmp_path, batch_size=100)["x"].amax == np.abs(columns["x"]).max() > 2 * few
-
-
 def test_an_infinity_counts_as_the_largest_number(tmp_path):
     body = "r = Relu(x) n = Neg(r) l = Log(r) e = Exp(l) [head] y = MatMul(e, w_head)"
     columns = columns_of(64)

@@ -10,10 +10,8 @@ from choice_cases import (
     BF16,
     FP32,
     PLANS,
-    WITHIN,
     Candidate,
     latency,
-    output,
 )
 from scipy import stats
 
@@ -22,7 +20,6 @@ from loka_onnx.core.evaluation import (
     Choice,
     Evaluation,
     EvaluationSet,
-    OutputEvaluation,
     PairedDifference,
     TargetChoice,
     Why,
@@ -96,18 +93,6 @@ def test_within_noise_the_higher_precision_wins() -> None:
     assert by_size(close, options=ChoiceOptions(noise=0.001)).plan == "fp8-safe"
 
 
-def test_of_two_alike_the_one_with_less_fp8_wins() -> None:
-    alike = {BF16: timed(BF16, b8=200), FP8_ALL: timed(FP8_ALL, b8=100), FP8_SAFE: timed(FP8_SAFE, b8=100.5)}
-    assert by_size(alike).plan == "fp8-safe"
-
-
-def test_a_surely_slower_engine_is_not_taken_for_its_precision() -> None:
-    apart = {BF16: timed(BF16, 1.0, b8=110), FP8_SAFE: timed(FP8_SAFE, 1.0, b8=98)}
-    target = by_size(apart)
-    assert target.plan == "fp8-safe"
-    assert [loser.why for loser in target.losers] == [Why.SLOWER]
-
-
 BOTH_SIZES = {BF16: timed(BF16, b8=50, b512=1000), FP8_SAFE: timed(FP8_SAFE, b8=60, b512=700)}
 
 
@@ -166,17 +151,6 @@ def test_engines_that_were_timed_elsewhere_are_compared_by_their_medians_and_it_
     # No size gets an engine of its own by a comparison that nobody knows the width of.
     target = by_size(in_jobs(BOTH_SIZES))
     assert (target.plan, target.routes) == ("bf16", ())
-
-
-def test_an_engine_from_a_job_keeps_no_size_from_one_that_was_timed_beside_the_main_one() -> None:
-    """The fastest at 512 by its median alone would leave that size to the slowest."""
-    apart = in_jobs({FP8_ALL: timed(FP8_ALL, b8=70, b512=600)})
-    target = by_size({**BOTH_SIZES, **apart})
-    assert target.plan == "bf16"
-    assert [(route.batch, route.plan) for route in target.routes] == [(8, "bf16"), (512, "fp8-safe")]
-    (loser,) = target.losers
-    assert (loser.engine, loser.why) == (FP8_ALL.engine().id, Why.SLOWER)
-    assert loser.reason.endswith("timed elsewhere than the chosen engine: how sure is not known")
 
 
 def test_an_engine_that_is_best_nowhere_does_not_lead() -> None:
@@ -257,30 +231,3 @@ def test_an_engine_that_failed_at_a_served_size_is_not_emitted() -> None:
         Why.NO_SPEED,
         "accuracy inside the budget; it was timed at batch 8 only, and failed beyond",
     )
-
-
-def test_the_upper_bound_of_losers_is_told() -> None:
-    spoiled = judged(4e-4, BEYOND)
-    far = replace(Candidate("fp8-all", 50, (BEYOND,)).evaluation("selection"), outputs=(spoiled,))
-    near = replace(BF16.evaluation("selection"), outputs=(judged(5e-5, WITHIN),))
-    found = choose(
-        [FP8_ALL.engine(), BF16.engine()],
-        EvaluationSet((far, near, replace(near, split="certification"))),
-        PLANS,
-    )
-    (loser,) = found.targets[0].losers
-    assert (loser.why, loser.upper) == (Why.BEYOND, pytest.approx(2.0))
-    assert loser.reason == "accuracy beyond the budget, upper bound 2.00× the budget; faster by 75.0 %"
-
-
-def judged(upper: float, status: str) -> OutputEvaluation:
-    """An output with an upper end, against the budget of 2e-4."""
-    change = Interval(upper / 2, 0.0, upper, 0.95, 1000)
-    return replace(
-        output(status), difference=PairedDifference("loss", change, change, change, None, None, 0.0, 0.0)
-    )
-
-
-def test_margins_below_zero_are_refused() -> None:
-    with pytest.raises(ValueError, match="margins are at least 0"):
-        ChoiceOptions(margin=-0.1)

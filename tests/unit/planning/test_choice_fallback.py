@@ -22,7 +22,7 @@ from choice_cases import (
 from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Why
 from loka_onnx.errors import PlanningError
-from loka_onnx.planning.choice import MEASURED, OTHER_DEVICE, PROVISIONAL, choose
+from loka_onnx.planning.choice import MEASURED, OTHER_DEVICE, choose
 
 NOTHING = (
     "no engine of 'gpu' can be emitted: FP32 was not built or failed, and no other engine without FP8 is "
@@ -109,14 +109,6 @@ def test_an_engine_that_failed_after_its_build_lost_by_that() -> None:
     }
 
 
-def test_an_exact_engine_that_failed_is_not_what_a_run_falls_back_on() -> None:
-    other = Candidate("fp32", 500, (UNDECIDED,), backend="ort")
-    engines = [c.engine() for c in (FP32, other)]
-    kept = [other.evaluation(split) for split in ("selection", "certification")]
-    evaluations = EvaluationSet((*failing(FP32, "it does not open: no such device"), *kept))
-    assert choose(engines, evaluations, PLANS).targets[0].engine == other.engine().id
-
-
 def test_what_another_device_takes_does_not_choose() -> None:
     """The H200 is sm90 like the H100, and loads what was built for it."""
 
@@ -144,15 +136,6 @@ def test_what_another_device_takes_does_not_choose() -> None:
     mixed = only(FP32, fp8)
     assert (mixed.plan, mixed.basis) == ("fp32", MEASURED)
     assert mixed.losers[0].why is Why.OTHER_DEVICE
-
-
-def test_an_exact_enough_engine_without_a_speed_is_better_than_none() -> None:
-    target = only(Candidate("fp8-safe", 100, (BEYOND,)), Candidate("bf16", None))
-    assert target.plan == "bf16"
-    assert target.reason == (
-        "no engine with a measured speed is inside the budget, and FP32 was not built: the most exact "
-        "engine, bf16, which is inside it"
-    )
 
 
 def test_a_batch_size_that_every_engine_fails_at_is_not_forgotten() -> None:
@@ -185,17 +168,3 @@ def test_a_simulation_is_not_emitted_because_no_speed_is_known() -> None:
     # In simulation alone it is inside the budget, and there is no engine for it.
     target = only(replace(FP32, counts=False), simulation)
     assert target.plan == "fp32"
-
-
-def test_a_time_elsewhere_of_what_was_not_judged_makes_nothing_measured() -> None:
-    """A job without rows brings latencies back and no accuracy."""
-    away = [
-        Candidate(plan, us, status=BuildStatus.BUILT_NOT_RUN) for plan, us in (("bf16", 20), ("fp32", 40))
-    ]
-    simulation = [Candidate("fp32", 1, target="cpu", backend="ort", architecture="cpu")]
-    for counts in (True, False):
-        first = chosen(*[replace(c, counts=counts) for c in away], *simulation).targets[0]
-        assert (first.plan, first.basis) == ("bf16", PROVISIONAL)
-    # Nor does it make the times of another device those of the target.
-    here = [replace(FP32, counts=False), replace(BF16, counts=False, backend="rtx")]
-    assert only(*here, away[0]).basis == OTHER_DEVICE

@@ -117,11 +117,6 @@ def test_protection_is_the_users_choice(model: ModelArtifact) -> None:
     assert wide(both) == {"join0", "join1"} | ENDS
 
 
-def test_a_forced_site_is_not_protected(model: ModelArtifact) -> None:
-    plan = plan_of(model, "fp8-safe", force=("platt",))
-    assert plan.decision("platt").precision is Precision.FP8 and wide(plan) == ENDS
-
-
 # What the user names ----------------------------------------------------------------------------------
 
 
@@ -261,13 +256,6 @@ def test_the_logit_end_is_typed_fp32_and_the_head_is_not(
     assert {types[name] for name in ("t", "p", "ctr")} == {TensorProto.FLOAT}
     names = {tensor.name for tensor in proto.graph.initializer}
     assert {"temperature", "slope", "shift"} <= names
-
-
-def test_the_stream_is_typed_fp32_where_it_is_protected(model: ModelArtifact, tmp_path: Path) -> None:
-    proto = planned(model, plan_of(model, "fp8-all", protect=(Protection.RESIDUAL,)), tmp_path)
-    types = types_of(proto)
-    assert {types[name] for name in ("s0", "n", "s1")} == {TensorProto.FLOAT}
-    assert {types[name] for name in ("h0", "h1", "l", "t")} == {TensorProto.BFLOAT16}
 
 
 def test_an_fp16_model_that_would_overflow_does_not(model: ModelArtifact, tmp_path: Path) -> None:

@@ -147,18 +147,6 @@ def test_sizes_weigh_by_the_row() -> None:
         both.over(speed(b5=[1.0] * 10))
 
 
-def test_one_load_says_nothing_of_how_sure_a_ratio_is() -> None:
-    ratio = speed(b1=[100.0]).over(speed(b1=[50.0]))
-    assert ratio is not None
-    assert (ratio.value, ratio.lower, ratio.upper, ratio.rows) == (2.0, 2.0, 2.0, 0)
-
-
-def test_loads_in_common_are_compared() -> None:
-    ratio = speed(b1=[100.0] * 6).over(speed(b1=[50.0] * 3))
-    assert ratio is not None
-    assert (ratio.lower, ratio.upper, ratio.rows) == (2.0, 2.0, 3)
-
-
 def test_engines_that_were_timed_apart_have_a_ratio_and_no_interval() -> None:
     """As many parts in another job are no pairs."""
     ours, theirs = speed(b1=[100.0] * 10), speed(b1=[80.0] * 10)
@@ -177,12 +165,3 @@ def test_engines_that_were_timed_apart_have_a_ratio_and_no_interval() -> None:
 
 def evaluation(*latencies: Latency) -> Evaluation:
     return Evaluation("e", "trt", "fp32", "gpu", "selection", 10, (), latencies, "measured")
-
-
-def test_only_what_counts_is_a_speed() -> None:
-    good, other = latency(1, [1.0]), latency(2, [1.0], counts=False)
-    assert Speed.of(evaluation(good), is_simulated=False) is not None
-    assert Speed.of(evaluation(good), is_simulated=True) is None
-    assert Speed.of(evaluation(good, other), is_simulated=False) is None
-    assert Speed.of(evaluation(), is_simulated=False) is None
-    assert Speed.of(None, is_simulated=False) is None
