@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,11 +27,23 @@ def profile_at(place: Workplace, name: str = "calibration/exported.json") -> Pro
 
 
 @pytest.fixture(scope="module")
-def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    """Do not write into its directory."""
-    place = make_workplace(tmp_path_factory.mktemp("calibrated"))
-    run(place.run_file, RunOptions(until=Stage.CALIBRATE))
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """Without splitting, up to its plans. Do not write into its directory."""
+    place = make_workplace(tmp_path_factory.mktemp("planned"))
+    place.write_run_file(mods={"split_channels": False})
+    run(place.run_file, RunOptions(until=Stage.PLAN))
     return place
+
+
+@pytest.fixture
+def place(planned: Workplace, tmp_path: Path) -> Workplace:
+    """A copy of it."""
+    return Workplace(Path(shutil.copytree(planned.path, tmp_path / "work")))
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Workplace:
+    return make_workplace(tmp_path / "fresh")
 
 
 def falsified(entry: SiteProfile) -> SiteProfile:
@@ -41,8 +54,6 @@ def falsified(entry: SiteProfile) -> SiteProfile:
 def test_only_the_sites_asked_for_are_measured_again(
     place: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place.write_run_file(mods={"split_channels": False})
-    run(place.run_file, RunOptions(until=Stage.PLAN))
     first = profile_at(place)
     assert [entry.site for entry in first.sites] == ["fc1", "fc2", "heads"]
     wrong = replace(first, sites=tuple(map(falsified, first.sites)))
@@ -88,18 +99,19 @@ def test_only_the_sites_asked_for_are_measured_again(
     ],
 )
 def test_what_does_not_fit_is_refused_and_the_profile_stays(
-    calibrated: Workplace, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    planned: Workplace, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    before = (calibrated.output / "calibration/exported.json").read_bytes()
-    done = call(capsys, "calibrate", calibrated.run_file, *arguments)
+    before = (planned.output / "calibration/exported.json").read_bytes()
+    done = call(capsys, "calibrate", planned.run_file, *arguments)
     assert done.code == 2 and message in done.err, done.err
-    assert (calibrated.output / "calibration/exported.json").read_bytes() == before
+    assert (planned.output / "calibration/exported.json").read_bytes() == before
 
 
 @pytest.mark.slow
 def test_sampling_stops_when_every_verdict_is_reached_and_says_so(
-    place: Workplace, capsys: pytest.CaptureFixture[str]
+    fresh: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    place = fresh
     write_rows(place.path / "rows.parquet", make_columns(30_000))
     place.write_run_file(data={"group": None})  # rows of a request say less than as many rows
     done = call(capsys, "calibrate", place.run_file)
@@ -129,17 +141,15 @@ def test_sampling_stops_when_every_verdict_is_reached_and_says_so(
 
 
 def test_where_batches_run_does_not_matter_to_a_finished_calibration(
-    calibrated: Workplace, capsys: pytest.CaptureFixture[str]
+    planned: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = call(capsys, "calibrate", calibrated.run_file, "--executor", "ray")
+    done = call(capsys, "calibrate", planned.run_file, "--executor", "ray")
     assert done.code == 0, done.err
     assert any("calibrate" in line and "reused" in line for line in done.err.splitlines())
 
 
 @pytest.mark.slow
 def test_another_confidence_plans_anew(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
-    place.write_run_file(mods={"split_channels": False})
-    run(place.run_file, RunOptions(until=Stage.PLAN))
     done = call(capsys, "plan", place.run_file, "--set", "calibration.confidence=0.99")
     assert done.code == 0, done.err
     (safe,) = (p for p in serde.read(PlanSet, place.output / "plan.json").plans if p.id == "fp8-safe")
@@ -148,15 +158,16 @@ def test_another_confidence_plans_anew(place: Workplace, capsys: pytest.CaptureF
 
 
 def test_without_a_profile_there_is_nothing_to_do_again(
-    place: Workplace, capsys: pytest.CaptureFixture[str]
+    fresh: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = call(capsys, "calibrate", place.run_file, "--only", "fc1")
+    done = call(capsys, "calibrate", fresh.run_file, "--only", "fc1")
     assert done.code == 2 and "there is no profile whose sites could be done again" in done.err
     assert "remedy: calibrate every site: the same command without --only" in done.err
 
 
 @pytest.mark.parametrize("format", ["E4M3FNUZ", pytest.param("E5M2", marks=pytest.mark.slow)])
-def test_a_plan_in_another_format_is_built_and_run(place: Workplace, format: str) -> None:
+def test_a_plan_in_another_format_is_built_and_run(fresh: Workplace, format: str) -> None:
+    place = fresh
     place.write_run_file(plan={"format": format, "scale": "best"})
     run(place.run_file, RunOptions(until=Stage.BUILD))
     plan = serde.read(PlanSet, place.output / "plan.json").plans[1]
@@ -178,7 +189,6 @@ def new_rows(place: Workplace, name: str = "new.parquet", seed: int = 2) -> Path
 def test_rows_are_added_to_the_profile_and_later_stages_follow(
     place: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(place.run_file, RunOptions(until=Stage.PLAN))
     before, lineage = profile_at(place), (place.output / "run.json").read_text()
     done = call(capsys, "calibrate", place.run_file, "--update", new_rows(place))
     assert done.code == 0, done.err
@@ -208,18 +218,8 @@ def test_rows_are_added_to_the_profile_and_later_stages_follow(
     assert profile_at(place) == after
     assert profile_at(place, "profile.json").data_digest == after.data_digest
 
-    # And a third set.
-    done = call(capsys, "calibrate", place.run_file, "--update", new_rows(place, "newer.parquet", 3))
-    assert done.code == 0, done.err
-    assert profile_at(place).rows == before.rows + 4000
-
-
-def test_rows_that_must_not_be_added_are_refused_and_the_profile_stays(
-    place: Workplace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    new = new_rows(place)
-    call(capsys, "calibrate", place.run_file, "--update", new)
-    before = (place.output / "calibration/exported.json").read_bytes()
+    # What must not be added is refused, and the profile stays.
+    new, kept = place.path / "new.parquet", (place.output / "calibration/exported.json").read_bytes()
     write_rows(place.path / "unlabelled.parquet", {"clicked": [0.0]})
     broken = make_columns(100, 4)
     broken["clicked"][7] = 7.0
@@ -238,12 +238,12 @@ def test_rows_that_must_not_be_added_are_refused_and_the_profile_stays(
     ):
         done = call(capsys, "calibrate", place.run_file, *arguments)
         assert done.code == 2 and message in done.err, (arguments, done.err)
-        assert (place.output / "calibration/exported.json").read_bytes() == before
+        assert (place.output / "calibration/exported.json").read_bytes() == kept
 
 
 def test_a_fresh_run_whose_added_rows_are_wrong_leaves_no_trace(
-    place: Workplace, capsys: pytest.CaptureFixture[str]
+    fresh: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = call(capsys, "calibrate", place.run_file, "--update", place.path / "absent.parquet")
+    done = call(capsys, "calibrate", fresh.run_file, "--update", fresh.path / "absent.parquet")
     assert done.code == 2
-    assert not place.output.exists()
+    assert not fresh.output.exists()

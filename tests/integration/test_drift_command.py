@@ -14,7 +14,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.lineage import RunRecord
 from loka_onnx.core.profile import Profile
 from loka_onnx.operations.drift.report import DriftReport, Measure
-from loka_onnx.operations.drift.run import open_monitor, open_run
+from loka_onnx.operations.drift.run import open_monitor
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 
 UNSEEN = ("clicked", "bought", "amount", "request")
@@ -181,24 +181,6 @@ def test_a_wrong_option_is_refused(
 ) -> None:
     done = drift(capsys, ready.profile, ready.live, *arguments)
     assert done.code == 2 and message in done.err
-
-
-def test_live_rows_without_a_column_are_refused(
-    ready: Calibrated, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    columns = live_columns()
-    del columns["d7"]
-    write_rows(tmp_path / "short.parquet", columns)
-    done = drift(capsys, ready.profile, tmp_path / "short.parquet")
-    assert done.code == 2 and "column 'd7' of 'short.parquet' does not exist" in done.err
-
-
-def test_a_named_plan_counts_its_own_sites(ready: Calibrated) -> None:
-    assert open_run(ready.profile, plan="fp8-all").baseline.counted == {"fc1", "fc2", "heads"}
-    opened = open_run(ready.profile)
-    assert (opened.baseline.basis, opened.baseline.counted) == ("plan fp8-safe", {"fc1", "fc2"})
-    # The dense input beside what was looked up, joined.
-    assert opened.baseline.columns == {"joined": (*(f"d{i}" for i in range(16)), *[""] * 16)}
 
 
 def test_a_monitor_of_a_run_finds_the_change_and_refuses_ids_out_of_range(ready: Calibrated) -> None:

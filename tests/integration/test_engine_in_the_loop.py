@@ -140,17 +140,6 @@ def test_throughput_is_measured_for_the_chosen_and_for_high_precision(
 
 
 @pytest.mark.slow
-def test_the_report_tells_all_of_it(refined: tuple[Workplace, RunResult]) -> None:
-    place, _ = refined
-    text = (place.output / "report.md").read_text(encoding="utf-8")
-    for heading in ("Choice", "Throughput", "Refinement"):
-        assert f"\n## {heading}\n" in text
-    assert "Which engine takes which requests on cpu" in text
-    assert "Sites given back on cpu, worst first" in text
-    assert "the chosen engine answers" in text
-
-
-@pytest.mark.slow
 def test_a_finished_refinement_is_taken_over(
     refined: tuple[Workplace, RunResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:

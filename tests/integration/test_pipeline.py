@@ -18,7 +18,6 @@ from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.evaluation import BudgetStatus, EvaluationSet, OutputEvaluation
 from loka_onnx.data import SplitRule, split_file
-from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
 
 # What a run leaves beside its record: everything in it must come from a recorded stage, except scratch.
@@ -289,14 +288,6 @@ def test_require_fp8(copied: Workplace, capsys: pytest.CaptureFixture[str]) -> N
     assert lines[1].startswith("  evidence: cpu-onnxruntime-cpu-fp8-all, ctr: upper bound of ΔNE +")
     assert lines[2].startswith("  remedy: raise `outputs.budget`")
     assert "bundle" in done.out, "the high-precision engine is emitted all the same"
-
-
-def test_run_takes_a_path_or_a_configuration(place: Workplace) -> None:
-    config = loka_onnx.load_run_file(place.run_file)
-    assert loka_onnx.run(config, RunOptions(until=Stage.EXPORT)).directory == place.output
-    assert loka_onnx.run(place.run_file, RunOptions(until=Stage.EXPORT, resume=True)).choice is None
-    with pytest.raises(ConfigError, match="cannot read the run file"):
-        loka_onnx.run(place.path / "absent.yaml")
 
 
 def test_evaluations_are_of_both_splits(finished: RunResult) -> None:

@@ -159,15 +159,6 @@ def test_a_model_is_opened_once_in_each_process_and_results_keep_their_order(wor
     assert 1 <= len(opened) == len(set(opened)) <= 2
 
 
-def test_a_file_that_a_worker_cannot_see_is_named(world, cluster, tmp_path):
-    work = Noting(tmp_path / "nowhere.onnx", tmp_path)
-    with pytest.raises(CalibrationError) as caught:
-        list(cluster.run(work, world.data, [Span(0, BATCH)], BATCH))
-    text = str(caught.value)
-    assert text.startswith(f"'{tmp_path}/nowhere.onnx' is not there on '")
-    assert "a file system that all machines share" in text
-
-
 @dataclass(frozen=True)
 class Failing(Noting):
     def open(self) -> Callable[[Batch], int]:

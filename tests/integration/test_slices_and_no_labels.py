@@ -202,21 +202,6 @@ def test_slices_are_in_the_report_and_do_not_enter_the_choice(unlabelled: Unlabe
     assert "Slices do not enter the choice." in text
 
 
-def test_the_wrong_kind_of_output_cannot_do_without(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = make_workplace(tmp_path / "work")
-    place.write_run_file(outputs=[{"name": "spend", "kind": "regression", "label": None}])
-    done = call(capsys, "run", place.run_file, "--quiet")
-    assert done.code == 2
-    assert done.err.replace(str(tmp_path), "DIR") == (
-        "error: DIR/work/RUN.yaml:6: a regression needs a label, and output 'spend' has none\n"
-        "  evidence: without labels a change is relative to the mean entropy of the predictions, which a "
-        "regression does not have\n"
-        "  remedy: name the column of its label, or remove this output from `outputs`\n"
-    )
-
-
 @pytest.mark.slow
 def test_other_slices_cost_an_evaluation_and_no_calibration(unlabelled: Unlabelled, tmp_path: Path) -> None:
     place = Workplace(tmp_path / "copy")

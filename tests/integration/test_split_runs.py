@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from synthetic_runs import (
     WIDTH,
     Workplace,
     call,
-    make_columns,
     make_workplace,
     weights,
     write_ranker,
@@ -226,82 +224,6 @@ def test_a_run_may_change_its_mind(cut: RunResult, tmp_path: Path) -> None:
 
 
 # Pooled bags, tables outside the model --------------------------------------------------------------------
-
-BAG = 3
-
-
-def write_bag_ranker(path: Path) -> None:
-    """dense (B, 16) and items (B, 3), of which 0 is padding: the mean of the rows that are not → ctr (B,)."""
-    w = weights()
-    nodes = [
-        h.make_node("Gather", ["table", "items"], ["rows"], "table/gather"),
-        h.make_node("Greater", ["items", "zero"], ["is_id"], "is_id"),
-        h.make_node("Cast", ["is_id"], ["mask"], "mask", to=T.FLOAT),
-        h.make_node("Unsqueeze", ["mask", "last"], ["mask3"], "mask3"),
-        h.make_node("Mul", ["rows", "mask3"], ["kept"], "kept"),
-        h.make_node("ReduceSum", ["kept", "one"], ["sum"], "bag/sum", keepdims=0),
-        h.make_node("ReduceSum", ["mask", "one"], ["count"], "bag/count", keepdims=1),
-        h.make_node("Max", ["count", "unit"], ["at_least"], "bag/at_least"),
-        h.make_node("Div", ["sum", "at_least"], ["mean"], "bag/mean"),
-        h.make_node("ReduceMax", ["mean3", "one"], ["pooled"], "bag/pool", keepdims=0),
-        h.make_node("Unsqueeze", ["mean", "one"], ["mean3"], "bag/as_one"),
-        h.make_node("Concat", ["dense", "pooled"], ["joined"], "concat", axis=1),
-        h.make_node("Gemm", ["joined", "fc1.w", "fc1.b"], ["h1"], "fc1"),
-        h.make_node("Relu", ["h1"], ["a1"], "relu1"),
-        h.make_node("MatMul", ["a1", "fc2.w"], ["h2"], "fc2"),
-        h.make_node("ReduceSum", ["h2", "one"], ["ctr"], "total", keepdims=0),
-    ]
-    nodes[9], nodes[10] = nodes[10], nodes[9]
-    extra = {"zero": np.array(0), "unit": np.float32(1), "one": np.array([1]), "last": np.array([2])}
-    values = {name: w[name] for name in ("table", "fc1.w", "fc1.b", "fc2.w")} | extra
-    graph = h.make_graph(
-        nodes,
-        "bags",
-        [
-            h.make_tensor_value_info("dense", T.FLOAT, ["batch", WIDTH]),
-            h.make_tensor_value_info("items", T.INT64, ["batch", BAG]),
-        ],
-        [h.make_tensor_value_info("ctr", T.FLOAT, ["batch"])],
-        [nh.from_array(np.asarray(value), name) for name, value in values.items()],
-    )
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10)
-    onnx.checker.check_model(model)
-    onnx.save(model, os.fspath(path))
-
-
-def one_output(place: Workplace, inputs: dict[str, Any], **changes: Any) -> None:
-    place.write_run_file(
-        outputs=[{"name": "ctr", "kind": "logit", "label": "clicked", "budget": 0.01}],
-        data={"inputs": {"dense": [f"d{i}" for i in range(WIDTH)], **inputs}},
-        **changes,
-    )
-
-
-@pytest.mark.slow
-def test_bags_are_pooled_by_the_lookup(tmp_path: Path) -> None:
-    place = make_workplace(tmp_path / "work")
-    write_bag_ranker(place.path / "ranker.onnx")
-    columns = make_columns()
-    random = np.random.default_rng(3)
-    columns |= {f"i{n}": random.integers(0, ITEMS, len(columns["d0"])) for n in range(BAG)}
-    write_rows(place.path / "rows.parquet", columns)
-    one_output(place, {"items": [f"i{n}" for n in range(BAG)]}, model=CUT, plan=FP32)
-    result = run(place.run_file)
-    manifest = manifest_of(result)
-    assert manifest.cut is not None
-    assert [t.shape for t in manifest.cut.tensors] == [(None, WIDTH)], "one pooled row, not the bag"
-    ops = {n.op_type for n in onnx.load(result.directory / "model/dense.onnx").graph.node}
-    assert not ops & {"Gather", "ReduceMax", "Greater", "Div"}
-    # Against the definition in float64: ids of padding count neither as rows nor in the mean.
-    items = np.array([[1, 2, 3], [0, 5, 0], [0, 0, 0]])
-    dense = random.standard_normal((3, WIDTH)).astype(np.float32)
-    w = {name: value.astype(np.float64) for name, value in weights().items()}
-    mean = [w["table"][[i for i in bag if i]].mean(axis=0) if any(bag) else np.zeros(WIDTH) for bag in items]
-    hidden = np.maximum(np.concatenate([dense, mean], axis=1) @ w["fc1.w"] + w["fc1.b"], 0)
-    assert result.bundle is not None
-    got = loka_onnx.load(result.bundle).infer({"dense": dense, "items": items})["ctr"]
-    # 32 products in FP32, summed twice.
-    np.testing.assert_allclose(got, (hidden @ w["fc2.w"]).sum(axis=1), rtol=0, atol=2e-5)
 
 
 @pytest.mark.slow

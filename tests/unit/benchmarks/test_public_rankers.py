@@ -22,7 +22,7 @@ from benchmarks.public_rankers.prepare import prepare
 from benchmarks.public_rankers.rows import LENGTH, Rows, histories
 from benchmarks.public_rankers.shares import products_of
 from benchmarks.public_rankers.sweep import run_one
-from benchmarks.public_rankers.table import is_certified_at_once, result_of, shares
+from benchmarks.public_rankers.table import is_certified_at_once, shares
 
 
 def test_the_list_is_as_wide_as_the_issue_asks() -> None:
@@ -120,14 +120,6 @@ def test_a_plan_that_selection_admits_and_certification_does_not_is_a_second_att
     assert not is_certified_at_once(_run(certification="beyond"))
     both = _run(selection="undecided", certification="undecided")
     assert not is_certified_at_once(both)  # nothing was tried
-
-
-def test_a_refusal_is_told_from_a_failure_by_its_time_and_its_exit_code() -> None:
-    error = {"message": "operator 'RandomNormalLike' is random\n  remedy: ...", "kind": "ModelError"}
-    assert result_of(_run()) == "finished"
-    assert result_of(_run(exit_code=2, error=error)).startswith("refused after 9 s: operator")
-    assert result_of(_run(exit_code=2, error=error, cpu_seconds=300.0)).startswith("failed")
-    assert result_of(_run(exit_code=1, error=error)).startswith("failed")
 
 
 def _few_rows(size: int = 6000) -> Rows:

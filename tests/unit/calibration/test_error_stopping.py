@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from test_probe_limits import HEAD, W1, artifact_of, data_of
 
-from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.calibration.passes.probe import MeasuredErrors, PassOptions, Probe, scales_of
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.errors import CalibrationError
@@ -77,14 +76,6 @@ def test_a_sorted_file_does_not_mislead(rows, tmp_path):
         found = measure(tmp_path, x, options(0.05, seed=seed), weight=EXACT)
         np.testing.assert_allclose(relative(found), whole, rtol=0.05)
         assert found.rows > 10 * 4096
-
-
-@pytest.mark.slow
-def test_the_stop_does_not_depend_on_threads_and_the_order_on_nothing_but_the_seed(rows, tmp_path):
-    one, two = (measure(tmp_path, rows, options(0.02), LocalExecutor(n)) for n in (1, 3))
-    assert one == two
-    other = measure(tmp_path, rows, options(0.02, seed=1), LocalExecutor(1))
-    assert other.by_site != one.by_site
 
 
 def test_an_output_that_is_not_finite_names_site_and_batch(tmp_path):

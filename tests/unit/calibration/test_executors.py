@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from loka_onnx.calibration.passes.executors import (
     BatchResult,
     BatchWork,
     LocalExecutor,
-    Span,
     batch_numbers,
     spans_in_order,
     spans_in_random_order,
@@ -47,18 +45,6 @@ def test_spans_are_whole_batches_that_cover_every_row_once(rows, size, seed):
     assert sorted(numbers) == list(range(-(-rows // size)))
 
 
-@dataclass
-class Reads:
-    """A data set that notes which rows are asked for."""
-
-    inner: Any
-    asked: list[tuple[int, int]] = field(default_factory=list)
-
-    def batches(self, size: int, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        self.asked.append((start, stop))
-        return self.inner.batches(size, start=start, stop=stop)
-
-
 @dataclass(frozen=True)
 class FirstRow(BatchWork[float]):
     """The first row's number, taken from the data."""
@@ -76,7 +62,7 @@ class FirstRow(BatchWork[float]):
 @pytest.fixture
 def data(tmp_path):
     np.savez(tmp_path / "rows.npz", x=np.arange(ROWS, dtype=np.float32))
-    return Reads(open_dataset(tmp_path / "rows.npz", (InputBinding("x", ("x",), "float32", 1),), ()))
+    return open_dataset(tmp_path / "rows.npz", (InputBinding("x", ("x",), "float32", 1),), ())
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -87,18 +73,6 @@ def test_results_come_in_the_order_of_spans_and_batches(threads, data):
     assert [r.value for r in results] == starts
     assert results[-1] == BatchResult(min(300, ROWS - starts[-1]), float(starts[-1]))
     assert sum(r.rows for r in results) == ROWS
-
-
-def test_spans_in_a_row_are_read_as_one(data):
-    list(LocalExecutor(1).run(FirstRow(Path("unused")), data, spans_in_order(ROWS, 512), 512))
-    assert data.asked == [(0, ROWS)]
-    data.asked.clear()
-    list(
-        LocalExecutor(1).run(
-            FirstRow(Path("unused")), data, [Span(512, 1024), Span(1024, 2048), Span(0, 512)], 512
-        )
-    )
-    assert data.asked == [(512, 2048), (0, 512)]
 
 
 def test_who_closes_the_results_stops_the_work(data):

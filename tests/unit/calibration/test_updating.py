@@ -78,24 +78,16 @@ def measured(subject, rows, tmp_path):
     return calibrate(subject.model, OUTPUTS, data, tmp_path, OPTIONS), data
 
 
-def test_another_model_is_refused(measured, rows, tmp_path):
+def test_what_is_of_something_else_is_refused(measured, subject, rows, tmp_path):
     (tmp_path / "other").mkdir()
-    other = ProfiledModel(artifact_of(tmp_path / "other", BODY, w1=2 * W1, head=HEAD), OUTPUTS)
-    with pytest.raises(CalibrationError, match="the profile is of another model") as caught:
-        update(measured[0], other, world(tmp_path, "b", rows), tmp_path, OPTIONS)
-    assert other.model.digest[:12] in str(caught.value)
-
-
-def test_other_labels_are_refused(measured, subject, rows, tmp_path):
+    model = ProfiledModel(artifact_of(tmp_path / "other", BODY, w1=2 * W1, head=HEAD), OUTPUTS)
     unlabelled = replace(subject, outputs=(OutputSpec("y", OutputKind.LOGIT, None),))
-    with pytest.raises(CalibrationError, match="other outputs than the profile's") as caught:
-        update(measured[0], unlabelled, world(tmp_path, "b", rows), tmp_path, OPTIONS)
-    assert "it has y relative to loss; asked for is y relative to entropy" in str(caught.value)
-
-
-def test_other_recipes_are_refused(measured, subject, rows, tmp_path):
     other = replace(OPTIONS, recipes=(Recipe.of(E5M2),))
-    with pytest.raises(CalibrationError, match="in other recipes than the profile's") as caught:
-        update(measured[0], subject, world(tmp_path, "b", rows), tmp_path, other)
-    assert f"{PER_TENSOR.id} is not asked for" in str(caught.value)
-    assert "set `plan.format` and `plan.scale` back" in str(caught.value)
+    more = world(tmp_path, "b", rows)
+    for asked, options, said in (
+        (model, OPTIONS, "the profile is of another model"),
+        (unlabelled, OPTIONS, "other outputs than the profile's"),
+        (subject, other, "in other recipes than the profile's"),
+    ):
+        with pytest.raises(CalibrationError, match=said):
+            update(measured[0], asked, more, tmp_path, options)

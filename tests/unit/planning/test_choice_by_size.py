@@ -153,25 +153,6 @@ def test_engines_that_were_timed_elsewhere_are_compared_by_their_medians_and_it_
     assert (target.plan, target.routes) == ("bf16", ())
 
 
-def test_an_engine_that_is_best_nowhere_does_not_lead() -> None:
-    """The best over all sizes may be second at each of them."""
-    three = {
-        FP32: timed(FP32, b1=10, b2=40),
-        BF16: timed(BF16, b1=11, b2=22),
-        FP8_SAFE: timed(FP8_SAFE, b1=30, b2=20),
-    }
-    target = by_size(three)
-    assert [(route.batch, route.plan) for route in target.routes] == [(1, "fp32"), (2, "fp8-safe")]
-    # 15 µs a row over both sizes against 20.
-    assert target.plan == "fp32"
-    (loser,) = target.losers
-    assert (loser.engine, loser.why) == (BF16.engine().id, Why.SLOWER)
-    assert loser.reason == (
-        "accuracy inside the budget; faster by 26.7 % over all batch sizes; "
-        "at each of them another is as fast or faster"
-    )
-
-
 def certified_at(main: float, routed: float) -> TargetChoice:
     """Two engines by size, whose upper ends on certification are such parts of the budget (half width .4)."""
     certified = {"bf16": main, "fp8-safe": routed}

@@ -147,13 +147,6 @@ def test_the_budget_is_spent_on_what_saves_most(model: ModelArtifact) -> None:
     )
 
 
-def test_upper_ends_count_against_the_budget(model: ModelArtifact) -> None:
-    kl = {"fc0": kl_of(0.9 * ALLOWED, 0.001 * ALLOWED), "fc1": kl_of(0.5 * ALLOWED, 0.3 * ALLOWED)}
-    plan = plan_of(model, ALL_FAST, kl)
-    assert plan.fp8_sites == ("fc0", "fc2")
-    assert plan.decision("fc1").reason.startswith("fast, but its KL is at most 12")
-
-
 def test_without_kernel_times_there_is_no_plan_and_the_reader_is_told(model: ModelArtifact) -> None:
     unknown = DeviceTimings("amd-mi300x", "migraphx", (), (BATCH,))
     found = plans_of(model, (unknown,), plans=("bf16", "fp8-fast"))
@@ -361,14 +354,6 @@ def test_loud_channels_take_time_where_their_site_is_in_fp8(tmp_path: Path) -> N
     assert speeds.predicted_us(Precision.BF16, []) == {"10": 5.0}
     assert speeds.predicted_us(Precision.BF16, in_float8("fc")) == {"10": 3.0 + 5.0 + 3.0}
     assert speeds.predicted_us(Precision.BF16, in_float8("fc", "fc.loud")) == {"10": 3.0 + 3.0 + 3.0}
-
-
-def test_batch_sizes_count_by_row(shared: GraphModel) -> None:
-    speeds = speeds_of(shared, PLAIN, (20, 10))
-    # 2 µs over 10 rows and 6 µs over 20 rows.
-    assert speeds.saved_per_row("fa") == pytest.approx(1000.0 * (2 / 10 + 6 / 20) / 2)
-    assert speeds.error_per_row("fa") == pytest.approx(1000.0 * 0.1 * 2**0.5 * (1 / 10 + 1 / 20) / 2)
-    assert list(speeds.speed("fa").saved_us) == ["10", "20"]
 
 
 # The shipped times ------------------------------------------------------------------------------------

@@ -82,16 +82,6 @@ def test_the_worst_goes_first_and_no_more_than_needed(model: ModelArtifact) -> N
     assert serde.loads(PrecisionPlan, serde.dumps(found.plan)) == found.plan
 
 
-def test_more_go_where_more_is_missing(model: ModelArtifact) -> None:
-    giving = Ladder(model, profile_of(model, KL), (CTR,), ())
-    # Without fc1: 4e-4 + 1.2e-3·√(1/3) = 1.09e-3; without fc0 too: 2e-4 + 1.2e-3·√(1/6) = 6.9e-4.
-    found = giving.revert_sites(plan(model, *ALL), evaluation(measured(1.2e-3, 2.4e-3)), "gpu")
-    assert found is not None
-    assert [each.sites for each in found.returned] == [("fc1",), ("fc0",)]
-    # Even a sixth of it is too much: 2e-4 + 1.8e-3·√(1/6) = 9.3e-4, and then nothing would be left.
-    assert giving.revert_sites(plan(model, *ALL), evaluation(measured(1.2e-3, 3e-3)), "gpu") is None
-
-
 def speed(site: str, saved_us: float, tensor: str, quantize_us: float = 0.0) -> SiteSpeed:
     verdict = SpeedVerdict.FAST if saved_us > 0 else SpeedVerdict.SLOW
     return SiteSpeed(site, "gpu", verdict, {"10": saved_us}, {"10": quantize_us}, tensor, True, "")
@@ -126,17 +116,6 @@ def test_the_predicted_time_follows(model: ModelArtifact) -> None:
     # Who else reads the tensor still needs the step.
     assert still is not None and still.returned == (Returned(("fc0",), pytest.approx(0.2), 0.2),)
     assert still.plan.predicted_us == {"gpu": {"10": pytest.approx(102.0)}}
-
-
-def test_a_cast_that_the_product_in_front_made_free_is_paid_for_without_it(model: ModelArtifact) -> None:
-    behind = replace(speed("fc1", 50.0, "y", 3.0), made_by="fc0")
-    giving = Ladder(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, SPEEDS[2]))
-    known = replace(plan(model, *ALL), predicted_us={"gpu": {"10": 100.0}}, device="gpu")
-    found = giving.revert_sites(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
-    assert found is not None
-    assert [each.sites for each in found.returned] == [("fc0",)]
-    # fc0 saved 2 µs beside a cast of 1; now what fc1 reads is quantized by itself, which takes 3.
-    assert found.plan.predicted_us == {"gpu": {"10": pytest.approx(100.0 + 2.0 - 1.0 + 3.0)}}
 
 
 def test_sites_that_share_a_tensor_go_together(model: ModelArtifact) -> None:

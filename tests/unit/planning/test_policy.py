@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planned_models import CTR, FLOPS, group, kl_of, profile_of, write_model
+from planned_models import CTR, FLOPS, kl_of, profile_of, write_model
 
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
@@ -81,14 +81,6 @@ def test_an_unsafe_norm_stays_in_fp32_in_every_plan(model: ModelArtifact, plan_i
     assert plan.decision("fc0").precision is plan.base
 
 
-def test_the_confidence_is_the_users(model: ModelArtifact) -> None:
-    """fc1 fits 3 standard errors below what is allowed: at 95 % with the correction, not at 99.9 %."""
-    kl = {"fc1": kl_of(0.7 * ALLOWED, 0.1 * ALLOWED)}
-    assert "fc1" in plan_of(model, kl).fp8_sites
-    strict = plan_of(model, kl, confidence=0.999).decision("fc1")
-    assert strict.verdict is Verdict.UNDECIDED and "at 99.95 %" in strict.reason
-
-
 # Open verdicts ----------------------------------------------------------------------------------------
 
 
@@ -129,19 +121,6 @@ def test_fp8_all_takes_every_linear_site_and_no_interaction(model: ModelArtifact
     assert plan.decision("dot").reason.startswith("a product of two activations runs in FP8 only when forced")
 
 
-def test_a_thin_site_is_left_out_of_fp8_safe_with_the_reason(model: ModelArtifact) -> None:
-    decision = plan_of(model, {}).decision("thin")
-    assert decision.precision is Precision.BF16
-    assert decision.reason.startswith("K = 16, N = 1: FP8 kernels want both to be at least 16; KL 0 %")
-
-
-@pytest.mark.parametrize(("plan_id", "base"), [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16")])
-def test_plans_without_fp8(model: ModelArtifact, plan_id: str, base: str) -> None:
-    plan = plan_of(model, {}, plan_id)
-    assert (plan.base, plan.fp8_sites, plan.predicted_kl, plan.fp8_share) == (base, (), {}, 0.0)
-    assert {decision.precision for decision in plan.decisions} == {Precision(base)}
-
-
 def test_predicted_kl_sums_the_chosen_sites_and_the_share_counts_their_operations(
     model: ModelArtifact,
 ) -> None:
@@ -169,16 +148,6 @@ def test_the_default_plans_in_order_and_as_json(model: ModelArtifact) -> None:
     assert {plan.model_digest for plan in plans.plans} == {model.digest}
     assert [d.site for d in plans.plans[0].decisions] == [s.name for s in model.sites]
     assert serde.loads(PlanSet, serde.dumps(plans)) == plans
-
-
-def test_predicted_kl_takes_sites_together_that_were_measured_together(model: ModelArtifact) -> None:
-    kl = {"fc0": kl_of(1e-5), "fc1": kl_of(2e-5), "fc2": kl_of(3e-5)}
-    profile = replace(profile_of(model, kl), groups=(group("x", ("fc0", "fc1"), {"ctr": kl_of(5e-5)}),))
-    whole = make_plans(model, profile, (CTR,), [PER_CHANNEL_WEIGHT]).plan("fp8-all")
-    assert whole.predicted_kl == {"ctr": pytest.approx(5e-5 + 3e-5)}
-    options = PlanOptions(keep=("fc0",))
-    part = make_plans(model, profile, (CTR,), [PER_CHANNEL_WEIGHT], options).plan("fp8-all")
-    assert part.predicted_kl == {"ctr": pytest.approx(2e-5 + 3e-5)}
 
 
 # What users ask for -----------------------------------------------------------------------------------

@@ -183,14 +183,3 @@ def test_what_engines_run_is_held_against_what_engines_run() -> None:
     row_wise = timing(ROW_WISE, HERE, 4.0)
     both = (timing(BUILT, HERE, 7.0), timing(BUILT8, HERE, 6.0))
     assert compared(*ALONE_HERE, row_wise, *both, scales=PER_CHANNEL) == (5.0, 4.0)
-
-
-def test_what_engines_run_is_not_predicted_for_other_shapes() -> None:
-    of_engines = [
-        timing(kernel, shape, us) for shape in GRID for kernel, us in ((BUILT, 70.0), (BUILT8, 60.0))
-    ]
-    assert compared(*of_engines, *ALONE_HERE) == (5.0, 3.0)
-    assert compared(*of_engines, shape=GRID[0]) == (70.0, 60.0)
-    assert compared(*of_engines) is None
-    # Nor does it stand for a product alone.
-    assert TimeTable(of_engines).product("inductor", Precision.BF16, GRID[0]) is None

@@ -97,15 +97,6 @@ def test_the_logit_end_stays_in_fp32(plan_id: str, model: ModelArtifact) -> None
     assert plan.decision("head").precision is (Precision.FP8 if plan_id == "fp8-all" else plan.base)
 
 
-def test_nothing_is_wide_where_all_is_fp32(model: ModelArtifact) -> None:
-    assert plan_of(model, "fp32").wide == ()
-    plan = plan_of(model, "fp8-all", base=Precision.FP32)
-    assert plan.wide == ()
-    # The calibration layer does not run in FP8 all the same.
-    assert plan.fp8_sites == ("fc0", "fc1", "head")
-    assert plan.decision("platt").reason.startswith("calibrates output 'ctr'; KL 0 %")
-
-
 def test_protection_is_the_users_choice(model: ModelArtifact) -> None:
     nothing = plan_of(model, "fp8-all", protect=())
     assert nothing.wide == () and nothing.decision("platt").precision is Precision.FP8
@@ -182,14 +173,6 @@ def test_fp16_is_chosen_where_it_fits(model: ModelArtifact) -> None:
     assert (plan.base, plan.base_reason) == (Precision.FP16, "8 times what was measured fits fp16")
     assert plan.decision("norm").precision is Precision.FP16
     assert plan_of(model, "bf16", base=None).base is Precision.BF16
-
-
-def test_a_few_places_stay_in_fp32(model: ModelArtifact) -> None:
-    plan = plan_of(model, "fp8-safe", magnitudes_of(model, r0=TensorRange(9e3)), base=None)
-    assert plan.base_reason == (
-        "8 times what was measured fits fp16; what does not (1 of at most 4 places) stays in fp32"
-    )
-    assert wide(plan) == {"act", "join0"} | ENDS and plan.fp8_sites == ("fc0", "fc1")
 
 
 def test_bf16_is_chosen_where_many_places_do_not_fit(model: ModelArtifact) -> None:
