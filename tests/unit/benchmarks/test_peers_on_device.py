@@ -18,11 +18,10 @@ pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from benchmarks.peers import on_device, on_device_archive
+from benchmarks.peers import on_device
 from benchmarks.peers.on_device import time_all
-from benchmarks.peers.on_device_archive import pack, unpack
 from benchmarks.peers.on_device_graphs import Form, formed
-from benchmarks.peers.on_device_models import Variant, prepare, variants_in
+from benchmarks.peers.on_device_models import Variant, prepare
 from benchmarks.peers.on_device_record import Asked, compared
 from benchmarks.peers.on_device_times import TimingJob, time_model
 from loka_onnx.core.formats import Precision
@@ -217,29 +216,6 @@ def test_integers_at_an_activation_are_refused(tmp_path: Path) -> None:
         form_of(proto, tmp_path)
 
 
-# Archives -------------------------------------------------------------------------------------------------
-
-
-def test_what_is_unpacked_is_what_was_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "source"
-    for name in ("a", "b"):
-        (source / name).mkdir(parents=True)
-        onnx.save(plain_graph(), source / name / "model.onnx")
-    onnx.save(foreign_graph(), source / "b" / "foreign.onnx")
-    np.savez(source / "rows.npz", **rows())  # type: ignore[arg-type]
-    monkeypatch.setattr(on_device_archive, "PART_BYTES", 4096)
-    parts = pack(source, tmp_path / "parts")
-    assert len(parts) > 1 and all(part.stat().st_size <= 4096 for part in parts)
-    unpack(parts[::-1], tmp_path / "again")
-    before = {p.relative_to(source): p.read_bytes() for p in source.rglob("*") if p.is_file()}
-    after = {
-        p.relative_to(tmp_path / "again"): p.read_bytes()
-        for p in (tmp_path / "again").rglob("*")
-        if p.is_file()
-    }
-    assert before == after
-
-
 # Runs -----------------------------------------------------------------------------------------------------
 
 
@@ -293,19 +269,6 @@ def test_a_variant_that_fails_does_not_end_the_run(
     assert set(document["beside"]["ranker"]) == {"bf16-kernels"}
     fastest = document["compared"]["ranker"]["8"]["fastest"]
     assert fastest["nothing quantized"]["engine"] == "onnxruntime"
-
-
-def test_an_engine_that_computes_something_else_is_out(models: Path, tmp_path: Path) -> None:
-    prepare(models, tmp_path / "prepared")
-    place = tmp_path / "prepared" / "ranker"
-    np.savez(place / "fp32" / "own.npz", logit=np.random.default_rng(1).normal(size=ROWS))
-    (variant,) = [v for v in variants_in(tmp_path / "prepared") if v.name == "fp32"]
-    graph = variant.takes("onnxruntime")
-    assert graph is not None
-    job = TimingJob(place, (on_device.Candidate("fp32", "onnxruntime", graph),), "cpu", (8,), 2)
-    (entry,) = time_model(job).values()
-    assert "of its spread, at most 0.1 is allowed" in entry["failure"]
-    assert "microseconds" not in entry
 
 
 def test_the_choice_is_the_fastest_inside_and_blanket_fp8_is_not_ours() -> None:

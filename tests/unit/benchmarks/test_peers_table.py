@@ -106,15 +106,6 @@ def test_cells_are_the_figures() -> None:
     assert cells_of(table, "Theirs")[-5:] == ["–", "31.6", "–", "307", "does not run"]
 
 
-def test_a_failure_is_shown_with_its_message_and_so_are_useless_pairs() -> None:
-    table = table_of("dcnv2", figures(), ORDER)
-
-    assert cells_of(table, "Crashed")[1:5] == ["failed", "–", "failed", "failed"]
-    assert "- Crashed: RuntimeError: cannot" in table
-    assert "- Theirs | by default: 4 Q/DQ pairs, none of which makes a product FP8." in table
-    assert "- FP32:" not in table
-
-
 def device() -> dict[str, Any]:
     return {
         "device": {"name": "a GPU"},

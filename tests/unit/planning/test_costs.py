@@ -101,13 +101,8 @@ def test_the_bound_holds_to_first_order_only(change: float, times: float) -> Non
 
 
 def test_what_was_not_measured_is_refused() -> None:
-    with pytest.raises(PlanningError) as caught:
+    with pytest.raises(PlanningError, match="nothing of site 'z' and output 'ctr'"):
         cost_of(frozenset("z"))
-    assert str(caught.value) == (
-        "the profile says nothing of site 'z' and output 'ctr'\n"
-        "  evidence: it holds 2 sites of model model\n"
-        "  remedy: calibrate this model with these outputs again"
-    )
     profile = bare_profile(MEASURED, (group("x", "ab", {"cvr": kl_of(0.0)}),))
     with pytest.raises(PlanningError, match="nothing of the sites 'a', 'b' together and output 'ctr'"):
         Costs(profile, (CTR,)).of(BOTH, 0.05)

@@ -60,10 +60,7 @@ def test_the_shares_follow_the_operations_and_sum_to_the_budget_less_the_allowan
     assert sum(kl.value for kl in almost.values()) == pytest.approx(ALLOWED)
     assert plan_of(model, almost).fp8_sites == tuple(FLOPS)
     # Three products and a norm, of which all are shown at once.
-    assert plan_of(model, almost).decision("fc1").reason == (
-        "KL 0.00714 % (upper bound 0.00714 % at 99.375 %, corrected for 4 bounds) of the loss of 'ctr', "
-        "inside its share 0.00714 %"
-    )
+    assert "at 99.375 %, corrected for 4 bounds" in plan_of(model, almost).decision("fc1").reason
 
 
 def test_a_site_beyond_what_the_others_leave_is_unsafe(model: ModelArtifact) -> None:
@@ -179,28 +176,16 @@ def test_a_forced_site_runs_in_fp8_whatever_its_verdict(model: ModelArtifact) ->
 def test_a_pattern_that_matches_nothing_names_the_nearest_site(model: ModelArtifact) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_of(model, {}, keep=("dott",))
-    assert str(caught.value) == (
-        "plan.keep: pattern 'dott' matches no site and no node\n"
-        "  evidence: the nearest of 6 sites is 'dot'\n"
-        "  remedy: `loka-onnx export` lists the sites of a model"
-    )
+    assert caught.value.evidence == "the nearest of 6 sites is 'dot'"
 
 
 def test_a_site_both_kept_and_forced_is_refused(model: ModelArtifact) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_of(model, {}, keep=("fc*",), force=("*2",))
-    assert str(caught.value) == (
-        "site 'fc2' is both kept and forced\n"
-        "  evidence: plan.keep has 'fc*', plan.force has '*2'\n"
-        "  remedy: make one of the patterns narrower"
-    )
+    assert caught.value.evidence == "plan.keep has 'fc*', plan.force has '*2'"
 
 
 def test_an_unknown_plan_is_refused(model: ModelArtifact) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_of(model, {}, "fp8-most")
-    assert str(caught.value) == (
-        "plan.plans: unknown plan 'fp8-most'\n"
-        "  evidence: known are fp32, bf16, fp16, fp8-all, fp8-safe, fp8-fast\n"
-        "  remedy: remove it, or correct its name"
-    )
+    assert "unknown plan 'fp8-most'" in caught.value.what

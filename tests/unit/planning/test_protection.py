@@ -155,13 +155,8 @@ def test_an_fp8_site_that_reads_what_overflows_stays_in_fp32_even_if_forced(mode
 
 def test_fp16_needs_what_calibration_was_not_asked_for(model: ModelArtifact) -> None:
     for plan_id, base in (("fp16", Precision.BF16), ("fp8-all", Precision.FP16), ("fp8-all", None)):
-        with pytest.raises(PlanningError) as caught:
+        with pytest.raises(PlanningError, match="the profile does not say what fits fp16"):
             plan_of(model, plan_id, {}, base=base)
-        assert str(caught.value) == (
-            "the profile does not say what fits fp16\n"
-            "  evidence: it holds magnitudes of no tensor\n"
-            "  remedy: calibrate this model again, with fp16 among `plan.plans` or as `plan.base`"
-        )
     assert plan_of(model, "fp8-all", {}).base is Precision.BF16
 
 
@@ -179,10 +174,7 @@ def test_bf16_is_chosen_where_many_places_do_not_fit(model: ModelArtifact) -> No
     tensors = {name: TensorRange(7e4) for name in magnitudes_of(model)}
     plan = plan_of(model, "fp8-safe", tensors, base=None)
     assert plan.base is Precision.BF16 and wide(plan) == ENDS
-    assert plan.base_reason == (
-        "6 places are not shown to fit fp16, first of them: "
-        "tensor 'x' reaches 7e+04: 8 times that is beyond FP16's 65504"
-    )
+    assert plan.base_reason.startswith("6 places are not shown to fit fp16")
     # Where a site is kept in the base precision, its reason names the base that was chosen.
     kept = plan_of(model, "fp8-safe", tensors, base=None, keep=("fc1",))
     assert kept.decision("fc1").reason.startswith("kept in bf16 by 'fc1'")

