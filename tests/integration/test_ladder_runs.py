@@ -31,7 +31,7 @@ OUTPUTS = [{**output, "budget": BUDGET} for output in RUN_VALUES["outputs"]]
 
 
 def test_the_plan_is_the_rung_that_was_measured(tmp_path: Path) -> None:
-    """With the constants that its plan gets; the planned model with Q/DQ is another graph than the ladder's."""
+    """With the constants that its plan gets. The planned model is another graph than the ladder's."""
     place = make_workplace(tmp_path / "place")
     place.write_run_file(
         outputs=OUTPUTS,
