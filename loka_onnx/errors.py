@@ -72,6 +72,11 @@ class LokaError(Exception):
         lines += [f"  remedy: {remedy}"] if remedy else []
         super().__init__("\n".join(lines))
 
+    @property
+    def coded(self) -> str:
+        """`what` behind its code: the first argument of an error that says the same and more."""
+        return f"{self.code} {self.what}" if self.code else self.what
+
 
 class UserError(LokaError):
     """The configuration or an input is wrong."""

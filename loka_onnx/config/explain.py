@@ -86,7 +86,7 @@ def _explain_one(item: ErrorDetails, document: Document) -> ConfigError:
     loc, kind, context = tuple(item["loc"]), item["type"], item.get("ctx", {})
     if kind == FAULT:
         return ConfigError(
-            context["what"],
+            f"E0115 {context['what']}",
             where=document.place((*loc, *context["at"])),
             evidence=context["evidence"],
             remedy=context["remedy"],
@@ -96,7 +96,7 @@ def _explain_one(item: ErrorDetails, document: Document) -> ConfigError:
     if kind == "missing":
         parent = key_path(loc[:-1])
         return ConfigError(
-            f"`{parent}` lacks the key '{loc[-1]}'" if parent else f"the run file lacks the key '{loc[-1]}'",
+            f"E0116 {f'`{parent}`' if parent else 'the run file'} lacks the key '{loc[-1]}'",
             where=document.place(loc[:-1]),
             evidence=f"it has {describe(_value_at(document.data, loc[:-1])).removeprefix('a mapping with ')}",
             remedy=f"add `{loc[-1]}`: {_schema_at(loc).get('description', '')}",
@@ -104,7 +104,7 @@ def _explain_one(item: ErrorDetails, document: Document) -> ConfigError:
     wanted = f"`{key_path(loc)}` {_wanted(kind, loc, context)}"
     pattern = f"; the pattern is {context['pattern']}" if "pattern" in context else ""
     return ConfigError(
-        wanted if loc else "a run file is a mapping of keys to values",
+        f"E0113 {wanted if loc else 'a run file is a mapping of keys to values'}",
         where=document.place(loc),
         evidence=f"found {describe(item['input'])}{pattern}",
         remedy=_remedy(item, loc),
@@ -142,7 +142,7 @@ def _unknown_key(loc: Loc, document: Document) -> ConfigError:
     if not suggestion and elsewhere:
         suggestion = f"'{key}' belongs under {' or '.join(f'`{home}`' for home in elsewhere)}"
     return ConfigError(
-        f"unknown key '{key}'" + (f" in `{parent}`" if parent else ""),
+        f"E0114 unknown key '{key}'" + (f" in `{parent}`" if parent else ""),
         where=document.place(loc),
         evidence=f"the keys here are {', '.join(choices)}",
         remedy=suggestion or "remove it, or correct its spelling",

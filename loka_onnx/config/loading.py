@@ -94,7 +94,9 @@ def parse_overrides(assignments: Sequence[str]) -> dict[str, object]:
         key = key.strip()
         if not equals or not key or key in result:
             raise ConfigError(
-                f"the override '{key}' is given twice" if key in result else "an override is `key=value`",
+                f"E0117 the override '{key}' is given twice"
+                if key in result
+                else "E0118 an override is `key=value`",
                 where=f"override '{assignment}'",
                 evidence=f"the earlier value is {result[key]!r}" if key in result else "no key or no '='",
                 remedy="write for example `calibration.rows=4096`",

@@ -185,10 +185,9 @@ def _refuse_probabilities(raw: Rows, spec: OutputSpec, whose: str, *, is_referen
     what = f"output '{spec.name}' of {whose} is declared a probability but holds values like {raw[first]:.4g}"
     evidence = f"{int(outside.sum())} of {raw.size} rows lie outside [0, 1], the first is row {first}"
     if is_reference:
-        raise ConfigError(what, evidence=evidence, remedy="declare `kind: logit` for this output")
-    raise EvaluationError(
-        what, evidence=evidence, remedy="the reference stays inside: the engine is wrong and counts as failed"
-    )
+        raise ConfigError(f"E1018 {what}", evidence=evidence, remedy="declare `kind: logit` for this output")
+    remedy = "the reference stays inside: the engine is wrong and counts as failed"
+    raise EvaluationError(f"E1019 {what}", evidence=evidence, remedy=remedy)
 
 
 def _column(columns: Mapping[str, Array], name: str, role: str) -> Rows:

@@ -130,7 +130,7 @@ def _check_labels(context: Context, data: Dataset) -> None:
             read_truth(columns, spec, None)
         except DataError as error:
             raise DataError(
-                error.what, where=f"'{data.name}'", evidence=error.evidence, remedy=error.remedy
+                error.coded, where=f"'{data.name}'", evidence=error.evidence, remedy=error.remedy
             ) from error
 
 

@@ -205,7 +205,7 @@ def _inputs(document: Mapping[str, Any], payload: memoryview, card: Card) -> Arr
             start += size
         except DataError as error:
             where = f"input '{name}'"
-            raise DataError(error.what, where=where, evidence=error.evidence, remedy=error.remedy) from error
+            raise DataError(error.coded, where=where, evidence=error.evidence, remedy=error.remedy) from error
     if start != len(payload):
         raise DataError(
             "E1407 the body goes on behind its last tensor",

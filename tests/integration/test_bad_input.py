@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ def refusal(capsys: Capture, place: Workplace, *options: object) -> str:
     done = call(capsys, "run", place.run_file, "--quiet", *options)
     assert (done.code, done.out) == (2, "")
     assert tree(place.path) == before
-    assert "Traceback" not in done.err
-    return done.err.replace(str(place.path), "DIR")
+    message, code = done.err.rsplit("  code: ", 1)
+    assert "Traceback" not in message and re.fullmatch(r"E\d{4}\n", code)
+    return message.replace(str(place.path), "DIR")
 
 
 def with_rows(place: Workplace, **changes: Callable[[np.ndarray], Any] | None) -> None:
@@ -325,4 +327,4 @@ def test_debug_adds_the_traceback(place: Workplace, capsys: Capture) -> None:
     place.run_file.unlink()
     done = call(capsys, "run", place.run_file, "--debug")
     assert done.code == 2
-    assert "Traceback" in done.err and done.err.rstrip().endswith("writes one to start from")
+    assert "Traceback" in done.err and done.err.endswith("writes one to start from\n  code: E0101\n")

@@ -97,6 +97,7 @@ def test_a_second_run_is_kept_out_as_long_as_the_first_lives(
             f"error: the output directory '{place.output}' is in use by another run\n"
             f"  evidence: process {first.pid} on '{socket.gethostname()}' holds the lock on '.run.lock'\n"
             "  remedy: wait until that run has ended, or choose another directory with --output\n"
+            "  code: E1519\n"
         )
     assert tree(place.output) == before
     # SIGKILL: nothing of the first run's own could let go of the lock.

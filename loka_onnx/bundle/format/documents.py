@@ -24,7 +24,10 @@ OPEN_PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 def refuse(where: Path, what: str, evidence: str, remedy: str = COPY_AGAIN) -> NoReturn:
     """Raise that a bundle does not verify."""
     raise BundleInvalid(
-        printable(what), where=printable(str(where)), evidence=printable(evidence), remedy=printable(remedy)
+        f"E1246 {printable(what)}",
+        where=printable(str(where)),
+        evidence=printable(evidence),
+        remedy=printable(remedy),
     )
 
 

@@ -86,7 +86,7 @@ def check_name(name: str) -> None:
     problem = name_problem(name)
     if problem is not None:
         what, evidence = f"a bundle may not be named '{name[:200]}' in a registry", f"the name {problem}"
-        raise ConfigError(what, evidence=evidence, remedy="use letters, digits and ._+=-")
+        raise ConfigError(f"E1247 {what}", evidence=evidence, remedy="use letters, digits and ._+=-")
 
 
 def name_problem(name: str) -> str | None:

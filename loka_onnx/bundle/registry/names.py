@@ -57,7 +57,9 @@ def list_names(url: str, options: TransferOptions | None = None) -> tuple[NamedB
     if reference.shown != reference.url:
         what = "the names of a whole registry are listed"
         remedy = "give the URL alone, or ask for one name with `loka-onnx bundle resolve URL#name`"
-        raise ConfigError(what, where=reference.shown, evidence="the URL names one bundle", remedy=remedy)
+        raise ConfigError(
+            f"E1249 {what}", where=reference.shown, evidence="the URL names one bundle", remedy=remedy
+        )
     store = Store(reference.url, options or TransferOptions())
     files = store.names(NAMES)
     if not files and not store.names(BUNDLES, "directory"):
@@ -81,7 +83,7 @@ def promote(place: str, name: str, options: TransferOptions | None = None) -> st
     digest = resolve_in(store, reference)
     if store.size(bundle_key(digest)) is None:
         what, evidence = "the registry has no bundle of this digest", f"there is no '{bundle_key(digest)}'"
-        raise UserError(what, where=reference.shown, evidence=evidence, remedy="push it")
+        raise UserError(f"E1250 {what}", where=reference.shown, evidence=evidence, remedy="push it")
     write_pointer(store, name, digest)
     return digest
 
@@ -104,11 +106,11 @@ def resolve_in(store: Store, reference: Reference) -> str:
     remedy = "give URL#name or URL#sha256:<digest>; `loka-onnx bundle list URL` shows the names"
     if reference.name is None:
         what = f"'{reference.url}' does not say which bundle"
-        raise ConfigError(what, evidence="a registry holds many", remedy=remedy)
+        raise ConfigError(f"E1251 {what}", evidence="a registry holds many", remedy=remedy)
     digest = _pointed(store, reference.name)
     if digest is None:
         what, evidence = f"the registry has no bundle '{reference.name}'", f"no '{_key(reference.name)}'"
-        raise UserError(what, where=store.url, evidence=evidence, remedy=remedy)
+        raise UserError(f"E1252 {what}", where=store.url, evidence=evidence, remedy=remedy)
     return digest
 
 
@@ -128,7 +130,9 @@ def _pointed(store: Store, name: str) -> str | None:
         what = f"the pointer of name '{name}' is of another name, or does not hold a digest"
         evidence = f"it says '{pointer.name[:100]}' and '{pointer.manifest[:80]}'"
     remedy = "find out who wrote it, and push the bundle again under this name"
-    raise BundleInvalid(what, where=f"{store.url}#{name}", evidence=printable(evidence), remedy=remedy)
+    raise BundleInvalid(
+        f"E1248 {what}", where=f"{store.url}#{name}", evidence=printable(evidence), remedy=remedy
+    )
 
 
 def _named(store: Store, name: str) -> NamedBundle:

@@ -96,7 +96,7 @@ def _named(reference: str) -> Iterator[None]:
         yield
     except BundleInvalid as error:
         remedy = PUSH_AGAIN if error.remedy == COPY_AGAIN else error.remedy
-        raise BundleInvalid(error.what, where=reference, evidence=error.evidence, remedy=remedy) from error
+        raise BundleInvalid(error.coded, where=reference, evidence=error.evidence, remedy=remedy) from error
 
 
 def _listed(store: Store, digest: str, keys: Sequence[Path]) -> _Listed:
@@ -148,7 +148,9 @@ def _pull(store: Store, listed: _Listed, destination: Path, options: TransferOpt
                         if len(data) != part.bytes:
                             evidence = f"'{part.key}' has {len(data)} bytes of {part.bytes}"
                             what = "a part in the registry is cut short"
-                            raise BundleInvalid(what, where=store.url, evidence=evidence, remedy=PUSH_AGAIN)
+                            raise BundleInvalid(
+                                f"E1253 {what}", where=store.url, evidence=evidence, remedy=PUSH_AGAIN
+                            )
                         done += stream.write(data)
                         options.progress("pull", done, total)
         for file in blobs:

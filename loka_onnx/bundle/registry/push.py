@@ -55,7 +55,7 @@ def push_bundle(
     if reference.digest is not None:
         what, evidence = "a bundle cannot be pushed to a digest", "the digest is that of its manifest"
         remedy = "give URL#name, or the URL alone"
-        raise ConfigError(what, where=reference.shown, evidence=evidence, remedy=remedy)
+        raise ConfigError(f"E1255 {what}", where=reference.shown, evidence=evidence, remedy=remedy)
     options = options or TransferOptions()
     store = Store(reference.url, options)
     with as_directory(bundle) as directory:
@@ -130,11 +130,11 @@ def _read(directory: Path, file: BundleFile, part: BlobPart) -> bytes:
             return stream.read(part.bytes)
     except OSError as error:
         what = f"file '{file.path}' cannot be read"
-        raise BundleInvalid(what, where=str(directory), evidence=str(error)) from error
+        raise BundleInvalid(f"E1256 {what}", where=str(directory), evidence=str(error)) from error
 
 
 def _refuse(directory: Path, path: str) -> NoReturn:
     what = f"file '{path}' was altered while it was pushed"
     evidence = "it is not what it was when the bundle was verified"
     remedy = "push a bundle that nothing writes to; no name was moved"
-    raise BundleInvalid(what, where=str(directory), evidence=evidence, remedy=remedy)
+    raise BundleInvalid(f"E1254 {what}", where=str(directory), evidence=evidence, remedy=remedy)

@@ -67,11 +67,11 @@ class Store:
         except ImportError as error:
             remedy = "pip install 'loka-onnx[registry]', s3fs for s3://, gcsfs for gs://, adlfs for az://"
             what = f"'{url}' needs a package that is not installed"
-            raise MissingPackage(what, evidence=str(error), remedy=remedy) from error
+            raise MissingPackage(f"E1259 {what}", evidence=str(error), remedy=remedy) from error
         except (ValueError, TypeError, OSError) as error:
             remedy = "give a URL that fsspec knows, like s3://, gs://, az:// or file://"
             what = f"'{url}' cannot be opened"
-            raise UserError(what, evidence=printable(str(error)), remedy=remedy) from error
+            raise UserError(f"E1260 {what}", evidence=printable(str(error)), remedy=remedy) from error
         self._root = str(root).rstrip("/")
         self._is_local = isinstance(self._fs, LocalFileSystem)
 
@@ -98,7 +98,7 @@ class Store:
         data = self._tried(ask, f"read '{key}' from", key)
         if data is not None and len(data) > limit:
             what, evidence = f"'{key}' in the registry is too large", f"the limit is {limit:,} bytes"
-            raise BundleInvalid(what, where=self.url, evidence=evidence, remedy=PUSH_AGAIN)
+            raise BundleInvalid(f"E1257 {what}", where=self.url, evidence=evidence, remedy=PUSH_AGAIN)
         return data
 
     def need(self, key: str, limit: int) -> bytes:
@@ -106,7 +106,7 @@ class Store:
         data = self.read(key, limit)
         if data is None:
             what = f"'{key}' is missing in the registry"
-            raise BundleInvalid(what, where=self.url, remedy=PUSH_AGAIN)
+            raise BundleInvalid(f"E1258 {what}", where=self.url, remedy=PUSH_AGAIN)
         return data
 
     def write(self, key: str, data: bytes) -> None:

@@ -104,9 +104,9 @@ class RayExecutor(Executor):
                 ray.init(address=self.address, **quiet)
         except (OSError, RuntimeError, ValueError) as error:
             raise CalibrationError(
-                f"no Ray cluster answers at '{self.address}'"
+                f"E0517 no Ray cluster answers at '{self.address}'"
                 if self.address
-                else "a Ray cluster cannot be started on this machine",
+                else "E0518 a Ray cluster cannot be started on this machine",
                 evidence=_line(error, 0),
                 remedy="correct `calibration.ray_address`, or measure here with `--executor local`",
             ) from error

@@ -21,7 +21,7 @@ class Absent(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 import importlib, pkgutil
-import loka_onnx.cli.bundle_serve, loka_onnx.serving
+import loka_onnx.cli.bundle, loka_onnx.serving
 for module in pkgutil.iter_modules(loka_onnx.serving.__path__, "loka_onnx.serving."):
     importlib.import_module(module.name)
 from pathlib import Path
