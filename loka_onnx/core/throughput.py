@@ -75,11 +75,6 @@ class Throughput:
     device: str = ""
 
     @property
-    def rows_per_s(self) -> float:
-        """Rows answered per second at the highest rate."""
-        return self.requests_per_s * self.batch
-
-    @property
     def best(self) -> Trial | None:
         """The last trial that passed at the highest rate; None for none."""
         found = [t for t in self.trials if t.passed and t.rate_per_s == self.requests_per_s]
