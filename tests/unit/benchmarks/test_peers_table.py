@@ -87,25 +87,6 @@ def test_every_variant_has_a_row_in_the_order_of_the_record() -> None:
     assert "299,280 rows of certification; NE 0.7454, AUC 0.8254 in FP32" in table
 
 
-def test_cells_are_the_figures() -> None:
-    table = table_of("dcnv2", figures(), ORDER)
-
-    assert cells_of(table, "Ours") == [
-        "Ours",
-        "2 of 8",
-        "25 %",
-        "+0.0033 [-0.0067, +0.0133]",
-        "-0.00 [-2.00, +1.00]",
-        "1.5",
-        "6.0",
-        "8.2",
-        "479",
-        "(70414 [70001, 71000] simulated)",
-    ]
-    assert cells_of(table, "FP32")[-1] == "1961 [1950, 1970]"
-    assert cells_of(table, "Theirs")[-5:] == ["–", "31.6", "–", "307", "does not run"]
-
-
 def device() -> dict[str, Any]:
     return {
         "device": {"name": "a GPU"},

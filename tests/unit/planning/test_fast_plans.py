@@ -26,7 +26,6 @@ from loka_onnx.planning.costs import LABELLED_ALLOWANCE
 from loka_onnx.planning.expected_latency import expected_us
 from loka_onnx.planning.policy import PlanOptions, make_plans, refine_fast_plans
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
-from loka_onnx.planning.timings import shipped_timings
 
 ALLOWED = CTR.budget * (1 - LABELLED_ALLOWANCE)
 SOURCE = Provenance("a device", {}, "", "2026-11-21")
@@ -320,45 +319,3 @@ def test_a_product_in_fp8_quantizes_for_the_next_one(tmp_path: Path) -> None:
 
 def in_float8(*sites: str) -> list[Decision]:
     return [Decision(site, Precision.FP8, None, Verdict.SAFE, "") for site in sites]
-
-
-def test_loud_channels_take_time_where_their_site_is_in_fp8(tmp_path: Path) -> None:
-    proto = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 21]> g (float[batch,32] x) => (float[batch,64] b) '
-        "{ [fc] a = MatMul(x, wa) [loud] c = MatMul(x, wc) b = Add(a, c) }"
-    )
-    proto.graph.node[1].name = "fc.loud"
-    ones = np.ones((32, 64), np.float32)
-    proto.graph.initializer.extend(numpy_helper.from_array(ones, name) for name in ("wa", "wc"))
-    onnx.save(proto, tmp_path / "model.onnx")
-    speeds = speeds_of(GraphModel.load(tmp_path / "model.onnx"), PLAIN)
-    # Products take 5 µs, 3 in FP8, and the cast of x 3. Where the site is in BF16, the two are one.
-    assert speeds.predicted_us(Precision.BF16, []) == {"10": 5.0}
-    assert speeds.predicted_us(Precision.BF16, in_float8("fc")) == {"10": 3.0 + 5.0 + 3.0}
-    assert speeds.predicted_us(Precision.BF16, in_float8("fc", "fc.loud")) == {"10": 3.0 + 3.0 + 3.0}
-
-
-# The shipped times ------------------------------------------------------------------------------------
-
-
-def stack(folder: Path, width: int) -> GraphModel:
-    """One square product behind what no backend is known to quantize in its kernel."""
-    proto = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 21]> g (float[batch,{width}] x) => (float[batch,{width}] y) '
-        f"{{ h = Tile(x, ones) [fc] y = MatMul(h, w) }}"
-    )
-    proto.graph.initializer.append(numpy_helper.from_array(np.ones((width, width), np.float32), "w"))
-    proto.graph.initializer.append(numpy_helper.from_array(np.array([1, 1]), "ones"))
-    for node in proto.graph.node:
-        node.name = node.name or f"inner/{node.output[0]}"
-    onnx.save(proto, folder / "model.onnx")
-    return GraphModel.load(folder / "model.onnx")
-
-
-@pytest.mark.parametrize(("width", "verdict"), [(2048, "fast"), (1024, "slow"), (512, "slow")])
-def test_on_an_h100_large_products_pay_for_their_cast(tmp_path: Path, width: int, verdict: str) -> None:
-    graph = stack(tmp_path, width)
-    known = DeviceTimings("nvidia-h100", "inductor", shipped_timings("nvidia-h100"), (1024,))
-    recipes = {"fc": PER_TENSOR}
-    found = SiteSpeeds(graph, find_sites(graph), known, Precision.BF16, recipes).speed("fc")
-    assert (found.verdict, found.is_measured) == (verdict, True)

@@ -255,11 +255,9 @@ def test_an_fp16_model_that_would_overflow_does_not(model: ModelArtifact, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("protect", [(), (Protection.LOGITS,), tuple(Protection)])
+@pytest.mark.parametrize("protect", [(), tuple(Protection)])
 @pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
-@pytest.mark.parametrize("plan_id", ["fp8-all", "fp8-safe"])
 def test_nvidias_builder_accepts_what_is_protected(
-    plan_id: str,
     base: Precision,
     protect: tuple[Protection, ...],
     model: ModelArtifact,
@@ -267,13 +265,13 @@ def test_nvidias_builder_accepts_what_is_protected(
 ) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     tensors = magnitudes_of(model, h0=TensorRange(7e4))
-    plan = plan_of(model, plan_id, tensors, base=base, protect=protect, keep=("act",))
+    plan = plan_of(model, "fp8-all", tensors, base=base, protect=protect, keep=("act",))
     planned(model, plan, tmp_path)
     logger = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(logger)
     network = builder.create_network(0)
     parser = trt.OnnxParser(network, logger)
-    assert parser.parse_from_file(str(tmp_path / f"{plan_id}.onnx")), parser.get_error(0).desc()
+    assert parser.parse_from_file(str(tmp_path / "fp8-all.onnx")), parser.get_error(0).desc()
     config = builder.create_builder_config()
     profile = builder.create_optimization_profile()
     profile.set_shape("x", (1, 32), (64, 32), (64, 32))
