@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from loka_onnx.core.evaluation import Evaluation, Latency
+from loka_onnx.core.evaluation import Latency
 from loka_onnx.planning.speed import LAST_RISK, LOADS, Speed, contenders, rivals
 
 
@@ -139,7 +139,3 @@ def test_engines_that_were_timed_apart_have_a_ratio_and_no_interval() -> None:
     noisy = speed(b1=[70.0 * d for d in DRIFT])
     times = ours.over(noisy)
     assert times is not None and times.lower < 1.0 < times.upper and not noisy.is_slower(ours, 0.01)
-
-
-def evaluation(*latencies: Latency) -> Evaluation:
-    return Evaluation("e", "trt", "fp32", "gpu", "selection", 10, (), latencies, "measured")
