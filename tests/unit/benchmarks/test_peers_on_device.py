@@ -1,10 +1,8 @@
-"""The peers' graphs on their way to a GPU: forms, plans, archives, and runs that lose an engine."""
+"""The peers' graphs on their way to a GPU: what is FP8 in them, and that the lowering computes that."""
 
 from __future__ import annotations
 
-import json
 import sys
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from benchmarks.peers import on_device
-from benchmarks.peers.on_device import time_all
 from benchmarks.peers.on_device_graphs import Form, formed
-from benchmarks.peers.on_device_models import Variant, prepare
-from benchmarks.peers.on_device_record import Asked, compared
-from benchmarks.peers.on_device_times import TimingJob, time_model
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.inductor.lowering.model import lower
 from loka_onnx.errors import ModelError
@@ -36,8 +29,8 @@ WEIGHTS = {name: RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.2 for na
 HEAD = RNG.normal(size=(WIDTH, 1)).astype(np.float32)
 
 
-def plain_graph(extra: str = "") -> onnx.ModelProto:
-    """x → three products with ReLU → a head; `extra` an operator that no engine has."""
+def plain_graph() -> onnx.ModelProto:
+    """x → three products with ReLU → a head."""
     nodes = []
     source = "x"
     for name in WEIGHTS:
@@ -48,8 +41,6 @@ def plain_graph(extra: str = "") -> onnx.ModelProto:
         source = f"{name}.relu"
     nodes.append(helper.make_node("MatMul", [source, "head"], ["wide"], "head"))
     squeeze = helper.make_node("Squeeze", ["wide", "axis"], ["logit"], "squeeze")
-    if extra:
-        squeeze = helper.make_node(extra, ["wide"], ["logit"], "squeeze", domain="nobody.knows")
     stored = [numpy_helper.from_array(value, name) for name, value in {**WEIGHTS, "head": HEAD}.items()]
     stored.append(numpy_helper.from_array(np.array([1], np.int64), "axis"))
     graph = helper.make_graph(
@@ -59,8 +50,7 @@ def plain_graph(extra: str = "") -> onnx.ModelProto:
         [helper.make_tensor_value_info("logit", TensorProto.FLOAT, ["batch"])],
         stored,
     )
-    opsets = [helper.make_opsetid("", 21), *([helper.make_opsetid("nobody.knows", 1)] if extra else [])]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
 def foreign_graph() -> onnx.ModelProto:
@@ -130,27 +120,6 @@ def form_of(proto: onnx.ModelProto, directory: Path) -> Form:
     return formed(directory / "written.onnx", directory / "form.onnx", "foreign")
 
 
-def put(directory: Path, variant: str, proto: onnx.ModelProto, **info: Any) -> None:
-    place = directory / "ranker" / variant
-    place.mkdir(parents=True)
-    onnx.save(proto, place / "model.onnx")
-    (place / "variant.json").write_text(json.dumps({"model": "ranker", "variant": variant, **info}))
-
-
-@pytest.fixture
-def models(tmp_path: Path) -> Path:
-    """The exported model, a tool's graph, and one that nobody can run."""
-    directory = tmp_path / "models"
-    put(directory, "fp32", plain_graph(), peer="none", precision="fp32")
-    put(directory, "tool", foreign_graph(), peer="a-tool", precision="fp32")
-    put(directory, "broken", plain_graph("Nonsense"), peer="another", precision="fp32")
-    np.savez(directory / "ranker" / "rows.npz", **rows())  # type: ignore[arg-type]
-    return directory
-
-
-# Forms and plans ------------------------------------------------------------------------------------------
-
-
 def test_a_product_is_fp8_where_both_operands_are_dequantized(tmp_path: Path) -> None:
     form = form_of(foreign_graph(), tmp_path)
     plan = {decision.site: decision for decision in form.plan.decisions}
@@ -214,89 +183,3 @@ def test_integers_at_an_activation_are_refused(tmp_path: Path) -> None:
     zero.CopyFrom(numpy_helper.from_array(np.array(0, np.int8), "zero"))
     with pytest.raises(ModelError, match="quantizes to another type than E4M3FN and E5M2"):
         form_of(proto, tmp_path)
-
-
-# Runs -----------------------------------------------------------------------------------------------------
-
-
-def test_variants_are_prepared_and_the_broken_one_says_why(models: Path, tmp_path: Path) -> None:
-    put(models, "bf16", plain_graph(), peer="none", precision="bf16", inside_budget=True)
-    found = {v.name: v for v in prepare(models, tmp_path / "prepared")}
-    assert set(found) == {"fp32", "bf16", "tool", "broken", "bf16-kernels"}
-    assert "Nonsense" in found["broken"].info["not for inductor"]
-    assert found["broken"].takes("inductor") is None and found["broken"].takes("onnxruntime") is not None
-    assert found["tool"].plan.fp8_sites == ("one", "two")
-    inside = {name: variant.info.get("inside_budget") for name, variant in found.items()}
-    assert {name for name, verdict in inside.items() if verdict} == {"bf16", "bf16-kernels"}
-
-
-class HereTimer:
-    """Times in this process: the tests need no other."""
-
-    def submit(self, job: TimingJob) -> Future[dict[str, dict[str, Any]]]:
-        done: Future[dict[str, dict[str, Any]]] = Future()
-        done.set_result(time_model(job))
-        return done
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-def test_a_variant_that_fails_does_not_end_the_run(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = on_device.get_backend("inductor")
-
-    class Failing:
-        architectures, failure = staticmethod(real.architectures), staticmethod(real.failure)
-
-        @staticmethod
-        def build(request: Any) -> Any:
-            raise RuntimeError("the compiler died")
-
-    prepare(models, tmp_path / "prepared")
-    monkeypatch.setattr(on_device, "Timer", HereTimer)
-    monkeypatch.setattr(on_device, "get_backend", lambda name: Failing)
-    record = time_all(tmp_path / "prepared", Asked("cpu", (8, 16), rounds=2, seconds=120), tmp_path / "out")
-    document = json.loads(record.read_text())
-    variants = document["models"]["ranker"]
-    assert variants["tool"]["inductor"]["failure"].endswith("RuntimeError: the compiler died")
-    assert set(variants["fp32"]["onnxruntime"]["microseconds"]) == {"8", "16"}
-    assert variants["fp32"]["onnxruntime"]["off"]["logit"] < 1e-5
-    assert [variants[name]["onnxruntime"]["simulated"] for name in ("fp32", "tool")] == [False, True]
-    assert "Nonsense" in variants["broken"]["onnxruntime"]["failure"]
-    assert "Nonsense" in variants["broken"]["inductor"]["failure"]
-    assert set(document["beside"]["ranker"]) == {"bf16-kernels"}
-    fastest = document["compared"]["ranker"]["8"]["fastest"]
-    assert fastest["nothing quantized"]["engine"] == "onnxruntime"
-
-
-def test_the_choice_is_the_fastest_inside_and_blanket_fp8_is_not_ours() -> None:
-    def variant(name: str, peer: str, *, inside: bool) -> Variant:
-        return Variant("ranker", name, Path(), {"peer": peer, "inside_budget": inside})
-
-    variants = [
-        variant("bf16", "none", inside=True),
-        variant("loka-bf16", "loka-onnx", inside=True),
-        variant("loka-wide", "loka-onnx", inside=True),
-        variant("blanket-bf16", "loka-onnx", inside=False),
-        variant("tool", "a-tool", inside=False),
-    ]
-    us = {"bf16": 30.0, "loka-bf16": 21.0, "loka-wide": 20.0, "blanket-bf16": 15.0, "tool": 10.0}
-    entries: dict[str, Any] = {
-        name: {"inductor": {"microseconds": {"8": value}}} for name, value in us.items()
-    }
-    entries["tool"]["onnxruntime"] = {"simulated": True, "microseconds": {"8": 1.0}}
-    found = compared(variants, entries, 8)
-    assert found["fastest"]["loka-onnx"] == {
-        "us": 20.0,
-        "variant": "loka-wide",
-        "engine": "inductor",
-        "later": False,
-        "quartiles": None,
-        "over_loka_onnx": 1.0,
-    }
-    assert found["fastest"]["a-tool"]["over_loka_onnx"] == 0.5
-    assert found["fastest"]["blanket FP8"]["us"] == 15.0
-    assert set(found["inside the budget"]) == {"loka-onnx", "nothing quantized"}
-    assert found["inside the budget"]["nothing quantized"]["over_loka_onnx"] == 1.5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3]))
 pytest.importorskip("torch", reason="needs torch")
 
-from benchmarks.peers import compare
 from benchmarks.peers.device_times import DeviceTimesDoNotFit, merged
-from benchmarks.peers.judging import SETTINGS
-from benchmarks.peers.table import fastest_table, markdown, table_of
+from benchmarks.peers.table import fastest_table, table_of
 
 ORDER = ["fp32", "ours", "theirs", "crashed"]
 
@@ -186,31 +183,3 @@ def test_times_of_something_else_are_refused(change: dict[str, Any], message: st
 
     with pytest.raises(DeviceTimesDoNotFit, match=message):
         merged(known, device() | change)
-
-
-def test_one_command_writes_a_record_that_has_its_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    work = tmp_path / "work"
-    (work / "figures").mkdir(parents=True)
-    known = figures()
-    known["variants"] = {"fp32": known["variants"]["fp32"], "loka": known["variants"]["ours"]}
-    (work / "figures" / "dcnv2.json").write_text(json.dumps(known))
-    times = tmp_path / "device.json"
-    taken = device()
-    taken["models"]["dcnv2"] = {"loka": taken["models"]["dcnv2"]["ours"]}
-    times.write_text(json.dumps(taken))
-    where = ["--work", str(work), "--out", str(tmp_path)]
-
-    for given in (["--merge", str(times)], ["--table"]):
-        monkeypatch.setattr(sys, "argv", ["compare", *where, *given])
-        compare.main()
-
-    record = json.loads((tmp_path / "peers.json").read_text())
-    printed = capsys.readouterr().out
-    assert markdown(record) in printed
-    assert SETTINGS in printed
-    assert "(912.0 simulated)" in printed
-    assert record["settings"]["device_runs"] == [{"device": {"name": "a GPU"}}]
-    assert record["settings"]["device"] == ""
-    assert "nvidia-modelopt[onnx]==0.47.0" in record["settings"]["pins"]["model-optimizer"]
