@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from run_findings import findings
+from run_findings import findings, resumed
 from synthetic_runs import Workplace, call, finish, start, tree
 
 import loka_onnx
@@ -54,14 +54,7 @@ def test_an_interrupted_build_is_cleaned_up(place: Workplace, number: signal.Sig
     )
     assert "Traceback" not in done.err
     assert not [path for path in place.output.rglob("*") if "building-" in path.name]
-    reused = {}
-    again = RunOptions(
-        resume=True,
-        until=Stage.CALIBRATE,
-        on_stage=lambda stage, outcome: reused.update({stage: outcome.reused}) if outcome else None,
-    )
-    run(place.run_file, again)
-    assert reused["calibrate"]
+    assert resumed(place, Stage.CALIBRATE)["calibrate"]
 
 
 def test_a_run_killed_while_it_replaces_another_gives_it_back(copied: Workplace) -> None:

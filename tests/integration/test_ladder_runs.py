@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_findings import resumed
 from synthetic_runs import RUN_VALUES, make_workplace
 
 from loka_onnx.core import serde
@@ -111,11 +112,5 @@ def test_a_miss_on_certification_goes_one_rung_back(tmp_path: Path, monkeypatch:
     assert result.bundle is not None
     manifest = serde.read(Manifest, result.bundle / "manifest.json")
     assert [engine.plan for engine in manifest.engines] == ["fp8-safe-attempt-2"]
-    stages: dict[str, bool] = {}
-    resumed = RunOptions(
-        resume=True,
-        on_stage=lambda stage, outcome: stages.update({stage: outcome.reused}) if outcome else None,
-    )
-    run(place.run_file, resumed)
-    del stages["check data"]
+    stages = resumed(place)
     assert stages["attempt 2"] and all(stages.values())

@@ -12,6 +12,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from pseudo_terminal import Session, screen, start
+from run_findings import STAGES as RECORDED
 from synthetic_runs import BIN, Done, Workplace, call, finish
 from synthetic_runs import start as start_in_pipes
 
@@ -20,22 +21,7 @@ from loka_onnx.pipeline.run import RunResult
 
 pytestmark = pytest.mark.slow
 ESCAPE = "\x1b"
-STAGES = [
-    "export",
-    "check data",
-    "calibrate",
-    "mods",
-    "loud channels",
-    "recalibrate",
-    "ladder",
-    "plan",
-    "correct",
-    "build",
-    "evaluate",
-    "choose",
-    "report",
-    "bundle",
-]
+STAGES = [RECORDED[0], "check data", *RECORDED[1:]]
 SLOW_STAGE = """
 import time
 from loka_onnx.cli.main import main
