@@ -26,7 +26,7 @@ from benchmarks.engines.kernel_records import merged, sites_of
 from loka_onnx.core import serde
 from loka_onnx.core.serde import write_text
 from loka_onnx.core.timing import Shape
-from loka_onnx.engines.tuning import KernelTimer, TuningOptions
+from loka_onnx.engines.tuning import KernelTimer
 from loka_onnx.pipeline.tuning import TuningRequest, shapes_of, tune_shapes
 from loka_onnx.planning.timings import TimingDatabase, read_records
 
@@ -77,7 +77,7 @@ def shapes_of_case(name: str) -> tuple[Shape, ...]:
 
 def time_into(shapes: Iterable[Shape], options: argparse.Namespace) -> None:
     """Time them all, and add the times to a document."""
-    timer = KernelTimer(options.device, TuningOptions(rounds=options.rounds))
+    timer = KernelTimer(options.device, options.rounds)
     with TemporaryDirectory() as folder:
         database = Path(folder) / "timings.sqlite"
         done = tune_shapes(TuningRequest(tuple(sorted(shapes)), database), timer)

@@ -1,4 +1,4 @@
-"""`loka-onnx calibrate`: the Probe stage, of every site, of some, or of further rows."""
+"""`loka-onnx calibrate`: the Probe stage, or further rows for its profile."""
 
 from __future__ import annotations
 
@@ -13,25 +13,16 @@ from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.config import Executor
 from loka_onnx.core import serde
 from loka_onnx.core.profile import Profile
-from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.probing import EXPORTED
 from loka_onnx.pipeline.run import RunOptions, Stage
 from loka_onnx.report.site_tables import calibration_facts, open_sites
 
 
-def calibrate(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
+def calibrate(
     context: typer.Context,
     run_file: RunFile,
     output: Output = None,
     overrides: Overrides = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Measure the sites of this name again and keep the others; as in 'over.*'. Sites that read "
-            "the same tensor as one of them come along.",
-        ),
-    ] = None,
     update: Annotated[
         Path | None,
         typer.Option(
@@ -46,18 +37,12 @@ def calibrate(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each op
     ] = None,
 ) -> None:
     """Measure on data what FP8 does to each site. Reuses the finished stages before it."""
-    if only and update is not None:
-        raise ConfigError(
-            "E1706 --only and --update exclude each other",
-            evidence="one measures some sites on the calibration split again, the other all on more rows",
-            remedy="calibrate with --only first, then with --update",
-        )
     terminal = terminal_of(context)
     if executor is not None:
         overrides = [*(overrides or []), f"calibration.executor={executor}"]
     config = read_run_file(run_file, output, overrides)
     added = None if update is None else update.absolute()
-    options = RunOptions(resume=True, until=Stage.CALIBRATE, only=tuple(only or ()), added=added)
+    options = RunOptions(resume=True, until=Stage.CALIBRATE, added=added)
     result = run_until(terminal, config, options)
     profile = serde.read(Profile, result.directory / EXPORTED)
     for fact in (*calibration_facts(profile), *open_sites(profile)):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import platform
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,27 +17,25 @@ from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.backends import backend_names
 from loka_onnx.core.distributions import versions_of
 from loka_onnx.engines.base import Availability
-from loka_onnx.engines.inductor.operator_packages import PACKAGES, OperatorPackage, find_packages
-from loka_onnx.engines.isolation import run_child
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.engines.request import Limits
 from loka_onnx.errors import LokaError, MissingPackage
 from loka_onnx.export.onnx_model import BECOME_SITES
 from loka_onnx.export.preflight import Batches, preflight
 from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.id_bounds import id_bounds
+from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.products import other_products
 from loka_onnx.graph.shape_values import tensor_spec
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.pipeline.sample import generated_rows
 from loka_onnx.pipeline.splits import bind_columns
+from loka_onnx.pipeline.survival import find_fatal_batch
 from loka_onnx.sessions.backends import BackendSpec, get_spec
 from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 _ROWS = 256
 """Generated rows that a model is run on."""
-_LIMITS = Limits(seconds=120.0)
 
 
 @dataclass(frozen=True)
@@ -112,11 +107,7 @@ def diagnose(model: Path | None = None) -> Diagnosis:
     return Diagnosis(
         machine=_machine(),
         backends={name: _availability(name) for name in backend_names()},
-        packages=(
-            *_libraries(),
-            *(_package(*row) for row in _PACKAGES),
-            *map(_operator_package, PACKAGES),
-        ),
+        packages=(*_libraries(), *(_package(*row) for row in _PACKAGES)),
         model=None if model is None else describe_model(model),
     )
 
@@ -143,7 +134,7 @@ def describe_model(path: Path) -> ModelFacts:
         problems.append(f"{error.what}: {error.evidence}")
     if not problems:
         # Rows cannot be generated for inputs that have a problem of their own.
-        problems += _problems_with_rows(path)
+        problems += _problems_with_rows(path, graph)
     return ModelFacts(
         path=str(path),
         producer=canonical.producer,
@@ -156,29 +147,15 @@ def describe_model(path: Path) -> ModelFacts:
     )
 
 
-def _problems_with_rows(path: Path) -> list[str]:
-    """What preflight says on generated rows.
-
-    They are run in a child process: ids of unknown tables are all 0, and there are models (a GRU over lists
-    that are then empty) with which ONNX Runtime 1.31 ends the process.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        answer, log = Path(folder) / "problems.json", Path(folder) / "log"
-        outcome = run_child(__name__, [str(path), str(answer)], log, _LIMITS)
-        if answer.is_file():
-            return [str(problem) for problem in json.loads(answer.read_text(encoding="utf-8"))]
-        ending = f"a process that ran it {outcome.describe(_LIMITS)}"
-        return [f"ONNX Runtime does not run it on generated rows, ids of unknown tables being 0: {ending}"]
-
-
-def _run_generated(path: Path) -> list[str]:
-    graph = canonicalize(path).model
+def _problems_with_rows(path: Path, graph: GraphModel) -> list[str]:
+    """What preflight says on generated rows; ids of unknown tables are all 0."""
     inputs, outputs = (tuple(map(tensor_spec, ends)) for ends in (graph.inputs, graph.outputs))
     bindings = bind_columns({}, inputs, id_bounds(graph))
     batches = Batches(generated_rows(inputs, bindings, _ROWS))
+    fatal = find_fatal_batch(path, other_products(graph), batches)
     names = [spec.name for spec in outputs if spec.shape[:1] == (None,)]
-    found = preflight(graph, batches, names)
-    return [f"{finding.operator} {finding.what}: {finding.evidence}" for finding in found]
+    findings = preflight(graph, batches, names) if fatal is None else (fatal,)
+    return [f"{finding.operator} {finding.what}: {finding.evidence}" for finding in findings]
 
 
 def _problems_of(spec: TensorSpec) -> Iterator[str]:
@@ -243,23 +220,8 @@ def _imported(module: str, version: str, use: str, remedy: str) -> Package:
     return Package(module, version, use, "" if version else remedy)
 
 
-def _operator_package(package: OperatorPackage) -> Package:
-    use, here = "FP8 products that engines of inductor may choose", package.installed()
-    if here is None:
-        first = package.distributions[0]
-        return Package(
-            package.namespace, "", use, f"pip install {first}: the release that is built for your PyTorch"
-        )
-    (found,) = find_packages(_version("torch") or "none", [package])
-    return Package(package.namespace, "" if found.obstacle else here.version, use, found.obstacle)
-
-
 def _version(distribution: str) -> str:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return ""
-
-
-if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(_run_generated(Path(sys.argv[1]))), encoding="utf-8")

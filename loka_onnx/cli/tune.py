@@ -13,7 +13,7 @@ from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.run import Output, Overrides, read_run_file, run_until
 from loka_onnx.cli.terminal import Terminal, terminal_of
 from loka_onnx.core.timing import Shape
-from loka_onnx.engines.tuning import KernelTimer, TuningOptions
+from loka_onnx.engines.tuning import ROUNDS, KernelTimer
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.directory import Outcome
 from loka_onnx.pipeline.run import RunOptions, Stage
@@ -61,7 +61,7 @@ def tune(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         Path | None,
         typer.Option(metavar="FILE", help=f"Where times are kept; {TIMINGS} in the run directory or here."),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Times that each kernel is timed.")] = TuningOptions.rounds,
+    rounds: Annotated[int, typer.Option(help="Times that each kernel is timed.")] = ROUNDS,
     again: Annotated[bool, typer.Option("--again", help="Measure what is known as well.")] = False,
     take: Annotated[
         Path | None,
@@ -100,7 +100,7 @@ def tune(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         with TimingDatabase(place) as opened:
             terminal.say(f"{opened.take(take)} times taken in from {take}")
     if shapes:
-        timer = KernelTimer(device, TuningOptions(rounds=rounds))
+        timer = KernelTimer(device, rounds)
         request = TuningRequest(tuple(dict.fromkeys(shapes)), place, again)
         with StageReporter(terminal) as reporter:
             reporter.on_stage("tune", None)

@@ -48,13 +48,20 @@ class ChildOutcome:
     peak_bytes: int
 
     def describe(self, limits: Limits) -> str:
-        """Describe the ending in a sentence, with evidence and remedy."""
+        """Describe the ending of a build in a sentence, with evidence and remedy."""
+        remedies = {
+            Ending.TIMED_OUT: "; raise `build.timeout_seconds`",
+            Ending.OUT_OF_MEMORY: "; raise `build.memory_gb`",
+        }
+        return self.ended(limits) + remedies.get(self.ending, "")
+
+    def ended(self, limits: Limits) -> str:
+        """Describe the ending, with evidence."""
         used = f"after {self.seconds:.1f} s, peak memory {self.peak_bytes / MIB:.0f} MiB"
         if self.ending is Ending.TIMED_OUT:
-            return f"ended at the time limit of {limits.seconds:g} s ({used}); raise `build.timeout_seconds`"
+            return f"ended at the time limit of {limits.seconds:g} s ({used})"
         if self.ending is Ending.OUT_OF_MEMORY:
-            limit = f"{limits.memory_bytes / MIB:.0f} MiB"
-            return f"ended at the memory limit of {limit} ({used}); raise `build.memory_gb`"
+            return f"ended at the memory limit of {limits.memory_bytes / MIB:.0f} MiB ({used})"
         if self.ending is Ending.SIGNALLED:
             # Only the kernel and operators send SIGKILL; usually memory ran out.
             cause = "; SIGKILL is what the kernel sends when memory runs out" if self.code == 9 else ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import cycle
 from typing import TYPE_CHECKING
 
@@ -92,23 +92,30 @@ def kernels_of(device: str) -> tuple[Kernel, ...]:
     return (wide, *float8, Kernel(device, BACKEND, QUANTIZE, Precision.FP8))
 
 
+def turns_of(kernel: Kernel, shape: Shape, torch_device: str) -> int:
+    """Calls until every copy of a kernel's weight was used (`copies_in_turn`); 1 on the CPU."""
+    if kernel.name == QUANTIZE or torch_device == CPU:
+        return 1
+    return copies_in_turn((1 if kernel.precision is Precision.FP8 else 2) * shape.k * shape.n)
+
+
 class PreparedOperands:
     """Operands on a device of torch, rounded once for all kernels."""
 
     def __init__(self, operands: Operands, torch_device: str) -> None:
-        self.shape, self._operands, self._device = operands.shape, operands, torch_device
+        import torch
 
-    def turns_of(self, kernel: Kernel) -> int:
-        """Calls until every copy of a kernel's weight was used (`copies_in_turn`); 1 on the CPU."""
-        if kernel.name == QUANTIZE or self._device == CPU:
-            return 1
-        width = 1 if kernel.precision is Precision.FP8 else 2
-        return copies_in_turn(width * self.shape.k * self.shape.n)
+        self.shape, self._device = operands.shape, torch_device
+        activation = torch.tensor(operands.activation, device=torch_device)
+        self._wide_activation, self._activation_scale = activation.bfloat16(), _scale(activation.abs().amax())
+        self._activation_in_float8 = to_float8(activation, self._activation_scale)
+        self._stored = None if operands.weight is None else torch.tensor(operands.weight, device=torch_device)
 
     def run_of(self, kernel: Kernel) -> Run:
         """Return a function that calls a kernel once, with the next of `turns_of` copies of its weight."""
         import torch
 
+        turns = turns_of(kernel, self.shape, self._device)
         if kernel.name == QUANTIZE:
             value, inverse = self._wide_activation, self._activation_scale.reciprocal()
             cast = _cast(self._device, self.shape.k)
@@ -116,10 +123,11 @@ class PreparedOperands:
                 torch._dynamo.maybe_mark_dynamic(value, 0)
             return lambda: cast(value, inverse)
         if kernel.precision is not Precision.FP8:
-            activation, weights = self._wide_activation, _in_turn(self._wide_weight, self.turns_of(kernel))
+            activation = self._wide_activation
+            weights = _in_turn(self._weight.bfloat16(), turns)
             return lambda: torch.matmul(activation, next(weights))
         a, b = self._activation_in_float8, self._weight_in_float8(kernel.scales)
-        weights = _in_turn(b, self.turns_of(kernel))
+        weights = _in_turn(b, turns)
         scale_a, scale_b = self._activation_scale, self._weight_scale(kernel.scales)
         if kernel.scales is Granularity.PER_CHANNEL:
             scale_a = scale_a.reshape(1, 1).expand(len(a), 1).contiguous()
@@ -142,40 +150,16 @@ class PreparedOperands:
             a = self._activation_in_float8[:rows].to(wide) * self._activation_scale.to(wide)
             b = self._weight_in_float8(kernel.scales).to(wide) * self._weight_scale(kernel.scales).to(wide)
         else:
-            a, b = self._wide_activation[:rows].to(wide), self._wide_weight.to(wide)
+            a, b = self._wide_activation[:rows].to(wide), self._weight.bfloat16().to(wide)
         exact = a @ b
         difference, size = (result[:rows].to(wide) - exact).square().mean(), exact.square().mean()
         return float((difference / size).sqrt()) if float(size) > 0.0 else 0.0
 
-    @cached_property
-    def _activation(self) -> torch.Tensor:
-        import torch
-
-        return torch.tensor(self._operands.activation, device=self._device)
-
-    @cached_property
+    @property
     def _weight(self) -> torch.Tensor:
-        if self._operands.weight is None:
+        if self._stored is None:
             raise ValueError("there is no weight to multiply by")
-        import torch
-
-        return torch.tensor(self._operands.weight, device=self._device)
-
-    @cached_property
-    def _wide_activation(self) -> torch.Tensor:
-        return self._activation.bfloat16()
-
-    @cached_property
-    def _wide_weight(self) -> torch.Tensor:
-        return self._weight.bfloat16()
-
-    @cached_property
-    def _activation_scale(self) -> torch.Tensor:
-        return _scale(self._activation.abs().amax())
-
-    @cached_property
-    def _activation_in_float8(self) -> torch.Tensor:
-        return to_float8(self._activation, self._activation_scale)
+        return self._stored
 
     def _weight_scale(self, scales: Granularity | None) -> torch.Tensor:
         magnitudes = self._weight.abs()

@@ -26,35 +26,21 @@ from statistics import median, quantiles
 from loka_onnx.core.devices import CPU, SLICE, device_called
 from loka_onnx.core.distributions import versions_of
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
-from loka_onnx.engines.tuned_kernels import Operands, PreparedOperands, Run, calls_in_turn, kernels_of
+from loka_onnx.engines.tuned_kernels import (
+    Operands,
+    PreparedOperands,
+    Run,
+    calls_in_turn,
+    kernels_of,
+    turns_of,
+)
 from loka_onnx.errors import ConfigError, EngineError, MissingPackage
 
 CUDA = "cuda"
 """Torch's name of an accelerator, including AMD's."""
+ROUNDS, CALLS, ERROR_ROWS = 15, 20, 256
+"""Repetitions of a kernel, of which the median is taken; fewest calls in a CUDA graph; rows for an error."""
 _QUERY = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
-
-
-@dataclass(frozen=True)
-class TuningOptions:
-    """Options of timing kernels.
-
-    Attributes:
-        rounds: Repetitions of each kernel, of which the median is taken.
-        calls: Fewest calls in a CUDA graph; a time is that of one call.
-        error_rows: Number of first rows of the product for its error.
-    """
-
-    rounds: int = 15
-    calls: int = 20
-    error_rows: int = 256
-
-    def __post_init__(self) -> None:
-        if min(self.rounds, self.calls, self.error_rows) < 1:
-            raise ConfigError(
-                "E2815 kernels are timed at least once",
-                evidence=f"rounds {self.rounds}, calls {self.calls}, error_rows {self.error_rows}",
-                remedy="leave it out for the default",
-            )
 
 
 @dataclass(frozen=True)
@@ -77,8 +63,10 @@ class Tuned:
 class KernelTimer:
     """Times `kernels` on a device of run files; None is the one of this machine."""
 
-    def __init__(self, device: str | None = None, options: TuningOptions | None = None) -> None:
-        self.options = options or TuningOptions()
+    def __init__(self, device: str | None = None, rounds: int = ROUNDS) -> None:
+        if rounds < 1:
+            raise ConfigError("E2815 kernels are timed at least once", evidence=f"rounds {rounds}")
+        self.rounds = rounds
         self.device = device_to_time(device)
         self.kernels = kernels_of(self.device)
         self._torch_device = torch_device(self.device)
@@ -107,7 +95,7 @@ class KernelTimer:
                     run = prepared.run_of(kernel)
                     run()
                     self._synchronize()
-                    timers[kernel] = self._timer(run, prepared.turns_of(kernel))
+                    timers[kernel] = self._timer(run, turns_of(kernel, operands.shape, self._torch_device))
                 except (RuntimeError, ValueError, NotImplementedError) as error:
                     self._check_alive(kernel, operands.shape)
                     refused.append(Refused(kernel, operands.shape, _first_line(error)))
@@ -115,7 +103,7 @@ class KernelTimer:
                     runs[kernel] = run
             # Microseconds of one call, by round.
             times: dict[Kernel, list[float]] = {kernel: [] for kernel in timers}
-            for _ in range(self.options.rounds):
+            for _ in range(self.rounds):
                 for kernel, timer in timers.items():
                     times[kernel].append(timer())
             measured = (self._measured(kernel, times[kernel], prepared, run) for kernel, run in runs.items())
@@ -124,7 +112,7 @@ class KernelTimer:
     def _timer(self, run: Run, turns: int) -> Callable[[], float]:
         if self._torch_device == CPU:
             return lambda: _clocked(run)
-        return _graph_timer(run, calls_in_turn(self.options.calls, turns))
+        return _graph_timer(run, calls_in_turn(CALLS, turns))
 
     def _measured(
         self, kernel: Kernel, us: Sequence[float], prepared: PreparedOperands, run: Run
@@ -133,13 +121,13 @@ class KernelTimer:
         spread = (quartiles[2] - quartiles[0]) / 2.0
         error = None
         if kernel.name != QUANTIZE:
-            error = prepared.error(kernel, run(), self.options.error_rows)
+            error = prepared.error(kernel, run(), ERROR_ROWS)
         return KernelTiming(kernel, prepared.shape, median(us), spread, self._provenance, len(us), error)
 
     @cached_property
     def _provenance(self) -> Provenance:
         is_cpu = self._torch_device == CPU
-        how = "single calls" if is_cpu else f"CUDA graphs of {self.options.calls} calls or more"
+        how = "single calls" if is_cpu else f"CUDA graphs of {CALLS} calls or more"
         # To the minute and once, so that the records of a run are one series.
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
         warm = "operands" if is_cpu else "activations"

@@ -16,7 +16,6 @@ from loka_onnx.errors import ConfigError, DataError
 from loka_onnx.evaluation.columns import read_scores, read_truth
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.preflight import KEY, Batches, check_conversion, preflight
-from loka_onnx.export.retrained import EarlierExport, export_retrained
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest
@@ -31,12 +30,8 @@ from loka_onnx.planning.policy import PlanOptions, check_patterns
 EXPORT = Stage("export", "model/exported.json", ModelArtifact)
 
 
-def export_model(settings: RunSettings, earlier: EarlierExport | None = None) -> ModelArtifact:
-    """Torch or a foreign ONNX file → `model/exported.onnx` with named sites.
-
-    Args:
-        earlier: Export of the same module with other weights, which may save the exporter.
-    """
+def export_model(settings: RunSettings) -> ModelArtifact:
+    """Torch or a foreign ONNX file → `model/exported.onnx` with named sites."""
     config, target = settings.config, settings.path("model/exported.onnx")
     if config.model.onnx is not None:
         source = config.model.onnx
@@ -51,8 +46,7 @@ def export_model(settings: RunSettings, earlier: EarlierExport | None = None) ->
         def make() -> ModelArtifact:
             bindings = bind_columns(config.data.inputs, torch_model.inputs)
             rows = next(open_splits(config, bindings).calibration.batches(CHECK_ROWS))
-            parts = (torch_model.module, rows.inputs, target, settings.specs)
-            return export_torch(*parts) if earlier is None else export_retrained(*parts, earlier)
+            return export_torch(torch_model.module, rows.inputs, target, settings.specs)
 
     return settings.directory.document(EXPORT, {**reads, "outputs": config.outputs}, make)
 
@@ -85,7 +79,7 @@ def _preflight(context: Context) -> tuple[str, ...]:
     """A few batches of calibration rows through the exported model."""
     config, exported = context.config, context.exported
     batches = Batches(context.first_rows(CHECK_ROWS), config.batch.min, config.batch.max, context.threads)
-    fatal = find_fatal_batch(exported, batches)
+    fatal = find_fatal_batch(exported.path, exported.other_products, batches)
     if fatal is not None:
         raise fatal.error(config.model.onnx or exported.path)
     model, judged, notes = GraphModel.load(exported.path), [spec.name for spec in context.specs], []

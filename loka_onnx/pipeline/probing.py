@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from loka_onnx.calibration.calibrate import OpenVerdicts, ProbeOptions, calibrat
 from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.calibration.passes.ray_executor import RayExecutor
-from loka_onnx.calibration.passes.row_order import rows_of
 from loka_onnx.calibration.updating import ProfiledModel, update
 from loka_onnx.config import Executor as ExecutorName
 from loka_onnx.config import PlanId, WeightGranularity
@@ -29,14 +28,11 @@ from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.plans import competing_plans, planned_recipes
 from loka_onnx.pipeline.redo import (
-    Measurement,
     carried,
     changed_sites,
-    read_earlier,
     with_partners,
     with_sites,
 )
-from loka_onnx.planning.patterns import matching_sites
 from loka_onnx.planning.policy import PlanOptions, open_verdicts
 
 EXPORTED = "calibration/exported.json"
@@ -88,26 +84,6 @@ class Probing:
         key |= {"magnitudes": True} if self._may_use_fp16 else {}
         return self.document(
             RECALIBRATE, key, lambda: self._with_magnitudes(self.changed(model, earlier, before), model)
-        )
-
-    def again(self, patterns: Sequence[str]) -> Profile:
-        """Calibrate some sites of the exported model again → `calibration/exported.json`.
-
-        Raises:
-            ConfigError: A pattern names no site, or the run holds no profile that fits.
-        """
-        model = self.context.exported
-        only = with_partners(model, matching_sites(patterns, model.sites, "--only"))
-        now = Measurement(
-            model=model.digest,
-            data=self.data.digest,
-            rows=rows_of(self._passes.range_spans(self.data.rows)),
-            outputs=self.specs,
-            recipes=planned_recipes(self.config.plan),
-        )
-        earlier = read_earlier(self.context.path(EXPORTED), now)
-        return self.document(
-            CALIBRATE, self.key(model), lambda: self._with_sites(model, earlier, only), again=True
         )
 
     def add_rows(self, earlier: Profile, added: Dataset) -> Profile:

@@ -1,82 +1,20 @@
-"""Calibrating some sites again, and putting them among the others of an earlier profile.
+"""Profiles of a model after mods: sites that are measured now beside those that did not change.
 
-A profile says of all of its sites that they were measured on one model, the same rows, and under recipes that
-the plan knows. Sites that were measured otherwise must not stand beside those that are measured now. How many
-of the rows it took to reach a verdict may differ from site to site.
+All are measured on the same rows and under the same recipes. How many of the rows it took to reach a verdict
+may differ from site to site.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
-from loka_onnx.calibration.observers.arithmetic import NORM_PRECISION
-from loka_onnx.core import serde
-from loka_onnx.core.artifact import ModelArtifact, OutputSpec
+from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.exact_sum import NOTHING_ADDED
 from loka_onnx.core.profile import Profile, Sampling
-from loka_onnx.core.recipe import Recipe
-from loka_onnx.core.sensitivity import ENTROPY, LOSS
 from loka_onnx.core.statistics import TensorRange
-from loka_onnx.errors import ConfigError
 from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import GraphModel
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Conditions of the present calibration: digests of model and data, rows of ranges, outputs, recipes."""
-
-    model: str
-    data: str
-    rows: int
-    outputs: tuple[OutputSpec, ...]
-    recipes: tuple[Recipe, ...]
-
-
-def read_earlier(document: Path, now: Measurement) -> Profile:
-    """Read the earlier profile, in which sites that are measured again are replaced.
-
-    Raises:
-        ConfigError: It is missing, holds rows of `--update`, or is of another model, other data or recipes.
-        UserError: It is not a profile of this version.
-    """
-    remedy = "calibrate every site: the same command without --only"
-    if not document.is_file():
-        raise ConfigError(
-            "E1522 there is no profile whose sites could be done again",
-            where="--only",
-            evidence=f"'{document}' does not exist",
-            remedy=remedy,
-        )
-    earlier = serde.read(Profile, document)
-    if "+" in earlier.data_digest:
-        raise ConfigError(
-            "E1523 the profile holds rows that `--update` added, and some sites would be without them",
-            where="--only",
-            evidence=f"'{document}' has {earlier.rows} rows, the calibration split {now.rows}",
-            remedy=f"remove '{document}' and calibrate every site, then add the rows again",
-        )
-    known = {recipe.id for recipe in now.recipes} | {NORM_PRECISION}
-    strange = {error.recipe for site in earlier.sites for error in site.errors} - known
-    relative = {item.output: item.denominator for site in earlier.sites for item in site.sensitivities}
-    for what, was, wanted in (
-        ("model", earlier.model_digest, now.model),
-        ("calibration rows, or columns of them", earlier.data_digest, now.data),
-        ("number of rows", earlier.rows, now.rows),
-        ("outputs", sorted(earlier.baseline_loss), sorted(spec.name for spec in now.outputs)),
-        ("labels", relative, {spec.name: LOSS if spec.label else ENTROPY for spec in now.outputs}),
-        ("recipes", sorted(strange), []),
-    ):
-        if was != wanted:
-            raise ConfigError(
-                f"E1524 the profile was measured with other {what}",
-                where="--only",
-                evidence=f"'{document}' has {was}; the run file gives {wanted or 'none of these'}",
-                remedy=remedy,
-            )
-    return earlier
 
 
 def changed_sites(earlier: Profile, model: ModelArtifact) -> frozenset[str]:

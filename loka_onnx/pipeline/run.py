@@ -19,7 +19,6 @@ from loka_onnx.core.refresh import Refresh
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.split import ModelSplit
 from loka_onnx.errors import ConfigError
-from loka_onnx.export.retrained import EarlierExport
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.accepting import check_data, check_plan_patterns, export_model, open_added
 from loka_onnx.pipeline.attempts import attempt_again
@@ -121,8 +120,6 @@ class RunOptions(Reporting):
         force: Start over in a directory that holds an earlier run.
         resume: Take over the finished stages of an earlier run.
         until: Last stage to run.
-        only: Patterns of sites to calibrate again in a run that holds a profile; empty for what is not
-            finished.
         added: Data file whose rows are added to the profile; None for none.
         label_rule: What the labels mean, for the report.
         looks: Times that the certification rows are looked at for this model, this run included; their error
@@ -132,7 +129,6 @@ class RunOptions(Reporting):
     force: bool = False
     resume: bool = False
     until: Stage = Stage.BUNDLE
-    only: tuple[str, ...] = ()
     added: Path | None = None
     label_rule: str = ""
     looks: int = 1
@@ -205,11 +201,11 @@ def recorded(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def accepted(settings: RunSettings, earlier: EarlierExport | None = None) -> Context:
+def accepted(settings: RunSettings) -> Context:
     """Export the model; the rest of a run stands on it."""
     check_options(settings.config)
     ChosenMods(settings.config)
-    return Context.of(settings, export_model(settings, earlier))
+    return Context.of(settings, export_model(settings))
 
 
 def _run_stages(settings: RunSettings, options: RunOptions) -> RunResult:  # noqa: PLR0911 - one for each end
@@ -228,7 +224,7 @@ def _run_stages(settings: RunSettings, options: RunOptions) -> RunResult:  # noq
         return ended
 
     probing = Probing(context)
-    probed = probing.again(options.only) if options.only else probing.calibrate()
+    probed = probing.calibrate()
     if added is not None:
         probed = probing.add_rows(probed, added)
     if until is Stage.CALIBRATE:

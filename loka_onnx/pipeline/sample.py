@@ -58,20 +58,8 @@ def generated_rows(
 
 
 def bounded_by(binding: InputBinding, rows: npt.NDArray[Any]) -> InputBinding:
-    """A binding in which the largest id of some rows bounds the columns that no table does.
-
-    A matrix of floats may hold ids beside numbers: a column of whole numbers from 0 alone is taken for ids.
-    """
-    if not rows.size:
-        return binding
-    if np.issubdtype(np.dtype(binding.dtype), np.floating):
-        columns = rows.reshape(len(rows), -1).T
-        whole = [bool((np.isfinite(c) & (c >= 0) & (c == np.floor(c))).all()) for c in columns]
-        if not any(whole):
-            return binding
-        found = (range(int(c.max()) + 1) if w else None for c, w in zip(columns, whole, strict=True))
-        return replace(binding, ids=tuple(found))
-    if not np.issubdtype(np.dtype(binding.dtype), np.integer):
+    """A binding in which the largest id of some rows bounds the columns that no table does."""
+    if not rows.size or not np.issubdtype(np.dtype(binding.dtype), np.integer):
         return binding
     tables = binding.ids or (None,) * len(binding.columns)
     largest = rows.reshape(len(rows), -1).max(axis=0) if len(tables) > 1 else [rows.max()]

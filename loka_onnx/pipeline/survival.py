@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.products import OtherProduct
 from loka_onnx.engines.isolation import Ending, run_child
 from loka_onnx.engines.request import Limits
 from loka_onnx.errors import EngineError, ModelError
@@ -30,23 +30,21 @@ _BATCH = "loka-onnx: a batch of "
 """Text that the child prints before each batch."""
 
 
-def find_fatal_batch(model: ModelArtifact, batches: Batches) -> Finding | None:
+def find_fatal_batch(path: Path, products: Iterable[OtherProduct], batches: Batches) -> Finding | None:
     """The first batch by which ONNX Runtime ends its process; None where it survives all of them.
 
     Tried are all sizes, and every row in batches of the smallest size. An error that ONNX Runtime raises ends
-    the trial, and so do 120 s: the parent then runs its own preflight. A model without `ENDING_OPS` is not
-    tried.
+    the trial, and so do 120 s: the parent then runs its own preflight. A model whose other products
+    have no `ENDING_OPS` is not tried.
     """
-    suspects = [
-        f"'{other.name}' ({other.op_type})" for other in model.other_products if other.op_type in ENDING_OPS
-    ]
+    suspects = [f"'{other.name}' ({other.op_type})" for other in products if other.op_type in ENDING_OPS]
     if not suspects:
         return None
     with tempfile.TemporaryDirectory() as folder:
         rows, log = Path(folder) / "rows.npz", Path(folder) / "log"
         np.savez(rows, *batches.rows.values())
         task = {"names": list(batches.rows), "sizes": batches.sizes, "threads": batches.threads}
-        outcome = run_child(__name__, [str(model.path), str(rows), json.dumps(task)], log, _LIMITS)
+        outcome = run_child(__name__, [str(path), str(rows), json.dumps(task)], log, _LIMITS)
         begun = log.read_text(encoding="utf-8", errors="replace").rpartition(_BATCH)[2].splitlines()
     if outcome.ending is not Ending.SIGNALLED or not begun:
         return None

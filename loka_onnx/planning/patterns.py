@@ -27,14 +27,6 @@ class Named:
     nothing: tuple[str, ...] = ()
 
 
-def matching_sites(patterns: Sequence[str], sites: Sequence[Site], key: str) -> dict[str, str]:
-    """Return the sites that patterns match, each with the pattern.
-
-    Raises ConfigError if a pattern matches no site.
-    """
-    return dict(named_places(patterns, sites, None, key).sites)
-
-
 def named_places(
     patterns: Sequence[str],
     sites: Sequence[Site],

@@ -41,8 +41,7 @@ from loka_onnx.transforms.linears.split_concat import SplitConcat
 from loka_onnx.transforms.lookups.merge_gathers import MergeGathers
 from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
 from loka_onnx.transforms.norms.fold_norm_affine import FoldNormAffine
-from loka_onnx.transforms.norms.fuse import FuseL2Norm, FuseLayerNorm, FuseRMSNorm
-from loka_onnx.transforms.norms.fuse_group_norm import FuseGroupNorm
+from loka_onnx.transforms.norms.fuse import FuseLayerNorm, FuseRMSNorm
 from loka_onnx.transforms.tidying.fold_constants import FoldConstants
 from loka_onnx.transforms.tidying.join_parts import JoinParts
 from loka_onnx.transforms.tidying.remove_no_ops import RemoveNoOps
@@ -67,10 +66,8 @@ DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     FoldConstants,
     RemoveNoOps,
     ShareDuplicates,
-    FuseGroupNorm,
     FuseLayerNorm,
     FuseRMSNorm,
-    FuseL2Norm,
     FoldBatchNorm,
     FoldNormAffine,
     ReassociateInteraction,

@@ -56,22 +56,6 @@ class ModModel:
 
 
 MOD_MODELS: dict[str, ModModel] = {
-    "fuse-group-norm": ModModel(
-        "z = Reshape(x, split) q = InstanceNormalization<epsilon=0.001>(z, ones, zeros) n = Reshape(q, back)"
-        " y = Mul(n, gain)",
-        {"gain": (8, 1)},
-        {
-            "split": np.array([0, 2, -1]),
-            "back": np.array([0, 8, 6]),
-            "ones": np.ones(2, np.float32),
-            "zeros": np.zeros(2, np.float32),
-        },
-        inputs="float[batch,8,6] x",
-        output="8,6",
-    ),
-    "fuse-l2-norm": ModModel(
-        "l = ReduceL2(x, axes) q = Div(x, l) [fc] y = MatMul(q, w)", {"w": (8, 8)}, {"axes": np.array([-1])}
-    ),
     "fold-batch-norm": ModModel(
         "[fc] h = MatMul(x, w) [bn] n = BatchNormalization(h, gamma, beta, mean, variance) y = Relu(n)",
         {"w": (8, 8), "gamma": (8,), "beta": (8,), "mean": (8,)},

@@ -16,7 +16,6 @@ from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest
-from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from loka_onnx.transforms.sequence import apply_mods
 
@@ -84,13 +83,3 @@ def test_corrections_cost_no_kernel(tmp_path: Path) -> None:
         graphs = read_compiled_graphs(next((folder / "engine").rglob("engine.trt")))
         counts.append([len(graph.operations) for graph in graphs])
     assert counts[0] == counts[1]
-
-
-def test_the_engine_adds_what_was_fitted(tmp_path: Path) -> None:
-    model = ranker(tmp_path)
-    constant = Corrections((), CORRECTIONS.constants)
-    plain, moved = (
-        OnnxSession(planned(model, Precision.FP32, c, tmp_path / f"{n}.onnx")).run(batch())["logit"]
-        for n, c in (("plain", None), ("moved", constant))
-    )
-    np.testing.assert_allclose(moved - plain, 0.25, rtol=0, atol=1e-6)

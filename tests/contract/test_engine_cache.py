@@ -243,27 +243,6 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_the_entry(model: TinyM
 MEND = "correct its permissions, name another place with `build.cache`, or do without (`build.cache_gb: 0`)"
 
 
-def test_a_cache_that_may_not_be_searched_costs_a_build(
-    model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where another user made it: `stat` of what is in it fails."""
-    backend, place = Fake(), tmp_path / "cache"
-    cache = EngineCache(place, GB)
-    cache.build(backend, request_for(model, tmp_path / "a"))
-    stat = Path.stat
-
-    def refused(self: Path, **how: bool) -> os.stat_result:
-        if self.name == "entry.json":
-            raise PermissionError(13, "Permission denied", str(self))
-        return stat(self, **how)
-
-    monkeypatch.setattr(Path, "stat", refused)
-    again = cache.build(backend, request_for(model, tmp_path / "b"))
-    assert (again.status, backend.built) == (BuildStatus.READY, 2)
-    assert again.detail.startswith(f"the engine cache '{place}' cannot be read ([Errno 13] Permission denied")
-    assert again.detail.endswith(MEND)
-
-
 @pytest.mark.parametrize("file", ["entry.json", "engine/engine.onnx"])
 def test_an_entry_that_cannot_be_read_costs_a_build_and_stays(
     model: TinyModel, tmp_path: Path, file: str

@@ -78,15 +78,14 @@ def test_the_timing_cache_is_kept_and_taken(tmp_path: Path, cache: Path) -> None
     assert "begun anew" not in log
 
 
-@pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_every_size_gives_what_the_model_computes(tmp_path: Path, cuda_graphs: bool) -> None:
+def test_every_size_gives_what_the_model_computes(tmp_path: Path) -> None:
     model = mlp(tmp_path, Precision.FP32, Precision.FP32, fp8=False)
     artifact = build(tmp_path / "e", model)
     assert artifact.path is not None
     reference = ReferenceEvaluator(onnx.load(model.path))
     sample = dict(np.load(model.sample))
     device = first_gpu(HERE[0]).index
-    with TensorRtSession(trt, tmp_path / "e" / artifact.path, device, cuda_graphs=cuda_graphs) as session:
+    with TensorRtSession(trt, tmp_path / "e" / artifact.path, device) as session:
         assert session.served_sizes == (4, 8)
         for _ in range(3):
             for rows in (1, 4, 8, 16):

@@ -1,25 +1,20 @@
-"""Some sites calibrated again; a plan in another FP8 format."""
+"""Calibration with further rows; a plan in another FP8 format."""
 
 from __future__ import annotations
 
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from synthetic_runs import WIDTH, Workplace, call, make_columns, make_workplace, write_rows
+from synthetic_runs import Workplace, call, make_columns, make_workplace, write_rows
 
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
-from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.plan import PlanSet
-from loka_onnx.core.profile import Profile, SiteProfile
+from loka_onnx.core.profile import Profile
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
-
-SWAPPED = ",".join(f"d{i}" for i in (1, 0, *range(2, WIDTH)))
-"""Columns of `dense` with the first two exchanged."""
 
 
 def profile_at(place: Workplace, name: str = "calibration/exported.json") -> Profile:
@@ -44,67 +39,6 @@ def place(planned: Workplace, tmp_path: Path) -> Workplace:
 @pytest.fixture
 def fresh(tmp_path: Path) -> Workplace:
     return make_workplace(tmp_path / "fresh")
-
-
-def falsified(entry: SiteProfile) -> SiteProfile:
-    return replace(entry, errors=tuple(replace(error, noise=ExactSum.of([7.0])) for error in entry.errors))
-
-
-@pytest.mark.slow
-def test_only_the_sites_asked_for_are_measured_again(
-    place: Workplace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = profile_at(place)
-    assert [entry.site for entry in first.sites] == ["fc1", "fc2", "heads"]
-    wrong = replace(first, sites=tuple(map(falsified, first.sites)))
-    serde.write(wrong, place.output / "calibration/exported.json")
-
-    done = call(
-        capsys, "calibrate", place.run_file, "--only", "fc*", "--set", "plan.weight_granularity=per_tensor"
-    )
-    assert done.code == 0, done.err
-    again = profile_at(place)
-    for name in ("fc1", "fc2"):
-        assert (again.site(name).operands, again.site(name).errors) == (
-            first.site(name).operands,
-            first.site(name).errors,
-        )
-        assert "/per_tensor/per_tensor/" in again.site(name).sensitivities[0].recipe
-    assert again.site("heads") == falsified(first.site("heads"))
-    assert again.seconds["errors"].value > first.seconds["errors"].value
-
-    # What follows is built on it, and the calibration itself is not done again.
-    done = call(capsys, "plan", place.run_file, "--set", "plan.weight_granularity=per_tensor")
-    assert done.code == 0, done.err
-    assert profile_at(place) == again
-    final = profile_at(place, "profile.json")
-    for site in ("fc1", "fc2", "heads"):
-        # What a mod has padded or smoothed was measured again.
-        is_changed = final.site(site).origins == (site,)
-        assert is_changed or final.site(site) == again.site(site)
-    assert final.site("fc1") == again.site("fc1")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--only", "tower.*"], "pattern 'tower.*' matches no site"),
-        (["--only", "fc1", "--set", "calibration.rows=1000"], "was measured with other number of rows"),
-        (["--only", "fc1", "--set", "plan.format=E5M2"], "was measured with other recipes"),
-        (["--only", "fc1", "--set", "data.split.seed=9"], "was measured with other calibration rows"),
-        (
-            ["--only", "fc1", "--set", f"data.inputs.dense=[{SWAPPED}]"],
-            "was measured with other calibration rows, or columns of them",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused_and_the_profile_stays(
-    planned: Workplace, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    before = (planned.output / "calibration/exported.json").read_bytes()
-    done = call(capsys, "calibrate", planned.run_file, *arguments)
-    assert done.code == 2 and message in done.err, done.err
-    assert (planned.output / "calibration/exported.json").read_bytes() == before
 
 
 @pytest.mark.slow
@@ -155,14 +89,6 @@ def test_another_confidence_plans_anew(place: Workplace, capsys: pytest.CaptureF
     (safe,) = (p for p in serde.read(PlanSet, place.output / "plan.json").plans if p.id == "fp8-safe")
     levels = [re.search(r"at ([0-9.]+) %, corrected for 2 bounds", d.reason) for d in safe.decisions]
     assert all(level is not None and float(level[1]) >= 99.0 for level in levels)
-
-
-def test_without_a_profile_there_is_nothing_to_do_again(
-    fresh: Workplace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = call(capsys, "calibrate", fresh.run_file, "--only", "fc1")
-    assert done.code == 2 and "there is no profile whose sites could be done again" in done.err
-    assert "remedy: calibrate every site: the same command without --only" in done.err
 
 
 @pytest.mark.parametrize("format", ["E4M3FNUZ", pytest.param("E5M2", marks=pytest.mark.slow)])
@@ -233,8 +159,6 @@ def test_rows_are_added_to_the_profile_and_later_stages_follow(
             "column 'bought' of 'unlabelled.parquet' does not exist",
         ),
         (["--update", place.path / "broken.parquet"], "'broken.parquet'"),
-        (["--update", new, "--only", "fc1"], "--only and --update exclude each other"),
-        (["--only", "fc1"], "the profile holds rows that `--update` added"),
     ):
         done = call(capsys, "calibrate", place.run_file, *arguments)
         assert done.code == 2 and message in done.err, (arguments, done.err)

@@ -99,7 +99,7 @@ def _check_finite(spec: OutputSpec, exact: Rows, scores: Rows, weights: Rows, la
         (
             f"with a site in low precision, output '{spec.name}'",
             scores,
-            "find the site with `loka-onnx calibrate --only`, and leave it out",
+            "leave sites out with `plan.keep`, or calibrate on rows without outliers",
         ),
     ):
         if values is not None and not np.isfinite(values).all():

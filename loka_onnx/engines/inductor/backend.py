@@ -57,7 +57,7 @@ class InductorBackend(Backend):
         try:
             torch = import_torch()
         except MissingPackage as error:
-            return Availability(False, "", False, False, (), error.what, error.remedy)
+            return Availability.missing(error)
         gpus = tuple(f"{gpu.name} ({gpu.architecture})" for gpu in _usable_gpus())
         version, devices = str(torch.__version__), (CPU, *gpus)
         if Compilers.find() is None:

@@ -1,7 +1,7 @@
 """Choice of the kernel for each product, timed on the device with the values that the site reads.
 
 Candidates for each product of the fused graph: the library (for FP8: cuBLASLt with exact and with fast
-accumulation, and the installed `kernels.packages`), with the epilogue fused by the compiler, and the Triton
+accumulation), with the epilogue fused by the compiler, and the Triton
 kernel in several tiles (for FP8 with exact and fast accumulation), with the epilogue inside. Each is timed in
 a CUDA graph at every served batch size. A program gets the kernel with the smallest sum over its sizes among
 those whose arithmetic adds little to the quantization error: Hopper's tensor cores keep about 14 bits of an
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loka_onnx.engines.inductor.kernels.products import PackageProduct, Tile, TiledProduct
+from loka_onnx.engines.inductor.kernels.products import Tile, TiledProduct
 from loka_onnx.engines.inductor.lowering.strategies import (
     Epilogue,
     FloatProduct,
@@ -31,7 +31,6 @@ from loka_onnx.engines.inductor.lowering.strategies import (
     ProductStrategy,
     ScaledMatMul,
 )
-from loka_onnx.engines.inductor.operator_packages import FoundPackage
 from loka_onnx.engines.tuned_kernels import calls_in_turn, copies_in_turn
 
 TILES = (
@@ -128,13 +127,11 @@ class Chooser:
         batch: Rows of the request that the recorded values come from.
         sizes: Served batch sizes.
         fast_accumulation: Whether FP8 sums may keep fewer bits than FP32.
-        packages: Packages whose operators are candidates.
     """
 
     batch: int
     sizes: tuple[int, ...]
     fast_accumulation: bool = True
-    packages: Sequence[FoundPackage] = ()
 
     def candidates(self, product: FloatProduct) -> dict[str, ProductStrategy]:
         """Return the candidates of a product by name."""
@@ -146,10 +143,10 @@ class Chooser:
             return {**_tiled(half), "library": exact}
         slow = _tiled([replace(tile, is_exact=True) for tile in tiles])
         if not self.fast_accumulation:
-            return {**slow, "cublas": exact, **self._packaged(False)}
+            return {**slow, "cublas": exact}
         both = _tiled(tiles) | (slow if product.b.shape[0] >= LONG_K else {})
         fast = replace(exact, fast_accumulation=True)
-        return {**both, "cublas": exact, "cublas-fast": fast, **self._packaged(False, True)}
+        return {**both, "cublas": exact, "cublas-fast": fast}
 
     def _split_tiles(self, product: FloatProduct) -> tuple[Tile, ...]:
         k, n = product.b.shape
@@ -161,15 +158,6 @@ class Chooser:
         return tuple(
             tile for tile in SPLIT_TILES if -(-rows // tile.rows) * -(-n // tile.columns) < PROCESSORS
         )
-
-    def _packaged(self, *accumulations: bool) -> dict[str, ProductStrategy]:
-        products = [
-            PackageProduct(found, operator, fast)
-            for found in self.packages
-            for operator in found.package.operators
-            for fast in accumulations
-        ]
-        return {f"{each.name}-fast" if each.fast_accumulation else each.name: each for each in products}
 
     def compile(self, seen: Mapping[str, tuple[FloatProduct, Epilogue]]) -> None:
         """Compile every tile of every product in parallel; errors surface when a tile is timed."""
@@ -209,8 +197,6 @@ class Chooser:
         self, case: _Case, known: dict[str, dict[int, float]], before: Sequence[Measured]
     ) -> Measured:
         strategy, site, name = case.strategy, case.product.site, case.name
-        if isinstance(strategy, PackageProduct) and (reason := strategy.why_not(case.product)):
-            return Measured(site, name, {}, float("nan"), reason)
         try:
             error = _error(strategy, case.product)
             if not error <= LARGEST_ERROR:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,8 @@ from loka_onnx.core.cache_directory import cache_directory
 from loka_onnx.core.devices import CPU
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.inductor.exported import entering_types, output_types, products_of
-from loka_onnx.engines.inductor.operator_packages import find_packages, needed_packages
+from loka_onnx.engines.inductor.fusions import FusionReport, fuse
+from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.package import (
     RECORD,
     CompiledSite,
@@ -59,21 +59,16 @@ class Compilers:
     cc: str
 
     @classmethod
-    def find(
-        cls, environment: Mapping[str, str] | None = None, system: tuple[str, str] = SYSTEM
-    ) -> Compilers | None:
-        """Return the compilers to build with, by default those of this process's environment.
+    def find(cls, system: tuple[str, str] = SYSTEM) -> Compilers | None:
+        """Return the compilers to build with, or None.
 
         The system's GCC comes first, even where ``CXX`` names another compiler. A package whose host part was
         compiled by another tool chain, with its own C++ library, builds without an error and crashes with a
         segmentation fault when it is loaded (seen with PyTorch 2.11).
         """
-        variables = os.environ if environment is None else environment
-        named = (variables.get("CXX", ""), variables.get("CC", ""))
-        for pair in (system, named, ("g++", "gcc"), ("clang++", "clang")):
+        for pair in (system, (os.environ.get("CXX", ""), os.environ.get("CC", "")), ("g++", "gcc")):
             # A variable may hold arguments as well.
-            names = [(command.split() or [""])[0] for command in pair]
-            cxx, cc = (shutil.which(name, path=variables.get("PATH")) if name else None for name in names)
+            cxx, cc = (shutil.which((command.split() or [""])[0]) for command in pair)
             if cxx and cc:
                 return cls(cxx, cc)
         return None
@@ -158,20 +153,16 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
     # Otherwise TF32 would round the factors of FP32 products to 10 bits.
     torch.set_float32_matmul_precision("highest")
     settings = Settings.of(request)
-    with clocked("fused"):
-        model = fused(request.model, into.parent / "fused") if settings.fuse else request.model
-    graph = onnx.load(os.fspath(model), load_external_data=False).graph
-    scratch = into.parent / "scratch"
-    build = Build(request, settings, compilers, input_ports(graph), output_ports(graph), scratch)
-    with clocked("kernels chosen"):
-        products = chosen_products(build, model)
+    model = planned_graph(request.model, fuses=settings.fuse)
+    ports = input_ports(model.source), output_ports(model.source)
+    build = Build(request, settings, compilers, *ports, into.parent / "scratch")
+    products = chosen_products(build, model)
     programs, files, lowered = [], {}, []
     waiting = into.parent / WAITING
     with device_alone(request.architecture, waiting) if settings.max_autotune else nullcontext():
         for program in batch_programs(request.batch, static=settings.static):
             served = [size for size in request.batch.sizes if program.minimum <= size <= program.maximum]
-            with clocked(f"program '{program.name}' lowered"):
-                module = lower(model, products(served)).to(torch_device(request.architecture)).eval()
+            module = lower(model, products(served)).to(torch_device(request.architecture)).eval()
             done, files[program.name] = _compile_program(build, module, program)
             programs.append(done)
             lowered.append(module.sites)
@@ -187,41 +178,24 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
         programs=tuple(programs),
         sites=compiled_sites(lowered),
         options=settings.options,
-        packages=needed_packages(programs),
     )
     package = into / PACKAGE
-    with clocked("packaged"):
-        package_pt2(os.fspath(package), aoti_files=files, extra_files={RECORD: serde.dumps(engine)})
+    package_pt2(os.fspath(package), aoti_files=files, extra_files={RECORD: serde.dumps(engine)})
     return package
 
 
-@contextmanager
-def clocked(what: str) -> Iterator[None]:
-    """Print the duration of a block to the build log."""
-    began = time.perf_counter()
-    yield
-    print(f"{what} in {time.perf_counter() - began:.1f} s", flush=True)
-
-
-def fused(model: Path, folder: Path) -> Path:
-    """Write the fused model into `folder` and return it; the planned model itself where no fusion matches."""
-    from loka_onnx.engines.inductor.fusions import fuse
-    from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
-
+def planned_graph(model: Path, *, fuses: bool) -> PlannedGraph:
+    """Read the planned model and fuse it; prints what is fused and what is declined."""
     graph = PlannedGraph.load(model)
-    report = fuse(graph)
+    report = fuse(graph) if fuses else FusionReport({}, {})
     for name, reasons in report.declined.items():
         print(f"{name}: declined {'; '.join(reasons)}", flush=True)
-    if not report.fused:
-        return model
     for name, matches in report.fused.items():
         print(f"{name}: {', '.join(match.name for match in matches)}", flush=True)
-    target = folder / "model.onnx"
-    graph.save(target)
-    return target
+    return graph
 
 
-def chosen_products(build: Build, model: Path) -> Callable[[Sequence[int]], Any]:
+def chosen_products(build: Build, model: PlannedGraph) -> Callable[[Sequence[int]], Any]:
     """Return the strategy for a program's batch sizes: on a GPU, the fastest measured kernels."""
     import torch
 
@@ -239,13 +213,12 @@ def chosen_products(build: Build, model: Path) -> Callable[[Sequence[int]], Any]
     rows = request.batch.serve
     examples = example_rows(request.sample, build.inputs, rows)
     module = lower(model, recorder).to(device).eval()
-    chooser = Chooser(rows, tuple(request.batch.sizes), fast, find_packages(str(torch.__version__)))
+    chooser = Chooser(rows, tuple(request.batch.sizes), fast)
     with torch.no_grad():
         module(*(each.to(device) for each in examples))
-        with clocked("tiles compiled"):
-            chooser.compile(recorder.seen)
+        chooser.compile(recorder.seen)
         # Programs compile in parallel, but timing needs the device alone.
-        with device_alone(request.architecture, build.scratch.parent / WAITING), clocked("kernels timed"):
+        with device_alone(request.architecture, build.scratch.parent / WAITING):
             chosen = chooser.choose(recorder.seen)
     for each in chosen.measured:
         times = ", ".join(f"{us:.2f} µs at batch {n}" for n, us in each.us.items())
@@ -355,8 +328,7 @@ def _compile_program(build: Build, module: Any, program: Program) -> tuple[Progr
     """Compile a program; return it with its products, and its files."""
     import torch
 
-    with clocked(f"program '{program.name}' exported"):
-        exported = _export(build, module, program)
+    exported = _export(build, module, program)
     for output, dtype in zip(build.outputs, output_types(exported.graph), strict=True):
         if dtype not in _NUMPY_TYPES:
             raise ModelError(
@@ -367,10 +339,9 @@ def _compile_program(build: Build, module: Any, program: Program) -> tuple[Progr
     args, kwargs = exported.example_inputs
     files_of = build.scratch / program.name
     options = inductor_options(build.settings, build.compilers, files_of, build.request.architecture)
-    with clocked(f"program '{program.name}' compiled"):
-        files: Any = torch._inductor.aot_compile(
-            exported.module(check_guards=False), args, kwargs, options=options
-        )
+    files: Any = torch._inductor.aot_compile(
+        exported.module(check_guards=False), args, kwargs, options=options
+    )
     names = {site.name for site in build.request.planned_sites}
     entering = entering_types(exported.graph, names)
     return replace(program, products=products_of(exported.graph), entering=entering), list(files)

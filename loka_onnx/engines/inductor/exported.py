@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from loka_onnx.engines.inductor.operator_packages import PackageOperator, operator_called
 from loka_onnx.engines.inductor.package import Product
 
 MARK = "loka_onnx_node"
@@ -50,18 +49,11 @@ def marked(name: str, lower: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def products_of(graph: Any) -> tuple[Product, ...]:
-    """Products of a `torch.fx.Graph`, in its order.
-
-    The factors of an own operator are its first two tensors, those of an operator of another package
-    (`operator_packages`) its first two arguments.
-    """
+    """Products of a `torch.fx.Graph`, in order; the factors of an own operator are its first two tensors."""
     products = []
     for node in graph.nodes:
         operator = str(node.target) if node.op == "call_function" else ""
-        packaged = operator_called(operator)
-        if packaged is not None:
-            factors = list(node.args[:2])
-        elif operator in _FACTORS:
+        if operator in _FACTORS:
             factors = [node.args[position] for position in _FACTORS[operator]]
         elif operator == "aten.einsum.default":
             factors = list(node.args[1])
@@ -70,22 +62,20 @@ def products_of(graph: Any) -> tuple[Product, ...]:
         else:
             continue
         types = tuple(_dtype(factor) for factor in factors)
-        products.append(Product(_mark(node), operator, types, _is_fast(node, operator, types, packaged)))
+        products.append(Product(_mark(node), operator, types, _is_fast(node, operator, types)))
     return tuple(products)
 
 
-def _is_fast(node: Any, operator: str, types: Sequence[str], packaged: PackageOperator | None) -> bool:
+def _is_fast(node: Any, operator: str, types: Sequence[str]) -> bool:
     """True if the sums of a product may keep fewer bits than FP32."""
     if operator == PRODUCT_KERNEL:
         # `kernels.products.Tile.numbers`
         *_, is_exact, _ = node.args[-1]
         return types[0] in FLOAT8 and not is_exact
-    if packaged is None and operator != SCALED:
+    if operator != SCALED:
         return False
-    position = _FAST_ACCUMULATION if packaged is None else packaged.fast_position
-    # Export omits arguments with default values: false in PyTorch's operator, true in the packages'.
-    default = packaged is not None
-    positional = node.args[position] if len(node.args) > position else default
+    # Export omits arguments with default values, here false.
+    positional = node.args[_FAST_ACCUMULATION] if len(node.args) > _FAST_ACCUMULATION else False
     return bool(node.kwargs.get("use_fast_accum", positional))
 
 

@@ -8,10 +8,9 @@ library. Libraries are programs: load them only from someone who may run code he
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -24,13 +23,6 @@ from loka_onnx.sessions.backends import release
 RECORD = "engine.json"
 """Name of the manifest among the extra files of a package."""
 MAX_DOCUMENT_BYTES = 64 << 20
-FBGEMM, MSLK = "fbgemm_gpu.experimental.gen_ai", "mslk.gemm"
-OPERATOR_MODULES: Mapping[str, tuple[str, ...]] = {
-    FBGEMM: ("fbgemm-gpu-genai", "fbgemm-gpu-genai-nightly"),
-    MSLK: ("mslk-cuda", "mslk", "mslk-cuda-nightly"),
-}
-"""Modules that an engine may import, and the distributions that provide each, the recommended one first: a
-manifest must not name arbitrary code."""
 CPU_INFO = Path("/proc/cpuinfo")
 _VECTOR_SETS = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes", "vpclmul", "sve", "asimd")
 
@@ -95,20 +87,6 @@ class CompiledSite:
 
 
 @dataclass(frozen=True)
-class NeededPackage:
-    """A package whose operators the programs call.
-
-    Attributes:
-        version: Version that the programs were compiled and timed with.
-        module: Module that registers the operators on import.
-    """
-
-    distribution: str
-    version: str
-    module: str
-
-
-@dataclass(frozen=True)
 class InductorEngine:
     """Manifest of an engine.
 
@@ -119,7 +97,6 @@ class InductorEngine:
             compiled for them.
         sizes: Served batch sizes, ascending: CUDA graphs are captured for them.
         programs: One for every batch size, or one for each of `sizes`.
-        packages: Packages to import before the programs are loaded.
     """
 
     SCHEMA: ClassVar[str] = "inductor-engine/1"
@@ -136,7 +113,6 @@ class InductorEngine:
     programs: tuple[Program, ...]
     sites: tuple[CompiledSite, ...] = ()
     options: dict[str, int] = field(default_factory=dict)
-    packages: tuple[NeededPackage, ...] = ()
 
     @property
     def is_static(self) -> bool:
@@ -171,12 +147,6 @@ def read_engine(package: Path) -> InductorEngine:
 def read_sources(package: Path, program: str) -> tuple[str, ...]:
     """Generated C++ of a program in a ``.pt2`` package."""
     return tuple(text.decode("utf-8", "replace") for text in _members(package, program, r"\.cpp"))
-
-
-def read_called_operators(package: Path, program: str) -> tuple[str, ...]:
-    """Operators ``namespace::name`` that a program's code calls by position."""
-    lists = (json.loads(text) for text in _members(package, program, r"(?<!_metadata)\.json"))
-    return tuple(str(call["node"]["target"]) for each in lists for call in each.get("nodes", ()))
 
 
 def _members(package: Path, program: str, ending: str) -> list[bytes]:

@@ -10,7 +10,6 @@ import importlib
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,17 @@ import numpy.typing as npt
 from loka_onnx.core.devices import CPU
 from loka_onnx.engines.inductor.executors import Call, Executor, Gpu, GraphExecutor, HostExecutor, Placement
 from loka_onnx.engines.inductor.package import (
-    OPERATOR_MODULES,
     InductorEngine,
     check_host,
     instruction_sets,
     read_engine,
 )
 from loka_onnx.errors import EngineError, MissingPackage
-from loka_onnx.sessions.backends import release
-from loka_onnx.sessions.buckets import Piece, pieces_of, rows_of
+from loka_onnx.sessions.buckets import Piece, padded_rows, pieces_of, rows_of
 from loka_onnx.sessions.cuda import list_cuda_devices, why_no_gpu
 from loka_onnx.sessions.dlpack import Borrowed
 from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
 
-MOST_PADDING = 2
-"""Largest ratio of a captured batch size to the rows that are padded to it."""
 INSTALL = "pip install 'loka-onnx[inductor]'"
 
 
@@ -50,7 +45,7 @@ def open_inductor(package: Path, architecture: str) -> InductorSession:
     """Load a package on the CPU, or on the first GPU of its architecture, after checking that the host fits.
 
     Raises:
-        MissingPackage: PyTorch is not installed, or a package whose operators the programs call.
+        MissingPackage: PyTorch is not installed.
         EngineError: The file is no engine of this backend or is for another architecture, this host has no
             such GPU, another version of PyTorch or another processor, or the programs do not load.
     """
@@ -88,7 +83,6 @@ def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict
     single-threaded: its locks for several threads do not fit into a CUDA graph ("operation not permitted when
     stream is capturing").
     """
-    import_packages(engine, package)
     try:
         loader = torch._C._aoti.AOTIModelPackageLoader
         # Parameters: package, program, single-threaded, runners, device.
@@ -101,50 +95,6 @@ def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict
             evidence=str(error).splitlines()[0][:400] if str(error) else repr(error),
             remedy="an engine belongs to one PyTorch version, one processor and one GPU architecture",
         ) from error
-
-
-def import_packages(engine: InductorEngine, package: Path) -> None:
-    """Register the operators that the programs of an engine call; `package` is its file, for messages.
-
-    Other releases than that of the build are refused: their kernels were not compared with the exact product.
-    """
-    for needed in engine.packages:
-        if needed.distribution not in OPERATOR_MODULES.get(needed.module, ()):
-            known = ", ".join(OPERATOR_MODULES)
-            raise EngineError(
-                "E0830 the engine asks for a module that no engine needs",
-                where=str(package),
-                evidence=f"'{needed.module}' of {needed.distribution}; known are {known}",
-                remedy="build the engine again, and find out who changed this one",
-            )
-        said = f"{needed.distribution} {needed.version}"
-        remedy = f"pip install {needed.distribution}=={needed.version}, or build the engine again without it"
-        try:
-            here = metadata.version(needed.distribution)
-        except metadata.PackageNotFoundError as error:
-            raise MissingPackage(
-                "E0831 the engine calls operators of a package that is not installed",
-                where=str(package),
-                evidence=f"compiled with {said}",
-                remedy=remedy,
-            ) from error
-        if release(here) != release(needed.version):
-            raise EngineError(
-                "E0832 the engine was compiled with another release of a package",
-                where=str(package),
-                evidence=f"compiled with {said}, this host has {here}",
-                remedy=remedy,
-            )
-        try:
-            importlib.import_module(needed.module)
-        except Exception as error:
-            # Errors come from the dynamic linker, CUDA and PyTorch's registry.
-            raise MissingPackage(
-                "E0833 the engine calls operators of a package that does not import",
-                where=str(package),
-                evidence=f"'{needed.module}' of {needed.distribution} {here}: {str(error)[:400]}",
-                remedy=remedy,
-            ) from error
 
 
 def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Placement, ...]:
@@ -164,10 +114,8 @@ def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Pl
         names = {program.maximum: program.name for program in engine.programs}
         return tuple(Placement(names[p.size], p, captures) for p in pieces_of(rows, sorted(names)))
     name = engine.programs[0].name
-    size = next((size for size in engine.graph_sizes if size >= rows), None) if captures else None
-    if size is not None and size <= MOST_PADDING * rows:
-        return (Placement(name, Piece(0, rows, size), True),)
-    return (Placement(name, Piece(0, rows, rows), False),)
+    size = padded_rows(rows, engine.graph_sizes) if captures else None
+    return (Placement(name, Piece(0, rows, size or rows), size is not None),)
 
 
 class InductorSession(Runner):

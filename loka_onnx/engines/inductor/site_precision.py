@@ -1,8 +1,8 @@
 """Precision of each planned site, read from a package.
 
 A site counts as FP8 when three readings agree: the lowering of its node, the element types that the exported
-program multiplies there, and the number of calls in the generated code to the FP8 product (of a library,
-another package, or an own kernel). Any other site counts as planned when everything that its node multiplies
+program multiplies there, and the number of calls in the generated code to the FP8 product (of a library or
+an own kernel). Any other site counts as planned when everything that its node multiplies
 or reads has the planned type and, for an own kernel, the generated code calls it. Generated code has only the
 name of an own kernel; its types are those of its tensors in the exported program.
 """
@@ -18,13 +18,11 @@ from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.engines.inductor.exported import FLOAT8, OWN_OPERATORS, SCALED
-from loka_onnx.engines.inductor.operator_packages import operator_called
 from loka_onnx.engines.inductor.package import (
     CompiledSite,
     InductorEngine,
     Product,
     Program,
-    read_called_operators,
     read_engine,
     read_sources,
 )
@@ -40,9 +38,6 @@ _OWN_CALL = re.compile(r"^(?!.*\b(?:void|static|auto|template)\b).*\bcall__loka_
 """Calls of own kernels, whose Triton functions are named after their operators: Inductor numbers the variants
 of a function and launches each by a function of that name (`torch._inductor.codegen.cpp_wrapper_gpu`)."""
 
-_NUMBERED_CALL = re.compile(r"\baoti_torch_proxy_executor_call_function\(proxy_executor, (\d+),")
-"""Calls of operators that the code knows only by name, such as those of `operator_packages`."""
-
 
 def read_site_precisions(
     package: Path, planned: Sequence[tuple[Site, Precision]]
@@ -53,25 +48,16 @@ def read_site_precisions(
         EngineError: The file is no engine of this backend.
     """
     engine = read_engine(package)
-    calls = {
-        each.name: product_calls(read_sources(package, each.name), read_called_operators(package, each.name))
-        for each in engine.programs
-    }
+    calls = {each.name: product_calls(read_sources(package, each.name)) for each in engine.programs}
     return site_precisions(engine, calls, planned)
 
 
-def product_calls(sources: Sequence[str], named: Sequence[str] = ()) -> Counter[str]:
-    """Count calls of FP8 products and of own kernels in generated C++, by operator of the exported program.
-
-    `named` are the operators that are called by number (`read_called_operators`).
-    """
+def product_calls(sources: Sequence[str]) -> Counter[str]:
+    """Calls of FP8 products and of own kernels in generated C++, by operator of the exported program."""
     counts = Counter[str]()
     for text in sources:
         counts[SCALED] += len(_LIBRARY_CALL.findall(text)) + len(_TEMPLATE_CALL.findall(text))
         counts.update(f"{OWN_OPERATORS}{name}.default" for name in _OWN_CALL.findall(text))
-        numbers = (int(number) for number in _NUMBERED_CALL.findall(text))
-        called = (f"{named[number].replace('::', '.')}.default" for number in numbers if number < len(named))
-        counts.update(name for name in called if operator_called(name) is not None)
     return counts
 
 
@@ -127,8 +113,7 @@ def _why_not_float8(products: Sequence[Product]) -> str:
 def _why_not_called(products: Sequence[Product], program: Program, calls: Mapping[str, int]) -> str:
     """Reason why the generated code lacks a site's product, for operators that appear there by name."""
     for operator in dict.fromkeys(product.operator for product in products):
-        packaged = operator_called(operator) is not None
-        if operator != SCALED and not packaged and not operator.startswith(OWN_OPERATORS):
+        if operator != SCALED and not operator.startswith(OWN_OPERATORS):
             continue
         called = calls.get(operator, 0)
         expected = sum(product.operator == operator for product in program.products)

@@ -9,7 +9,6 @@ from loka_onnx.core.devices import CPU, NVIDIA
 from loka_onnx.core.formats import E4M3FN
 from loka_onnx.core.fusions import ACTIVATIONS, ARITHMETIC, MOVEMENTS, Fusions
 from loka_onnx.core.manifest import Need
-from loka_onnx.engines.inductor.package import OPERATOR_MODULES
 from loka_onnx.engines.inductor.session import INSTALL, import_torch, open_inductor
 from loka_onnx.sessions import cuda
 from loka_onnx.sessions.backends import BackendSpec, installed_version
@@ -40,7 +39,7 @@ class InductorSpec(BackendSpec):
 INDUCTOR = InductorSpec(
     name="inductor",
     title="PyTorch",
-    modules=("torch", "triton", *(module.partition(".")[0] for module in OPERATOR_MODULES)),
+    modules=("torch", "triton"),
     install=INSTALL,
     use="engines of inductor; models given as PyTorch and the demo, with [export]",
     maker="loka_onnx.engines.inductor.backend:InductorBackend",

@@ -40,9 +40,6 @@ def triton_form(source: Source) -> Form | Refusal:
 
 def _why_not_native(engine: InductorEngine) -> str:
     """Reason why Triton's PyTorch backend cannot run an engine; empty when it can."""
-    if engine.packages:
-        names = ", ".join(package.distribution for package in engine.packages)
-        return f"its programs call operators of {names}, which a server without Python does not register"
     if len(engine.programs) > 1:
         return f"it has {len(engine.programs)} programs, for batches of one size each, and one is loaded"
     if engine.is_static or engine.minimum > 1:

@@ -10,20 +10,21 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import signal
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from loka_onnx.core.cache_directory import cache_directory
 from loka_onnx.core.digests import digest_file, digest_json
+from loka_onnx.engines.isolation import Ending, run_child, tail
+from loka_onnx.engines.request import Limits
 from loka_onnx.errors import EngineError, LokaError
 from loka_onnx.sessions.cuda import CudaDevice, driver_version
 
 _LOG = logging.getLogger("loka_onnx.sessions")
-SECONDS = 900.0
-"""Time limit of the child: TensorRT for RTX compiles kernels while it loads."""
+LIMITS = Limits(seconds=900.0)
+"""Of the child: TensorRT for RTX compiles kernels while it loads."""
 BEGUN, REFUSED = "loka-onnx: opening", 3
 """Output of the child before the library reads the engine, and its exit status where the library refuses."""
 
@@ -40,54 +41,27 @@ def check_opens(module: str, version: str, engine: Path, device: CudaDevice) -> 
     marker = cache_directory() / "opened" / digest_json(known)
     if marker.is_file():
         return
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-P", "-m", __name__, module, os.fspath(engine), str(device.index)]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=environment,
-            timeout=SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise EngineError(
-            "E0896 the engine does not open",
-            where=str(engine),
-            evidence=f"a child process took over {SECONDS:.0f} s",
-        ) from None
-    except OSError as error:
-        _LOG.warning("%s is opened without a trial: no child process starts (%s)", engine, error)
-        return
-    if done.returncode == 0:
+    with TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        try:
+            done = run_child(__name__, [module, os.fspath(engine), str(device.index)], log, LIMITS)
+        except OSError as error:
+            _LOG.warning("%s is opened without a trial: no child process starts (%s)", engine, error)
+            return
+        has_begun, said = BEGUN in log.read_text(encoding="utf-8", errors="replace"), tail(log)
+    if done.ending is Ending.EXITED and done.code == 0:
         with suppress(OSError):
             marker.parent.mkdir(parents=True, exist_ok=True)
             marker.touch()
-    elif BEGUN not in done.stdout:
-        _LOG.warning("%s is opened without a trial: %s", engine, _last_line(done.stderr))
-    elif done.returncode != REFUSED:
+    elif not has_begun:
+        _LOG.warning("%s is opened without a trial: %s", engine, said)
+    elif done.ending is not Ending.EXITED or done.code != REFUSED:
         raise EngineError(
-            f"E0897 opening the engine ends the process: {module} {version} crashes on it",
+            f"E0897 the engine does not open: a process that opens it by {module} {version} ends",
             where=str(engine),
-            evidence=f"a child process {_ending(done.returncode)}; {_last_line(done.stderr)}",
+            evidence=f"it {done.ended(LIMITS)}; {said}",
             remedy=f"update the NVIDIA driver, for CUDA {driver_version()} now, or build the engine again",
         )
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"exited with {code}"
-    with suppress(ValueError):
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"was ended by signal {-code}"
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1][:400] if lines else "it printed nothing"
 
 
 def main(module: str, engine: str, device: str) -> int:

@@ -112,8 +112,8 @@ class TensorRtSession(Runner):
     Calls from several threads run one after the other.
     """
 
-    def __init__(self, trt: Any, engine: Path, device: int = 0, *, cuda_graphs: bool = True) -> None:
-        self._trt, self._index, self._cuda_graphs = trt, device, cuda_graphs
+    def __init__(self, trt: Any, engine: Path, device: int = 0) -> None:
+        self._trt, self._index = trt, device
         self._lock = threading.Lock()
         self._instances: dict[int, _Instance] = {}
         self._cuda = CudaContext(device)
@@ -288,7 +288,7 @@ class TensorRtSession(Runner):
                     f"E2805 {self._trt.__name__} makes no execution context for batches of {size}",
                     evidence=f"optimization profile {self._profiles[size]}; the device may lack memory",
                 )
-            self._instances[size] = _Instance(context, is_captured=self._cuda_graphs)
+            self._instances[size] = _Instance(context, is_captured=True)
         return self._instances[size]
 
     def _choose_profile(self, context: Any, profile: int) -> bool:

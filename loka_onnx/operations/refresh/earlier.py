@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
-
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
@@ -20,8 +18,7 @@ from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refined_run import read_refined
 from loka_onnx.core.rewrite import HighErrorChannels
-from loka_onnx.errors import ConfigError, LokaError
-from loka_onnx.export.retrained import EarlierExport
+from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.directory import RECORD, refuse_links
 from loka_onnx.pipeline.jobs import JOBS, RESULT
 from loka_onnx.pipeline.mods import HIGH_ERROR_CHANNELS
@@ -121,23 +118,6 @@ class EarlierRun:
             evidence=f"its '{RECORD}' does not hold what the run file gave",
             remedy="run the whole pipeline again with this version",
         )
-
-    @property
-    def export(self) -> EarlierExport:
-        """Its exported model, with the weights that it was exported with."""
-        return EarlierExport(self.exported, self._read_weights)
-
-    def _read_weights(self) -> Mapping[str, npt.NDArray[Any]]:
-        """Of its checkpoint; nothing where there is none any more, or it cannot be read."""
-        given = self.config["model"].get("checkpoint")
-        if given is None:
-            return {}
-        from loka_onnx.export.checkpoint import load_checkpoint
-
-        try:
-            return {name: tensor.numpy() for name, tensor in load_checkpoint(self.base / given).items()}
-        except (LokaError, TypeError):
-            return {}
 
     @property
     def seconds(self) -> float:

@@ -219,7 +219,7 @@ class _Attempt:
             return None
         earlier = serde.read(Refresh, document)
         with self.settings.directory.undone_on_error():
-            model = accepted(self.settings, self.before.export).exported.digest
+            model = accepted(self.settings).exported.digest
         is_same = (earlier.earlier, earlier.model) == (self.before.directory, model)
         return earlier if is_same and earlier.fallback else None
 
@@ -243,7 +243,7 @@ class _Attempt:
         """Every stage of a refresh."""
         before, directory = self.before, self.settings.directory
         with directory.undone_on_error():
-            context = self.context = accepted(self.settings, before.export)
+            context = self.context = accepted(self.settings)
             with directory.watched("check data"):
                 notes = check_data(context)
         with directory.watched("compare"):

@@ -22,9 +22,10 @@ from math import prod
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant
 from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.interactions.einsum_to_matmul import NOMINAL_LENGTH
 from loka_onnx.transforms.linears.pattern import made_by, only_reader
 
+NOMINAL_LENGTH = 256
+"""Length of a dynamic axis where costs are compared."""
 MARGIN = 0.25
 """Least share of the operations that is saved."""
 

@@ -171,14 +171,11 @@ def _read_batch_norm(node: Node) -> _Affine | None:
 
 def _read_before(model: GraphModel, node: Node) -> FoldedBatchNorm | None:
     """Return the linears that can take over a BatchNormalization in front of them; None for other nodes."""
-    if node.op == "Mul":
-        _decline_factors(model, node)
     if node.op != _OP:
         return None
     affine = _read_batch_norm(node)
     if affine is None:
         raise NotRewritten("its statistics are not constant, or the rank of its input is not known")
-    behind = _why_not_behind(model, node)
     try:
         source = layout_root(node.inputs[0]).tensor
         if producer(source) is None:
@@ -188,48 +185,5 @@ def _read_before(model: GraphModel, node: Node) -> FoldedBatchNorm | None:
         result = node.outputs[0]
         readers = linear_readers(model, result, numbered(node.inputs[0], (1,)))
     except NotRewritten as reason:
-        raise NotRewritten(
-            f"not folded into a linear in front of it: {behind}; nor behind it: {reason}"
-        ) from reason
+        raise NotRewritten(f"no linear in front of it takes it over; nor behind it: {reason}") from reason
     return FoldedBatchNorm((node,), None, readers, affine.scale.reshape(-1), affine.shift.reshape(-1))
-
-
-def _decline_factors(model: GraphModel, node: Node) -> None:
-    """Report factors that stay behind a linear."""
-    constants = [tensor for tensor in node.inputs if is_constant(tensor)]
-    others = [tensor for tensor in node.inputs if not is_constant(tensor)]
-    if len(constants) != 1 or not others or _linear_behind(others[0]) is None:
-        return
-    if values_of(constants[0]).size < 2:
-        raise NotRewritten("one factor for every channel, which may be a temperature")
-    raise NotRewritten(f"not folded into the linear in front of it: {_why_not_behind(model, node)}")
-
-
-def _linear_behind(tensor: Tensor) -> Node | None:
-    """Return the product behind a tensor, layout operators and a bias; None for another maker."""
-    node = producer(layout_root(tensor).tensor)
-    if node is not None and node.op == "Add" and any(map(is_constant, node.inputs)):
-        node = producer(layout_root(next(t for t in node.inputs if not is_constant(t))).tensor)
-    return node if node is not None and is_candidate(node) else None
-
-
-def _why_not_behind(model: GraphModel, node: Node) -> str:
-    data = next(tensor for tensor in node.inputs if not is_constant(tensor))
-    product = _linear_behind(data)
-    if product is None:
-        return "there is none"
-    try:
-        read_linear(model, product)
-    except NotRewritten as reason:
-        return str(reason)
-    tensor = data
-    while tensor is not product.outputs[0]:
-        if only_reader(model, tensor) is None:
-            return f"the output of '{product.name}' is read elsewhere as well"
-        inner = producer(tensor)
-        tensor = (
-            next(t for t in inner.inputs if not is_constant(t)) if inner is not None else product.outputs[0]
-        )
-    if only_reader(model, tensor) is None:
-        return f"the output of '{product.name}' is read elsewhere as well"
-    return f"its factors do not follow the output channels of '{product.name}'"

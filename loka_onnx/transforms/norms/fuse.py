@@ -1,33 +1,27 @@
 """Fuse decomposed norms into one operator.
 
-Over the trailing axes, with μ = mean(x) and d = x − μ (ONNX operator sets 17, 23 and 22; RMSNorm: Zhang and
+Over the trailing axes, with μ = mean(x) and d = x − μ (ONNX operator sets 17 and 23; RMSNorm: Zhang and
 Sennrich, arXiv 1910.07467, equation 4)::
 
     d / sqrt(mean(d·d) + ε) · γ + β   =   LayerNormalization(x, γ, β; axis, ε)
     x / sqrt(mean(x·x) + ε) · γ       =   RMSNormalization(x, γ; axis, ε)
-    x / sqrt(sum(x·x))                =   LpNormalization(x; axis, p = 2)
 
 γ and β may be absent: then γ = 1. Where squares are added instead of averaged over K elements,
 sum(d·d) + ε = K·(mean(d·d) + ε/K), so that γ/√K and ε/K take the place of γ and ε; K must be a power of four,
 so that neither is rounded. The statistics stay in FP32 (`stash_type` 1). `reading` lists the forms that
-exporters write, `from_batch_norm` that of Keras 2.
+exporters write.
 
 RMSNormalization moves the graph to operator set 23: between 21 and 23 operators gained types and none changed
 its meaning (ONNX changelog).
 
-LpNormalization goes over one axis and has no epsilon. A row of zeros gives NaN on the left and zeros in the
-operator. These forms stay as they are:
-
-- ``x / max(‖x‖, ε)`` (`torch.nn.functional.normalize`, Keras' UnitNormalization) and ``x / sqrt(max(‖x‖²,
-  ε))`` (`tf.math.l2_normalize`) differ from it where 0 < ‖x‖ < ε;
-- ``x / sqrt(‖x‖² + ε)`` is an RMSNorm of scale 1/√K, ``x / (‖x‖ + ε)`` is neither.
+Lengths stay as they are: ``x / ‖x‖``, ``x / max(‖x‖, ε)`` (`torch.nn.functional.normalize`, Keras'
+UnitNormalization) and ``x / (‖x‖ + ε)``.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from enum import Enum
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +29,6 @@ import numpy.typing as npt
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, values_of
 from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.norms.from_batch_norm import read_batch_norm_of_rows
 from loka_onnx.transforms.norms.pattern import (
     DecomposedNorm,
     NotFused,
@@ -44,37 +37,24 @@ from loka_onnx.transforms.norms.pattern import (
     with_bias,
     with_scale,
 )
-from loka_onnx.transforms.norms.reading import looks_centred, read_norm
-from loka_onnx.transforms.norms.statistics import centred_or_none
-from loka_onnx.transforms.norms.walk import NearMiss, NotANorm
+from loka_onnx.transforms.norms.reading import read_norm
+from loka_onnx.transforms.norms.walk import NotANorm
 
 RMS_OPSET = 23
 
-N = TypeVar("N", bound=DecomposedNorm)
 
-
-class NormKind(Enum):
-    """Norm whose near misses a rule reports."""
-
-    LAYER = "layer"
-    RMS = "rms"
-    L2 = "l2"
-    GROUP = "group"
-
-
-class FuseNorm(Mod[N]):
+class FuseNorm(Mod[DecomposedNorm]):
     """Nodes that compute a norm → one operator."""
 
-    kind: ClassVar[NormKind]
     op: ClassVar[str]
 
     @abstractmethod
-    def read(self, node: Node) -> N:
+    def read(self, node: Node) -> DecomposedNorm:
         """Return the norm that ends at a node, or raise `NotANorm`."""
 
-    def match(self, model: GraphModel) -> Found[N]:
-        """Offer every node of the graph to the reader; near misses of this kind are declined."""
-        matches: list[N] = []
+    def match(self, model: GraphModel) -> Found[DecomposedNorm]:
+        """Offer every node of the graph to the reader."""
+        matches: list[DecomposedNorm] = []
         declined: list[tuple[Node, str]] = []
         claimed: set[int] = set()
         reported: set[int] = set()
@@ -84,11 +64,6 @@ class FuseNorm(Mod[N]):
             except NotFused as refusal:
                 declined.append((node, str(refusal)))
                 reported |= {id(other) for other in refusal.norm.inner} - {id(node)}
-                continue
-            except NearMiss as miss:
-                if _kind(node, miss) is self.kind:
-                    declined.append((node, str(miss)))
-                reported |= set() if miss.part is None else {id(miss.part)}
                 continue
             except NotANorm:
                 continue
@@ -100,13 +75,13 @@ class FuseNorm(Mod[N]):
             elif not claimed & inner:
                 matches.append(norm)
                 claimed |= inner
-        # Part of a norm may look like a near miss.
+        # A part of a norm may be another one.
         parts = claimed | reported
         return Found(
             tuple(matches), tuple(Declined(n.name, why) for n, why in declined if id(n) not in parts)
         )
 
-    def rewrite(self, model: GraphModel, match: N) -> Applied:
+    def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:
         """Replace the primitives by one node, named after their module, else after its operator."""
         shape, base = match.shape or (), match.module or self.op.lower()
         scale = np.ones(shape, np.float32) if match.scale is None else spread(match.scale, shape)
@@ -120,26 +95,24 @@ class FuseNorm(Mod[N]):
         return Applied(name, f"{len(match.inner)} nodes → {what}")
 
 
-class FuseLayerNorm(FuseNorm[DecomposedNorm]):
+class FuseLayerNorm(FuseNorm):
     """Decomposed LayerNorm → LayerNormalization."""
 
     name = "fuse-layer-norm"
-    kind = NormKind.LAYER
     op = "LayerNormalization"
 
     def read(self, node: Node) -> DecomposedNorm:
         """Read the quotient of a centred tensor and the root of its variance."""
-        norm = read_batch_norm_of_rows(node) if node.op == "BatchNormalization" else read_norm(node)
+        norm = read_norm(node)
         if not norm.is_centred:
             raise NotANorm("an RMSNorm")
         return with_bias(with_scale(over_last_axes(norm)))
 
 
-class FuseRMSNorm(FuseNorm[DecomposedNorm]):
+class FuseRMSNorm(FuseNorm):
     """Decomposed RMSNorm → RMSNormalization."""
 
     name = "fuse-rms-norm"
-    kind = NormKind.RMS
     op = "RMSNormalization"
 
     def read(self, node: Node) -> DecomposedNorm:
@@ -158,30 +131,6 @@ class FuseRMSNorm(FuseNorm[DecomposedNorm]):
         return super().rewrite(model, match)
 
 
-class FuseL2Norm(FuseNorm[DecomposedNorm]):
-    """Decomposed L2-norm → LpNormalization."""
-
-    name = "fuse-l2-norm"
-    kind = NormKind.L2
-    op = "LpNormalization"
-
-    def read(self, node: Node) -> DecomposedNorm:
-        """Read the quotient of a tensor and its own length."""
-        norm = read_norm(node)
-        if norm.is_centred or norm.is_mean or norm.epsilon or norm.scale is not None:
-            raise NotANorm("another norm")
-        if len(norm.axes) != 1:
-            raise NotFused(f"it takes the length over axes {list(norm.axes)}, {self.op} over one", norm)
-        return norm
-
-    def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:
-        """Replace the primitives by one node."""
-        attrs = {"axis": match.axes[0], "p": 2}
-        fused = model.add(self.op, [match.source], match.module or self.op.lower(), match.result.dtype, attrs)
-        name = put_in_place(model, match, fused)
-        return Applied(name, f"{len(match.inner)} nodes → {self.op}(axis={match.axes[0]})")
-
-
 def put_in_place(model: GraphModel, norm: DecomposedNorm, fused: Tensor) -> str:
     """Let the node of a new tensor compute the result of a norm, whose readers stay; return its name."""
     node = fused.inputs[0]
@@ -195,11 +144,3 @@ def spread(tensor: Tensor, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     values = values_of(tensor)
     without_batch = values.reshape(values.shape[max(values.ndim - len(shape), 0) :])
     return np.ascontiguousarray(np.broadcast_to(without_batch, shape), dtype=np.float32)
-
-
-def _kind(node: Node, miss: NearMiss) -> NormKind:
-    moment = miss.moment
-    is_central = moment is not None and (moment.is_central or centred_or_none(moment.squared) is not None)
-    if is_central or looks_centred(node):
-        return NormKind.LAYER
-    return NormKind.L2 if moment is not None and not moment.is_mean else NormKind.RMS

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import isqrt, prod
-from typing import TypeVar
 
 import onnx
 
@@ -26,9 +25,6 @@ class NotFused(NotANorm):
     def __init__(self, reason: str, norm: DecomposedNorm) -> None:
         super().__init__(reason)
         self.norm = norm
-
-
-N = TypeVar("N", bound="DecomposedNorm")
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ def with_bias(norm: DecomposedNorm) -> DecomposedNorm:
     return norm if step is None else replace(extended(norm, step[0]), bias=step[1])
 
 
-def extended(norm: N, node: Node) -> N:
+def extended(norm: DecomposedNorm, node: Node) -> DecomposedNorm:
     """Return a norm with one more node at its end."""
     return replace(norm, result=node.outputs[0], inner=(*norm.inner, node))
 

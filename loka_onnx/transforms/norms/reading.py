@@ -22,7 +22,7 @@ from loka_onnx.transforms.norms.statistics import (
     read_mean,
     read_root,
 )
-from loka_onnx.transforms.norms.walk import Moment, NearMiss, NotANorm, origin, scalar
+from loka_onnx.transforms.norms.walk import Moment, NotANorm, origin, scalar
 
 
 def read_norm(node: Node) -> DecomposedNorm:
@@ -34,12 +34,6 @@ def read_norm(node: Node) -> DecomposedNorm:
     else:
         raise NotANorm(f"a {node.op}")
     return replace(norm, inner=nodes_between(norm.source, norm.result))
-
-
-def looks_centred(node: Node) -> bool:
-    """Return whether the mean was removed from an operand: a near miss there is one of LayerNorm."""
-    operands = (operand for tensor in node.inputs for operand in _with_and_without_factor(tensor))
-    return any(centred_or_none(operand) is not None for operand in operands)
 
 
 # Quotients ---------------------------------------------------------------------------------------------
@@ -56,16 +50,14 @@ class _Inverse:
 def _read_quotient(node: Node) -> DecomposedNorm:
     numerator, inverse = _divided(node)
     root = inverse.root
-    miss = NearMiss("")
     for tensor in _with_and_without_factor(numerator):
         try:
             source, is_centred = _source(tensor, root.moment)
-        except NearMiss as reason:
-            miss = reason
+        except NotANorm:
             continue
         factor = None if tensor is numerator else _constant_factor(numerator)
         if factor is not None and inverse.constant is not None:
-            raise NearMiss("it has two constant factors", root.moment)
+            raise NotANorm("two constant factors")
         return DecomposedNorm(
             source,
             root.moment.axes,
@@ -77,7 +69,7 @@ def _read_quotient(node: Node) -> DecomposedNorm:
             node.outputs[0],
             module_of(node),
         )
-    raise miss
+    raise NotANorm("a quotient of something else")
 
 
 def _divided(node: Node) -> tuple[Tensor, _Inverse]:
@@ -87,20 +79,17 @@ def _divided(node: Node) -> tuple[Tensor, _Inverse]:
             raise NotANorm("a constant over a root: part of a norm at most")
         root = read_root(node.inputs[1])
         if root.is_inverted:
-            raise NearMiss("it is divided by the reciprocal of its root", root.moment)
+            raise NotANorm("a product with a root")
         return node.inputs[0], _Inverse(root)
-    miss = NotANorm("a product without a reciprocal root")
     for position in (1, 0):
         if is_constant(node.inputs[1 - position]):
             # A constant times a root is at most part of a norm.
             continue
         try:
             return node.inputs[1 - position], _read_inverse(node.inputs[position])
-        except NearMiss as reason:
-            miss = reason
         except NotANorm:
             continue
-    raise miss
+    raise NotANorm("a product without a reciprocal root")
 
 
 def _read_inverse(tensor: Tensor) -> _Inverse:
@@ -110,7 +99,7 @@ def _read_inverse(tensor: Tensor) -> _Inverse:
     if node is not None and node.op == "Mul":
         constant, other = _constant_factor(tensor), _with_and_without_factor(tensor)[-1]
         if constant is None:
-            return _read_varying(node)
+            raise NotANorm("a product of two tensors")
     elif (
         node is not None
         and node.op == "Div"
@@ -119,24 +108,12 @@ def _read_inverse(tensor: Tensor) -> _Inverse:
     ):
         root = read_root(node.inputs[1])
         if root.is_inverted:
-            raise NearMiss("it is multiplied by its root", root.moment)
+            raise NotANorm("a product with a root")
         return _Inverse(replace(root, is_inverted=True), node.inputs[0])
     root = read_root(other)
     if not root.is_inverted:
-        raise NearMiss("it is multiplied by its root", root.moment)
+        raise NotANorm("a product with a root")
     return _Inverse(root, constant)
-
-
-def _read_varying(node: Node) -> _Inverse:
-    """Read a reciprocal root times a tensor that is not constant."""
-    for tensor in node.inputs:
-        try:
-            root = read_root(tensor)
-        except NotANorm:
-            continue
-        if root.is_inverted:
-            raise NearMiss("its scale is not constant, and is part of its divisor", root.moment, node)
-    raise NotANorm("a product of two tensors")
 
 
 def _source(numerator: Tensor, moment: Moment) -> tuple[Tensor, bool]:
@@ -146,17 +123,12 @@ def _source(numerator: Tensor, moment: Moment) -> tuple[Tensor, bool]:
     if moment.is_central:
         if centred is not None and is_about_mean and origin(centred.source) is origin(moment.squared):
             return centred.source, True
-        raise NearMiss("its divisor is a standard deviation, but its mean is not subtracted", moment)
+        raise NotANorm("a tensor over its standard deviation, with its mean")
     if centred is not None and is_about_mean and is_same(numerator, moment.squared):
         return centred.source, True
     if origin(numerator) is origin(moment.squared):
         return numerator, False
-    deviation = centred_or_none(moment.squared)
-    if deviation is not None and origin(deviation.source) is origin(numerator):
-        raise NearMiss("its divisor is a standard deviation, but its mean is not subtracted", moment)
-    if centred is not None and origin(centred.source) is origin(moment.squared):
-        raise NearMiss("its mean is subtracted, but its divisor is not a standard deviation", moment)
-    raise NearMiss("its divisor is the root of a mean of squares of another tensor", moment)
+    raise NotANorm("a tensor over the root of another one's mean of squares")
 
 
 def _with_and_without_factor(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -191,7 +163,6 @@ def _read_distributed(node: Node) -> DecomposedNorm:
                     continue
                 bias = _read_offset(node, 1 - position, product.inputs[side], Centred(source, moment.axes))
             except NotANorm:
-                # A near miss is reported where its product is read.
                 continue
             return DecomposedNorm(
                 source,

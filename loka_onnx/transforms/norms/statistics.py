@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import isclose, isfinite
+from math import isfinite
 
 from loka_onnx.graph.model import Node, Tensor, is_constant, producer
 from loka_onnx.graph.shape_values import read_number
 from loka_onnx.transforms.norms.walk import (
     Moment,
-    NearMiss,
     NotANorm,
     Walk,
     origin,
@@ -114,18 +113,12 @@ def _read_root(tensor: Tensor, walk: Walk) -> Root:
         return replace(root, is_inverted=not root.is_inverted)
     if node.op == "ReduceL2":
         return Root(read_moment(node, walk), 0.0, False)
-    if node.op in {"Add", "Max", "Min", "Clip"}:
-        bound = _with_number(node)
-        root = _read_root(bound.other, walk)
-        if node.op == "Add":
-            raise NearMiss(f"epsilon {bound.number:.3g} is added to the root, not under it", root.moment)
-        raise NearMiss(_bounded(node, bound.number), root.moment)
     exponent = 0.5 if node.op == "Sqrt" else scalar(node.inputs[1]) if node.op == "Pow" else None
     if exponent is None:
         raise NotANorm(f"a {node.op}")
     root = _read_radicand(node.inputs[0], walk)
     if abs(exponent) != 0.5:
-        raise NearMiss(f"a power of {exponent:.3g} of its mean of squares", root.moment)
+        raise NotANorm("another power of its mean of squares")
     return replace(root, is_inverted=exponent < 0)
 
 
@@ -136,7 +129,7 @@ def _read_radicand(tensor: Tensor, walk: Walk) -> Root:
         bound = _with_number(node)
         moment = read_moment(walk.to(bound.other), walk)
         if bound.number != 0.0 or bound.is_largest:
-            raise NearMiss(_bounded(node, bound.number), moment)
+            raise NotANorm("a bounded mean of squares")
         # A sum of squares is negative by rounding only.
         return Root(moment, 0.0, False)
     if node.op != "Add":
@@ -146,20 +139,9 @@ def _read_radicand(tensor: Tensor, walk: Walk) -> Root:
         if epsilon is not None:
             inner = _read_radicand(node.inputs[1 - position], walk)
             if inner.epsilon:
-                raise NearMiss("two constants are added under its root", inner.moment)
+                raise NotANorm("two constants under its root")
             return replace(inner, epsilon=epsilon)
-    for operand in node.inputs:
-        fork = walk.fork()
-        try:
-            moment = read_moment(fork.to(operand), fork)
-        except NotANorm:
-            continue
-        raise NearMiss("its epsilon is not one constant number", moment)
     raise NotANorm("a sum")
-
-
-def _bounded(node: Node, number: float) -> str:
-    return f"its divisor is bounded by a constant ({node.op} with {number:.3g}), which no norm operator does"
 
 
 # Moments -----------------------------------------------------------------------------------------------
@@ -181,7 +163,7 @@ def read_moment(node: Node, walk: Walk) -> Moment:
         moment = Moment(node.inputs[0], axes, is_mean=False)
     else:
         moment = Moment(_squared(node.inputs[0]), axes, is_mean=node.op != "ReduceSum")
-    walk.arrive(node, axes, moment)
+    walk.arrive(node, axes)
     return moment
 
 
@@ -193,9 +175,9 @@ def _squared(tensor: Tensor) -> Tensor:
     if node is None or node.op not in {"Pow", "Mul"}:
         raise NotANorm("a mean of something that is no square")
     if node.op == "Pow" and scalar(node.inputs[1]) != 2.0:
-        raise NearMiss(f"a root of a mean of powers of {scalar(node.inputs[1])}")
+        raise NotANorm("a mean of other powers")
     if node.op == "Mul" and not is_same(node.inputs[0], node.inputs[1]):
-        raise NearMiss("a root of a mean of products of two tensors")
+        raise NotANorm("a mean of products of two tensors")
     return node.inputs[0]
 
 
@@ -203,13 +185,10 @@ def _read_difference(node: Node, walk: Walk) -> Moment:
     """Read mean(x²) − mean(x)²."""
     squares = walk.fork()
     moment = read_moment(squares.to(node.inputs[0]), squares)
-    try:
-        mean = read_mean(_squared(node.inputs[1]), walk.fork())
-    except NotANorm:
-        mean = None
-    is_variance = mean is not None and moment.is_mean and mean.axes == moment.axes
-    if mean is None or not is_variance or origin(mean.source) is not origin(moment.squared):
-        raise NearMiss("what is subtracted from its mean of squares is not the square of the mean", moment)
+    mean = read_mean(_squared(node.inputs[1]), walk.fork())
+    is_variance = moment.is_mean and mean.axes == moment.axes
+    if not is_variance or origin(mean.source) is not origin(moment.squared):
+        raise NotANorm("a mean of squares minus something else")
     return replace(moment, is_central=True)
 
 
@@ -217,19 +196,11 @@ def _read_scaled(node: Node, walk: Walk) -> Moment:
     """Read a sum of squares divided by its count."""
     scaled = _unscaled(node, walk)
     moment = read_moment(scaled.node, walk)
-    length = moment.length
-    if length is None:
-        raise NearMiss("its mean of squares is scaled, and the length of its axes is not known", moment)
-    # Factor of the mean of squares.
-    factor = scaled.factor if moment.is_mean else scaled.factor * length
-    if factor == 1:
-        return replace(moment, is_mean=True)
-    if length > 1 and isclose(factor, length / (length - 1), rel_tol=1e-6):
-        reason = f"its variance is unbiased (divided by {length - 1}, not {length})"
-        raise NearMiss(
-            f"{reason}: the scale √({length - 1}/{length}) that makes up for it is irrational", moment
-        )
-    raise NearMiss(f"its mean of squares is multiplied by {float(factor):.6g}", moment)
+    # Factor of the mean of squares. The unbiased variance has K/(K − 1), whose root is irrational.
+    factor = scaled.factor if moment.is_mean else scaled.factor * (moment.length or 0)
+    if moment.length is None or factor != 1:
+        raise NotANorm("a multiple of a mean of squares")
+    return replace(moment, is_mean=True)
 
 
 @dataclass(frozen=True)

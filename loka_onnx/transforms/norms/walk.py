@@ -5,8 +5,7 @@ shape computed from other shapes, Expand. Elementwise operators ignore the arran
 stand anywhere; they are collected on the way and judged at the reduction: the statistic must arrive as if
 every axis had been kept.
 
-`NotANorm` is raised for another computation, `NearMiss` for one so close to a norm that its user should know
-the difference.
+`NotANorm` is raised for any other computation.
 """
 
 from __future__ import annotations
@@ -55,32 +54,17 @@ class Moment:
         return static_length(self.squared, self.axes)
 
 
-class NearMiss(NotANorm):
-    """The nodes come close to a norm; the message names the difference.
-
-    `moment` was read; `part` is a node that would be reported as a near miss of its own.
-    """
-
-    def __init__(self, reason: str, moment: Moment | None = None, part: Node | None = None) -> None:
-        super().__init__(reason)
-        self.moment, self.part = moment, part
-
-
 class Walk:
-    """One way back from a statistic's use.
+    """One way back from a statistic's use."""
 
-    `is_vector` if it is used as one number for each position: any arrangement that keeps their order is
-    equal.
-    """
-
-    def __init__(self, *, is_vector: bool = False) -> None:
+    def __init__(self) -> None:
         self._layout: list[Node] = []
         self._roundings: list[str] = []
-        self._steps, self._is_vector = 0, is_vector
+        self._steps = 0
 
     def fork(self) -> Walk:
         """Return another way from the same point."""
-        other = Walk(is_vector=self._is_vector)
+        other = Walk()
         other._layout, other._roundings = list(self._layout), list(self._roundings)
         return other
 
@@ -99,17 +83,12 @@ class Walk:
                 return node
             tensor = node.inputs[0]
 
-    def arrive(self, reduction: Node, axes: tuple[int, ...], moment: Moment | None = None) -> None:
+    def arrive(self, reduction: Node, axes: tuple[int, ...]) -> None:
         """Check the way from a reduction over these axes."""
         if self._roundings:
-            raise NearMiss(f"its statistics pass through {self._roundings[-1]}", moment)
-        is_arranged = (
-            all(node.op != "Expand" for node in self._layout)
-            if self._is_vector
-            else _is_arranged(reduction, axes, tuple(reversed(self._layout)))
-        )
-        if not is_arranged:
-            raise NearMiss("its statistics are not aligned with the axes that they were taken over", moment)
+            raise NotANorm(f"its statistics pass through {self._roundings[-1]}")
+        if not _is_arranged(reduction, axes, tuple(reversed(self._layout))):
+            raise NotANorm("its statistics are not aligned with the axes that they were taken over")
 
 
 def type_of(tensor: Tensor) -> int:

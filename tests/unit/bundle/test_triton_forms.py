@@ -29,7 +29,6 @@ from loka_onnx.core.evaluation import Evaluation
 from loka_onnx.engines.inductor.package import (
     InductorEngine,
     InputPort,
-    NeededPackage,
     OutputPort,
     Program,
 )
@@ -236,10 +235,6 @@ def test_a_package_with_one_program_is_run_by_the_pytorch_backend(
         (STATIC, "it has 2 programs"),
         (replace(STATIC, programs=STATIC.programs[:1]), "smaller than the 256 rows"),
         (replace(DYNAMIC, minimum=4, programs=(Program("rows", 4, 4096),)), "smaller than the 4 rows"),
-        (
-            replace(DYNAMIC, packages=(NeededPackage("mslk-cuda", "1.0", "mslk.gemm"),)),
-            "its programs call operators of mslk-cuda",
-        ),
     ],
 )
 def test_other_packages_are_run_by_the_python_backend(

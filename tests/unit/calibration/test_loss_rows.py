@@ -88,7 +88,7 @@ def test_probabilities_are_turned_into_logits():
         (
             "changed",
             "with a site in low precision, output 'ctr' is not finite\n  evidence: 1 of 1000 values",
-            "`loka-onnx calibrate --only`",
+            "`plan.keep`",
         ),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -14,29 +14,27 @@ pytest.importorskip("torch", reason="needs torch: kernels are timed with it")
 import torch
 
 from loka_onnx.core.devices import SLICE, device_called
-from loka_onnx.core.formats import Precision
-from loka_onnx.core.recipe import Granularity
-from loka_onnx.core.timing import QUANTIZE, Kernel, Shape
+from loka_onnx.core.timing import QUANTIZE, Shape
 from loka_onnx.engines import tuned_kernels, tuning
 from loka_onnx.engines.tuned_kernels import (
     CACHE_BYTES,
     Operands,
     PreparedOperands,
-    Run,
     calls_in_turn,
     copies_in_turn,
     kernels_of,
+    turns_of,
 )
-from loka_onnx.engines.tuning import KernelTimer, Tuned, TuningOptions, device_to_time
+from loka_onnx.engines.tuning import KernelTimer, Tuned, device_to_time
 from loka_onnx.errors import ConfigError, EngineError
 
-FEW = TuningOptions(rounds=5, error_rows=16)
+ROUNDS = 5
 SHAPE = Shape(48, 32, 64)
 
 
 @pytest.fixture(scope="module")
 def timer() -> KernelTimer:
-    return KernelTimer("cpu", FEW)
+    return KernelTimer("cpu", ROUNDS)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +63,7 @@ def test_every_kernel_of_the_cpu_is_timed(timer: KernelTimer, tuned: Tuned) -> N
     for each in tuned.measured:
         assert each.shape == SHAPE
         assert each.us > 0.0
-        assert each.repeats == FEW.rounds
+        assert each.repeats == ROUNDS
         assert each.spread_us is not None
         assert each.kernel.device == "cpu"
         assert each.provenance.versions["torch"] == torch.__version__
@@ -85,22 +83,10 @@ def test_errors_are_those_of_a_product_in_float64(tuned: Tuned) -> None:
         else:
             left, right = rounded(left, None), rounded(right, axis)
         with torch.inference_mode():
-            result = prepared.run_of(each.kernel)()[:16].to(torch.float64).numpy()
-        assert each.error == pytest.approx(relative_rms(result, left[:16] @ right), rel=0.02)
+            result = prepared.run_of(each.kernel)().to(torch.float64).numpy()
+        assert each.error == pytest.approx(relative_rms(result, left @ right), rel=0.02)
         # BF16 has 8 bits: rounding errs by 2**-9 at most, 2**-9/√3 in the mean, and sums in FP32 by far less.
         assert 2.0**-12 < each.error < 2.0**-9
-
-
-def test_a_worse_kernel_has_a_larger_error(timer: KernelTimer) -> None:
-    """What sums in few bits shows in the error, not in the error of the operands."""
-    operands = Operands.generated(Shape(16, 16, 256), 0)
-    with torch.inference_mode():
-        prepared = PreparedOperands(operands, "cpu")
-        kernel = next(k for k in timer.kernels if k.name == "scaled_mm")
-        result = prepared.run_of(kernel)()
-        good = prepared.error(kernel, result, 16)
-        bad = prepared.error(kernel, result.to(torch.float8_e4m3fn), 16)
-    assert bad > 5.0 * good
 
 
 def test_the_cast_has_a_time_and_no_error(timer: KernelTimer) -> None:
@@ -157,8 +143,8 @@ def test_kernels_are_timed_in_turns(timer: KernelTimer, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(tuning, "_clocked", clocked)
     timer.measure(timer.kernels[:2], Operands.generated(SHAPE, 0))
-    assert len(order) == 2 * FEW.rounds
-    assert order[:2] * FEW.rounds == order
+    assert len(order) == 2 * ROUNDS
+    assert order[:2] * ROUNDS == order
     assert order[0] != order[1]
 
 
@@ -167,19 +153,6 @@ def test_what_is_wanted_names_each_cast_once(timer: KernelTimer) -> None:
     products = [pair for pair in wanted if pair[0].name != QUANTIZE]
     assert len(products) == 2 * (len(timer.kernels) - 1)
     assert [pair[1] for pair in wanted if pair[0].name == QUANTIZE] == [Shape(8, 0, 32)]
-
-
-def test_accelerators_have_kernels_with_fast_accumulation() -> None:
-    names = [kernel.name for kernel in kernels_of("nvidia-h100")]
-    assert names == [
-        "mm",
-        "scaled_mm",
-        "scaled_mm-fast",
-        "scaled_mm-row_wise",
-        "scaled_mm-row_wise-fast",
-        QUANTIZE,
-    ]
-    assert Kernel("cpu", "inductor", "scaled_mm", Precision.FP8, Granularity.PER_TENSOR) in kernels_of("cpu")
 
 
 @pytest.mark.parametrize(
@@ -216,26 +189,6 @@ def test_no_kernel_is_timed_on_a_slice(device: str | None, monkeypatch: pytest.M
     assert name in error.value.evidence
 
 
-def test_a_kernel_that_cannot_be_captured_is_told_and_the_others_go_on(
-    timer: KernelTimer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It runs, and fails in a CUDA graph: what else there is to time is timed."""
-    made = KernelTimer._timer
-    order = iter((True, False))
-
-    def capture(self: KernelTimer, run: Run, turns: int) -> Callable[[], float]:
-        if next(order):
-            raise RuntimeError("operation not permitted when stream is capturing\nlong text")
-        return made(self, run, turns)
-
-    monkeypatch.setattr(KernelTimer, "_timer", capture)
-    found = timer.measure(timer.kernels[:2], Operands.generated(SHAPE, 0))
-    assert [each.kernel.name for each in found.measured] == ["scaled_mm"]
-    (refused,) = found.refused
-    assert (refused.kernel.name, refused.shape) == ("mm", SHAPE)
-    assert refused.reason == "RuntimeError: operation not permitted when stream is capturing"
-
-
 def test_a_device_that_is_not_here_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a GPU to be absent")
@@ -246,15 +199,12 @@ def test_a_device_that_is_not_here_is_refused() -> None:
 
 def test_large_weights_take_turns_on_a_gpu() -> None:
     shape = Shape(8, 1024, 2048)
-    prepared = PreparedOperands(Operands.generated(shape, 0), "cuda")
-    turns = {kernel.name: prepared.turns_of(kernel) for kernel in kernels_of("nvidia-h100")}
+    turns = {kernel.name: turns_of(kernel, shape, "cuda") for kernel in kernels_of("nvidia-h100")}
     weight = shape.k * shape.n
     assert turns["mm"] * 2 * weight == turns["scaled_mm"] * weight == CACHE_BYTES
     assert turns[QUANTIZE] == 1
-    small = PreparedOperands(Operands.generated(Shape(8, 16, 16), 0), "cuda")
-    assert {small.turns_of(kernel) for kernel in kernels_of("nvidia-h100")} == {1}
-    here = PreparedOperands(Operands.generated(shape, 0), "cpu")
-    assert {here.turns_of(kernel) for kernel in kernels_of("cpu")} == {1}
+    assert {turns_of(kernel, Shape(8, 16, 16), "cuda") for kernel in kernels_of("nvidia-h100")} == {1}
+    assert {turns_of(kernel, shape, "cpu") for kernel in kernels_of("cpu")} == {1}
 
 
 def left_in_a_cache(weights: Sequence[int], size: int, cache: int = 50_000_000) -> int:
@@ -279,19 +229,8 @@ def test_no_weight_is_left_in_the_cache_when_a_graph_begins_again(least: int) ->
     assert left_in_a_cache([call % 7 for call in range(10)], 9_600_000) == 3
 
 
-def test_a_graph_calls_every_copy_of_a_weight_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[int] = []
-    monkeypatch.setattr(tuning, "_graph_timer", lambda run, calls: called.append(calls))
-    timer = KernelTimer("cpu", TuningOptions(calls=20))
-    timer._torch_device = "cuda"
-    for turns in (1, 7, 64):
-        timer._timer(lambda: torch.ones(()), turns)
-    assert called == [20, 21, 64]
-
-
 def test_the_cast_is_compiled_for_each_length_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their number, as on an accelerator."""
-    from loka_onnx.engines import tuned_kernels
 
     compiled: list[int] = []
 
@@ -311,12 +250,3 @@ def test_the_cast_is_compiled_for_each_length_of_rows(monkeypatch: pytest.Monkey
             assert torch.equal(found.float(), (values * 2).to(torch.float8_e4m3fn).float())
     assert compiled == [1] * 4
     tuned_kernels._cast.cache_clear()
-
-
-def test_a_weight_is_copied_no_more_often_than_asked() -> None:
-    weight = torch.arange(6.0)
-    turns = tuned_kernels._in_turn(weight, 3)
-    seen = [next(turns) for _ in range(6)]
-    assert [each.data_ptr() for each in seen[:3]] == [each.data_ptr() for each in seen[3:]]
-    assert len({each.data_ptr() for each in seen}) == 3 and seen[0] is weight
-    assert all(torch.equal(each, weight) for each in seen)

@@ -93,20 +93,6 @@ def test_weights_of_branches_beyond_the_limit_go_beside_the_model(source, tmp_pa
         np.testing.assert_array_equal(numpy_helper.to_array(read[name]), weight)
 
 
-def test_weights_that_branches_keep_outside_are_read_back(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "INLINE_LIMIT_BYTES", 1000)
-    first, second = tmp_path / "first/model.onnx", tmp_path / "second/model.onnx"
-    digest = GraphModel.load(source).save(first)
-    model = GraphModel.load(first)
-    # Over the file that they were read from, and elsewhere without it.
-    assert model.save(first) == digest
-    check_outputs(first)
-    model = GraphModel.load(first)
-    (first.parent / "model.onnx.data").unlink()
-    assert model.save(second) == digest
-    check_outputs(second)
-
-
 def test_a_branch_s_weights_decide_the_shape_where_they_are_small(source, tmp_path):
     """As an exporter that keeps everything outside writes it."""
     outside = tmp_path / "outside/model.onnx"

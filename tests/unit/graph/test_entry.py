@@ -245,38 +245,11 @@ def with_external(write_model) -> Path:
     return path
 
 
-def relocate(path: Path, location: str) -> None:
-    model = onnx.load(path, load_external_data=False)
-    for entry in model.graph.initializer[0].external_data:
-        if entry.key == "location":
-            entry.value = location
-    path.write_bytes(model.SerializeToString())
-
-
-@pytest.mark.parametrize("read", [canonicalize, GraphModel.load])
-def test_missing_external_data_are_refused(read, with_external):
-    (with_external.parent / "weights.bin").unlink()
-    with pytest.raises(
-        ModelError, match=r"weights of (?s:.*) are missing(?s:.*)'weights\.bin'(?s:.*)remedy: copy"
-    ):
-        read(with_external)
-
-
 @pytest.mark.parametrize("read", [canonicalize, GraphModel.load])
 def test_truncated_external_data_are_refused(read, with_external):
     (with_external.parent / "weights.bin").write_bytes(b"\0" * 47)
     with pytest.raises(
         ModelError, match=r"are truncated(?s:.*)'w' ends at byte 48 of 'weights\.bin', which has 47"
-    ):
-        read(with_external)
-
-
-@pytest.mark.parametrize("location", ["../weights.bin", "sub/../../weights.bin", "/etc/passwd"])
-@pytest.mark.parametrize("read", [canonicalize, GraphModel.load])
-def test_external_data_outside_the_directory_are_refused(read, location, with_external):
-    relocate(with_external, location)
-    with pytest.raises(
-        ModelError, match=f"refers to weights outside its directory(?s:.*)'{re.escape(location)}'"
     ):
         read(with_external)
 

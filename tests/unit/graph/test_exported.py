@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_graphsurgeon.logger import G_LOGGER
 
 from loka_onnx.errors import OutputError
 from loka_onnx.graph import exported, shapes, storage, weights
@@ -295,24 +294,6 @@ def test_tables_stay_outside_in_memory_too(kind, tmp_path):
     assert set(back.tables) == {"table"}
     (tmp_path / "other").mkdir()
     assert back.save(tmp_path / "other/m.onnx") == model_digest(tmp_path / "other/m.onnx")
-
-
-def test_what_is_beyond_the_limit_in_branches_is_left_to_files(models, monkeypatch):
-    held = GraphModel.load(models["choice"]).export()
-    assert held.in_memory() is not None
-    inside = [*all_initializers(held.headers.graph)][len(held.headers.graph.initializer) :]
-    large = sum(held.detached[number].nbytes for t in inside if (number := number_of(t)) is not None)
-    assert large > 4096
-    monkeypatch.setattr(exported, "INLINE_LIMIT_BYTES", large - 1)
-    assert held.in_memory() is None
-
-
-def test_weights_of_types_that_numpy_lacks_write_nothing_to_standard_output(models, tmp_path, capsys):
-    G_LOGGER.once_logged.clear()
-    model = GraphModel.load(models["low"])
-    assert values_of(model.tensors()["w8"]).dtype == ml_dtypes.float8_e4m3fn
-    model.save(tmp_path / "m.onnx")
-    assert capsys.readouterr().out == ""
 
 
 def test_the_mark_of_a_header_is_no_part_of_a_file(models, tmp_path):

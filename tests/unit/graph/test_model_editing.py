@@ -89,16 +89,6 @@ def test_what_is_added_after_the_list_of_nodes_was_renewed_is_in_the_graph(
     np.testing.assert_allclose(outputs(model, tmp_path)["y"], np.expm1(ROWS["x"]), rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_collected_after_sorting_stays_apart(tmp_path: Path) -> None:
-    model = graph(tmp_path)
-    with model.collecting() as inner:
-        model.sorted_nodes()
-        model.add("Exp", [model.inputs[0]], "inside")
-    model.add("Exp", [model.inputs[0]], "outside")
-    assert [node.name for node in inner] == ["inside"]
-    assert {node.name for node in model.nodes} == {"first", "second", "third", "outside"}
-
-
 def test_a_node_is_found_by_the_name_that_it_has_now(tmp_path: Path) -> None:
     model = graph(tmp_path)
     second = model.node("second")
@@ -139,15 +129,6 @@ def test_a_part_of_a_graph_needs_all_that_it_reads(tmp_path: Path) -> None:
     model = graph(tmp_path)
     with pytest.raises(InternalError, match="the part of the graph needs 'x', which it is not given"):
         model.extract([model.tensors()["b"]], model.outputs)
-
-
-def test_a_large_chain_is_indexed_once(tmp_path: Path) -> None:
-    """Ten thousand look-ups by name among as many nodes: 0.01 s, and minutes when each scans the list."""
-    body = " ".join(f"[n{i}] t{i} = Neg({f't{i - 1}' if i else 'x'})" for i in range(3000))
-    model = graph(tmp_path, f"{body} [last] y = Relu(t2999)")
-    nodes = [model.node(f"n{i}") for i in range(3000)]
-    assert len({id(node) for node in nodes}) == 3000
-    assert model._nodes["n5"] is nodes[5]
 
 
 @pytest.mark.parametrize(

@@ -203,15 +203,6 @@ def test_a_table_that_a_branch_reads_is_loaded(write_model, tmp_path):
     np.testing.assert_array_equal(got, want)
 
 
-def test_an_output_that_is_replaced_keeps_its_name(ranker, tmp_path):
-    model = GraphModel.load(ranker)
-    (output,) = model.outputs
-    model.replace_uses(output, model.add("Neg", [output], "negated"), [])
-    model.make_output(output, model.add("Neg", [output], "negated_again"))
-    model.save(tmp_path / "out/model.onnx")
-    np.testing.assert_array_equal(run(tmp_path / "out/model.onnx"), -run(ranker))
-
-
 GIGABYTES = textwrap.dedent(
     """
     import sys, time

@@ -76,13 +76,6 @@ def test_what_a_branch_reads_its_node_reads():
     assert ("flag", "/if", "flag") in named(graph)
 
 
-def test_an_input_that_is_an_output_is_joined_to_it():
-    graph = describe_graph(
-        graph_of([helper.make_node("Relu", ["x"], ["z"], name="/relu")], ["x"], ["z", "x"]), []
-    )
-    assert ("x", "x", "x") in named(graph)
-
-
 def deep(blocks: int) -> onnx.GraphProto:
     """Blocks of two modules, between which data goes back and forth: no module is one piece."""
     nodes, x = [], "x"
@@ -117,13 +110,6 @@ def test_a_large_graph_is_folded_until_it_fits_and_no_node_and_no_site_is_lost(m
     how = "by module" if most >= 27 else "in runs of consecutive nodes: no modules make it small enough"
     assert f"{graph.folded} nodes are drawn as {len(folded)}, {how}." in graph.note
     # ModelGraph itself refuses an edge that leads backwards: no cycle was made.
-
-
-def test_only_as_many_modules_are_folded_as_must_be():
-    assert len(describe_graph(deep(25), sites_of(25), 101).nodes) >= 98
-    # Inputs and outputs stay as they are.
-    kinds = [node.kind for node in describe_graph(deep(25), sites_of(25), 60).nodes]
-    assert (kinds[0], kinds[-1]) == (NodeKind.INPUT, NodeKind.OUTPUT)
 
 
 def test_a_module_that_data_leaves_and_comes_back_to_is_folded_in_two_parts():

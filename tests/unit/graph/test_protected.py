@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import re
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -243,34 +242,3 @@ def test_what_the_exporters_write(exporter, tmp_path):
     joins = [model.node(place.node) for place in residual_streams(model)]
     assert [node.op for node in joins] == ["Add", "Add"]
     assert all(node.outputs[0].shape[-1] == 32 for node in joins)
-
-
-def chain(nodes: int) -> onnx.ModelProto:
-    """Residual blocks of four nodes, each of which reads the stream."""
-    body = "".join(
-        f"h{i} = MatMul(s{i}, w) r{i} = Relu(h{i}) q{i} = Mul(r{i}, r{i}) s{i + 1} = Add(s{i}, q{i}) "
-        for i in range(nodes // 4)
-    )
-    last = nodes // 4
-    return onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 21]> g (float[b,4] s0) => (float[b,4] y)'
-        f" {{ {body} y = Relu(s{last}) }}"
-    )
-
-
-def test_time_is_close_to_linear_in_the_nodes(tmp_path):
-    def seconds(nodes: int) -> float:
-        proto = chain(nodes)
-        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.eye(4, dtype=np.float32), "w"))
-        onnx.save(proto, tmp_path / "chain.onnx")
-        model = GraphModel.load(tmp_path / "chain.onnx")
-        model.sorted_nodes()
-        began = time.process_time()
-        assert len(residual_streams(model)) == nodes // 4
-        logit_ends(model)
-        return time.process_time() - began
-
-    # The least of each: the collector of a process that has run many tests takes a second when it comes.
-    small, large = (min(seconds(nodes) for _ in range(3)) for nodes in (100, 800))
-    # Eight times the nodes; quadratic would be 64.
-    assert large < 24 * small

@@ -16,7 +16,6 @@ from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.rewrite import RewriteLogs
 from loka_onnx.engines.migraphx import api as migraphx_api
-from loka_onnx.engines.migraphx import backend as migraphx_backend
 from loka_onnx.engines.registry import all_backends, get_backend
 from loka_onnx.pipeline import candidates
 from loka_onnx.pipeline.candidates import Built, EngineBuilder, build_engines
@@ -62,14 +61,6 @@ def test_every_backend_notices_its_library_under_any_name(install: Install, name
         installed = backend.versions()
         install(f"no-such-{module}-cu99", "1.1", module)
         assert len({str(sorted(found.items())) for found in (before, installed, backend.versions())}) == 3
-
-
-def test_a_library_of_no_distribution_tells_its_own_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MIGraphX comes with ROCm."""
-    monkeypatch.setattr(
-        migraphx_backend, "import_migraphx", lambda: SimpleNamespace(__version__="2.16.0", get_target=str)
-    )
-    assert get_backend("migraphx").versions() == {"migraphx": "2.16.0"}
 
 
 def test_builds_of_migraphx_that_tell_no_version_differ_by_their_library(

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loka_onnx.engines.isolation import Cancelled
 from loka_onnx.pipeline.building import Task, available_memory, build_all, how_many
 
 GIB = 1 << 30
@@ -63,21 +62,6 @@ def test_results_keep_the_order_of_the_tasks_and_run_at_once() -> None:
     assert all(len(running) == min(3, 6 - done) for running, done in told[5:]), "those that run, no others"
 
 
-def test_never_more_at_once_than_workers() -> None:
-    running, most, lock = [], [0], threading.Lock()
-
-    def work() -> None:
-        with lock:
-            running.append(1)
-            most[0] = max(most[0], len(running))
-        time.sleep(0.02)
-        with lock:
-            running.pop()
-
-    build_all([Task(str(i), work) for i in range(8)], 2)
-    assert most == [2]
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_ends_the_others(workers: int) -> None:
     begun: list[int] = []
@@ -93,10 +77,6 @@ def test_an_error_ends_the_others(workers: int) -> None:
     with pytest.raises(ValueError, match="'speed'"):
         build_all([Task(str(i), lambda i=i: work(i)) for i in range(50)], workers)
     assert len(begun) < 50
-
-
-def test_cancelled_is_no_error_that_anyone_catches() -> None:
-    assert not issubclass(Cancelled, Exception)
 
 
 PROGRAM = """

@@ -20,7 +20,6 @@ from loka_onnx.core.progress import silent
 from loka_onnx.core.split import Part
 from loka_onnx.errors import EngineError
 from loka_onnx.evaluation.engines import with_latencies
-from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.pipeline import engine_times
 from loka_onnx.pipeline.engine_times import TimingBench, counts_here
 from loka_onnx.sessions import host_devices
@@ -128,13 +127,6 @@ def test_a_lookup_that_fails_costs_the_engines_behind_it(fails: range | None, sa
 
     timed = replace(bench({"fp32": Adding()}), open_lookup=opened).time([engine])
     assert timed.failures == {engine.id: said}
-
-
-def test_the_evaluation_document_has_the_failure() -> None:
-    judged = Evaluation("a", "maker", "bf16", "cpu", "selection", 9, (), (), "measured")
-    timed = Interleaved({"a": ()}, {"a": "at batch 4: the worker died"})
-    assert with_latencies(judged, timed).latency_failure == "at batch 4: the worker died"
-    assert with_latencies(judged, Interleaved({}, {})).latency_failure == ""
 
 
 @pytest.mark.parametrize(("place", "asked"), [("host", {"run"}), ("device", {"resident"})])

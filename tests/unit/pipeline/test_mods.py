@@ -49,29 +49,8 @@ def test_the_key_follows_what_is_run_and_what_is_measured(tmp_path: Path) -> Non
     assert off[0] == off[1]
 
 
-@pytest.mark.parametrize(
-    ("skip", "what", "remedy"),
-    [
-        (
-            ["pad-sites", "fuse-layernorm"],
-            "`mods.skip[1]` names no mod: 'fuse-layernorm'",
-            "did you mean 'fuse-layer-norm'?",
-        ),
-        (
-            ["smooth-by-error"],
-            "`mods.skip[0]` names no mod: 'smooth-by-error'",
-            "write `mods.smoothing: false`",
-        ),
-        (["zzz"], "`mods.skip[0]` names no mod: 'zzz'", "remove it"),
-    ],
-)
-def test_an_unknown_name(tmp_path: Path, skip: list[str], what: str, remedy: str) -> None:
+@pytest.mark.parametrize("skip", [["pad-sites", "fuse-layernorm"], ["smooth-by-error"], ["zzz"]])
+def test_an_unknown_name_is_refused(tmp_path: Path, skip: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         ChosenMods(config_of(tmp_path, mods={"skip": skip}))
-    assert str(caught.value) == f"{what}\n  evidence: the mods are {', '.join(ALL)}\n  remedy: {remedy}"
-
-
-def test_a_name_given_twice(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config_of(tmp_path, mods={"skip": ["pad-sites", "pad-sites"]})
-    assert "`skip` lists 'pad-sites' twice" in str(caught.value)
+    assert caught.value.code == "E1520"

@@ -69,12 +69,3 @@ def test_a_plan_without_fp8_is_written_once_for_all(
     paths = plan_models(builder(tmp_path), candidate(CPU, fp8=False), candidate(RTX, fp8=False))
     assert paths[0] == paths[1]
     assert [(name, form.fusions) for name, form in written] == [("fp32-fp32", Fusions())]
-
-
-def test_models_of_another_base_keep_the_short_name(
-    written: list[tuple[str, PlanForm]], tmp_path: Path
-) -> None:
-    build = builder(tmp_path)
-    plan_models(build, *(candidate(RTX, fp8=True, base=base) for base in (Precision.BF16, Precision.FP16)))
-    assert [name for name, _ in written] == ["fp8-all-bf16", "fp8-all-fp16"]
-    assert set(build._logs) == {"fp8-all-bf16", "fp8-all-fp16"}

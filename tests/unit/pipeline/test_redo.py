@@ -9,28 +9,23 @@ import onnx
 import onnx.parser
 import pytest
 
-from loka_onnx.core import serde
-from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
+from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.profile import Profile, Sampling, SiteProfile, WeightedMean
 from loka_onnx.core.ratio_moments import RatioMoments
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
+from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.sensitivity import DeltaSums, Sensitivity, SensitivityName, SiteGroup
 from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats
-from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.pipeline.redo import (
-    Measurement,
     carried,
     changed_sites,
-    read_earlier,
     with_partners,
     with_sites,
 )
 
-CTR = OutputSpec("ctr", OutputKind.LOGIT, "clicked")
 ONE = ExactSum.of([1.0])
 
 
@@ -198,39 +193,3 @@ def test_sites_that_share_a_tensor_in_fp8_come_along(
     shared: ModelArtifact, chosen: set[str], found: set[str]
 ) -> None:
     assert with_partners(shared, chosen) == found
-
-
-# What may be put together -----------------------------------------------------------------------------
-
-NOW = Measurement("m", "d", 100, (CTR,), (PER_TENSOR, PER_CHANNEL_WEIGHT))
-
-
-def test_a_profile_of_the_same_measurement_is_read(tmp_path: Path) -> None:
-    earlier = profile_of(("a",))
-    serde.write(earlier, tmp_path / "profile.json")
-    assert read_earlier(tmp_path / "profile.json", NOW) == earlier
-
-
-@pytest.mark.parametrize(
-    ("now", "what"),
-    [
-        (replace(NOW, model="n"), "model"),
-        (replace(NOW, data="e"), "calibration rows, or columns of them"),
-        (replace(NOW, rows=90), "number of rows"),
-        (replace(NOW, outputs=(replace(CTR, name="o"),)), "outputs"),
-        (replace(NOW, outputs=(replace(CTR, label=None),)), "labels"),
-        (replace(NOW, recipes=(PER_CHANNEL_WEIGHT,)), "recipes"),
-    ],
-)
-def test_one_of_another_is_refused(tmp_path: Path, now: Measurement, what: str) -> None:
-    serde.write(profile_of(("a",)), tmp_path / "profile.json")
-    with pytest.raises(ConfigError, match=f"the profile was measured with other {what}") as caught:
-        read_earlier(tmp_path / "profile.json", now)
-    assert caught.value.where == "--only"
-
-
-def test_one_that_rows_were_added_to_is_refused(tmp_path: Path) -> None:
-    serde.write(profile_of(("a",), data_digest="d+e", rows=150), tmp_path / "profile.json")
-    with pytest.raises(ConfigError, match="the profile holds rows that `--update` added") as caught:
-        read_earlier(tmp_path / "profile.json", NOW)
-    assert caught.value.where == "--only"

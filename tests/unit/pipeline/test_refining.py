@@ -241,12 +241,6 @@ def test_every_plan_with_fp8_is_predicted_before_its_engine_is_measured() -> Non
     assert document.median_prediction_error == pytest.approx((errors[1] + errors[2]) / 2)
 
 
-def test_an_engine_that_failed_keeps_its_prediction() -> None:
-    found, _ = run(bench=SimulatedBench(fails=frozenset({"refined-1"})))
-    failed = next(step for step in only(found).steps if step.plan == "refined-1")
-    assert failed.predicted_us and not failed.latency_us and failed.predictions == ()
-
-
 def test_an_engine_that_dies_while_it_is_timed_is_told() -> None:
     """It has figures of the batch sizes before that: they are no speed."""
     found, _ = run(bench=SimulatedBench(dies={"refined-1": "at batch 20: signal 11"}))
@@ -256,25 +250,6 @@ def test_an_engine_that_dies_while_it_is_timed_is_told() -> None:
     judged = next(e for e in found.evaluations.evaluations if e.plan == "refined-1")
     assert judged.latency_failure == "at batch 20: signal 11"
     assert only(found).best != "refined-1"
-
-
-def test_no_prediction_starts_from_an_engine_of_another_maker() -> None:
-    start = [engine(START.plan("bf16")), engine(START.plan("fp8-all"), backend="inductor")]
-    found, _ = run(start)
-    step = next(step for step in only(found).steps if step.plan == "fp8-all")
-    assert (step.predicted_us, step.predicted_from) == ({}, "")
-
-
-def test_a_plan_that_breaks_up_a_kernel_says_so_in_place_of_a_prediction() -> None:
-    apart = replace(START.plan("fp8-all"), breaks_up={"gpu": {"d": "factorization-norm"}})
-    plans = PlanSet(tuple(apart if plan.id == "fp8-all" else plan for plan in START.plans))
-    found, _ = run(plans=plans)
-    steps = {step.plan: step for step in only(found).steps}
-    assert (steps["fp8-all"].predicted_us, steps["fp8-all"].predicted_from) == ({}, "")
-    assert steps["fp8-all"].not_predicted == (
-        "FP8 at 'd' breaks up the kernel 'factorization-norm', and what the parts take was not measured"
-    )
-    assert steps["fp8-safe"].predicted_us and not steps["fp8-safe"].not_predicted
 
 
 def test_what_the_search_proposes_is_tried_once() -> None:

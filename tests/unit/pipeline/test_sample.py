@@ -85,20 +85,6 @@ def test_integers_that_no_table_bounds_are_in_the_range_of_the_data() -> None:
     assert bounded_by(floats, rows.astype(np.float32)) is floats
 
 
-def test_ids_in_a_matrix_of_numbers_are_in_the_range_of_the_data() -> None:
-    random = np.random.default_rng(0)
-    rows = np.stack([random.integers(0, 2, 500), random.standard_normal(500), random.integers(0, 40, 500)], 1)
-    rows = rows.astype(np.float32)
-    spec = TensorSpec("x", "float32", (None, 3))
-    for columns in (("a", "b", "c"), ("matrix",)):
-        binding = bounded_by(InputBinding("x", columns, "float32", 2), rows)
-        found = generated_rows([spec], [binding], 4000)["x"]
-        assert found.dtype == np.float32
-        assert set(found[:, 0]) == {0, 1}
-        assert set(found[:, 2]) == set(range(int(rows[:, 2].max()) + 1))
-        assert (found[:, 1] < 0).any()
-
-
 def test_lists_are_as_long_as_those_of_the_data(tmp_path: Path) -> None:
     found = drawn("l = Relu(x)", tmp_path)
     assert found["ids"].shape == (32, 5)

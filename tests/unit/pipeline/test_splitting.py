@@ -156,18 +156,6 @@ def test_a_cut_that_is_not_asked_for_any_more_is_forgotten(directory: RunDirecto
     assert sorted(p.name for p in (directory.path / "model").iterdir()) == ["modified.onnx"]
 
 
-def test_a_stage_that_an_earlier_run_left_out_stands_behind_the_one_it_follows(
-    directory: RunDirectory,
-) -> None:
-    for name in ("recalibrate", "plan", "bundle"):
-        directory.stage(name, {}, lambda: [], lambda: None)
-    directory.stage("recalibrate", {}, lambda: [], lambda: None)
-    cut(directory)
-    assert [r.stage for r in directory.record.stages] == ["recalibrate", "split", "plan", "bundle"]
-    assert list(directory.record.stages[1].parents) == ["recalibrate"]
-    assert [r.stage for r in directory.before("plan")] == ["recalibrate", "split"]
-
-
 def test_plans_are_handed_over_to_the_dense_half(directory: RunDirectory) -> None:
     split = cut(directory)
     assert split is not None and split.halves is not None
@@ -189,13 +177,6 @@ def test_what_a_plan_keeps_wide_in_the_lookup_is_no_matter_of_the_engine(directo
     assert handed.wide == wide[1:]
 
 
-def test_engines_take_rows_in_place_of_ids(directory: RunDirectory) -> None:
-    split, inputs = cut(directory), Rows(6).inputs
-    taken = taken_by_engines(inputs, split, 1)
-    assert taken.keys() == {"x", "items"}
-    np.testing.assert_array_equal(taken["items"], TABLE[inputs["item"]])
-
-
 class Watched(Runner):
     def __init__(self) -> None:
         self.closed = False
@@ -212,13 +193,6 @@ def test_an_engine_with_its_lookup_takes_the_inputs_of_the_whole(directory: RunD
     joined = with_lookup(runner, cut(directory), 1)
     np.testing.assert_array_equal(joined.run(inputs)["ctr"], TABLE[inputs["item"]][:, :1])
     joined.close()
-    assert runner.closed
-
-
-def test_an_engine_whose_lookup_does_not_open_is_closed() -> None:
-    runner = Watched()
-    with pytest.raises(InternalError):
-        with_lookup(runner, None, 1)
     assert runner.closed
 
 

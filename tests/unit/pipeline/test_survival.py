@@ -59,13 +59,13 @@ def batches(ids: list[int], smallest: int = 1) -> Batches:
 @pytest.mark.parametrize("op", LAYERS)
 def test_the_batch_that_ends_the_process_is_named(tmp_path: Path, op: str) -> None:
     model = ranker(tmp_path, op)
-    finding = find_fatal_batch(model, batches([0, 1, 1, 1]))
+    finding = find_fatal_batch(model.path, model.other_products, batches([0, 1, 1, 1]))
     assert finding is not None and finding.fault is Fault.FAILS
     assert finding.operator == f"node 'recurrent/{op.lower()}' ({op})"
     assert finding.evidence.startswith("a batch of 1 rows: a process that ran it died of SIG")
     # Rows 2 and 3 hold one that is known, and so do rows 4 and 5.
-    assert find_fatal_batch(model, batches([1, 1, 1, 0, 0, 1], smallest=2)) is None
-    last = find_fatal_batch(model, batches([1, 1, 1, 1, 0, 0], smallest=2))
+    assert find_fatal_batch(model.path, model.other_products, batches([1, 1, 1, 0, 0, 1], smallest=2)) is None
+    last = find_fatal_batch(model.path, model.other_products, batches([1, 1, 1, 1, 0, 0], smallest=2))
     assert last is not None and last.evidence.startswith("a batch of 2 rows, from row 4 on: ")
 
 
@@ -74,5 +74,5 @@ def test_a_layer_that_always_has_rows_and_errors_that_are_raised_are_left_to_pre
 ) -> None:
     always = ranker(tmp_path, "GRU", "some = Identity(x)")
     # Its ScatterND fails, by an exception, where an id is 0.
-    assert find_fatal_batch(always, batches([1, 1])) is None
-    assert find_fatal_batch(always, batches([0, 0])) is None
+    assert find_fatal_batch(always.path, always.other_products, batches([1, 1])) is None
+    assert find_fatal_batch(always.path, always.other_products, batches([0, 0])) is None

@@ -44,10 +44,4 @@ def test_a_pair_tells_names_types_and_widths_in_order(place: Path) -> None:
 def test_a_module_alone_is_refused_and_not_promised(place: Path) -> None:
     with pytest.raises(ModelError) as caught:
         build_torch_model(ModelConfig(torch="described_ranker:bare"), place)
-    assert str(caught.value) == (
-        "the model builder 'described_ranker:bare' must return a module and its example inputs\n"
-        "  evidence: it returned a Linear\n"
-        "  remedy: return (module, {'dense': array, 'ids': array}): it tells names, types and widths"
-    )
-    described = ModelConfig.model_fields["torch"].description or ""
-    assert "returns a pair: an nn.Module, and a mapping of example inputs" in described
+    assert caught.value.code == "E1531"

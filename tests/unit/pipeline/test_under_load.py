@@ -179,26 +179,6 @@ def test_another_machine_of_the_target_is_put_under_load_again(
     assert len(found.measurements) == (2 if told else 0)
 
 
-def test_a_prediction_rests_on_the_engine_that_differs_by_fp8_alone() -> None:
-    """100 µs measured in BF16, of which products are 60: in FP8 these take 25, so that 65 are expected."""
-    (found,) = evidence().predictions(list(ENGINES.values()))
-    assert (found.plan, found.batch, found.predicted_us, found.measured_us) == ("fp8-all", 8, 65.0, 70.0)
-    assert found.error == pytest.approx(-5 / 70)
-    without = [e for e in ENGINES.values() if e.plan != "bf16"]
-    assert evidence().predictions(without) == ()
-    assert evidence().not_predicted(list(ENGINES.values())) == {}
-
-
-def test_an_engine_that_breaks_up_a_kernel_has_a_reason_in_place_of_a_prediction() -> None:
-    apart = replace(PLANS.plan("fp8-all"), breaks_up={"gpu": {"fc": "factorization-norm"}})
-    known = replace(evidence(), plans=PlanSet((*PLANS.plans[:3], apart)))
-    assert known.predictions(list(ENGINES.values())) == ()
-    assert known.not_predicted(list(ENGINES.values())) == {
-        ENGINES["fp8-all"].id: "FP8 at 'fc' breaks up the kernel 'factorization-norm', and what the parts "
-        "take was not measured"
-    }
-
-
 class Counting(Runner):
     """Counts how it is asked; some batches can stay on the device."""
 

@@ -42,12 +42,6 @@ def test_the_engine_gets_what_was_looked_up_beside_the_inputs() -> None:
     assert dense.asked[0]["table"] is ROWS["table"]
 
 
-def test_rows_of_the_request_under_the_name_of_a_cut_tensor_do_not_stand_in_for_a_lookup() -> None:
-    dense = Recorder(ANSWER)
-    SplitRunner(Recorder(ROWS), dense).run({**REQUEST, "table": np.full((2, 4), 9.0)})
-    assert dense.asked[0]["table"] is ROWS["table"]
-
-
 def test_both_are_freed_even_where_one_fails() -> None:
     lookup, dense = Recorder(ROWS), Recorder(ANSWER, EngineError("the device is gone"))
     with pytest.raises(EngineError, match="the device is gone"), SplitRunner(lookup, dense):

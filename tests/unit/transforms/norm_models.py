@@ -24,12 +24,11 @@ from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
 from loka_onnx.transforms.norms.fold_norm_affine import FoldNormAffine
-from loka_onnx.transforms.norms.fuse import FuseL2Norm, FuseLayerNorm, FuseRMSNorm
-from loka_onnx.transforms.norms.fuse_group_norm import FuseGroupNorm
+from loka_onnx.transforms.norms.fuse import FuseLayerNorm, FuseRMSNorm
 from loka_onnx.transforms.sequence import apply_mods
 
 ROWS = 5
-FUSIONS: tuple[type[Mod[Any]], ...] = (FuseGroupNorm, FuseLayerNorm, FuseRMSNorm, FuseL2Norm)
+FUSIONS: tuple[type[Mod[Any]], ...] = (FuseLayerNorm, FuseRMSNorm)
 FOLDS: tuple[type[Mod[Any]], ...] = (FoldBatchNorm, FoldNormAffine)
 OPSETS = {"dynamo": (18, 21), "torchscript": (11, 13, 17, 20)}
 

@@ -36,7 +36,7 @@ class RandomGraph:
         steps = (
             *(self.linear, self.linear, self.experts, self.norm, self.batch_norm, self.interaction, self.row),
             *(self.no_ops, self.split_and_join, self.einsum, self.constant_weight, self.columns),
-            *(self.group_norm, self.length, self.convolution),
+            self.convolution,
         )
         for number in range(blocks):
             self.block = f"block{number}"
@@ -160,32 +160,6 @@ class RandomGraph:
             y = self.op("Add", [y, self.dyadic(*shape)], width) if self.pick(True, False) else y
         return y
 
-    def group_norm(self, x: str) -> str:
-        """The tokens as channels in two groups: primitives or an InstanceNormalization between reshapes.
-
-        The activations keep those two from being joined with the reshapes around them.
-        """
-        tokens, count = self.tokens(x)
-        tokens = self.activation(tokens)
-        grouped = self.op("Reshape", [tokens, self.constant(np.array([-1, 2, 4 * count]))], 4 * count)
-        if self.pick(True, False):
-            y = self.primitives(grouped, centred=True)
-        else:
-            inputs = [grouped, self.constant(np.ones(2)), self.constant(np.zeros(2))]
-            y = self.op("InstanceNormalization", inputs, 4 * count, epsilon=EPSILON)
-        y = self.op("Reshape", [y, self.constant(np.array([-1, count, 8]))], 8)
-        return self.flattened(self.activation(self.affine(y, count, 1)), count, 8)
-
-    def length(self, x: str) -> str:
-        """A vector of length one; what it divides is far from zero."""
-        width = int(self.pick(8, 20))
-        y, axes = self.normalized(self.product(x, width)), self.constant(np.array([-1]))
-        if self.pick(True, False):
-            root = self.op("ReduceL2", [y, axes], 1)
-        else:
-            root = self.op("Sqrt", [self.op("ReduceSumSquare", [y, axes], 1)], 1)
-        return self.op("Div", [y, root], width)
-
     def batch_norm(self, x: str) -> str:
         """Behind a linear layer; its variance and epsilon add up to a power of four."""
         n = int(self.pick(8, 20))
@@ -222,10 +196,7 @@ class RandomGraph:
 
     def einsum(self, x: str) -> str:
         tokens, count = self.tokens(x)
-        if self.pick(True, False):
-            y = self.op("Einsum", [tokens, tokens, self.dyadic(count, 4)], 4, equation="bnd,bmd,mk->bnk")
-        else:
-            y = self.op("Einsum", [tokens, self.dyadic(8, 4)], 4, equation="bnd,de->bne")
+        y = self.op("Einsum", [tokens, self.dyadic(8, 4)], 4, equation="bnd,de->bne")
         return self.flattened(y, count, 4)
 
     def convolution(self, x: str) -> str:

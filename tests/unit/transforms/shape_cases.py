@@ -299,20 +299,6 @@ EINSUMS: dict[str, Case] = {
         outputs="float[batch,2,4,4] y",
         mod=EinsumToMatMul,
     ),
-    "three_operands": Case(
-        'y = Einsum<equation="bnd,bmd,mk->bnk">(x, x, w)',
-        {"w": (4, 3)},
-        inputs="float[batch,4,8] x",
-        outputs="float[batch,4,3] y",
-        mod=EinsumToMatMul,
-    ),
-    "three_operands_wide": Case(
-        'y = Einsum<equation="bnd,bmd,mk->bkn">(x, x, w)',
-        {"w": (4, 3)},
-        inputs="float[batch,4,64] x",
-        outputs="float[batch,3,4] y",
-        mod=EinsumToMatMul,
-    ),
 }
 
 CHANNELS = "float[batch,16,6] x"

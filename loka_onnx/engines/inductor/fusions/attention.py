@@ -247,9 +247,7 @@ def _is_mask(mask: Tensor, products: tuple[int | None, ...]) -> bool:
 
 def _check_graph(graph: PlannedGraph, match: _Attention) -> None:
     """Refuse a softmax over other axes than the keys, and intermediate tensors that something else reads."""
-    # Before operator set 13, softmax is over all axes from `axis` on, which is 1 by default.
-    default = -1 if graph.opset >= 13 else 1
-    if match.softmax.attrs.get("axis", default) not in {-1, len(match.q.shape or ()) - 1}:
+    if match.softmax.attrs.get("axis", -1) not in {-1, len(match.q.shape or ()) - 1}:
         raise DeclinedFusion("its softmax is not over the keys")
     inner = {id(node) for node in (*match.inside, match.out)}
     for tensor in (tensor for node in match.inside for tensor in node.outputs):

@@ -15,15 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
+import onnx.inliner
 from onnx import helper, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.shapes import add_inferred_shapes
 from loka_onnx.graph.storage import (
-    all_initializers,
-    move_outside,
-    names_in_subgraphs,
     read_external,
     read_proto,
 )
@@ -107,76 +105,48 @@ class Node:
 
 
 class PlannedGraph:
-    """The main graph of a planned model, which has its constants inside and is not changed.
-
-    Tensors that subgraphs read are kept like outputs: no fusion removes them.
-    """
+    """The graph of a planned model, which is not changed; operators with subgraphs are not lowered."""
 
     def __init__(self, proto: onnx.ModelProto) -> None:
-        self._proto = proto
-        graph = proto.graph
+        self.source = graph = proto.graph
         self._tensors: dict[str, Tensor] = {}
         for info in (*graph.input, *graph.value_info, *graph.output):
-            self._tensor(info.name).kind = info.type.tensor_type.elem_type
-            self._tensor(info.name).shape = _shape(info)
+            self.tensor(info.name).kind = info.type.tensor_type.elem_type
+            self.tensor(info.name).shape = _shape(info)
         for stored in graph.initializer:
-            tensor = self._tensor(stored.name)
+            tensor = self.tensor(stored.name)
             tensor.kind, tensor.shape, tensor.stored = stored.data_type, tuple(stored.dims), stored
         self.nodes: list[Node] = [self._read(node) for node in graph.node]
-        captured = names_in_subgraphs(graph) & self._tensors.keys()
-        self._outputs = {info.name for info in graph.output} | captured
+        self._outputs = {info.name for info in graph.output}
         self._names = {*self._tensors, *(node.name for node in self.nodes)}
         self._transposed: dict[str, Tensor] = {}
 
     @classmethod
-    def load(cls, path: Path, base: int | None = None) -> PlannedGraph:
-        """Read a model and infer types and shapes.
+    def load(cls, path: Path, base: int | None = None, *, infers: bool = True) -> PlannedGraph:
+        """Read a model and, for fusions, infer types and shapes.
 
         With `base`, the ONNX type that every FP32 tensor is assumed to have, the graph is for analysis only:
-        large weights are not read, and it cannot be saved.
+        large weights are not read, and it cannot be lowered.
 
         Raises:
             ModelError: The file or its external data are missing, truncated or invalid.
         """
         proto = read_proto(path)
-        for stored in all_initializers(proto.graph):
+        if proto.functions:
+            proto = onnx.inliner.inline_local_functions(proto)
+        for stored in proto.graph.initializer:
             if uses_external_data(stored) and (base is None or prod(stored.dims) <= MOST_READ):
                 read_external(stored, path.parent)
-        add_inferred_shapes(proto)
+        if infers:
+            add_inferred_shapes(proto)
         graph = cls(proto)
         if base is not None:
             for tensor in graph._tensors.values():
                 tensor.kind = base if tensor.kind == onnx.TensorProto.FLOAT else tensor.kind
         return graph
 
-    def save(self, path: Path) -> None:
-        """Write the live graph, producers before consumers."""
-        order = self.live_nodes()
-        model = onnx.ModelProto()
-        model.CopyFrom(onnx.ModelProto(ir_version=self._proto.ir_version, producer_name="loka-onnx"))
-        domains = {node.domain for node in order if node.domain}
-        known = {entry.domain for entry in self._proto.opset_import}
-        model.opset_import.extend(self._proto.opset_import)
-        model.opset_import.extend(helper.make_opsetid(domain, 1) for domain in sorted(domains - known))
-        model.graph.name = self._proto.graph.name or "main"
-        model.graph.input.extend(self._proto.graph.input)
-        model.graph.output.extend(self._proto.graph.output)
-        model.graph.node.extend(_written(node) for node in order)
-        read = {name: self._tensors[name] for name in sorted(self._outputs)}
-        read |= {t.name: t for node in order for t in node.inputs if t is not None}
-        model.graph.initializer.extend(t.stored for t in read.values() if t.stored is not None)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        move_outside(model, path)
-        path.write_bytes(model.SerializeToString(deterministic=True))
-
-    @property
-    def opset(self) -> int:
-        """Version of ONNX's own operators."""
-        versions = (entry.version for entry in self._proto.opset_import if entry.domain in {"", "ai.onnx"})
-        return max(versions, default=1)
-
     def is_output(self, tensor: Tensor) -> bool:
-        """True if a tensor is an output of the graph, or read by a subgraph."""
+        """True if a tensor is an output of the graph."""
         return tensor.name in self._outputs
 
     def fresh_name(self, base: str) -> str:
@@ -238,13 +208,14 @@ class PlannedGraph:
             pending += [(t.producer, False) for t in node.inputs if t is not None and t.producer is not None]
         return order
 
-    def _tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of a name."""
         return self._tensors.setdefault(name, Tensor(name))
 
     def _read(self, proto: onnx.NodeProto) -> Node:
         attrs = {a.name: helper.get_attribute_value(a) for a in proto.attribute}
-        inputs = [self._tensor(name) if name else None for name in proto.input]
-        outputs = [self._tensor(name) for name in proto.output if name]
+        inputs = [self.tensor(name) if name else None for name in proto.input]
+        outputs = [self.tensor(name) for name in proto.output if name]
         name = proto.name or proto.output[0]
         return _linked(Node(proto.op_type, name, proto.domain, attrs, inputs, outputs, proto))
 
@@ -264,14 +235,3 @@ def _shape(info: onnx.ValueInfoProto) -> tuple[int | None, ...] | None:
     if not kind.HasField("shape"):
         return None
     return tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim)
-
-
-def _written(node: Node) -> onnx.NodeProto:
-    if node.source is not None:
-        return node.source
-    names = [tensor.name if tensor is not None else "" for tensor in node.inputs]
-    while names and not names[-1]:
-        names.pop()
-    return helper.make_node(
-        node.op, names, [tensor.name for tensor in node.outputs], node.name, domain=node.domain, **node.attrs
-    )

@@ -52,18 +52,14 @@ PLAIN: dict[str, Lowering] = {
 }
 """Functions of operators without attributes."""
 WITH_ATTRIBUTES: dict[str, Lowering] = {
-    "Celu": lambda node, x: functional.celu(x, node.get("alpha", 1.0)),
     "Elu": lambda node, x: functional.elu(x, node.get("alpha", 1.0)),
     "Gelu": lambda node, x: functional.gelu(x, approximate=node.get("approximate", "none")),
     "HardSigmoid": lambda node, x: (node.get("alpha", 0.2) * x + node.get("beta", 0.5)).clamp(0, 1),
     "LeakyRelu": lambda node, x: functional.leaky_relu(x, node.get("alpha", 0.01)),
     "Mod": lambda node, a, b: torch.fmod(a, b) if node.get("fmod", 0) else torch.remainder(a, b),
     "Swish": lambda node, x: x * torch.sigmoid(node.get("alpha", 1.0) * x),
-    "ThresholdedRelu": lambda node, x: torch.where(x > node.get("alpha", 1.0), x, torch.zeros_like(x)),
 }
 """Functions of a node and its inputs."""
-_SELU_ALPHA, _SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
-"""Klambauer et al., "Self-Normalizing Neural Networks", in FP32, as ONNX defines Selu."""
 
 
 def _without_node(function: Lowering) -> Lowering:
@@ -96,42 +92,15 @@ def power(node: Node, base: Tensor, exponent: Value) -> Tensor:
 @operator("Clip", scalars=(1, 2))
 def clip(node: Node, x: Tensor, low: Value = None, high: Value = None) -> Tensor:
     """Values between two bounds; the upper one wins where they cross."""
-    bounds: list[Any] = []
-    for bound, name in ((low, "min"), (high, "max")):
-        bounds.append(bound.entries[0] if isinstance(bound, ShapeValue) else node.get(name, bound))
-    if bounds[0] is not None:
-        x = torch.maximum(x, bounds[0]) if isinstance(bounds[0], Tensor) else x.clamp(min=bounds[0])
-    if bounds[1] is not None:
-        x = torch.minimum(x, bounds[1]) if isinstance(bounds[1], Tensor) else x.clamp(max=bounds[1])
-    return x
-
-
-@operator("Selu")
-def selu(node: Node, x: Tensor) -> Tensor:
-    """gamma·(alpha·(eˣ − 1)) below 0, gamma·x above."""
-    alpha, gamma = node.get("alpha", _SELU_ALPHA), node.get("gamma", _SELU_GAMMA)
-    return torch.where(x > 0, gamma * x, gamma * alpha * torch.expm1(torch.clamp(x, max=0)))
-
-
-@operator("Shrink")
-def shrink(node: Node, x: Tensor) -> Tensor:
-    """Moves x toward 0 by bias outside of ±lambd, 0 inside."""
-    bias, threshold = node.get("bias", 0.0), node.get("lambd", 0.5)
-    inner = torch.where(x > threshold, x - bias, torch.zeros_like(x))
-    return torch.where(x < -threshold, x + bias, inner)
+    least, most = (bound.entries[0] if isinstance(bound, ShapeValue) else bound for bound in (low, high))
+    x = x if least is None else x.clamp(min=least)  # type: ignore[arg-type]
+    return x if most is None else x.clamp(max=most)  # type: ignore[arg-type]
 
 
 @operator("Dropout", numbers=(1, 2))
 def dropout(node: Node, x: Tensor, ratio: Value = None, training: Value = None) -> Any:
     """Identity at inference; the mask keeps every element."""
     return (x, torch.ones_like(x, dtype=torch.bool)) if node.wants(1) else x
-
-
-@operator("BitShift")
-def bit_shift(node: Node, x: Tensor, amount: Tensor) -> Tensor:
-    """Bits moved left or right."""
-    left = node.attributes["direction"] == "LEFT"
-    return torch.bitwise_left_shift(x, amount) if left else torch.bitwise_right_shift(x, amount)
 
 
 @operator("Cast")
@@ -142,17 +111,6 @@ def cast(node: Node, x: Tensor) -> Tensor:
         raise node.error(
             f"a cast to {type_name(node.attributes['to'])} is not lowered", "torch has no such type here"
         )
-    return _to_type(node, x, target)
-
-
-@operator("CastLike", raw=True)
-def cast_like(node: Node, x: Value, other: Value) -> Tensor:
-    """The element type of another tensor."""
-    target = node.tensor(other).dtype if other is None or isinstance(other, Tensor) else other.dtype
-    return _to_type(node, node.tensor(x), target)
-
-
-def _to_type(node: Node, x: Tensor, target: torch.dtype) -> Tensor:
     if target not in FLOAT8:
         return x.to(target)
     if not node.get("saturate", 1):

@@ -48,7 +48,7 @@ def gather_nd(node: Node, data: Tensor, indices: Tensor) -> Tensor:
     return data[tuple(parts)]
 
 
-@operator("ScatterElements", "Scatter")
+@operator("ScatterElements")
 def scatter_elements(node: Node, data: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     """Copy with elements replaced, or combined by a reduction."""
     axis = node.get("axis", 0) % data.dim()
@@ -88,9 +88,9 @@ def one_hot(node: Node, indices: Tensor, depth: Value, values: Tensor) -> Tensor
 
 
 @operator("TopK", numbers=(1,))
-def top_k(node: Node, x: Tensor, count: Value = None) -> tuple[Tensor, ...]:
+def top_k(node: Node, x: Tensor, count: Value) -> tuple[Tensor, ...]:
     """The largest or smallest elements along an axis, and their positions."""
-    k = node.attributes["k"] if count is None else node.number(count, "K")
+    k = node.number(count, "K")
     largest, ordered = bool(node.get("largest", 1)), bool(node.get("sorted", 1))
     return tuple(torch.topk(x, k, node.get("axis", -1), largest, ordered))
 

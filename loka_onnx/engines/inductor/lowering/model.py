@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.kernels import operators
 from loka_onnx.engines.inductor.lowering import (
     elementwise,
@@ -29,7 +30,7 @@ from loka_onnx.engines.inductor.lowering.evaluating import Step, evaluate
 from loka_onnx.engines.inductor.lowering.folding import Stored, fold, store
 from loka_onnx.engines.inductor.lowering.node import Node, Scope, load_directly
 from loka_onnx.engines.inductor.lowering.reading import SourceGraph, read_graph
-from loka_onnx.engines.inductor.lowering.registry import DECLINED, OPERATORS, Operator
+from loka_onnx.engines.inductor.lowering.registry import OPERATORS, Operator
 from loka_onnx.engines.inductor.lowering.strategies import ProductStrategy, ScaledMatMul
 from loka_onnx.engines.inductor.lowering.values import MOST_NUMBERS, Constant, Value
 from loka_onnx.engines.inductor.package import CompiledSite
@@ -110,15 +111,16 @@ class LoweredModel(nn.Module):
         return tensor.t() if columns else tensor
 
 
-def lower(model: Path, products: ProductStrategy | None = None) -> LoweredModel:
-    """Lower an ONNX model to a module, on the CPU; `products` multiplies FP8, by default `ScaledMatMul`.
+def lower(model: Path | PlannedGraph, products: ProductStrategy | None = None) -> LoweredModel:
+    """Lower a model to a module, on the CPU; `products` multiplies FP8, by default `ScaledMatMul`.
 
     Raises:
         ModelError: The file or its external data are missing, truncated or invalid.
         EngineError: An operator or a type of the model has no lowering.
     """
     scope = Scope(products or ScaledMatMul())
-    graph = read_graph(model, scope)
+    planned = model if isinstance(model, PlannedGraph) else PlannedGraph.load(model, infers=False)
+    graph = read_graph(planned, scope)
     constants = dict(graph.constants)
     with torch.no_grad():
         steps = fold([Step(node, _operator(node)) for node in graph.nodes], constants)
@@ -133,8 +135,6 @@ def _operator(node: Node) -> Operator:
     known = OPERATORS.get((node.domain, node.op_type))
     if known is not None:
         return known
-    if not node.domain and node.op_type in DECLINED:
-        raise node.error(f"{node.op_type} is not lowered", DECLINED[node.op_type])
     domain = node.domain or "ai.onnx"
     count = sum(where == node.domain for where, _ in OPERATORS)
     raise node.error(

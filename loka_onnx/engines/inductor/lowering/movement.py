@@ -33,9 +33,9 @@ def constant(node: Node) -> Any:
 
 
 @operator("Reshape", numbers=(1,), moves=True)
-def reshape(node: Node, x: Tensor, shape: Value = None) -> Tensor:
+def reshape(node: Node, x: Tensor, shape: Value) -> Tensor:
     """New shape; 0 keeps a length unless ``allowzero``, and one -1 takes the rest."""
-    target = node.attributes["shape"] if shape is None else node.numbers(shape, "shape")
+    target = node.numbers(shape, "shape")
     if not node.get("allowzero", 0):
         target = [x.shape[i] if isinstance(n, int) and n == 0 else n for i, n in enumerate(target)]
     return x.reshape(target)
@@ -96,19 +96,15 @@ def split(node: Node, x: Tensor, sizes: Value = None) -> tuple[Tensor, ...]:
     axis = node.get("axis", 0)
     if sizes is not None:
         return torch.split(x, node.numbers(sizes, "split"), axis)
-    if "split" in node.attributes:
-        return torch.split(x, node.attributes["split"], axis)
-    parts = node.get("num_outputs", len(node.outputs))
-    return torch.split(x, -(-x.shape[axis] // parts), axis)
+    return torch.split(x, -(-x.shape[axis] // node.get("num_outputs", len(node.outputs))), axis)
 
 
 @operator("Slice", numbers=(1, 2, 3, 4), moves=True)
 def slice_(
-    node: Node, x: Tensor, starts: Value = None, ends: Value = None, axes: Value = None, steps: Value = None
+    node: Node, x: Tensor, starts: Value, ends: Value, axes: Value = None, steps: Value = None
 ) -> Tensor:
     """Every n-th element between two positions of some axes."""
-    first = node.attributes["starts"] if starts is None else node.numbers(starts, "starts")
-    last = node.attributes["ends"] if ends is None else node.numbers(ends, "ends")
+    first, last = node.numbers(starts, "starts"), node.numbers(ends, "ends")
     chosen = node.axes(axes)
     stride = [1] * len(first) if steps is None else node.numbers(steps, "steps")
     for position, axis in enumerate(range(len(first)) if chosen is None else chosen):
@@ -155,37 +151,17 @@ def trilu(node: Node, x: Tensor, diagonal: Value = None) -> Tensor:
 
 
 @operator("Pad", numbers=(1, 2, 3))
-def pad(node: Node, x: Tensor, pads: Value = None, value: Value = None, axes: Value = None) -> Tensor:
-    """Pad both ends of axes; negative amounts crop."""
-    amounts = node.attributes["pads"] if pads is None else node.numbers(pads, "pads")
+def pad(node: Node, x: Tensor, pads: Value, value: Value = None, axes: Value = None) -> Tensor:
+    """Pad both ends of axes with a constant; negative amounts crop."""
+    if node.get("mode", "constant") != "constant":
+        raise node.error(f"mode '{node.get('mode', '')}' of Pad is not lowered", "constant is")
+    amounts = node.numbers(pads, "pads")
     chosen = list(range(x.dim())) if axes is None else [a % x.dim() for a in node.numbers(axes, "axes")]
     ends = [(0, 0)] * x.dim()
     for position, axis in enumerate(chosen):
         ends[axis] = (amounts[position], amounts[position + len(chosen)])
-    mode = node.get("mode", "constant")
-    if mode == "constant":
-        fill: Any = node.get("value", 0.0)
-        if isinstance(value, ShapeValue):
-            fill = node.number(value, "constant_value")
-        return functional.pad(x, [amount for pair in reversed(ends) for amount in pair], value=fill)
-    if mode not in {"edge", "reflect", "wrap"}:
-        raise node.error(f"mode '{mode}' of Pad is not known", "known are constant, edge, reflect, wrap")
-    for axis, (before, after) in enumerate(ends):
-        if before or after:
-            positions = torch.arange(-before, x.shape[axis] + after, device=x.device)
-            x = torch.index_select(x, axis, _sources(positions, x.shape[axis], mode))
-    return x
-
-
-def _sources(positions: Tensor, length: Any, mode: str) -> Tensor:
-    """Positions in an axis of the elements of its padded form."""
-    if mode == "edge":
-        return positions.clamp(0, length - 1)
-    if mode == "wrap":
-        return torch.remainder(positions, length)
-    period = max(2 * (length - 1), 1)
-    folded = torch.remainder(positions, period)
-    return torch.minimum(folded, period - folded)
+    fill: Any = node.number(value, "constant_value") if isinstance(value, ShapeValue) else 0.0
+    return functional.pad(x, [amount for pair in reversed(ends) for amount in pair], value=fill)
 
 
 @operator("Shape", raw=True)

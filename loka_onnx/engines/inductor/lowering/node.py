@@ -55,7 +55,6 @@ class Node:
         domain: Its domain; empty for ONNX's own.
         name: Name of the node, or of its first output where it has none.
         attributes: Attributes as Python values: text as `str`, tensors as arrays.
-        opset: Version of the domain that the model imports.
         inputs: Names of input tensors; empty for an omitted optional one.
         outputs: Names of output tensors; empty for an unused one.
     """
@@ -64,7 +63,6 @@ class Node:
     domain: str
     name: str
     attributes: Mapping[str, Any]
-    opset: int
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     scope: Scope
@@ -111,7 +109,5 @@ class Node:
         return entries[0]
 
     def axes(self, value: Value) -> list[int] | None:
-        """Axes from the attribute or, in newer operator sets, an input; None where omitted."""
-        if "axes" in self.attributes:
-            return [int(axis) for axis in self.attributes["axes"]]
+        """Axes as plain numbers; None where omitted."""
         return None if value is None else [int(axis) for axis in self.numbers(value, "axes")]

@@ -99,36 +99,14 @@ def conv(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     spatial = x.dim() - 2
     strides = node.get("strides", [1] * spatial)
     dilations = node.get("dilations", [1] * spatial)
-    pads = _conv_padding(node, x, list(weight.shape[2:]), strides, dilations)
+    if node.get("auto_pad", "NOTSET") not in {"NOTSET", "VALID"}:
+        raise node.error(f"auto_pad {node.get('auto_pad', '')} of Conv is not lowered", "pads are")
+    ends: list[int] = node.get("pads", [0] * (2 * spatial))
+    # In the order of `torch.nn.functional.pad`: the last axis first.
+    pads = [pad for axis in reversed(range(spatial)) for pad in (ends[axis], ends[axis + spatial])]
     even = pads[::2] == pads[1::2]
     x = x if even else functional.pad(x, pads)
     inside = pads[::-2] if even else 0
     convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[spatial - 1]
     result: Tensor = convolve(x, weight, bias, strides, inside, dilations, node.get("group", 1))
     return result
-
-
-def _conv_padding(
-    node: Node, x: Tensor, kernel: list[int], strides: list[int], dilations: list[int]
-) -> list[int]:
-    """Padding of the spatial axes of (batch, channels, …) in the order of `torch.nn.functional.pad`.
-
-    Source: ONNX operators, `Conv-11`, ``auto_pad`` and ``pads``.
-    """
-    spatial = len(kernel)
-    mode = node.get("auto_pad", "NOTSET")
-    pads: list[int] = node.get("pads", [0] * (2 * spatial))
-    if mode == "VALID":
-        pads = [0] * (2 * spatial)
-    elif mode.startswith("SAME"):
-        before, after = [], []
-        for axis in range(spatial):
-            length = x.shape[2 + axis]
-            covered = (kernel[axis] - 1) * dilations[axis] + 1
-            results = -(-length // strides[axis])
-            total = max(0, (results - 1) * strides[axis] + covered - length)
-            small, large = total // 2, total - total // 2
-            before.append(small if mode == "SAME_UPPER" else large)
-            after.append(large if mode == "SAME_UPPER" else small)
-        pads = before + after
-    return [pad for axis in reversed(range(spatial)) for pad in (pads[axis], pads[axis + spatial])]

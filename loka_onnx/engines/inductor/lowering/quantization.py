@@ -61,9 +61,8 @@ def dequantize_linear(node: Node, x: Value, scale: Value, zero_point: Value = No
         origin = scale if isinstance(scale, Constant) else None
         if factor.numel() == 1:
             return Dequantized(values, factor.reshape(()), wide, None, origin)
-        if not node.get("block_size", 0):
-            axis = node.get("axis", 1) % values.dim()
-            return Dequantized(values, factor, wide, axis, origin)
+        _check_blocks(node)
+        return Dequantized(values, factor, wide, node.get("axis", 1) % values.dim(), origin)
     numbers = values.to(torch.float32)
     if zero_point is not None and values.dtype not in FLOAT8:
         numbers = numbers - _spread(node, node.tensor(zero_point).to(torch.float32), values)
@@ -101,11 +100,13 @@ def _type_of(value: Value) -> torch.dtype:
 
 
 def _spread(node: Node, scale: Tensor, values: Tensor) -> Tensor:
-    """Broadcast a scale or zero point: one for all, one for each index of an axis, or one for each block."""
+    """Broadcast a scale or zero point: one for all, or one for each index of an axis."""
     if scale.numel() == 1:
         return scale.reshape(())
-    axis = node.get("axis", 1) % values.dim()
-    block = node.get("block_size", 0)
-    if block:
-        return torch.repeat_interleave(scale, block, dim=axis).narrow(axis, 0, values.shape[axis])
-    return along_axis(scale, axis, values.dim())
+    _check_blocks(node)
+    return along_axis(scale, node.get("axis", 1) % values.dim(), values.dim())
+
+
+def _check_blocks(node: Node) -> None:
+    if node.get("block_size", 0):
+        raise node.error("scales of blocks are not lowered", f"block_size is {node.get('block_size', 0)}")

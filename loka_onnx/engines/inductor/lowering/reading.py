@@ -1,21 +1,18 @@
-"""Contents of a model file: constants, nodes, the names of inputs and outputs."""
+"""Contents of a planned graph: constants, nodes, the names of inputs and outputs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnx.inliner
-from onnx.external_data_helper import uses_external_data
 
+from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.lowering.node import REMEDY, Node, Scope
 from loka_onnx.engines.inductor.lowering.types import TORCH_TYPES, type_name
 from loka_onnx.engines.inductor.lowering.values import Constant
 from loka_onnx.errors import EngineError
-from loka_onnx.graph.storage import read_external, read_proto
 from loka_onnx.graph.tensor_values import read_array
 
 
@@ -36,36 +33,29 @@ class SourceGraph:
     nodes: tuple[Node, ...]
 
 
-def read_graph(model: Path, scope: Scope) -> SourceGraph:
-    """Read a model with its external data.
-
-    Raises:
-        ModelError: The file or its external data are missing, truncated or invalid.
-        EngineError: A tensor has a type without a lowering.
-    """
-    proto = read_proto(model)
-    if proto.functions:
-        proto = onnx.inliner.inline_local_functions(proto)
-    graph = proto.graph
-    constants = {tensor.name: _constant(tensor, model.parent) for tensor in graph.initializer}
-    inputs = [info for info in graph.input if info.name not in constants]
+def read_graph(graph: PlannedGraph, scope: Scope) -> SourceGraph:
+    """Read what the outputs of a graph depend on; an `EngineError` for a type without a lowering."""
+    stored = {tensor.name for tensor in graph.source.initializer}
+    inputs = [info for info in graph.source.input if info.name not in stored]
     for info in inputs:
         _check_type(info.name, info.type.tensor_type.elem_type)
-    opsets = {_domain(entry.domain): entry.version for entry in proto.opset_import}
     nodes, names = [], set[str]()
-    for node in graph.node:
+    read = {info.name: graph.tensor(info.name) for info in graph.source.output}
+    for node in graph.live_nodes():
+        read |= {tensor.name: tensor for tensor in node.inputs if tensor is not None}
+        outputs = [tensor.name for tensor in node.outputs] if node.source is None else node.source.output
         # Two nodes may have the same name, but products are recorded by name.
-        name = node.name if node.name and node.name not in names else node.output[0]
+        name = node.name if node.name not in names else outputs[0]
         names.add(name)
-        domain = _domain(node.domain)
-        attributes = {attribute.name: _attribute(attribute) for attribute in node.attribute}
-        tensors = (tuple(node.input), tuple(node.output))
-        nodes.append(Node(node.op_type, domain, name, attributes, opsets.get(domain, 1), *tensors, scope))
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        attributes = {key: _attribute(value) for key, value in node.attrs.items()}
+        given = tuple("" if tensor is None else tensor.name for tensor in node.inputs)
+        nodes.append(Node(node.op, domain, name, attributes, given, tuple(outputs), scope))
     return SourceGraph(
         tuple(info.name for info in inputs),
         frozenset(info.name for info in inputs if _is_batched(info)),
-        tuple(info.name for info in graph.output),
-        constants,
+        tuple(info.name for info in graph.source.output),
+        {name: _constant(tensor.stored) for name, tensor in read.items() if tensor.stored is not None},
         tuple(nodes),
     )
 
@@ -89,25 +79,16 @@ def constant_of(node: Node) -> Constant | None:
     return None
 
 
-def _domain(name: str) -> str:
-    return "" if name == "ai.onnx" else name
-
-
-def _attribute(attribute: onnx.AttributeProto) -> Any:
-    value = onnx.helper.get_attribute_value(attribute)
-    if isinstance(value, bytes):
-        return value.decode("utf-8")
+def _attribute(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_attribute(each) for each in value]
     if isinstance(value, onnx.TensorProto):
-        return _constant(value, Path())
-    if attribute.type == onnx.AttributeProto.STRINGS:
-        return [each.decode("utf-8") for each in value]
-    return list(value) if attribute.type in {attribute.INTS, attribute.FLOATS} else value
+        return _constant(value)
+    return value.decode("utf-8") if isinstance(value, bytes) else value
 
 
-def _constant(tensor: onnx.TensorProto, directory: Path) -> Constant:
+def _constant(tensor: onnx.TensorProto) -> Constant:
     _check_type(tensor.name, tensor.data_type)
-    if uses_external_data(tensor):
-        read_external(tensor, directory)
     array = read_array(tensor)
     return Constant(tensor.name, TORCH_TYPES[tensor.data_type], array.shape, array)
 

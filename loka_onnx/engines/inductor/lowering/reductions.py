@@ -62,13 +62,6 @@ REDUCTIONS: dict[str, Reduce] = {
     "ReduceLogSum": lambda x, axes, keep: _in_float(x, lambda y: _sum(y, axes, keep).log()),
     "ReduceLogSumExp": lambda x, axes, keep: _in_float(x, lambda y: y.logsumexp(axes, keep)),
 }
-OVER_NO_AXES: dict[str, Callable[[Tensor], Tensor]] = {
-    "ReduceL1": torch.abs,
-    "ReduceL2": torch.abs,
-    "ReduceSumSquare": torch.square,
-    "ReduceLogSum": lambda x: _in_float(x, torch.log),
-}
-"""Result for each element alone; the element itself for other reductions."""
 
 
 def _reduction(reduce: Reduce) -> Lowering:
@@ -77,7 +70,8 @@ def _reduction(reduce: Reduce) -> Lowering:
         if not chosen and not node.get("noop_with_empty_axes", 0):
             chosen = list(range(x.dim()))
         if not chosen:
-            return OVER_NO_AXES[node.op_type](x) if node.op_type in OVER_NO_AXES else x
+            # Each element alone.
+            return reduce(x.unsqueeze(-1), [-1], False)
         return reduce(x, [axis % x.dim() for axis in chosen], bool(node.get("keepdims", 1)))
 
     return lowered
@@ -107,29 +101,23 @@ def arg_extreme(node: Node, x: Tensor) -> Tensor:
 
 @operator("Softmax", "LogSoftmax")
 def softmax(node: Node, x: Tensor) -> Tensor:
-    """Softmax along an axis; before operator set 13, over all axes from it on."""
+    """Softmax along an axis, or its logarithm."""
     function = torch.softmax if node.op_type == "Softmax" else torch.log_softmax
-    if node.opset >= 13:
-        return function(x, node.get("axis", -1))
-    axis = node.get("axis", 1) % x.dim()
-    return function(x.flatten(axis), axis).reshape(x.shape)
+    return function(x, node.get("axis", -1))
 
 
 @operator("LayerNormalization")
 def layer_normalization(node: Node, x: Tensor, scale: Tensor, bias: Tensor | None = None) -> Any:
-    """(x − mean) / √(variance + ε) · scale + bias over the axes from ``axis``; mean and 1/σ if requested."""
+    """(x − mean) / √(variance + ε) · scale + bias over the axes from ``axis``."""
+    if node.wants(1) or node.wants(2):
+        raise node.error("statistics of LayerNormalization are not lowered", "they are for training")
     axis, epsilon = node.get("axis", -1) % x.dim(), node.get("epsilon", 1e-5)
     lengths = list(x.shape[axis:])
     is_whole = list(scale.shape) == lengths and (bias is None or list(bias.shape) == lengths)
-    if is_whole and not (node.wants(1) or node.wants(2)):
+    if is_whole:
         return functional.layer_norm(x, lengths, scale, bias, epsilon)
-    axes = list(range(axis, x.dim()))
-    wide = x if x.dtype is torch.float64 else x.to(torch.float32)
-    mean = wide.mean(axes, keepdim=True)
-    centered = wide - mean
-    inverse = torch.rsqrt((centered * centered).mean(axes, keepdim=True) + epsilon)
-    result = (centered * inverse).to(x.dtype) * scale
-    return (result if bias is None else result + bias), mean, inverse
+    result = functional.layer_norm(x, lengths, None, None, epsilon) * scale
+    return result if bias is None else result + bias
 
 
 @operator("RMSNormalization")
@@ -144,12 +132,9 @@ def rms_normalization(node: Node, x: Tensor, scale: Tensor) -> Tensor:
 
 @operator("GroupNormalization", "InstanceNormalization")
 def group_normalization(node: Node, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """Normalize groups of channels, or each; before operator set 21 scale and bias are per group."""
+    """Normalize groups of channels, or each."""
     channels = x.shape[1]
     groups = node.attributes["num_groups"] if node.op_type == "GroupNormalization" else channels
-    if scale.shape[0] != channels:
-        scale = scale.repeat_interleave(channels // groups)
-        bias = bias.repeat_interleave(channels // groups)
     return torch.group_norm(x, groups, scale, bias, node.get("epsilon", 1e-5))
 
 
@@ -161,12 +146,3 @@ def batch_normalization(
     if node.get("training_mode", 0):
         raise node.error("BatchNormalization in training mode is not lowered", "training_mode is 1")
     return functional.batch_norm(x, mean, variance, scale, bias, False, 0.0, node.get("epsilon", 1e-5))
-
-
-@operator("LpNormalization")
-def lp_normalization(node: Node, x: Tensor) -> Tensor:
-    """Divide x by its L1 or L2 norm along an axis; 0 where the norm is 0."""
-    axis, is_l1 = node.get("axis", -1), node.get("p", 2) == 1
-    total = (x.abs() if is_l1 else x * x).sum(axis, keepdim=True)
-    norm = total if is_l1 else total.sqrt()
-    return torch.where(norm == 0, torch.zeros_like(x), x / norm)

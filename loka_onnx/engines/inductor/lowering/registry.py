@@ -36,24 +36,6 @@ class Operator:
 
 OPERATORS: dict[tuple[str, str], Operator] = {}
 """Lowerings by domain and type, complete once `lowering.model` is imported."""
-DECLINED = {
-    **dict.fromkeys(
-        ("If", "Loop", "Scan", "SequenceMap"), "control flow that depends on the elements of tensors"
-    ),
-    **dict.fromkeys(("NonZero", "Compress", "Unique"), "the shape of its result depends on elements"),
-    **dict.fromkeys(
-        (
-            "Bernoulli",
-            "Multinomial",
-            "RandomNormal",
-            "RandomNormalLike",
-            "RandomUniform",
-            "RandomUniformLike",
-        ),
-        "it draws random numbers, which differ between engines",
-    ),
-}
-"""Reasons why ONNX operators have no lowering."""
 
 
 def operator(*op_types: str, domain: str = "", **how: Any) -> Callable[[Lowering], Lowering]:

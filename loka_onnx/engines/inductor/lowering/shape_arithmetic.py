@@ -86,12 +86,9 @@ def _gather(node: Node, data: ShapeValue, indices: ShapeValue) -> Any:
 
 
 def _slice(node: Node, data: ShapeValue, *bounds: ShapeValue | None) -> Any:
-    if not bounds:
-        start, end, step = node.attributes["starts"][0], node.attributes["ends"][0], 1
-    else:
-        steps = bounds[3] if len(bounds) > 3 else None
-        start, end = node.number(bounds[0], "starts"), node.number(bounds[1], "ends")
-        step = 1 if steps is None else node.number(steps, "steps")
+    steps = bounds[3] if len(bounds) > 3 else None
+    start, end = node.number(bounds[0], "starts"), node.number(bounds[1], "ends")
+    step = 1 if steps is None else node.number(steps, "steps")
     return ShapeValue(data.entries[start:end:step], data.dtype)
 
 
@@ -109,9 +106,8 @@ def _reshape(node: Node, x: ShapeValue, shape: ShapeValue) -> Any:
 
 
 def _split(node: Node, x: ShapeValue, sizes: ShapeValue | None = None) -> Any:
-    lengths = node.attributes.get("split") if sizes is None else node.numbers(sizes, "split")
-    if lengths is None:
-        lengths = [-(-len(x.entries) // len(node.outputs))] * len(node.outputs)
+    lengths = [-(-len(x.entries) // len(node.outputs))] * len(node.outputs)
+    lengths = lengths if sizes is None else node.numbers(sizes, "split")
     ends = accumulate(lengths)
     return tuple(ShapeValue(x.entries[end - n : end], x.dtype) for end, n in zip(ends, lengths, strict=True))
 

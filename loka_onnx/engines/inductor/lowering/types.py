@@ -28,9 +28,6 @@ TORCH_TYPES: dict[int, torch.dtype] = {
     TensorProto.UINT32: torch.uint32,
     TensorProto.UINT64: torch.uint64,
     TensorProto.BOOL: torch.bool,
-    # Torch has no 4-bit integers.
-    TensorProto.INT4: torch.int8,
-    TensorProto.UINT4: torch.uint8,
 }
 """Torch type of each ONNX element type that is lowered."""
 
@@ -42,7 +39,6 @@ _BITS: dict[np.dtype[Any], tuple[Any, torch.dtype]] = {
     np.dtype(ml_dtypes.float8_e5m2): (np.uint8, torch.float8_e5m2),
 }
 """Types that torch does not read from NumPy: the integers of their width, and their torch type."""
-_WIDENED: dict[np.dtype[Any], Any] = {np.dtype(ml_dtypes.int4): np.int8, np.dtype(ml_dtypes.uint4): np.uint8}
 
 
 def type_name(onnx_type: int) -> str:
@@ -56,8 +52,7 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def to_torch(array: Array) -> torch.Tensor:
-    """A copy of an array as a tensor on the CPU; 4-bit integers get a byte each."""
-    array = array.astype(_WIDENED.get(array.dtype, array.dtype))
+    """A copy of an array as a tensor on the CPU."""
     bits = _BITS.get(array.dtype)
     if bits is None:
         return torch.from_numpy(np.array(array, order="C"))

@@ -9,7 +9,6 @@ import onnx
 import onnx.parser
 import pytest
 
-from loka_onnx.core.devices import NVIDIA
 from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR, Recipe
@@ -23,12 +22,11 @@ from loka_onnx.engines.inductor.compile import (
     inductor_options,
     input_ports,
     output_ports,
-    torch_device,
 )
 from loka_onnx.engines.inductor.package import InputPort, OutputPort, Program
 from loka_onnx.engines.request import BatchRange, BuildRequest
-from loka_onnx.errors import DataError, EngineError, ModelError
-from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
+from loka_onnx.errors import DataError, ModelError
+from loka_onnx.sessions.cuda import CudaDevice
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
@@ -59,19 +57,6 @@ def test_plans_that_no_device_of_an_architecture_runs_are_declined() -> None:
     assert backend.decline(e5m2, "cpu") == "site 'fc' asks for E5M2; inductor multiplies E4M3FN only"
 
 
-def test_devices_bases_and_portability() -> None:
-    backend = InductorBackend()
-    assert set(backend.devices) == {"cpu", *NVIDIA}
-    assert backend.architectures("nvidia-h100") == ("sm90",)
-    simulated = [(True, "cpu"), (False, "cpu"), (True, "sm90")]
-    assert [backend.is_simulated(plan(fp8), where) for fp8, where in simulated] == [True, False, False]
-    bases = [base for base in Precision if base is not Precision.FP8]
-    assert [backend.base_precision(plan(True, base)) for base in bases] == bases
-    release = ".".join(torch.__version__.split(".")[:2])
-    assert backend.portability("sm90").startswith(f"one GPU architecture (sm90), PyTorch {release}, ")
-    assert backend.portability("cpu").startswith(f"PyTorch {release}, ")
-
-
 def test_a_gpu_is_built_for_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = InductorBackend()
     monkeypatch.setattr(backend_module, "list_cuda_devices", lambda: (CudaDevice(0, "H100", "sm90"),))
@@ -96,34 +81,21 @@ def test_without_a_compiler_nothing_is_built_and_everything_runs(monkeypatch: py
     assert availability.remedy == "install g++ and gcc"
 
 
-def test_the_compiler_of_the_system_is_preferred_to_the_environment(tmp_path: Path) -> None:
+def test_the_compiler_of_the_system_is_preferred_to_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("g++", "gcc", "weird++", "weird"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
-    own = {"CXX": str(tmp_path / "weird++"), "CC": str(tmp_path / "weird"), "PATH": str(tmp_path)}
+    for name, value in {"CXX": tmp_path / "weird++", "CC": tmp_path / "weird", "PATH": tmp_path}.items():
+        monkeypatch.setenv(name, str(value))
     system = (str(tmp_path / "g++"), str(tmp_path / "gcc"))
-    assert Compilers.find(own, system) == Compilers(*system)
-    assert Compilers.find(own, ABSENT) == Compilers(own["CXX"], own["CC"])
-    broken = {**own, "CXX": "/nowhere/c++ -O2"}
-    assert Compilers.find(broken, ABSENT) == Compilers(*system)
-    assert Compilers.find({"PATH": "/nowhere"}, ABSENT) is None
-
-
-def test_builds_share_a_cache_unless_the_environment_names_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("LOKA_ONNX_CACHE", str(tmp_path))
-    compilers = Compilers("/usr/bin/g++", "/usr/bin/gcc")
-    assert compilers.environment == {
-        "CXX": "/usr/bin/g++",
-        "CC": "/usr/bin/gcc",
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
-        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
-    }
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/kept")
-    assert "TORCHINDUCTOR_CACHE_DIR" not in compilers.environment
+    assert Compilers.find(system) == Compilers(*system)
+    assert Compilers.find(ABSENT) == Compilers(str(tmp_path / "weird++"), str(tmp_path / "weird"))
+    monkeypatch.setenv("CXX", "/nowhere/c++ -O2")
+    assert Compilers.find(ABSENT) == Compilers(*system)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert Compilers.find(ABSENT) is None
 
 
 def request(
@@ -198,18 +170,3 @@ def test_examples_are_rows_of_the_sample_again_and_again(tmp_path: Path) -> None
     assert x[:, 0].tolist() == [0, 2, 4, 0, 2]
     with pytest.raises(DataError, match="the sample has no rows of input 'y'"):
         example_rows(path, (InputPort("y", "float32", (2,)),), 5)
-
-
-def test_there_is_no_gpu_to_compile_on() -> None:
-    assert torch_device("cpu") == torch.device("cpu")
-    with pytest.raises(EngineError, match="no GPU of architecture sm1 here to compile on"):
-        torch_device("sm1")
-
-
-@pytest.mark.gpu
-def test_this_gpu_is_found() -> None:
-    gpus = list_cuda_devices()
-    if not gpus or not torch.cuda.is_available():
-        pytest.skip("needs a GPU: what is compiled for is the one that is here")
-    assert torch_device(gpus[0].architecture).type == "cuda"
-    assert any(gpus[0].architecture in device for device in InductorBackend().availability().devices)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +19,6 @@ from loka_onnx.engines.inductor.choosing import (
     Chooser,
     Chosen,
     Measured,
-    Recorder,
     with_weights_in_turn,
 )
 from loka_onnx.engines.inductor.compile import compiled_sites
@@ -32,7 +28,6 @@ from loka_onnx.engines.inductor.lowering.strategies import (
     FloatProduct,
     ProductStrategy,
     ScaledMatMul,
-    multiply_floats,
 )
 from loka_onnx.engines.inductor.package import CompiledSite
 from loka_onnx.engines.tuned_kernels import CACHE_BYTES
@@ -131,28 +126,6 @@ def test_a_product_that_is_all_zeros_on_the_sample_can_be_measured(monkeypatch: 
     assert choosing._error(ScaledMatMul(), replace(given, a=torch.zeros_like(given.a))) == 0.0
 
 
-def test_tiles_compile_on_the_device_of_their_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads begin on the first GPU, whichever the build is on."""
-    entered = []
-
-    @contextmanager
-    def device(which: torch.device) -> Iterator[None]:
-        entered.append((threading.get_ident(), which))
-        yield
-        entered.append((threading.get_ident(), None))
-
-    def multiply_with(self: TiledProduct, given: FloatProduct, epilogue: Epilogue) -> None:
-        mine = [which for thread, which in entered if thread == threading.get_ident()]
-        done.append(mine[-1] == given.a.device)
-
-    done: list[bool] = []
-    monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(TiledProduct, "multiply_with", multiply_with)
-    Chooser(8, (8,)).compile({"fc": (product(torch.bfloat16), Epilogue())})
-    assert done == [True] * len(TILES)
-
-
 def test_tiles_of_wider_factors_are_as_many_bytes_deep() -> None:
     narrow, half = (CHOOSER.candidates(product(dtype)) for dtype in (FP8, torch.bfloat16))
     assert {"cublas", "cublas-fast"} < set(narrow)
@@ -164,12 +137,6 @@ def test_tiles_of_wider_factors_are_as_many_bytes_deep() -> None:
     ]
     # Fast accumulation is about FP8.
     assert [name for name in half if not name.startswith("triton")] == ["library"]
-
-
-def test_exact_sums_only() -> None:
-    found = Chooser(8, (8,), fast_accumulation=False).candidates(product(FP8))
-    assert [name for name in found if not name.endswith("-exact")] == ["cublas"]
-    assert len(found) == len(TILES) + 1
 
 
 def test_long_sums_are_tried_in_exact_tiles_too() -> None:
@@ -214,24 +181,6 @@ def test_an_exact_tile_is_timed_where_its_fast_sums_are_too_far_off(monkeypatch:
     assert [each.kernel for each in found.measured if each.obstacle] == [refused]
 
 
-def test_factors_that_are_not_quantized_are_multiplied_as_they_are() -> None:
-    given = product(torch.bfloat16)
-    done = ScaledMatMul().multiply(given)
-    assert (done.kernel, done.operands, done.engaged) == ("dense", ("bfloat16", "bfloat16"), False)
-    exact = given.a.double() @ given.b.double() + given.bias.double()  # type: ignore[union-attr]
-    torch.testing.assert_close(multiply_floats(given).values.double(), exact, rtol=2.0**-7, atol=0.05)
-
-
-def test_what_records_products_computes_them() -> None:
-    given, relu = product(torch.bfloat16), Epilogue(relu=True)
-    recorder = Recorder()
-    done = recorder.multiply_with(given, relu)
-    recorder.multiply_with(replace(given), Epilogue())
-    (wide,) = done.outputs
-    torch.testing.assert_close(wide, multiply_floats(given).values.relu())
-    assert recorder.seen["fc"][0] is given and recorder.seen["fc"][1] is relu, "the first of a site"
-
-
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
 def test_large_weights_are_timed_as_they_come_from_memory(dtype: torch.dtype) -> None:
     one, large = torch.ones(()), torch.randn(1024, 4096).to(dtype).t()
@@ -245,23 +194,6 @@ def test_large_weights_are_timed_as_they_come_from_memory(dtype: torch.dtype) ->
         assert torch.equal(weight.float(), large.float())
     small = product(dtype)
     assert with_weights_in_turn(small) == [small]
-
-
-def test_every_copy_of_a_weight_is_multiplied_by_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a graph would begin again with weights that the cache still has."""
-    launched: list[int] = []
-
-    def count(run: object, launches: int) -> float:
-        launched.append(launches)
-        return 1.0
-
-    monkeypatch.setattr(choosing, "time_in_graph", count)
-    one, large = torch.ones(()), torch.zeros(2400, 4096, dtype=torch.uint8).view(FP8).t()
-    given = FloatProduct("fc", torch.zeros(8, 4096).to(FP8), one, large, one, None, torch.bfloat16)
-    assert len(with_weights_in_turn(given)) == 7
-    for strategy in (SMALL, ScaledMatMul()):
-        choosing._time_product(choosing._Case("", strategy, given, Epilogue()))
-    assert launched == [14, 14]
 
 
 def test_a_site_is_fp8_where_every_program_multiplies_fp8() -> None:

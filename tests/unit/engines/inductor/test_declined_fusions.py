@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
-from loka_onnx.engines.inductor import fusions
+from loka_onnx.engines.inductor import compile as compiling
 from loka_onnx.engines.inductor.backend import InductorBackend
-from loka_onnx.engines.inductor.compile import fused
+from loka_onnx.engines.inductor.compile import planned_graph
 from loka_onnx.engines.inductor.fusions import FusionReport, products
 
 MODEL = """
@@ -30,8 +30,8 @@ def test_what_is_printed_is_read_back(
         "factorization-norm": ("norm/0: the kernel multiplies BF16 and FP16", "norm/1: 40000 elements"),
         "float8-product": ("fc: its activation has several scales",),
     }
-    monkeypatch.setattr(fusions, "fuse", lambda graph: FusionReport({}, declined))
-    assert fused(path, tmp_path) == path
+    monkeypatch.setattr(compiling, "fuse", lambda graph: FusionReport({}, declined))
+    planned_graph(path, fuses=True)
     log = f"before\n{capsys.readouterr().out}fc: scaled_mm: declined by nobody\nnorm: a: declined b\n"
     assert InductorBackend().read_remarks(log) == (
         "factorization-norm: norm/0: the kernel multiplies BF16 and FP16",

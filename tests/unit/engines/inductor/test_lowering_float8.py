@@ -340,23 +340,6 @@ def test_channel_scales_in_the_product_or_behind_it(
     np.testing.assert_allclose(run(model, {"x": x})[0], expected, rtol=2**-8, atol=2**-8)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("row_wise", [True, False])
-def test_channel_scales_compile(row_wise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor takes a constant of rank 0 for a number, which not all of its operators read."""
-    if row_wise:
-        monkeypatch.setattr(ScaledMatMul, "_is_row_wise", lambda self, product: True)
-    proto, x, expected = product_model(PRODUCTS["gemm"], ml_dtypes.bfloat16, per_channel=True)
-    model = lowered(proto, tmp_path)
-    program = torch.export.export(exported(model, {"x": x}), (torch.from_numpy(x),))
-    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-    # Inductor leaves out the rounding to BF16 in front of Q: values that need none.
-    rounded = torch.from_numpy(x.astype(ml_dtypes.bfloat16).astype(np.float32))
-    found = torch._inductor.aoti_load_package(path)(rounded)[0]
-    np.testing.assert_allclose(found.float().numpy(), expected, rtol=2**-8, atol=2**-8)
-
-
 def test_a_site_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
     watch = Watch()
     text = "[left] a = MatMul(d, v) [right] b = MatMul(d, v) y = Add(a, b)"

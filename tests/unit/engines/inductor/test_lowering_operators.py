@@ -54,12 +54,8 @@ UNARY = [
     Case("Gelu", [f(3, 4)], {"approximate": "tanh"}),
     Case("LeakyRelu", [f(3, 4)], {"alpha": 0.3}),
     Case("PRelu", [f(3, 4), f(4)]),
-    Case("ThresholdedRelu", [f(3, 4)], {"alpha": 0.7}),
     Case("Elu", [f(3, 4)], {"alpha": 0.7}),
-    Case("Celu", [f(3, 4)], {"alpha": 0.7}),
-    Case("Selu", [f(3, 4)]),
     Case("HardSigmoid", [f(3, 4)], {"alpha": 0.3, "beta": 0.4}),
-    Case("Shrink", [f(3, 4)], {"lambd": 1.0, "bias": 0.25}),
     Case("Swish", [f(3, 4)], {"alpha": 1.5}, opset=24),
     Case("Not", [FLAGS[0]]),
     Case("Dropout", [f(3, 4)]),
@@ -84,16 +80,11 @@ BINARY = [
     Case("Clip", [SPECIAL, s(-1.0, np.float32), None]),
     Case("Clip", [f(3, 4), None, s(0.5, np.float32)]),
     Case("Clip", [f(3, 4), np.array(-1, np.float32), np.array(1, np.float32)]),
-    Case("Clip", [f(3, 4)], {"min": -1.0, "max": 0.5}, opset=6),
     Case("Clip", [i([1, 5, 9]), s(2), s(7)]),
     Case("Where", [FLAGS[0], f(2, 2), f(2)]),
-    Case("BitShift", [np.array([1, 2, 3], np.uint8), np.array([1, 2, 1], np.uint8)], {"direction": "LEFT"}),
-    Case("BitShift", [np.array([9, 8, 3], np.uint8), np.array([1, 2, 1], np.uint8)], {"direction": "RIGHT"}),
     *(Case("Cast", [f(3, 4)], {"to": kind}) for kind in (1, 7, 10, 11, 16)),
     Case("Cast", [i([0, 1, 2])], {"to": onnx.TensorProto.BOOL}),
     Case("Cast", [FLAGS[0]], {"to": onnx.TensorProto.FLOAT}),
-    Case("CastLike", [i([0, 1, 2]), f(1)]),
-    Case("CastLike", [f(3), s(1)]),
 ]
 PRODUCTS = [
     Case("MatMul", [f(3, 4), f(4, 5)]),
@@ -116,8 +107,6 @@ PRODUCTS = [
     Case("Conv", [f(2, 4, 9), f(6, 2, 3)], {"group": 2, "strides": [2], "dilations": [2]}),
     Case("Conv", [f(2, 3, 7, 8), f(5, 3, 3, 2), f(5)], {"pads": [1, 0, 1, 0], "strides": [2, 1]}),
     Case("Conv", [f(2, 3, 7, 8), f(5, 3, 3, 2)], {"pads": [0, 1, 2, 0]}),
-    Case("Conv", [f(2, 3, 7, 8), f(5, 3, 4, 4)], {"auto_pad": "SAME_UPPER", "strides": [2, 2]}),
-    Case("Conv", [f(2, 3, 7, 8), f(5, 3, 4, 4)], {"auto_pad": "SAME_LOWER"}),
     Case("Conv", [f(2, 3, 7, 8), f(5, 3, 4, 4)], {"auto_pad": "VALID"}),
     Case("GlobalAveragePool", [f(2, 3, 4, 5)]),
     Case("GlobalMaxPool", [f(2, 3, 4, 5)]),
@@ -132,27 +121,21 @@ MOVEMENT = [
     Case("Transpose", [f(2, 3, 4)], {"perm": [0, 2, 1]}),
     Case("Squeeze", [f(1, 3, 1)]),
     Case("Squeeze", [f(1, 3, 1), n(-1)]),
-    Case("Squeeze", [f(1, 3, 1)], {"axes": [0]}, opset=11),
     Case("Unsqueeze", [f(2, 3), n(0, -1)]),
-    Case("Unsqueeze", [f(2, 3)], {"axes": [1]}, opset=11),
     Case("Concat", [f(2, 3), f(2, 4), Fixed(f(2, 1))], {"axis": -1}),
     Case("Split", [f(2, 7), n(3, 4)], {"axis": 1}, outputs=2),
     Case("Split", [f(7, 2)], {"num_outputs": 3}, outputs=3),
     Case("Split", [f(6, 2)], outputs=3, opset=13),
-    Case("Split", [f(6, 2)], {"split": [2, 4]}, outputs=2, opset=11),
     Case("Slice", [f(5, 6), n(1), n(4)]),
     Case("Slice", [f(5, 6), n(-3, 0), n(2**63 - 1, -1), n(1, 0)]),
     Case("Slice", [f(5, 6), n(0), n(2**63 - 1), n(1), n(2)]),
     Case("Slice", [f(5, 6), n(-1), n(-(2**63)), n(1), n(-2)]),
     Case("Slice", [f(5, 6), n(9), n(1), n(0), n(-1)]),
-    Case("Slice", [f(5, 6)], {"starts": [1, 2], "ends": [3, 9]}, opset=9),
     Case("Expand", [f(3, 1), n(2, 1, 4)]),
     Case("Expand", [f(2, 3), n(1)]),
     Case("Tile", [f(2, 3), n(2, 3)]),
-    *(Case("Pad", [f(3, 4), n(1, 0, 0, 2)], {"mode": mode}) for mode in ("edge", "reflect", "wrap")),
     Case("Pad", [f(3, 4), n(1, 0, 0, 2), s(1.5, np.float32)]),
     Case("Pad", [f(3, 4), n(2, 1), None, n(1)]),
-    Case("Pad", [f(3, 4)], {"pads": [1, 0, 0, 2], "value": 2.0}, opset=10),
     Case("Trilu", [f(4, 5)]),
     Case("Trilu", [f(2, 4, 4), s(-1)], {"upper": 0}),
     Case("Shape", [f(2, 3, 4)]),
@@ -199,8 +182,7 @@ REDUCTIONS = [
     *(Case(f"Reduce{op}", [f(2, 3, 4), n(-1)]) for op in _REDUCTIONS),
     *(Case(f"Reduce{op}", [f(2, 3, 4), n(0, 2)], {"keepdims": 0}) for op in _REDUCTIONS),
     *(Case(f"Reduce{op}", [f(2, 3, 4)]) for op in _REDUCTIONS),
-    *(Case(f"Reduce{op}", [f(2, 3)], {"noop_with_empty_axes": 1}) for op in ("Sum", "Mean", "Max")),
-    *(Case(f"Reduce{op}", [f(2, 3, 4)], {"axes": [1]}, opset=11) for op in _REDUCTIONS),
+    *(Case(f"Reduce{op}", [f(2, 3)], {"noop_with_empty_axes": 1}) for op in ("Sum", "Mean", "Max", "L2")),
     *(Case(f"Reduce{op}", [SPECIAL[:, :4], n(1)]) for op in ("Max", "Min", "Sum", "Mean")),
     *(Case(f"Reduce{op}", [SPECIAL, n(1)]) for op in ("Max", "Min")),
     Case("ReduceLogSum", [POSITIVE, n(1)]),
@@ -219,16 +201,12 @@ NORMS = [
     Case("LayerNormalization", [f(3, 8), Fixed(f(8)), Fixed(f(8))]),
     Case("LayerNormalization", [f(3, 8), Fixed(f(8))], {"epsilon": 1e-3}),
     Case("LayerNormalization", [f(2, 3, 8), f(3, 8), f(3, 8)], {"axis": 1}),
-    Case("LayerNormalization", [f(3, 8), f(8), f(8)], outputs=3),
     Case("RMSNormalization", [f(3, 8), f(8)]),
     Case("RMSNormalization", [f(2, 3, 8), f(3, 8)], {"axis": 1, "epsilon": 0.1}),
     Case("GroupNormalization", [f(2, 6, 5), f(6), f(6)], {"num_groups": 3}, opset=21),
     Case("InstanceNormalization", [f(2, 3, 5), f(3), f(3)], {"epsilon": 0.01}),
     Case("BatchNormalization", [f(4, 3), f(3), f(3), f(3), f(3, low=0.5)], {"epsilon": 0.01}),
     Case("BatchNormalization", [f(4, 3, 5), f(3), f(3), f(3), f(3, low=0.5)]),
-    Case("LpNormalization", [f(3, 4)]),
-    Case("LpNormalization", [f(2, 3, 4)]),
-    Case("LpNormalization", [POSITIVE], {"p": 1, "axis": 0}),
 ]
 GROUPS = {
     "unary": UNARY,
@@ -259,38 +237,12 @@ def test_an_operator_agrees_with_the_reference(case: Case, tmp_path: Path) -> No
 ELSEWHERE = {
     "DequantizeLinear": "test_lowering_quantization",
     "QuantizeLinear": "test_lowering_quantization",
-    "Scatter": "the old name of ScatterElements",
 }
 
 
 def test_every_registered_operator_is_in_the_table() -> None:
     tested = {case.op for cases in GROUPS.values() for case in cases} | ELSEWHERE.keys()
     assert {op for domain, op in OPERATORS if not domain} == tested
-
-
-def test_softmax_before_operator_set_13_is_over_all_axes_from_one_on(tmp_path: Path) -> None:
-    x = f(2, 3, 4)
-    found = run(lowered(Case("Softmax", [x], {"axis": 1}, opset=11).model(), tmp_path), {"i0": x})[0]
-    wide = np.exp(x.astype(np.float64))
-    np.testing.assert_allclose(found, wide / wide.sum((1, 2), keepdims=True), rtol=1e-5)
-
-
-def test_group_normalization_of_operator_set_18_has_a_scale_per_group(tmp_path: Path) -> None:
-    x, scale, bias = f(2, 6, 5), f(3), f(3)
-    case = Case("GroupNormalization", [x, scale, bias], {"num_groups": 3}, opset=18)
-    found = run(lowered(case.model(), tmp_path), case.feeds)[0]
-    grouped = x.astype(np.float64).reshape(2, 3, 10)
-    centered = grouped - grouped.mean(-1, keepdims=True)
-    normal = centered / np.sqrt(grouped.var(-1, keepdims=True) + 1e-5)
-    expected = (normal * scale[:, None] + bias[:, None]).reshape(2, 6, 5)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-def test_an_l1_norm_is_that_of_magnitudes_and_zeros_stay(tmp_path: Path) -> None:
-    """The reference evaluator sums signed values; "L1" of the specification is Σ|x|."""
-    x = np.array([[1, -3], [0, 0]], np.float32)
-    case = Case("LpNormalization", [x], {"p": 1, "axis": 1})
-    assert run(lowered(case.model(), tmp_path), case.feeds)[0].tolist() == [[0.25, -0.75], [0, 0]]
 
 
 def test_negative_pads_crop(tmp_path: Path) -> None:

@@ -85,12 +85,6 @@ INTEGERS = [
         ],
         {"axis": 0},
     ),
-    Case(
-        "DequantizeLinear",
-        [RANDOM.integers(0, 9, (4, 6)).astype(np.uint8), Fixed(np.full((4, 2), 0.5, np.float32))],
-        {"axis": 1, "block_size": 3},
-    ),
-    Case("DequantizeLinear", [Fixed(np.array([-8, 0, 7], ml_dtypes.int4)), Fixed(np.float32(0.5))]),
 ]
 
 

@@ -53,7 +53,7 @@ def test_biases_become_one_of_the_product(
     model = merged(axis=axis, bias=bias, leads=leads)
     graph, report = fused(model, tmp_path)
     assert [place.name for place in report.fused["merged-bias"]] == ["parts/biased"]
-    left = ops(graph, tmp_path)
+    left = ops(graph)
     assert left.count(f"{DOMAIN}::HalfProduct") == left.count("Split") == 1
     assert "Add" not in left
     unchanged(model, tmp_path, numbers())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
@@ -74,14 +72,6 @@ def test_zero_is_added_where_something_else_reads_the_table(other: onnx.NodeProt
     ]
 
 
-def test_a_table_that_no_q_reads_is_left_alone() -> None:
-    model = lookup(TO_OUT, h.make_node("Relu", ["rows"], ["out2"], "other"), outputs=("out", "out2"))
-    kept = [node for node in model.graph.node if node.name not in {"site/q", "site/dq", "leave"}]
-    del model.graph.node[:]
-    model.graph.node.extend(kept)
-    assert keep_tables_once(model) == ()
-
-
 def test_no_value_changes() -> None:
     other = h.make_node("Relu", ["rows"], ["out2"], "other")
     before, after = (lookup(TO_OUT, other, outputs=("out", "out2")) for _ in range(2))
@@ -91,20 +81,3 @@ def test_no_value_changes() -> None:
         ReferenceEvaluator(before).run(None, feeds), ReferenceEvaluator(after).run(None, feeds), strict=True
     ):
         np.testing.assert_array_equal(got, expected)
-
-
-def test_ids_are_not_a_table() -> None:
-    """A Gather that picks a column of the ids reads no float constant."""
-    model = lookup(TO_OUT)
-    model.graph.initializer.append(numpy_helper.from_array(np.array([1, 0]), "order"))
-    model.graph.node.append(h.make_node("Gather", ["order", "ids"], ["picked"], "pick"))
-    model.graph.node.append(h.make_node("Relu", ["picked"], ["unused"], "other"))
-    assert keep_tables_once(model) == ()
-
-
-def test_external_data_is_not_read(tmp_path: Path) -> None:
-    model = lookup(TO_OUT, h.make_node("Relu", ["rows"], ["out2"], "other"), outputs=("out", "out2"))
-    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
-    (tmp_path / "m.data").unlink()
-    loaded = onnx.load(tmp_path / "m.onnx", load_external_data=False)
-    assert keep_tables_once(loaded) == ("table",)

@@ -38,10 +38,6 @@ EXPECTED: dict[str, tuple[list[str], dict[str, tuple[int, int]]]] = {
 }
 
 
-def test_every_case_has_an_expectation() -> None:
-    assert EXPECTED.keys() == PADDED.keys()
-
-
 @pytest.mark.parametrize("case", PADDED)
 def test_every_form_is_padded_and_equal(case: str, tmp_path: Path) -> None:
     operators, sites = EXPECTED[case]
@@ -194,14 +190,3 @@ def test_columns_are_not_passed_through(between: str, tmp_path: Path) -> None:
 )
 def test_columns_are_added_where_their_number_is_known(shape: object, wider: object) -> None:
     assert widened_shape(SimpleNamespace(shape=shape), 12) == wider  # type: ignore[arg-type]
-
-
-def test_a_gather_that_others_read_is_not_extended(tmp_path: Path) -> None:
-    case = Case(
-        "g = Gather<axis=1>(x, positions) m = ReduceSum(g, axes) [a] y0 = Gemm(g, wa) y = Add(y0, m)",
-        {"wa": (21, 16)},
-        {"positions": np.arange(21), "axes": np.array([-1])},
-        inputs=WIDE,
-        outputs="float[batch,16] y",
-    )
-    assert match(case.model(), PadSites(), tmp_path).matches == ()

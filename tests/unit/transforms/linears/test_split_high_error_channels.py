@@ -138,23 +138,6 @@ def test_only_a_plan_with_a_part_in_fp8_pays_for_two_products(
         )
 
 
-def test_what_is_left_of_the_error_is_small(tmp_path: Path) -> None:
-    """Measured with ml_dtypes on other rows, against the whole product in FP8."""
-    before = model(BODIES["MatMul"])
-    after, _ = split(before, tmp_path)
-    x = rows(3)["x"].astype(np.float64)
-
-    def rounded(values: Any) -> Any:
-        scale = np.abs(values).max() / 448
-        return (values / scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
-
-    def error(weight: Any) -> float:
-        return float(np.square(rounded(x) @ rounded(weight) - x @ weight).sum())
-
-    whole = error(values(before, "w").astype(np.float64))
-    assert error(values(after, named(after, "fc").input[1]).astype(np.float64)) < 0.1 * whole
-
-
 def test_the_most_channels_do_where_they_leave_little_more_than_was_asked_for(tmp_path: Path) -> None:
     before, least = model(BODIES["Gemm"]), 1.0
     for left in np.geomspace(0.5, 1e-6, 40):
@@ -235,22 +218,3 @@ def test_a_weight_on_the_left_is_left_alone(tmp_path: Path) -> None:
 def test_a_part_must_be_one(part: float, tmp_path: Path) -> None:
     with pytest.raises(TransformError, match="the part of an error that may be left is not between 0 and 1"):
         SplitHighErrorChannels({"fc": part}, [rows()], tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", BODIES)
-def test_tensorrt_rtx_takes_it(form: str, tmp_path: Path) -> None:
-    trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
-    after, _ = split(model(BODIES[form]), tmp_path)
-    logger = trt.Logger(trt.Logger.ERROR)
-    builder = trt.Builder(logger)
-    network = builder.create_network(0)
-    parser = trt.OnnxParser(network, logger)
-    assert parser.parse(after.SerializeToString()), parser.get_error(0)
-    config = builder.create_builder_config()
-    config.num_compute_capabilities = 1
-    config.set_compute_capability(trt.ComputeCapability.SM89, 0)
-    profile = builder.create_optimization_profile()
-    profile.set_shape("x", (1, K), (64, K), (256, K))
-    config.add_optimization_profile(profile)
-    assert builder.build_serialized_network(network, config) is not None

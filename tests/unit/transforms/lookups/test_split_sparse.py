@@ -132,13 +132,6 @@ def test_ids_go_in_on_one_side_and_numbers_on_the_other(tmp_path: Path) -> None:
     assert not {t.name for t in dense.graph.initializer} & TABLES.keys()
 
 
-def test_the_model_itself_is_not_changed(tmp_path: Path) -> None:
-    _, model = cut(CUT["rows_are_counted_in_the_dense_part"][0], tmp_path)
-    before = (tmp_path / "whole.onnx").read_bytes()
-    model.save(tmp_path / "again.onnx")
-    assert (tmp_path / "again.onnx").read_bytes() == before
-
-
 def test_halves_that_differ_in_a_bit_are_refused(tmp_path: Path) -> None:
     case = CUT["columns"][0]
     split, _ = cut(case, tmp_path)

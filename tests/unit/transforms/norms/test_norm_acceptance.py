@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnx.compose
 import pytest
 from norm_models import Exporter, fused, rows_of, taken_in
-from rewrite_models import artifact, named, parse
-from test_fold_batch_norm import BEFORE, BEHIND
-from test_fold_norm_affine import FOLDED
-from test_norm_tensorflow import FUSED as TENSORFLOW
-from test_norm_tensorflow import parsed, transcribed
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "smoothing"))
-
-from given_factors import Smooth
-from test_smooth import INPUTS, SMOOTHED
+from rewrite_models import named, parse
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
-from loka_onnx.transforms.norms.fold_norm_affine import FoldNormAffine
-from loka_onnx.transforms.norms.fuse import RMS_OPSET, FuseL2Norm
+from loka_onnx.transforms.norms.fuse import RMS_OPSET
 from loka_onnx.transforms.precision.explicit_casts import cast_to_base
 
 TORCHSCRIPT = Exporter("torchscript", 20)
@@ -43,44 +30,6 @@ def of_pytorch(folder: Path) -> dict[str, onnx.ModelProto]:
         name: fused(taken_in(exporters.exported(name, TORCHSCRIPT), folder / name), folder / name).after
         for name in names
     }
-
-
-def of_tensorflow(folder: Path) -> dict[str, onnx.ModelProto]:
-    return {
-        name: fused(taken_in(parsed(transcribed()[name, 18]), folder / name), folder / name).after
-        for name in TENSORFLOW
-        # FP16 inputs and outputs: engines are built for FP32 ones.
-        if not name.endswith("float16")
-    }
-
-
-def of_folds(folder: Path) -> dict[str, onnx.ModelProto]:
-    made = {}
-    for kind, mod, cases in (
-        ("affine", FoldNormAffine, FOLDED),
-        ("behind", FoldBatchNorm, BEHIND),
-        ("before", FoldBatchNorm, BEFORE),
-    ):
-        for name, case in cases.items():
-            place = folder / f"{kind}-{name}"
-            made[place.name] = fused(artifact(case.model(), place / "m.onnx"), place, (mod,)).after
-    return made
-
-
-def of_smoothing(folder: Path) -> dict[str, onnx.ModelProto]:
-    made = {}
-    for name, case in {**SMOOTHED, **INPUTS}.items():
-        onnx.save(case.model(), folder / "m.onnx")
-        graph = GraphModel.load(folder / "m.onnx")
-        mod = Smooth(case.factors)
-        for match in mod.match(graph).matches:
-            mod.rewrite(graph, match)
-        graph.save(folder / f"{name}.onnx")
-        made[name] = onnx.load(folder / f"{name}.onnx")
-    return made
-
-
-GROUPS = {"pytorch": of_pytorch, "tensorflow": of_tensorflow, "folds": of_folds, "smoothing": of_smoothing}
 
 
 def together(models: dict[str, onnx.ModelProto]) -> onnx.ModelProto:
@@ -111,38 +60,13 @@ def build(model: onnx.ModelProto, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("group", GROUPS)
-def test_tensorrt_rtx_builds_every_result(group: str, tmp_path: Path) -> None:
-    models = GROUPS[group](tmp_path)
+def test_tensorrt_rtx_builds_every_result(tmp_path: Path) -> None:
+    models = of_pytorch(tmp_path)
     for name, model in models.items():
         onnx.save(model, tmp_path / "one.onnx")
         outputs = OnnxSession(tmp_path / "one.onnx").run(rows_of(model))
         assert all(np.isfinite(value).all() for value in outputs.values()), name
     build(together(models), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
-def test_an_l2_norm_is_built_in_every_base_precision(base: Precision, tmp_path: Path) -> None:
-    """TensorRT for RTX 1.7.1 refuses LpNormalization in BF16: it stays in FP32, between casts."""
-    model = parse(
-        "l = ReduceL2(x, axes) q = Div(x, l) [fc] y = MatMul(q, w)",
-        {"axes": np.array([-1]), "w": np.eye(8)},
-        opset=RMS_OPSET,
-    )
-    result = fused(artifact(model, tmp_path / "m.onnx"), tmp_path, (FuseL2Norm,))
-    graph = GraphModel.load(result.path)
-    record = cast_to_base(graph, base, PrecisionPlan(base.value, "digest", base, (), {}, 0.0))
-    assert "block" in {applied.at for applied in record.applied}
-    graph.save(tmp_path / "cast.onnx")
-    cast = onnx.load(tmp_path / "cast.onnx")
-    types: dict[str, Any] = {
-        info.name: info.type.tensor_type.elem_type
-        for info in onnx.shape_inference.infer_shapes(cast).graph.value_info
-    }
-    assert types[named(cast, "block").output[0]] == onnx.TensorProto.FLOAT
-    build(cast, tmp_path)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Norms as PyTorch exports them: each is exported here, by both exporters, and fused or declined."""
+"""Norms as PyTorch exports them: each is exported here, by both exporters, and fused."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ nn, functional = torch.nn, torch.nn.functional
 TIERS = [pytest.param(e, marks=pytest.mark.slow) if e is DYNAMO else e for e in EXPORTERS]
 """torch.export takes two seconds for each model."""
 EPSILON = 1e-3
-LAYER, RMS, GROUP, LENGTH = (
-    "LayerNormalization",
-    "RMSNormalization",
-    "GroupNormalization",
-    "LpNormalization",
-)
+LAYER, RMS = "LayerNormalization", "RMSNormalization"
 
 
 class Written(nn.Module):
@@ -110,17 +105,6 @@ def layer_in_single(x: Any, gain: Any, shift: Any) -> Any:
     return (wide * gain + shift).to(torch.float16).float()
 
 
-def grouped(x: Any, gain: Any, shift: Any) -> Any:
-    batch, channels, length = x.shape
-    groups = x.reshape(batch, 2, -1)
-    groups = deviation(groups) / torch.sqrt(groups.var(-1, keepdim=True, unbiased=False) + EPSILON)
-    return groups.reshape(batch, channels, length) * gain[:, None] + shift[:, None]
-
-
-def length(x: Any, _: Any, __: Any) -> Any:
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-
-
 def root_of_sum(x: Any, _: Any, __: Any) -> Any:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON)
 
@@ -148,9 +132,6 @@ FUSED = {
     "clamped_second_moment": Form(written(with_clamped_second_moment)),
     "a_sum": Form(written(with_a_sum)),
     "root_of_a_sum_of_16": Form(written(root_of_sum, 16), (16,), (RMS,)),
-    "group_norm": Form(lambda: spread(nn.GroupNorm(2, 8, eps=EPSILON)), (8, 6), (GROUP,)),
-    "group_norm_by_hand": Form(written(grouped), (8, 6), (GROUP,)),
-    "length": Form(written(length), (4, 8), (LENGTH,)),
 }
 MIXED = {
     "llama": Form(written(llama), (8,), (RMS,)),
@@ -161,7 +142,7 @@ MIXED = {
 
 @cache
 def exported(name: str, exporter: Exporter) -> onnx.ModelProto:
-    form = (FUSED | MIXED | DECLINED)[name]
+    form = (FUSED | MIXED)[name]
     return exporter.export(form.module(), random_rows(4, *form.shape))
 
 
@@ -205,55 +186,3 @@ def test_conversions_stay_around_the_norm_and_its_statistics_in_fp32(
     assert "Cast" in result.ops
     # What is rounded to FP16 or BF16 behind the norm may fall on the next number: 2⁻⁸ of 3 in BF16.
     assert_equal(result, single=2e-2)
-
-
-# Near misses -------------------------------------------------------------------------------------------
-
-
-def annotated_transformer(x: Any, gain: Any, shift: Any) -> Any:
-    return gain * deviation(x) / (x.std(-1, keepdim=True) + EPSILON) + shift
-
-
-def without_mean(x: Any, gain: Any, _: Any) -> Any:
-    return x / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + EPSILON) * gain
-
-
-def plus_length(x: Any, _: Any, __: Any) -> Any:
-    return x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + EPSILON)
-
-
-def rounded_root(x: Any, _: Any, __: Any) -> Any:
-    """The reciprocal root is rounded to FP16 before it is applied, which no operator does."""
-    half = x.to(torch.float16)
-    root = torch.rsqrt(half.float().pow(2).mean(-1, keepdim=True) + EPSILON)
-    return (half * root.to(torch.float16)).float()
-
-
-BOUNDED = "its divisor is bounded by a constant"
-UNBIASED = "its variance is unbiased (divided by 7, not 8)"
-DECLINED = {
-    "annotated_transformer": Form(written(annotated_transformer), ops=(UNBIASED,)),
-    "without_mean": Form(
-        written(without_mean), ops=("its divisor is a standard deviation, but its mean is not",)
-    ),
-    "root_of_a_sum_of_8": Form(written(root_of_sum), ops=("it adds 8 squares, and 1/√8",)),
-    "epsilon_beside_the_length": Form(written(plus_length), ops=("epsilon 0.001 is added to the root",)),
-    "normalize": Form(written(lambda x, _, __: functional.normalize(x, dim=-1)), ops=(BOUNDED,)),
-    "rounded_root": Form(written(rounded_root), ops=("its statistics pass through FLOAT16",)),
-}
-
-
-@pytest.mark.parametrize("exporter", TIERS, ids=str)
-@pytest.mark.parametrize("name", DECLINED)
-def test_a_near_miss_is_declined_with_the_reason(name: str, exporter: Exporter, tmp_path: Path) -> None:
-    result = outcome(name, exporter, tmp_path)
-    assert result.applied == ()
-    assert len(result.reasons) == 1
-    assert result.reasons[0].startswith(DECLINED[name].ops[0]), result.reasons
-
-
-@pytest.mark.parametrize("exporter", EXPORTERS[1:], ids=str)
-def test_group_norm_of_rank_2_is_declined(exporter: Exporter, tmp_path: Path) -> None:
-    model = exporter.export(spread(nn.GroupNorm(2, 8, eps=EPSILON)), random_rows(4, 8))
-    result = fused(taken_in(model, tmp_path), tmp_path)
-    assert result.reasons == ["GroupNormalization takes inputs of rank 3 and up, this one has rank 2"]

@@ -12,78 +12,36 @@ from rewrite_models import evaluate, op_types, parse, random_rows
 
 from loka_onnx.transforms.norms.fuse import FuseLayerNorm, FuseRMSNorm
 
-OTHER_TENSOR = "its divisor is the root of a mean of squares of another tensor"
 NEAR_MISSES = {
-    "first_axis": (Body(shape=(4, 8), axes=(1,)), "it normalizes axes [-2], which are not the last ones"),
-    "batch_axis": (Body(axes=(0,)), "it normalizes axes [-2], which are not the last ones"),
-    "exponent_3": (Body(square="s = Pow(d, three)"), "a root of a mean of powers of 3.0"),
-    "square_of_another_tensor": (Body(square="o = Relu(x) s = Mul(o, o)"), OTHER_TENSOR),
-    "product_of_two_tensors": (
-        Body(square="o = Relu(d) s = Mul(d, o)"),
-        "a root of a mean of products of two tensors",
+    "first_axis": Body(shape=(4, 8), axes=(1,)),
+    "batch_axis": Body(axes=(0,)),
+    "exponent_3": Body(square="s = Pow(d, three)"),
+    "square_of_another_tensor": Body(square="o = Relu(x) s = Mul(o, o)"),
+    "product_of_two_tensors": Body(square="o = Relu(d) s = Mul(d, o)"),
+    "unbiased_variance": Body(epsilon="w = Mul(v, bessel) e = Add(w, epsilon)"),
+    "scaled_variance": Body(epsilon="w = Mul(v, half) e = Add(w, epsilon)"),
+    "epsilon_from_data": Body(epsilon="o = ReduceMax(x, axes) e = Add(v, o)"),
+    "epsilon_per_channel": Body(epsilon="e = Add(v, many)"),
+    "epsilon_beside_the_root": Body(epsilon="", root="t = Sqrt(v) r = Add(t, epsilon) q = Div(d, r)"),
+    "two_epsilons": Body(epsilon="w = Add(v, epsilon) e = Add(w, epsilon)"),
+    "bounded_variance": Body(epsilon="e = Max(v, epsilon)"),
+    "variance_bounded_from_above": Body(epsilon="o = Identity(v) e = Clip(o,,two)"),
+    "division_by_the_reciprocal": Body(root="t = Sqrt(e) r = Reciprocal(t) q = Div(d, r)"),
+    "product_with_the_root": Body(root="r = Sqrt(e) q = Mul(d, r)"),
+    "cube_root": Body(root="r = Pow(e, third) q = Div(d, r)"),
+    "sum_of_8_instead_of_mean": Body(variance="v = ReduceSum(s, axes)"),
+    "varying_scale": Body(root="t = Sqrt(e) r = Reciprocal(t) g = Sigmoid(x) u = Mul(r, g) q = Mul(d, u)"),
+    "two_scales": Body(root="t = Sqrt(e) r = Reciprocal(t) u = Mul(r, many) w = Mul(d, many) q = Mul(w, u)"),
+    "axes_not_kept": Body(
+        shape=(8, 8), variance="u = ReduceMean<keepdims=0>(s, axes) v = Unsqueeze(u, front)"
     ),
-    "unbiased_variance": (
-        Body(epsilon="w = Mul(v, bessel) e = Add(w, epsilon)"),
-        "its variance is unbiased (divided by 7, not 8): the scale √(7/8) that makes up for it is irrational",
-    ),
-    "scaled_variance": (
-        Body(epsilon="w = Mul(v, half) e = Add(w, epsilon)"),
-        "its mean of squares is multiplied by 0.5",
-    ),
-    "epsilon_from_data": (
-        Body(epsilon="o = ReduceMax(x, axes) e = Add(v, o)"),
-        "its epsilon is not one constant number",
-    ),
-    "epsilon_per_channel": (Body(epsilon="e = Add(v, many)"), "its epsilon is not one constant number"),
-    "epsilon_beside_the_root": (
-        Body(epsilon="", root="t = Sqrt(v) r = Add(t, epsilon) q = Div(d, r)"),
-        "epsilon 0.001 is added to the root, not under it",
-    ),
-    "two_epsilons": (
-        Body(epsilon="w = Add(v, epsilon) e = Add(w, epsilon)"),
-        "two constants are added under its root",
-    ),
-    "bounded_variance": (
-        Body(epsilon="e = Max(v, epsilon)"),
-        "its divisor is bounded by a constant (Max with 0.001), which no norm operator does",
-    ),
-    "variance_bounded_from_above": (
-        Body(epsilon="o = Identity(v) e = Clip(o,,two)"),
-        "its divisor is bounded by a constant (Clip with 2), which no norm operator does",
-    ),
-    "division_by_the_reciprocal": (
-        Body(root="t = Sqrt(e) r = Reciprocal(t) q = Div(d, r)"),
-        "it is divided by the reciprocal of its root",
-    ),
-    "product_with_the_root": (Body(root="r = Sqrt(e) q = Mul(d, r)"), "it is multiplied by its root"),
-    "cube_root": (Body(root="r = Pow(e, third) q = Div(d, r)"), "a power of 0.333 of its mean of squares"),
-    "sum_of_8_instead_of_mean": (
-        Body(variance="v = ReduceSum(s, axes)"),
-        "it adds 8 squares, and 1/√8, the scale of the operator that averages them, is no FP32 number",
-    ),
-    "varying_scale": (
-        Body(root="t = Sqrt(e) r = Reciprocal(t) g = Sigmoid(x) u = Mul(r, g) q = Mul(d, u)"),
-        "its scale is not constant, and is part of its divisor",
-    ),
-    "two_scales": (
-        Body(root="t = Sqrt(e) r = Reciprocal(t) u = Mul(r, many) w = Mul(d, many) q = Mul(w, u)"),
-        "it has two constant factors",
-    ),
-    "axes_not_kept": (
-        Body(shape=(8, 8), variance="u = ReduceMean<keepdims=0>(s, axes) v = Unsqueeze(u, front)"),
-        "its statistics are not aligned with the axes that they were taken over",
-    ),
-    "rms_of_another_tensor": (Body(centred=False, square="o = Relu(x) s = Mul(o, o)"), OTHER_TENSOR),
-    "rms_wrong_axis": (
-        Body(centred=False, shape=(4, 8), axes=(1,)),
-        "it normalizes axes [-2], which are not the last ones",
-    ),
-    "rms_exponent_3": (Body(centred=False, square="s = Pow(d, three)"), "a root of a mean of powers of 3.0"),
-    "rms_sum_of_8": (
-        Body(centred=False, variance="v = ReduceSum(s, axes)"),
-        "it adds 8 squares, and 1/√8, the scale of the operator that averages them, is no FP32 number",
-    ),
+    "rms_of_another_tensor": Body(centred=False, square="o = Relu(x) s = Mul(o, o)"),
+    "rms_wrong_axis": Body(centred=False, shape=(4, 8), axes=(1,)),
+    "rms_exponent_3": Body(centred=False, square="s = Pow(d, three)"),
+    "rms_sum_of_8": Body(centred=False, variance="v = ReduceSum(s, axes)"),
 }
+DECLINED = {"first_axis", "batch_axis", "sum_of_8_instead_of_mean", "rms_wrong_axis", "rms_sum_of_8"}
+"""Norms that the operator does not compute."""
 EXTRA = {
     "three": 3.0,
     "bessel": np.float32(8 / 7),
@@ -95,15 +53,14 @@ EXTRA = {
 
 
 @pytest.mark.parametrize("case", NEAR_MISSES)
-def test_a_near_miss_is_declined_with_the_reason(case: str, tmp_path: Path) -> None:
-    body, reason = NEAR_MISSES[case]
+def test_a_near_miss_is_left_alone(case: str, tmp_path: Path) -> None:
+    body = NEAR_MISSES[case]
     records = [
         fuse(body.model(EXTRA), mod, tmp_path / mod.name).record for mod in (FuseLayerNorm(), FuseRMSNorm())
     ]
     assert [record.applied for record in records] == [(), ()]
-    # The rule whose norm it almost is tells of it, the other is silent.
     own, other = records if body.centred else records[::-1]
-    assert [(d.at, d.reason) for d in own.declined] == [("block/q", reason)]
+    assert [d.at for d in own.declined] == ["block/q"] * (case in DECLINED)
     assert other.declined == ()
 
 
@@ -154,18 +111,3 @@ def test_the_mean_of_another_tensor_is_no_layer_norm(tmp_path: Path) -> None:
     record = fuse(model, FuseLayerNorm(), tmp_path).record
     # Not rolled back either: it was never tried. It is the RMSNorm of the difference.
     assert (record.applied, record.declined) == ((), ())
-
-
-def test_a_norm_whose_parts_a_near_miss_shares_is_told_once(tmp_path: Path) -> None:
-    """Where the scale is distributed, ``x·s`` alone looks like a norm whose mean is not subtracted."""
-    model = parse(
-        "m = ReduceMean(x, axes) d = Sub(x, m) s = Mul(d, d) v = ReduceMean(s, axes) e = Add(v, epsilon)"
-        "t = Sqrt(e) r = Reciprocal(t) a = Mul(x, r) b = Mul(m, r) q = Sub(a, b) y = Relu(q)",
-        {"axes": np.array([1]), "epsilon": EPSILON},
-        inputs="float[batch,4,8] x",
-        outputs="float[batch,4,8] y",
-    )
-    record = fuse(model, FuseLayerNorm(), tmp_path).record
-    assert [(d.at, d.reason) for d in record.declined] == [
-        ("block/q", "it normalizes axes [-2], which are not the last ones")
-    ]

@@ -194,15 +194,6 @@ def test_few_rows_choose_nothing(tmp_path: Path) -> None:
     ]
 
 
-def test_what_cannot_be_divided_is_told_of(tmp_path: Path) -> None:
-    body = "[fc1] h = MatMul(x, v) s = Add(h, x) [fc] y = MatMul(s, w)"
-    values = {"v": weight(K, K), "w": weight(K, N)}
-    before = parse(body, values, inputs=f"float[batch,{K}] x", outputs=f"float[batch,{N}] y")
-    record, _ = smoothed(before, {"x": rows()}, tmp_path)
-    told = {declined.at: declined.reason for declined in record.declined}
-    assert told["fc1"] == "its output is not smoothed: 'block/s' reads it, a Add"
-
-
 def test_the_default_mods_leave_what_was_smoothed(tmp_path: Path) -> None:
     """A norm's scale is folded into linears; the powers of two of smoothing are not folded back."""
     x = feeds("input", WILD)
