@@ -31,12 +31,13 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 demo: venv
 	$(BIN)/loka-onnx demo
 
-# Both tiers. Workers share the cores, so tests/conftest.py gives each one thread.
+# Both tiers. Workers share the cores, so tests/conftest.py gives each one thread; a file stays with its worker,
+# so that the runs that its tests share are made once.
 test: venv
-	$(BIN)/pytest -n $(JOBS) --cov --cov-report=term:skip-covered
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --cov --cov-report=term:skip-covered
 
 test-fast: venv
-	$(BIN)/pytest -m "not slow" -n $(JOBS)
+	$(BIN)/pytest -m "not slow" -n $(JOBS) --dist loadfile
 
 # The fast tier on other versions of Python; needs nothing of .venv.
 test-pythons:

@@ -242,16 +242,6 @@ def around(rows: tuple[int, ...], end: Callable[..., float]) -> float:
     return float(end(each["median_us"] if isinstance(each, dict) else each for each in found))
 
 
-def fused_attention(queries: int, keys: int) -> float:
-    """Time of the fused kernel over the written-out one."""
-    shapes = figure("attention-times", "shapes")
-    here = [
-        s for s in shapes if (s["batch"], s["heads"], s["queries"], s["keys"]) == (1024, 8, queries, keys)
-    ]
-    (shape,) = here
-    return float(1 / shape["written out over fused"])
-
-
 def mantissa(format: str) -> int:
     """Bits behind the point; the name has them."""
     return int(format[3])
@@ -283,13 +273,6 @@ def quantile(probability: float) -> float:
 def moved_kl(probability: float, change: float) -> float:
     """KL of a prediction from the one whose logit lies `change` above: log(1 − p + p e^δ) − p δ."""
     return log(1.0 - probability + probability * exp(change)) - probability * change
-
-
-def seen_apart(deviation: str, end: Callable[[list[float]], float]) -> float:
-    """Cases, in percent, in which a difference of 3 % is seen where loads deviate by so much."""
-    found = figure("choice_errors", "simulated")
-    of = [v["three_percent_told_apart_percent"] for k, v in found.items() if k.endswith(f", {deviation}")]
-    return end(of)
 
 
 def largest(format: str) -> float:

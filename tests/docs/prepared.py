@@ -12,21 +12,13 @@ from loka_onnx.pipeline.run import run
 
 
 class Prepared:
-    """Makes what pages ask for, each thing once.
-
-    Args:
-        directory: Where it is kept.
-    """
+    """Makes what pages ask for, each thing once."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def copy(self, name: str, target: Path) -> None:
-        """Put one thing into a page's directory.
-
-        Raises:
-            KeyError: Nothing of this name is prepared.
-        """
+        """Put one thing into a page's directory."""
         shutil.copytree(self._made(name), target, dirs_exist_ok=True)
 
     def _made(self, name: str) -> Path:

@@ -51,14 +51,7 @@ HARMLESS = {
 
 @dataclass(frozen=True)
 class Found:
-    """A number of a page.
-
-    Attributes:
-        page: The file, from the root.
-        line: From 1.
-        text: As it is printed.
-        bound: What it is bound to: a formula, or a kind; empty where nothing accounts for it.
-    """
+    """A number of a page."""
 
     page: str
     line: int
@@ -87,15 +80,7 @@ def prose(text: str) -> str:
 
 
 def numbers_of(page: Path, root: Path = ROOT) -> list[Found]:
-    """Every number of a page.
-
-    Args:
-        page: The file.
-        root: What its name counts from.
-
-    Raises:
-        Mismatch: A binding is not found, is found twice, or does not hold.
-    """
+    """Every number of a page."""
     name, text = page.relative_to(root).as_posix(), prose(page.read_text(encoding="utf-8"))
     known = BINDINGS.get(name, {})
     bound = _measured(text, known, name)

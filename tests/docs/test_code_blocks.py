@@ -144,15 +144,3 @@ def test_a_block_that_does_not_do_what_it_says_fails(tmp_path: Path, failing: Bl
         (tmp_path / "page").mkdir()
         with pytest.raises(PageFailed, match=message):
             runner.run(failing)
-
-
-def test_a_part_of_a_run_file_is_checked(tmp_path: Path) -> None:
-    with PageRunner(tmp_path) as runner:
-        runner.run(
-            block("plan: {keep: ['head']}\ntargets:\n- {device: cpu, backends: [onnxruntime]}\n", "yaml")
-        )
-
-
-def test_a_traceback_has_the_lines_of_the_page(tmp_path: Path) -> None:
-    with PageRunner(tmp_path) as runner, pytest.raises(PageFailed, match=r"page\.md\", line 5"):
-        runner.run(block("a = 1\n1 / 0\n"))

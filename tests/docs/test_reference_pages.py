@@ -12,8 +12,6 @@ import pytest
 import loka_onnx
 from docs_site import api, command_line
 from docs_site.command_line import ENVIRONMENT, command_line_page, verbs
-from docs_site.markdown import code, table
-from docs_site.root_files import root_pages
 from docs_site.run_file import run_file_page
 from docs_site.schemas import schema_files, schemas_page
 from loka_onnx.config import run_file_schema
@@ -114,13 +112,6 @@ def test_every_schema_that_is_published_is_listed() -> None:
     assert "reference/run-file-schema.json" in schema_files()
 
 
-def test_files_of_the_root_lead_into_the_site(tmp_path: Path) -> None:
-    (tmp_path / "CHANGELOG.md").write_text("# Changelog\nSee [drift](docs/drift.md) and [x](https://a.b).\n")
-    pages = root_pages(tmp_path)
-    assert list(pages) == ["development/changelog.md"]
-    assert "[drift](../drift.md) and [x](https://a.b)" in pages["development/changelog.md"]
-
-
 def test_formulas_become_mathml(caplog: pytest.LogCaptureFixture) -> None:
     mathematics = pytest.importorskip("docs_site.mathematics", reason="needs latex2mathml: run `make venv`")
     page = r'<p>a <span class="arithmatex">\(x &lt; \log p\)</span></p>'
@@ -135,17 +126,3 @@ def test_formulas_become_mathml(caplog: pytest.LogCaptureFixture) -> None:
         mathematics.with_mathml(r'<span class="arithmatex">\(\nothing a\)</span>', "other.md")
     assert "page.md: the formula 'a_b_c' cannot be read" in caplog.text
     assert r"other.md: '\nothing' is not known in the formula" in caplog.text
-
-
-def test_tables_and_code_escape_what_markdown_reads() -> None:
-    assert table(("a",), [("x|y\nz",)]) == "| a |\n|---|\n| x\\|y z |\n"
-    with pytest.raises(ValueError, match="a row of 2 cells under 1 titles"):
-        table(("a",), [("x", "y")])
-    assert code("a`b") == "``a`b``" and code("`a`") == "`` `a` ``" and code("a") == "`a`"
-
-
-def test_a_number_has_one_bound_on_each_side() -> None:
-    """`build.memory_gb` is above 0, and of a type that begins there."""
-    page = run_file_page()
-    assert "number > 0.0, ≤ 1,000,000.0" in page
-    assert not re.search(r"≥ [^|]*, > |≤ [^|]*, < ", page)

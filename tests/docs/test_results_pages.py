@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.results import catalog, engines, pages
+from benchmarks.results import engines
 from benchmarks.results.catalog import entry_of
-from benchmarks.results.formats import FIXED, Bar, chart, interval, number, percent, spread, table
-from benchmarks.results.generic import nested
-from benchmarks.results.pages import Shown, _section, docstring, result_pages
+from benchmarks.results.formats import FIXED, interval, number, percent, spread
+from benchmarks.results.pages import result_pages
 from benchmarks.results.records import Record, load_records
 
 ROOT = Path(__file__).parents[2]
@@ -144,29 +143,6 @@ def test_a_record_that_nobody_announced_is_shown_as_it_is(tmp_path: Path) -> Non
         assert cell in text, cell
 
 
-def test_settings_versions_device_and_command_are_told() -> None:
-    record = load_records(RECORDS)["speed-wukong-small"]
-    entry = entry_of(record.name)
-    assert entry is not None
-    text = _section(Shown(record, entry))
-    assert "`python -m benchmarks.engines.speed --case wukong-small`" in text
-    assert f"torch {record.versions['torch']}" in text and record.date in text
-    assert record.device["name"] in text and record.device["driver_version"] in text
-    assert "weights | random" in text
-    stated = Record(**{**vars(record), "settings": {"command": "bash make-it"}})
-    assert Shown(stated, entry).command == "bash make-it"
-
-
-def test_an_engine_that_was_not_judged_or_timed_is_not_given_a_figure() -> None:
-    record = load_records(RECORDS)["zoo-engines"]
-    model = {**record.figures["interformer"], "beside today": {"not measured": "the device went back"}}
-    missing = Record(**{**vars(record), "figures": {**record.figures, "interformer": model}})
-    assert "not measured: the device went back" in engines.zoo(missing)
-    text = engines.zoo(record)
-    assert "the device went back" not in text
-    assert re.search(r"\| dlrm \| 256 \| .* \| not measured \|", text), "fp8-all of DLRM failed"
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -196,32 +172,3 @@ def test_intervals_have_the_digits_that_their_width_allows() -> None:
     assert spread({"median": 2.0, "min": 1.0, "max": 4.0}, " s") == "2.00 s (1.00~to~4.00)".replace(
         "~", FIXED
     )
-
-
-def test_a_chart_places_what_it_shows() -> None:
-    text = chart("µs", [Bar("a <b>", 2.0, "2", (1.0, 4.0), True), Bar("b", 1.0, "1")], mark=2.0)
-    assert '<span class="bar" style="left:0.0%;width:50.0%">' in text
-    assert '<span class="ends" style="left:25.0%;width:75.0%">' in text
-    assert '<span class="mark" style="left:50.0%">' in text
-    assert "a &lt;b&gt;" in text and 'class="row chosen"' in text
-    cut = chart("%", [Bar("far", 10.0, "10"), Bar("below", -0.5, "-0.5")], longest=1.0)
-    assert 'class="row beyond"' in cut and "width:66.67%" in cut and "left:0.0%;width:33.33%" in cut
-
-
-def test_a_table_takes_rows_of_its_width_only() -> None:
-    assert table(("a", "b"), [("x|y", 1.0)]) == "| a | b |\n|---|---:|\n| x\\|y | 1.00 |\n"
-    with pytest.raises(ValueError, match="a row of 1 cells under 2 titles"):
-        table(("a", "b"), [("x",)])
-    assert nested([1, 2]) == "1, 2\n"
-
-
-def test_what_is_told_of_a_benchmark_is_its_own_docstring() -> None:
-    for entry in catalog.ENTRIES:
-        if entry.pattern != "report_size":
-            assert docstring(entry.module), entry.module
-    assert docstring("benchmarks.nothing.here") == ""
-
-
-def test_settings_that_are_lists_of_mappings_are_told_in_words() -> None:
-    runs = [{"cores": 16, "device": {"facts": "x"}, "settings": {"jobs": 15}}, {"cores": 8}]
-    assert pages._short(runs) == "(1) cores: 16, settings: jobs: 15; (2) cores: 8"

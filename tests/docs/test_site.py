@@ -37,11 +37,7 @@ pytestmark = pytest.mark.slow
 
 
 class Links(HTMLParser):
-    """What a page loads, where it leads, and what may be led to.
-
-    Args:
-        page: HTML.
-    """
+    """What a page loads, where it leads, and what may be led to."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

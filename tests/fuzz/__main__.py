@@ -77,11 +77,7 @@ def _child(seed: int, kinds: list[str], home: Path) -> int:
 
 
 def _one(seed: int, number: int, kinds: list[str], home: Path, *, is_shown: bool = False) -> dict[str, str]:
-    """Hand one input to the package.
-
-    Returns:
-        `kind`; `fault`, empty where there is none, else what faults of one cause share; `detail`.
-    """
+    """Hand one input to the package."""
     random = Random(f"{seed}/{number}")
     kind = random.choices(kinds, [KINDS[kind] for kind in kinds])[0]
     base = Path(tempfile.mkdtemp(prefix="input-", dir=home))

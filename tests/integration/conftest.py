@@ -1,7 +1,8 @@
-"""A workplace for each test, and one finished run for those that only look."""
+"""A workplace for each test, one finished run for those that only look, and copies of it for others."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,9 @@ def place(tmp_path: Path) -> Workplace:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     """Do not write into its directory."""
     return run(make_workplace(tmp_path_factory.mktemp("finished")).run_file)
+
+
+@pytest.fixture
+def copied(finished: RunResult, tmp_path: Path) -> Workplace:
+    """The finished run, to write into and to go on with."""
+    return Workplace(Path(shutil.copytree(finished.directory.parents[1], tmp_path / "copied")))

@@ -9,7 +9,7 @@ from typing import Any
 from synthetic_runs import Workplace
 
 from loka_onnx.pipeline.directory import Outcome
-from loka_onnx.pipeline.run import RunOptions, run
+from loka_onnx.pipeline.run import RunOptions, Stage, run
 
 STAGES = [
     "export",
@@ -28,15 +28,15 @@ STAGES = [
 ]
 
 
-def resumed(place: Workplace) -> dict[str, bool]:
-    """Whether each stage was taken over by one more run."""
+def resumed(place: Workplace, until: Stage = Stage.BUNDLE) -> dict[str, bool]:
+    """Whether each stage was taken over by one more run; the data are always checked anew."""
     seen: dict[str, bool] = {}
 
     def note(stage: str, outcome: Outcome | None) -> None:
-        if outcome is not None and stage in STAGES:
+        if outcome is not None and stage != "check data":
             seen[stage] = outcome.reused
 
-    run(place.run_file, RunOptions(resume=True, on_stage=note))
+    run(place.run_file, RunOptions(resume=True, until=until, on_stage=note))
     return seen
 
 

@@ -58,205 +58,42 @@ def put(row: int, value: float) -> Callable[[np.ndarray], np.ndarray]:
     return change
 
 
-# The run file --------------------------------------------------------------------------------------
+# What is wrong, and how its message begins ----------------------------------------------------------
 
 
-def test_no_run_file(place: Workplace, capsys: Capture) -> None:
-    place.run_file.unlink()
-    assert refusal(capsys, place) == (
-        "error: DIR/RUN.yaml: cannot read the run file\n"
-        "  evidence: No such file or directory\n"
-        "  remedy: give the path of a YAML file; `loka-onnx demo` writes one to start from\n"
-    )
+def without(*names: str) -> Callable[[Workplace], None]:
+    return lambda place: [(place.path / name).unlink() for name in names] and None
 
 
-def test_missing_data_file_and_the_one_that_was_meant(place: Workplace, capsys: Capture) -> None:
-    (place.path / "rows.parquet").rename(place.path / "row.parquet")
-    assert refusal(capsys, place) == (
-        "error: DIR/RUN.yaml:18: `data.path` names a file that does not exist\n"
-        "  evidence: looked for 'DIR/rows.parquet'\n"
-        "  remedy: did you mean 'row.parquet'? a relative path starts at 'DIR'\n"
-    )
+def rows(**changes: Callable[[np.ndarray], Any] | None) -> Callable[[Workplace], None]:
+    return lambda place: with_rows(place, **changes)
 
 
-def test_unknown_key_and_the_nearest(place: Workplace, capsys: Capture) -> None:
-    place.write_run_file(bacth={"max": 8})
-    assert refusal(capsys, place) == (
-        "error: DIR/RUN.yaml:59: unknown key 'bacth'\n"
-        "  evidence: the keys here are name, model, outputs, data, batch, calibration, mods, plan, targets, "
-        "build, refine, serving, threads, output\n"
-        "  remedy: did you mean 'batch'?\n"
-    )
+def run_file(**changes: Any) -> Callable[[Workplace], None]:
+    return lambda place: place.write_run_file(**changes) and None
 
 
-def test_undeclared_kind(place: Workplace, capsys: Capture) -> None:
-    place.write_run_file(outputs=[{"name": "ctr", "label": "clicked"}])
-    assert refusal(capsys, place) == (
-        "error: DIR/RUN.yaml:4: `outputs[0]` lacks the key 'kind'\n"
-        "  evidence: it has the keys name, label\n"
-        "  remedy: add `kind`: logit, probability or regression; it decides the loss and is never guessed, "
-        "because a logit read as a probability gives a loss that looks plausible and is wrong\n"
-    )
-
-
-def test_kind_that_the_output_contradicts(place: Workplace, capsys: Capture) -> None:
-    place.write_run_file(outputs=[{**CTR, "kind": "probability"}])
-    message = refusal(capsys, place)
-    assert message.startswith(
-        "error: output 'ctr' of the FP32 reference is declared a probability but holds values like "
-    )
-    assert message.endswith("  remedy: declare `kind: logit` for this output\n")
-
-
-@pytest.mark.parametrize(("key", "what"), [("keep", "no site and no node"), ("force", "no site")])
-def test_pattern_that_names_nothing(place: Workplace, capsys: Capture, key: str, what: str) -> None:
-    assert refusal(capsys, place, "--set", f"plan.{key}=[heds]") == (
-        f"error: plan.{key}: pattern 'heds' matches {what}\n"
-        "  evidence: the nearest of 3 sites is 'heads'\n"
-        "  remedy: `loka-onnx export` lists the sites of a model\n"
-    )
-
-
-def test_unknown_output(place: Workplace, capsys: Capture) -> None:
-    place.write_run_file(outputs=[{**CTR, "name": "crt"}])
-    assert refusal(capsys, place) == (
-        "error: 'DIR/ranker.onnx' has no output named 'crt'\n"
-        "  evidence: its outputs are ctr, cvr, spend\n"
-        "  remedy: name one of them under `outputs`\n"
-    )
-
-
-# Data ----------------------------------------------------------------------------------------------
-
-
-def test_missing_column(place: Workplace, capsys: Capture) -> None:
-    with_rows(place, d3=None)
-    assert refusal(capsys, place) == (
-        "error: column 'd3' of 'rows.parquet' does not exist\n"
-        "  evidence: the nearest of its 21 columns is 'd13'\n"
-        "  remedy: correct the name, or map the model input to existing columns under `inputs:`\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("setting", "key", "near"),
-    [
-        ("outputs.0.label=click", "outputs[0].label", "is 'clicked'"),
-        ("outputs.1.weight=imp", "outputs[1].weight", "is '"),
-        ("data.group=request_id", "data.group", "is '"),
-        ("data.slices=[d33]", "data.slices", "are 'd3', 'd13'"),
-    ],
-)
-def test_a_missing_column_that_is_no_input(
-    place: Workplace, capsys: Capture, setting: str, key: str, near: str
-) -> None:
-    message = refusal(capsys, place, "--set", setting)
-    assert message.startswith(f"error: column '{setting.partition('=')[2].strip('[]')}' of 'rows.parquet' ")
-    assert f"  evidence: the nearest of its 22 columns {near}" in message
-    assert message.endswith(f"  remedy: name an existing column in `{key}`\n")
-
-
-def test_column_of_text(place: Workplace, capsys: Capture) -> None:
-    with_rows(place, d3=lambda column: ["young"] * len(column))
-    assert refusal(capsys, place) == (
-        "error: column 'd3' of 'rows.parquet' holds strings, where the model takes float32\n"
-        "  evidence: its stored type is string\n"
-        "  remedy: encode it as numbers when the data are prepared, or bind another column\n"
-    )
-
-
-@pytest.mark.parametrize(("column", "value", "word"), [("d3", np.nan, "NaN"), ("amount", np.inf, "infinity")])
-def test_value_that_is_not_finite(
-    place: Workplace, capsys: Capture, column: str, value: float, word: str
-) -> None:
-    with_rows(place, **{column: put(7, value)})
-    assert refusal(capsys, place) == (
-        f"error: column '{column}' of 'rows.parquet' holds {word}\n"
-        f"  evidence: 1 of 244 rows, the first is row 7: {value}\n"
-        "  remedy: drop or fill the rows; model inputs and labels must be finite\n"
-    )
-
-
-def test_id_outside_its_embedding_table(place: Workplace, capsys: Capture) -> None:
-    with_rows(place, item_id=put(17, 40))
-    assert refusal(capsys, place) == (
-        "error: column 'item_id' of 'rows.parquet' holds ids outside its embedding table, which takes "
-        "-40 to 39\n"
-        "  evidence: 1 of 104 rows, the first is row 17: 40\n"
-        "  remedy: map unknown ids to a reserved row when the data are prepared, or export a model with a "
-        "larger table\n"
-    )
-
-
-def test_label_and_weight_out_of_range(place: Workplace, capsys: Capture) -> None:
-    with_rows(place, clicked=put(3, 2.0))
-    assert refusal(capsys, place) == (
-        "error: 'rows.parquet hash(request, seed 0)[0.5:1.0]': column 'clicked' holds labels outside [0, 1], "
-        "but output 'ctr' is a logit\n"
-        "  evidence: 1 of 244 rows, the first is row 3: 2\n"
-        "  remedy: map the labels to [0, 1], or declare `kind: regression` for this output\n"
-    )
-    with_rows(place, importance=put(3, -2.0))
-    assert "column 'importance' holds negative row weights" in refusal(capsys, place)
-
-
-def test_no_rows(place: Workplace, capsys: Capture) -> None:
-    write_rows(place.path / "rows.parquet", make_columns(0))
-    assert refusal(capsys, place) == (
-        "error: DIR/rows.parquet: the data file holds no rows\n"
-        "  evidence: its row count is 0\n"
-        "  remedy: point at a file with rows\n"
-    )
-
-
-def test_one_file_for_two_splits(place: Workplace, capsys: Capture) -> None:
-    write_rows(place.path / "later.parquet", make_columns(400, seed=2))
-    files = {"calibration": "rows.parquet", "selection": "later.parquet", "certification": "later.parquet"}
-    place.write_run_file(data={"path": None, "split": None, **files})
-    message = refusal(capsys, place)
-    assert message.startswith(
-        "error: data: selection and certification are the same file; certification is looked at once, and "
-        "plans are chosen on selection, so that it cannot also judge the choice\n"
-        "  evidence: selection is 'later.parquet', certification is 'later.parquet', content sha256 "
-    )
-    assert message.endswith("  remedy: give three files, or one file with a split rule\n")
-
-
-# Models --------------------------------------------------------------------------------------------
-
-
-def test_truncated_model(place: Workplace, capsys: Capture) -> None:
+def truncated(place: Workplace) -> None:
     model = place.path / "ranker.onnx"
-    whole = model.read_bytes()
-    model.write_bytes(whole[: len(whole) // 2])
-    message = refusal(capsys, place)
-    assert message.startswith(
-        "error: 'DIR/ranker.onnx' is not an ONNX model, or is truncated\n"
-        f"  evidence: {len(whole) // 2} bytes; "
-    )
-    assert message.endswith("  remedy: export or copy the file again\n")
+    model.write_bytes(model.read_bytes()[:500])
 
 
-def test_model_without_sites(place: Workplace, capsys: Capture) -> None:
+def without_sites(place: Workplace) -> None:
     ends = [h.make_tensor_value_info(name, T.FLOAT, ["batch", 16]) for name in ("dense", "ctr")]
     graph = h.make_graph([h.make_node("Relu", ["dense"], ["ctr"], "relu")], "none", ends[:1], ends[1:])
     model = h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10)
     onnx.save(model, os.fspath(place.path / "ranker.onnx"))
     place.write_run_file(outputs=[CTR])
-    assert refusal(capsys, place) == (
-        "error: 'DIR/ranker.onnx' has no sites\n"
-        "  evidence: none of its 1 nodes is a MatMul or Gemm of an activation\n"
-        "  remedy: FP8 has nothing to offer to a model without matrix products\n"
-    )
 
 
-def test_custom_operator(place: Workplace, capsys: Capture) -> None:
-    write_ranker(place.path / "ranker.onnx", domain="acme")
-    assert refusal(capsys, place) == (
-        "error: node 'relu2': 'DIR/ranker.onnx' uses the custom operator 'acme::Fancy'\n"
-        "  evidence: no standard operator set defines it, so its FP8 error cannot be measured\n"
-        "  remedy: export it as standard operators, or cut it off in front of the model\n"
-    )
+def ranker(**options: Any) -> Callable[[Workplace], None]:
+    return lambda place: write_ranker(place.path / "ranker.onnx", **options)
+
+
+def one_file_twice(place: Workplace) -> None:
+    write_rows(place.path / "later.parquet", make_columns(400, seed=2))
+    files = {"calibration": "rows.parquet", "selection": "later.parquet", "certification": "later.parquet"}
+    place.write_run_file(data={"path": None, "split": None, **files})
 
 
 def couple_rows(place: Workplace) -> None:
@@ -269,16 +106,108 @@ def couple_rows(place: Workplace) -> None:
     onnx.save(model, path)
 
 
-def test_a_model_that_couples_rows(place: Workplace, capsys: Capture) -> None:
-    couple_rows(place)
+def pair_rows(place: Workplace) -> None:
+    """The second layer needs an even number of rows."""
+    path = place.path / "ranker.onnx"
+    model = onnx.load(path)
+    node = next(node for node in model.graph.node if node.name == "relu2")
+    node.op_type = "Reshape"
+    node.input.append("pairs")
+    node.output[0] = "paired"
+    model.graph.node.insert(6, h.make_node("Reshape", ["paired", "flat"], ["a2"], "back"))
+    shapes = {"pairs": np.array([-1, 2, HIDDEN]), "flat": np.array([-1, HIDDEN])}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(v, name) for name, v in shapes.items())
+    onnx.save(model, path)
+
+
+OF_ROWS = "of 'rows.parquet'"
+WRONG: dict[str, tuple[Callable[[Workplace], None], str]] = {
+    "no run file": (without("RUN.yaml"), "DIR/RUN.yaml: cannot read the run file"),
+    "no data file": (
+        without("rows.parquet"),
+        "DIR/RUN.yaml:18: `data.path` names a file that does not exist",
+    ),
+    "unknown key": (run_file(bacth={"max": 8}), "DIR/RUN.yaml:59: unknown key 'bacth'"),
+    "no kind": (
+        run_file(outputs=[{"name": "ctr", "label": "clicked"}]),
+        "DIR/RUN.yaml:4: `outputs[0]` lacks the key 'kind'",
+    ),
+    "another kind": (
+        run_file(outputs=[{**CTR, "kind": "probability"}]),
+        "output 'ctr' of the FP32 reference is declared a probability",
+    ),
+    "unknown output": (
+        run_file(outputs=[{**CTR, "name": "crt"}]),
+        "'DIR/ranker.onnx' has no output named 'crt'",
+    ),
+    "no column": (rows(d3=None), f"column 'd3' {OF_ROWS} does not exist"),
+    "text": (rows(d3=lambda column: ["young"] * len(column)), f"column 'd3' {OF_ROWS} holds strings"),
+    "NaN": (rows(d3=put(7, np.nan)), f"column 'd3' {OF_ROWS} holds NaN"),
+    "infinity": (rows(amount=put(7, np.inf)), f"column 'amount' {OF_ROWS} holds infinity"),
+    "an id": (rows(item_id=put(17, 40)), f"column 'item_id' {OF_ROWS} holds ids outside its embedding table"),
+    "a label": (
+        rows(clicked=put(3, 2.0)),
+        "'rows.parquet hash(request, seed 0)[0.5:1.0]': column 'clicked' holds labels outside [0, 1]",
+    ),
+    "a weight": (
+        rows(importance=put(3, -2.0)),
+        "'rows.parquet hash(request, seed 0)[0.5:1.0]': column 'importance' holds negative row weights",
+    ),
+    "no rows": (
+        lambda place: write_rows(place.path / "rows.parquet", make_columns(0)),
+        "DIR/rows.parquet: the data file holds no rows",
+    ),
+    "one file twice": (one_file_twice, "data: selection and certification are the same file"),
+    "truncated": (truncated, "'DIR/ranker.onnx' is not an ONNX model, or is truncated"),
+    "no sites": (without_sites, "'DIR/ranker.onnx' has no sites"),
+    "a custom operator": (
+        ranker(domain="acme"),
+        "node 'relu2': 'DIR/ranker.onnx' uses the custom operator 'acme::Fancy'",
+    ),
+    "an old opset": (ranker(opset=10), "'DIR/ranker.onnx' uses opset 10"),
+    "rows are coupled": (
+        couple_rows,
+        "node 'relu2/softmax' (Softmax): 'DIR/ranker.onnx' couples the rows ",
+    ),
+    "fails at one row": (
+        pair_rows,
+        "node 'relu2/reshape' (Reshape): 'DIR/ranker.onnx' fails at a batch size",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_input_is_refused_and_leaves_nothing(place: Workplace, capsys: Capture, case: str) -> None:
+    spoil, begins = WRONG[case]
+    spoil(place)
     message = refusal(capsys, place)
-    assert message.startswith("error: node 'relu2/softmax' (Softmax): 'DIR/ranker.onnx' couples the rows ")
-    assert "`model.require_independent_rows: false`" in message
+    assert message.startswith(f"error: {begins}"), message
+    assert "\n  evidence: " in message and "\n  remedy: " in message
+
+
+@pytest.mark.parametrize(
+    ("setting", "begins", "near"),
+    [
+        ("outputs.0.label=click", f"column 'click' {OF_ROWS}", "is 'clicked'"),
+        ("outputs.1.weight=imp", f"column 'imp' {OF_ROWS}", "is '"),
+        ("data.group=request_id", f"column 'request_id' {OF_ROWS}", "is '"),
+        ("data.slices=[d33]", f"column 'd33' {OF_ROWS}", "are 'd3', 'd13'"),
+        ("plan.keep=[heds]", "plan.keep: pattern 'heds' matches no site and no node", "is 'heads'"),
+        ("plan.force=[heds]", "plan.force: pattern 'heds' matches no site", "is 'heads'"),
+    ],
+)
+def test_a_wrong_name_is_told_its_nearest(
+    place: Workplace, capsys: Capture, setting: str, begins: str, near: str
+) -> None:
+    message = refusal(capsys, place, "--set", setting)
+    assert message.startswith(f"error: {begins}") and "the nearest of " in message and near in message
 
 
 @pytest.mark.slow
-def test_a_model_that_couples_rows_goes_on_where_that_is_asked_for(place: Workplace) -> None:
+def test_a_model_that_couples_rows_goes_on_where_that_is_asked_for(place: Workplace, capsys: Capture) -> None:
     couple_rows(place)
+    done = call(capsys, "doctor", "--model", place.path / "ranker.onnx")
+    assert "✗ node 'relu2/softmax' (Softmax) couples the rows of a batch" in done.out
     place.write_run_file(model={"require_independent_rows": False})
     result = run(place.run_file, RunOptions(until=Stage.REPORT))
     assert result.report is not None
@@ -302,34 +231,6 @@ def test_a_mod_that_fails_costs_the_run_nothing_but_the_mod(
     assert record.rolled_back
     assert "RecursionError: too deep" in record.declined[0].reason
     assert all("RecursionError: too deep" in file.read_text("utf-8") for file in result.report_files)
-
-
-def test_a_model_that_fails_at_the_smallest_batch(place: Workplace, capsys: Capture) -> None:
-    path = place.path / "ranker.onnx"
-    model = onnx.load(path)
-    node = next(node for node in model.graph.node if node.name == "relu2")
-    node.op_type = "Reshape"
-    node.input.append("pairs")
-    node.output[0] = "paired"
-    back = h.make_node("Reshape", ["paired", "flat"], ["a2"], "back")
-    model.graph.node.insert(6, back)
-    shapes = {"pairs": np.array([-1, 2, HIDDEN]), "flat": np.array([-1, HIDDEN])}
-    model.graph.initializer.extend(onnx.numpy_helper.from_array(v, name) for name, v in shapes.items())
-    onnx.save(model, path)
-    message = refusal(capsys, place)
-    assert message.startswith(
-        "error: node 'relu2/reshape' (Reshape): 'DIR/ranker.onnx' fails at a batch size"
-    )
-    assert "batch of 1 rows" in message
-
-
-def test_old_operator_set(place: Workplace, capsys: Capture) -> None:
-    write_ranker(place.path / "ranker.onnx", opset=10)
-    assert refusal(capsys, place) == (
-        "error: 'DIR/ranker.onnx' uses opset 10\n"
-        "  evidence: opsets 11 and up are converted to 21\n"
-        "  remedy: export the model again with opset_version=21\n"
-    )
 
 
 class _RunsCode:
@@ -365,36 +266,23 @@ def test_checkpoint_that_holds_more_than_weights(place: Workplace, capsys: Captu
     assert (done.code, {name for name in left if not name.startswith("__pycache__")}) == (2, set())
     assert not trace.exists()
     message = done.err.replace(str(place.path), "DIR")
-    assert message.startswith(
-        "error: DIR/weights.pt: the checkpoint holds more than weights, or is broken; loading it could run "
-        "code\n  evidence: "
-    )
-    assert message.endswith(
-        "  remedy: save the weights alone: torch.save(model.state_dict(), path), or a .safetensors file\n"
-        "  code: E0402\n"
-    )
+    assert message.startswith("error: DIR/weights.pt: the checkpoint holds more than weights")
 
 
 # The output directory ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("below", "evidence"),
-    [("out", "[Errno 17] File exists: 'DIR/out'"), ("out/run", "[Errno 20] Not a directory: 'DIR/out/run'")],
-)
-def test_a_file_in_the_way(place: Workplace, capsys: Capture, below: str, evidence: str) -> None:
+@pytest.mark.parametrize("below", ["out", "out/run"])
+def test_a_file_in_the_way(place: Workplace, capsys: Capture, below: str) -> None:
     (place.path / "out").write_text("mine")
-    assert refusal(capsys, place, "--output", place.path / below) == (
-        f"error: cannot use the output directory 'DIR/{below}'\n"
-        f"  evidence: {evidence}\n"
-        "  remedy: choose another directory with --output\n"
-    )
+    message = refusal(capsys, place, "--output", place.path / below)
+    assert message.startswith(f"error: cannot use the output directory 'DIR/{below}'\n")
 
 
 def test_a_place_where_nothing_can_be_made(place: Workplace, capsys: Capture) -> None:
     # A mode of 0o555 would not stop root; /proc stops everyone.
     message = refusal(capsys, place, "--output", "/proc/loka-onnx/run")
-    assert message.startswith("error: cannot use the output directory '/proc/loka-onnx/run'\n  evidence: ")
+    assert message.startswith("error: cannot use the output directory '/proc/loka-onnx/run'\n")
 
 
 @pytest.mark.parametrize("option", [(), ("--force",), ("--resume",)])
@@ -403,11 +291,8 @@ def test_a_directory_of_something_else_is_never_touched(
 ) -> None:
     (place.path / "thesis" / "data").mkdir(parents=True)
     (place.path / "thesis" / "report.html").write_text("ten years of work")
-    assert refusal(capsys, place, "--output", place.path / "thesis", *option) == (
-        "error: the output directory 'DIR/thesis' is not empty and not a run directory\n"
-        "  evidence: it holds data, report.html, and no run.json of a run\n"
-        "  remedy: choose an empty directory with --output\n"
-    )
+    message = refusal(capsys, place, "--output", place.path / "thesis", *option)
+    assert message.startswith("error: the output directory 'DIR/thesis' is not empty and not a run directory")
 
 
 def test_a_finished_run_is_neither_extended_nor_replaced_unasked(
@@ -415,20 +300,11 @@ def test_a_finished_run_is_neither_extended_nor_replaced_unasked(
 ) -> None:
     done = call(capsys, "run", finished.directory.parents[1] / "RUN.yaml", "--quiet")
     assert (done.code, done.out) == (2, "")
-    assert done.err == (
-        f"error: the output directory '{finished.directory}' is not empty\n"
-        "  evidence: it holds bundle, calibration, choice.json, corrections.json …\n"
-        "  remedy: pass --resume to go on from its last finished stage, or --force to start over\n"
-        "  code: E1505\n"
-    )
+    assert done.err.startswith(f"error: the output directory '{finished.directory}' is not empty\n")
 
 
 def test_force_and_resume(place: Workplace, capsys: Capture) -> None:
-    assert refusal(capsys, place, "--force", "--resume") == (
-        "error: --force and --resume exclude each other\n"
-        "  evidence: one removes the earlier run, the other goes on with it\n"
-        "  remedy: give one of them\n"
-    )
+    assert "--force and --resume exclude each other" in refusal(capsys, place, "--force", "--resume")
 
 
 def test_an_empty_directory_of_the_user_stays(place: Workplace, capsys: Capture) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_runs import Workplace, call
+from run_findings import resumed
+from synthetic_runs import Workplace, call, make_workplace
 
 import loka_onnx
 from loka_onnx.core import serde
@@ -17,7 +18,6 @@ from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.evaluation import Choice, EvaluationSet
 from loka_onnx.core.job import BuildJob, JobResult
 from loka_onnx.engines import registry
-from loka_onnx.engines.base import Availability
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
 from loka_onnx.engines.onnxruntime.providers import Provider, provider_for
 from loka_onnx.errors import EngineError, ModelError, UserError
@@ -155,23 +155,27 @@ def test_a_job_is_executed_on_another_host_and_its_result_merged(
     assert {latency.job for latency in timed} == {PLAIN}
     assert {loser.times for loser in result.choice.targets[1].losers} == {None}
     # Nothing is left to do.
-    seen = []
-    run(
-        place.run_file,
-        RunOptions(resume=True, on_stage=lambda s, o: seen.append((s, o.reused)) if o is not None else None),
-    )
-    assert all(reused for stage, reused in seen if stage != "check data")
+    assert all(resumed(place).values())
+
+
+@pytest.fixture(scope="module")
+def jobs_done(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """Jobs without data, with their results, in a run that has not taken them in yet."""
+    place = make_workplace(tmp_path_factory.mktemp("jobs") / "work")
+    two_targets(place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "maker_of", {"onnxruntime": NotHere, "inductor": Both}.__getitem__)
+        run(place.run_file, RunOptions(until=Stage.BUILD))
+    execute_job(place.output / "jobs" / PLAIN)
+    execute_job(place.output / "jobs" / JOB)
+    return place
 
 
 @pytest.fixture
-def executed(place: Workplace, elsewhere) -> Path:
-    """A job without data, with its result, in a run that has not taken it in yet."""
+def executed(jobs_done: Workplace, place: Workplace, elsewhere) -> Path:
+    """A copy of it."""
     two_targets(place)
-    run(place.run_file, RunOptions(until=Stage.BUILD))
-    elsewhere.undo()
-    execute_job(place.output / "jobs" / PLAIN)
-    execute_job(place.output / "jobs" / JOB)
-    elsewhere.setattr(registry, "maker_of", {"onnxruntime": NotHere, "inductor": Both}.__getitem__)
+    shutil.copytree(jobs_done.output, place.output)
     return place.output / "jobs"
 
 
@@ -188,75 +192,48 @@ def test_without_data_the_engine_is_built_and_its_accuracy_not_measured(
     assert "provisional" in choice.targets[1].basis
 
 
-def harm_job(jobs: Path) -> None:
-    shutil.rmtree(jobs / PLAIN / "result")
-    shutil.copytree(jobs / JOB / "result", jobs / PLAIN / "result")
+def replaced(result: Path, old: str, new: str) -> None:
+    text = (result / "result.json").read_text()
+    assert old in text
+    (result / "result.json").write_text(text.replace(old, new))
 
 
-def harm_model(jobs: Path) -> None:
-    document = jobs / PLAIN / "result" / "result.json"
-    result = serde.read(JobResult, document)
-    text = serde.dumps(result).replace(result.model_digest, "0" * 64)
-    document.write_text(text)
+def of_another_job(result: Path) -> None:
+    shutil.rmtree(result)
+    shutil.copytree(result.parents[1] / JOB / "result", result)
 
 
-def harm_digest(jobs: Path) -> None:
-    document = jobs / PLAIN / "result" / "result.json"
-    result = serde.read(JobResult, document)
-    document.write_text(serde.dumps(result).replace(result.job, "1" * 64))
-
-
-def harm_engine(jobs: Path) -> None:
-    engine = jobs / PLAIN / "result" / "engine" / "engine.onnx"
+def with_another_engine(result: Path) -> None:
+    engine = result / "engine" / "engine.onnx"
     engine.write_bytes(engine.read_bytes() + b"\x00")
 
 
-def harm_extra(jobs: Path) -> None:
-    (jobs / PLAIN / "result" / "more").touch()
+HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "candidate": (of_another_job, f"the result of job '{PLAIN}' is of another candidate"),
+    "model": (
+        lambda r: replaced(r, serde.read(JobResult, r / "result.json").model_digest, "0" * 64),
+        f"the result of job '{PLAIN}' is of another model",
+    ),
+    "job": (
+        lambda r: replaced(r, serde.read(JobResult, r / "result.json").job, "1" * 64),
+        f"the result of job '{PLAIN}' is of another job",
+    ),
+    "engine": (with_another_engine, "file 'engine/engine.onnx' was altered"),
+    "more": (lambda r: (r / "more").touch(), "file 'more' is not listed in 'result.json'"),
+    "document": (lambda r: (r / "result.json").unlink(), f"the result of job '{PLAIN}' is not whole"),
+    "link": (lambda r: (r / "link").symlink_to("result.json"), "'link' is neither a file nor a directory"),
+    "link out": (lambda r: (r / "link").symlink_to("/etc/hostname"), "holds a link that leads out of it"),
+}
 
 
-def harm_document(jobs: Path) -> None:
-    (jobs / PLAIN / "result" / "result.json").unlink()
-
-
-def harm_link(jobs: Path) -> None:
-    (jobs / PLAIN / "result" / "link").symlink_to("result.json")
-
-
-def harm_link_out(jobs: Path) -> None:
-    (jobs / PLAIN / "result" / "link").symlink_to("/etc/hostname")
-
-
+@pytest.mark.parametrize("harm", HARMS)
 def test_results_that_do_not_fit_are_refused(
-    place: Workplace, executed: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    place: Workplace, executed: Path, capsys: pytest.CaptureFixture[str], harm: str
 ) -> None:
-    kept = shutil.copytree(executed, tmp_path / "kept")
-    for harm, said in (
-        (harm_job, f"the result of job '{PLAIN}' is of another candidate\n  evidence: it says '{JOB}'"),
-        (
-            harm_model,
-            f"the result of job '{PLAIN}' is of another model\n  evidence: it says 0000000000000000…",
-        ),
-        (
-            harm_digest,
-            f"the result of job '{PLAIN}' is of another job\n  evidence: it says 1111111111111111…",
-        ),
-        (harm_engine, "file 'engine/engine.onnx' was altered"),
-        (harm_extra, "file 'more' is not listed in 'result.json'"),
-        (harm_document, f"the result of job '{PLAIN}' is not whole"),
-        (harm_link, "'link' is neither a file nor a directory\n  evidence: links are refused"),
-        (
-            harm_link_out,
-            f"jobs/{PLAIN}/result/link: the run directory '{place.output}' holds a link that leads out "
-            "of it\n  evidence: it leads to '/etc/hostname'",
-        ),
-    ):
-        shutil.rmtree(executed)
-        shutil.copytree(kept, executed)
-        harm(executed)
-        done = call(capsys, "build", place.run_file, "--quiet")
-        assert done.code == 2, harm
-        assert said in done.err, harm
+    spoil, said = HARMS[harm]
+    spoil(executed / PLAIN / "result")
+    done = call(capsys, "build", place.run_file, "--quiet")
+    assert done.code == 2 and said in done.err, done.err
 
 
 def test_a_job_that_is_not_whole_is_not_executed(
@@ -308,33 +285,3 @@ def test_jobs_may_be_refused(place: Workplace, elsewhere) -> None:
         run(place.run_file)
     assert engines_of(place)[PLAIN] == (BuildStatus.DECLINED, f"no {AWAY} on this host")
     assert not (place.output / "jobs").exists()
-
-
-def test_a_build_that_fails_there_is_a_failure_here(
-    place: Workplace, elsewhere, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    two_targets(place)
-    run(place.run_file, RunOptions(until=Stage.BUILD))
-    elsewhere.undo()
-    monkeypatch.setattr(
-        OnnxRuntimeBackend,
-        "availability",
-        lambda self: Availability(True, "1", True, True, ("MI300X",), "", ""),
-    )
-    job = place.output / "jobs" / PLAIN
-    # What the model is read from is whole, and no model.
-    document = serde.read(BuildJob, job / "job.json")
-    text = (
-        serde.dumps(document)
-        .replace('"minimum": 1', '"minimum": 300')
-        .replace('"maximum": 256', '"maximum": 999')
-    )
-    (job / "job.json").write_text(
-        text.replace('"serve": 64', '"serve": 300').replace("   8,\n    64", "   300")
-    )
-    found = execute_job(job)
-    assert found.artifact.status is BuildStatus.FAILED
-    assert "256 rows, the smallest batch has 300" in found.artifact.detail
-    assert str(job / "result" / "engine.log") in found.artifact.detail
-    assert (job / "result" / "engine.log").is_file()
-    assert found.outputs == {} and found.latencies == ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
-from loka_onnx.pipeline.probing import EXPORTED
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
 
@@ -23,17 +22,30 @@ def profile_at(place: Workplace, name: str = "calibration/exported.json") -> Pro
 
 
 @pytest.fixture(scope="module")
-def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    """Do not write into its directory."""
-    place = make_workplace(tmp_path_factory.mktemp("calibrated"))
-    run(place.run_file, RunOptions(until=Stage.CALIBRATE))
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """Without splitting, up to its plans. Do not write into its directory."""
+    place = make_workplace(tmp_path_factory.mktemp("planned"))
+    place.write_run_file(mods={"split_channels": False})
+    run(place.run_file, RunOptions(until=Stage.PLAN))
     return place
+
+
+@pytest.fixture
+def place(planned: Workplace, tmp_path: Path) -> Workplace:
+    """A copy of it."""
+    return Workplace(Path(shutil.copytree(planned.path, tmp_path / "work")))
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Workplace:
+    return make_workplace(tmp_path / "fresh")
 
 
 @pytest.mark.slow
 def test_sampling_stops_when_every_verdict_is_reached_and_says_so(
-    place: Workplace, capsys: pytest.CaptureFixture[str]
+    fresh: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    place = fresh
     write_rows(place.path / "rows.parquet", make_columns(30_000))
     place.write_run_file(data={"group": None})  # rows of a request say less than as many rows
     done = call(capsys, "calibrate", place.run_file)
@@ -63,28 +75,15 @@ def test_sampling_stops_when_every_verdict_is_reached_and_says_so(
 
 
 def test_where_batches_run_does_not_matter_to_a_finished_calibration(
-    calibrated: Workplace, capsys: pytest.CaptureFixture[str]
+    planned: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = call(capsys, "calibrate", calibrated.run_file, "--executor", "ray")
+    done = call(capsys, "calibrate", planned.run_file, "--executor", "ray")
     assert done.code == 0, done.err
     assert any("calibrate" in line and "reused" in line for line in done.err.splitlines())
 
 
 @pytest.mark.slow
-def test_a_ray_cluster_gives_the_same_profile(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("ray", reason="needs ray")
-    run(place.run_file, RunOptions(until=Stage.CALIBRATE))
-    here = profile_at(place)
-    done = call(capsys, "calibrate", place.run_file, "--output", place.path / "ray", "--executor", "ray")
-    assert done.code == 0, done.err
-    there = serde.read(Profile, place.path / "ray" / EXPORTED)
-    assert replace(there, seconds={}) == replace(here, seconds={})
-
-
-@pytest.mark.slow
 def test_another_confidence_plans_anew(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
-    place.write_run_file(mods={"split_channels": False})
-    run(place.run_file, RunOptions(until=Stage.PLAN))
     done = call(capsys, "plan", place.run_file, "--set", "calibration.confidence=0.99")
     assert done.code == 0, done.err
     (safe,) = (p for p in serde.read(PlanSet, place.output / "plan.json").plans if p.id == "fp8-safe")
@@ -93,7 +92,8 @@ def test_another_confidence_plans_anew(place: Workplace, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("format", ["E4M3FNUZ", pytest.param("E5M2", marks=pytest.mark.slow)])
-def test_a_plan_in_another_format_is_built_and_run(place: Workplace, format: str) -> None:
+def test_a_plan_in_another_format_is_built_and_run(fresh: Workplace, format: str) -> None:
+    place = fresh
     place.write_run_file(plan={"format": format, "scale": "best"})
     run(place.run_file, RunOptions(until=Stage.BUILD))
     plan = serde.read(PlanSet, place.output / "plan.json").plans[1]
@@ -115,7 +115,6 @@ def new_rows(place: Workplace, name: str = "new.parquet", seed: int = 2) -> Path
 def test_rows_are_added_to_the_profile_and_later_stages_follow(
     place: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(place.run_file, RunOptions(until=Stage.PLAN))
     before, lineage = profile_at(place), (place.output / "run.json").read_text()
     done = call(capsys, "calibrate", place.run_file, "--update", new_rows(place))
     assert done.code == 0, done.err
@@ -145,27 +144,8 @@ def test_rows_are_added_to_the_profile_and_later_stages_follow(
     assert profile_at(place) == after
     assert profile_at(place, "profile.json").data_digest == after.data_digest
 
-    # And a third set.
-    done = call(capsys, "calibrate", place.run_file, "--update", new_rows(place, "newer.parquet", 3))
-    assert done.code == 0, done.err
-    assert profile_at(place).rows == before.rows + 4000
-
-
-@pytest.mark.slow
-def test_rows_may_be_added_to_a_run_that_is_not_calibrated_yet(
-    place: Workplace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = call(capsys, "calibrate", place.run_file, "--update", new_rows(place))
-    assert done.code == 0, done.err
-    assert len(profile_at(place).data_digest.split("+")) == 2
-
-
-def test_rows_that_must_not_be_added_are_refused_and_the_profile_stays(
-    place: Workplace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    new = new_rows(place)
-    call(capsys, "calibrate", place.run_file, "--update", new)
-    before = (place.output / "calibration/exported.json").read_bytes()
+    # What must not be added is refused, and the profile stays.
+    new, kept = place.path / "new.parquet", (place.output / "calibration/exported.json").read_bytes()
     write_rows(place.path / "unlabelled.parquet", {"clicked": [0.0]})
     broken = make_columns(100, 4)
     broken["clicked"][7] = 7.0
@@ -182,12 +162,12 @@ def test_rows_that_must_not_be_added_are_refused_and_the_profile_stays(
     ):
         done = call(capsys, "calibrate", place.run_file, *arguments)
         assert done.code == 2 and message in done.err, (arguments, done.err)
-        assert (place.output / "calibration/exported.json").read_bytes() == before
+        assert (place.output / "calibration/exported.json").read_bytes() == kept
 
 
 def test_a_fresh_run_whose_added_rows_are_wrong_leaves_no_trace(
-    place: Workplace, capsys: pytest.CaptureFixture[str]
+    fresh: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = call(capsys, "calibrate", place.run_file, "--update", place.path / "absent.parquet")
+    done = call(capsys, "calibrate", fresh.run_file, "--update", fresh.path / "absent.parquet")
     assert done.code == 2
-    assert not place.output.exists()
+    assert not fresh.output.exists()

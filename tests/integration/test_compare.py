@@ -103,21 +103,6 @@ def test_a_bundle_against_itself_says_who_answered_and_nothing_differs(
     assert "Latency, in turns" in done.out
 
 
-def test_fp8_that_is_simulated_is_said_and_its_speed_says_nothing(
-    deployed: Deployed, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    done = call(
-        capsys, "compare", deployed.bundle, deployed.fp8, "--data", deployed.rows, "--batch", 8, *QUICK,
-        "--out", tmp_path / "deep" / "report.txt",
-    )  # fmt: skip
-    assert done.code == 0 and done.out == f"wrote {tmp_path / 'deep' / 'report.txt'}\n"
-    text = (tmp_path / "deep" / "report.txt").read_text(encoding="utf-8")
-    assert f"{deployed.fp8.name}: onnxruntime" in text and "FP8 simulated" in text
-    assert f"not meaningful for the target: B: the FP8 of {deployed.fp8.name} is simulated" in text
-    assert "! A and B are of different exported models" in text
-    assert "logit RMSE" in text and "label-free" in text and "ctr: prediction ratio" in text
-
-
 def test_a_budget_that_may_be_exceeded_ends_with_3(
     deployed: Deployed, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

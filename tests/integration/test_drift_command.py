@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.lineage import RunRecord
 from loka_onnx.core.profile import Profile
 from loka_onnx.operations.drift.report import DriftReport, Measure
-from loka_onnx.operations.drift.run import open_monitor, open_run
+from loka_onnx.operations.drift.run import open_monitor
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 
 UNSEEN = ("clicked", "bought", "amount", "request")
@@ -100,12 +101,7 @@ def test_too_few_rows_end_with_2_and_are_not_called_the_same(
     done = drift(capsys, ready.profile, ready.moved, "--rows", 500)
     assert done.code == 2
     assert "not judged" in done.out and "no drift" not in done.out
-    assert done.err.endswith(
-        "moved.parquet: drift was not judged\n"
-        "  evidence: the live rows fill 7 batches of 64 rows, as large as the profile's, and 8 are needed\n"
-        "  remedy: give at least 512 rows, or calibrate with a smaller `calibration.batch_size`\n"
-        "  code: E1710\n"
-    )
+    assert "moved.parquet: drift was not judged" in done.err and "give at least 512 rows" in done.err
 
 
 @pytest.mark.slow
@@ -126,45 +122,42 @@ def test_a_profile_elsewhere_takes_the_run_directory_by_name(
     assert done.code == 2 and "--run: there is no run directory" in done.err
 
 
-def copied(ready: Calibrated, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(ready.run, tmp_path / "run"))
-
-
-def test_another_model_in_the_models_place_is_refused(
-    ready: Calibrated, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    directory = copied(ready, tmp_path)
+def another_model(directory: Path) -> None:
     model = directory / "model/modified.onnx"
     model.write_bytes(model.read_bytes().replace(b"fc2", b"fcX"))
-    done = drift(capsys, directory / "profile.json", ready.live)
-    assert done.code == 2
-    assert f"{model}: the model is not the one that the run left\n  evidence: its digest is " in done.err
 
 
-def test_the_profile_of_another_run_is_refused(
-    ready: Calibrated, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    directory = copied(ready, tmp_path)
+def another_profile(directory: Path) -> None:
     text = (directory / "profile.json").read_text()
     digest = serde.read(Profile, directory / "profile.json").model_digest
     (directory / "profile.json").write_text(text.replace(digest, "0" * 64))
-    done = drift(capsys, directory / "profile.json", ready.live)
-    assert done.code == 2
-    assert f"profile.json: the profile is of no model in '{directory}'\n  evidence: it is of 0000" in done.err
-    assert f"modified has {digest[:12]}…" in done.err
 
 
-def test_a_record_of_another_version_is_refused(
-    ready: Calibrated, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    directory = copied(ready, tmp_path)
+def another_version(directory: Path) -> None:
     record = serde.read(RunRecord, directory / "run.json")
     record.config["data"] = {"columns": {}}
     serde.write(record, directory / "run.json")
+
+
+@pytest.mark.parametrize(
+    ("alter", "message"),
+    [
+        (another_model, "modified.onnx: the model is not the one that the run left"),
+        (another_profile, "profile.json: the profile is of no model in"),
+        (another_version, "run.json: the run was recorded by another version of loka-onnx"),
+    ],
+)
+def test_an_altered_run_is_refused(
+    ready: Calibrated,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    alter: Callable[[Path], None],
+    message: str,
+) -> None:
+    directory = Path(shutil.copytree(ready.run, tmp_path / "run"))
+    alter(directory)
     done = drift(capsys, directory / "profile.json", ready.live)
-    assert done.code == 2
-    assert "run.json: the run was recorded by another version of loka-onnx" in done.err
-    assert "evidence: at config.data.inputs: Field required" in done.err
+    assert done.code == 2 and message in done.err
 
 
 @pytest.mark.parametrize(
@@ -182,24 +175,6 @@ def test_a_wrong_option_is_refused(
 ) -> None:
     done = drift(capsys, ready.profile, ready.live, *arguments)
     assert done.code == 2 and message in done.err
-
-
-def test_live_rows_without_a_column_are_refused(
-    ready: Calibrated, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    columns = live_columns()
-    del columns["d7"]
-    write_rows(tmp_path / "short.parquet", columns)
-    done = drift(capsys, ready.profile, tmp_path / "short.parquet")
-    assert done.code == 2 and "column 'd7' of 'short.parquet' does not exist" in done.err
-
-
-def test_a_named_plan_counts_its_own_sites(ready: Calibrated) -> None:
-    assert open_run(ready.profile, plan="fp8-all").baseline.counted == {"fc1", "fc2", "heads"}
-    opened = open_run(ready.profile)
-    assert (opened.baseline.basis, opened.baseline.counted) == ("plan fp8-safe", {"fc1", "fc2"})
-    # The dense input beside what was looked up, joined.
-    assert opened.baseline.columns == {"joined": (*(f"d{i}" for i in range(16)), *[""] * 16)}
 
 
 def test_a_monitor_of_a_run_finds_the_change_and_refuses_ids_out_of_range(ready: Calibrated) -> None:

@@ -11,19 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from run_findings import resumed
 from synthetic_runs import RUN_VALUES, Workplace, make_workplace
 
 import loka_onnx
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
-from loka_onnx.core.evaluation import Latency
+from loka_onnx.core.evaluation import Choice, Latency
 from loka_onnx.core.refined_run import RefinedRun
 from loka_onnx.core.refinement import Origin, Refinement
 from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, ThroughputSet
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.pipeline.judging import Judging
-from loka_onnx.pipeline.run import RunOptions, RunResult, run
+from loka_onnx.pipeline.run import RunResult, run
 
 FP8 = "cpu-onnxruntime-cpu-fp8-all"
 
@@ -140,29 +141,13 @@ def test_throughput_is_measured_for_the_chosen_and_for_high_precision(
 
 
 @pytest.mark.slow
-def test_the_report_tells_all_of_it(refined: tuple[Workplace, RunResult]) -> None:
-    place, _ = refined
-    text = (place.output / "report.md").read_text(encoding="utf-8")
-    for heading in ("Choice", "Throughput", "Refinement"):
-        assert f"\n## {heading}\n" in text
-    assert "Which engine takes which requests on cpu" in text
-    assert "Sites given back on cpu, worst first" in text
-    assert "the chosen engine answers" in text
-
-
-@pytest.mark.slow
 def test_a_finished_refinement_is_taken_over(
     refined: tuple[Workplace, RunResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, result = refined
-    told: dict[str, bool] = {}
-    options = RunOptions(
-        resume=True,
-        on_stage=lambda stage, outcome: told.update({stage: outcome.reused}) if outcome else None,
-    )
-    again = run(place.run_file, options)
+    told = resumed(place)
     assert told["refine"] and told["evaluate"] and told["throughput"] and told["bundle"]
-    assert again.choice == result.choice
+    assert serde.read(Choice, place.output / "choice.json") == result.choice
 
 
 def test_a_run_without_fp8_that_counts_is_not_refined(finished: RunResult) -> None:

@@ -56,9 +56,8 @@ def kill_when_told(place: Path) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("parallel", [1, 3])
 def test_the_run_emits_what_it_emits_without_them(
-    place: Workplace, finished: RunResult, faulty: ModuleType, monkeypatch: pytest.MonkeyPatch, parallel: int
+    place: Workplace, finished: RunResult, faulty: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults: dict[str, type[Backend]] = {
         "tensorrt": faulty.Segfaults,
@@ -71,7 +70,7 @@ def test_the_run_emits_what_it_emits_without_them(
         plan={"plans": ["fp32"]},
         # The good one last: nothing that went wrong before may reach it.
         targets=[{"device": "cpu", "backends": [*faults, "onnxruntime"]}],
-        build={"timeout_seconds": SECONDS, "memory_gb": GB, "parallel": parallel, "cache_gb": 0},
+        build={"timeout_seconds": SECONDS, "memory_gb": GB, "parallel": 3, "cache_gb": 0},
     )
     killer = kill_when_told(place.output / "engines" / "worker")
     result = run(place.run_file)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from run_findings import resumed
 from synthetic_runs import Workplace
 from test_build_jobs import AWAY, JOB, PLAIN, Both, NotHere, engines_of, two_targets
 
@@ -43,12 +44,7 @@ def test_a_run_sends_its_jobs_to_the_node_with_the_device(place: Workplace) -> N
     assert [found[name][0] for name in (PLAIN, JOB)] == [BuildStatus.RUN_ELSEWHERE] * 2
     choice = serde.read(Choice, place.output / "choice.json")
     assert [target.target for target in choice.targets] == ["cpu", AWAY]
-    seen = []
-    run(
-        place.run_file,
-        RunOptions(resume=True, on_stage=lambda s, o: seen.append((s, o.reused)) if o is not None else None),
-    )
-    assert ("build", True) in seen
+    assert resumed(place)["build"]
 
 
 def test_a_device_that_no_node_has_leaves_its_job_waiting(place: Workplace) -> None:
@@ -63,16 +59,7 @@ def test_a_device_that_no_node_has_leaves_its_job_waiting(place: Workplace) -> N
     assert status is BuildStatus.WAITING
     assert detail.endswith("the cluster: no node of the Ray cluster has the resource 'amd-mi355x'")
     # The next run asks again: a node may have joined.
-    seen = []
-    run(
-        place.run_file,
-        RunOptions(
-            resume=True,
-            until=Stage.BUILD,
-            on_stage=lambda s, o: seen.append((s, o.reused)) if o is not None else None,
-        ),
-    )
-    assert ("build", False) in seen
+    assert not resumed(place, Stage.BUILD)["build"]
 
 
 def test_what_a_node_cannot_read_is_told(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_findings import resumed
 from synthetic_runs import RUN_VALUES, make_workplace
 
 from loka_onnx.core import serde
@@ -31,30 +32,7 @@ OUTPUTS = [{**output, "budget": BUDGET} for output in RUN_VALUES["outputs"]]
 
 
 def test_the_plan_is_the_rung_that_was_measured(tmp_path: Path) -> None:
-    place = make_workplace(tmp_path / "place")
-    place.write_run_file(
-        outputs=OUTPUTS, plan={"plans": ["fp32", "fp8-safe"]}, calibration={"rows": 1000, "draws": 1}
-    )
-    run(place.run_file, RunOptions(until=Stage.PLAN))
-    climb = serde.read(Climb, place.output / "ladder.json")
-    assert climb.judged and climb.taken is not None
-    assert climb.taken.fits and climb.taken.chance >= climb.chance == 0.9
-    assert all(not each.fits or each.rung <= climb.rung for each in climb.judged)
-    plan = serde.read(PlanSet, place.output / "plan.json").plan("fp8-safe")
-    assert set(plan.fp8_sites) == set(climb.sites)
-    assert plan.fp8_share == pytest.approx(climb.taken.fp8_share)
-    stages: dict[str, bool] = {}
-    again = RunOptions(
-        resume=True,
-        until=Stage.PLAN,
-        on_stage=lambda stage, outcome: stages.update({stage: outcome.reused}) if outcome else None,
-    )
-    run(place.run_file, again)
-    assert stages["ladder"] and stages["plan"]
-
-
-def test_a_rung_is_judged_with_the_constants_that_its_plan_gets(tmp_path: Path) -> None:
-    """The planned model with Q/DQ and constants, in ONNX Runtime, is another graph than the ladder's."""
+    """With the constants that its plan gets. The planned model is another graph than the ladder's."""
     place = make_workplace(tmp_path / "place")
     place.write_run_file(
         outputs=OUTPUTS,
@@ -62,8 +40,14 @@ def test_a_rung_is_judged_with_the_constants_that_its_plan_gets(tmp_path: Path) 
         calibration={"rows": 1000, "draws": 1},
     )
     run(place.run_file, RunOptions(until=Stage.BUILD))
-    taken = serde.read(Climb, place.output / "ladder.json").taken
-    assert taken is not None and taken.change is not None
+    climb = serde.read(Climb, place.output / "ladder.json")
+    taken = climb.taken
+    assert climb.judged and taken is not None and taken.change is not None
+    assert taken.fits and taken.chance >= climb.chance == 0.9
+    assert all(not each.fits or each.rung <= climb.rung for each in climb.judged)
+    safe = serde.read(PlanSet, place.output / "plan.json").plan("fp8-safe")
+    assert set(safe.fp8_sites) == set(climb.sites)
+    assert safe.fp8_share == pytest.approx(taken.fp8_share)
     (plan,) = serde.read(CorrectionSet, place.output / "corrections.json").plans
     (output,) = [each for each in plan.outputs if each.output == taken.output]
     tried = {trial.variant: trial.judged for trial in output.trials}
@@ -128,11 +112,5 @@ def test_a_miss_on_certification_goes_one_rung_back(tmp_path: Path, monkeypatch:
     assert result.bundle is not None
     manifest = serde.read(Manifest, result.bundle / "manifest.json")
     assert [engine.plan for engine in manifest.engines] == ["fp8-safe-attempt-2"]
-    stages: dict[str, bool] = {}
-    resumed = RunOptions(
-        resume=True,
-        on_stage=lambda stage, outcome: stages.update({stage: outcome.reused}) if outcome else None,
-    )
-    run(place.run_file, resumed)
-    del stages["check data"]
+    stages = resumed(place)
     assert stages["attempt 2"] and all(stages.values())

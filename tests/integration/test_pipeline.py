@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from run_findings import STAGES, findings, resumed
 from scipy.special import expit
-from synthetic_runs import ITEMS, WIDTH, Workplace, call, make_workplace, scores, tree
+from synthetic_runs import ITEMS, WIDTH, Workplace, call, scores, tree
 
 import loka_onnx
-from loka_onnx.cli import stages
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.evaluation import BudgetStatus, EvaluationSet, OutputEvaluation
 from loka_onnx.data import SplitRule, split_file
-from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
 
 # What a run leaves beside its record: everything in it must come from a recorded stage, except scratch.
@@ -155,17 +151,6 @@ def test_a_declined_plan_is_a_result(place: Workplace, capsys: pytest.CaptureFix
     loka_onnx.verify_bundle(place.output / "bundle")
 
 
-@pytest.mark.slow
-def test_latency_reports_each_batch_size(place: Workplace) -> None:
-    told = []
-    run(
-        place.run_file,
-        RunOptions(until=Stage.EVALUATE, progress=lambda task, done, total: told.append((task, done, total))),
-    )
-    # Two batch sizes and three loads, for the engines whose speed counts and for the simulations.
-    assert [item for item in told if item[0] == "latency"] == [("latency", i, 12) for i in range(13)]
-
-
 def test_generated_rows_are_stamped(finished: RunResult) -> None:
     for name in ("report.md", "report.html"):
         assert "SYNTHETIC DATA" in (finished.directory / name).read_text()
@@ -205,11 +190,8 @@ def test_a_finished_run_is_taken_over_as_it_is(finished: RunResult) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_run_takes_everything_over(place: Workplace) -> None:
-    run(place.run_file)
-    before = tree(place.output)
-    assert resumed(place) == dict.fromkeys(STAGES, True)
-    assert tree(place.output) == before
+def test_what_changed_is_done_again(copied: Workplace) -> None:
+    place, before = copied, tree(copied.output)
 
     # An altered file costs its stage, and what depends on it only if the result differs. The report tells
     # how long each stage took.
@@ -235,18 +217,15 @@ def test_a_second_run_takes_everything_over(place: Workplace) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_that_was_measured_on_other_columns_is_taken_over(place: Workplace) -> None:
+def test_nothing_that_was_measured_on_other_columns_is_taken_over(copied: Workplace) -> None:
     """A corrected `data.inputs` changes what the model sees of the same rows."""
     columns = [f"d{i}" for i in range(WIDTH)]
     swapped = [columns[1], columns[0], *columns[2:]]
-    place.write_run_file(data={"inputs": {"dense": swapped, "item": "item_id"}})
-    run(place.run_file)
-    wrong = findings(place.output)
-    place.write_run_file()
-    again = resumed(place)
+    wrong = findings(copied.output)
+    copied.write_run_file(data={"inputs": {"dense": swapped, "item": "item_id"}})
+    again = resumed(copied)
     assert [stage for stage in STAGES if again[stage]] == ["export"]
-    assert resumed(place) == dict.fromkeys(STAGES, True)
-    right = findings(place.output)
+    right = findings(copied.output)
     assert right["profile"] != wrong["profile"] and right["evaluations"] != wrong["evaluations"]
 
 
@@ -285,20 +264,8 @@ def test_stage_verbs_share_the_run_directory(
     assert "steps, cpu: certification" in told[Stage.REPORT]
 
 
-def test_export_lists_the_first_sites_of_a_long_model(
-    place: Workplace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stages, "MOST_SITES", 2)
-    # A pattern that names nothing is what the list is for: it does not stand in the way.
-    done = call(capsys, "export", place.run_file, "--quiet", "--set", "plan.keep=[heds]")
-    assert done.code == 0, done.err
-    lines = done.out.splitlines()
-    assert [line.split()[0] for line in lines[:4]] == ["site", "fc1", "fc2", "and"]
-    assert lines[3] == "and 1 more, all of them in model/exported.json"
-
-
-def test_force_starts_over(place: Workplace) -> None:
-    run(place.run_file, RunOptions(until=Stage.PLAN))
+def test_force_starts_over(copied: Workplace) -> None:
+    place = copied
     (place.output / "notes.txt").write_text("mine")
     seen = []
     run(
@@ -309,9 +276,7 @@ def test_force_starts_over(place: Workplace) -> None:
     assert sorted(path.name for path in place.output.iterdir()) == ["model", "notes.txt", "run.json"]
 
 
-def test_require_fp8(place: Workplace, finished: RunResult, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(finished.directory.parents[1], place.path / "copy")
-    copied = make_workplace(place.path / "copy")
+def test_require_fp8(copied: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
     done = call(capsys, "run", copied.run_file, "--resume", "--quiet", "--require-fp8")
     assert done.code == 0, done.err
 
@@ -323,24 +288,6 @@ def test_require_fp8(place: Workplace, finished: RunResult, capsys: pytest.Captu
     assert lines[1].startswith("  evidence: cpu-onnxruntime-cpu-fp8-all, ctr: upper bound of ΔNE +")
     assert lines[2].startswith("  remedy: raise `outputs.budget`")
     assert "bundle" in done.out, "the high-precision engine is emitted all the same"
-
-
-def test_output_starts_where_the_user_is(
-    place: Workplace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = call(capsys, "export", place.run_file, "--output", "here")
-    assert done.code == 0
-    assert done.out.splitlines()[-1] == f"wrote here{os.sep}model/exported.json"
-    assert (tmp_path / "here" / "model" / "exported.onnx").is_file()
-
-
-def test_run_takes_a_path_or_a_configuration(place: Workplace) -> None:
-    config = loka_onnx.load_run_file(place.run_file)
-    assert loka_onnx.run(config, RunOptions(until=Stage.EXPORT)).directory == place.output
-    assert loka_onnx.run(place.run_file, RunOptions(until=Stage.EXPORT, resume=True)).choice is None
-    with pytest.raises(ConfigError, match="cannot read the run file"):
-        loka_onnx.run(place.path / "absent.yaml")
 
 
 def test_evaluations_are_of_both_splits(finished: RunResult) -> None:

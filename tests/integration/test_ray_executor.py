@@ -159,15 +159,6 @@ def test_a_model_is_opened_once_in_each_process_and_results_keep_their_order(wor
     assert 1 <= len(opened) == len(set(opened)) <= 2
 
 
-def test_a_file_that_a_worker_cannot_see_is_named(world, cluster, tmp_path):
-    work = Noting(tmp_path / "nowhere.onnx", tmp_path)
-    with pytest.raises(CalibrationError) as caught:
-        list(cluster.run(work, world.data, [Span(0, BATCH)], BATCH))
-    text = str(caught.value)
-    assert text.startswith(f"'{tmp_path}/nowhere.onnx' is not there on '")
-    assert "a file system that all machines share" in text
-
-
 @dataclass(frozen=True)
 class Failing(Noting):
     def open(self) -> Callable[[Batch], int]:
@@ -180,17 +171,3 @@ def test_an_error_in_a_worker_is_raised_as_it_is(world, cluster, tmp_path):
         list(cluster.run(work, world.data, [Span(0, BATCH)], BATCH))
     assert str(caught.value).splitlines()[0] == "column 'x' holds NaN"
     assert (caught.value.evidence, caught.value.remedy) == ("3 rows", "drop them")
-
-
-def test_work_that_a_worker_cannot_load_is_an_error(world, cluster, tmp_path):
-    """As where another version of this package is installed."""
-    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    try:
-        with pytest.raises(CalibrationError) as caught:
-            list(cluster.run(Noting(world.artifact.path, tmp_path), world.data, [Span(0, BATCH)], BATCH))
-    finally:
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    text = str(caught.value)
-    assert text.startswith("a worker of the Ray cluster cannot read the work that it is sent")
-    assert "No module named 'test_ray_executor'" in text
-    assert "install the same versions of Python and of loka-onnx on every machine" in text

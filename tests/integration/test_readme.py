@@ -130,8 +130,3 @@ def test_the_annotated_run_file_names_every_key_with_its_default(tmp_path: Path)
 
 def _is_section(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, BaseModel) and bool(value.model_fields)
-
-
-def test_the_example_is_there() -> None:
-    kinds = [(block.language, block.file) for block in blocks_of(README)]
-    assert ("python", "make_ranker.py") in kinds and ("yaml", "RUN.yaml") in kinds

@@ -154,52 +154,6 @@ def assert_first_flip_is_a_tie(
     raise AssertionError(f"row {row} deviates, and no activation was quantized differently")
 
 
-@pytest.mark.parametrize("name", EACH_MODEL)
-def test_each_site_agrees_when_both_get_equal_inputs(name, scratch):
-    case = planned(name, PER_TENSOR, scratch)
-    produced = {output: node for node in case.model.graph.node for output in node.output}
-    inferred = onnx.shape_inference.infer_shapes(case.model)
-    sources = sorted({q.source for q in case.quantizers()} - set(case.inputs))
-    values = dict(
-        zip(sources, ReferenceEvaluator(exposing(case.model, sources)).run(sources, case.inputs), strict=True)
-    )
-    values |= case.inputs
-    nodes = {node.name: node for node in case.model.graph.node}
-    for site in case.plan.fp8_sites:
-        part, source = site_alone(inferred, nodes[site], produced)
-        (want,) = ReferenceEvaluator(part).run(None, {source: values[source]})
-        path = scratch / "site.onnx"
-        onnx.save(part, path)
-        (got,) = OnnxSession(path, SessionOptions(threads=1)).run({source: values[source]}).values()
-        # Equal inputs fall to equal FP8 numbers; FP32 sums in another order remain.
-        assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max(), site
-
-
-def site_alone(
-    model: onnx.ModelProto, product: onnx.NodeProto, produced: dict[str, onnx.NodeProto]
-) -> tuple[onnx.ModelProto, str]:
-    """The product with its Q/DQ as a model of one input; returns the input's name as well."""
-    kept, source = [product], ""
-    for name in product.input[:2]:
-        dequantize = produced[name]
-        kept.insert(0, dequantize)
-        quantize = produced.get(dequantize.input[0])
-        if quantize is not None:
-            kept.insert(0, quantize)
-            source = quantize.input[0]
-    needed = {name for node in kept for name in node.input}
-    graph = onnx.helper.make_graph(
-        kept,
-        "site",
-        [onnx.helper.make_tensor_value_info(source, onnx.TensorProto.FLOAT, None)],
-        [onnx.helper.make_tensor_value_info(product.output[0], onnx.TensorProto.FLOAT, None)],
-        [tensor for tensor in model.graph.initializer if tensor.name in needed],
-    )
-    return onnx.helper.make_model(
-        graph, opset_imports=model.opset_import, ir_version=model.ir_version
-    ), source
-
-
 @pytest.mark.parametrize("name", [pytest.param("wukong", marks=pytest.mark.slow), "dcnv2"])
 def test_full_optimization_is_a_trap_for_fp8_graphs(name, scratch):
     """Why `OnnxSession` loads FP8 graphs at BASIC only, whatever it is asked."""

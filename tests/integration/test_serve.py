@@ -278,20 +278,6 @@ def test_python_as_documented(server: Served, engine: Engine, capsys: pytest.Cap
     assert capsys.readouterr().out == f"{engine.infer(inputs)['ctr']}\n"
 
 
-def test_options_and_paths_are_documented(server: Served) -> None:
-    text = DOCS.read_text(encoding="utf-8")
-    code = SERVE.replace("*sys.argv[1:]", "'--help'")
-    shown = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "COLUMNS": "200"},
-    ).stdout
-    options = set(re.findall(r"(--[a-z-]+)", shown)) - {"--help"}
-    assert options and all(f"`{option}" in text for option in options), options
-
-
 def test_a_signal_ends_it_once_its_requests_are_answered(bundle: Path, tmp_path: Path) -> None:
     found: list[int] = []
     with served(bundle, "--name", "my ranker") as server:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from run_findings import resumed
 from scipy.special import expit, stdtrit
 from synthetic_runs import (
     ROWS,
@@ -31,8 +32,6 @@ from loka_onnx.core import serde
 from loka_onnx.core.evaluation import BudgetStatus, OutputEvaluation
 from loka_onnx.core.profile import Profile
 from loka_onnx.data import SplitRule, split_file
-from loka_onnx.pipeline.directory import Outcome
-from loka_onnx.pipeline.run import RunOptions, run
 from loka_onnx.report import ReportData
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
@@ -202,22 +201,6 @@ def test_slices_are_in_the_report_and_do_not_enter_the_choice(unlabelled: Unlabe
     assert "Slices do not enter the choice." in text
 
 
-def test_the_wrong_kind_of_output_cannot_do_without(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = make_workplace(tmp_path / "work")
-    place.write_run_file(outputs=[{"name": "spend", "kind": "regression", "label": None}])
-    done = call(capsys, "run", place.run_file, "--quiet")
-    assert done.code == 2
-    assert done.err.replace(str(tmp_path), "DIR") == (
-        "error: DIR/work/RUN.yaml:6: a regression needs a label, and output 'spend' has none\n"
-        "  evidence: without labels a change is relative to the mean entropy of the predictions, which a "
-        "regression does not have\n"
-        "  remedy: name the column of its label, or remove this output from `outputs`\n"
-        "  code: E0115\n"
-    )
-
-
 @pytest.mark.slow
 def test_other_slices_cost_an_evaluation_and_no_calibration(unlabelled: Unlabelled, tmp_path: Path) -> None:
     place = Workplace(tmp_path / "copy")
@@ -225,15 +208,9 @@ def test_other_slices_cost_an_evaluation_and_no_calibration(unlabelled: Unlabell
     values = yaml.safe_load(place.run_file.read_text())
     values["data"]["slices"] = ["shop"]
     place.run_file.write_text(yaml.safe_dump(values))
-    reused = {}
-
-    def note(stage: str, outcome: Outcome | None) -> None:
-        if outcome is not None:
-            reused[stage] = outcome.reused
-
-    result = run(place.run_file, RunOptions(resume=True, on_stage=note))
+    reused = resumed(place)
     again = [stage for stage, was_reused in reused.items() if not was_reused]
-    assert [stage for stage in again if stage != "check data"] == ["evaluate", "choose", "report", "bundle"]
-    assert result.report is not None
-    columns = {s.column for e in result.report.evaluations.evaluations for o in e.outputs for s in o.slices}
+    assert again == ["evaluate", "choose", "report", "bundle"]
+    report = serde.read(ReportData, place.output / "report.json")
+    columns = {s.column for e in report.evaluations.evaluations for o in e.outputs for s in o.slices}
     assert columns == {"shop"}

@@ -17,8 +17,6 @@ from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Sh
 from loka_onnx.engines.tuned_kernels import Operands, kernels_of
 from loka_onnx.engines.tuning import KernelTimer, Tuned, device_name
 from loka_onnx.errors import EngineError
-from loka_onnx.pipeline.directory import RunDirectory
-from loka_onnx.pipeline.tuning import TIMINGS
 from loka_onnx.planning.timings import TimingDatabase
 
 Capture = pytest.CaptureFixture[str]
@@ -174,16 +172,3 @@ def test_the_plan_of_a_run_follows_its_kernel_times(place: Workplace, capsys: Ca
     assert "fp8-fast" not in [plan.id for plan in plans.plans]
     assert {speed.verdict for speed in plans.speeds} == {SpeedVerdict.SLOW}
     assert "no set of sites inside of the budget saves time on cpu" in plans.notes[0]
-
-
-def test_a_run_that_starts_over_keeps_the_times(tmp_path: Path) -> None:
-    with RunDirectory.create(tmp_path / "run", {}, {}, force=False, resume=False) as directory:
-        path = directory.path / TIMINGS
-    records = records_of(tmp_path / "fast.json", 4.0)
-    with TimingDatabase(path) as database:
-        assert database.take(records) == 8
-    with (
-        RunDirectory.create(tmp_path / "run", {}, {}, force=True, resume=False),
-        TimingDatabase(path) as kept,
-    ):
-        assert len(kept.read()) == 8

@@ -24,13 +24,7 @@ ROWS = 600
 
 @dataclass(frozen=True)
 class Passage:
-    """How a trap went through.
-
-    Attributes:
-        refusal: The error of the user's that refused it; None where it went through.
-        seconds: Time that it took.
-        moved: Largest change of the judged output by the exact engine, relative to the largest output.
-    """
+    """How a trap went through."""
 
     refusal: LokaError | None
     seconds: float
@@ -73,16 +67,7 @@ def reference(trap: Trap, path: Path, feeds: dict[str, np.ndarray]) -> np.ndarra
 
 
 def pass_through(trap: Trap, folder: Path, until: Stage = Stage.BUILD) -> Passage:
-    """Run the pipeline, and hold its FP32 engine against the original.
-
-    Args:
-        trap: The model.
-        folder: An empty directory.
-        until: Last stage.
-
-    Raises:
-        Exception: Anything that is no refusal.
-    """
+    """Run the pipeline, and hold its FP32 engine against the original."""
     path = folder / "trap.onnx"
     if trap.external:
         onnx.save(trap.model, path, save_as_external_data=True, location="trap.bin", size_threshold=64)

@@ -10,11 +10,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3]))
 pytest.importorskip("torch", reason="needs torch")
 
-from benchmarks.engines.kernel_records import BuildLog, logs_of, merged, product_times
+from benchmarks.engines.kernel_records import BuildLog, product_times
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.site import Site, SiteKind
-from loka_onnx.core.timing import PRODUCT, Kernel, KernelTiming, Provenance, Shape
+from loka_onnx.core.timing import PRODUCT, Kernel, Provenance, Shape
 
 SOURCE = Provenance("a device", {"torch": "2.11"}, "", "2026-11-22")
 HALF = """\
@@ -62,15 +62,6 @@ def test_what_was_declined_was_not_fused() -> None:
     assert BuildLog.read(text) == BuildLog.read(HALF)
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    ["triton 64x64x128/4-4-4-exact", "triton 64x128x64/4-4-4", "fbgemm::f8f8bf16_rowwise-fast", "cublas"],
-)
-def test_names_of_kernels_are_read(kernel: str) -> None:
-    line = f"/over/fc::1/MatMul: {kernel}: 6.59 µs at batch 1, 7.00 µs at batch 2048; error 1.5e-07"
-    assert BuildLog.read(line).us == {"/over/fc::1/MatMul": {1: 6.59, 2048: 7.0}}
-
-
 def test_times_are_means_over_the_sites_of_a_shape() -> None:
     found = product_times([BuildLog.read(HALF), BuildLog.read(FLOAT8)], SITES, "gpu", SOURCE)
     assert {(t.kernel.precision, t.shape): t.us for t in found} == {
@@ -86,25 +77,3 @@ def test_times_are_means_over_the_sites_of_a_shape() -> None:
         Kernel("gpu", "inductor", PRODUCT, Precision.BF16),
         Kernel("gpu", "inductor", PRODUCT, Precision.FP8, Granularity.PER_TENSOR),
     }
-
-
-def test_logs_are_found_by_the_name_of_the_case(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        list(logs_of("small", tmp_path))
-    for name, text in (
-        ("small-BF16", HALF),
-        ("small-blanket-FP8", FLOAT8),
-        ("small-FP16", HALF),
-        ("small-today--bf16", HALF),
-        ("other-BF16", HALF),
-    ):
-        (tmp_path / f"{name}.log").write_text(text, encoding="utf-8")
-    assert [sorted(log.float8) for log in logs_of("small", tmp_path)] == [[], ["fc1"]]
-
-
-def test_present_times_stay_beside_new_ones() -> None:
-    def timing(name: str, us: float) -> KernelTiming:
-        return KernelTiming(Kernel("gpu", "inductor", name, Precision.BF16), Shape(2, 3, 5), us, None, SOURCE)
-
-    found = merged((timing("mm", 1.0), timing(PRODUCT, 2.0)), (timing(PRODUCT, 3.0),))
-    assert {t.kernel.name: t.us for t in found.timings} == {"mm": 1.0, PRODUCT: 3.0}

@@ -21,7 +21,6 @@ from benchmarks.peers.ctr_models import (
     Columns,
     CtrModel,
     build_ctr,
-    ctr_checkpoint,
     import_library,
 )
 from loka_zoo.prepared import PreparedData
@@ -64,13 +63,6 @@ def test_the_output_is_the_logit_of_each_row() -> None:
         logits = CtrModel(ranker)(DENSE, IDS)
     assert logits.shape == (3,)
     assert torch.allclose(torch.sigmoid(logits), probabilities)
-
-
-def test_a_checkpoint_is_of_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = ctr_checkpoint("wdl", tmp_path)
-    assert before == ctr_checkpoint("wdl", tmp_path)
-    monkeypatch.setattr("benchmarks.peers.ctr_models.EMBEDDING", 8)
-    assert ctr_checkpoint("wdl", tmp_path) != before
 
 
 @pytest.mark.slow

@@ -1,13 +1,9 @@
-"""The peers' graphs on their way to a GPU: forms, plans, archives, and runs that lose an engine."""
+"""The peers' graphs on their way to a GPU: what is FP8 in them, and that the lowering computes that."""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping
-from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,13 +16,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from benchmarks.peers import on_device, on_device_archive, on_device_times
-from benchmarks.peers.on_device import time_all
-from benchmarks.peers.on_device_archive import pack, unpack
 from benchmarks.peers.on_device_graphs import Form, formed
-from benchmarks.peers.on_device_models import Variant, prepare, variants_in
-from benchmarks.peers.on_device_record import Asked, compared
-from benchmarks.peers.on_device_times import TimingJob, time_model
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.inductor.lowering.model import lower
 from loka_onnx.errors import ModelError
@@ -38,11 +28,9 @@ RNG = np.random.default_rng(7)
 WEIGHTS = {name: RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.2 for name in ("one", "two", "three")}
 HEAD = RNG.normal(size=(WIDTH, 1)).astype(np.float32)
 
-Arrays = Mapping[str, npt.NDArray[Any]]
 
-
-def plain_graph(extra: str = "") -> onnx.ModelProto:
-    """x → three products with ReLU → a head; `extra` an operator that no engine has."""
+def plain_graph() -> onnx.ModelProto:
+    """x → three products with ReLU → a head."""
     nodes = []
     source = "x"
     for name in WEIGHTS:
@@ -53,8 +41,6 @@ def plain_graph(extra: str = "") -> onnx.ModelProto:
         source = f"{name}.relu"
     nodes.append(helper.make_node("MatMul", [source, "head"], ["wide"], "head"))
     squeeze = helper.make_node("Squeeze", ["wide", "axis"], ["logit"], "squeeze")
-    if extra:
-        squeeze = helper.make_node(extra, ["wide"], ["logit"], "squeeze", domain="nobody.knows")
     stored = [numpy_helper.from_array(value, name) for name, value in {**WEIGHTS, "head": HEAD}.items()]
     stored.append(numpy_helper.from_array(np.array([1], np.int64), "axis"))
     graph = helper.make_graph(
@@ -64,8 +50,7 @@ def plain_graph(extra: str = "") -> onnx.ModelProto:
         [helper.make_tensor_value_info("logit", TensorProto.FLOAT, ["batch"])],
         stored,
     )
-    opsets = [helper.make_opsetid("", 21), *([helper.make_opsetid("nobody.knows", 1)] if extra else [])]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
 def foreign_graph() -> onnx.ModelProto:
@@ -135,27 +120,6 @@ def form_of(proto: onnx.ModelProto, directory: Path) -> Form:
     return formed(directory / "written.onnx", directory / "form.onnx", "foreign")
 
 
-def put(directory: Path, variant: str, proto: onnx.ModelProto, **info: Any) -> None:
-    place = directory / "ranker" / variant
-    place.mkdir(parents=True)
-    onnx.save(proto, place / "model.onnx")
-    (place / "variant.json").write_text(json.dumps({"model": "ranker", "variant": variant, **info}))
-
-
-@pytest.fixture
-def models(tmp_path: Path) -> Path:
-    """The exported model, a tool's graph, and one that nobody can run."""
-    directory = tmp_path / "models"
-    put(directory, "fp32", plain_graph(), peer="none", precision="fp32")
-    put(directory, "tool", foreign_graph(), peer="a-tool", precision="fp32")
-    put(directory, "broken", plain_graph("Nonsense"), peer="another", precision="fp32")
-    np.savez(directory / "ranker" / "rows.npz", **rows())  # type: ignore[arg-type]
-    return directory
-
-
-# Forms and plans ------------------------------------------------------------------------------------------
-
-
 def test_a_product_is_fp8_where_both_operands_are_dequantized(tmp_path: Path) -> None:
     form = form_of(foreign_graph(), tmp_path)
     plan = {decision.site: decision for decision in form.plan.decisions}
@@ -213,205 +177,9 @@ def test_the_lowering_multiplies_fp8_and_gives_what_the_graph_says(
     assert error < most
 
 
-def test_what_is_written_in_half_precision_stays_as_it_is(tmp_path: Path) -> None:
-    onnx.save(plain_graph(), tmp_path / "plain.onnx")
-    formed(tmp_path / "plain.onnx", tmp_path / "half.onnx", "half", Precision.FP16)
-    form = formed(tmp_path / "half.onnx", tmp_path / "again.onnx", "again")
-    assert form.plan.base is Precision.FP16
-    assert form.notes == ("in fp16, as it was written",)
-
-
 def test_integers_at_an_activation_are_refused(tmp_path: Path) -> None:
     proto = foreign_graph()
     zero = next(tensor for tensor in proto.graph.initializer if tensor.name == "zero")
     zero.CopyFrom(numpy_helper.from_array(np.array(0, np.int8), "zero"))
     with pytest.raises(ModelError, match="quantizes to another type than E4M3FN and E5M2"):
         form_of(proto, tmp_path)
-
-
-# Archives -------------------------------------------------------------------------------------------------
-
-
-def test_what_is_unpacked_is_what_was_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "source"
-    for name in ("a", "b"):
-        (source / name).mkdir(parents=True)
-        onnx.save(plain_graph(), source / name / "model.onnx")
-    onnx.save(foreign_graph(), source / "b" / "foreign.onnx")
-    np.savez(source / "rows.npz", **rows())  # type: ignore[arg-type]
-    monkeypatch.setattr(on_device_archive, "PART_BYTES", 4096)
-    parts = pack(source, tmp_path / "parts")
-    assert len(parts) > 1 and all(part.stat().st_size <= 4096 for part in parts)
-    unpack(parts[::-1], tmp_path / "again")
-    before = {p.relative_to(source): p.read_bytes() for p in source.rglob("*") if p.is_file()}
-    after = {
-        p.relative_to(tmp_path / "again"): p.read_bytes()
-        for p in (tmp_path / "again").rglob("*")
-        if p.is_file()
-    }
-    assert before == after
-
-
-def test_constants_of_several_variants_are_stored_once(tmp_path: Path) -> None:
-    sizes = []
-    for count in (1, 6):
-        source = tmp_path / f"source{count}"
-        for number in range(count):
-            (source / str(number)).mkdir(parents=True)
-            onnx.save(plain_graph(), source / str(number) / "model.onnx")
-        sizes.append(sum(part.stat().st_size for part in pack(source, tmp_path / f"parts{count}")))
-    assert sizes[1] < 1.2 * sizes[0]
-
-
-def test_a_missing_part_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "source").mkdir()
-    np.savez(tmp_path / "source" / "rows.npz", **rows())  # type: ignore[arg-type]
-    monkeypatch.setattr(on_device_archive, "PART_BYTES", 2048)
-    parts = pack(tmp_path / "source", tmp_path / "parts")
-    with pytest.raises(ModelError, match="the parts do not make an archive"):
-        unpack(parts[:-1], tmp_path / "again")
-
-
-# Runs -----------------------------------------------------------------------------------------------------
-
-
-def test_variants_are_prepared_and_the_broken_one_says_why(models: Path, tmp_path: Path) -> None:
-    put(models, "bf16", plain_graph(), peer="none", precision="bf16", inside_budget=True)
-    found = {v.name: v for v in prepare(models, tmp_path / "prepared")}
-    assert set(found) == {"fp32", "bf16", "tool", "broken", "bf16-kernels"}
-    assert "Nonsense" in found["broken"].info["not for inductor"]
-    assert found["broken"].takes("inductor") is None and found["broken"].takes("onnxruntime") is not None
-    assert found["tool"].plan.fp8_sites == ("one", "two")
-    inside = {name: variant.info.get("inside_budget") for name, variant in found.items()}
-    assert {name for name, verdict in inside.items() if verdict} == {"bf16", "bf16-kernels"}
-
-
-def test_a_plan_that_is_there_in_bf16_too_has_its_engine_there(models: Path, tmp_path: Path) -> None:
-    for name in ("plan", "plan-bf16"):
-        put(models, name, foreign_graph(), peer="loka-onnx", precision="fp32")
-
-    found = {v.name: v for v in prepare(models, tmp_path / "prepared")}
-
-    assert found["plan"].info["instead"] == "plan-bf16" and found["plan"].takes("inductor") is None
-    assert found["plan-bf16"].takes("inductor") is not None
-    asked = Asked("cpu", (8,), backends=("inductor",), seconds=1)
-    builds = on_device.Builds([], asked, tmp_path, 0.0)
-    assert on_device.entries_of([found["plan"]], builds, {}, asked) == {
-        "plan": {"inductor": {"instead": "plan-bf16"}}
-    }
-
-
-def test_two_exported_models_are_refused(models: Path, tmp_path: Path) -> None:
-    put(models, "twin", plain_graph(), peer="none", precision="fp32")
-    with pytest.raises(ModelError, match="model 'ranker' has 2 variants that may be the exported model"):
-        prepare(models, tmp_path / "prepared")
-
-
-class HereTimer:
-    """Times in this process: the tests need no other."""
-
-    def submit(self, job: TimingJob) -> Future[dict[str, dict[str, Any]]]:
-        done: Future[dict[str, dict[str, Any]]] = Future()
-        done.set_result(time_model(job))
-        return done
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-def test_a_variant_that_fails_does_not_end_the_run(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = on_device.get_backend("inductor")
-
-    class Failing:
-        architectures, failure = staticmethod(real.architectures), staticmethod(real.failure)
-
-        @staticmethod
-        def build(request: Any) -> Any:
-            raise RuntimeError("the compiler died")
-
-    prepare(models, tmp_path / "prepared")
-    monkeypatch.setattr(on_device, "Timer", HereTimer)
-    monkeypatch.setattr(on_device, "get_backend", lambda name: Failing)
-    record = time_all(tmp_path / "prepared", Asked("cpu", (8, 16), rounds=2, seconds=120), tmp_path / "out")
-    document = json.loads(record.read_text())
-    variants = document["models"]["ranker"]
-    assert variants["tool"]["inductor"]["failure"].endswith("RuntimeError: the compiler died")
-    assert set(variants["fp32"]["onnxruntime"]["microseconds"]) == {"8", "16"}
-    assert variants["fp32"]["onnxruntime"]["off"]["logit"] < 1e-5
-    assert [variants[name]["onnxruntime"]["simulated"] for name in ("fp32", "tool")] == [False, True]
-    assert "Nonsense" in variants["broken"]["onnxruntime"]["failure"]
-    assert "Nonsense" in variants["broken"]["inductor"]["failure"]
-    assert set(document["beside"]["ranker"]) == {"bf16-kernels"}
-    fastest = document["compared"]["ranker"]["8"]["fastest"]
-    assert fastest["nothing quantized"]["engine"] == "onnxruntime"
-
-
-def test_what_no_time_is_left_for_says_so(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(models, tmp_path / "prepared")
-    monkeypatch.setattr(on_device, "Timer", HereTimer)
-    asked = Asked("cpu", (8,), backends=("inductor",), rounds=2, seconds=1)
-    document = json.loads(time_all(tmp_path / "prepared", asked, tmp_path / "out").read_text())
-    assert document["models"]["ranker"]["tool"]["inductor"]["failure"] == "time was over before it was built"
-
-
-def test_engines_that_were_not_loaded_in_time_leave_the_others_their_times(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(models, tmp_path / "prepared")
-    place = tmp_path / "prepared" / "ranker"
-    graph = place / "fp32" / "onnxruntime.onnx"
-    both = tuple(on_device.Candidate(name, "onnxruntime", graph) for name in ("fp32", "tool"))
-    clock = iter([0.0, 1.0, 7.0])
-    monkeypatch.setattr(on_device_times, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(on_device_times, "device_clock", lambda resident: 5.0)
-    found = time_model(TimingJob(place, both, "cpu", (8,), 2, end=10.0))
-    assert found["fp32/onnxruntime"]["microseconds"] == {"8": 5.0}
-    assert found["tool/onnxruntime"] == {"failure": "time was over before it was loaded"}
-
-
-def test_an_engine_that_computes_something_else_is_out(models: Path, tmp_path: Path) -> None:
-    prepare(models, tmp_path / "prepared")
-    place = tmp_path / "prepared" / "ranker"
-    np.savez(place / "fp32" / "own.npz", logit=np.random.default_rng(1).normal(size=ROWS))
-    (variant,) = [v for v in variants_in(tmp_path / "prepared") if v.name == "fp32"]
-    graph = variant.takes("onnxruntime")
-    assert graph is not None
-    job = TimingJob(place, (on_device.Candidate("fp32", "onnxruntime", graph),), "cpu", (8,), 2)
-    (entry,) = time_model(job).values()
-    assert "of its spread, at most 0.1 is allowed" in entry["failure"]
-    assert "microseconds" not in entry
-
-
-def test_the_choice_is_the_fastest_inside_and_blanket_fp8_is_not_ours() -> None:
-    def variant(name: str, peer: str, *, inside: bool) -> Variant:
-        return Variant("ranker", name, Path(), {"peer": peer, "inside_budget": inside})
-
-    variants = [
-        variant("bf16", "none", inside=True),
-        variant("loka-bf16", "loka-onnx", inside=True),
-        variant("loka-wide", "loka-onnx", inside=True),
-        variant("blanket-bf16", "loka-onnx", inside=False),
-        variant("tool", "a-tool", inside=False),
-    ]
-    us = {"bf16": 30.0, "loka-bf16": 21.0, "loka-wide": 20.0, "blanket-bf16": 15.0, "tool": 10.0}
-    entries: dict[str, Any] = {
-        name: {"inductor": {"microseconds": {"8": value}}} for name, value in us.items()
-    }
-    entries["tool"]["onnxruntime"] = {"simulated": True, "microseconds": {"8": 1.0}}
-    found = compared(variants, entries, 8)
-    assert found["fastest"]["loka-onnx"] == {
-        "us": 20.0,
-        "variant": "loka-wide",
-        "engine": "inductor",
-        "later": False,
-        "quartiles": None,
-        "over_loka_onnx": 1.0,
-    }
-    assert found["fastest"]["a-tool"]["over_loka_onnx"] == 0.5
-    assert found["fastest"]["blanket FP8"]["us"] == 15.0
-    assert set(found["inside the budget"]) == {"loka-onnx", "nothing quantized"}
-    assert found["inside the budget"]["nothing quantized"]["over_loka_onnx"] == 1.5

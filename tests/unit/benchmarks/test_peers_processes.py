@@ -9,7 +9,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from benchmarks.peers.environments import steps_of
 from benchmarks.peers.processes import ChildLimits, ChildResult, run_job
 
 CHILDREN = Path(__file__).parents[3] / "benchmarks" / "peers" / "children"
@@ -53,14 +52,6 @@ def test_an_exception_is_a_row_with_its_message_and_log(tmp_path: Path) -> None:
     assert "Traceback" in found.log_tail
 
 
-def test_an_error_without_a_text_says_where(tmp_path: Path) -> None:
-    found = run(tmp_path, "assert job['rows'] is None")
-
-    place = f"{tmp_path.name}{os.sep}child.py, line 5"
-    assert found.failure.startswith("AssertionError: `assert job['rows'] is None` in ")
-    assert found.failure.endswith(place)
-
-
 def test_a_crash_is_told_by_its_signal(tmp_path: Path) -> None:
     found = run(tmp_path, "print('last words', flush=True)\nos.abort()")
 
@@ -68,17 +59,6 @@ def test_a_crash_is_told_by_its_signal(tmp_path: Path) -> None:
     assert found.failure == "ended with SIGABRT and no answer"
     assert "last words" in found.log_tail
     assert found.versions
-
-
-def test_what_never_comes_up_has_no_versions(tmp_path: Path) -> None:
-    script = tmp_path / "child.py"
-    script.write_text("import a_package_that_is_not_there\n", encoding="utf-8")
-
-    found = run_job([sys.executable, script], {}, tmp_path / "log.txt", LIMITS)
-
-    assert found.failure == "ended with exit code 1 and no answer"
-    assert "a_package_that_is_not_there" in found.log_tail
-    assert found.versions == {}
 
 
 def test_the_time_limit_ends_the_child_and_what_it_started(tmp_path: Path) -> None:
@@ -108,16 +88,6 @@ def test_the_memory_limit_ends_the_child(tmp_path: Path) -> None:
 
     assert found.failure == "ended at the memory limit of 150 MiB"
     assert found.peak_anonymous_mib > 150
-
-
-def test_pins_are_installed_and_taken_away_in_their_order() -> None:
-    pins = "# why\ntorch==2.13.0\nsome[extra]==1.0\n\n!unwanted\nwanted==2.0\n"
-
-    assert steps_of(pins) == [
-        ("install", ["torch==2.13.0", "some[extra]==1.0"]),
-        ("uninstall", ["unwanted"]),
-        ("install", ["wanted==2.0"]),
-    ]
 
 
 def _is_alive(pid: int) -> bool:

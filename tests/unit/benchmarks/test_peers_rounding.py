@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 pytest.importorskip("torch", reason="needs torch")
 
 from benchmarks.peers.judging import ONE_THREAD, against_reference_evaluator, as_run
-from benchmarks.peers.rounding import TypesUnknown, narrow_types, rounded_in_float32
+from benchmarks.peers.rounding import narrow_types
 from loka_onnx.sessions.onnx_session import OnnxSession
 
 ROWS, K, N = 32, 24, 16
@@ -108,30 +108,3 @@ def test_narrow_types_are_rounded_behind_each_node(kind: int, dtype: type, tmp_p
     np.testing.assert_allclose(found, expected, rtol=3 * unit)
     # Rounding matters here: the same without it is elsewhere nearly everywhere.
     assert (expected != (X @ W + B) ** 2).mean() > 0.9
-
-
-def test_a_graph_in_float32_is_run_as_it_is(tmp_path: Path) -> None:
-    path = float8_graph(tmp_path / "model.onnx")
-
-    assert as_run(path, tmp_path) == path
-
-
-def test_a_subgraph_is_refused(tmp_path: Path) -> None:
-    half = helper.make_tensor_value_info("t", TensorProto.FLOAT16, None)
-    branch = helper.make_graph([helper.make_node("Identity", ["xh"], ["t"])], "branch", [], [half])
-    nodes = [
-        helper.make_node("Cast", ["x"], ["xh"], to=TensorProto.FLOAT16),
-        helper.make_node("If", ["yes"], ["h"], name="choice", then_branch=branch, else_branch=branch),
-        helper.make_node("Cast", ["h"], ["y"], to=TensorProto.FLOAT),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["b", K])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(np.array(True), "yes")],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)])
-
-    with pytest.raises(TypesUnknown, match=r"node 'choice' \(If\) has a subgraph"):
-        rounded_in_float32(model)

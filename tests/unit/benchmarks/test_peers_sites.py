@@ -67,30 +67,6 @@ def test_both_operands_must_come_from_fp8() -> None:
     assert quantized_products(model) == ("both", "bias stays wide")
 
 
-def test_integers_are_no_fp8() -> None:
-    model = graph(
-        *pair("x8", "x", zero="zero_uint8"),
-        weight("w"),
-        helper.make_node("MatMul", ["x8", "w.dq"], ["y"], name="int8"),
-        weights=("w",),
-    )
-
-    assert quantized_products(model) == ()
-
-
-def test_the_type_of_a_pair_may_be_an_attribute() -> None:
-    kind = TensorProto.FLOAT8E4M3FN
-    model = graph(
-        helper.make_node("QuantizeLinear", ["x", "scale"], ["q"], output_dtype=kind),
-        helper.make_node("DequantizeLinear", ["q", "scale"], ["x8"]),
-        helper.make_node("QuantizeLinear", ["plain", "scale"], ["wq"], output_dtype=kind),
-        helper.make_node("DequantizeLinear", ["wq", "scale"], ["w8"]),
-        helper.make_node("MatMul", ["x8", "w8"], ["y"], name="fc"),
-    )
-
-    assert quantized_products(model) == ("fc",)
-
-
 def test_movement_is_followed_and_arithmetic_is_not() -> None:
     model = graph(
         *pair("x8", "x"),

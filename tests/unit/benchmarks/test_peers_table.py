@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3]))
 pytest.importorskip("torch", reason="needs torch")
 
-from benchmarks.peers import compare
 from benchmarks.peers.device_times import DeviceTimesDoNotFit, merged
-from benchmarks.peers.judging import SETTINGS
-from benchmarks.peers.peers_record import CTR, Settings, describe
-from benchmarks.peers.table import fastest_table, markdown, table_of
-from benchmarks.peers.trimming import trimmed
-from benchmarks.peers.variants import EXPORTED, NARROW_LABELS, VARIANTS, Variant, chosen
+from benchmarks.peers.table import fastest_table, table_of
 
 ORDER = ["fp32", "ours", "theirs", "crashed"]
 
@@ -91,34 +84,6 @@ def test_every_variant_has_a_row_in_the_order_of_the_record() -> None:
     assert "299,280 rows of certification; NE 0.7454, AUC 0.8254 in FP32" in table
 
 
-def test_cells_are_the_figures() -> None:
-    table = table_of("dcnv2", figures(), ORDER)
-
-    assert cells_of(table, "Ours") == [
-        "Ours",
-        "2 of 8",
-        "25 %",
-        "+0.0033 [-0.0067, +0.0133]",
-        "-0.00 [-2.00, +1.00]",
-        "1.5",
-        "6.0",
-        "8.2",
-        "479",
-        "(70414 [70001, 71000] simulated)",
-    ]
-    assert cells_of(table, "FP32")[-1] == "1961 [1950, 1970]"
-    assert cells_of(table, "Theirs")[-5:] == ["–", "31.6", "–", "307", "does not run"]
-
-
-def test_a_failure_is_shown_with_its_message_and_so_are_useless_pairs() -> None:
-    table = table_of("dcnv2", figures(), ORDER)
-
-    assert cells_of(table, "Crashed")[1:5] == ["failed", "–", "failed", "failed"]
-    assert "- Crashed: RuntimeError: cannot" in table
-    assert "- Theirs | by default: 4 Q/DQ pairs, none of which makes a product FP8." in table
-    assert "- FP32:" not in table
-
-
 def device() -> dict[str, Any]:
     return {
         "device": {"name": "a GPU"},
@@ -147,16 +112,6 @@ def test_times_of_a_device_become_columns_and_failures_are_told() -> None:
     assert cells_of(table, "LoKA-ONNX's kernels, no mods, BF16")[-3:] == ["39.0", "–", "–"]
     assert "- Theirs | by default, inductor: declined: why" in table
     assert rest == {"device": {"name": "a GPU"}}
-
-
-def test_times_of_an_added_graph_go_to_its_row_where_it_has_one() -> None:
-    known = {"models": {"dcnv2": figures()}}
-    known["models"]["dcnv2"]["variants"]["bf16-kernels"] = {"label": "As a row"}
-
-    found, _ = merged(known, device())
-
-    assert found["models"]["dcnv2"]["variants"]["bf16-kernels"]["device"]["inductor"]["microseconds"]
-    assert found["models"]["dcnv2"]["beside"] == {}
 
 
 def timed(peer: str, upper: float | None, us: float, **more: Any) -> dict[str, Any]:
@@ -213,57 +168,6 @@ def test_means_are_of_the_cells_where_all_have_an_engine() -> None:
     assert "| WDL | 256 | none inside | – | ✗ 160.0 | " in table
 
 
-def test_an_added_graph_has_the_verdict_of_the_row_whose_graph_it_is() -> None:
-    added = {"bf16-kernels": {"inductor": {"microseconds": {"256": 25.0}}}}
-    for upper, said in ((0.01, "**25.0** (bf16-kernels)"), (0.03, "none inside")):
-        variants = {"bf16": timed("none", upper, 40.0)}
-        table = fastest_table({"dcnv2": {"variants": variants, "beside": added}}, 0.0002)
-        assert f"| DCNv2 | 256 | {said} |" in table
-
-
-def test_without_times_of_a_device_there_is_no_table_of_the_fastest() -> None:
-    assert fastest_table({"dcnv2": figures()}, 0.0002) == ""
-
-
-def test_rows_that_are_not_measured_again_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "dcnv2.json"
-    assert compare._figures_of(path) is None
-    path.write_text(json.dumps(figures() | {"date": "2026-01-01", "meanwhile": "nothing"}))
-    comparison = object.__new__(compare.Comparison)
-    comparison.model, comparison.settings, comparison._home = "dcnv2", settings_of(), tmp_path
-    exported = SimpleNamespace(linear_sites=(), sites=(), fp8_able_flops=1)
-    judge = SimpleNamespace(rows=3, reference=lambda: {"ne": 1.0, "auc": 0.5})
-    given = {"_exported": exported, "_judge": judge, "_rows": {}}
-    comparison.__dict__ |= given
-    monkeypatch.setattr(compare, "say", lambda *_: None)
-    monkeypatch.setattr(
-        compare.Comparison, "_run", lambda self, variant: {"label": variant.label, "sites": sites()}
-    )
-    taken: list[set[str]] = []
-    monkeypatch.setattr(compare, "latencies", lambda graphs, *_: taken.append(set(graphs)) or {})
-    again = Variant("ours", "Ours again", "loka-onnx", "")
-
-    found = comparison.figures((again,), compare._figures_of(path))
-
-    rows = found["variants"]
-    assert set(rows) == set(ORDER) and rows["ours"]["label"] == "Ours again"
-    assert rows["theirs"]["label"] == "Theirs | by default" and "measured_later" not in rows["theirs"]
-    assert rows["ours"]["measured_later"]["date"] == found["latencies"]["date"] != found["date"]
-    assert taken == [{"fp32", "ours", "theirs"}], "all that did not fail, in turns"
-
-
-def settings_of() -> Settings:
-    return Settings(0.0002, 1, 1, {}, compare.ChildLimits(1.0, 1.0), compare.Clock())
-
-
-def test_merging_leaves_the_figures_alone() -> None:
-    before = {"models": {"dcnv2": figures()}}
-
-    merged(before, device())
-
-    assert before == {"models": {"dcnv2": figures()}}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -279,117 +183,3 @@ def test_times_of_something_else_are_refused(change: dict[str, Any], message: st
 
     with pytest.raises(DeviceTimesDoNotFit, match=message):
         merged(known, device() | change)
-
-
-def test_times_of_a_second_document_are_marked_and_none_is_taken_twice() -> None:
-    found, _ = merged({"models": {"dcnv2": figures()}}, device())
-    later = {"models": {"dcnv2": {"fp32": {"inductor": {"microseconds": {"256": 50.0}}}}}}
-
-    both, _ = merged(found, later)
-
-    table = table_of("dcnv2", both["models"]["dcnv2"], ORDER)
-    assert cells_of(table, "FP32")[-3] == "50.0†" and cells_of(table, "Ours")[-3] == "41.3"
-    assert cells_of(table, "LoKA-ONNX's kernels, no mods, BF16")[-3] == "39.0"
-    with pytest.raises(DeviceTimesDoNotFit, match="'ours' of model 'dcnv2' has times already"):
-        merged(found, device())
-
-
-def test_products_that_an_engine_does_not_compute_in_fp8_are_told() -> None:
-    taken = device()
-    taken["models"]["dcnv2"]["ours"]["inductor"] |= {"fp8_products": 8, "fp8_products_engaged": 6}
-    taken["models"]["dcnv2"]["theirs"] = {"inductor": {"instead": "ours"}}
-
-    found, _ = merged({"models": {"dcnv2": figures()}}, taken)
-
-    table = table_of("dcnv2", found["models"]["dcnv2"], ORDER)
-    assert cells_of(table, "Ours")[-3] == "41.3 (6 of 8 in FP8)"
-    assert cells_of(table, "Theirs")[-3] == "rest BF16" and "- Theirs | by default, inductor" not in table
-
-
-def test_graphs_are_described_for_the_device_and_failed_ones_are_not(tmp_path: Path) -> None:
-    found = {"models": {"dcnv2": figures()}}
-    for name in found["models"]["dcnv2"]["variants"]:
-        (tmp_path / "models" / "dcnv2" / name).mkdir(parents=True)
-        (tmp_path / "models" / "dcnv2" / name / "model.onnx").touch()
-    for entry in found["models"]["dcnv2"]["variants"].values():
-        entry |= {"peer": "none", "precision": "fp32"}
-    found["models"]["dcnv2"]["variants"]["ours"]["plan"] = {"id": "fp8-safe"}
-    found["models"]["dcnv2"]["variants"]["theirs"]["same_plan_as"] = "ours"
-
-    describe(tmp_path, found, 0.0002)
-
-    places = {path.parent.name: path for path in tmp_path.glob("models/dcnv2/*/variant.json")}
-    assert set(places) == {"fp32", "ours", "theirs"}
-    plans = {name: json.loads(path.read_text())["plan"] for name, path in places.items()}
-    assert plans == {"fp32": None, "ours": {"id": "fp8-safe"}, "theirs": {"id": "fp8-safe"}}
-    inside = {name: json.loads(path.read_text())["inside_budget"] for name, path in places.items()}
-    # Upper ends are .01, .0133 and .1309 %.
-    assert inside == {"fp32": True, "ours": True, "theirs": False}
-
-
-def test_one_command_writes_a_record_that_has_its_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    work = tmp_path / "work"
-    (work / "figures").mkdir(parents=True)
-    known = figures()
-    known["variants"] = {"fp32": known["variants"]["fp32"], "loka": known["variants"]["ours"]}
-    (work / "figures" / "dcnv2.json").write_text(json.dumps(known))
-    times = tmp_path / "device.json"
-    taken = device()
-    taken["models"]["dcnv2"] = {"loka": taken["models"]["dcnv2"]["ours"]}
-    times.write_text(json.dumps(taken))
-    where = ["--work", str(work), "--out", str(tmp_path)]
-
-    for given in (["--merge", str(times)], ["--table"]):
-        monkeypatch.setattr(sys, "argv", ["compare", *where, *given])
-        compare.main()
-
-    record = json.loads((tmp_path / "peers.json").read_text())
-    printed = capsys.readouterr().out
-    assert markdown(record) in printed
-    assert SETTINGS in printed
-    assert "(912.0 simulated)" in printed
-    assert record["settings"]["device_runs"] == [{"device": {"name": "a GPU"}}]
-    assert record["settings"]["device"] == ""
-    assert "nvidia-modelopt[onnx]==0.47.0" in record["settings"]["pins"]["model-optimizer"]
-
-
-def test_the_record_has_each_fact_once_and_no_path_of_this_machine() -> None:
-    known = figures()
-    ours = known["variants"]["ours"]
-    ours |= {"plan": {"id": "fp8-safe"}, "origins": {"a": ["a"]}, "call": "run", "seconds": 6.041234567}
-    known["variants"]["narrow"] = dict(ours)
-    known["variants"]["crashed"]["log_tail"] = "File '/home/me/work/scratch/a', '/home/me/b'"
-    places = {"/home/me/work": "WORK", "/home/me": "HERE"}
-
-    found = trimmed(known, {"narrow": "ours"}, places)["variants"]
-
-    assert found["ours"]["plan"] == {"id": "fp8-safe"}
-    assert found["ours"]["seconds"] == 6.04123
-    assert found["ours"]["sites"]["products"] == 2
-    assert found["narrow"]["same_plan_as"] == "ours"
-    assert not {"plan", "origins", "call"} & found["narrow"].keys()
-    assert found["narrow"]["accuracy"] == found["ours"]["accuracy"]
-    assert found["crashed"]["log_tail"] == "File 'WORK/scratch/a', 'HERE/b'"
-    assert "origins" in ours and len(ours["sites"]["products"]) == 2
-
-
-def test_variants_have_names_and_peers_of_their_own() -> None:
-    names = [EXPORTED, *(v.name for v in VARIANTS), *(v.narrow for v in VARIANTS if v.narrow)]
-
-    assert len(set(names)) == len(names)
-    assert {v.narrow for v in VARIANTS if v.narrow} == set(NARROW_LABELS)
-    pins = {path.stem for path in (Path(compare.__file__).parent / "environments").glob("*.txt")}
-    assert {v.peer for v in VARIANTS if v.child} <= pins
-    for variant in VARIANTS:
-        if variant.child:
-            assert (Path(compare.__file__).parent / "children" / variant.child).is_file()
-    with pytest.raises(SystemExit, match="no such variant"):
-        chosen(["nobody"])
-
-
-def test_the_ctr_models_are_those_that_there_are() -> None:
-    from benchmarks.peers.ctr_models import CTR_MODELS
-
-    assert CTR == CTR_MODELS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -22,8 +21,8 @@ from benchmarks.public_rankers.libraries import LIBRARIES_ENVIRONMENT, is_instal
 from benchmarks.public_rankers.prepare import prepare
 from benchmarks.public_rankers.rows import LENGTH, Rows, histories
 from benchmarks.public_rankers.shares import products_of
-from benchmarks.public_rankers.sweep import events_of, run_one
-from benchmarks.public_rankers.table import is_certified_at_once, markdown, recorded, result_of, shares
+from benchmarks.public_rankers.sweep import run_one
+from benchmarks.public_rankers.table import is_certified_at_once, shares
 
 
 def test_the_list_is_as_wide_as_the_issue_asks() -> None:
@@ -121,45 +120,6 @@ def test_a_plan_that_selection_admits_and_certification_does_not_is_a_second_att
     assert not is_certified_at_once(_run(certification="beyond"))
     both = _run(selection="undecided", certification="undecided")
     assert not is_certified_at_once(both)  # nothing was tried
-
-
-def test_a_refusal_is_told_from_a_failure_by_its_time_and_its_exit_code() -> None:
-    error = {"message": "operator 'RandomNormalLike' is random\n  remedy: ...", "kind": "ModelError"}
-    assert result_of(_run()) == "finished"
-    assert result_of(_run(exit_code=2, error=error)).startswith("refused after 9 s: operator")
-    assert result_of(_run(exit_code=2, error=error, cpu_seconds=300.0)).startswith("failed")
-    assert result_of(_run(exit_code=1, error=error)).startswith("failed")
-
-
-def test_the_table_counts_a_ranker_that_did_not_finish_as_nothing() -> None:
-    refused = _run(ranker=RANKERS[1].name, exit_code=2, error={"message": "no"}, plans={})
-    text = markdown([_run(), refused])
-    assert len([line for line in text.splitlines() if line.startswith("|")]) == 4
-    assert f"2 of {len(RANKERS)} listed rankers were run: 1 finished, 1 refused, 0 failed." in text
-    assert "median over all: 25 % of the FP8-able FLOPs, 12 % of all products" in text
-    assert "first attempt: 1 of 1 runs" in text
-
-
-def test_a_record_names_no_directory_of_the_machine() -> None:
-    error = {
-        "message": "'/home/me/runs/model.onnx' fails\n  log: /home/me/log",
-        "kind": "E",
-        "traceback": "/home",
-    }
-    found = recorded(_run(exit_code=1, error=error))
-    assert found["error"] == {"kind": "E", "message": "model.onnx' fails"}
-    assert recorded(_run()) == _run()
-
-
-def test_stages_and_the_error_are_read_from_the_log() -> None:
-    lines = [
-        {"event": "stage_ended", "stage": "export", "seconds": 1.5},
-        {"event": "error", "kind": "ModelError", "message": "no", "traceback": None},
-    ]
-    found = events_of("\n".join(["a library's own line", *map(json.dumps, lines)]))
-    assert found["stages"] == {"export": 1.5}
-    assert found["error"]["kind"] == "ModelError"
-    assert events_of("killed")["error"]["message"] == "killed"
 
 
 def _few_rows(size: int = 6000) -> Rows:

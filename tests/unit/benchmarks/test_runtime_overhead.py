@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from benchmarks.micro.runtime_overhead import MODELS, Watch, compare, request_for
+from benchmarks.micro.runtime_overhead import MODELS, Watch, compare
 
 pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
 
@@ -22,13 +22,6 @@ def test_an_engine_costs_little_over_its_backend(name: str, tmp_path: Path) -> N
     assert figures["metrics on"]["median_us"] < 150
     assert figures["backend"]["median_us"] > 0
     assert set(figures) >= {"metrics on"}
-
-
-def test_requests_fit_their_model() -> None:
-    model = MODELS["27 inputs"]()
-    request = request_for(model, 5)
-    assert {value.shape[0] for value in request.values()} == {5}
-    assert len(request) == len(model.graph.input) == 27
 
 
 def test_a_watched_session_notes_its_time() -> None:

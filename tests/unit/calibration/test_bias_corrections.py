@@ -12,9 +12,8 @@ import onnx.parser
 import pytest
 from small_models import LOGIT, artifact_of, columns_of, dataset_of
 
-from loka_onnx.calibration.corrections.biases import Fit, fit_biases, observe
+from loka_onnx.calibration.corrections.biases import Fit, fit_biases
 from loka_onnx.calibration.corrections.means import MeanRows
-from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
@@ -162,15 +161,6 @@ def test_the_mean_score_is_weighted_and_sites_are_averaged(tmp_path: Path) -> No
     assert set(fit.plans["fp8-all"].values) == {"left", "right", "deep"}, "the head is not planned"
 
 
-def test_observing_the_model_itself_gives_the_same_means(tmp_path: Path) -> None:
-    fit, model, columns = small_fit(tmp_path)
-    shapes = {name: values.shape for name, values in fit.exact.sites.items()}
-    seen = observe(model.path, shapes, (LOGIT,), MeanRows(dataset_of(tmp_path, columns), batch_size=128))
-    for name, values in fit.exact.sites.items():
-        np.testing.assert_allclose(seen.sites[name], values, rtol=0, atol=1e-7)
-    assert seen.rows == ROWS
-
-
 def test_rows_are_drawn_up_to_a_number(tmp_path: Path) -> None:
     data = dataset_of(tmp_path, columns_of(9000))
     rows = MeanRows(data, most=5000, batch_size=512, seed=3)
@@ -180,18 +170,6 @@ def test_rows_are_drawn_up_to_a_number(tmp_path: Path) -> None:
     firsts = {MeanRows(data, most=4096, seed=seed).spans[0].start for seed in range(8)}
     assert len(firsts) > 1, "not always the first rows of the file"
     assert MeanRows(data, most=5000, first=700).spans[-1].stop == MeanRows(data, first=700).count == 700
-
-
-def test_the_result_does_not_depend_on_the_threads(tmp_path: Path) -> None:
-    model, data = artifact_of(tmp_path), dataset_of(tmp_path, columns_of(ROWS))
-    plan = plan_of(model, PER_TENSOR, {"left": 0.05, "deep": 0.02})
-    found = []
-    for threads in (1, 3):
-        rows = MeanRows(data, batch_size=64, executor=LocalExecutor(threads))
-        fit = fit_biases(model, [plan], (LOGIT,), rows, tmp_path / f"{threads}.onnx")
-        found.append(fit.plans["fp8-all"].values)
-    for name, values in found[0].items():
-        np.testing.assert_array_equal(values, found[1][name])
 
 
 def test_an_interaction_is_left_alone(tmp_path: Path) -> None:

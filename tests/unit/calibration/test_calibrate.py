@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import onnx
 import pytest
@@ -13,7 +11,7 @@ from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.core import serde
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
-from loka_onnx.errors import ConfigError, InternalError
+from loka_onnx.errors import InternalError
 
 SITES = ("left", "right", "norm", "deep", "head")
 
@@ -100,17 +98,6 @@ def test_new_rows_under_given_scales_merge_with_the_profile(measure):
     assert min(one, two) < kl.kl.value < max(one, two)
 
 
-def test_a_group_is_measured_when_all_of_it_is(measure):
-    assert measure(only=frozenset({"left", "right"}), draws=1).groups[0].sites == SHARED
-    assert measure(only=frozenset({"left", "deep"}), draws=1).groups == ()
-
-
-def test_the_asked_granularity_is_the_one_that_is_measured(measure):
-    for recipe in (PER_TENSOR, PER_CHANNEL_WEIGHT):
-        profile = measure(weight=recipe.weight.granularity, draws=1)
-        assert profile.site("deep").sensitivities[0].recipe == recipe.id
-
-
 def test_a_planned_recipe_is_measured_whatever_its_error(measure):
     planned = dict.fromkeys(SITES, PER_TENSOR.id)
     best = measure(draws=1).site("deep")
@@ -122,11 +109,3 @@ def test_a_planned_recipe_is_measured_whatever_its_error(measure):
     assert str(caught.value).startswith(
         "site 'deep' is planned in a recipe that is not measured there\n  evidence: 'e5m2' is not among "
     )
-
-
-def test_options_out_of_range_are_refused_before_anything_runs(tmp_path, measure):
-    with pytest.raises(ConfigError, match="rounding noise can be drawn 1 to 8 times"):
-        measure(draws=9)
-    assert not (tmp_path / "ranges.onnx").exists()
-    with pytest.raises(InternalError, match="calibration needs a recipe with per-tensor weights"):
-        replace(ProbeOptions(), recipes=(PER_CHANNEL_WEIGHT,))

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from test_probe_limits import HEAD, W1, artifact_of, data_of
 
-from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.calibration.passes.probe import MeasuredErrors, PassOptions, Probe, scales_of
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.errors import CalibrationError
@@ -79,24 +78,6 @@ def test_a_sorted_file_does_not_mislead(rows, tmp_path):
         assert found.rows > 10 * 4096
 
 
-def test_where_nothing_is_lost_nothing_is_left_to_learn(tmp_path):
-    """Powers of two are FP8 numbers: no noise, which needs no more rows."""
-    x = 2.0 ** np.random.default_rng(3).integers(-3, 4, (12 * 4096, 16))
-    x[0, 0] = 448.0
-    artifact = artifact_of(tmp_path, "[fc1] y = MatMul(x, w1)", w1=EXACT[:, :1])
-    probe = Probe(artifact, artifact.sites, data_of(tmp_path, x), options(1e-9))
-    found = probe.errors(tmp_path, ranges := probe.ranges(tmp_path), scales_of(ranges, (PER_TENSOR,)))
-    assert found.rows == 8 * 4096 and found.by_site["fc1"][0].noise.parts == ()
-
-
-@pytest.mark.slow
-def test_the_stop_does_not_depend_on_threads_and_the_order_on_nothing_but_the_seed(rows, tmp_path):
-    one, two = (measure(tmp_path, rows, options(0.02), LocalExecutor(n)) for n in (1, 3))
-    assert one == two
-    other = measure(tmp_path, rows, options(0.02, seed=1), LocalExecutor(1))
-    assert other.by_site != one.by_site
-
-
 def test_an_output_that_is_not_finite_names_site_and_batch(tmp_path):
     """Inputs are finite: the range pass has nothing against them."""
     x = np.ones((640, 16), np.float32)
@@ -133,11 +114,3 @@ def test_ranges_from_some_rows_are_those_of_a_draw_over_the_whole_file(rows, tmp
     # Errors are not bound to these rows.
     ranges = some.ranges(tmp_path)
     assert some.errors(tmp_path, ranges, scales_of(ranges, (PER_TENSOR,))).rows == ROWS
-
-
-@pytest.mark.parametrize("wanted", [ROWS, 10 * ROWS, None])
-def test_ranges_from_as_many_rows_as_there_are_are_those_of_all(wanted):
-    taken = options(None, range_rows=wanted).range_spans(ROWS)
-    assert [(span.start, span.stop) for span in taken] == [
-        (start, min(start + 4096, ROWS)) for start in range(0, ROWS, 4096)
-    ]

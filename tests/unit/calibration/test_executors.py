@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from loka_onnx.calibration.passes.executors import (
     BatchResult,
     BatchWork,
     LocalExecutor,
-    Span,
     batch_numbers,
     spans_in_order,
     spans_in_random_order,
@@ -27,7 +25,7 @@ from loka_onnx.calibration.passes.ray_executor import RayExecutor
 from loka_onnx.data.batch import Batch
 from loka_onnx.data.binding import InputBinding
 from loka_onnx.data.opening import open_dataset
-from loka_onnx.errors import CalibrationError, ConfigError, MissingPackage
+from loka_onnx.errors import CalibrationError, MissingPackage
 
 ROWS = 20_000
 
@@ -47,26 +45,6 @@ def test_spans_are_whole_batches_that_cover_every_row_once(rows, size, seed):
     assert sorted(numbers) == list(range(-(-rows // size)))
 
 
-def test_seeds_draw_different_orders():
-    drawn = [spans_in_random_order(200_000, 512, seed) for seed in range(20)]
-    assert len({tuple(order) for order in drawn}) == 20
-    # No place of the file comes first more often than chance has it.
-    firsts = [spans_in_random_order(200_000, 512, seed)[0].start / 200_000 for seed in range(200)]
-    assert abs(np.mean(firsts) - 0.5) < 0.08
-
-
-@dataclass
-class Reads:
-    """A data set that notes which rows are asked for."""
-
-    inner: Any
-    asked: list[tuple[int, int]] = field(default_factory=list)
-
-    def batches(self, size: int, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        self.asked.append((start, stop))
-        return self.inner.batches(size, start=start, stop=stop)
-
-
 @dataclass(frozen=True)
 class FirstRow(BatchWork[float]):
     """The first row's number, taken from the data."""
@@ -84,7 +62,7 @@ class FirstRow(BatchWork[float]):
 @pytest.fixture
 def data(tmp_path):
     np.savez(tmp_path / "rows.npz", x=np.arange(ROWS, dtype=np.float32))
-    return Reads(open_dataset(tmp_path / "rows.npz", (InputBinding("x", ("x",), "float32", 1),), ()))
+    return open_dataset(tmp_path / "rows.npz", (InputBinding("x", ("x",), "float32", 1),), ())
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -95,18 +73,6 @@ def test_results_come_in_the_order_of_spans_and_batches(threads, data):
     assert [r.value for r in results] == starts
     assert results[-1] == BatchResult(min(300, ROWS - starts[-1]), float(starts[-1]))
     assert sum(r.rows for r in results) == ROWS
-
-
-def test_spans_in_a_row_are_read_as_one(data):
-    list(LocalExecutor(1).run(FirstRow(Path("unused")), data, spans_in_order(ROWS, 512), 512))
-    assert data.asked == [(0, ROWS)]
-    data.asked.clear()
-    list(
-        LocalExecutor(1).run(
-            FirstRow(Path("unused")), data, [Span(512, 1024), Span(1024, 2048), Span(0, 512)], 512
-        )
-    )
-    assert data.asked == [(512, 2048), (0, 512)]
 
 
 def test_who_closes_the_results_stops_the_work(data):
@@ -122,12 +88,6 @@ def test_ray_is_optional(monkeypatch):
         RayExecutor()
     assert str(caught.value).startswith("Ray is not installed")
     assert "pip install 'loka-onnx[ray]', or measure here with `--executor local`" in str(caught.value)
-
-
-def test_an_address_of_ray_client_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match="'ray://host:10001' is an address of Ray Client"):
-        RayExecutor("ray://host:10001")
 
 
 def test_an_address_where_nothing_listens_is_an_error_at_once():

@@ -16,7 +16,6 @@ from loka_onnx.calibration.effects.loss_totals import (
     buckets_of,
     sum_batch,
 )
-from loka_onnx.errors import InternalError
 from loka_onnx.numerics.intervals import ratio_interval
 
 ROWS = 900
@@ -93,12 +92,6 @@ def test_the_order_of_batches_does_not_show_to_the_last_bit():
     assert everything(total(made(), 64)) == everything(total(made(), 64, order=-1))
 
 
-def test_groups_that_are_cut_by_batches_are_added_up_again():
-    one, many = (total(made(), size, users()).moments(1, 2) for size in (ROWS, 7))
-    assert many.units == one.units == 40
-    assert many.standard_error == pytest.approx(one.standard_error, rel=1e-12)
-
-
 @pytest.mark.parametrize(
     "names",
     [
@@ -173,11 +166,3 @@ def test_what_is_kept_does_not_grow_with_the_rows(grouped):
 
     # Batches that wait to be added up: 20 of either.
     assert kept(20 + 5 * 128) < kept(20) + 1000
-
-
-def test_batches_of_one_kind_only():
-    plain, by_group = sum_batch(made(8), None), sum_batch(made(8), users(8))
-    with pytest.raises(InternalError, match="was summed by groups is added to some that were not"):
-        RowTotals().add(by_group)
-    with pytest.raises(InternalError, match="was not summed by groups is added to some that were"):
-        BucketTotals().add(plain)

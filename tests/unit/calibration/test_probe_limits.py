@@ -15,7 +15,7 @@ import pytest
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
+from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.data.binding import InputBinding
 from loka_onnx.data.opening import open_dataset
 from loka_onnx.errors import CalibrationError
@@ -93,17 +93,6 @@ def test_dead_activations_and_weights_have_no_error(tmp_path):
     assert (error.saturated, error.underflowed) == (0, 0)
 
 
-def test_a_weight_without_output_channels_has_no_per_channel_recipe(tmp_path):
-    artifact = artifact_of(tmp_path, "[fc1] h = MatMul(x, w1)  y = MatMul(h, w)", w1=W1, w=W2[0])
-    site = next(s for s in artifact.sites if s.output == "y")
-    assert site.n == 1
-    profile = calibrate(
-        artifact, OUTPUTS, data_of(tmp_path, np.ones((64, 16))), tmp_path, ProbeOptions(threads=1)
-    )
-    assert [e.recipe for e in profile.site(site.name).errors] == [PER_TENSOR.id]
-    assert profile.site(site.name).sensitivities[0].recipe == PER_TENSOR.id
-
-
 def test_rows_and_sites_can_be_limited(tmp_path):
     artifact = artifact_of(
         tmp_path, "[fc1] h = MatMul(x, w1)  r = Relu(h)  [fc2] y = MatMul(r, head)", w1=W1, head=HEAD
@@ -128,32 +117,6 @@ def test_rows_and_sites_can_be_limited(tmp_path):
     assert profile.site("fc1").operands["x"].amax == pytest.approx(np.abs(x[:200]).max(), rel=1e-6)
     assert seen[3] == ("ranges", 200, 200) and seen[-1] == ("sensitivity", 150, 150)
     assert profile.site("fc1").sensitivities[0].kl.rows == 150
-
-
-def test_the_recipe_of_the_sensitivity_is_the_better_one_or_the_one_asked_for(tmp_path):
-    scaled = W1 * np.logspace(0, -8, 16)
-    artifact = artifact_of(
-        tmp_path,
-        "[fc1] h = MatMul(x, w1)  m = Mul(h, back)  r = Tanh(m)  [fc2] y = MatMul(r, head)",
-        w1=scaled,
-        back=1 / np.logspace(0, -8, 16),
-        head=HEAD,
-    )
-    data = data_of(tmp_path, np.random.default_rng(1).standard_normal((300, 16)))
-    chosen = {
-        weight: calibrate(artifact, OUTPUTS, data, tmp_path, ProbeOptions(threads=1, weight=weight)).site(
-            "fc1"
-        )
-        for weight in (None, PER_TENSOR.weight.granularity, PER_CHANNEL_WEIGHT.weight.granularity)
-    }
-    entry = chosen[None]
-    better = min(entry.errors, key=lambda error: error.relative_error)
-    assert entry.sensitivities[0].recipe == better.recipe
-    assert chosen[PER_TENSOR.weight.granularity].sensitivities[0].recipe == PER_TENSOR.id
-    assert chosen[PER_CHANNEL_WEIGHT.weight.granularity].sensitivities[0].recipe == PER_CHANNEL_WEIGHT.id
-    # Columns of very different size: per tensor loses the small ones, which Mul brings back.
-    kl = {weight: chosen[weight].sensitivities[0].kl.value for weight in chosen}
-    assert kl[PER_TENSOR.weight.granularity] > 2 * kl[PER_CHANNEL_WEIGHT.weight.granularity]
 
 
 MEMORY = textwrap.dedent(

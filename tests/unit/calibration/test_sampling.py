@@ -24,8 +24,10 @@ def test_the_stride_is_a_prime_that_bounds_the_sample():
         assert all(stride % divisor for divisor in range(2, stride))
 
 
-@pytest.mark.parametrize("name", EACH_MODEL)
-@pytest.mark.parametrize("batch", [BATCH, 50])
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [*(pytest.param(*each.values, BATCH, marks=each.marks) for each in EACH_MODEL), (FAST_MODEL, 50)],
+)
 def test_the_sample_is_every_nth_row_of_each_batch(name, batch, tmp_path):
     """At a batch of 50 every row is in it."""
     run = zoo_run(name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from test_probe_limits import HEAD, OUTPUTS, W1, artifact_of, data_of
@@ -12,8 +10,6 @@ from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.config import PlanConfig, ScaleRule
 from loka_onnx.config.choices import Float8Format
 from loka_onnx.core.formats import FLOATS
-from loka_onnx.core.profile import Profile
-from loka_onnx.core.recipe import Recipe
 from loka_onnx.numerics.rounding import fake_quantize
 from loka_onnx.numerics.scale_choice import activation_scaling
 from loka_onnx.numerics.scales import weight_scales
@@ -74,13 +70,3 @@ def test_the_plan_quantizes_with_the_scale_of_the_rule_that_won(tmp_path):
         assert decided[rule].activation_scale == activation_scaling(stats, decided[rule].recipe).scale
     assert decided[ScaleRule.PERCENTILE].activation_scale < decided[ScaleRule.AMAX].activation_scale / 100
     assert decided[ScaleRule.BEST].recipe.scale in {"amax", "mse"}
-
-
-def test_rules_that_come_to_one_scale_are_measured_once(tmp_path):
-    """Ones only: the percentile is amax, and what is left of the three rules is at most two."""
-    artifact = artifact_of(tmp_path, BODY, w1=np.ones((16, 16)), head=HEAD)
-    recipes = (Recipe(), Recipe(scale="percentile-99.99"), replace(Recipe(), scale="percentile-99.9"))
-    data = data_of(tmp_path, np.full((64, 16), 448.0))
-    profile: Profile = calibrate(artifact, OUTPUTS, data, tmp_path, ProbeOptions(recipes=recipes, threads=1))
-    assert [error.recipe for error in profile.site("fc1").errors] == [Recipe().id]
-    assert profile.site("fc1").sensitivities[0].recipe == Recipe().id

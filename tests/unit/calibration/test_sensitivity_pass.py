@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from small_models import LOGIT, SHARED, artifact_of, columns_of, dataset_of
 
-from loka_onnx.calibration.effects import sensitivity
 from loka_onnx.calibration.effects.loss_totals import buckets_of
 from loka_onnx.calibration.effects.perturbation import draw_factors
 from loka_onnx.calibration.effects.sensitivity import (
@@ -26,7 +25,7 @@ from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.progress import silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.sensitivity import Sensitivity
-from loka_onnx.errors import CalibrationError, ConfigError
+from loka_onnx.errors import CalibrationError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.intervals import ratio_interval
 
@@ -212,30 +211,6 @@ def test_draws_are_the_same_rows_under_moved_scales(world):
     assert result.by_site["norm"][0].draws is None
 
 
-def test_draws_are_taken_from_the_first_rows_only(tmp_path):
-    world = World.of(tmp_path, 9000)
-    seen: list[tuple[str, int, int]] = []
-    found = world.passes(progress=lambda *step: seen.append(step), draws=3, batch_size=1000)
-    drawn = found.draws(tmp_path)
-    # 4096 rows are five batches of a thousand.
-    assert seen[-1] == ("moved scales", 10_000, 10_000) and seen[4] == ("moved scales", 5000, 10_000)
-    whole = found.measure(tmp_path, drawn)
-    part = world.measure(draws=3, batch_size=1000, most=5000)
-    assert whole.by_site["deep"][0].draws == part.by_site["deep"][0].draws
-    assert whole.by_site["deep"][0].kl != part.by_site["deep"][0].kl
-
-
-def test_a_site_that_is_exact_has_draws_that_agree(tmp_path):
-    columns = columns_of(600)
-    columns["x"][:] = 0.0
-    world = World.of(tmp_path, columns=columns)
-    item = world.measure(draws=3).by_site["left"][0]
-    assert (item.kl.value, item.kl.upper) == (0.0, 0.0)
-    draws = item.draws
-    assert draws is not None and (draws.kl_low, draws.kl_high, draws.kl_growth) == (0.0, 0.0, 1.0)
-    assert sensitivity.spread_of_draws(np.array([[0.0], [1.0]])).kl_growth == np.inf
-
-
 # Stopping ------------------------------------------------------------------------------------------
 
 
@@ -298,17 +273,6 @@ def test_threads_do_not_show_to_the_last_bit(group, world):
     assert one == many
 
 
-def test_the_order_of_the_rows_is_drawn_from_the_seed(tmp_path):
-    world = World.of(tmp_path, 3000)
-
-    def kl(seed: int, most: int) -> float:
-        return world.measure(seed=seed, batch_size=100, most=most).by_site["head"][0].kl.value
-
-    assert kl(0, 1000) == kl(0, 1000) != kl(1, 1000)
-    # All rows are the same rows, whatever their order.
-    assert kl(0, 3000) == kl(1, 3000)
-
-
 # Refusals ------------------------------------------------------------------------------------------
 
 
@@ -318,13 +282,4 @@ def test_a_loss_of_zero_is_refused(tmp_path):
     world = World.of(tmp_path, columns=columns)
     with pytest.raises(CalibrationError) as caught:
         world.measure(OutputSpec("y", OutputKind.LOGIT, "label", "weight"))
-    assert str(caught.value) == (
-        "the FP32 model's loss on output 'y' is 0: nothing can be relative to it\n"
-        "  evidence: over 600 rows of 'clicks-0412.npz', of weight 0\n"
-        "  remedy: check the columns 'label' (labels) and 'weight' (weights)"
-    )
-
-
-def test_draws_out_of_range_are_refused_before_anything_runs(world):
-    with pytest.raises(ConfigError, match="rounding noise can be drawn 1 to 8 times"):
-        world.passes(draws=0)
+    assert "loss on output 'y' is 0" in caught.value.what

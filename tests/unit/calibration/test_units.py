@@ -48,8 +48,3 @@ def test_layouts_of_a_tensor_are_that_tensor(tmp_path):
         c = Mul(a, b)  [head] y = MatMul(c, w_head)
     """
     assert shared(tmp_path, body) == [("x", ("left", "right"), "e4m3fn/amax")]
-
-
-def test_a_product_too_thin_for_fp8_makes_no_group(tmp_path):
-    body = "[left] a = MatMul(x, w_left)  [head] b = MatMul(x, w_head)  y = Add(a, b)"
-    assert shared(tmp_path, body) == []

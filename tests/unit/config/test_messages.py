@@ -20,34 +20,6 @@ class TestSchemaMessages:
             "  remedy: did you mean 'certification'?"
         )
 
-    def test_unknown_key_at_the_top_that_has_a_home(self, run_file: Path) -> None:
-        text = refusal(run_file, old="plan: {keep", new="keep: []\nplan: {keep")
-        assert text.startswith("DIR/ranker-fp8.yaml:15: unknown key 'keep'\n")
-        assert text.endswith("remedy: 'keep' belongs under `plan`")
-
-    def test_unknown_key_in_a_list(self, run_file: Path) -> None:
-        text = refusal(run_file, old="    label: clicked", new="    label: clicked\n    wieght: w")
-        assert text.startswith("DIR/ranker-fp8.yaml:6: unknown key 'wieght' in `outputs[0]`\n")
-        assert text.endswith("did you mean 'weight'?")
-
-    def test_unknown_key_far_from_any(self, run_file: Path) -> None:
-        assert refusal(run_file, batch__zzz=1).endswith("remedy: remove it, or correct its spelling")
-
-    def test_an_undeclared_output_kind(self, run_file: Path) -> None:
-        assert refusal(run_file, old="    kind: logit\n", new="") == (
-            "DIR/ranker-fp8.yaml:3: `outputs[0]` lacks the key 'kind'\n"
-            "  evidence: it has the keys name, label, budget\n"
-            "  remedy: add `kind`: logit, probability or regression; it decides the loss and is never "
-            "guessed, because a logit read as a probability gives a loss that looks plausible and is wrong"
-        )
-
-    def test_a_missing_key_at_the_top(self, run_file: Path) -> None:
-        assert refusal(run_file, old="model: {onnx: ranker.onnx}\n", new="") == (
-            "DIR/ranker-fp8.yaml: the run file lacks the key 'model'\n"
-            "  evidence: it has the keys outputs, data, batch, plan, targets\n"
-            "  remedy: add `model`: the model, as ONNX or as a torch module"
-        )
-
     @pytest.mark.parametrize(
         ("old", "new", "line", "what", "evidence"),
         [
@@ -81,36 +53,6 @@ class TestSchemaMessages:
         first, second, _ = refusal(run_file, old=old, new=new).split("\n")
         assert first == f"DIR/ranker-fp8.yaml:{line}: {what}"
         assert second.startswith("  evidence: ") and evidence in second
-
-    @pytest.mark.parametrize(
-        ("old", "new", "what", "remedy"),
-        [
-            (
-                "kind: logit",
-                "kind: logits",
-                "`outputs[0].kind` must be one of logit, probability, regression",
-                "did you mean 'logit'?",
-            ),
-            (
-                "tensorrt]",
-                "tensor_rt]",
-                "`targets[0].backends[1]` must be one of "
-                "onnxruntime, onnxruntime_tensorrt, tensorrt, tensorrt_rtx, migraphx, inductor",
-                "did you mean 'tensorrt'?",
-            ),
-            (
-                "nvidia-h100",
-                "../etc",
-                "`targets[0].device` has the wrong form",
-                "`targets[0].device`: name of the device, for example cpu, nvidia-h100 or nvidia-rtx-ada; "
-                "lower-case letters, digits and hyphens, because it names a directory",
-            ),
-        ],
-    )
-    def test_a_wrong_word(self, run_file: Path, old: str, new: str, what: str, remedy: str) -> None:
-        text = refusal(run_file, old=old, new=new)
-        assert f": {what}\n" in text
-        assert text.endswith(f"  remedy: {remedy}")
 
     def test_the_top_is_not_a_mapping(self, run_file: Path) -> None:
         run_file.write_text("- model\n")

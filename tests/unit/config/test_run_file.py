@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
-from run_files import RUN_FILE, refusal
+from run_files import refusal
 
 from loka_onnx.config import (
     Executor,
@@ -55,22 +54,6 @@ class TestMeaning:
         assert config.targets[0].backends == ("inductor", "tensorrt")
         assert config.threads is None and not config.data.synthetic
 
-    def test_relative_paths_do_not_depend_on_the_working_directory(
-        self, run_file: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        expected = load_run_file(run_file)
-        monkeypatch.chdir(run_file.parent.parent)
-        again = load_run_file(Path(run_file.parent.name, run_file.name))
-        assert again == expected
-        assert again.output.is_absolute()
-
-    def test_the_name_names_the_run_directory(self, run_file: Path) -> None:
-        assert load_run_file(run_file, {"name": "nightly"}).output == run_file.parent / "runs" / "nightly"
-
-    def test_a_file_name_that_is_no_run_name_is_made_one(self, run_file: Path) -> None:
-        odd = run_file.rename(run_file.with_name("my run (2).yaml"))
-        assert load_run_file(odd).name == "my-run--2-"
-
     def test_one_file_with_a_split(self, run_file: Path) -> None:
         split = {"by": "hash", "column": "user", "fractions": {"calibration": 0.1}, "seed": 3}
         data = load_run_file(run_file, {"data": {"path": "day-07.parquet", "split": split}}).data
@@ -115,11 +98,6 @@ class TestMeaning:
         assert "max_auc_drop" in str(caught.value)
         assert load_run_file(run_file, {"outputs.0.kind": "regression"}).output_specs[0].kl_limit is None
 
-    def test_a_run_configuration_is_frozen(self, run_file: Path) -> None:
-        config = load_run_file(run_file)
-        with pytest.raises(ValueError, match="frozen"):
-            config.threads = 3  # type: ignore[misc]
-
     def test_what_was_understood_reads_back_the_same(self, run_file: Path) -> None:
         config = load_run_file(run_file)
         dumped = config.model_dump(mode="json")
@@ -136,18 +114,6 @@ class TestFiles:
             "  remedy: did you mean 'day-08.parquet'? a relative path starts at 'DIR'"
         )
 
-    def test_a_named_file_is_a_directory(self, run_file: Path) -> None:
-        (run_file.parent / "shards").mkdir()
-        text = refusal(run_file, old="day-07.parquet", new="shards")
-        assert "evidence: 'DIR/shards' is a directory" in text
-
-    def test_the_run_file_is_missing(self, tmp_path: Path) -> None:
-        assert refusal(tmp_path / "no.yaml") == (
-            "DIR/no.yaml: cannot read the run file\n"
-            "  evidence: No such file or directory\n"
-            "  remedy: give the path of a YAML file; `loka-onnx demo` writes one to start from"
-        )
-
     @pytest.mark.parametrize(
         ("content", "what"),
         [
@@ -159,15 +125,3 @@ class TestFiles:
     def test_no_content(self, run_file: Path, content: bytes, what: str) -> None:
         run_file.write_bytes(content)
         assert f"DIR/ranker-fp8.yaml: {what}\n" in refusal(run_file)
-
-
-class TestBuiltInMemory:
-    def test_paths_are_taken(self, run_file: Path) -> None:
-        values = yaml.safe_load(RUN_FILE.replace("2e-4", "0.0002"))
-        values["output"] = run_file.parent / "there"
-        config = build_run_config(values, run_file.parent)
-        assert config.output == run_file.parent / "there" and config.name == "run"
-
-    def test_the_message_names_the_source(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"^the demo: the run file lacks the key 'model'"):
-            build_run_config({}, tmp_path, source="the demo")

@@ -66,12 +66,3 @@ def test_a_skipped_module_counts(tmp_path: Path) -> None:
     result = run_suite(tmp_path, suite, LOKA_ONNX_EXPECT_NO_SKIP="1")
     assert result.returncode == 1
     assert "test_suite.py: could not import 'no_such_package'" in result.stdout
-
-
-@pytest.mark.slow
-def test_data_that_is_not_where_it_should_be_fails(tmp_path: Path) -> None:
-    suite = "def test_reads(data_root): ...\n"
-    absent = run_suite(tmp_path, suite, LOKA_ONNX_EXPECT_NO_SKIP="1")
-    assert absent.returncode == 0 and "needs LOKA_ONNX_DATA" in absent.stdout
-    wrong = run_suite(tmp_path, suite, LOKA_ONNX_DATA=str(tmp_path))
-    assert wrong.returncode == 1 and "holds no movielens-1m/" in wrong.stdout

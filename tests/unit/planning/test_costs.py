@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf, nan, sqrt
 
 import numpy as np
 import pytest
-from planned_models import CTR, CVR, UNITS, bare_profile, group, kl_of, sensitivity
+from planned_models import CTR, CVR, UNITS, bare_profile, group, kl_of
 from scipy import stats
 
 from loka_onnx.core.profile import Sampling
@@ -102,13 +101,8 @@ def test_the_bound_holds_to_first_order_only(change: float, times: float) -> Non
 
 
 def test_what_was_not_measured_is_refused() -> None:
-    with pytest.raises(PlanningError) as caught:
+    with pytest.raises(PlanningError, match="nothing of site 'z' and output 'ctr'"):
         cost_of(frozenset("z"))
-    assert str(caught.value) == (
-        "the profile says nothing of site 'z' and output 'ctr'\n"
-        "  evidence: it holds 2 sites of model model\n"
-        "  remedy: calibrate this model with these outputs again"
-    )
     profile = bare_profile(MEASURED, (group("x", "ab", {"cvr": kl_of(0.0)}),))
     with pytest.raises(PlanningError, match="nothing of the sites 'a', 'b' together and output 'ctr'"):
         Costs(profile, (CTR,)).of(BOTH, 0.05)
@@ -135,23 +129,8 @@ def test_ends_as_parts_of_the_budget_less_the_allowance(
     assert (cost.most, cost.least) == pytest.approx((most, least), rel=1e-4)
 
 
-def test_where_nothing_is_allowed_only_nothing_fits() -> None:
-    nothing = replace(CTR, budget=0.0)
-    for value, most in ((0.0, 0.0), (1e-12, inf)):
-        (cost,) = Costs(bare_profile({"a": {"ctr": kl_of(value)}}), (nothing,)).of(A, 0.05)
-        assert (cost.most, cost.least) == (most, most)
-
-
 def test_of_a_kl_that_is_not_a_number_nothing_is_known() -> None:
     for growth in (nan, inf):
         profile = bare_profile({"a": {"ctr": kl_of(0.0)}}, draws=Draws(4, 0.0, 1.0, growth))
         (cost,) = Costs(profile, (CTR,)).of(A, 0.05)
         assert (cost.most, cost.least) == (inf, 0.0)
-
-
-def test_the_first_recipe_that_was_measured_stands() -> None:
-    profile = bare_profile({"a": {"ctr": kl_of(1e-5)}})
-    (entry,) = profile.sites
-    other = sensitivity("other", "ctr", kl_of(7.0))
-    both = replace(profile, sites=(replace(entry, sensitivities=(*entry.sensitivities, other)),))
-    assert Costs(both, (CTR,)).of_site("a", CTR).recipe == "r"

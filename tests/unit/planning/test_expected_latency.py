@@ -46,11 +46,6 @@ def test_it_starts_from_the_plan_that_differs_in_fewest_sites() -> None:
     assert nearer is not None and nearer.start == "bf16"
 
 
-def test_sizes_that_were_not_measured_are_left_out() -> None:
-    found = predict(plan("a"), (replace(BF16, us={10: 100.0, 30: 1.0}),), "gpu")
-    assert found is not None and set(found.us) == {10}
-
-
 def test_nothing_is_predicted_without_a_like_engine_or_kernel_times() -> None:
     other = Known("fp16", plan(base=Precision.FP16), {10: 90.0})
     assert predict(plan("a"), (other,), "gpu") is None
@@ -83,20 +78,3 @@ def test_nothing_is_predicted_across_a_kernel_that_one_plan_breaks_up() -> None:
     further = predict(plan("a", "b"), (Known("near", alone, {10: 1.0}), BF16), "gpu")
     assert further is not None
     assert (further.start, further.why_not) == ("bf16", "")
-
-
-def test_a_kernel_that_both_plans_break_up_cancels() -> None:
-    ours = broken(plan("a", "b"), a="token-residual-norm")
-    measured = Known("parted", broken(plan("a"), a="token-residual-norm"), {10: 90.0})
-    found = predict(ours, (BF16, measured), "gpu")
-    assert found is not None
-    assert (found.start, found.us) == ("parted", {10: pytest.approx(80.0)})
-
-
-def test_the_reason_names_every_kernel_once() -> None:
-    many = broken(
-        plan("a", "b", "c"), a="factorization-norm", b="factorization-norm", c="token-residual-norm"
-    )
-    assert why_not_expected(many, plan(), "gpu").startswith(
-        "FP8 at 'a' and 2 more breaks up the kernels 'factorization-norm' and 'token-residual-norm', and"
-    )

@@ -79,18 +79,6 @@ def test_the_margin_is_for_rows_that_were_not_seen(tmp_path: Path) -> None:
     assert set(reasons(model, r=np.nextafter(inside, np.inf))) == {"n_r", "n_y"}
 
 
-def test_a_rare_outlier_counts_as_it_is_the_largest(tmp_path: Path) -> None:
-    """One value in a million of 2e4 is inside FP16 and outside of the margin; merging keeps it."""
-    model = load(tmp_path, MLP)
-    rare = TensorRange(2.0).merge(TensorRange(2e4)).merge(TensorRange(3.0))
-    assert set(reasons(model, h=rare)) == {"n_h", "n_t"}
-
-
-def test_an_input_counts_for_those_who_read_it(tmp_path: Path) -> None:
-    """A time stamp that arrives as a float: the products that read it, and nothing behind them."""
-    assert set(reasons(load(tmp_path, MLP), x=1.6e9)) == {"n_h", "n_s"}
-
-
 def test_what_was_not_measured_is_not_shown(tmp_path: Path) -> None:
     model = load(tmp_path, MLP)
     ranges = ranges_of(model)
@@ -184,13 +172,6 @@ def test_what_is_divided_by_must_be_normal(body: str, reader: str, tmp_path: Pat
     assert found == dict.fromkeys(
         (reader, "n_h"), f"'{reader}' divides by 'h', which is as small as 6e-05; FP16 begins at 6.104e-05"
     )
-
-
-def test_what_stays_in_fp32_anyway_is_no_place(tmp_path: Path) -> None:
-    model = load(tmp_path, MLP)
-    ranges = ranges_of(model, r=7e4)
-    assert unproven_places(model, ranges, ("n_r", "n_y")) == ()
-    assert len(unproven_places(model, ranges, ("n_r",))) == 1
 
 
 def test_a_constant_and_what_it_makes_are_one_place(tmp_path: Path) -> None:

@@ -85,93 +85,6 @@ def test_products_are_inside_their_share_by_holm_or_fit_into_what_is_left_by_bon
     assert safe(sites, bare_profile(moments_of(estimated))) == expected
 
 
-def test_a_step_of_holm_decides_what_bonferroni_leaves_open() -> None:
-    """b's bound is inside its limit at α/1, and outside at α/2."""
-    sites, limit, error = [norm("a"), norm("b")], NORM_ALLOWANCE / 2, 0.001
-    between = (stats.norm.isf(0.025 / 2) + stats.norm.isf(0.025 / 4)) / 2
-    estimated = {"a": (0.1 * limit, error), "b": (limit - between * error, error)}
-    found = judged(sites, bare_profile(moments_of(estimated)))
-    assert [found[name].verdict for name in "ab"] == [Verdict.SAFE, Verdict.SAFE]
-    assert "at 98.75 %, corrected for 2 bounds" in found["a"].reason
-    assert "at 97.5 %, corrected for 2 bounds" in found["b"].reason
-    # Where a is not safe, it has nothing to hand on.
-    estimated["a"] = (limit, error)
-    left = judged(sites, bare_profile(moments_of(estimated)))
-    assert left["b"].verdict is Verdict.UNDECIDED and "at 98.75 %" in left["b"].reason
-
-
-def test_what_one_site_does_not_spend_is_handed_on() -> None:
-    """Equal operations: b has half, and a leaves nine tenths."""
-    sites = [linear("a"), linear("b")]
-    found = judged(sites, bare_profile(exactly({"a": 0.1, "b": 0.8})))
-    assert {judgement.verdict for judgement in found.values()} == {Verdict.SAFE}
-    assert found["a"].reason.endswith("inside its share 0.025 %")
-    assert found["b"].reason.endswith("inside the 0.045 % that the others leave (its own share is 0.025 %)")
-    assert safe(sites, bare_profile(exactly({"a": 0.1, "b": 0.91}))) == {"a"}
-
-
-def test_it_goes_first_to_the_site_that_costs_least_for_each_operation() -> None:
-    """After a, .6 is left: for b, which costs twice its share, not for c, which costs 2.2 times its own."""
-    sites = [linear("a", 32), linear("b", 16), linear("c", 16)]
-    assert safe(sites, bare_profile(exactly({"a": 0.4, "b": 0.5, "c": 0.55}))) == {"a", "b"}
-    # What does not fit is passed over.
-    assert safe(sites, bare_profile(exactly({"a": 0.4, "b": 0.7, "c": 0.55}))) == {"a", "c"}
-
-
-def test_a_site_keeps_its_share_whatever_the_others_cost() -> None:
-    sites = [linear(name) for name in "abcd"]
-    assert safe(sites, bare_profile(exactly({"a": 0.249, "b": 0.249, "c": 0.0, "d": 9.0}))) == {"a", "b", "c"}
-
-
-def test_what_is_handed_on_is_reckoned_by_bounds_and_decided_by_both_ends() -> None:
-    """a costs .3 ± .1 or so, b fits into what is left when a costs no more than it seems to."""
-    sites = [linear("a", 32), linear("b", 16)]
-    error = 0.1 / stats.norm.isf(0.025 / 2 / 2)
-    for b, verdict in ((0.55, Verdict.SAFE), (0.7, Verdict.UNDECIDED), (0.85, Verdict.UNSAFE)):
-        moments = {"a": (0.3, error), "b": (b, 0.0)}
-        found = judged(sites, bare_profile(moments_of(moments)))
-        assert (found["a"].verdict, found["b"].verdict) == (Verdict.SAFE, verdict)
-
-
-FEW = ", which few rows carry: the bound may be too low"
-"""A tenth of error over a million rows: rows like that differ by a hundred times their mean."""
-
-
-def test_the_reason_has_the_corrected_bound_and_its_level() -> None:
-    sites = [linear("a"), linear("b"), norm("c")]
-    profile = bare_profile(moments_of({"a": (0.1, 0.01), "b": (1.9, 0.01), "c": (0.2, 0.01)}))
-    found = judged(sites, profile)
-    # a is shown at .025/3; what is left is tested at .025/2.
-    first, second = (stats.norm.isf(0.025 / tests / 2) for tests in (3, 2))
-    rest = 1 - (0.1 + second * 0.01)
-    allowed = 100 * ALLOWED
-    assert found["a"].reason == (
-        f"KL {0.1 * allowed:.3g} % (upper bound {(0.1 + first * 0.01) * allowed:.3g} % at 99.167 %, "
-        f"corrected for 3 bounds) of the loss of 'ctr'{FEW}, inside its share {0.5 * allowed:.3g} %"
-    )
-    assert found["b"].reason == (
-        f"KL {1.9 * allowed:.3g} % (upper bound {(1.9 + second * 0.01) * allowed:.3g} % at 98.75 %, "
-        f"corrected for 3 bounds) of the loss of 'ctr'{FEW}, beyond the {rest * allowed:.3g} % that the "
-        f"others leave (its own share is {0.5 * allowed:.3g} %)"
-    )
-    assert found["c"].reason.endswith(f"beyond its share {NORM_ALLOWANCE * allowed:.3g} %")
-    alone = judged([linear("a")], profile)["a"].reason
-    bound = 0.1 + stats.norm.isf(0.0125) * 0.01
-    assert f"(upper bound {bound * allowed:.3g} % at 97.5 %) of the" in alone
-
-
-@pytest.mark.parametrize(("denominator", "draws", "words"), [
-    ("loss", Draws(4, 0.0, 1.0, 1.25), "KL 0.0125 % in the worst of 4 draws (upper bound"),
-    ("entropy", None, "of the entropy of 'ctr'"),
-])  # fmt: skip
-def test_the_reason_says_what_is_behind_a_figure(denominator: str, draws: Draws | None, words: str) -> None:
-    profile = bare_profile(exactly({"a": 0.2}), draws=draws)
-    (entry,) = profile.sites
-    named = tuple(replace(item, denominator=denominator) for item in entry.sensitivities)
-    profile = replace(profile, sites=(replace(entry, sensitivities=named),))
-    assert words in judged([linear("a")], profile)["a"].reason
-
-
 def test_a_site_is_safe_where_the_worst_of_its_draws_is_inside() -> None:
     for growth, verdict in ((1.9, Verdict.SAFE), (2.1, Verdict.UNSAFE)):
         profile = bare_profile(exactly({"a": 0.5}), draws=Draws(4, 0.0, 1.0, growth))
@@ -194,13 +107,6 @@ def test_a_unit_is_safe_where_every_output_is_inside_without_a_further_correctio
     bound = 1 - 2.3 * 0.01  # inside at 97.5 %, outside at 98.75 %
     moments = {"a": {name: kl_of(bound * ALLOWED, 0.01 * ALLOWED) for name in ("ctr", "cvr")}}
     assert safe([linear("a")], bare_profile(moments), (CTR, CVR)) == {"a"}
-
-
-def test_one_output_beyond_is_enough() -> None:
-    """The output that is named is the one that is beyond, not the one whose bound is further out."""
-    moments = {"a": {"ctr": kl_of(0.9 * ALLOWED, 9.0 * ALLOWED), "cvr": kl_of(1.5 * ALLOWED)}}
-    found = judged([linear("a")], bare_profile(moments), (CTR, CVR))["a"]
-    assert found.verdict is Verdict.UNSAFE and "of the loss of 'cvr', beyond" in found.reason
 
 
 def test_what_a_site_costs_is_counted_on_the_output_where_that_is_most() -> None:
@@ -226,21 +132,7 @@ def test_sites_measured_together_are_judged_by_what_they_cost_together() -> None
     together = group("x", "ab", {"ctr": kl_of(0.95 * ALLOWED)})
     found = judged(TRIPLE, bare_profile(alone, (together,)))
     assert [found[name].verdict for name in "abc"] == [Verdict.SAFE, Verdict.UNSAFE, Verdict.SAFE]
-    assert found["b"].reason == (
-        "KL 0.0475 % (upper bound 0.0475 % at 97.5 %, corrected for 4 bounds) of the loss of 'ctr' "
-        "together with 'a' on the same tensor, beyond the 0.045 % that the others leave "
-        "(their own share is 0.0333 %)"
-    )
-    assert "together" not in found["a"].reason
-
-
-def test_a_group_that_costs_less_than_its_sites_is_let_in() -> None:
-    """Errors that cancel: alone they would not fit."""
-    alone = exactly({"a": 0.6, "b": 0.6, "c": 0.1})
-    together = group("x", "ab", {"ctr": kl_of(0.5 * ALLOWED)})
-    found = judged(TRIPLE, bare_profile(alone, (together,)))
-    assert {judgement.verdict for judgement in found.values()} == {Verdict.SAFE}
-    assert "together with 'b' on the same tensor, inside their share 0.0333 %" in found["a"].reason
+    assert "together with 'a' on the same tensor, beyond the 0.045 %" in found["b"].reason
 
 
 def test_what_is_left_of_a_group_is_held_to_what_its_sites_cost_at_most() -> None:
@@ -250,23 +142,11 @@ def test_what_is_left_of_a_group_is_held_to_what_its_sites_cost_at_most() -> Non
     alone = exactly({"a": 0.2, "b": 0.2, "c": 0.1, "d": 0.9})
     found = judged(sites, bare_profile(alone, (together,)))
     assert {name for name in "abcd" if found[name].verdict is Verdict.SAFE} == {"a", "b", "c"}
-    assert found["b"].reason == (
-        "KL at most 0.04 % (upper bound 0.04 % at 99.5 %, corrected for 5 bounds) of the loss of 'ctr' "
-        "together with 'a' on the same tensor, inside the 0.045 % that the others leave "
-        "(their own share is 0.025 %)"
-    )
+    assert "at 99.5 %, corrected for 5 bounds" in found["b"].reason
     alone = exactly({"a": 0.3, "b": 0.3, "c": 0.1, "d": 0.9})
     found = judged(sites, bare_profile(alone, (together,)))
     assert {name for name in "abcd" if found[name].verdict is Verdict.SAFE} == {"a", "c"}
     assert "KL at most 0.06 %" in found["b"].reason and found["b"].verdict is Verdict.UNSAFE
-
-
-def test_a_group_parts_before_dearer_sites_take_its_room() -> None:
-    """With d, a costs more for each operation than c does; without it much less."""
-    sites = [linear("a"), linear("c"), linear("d")]
-    together = group("x", "ad", {"ctr": kl_of(3.0 * ALLOWED)})
-    profile = bare_profile(exactly({"a": 0.4, "c": 0.7, "d": 2.5}), (together,))
-    assert safe(sites, profile) == {"a"}
 
 
 def test_sites_that_do_not_compete_leave_a_group() -> None:
@@ -278,19 +158,6 @@ def test_sites_that_do_not_compete_leave_a_group() -> None:
     found = judge(sites, {"d"}, profile, (CTR,), 0.95)
     assert {name: found[name].verdict for name in "ab"} == {"a": Verdict.SAFE, "b": Verdict.UNSAFE}
     assert "KL at most 0.06 %" in found["b"].reason
-
-
-def test_a_group_of_which_one_competes_is_that_site() -> None:
-    sites = [linear("a"), linear("b")]
-    profile = bare_profile(exactly({"a": 0.9, "b": 0.9}), (group("x", "ab", {"ctr": kl_of(1.0)}),))
-    found = judge(sites, {"b"}, profile, (CTR,), 0.95)
-    assert found["a"].verdict is Verdict.SAFE and "together" not in found["a"].reason
-
-
-def test_a_site_that_leaves_an_undecided_group_is_undecided() -> None:
-    together = group("x", "ab", {"ctr": kl_of(0.9 * ALLOWED, 0.1 * ALLOWED)})
-    found = judged(TRIPLE, bare_profile(exactly({"a": 0.1, "b": 0.2, "c": 0.1}), (together,)))
-    assert found["b"].verdict is Verdict.UNDECIDED and "astride the 0.045 % that" in found["b"].reason
 
 
 # Properties -------------------------------------------------------------------------------------------
@@ -333,14 +200,6 @@ def test_the_chosen_set_is_inside_every_budget(
         assert spent <= spec.budget * (1 - LABELLED_ALLOWANCE) * (1 + 1e-12)
 
 
-def test_a_larger_budget_may_lose_a_site() -> None:
-    """A large one that fits now takes the room of a small one that costs more for each operation."""
-    sites = [linear("large", 256), linear("small")]
-    profile = bare_profile(exactly({"large": 1.2, "small": 0.4}))
-    assert safe(sites, profile) == {"small"}
-    assert safe(sites, profile, (replace(CTR, budget=1.3 * CTR.budget),)) == {"large"}
-
-
 @given(models(), st.floats(1e-6, 1e-2), st.floats(1.0, 100.0))
 def test_a_larger_budget_keeps_what_is_inside_its_share(
     drawn: tuple[list[Site], Profile], budget: float, factor: float
@@ -373,13 +232,6 @@ def test_a_site_that_costs_less_stays_safe(
         assert entry.site in safe(sites, better, (CTR, CVR))
 
 
-def test_a_site_that_costs_less_may_take_the_room_of_another() -> None:
-    """The large site fits now, before the small one because it costs less for each operation."""
-    sites = [linear("large", 256), linear("small")]
-    assert safe(sites, bare_profile(exactly({"large": 1.2, "small": 0.4}))) == {"small"}
-    assert safe(sites, bare_profile(exactly({"large": 0.98, "small": 0.4}))) == {"large"}
-
-
 @given(models(), st.randoms(use_true_random=False))
 def test_the_order_of_the_sites_does_not_matter(drawn: tuple[list[Site], Profile], random: object) -> None:
     sites, profile = drawn
@@ -387,11 +239,6 @@ def test_the_order_of_the_sites_does_not_matter(drawn: tuple[list[Site], Profile
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     turned = replace(profile, sites=profile.sites[::-1])
     assert judged(sites, profile, (CTR, CVR)) == judged(shuffled, turned, (CTR, CVR))
-
-
-def test_ties_are_settled_by_name() -> None:
-    profile = bare_profile(exactly({"a": 0.6, "b": 0.6}))
-    assert safe(TRIPLE[:2], profile) == safe(TRIPLE[1::-1], profile) == {"a"}
 
 
 # Edges ------------------------------------------------------------------------------------------------
@@ -440,8 +287,3 @@ def test_products_that_do_not_compete_are_held_against_what_they_would_have_had(
         "kept": Verdict.UNSAFE,  # 1/2
         "dot": Verdict.UNSAFE,  # 1/3
     }
-
-
-def test_a_model_without_fp8_able_sites_has_verdicts_all_the_same() -> None:
-    profile = bare_profile(exactly({"a": 2.0}))
-    assert judged([linear("a", 8, 8)], profile)["a"].verdict is Verdict.UNSAFE

@@ -82,16 +82,6 @@ def test_the_worst_goes_first_and_no_more_than_needed(model: ModelArtifact) -> N
     assert serde.loads(PrecisionPlan, serde.dumps(found.plan)) == found.plan
 
 
-def test_more_go_where_more_is_missing(model: ModelArtifact) -> None:
-    giving = Ladder(model, profile_of(model, KL), (CTR,), ())
-    # Without fc1: 4e-4 + 1.2e-3·√(1/3) = 1.09e-3; without fc0 too: 2e-4 + 1.2e-3·√(1/6) = 6.9e-4.
-    found = giving.revert_sites(plan(model, *ALL), evaluation(measured(1.2e-3, 2.4e-3)), "gpu")
-    assert found is not None
-    assert [each.sites for each in found.returned] == [("fc1",), ("fc0",)]
-    # Even a sixth of it is too much: 2e-4 + 1.8e-3·√(1/6) = 9.3e-4, and then nothing would be left.
-    assert giving.revert_sites(plan(model, *ALL), evaluation(measured(1.2e-3, 3e-3)), "gpu") is None
-
-
 def speed(site: str, saved_us: float, tensor: str, quantize_us: float = 0.0) -> SiteSpeed:
     verdict = SpeedVerdict.FAST if saved_us > 0 else SpeedVerdict.SLOW
     return SiteSpeed(site, "gpu", verdict, {"10": saved_us}, {"10": quantize_us}, tensor, True, "")
@@ -113,15 +103,6 @@ def test_known_times_decide_what_is_worth_its_cost(model: ModelArtifact) -> None
     assert [each.sites for each in other.returned] == [("fc1",)]
 
 
-def test_a_site_that_saves_nothing_goes_first(model: ModelArtifact) -> None:
-    slow = (speed("fc0", 2.0, "x", 3.0), *SPEEDS[1:])
-    little = {**KL, "fc0": kl_of(1e-6), "fc2": kl_of(5e-4)}
-    giving = Ladder(model, profile_of(model, little), (CTR,), slow)
-    found = giving.revert_sites(plan(model, *ALL), evaluation(measured(1e-3, 1.1e-3)), "gpu")
-    assert found is not None
-    assert [each.sites for each in found.returned] == [("fc0",), ("fc2",)]
-
-
 def test_the_predicted_time_follows(model: ModelArtifact) -> None:
     giving = Ladder(model, profile_of(model, KL), (CTR,), SPEEDS)
     known = replace(plan(model, *ALL), predicted_us={"gpu": {"10": 100.0}, "b": {"10": 7.0}}, device="gpu")
@@ -135,64 +116,6 @@ def test_the_predicted_time_follows(model: ModelArtifact) -> None:
     # Who else reads the tensor still needs the step.
     assert still is not None and still.returned == (Returned(("fc0",), pytest.approx(0.2), 0.2),)
     assert still.plan.predicted_us == {"gpu": {"10": pytest.approx(102.0)}}
-
-
-def test_a_cast_that_the_product_in_front_made_free_is_paid_for_without_it(model: ModelArtifact) -> None:
-    behind = replace(speed("fc1", 50.0, "y", 3.0), made_by="fc0")
-    giving = Ladder(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, SPEEDS[2]))
-    known = replace(plan(model, *ALL), predicted_us={"gpu": {"10": 100.0}}, device="gpu")
-    found = giving.revert_sites(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
-    assert found is not None
-    assert [each.sites for each in found.returned] == [("fc0",)]
-    # fc0 saved 2 µs beside a cast of 1; now what fc1 reads is quantized by itself, which takes 3.
-    assert found.plan.predicted_us == {"gpu": {"10": pytest.approx(100.0 + 2.0 - 1.0 + 3.0)}}
-
-
-def test_what_a_site_saves_holds_the_casts_that_it_makes_free(model: ModelArtifact) -> None:
-    """fc1 reads what fc0 makes: in a chain its cast is free, and fc0 saves that as well."""
-    behind = replace(speed("fc1", 50.0, "y", 3.0), made_by="fc0")
-    giving = Ladder(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, SPEEDS[2]))
-
-    def saved(*sites: str, of: tuple[str, ...] = ALL) -> float | None:
-        return giving._saved_us(frozenset(sites), of, "gpu")
-
-    # A row of a batch of 10. fc0 saves 2 µs beside a cast of 1, and makes the one of 3 free.
-    assert saved("fc0") == pytest.approx((2.0 - 1.0 + 3.0) / 10)
-    assert saved("fc1") == pytest.approx(50.0 / 10)
-    assert saved("fc0", "fc1") == pytest.approx((2.0 - 1.0 + 50.0) / 10)
-    # Where fc0 is not in FP8, fc1 pays for its cast; where fc1 is not, fc0 makes nothing free.
-    assert saved("fc1", of=("fc1", "fc2")) == pytest.approx((50.0 - 3.0) / 10)
-    assert saved("fc0", of=("fc0", "fc2")) == pytest.approx((2.0 - 1.0) / 10)
-    # Of a reader whose time is not known it is known that it needs the cast, and not who makes that free.
-    unknown = replace(SPEEDS[2], verdict=SpeedVerdict.UNKNOWN, saved_us={}, quantize_us={}, tensor="y")
-    giving = Ladder(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, unknown))
-    assert saved("fc1") == pytest.approx(50.0 / 10)
-    assert saved("fc1", of=("fc1", "fc2")) == pytest.approx(50.0 / 10)
-    assert saved("fc0", of=("fc0", "fc2")) == pytest.approx((2.0 - 1.0 + 3.0) / 10)
-    assert saved("fc2") is None
-
-
-def test_a_site_whose_time_is_not_known_leaves_the_cast_to_who_shares_it(model: ModelArtifact) -> None:
-    unknown = replace(SPEEDS[2], verdict=SpeedVerdict.UNKNOWN, saved_us={}, quantize_us={}, tensor="n")
-    behind = speed("fc1", 50.0, "n", 3.0)
-    giving = Ladder(model, profile_of(model, KL), (CTR,), (SPEEDS[0], behind, unknown))
-    known = replace(plan(model, *ALL), predicted_us={"gpu": {"10": 100.0}}, device="gpu")
-    little = evaluation(measured(1e-3, 0.95e-3))
-    found = giving.revert_sites(known, little, "gpu")
-    assert found is not None
-    assert [each.sites for each in found.returned] == [("fc2",)]
-    # fc1 needs its cast before and after.
-    assert found.plan.predicted_us == {"gpu": {"10": pytest.approx(100.0)}}
-
-
-def test_a_kernel_is_whole_again_without_the_site_that_broke_it_up(model: ModelArtifact) -> None:
-    giving = Ladder(model, profile_of(model, KL), (CTR,), SPEEDS)
-    apart = {"gpu": {"fc0": "factorization-norm"}, "b": {"fc0": "a kernel", "fc2": "another"}}
-    known = replace(plan(model, *ALL), breaks_up=apart)
-    found = giving.revert_sites(known, evaluation(measured(1e-3, 1.05e-3)), "gpu")
-    assert found is not None
-    assert [each.sites for each in found.returned] == [("fc0",)]
-    assert found.plan.breaks_up == {"b": {"fc2": "another"}}
 
 
 def test_sites_that_share_a_tensor_go_together(model: ModelArtifact) -> None:

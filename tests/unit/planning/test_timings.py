@@ -15,7 +15,7 @@ import pytest
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.timing import PRODUCT, QUANTIZE, Kernel, KernelTiming, Provenance, Shape
-from loka_onnx.errors import OutputError, UserError
+from loka_onnx.errors import UserError
 from loka_onnx.planning.timings import TimingDatabase, known_timings, read_records, shipped_timings
 
 SOURCE = Provenance("NVIDIA H100", {"torch": "2.11"}, "1980 MHz", "2026-11-21", "a note with 'quotes'")
@@ -50,15 +50,6 @@ def test_the_last_time_of_a_kernel_on_a_shape_stands(tmp_path: Path) -> None:
         assert database.read("nvidia-h100") == in_order([later, *TIMINGS[1:3]])
 
 
-def test_missing_tells_scales_and_fusion_apart(tmp_path: Path) -> None:
-    shape = Shape(2, 3, 5)
-    per_channel = replace(NARROW, scales=Granularity.PER_CHANNEL)
-    with TimingDatabase(tmp_path / "timings.sqlite") as database:
-        database.add([TIMINGS[1]])
-        others = ((WIDE, shape), (NARROW, Shape(2, 3, 6)), (per_channel, shape), (FUSED, shape))
-        assert database.missing([(NARROW, shape), *others]) == others
-
-
 def test_a_time_of_another_device_of_that_name_is_measured_again(tmp_path: Path) -> None:
     """Run files call both of these nvidia-h100; one has half the memory bandwidth of the other."""
     shape, here = Shape(2, 3, 5), "NVIDIA H100 80GB HBM3"
@@ -69,24 +60,6 @@ def test_a_time_of_another_device_of_that_name_is_measured_again(tmp_path: Path)
         assert database.missing([(NARROW, shape)], "NVIDIA H100 PCIe") == ()
         database.add([replace(of_pcie, provenance=replace(SOURCE, device_name=here))])
         assert database.missing([(NARROW, shape)], here) == ()
-
-
-def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    with TimingDatabase(tmp_path / "timings.sqlite") as database:
-        with pytest.raises(AttributeError):
-            database.add([TIMINGS[0], None])  # type: ignore[list-item]
-        assert database.read() == ()
-        database.add([TIMINGS[0]])
-        assert database.read() == (TIMINGS[0],)
-
-
-def test_times_travel_as_json(tmp_path: Path) -> None:
-    with TimingDatabase(tmp_path / "a.sqlite") as database:
-        database.add(TIMINGS)
-        assert database.export(tmp_path / "timings.json") == 4
-    with TimingDatabase(tmp_path / "b.sqlite") as database:
-        assert database.take(tmp_path / "timings.json") == 4
-        assert database.read() == in_order(TIMINGS)
 
 
 def test_an_impossible_time_in_a_file_is_refused(tmp_path: Path) -> None:
@@ -118,12 +91,6 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     raw.close()
     with pytest.raises(UserError, match="its version is 7, this loka-onnx reads 1"):
         TimingDatabase(tmp_path / "timings.sqlite")
-
-
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot open the timing database"):
-        TimingDatabase(tmp_path / "file" / "timings.sqlite")
 
 
 def test_a_precision_that_is_not_known_is_told(tmp_path: Path) -> None:
@@ -186,14 +153,6 @@ def test_writers_of_several_processes_lose_nothing(tmp_path: Path) -> None:
     assert mode == "wal"
 
 
-def test_two_open_databases_write_in_turns(tmp_path: Path) -> None:
-    with TimingDatabase(tmp_path / "t.sqlite") as one, TimingDatabase(tmp_path / "t.sqlite") as other:
-        one.add(TIMINGS[:1])
-        other.add(TIMINGS[1:2])
-        one.add(TIMINGS[2:3])
-        assert one.read() == other.read() == in_order(TIMINGS[:3])
-
-
 # What is shipped --------------------------------------------------------------------------------------
 
 
@@ -214,18 +173,9 @@ def test_shipped_times_of_the_h100_say_where_they_come_from() -> None:
     assert {timing.provenance.versions["torch"].split("+")[0] for timing in timings} == {"2.11.0"}
     wide = next(t for t in timings if t.kernel.name == "mm" and t.shape == Shape(4096, 4096, 4096))
     assert (round(wide.us, 2), wide.kernel.precision) == (184.41, Precision.BF16)
-    assert wide.spread_us is not None and wide.spread_us < 0.1 * wide.us
-    assert "large weights from memory" in wide.provenance.note
-    cast = next(t for t in timings if t.kernel.name == QUANTIZE and t.shape == Shape(1024, 0, 8192))
-    assert (cast.us, cast.kernel.precision) == (8.37, Precision.FP8)
     built = next(t for t in timings if t.kernel.name == PRODUCT and t.shape == Shape(2048, 3456, 512))
-    assert (built.us, built.kernel.precision, built.provenance.date) == (32.343, Precision.BF16, "2026-11-22")
-    assert "from the logs of building the engines of dlrm-dcnv2" in built.provenance.note
-    assert "large weights from memory" in built.provenance.note
-
-
-def test_nothing_is_shipped_of_a_device_that_nobody_measured() -> None:
-    assert shipped_timings("nvidia-b200") == ()
+    assert (built.us, built.provenance.date) == (32.343, "2026-11-22")
+    assert all("large weights from memory" in each.provenance.note for each in (wide, built))
 
 
 def test_measured_times_stand_before_shipped_ones(tmp_path: Path) -> None:
