@@ -18,6 +18,8 @@ PROGRAM = "loka-onnx"
 PLACEHOLDER = re.compile(r"(?<![`\w])(<[\w .]+>|--[a-z][a-z-]*|[a-z_]+(?:\.[a-z_]+)+=\S+?)(?=[\s;,.)]|$)")
 
 ENVIRONMENT = {
+    "CC": "C compiler of the backend `inductor` where `/usr/bin/gcc` is missing; counts together with `CXX`.",
+    "CXX": "C++ compiler of the backend `inductor` where `/usr/bin/g++` is missing.",
     "FORCE_COLOR": "Any value that is not empty colours what goes through a pipe.",
     "LOKA_ONNX_CACHE": "Directory of built engines and of what else is kept between runs. By default "
     "`loka-onnx` "

@@ -47,19 +47,21 @@ _CLOSE = {"Connection": "close"}
 @dataclass(frozen=True)
 class Limits:
     """Limits of a server: largest body and largest sum of bodies without an answer, most requests that wait
-    or run, longest time from the head of a request to the end of its body.
+    or run, longest time from the head of a request to the end of its body, and for its rest once the server
+    shuts down.
     """
 
     body_bytes: int = 64 << 20
     held_bytes: int = 256 << 20
     waiting: int = 256
     body_seconds: float = 30.0
+    closing_seconds: float = 1.0
 
 
 def make_app(
     engine: Engine, name: str, workers: ThreadPoolExecutor, limits: Limits | None = None
 ) -> Starlette:
-    """Return the application; engine and workers stay open."""
+    """Return the application, whose `app.state.close()` begins the shutdown; engine and workers stay open."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.routing import Route
@@ -80,6 +82,7 @@ def make_app(
     app = Starlette(routes=routes, exception_handlers={HTTPException: _on_refusal, Exception: _on_bug})
     # A redirect would be made of the Host header, which the client chooses.
     app.router.redirect_slashes = False
+    app.state.close = service.close
     return app
 
 
@@ -94,6 +97,8 @@ class _Service:
         self._card = Card(name, VERSION, platform, tuple(engine.inputs), tuple(engine.outputs))
         self._engine, self._workers, self._limits = engine, workers, limits
         self._waiting = self._held_bytes = 0
+        self._bodies: set[asyncio.Timeout] = set()
+        self._body_seconds = limits.body_seconds
         self._testing = threading.Lock()
         self._health, self._tested = engine.health(), time.monotonic()
         self._registry = registry = CollectorRegistry()
@@ -109,6 +114,14 @@ class _Service:
         waiting = Gauge("loka_onnx_serve_waiting", "Inference requests that wait or run.", registry=registry)
         waiting.set_function(lambda: self._waiting)
         registry.register(engine.metrics)
+
+    def close(self) -> None:
+        """Shorten the time of bodies under way, so that none delays the shutdown."""
+        self._body_seconds = self._limits.closing_seconds
+        end = asyncio.get_running_loop().time() + self._body_seconds
+        for timeout in self._bodies:
+            if not timeout.expired():
+                timeout.reschedule(min(end, timeout.when() or end))
 
     async def server(self, request: Request) -> Response:
         return _json(
@@ -250,7 +263,8 @@ class _Service:
             # Who expects 100 Continue has not begun to send.
             await self._refuse_large(request, f"it has {length} bytes", begun="expect" not in request.headers)
         try:
-            async with asyncio.timeout(self._limits.body_seconds):
+            async with asyncio.timeout(self._body_seconds) as timeout:
+                self._bodies.add(timeout)
                 async for chunk in request.stream():
                     if len(body) + len(chunk) > self._limits.body_bytes:
                         break
@@ -261,15 +275,16 @@ class _Service:
                 else:
                     return
         except TimeoutError:
-            seconds = self._limits.body_seconds
-            message = f"the body did not end within {seconds:g} s; {len(body)} bytes have come"
+            message = f"the body did not end within {self._body_seconds:g} s; {len(body)} bytes have come"
             _refuse(408, message, _CLOSE)
+        finally:
+            self._bodies.discard(timeout)
         await self._refuse_large(request, "it has more bytes")
 
     async def _refuse_large(self, request: Request, evidence: str, *, begun: bool = True) -> NoReturn:
         """Drop what a client still sends: a connection closed on it may lose the answer (RFC 9112, 9.6)."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(min(DRAIN_SECONDS, self._limits.body_seconds)):
+            async with asyncio.timeout(min(DRAIN_SECONDS, self._body_seconds)):
                 while begun and (await request.receive()).get("more_body"):
                     pass
         most = self._limits.body_bytes

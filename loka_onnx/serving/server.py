@@ -84,7 +84,7 @@ def serve(bundle: Path, options: ServeOptions, on_ready: Callable[[str, str], No
 
 
 def make_server(app: Starlette, on_ready: Callable[[], None], *, access_log: bool) -> uvicorn.Server:
-    """Return a server of the application that stops on a signal and exits with 0."""
+    """Return a server of the application; its shutdown does not wait for bodies that stand still."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -95,6 +95,10 @@ def make_server(app: Starlette, on_ready: Callable[[], None], *, access_log: boo
         def handle_exit(self, sig: int, frame: object) -> None:
             # A second one does not abandon requests, and none is raised again: the exit code is 0.
             self.should_exit = True
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            app.state.close()
+            await super().shutdown(sockets)
 
     if access_log:
         log = logging.getLogger("uvicorn.access")

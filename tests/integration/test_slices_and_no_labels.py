@@ -196,7 +196,7 @@ def test_every_value_of_every_slice_column_is_accounted_for(unlabelled: Unlabell
 def test_slices_are_in_the_report_and_do_not_enter_the_choice(unlabelled: Unlabelled) -> None:
     text = " ".join((unlabelled.place.output / "report.md").read_text().split())
     assert "Worst slices of cpu-onnxruntime-cpu-fp8-all, ctr, on certification" in text
-    assert "country · LI" in text and "(null)" in text
+    assert "| country | LI |" in text and "(null)" in text
     assert f"Slices (cvr, certification): none of {len(COUNTRIES) - 1 + 4} judged beyond the budget" in text
     assert "Slices do not enter the choice." in text
 

@@ -1,21 +1,15 @@
-"""Built-in data: MovieLens 100K and 1M, Criteo text, generated rows."""
+"""Built-in data: MovieLens 100K and 1M, generated rows."""
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
 import math
-import subprocess
-import sys
-from collections import defaultdict
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
-from loka_zoo.criteo import CriteoOptions, prepare_criteo
 
 from loka_onnx.data import ensure_disjoint
-from loka_onnx.errors import ConfigError, DataError, MissingPackage, OutputError
+from loka_onnx.errors import DataError, MissingPackage
 from loka_zoo import movielens100k as ml
 from loka_zoo.movielens1m import CATEGORICAL, movielens_1m
 from loka_zoo.prepared import SPLITS
@@ -126,15 +120,6 @@ def test_labels_reach_no_feature():
     assert one["label"].tolist() == [int(int(row["rating"]) >= 4) for row in rows]
 
 
-def test_training_features_are_standardized():
-    rows, train = ratings(2), np.arange(8)
-    columns = ml.build_columns(ml.build_catalog(USERS, ITEMS), ml.build_ratings(USERS, ITEMS, rows, train))
-    for name in ml.NUMERIC:
-        assert columns[name].dtype == np.float32
-        assert columns[name][train].mean() == pytest.approx(0, abs=1e-6)
-        assert columns[name][train].std() == pytest.approx(1, abs=1e-5)
-
-
 def test_attributes_are_encoded_with_zero_for_none():
     catalog = ml.build_catalog(USERS, ITEMS)
     assert catalog.users["age_bucket"].tolist() == [0, 1, 6, 2]
@@ -166,12 +151,6 @@ def test_a_broken_source_file_is_named(tmp_path):
         ml.prepare_movielens_100k(tmp_path / "out", source=tmp_path)
 
 
-def test_a_file_where_the_directory_should_be_is_refused(tmp_path):
-    (tmp_path / "out").write_text("")
-    with pytest.raises(OutputError, match="the directory cannot be created"):
-        prepare_synthetic(tmp_path / "out")
-
-
 # ---- the real MovieLens files ----------------------------------------------------------------------------
 
 
@@ -199,24 +178,6 @@ def test_movielens_100k_has_the_documented_splits(hundred):
     assert [name for name, _ in hundred.categorical] == [name for name, _ in CATEGORICAL]
 
 
-@pytest.mark.slow
-def test_movielens_100k_is_the_same_every_time_and_leaves_no_rest(hundred, tmp_path):
-    again = ml.prepare_movielens_100k(tmp_path)
-    for split in SPLITS:
-        assert again.open(split).digest == hundred.open(split).digest
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"{split}.parquet" for split in SPLITS)
-    other = ml.prepare_movielens_100k(tmp_path, seed=8)
-    assert other.open("train").digest != hundred.open("train").digest
-
-
-def test_preparing_does_not_import_recbole(hundred, tmp_path):
-    code = (
-        "import sys; from loka_zoo.movielens100k import prepare_movielens_100k as p; "
-        f"p({str(tmp_path)!r}); assert 'recbole' not in sys.modules and 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
 def test_movielens_1m_in_place(data_root):
     prepared = movielens_1m(data_root)
     rows = [prepared.open(split).rows for split in SPLITS]
@@ -237,78 +198,6 @@ def test_movielens_1m_without_the_variable(monkeypatch):
         movielens_1m()
 
 
-def test_an_unknown_split_lists_the_known(tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no split 'test'(?s:.*)there are train, calibration"):
-        prepare_synthetic(tmp_path, SyntheticOptions(rows=(9, 9, 9, 9))).open("test")
-
-
-# ---- Criteo ----------------------------------------------------------------------------------------------
-
-
-def criteo_line(row: int) -> str:
-    numbers = ["" if (row + n) % 5 == 0 else str(n * row - 3) for n in range(13)]
-    codes = ["" if (row + n) % 7 == 0 else f"{row * 31 + n:08x}" for n in range(26)]
-    return "\t".join([str(row % 2), *numbers, *codes])
-
-
-@pytest.mark.parametrize("zipped", [False, True])
-def test_criteo_text_becomes_parquet(tmp_path, zipped):
-    text = "\n".join(criteo_line(row) for row in range(100)) + "\n"
-    source = tmp_path / ("day_0.gz" if zipped else "day_0.txt")
-    source.write_bytes(gzip.compress(text.encode()) if zipped else text.encode())
-    data = prepare_criteo(source, tmp_path / "out", CriteoOptions(table_size=50, chunk_rows=30))
-    table = pq.read_table(tmp_path / "out" / "criteo.parquet").to_pydict()
-    assert table["label"] == [row % 2 for row in range(100)]
-    for n in range(13):
-        want = [0.0 if (r + n) % 5 == 0 else math.log1p(max(n * r - 3, 0)) for r in range(100)]
-        assert table[f"i{n + 1}"] == pytest.approx(want, rel=1e-6)
-    for n in range(26):
-        ids = table[f"c{n + 1}"]
-        assert [i == 0 for i in ids] == [(r + n) % 7 == 0 for r in range(100)]
-        assert max(ids) < 50
-    assert [data.open(s).rows for s in SPLITS] == [70, 5, 10, 15]
-    data.open("train").check()
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["criteo.parquet"]
-
-
-@pytest.mark.parametrize(
-    ("line", "evidence"),
-    [
-        ("1\t2\t3", "3 fields instead of 40"),
-        (criteo_line(4).replace("0\t", "2\t", 1), "label 2 is neither 0 nor 1"),
-        (criteo_line(3).rsplit("\t", 1)[0] + "\tzz", "'zz'"),
-        ("", "1 fields instead of 40"),
-    ],
-)
-def test_a_malformed_criteo_line_is_named(tmp_path, line, evidence):
-    source = tmp_path / "day_0"
-    source.write_text("\n".join([*(criteo_line(row) for row in range(40)), line, criteo_line(1)]))
-    with pytest.raises(DataError, match="line 41 of 'day_0' is not a line of the Criteo format") as caught:
-        prepare_criteo(source, tmp_path / "out", CriteoOptions(chunk_rows=7))
-    assert evidence in str(caught.value)
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_too_short_a_criteo_file_leaves_nothing(tmp_path):
-    (tmp_path / "day").write_text("\n".join(criteo_line(row) for row in range(39)))
-    with pytest.raises(DataError, match=r"it holds 39 rows(?s:.*)at least 40 rows"):
-        prepare_criteo(tmp_path / "day", tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
-    (tmp_path / "day").write_text("\n".join(criteo_line(row) for row in range(40)))
-    data = prepare_criteo(tmp_path / "day", tmp_path / "out")
-    assert [data.open(s).rows for s in SPLITS] == [28, 2, 4, 6]
-
-
-def test_criteo_hash_depends_on_value_and_column_only(tmp_path):
-    lines = ["\t".join(["0", *["1"] * 13, *["0000abcd"] * 26])] * 40
-    (tmp_path / "a").write_text("\n".join(lines))
-    prepare_criteo(tmp_path / "a", tmp_path / "out")
-    table = pq.read_table(tmp_path / "out" / "criteo.parquet").to_pydict()
-    ids = [set(table[f"c{n}"]) for n in range(1, 27)]
-    assert all(len(values) == 1 for values in ids)
-    assert len(set.union(*ids)) > 20
-
-
 # ---- generated -------------------------------------------------------------------------------------------
 
 
@@ -326,13 +215,3 @@ def test_synthetic_labels_follow_the_teacher(tmp_path):
     # Var of a row's loss given p is p(1-p)·logit², so four standard errors of the mean are:
     bound = 4 * math.sqrt(np.mean(probability * (1 - probability) * logit**2) / label.size)
     assert abs(loss - entropy) < bound
-
-
-def test_synthetic_teacher_uses_the_ids(tmp_path):
-    data = prepare_synthetic(tmp_path, SyntheticOptions(rows=(1, 1, 1, 5_000), cardinalities=(3,)))
-    batch = next(data.open("certification", (TEACHER,)).batches(5_000))
-    groups = defaultdict(list)
-    for key, logit in zip(batch.inputs["ids"][:, 0].tolist(), batch.columns[TEACHER], strict=True):
-        groups[key].append(logit)
-    means = [np.mean(values) for values in groups.values()]
-    assert max(means) - min(means) > 0.1

@@ -163,6 +163,11 @@ def test_headers_that_are_wrong(client: Client, headers: dict[str, str], status:
     assert (response.status_code, message in response.json()["error"]) == (status, True), response.text
 
 
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "APPLICATION/JSON", ""])
+def test_content_types_that_are_right(client: Client, kind: str) -> None:
+    assert client.infer(request(), content_type=kind).status_code == 200
+
+
 def test_a_web_page_cannot_send_bytes_without_a_type(client: Client) -> None:
     response = client.infer(request(), origin="http://elsewhere.example")
     assert (response.status_code, response.json()["error"]) == (
@@ -184,6 +189,13 @@ def test_a_body_in_chunks_has_the_same_limit(engine: Engine) -> None:
             )
             assert response.status_code == status
         assert client.infer(request(100)).status_code == 413
+
+
+def test_a_batch_that_the_engine_was_not_built_for_is_the_clients_mistake(client: Client) -> None:
+    for rows in (0, 5000):
+        response = client.infer(request(rows))
+        assert response.status_code == 400
+        assert "the request is not a batch that the engine was built for" in response.json()["error"]
 
 
 def test_an_engine_that_fails_is_our_mistake_and_is_tested_again(
@@ -290,3 +302,16 @@ def test_metrics_count(client: Client) -> None:
     assert samples["loka_onnx_serve_waiting", None] == 0
     assert samples["loka_onnx_serve_seconds_count", None] == 4
     assert samples["loka_onnx_rows_total", None] == 6, "the engine's own are there too"
+
+
+def test_a_self_test_counts_for_a_while(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = []
+    health = engine.health
+    monkeypatch.setattr(engine, "health", lambda: (tests.append(1), health())[1])
+    with client_of(engine) as client:
+        for _ in range(5):
+            assert client.get("/v2/health/ready").status_code == 200
+        assert len(tests) == 1
+        monkeypatch.setattr(app_module, "HEALTH_SECONDS", 0.0)
+        client.get("/v2/health/ready")
+        assert len(tests) == 2

@@ -114,6 +114,7 @@ def test_who_sends_too_much_is_told_so_and_not_reset(engine: Engine) -> None:
         b"",
         b"GET /v2/health/live HTT",
         b"no http at all\r\n\r\n",
+        b"POST /v2/models/ranker/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{",
         b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\n\r\n",
         b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{",
         b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\n\r\nGET /v2 HT",
@@ -123,6 +124,7 @@ def test_who_sends_too_much_is_told_so_and_not_reset(engine: Engine) -> None:
         "nothing",
         "half a head",
         "no http",
+        "half a body",
         "an answer",
         "a body behind its answer",
         "a head behind an answer",
@@ -132,7 +134,8 @@ def test_who_sends_too_much_is_told_so_and_not_reset(engine: Engine) -> None:
 def test_no_connection_holds_up_the_end_or_fills_the_log(
     engine: Engine, sent: bytes, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with running(engine, Limits()) as it:
+    """A body that stands still is not a request under way."""
+    with running(engine, Limits(closing_seconds=0.3)) as it:
         connection = it.connect(sent)
         wait_until(lambda: it.connections() == 1 or b"no http" in sent)
         time.sleep(0.2)

@@ -136,12 +136,28 @@ def document(*tensors: Any, **more: Any) -> bytes:
     return json.dumps({"inputs": list(tensors), **more}).encode()
 
 
+def test_data_may_be_nested_as_the_shape_is() -> None:
+    nested = tensor(shape=[2, 3], data=[[1, 2, 3], [4, 5, 6]])
+    value = read_request(document(nested), None, card()).inputs["dense"]
+    np.testing.assert_array_equal(value, np.array([[1, 2, 3], [4, 5, 6]], np.float32))
+
+
 def test_unknown_keys_and_parameters_are_ignored() -> None:
     body = document(
         tensor(parameters={"mine": 1}), model_name="ranker", parameters={"priority": 3, "x": "y"}, outputs=[]
     )
     request = read_request(body, None, card())
     assert (request.id, request.outputs) == (None, {"ctr": False})
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_an_output_overrides_what_holds_for_all(binary: bool) -> None:
+    body = document(
+        tensor(),
+        parameters={"binary_data_output": not binary},
+        outputs=[{"name": "ctr", "parameters": {"binary_data": binary}}],
+    )
+    assert read_request(body, None, card()).outputs == {"ctr": binary}
 
 
 BAD = {
