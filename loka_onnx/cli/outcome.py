@@ -21,7 +21,7 @@ from loka_onnx.report.slice_tables import slices_sentence
 from loka_onnx.report.verdict import budget_sentence
 
 SPLIT = "certification"
-DISPENSABLE = ("FP8 FLOPs", "FP8 sites", "size", "AUC", "NE", "ΔAUC", "KL")
+DISPENSABLE = ("FP8 FLOPs", "INT8 FLOPs", "FP8 sites", "INT8 sites", "size", "AUC", "NE", "ΔAUC", "KL")
 """What a narrow terminal shows of candidates only where there is room, the first to go first."""
 
 

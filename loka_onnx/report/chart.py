@@ -126,7 +126,8 @@ def _latency_axis(data: ReportData, target: str, *, is_only: bool) -> _Axis:
 def _share_axis(data: ReportData) -> _Axis:
     plans = {e.id: data.plan(e.plan) for e in data.engines}
     shares = {name: 100 * plan.fp8_share for name, plan in plans.items() if plan is not None}
-    title, against = "FP8 share of FLOPs, %", "the FP8 share of the FP8-able FLOPs"
+    low = data.plans.quantized
+    title, against = f"{low} share of FLOPs, %", f"the {low} share of the FP8-able FLOPs"
     return _Axis("share", "", title, against, data.engines, shares)
 
 

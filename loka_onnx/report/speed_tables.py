@@ -79,7 +79,7 @@ def quadrants(data: ReportData) -> tuple[Quadrants, ...]:
     """Return the quadrants of each device with speed verdicts; one without a device where there is none."""
     sites = [site for site in data.modified.sites if site.kind is not SiteKind.NORM]
     # The plan in which every site was judged.
-    plan = data.plan(SAFE_PLAN) or next((p for p in data.plans.plans if p.fp8_sites), None)
+    plan = data.plan(SAFE_PLAN) or next((p for p in data.plans.plans if p.quantized_sites), None)
     if not sites or plan is None:
         return ()
     verdicts = {d.site: d.verdict for d in plan.decisions}

@@ -60,8 +60,8 @@ def summary_table(data: ReportData, split: str | None = None) -> Table:
             table.add_column(heading, overflow="fold", no_wrap=heading in {"plan", "output"})
     for heading in ("NE", "AUC", f"{_HEADINGS.get(judged, judged)}, {confidence_text(data, split)}"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("KL", "ΔAUC", "FP8 sites", "FP8 FLOPs", "size"):
-        table.add_column(heading, justify="right", no_wrap=not heading.startswith("FP8"))
+    for heading in ("KL", "ΔAUC", f"{data.plans.quantized} sites", f"{data.plans.quantized} FLOPs", "size"):
+        table.add_column(heading, justify="right", no_wrap=not heading.endswith(("sites", "FLOPs")))
     table.add_column("status", overflow="fold", min_width=_LONGEST_WORD)
     for names, cells in _rows(data, split):
         table.add_row(*(name for name, wanted in zip(names, is_shown, strict=True) if wanted), *cells)

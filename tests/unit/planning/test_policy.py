@@ -256,7 +256,7 @@ def test_an_unknown_plan_is_refused(model: ModelArtifact) -> None:
         plan_of(model, {}, "fp8-most")
     assert str(caught.value) == (
         "plan.plans: unknown plan 'fp8-most'\n"
-        "  evidence: known are fp32, bf16, fp16, fp8-all, fp8-safe, fp8-fast\n"
+        "  evidence: known are fp32, bf16, fp16, fp8-all, fp8-safe, int8-all, int8-safe, fp8-fast\n"
         "  remedy: remove it, or correct its name"
     )
 
