@@ -29,7 +29,7 @@ class PlanId(StrEnum):
     INT8_SAFE = "int8-safe"
 
     @property
-    def format(self) -> Precision | None:
+    def quantized(self) -> Precision | None:
         """FP8 or INT8, of which its quantized sites are; None without any."""
         return quantized_precision(self)
 

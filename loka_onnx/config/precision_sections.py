@@ -159,12 +159,12 @@ class PlanConfig(Strict):
                     remedy="remove it from one of the two",
                 )
         for index, plan in enumerate(self.plans or ()):
-            if plan.format not in {None, *self.formats}:
+            if plan.quantized not in {None, *self.formats}:
                 raise fault(
-                    f"the plan '{plan}' is in {plan.format}, and `formats` are others",
+                    f"the plan '{plan}' needs {plan.quantized} in `formats`",
                     at=("plans", index),
                     evidence=f"`formats` is [{', '.join(self.formats)}]",
-                    remedy=f"write `formats: [{plan.format}]`, or remove the plan",
+                    remedy=f"write `formats: [{plan.quantized}]`, or remove the plan",
                 )
         if self.plans is not None and PlanId.FP32 not in self.plans:
             raise fault(

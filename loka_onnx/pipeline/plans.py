@@ -59,7 +59,7 @@ def check_options(config: RunConfig) -> None:
     ):
         names = sorted({name for target in config.targets for name in target.backends})
         raise ConfigError(
-            "E1538 no backend of any target multiplies INT8",
+            "E1533 no backend of any target multiplies INT8",
             where="`plan.formats`",
             evidence=f"it asks for int8; the backends are {', '.join(names)}",
             remedy="add a target {device: cpu, backends: [onnxruntime]}, or write `formats: [fp8]`",

@@ -24,7 +24,7 @@ from loka_onnx.core.ratio_moments import CONFIDENCE
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.errors import ConfigError
-from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.planning.base import Base, Bases
 from loka_onnx.planning.costs import Costs
 from loka_onnx.planning.fast import REFINEMENTS, FastSearch
@@ -428,7 +428,7 @@ class _Planner:
             return None
         if weight.index == 0 and site.op_type in {"MatMul", "Gemm"}:
             return "its weight is the left factor: no INT8 kernel has a scale for each of its rows; "
-        axes = len(self.graph.node(site.name).inputs[weight.index].shape)
+        axes = values_of(self.graph.node(site.name).inputs[weight.index]).ndim
         if axes > MATRIX and site.op_type == "MatMul":
             return f"its weight has {axes} axes: no INT8 kernel has a scale for each channel of it; "
         return None

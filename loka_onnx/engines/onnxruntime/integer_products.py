@@ -5,7 +5,8 @@
     x · W + b ≈ sx·sw[c] · (Σ (qx − zx)·qw + b₃₂)        b₃₂ = round(b / (sx·sw[c]))
 
 A product whose float bias becomes a Gemm's, as that of a MatMul and an Add does, runs in FP32 otherwise. The
-bias moves by half a unit of the sum at most.
+bias moves by half a unit of the sum at most. One that is too large for INT32 is subtracted with its sign
+changed: ONNX Runtime fuses no Sub, and would clip the bias of a Gemm or an Add without a word.
 
 **A Relu behind a product** stays only where a single Q with zero point 0 reads it, which clips alike. ONNX
 Runtime 1.31 fuses no product before another Relu: that becomes Max(y, 0).
@@ -33,10 +34,7 @@ _ZERO = "loka/integer/zero"
 
 
 def write_integer_products(engine: Path) -> None:
-    """Rewrite the biases and Relus of INT8 products of a model file in place.
-
-    A bias beyond `MOST` is left alone: the product then runs in FP32, as its precision in the engine shows.
-    """
+    """Rewrite the biases and Relus of INT8 products of a model file in place."""
     model = onnx.load(os.fspath(engine), load_external_data=False)
     _Writer(model, OperandReader(engine)).write()
     onnx.save(model, os.fspath(engine))
@@ -57,23 +55,26 @@ class _Writer:
         self._stored = {tensor.name: tensor.data_type for tensor in self._graph.initializer}
 
     def write(self) -> None:
-        biases, has_max = [], False
+        nodes, biases, has_max = [], [], False
         for node in self._graph.node:
+            nodes.append(node)
             factors = self._factors(node)
             if not factors:
                 continue
             last = self._sum_of(node)
-            if bias := self._bias(node, last, factors):
+            bias = self._bias(node, last, factors)
+            if bias is not None and bias.op_type == "Sub":
+                nodes.append(bias)
+            elif bias is not None:
                 biases.append(bias)
             for relu in self._readers[last.output[0]]:
                 if relu.op_type == "Relu" and not self._is_clipped(relu):
                     relu.op_type, has_max = "Max", True
                     relu.input.append(_ZERO)
         if has_max:
-            self._graph.initializer.append(numpy_helper.from_array(np.float32(0.0).reshape(()), _ZERO))
-        nodes = [*biases, *self._graph.node]
+            self._graph.initializer.append(numpy_helper.from_array(np.zeros((), np.float32), _ZERO))
         del self._graph.node[:]
-        self._graph.node.extend(nodes)
+        self._graph.node.extend([*biases, *nodes])
 
     def _factors(self, product: NodeProto) -> list[NodeProto]:
         """Return the DQ of both factors of an INT8 product; nothing of another node."""
@@ -98,7 +99,7 @@ class _Writer:
         return product
 
     def _bias(self, product: NodeProto, holder: NodeProto, factors: list[NodeProto]) -> NodeProto | None:
-        """Replace a float bias; return the DQ of the new one, or None."""
+        """Replace a float bias; return its node, to be added: a DQ, or the Sub of a Gemm; None for none."""
         at = next((i for i, n in enumerate(holder.input) if self._stored.get(n) == TensorProto.FLOAT), None)
         if at is None or self._ranks.get(product.output[0]) != MATRIX:
             return None
@@ -106,11 +107,25 @@ class _Writer:
         steps = [self._reader.constant(factor.input[1]).astype(np.float32) for factor in factors]
         unit = np.asarray(steps[0] * steps[1], np.float32)
         rounded = np.rint(bias.astype(np.float64) / unit)
-        if bias.ndim != 1 or not np.isfinite(rounded).all() or np.abs(rounded).max() > MOST:
+        if bias.ndim != 1 or not np.isfinite(rounded).all():
             return None
+        if np.abs(rounded).max() > MOST:
+            return self._subtracted(product, holder, at, -bias)
         dequantize = self._dequantize(f"{product.name}/bias", rounded.astype(np.int32), unit)
         holder.input[at] = dequantize.output[0]
         return dequantize
+
+    def _subtracted(
+        self, product: NodeProto, holder: NodeProto, at: int, values: npt.NDArray[np.float32]
+    ) -> NodeProto | None:
+        name = f"{product.name}/bias/negative"
+        self._graph.initializer.append(numpy_helper.from_array(values, name))
+        if holder is not product:
+            holder.op_type, holder.input[:] = "Sub", [product.output[0], name]
+            return None
+        del product.input[at]
+        result, product.output[0] = product.output[0], f"{product.name}/product"
+        return helper.make_node("Sub", [product.output[0], name], [result], name=f"{product.name}/bias")
 
     def _dequantize(
         self, name: str, values: npt.NDArray[np.int32], unit: npt.NDArray[np.float32]
