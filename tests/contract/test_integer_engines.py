@@ -161,6 +161,14 @@ def test_a_bias_beyond_the_range_of_the_sum_is_added_in_fp32(tmp_path: Path) -> 
 
 
 @needs_integers
+def test_what_is_added_to_a_product_keeps_it_from_no_kernel(tmp_path: Path) -> None:
+    engine = plan_of(tmp_path, body=BODY.replace("r3 = Relu(h3)", "s3 = Add(h3, h3) r3 = Relu(s3)")).build(
+        tmp_path
+    )
+    assert engine.fallbacks == ()
+
+
+@needs_integers
 def test_what_is_not_fused_is_a_reported_fallback(planned: Planned, tmp_path: Path) -> None:
     engine = plan_of(tmp_path, body=BODY.replace("Relu(h3)", "Clip(h3)")).build(tmp_path)
     assert [site.site for site in engine.fallbacks] == ["fc3"]

@@ -35,6 +35,7 @@ from loka_onnx.engines.onnxruntime.io_binding_settings import (
     why_declined,
     without_graphs,
 )
+from loka_onnx.engines.onnxruntime.norm_sums import write_norm_sums
 from loka_onnx.engines.onnxruntime.pointwise import write_convolutions
 from loka_onnx.engines.onnxruntime.providers import (
     CPU,
@@ -142,6 +143,7 @@ class OnnxRuntimeBackend(Backend):
         provider = self.provider(request.architecture)
         if provider.key == CPU.key:
             write_convolutions(engine)
+            write_norm_sums(engine)
             if request.plan.int8_sites:
                 write_integer_products(engine)
             return engine

@@ -5,8 +5,9 @@
     x · W + b ≈ sx·sw[c] · (Σ (qx − zx)·qw + b₃₂)        b₃₂ = round(b / (sx·sw[c]))
 
 A product whose float bias becomes a Gemm's, as that of a MatMul and an Add does, runs in FP32 otherwise. The
-bias moves by half a unit of the sum at most. One that is too large for INT32 is subtracted with its sign
-changed: ONNX Runtime fuses no Sub, and would clip the bias of a Gemm or an Add without a word.
+bias moves by half a unit of the sum at most. One that is too large for INT32 is added by a Sum, which ONNX
+Runtime does not fuse: it would clip the bias of a Gemm or an Add without a word. Likewise what is added to a
+product and is no constant.
 
 **A Relu behind a product** stays only where a single Q with zero point 0 reads it, which clips alike. ONNX
 Runtime 1.31 fuses no product before another Relu: that becomes Max(y, 0).
@@ -63,10 +64,13 @@ class _Writer:
                 continue
             last = self._sum_of(node)
             bias = self._bias(node, last, factors)
-            if bias is not None and bias.op_type == "Sub":
+            if bias is not None and bias.op_type == "Sum":
                 nodes.append(bias)
             elif bias is not None:
                 biases.append(bias)
+            for reader in self._readers[node.output[0]]:
+                if node.op_type == "MatMul" and reader.op_type == "Add" and reader is not last:
+                    reader.op_type = "Sum"
             for relu in self._readers[last.output[0]]:
                 if relu.op_type == "Relu" and not self._is_clipped(relu):
                     relu.op_type, has_max = "Max", True
@@ -99,7 +103,7 @@ class _Writer:
         return product
 
     def _bias(self, product: NodeProto, holder: NodeProto, factors: list[NodeProto]) -> NodeProto | None:
-        """Replace a float bias; return its node, to be added: a DQ, or the Sub of a Gemm; None for none."""
+        """Replace a float bias; return its node, to be added: a DQ, or the Sum of a Gemm; None for none."""
         at = next((i for i, n in enumerate(holder.input) if self._stored.get(n) == TensorProto.FLOAT), None)
         if at is None or self._ranks.get(product.output[0]) != MATRIX:
             return None
@@ -107,25 +111,20 @@ class _Writer:
         steps = [self._reader.constant(factor.input[1]).astype(np.float32) for factor in factors]
         unit = np.asarray(steps[0] * steps[1], np.float32)
         rounded = np.rint(bias.astype(np.float64) / unit)
-        if bias.ndim != 1 or not np.isfinite(rounded).all():
-            return None
-        if np.abs(rounded).max() > MOST:
-            return self._subtracted(product, holder, at, -bias)
+        if bias.ndim != 1 or not (np.abs(rounded) <= MOST).all():
+            return self._summed(product, holder)
         dequantize = self._dequantize(f"{product.name}/bias", rounded.astype(np.int32), unit)
         holder.input[at] = dequantize.output[0]
         return dequantize
 
-    def _subtracted(
-        self, product: NodeProto, holder: NodeProto, at: int, values: npt.NDArray[np.float32]
-    ) -> NodeProto | None:
-        name = f"{product.name}/bias/negative"
-        self._graph.initializer.append(numpy_helper.from_array(values, name))
+    def _summed(self, product: NodeProto, holder: NodeProto) -> NodeProto | None:
+        """Keep a bias in FP32; return the Sum behind a Gemm, None where the Add becomes one."""
         if holder is not product:
-            holder.op_type, holder.input[:] = "Sub", [product.output[0], name]
+            holder.op_type = "Sum"
             return None
-        del product.input[at]
+        bias = product.input.pop()
         result, product.output[0] = product.output[0], f"{product.name}/product"
-        return helper.make_node("Sub", [product.output[0], name], [result], name=f"{product.name}/bias")
+        return helper.make_node("Sum", [product.output[0], bias], [result], name=f"{product.name}/bias")
 
     def _dequantize(
         self, name: str, values: npt.NDArray[np.int32], unit: npt.NDArray[np.float32]
