@@ -39,6 +39,7 @@ from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.manifest import (
+    INSTRUCTIONS,
     MANIFEST_NAME,
     MAX_FILES,
     MAX_MANIFEST_BYTES,
@@ -112,12 +113,18 @@ def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None 
     return destination
 
 
-def requirements_of(backend: str, version: str, architecture: str) -> tuple[Requirement, ...]:
-    """Libraries and drivers that a host needs for an engine, whose library had this version."""
+def requirements_of(
+    backend: str, version: str, architecture: str, instructions: str = ""
+) -> tuple[Requirement, ...]:
+    """Libraries, drivers and instruction set that a host needs for an engine, whose library had this
+    version.
+    """
     spec = get_spec(backend)
     library = Requirement(spec.title, *spec.requirement(version, architecture))
     if architecture == CPU:
-        return (library,)
+        return (
+            (library, Requirement(INSTRUCTIONS, Need.EXACTLY, instructions)) if instructions else (library,)
+        )
     if not architecture.startswith("sm"):
         return (library, Requirement("AMD GPU driver", Need.NOT_STATED))
     toolkit = re.search(r"\+cu(\d+)\d$", version)
@@ -257,7 +264,9 @@ def _write_engine(contents: BundleContents, engine: BundleEngine, stage: _Stage)
         tolerance=dict(engine.expectation.tolerance),
         evaluation=engine.evaluation,
         part=artifact.part,
-        requires=requirements_of(artifact.backend, artifact.backend_version, artifact.architecture),
+        requires=requirements_of(
+            artifact.backend, artifact.backend_version, artifact.architecture, artifact.instructions
+        ),
     )
 
 

@@ -56,11 +56,12 @@ def _show_model(terminal: Terminal, result: RunResult) -> None:
 
 
 def _show_plans(terminal: Terminal, result: RunResult) -> None:
-    plans = serde.read(PlanSet, result.directory / "plan.json").plans
-    headings = (Column(heading, no_wrap=True) for heading in ("plan", "base", "FP8 sites", "FP8 FLOPs"))
+    known = serde.read(PlanSet, result.directory / "plan.json")
+    low = known.quantized
+    headings = (Column(heading, no_wrap=True) for heading in ("plan", "base", f"{low} sites", f"{low} FLOPs"))
     table = Table(*headings, box=None, pad_edge=False)
-    for plan in plans:
-        sites = f"{len(plan.fp8_sites)} of {len(plan.decisions)}"
+    for plan in known.plans:
+        sites = f"{len(plan.quantized_sites)} of {len(plan.decisions)}"
         table.add_row(Text(plan.id), Text(plan.base), sites, f"{plan.fp8_share:.1%}")
     terminal.out.print(table)
     print_written(terminal, result, "plan.json")

@@ -6,7 +6,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 from loka_onnx.core.backends import backend_names
-from loka_onnx.core.formats import FORMATS, NumberFormat
+from loka_onnx.core.formats import FORMATS, NumberFormat, Precision
+from loka_onnx.core.plan import quantized_precision
 
 if TYPE_CHECKING:
     Backend = str
@@ -24,6 +25,13 @@ class PlanId(StrEnum):
     FP8_ALL = "fp8-all"
     FP8_SAFE = "fp8-safe"
     FP8_FAST = "fp8-fast"
+    INT8_ALL = "int8-all"
+    INT8_SAFE = "int8-safe"
+
+    @property
+    def quantized(self) -> Precision | None:
+        """FP8 or INT8, of which its quantized sites are; None without any."""
+        return quantized_precision(self)
 
 
 class Executor(StrEnum):
@@ -58,7 +66,7 @@ class WeightGranularity(StrEnum):
 
 
 class ScaleRule(StrEnum):
-    """Rule from the range of an activation to its FP8 scale."""
+    """Rule from the range of an activation to its scale."""
 
     AMAX = "amax"
     PERCENTILE = "percentile"

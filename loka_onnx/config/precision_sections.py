@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from loka_onnx.config.choices import Executor, Float8Format, PlanId, ScaleRule, WeightGranularity
 from loka_onnx.config.fields import CLOSEST, EACH_ONCE, Batch, Count, ResolvedPath, Seed, Strict, Text, fault
-from loka_onnx.core.formats import Precision
+from loka_onnx.core.formats import UINT8, NumberFormat, Precision
 from loka_onnx.core.plan import Protection
 
 
@@ -117,16 +117,24 @@ class PlanConfig(Strict):
         description="E4M3FN, E4M3FNUZ or E5M2: FP8 format of both operands; an engine maker that cannot "
         "multiply it declines the plan",
     )
-    scale: ScaleRule = Field(
-        ScaleRule.AMAX,
+    formats: Annotated[
+        tuple[Literal[Precision.FP8, Precision.INT8], ...], Field(min_length=1, max_length=1)
+    ] = Field(
+        (Precision.FP8,),
+        description="number formats of the plans: [fp8] or [int8], one for a run; int8 rounds activations "
+        "to UINT8 with a zero point and weights to INT8, which ONNX Runtime multiplies on the CPU",
+    )
+    scale: ScaleRule | None = Field(
+        None,
         description="rule of activation scales: amax (no calibration row saturates), percentile (99.99 % of "
         "the values do not), mse (smallest squared error that the histogram predicts), or best to measure "
-        "these and take at each site the one with the smallest error; weights are scaled by amax",
+        "these and take at each site the one with the smallest error; null for amax in FP8 and mse in INT8; "
+        "weights are scaled by amax",
     )
     corrections: bool = Field(
         True,
-        description="whether constants are fitted to each FP8 plan (the mean error of a site into its bias, "
-        "the FP32 model's mean logit on an output) and kept where they help on the selection split",
+        description="whether constants are fitted to each quantized plan (the mean error of a site into its "
+        "bias, the FP32 model's mean logit on an output) and kept where they help on the selection split",
     )
     timings: ResolvedPath | None = Field(
         None,
@@ -135,9 +143,9 @@ class PlanConfig(Strict):
     )
     plans: Annotated[tuple[PlanId, ...], EACH_ONCE] | None = Field(
         None,
-        description="plans that are built and compete: fp32, bf16, fp16, fp8-all, fp8-safe, fp8-fast; null "
-        "for fp32, bf16, fp8-all and fp8-safe, with fp16 where a backend of a target can run it, and "
-        "fp8-fast where kernel times of a target are known",
+        description="plans that are built and compete: fp32, bf16, fp16, fp8-all, fp8-safe, fp8-fast, "
+        "int8-all, int8-safe; null for fp32, bf16, -all and -safe of `formats`, with fp16 where a backend "
+        "of a target can run it, and fp8-fast where kernel times of a target are known",
     )
 
     @model_validator(mode="after")
@@ -150,6 +158,14 @@ class PlanConfig(Strict):
                     evidence="`keep` leaves a site out of FP8, `force` puts it there",
                     remedy="remove it from one of the two",
                 )
+        for index, plan in enumerate(self.plans or ()):
+            if plan.quantized not in {None, *self.formats}:
+                raise fault(
+                    f"the plan '{plan}' needs {plan.quantized} in `formats`",
+                    at=("plans", index),
+                    evidence=f"`formats` is [{', '.join(self.formats)}]",
+                    remedy=f"write `formats: [{plan.quantized}]`, or remove the plan",
+                )
         if self.plans is not None and PlanId.FP32 not in self.plans:
             raise fault(
                 "the plan 'fp32' must compete",
@@ -158,3 +174,8 @@ class PlanConfig(Strict):
                 remedy="add fp32: it is what is deployed when nothing else is inside of the budget",
             )
         return self
+
+    @property
+    def number_format(self) -> NumberFormat:
+        """Format of quantized activations."""
+        return UINT8 if Precision.INT8 in self.formats else self.format.number_format

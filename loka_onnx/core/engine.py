@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from operator import not_
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from loka_onnx.core.serde import STRICT, Component, InsidePath
 from loka_onnx.core.split import Part
@@ -54,6 +57,8 @@ class EngineArtifact:
         digest: SHA-256 of the engine file; over all of its files when weights are beside it.
         detail: Failure with its evidence, or why it was declined or not run.
         portability: Where the engine file may be loaded.
+        instructions: Instruction set of the host that it was built on, where its values depend on that, as in
+            ``avx512_vnni``; else empty.
         remarks: Fusions that its maker does elsewhere but not here, with place and reason.
     """
 
@@ -76,6 +81,7 @@ class EngineArtifact:
     portability: str = ""
     part: Part = Part.WHOLE
     remarks: tuple[str, ...] = ()
+    instructions: Annotated[str, Field(exclude_if=not_)] = ""
 
     @property
     def id(self) -> str:

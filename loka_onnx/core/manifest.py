@@ -64,9 +64,13 @@ class Need(StrEnum):
     """The version is not known; the self-test of a loader decides."""
 
 
+INSTRUCTIONS = "CPU instructions"
+"""Name of the requirement of an instruction set, as the kernel names its flag."""
+
+
 @dataclass(frozen=True)
 class Requirement:
-    """Host requirement of an engine: a library by its makers' name, or ``NVIDIA driver``."""
+    """Host requirement of an engine: a library by its makers' name, ``NVIDIA driver`` or `INSTRUCTIONS`."""
 
     __pydantic_config__ = STRICT
 

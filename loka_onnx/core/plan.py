@@ -34,6 +34,12 @@ class SpeedVerdict(StrEnum):
     """No kernel of such a product was timed on the device."""
 
 
+def quantized_precision(plan_id: str) -> Precision | None:
+    """FP8 or INT8, by the id of a plan: its first word. None of a plan in high precision."""
+    word = plan_id.partition("-")[0]
+    return Precision(word) if word in {Precision.FP8, Precision.INT8} else None
+
+
 @dataclass(frozen=True)
 class SiteSpeed:
     """Time that FP8 saves at one site on one device, before building.
@@ -116,13 +122,14 @@ class PrecisionPlan:
     """One precision assignment of the whole model.
 
     Attributes:
-        id: ``fp32``, ``bf16``, ``fp16``, ``fp8-all``, ``fp8-safe``, ``fp8-fast`` or a numbered refinement.
+        id: ``fp32``, ``bf16``, ``fp16``, ``fp8-`` or ``int8-`` with ``all`` or ``safe``, ``fp8-fast`` or
+            a numbered refinement.
         model_digest: Digest of the model that it is for.
-        base: Precision outside FP8.
+        base: Precision outside the quantized sites.
         decisions: One per site.
         predicted_kl: Sum of the chosen sites' KL relative to the loss, per output, predicted from
-            calibration; empty for plans without FP8.
-        fp8_share: Share of the FP8-able FLOPs that run in FP8.
+            calibration; empty for plans in high precision.
+        fp8_share: Share of the FP8-able FLOPs that run in FP8 or INT8.
         wide: Nodes beside the sites that stay in FP32 where the base is not; of a site, its decision says so.
         base_reason: Why this base, where the profile chose it; empty where the user did.
         device: Device that the plan was made for, by its kernel times; empty for a plan that is for any.
@@ -159,9 +166,19 @@ class PrecisionPlan:
         return tuple(d.site for d in self.decisions if d.precision.is_quantized)
 
     @property
+    def quantized(self) -> Precision | None:
+        """FP8 or INT8, in which its quantized sites run; None without any."""
+        return next((d.precision for d in self.decisions if d.precision.is_quantized), None)
+
+    @property
     def fp8_sites(self) -> tuple[str, ...]:
         """Names of the sites that run in FP8."""
         return tuple(d.site for d in self.decisions if d.precision is Precision.FP8)
+
+    @property
+    def int8_sites(self) -> tuple[str, ...]:
+        """Names of the sites that run in INT8."""
+        return tuple(d.site for d in self.decisions if d.precision is Precision.INT8)
 
     def decision(self, site: str) -> Decision:
         """Return the decision for a site."""
@@ -190,6 +207,12 @@ class PlanSet:
     notes: tuple[str, ...] = ()
     speeds: tuple[SiteSpeed, ...] = ()
     able_share: float | None = None
+
+    @property
+    def quantized(self) -> str:
+        """``FP8`` or ``INT8``: the precision of quantized sites; ``FP8`` where no plan has any."""
+        known = filter(None, (quantized_precision(plan.id) for plan in self.plans))
+        return next(known, Precision.FP8).upper()
 
     def plan(self, plan_id: str) -> PrecisionPlan:
         """Return the plan of that id."""

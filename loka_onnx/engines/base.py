@@ -89,7 +89,7 @@ class Backend(ABC):
         """Reason why no machine can honour a plan on an architecture with this backend; None when one can."""
 
     def base_precision(self, plan: PrecisionPlan) -> Precision:
-        """Precision of everything that is not FP8 in the graph for `build`."""
+        """Precision of everything that is not quantized in the graph for `build`."""
         return plan.base
 
     @abstractmethod
@@ -113,12 +113,13 @@ class Backend(ABC):
         reason = self.spec.device_obstacle(architecture)
         return f"{reason}; latency and accuracy not measured" if reason else ""
 
-    def foreign_format(self, plan: PrecisionPlan) -> str | None:
-        """The first site of a plan in an FP8 format that this backend does not multiply, as a reason."""
+    def foreign_format(self, plan: PrecisionPlan, architecture: str) -> str | None:
+        """The first site of a plan in a format that this backend does not multiply, as a reason."""
+        formats = self.spec.formats_on(architecture)
         for decision in plan.decisions:
             recipe = decision.recipe
-            if recipe is not None and recipe.format not in self.spec.formats:
-                known = ", ".join(map(str, self.spec.formats))
+            if recipe is not None and recipe.format not in formats:
+                known = ", ".join(map(str, formats))
                 return f"site '{decision.site}' asks for {recipe.format}; {self.name} multiplies {known} only"
         return None
 
@@ -146,6 +147,10 @@ class Backend(ABC):
     def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
         """True if FP8 is simulated there: accuracy is meaningful, latency is not."""
         return False
+
+    def instructions(self, plan: PrecisionPlan, architecture: str) -> str:
+        """Instruction set of this host that an engine's values depend on; empty where they do not."""
+        return ""
 
     def files(self, engine: Path) -> tuple[Path, ...]:
         """All files of an engine, the main file first."""
@@ -324,6 +329,7 @@ class Backend(ABC):
             sites=response.sites,
             build_seconds=response.build_seconds,
             portability=self.portability(request.architecture),
+            instructions=self.instructions(request.plan, request.architecture),
         )
 
 

@@ -6,6 +6,7 @@ Read from graphs that an engine maker has optimized, independently of the plan.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,17 @@ from loka_onnx.sessions.model_files import FLOAT8_NAMES
 
 LAYOUT_OPS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
 """Operators that move values without changing them; an optimizer may put one between a DQ and its product."""
+INTEGER_OPS: Mapping[str, tuple[int, int]] = {
+    "QGemm": (0, 3),
+    "QLinearMatMul": (0, 3),
+    "QLinearConv": (0, 3),
+    "MatMulIntegerToFloat": (0, 1),
+    "MatMulInteger": (0, 1),
+    "ConvInteger": (0, 1),
+}
+"""ONNX Runtime's products of integers, and the positions of their factors."""
 PRODUCT_OPS = frozenset(
-    {"MatMul", "Gemm", "FusedMatMul", "FusedGemm", "TransposeMatMul", "Conv", "FusedConv"}
+    {"MatMul", "Gemm", "FusedMatMul", "FusedGemm", "TransposeMatMul", "Conv", "FusedConv", *INTEGER_OPS}
 )
 
 
@@ -73,8 +83,8 @@ class OperandReader:
 
     def operands(self, node: onnx.NodeProto) -> tuple[Source, ...]:
         """Sources of a product's two factors (not a Gemm's bias), or of a norm's input."""
-        count = 2 if node.op_type in PRODUCT_OPS else 1
-        return tuple(self._source(tensor) for tensor in node.input[:count])
+        factors = INTEGER_OPS.get(node.op_type, (0, 1) if node.op_type in PRODUCT_OPS else (0,))
+        return tuple(self._source(node.input[index]) for index in factors)
 
     def float_types(self) -> frozenset[str]:
         """Names of all floating-point types of the graph's tensors."""

@@ -62,7 +62,7 @@ class Candidate:
     @property
     def fusions(self) -> Fusions:
         """Fusions that decide where Q/DQ are placed; empty for a plan without FP8."""
-        return self.backend.spec.fusions if self.plan.fp8_sites else Fusions()
+        return self.backend.spec.fusions if self.plan.quantized_sites else Fusions()
 
     @property
     def directory(self) -> str:

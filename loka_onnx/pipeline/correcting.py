@@ -86,7 +86,7 @@ class Correcting:
             "asked_for": config.plan.corrections,
             "exported": self.context.exported,
             "model": self.model,
-            "plans": [plan for plan in plans.plans if plan.fp8_sites],
+            "plans": [plan for plan in plans.plans if plan.quantized_sites],
             "data": [rows.data, self.selection.data],
             "rows": [rows.most, rows.first, rows.batch_size, rows.seed, self.selection.most],
             "outputs": config.outputs,
@@ -96,7 +96,7 @@ class Correcting:
 
     def fit(self, plans: Iterable[PrecisionPlan]) -> CorrectionSet:
         """Fit, try and decide, without a record; nothing where none is asked for or no plan has FP8."""
-        quantized = [plan for plan in plans if plan.fp8_sites]
+        quantized = [plan for plan in plans if plan.quantized_sites]
         if not self.context.config.plan.corrections or not quantized:
             return CorrectionSet()
         hopeless = {plan.id: why for plan in quantized if (why := self._why_hopeless(plan))}

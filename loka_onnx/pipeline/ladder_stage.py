@@ -55,10 +55,10 @@ def start_ladder_of(
 
 
 def climb_ladder(context: Context, modified: ModelArtifact, profile: Profile) -> Climb | None:
-    """The sites of `fp8-safe` → `ladder.json`; None where that plan does not compete."""
+    """The sites of `fp8-safe` or `int8-safe` → `ladder.json`; None where none competes."""
     config, splits = context.config, context.splits
     options, chosen = plan_options(context, modified), config.plan
-    if PlanId.FP8_SAFE not in options.plans:
+    if not {PlanId.FP8_SAFE, PlanId.INT8_SAFE} & {*options.plans}:
         context.directory.forget(LADDER.name)
         return None
     reads = {

@@ -107,7 +107,7 @@ def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, f
         if left:
             target, rows = context.path("model/loud.onnx"), context.first_rows(_rows(context.config))
             mod = SplitHighErrorChannels(
-                left, [rows], target.parent, context.config.plan.format.number_format
+                left, [rows], target.parent, context.config.plan.number_format.of_weights
             )
             split = apply_mods(merged.model, [rows], target, [mod], context.progress)
         log = RewriteLog((*merged.log.records, *split.log.records))
@@ -117,7 +117,7 @@ def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, f
         "model": merged.model,
         "data": context.splits.calibration,
         "left": left,
-        "format": context.config.plan.format,
+        "format": context.config.plan.number_format.name,
         "rows": _rows(context.config),
     }
     # A model that stays as it is, and its tables in any case, belong to the stage that wrote them.
@@ -160,9 +160,7 @@ class ChosenMods:
         granularity = config.plan.weight_granularity
         is_open = granularity is WeightGranularity.BEST
         weights = tuple(Granularity) if is_open else (Granularity(granularity),)
-        self._rounding = (
-            Rounding(config.plan.format.number_format, weights) if config.mods.smoothing else None
-        )
+        self._rounding = Rounding(config.plan.number_format, weights) if config.mods.smoothing else None
 
     @property
     def key(self) -> dict[str, Any]:

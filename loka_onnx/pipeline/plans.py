@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from loka_onnx.config import PlanConfig, PlanId, RunConfig, ScaleRule
@@ -12,7 +12,9 @@ from loka_onnx.core.ladder import Climb
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import AMAX, MSE, Granularity, Recipe
+from loka_onnx.engines.base import Backend
 from loka_onnx.engines.registry import get_backend
+from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.tuning import device_timings
@@ -38,8 +40,8 @@ def planned_recipes(plan: PlanConfig) -> tuple[Recipe, ...]:
     """
     weights = (Granularity.PER_TENSOR, Granularity.PER_CHANNEL)
     return tuple(
-        Recipe.of(plan.format.number_format, weight, rule)
-        for rule in _RULES[plan.scale]
+        Recipe.of(plan.number_format, weight, rule)
+        for rule in _RULES[plan.scale or (ScaleRule.AMAX if plan.number_format.is_float else ScaleRule.MSE)]
         for weight in weights
     )
 
@@ -48,8 +50,20 @@ def check_options(config: RunConfig) -> None:
     """Check the options of every backend before any work is done.
 
     Raises:
-        ConfigError: A backend has no such setting, or takes another value.
+        ConfigError: A backend has no such setting, or takes another value; or no backend of any target
+            multiplies INT8, which `plan.formats` asks for.
     """
+    if Precision.INT8 in config.plan.formats and not any(
+        config.plan.number_format in backend.spec.formats_on(architecture)
+        for backend, architecture in _engines(config)
+    ):
+        names = sorted({name for target in config.targets for name in target.backends})
+        raise ConfigError(
+            "E1533 no backend of any target multiplies INT8",
+            where="`plan.formats`",
+            evidence=f"it asks for int8; the backends are {', '.join(names)}",
+            remedy="add a target {device: cpu, backends: [onnxruntime]}, or write `formats: [fp8]`",
+        )
     for number, target in enumerate(config.targets):
         for name, options in target.options.items():
             where = f"`targets[{number}].options.{name}` (device '{target.device}')"
@@ -65,6 +79,8 @@ def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[Pla
     if config.plan.plans is not None:
         return config.plan.plans
     fp16 = (PlanId.FP16,) if _runs(config, Precision.FP16) else ()
+    if Precision.INT8 in config.plan.formats:
+        return (PlanId.FP32, PlanId.BF16, *fp16, PlanId.INT8_ALL, PlanId.INT8_SAFE)
     fast = (PlanId.FP8_FAST,) if any(target.device in timed for target in config.targets) else ()
     return (PlanId.FP32, PlanId.BF16, *fp16, PlanId.FP8_ALL, PlanId.FP8_SAFE, *fast)
 
@@ -77,10 +93,16 @@ def _runs(config: RunConfig, precision: Precision) -> bool:
     plan = PrecisionPlan(str(precision), "", precision, (), {}, 0.0)
     return any(
         architecture != CPU and backend.decline(plan, architecture) is None
-        for target in config.targets
-        for backend in map(get_backend, target.backends)
-        for architecture in target.architectures or backend.architectures(target.device)
+        for backend, architecture in _engines(config)
     )
+
+
+def _engines(config: RunConfig) -> Iterator[tuple[Backend, str]]:
+    """Yield each backend with each architecture that it builds for."""
+    for target in config.targets:
+        for backend in map(get_backend, target.backends):
+            for architecture in target.architectures or backend.architectures(target.device):
+                yield backend, architecture
 
 
 def plan_options(context: Context, model: ModelArtifact) -> PlanOptions:

@@ -118,7 +118,7 @@ class _Trial:
 
     @property
     def has_fp8(self) -> bool:
-        return bool(self.plan.fp8_sites)
+        return bool(self.plan.quantized_sites)
 
     @property
     def per_row_us(self) -> float:
@@ -148,7 +148,7 @@ class _Trial:
             origin=self.proposal.origin,
             parent=self.proposal.parent,
             returned=self.proposal.returned,
-            fp8_sites=len(plan.fp8_sites),
+            fp8_sites=len(plan.quantized_sites),
             fp8_share=plan.fp8_share,
             status=engine.status,
             detail=detail,
@@ -270,7 +270,7 @@ class _Loop:
         for proposal in (*self._given_back(target), *searched):
             if len(wanted) == self._limits.plans:
                 break
-            if proposal.plan.fp8_sites and _assignment(proposal.plan) not in seen:
+            if proposal.plan.quantized_sites and _assignment(proposal.plan) not in seen:
                 seen.add(_assignment(proposal.plan))
                 wanted.append(replace(proposal, plan=replace(proposal.plan, id=next(names))))
         return wanted
@@ -351,4 +351,4 @@ def _speed(timed: Interleaved, engine: EngineArtifact) -> Speed | None:
 
 def _assignment(plan: PrecisionPlan) -> tuple[frozenset[str], str]:
     """Key that identifies a plan: sites in FP8 and base precision."""
-    return frozenset(plan.fp8_sites), plan.base
+    return frozenset(plan.quantized_sites), plan.base

@@ -238,10 +238,11 @@ class _Measured:
             reason = "the only engine whose upper bound is inside the budget"
         fp8 = [e for e in self.competing if evidence.has_fp8(e)]
         if not fp8:
-            return f"{reason}; none of them runs FP8"
+            return f"{reason}; none of them runs {evidence.plans.quantized}"
         if evidence.has_fp8(winner):
             return reason
-        return f"{reason}; FP8 is {'no faster' if any(e in same for e in fp8) else 'slower'}"
+        how = "no faster" if any(e in same for e in fp8) else "slower"
+        return f"{reason}; {evidence.plans.quantized} is {how}"
 
     def _fall_back(self, missed: EngineArtifact) -> TargetChoice:
         """Replace a selected engine that missed on certification by a lower rung, or by the exact model."""
@@ -338,8 +339,8 @@ def _choose_provisional(
         winner = best
         # Another FP8 plan would be selected by the certification rows.
         reason = (
-            f"no FP8 plan is inside the budget {'as measured' if how == 'measured' else 'in simulation'}: "
-            "high precision"
+            f"no {evidence.plans.quantized} plan is inside the budget "
+            f"{'as measured' if how == 'measured' else 'in simulation'}: high precision"
             if selected is None
             else f"{_missed_in_words(tried)}: high precision"
         )

@@ -9,13 +9,22 @@ from functools import cached_property
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.ladder import Climb
-from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Protection, SiteSpeed, Verdict, Wide
+from loka_onnx.core.plan import (
+    Decision,
+    PlanSet,
+    PrecisionPlan,
+    Protection,
+    SiteSpeed,
+    Verdict,
+    Wide,
+    quantized_precision,
+)
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.ratio_moments import CONFIDENCE
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.errors import ConfigError
-from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.planning.base import Base, Bases
 from loka_onnx.planning.costs import Costs
 from loka_onnx.planning.fast import REFINEMENTS, FastSearch
@@ -27,9 +36,11 @@ from loka_onnx.planning.scales import ScaleReader
 from loka_onnx.planning.search import Sites
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 
-_FP8_PLANS = ("fp8-all", "fp8-safe")
+_QUANTIZED = tuple(f"{precision}-{which}" for precision in ("fp8", "int8") for which in ("all", "safe"))
 FAST = "fp8-fast"
 """The plan that is made for each device by its kernel times."""
+MATRIX = 2
+"""Axes of a matrix."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +50,8 @@ class PlanOptions:
     Attributes:
         keep: Patterns (`planning.patterns`) of products that stay in the base precision, of norms that stay
             in FP32, and of other nodes that do; a pattern that matches a site matches no other node.
-        force: Patterns of products that run in FP8 whatever their verdict, unless FP16 would overflow there.
-        base: Precision of everything not in FP8; None for FP16 where the profile shows that it fits, else
+        force: Patterns of products that are quantized whatever their verdict, unless FP16 would overflow.
+        base: Precision of everything not quantized; None for FP16 where the profile shows that it fits, else
             BF16.
         plans: Ids of the plans to make.
         confidence: Of all intervals of verdicts together.
@@ -48,8 +59,8 @@ class PlanOptions:
         exported: The model before mods, for which the patterns were written; a pattern that matches only
             there becomes a note. None where plans are made for that model itself.
         devices: Kernel times of each device; one without any becomes a note and gets no plan `fp8-fast`.
-        safe: The climbed rung, which `fp8-safe` has in FP8. None where nothing was judged jointly; `fp8-safe`
-            then rests on the bounds of single sites (`judging`).
+        safe: The climbed rung, the sites of `fp8-safe` or `int8-safe`. None where nothing was judged jointly;
+            that plan then rests on the bounds of single sites (`judging`).
     """
 
     keep: tuple[str, ...] = ()
@@ -65,7 +76,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class LadderStart:
-    """Ladder that `fp8-safe` is climbed on, its nested rungs, and the plan with all of its sites in FP8."""
+    """Ladder that a safe plan is climbed on, its nested rungs, and the plan with all its sites quantized."""
 
     ladder: Ladder
     rungs: tuple[frozenset[str], ...]
@@ -105,7 +116,7 @@ def start_ladder(
     options: PlanOptions,
     plan: PrecisionPlan | None = None,
 ) -> LadderStart:
-    """Return the ladder over the sites that may run in FP8, or over those of a plan.
+    """Return the ladder over the sites that may be quantized, or over those of a plan.
 
     Kernel times of the plan's device order it; without a plan those of the first device that has any. Other
     arguments and errors are those of `make_plans`.
@@ -174,6 +185,7 @@ class _Planner:
     ) -> None:
         self.model, self.profile, self.outputs, self.options = model, profile, outputs, options
         self.recipes = {recipe.id: recipe for recipe in recipes}
+        self.precision = recipes[0].precision
         graph = self.graph = GraphModel.load(model.path)
         self.scales = ScaleReader(graph, profile)
         self.flops = {site.name: useful_flops(graph, site) for site in model.sites if site.is_fp8_able}
@@ -216,16 +228,16 @@ class _Planner:
 
     @property
     def speeds(self) -> tuple[SiteSpeed, ...]:
-        """Savings at each site that could run in FP8, on each device with kernel times."""
+        """Savings at each site that could be quantized, on each device with kernel times."""
         return tuple(speeds.speed(site) for speeds in self._site_speeds.values() for site in speeds.sources)
 
     def start(self, plan: PrecisionPlan | None) -> LadderStart:
-        """Return the ladder over the sites of a plan, or over all that may run in FP8."""
+        """Return the ladder over the sites of a plan, or over all that may be quantized."""
         ladder = Ladder(self.model, self.profile, self.outputs, self.speeds, self.forced)
         timed = next((known.device for known in self.options.devices if known.timings), "")
         if plan is None:
             plan = self._quantized_plan(
-                "fp8-safe", {site.name: self._kept_out(site) for site in self.model.sites}
+                f"{self.precision}-safe", {site.name: self._kept_out(site) for site in self.model.sites}
             )
         return LadderStart(ladder, ladder.rungs(plan.quantized_sites, plan.device or timed), plan)
 
@@ -234,19 +246,19 @@ class _Planner:
         if plan_id in simple:
             base = self.bases.fixed(simple[plan_id])
             return self._plan(plan_id, base, tuple(self._base_decision(s, base) for s in self.model.sites))
-        if plan_id not in _FP8_PLANS:
+        if plan_id not in _QUANTIZED:
             raise ConfigError(
                 f"E0707 unknown plan '{plan_id}'",
                 where="plan.plans",
-                evidence=f"known are {', '.join((*simple, *_FP8_PLANS, FAST))}",
+                evidence=f"known are {', '.join((*simple, *_QUANTIZED, FAST))}",
                 remedy="remove it, or correct its name",
             )
         obstacles = {site.name: self._obstacle(site, plan_id) for site in self.model.sites}
         return self._quantized_plan(plan_id, obstacles)
 
     def _quantized_plan(self, plan_id: str, obstacles: Mapping[str, str | None]) -> PrecisionPlan:
-        """Return the plan with every site in FP8 that has no obstacle."""
-        climb = self.options.safe if plan_id == "fp8-safe" else None
+        """Return the plan with every site quantized that has no obstacle."""
+        climb = self.options.safe if plan_id.endswith("-safe") else None
         quantized = {s.name: self._quantized(s, climb) for s in self.model.sites if obstacles[s.name] is None}
         base = self._base_of(quantized)
         decisions = tuple(
@@ -261,7 +273,7 @@ class _Planner:
     def _plan(self, plan_id: str, base: Base, decisions: tuple[Decision, ...]) -> PrecisionPlan:
         chosen = {d.site for d in decisions if d.precision.is_quantized}
         sites = {d.site for d in decisions}
-        outputs = self.outputs if plan_id.startswith("fp8-") else ()
+        outputs = self.outputs if quantized_precision(plan_id) else ()
         return PrecisionPlan(
             id=plan_id,
             model_digest=self.model.digest,
@@ -380,30 +392,45 @@ class _Planner:
         )
 
     def _obstacle(self, site: Site, plan_id: str) -> str | None:
-        """Return why a site does not run in FP8, as a prefix of its verdict; None when it does."""
-        takes_all = plan_id == "fp8-all"
+        """Return why a site is not quantized, as a prefix of its verdict; None when it is."""
+        takes_all = plan_id.endswith("-all")
         kept_out = self._kept_out(site, takes_thin=takes_all)
         if kept_out is not None or takes_all or site.name in self.forced:
             return kept_out
-        climb = self.options.safe if plan_id == "fp8-safe" else None
+        climb = self.options.safe if plan_id.endswith("-safe") else None
         if climb is None:
             return None if self.judgements[site.name].verdict is Verdict.SAFE else ""
         return None if site.name in climb.sites else f"{_beyond_rung(climb)}; "
 
     def _kept_out(self, site: Site, *, takes_thin: bool = False) -> str | None:
-        """Return why a site may not run in FP8 whatever it costs, as a prefix of its verdict; None where it
+        """Return why a site may not be quantized whatever it costs, as a prefix of its verdict; None where it
         may.
         """
-        if site.name in self.forced:
-            return None
+        name, no_integers = self.precision.upper(), self._no_integers(site)
+        if no_integers or site.name in self.forced:
+            return no_integers
         if site.kind is SiteKind.NORM or site.name in self.kept:
             return ""
         if site.name in self.bases.protected:
             return f"{self.bases.protected[site.name]}; "
         if site.kind is SiteKind.INTERACTION:
-            return "a product of two activations runs in FP8 only when forced; "
+            return f"a product of two activations runs in {name} only when forced; "
         if not site.is_fp8_able and not takes_thin:
-            return f"K = {site.k}, N = {site.n}: FP8 kernels want both to be at least 16; "
+            return f"K = {site.k}, N = {site.n}: {name} kernels want both to be at least 16; "
+        return None
+
+    def _no_integers(self, site: Site) -> str | None:
+        """Return why ONNX Runtime does not multiply a site in INT8, as a prefix; None where it does, and in
+        FP8.
+        """
+        weight = site.weight
+        if weight is None or self.precision is not Precision.INT8:
+            return None
+        if weight.index == 0 and site.op_type in {"MatMul", "Gemm"}:
+            return "its weight is the left factor: no INT8 kernel has a scale for each of its rows; "
+        axes = values_of(self.graph.node(site.name).inputs[weight.index]).ndim
+        if axes > MATRIX and site.op_type == "MatMul":
+            return f"its weight has {axes} axes: no INT8 kernel has a scale for each channel of it; "
         return None
 
     def _quantized(self, site: Site, climb: Climb | None = None) -> Decision:
@@ -422,7 +449,7 @@ class _Planner:
 
 
 def _on_rung(climb: Climb) -> str:
-    """Return why a site of the taken rung is in FP8."""
+    """Return why a site of the taken rung is quantized."""
     taken = climb.taken
     if taken is None or taken.change is None:
         return f"on rung {climb.rung} of the ladder"

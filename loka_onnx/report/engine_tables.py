@@ -110,25 +110,26 @@ def _operands(site: SitePrecision) -> str:
 
 
 def fp8_sites(data: ReportData, engine: EngineArtifact) -> Told:
-    """Return FP8 sites over planned ones, ``5 of 7``."""
+    """Return FP8 (or INT8) sites over planned ones, ``5 of 7``."""
     plan = data.plan(engine.plan)
     if plan is None:
         return Told(numbers.NONE)
-    planned = counted(plan, "decisions", precision=Precision.FP8)
-    if not plan.fp8_sites:
+    precision = plan.quantized or Precision.FP8
+    planned = counted(plan, "decisions", precision=precision)
+    if not plan.quantized_sites:
         return planned
     if not engine.sites:
         return told("{} planned", planned)
-    return told("{} of {}", counted(engine, "sites", engaged=True, planned=Precision.FP8), planned)
+    return told("{} of {}", counted(engine, "sites", engaged=True, planned=precision), planned)
 
 
 def fp8_share(data: ReportData, engine: EngineArtifact) -> Told:
-    """Return the FP8 share of the FP8-able FLOPs; marked where the engine does not honour the plan."""
+    """Return the quantized share of the FP8-able FLOPs; marked where the engine does not honour the plan."""
     plan = data.plan(engine.plan)
     if plan is None:
         return Told(numbers.NONE)
-    lost = {s.site for s in engine.fallbacks} & set(plan.fp8_sites)
-    unread = plan.fp8_sites and not engine.sites
+    lost = {s.site for s in engine.fallbacks} & set(plan.quantized_sites)
+    unread = plan.quantized_sites and not engine.sites
     return told("{}{}", shown(numbers.share, plan, "fp8_share"), " planned" if lost or unread else "")
 
 
@@ -219,8 +220,8 @@ def _accuracy_table(data: ReportData, split: str) -> Table:
         number("AUC", lambda row: _metric(row, numbers.metric, "auc")),
         number("Prediction ratio", lambda row: _metric(row, numbers.ratio, "prediction_ratio")),
         number("Latency p50", of_engine(_latency_cell)),
-        number("Sites in FP8", of_engine(fp8_sites)),
-        number("FP8 share of FLOPs", of_engine(fp8_share)),
+        number(f"Sites in {data.plans.quantized}", of_engine(fp8_sites)),
+        number(f"{data.plans.quantized} share of FLOPs", of_engine(fp8_share)),
         number("Size", of_engine(lambda _, engine: size_text(engine))),
         text("Status", _status),
         prose("Outcome", lambda row: _outcome(data, row)),

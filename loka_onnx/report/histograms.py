@@ -35,12 +35,11 @@ class Activation:
     @property
     def bounds(self) -> tuple[float, float, float] | None:
         """Upper ends of magnitudes that round to zero, are subnormal, do not saturate; None without a
-        rounding scale.
+        rounding scale, and with a zero point, as each sign then ends elsewhere.
         """
-        scale = self.scale.value
-        if self.recipe is None or scale is None or not isfinite(scale) or scale <= 0:
+        scale, spec = self.scale.value, self.recipe.format if self.recipe is not None else None
+        if spec is None or spec.has_zero_point or scale is None or not isfinite(scale) or scale <= 0:
             return None
-        spec = self.recipe.format
         # Half of the smallest number is a tie, and ties go to even: to zero.
         return spec.smallest / 2 * scale, spec.min_normal * scale, spec.max * scale
 

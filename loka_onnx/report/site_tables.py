@@ -131,12 +131,12 @@ def _intervals(data: ReportData) -> str:
 
 
 def shown_plan(data: ReportData) -> PrecisionPlan | None:
-    """Return the plan whose reasons are shown: the selected one if it has FP8, else fp8-safe, else any with
-    FP8.
+    """Return the plan whose reasons are shown: the selected one if it is quantized, else fp8-safe, else any
+    that is.
     """
     emitted = [data.plan(name) for t in data.choice.targets for name in t.plans]
     known = [p for p in (*emitted, data.plan(_SAFE_PLAN), *data.plans.plans) if p is not None]
-    return next((p for p in known if p.fp8_sites), known[0] if known else None)
+    return next((p for p in known if p.quantized_sites), known[0] if known else None)
 
 
 @dataclass(frozen=True)
@@ -297,12 +297,13 @@ def _plan_table(data: ReportData) -> Table:
     rows: list[tuple[str, Callable[[PrecisionPlan], Cell | str] | None]] = [
         (site.name, None) for site in data.modified.sites
     ]
-    rows.append(("FP8 share of FP8-able FLOPs", lambda plan: shown(numbers.share, plan, "fp8_share")))
+    low = data.plans.quantized
+    rows.append((f"{low} share of FP8-able FLOPs", lambda plan: shown(numbers.share, plan, "fp8_share")))
     if data.plans.able_share is not None:
-        rows.append(("FP8 share of the FLOPs of all products", share_of_all))
+        rows.append((f"{low} share of the FLOPs of all products", share_of_all))
     fields = (text("Site", lambda row: row[0]), *map(of_plan, data.plans.plans))
     return table_of("Precision of each site in each plan", fields, rows)
 
 
 def _precision_cell(precision: Precision) -> Cell:
-    return cell(precision, Tone.GOOD if precision is Precision.FP8 else Tone.PLAIN)
+    return cell(precision, Tone.GOOD if precision.is_quantized else Tone.PLAIN)

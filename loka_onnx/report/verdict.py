@@ -96,7 +96,7 @@ def _status(output: OutputEvaluation, budget: Told) -> Told:
 
 def _verdict(data: ReportData, choice: TargetChoice) -> Verdict:
     engines = _emitted(choice)
-    has_fp8 = any(plan.fp8_sites for name in choice.plans if (plan := data.plan(name)) is not None)
+    has_fp8 = any(plan.quantized_sites for name in choice.plans if (plan := data.plan(name)) is not None)
     headline = f"{choice.target}: emit {' and '.join(f'{e.engine} (plan {e.plan})' for e in engines)}"
     tone = Tone.GOOD if has_fp8 and all(_is_within(data, e.engine) for e in engines) else Tone.WARN
     facts = tuple(_facts(data, choice, engines, has_fp8))
@@ -108,7 +108,8 @@ def _facts(
 ) -> Iterator[str]:
     if not has_fp8:
         plans = ", ".join(choice.plans)
-        yield f"No FP8 engine is emitted for this target: it gets high precision ({plans})."
+        low = data.plans.quantized
+        yield f"No {low} engine is emitted for this target: it gets high precision ({plans})."
     yield f"Why: {choice.reason}"
     for engine in engines:
         if data.is_simulated(engine.engine):
@@ -254,10 +255,12 @@ def _plan_stat(data: ReportData, choice: TargetChoice) -> Stat:
 
 
 def _fp8_of(plan: PrecisionPlan) -> str:
-    if not plan.fp8_sites:
+    if not plan.quantized_sites:
         return "no FP8"
-    sites = counted(plan, "decisions", precision=Precision.FP8.value)
-    return told("sites in FP8: {}, {} of the FLOPs", sites, shown(numbers.share, plan, "fp8_share"))
+    name = plan.quantized or Precision.FP8
+    sites = counted(plan, "decisions", precision=name.value)
+    share = shown(numbers.share, plan, "fp8_share")
+    return told("sites in {}: {}, {} of the FLOPs", name.upper(), sites, share)
 
 
 def _latency_stat(data: ReportData, choice: TargetChoice) -> Stat:

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loka_onnx.core.devices import CPU, device_called
-from loka_onnx.core.manifest import EngineEntry, Manifest
+from loka_onnx.core.manifest import INSTRUCTIONS, EngineEntry, Manifest
 from loka_onnx.core.split import Part
 from loka_onnx.errors import MissingPackage
 from loka_onnx.runtime.health import Cause
 from loka_onnx.sessions.backends import get_spec, has_spec, in_line
-from loka_onnx.sessions.host_devices import device_of_architecture
+from loka_onnx.sessions.host_devices import device_of_architecture, integer_instructions
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ def obstacle(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -> Obstacle 
         obstacles.append(Obstacle(Cause.LIBRARY, reason))
     if entry.architecture != CPU and (reason := spec.device_obstacle(entry.architecture)):
         obstacles.append(Obstacle(Cause.DEVICE, f"cannot run here: {reason}"))
+    if reason := _lacks_instructions(entry):
+        obstacles.append(Obstacle(Cause.DEVICE, reason))
     if obstacles:
         return Obstacle(obstacles[0].cause, "; ".join(each.reason for each in obstacles))
     # Last, as only the library knows its version, and is imported for it.
@@ -83,6 +85,18 @@ def _rank(manifest: Manifest, entry: EngineEntry) -> tuple[int, int]:
         return (2, differs)
     name = device_called(device_of_architecture(entry.architecture), entry.architecture)
     return (0 if name == entry.target else 1, differs)
+
+
+def _lacks_instructions(entry: EngineEntry) -> str:
+    """Reason why the processor is another than the one that the engine was certified on; empty otherwise."""
+    needed = [requirement.version for requirement in entry.requires if requirement.name == INSTRUCTIONS]
+    here = integer_instructions() if needed else ()
+    if {*needed} <= {*here}:
+        return ""
+    return (
+        f"its INT8 sums were certified with {', '.join(needed)}, and this processor has "
+        f"{', '.join(here) or 'no such instructions'}: they may saturate differently"
+    )
 
 
 def _other_version(entry: EngineEntry) -> Obstacle | None:

@@ -38,6 +38,7 @@ class BackendSpec(ABC):
         maker: Import path (``module:class``) of the `engines.base.Backend` that builds.
         triton: Import path of the function that makes an engine's form for Triton; empty if it has none.
         devices: Architectures of each device of run files.
+        formats: Formats of activations that it multiplies anywhere.
         need: Versions of the library that load an engine.
         fusions: Operators that it computes in one kernel.
     """
@@ -74,6 +75,10 @@ class BackendSpec(ABC):
     def knows(self, architecture: str) -> bool:
         """True if it has engines for an architecture."""
         return True
+
+    def formats_on(self, architecture: str) -> tuple[NumberFormat, ...]:
+        """Formats of activations that it multiplies on an architecture."""
+        return self.formats
 
     def is_program(self, architecture: str) -> bool:
         """True if loading an engine runs code in it."""

@@ -19,6 +19,24 @@ DRM_CARDS = Path("/sys/class/drm")
 """Linux's directory of graphics cards."""
 
 
+CPUINFO = Path("/proc/cpuinfo")
+"""Linux's description of the processor."""
+INTEGER_INSTRUCTIONS = ("amx_int8", "avx512_vnni", "avx_vnni", "i8mm", "asimddp")
+"""Instruction sets that add products of eight-bit integers in 32 bits, the fastest first."""
+
+
+def integer_instructions(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
+    """Those of `INTEGER_INSTRUCTIONS` that this processor has; none where it is not known."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ()
+    flags = next(
+        (set(line.split()) for line in lines if line.lower().startswith(("flags", "features"))), set()
+    )
+    return tuple(name for name in INTEGER_INSTRUCTIONS if name in flags)
+
+
 def device_of_architecture(architecture: str) -> str:
     """Driver's name of the first device here that loads engines of an architecture.
 

@@ -307,7 +307,7 @@ def test_an_fp8_plan_that_holds_no_fp8_is_declined_on_the_cpu_as_what_it_is() ->
         "the CPU provider has no BF16 products: it would run plan 'bf16' in FP32 between casts"
     )
     assert backend.decline(replace(bf16, id="fp8-safe"), "cpu") == (
-        "no site of plan 'fp8-safe' runs in FP8, which makes it plan 'bf16', and the CPU provider has no "
+        "no site of plan 'fp8-safe' is quantized, which makes it plan 'bf16', and the CPU provider has no "
         "BF16 products: it would run it in FP32 between casts"
     )
     assert backend.decline(replace(make_plan((), base=Precision.FP32), id="fp8-safe"), "cpu") is None

@@ -68,7 +68,7 @@ class InductorBackend(Backend):
         """FP8 needs E4M3FN and, on a GPU, sm89 or later."""
         if architecture != CPU and plan.fp8_sites and capability(architecture) < FLOAT8_FROM:
             return f"{architecture} has no FP8 products (sm{FLOAT8_FROM} is the first that has)"
-        return self.foreign_format(plan)
+        return self.foreign_format(plan, architecture)
 
     def build_blocker(self, architecture: str) -> str:
         """A package for a GPU is compiled only on a host with that GPU."""

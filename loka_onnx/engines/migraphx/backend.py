@@ -69,7 +69,7 @@ class MigraphxBackend(Backend):
             )
         if plan.fp8_sites and architecture not in FORMS:
             return f"{architecture} has no FP8 products: MIGraphX multiplies FP32 there without a word"
-        return self.foreign_format(plan)
+        return self.foreign_format(plan, architecture)
 
     def build_blocker(self, architecture: str) -> str:
         """The GPU must be present: the library compiles for the current one."""

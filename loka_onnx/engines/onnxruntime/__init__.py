@@ -3,12 +3,15 @@
 =============  ==================================  =====================================================
 provider       precisions that it runs             FP8
 =============  ==================================  =====================================================
-CPU            FP32                                simulated: its Q and DQ are real, its products FP32
+CPU            FP32, INT8 (UINT8 × INT8)           simulated: its Q and DQ are real, its products FP32
 CUDA           FP32 (TF32 off), FP16, BF16         simulated: its Q and DQ take E4M3FN and E5M2, of FP32
                                                    and FP16 only, and products run on what DQ gives
 TensorRT       FP16, BF16 (strongly typed)         declined: it does not tell which sites engaged FP8
 MIGraphX       FP32, FP16, BF16                    declined: MIGraphX does not parse E4M3FN
 =============  ==================================  =====================================================
+
+INT8 graphs are loaded with all optimizations, which fuse Q/DQ and product (`integer_products`). A graph has
+FP8 or INT8, never both. A processor that adds the products in 16 bits is declined, as they saturate.
 
 Types of CUDA kernels: `docs/OperatorKernels.md` of ONNX Runtime. Some operators have an FP16 kernel but none
 for BF16 (ReduceMean, Reciprocal, Log, LeakyRelu, Pad, comparisons): a model with one in BF16 fails to load or

@@ -21,6 +21,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.onnx_operands import OperandReader
+from loka_onnx.engines.onnxruntime.integer_products import write_integer_products
 from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession, open_io_binding
 from loka_onnx.engines.onnxruntime.io_binding_settings import (
     CUDA_GRAPH,
@@ -34,6 +35,7 @@ from loka_onnx.engines.onnxruntime.io_binding_settings import (
     why_declined,
     without_graphs,
 )
+from loka_onnx.engines.onnxruntime.norm_sums import write_norm_sums
 from loka_onnx.engines.onnxruntime.pointwise import write_convolutions
 from loka_onnx.engines.onnxruntime.providers import (
     CPU,
@@ -50,6 +52,7 @@ from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import LokaError, MissingPackage, ModelError
 from loka_onnx.graph.storage import link_or_copy
 from loka_onnx.sessions.backends import BackendSpec
+from loka_onnx.sessions.host_devices import INTEGER_INSTRUCTIONS, integer_instructions
 from loka_onnx.sessions.model_files import data_locations
 from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
 from loka_onnx.sessions.runner import Runner
@@ -75,11 +78,27 @@ class OnnxRuntimeBackend(Backend):
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
         """Decline plans that the provider runs in another precision, or whose sites it does not report."""
-        return why_declined(self.provider(architecture), plan)
+        return (
+            why_declined(self.provider(architecture), plan)
+            or self.foreign_format(plan, architecture)
+            or self._saturates(plan)
+        )
+
+    def _saturates(self, plan: PrecisionPlan) -> str | None:
+        if not plan.int8_sites or integer_instructions():
+            return None
+        return (
+            "INT8: this processor adds products of UINT8 and INT8 in 16 bits, which saturate (it has none of "
+            f"{', '.join(INTEGER_INSTRUCTIONS)})"
+        )
+
+    def instructions(self, plan: PrecisionPlan, architecture: str) -> str:
+        """The fastest integer instructions here, for a plan with INT8."""
+        return next(iter(integer_instructions()), "") if plan.int8_sites else ""
 
     def base_precision(self, plan: PrecisionPlan) -> Precision:
-        """The plan's base; FP32 for a plan with FP8, to isolate the error of FP8."""
-        return Precision.FP32 if plan.fp8_sites else plan.base
+        """The plan's base; FP32 for a quantized plan, to isolate the error of FP8, and of INT8 on the CPU."""
+        return Precision.FP32 if plan.quantized_sites else plan.base
 
     def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
         """FP8 is simulated on every provider that does not decline it."""
@@ -124,6 +143,9 @@ class OnnxRuntimeBackend(Backend):
         provider = self.provider(request.architecture)
         if provider.key == CPU.key:
             write_convolutions(engine)
+            write_norm_sums(engine)
+            if request.plan.int8_sites:
+                write_integer_products(engine)
             return engine
         settings = settings_for(provider, request, str(import_onnxruntime().__version__))
         if settings.programs:
@@ -157,7 +179,12 @@ class OnnxRuntimeBackend(Backend):
         with tempfile.TemporaryDirectory(prefix="optimized-", dir=engine.parent) as folder:
             optimized = Path(folder) / "optimized.onnx"
             dump_optimized(engine, optimized, provider, device_of(provider, request.architecture))
-            graphs = Graphs(OperandReader(engine), OperandReader(optimized), is_fp32)
+            integers = None
+            if request.plan.int8_sites:
+                fused = Path(folder) / "integers.onnx"
+                dump_optimized(engine, fused, provider, keeps_float8=False)
+                integers = OperandReader(fused)
+            graphs = Graphs(OperandReader(engine), OperandReader(optimized), is_fp32, integers=integers)
             return _read_sites(request, graphs, placement)
 
     def _devices_here(self) -> tuple[str, ...]:

@@ -93,12 +93,12 @@ def why_declined(provider: Provider, plan: PrecisionPlan) -> str | None:
                 return f"site '{decision.site}' asks for E4M3FNUZ: {reason}"
     if provider.key == TENSORRT.key and plan.base is Precision.FP32:
         return "the TensorRT provider has no option that keeps FP32 products from running in TF32"
-    if provider.key == CPU.key and not plan.fp8_sites and plan.base is not Precision.FP32:
+    if provider.key == CPU.key and not plan.quantized_sites and plan.base is not Precision.FP32:
         lacks = f"the CPU provider has no {plan.base.upper()} products"
         if plan.id == plan.base:
             return f"{lacks}: it would run plan '{plan.id}' in FP32 between casts"
         return (
-            f"no site of plan '{plan.id}' runs in FP8, which makes it plan '{plan.base}', and {lacks}: "
+            f"no site of plan '{plan.id}' is quantized, which makes it plan '{plan.base}', and {lacks}: "
             "it would run it in FP32 between casts"
         )
     return None

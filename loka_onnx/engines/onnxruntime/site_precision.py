@@ -16,7 +16,7 @@ import onnx
 
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
-from loka_onnx.engines.onnx_operands import OperandReader, Source, is_same_up_to_transpose
+from loka_onnx.engines.onnx_operands import INTEGER_OPS, OperandReader, Source, is_same_up_to_transpose
 from loka_onnx.engines.onnxruntime.providers import PlacedNode, Provider, provider_chain, start_session
 from loka_onnx.sessions.onnx_session import import_onnxruntime, keep_float8_exact
 
@@ -35,12 +35,14 @@ class Graphs:
         before: The engine's original graph.
         after: The graph that ONNX Runtime optimized; `before` where a provider compiles it.
         is_fp32: Whether everything but FP8 is FP32 whatever the plan's base, as in simulated FP8.
+        integers: The graph at the optimization level that INT8 engines are loaded at; None without INT8.
     """
 
     before: OperandReader
     after: OperandReader
     is_fp32: bool
     name: str = "the graph as ONNX Runtime optimized it (BASIC)"
+    integers: OperandReader | None = None
 
 
 class Placement:
@@ -74,12 +76,17 @@ class Placement:
         return "\n".join(lines)
 
 
-def dump_optimized(engine: Path, target: Path, provider: Provider, device: int = 0) -> None:
-    """Write the graph at the optimization level of FP8; higher levels change no types."""
+def dump_optimized(
+    engine: Path, target: Path, provider: Provider, device: int = 0, *, keeps_float8: bool = True
+) -> None:
+    """Write the graph at the optimization level of FP8 (higher levels change no types), or as it is loaded
+    without FP8.
+    """
     ort = import_onnxruntime()
     settings = ort.SessionOptions()
     settings.log_severity_level = 3
-    keep_float8_exact(settings)
+    if keeps_float8:
+        keep_float8_exact(settings)
     settings.optimized_model_filepath = os.fspath(target)
     external = "session.optimized_model_external_initializers"
     settings.add_session_config_entry(f"{external}_file_name", f"{target.name}.data")
@@ -91,6 +98,8 @@ def site_precision(
     site: str, planned: Precision, graphs: Graphs, placement: Placement | None = None
 ) -> SitePrecision:
     """Read the precision of a planned site; without a placement, everything runs on the CPU."""
+    if planned is Precision.INT8:
+        return _integer_precision(site, graphs)
     node = graphs.after.product(site)
     if node is None:
         # With several providers, the one that runs the fused node would be unknown.
@@ -115,6 +124,19 @@ def site_precision(
         evidence = reason or f"{evidence}; on {placement.provider}"
         engaged = engaged and not reason
     return SitePrecision(site, planned, tuple(source.describe() for source in sources), engaged, evidence)
+
+
+def _integer_precision(site: str, graphs: Graphs) -> SitePrecision:
+    """Read whether a site runs in an integer kernel of the optimized graph."""
+    reader = graphs.integers
+    node = None if reader is None else reader.product(site)
+    name = "the graph as ONNX Runtime optimized it (ALL)"
+    if reader is None or node is None:
+        return SitePrecision(site, Precision.INT8, (), False, f"no node of that name in {name}")
+    engaged, operands = node.op_type in INTEGER_OPS, reader.operands(node)
+    how = "" if engaged else "not INT8: ONNX Runtime has not fused its Q/DQ, and multiplies FP32; "
+    kinds = tuple(source.describe() for source in operands)
+    return SitePrecision(site, Precision.INT8, kinds, engaged, f"{how}{node.op_type} '{node.name}' of {name}")
 
 
 def _confirmed(source: Source, site: str, graphs: Graphs) -> Source:

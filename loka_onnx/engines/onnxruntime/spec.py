@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from loka_onnx.core.devices import AMD, CPU, NVIDIA
+from loka_onnx.core.formats import UINT8, NumberFormat
 from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.manifest import Need
 from loka_onnx.engines.onnxruntime.io_binding_session import open_io_binding
@@ -34,6 +35,10 @@ class OnnxRuntimeSpec(BackendSpec):
         except ConfigError:
             return False
         return True
+
+    def formats_on(self, architecture: str) -> tuple[NumberFormat, ...]:
+        """See `BackendSpec.formats_on`: integers on the CPU only."""
+        return (*self.formats, UINT8) if architecture == CPU else self.formats
 
     def is_program(self, architecture: str) -> bool:
         """Tell whether the provider compiles: graphs are data, compiled programs are not."""

@@ -100,7 +100,7 @@ class TensorRtFamily(Backend):
             return f"{architecture} has no FP8 products (sm{FLOAT8_FROM} is the first that has)"
         if plan.base is Precision.BF16 and number < BF16_FROM:
             return f"{architecture} has no BF16 products (sm{BF16_FROM} is the first that has)"
-        return self.foreign_format(plan)
+        return self.foreign_format(plan, architecture)
 
     def portability(self, architecture: str) -> str:
         """One architecture, one version, one operating system."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan
 from loka_onnx.core.site import Site
 from loka_onnx.operations.compare.difference import Row, Section, number, row
@@ -102,8 +103,14 @@ def plans(old: ReportData, new: ReportData) -> Iterator[Row]:
 
 
 def _summary(plan: PrecisionPlan) -> Told:
-    sites, share = number(numbers.count, len(plan.fp8_sites)), number(numbers.share, plan.fp8_share)
-    return told("{}, sites in FP8: {}, of the FLOPs {}", plan.base.value, sites, share)
+    sites, share = number(numbers.count, len(plan.quantized_sites)), number(numbers.share, plan.fp8_share)
+    return told(
+        "{}, sites in {}: {}, of the FLOPs {}",
+        plan.base.value,
+        (plan.quantized or Precision.FP8).upper(),
+        sites,
+        share,
+    )
 
 
 def rewrites(old: ReportData, new: ReportData) -> Iterator[Row]:

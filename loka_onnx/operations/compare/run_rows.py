@@ -174,7 +174,7 @@ def _properties(side: _Emitted | None) -> dict[str, str]:
         return {}
     engine, plan = side.engine, side.plan
     routes = [told("up to {} rows: {}", number(numbers.count, r.batch), r.engine) for r in side.choice.routes]
-    sites, share = (0, 0.0) if plan is None else (len(plan.fp8_sites), plan.fp8_share)
+    sites, share = (0, 0.0) if plan is None else (len(plan.quantized_sites), plan.fp8_share)
     return {
         **({"requests by size": joined("; ", routes)} if routes else {}),
         "backend": f"{engine.backend} {engine.backend_version}".strip(),

@@ -99,7 +99,7 @@ def open_run(profile: str | Path, run: str | Path | None = None, plan: str | Non
     baseline = Baseline(model, known, recorded.outputs)
     baseline = replace(baseline, columns=_column_names(graph, bindings, baseline.ranges))
     if chosen is not None:
-        baseline = replace(baseline, counted=frozenset(chosen.fp8_sites), basis=f"plan {chosen.id}")
+        baseline = replace(baseline, counted=frozenset(chosen.quantized_sites), basis=f"plan {chosen.id}")
     return OpenedRun(directory, baseline, bindings)
 
 
@@ -212,7 +212,7 @@ def _plan(directory: Path, profile: Profile, wanted: str | None) -> PrecisionPla
     fitting = {
         plan.id: plan
         for plan in (*plans, *read_refined(directory).plans)
-        if plan.model_digest == profile.model_digest and plan.fp8_sites
+        if plan.model_digest == profile.model_digest and plan.quantized_sites
     }
     if wanted is not None:
         if wanted not in fitting:

@@ -66,7 +66,7 @@ def unproven_reason(
         wide = {item.node for item in plan.wide}
         wide |= {d.site for d in plan.decisions if d.precision is Precision.FP32}
         graph = GraphModel.load(model.path)
-        bases = Bases(graph, profile.tensors, protect, {}, plan.fp8_sites)
+        bases = Bases(graph, profile.tensors, protect, {}, plan.quantized_sites)
         new = {node: why for node, why in bases.fixed(Precision.FP16).wide.items() if node not in wide}
         for node, why in new.items():
             return f"plan '{plan.id}' runs '{node}' in fp16, which is not shown to fit any more: {why}"
@@ -88,4 +88,4 @@ def _predicted(plan: PrecisionPlan, profile: Profile, outputs: Sequence[OutputSp
     if not plan.predicted_kl:
         return {}
     costs = Costs(profile, outputs)
-    return {spec.name: costs.predicted(plan.fp8_sites, spec) for spec in outputs}
+    return {spec.name: costs.predicted(plan.quantized_sites, spec) for spec in outputs}

@@ -101,6 +101,7 @@ class TestRulesBetweenKeys:
             ("plan.force", ["a.*", "*.calibrator"], "", "the pattern '*.calibrator' is both kept and forced"),
             ("plan.plans", ["fp8-safe"], "", "the plan 'fp32' must compete"),
             ("plan.plans", ["fp32", "bf16", "bf16"], "", "`plans` lists 'bf16' twice"),
+            ("plan.plans", ["fp32", "int8-safe"], "", "the plan 'int8-safe' needs int8 in `formats`"),
             (
                 "outputs.0",
                 {"name": "spend", "kind": "regression", "label": None},

@@ -10,7 +10,6 @@ from run_files import refusal
 
 from loka_onnx.config import (
     Executor,
-    ScaleRule,
     SplitBy,
     WeightGranularity,
     build_run_config,
@@ -49,7 +48,7 @@ class TestMeaning:
         }
         assert config.plan.base is Precision.BF16
         assert config.plan.weight_granularity is WeightGranularity.BEST
-        assert (config.plan.format, config.plan.scale) == (Float8Format.E4M3FN, ScaleRule.AMAX)
+        assert (config.plan.format, config.plan.scale) == (Float8Format.E4M3FN, None)
         assert config.plan.plans is None
         assert config.targets[0].backends == ("inductor", "tensorrt")
         assert config.threads is None and not config.data.synthetic

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from loka_onnx.config import PlanId, RunConfig
-from loka_onnx.pipeline.plans import competing_plans
+from loka_onnx.errors import ConfigError
+from loka_onnx.pipeline.plans import check_options, competing_plans, planned_recipes
 
 LISTED = (PlanId.FP32, PlanId.BF16, PlanId.FP8_ALL, PlanId.FP8_SAFE)
 WITH_FP16 = (PlanId.FP32, PlanId.BF16, PlanId.FP16, PlanId.FP8_ALL, PlanId.FP8_SAFE)
@@ -45,6 +46,29 @@ def test_high_precision_competes_where_it_runs(
     targets: tuple[dict[str, object], ...], timed: tuple[str, ...], plans: tuple[PlanId, ...]
 ) -> None:
     assert competing_plans(config(*targets), timed) == plans
+
+
+def test_integers_compete_where_they_are_asked_for() -> None:
+    integers = config(CPU, formats=("int8",))
+    listed = (PlanId.FP32, PlanId.BF16, PlanId.INT8_ALL, PlanId.INT8_SAFE)
+    assert competing_plans(integers) == listed
+    assert {recipe.id for recipe in planned_recipes(integers.plan)} == {
+        "uint8/per_tensor/per_tensor/mse",
+        "uint8/per_tensor/per_channel/mse",
+    }
+    amax = config(CPU, formats=("int8",), scale="amax")
+    assert {recipe.scale for recipe in planned_recipes(amax.plan)} == {"amax"}
+    assert {recipe.activation_id for recipe in planned_recipes(config(CPU).plan)} == {"e4m3fn/amax"}
+
+
+def test_integers_need_a_backend_that_multiplies_them() -> None:
+    check_options(config(CPU, RTX, formats=("int8",)))
+    for target in (RTX, {"device": "cpu", "backends": ("inductor",)}):
+        check_options(config(target))
+        with pytest.raises(ConfigError) as caught:
+            check_options(config(target, formats=("int8",)))
+        assert caught.value.code == "E1533"
+        assert caught.value.where == "`plan.formats`"
 
 
 def test_what_the_user_lists_is_what_competes() -> None:

@@ -13,10 +13,10 @@ from sample_run import SampleRun
 
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.writer import write_bundle
-from loka_onnx.core.manifest import EngineEntry, Manifest
+from loka_onnx.core.manifest import INSTRUCTIONS, EngineEntry, Manifest, Need, Requirement
 from loka_onnx.core.split import Part
 from loka_onnx.engines.onnxruntime import providers
-from loka_onnx.runtime import Cause
+from loka_onnx.runtime import Cause, selection
 from loka_onnx.runtime.selection import in_order, obstacle
 from loka_onnx.sessions import backends, cuda, host_devices
 from loka_onnx.sessions.cuda import CudaDevice
@@ -149,3 +149,17 @@ def test_what_keeps_an_engine_from_being_tried(  # noqa: PLR0917 — a table of 
     found = obstacle(made, Part.WHOLE, is_trusted=True)
     assert (None if found is None else found.cause) == cause
     assert found is None or said in found.reason
+
+
+@pytest.mark.parametrize(
+    ("here", "runs"), [(("amx_int8", "avx512_vnni"), True), (("i8mm",), False), ((), False)]
+)
+def test_an_engine_of_integers_runs_on_its_instructions_only(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch, here: tuple[str, ...], runs: bool
+) -> None:
+    monkeypatch.setattr(selection, "integer_instructions", lambda: here)
+    needed = (Requirement(INSTRUCTIONS, Need.EXACTLY, "avx512_vnni"),)
+    cpu = {"backend": "onnxruntime", "architecture": "cpu", "target": "cpu"}
+    found = obstacle(entry(manifest, "int8", requires=needed, **cpu), Part.WHOLE, is_trusted=False)
+    assert (found is None) == runs
+    assert found is None or (found.cause is Cause.DEVICE and "avx512_vnni" in found.reason)

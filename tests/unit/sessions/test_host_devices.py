@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
-from loka_onnx.sessions.host_devices import AmdDevice, device_of_architecture, is_target
+from loka_onnx.sessions.host_devices import (
+    AmdDevice,
+    device_of_architecture,
+    integer_instructions,
+    is_target,
+)
 
 H100, H200, L4 = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA L4"
 
@@ -56,3 +63,21 @@ def test_a_target_is_a_device_and_not_an_architecture(
 def test_the_processor_is_its_own_target(monkeypatch: pytest.MonkeyPatch) -> None:
     having(monkeypatch, (H200, "sm90"))
     assert is_target("cpu", "cpu") and is_target("amd-mi300x", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("flags\t\t: fpu avx2 avx512_vnni avx_vnni\nbugs\t: a\n", ("avx512_vnni", "avx_vnni")),
+        ("flags : amx_int8 avx512_vnni", ("amx_int8", "avx512_vnni")),
+        ("Features\t: fp asimd asimddp i8mm", ("i8mm", "asimddp")),
+        ("flags : fpu avx2", ()),
+        ("", ()),
+        (None, ()),
+    ],
+)
+def test_instructions_that_add_in_32_bits(tmp_path: Path, text: str | None, found: tuple[str, ...]) -> None:
+    path = tmp_path / "cpuinfo"
+    if text is not None:
+        path.write_text(text)
+    assert integer_instructions(path) == found

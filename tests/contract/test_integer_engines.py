@@ -1,0 +1,197 @@
+"""INT8 engines of ONNX Runtime's CPU provider, against products of int64 in NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.formats import UINT8, Precision
+from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.recipe import Granularity, Recipe
+from loka_onnx.engines.onnxruntime import backend as module
+from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
+from loka_onnx.engines.registry import get_backend
+from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.export.onnx_model import import_onnx
+from loka_onnx.sessions.host_devices import integer_instructions
+from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
+
+pytest.importorskip("onnxruntime")
+needs_integers = pytest.mark.skipif(not integer_instructions(), reason="needs VNNI, AMX or ARM's dot product")
+
+BODY = """
+    [fc1] h1 = Gemm(x, w1, b1)
+    r1 = Relu(h1)
+    [fc2] h2 = MatMul(r1, w2)
+    a2 = Add(h2, b2)
+    t2 = Tanh(a2)
+    [fc3] h3 = MatMul(t2, w3)
+    r3 = Relu(h3)
+    [fc4] y = Gemm(r3, w4, b4)
+"""
+SHAPES = {"w1": (512, 64), "w2": (64, 48), "w3": (48, 32), "w4": (32, 16)}
+RECIPE = Recipe.of(UINT8, Granularity.PER_CHANNEL, "mse")
+ACTIVATIONS = {"fc1": (0.031, 97), "fc2": (0.4, 0), "fc3": (2 / 255, 128)}
+"""Scale and zero point of each planned site."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    model: ModelArtifact
+    plan: PrecisionPlan
+    weights: dict[str, np.ndarray]
+
+    def build(self, folder: Path) -> EngineArtifact:
+        written = apply_plan(self.model, self.plan, PlanForm(Precision.FP32), folder / "planned" / "m.onnx")
+        np.savez(folder / "sample.npz", x=rows(8))
+        request = BuildRequest(
+            model=written.path,
+            plan=self.plan,
+            sites=written.sites,
+            target="cpu",
+            architecture="cpu",
+            batch=BatchRange(1, 8, 64, (8,)),
+            output=folder / "engine",
+            sample=folder / "sample.npz",
+        )
+        return OnnxRuntimeBackend().build(request)
+
+    def reference(self, x: np.ndarray) -> np.ndarray:
+        w = self.weights
+        h = np.maximum(self.product("fc1", x) + w["b1"], 0)
+        h = np.tanh(self.product("fc2", h) + w["b2"])
+        h = np.maximum(self.product("fc3", h), 0)
+        return np.asarray(h @ w["w4"].astype(np.float64) + w["b4"])
+
+    def product(self, site: str, x: np.ndarray) -> np.ndarray:
+        scale, zero = ACTIVATIONS[site]
+        columns = np.array(self.plan.decision(site).weight_scale)
+        a = np.clip(np.rint(np.float32(x) / np.float32(scale)).astype(np.int64) + zero, 0, 255) - zero
+        b = np.rint(self.weights[f"w{site[-1]}"] / np.float32(columns)).astype(np.int64)
+        return np.asarray((a @ b) * (scale * columns))
+
+
+def rows(count: int) -> np.ndarray:
+    """Half of the values at either end of the range: pairs of their products exceed 16 bits."""
+    random = np.random.default_rng(1)
+    x = random.standard_normal((count, 512)).astype(np.float32)
+    x[:, ::2] = np.sign(x[:, ::2]) * 9
+    return x
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Planned:
+    return plan_of(tmp_path)
+
+
+def plan_of(folder: Path, largest_bias: float = 1.0, body: str = BODY) -> Planned:
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 21]> g (float[b,512] x) => (float[b,16] y) {{ {body} }}'
+    )
+    random = np.random.default_rng(0)
+    weights = {n: (random.standard_normal(s) / np.sqrt(s[0])).astype(np.float32) for n, s in SHAPES.items()}
+    # Of one sign, as large as each other: sums are as large as they can be.
+    weights["w1"] = np.sign(weights["w1"][:1]) * np.full(SHAPES["w1"], 0.25, np.float32)
+    for name, n in (("b1", 64), ("b2", 48), ("b4", 16)):
+        weights[name] = (random.standard_normal(n) * largest_bias).astype(np.float32)
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(v, k) for k, v in weights.items())
+    onnx.save(proto, folder / "source.onnx")
+    spec = OutputSpec("y", OutputKind.REGRESSION, "label")
+    model = import_onnx(folder / "source.onnx", folder / "model.onnx", (spec,))
+    decisions = []
+    for site in model.sites:
+        if site.name not in ACTIVATIONS:
+            decisions.append(Decision(site.name, Precision.FP32, None, Verdict.NOT_JUDGED, ""))
+            continue
+        scale, zero = ACTIVATIONS[site.name]
+        columns = np.abs(weights[f"w{site.name[-1]}"]).max(axis=0) / 127
+        decisions.append(
+            Decision(
+                site.name,
+                Precision.INT8,
+                RECIPE,
+                Verdict.SAFE,
+                "",
+                scale,
+                tuple(map(float, columns)),
+                activation_zero_point=zero,
+            )
+        )
+    plan = PrecisionPlan("int8-safe", model.digest, Precision.FP32, tuple(decisions), {}, 1.0)
+    return Planned(model, plan, weights)
+
+
+@needs_integers
+def test_every_planned_site_runs_in_integers_and_sums_exactly(planned: Planned, tmp_path: Path) -> None:
+    engine = planned.build(tmp_path)
+    assert engine.status is BuildStatus.READY
+    assert not engine.simulated
+    assert engine.instructions == integer_instructions()[0]
+    kernels = {site.site: site.evidence.split()[0] for site in engine.sites}
+    assert kernels == {"fc1": "QGemm", "fc2": "QGemm", "fc3": "MatMulIntegerToFloat", "fc4": "Gemm"}
+    assert [site.operands for site in engine.sites] == [("uint8", "int8")] * 3 + [("float", "float")]
+    assert engine.fallbacks == ()
+    path = tmp_path / "engine" / str(engine.path)
+    with OnnxRuntimeBackend().load(path, "cpu") as runner:
+        x = rows(64)
+        got = runner.run({"x": x})["y"]
+    want = planned.reference(x)
+    # A step of fc3's input, the largest change that a tie which falls the other way makes.
+    step = 2 / 255 * np.abs(planned.weights["w3"]).max() * np.abs(planned.weights["w4"]).sum(axis=0).max()
+    assert np.abs(got - want).max() <= step
+    # Seen: in 3 of 64 rows.
+    assert (np.abs(got - want) > 1e-5 * np.abs(want).max()).any(axis=1).mean() < 0.1
+
+
+@needs_integers
+def test_a_bias_beyond_the_range_of_the_sum_is_added_in_fp32(tmp_path: Path) -> None:
+    planned = plan_of(tmp_path, largest_bias=1e8)
+    engine = planned.build(tmp_path)
+    assert engine.fallbacks == ()
+    with OnnxRuntimeBackend().load(tmp_path / "engine" / str(engine.path), "cpu") as runner:
+        got = runner.run({"x": rows(64)})["y"]
+    np.testing.assert_allclose(got, planned.reference(rows(64)), rtol=1e-5)
+
+
+@needs_integers
+def test_what_is_added_to_a_product_keeps_it_from_no_kernel(tmp_path: Path) -> None:
+    engine = plan_of(tmp_path, body=BODY.replace("r3 = Relu(h3)", "s3 = Add(h3, h3) r3 = Relu(s3)")).build(
+        tmp_path
+    )
+    assert engine.fallbacks == ()
+
+
+@needs_integers
+def test_what_is_not_fused_is_a_reported_fallback(planned: Planned, tmp_path: Path) -> None:
+    engine = plan_of(tmp_path, body=BODY.replace("Relu(h3)", "Clip(h3)")).build(tmp_path)
+    assert [site.site for site in engine.fallbacks] == ["fc3"]
+    assert engine.fallbacks[0].evidence.startswith("not INT8: ")
+
+
+def test_a_processor_that_saturates_declines(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "integer_instructions", lambda: ())
+    assert "in 16 bits, which saturate" in str(OnnxRuntimeBackend().decline(planned.plan, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("onnxruntime", "sm90"),
+        ("inductor", "cpu"),
+        ("inductor", "sm90"),
+        ("tensorrt", "sm90"),
+        ("tensorrt_rtx", "sm89"),
+        ("migraphx", "cpu"),
+    ],
+)
+def test_a_backend_without_int8_declines(name: str, architecture: str, planned: Planned) -> None:
+    reason = get_backend(name).decline(planned.plan, architecture)
+    assert reason is not None
+    assert "site 'fc1' asks for UINT8" in reason
