@@ -156,8 +156,9 @@ class InterFormer(nn.Module):
     def __init__(self, features: FeatureSpec, config: InterFormerConfig) -> None:
         super().__init__()
         names = [name for name, _ in features.categorical]
+        self.history = None if features.history is None else features.history[0]
         self.fields = [names.index(name) for name in features.sequence or names]
-        length = len(self.fields)
+        length = len(self.fields) if features.history is None else features.history[1]
         if config.recent > length or config.embedding % config.heads:
             raise ConfigError(
                 "the sizes of InterFormer do not fit together",
@@ -176,11 +177,17 @@ class InterFormer(nn.Module):
         self.over = MLP((every * width, *config.over))
         self.head = nn.Linear(config.over[-1], 1)
 
-    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
-        """Map dense (batch, numeric) float32 and ids (batch, categorical) int64 to logits (batch,)."""
+    def forward(self, dense: Tensor, ids: Tensor, history: Tensor | None = None) -> Tensor:
+        """Map dense (batch, numeric) float32 and ids (batch, categorical) int64 to logits (batch,).
+
+        `history` is (batch, length) int64, oldest first, exactly when the features have a history.
+        """
         embedded = self.embeddings(ids)
         x = tokens_of(self.bottom(dense), embedded)
-        sequence = torch.stack([embedded[field] for field in self.fields], dim=1)
+        if self.history is None or history is None:
+            sequence = torch.stack([embedded[field] for field in self.fields], dim=1)
+        else:
+            sequence = self.embeddings[self.history](history)
         s = torch.cat([self.summary(x), sequence + self.positions], dim=1)
         for layer in self.layers:
             x, s = layer(x, s)

@@ -21,7 +21,10 @@ class FeatureSpec:
     Attributes:
         categorical: Name and number of ids of each categorical feature, in the order of the input `ids`.
         numeric: Numeric features, in the order of the input `dense`.
-        sequence: Categorical features that stand in for a history in a model that takes one; empty for all.
+        sequence: Categorical features that stand in for a history in a model that takes one, when there is
+            no `history`; empty for all of them.
+        history: The categorical feature whose table the input `history` (batch, length) looks up, and its
+            length; None when the data have no history. Short histories are padded with an id kept for it.
 
     Raises:
         ConfigError: When a list is empty, or a name cannot name a module.
@@ -30,6 +33,7 @@ class FeatureSpec:
     categorical: tuple[tuple[str, int], ...]
     numeric: tuple[str, ...]
     sequence: tuple[str, ...] = ()
+    history: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.categorical]
@@ -46,7 +50,7 @@ class FeatureSpec:
                 evidence="it is repeated, reserved, or not an identifier",
                 remedy="rename the column",
             )
-        unknown = [n for n in self.sequence if n not in names]
+        unknown = [n for n in (*self.sequence, *(self.history or ())[:1]) if n not in names]
         if unknown:
             raise ConfigError(
                 f"the sequence is made of '{unknown[0]}', which is no categorical feature",

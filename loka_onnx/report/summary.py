@@ -30,8 +30,10 @@ _Cells = tuple[Text, ...]
 
 
 def plain_table(title: str) -> Table:
-    """Return an empty table without lines, as narrow as its content."""
-    return Table(title=Text(title), title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    """Return an empty table without lines, as narrow as its content and its title."""
+    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.min_width = len(title)
+    return table
 
 
 def summary_table(data: ReportData, target: str, split: str) -> Table:

@@ -16,16 +16,21 @@ from loka_zoo.prepared import Part, PreparedData
 torch = pytest.importorskip("torch", reason="needs torch")
 
 FEATURES = FeatureSpec((("user_id", 50), ("genre1", 7), ("item_id", 40)), ("a", "b", "c", "d"))
+HISTORY = FeatureSpec(FEATURES.categorical, FEATURES.numeric, history=("item_id", 5))
+EVERY = [(name, FEATURES) for name in MODEL_NAMES] + [("interformer", HISTORY)]
 
 
-def example(rows: int) -> dict[str, torch.Tensor]:
+def example(rows: int, features: FeatureSpec = FEATURES) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(rows)
-    return {
-        "dense": torch.randn(rows, len(FEATURES.numeric), generator=generator),
+    inputs = {
+        "dense": torch.randn(rows, len(features.numeric), generator=generator),
         "ids": torch.stack(
-            [torch.randint(0, n, (rows,), generator=generator) for _, n in FEATURES.categorical], dim=1
+            [torch.randint(0, n, (rows,), generator=generator) for _, n in features.categorical], dim=1
         ),
     }
+    if features.history is not None:
+        inputs["history"] = torch.randint(0, 40, (rows, features.history[1]), generator=generator)
+    return inputs
 
 
 def weights(model: torch.nn.Module) -> dict[str, np.ndarray]:
@@ -127,10 +132,34 @@ def test_attention_is_softmax_of_scaled_products():
             np.testing.assert_allclose(got[row], want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
-def test_rows_do_not_influence_one_another(name):
-    model = create(name, FEATURES, "tiny")
-    inputs = example(5)
+def test_interformer_reads_its_history():
+    model = create("interformer", HISTORY, "tiny")
+    inputs = example(4, HISTORY)
+    with torch.no_grad():
+        before = model(**inputs)
+        inputs["history"] = (inputs["history"] + 1) % 40
+        assert not torch.allclose(before, model(**inputs), atol=1e-6, rtol=0)
+
+
+def test_seeds_of_pooling_begin_small():
+    """Attention of a fresh model is nearly even over the sequence: no seed picks an event before training."""
+    found = [p for name, p in create("interformer", FEATURES, "tiny").named_parameters() if "seeds" in name]
+    assert found
+    for seeds in found:
+        assert 0 < torch.std(seeds) < 0.1
+
+
+def test_interformer_uses_the_named_fields_as_sequence():
+    model = create(
+        "interformer", FeatureSpec(FEATURES.categorical, FEATURES.numeric, ("genre1", "item_id")), "tiny"
+    )
+    assert model.positions.shape == (1, 2, 8)
+
+
+@pytest.mark.parametrize(("name", "features"), EVERY)
+def test_rows_do_not_influence_one_another(name, features):
+    model = create(name, features, "tiny")
+    inputs = example(5, features)
     with torch.no_grad():
         whole = model(**inputs)
         single = torch.cat([model(**{k: v[i : i + 1] for k, v in inputs.items()}) for i in range(5)])
@@ -139,13 +168,14 @@ def test_rows_do_not_influence_one_another(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["dlrm", *(pytest.param(name, marks=pytest.mark.slow) for name in MODEL_NAMES if name != "dlrm")]
+    ("name", "features"),
+    [pytest.param(*case, marks=() if case[0] == "dlrm" else pytest.mark.slow) for case in EVERY],
 )
-def test_a_model_exports_with_a_dynamic_batch(name):
+def test_a_model_exports_with_a_dynamic_batch(name, features):
     runtime = pytest.importorskip("onnxruntime")
-    model = create(name, FEATURES, "tiny")
+    model = create(name, features, "tiny")
     batch = torch.export.Dim("batch", min=1, max=65536)
-    inputs = example(3)
+    inputs = example(3, features)
     program = torch.onnx.export(
         model,
         (),
@@ -160,11 +190,25 @@ def test_a_model_exports_with_a_dynamic_batch(name):
     )
     assert [i.name for i in session.get_inputs()] == list(inputs)
     for rows in (1, 3, 130):
-        inputs = example(rows)
+        inputs = example(rows, features)
         (got,) = session.run(None, {key: value.numpy() for key, value in inputs.items()})
         assert got.shape == (rows,)
         with torch.no_grad():
             np.testing.assert_allclose(got, model(**inputs).numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_module_names_are_what_sites_will_be_called():
+    names = {
+        name: {n for n, m in create(name, FEATURES, "tiny").named_modules() if isinstance(m, torch.nn.Linear)}
+        for name in MODEL_NAMES
+    }
+    assert names["dlrm"] == {"bottom.fc1", "bottom.fc2", "over.fc1", "over.fc2", "head"}
+    assert {"cross.0.linear", "cross.1.linear", "over.fc1", "head"} <= names["dcnv2"]
+    assert {"layers.0.fmb.project", "layers.0.fmb.mlp.fc1", "layers.0.lcb.mix", "layers.0.residual.mix"} <= (
+        names["wukong"]
+    )
+    # Eight tokens stay eight: the second layer's residual is the identity.
+    assert "layers.1.residual.mix" not in names["wukong"]
 
 
 def test_production_dcnv2_has_the_sizes_of_mlperf():
@@ -182,6 +226,16 @@ def test_production_dcnv2_has_the_sizes_of_mlperf():
     assert top == [(1024, 3456), (1024, 1024), (512, 1024), (256, 512)]
     assert shapes["head.weight"] == (1, 256)
     assert shapes["embeddings.c25.weight"] == (2, 128)
+
+
+def test_production_dlrm_has_the_sizes_of_mlperf():
+    features = FeatureSpec(tuple((f"c{i}", 2) for i in range(26)), tuple(f"i{i}" for i in range(13)))
+    shapes = {n: tuple(p.shape) for n, p in create("dlrm", features, "production").named_parameters()}
+    assert [shapes[f"bottom.fc{i}.weight"] for i in (1, 2, 3)] == [(512, 13), (256, 512), (128, 256)]
+    # 27 vectors have 351 pairs.
+    top = [shapes[f"over.fc{i}.weight"] for i in (1, 2, 3, 4)]
+    assert top == [(1024, 128 + 351), (1024, 1024), (512, 1024), (256, 512)]
+    assert shapes["head.weight"] == (1, 256)
 
 
 def test_weights_follow_the_seed_and_leave_the_generator_alone():
@@ -235,6 +289,11 @@ def test_features_of_movielens_take_genres_and_title_as_sequence(tmp_path):
     assert features.sequence == ("genre1", "title_word")
     ids = (range(3), range(2), range(4))
     assert data.bindings[1] == InputBinding("ids", ("genre1", "x", "title_word"), "int64", 2, ids)
+
+
+def test_importing_the_zoo_does_not_import_torch():
+    code = "import sys, loka_zoo, loka_onnx.data; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_without_torch_the_remedy_is_named():
