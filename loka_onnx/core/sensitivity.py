@@ -105,7 +105,7 @@ class Sensitivity:
         labelled: RatioMoments | None,
         draws: Draws | None = None,
     ) -> Sensitivity:
-        """Return a sensitivity with the intervals of its sums."""
+        """Return a sensitivity with the 95 % intervals of `kl` and `labelled`."""
         return cls(
             name.recipe,
             name.output,

@@ -192,7 +192,7 @@ class SiteSpeeds:
         )
 
     def predicted_us(self, base: Precision, decisions: Sequence[Decision]) -> dict[str, float]:
-        """Return the time of a plan's products and casts, by batch size as text.
+        """Return microseconds per request of a plan's products and casts, by batch size as text.
 
         Sites without known times are left out. Empty where the plan runs in FP32, for which no times are
         kept.

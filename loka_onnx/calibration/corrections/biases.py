@@ -82,7 +82,7 @@ def fit_biases(
     rows: MeanRows,
     path: Path,
 ) -> Fit:
-    """Return the mean error of every planned site, from one pass of the FP32 model over rows.
+    """Return bias corrections (minus the mean error) by plan, from one FP32 pass over `rows`.
 
     The instrumented model is written to `path`. Raises CalibrationError if a mean is not finite.
     """

@@ -259,7 +259,7 @@ class _Case:
     epilogue: Epilogue
 
     def at(self, size: int, batch: int) -> _Case:
-        """The same product at another batch size than `batch`; rows are repeated or cut."""
+        """Return the case, resized from `batch` to `size` by repeating or cutting rows."""
         axis = _batch_axis(self.product.a, batch)
         if axis is None:
             return self

@@ -89,7 +89,7 @@ def _merged(site: Site) -> str:
 
 
 def plans(old: ReportData, new: ReportData) -> Iterator[Row]:
-    """Plans with another base, other FP8 sites, or sites in another precision."""
+    """Yield a row for each plan that differs or that only one run has."""
     for name in dict.fromkeys(plan.id for data in (old, new) for plan in data.plans.plans):
         before, after = old.plan(name), new.plan(name)
         texts = [None if side is None else _summary(side) for side in (before, after)]

@@ -166,7 +166,7 @@ class EarlierRun:
         )
 
     def choice_again(self, engines: Collection[EngineArtifact]) -> Choice:
-        """Repeat the choice for engines that were built anew."""
+        """Copy the earlier choice for the targets of `engines`."""
         others = [engine for engine in engines if engine.id not in self.chosen]
         why = "built to simulate a plan: the run that was refreshed chose another"
         return Choice(
