@@ -32,6 +32,8 @@ if "LOKA_ONNX_CACHE" not in os.environ:
 EXPECTED_SKIPS = (
     "needs a GPU",
     "needs migraphx",
+    # Integer products of a CPU; a host without them declines INT8, which is tested everywhere.
+    "needs VNNI",
     # With the space: TensorRT for RTX ("needs tensorrt_rtx") is installed in CI and must run there.
     "needs tensorrt ",
     # 1.6 GB; what it exports is transcribed, and held against it where it is installed.

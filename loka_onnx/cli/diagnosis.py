@@ -148,7 +148,7 @@ def describe_model(path: Path) -> ModelFacts:
 
 
 def _problems_with_rows(path: Path, graph: GraphModel) -> list[str]:
-    """What preflight says on generated rows; ids of unknown tables are all 0."""
+    """Run preflight on generated rows and return its findings; ids of unknown tables are all 0."""
     inputs, outputs = (tuple(map(tensor_spec, ends)) for ends in (graph.inputs, graph.outputs))
     bindings = bind_columns({}, inputs, id_bounds(graph))
     batches = Batches(generated_rows(inputs, bindings, _ROWS))

@@ -1,4 +1,4 @@
-"""What the stages of a run share: its run file and directory, the exported model, and the rows."""
+"""Values that the stages of a run share: run file and directory, the exported model, and the rows."""
 
 from __future__ import annotations
 

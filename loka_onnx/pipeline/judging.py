@@ -43,7 +43,7 @@ class Judging:
 
     @cached_property
     def elsewhere(self) -> ElsewhereRuns:
-        """What engines did on other hosts."""
+        """Results of engines on other hosts."""
         return ElsewhereRuns(self.context.directory.path)
 
     def evaluate(self, engines: EngineSet, known: EvaluationSet) -> EvaluationSet:

@@ -92,7 +92,7 @@ def expected_stages(config: RunConfig | None, until: Stage = Stage.BUNDLE) -> tu
 
 @dataclass(frozen=True, kw_only=True)
 class Reporting:
-    """How a run reports itself, and the key that signs its bundle.
+    """Reporting of a run, and the key that signs its bundle.
 
     Attributes:
         sign: Private key (PEM) that the bundle is signed with; None to leave it unsigned.

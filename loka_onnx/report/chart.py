@@ -29,7 +29,7 @@ _MARKERS = {
 _EMITTED = "#3b82f6"
 _FRONT = "#8a94a3"
 _CORNERS = ("top right", "bottom right", "top left", "bottom left")
-"""Where the names of neighbouring points stand."""
+"""Positions of the names of neighbouring points."""
 _MOST_LABELLED = 14
 """With more points, names would overlap; they are shown under the pointer."""
 

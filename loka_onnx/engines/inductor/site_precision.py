@@ -83,7 +83,7 @@ def site_precisions(
 def _read_product(
     engine: InductorEngine, calls: Mapping[str, Mapping[str, int]], site: CompiledSite, planned: Precision
 ) -> tuple[bool, str]:
-    """Whether a product runs as planned, and the evidence."""
+    """Return the verdict that a product runs as planned or not, with the evidence."""
     is_float8, fast = planned is Precision.FP8, False
     if is_float8 and not site.engaged:
         return False, f"lowered to {site.kernel}: {site.reason or 'not an FP8 product'}"

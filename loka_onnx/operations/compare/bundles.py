@@ -271,7 +271,7 @@ def _apart(a: Decision, b: Decision) -> list[str]:
 
 
 def _plan_difference(name: str, a: PrecisionPlan, b: PrecisionPlan) -> Row:
-    """How many sites that both decide are in another precision, recipe and scale."""
+    """Count the sites that both decide in another precision, recipe and scale."""
     theirs = {decision.site: decision for decision in b.decisions}
     pairs = [(before, theirs[before.site]) for before in a.decisions if before.site in theirs]
     quantized = [(before, after) for before, after in pairs if before.recipe and after.recipe]

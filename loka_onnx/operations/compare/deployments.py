@@ -198,7 +198,7 @@ def _batches(a: Side, b: Side, wanted: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Moved:
-    """How far an output moved: root mean square of B less A with its interval, and the largest magnitude.
+    """Change of an output: root mean square of B less A with its interval, and the largest magnitude.
 
     `unit` is ``logit``, or ``value`` of a regression or of an output of unknown kind.
     """

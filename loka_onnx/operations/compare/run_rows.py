@@ -89,7 +89,7 @@ class _Emitted:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What makes it another engine: its digest does not, so that one that is built anew is the same.
+        """Identity of an engine without its digest, so that one that is built anew is the same.
 
         Requests go by size to engines: largest requests, None for the rest; sizes of one engine are joined.
         """
@@ -197,7 +197,7 @@ class _Basis:
     other_model: bool
 
     def remarks(self, split: str) -> Iterator[str]:
-        """What costs on a split do not have in common."""
+        """Parts of costs that differ on a split."""
         if split in self.other_splits:
             yield "measured on another file, another selection of rows or other columns of them"
         if self.other_model:
@@ -365,7 +365,7 @@ def _times(side: _Timed | None) -> str | None:
 
 
 def _gains(old: ReportData, new: ReportData) -> Iterator[Row]:
-    """How much faster each emitted engine is than the baselines of its own run, timed in turns."""
+    """Speed of each emitted engine over the baselines of its own run, timed in turns."""
     for pair in hardware_pairs(old, new):
         for baseline in BASELINES:
             before, after = _gain(old, pair.old, baseline), _gain(new, pair.new, baseline)
