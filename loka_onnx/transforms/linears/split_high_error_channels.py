@@ -17,7 +17,7 @@ with the site in FP8; every other plan rejoins the two (`rejoin`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,18 +83,17 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
                     remedy="leave out sites whose error needs no cut",
                 )
 
-    def match(self, model: GraphModel) -> Found[ChannelSplit]:
-        """Rank the channels of each requested site."""
+    def _find(self, model: GraphModel) -> Iterator[ChannelSplit | Declined]:
         nodes = {node.name: node for node in model.nodes if node.name in self._left}
-        missing = [Declined(s, "there is no node of that name") for s in self._left if s not in nodes]
-        read = find((nodes[site] for site in self._left if site in nodes), lambda node: _read(model, node))
+        yield from (Declined(s, "there is no node of that name") for s in self._left if s not in nodes)
+        read = Found.of(find((nodes[s] for s in self._left if s in nodes), lambda node: _read(model, node)))
+        yield from read.declined
         linears = {linear.node.name: linear for linear in read.matches}
         rows = read_rows(model, linears, self._rows, self._scratch) if linears else {}
-        ranked = find(
-            (linear.node for linear in read.matches),
+        yield from find(
+            (linear.node for linear in linears.values()),
             lambda node: self._highest_error(linears[node.name], rows[node.name], self._left[node.name]),
         )
-        return Found(ranked.matches, (*missing, *read.declined, *ranked.declined))
 
     def rewrite(self, model: GraphModel, match: ChannelSplit) -> Applied:
         """Put zeros for the high-error rows, and add their product."""

@@ -29,6 +29,7 @@ from loka_onnx.core.rewrite import Applied, Declined, RewriteRecord
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.biases import Bias, bias_of, score_bias, score_of
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, producer, values_of
+from loka_onnx.transforms.base import record
 from loka_onnx.transforms.precision.explicit_casts import stored_in
 
 Array = npt.NDArray[np.float64]
@@ -58,10 +59,8 @@ class Typing:
 class _Folded:
     """A constant of the graph plus a correction.
 
-    Attributes:
-        values: The sum.
-        where: Name of its node.
-        lost: Share of the correction's energy that rounding takes; infinite beyond the range.
+    `where` names its node; `lost` is the share of the correction's energy that rounding takes, infinite
+    beyond the range.
     """
 
     values: Array
@@ -95,19 +94,15 @@ class _Writer:
         if bias is None or folded is None:
             self._insert_behind(node.outputs[0], values, correction.site)
             return Applied(correction.site, f"{what} in an Add of their own")
-        if folded.lost > MOST_LOST:
-            return Declined(correction.site, f"{what} {self._why_lost(bias, folded)}")
-        self._fold(bias, folded)
-        return Applied(correction.site, f"{what} {folded.where}")
-
-    def _why_lost(self, bias: Bias, folded: _Folded) -> str:
+        if folded.lost <= MOST_LOST:
+            self._fold(bias, folded)
+            return Applied(correction.site, f"{what} {folded.where}")
         base = self.typing.of(bias.node)
-        if not np.isfinite(folded.lost):
-            return f"do not fit {base} {folded.where}"
-        return (
-            f"are lost {folded.where}: rounding to {base} takes {folded.lost:.0%} of their energy, "
-            f"more than {MOST_LOST:.0%}"
-        )
+        why = f"{what} do not fit {base} {folded.where}"
+        if np.isfinite(folded.lost):
+            lost = f"rounding to {base} takes {folded.lost:.0%} of their energy, more than {MOST_LOST:.0%}"
+            why = f"{what} are lost {folded.where}: {lost}"
+        return Declined(correction.site, why)
 
     def constant(self, constant: OutputConstant) -> Applied:
         score = score_of(self.model, constant.output, constant.kind)
@@ -117,7 +112,8 @@ class _Writer:
                 evidence="no Sigmoid computes it",
             )
         values = np.array(constant.value)
-        what = f"the constant {constant.value:+.3g} on its {_unit(constant)}"
+        unit = "value" if constant.kind == "regression" else "logit"
+        what = f"the constant {constant.value:+.3g} on its {unit}"
         tensor, sigmoid = score.tensor, score.sigmoid
         # A rounding of the sum on its way out would lose the constant.
         behind = _from(self.model, sigmoid)
@@ -145,11 +141,8 @@ class _Writer:
 
     def _folded(self, bias: Bias, values: Array) -> _Folded | None:
         """Return a constant of the graph with values added; None where it would grow."""
-        node = bias.node
-        has_constant = _has_constant(bias)
-        old = np.zeros(())
-        if has_constant:
-            old = values_of(node.inputs[bias.index]).astype(np.float64)
+        node, has_constant = bias.node, _has_constant(bias)
+        old = values_of(node.inputs[bias.index]).astype(np.float64) if has_constant else np.zeros(())
         if node.op == "Gemm":
             values = values / float(node.attrs.get("beta", 1.0))
             # (1, N) as (N,), the form that engines fuse.
@@ -161,9 +154,9 @@ class _Writer:
         return _Folded(total, where, _lost(old, values, self.typing.of(node)))
 
     def _fold(self, bias: Bias, folded: _Folded) -> None:
-        node, has_constant = bias.node, _has_constant(bias)
+        node = bias.node
         constant = self.model.constant(f"{node.name}/corrected", folded.values.astype(np.float32))
-        if has_constant:
+        if _has_constant(bias):
             node.inputs[bias.index] = constant
         else:
             node.inputs = [*node.inputs[: bias.index], constant]
@@ -195,9 +188,7 @@ def correct(model: GraphModel, corrections: Corrections, typing: Typing = Typing
     writer = _Writer(model, typing)
     said = [writer.bias(each) for each in corrections.bias]
     said += [writer.constant(each) for each in corrections.constants]
-    applied = tuple(each for each in said if isinstance(each, Applied))
-    declined = tuple(each for each in said if isinstance(each, Declined))
-    return Corrected(RewriteRecord("correct", applied, declined), writer.wide)
+    return Corrected(record("correct", said), writer.wide)
 
 
 def _lost(old: Array, values: Array, precision: Precision) -> float:
@@ -225,7 +216,3 @@ def _from(model: GraphModel, node: Node | None) -> Iterator[Node]:
         yield node
         tensor = node.outputs[0]
         node = None if model.is_output(tensor) else consumers(tensor)[0]
-
-
-def _unit(constant: OutputConstant) -> str:
-    return "value" if constant.kind == "regression" else "logit"

@@ -19,10 +19,10 @@ from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.site import SiteKind
 from loka_onnx.transforms.interactions.conv_to_matmul import ConvToMatMul
 from loka_onnx.transforms.interactions.reassociate_interaction import ReassociateInteraction
+from loka_onnx.transforms.linears.choose_smoothing import FEWEST_ROWS, ChooseSmoothing
 from loka_onnx.transforms.linears.pad_sites import CopyRule, PadSites
 from loka_onnx.transforms.linears.split_high_error_channels import SplitHighErrorChannels
 from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
-from loka_onnx.transforms.smoothing.choose_smoothing import FEWEST_ROWS, ChooseSmoothing
 
 SEEDS = st.integers(0, 2**32 - 1)
 MEASURING = (ChooseSmoothing, SplitHighErrorChannels)

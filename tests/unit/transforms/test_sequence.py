@@ -20,7 +20,7 @@ from loka_onnx.graph.exported import Exported
 from loka_onnx.graph.model import GraphModel, Node, values_of
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.graph.storage import model_digest
-from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.sequence import DEFAULT_MODS, STRICT, apply_mods
 
 ROWS = [{"x": random_rows(5, 8)}, {"x": random_rows(3, 8, seed=1)}]
@@ -32,8 +32,8 @@ class EditGain(Mod[Node]):
     name = "edit-gain"
     step: ClassVar[float] = 0.0
 
-    def match(self, model: GraphModel) -> Found[Node]:
-        return Found((model.node("block/y"),), (Declined("block/other", "not this one"),))
+    def _find(self, model: GraphModel) -> list[Node | Declined]:
+        return [model.node("block/y"), Declined("block/other", "not this one")]
 
     def rewrite(self, model: GraphModel, match: Node) -> Applied:
         match.inputs[1] = model.constant("gain.edited", values_of(match.inputs[1]) + np.float32(self.step))
@@ -263,10 +263,10 @@ class Fails(EditGain):
     stage: ClassVar[str] = "match"
     error: ClassVar[BaseException] = KeyError("gone")
 
-    def match(self, model: GraphModel) -> Found[Node]:
+    def _find(self, model: GraphModel) -> list[Node | Declined]:
         if self.stage == "match":
             self._fail(model)
-        return super().match(model)
+        return super()._find(model)
 
     def rewrite(self, model: GraphModel, match: Node) -> Applied:
         applied = super().rewrite(model, match)

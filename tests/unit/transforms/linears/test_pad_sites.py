@@ -12,8 +12,7 @@ from rewrite_models import initializer, named, op_types
 from shape_cases import ANY_COPY, PADDED, WIDE
 from shape_models import Case, match, reasons_of, rewrite
 
-from loka_onnx.transforms.linears.pad_sites import PadSites
-from loka_onnx.transforms.linears.widening import widened_shape
+from loka_onnx.transforms.linears.pad_sites import PadSites, widened_shape
 
 EXPECTED: dict[str, tuple[list[str], dict[str, tuple[int, int]]]] = {
     "absorbed_by_the_next_layer": (["Gemm", "Relu", "Gemm"], {"a": (32, 32), "b": (32, 16)}),

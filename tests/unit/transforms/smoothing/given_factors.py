@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from loka_onnx.core.rewrite import Applied
+from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.smoothing.makers import Maker, find_makers, smooth
+from loka_onnx.transforms.base import Mod
+from loka_onnx.transforms.linears.makers import Maker, find_makers, smooth
 
 
 class Smooth(Mod[Maker]):
@@ -19,12 +19,10 @@ class Smooth(Mod[Maker]):
     def __init__(self, factors: Mapping[str, Any]) -> None:
         self.factors = {name: np.asarray(values, np.float64) for name, values in factors.items()}
 
-    def match(self, model: GraphModel) -> Found[Maker]:
-        makers = find_makers(model)
-        return Found(
-            tuple(maker for maker in makers.found if maker.name in self.factors),
-            tuple(declined for declined in makers.declined if declined.at in self.factors),
-        )
+    def _find(self, model: GraphModel) -> Iterator[Maker | Declined]:
+        for found in find_makers(model):
+            if (found.at if isinstance(found, Declined) else found.name) in self.factors:
+                yield found
 
     def rewrite(self, model: GraphModel, match: Maker) -> Applied:
         return smooth(model, match, self.factors[match.name])

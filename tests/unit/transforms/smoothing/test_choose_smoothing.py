@@ -16,10 +16,10 @@ from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.product_error import Rounding
 from loka_onnx.transforms.linears import site_rows
+from loka_onnx.transforms.linears.choose_smoothing import ChooseSmoothing
 from loka_onnx.transforms.linears.pattern import read_linear
 from loka_onnx.transforms.linears.site_rows import read_rows
 from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
-from loka_onnx.transforms.smoothing.choose_smoothing import ChooseSmoothing
 
 ROWS, K, N = 256, 32, 24
 

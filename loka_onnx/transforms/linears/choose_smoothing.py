@@ -13,7 +13,7 @@ are tried in turns, each under the present factors of the others, until none cha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,9 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.product_error import Product, Rounding
 from loka_onnx.numerics.smoothing import is_gain, keeping_range, smoothing_factors, to_powers_of_two
 from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.linears.pattern import read_linear
-from loka_onnx.transforms.linears.scaling import Vector
+from loka_onnx.transforms.linears.makers import Maker, find_makers, smooth
+from loka_onnx.transforms.linears.pattern import Vector, read_linear
 from loka_onnx.transforms.linears.site_rows import measured_columns, read_rows
-from loka_onnx.transforms.smoothing.makers import Maker, find_makers, smooth
 
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LEAST_GAIN = 0.1
@@ -60,26 +59,25 @@ class ChooseSmoothing(Mod[Smoothing]):
         self._rows, self._scratch = tuple(rows), scratch
         self._rounding = rounding or Rounding()
 
-    def match(self, model: GraphModel) -> Found[Smoothing]:
-        """Measure every maker that linears read."""
-        makers = find_makers(model)
-        if not makers.found:
-            return Found((), makers.declined)
+    def _find(self, model: GraphModel) -> Iterator[Smoothing | Declined]:
+        read = Found.of(find_makers(model))
+        makers = read.matches
+        yield from read.declined
+        if not makers:
+            return
         count = sum(max(map(len, batch.values()), default=0) for batch in self._rows)
         if count < FEWEST_ROWS:
             reason = f"{count} rows are too few to measure errors on; {FEWEST_ROWS} are needed"
-            return Found((), (*makers.declined, *(Declined(maker.name, reason) for maker in makers.found)))
-        search = _Search(_products(model, makers.found, self._rows, self._scratch), self._rounding)
-        search.run(makers.found)
-        matches: list[Smoothing] = []
-        declined = list(makers.declined)
-        for maker in makers.found:
+            yield from (Declined(maker.name, reason) for maker in makers)
+            return
+        search = _Search(_products(model, makers, self._rows, self._scratch), self._rounding)
+        search.run(makers)
+        for maker in makers:
             tried = search.tried[maker.name]
             if tried.chosen:
-                matches.append(Smoothing(maker, search.divisors[maker.name], tried.gain()))
+                yield Smoothing(maker, search.divisors[maker.name], tried.gain())
             else:
-                declined.append(Declined(maker.name, tried.reason()))
-        return Found(tuple(matches), tuple(declined))
+                yield Declined(maker.name, tried.reason())
 
     def rewrite(self, model: GraphModel, match: Smoothing) -> Applied:
         """Divide at one maker, multiply at its readers."""
