@@ -17,14 +17,7 @@ import numpy.typing as npt
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.rewrite import Declined, RewriteLog, RewriteRecord
-from loka_onnx.errors import (
-    EngineError,
-    LokaError,
-    MissingPackage,
-    ModelError,
-    OutputError,
-    TransformError,
-)
+from loka_onnx.errors import EngineError, LokaError, MissingPackage, ModelError, OutputError, TransformError
 from loka_onnx.graph.exported import Exported
 from loka_onnx.graph.garbage import collector_paused
 from loka_onnx.graph.model import GraphModel

@@ -67,11 +67,7 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
     name = "split-loud-channels"
 
     def __init__(
-        self,
-        left: Mapping[str, float],
-        rows: Sequence[Arrays],
-        scratch: Path,
-        format: NumberFormat = E4M3FN,
+        self, left: Mapping[str, float], rows: Sequence[Arrays], scratch: Path, format: NumberFormat = E4M3FN
     ) -> None:
         self._left, self._rows, self._scratch, self._format = dict(left), tuple(rows), scratch, format
         for site, part in self._left.items():

@@ -168,12 +168,7 @@ FOLDED: dict[str, Case] = {
     "a_shape_that_is_put_together": Case(
         "s = Concat<axis=0>(minus, four, two) r = Reshape(x, s) y0 = Relu(r) y = Reshape(y0, back)",
         {},
-        {
-            "minus": np.array([-1]),
-            "four": np.array([4]),
-            "two": np.array([2]),
-            "back": np.array([-1, 8]),
-        },
+        {"minus": np.array([-1]), "four": np.array([4]), "two": np.array([2]), "back": np.array([-1, 8])},
         mod=FoldConstants,
     ),
     "rows_of_a_table_that_nothing_else_reads": Case(

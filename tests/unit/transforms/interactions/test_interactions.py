@@ -89,10 +89,7 @@ def test_the_sites_keep_their_names_and_kinds(tmp_path: Path) -> None:
     model = REASSOCIATED["learned_projection"].model()
     done = rewrite(model, ReassociateInteraction(least=0), tmp_path)
     sites = {site.name: (site.kind, site.k, site.n) for site in done.artifact.sites}
-    assert sites == {
-        "fmb.project": (SiteKind.LINEAR, 32, 4),
-        "fmb.matmul": (SiteKind.INTERACTION, 8, 4),
-    }
+    assert sites == {"fmb.project": (SiteKind.LINEAR, 32, 4), "fmb.matmul": (SiteKind.INTERACTION, 8, 4)}
     assert done.record.applied[0].what == (
         "(A·B)·C → A·(B·C) with 'fmb.project': 6291456 → 1048576 operations at a batch of 256"
     )

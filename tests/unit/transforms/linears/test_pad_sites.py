@@ -130,10 +130,7 @@ LEFT_ALONE: dict[str, tuple[Case, dict[str, str]]] = {
     ),
     "a_weight_for_each_token": (
         Case(
-            "[a] y = MatMul(x, wa)",
-            {"wa": (4, 32, 20)},
-            inputs="float[4,4,32] x",
-            outputs="float[4,4,20] y",
+            "[a] y = MatMul(x, wa)", {"wa": (4, 32, 20)}, inputs="float[4,4,32] x", outputs="float[4,4,20] y"
         ),
         {"a": "its weight has rank 3, not 2"},
     ),

@@ -226,15 +226,9 @@ def test_identifiers_that_arrive_as_floats_are_not_rounded(tmp_path: Path) -> No
 UNDEFINED: dict[str, tuple[str, dict[str, Any]]] = {
     "Softplus": ("h = Softplus(x) y = Relu(h)", {}),
     "Einsum": ('h = Einsum<equation="bi,bi->bi">(x, x) y = Relu(h)', {}),
-    "between_base_nodes": (
-        "a = Relu(x) h = Softplus(a) b = Relu(h) y = Softplus(b)",
-        {},
-    ),
+    "between_base_nodes": ("a = Relu(x) h = Softplus(a) b = Relu(h) y = Softplus(b)", {}),
     "TopK": ("h, i = TopK(x, k) y = Relu(h)", {"k": np.array([8])}),
-    "Range": (
-        "r = Range(zero, eight, one) y = Add(x, r)",
-        {"zero": 0.0, "eight": 8.0, "one": 1.0},
-    ),
+    "Range": ("r = Range(zero, eight, one) y = Add(x, r)", {"zero": 0.0, "eight": 8.0, "one": 1.0}),
     "OneHot": (
         "i = Cast<to=7>(x) s = Squeeze(i, last) o = OneHot(s, depth, off_on) y = Relu(o)",
         {"last": np.array([1]), "depth": np.array(8), "off_on": np.array([0.0, 1.0])},
@@ -281,10 +275,7 @@ def test_softplus_has_an_fp16_form(tmp_path: Path) -> None:
 # Nodes that make tensors ------------------------------------------------------------------------------
 
 MAKERS = {
-    "constant_of_shape": (
-        "s = Shape(x) f = ConstantOfShape<value = float[1] {0.5}>(s) y = Add(x, f)",
-        0.5,
-    ),
+    "constant_of_shape": ("s = Shape(x) f = ConstantOfShape<value = float[1] {0.5}>(s) y = Add(x, f)", 0.5),
     "constant_of_shape_default": ("s = Shape(x) f = ConstantOfShape(s) y = Add(x, f)", 0.0),
     "constant_node": ("f = Constant<value = float[1] {0.5}>() y = Add(x, f)", 0.5),
     "constant_float": ("f = Constant<value_float = 0.5>() y = Add(x, f)", 0.5),

@@ -87,9 +87,7 @@ def test_a_chain_of_movements_is_passed_at_once(tmp_path: Path) -> None:
     constants = {"s": ints(-1, 2, 4), "w1": weight(2, 4)}
     placed = checked(model(body, constants, outputs="float[batch,4,4] y"), {"fc1": S}, tmp_path)
     assert sources(placed.after) == {"fc1/in0/q": "h"}
-    assert placed.applied == [
-        ("fc1/in0", "hoisted in front of Reshape 'block/r', Transpose 'turn', to 'h'"),
-    ]
+    assert placed.applied == [("fc1/in0", "hoisted in front of Reshape 'block/r', Transpose 'turn', to 'h'")]
 
 
 def test_each_part_of_a_concat_is_quantized_under_the_scale_of_all(tmp_path: Path) -> None:
@@ -136,9 +134,7 @@ def test_a_view_that_is_read_exactly_too_is_copied_for_a_shared_pair(tmp_path: P
     )
     placed = checked(model(body, {"one": ints(1)}), {"fc1": S, "fc2": S}, tmp_path)
     assert sources(placed.after) == {"fc1/in0/q": "h"}
-    assert placed.applied == [
-        ("fc2/in0", "shares the Q/DQ 'fc1/in0' through a copy of Unsqueeze 'view'"),
-    ]
+    assert placed.applied == [("fc2/in0", "shares the Q/DQ 'fc1/in0' through a copy of Unsqueeze 'view'")]
     assert op_types(placed.after).count("Unsqueeze") == 2
     # The residual sum still reads the exact view.
     assert "r" in named(placed.after, "block/m").input
@@ -214,7 +210,7 @@ def test_a_choice_out_of_an_exact_tensor_is_quantized_after_it_is_taken(tmp_path
     placed = checked(model(body, {"s": ints(0, 5), "w1": weight(2, 8)}), {"fc1": S}, tmp_path)
     assert sources(placed.after) == {"fc1/in0/q": "g"}
     assert placed.declined == [
-        ("fc1/in0", "stays behind Gather 'some': more than these values of 'h' would be quantized"),
+        ("fc1/in0", "stays behind Gather 'some': more than these values of 'h' would be quantized")
     ]
 
 
@@ -271,10 +267,7 @@ def test_a_backend_that_is_not_known_to_move_fp8_keeps_the_pairs(tmp_path: Path)
     assert placed.after == placed.before
     assert placed.applied == []
     assert placed.declined == [
-        (
-            "fc1/in0",
-            "stays behind Flatten 'flat': the backend is not known to move FP8 values through it",
-        )
+        ("fc1/in0", "stays behind Flatten 'flat': the backend is not known to move FP8 values through it")
     ]
 
 
@@ -320,10 +313,7 @@ def quantized(q_scale: Any, zero: Any, *, saturate: int = 1, extra: bool = False
     ("form", "reason"),
     [
         ({"q_scale": [S] * 4, "zero": [0] * 4}, "it is not one scale, known beforehand, for the tensor"),
-        (
-            {"q_scale": S, "zero": 0, "saturate": 0},
-            "it is not one scale, known beforehand, for the tensor",
-        ),
+        ({"q_scale": S, "zero": 0, "saturate": 0}, "it is not one scale, known beforehand, for the tensor"),
         (
             {"q_scale": S, "zero": 0, "extra": True},
             "something besides a DQ of its scale reads its quantized values",

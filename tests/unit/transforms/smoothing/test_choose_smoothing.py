@@ -156,11 +156,7 @@ def test_a_chain_is_smoothed_until_nothing_changes(tmp_path: Path) -> None:
     """Each layer is a reader and a maker; `smoothed` runs the mod again and finds nothing."""
     other = np.roll(WILD, 7)
     body = "[norm] n = LayerNormalization(x, gain) [fc1] h = MatMul(n, v) r = Relu(h) [fc2] y = MatMul(r, w)"
-    values = {
-        "gain": WILD,
-        "v": weight(K, K) / WILD[:, None] * other,
-        "w": weight(K, N) / other[:, None],
-    }
+    values = {"gain": WILD, "v": weight(K, K) / WILD[:, None] * other, "w": weight(K, N) / other[:, None]}
     before = parse(body, values, inputs=f"float[batch,{K}] x", outputs=f"float[batch,{N}] y")
     record, after = smoothed(before, {"x": rows()}, tmp_path)
     assert [applied.at for applied in record.applied] == ["norm", "fc1"]

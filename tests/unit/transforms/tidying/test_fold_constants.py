@@ -80,10 +80,7 @@ LEFT_ALONE: dict[str, tuple[Case, dict[str, str]]] = {
         Case("z = Relu(row) y = Add(x, row)", {"row": (8,)}, outputs="float[batch,8] y, float[8] z"),
         {"block/z": "its result leaves the graph"},
     ),
-    "random": (
-        Case("r = RandomNormal<shape=[8]>() y = Add(x, r)"),
-        {},
-    ),
+    "random": (Case("r = RandomNormal<shape=[8]>() y = Add(x, r)"), {}),
     "quantized_on_purpose": (
         Case(
             "q = QuantizeLinear(w, s, z) d = DequantizeLinear(q, s, z) y = MatMul(x, d)",
@@ -92,10 +89,7 @@ LEFT_ALONE: dict[str, tuple[Case, dict[str, str]]] = {
         ),
         {},
     ),
-    "a_shape_of_the_batch": (
-        Case("s = Shape(x) r = Reshape(x, s) y = Relu(r)"),
-        {},
-    ),
+    "a_shape_of_the_batch": (Case("s = Shape(x) r = Reshape(x, s) y = Relu(r)"), {}),
     "behind_something_left_alone": (
         Case(
             "r = Expand(row, shape) n = Neg(r) y = MatMul(x, n)",

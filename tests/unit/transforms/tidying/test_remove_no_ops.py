@@ -113,10 +113,7 @@ def test_what_is_computed_twice_is_computed_once(case: str, tmp_path: Path) -> N
 
 
 NOT_TWINS: dict[str, tuple[Case, dict[str, str]]] = {
-    "other_attributes": (
-        Case("a = LeakyRelu<alpha=0.1>(x) b = LeakyRelu<alpha=0.2>(x) y = Add(a, b)"),
-        {},
-    ),
+    "other_attributes": (Case("a = LeakyRelu<alpha=0.1>(x) b = LeakyRelu<alpha=0.2>(x) y = Add(a, b)"), {}),
     "other_constants": (
         Case("a = Mul(x, p) b = Mul(x, q) y = Add(a, b)", {"p": (8,)}, {"q": np.ones(8)}),
         {},
