@@ -27,8 +27,12 @@ def parse(
     outputs: str = "float[batch,8] y",
     opset: int = 21,
 ) -> onnx.ModelProto:
-    """A model as text; nodes without a name are named after their output, in module ``block``."""
-    text = f'<ir_version: 10, opset_import: ["" : {opset}]> g ({inputs}) => ({outputs}) {{ {body} }}'
+    """A model as text; nodes without a name are named after their output, in module ``block``.
+
+    Without `outputs` there is one, the FP32 tensor y, of inferred shape.
+    """
+    head = f'<ir_version: 10, opset_import: ["" : {opset}]> g ({inputs}) => ({outputs or "float y"})'
+    text = f"{head} {{ {body} }}"
     model: onnx.ModelProto = onnx.parser.parse_model(text)
     for node in model.graph.node:
         node.name = node.name or f"block/{node.output[0]}"
@@ -36,6 +40,10 @@ def parse(
         array = np.asarray(value)
         array = array.astype(np.float32) if array.dtype == np.float64 else array
         model.graph.initializer.append(numpy_helper.from_array(array, name))
+    if not outputs:
+        model.graph.output[0].type.tensor_type.ClearField("shape")
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True, strict_mode=True)
+        model.graph.output[0].CopyFrom(inferred.graph.output[0])
     onnx.checker.check_model(model)
     return model
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
@@ -42,23 +43,28 @@ class Case:
     Attributes:
         body: Its nodes; those without a name are named after their output, in module
             ``block``; ``__`` in a name stands for a dot.
-        weights: Shapes of random constants, by name.
-        constants: Other constants, by name.
-        inputs: Inputs as text.
-        outputs: Outputs as text.
-        mod: Makes the mod that is to rewrite it; None for the default of its kind.
+        constants: Values by name, or the shape (a tuple) of random ones; what is not read is left out.
+        outputs: As text; else the tensor y, of inferred shape.
+        why: What a mod says of it that leaves it alone.
     """
 
     body: str
-    weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     inputs: str = "float[batch,8] x"
-    outputs: str = "float[batch,8] y"
-    mod: Callable[[], Mod[Any]] | None = None
+    outputs: str = ""
+    opset: int = 21
+    why: Any = None
+
+    shared: ClassVar[Mapping[str, Any]] = {}
+    """Constants of all cases of a file."""
 
     def model(self) -> onnx.ModelProto:
-        random = {name: weight(*shape, seed=len(name)) for name, shape in self.weights.items()}
-        model = parse(self.body, {**random, **self.constants}, inputs=self.inputs, outputs=self.outputs)
+        constants = {
+            name: weight(*value, seed=len(name)) if isinstance(value, tuple) else value
+            for name, value in {**self.shared, **self.constants}.items()
+            if re.search(rf"\b{name}\b", self.body)
+        }
+        model = parse(self.body, constants, inputs=self.inputs, outputs=self.outputs, opset=self.opset)
         for node in model.graph.node:
             node.name = node.name.replace("__", ".")
         return model
@@ -160,3 +166,10 @@ def reasons_of(found: Found[Any]) -> dict[str, str]:
         before = f"{reasons[declined.at]}; " if declined.at in reasons else ""
         reasons[declined.at] = before + declined.reason
     return reasons
+
+
+def assert_left_alone(case: Case, mod: Mod[Any], folder: Path) -> None:
+    """A near miss is declined with its reasons, by name, or silently."""
+    found = match(case.model(), mod, folder)
+    assert found.matches == ()
+    assert reasons_of(found) == (case.why or {})

@@ -50,7 +50,7 @@ def test_others_are_left_alone_with_the_reason(case: str, tmp_path: Path) -> Non
     body, weights, positions, reason = LEFT_ALONE[case]
     channels = weights["w"][0]
     model = Case(
-        f"y = {body}", weights, inputs="float[batch,16,6] x", outputs=f"float[batch,{channels},{positions}] y"
+        f"y = {body}", weights, "float[batch,16,6] x", outputs=f"float[batch,{channels},{positions}] y"
     )
     found = match(model.model(), ConvToMatMul(), tmp_path)
     assert found.matches == ()
@@ -58,11 +58,6 @@ def test_others_are_left_alone_with_the_reason(case: str, tmp_path: Path) -> Non
 
 
 def test_a_computed_weight_stays(tmp_path: Path) -> None:
-    model = Case(
-        "s = Relu(w) y = Conv(x, v)",
-        {"w": (24, 16, 1)},
-        inputs="float[batch,16,6] x, float[24,16,1] v",
-        outputs="float[batch,24,6] y",
-    )
+    model = Case("s = Relu(w) y = Conv(x, v)", {"w": (24, 16, 1)}, "float[batch,16,6] x, float[24,16,1] v")
     found = match(model.model(), ConvToMatMul(), tmp_path)
     assert [each.reason for each in found.declined] == ["its weight or its bias is computed"]

@@ -29,18 +29,16 @@ CUT: dict[str, tuple[Case, list[str]]] = {
     "columns": (
         Case(
             f"{LOOK_UP} c = Concat<axis=1>(e0, e1, e2, e3, x) {TOP}",
-            {**TABLES, "w": (20, 8)},
-            COLUMNS,
-            inputs=f"{IDS}, {NUMERIC}",
+            {**TABLES, "w": (20, 8), **COLUMNS},
+            f"{IDS}, {NUMERIC}",
         ),
         ["block", "block_1", "block_2", "block_3"],
     ),
     "a_bag_of_ids": (
         Case(
             "e = Gather<axis=0>(t0, ids) p = ReduceSum<keepdims=0>(e, one) c = Concat<axis=1>(p, x) " + TOP,
-            {"t0": (9, 4), "w": (8, 8)},
-            AXES,
-            inputs=f"{IDS}, {NUMERIC}",
+            {"t0": (9, 4), "w": (8, 8), **AXES},
+            f"{IDS}, {NUMERIC}",
         ),
         ["block"],
     ),
@@ -50,9 +48,8 @@ CUT: dict[str, tuple[Case, list[str]]] = {
             " k = Mul(e, n) s = ReduceSum<keepdims=0>(k, one) d = ReduceSum<keepdims=0>(n, one) f ="
             " Max(d, unit)"
             " q = Div(s, f) p = ReduceMax<keepdims=1>(q, last) c = Concat<axis=1>(p, x) " + TOP,
-            {"t0": (9, 4), "w": (5, 8)},
-            {"zero": np.array(0), "unit": np.array(1.0), **AXES},
-            inputs=f"{IDS}, {NUMERIC}",
+            {"t0": (9, 4), "w": (5, 8), "zero": 0, "unit": 1.0, **AXES},
+            f"{IDS}, {NUMERIC}",
         ),
         ["block"],
     ),
@@ -61,18 +58,16 @@ CUT: dict[str, tuple[Case, list[str]]] = {
             "e = Gather<axis=0>(t0, ids) a = GreaterOrEqual(ids, zero) b = LessOrEqual(ids, most)"
             " k = And(a, b) l = Less(ids, zero) o = Or(k, l) m = Cast<to=1>(o) n = Unsqueeze(m, last)"
             " v = Mul(e, n) c = ReduceSum<keepdims=0>(v, one) " + TOP,
-            {"t0": (9, 4), "w": (4, 8)},
-            {"zero": np.array(0), "most": np.array(5), **AXES},
-            inputs=IDS,
+            {"t0": (9, 4), "w": (4, 8), "zero": 0, "most": 5, **AXES},
+            IDS,
         ),
         ["block"],
     ),
     "ids_that_arrive_as_floats": (
         Case(
             "i = Cast<to=7>(x) e = Gather<axis=0>(t0, i) c = ReduceSum<keepdims=0>(e, one) " + TOP,
-            {"t0": (9, 4), "w": (4, 8)},
-            AXES,
-            inputs=NUMERIC,
+            {"t0": (9, 4), "w": (4, 8), **AXES},
+            NUMERIC,
         ),
         ["block"],
     ),
@@ -80,9 +75,8 @@ CUT: dict[str, tuple[Case, list[str]]] = {
         Case(
             "e = Gather<axis=0>(t0, ids) p = ReduceSum<keepdims=0>(e, one) n = Shape<end=1>(ids)"
             " s = Concat<axis=0>(n, width) r = Expand(row, s) c = Concat<axis=1>(p, r) " + TOP,
-            {"t0": (9, 4), "row": (1, 4), "w": (8, 8)},
-            {"width": np.array([4]), **AXES},
-            inputs=IDS,
+            {"t0": (9, 4), "row": (1, 4), "w": (8, 8), "width": [4], **AXES},
+            IDS,
         ),
         ["block"],
     ),
@@ -90,9 +84,8 @@ CUT: dict[str, tuple[Case, list[str]]] = {
         Case(
             "i0 = Gather<axis=1>(ids, c0) e0 = Gather<axis=0>(t0, i0) i1 = Gather<axis=1>(ids, c1)"
             " e1 = Gather<axis=0>(t0, i1) c = Concat<axis=1>(e0, e1, x) " + TOP,
-            {"t0": (9, 4), "w": (12, 8)},
-            {"c0": np.array(0), "c1": np.array(1)},
-            inputs=f"{IDS}, {NUMERIC}",
+            {"t0": (9, 4), "w": (12, 8), "c0": 0, "c1": 1},
+            f"{IDS}, {NUMERIC}",
         ),
         ["block", "block_1"],
     ),
@@ -192,7 +185,7 @@ WHOLE: dict[str, tuple[str, dict[str, tuple[int, ...]], str, Declined]] = {
 def test_what_cannot_be_cut_says_why(case: str, tmp_path: Path) -> None:
     body, weights, inputs, reason = WHOLE[case]
     constants = {k: v for k, v in (AXES | {"shape": np.array([-1, 8])}).items() if f"{k})" in body}
-    model = Case(body, weights, constants, inputs=inputs).model()
+    model = Case(body, {**weights, **constants}, inputs).model()
     assert split_sparse(GraphModel.load(artifact(model, tmp_path / "whole.onnx").path)) == reason
 
 
@@ -235,13 +228,13 @@ def test_rows_that_do_not_lie_along_axis_0_are_not_cut(tmp_path: Path) -> None:
     """An engine takes one row of each input for a row of the batch."""
     turned = "t = Transpose<perm=[1,0]>(ids) e = Gather<axis=0>(t0, t) "
     body = f"{turned} c = ReduceMean<keepdims=0>(e, zero) {TOP}"
-    case = Case(body, {"t0": (9, 4), "w": (4, 8)}, {"zero": np.array([0])}, inputs=IDS)
+    case = Case(body, {"t0": (9, 4), "w": (4, 8), "zero": [0]}, IDS)
     columns_first = GraphModel.load(artifact(case.model(), tmp_path / "whole.onnx").path)
     # The pool gives one row an example again, so that the cut runs behind it.
     pooled = split_sparse(columns_first)
     assert isinstance(pooled, SparseSplit) and [t.shape for t in pooled.cut] == [(None, 4)]
     body = f"{turned} c = Transpose<perm=[1,0,2]>(e) [fc] y = MatMul(c, w)"
-    case = Case(body, {"t0": (9, 4), "w": (4, 8)}, {}, inputs=IDS, outputs="float[batch,4,8] y")
+    case = Case(body, {"t0": (9, 4), "w": (4, 8)}, IDS, outputs="float[batch,4,8] y")
     model = GraphModel.load(artifact(case.model(), tmp_path / "kept.onnx").path)
     assert split_sparse(model) == Declined(
         "block/e",
@@ -258,7 +251,7 @@ def test_a_cut_tensor_with_other_rows_than_the_batch_is_refused(tmp_path: Path) 
     )
     constants = {"all": np.array([-1]), "bags": np.array([-1, 4, 4]), **AXES}
     constants = {name: value for name, value in constants.items() if f"{name})" in body}
-    case = Case(body, {"t0": (9, 4), "w": (4, 8)}, constants, inputs=IDS)
+    case = Case(body, {"t0": (9, 4), "w": (4, 8), **constants}, IDS)
     split, _ = cut(case, tmp_path)
     refused = verify_split(split, tmp_path / "whole.onnx", [feeds(case.model(), 3)], tmp_path / "halves")
     assert refused == Declined("block", "it has 12 rows for a batch of 3")

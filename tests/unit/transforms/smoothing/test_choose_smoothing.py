@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from rewrite_models import Arrays, artifact, evaluate, named, op_types, parse
+from shape_models import weight
 
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
@@ -22,10 +23,6 @@ from loka_onnx.transforms.linears.site_rows import read_rows
 from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
 
 ROWS, K, N = 256, 32, 24
-
-
-def weight(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
-    return (np.random.default_rng((seed, *shape)).normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
 
 
 def rows(seed: int = 0, count: int = ROWS) -> np.ndarray[Any, Any]:
