@@ -10,8 +10,18 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from placement_models import RTX, Placed, Scales, assert_bit_equal, place, plan_of, run_basic, sources, square
-from qdq_models import weight
+from qdq_models import (
+    RTX,
+    Placed,
+    Scales,
+    assert_bit_equal,
+    place,
+    plan_of,
+    run_basic,
+    sources,
+    square,
+    weight,
+)
 from rewrite_models import Arrays, artifact, initializer, named, parse, random_rows
 
 from loka_onnx.core.formats import Precision

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_models import RTX, Placed, plan_of, run_basic, sources
+from qdq_models import RTX, Placed, plan_of, run_basic, sources
 from random_graphs import RandomGraph
 from random_movements import MovementGraph
 from rewrite_models import artifact

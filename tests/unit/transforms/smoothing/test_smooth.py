@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,15 +11,33 @@ import numpy as np
 import onnx
 import pytest
 import shape_models
-from given_factors import Smooth
 from norm_models import assert_folded_equally, rows_of
 from onnx import numpy_helper
 from rewrite_models import artifact, evaluate, initializer, named, op_types
 from shape_models import match, weight
 
-from loka_onnx.core.rewrite import Declined, RewriteRecord
+from loka_onnx.core.rewrite import Applied, Declined, RewriteRecord
+from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.smoothing import to_powers_of_two
+from loka_onnx.transforms.base import Mod
+from loka_onnx.transforms.linears.makers import Maker, find_makers, smooth
 from loka_onnx.transforms.sequence import apply_mods
+
+
+class Smooth(Mod[Maker]):
+    name = "smooth"
+
+    def __init__(self, factors: Mapping[str, Any]) -> None:
+        self.factors = {name: np.asarray(values, np.float64) for name, values in factors.items()}
+
+    def _find(self, model: GraphModel) -> Iterator[Maker | Declined]:
+        for found in find_makers(model):
+            if (found.at if isinstance(found, Declined) else found.name) in self.factors:
+                yield found
+
+    def rewrite(self, model: GraphModel, match: Maker) -> Applied:
+        return smooth(model, match, self.factors[match.name])
+
 
 GAIN = np.linspace(0.5, 30, 8, dtype=np.float32)
 SHIFT = np.linspace(1.5, -1, 8, dtype=np.float32)
