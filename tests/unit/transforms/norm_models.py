@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, numpy_helper
-from rewrite_models import Arrays, as_double, evaluate, op_types, random_rows
+from rewrite_models import Arrays, evaluate, op_types, random_rows, widened
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.rewrite import Declined
@@ -93,20 +92,6 @@ def taken_in(model: onnx.ModelProto, folder: Path) -> ModelArtifact:
     canonicalize(path).model.save(target)
     graph = GraphModel.load(target)
     return ModelArtifact(target, graph.save(target), graph.opset, (), (), find_sites(graph), "test")
-
-
-def widened(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same graph in float64: constants, interface, conversions to FP32 and the statistics of norms."""
-    wide = as_double(model)
-    for node in wide.graph.node:
-        for attribute in node.attribute:
-            if (node.op_type, attribute.name) in {("Cast", "to"), ("GroupNormalization", "stash_type")}:
-                # The reference evaluator takes the statistics of the other norms in the type of the input.
-                attribute.i = TensorProto.DOUBLE if attribute.i == TensorProto.FLOAT else attribute.i
-            if attribute.name == "value" and attribute.t.data_type == TensorProto.FLOAT:
-                values = numpy_helper.to_array(attribute.t).astype(np.float64)
-                attribute.t.CopyFrom(numpy_helper.from_array(values))
-    return wide
 
 
 def rows_of(model: onnx.ModelProto, seed: int = 0) -> Arrays:

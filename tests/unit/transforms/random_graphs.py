@@ -18,20 +18,38 @@ COLUMNS = 4
 EPSILON = 2.0**-10
 
 
-class RandomGraph:
-    """Builds one model.
+class GraphBuilder:
+    """Nodes and constants of a random model; `seed` decides everything, `widths` are those of its tensors."""
 
-    Args:
-        seed: Decides everything.
-        blocks: Blocks behind the features.
-    """
-
-    def __init__(self, seed: int, blocks: int = 4) -> None:
+    def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
         self.nodes: list[onnx.NodeProto] = []
         self.constants: dict[str, np.ndarray[Any, Any]] = {}
-        self.widths: dict[str, int] = {"x": 16}
-        self.block = "features"
+        self.widths: dict[str, int] = {}
+        self.block = ""
+
+    def built(self, result: str, *inputs: onnx.ValueInfoProto) -> onnx.ModelProto:
+        output = helper.make_tensor_value_info(result, TensorProto.FLOAT, ["batch", self.widths[result]])
+        initializers = [numpy_helper.from_array(value, name) for name, value in self.constants.items()]
+        graph = helper.make_graph(self.nodes, "g", inputs, [output], initializers)
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+        onnx.checker.check_model(model, full_check=True)
+        return model
+
+    def op(self, kind: str, inputs: list[str], width: int | None = None, **attributes: Any) -> str:
+        name = f"{self.block}{kind.lower()}{len(self.nodes)}"
+        self.nodes.append(helper.make_node(kind, inputs, [f"{name}.out"], name=name, **attributes))
+        self.widths[f"{name}.out"] = self.widths[inputs[0]] if width is None else width
+        return f"{name}.out"
+
+
+class RandomGraph(GraphBuilder):
+    """Builds one model with `blocks` behind the features."""
+
+    def __init__(self, seed: int, blocks: int = 4) -> None:
+        super().__init__(seed)
+        self.widths["x"] = 16
+        self.block = "features/"
         flat = self.features()
         steps = (
             *(self.linear, self.linear, self.experts, self.norm, self.batch_norm, self.interaction, self.row),
@@ -39,32 +57,17 @@ class RandomGraph:
             self.convolution,
         )
         for number in range(blocks):
-            self.block = f"block{number}"
+            self.block = f"block{number}/"
             flat = steps[self.random.integers(len(steps))](flat)
-        self.block = "head"
+        self.block = "head/"
         self.result = self.normalized(self.linear(flat))
 
     def model(self) -> onnx.ModelProto:
-        inputs = [
-            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 16]),
-            helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", COLUMNS]),
-        ]
-        output = helper.make_tensor_value_info(
-            self.result, TensorProto.FLOAT, ["batch", self.widths[self.result]]
-        )
-        initializers = [numpy_helper.from_array(value, name) for name, value in self.constants.items()]
-        graph = helper.make_graph(self.nodes, "g", inputs, [output], initializers)
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-        onnx.checker.check_model(model, full_check=True)
-        return model
+        x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 16])
+        ids = helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", COLUMNS])
+        return self.built(self.result, x, ids)
 
     # Parts ------------------------------------------------------------------------------------------
-
-    def op(self, kind: str, inputs: list[str], width: int, **attributes: Any) -> str:
-        name = f"{self.block}/{kind.lower()}{len(self.nodes)}"
-        self.nodes.append(helper.make_node(kind, inputs, [f"{name}.out"], name=name, **attributes))
-        self.widths[f"{name}.out"] = width
-        return f"{name}.out"
 
     def constant(self, values: Any) -> str:
         """An initializer; equal small ones share a name, as exporters write them."""
@@ -228,7 +231,7 @@ class RandomGraph:
         width = self.widths[x]
         if width < 2:
             return x
-        name = f"{self.block}/split{len(self.nodes)}"
+        name = f"{self.block}split{len(self.nodes)}"
         sizes = self.constant(np.array([width // 2, width - width // 2]))
         parts = [f"{name}.0", f"{name}.1"]
         self.nodes.append(helper.make_node("Split", [x, sizes], parts, name=name, axis=1))

@@ -71,6 +71,20 @@ def as_double(model: onnx.ModelProto) -> onnx.ModelProto:
     return wide
 
 
+def widened(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same graph in float64: constants, interface, conversions to FP32 and the statistics of norms."""
+    wide = as_double(model)
+    for node in wide.graph.node:
+        for attribute in node.attribute:
+            if (node.op_type, attribute.name) in {("Cast", "to"), ("GroupNormalization", "stash_type")}:
+                # The reference evaluator takes the statistics of the other norms in the type of the input.
+                attribute.i = TensorProto.DOUBLE if attribute.i == TensorProto.FLOAT else attribute.i
+            if attribute.name == "value" and attribute.t.data_type == TensorProto.FLOAT:
+                values = numpy_helper.to_array(attribute.t).astype(np.float64)
+                attribute.t.CopyFrom(numpy_helper.from_array(values))
+    return wide
+
+
 def evaluate(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
     """Outputs by the ONNX reference evaluator."""
     names = [output.name for output in model.graph.output]

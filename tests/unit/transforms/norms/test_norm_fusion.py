@@ -9,8 +9,17 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from norm_models import widened
-from rewrite_models import artifact, as_double, attribute, evaluate, named, op_types, parse, random_rows
+from rewrite_models import (
+    artifact,
+    as_double,
+    attribute,
+    evaluate,
+    named,
+    op_types,
+    parse,
+    random_rows,
+    widened,
+)
 
 from loka_onnx.core.rewrite import RewriteRecord
 from loka_onnx.graph.model import GraphModel
