@@ -40,12 +40,7 @@ MOST_LOST = 0.25
 
 @dataclass(frozen=True)
 class Typing:
-    """Types of the graph after casting.
-
-    Attributes:
-        base: Precision of all other nodes.
-        fp32: Names of the nodes that stay in FP32; unused where the base is FP32.
-    """
+    """Types of the graph after casting: `base`, but FP32 for the nodes named `fp32`."""
 
     base: Precision = Precision.FP32
     fp32: frozenset[str] = frozenset()
@@ -57,10 +52,9 @@ class Typing:
 
 @dataclass(frozen=True)
 class _Folded:
-    """A constant of the graph plus a correction.
+    """A constant of the graph, whose node `where` names, plus a correction.
 
-    `where` names its node; `lost` is the share of the correction's energy that rounding takes, infinite
-    beyond the range.
+    `lost` is the share of the correction's energy that rounding takes, infinite beyond the range.
     """
 
     values: Array
@@ -119,14 +113,13 @@ class _Writer:
         behind = _from(self.model, sigmoid)
         self.wide += tuple(node.name for node in behind if self.typing.of(node) is not Precision.FP32)
         # Other readers of the logit must not change.
-        readers = len(tensor.outputs) + self.model.is_output(tensor)
-        bias = score_bias(self.model, tensor) if readers == 1 else None
-        if bias is not None and self._is_exact(bias, tensor):
-            folded = self._folded(bias, values)
-            if folded is not None:
-                self._fold(bias, folded)
-                return Applied(constant.output, f"{what} {folded.where}")
-        if readers == 1 and tensor.inputs:
+        is_alone = len(tensor.outputs) + self.model.is_output(tensor) == 1
+        bias = score_bias(self.model, tensor) if is_alone else None
+        folded = self._folded(bias, values) if bias and self._is_exact(bias, tensor) else None
+        if bias is not None and folded is not None:
+            self._fold(bias, folded)
+            return Applied(constant.output, f"{what} {folded.where}")
+        if is_alone and tensor.inputs:
             self.wide += (self._insert_behind(tensor, values, constant.output),)
         else:
             self.wide += (self._insert_beside(tensor, sigmoid, values, constant.output),)
@@ -135,9 +128,11 @@ class _Writer:
     def _is_exact(self, bias: Bias, score: Tensor) -> bool:
         """Return whether nothing rounds to the base between a constant and its score."""
         node = producer(score)
-        while node is not None and node is not bias.node and self.typing.of(node) is Precision.FP32:
+        while node is not None and self.typing.of(node) is Precision.FP32:
+            if node is bias.node:
+                return True
             node = producer(node.inputs[0])
-        return node is bias.node and self.typing.of(node) is Precision.FP32
+        return False
 
     def _folded(self, bias: Bias, values: Array) -> _Folded | None:
         """Return a constant of the graph with values added; None where it would grow."""

@@ -19,7 +19,7 @@ statistics of the other norms stay in FP32 through their `stash_type`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +50,7 @@ _TYPE_ATTRIBUTES = {"Cast": "to", "EyeLike": "dtype"}
 
 
 def cast_to_base(model: GraphModel, base: Precision, plan: PrecisionPlan) -> RewriteRecord:
-    """Give every FP32 tensor between inputs and outputs the base precision; in place.
-
-    Args:
-        base: BF16 or FP16.
-        plan: Names sites and nodes that stay in FP32.
+    """Give every FP32 tensor between inputs and outputs the base precision, BF16 or FP16; in place.
 
     Raises TransformError if the graph has control flow, a constant overflows, a Q/DQ scale would change its
     value, or the type of a tensor is not known.
@@ -76,11 +72,7 @@ def cast_to_base(model: GraphModel, base: Precision, plan: PrecisionPlan) -> Rew
 
 
 def fp32_nodes(model: GraphModel, base: Precision, plan: PrecisionPlan) -> frozenset[str]:
-    """Return names of nodes whose results stay in FP32 when the graph is cast to the base precision.
-
-    Args:
-        model: The graph of `cast_to_base`, or one with fewer nodes.
-        base: In FP32 every node stays.
+    """Return names of nodes whose results stay in FP32 when the graph, or one with more nodes, is cast.
 
     Raises TransformError if the graph has control flow, or the type of a tensor is not known.
     """
@@ -103,12 +95,9 @@ def _narrowed(values: npt.NDArray[np.float32], base: Precision) -> npt.NDArray[A
 
 @dataclass(frozen=True)
 class _Wide:
-    """Tensors that stay in FP32.
+    """What stays in FP32, and why, node by node.
 
-    Attributes:
-        operands: Identity of the node, and position, of the inputs that must be FP32.
-        tensors: Computed tensors and graph inputs that are FP32, by name.
-        applied: Why, node by node.
+    `operands` are inputs, by identity of the node and position; `tensors` are computed or graph inputs.
     """
 
     operands: frozenset[tuple[int, int]]
@@ -235,9 +224,8 @@ def _retarget_attributes(model: GraphModel, node: Node, base: Precision) -> None
             node.attrs["value"] = _rounded(model, f"{node.name}.value", values, base)
 
 
-def _cast_for_readers(model: GraphModel, base: Precision, wide: _Wide) -> list[Applied]:
+def _cast_for_readers(model: GraphModel, base: Precision, wide: _Wide) -> Iterator[Applied]:
     """Cast FP32 tensors for nodes in the base precision."""
-    applied = []
     dtype = _NUMPY[base]
     for name, tensor in wide.tensors.items():
         readers = [
@@ -246,14 +234,12 @@ def _cast_for_readers(model: GraphModel, base: Precision, wide: _Wide) -> list[A
             for index, read in enumerate(node.inputs)
             if read is tensor and node.op not in _READS_ANY_TYPE and (id(node), index) not in wide.operands
         ]
-        if not readers:
-            continue
-        cast = model.add("Cast", [tensor], f"{name}/cast", dtype, {"to": element_type(dtype)})
-        for node, index in readers:
-            node.inputs[index] = cast
-        if not tensor.inputs:
-            applied.append(Applied(name, "input cast after it enters"))
-    return applied
+        if readers:
+            cast = model.add("Cast", [tensor], f"{name}/cast", dtype, {"to": element_type(dtype)})
+            for node, index in readers:
+                node.inputs[index] = cast
+            if not tensor.inputs:
+                yield Applied(name, "input cast after it enters")
 
 
 def _widen_for_readers(model: GraphModel, wide: _Wide) -> None:
@@ -270,16 +256,13 @@ def _widen_for_readers(model: GraphModel, wide: _Wide) -> None:
             node.inputs[index] = casts[tensor.name]
 
 
-def _cast_outputs(model: GraphModel, wide: _Wide) -> list[Applied]:
-    applied = []
+def _cast_outputs(model: GraphModel, wide: _Wide) -> Iterator[Applied]:
     for tensor in model.outputs:
         name = tensor.name
-        if not _is_float(tensor) or name in wide.tensors:
-            continue
-        cast = model.add("Cast", [tensor], f"{name}/cast_back", np.float32, {"to": _FLOAT})
-        model.make_output(tensor, cast)
-        applied.append(Applied(name, "cast back before it leaves"))
-    return applied
+        if _is_float(tensor) and name not in wide.tensors:
+            cast = model.add("Cast", [tensor], f"{name}/cast_back", np.float32, {"to": _FLOAT})
+            model.make_output(tensor, cast)
+            yield Applied(name, "cast back before it leaves")
 
 
 def _is_float(tensor: Tensor) -> bool:

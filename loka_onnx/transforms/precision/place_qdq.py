@@ -82,12 +82,9 @@ def place_qdq(model: GraphModel, quantized_sites: Collection[str], fusions: Fusi
 
 @dataclass
 class _Place:
-    """A tensor that gets one pair.
+    """A tensor that gets one pair; `direct` are those that read it already.
 
-    Attributes:
-        key: How it is rounded.
-        direct: Pairs that read it already.
-        edges: Carrying operators, and the input positions where they read it.
+    `edges` are carrying operators, and the input positions where they read it.
     """
 
     tensor: Tensor

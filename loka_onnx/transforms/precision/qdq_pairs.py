@@ -140,12 +140,7 @@ _READS_NO_VALUES = frozenset({"Shape", "Size"})
 
 @dataclass(frozen=True)
 class Demand:
-    """Demands of the readers of a tensor.
-
-    Attributes:
-        key: How all of them round it; None where they differ, or without readers.
-        reason: Why it is needed exactly, or in two roundings; else empty.
-    """
+    """How all readers of a tensor round it; None where they differ, for a `reason`, or without readers."""
 
     key: Key | None = None
     reason: str = ""
