@@ -44,9 +44,9 @@ class Reader:
     node: Node
     channels: Numbers
 
-    def of_rows(self, values: npt.NDArray[np.float64], otherwise: float) -> npt.NDArray[np.float64]:
-        """Return a value for each weight row, (K,), from one for each channel, `otherwise` for foreign."""
-        return np.where(self.channels == FOREIGN, otherwise, values[self.channels])
+    def of_rows(self, factors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return a factor for each weight row, (K,), from one for each channel, 1 for foreign rows."""
+        return np.where(self.channels == FOREIGN, 1.0, factors[self.channels])
 
 
 def numbered(tensor: Tensor, axes: tuple[int, ...]) -> Numbers:

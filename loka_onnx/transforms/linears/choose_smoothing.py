@@ -243,7 +243,7 @@ class _Search:
         }
         for reader in maker.readers:
             before, behind = found[reader.node.name]
-            found[reader.node.name] = (before * reader.of_rows(factors, 1.0), behind)
+            found[reader.node.name] = (before * reader.of_rows(factors), behind)
         if maker.is_linear:
             before, behind = found[maker.name]
             found[maker.name] = (before, behind * factors)

@@ -91,7 +91,7 @@ def find_makers(model: GraphModel) -> Iterator[Maker | Declined]:
 def smooth(model: GraphModel, maker: Maker, divisors: Vector, why: str = "") -> Applied:
     """Divide each channel at its maker, and multiply it at the readers; `why` ends the line of the log."""
     for reader in maker.readers:
-        absorb_before(model, reader.node, reader.of_rows(divisors, 1.0))
+        absorb_before(model, reader.node, reader.of_rows(divisors))
     if maker.node is None:
         _divide_input(model, maker, divisors)
     elif maker.is_linear:

@@ -5,18 +5,18 @@ For a layer of K × N whose input x gains columns x′ and whose weight gains ro
     [x  x′] · [W; 0]   =   x·W + x′·0   =   x·W          (x′ finite)
     x · [W  0] + [b  0]   =   [x·W + b   0]
 
-These tensors are widened without a copy:
+No copy is needed
 
-- a layer's N, when only layers behind elementwise operators read its result: their K takes the columns. A
-  norm reads the width, so it ends the search;
-- a layer's N in front of a Split: one more part that nobody reads;
-- columns of a Gather with constant positions, alone or in a Concat (the pairs of a DLRM): one position is
+- where only layers behind elementwise operators read the result: their K takes its columns (a norm reads the
+  width, so it ends the search);
+- in front of a Split, which gets one more part that nobody reads;
+- behind a Gather with constant positions, alone or in a Concat (the pairs of a DLRM): one position is
   gathered again and meets rows of zeros.
 
-Otherwise there is a Pad in front of the layer or
-a Slice behind it, where the copy costs less than it saves (one H100, `benchmarks/micro/site_shapes.py`): BF16
-products whose K or N is not a multiple of 8 take 1.1 to 5.8 times as long as padded ones; the Pad costs more
-than that below K·N = 2¹⁷, the Slice below 2¹⁴. FP8 needs 16, and gains more than the copy from 2²² on.
+Otherwise there is a Pad in front of the layer or a Slice behind it, where the copy costs less than it saves
+(one H100, `benchmarks/micro/site_shapes.py`): BF16 products whose K or N is not a multiple of 8 take 1.1 to
+5.8 times as long as padded ones; the Pad costs more than that below K·N = 2¹⁷, the Slice below 2¹⁴. FP8 needs
+16, and gains more than the copy from 2²² on.
 """
 
 from __future__ import annotations
@@ -42,12 +42,10 @@ from loka_onnx.transforms.linears.pattern import (
 
 ALIGNMENT = 16
 
-# fmt: off
-FINITE_AT_ZERO = frozenset({
-    "Relu", "LeakyRelu", "ThresholdedRelu", "Elu", "Selu", "Celu", "Gelu", "Mish", "Swish", "HardSwish",
-    "Tanh", "Sigmoid", "HardSigmoid", "Softplus", "Softsign", "Clip", "Erf", "Identity", "Abs", "Neg",
-})
-# fmt: on
+FINITE_AT_ZERO = frozenset(
+    {"Relu", "LeakyRelu", "ThresholdedRelu", "Elu", "Selu", "Celu", "Gelu", "Mish", "Swish", "HardSwish"}
+    | {"Tanh", "Sigmoid", "HardSigmoid", "Softplus", "Softsign", "Clip", "Erf", "Identity", "Abs", "Neg"}
+)
 """Elementwise operators of one activation that map zeros to a finite number."""
 OF_TWO = frozenset({"Mul", "Add", "Sub"})
 """Elementwise operators of two tensors of one shape; finite inputs give finite outputs."""
@@ -55,19 +53,16 @@ OF_TWO = frozenset({"Mul", "Add", "Sub"})
 
 @dataclass(frozen=True)
 class Widened:
-    """A tensor that gets columns, its maker and its takers.
+    """A tensor that gets columns: the result of `maker`, whose N is padded, or the source of layers.
 
     Attributes:
-        tensor: The result of `maker`, or the source of the layers.
-        maker: The layer whose N is padded, or None.
-        gather: The Gather of which one position is repeated, or None; with neither there is a Pad.
+        gather: The Gather of which one position is repeated; without it and a maker there is a Pad.
         between: Computed tensors that become wider with it.
         takers: The layers whose K takes the columns, at the row `position` of their weights.
-        split: The Split that gets one more part, or None. Without takers and Split there is a Slice.
+        split: The Split that gets one more part. Without takers and Split there is a Slice.
     """
 
     tensor: Tensor
-    width: int
     added: int
     maker: Linear | None = None
     gather: Node | None = None
@@ -82,10 +77,14 @@ class Widened:
         return "K" if self.maker is None else "N"
 
     @property
+    def width(self) -> int:
+        """The present number of columns."""
+        return self.takers[0].k if self.maker is None else self.maker.n
+
+    @property
     def site(self) -> str:
         """Name of the site that is padded first."""
-        layer = self.takers[0] if self.maker is None else self.maker
-        return str(layer.node.name)
+        return str((self.maker or self.takers[0]).node.name)
 
     @property
     def how(self) -> str:
@@ -175,9 +174,9 @@ class PadSites(Mod[Widened]):
             return widened
         split = _split_behind(model, layer.result)
         if split is not None:
-            return Widened(layer.result, layer.n, added, layer, between=(layer.result,), split=split)
+            return Widened(layer.result, added, layer, between=(layer.result,), split=split)
         self._rule.check("N", layer.n, layer.k * layer.n)
-        return Widened(layer.result, layer.n, added, layer)
+        return Widened(layer.result, added, layer)
 
     def _widen_source(self, model: GraphModel, layer: Linear, layers: dict[int, Linear]) -> Widened:
         """Return how the K of a layer is padded."""
@@ -189,7 +188,7 @@ class PadSites(Mod[Widened]):
         readers = (layers[id(node)] for node in consumers(layer.source) if id(node) in layers)
         takers = tuple(taker for taker in readers if taker.source is layer.source)
         self._rule.check("K", layer.k, sum(taker.k * taker.n for taker in takers))
-        return Widened(layer.source, layer.k, added, takers=takers, position=layer.k)
+        return Widened(layer.source, added, takers=takers, position=layer.k)
 
     def _check_gain(self, letter: str, width: int, other: int) -> None:
         """Decline where even free columns gain nothing."""
@@ -233,7 +232,7 @@ def _widened_readers(
     if not takers or half_widened:
         return None
     wide, by = tuple(between.values()), tuple(takers.values())
-    return Widened(tensor, layer.n, added, layer, between=wide, takers=by, position=layer.n)
+    return Widened(tensor, added, layer, between=wide, takers=by, position=layer.n)
 
 
 def _is_elementwise(node: Node, tensor: Tensor) -> bool:
@@ -260,7 +259,7 @@ def _widened_gather(model: GraphModel, layer: Linear, added: int) -> Widened | N
     source = layer.source
     if only_reader(model, source) is not layer.node:
         return None
-    widened = Widened(source, layer.k, added, takers=(layer,))
+    widened = Widened(source, added, takers=(layer,))
     if _is_column_gather(source):
         return replace(widened, gather=source.inputs[0], between=(source,), position=layer.k)
     concat = made_by(source, "Concat")

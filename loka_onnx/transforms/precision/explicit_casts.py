@@ -1,8 +1,7 @@
 """Make the graph strongly typed in BF16 or FP16.
 
-Strongly typed engines take precision from the graph alone. Every FP32 constant of a node in the base
-precision is rounded to it; a tensor that stays in FP32 is cast for readers in the base precision, and the
-other way round. These stay in FP32:
+Every FP32 constant of a node in the base precision is rounded to it; a tensor that stays in FP32 is cast for
+readers in the base precision, and the other way round. These stay in FP32:
 
 - graph inputs and outputs, so that the interface stays that of the exported model. Cast reads an input as it
   enters: identifiers that arrive as floats would not survive the rounding;

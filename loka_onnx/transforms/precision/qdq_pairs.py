@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -19,17 +20,12 @@ from loka_onnx.core.formats import FORMATS
 from loka_onnx.core.rewrite import Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer, values_of
 
-MOVEMENTS = frozenset(
-    {
-        *("Concat", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze"),
-        *("Tile", "Transpose", "Unsqueeze"),
-    }
-)
-"""Operators that move or repeat unchanged values: of all inputs for Concat, else of the first."""
 SELECTIONS = frozenset({"Gather", "Slice"})
 """Movements that may drop values."""
 VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 """Movements that keep the values in place in memory."""
+MOVEMENTS = SELECTIONS | VIEWS | {"Concat", "Expand", "Split", "Tile", "Transpose"}
+"""Operators that move or repeat unchanged values: of all inputs for Concat, else of the first."""
 _STORED = {format.storage: format for format in FORMATS.values()}
 
 
@@ -164,12 +160,8 @@ class Flow:
         self._rows = _rows_of_tables(model, nodes)
         self._of_node: dict[int, Demand] = {}
         self._of_tensor: dict[int, Demand] = {}
-        for node in reversed(nodes):
-            if self._passes(node):
-                found = _NOTHING
-                for tensor in node.outputs:
-                    found = _both(found, self.demand(tensor))
-                self._of_node[id(node)] = found
+        for node in filter(self._passes, reversed(nodes)):
+            self._of_node[id(node)] = reduce(_both, map(self.demand, node.outputs), _NOTHING)
         self._carrying = {id(node) for node in nodes if self._carries(node)}
 
     def carries(self, node: Node | None) -> bool:
@@ -178,13 +170,11 @@ class Flow:
 
     def demand(self, tensor: Tensor) -> Demand:
         """Return the demand of a tensor's readers."""
-        known = self._of_tensor.get(id(tensor))
-        if known is None:
-            known = Demand(None, "it leaves the graph") if id(tensor) in self._outputs else _NOTHING
-            for node in consumers(tensor):
-                known = _both(known, self._edge(tensor, node))
-            self._of_tensor[id(tensor)] = known
-        return known
+        if id(tensor) not in self._of_tensor:
+            first = Demand(None, "it leaves the graph") if id(tensor) in self._outputs else _NOTHING
+            edges = (self._edge(tensor, node) for node in consumers(tensor))
+            self._of_tensor[id(tensor)] = reduce(_both, edges, first)
+        return self._of_tensor[id(tensor)]
 
     def why_behind(self, tensor: Tensor) -> str:
         """Return why a pair stays behind the operator that moves a tensor's values; empty if none does."""
@@ -215,9 +205,8 @@ class Flow:
 
     def _passes(self, node: Node) -> bool:
         sources = moved(node, self._movements)
-        if node.op != "Concat":
-            return bool(sources)
-        return bool(sources) and not _joins_constant(node) and not any(id(t) in self._rows for t in sources)
+        joins_rows = node.op == "Concat" and any(id(tensor) in self._rows for tensor in sources)
+        return bool(sources) and not joins_rows and not _joins_constant(node)
 
     def _carries(self, node: Node) -> bool:
         found = self._of_node.get(id(node), _NOTHING)
