@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,18 @@ def parse(
 ) -> onnx.ModelProto:
     """A model as text; nodes without a name are named after their output, in module ``block``.
 
-    Without `outputs` there is one, the FP32 tensor y, of inferred shape.
+    Constants that it does not read are left out. Without `outputs` there is one, the FP32 tensor y, of
+    inferred shape.
     """
     head = f'<ir_version: 10, opset_import: ["" : {opset}]> g ({inputs}) => ({outputs or "float y"})'
     text = f"{head} {{ {body} }}"
     model: onnx.ModelProto = onnx.parser.parse_model(text)
     for node in model.graph.node:
         node.name = node.name or f"block/{node.output[0]}"
+    read = set(_read(model.graph))
     for name, value in (constants or {}).items():
+        if name not in read:
+            continue
         array = np.asarray(value)
         array = array.astype(np.float32) if array.dtype == np.float64 else array
         model.graph.initializer.append(numpy_helper.from_array(array, name))
@@ -46,6 +50,15 @@ def parse(
         model.graph.output[0].CopyFrom(inferred.graph.output[0])
     onnx.checker.check_model(model)
     return model
+
+
+def _read(graph: onnx.GraphProto) -> Iterator[str]:
+    """Names that nodes read and no node makes."""
+    made = {name for node in graph.node for name in node.output}
+    for node in graph.node:
+        yield from (name for name in node.input if name not in made)
+        for attribute in node.attribute:
+            yield from (name for name in _read(attribute.g) if name not in made)
 
 
 def artifact(model: onnx.ModelProto, path: Path) -> ModelArtifact:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +61,6 @@ class Case:
         constants = {
             name: weight(*value, seed=len(name)) if isinstance(value, tuple) else value
             for name, value in {**self.shared, **self.constants}.items()
-            if re.search(rf"\b{name}\b", self.body)
         }
         model = parse(self.body, constants, inputs=self.inputs, outputs=self.outputs, opset=self.opset)
         for node in model.graph.node:

@@ -52,8 +52,7 @@ def model(body: str) -> onnx.ModelProto:
         "b": random.normal(size=N).astype(np.float32),
         "one": np.array([1]),
     }
-    used = {name: value for name, value in constants.items() if f" {name}" in body or f"{name})" in body}
-    return parse(body, used, inputs=f"float[batch,{K}] x", outputs=f"float[batch,{N}] y")
+    return parse(body, constants, inputs=f"float[batch,{K}] x", outputs=f"float[batch,{N}] y")
 
 
 def rows(seed: int = 0) -> Arrays:

@@ -26,40 +26,38 @@ NORM = "[norm_{0}] {0} = BatchNormalization<epsilon=0.001>({1}, gamma, beta, mea
 LAST = NORM.format("y", "h")
 
 
+W, B, NEXT = weight(6, 8), weight(8), weight(8, 3)
+
+
 @dataclass(frozen=True)
 class Case(shape_models.Case):
     inputs: str = "float[batch,6] x"
-    shared = STATISTICS
+    shared = STATISTICS | {"w": W, "b": B, "s": STATISTICS["gamma"], "c": STATISTICS["beta"]}
 
 
-W, B, NEXT = weight(6, 8), weight(8), weight(8, 3)
-SCALED = {"s": STATISTICS["gamma"], "c": STATISTICS["beta"]}
 BEHIND = {
-    "gemm": Case(f"[fc] h = Gemm(x, w, b) {LAST}", {"w": W, "b": B}),
-    "gemm_transposed": Case(f"[fc] h = Gemm<transB=1>(x, w, b) {LAST}", {"w": W.T, "b": B}),
-    "gemm_without_bias": Case(f"[fc] h = Gemm(x, w) {LAST}", {"w": W}),
-    "matmul": Case(f"[fc] h = MatMul(x, w) {LAST}", {"w": W}),
-    "matmul_with_bias": Case(f"[fc] g = MatMul(x, w) h = Add(g, b) {LAST}", {"w": W, "b": B}),
-    "before_relu": Case(f"[fc] h = Gemm(x, w, b) {NORM.format('g', 'h')} y = Relu(g)", {"w": W, "b": B}),
+    "gemm": Case(f"[fc] h = Gemm(x, w, b) {LAST}"),
+    "gemm_transposed": Case(f"[fc] h = Gemm<transB=1>(x, w, b) {LAST}", {"w": W.T}),
+    "gemm_without_bias": Case(f"[fc] h = Gemm(x, w) {LAST}"),
+    "matmul": Case(f"[fc] h = MatMul(x, w) {LAST}"),
+    "matmul_with_bias": Case(f"[fc] g = MatMul(x, w) h = Add(g, b) {LAST}"),
+    "before_relu": Case(f"[fc] h = Gemm(x, w, b) {NORM.format('g', 'h')} y = Relu(g)"),
     "channels_between_transposes": Case(
         f"[fc] g = MatMul(x, w) h = Transpose<perm=[0,2,1]>(g) {NORM.format('n', 'h')} y ="
         " Transpose<perm=[0,2,1]>(n)",
-        {"w": W},
-        "float[batch,5,6] x",
+        inputs="float[batch,5,6] x",
     ),
     "weight_on_the_left": Case(f"[fc] h = MatMul(w, x) {LAST}", {"w": W.T}, "float[batch,6,5] x"),
     "left_with_bias": Case(
         f"[fc] g = MatMul(w, x) h = Add(g, b) {LAST}", {"w": W.T, "b": B.reshape(8, 1)}, "float[batch,6,5] x"
     ),
-    "mul_and_add": Case("[fc] h = MatMul(x, w) g = Mul(h, s) y = Add(g, c)", {"w": W, **SCALED}),
-    "mul_and_add_behind_a_bias": Case(
-        "[fc] h = MatMul(x, w) k = Add(h, b) g = Mul(s, k) y = Add(c, g)", {"w": W, "b": B, **SCALED}
-    ),
-    "mul_alone": Case("[fc] h = Gemm(x, w, b) y = Mul(h, s)", {"w": W, "b": B, **SCALED}),
-    "twice": Case(f"[fc] h = MatMul(x, w) {NORM.format('g', 'h')} {NORM.format('y', 'g')}", {"w": W}),
+    "mul_and_add": Case("[fc] h = MatMul(x, w) g = Mul(h, s) y = Add(g, c)"),
+    "mul_and_add_behind_a_bias": Case("[fc] h = MatMul(x, w) k = Add(h, b) g = Mul(s, k) y = Add(c, g)"),
+    "mul_alone": Case("[fc] h = Gemm(x, w, b) y = Mul(h, s)"),
+    "twice": Case(f"[fc] h = MatMul(x, w) {NORM.format('g', 'h')} {NORM.format('y', 'g')}"),
     "flattened_rows": Case(
         f"[fc] g = MatMul(x, w) h = Reshape(g, rows) {LAST}",
-        {"w": W, "rows": [-1, 8]},
+        {"rows": [-1, 8]},
         "float[batch,5,6] x",
         outputs="float[rows,8] y",
     ),
@@ -108,7 +106,7 @@ def test_before_linears_it_goes(name: str, tmp_path: Path) -> None:
 def test_one_linear_behind_one_batch_norm_and_before_another(tmp_path: Path) -> None:
     model = Case(
         f"[fc1] h = MatMul(x, w) {NORM.format('n', 'h')} [fc2] k = MatMul(n, w2) {NORM.format('y', 'k')}",
-        {"w": W, "w2": weight(8, 8)},
+        {"w2": weight(8, 8)},
     ).model()
     result = fused(artifact(model, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
     assert result.ops == ["MatMul", "Add", "MatMul", "Add"]
@@ -130,7 +128,7 @@ def test_one_number_behind_the_norm_is_not_folded(tmp_path: Path) -> None:
     """Linear, BatchNorm, temperature: the last stays, and so does a scalar summand behind it."""
     model = Case(
         f"[fc] h = MatMul(x, w) {NORM.format('n', 'h')} t = Mul(n, temperature) y = Add(t, offset)",
-        {"w": W, "temperature": np.float32(0.7), "offset": np.float32(0.1)},
+        {"temperature": np.float32(0.7), "offset": np.float32(0.1)},
     ).model()
     result = fused(artifact(model, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
     assert result.ops == ["MatMul", "Add", "Mul", "Add"]
@@ -138,11 +136,9 @@ def test_one_number_behind_the_norm_is_not_folded(tmp_path: Path) -> None:
 
 
 STAYS = {
-    "linear_read_elsewhere": Case(
-        f"[fc] h = MatMul(x, w) {NORM.format('n', 'h')} y = Add(n, h)", {"w": W}, why=1
-    ),
+    "linear_read_elsewhere": Case(f"[fc] h = MatMul(x, w) {NORM.format('n', 'h')} y = Add(n, h)", why=1),
     "linear_is_an_output": Case(
-        f"[fc] h = MatMul(x, w) {LAST}", {"w": W}, outputs="float[batch,8] y, float[batch,8] h", why=1
+        f"[fc] h = MatMul(x, w) {LAST}", outputs="float[batch,8] y, float[batch,8] h", why=1
     ),
     "of_an_input": Case(
         f"{NORM.format('n', 'x')} [fc] y = MatMul(n, w)", {"w": NEXT}, "float[batch,8] x", why=1
@@ -153,17 +149,14 @@ STAYS = {
     "training": Case(
         "[fc] h = MatMul(x, w) [norm_y] y, m, v = BatchNormalization<training_mode=1>(h, gamma, beta,"
         " mean, variance)",
-        {"w": W},
         why=1,
     ),
-    "temperature": Case("[fc] h = MatMul(x, w) y = Mul(h, t)", {"w": W, "t": np.float32(0.5)}, why=0),
-    "factors_read_elsewhere": Case(
-        "[fc] h = MatMul(x, w) g = Mul(h, s) y = Add(g, h)", {"w": W, **SCALED}, why=0
-    ),
+    "temperature": Case("[fc] h = MatMul(x, w) y = Mul(h, t)", {"t": np.float32(0.5)}, why=0),
+    "factors_read_elsewhere": Case("[fc] h = MatMul(x, w) g = Mul(h, s) y = Add(g, h)", why=0),
     "per_token": Case(
-        "[fc] h = MatMul(x, w) y = Mul(h, t)", {"w": W, "t": weight(5, 1)}, "float[batch,5,6] x", why=0
+        "[fc] h = MatMul(x, w) y = Mul(h, t)", {"t": weight(5, 1)}, "float[batch,5,6] x", why=0
     ),
-    "behind_no_linear": Case("a = Relu(x) y = Mul(a, s)", SCALED, "float[batch,8] x", why=0),
+    "behind_no_linear": Case("a = Relu(x) y = Mul(a, s)", inputs="float[batch,8] x", why=0),
 }
 
 

@@ -24,8 +24,11 @@ SHIFT = np.linspace(1.5, -1, 8, dtype=np.float32)
 LAYER = "[norm] n = LayerNormalization<axis=-1, epsilon=0.001>(x, gain, shift)"
 
 
+W, B = weight(8, 4), weight(4)
+
+
 class Case(shape_models.Case):
-    shared: ClassVar[Any] = {"gain": GAIN, "shift": SHIFT}
+    shared: ClassVar[Any] = {"gain": GAIN, "shift": SHIFT, "w": W, "b": B}
 
     def model(self) -> onnx.ModelProto:
         model = super().model()
@@ -36,20 +39,17 @@ class Case(shape_models.Case):
         return model
 
 
-W, B = weight(8, 4), weight(4)
 FOLDED = {
-    "gemm": Case(f"{LAYER} [fc] y = Gemm(n, w, b)", {"w": W, "b": B}),
-    "gemm_transposed": Case(f"{LAYER} [fc] y = Gemm<transB=1>(n, w, b)", {"w": W.T, "b": B}),
-    "matmul": Case(f"{LAYER} [fc] y = MatMul(n, w)", {"w": W}),
-    "rank_3": Case(f"{LAYER} [fc] y = MatMul(n, w)", {"w": W}, "float[batch,3,8] x"),
-    "without_shift": Case("[norm] n = LayerNormalization(x, gain) [fc] y = MatMul(n, w)", {"w": W}),
-    "rms": Case(
-        "[norm] n = RMSNormalization<axis=-1>(x, gain) [fc] y = Gemm(n, w, b)", {"w": W, "b": B}, opset=23
-    ),
+    "gemm": Case(f"{LAYER} [fc] y = Gemm(n, w, b)"),
+    "gemm_transposed": Case(f"{LAYER} [fc] y = Gemm<transB=1>(n, w, b)", {"w": W.T}),
+    "matmul": Case(f"{LAYER} [fc] y = MatMul(n, w)"),
+    "rank_3": Case(f"{LAYER} [fc] y = MatMul(n, w)", inputs="float[batch,3,8] x"),
+    "without_shift": Case("[norm] n = LayerNormalization(x, gain) [fc] y = MatMul(n, w)"),
+    "rms": Case("[norm] n = RMSNormalization<axis=-1>(x, gain) [fc] y = Gemm(n, w, b)", opset=23),
     "three_linears": Case(
         f"{LAYER} [q] u = MatMul(n, w) [k] v = Gemm(n, w, b) [v] p = MatMul(n, w2) s = Add(u, v) y ="
         " Mul(s, p)",
-        {"w": W, "b": B, "w2": weight(8, 4) + 1},
+        {"w2": weight(8, 4) + 1},
     ),
     "left_of_a_transposed_norm": Case(
         f"{LAYER} t = Transpose<perm=[0,2,1]>(n) [fc] y = MatMul(w, t)", {"w": W.T}, "float[batch,3,8] x"
@@ -59,7 +59,7 @@ FOLDED = {
     ),
     "reshaped_with_a_length_that_zero_copies": Case(
         f"{LAYER} f = Reshape(n, halves) g = Reshape(f, rows) [fc] y = MatMul(g, w)",
-        {"w": W, "halves": [0, 0, 2, 4], "rows": [0, -1, 8]},
+        {"halves": [0, 0, 2, 4], "rows": [0, -1, 8]},
         "float[batch,3,8] x",
     ),
     "reshaped_by_a_computed_shape": Case(
@@ -89,8 +89,7 @@ FOLDED = {
     "instance": Case(
         "[norm] n = InstanceNormalization(x, gain, shift) t = Transpose<perm=[0,2,1]>(n) [fc] y ="
         " MatMul(t, w)",
-        {"w": W},
-        "float[batch,8,5] x",
+        inputs="float[batch,8,5] x",
     ),
 }
 
@@ -150,8 +149,7 @@ DECLINED = {
     ),
     "constant_scale_missing": Case(
         "[norm] n = LayerNormalization(x, g, shift) [fc] y = MatMul(n, w)",
-        {"w": W},
-        "float[batch,8] x, float[8] g",
+        inputs="float[batch,8] x, float[8] g",
         why="they are not constant",
     ),
     "left_of_the_norm": Case(
@@ -162,7 +160,7 @@ DECLINED = {
     ),
     "scale_over_two_axes": Case(
         "[norm] n = LayerNormalization<axis=-2>(x, gain, shift) [fc] y = MatMul(n, w)",
-        {"w": W, "gain": weight(3, 8), "shift": weight(3, 8)},
+        {"gain": weight(3, 8), "shift": weight(3, 8)},
         "float[batch,3,8] x",
         why="a row of a weight meets several channels",
     ),
@@ -173,13 +171,11 @@ DECLINED = {
     ),
     "unknown_length": Case(
         f"{LAYER} [fc] y = MatMul(n, w)",
-        {"w": W},
-        "float[batch,tokens,8] x",
+        inputs="float[batch,tokens,8] x",
         why="the length of axis 'tokens' is not known",
     ),
     "statistics_read": Case(
         "[norm] n, mean = LayerNormalization(x, gain, shift) [fc] y = MatMul(n, w)",
-        {"w": W},
         outputs="float[batch,4] y, float[batch,1] mean",
         why="its statistics are read as well",
     ),

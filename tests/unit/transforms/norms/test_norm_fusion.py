@@ -66,9 +66,8 @@ class Body:
         body += "y = Relu(n)" if "n = " in body else "y = Relu(q)"
         dims = ",".join(map(str, ("batch", *self.shape)))
         values = SCALARS | {"axes": np.array(self.axes, np.int64)} | (constants or {})
-        used = {k: v for k, v in values.items() if f"{k})" in body or f"{k}," in body}
         outputs = f"float[{dims}] y{self.extra_outputs}"
-        return parse(f"{body} {self.tail}", used, inputs=f"float[{dims}] x", outputs=outputs)
+        return parse(f"{body} {self.tail}", values, inputs=f"float[{dims}] x", outputs=outputs)
 
     def mod(self) -> Mod[Any]:
         return FuseLayerNorm() if self.centred else FuseRMSNorm()

@@ -133,13 +133,12 @@ def model_of(case: Case) -> onnx.ModelProto:
         "b": np.linspace(-1, 1.1, N), "one": np.array([0.3]), "zero": np.zeros(1),
         "three": np.array([0.1, 0.2, 0.3]), "last": np.array([-1]),
     }  # fmt: skip
-    read = set(re.findall(r"\w+", case.body))
     shape = ",".join(map(str, case.shape))
     names = [name for name in ("y", "p", "other", "r") if f" {name} = " in f" {case.body}"]
     outputs = [n for n in names if n in case.moved or n == "r"]
     return parse(
         case.body,
-        {name: value for name, value in constants.items() if name in read},
+        constants,
         inputs=f"float[batch,{shape}] x",
         outputs=", ".join(f"float[{'rows,n' if n != 'y' else case.dims}] {n}" for n in outputs),
     )
@@ -244,7 +243,6 @@ def typed(
 ) -> Typed:  # fmt: skip
     n = len(b)
     constants = {"w": weight(K, n) / 8, "b": np.array(b), "last": np.array([-1])}
-    constants = {name: value for name, value in constants.items() if name in re.findall(r"\w+", body)}
     outputs = "float[batch] y" if "y = Squeeze" in body else f"float[batch,{n}] y"
     model = parse(body, constants, inputs=f"float[batch,{K}] x", outputs=outputs)
     source = artifact(model, folder / "m.onnx")

@@ -45,50 +45,44 @@ LAYER = "[norm] n = LayerNormalization<axis=-1, epsilon=0.001>(x, gain, shift)"
 S = np.linspace(0.1, 5, 8)
 
 
+W, B, V = weight(8, 4), weight(4), weight(8, 8)
+
+
 @dataclass(frozen=True)
 class Case(shape_models.Case):
     """A model as text, and factors by what makes a tensor."""
 
     factors: Mapping[str, Any] = field(default_factory=dict)
-    shared: ClassVar[Any] = {"gain": GAIN, "shift": SHIFT}
+    shared: ClassVar[Any] = {"gain": GAIN, "shift": SHIFT, "w": W, "b": B, "v": V, "c": SHIFT}
 
 
-W, B, V = weight(8, 4), weight(4), weight(8, 8)
 SMOOTHED = {
-    "behind_a_norm": Case(f"{LAYER} [fc] y = Gemm(n, w, b)", {"w": W, "b": B}, factors={"norm": S}),
+    "behind_a_norm": Case(f"{LAYER} [fc] y = Gemm(n, w, b)", factors={"norm": S}),
     "two_linears_behind_a_norm": Case(
         f"{LAYER} [fc] h = MatMul(n, w) [gate] g = Gemm<transB=1>(n, v, b) y = Mul(h, g)",
-        {"w": W, "v": W.T.copy(), "b": B},
+        {"v": W.T.copy()},
         factors={"norm": S},
     ),
-    "behind_a_gemm": Case(
-        "[fc1] h = Gemm<transB=1>(x, v, c) [fc2] y = MatMul(h, w)",
-        {"v": V, "c": SHIFT, "w": W},
-        factors={"fc1": S},
-    ),
-    "behind_a_matmul": Case(
-        "[fc1] h = MatMul(x, v) [fc2] y = MatMul(h, w)", {"v": V, "w": W}, factors={"fc1": S}
-    ),
+    "behind_a_gemm": Case("[fc1] h = Gemm<transB=1>(x, v, c) [fc2] y = MatMul(h, w)", factors={"fc1": S}),
+    "behind_a_matmul": Case("[fc1] h = MatMul(x, v) [fc2] y = MatMul(h, w)", factors={"fc1": S}),
     "through_relu": Case(
-        "[fc1] g = MatMul(x, v) h = Add(g, c) r = Relu(h) [fc2] y = Gemm(r, w, b)",
-        {"v": V, "c": SHIFT, "w": W, "b": B},
-        factors={"fc1": S},
+        "[fc1] g = MatMul(x, v) h = Add(g, c) r = Relu(h) [fc2] y = Gemm(r, w, b)", factors={"fc1": S}
     ),
     "through_leaky_relu_and_layout": Case(
         "[fc1] g = MatMul(x, v) r = LeakyRelu<alpha=0.1>(g) f = Reshape(r, rows) [fc2] y = MatMul(f, w)",
-        {"v": V, "w": W, "rows": [-1, 8]},
+        {"rows": [-1, 8]},
         "float[batch,3,8] x",
         outputs="float[rows,4] y",
         factors={"fc1": S},
     ),
     "chain": Case(
         "[fc1] h = MatMul(x, v) a = Relu(h) [fc2] g = MatMul(a, u) r = Relu(g) [fc3] y = MatMul(r, w)",
-        {"v": V, "u": weight(8, 8) + 1, "w": W},
+        {"u": weight(8, 8) + 1},
         factors={"fc1": S, "fc2": S[::-1]},
     ),
     "weight_on_the_left": Case(
         "[fc1] h = MatMul(v, x) r = Relu(h) [fc2] y = MatMul(w, r)",
-        {"v": V, "w": W.T.copy()},
+        {"w": W.T.copy()},
         "float[batch,8,3] x",
         factors={"fc1": S},
     ),
@@ -106,27 +100,24 @@ SMOOTHED = {
         factors={"norm": S},
     ),
     "behind_a_product_with_constants": Case(
-        "d = Sub(x, shift) [unit] n = Mul(d, gain) [fc] y = Gemm(n, w, b)",
-        {"w": W, "b": B},
-        factors={"unit": S},
+        "d = Sub(x, shift) [unit] n = Mul(d, gain) [fc] y = Gemm(n, w, b)", factors={"unit": S}
     ),
     "behind_a_division_by_one_number": Case(
-        "[unit] n = Div(x, c) [fc] y = MatMul(n, w)", {"w": W, "c": 3.0}, factors={"unit": S}
+        "[unit] n = Div(x, c) [fc] y = MatMul(n, w)", {"c": 3.0}, factors={"unit": S}
     ),
     "joined_with_another": Case(
         "[fc1] h = MatMul(x, v) r = Relu(h) j = Concat<axis=-1>(r, x) [fc2] y = MatMul(j, w)",
-        {"v": V, "w": weight(16, 4)},
+        {"w": weight(16, 4)},
         factors={"fc1": S},
     ),
     "joined_with_itself": Case(
         "[fc1] h = MatMul(x, v) r = Relu(h) j = Concat<axis=1>(r, h, r) [fc2] y = MatMul(j, w)",
-        {"v": V, "w": weight(24, 4)},
+        {"w": weight(24, 4)},
         factors={"fc1": S},
     ),
     "a_slice_of_it": Case(
         "[fc1] h = MatMul(x, v) s = Slice(h, first, last, axis, step) [fc2] y = MatMul(s, w)",
         {
-            "v": V,
             "w": weight(3, 4),
             **{n: np.array([i]) for n, i in (("first", 1), ("last", 7), ("axis", 1), ("step", 2))},
         },
@@ -135,23 +126,23 @@ SMOOTHED = {
     "two_parts_of_it": Case(
         "[fc1] h = MatMul(x, v) p, q = Split<axis=1>(h, sizes) [fc2] a = MatMul(p, w) [fc3] b ="
         " MatMul(q, u) y = Add(a, b)",
-        {"v": V, "w": weight(3, 4), "u": weight(5, 4), "sizes": [3, 5]},
+        {"w": weight(3, 4), "u": weight(5, 4), "sizes": [3, 5]},
         factors={"fc1": S},
     ),
     "columns_of_it": Case(
         "[fc1] h = MatMul(x, v) s = Gather<axis=1>(h, columns) [fc2] y = MatMul(s, w)",
-        {"v": V, "w": weight(4, 4), "columns": [6, 0, 6, 3]},
+        {"w": weight(4, 4), "columns": [6, 0, 6, 3]},
         factors={"fc1": S},
     ),
 }
 INPUTS = {
-    "of_the_model": Case("[fc] y = Gemm(x, w, b)", {"w": W, "b": B}, factors={"x": S}),
+    "of_the_model": Case("[fc] y = Gemm(x, w, b)", factors={"x": S}),
     "read_by_two_linears": Case(
         "[fc] h = MatMul(x, w) [gate] g = Gemm<transB=1>(x, v, b) y = Mul(h, g)",
-        {"w": W, "v": W.T.copy(), "b": B},
+        {"v": W.T.copy()},
         factors={"x": S},
     ),
-    "read_by_others_too": Case("[fc] h = MatMul(x, v) y = Add(h, x)", {"v": V}, factors={"x": S}),
+    "read_by_others_too": Case("[fc] h = MatMul(x, v) y = Add(h, x)", factors={"x": S}),
     "beside_embeddings": Case(
         "rows = Gather(table, ids) j = Concat<axis=1>(x, rows) [fc] y = MatMul(j, w)",
         {"table": weight(10, 6), "w": weight(14, 4)},
@@ -239,20 +230,17 @@ OUT = "its output is not smoothed: "
 DECLINED = {
     "read_by_a_sum": Case(
         f"{LAYER} [fc] h = MatMul(n, v) y = Add(h, n)",
-        {"v": V},
         factors={"norm": S},
         why=("norm", f"{OUT}'block/y' reads it, a Add"),
     ),
     "another_function_in_between": Case(
         "[a] h = MatMul(x, v) g = Sigmoid(h) [fc] y = MatMul(g, w)",
-        {"v": V, "w": W},
         factors={"a": S},
         why=("a", f"{OUT}'block/g' reads it, a Sigmoid"),
     ),
     "scale_not_constant": Case(
         "[norm] n = LayerNormalization(x, g) [fc] y = MatMul(n, w)",
-        {"w": W},
-        "float[batch,8] x, float[8] g",
+        inputs="float[batch,8] x, float[8] g",
         factors={"norm": S},
         why=("norm", f"{OUT}the scale of 'norm' is not constant"),
     ),
@@ -265,61 +253,55 @@ DECLINED = {
     ),
     "joined_along_rows_of_the_weight": Case(
         "[fc1] h = MatMul(x, v) j = Concat<axis=1>(h, z) [fc2] y = MatMul(j, w)",
-        {"v": V, "w": W},
-        "float[batch,2,8] x, float[batch,2,8] z",
+        inputs="float[batch,2,8] x, float[batch,2,8] z",
         factors={"fc1": S},
         why=("fc1", f"{OUT}a row of a weight meets several channels"),
     ),
     "a_part_of_the_batch": Case(
         "[fc1] h = MatMul(x, v) s = Slice(h, first, last, axis) [fc2] y = MatMul(s, w)",
-        {"v": V, "w": W, **{n: np.array([i]) for n, i in (("first", 0), ("last", 1), ("axis", 0))}},
+        {**{n: np.array([i]) for n, i in (("first", 0), ("last", 1), ("axis", 0))}},
         outputs="float[rows,4] y",
         factors={"fc1": S},
         why=("fc1", f"{OUT}'block/s', a Slice, is not followed: it takes a part of the batch"),
     ),
     "positions_of_an_input": Case(
         "[fc1] h = MatMul(x, v) s = Gather<axis=1>(h, columns) [fc2] y = MatMul(s, w)",
-        {"v": V, "w": W},
-        "float[batch,8] x, int64[8] columns",
+        inputs="float[batch,8] x, int64[8] columns",
         factors={"fc1": S},
         why=("fc1", f"{OUT}'block/s', a Gather, is not followed: what it takes is not constant"),
     ),
     "batched_weight_in_front": Case(
         "[a] h = MatMul(x, v) [fc] y = MatMul(h, w)",
-        {"v": weight(3, 8, 8), "w": W},
+        {"v": weight(3, 8, 8)},
         "float[batch,3,5,8] x",
         factors={"a": S},
         why=("a", f"{OUT}its weight has rank 3, not 2"),
     ),
     "factor_that_varies_within_a_channel": Case(
         "[unit] n = Mul(x, c) [fc] y = MatMul(n, w)",
-        {"c": weight(3, 8), "w": W},
+        {"c": weight(3, 8)},
         "float[batch,3,8] x",
         factors={"unit": S},
         why=("unit", f"{OUT}a constant varies within a channel"),
     ),
     "divided_by_an_activation": Case(
         "[unit] n = Div(gain, x) [fc] y = MatMul(n, w)",
-        {"w": W},
         factors={"unit": S},
         why=("unit", f"{OUT}it multiplies with no constant"),
     ),
     "ids": Case(
         "f = Cast<to=1>(ids) [fc] y = MatMul(f, w)",
-        {"w": W},
-        "int64[batch,8] ids",
+        inputs="int64[batch,8] ids",
         factors={"ids": S},
         why=("ids", "the input is not scaled: it holds int64, not features"),
     ),
     "an_input_through_a_function": Case(
         "l = Log(x) [fc] y = MatMul(l, w)",
-        {"w": W},
         factors={"x": S},
         why=("x", "'block/l' reads the input without scales: 'block/l' reads it, a Log"),
     ),
     "an_input_named_like_a_node": Case(
         "[x] y = MatMul(x, w)",
-        {"w": W},
         factors={"x": S},
         why=("x", "the input is not scaled: a node has the same name"),
     ),
