@@ -237,24 +237,24 @@ def test_near_misses_are_left_alone_with_the_reason_split(case: str, tmp_path: P
     assert_left_alone(SPLIT_LEFT_ALONE[case], SplitConcat(), tmp_path)
 
 
-EXPECTED: dict[str, tuple[list[str], dict[str, tuple[int, int]]]] = {
-    "absorbed_by_the_next_layer": (["Gemm", "Relu", "Gemm"], {"a": (32, 32), "b": (32, 16)}),
+EXPECTED: dict[str, tuple[str, dict[str, tuple[int, int]]]] = {
+    "absorbed_by_the_next_layer": ("Gemm Relu Gemm", {"a": (32, 32), "b": (32, 16)}),
     "absorbed_behind_a_product_of_two_ways": (
-        ["MatMul", "Relu", "Sigmoid", "Mul", "MatMul"],
+        "MatMul Relu Sigmoid Mul MatMul",
         {"a": (32, 32), "b": (32, 16)},
     ),
     "absorbed_by_two_layers_behind_swish": (
-        ["MatMul", "Add", "Sigmoid", "Mul", "Clip", "MatMul", "MatMul", "Add"],
+        "MatMul Add Sigmoid Mul Clip MatMul MatMul Add",
         {"a": (32, 32), "b": (32, 16), "c": (32, 16)},
     ),
-    "one_more_part_of_a_split": (["MatMul", "Split", "Mul"], {"a": (32, 48)}),
-    "a_gather_repeats_a_position": (["Gather", "Gemm"], {"a": (32, 16)}),
-    "a_gather_inside_a_concat": (["Gather", "Concat", "Gemm"], {"a": (64, 16)}),
-    "a_pad_for_two_layers": (["Pad", "MatMul", "MatMul", "Mul", "Mul"], {"a": (32, 32), "b": (32, 32)}),
-    "a_slice_in_front_of_a_norm": (["Gemm", "Slice", "LayerNormalization"], {"a": (32, 32), "n": (20, 0)}),
-    "a_slice_of_an_output": (["MatMul", "Add", "Slice"], {"a": (32, 32)}),
+    "one_more_part_of_a_split": ("MatMul Split Mul", {"a": (32, 48)}),
+    "a_gather_repeats_a_position": ("Gather Gemm", {"a": (32, 16)}),
+    "a_gather_inside_a_concat": ("Gather Concat Gemm", {"a": (64, 16)}),
+    "a_pad_for_two_layers": ("Pad MatMul MatMul Mul Mul", {"a": (32, 32), "b": (32, 32)}),
+    "a_slice_in_front_of_a_norm": ("Gemm Slice LayerNormalization", {"a": (32, 32), "n": (20, 0)}),
+    "a_slice_of_an_output": ("MatMul Add Slice", {"a": (32, 32)}),
     "both_sides_of_a_chain": (
-        ["Pad", "Gemm", "Relu", "Gemm", "Gelu", "Gemm", "Slice"],
+        "Pad Gemm Relu Gemm Gelu Gemm Slice",
         {"a": (32, 32), "b": (32, 48), "c": (48, 32)},
     ),
 }
@@ -264,7 +264,7 @@ EXPECTED: dict[str, tuple[list[str], dict[str, tuple[int, int]]]] = {
 def test_every_form_is_padded_and_equal(case: str, tmp_path: Path) -> None:
     operators, sites = EXPECTED[case]
     done = rewrite(PADDED[case].model(), PadSites(ANY_COPY), tmp_path)
-    assert sorted(op_types(done.after)) == sorted(operators)
+    assert sorted(op_types(done.after)) == sorted(operators.split())
     assert done.sites() == sites
 
 
