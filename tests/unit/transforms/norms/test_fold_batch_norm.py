@@ -63,7 +63,7 @@ BEHIND = {
     ),
 }
 BEFORE = {
-    "gemm": Case(
+    "before_gemm": Case(
         f"a = Relu(x) {NORM.format('n', 'a')} [fc] y = Gemm(n, w, b)",
         {"w": NEXT, "b": weight(3)},
         "float[batch,8] x",
@@ -83,56 +83,51 @@ BEFORE = {
 }
 
 
-@pytest.mark.parametrize("name", BEHIND)
-def test_behind_a_linear_it_goes(name: str, tmp_path: Path) -> None:
-    before = BEHIND[name].model()
+SEVERAL = {
+    "one_linear_behind_and_one_before_another": (
+        Case(
+            f"[fc1] h = MatMul(x, w) {NORM.format('n', 'h')} [fc2] k = MatMul(n, w2) {NORM.format('y', 'k')}",
+            {"w2": weight(8, 8)},
+        ),
+        ["MatMul", "Add", "MatMul", "Add"],
+    ),
+    "both_sides_of_a_linear": (
+        Case(
+            f"a = Relu(x) {NORM.format('n', 'a')} [fc] k = MatMul(n, w) {NORM.format('y', 'k')}",
+            {"w": weight(8, 8)},
+            "float[batch,8] x",
+        ),
+        ["Relu", "MatMul", "Add"],
+    ),
+    # A temperature stays, and so does a scalar summand behind it.
+    "not_one_number_behind_the_norm": (
+        Case(
+            f"[fc] h = MatMul(x, w) {NORM.format('n', 'h')} t = Mul(n, temperature) y = Add(t, offset)",
+            {"temperature": 0.7, "offset": 0.1},
+        ),
+        ["MatMul", "Add", "Mul", "Add"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*BEHIND.values(), *BEFORE.values()], ids=[*BEHIND, *BEFORE])
+def test_beside_a_linear_it_goes(case: Case, tmp_path: Path) -> None:
+    before = case.model()
     result = fused(artifact(before, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
     assert len(result.applied) == 1, result.reasons
-    assert not {"BatchNormalization", "Mul"} & set(result.ops)
+    assert "BatchNormalization" not in result.ops
+    assert result.ops.count("Mul") == case.body.count("Mul(h, g)")
     assert named(result.after, "fc").op_type == named(before, "fc").op_type
     assert_folded_equally(before, FoldBatchNorm(), tmp_path)
     onnx.checker.check_model(result.after, full_check=True)
 
 
-@pytest.mark.parametrize("name", BEFORE)
-def test_before_linears_it_goes(name: str, tmp_path: Path) -> None:
-    before = BEFORE[name].model()
-    result = fused(artifact(before, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
-    assert len(result.applied) == 1, result.reasons
-    assert "BatchNormalization" not in result.ops
-    assert_folded_equally(before, FoldBatchNorm(), tmp_path)
-
-
-def test_one_linear_behind_one_batch_norm_and_before_another(tmp_path: Path) -> None:
-    model = Case(
-        f"[fc1] h = MatMul(x, w) {NORM.format('n', 'h')} [fc2] k = MatMul(n, w2) {NORM.format('y', 'k')}",
-        {"w2": weight(8, 8)},
-    ).model()
-    result = fused(artifact(model, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
-    assert result.ops == ["MatMul", "Add", "MatMul", "Add"]
-    assert_folded_equally(model, FoldBatchNorm(), tmp_path)
-
-
-def test_a_linear_takes_over_both_sides(tmp_path: Path) -> None:
-    model = Case(
-        f"a = Relu(x) {NORM.format('n', 'a')} [fc] k = MatMul(n, w) {NORM.format('y', 'k')}",
-        {"w": weight(8, 8)},
-        "float[batch,8] x",
-    ).model()
-    result = fused(artifact(model, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
-    assert result.ops == ["Relu", "MatMul", "Add"]
-    assert_folded_equally(model, FoldBatchNorm(), tmp_path)
-
-
-def test_one_number_behind_the_norm_is_not_folded(tmp_path: Path) -> None:
-    """Linear, BatchNorm, temperature: the last stays, and so does a scalar summand behind it."""
-    model = Case(
-        f"[fc] h = MatMul(x, w) {NORM.format('n', 'h')} t = Mul(n, temperature) y = Add(t, offset)",
-        {"temperature": np.float32(0.7), "offset": np.float32(0.1)},
-    ).model()
-    result = fused(artifact(model, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
-    assert result.ops == ["MatMul", "Add", "Mul", "Add"]
-    assert_folded_equally(model, FoldBatchNorm(), tmp_path)
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_are_folded_where_they_can_be(name: str, tmp_path: Path) -> None:
+    case, ops = SEVERAL[name]
+    result = fused(artifact(case.model(), tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
+    assert result.ops == ops
+    assert_folded_equally(case.model(), FoldBatchNorm(), tmp_path)
 
 
 STAYS = {
