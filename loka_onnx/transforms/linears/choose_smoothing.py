@@ -16,10 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel
@@ -28,7 +26,7 @@ from loka_onnx.numerics.smoothing import is_gain, keeping_range, smoothing_facto
 from loka_onnx.transforms.base import Found, Mod
 from loka_onnx.transforms.linears.makers import Maker, find_makers, smooth
 from loka_onnx.transforms.linears.pattern import Vector, read_linear
-from loka_onnx.transforms.linears.site_rows import measured_columns, read_rows
+from loka_onnx.transforms.linears.site_rows import Arrays, measured_columns, read_rows
 
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LEAST_GAIN = 0.1
@@ -37,8 +35,6 @@ thousand rows."""
 FEWEST_ROWS = 64
 _TURNS = 4
 _TINY = 1e-300
-
-Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class ChooseSmoothing(Mod[Smoothing]):
         for maker in makers:
             tried = search.tried[maker.name]
             if tried.chosen:
-                yield Smoothing(maker, search.divisors[maker.name], tried.gain())
+                yield Smoothing(maker, tried.divisors, tried.gain())
             else:
                 yield Declined(maker.name, tried.reason())
 
@@ -127,12 +123,13 @@ class _Candidate:
 
 @dataclass
 class _Tried:
-    """Outcome for a maker: sums of the relative errors of its sites on the accepting half.
+    """Outcome for a maker: its divisors, and relative errors of its sites, summed, on the accepting half.
 
     `without` smoothing, and `now` with the chosen candidate, or with the best where none was chosen.
     """
 
     sites: tuple[str, ...]
+    divisors: Vector
     without: float = 0.0
     now: float = 0.0
     best: str = ""
@@ -162,7 +159,6 @@ class _Search:
 
     def __init__(self, sites: Mapping[str, _Site], rounding: Rounding) -> None:
         self._sites, self._rounding = sites, rounding
-        self.divisors: dict[str, Vector] = {}
         self.tried: dict[str, _Tried] = {}
 
     def run(self, makers: Sequence[Maker]) -> None:
@@ -171,8 +167,7 @@ class _Search:
             names = dict.fromkeys(reader.node.name for reader in maker.readers)
             if maker.is_linear:
                 names[maker.name] = None
-            self.tried[maker.name] = _Tried(tuple(names))
-            self.divisors[maker.name] = np.ones(maker.channels)
+            self.tried[maker.name] = _Tried(tuple(names), np.ones(maker.channels))
         for _ in range(_TURNS):
             changes = [self._turn(maker) for maker in makers]
             if not any(changes):
@@ -199,7 +194,7 @@ class _Search:
             return False
         tried.now = sum(after.values())
         tried.chosen.append(best.name)
-        self.divisors[maker.name] = self.divisors[maker.name] * best.factors
+        tried.divisors = tried.divisors * best.factors
         for name, (divided, behind) in self._divided(maker, best.factors).items():
             site = self._sites[name]
             site.before, site.behind, site.version = divided, behind, site.version + 1

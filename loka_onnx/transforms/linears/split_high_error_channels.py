@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +34,7 @@ from loka_onnx.numerics.rounding import fake_quantize
 from loka_onnx.numerics.scales import amax_scale, weight_scales
 from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
 from loka_onnx.transforms.linears.pattern import Linear, is_candidate, read_linear
-from loka_onnx.transforms.linears.site_rows import SiteRows, read_rows
+from loka_onnx.transforms.linears.site_rows import Arrays, Doubles, SiteRows, read_rows
 
 ALIGNMENT = 16
 GATHER, ADD = ".gather", ".add"
@@ -44,9 +43,6 @@ LARGEST_PART = 0.5
 """Largest share of K that is split off."""
 TOLERANCE = 4.0
 """Accepted ratio of the remaining to the requested error; the ladder measures its cost."""
-
-Arrays = Mapping[str, npt.NDArray[Any]]
-Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

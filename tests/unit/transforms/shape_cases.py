@@ -25,8 +25,8 @@ AXES = {"last": np.array([-1]), "one": np.array([1])}
 
 MERGED: dict[str, Case] = {
     "gemms": Case(
-        "[a] ha = Gemm<transB=1>(x, wa, ba) [b] hb = Gemm<transB=1>(x, wb, bb) ra = Relu(ha) rb ="
-        " Sigmoid(hb) y = Concat<axis=1>(ra, rb)",
+        "[a] ha = Gemm<transB=1>(x, wa, ba) [b] hb = Gemm<transB=1>(x, wb, bb) ra = Relu(ha)"
+        " rb = Sigmoid(hb) y = Concat<axis=1>(ra, rb)",
         {"wa": (3, 8), "ba": (3,), "wb": (5, 8), "bb": (5,)},
     ),
     "gemms_one_without_bias": Case(
@@ -34,15 +34,15 @@ MERGED: dict[str, Case] = {
         {"wa": (8, 8), "wb": (8, 8), "bb": (8,)},
     ),
     "query_key_value": Case(
-        "[attention__query] q0 = MatMul(x, wq) q = Add(q0, bq) [attention__key] k0 = MatMul(x, wk) k"
-        " = Add(bk, k0) [attention__value] v = MatMul(x, wv) kt = Transpose<perm=[0,2,1]>(k) [dot] s"
-        " = MatMul(q, kt) p = Softmax<axis=-1>(s) [mix] y = MatMul(p, v)",
+        "[attention__query] q0 = MatMul(x, wq) q = Add(q0, bq) [attention__key] k0 = MatMul(x, wk)"
+        " k = Add(bk, k0) [attention__value] v = MatMul(x, wv) kt = Transpose<perm=[0,2,1]>(k)"
+        " [dot] s = MatMul(q, kt) p = Softmax<axis=-1>(s) [mix] y = MatMul(p, v)",
         {"wq": (8, 8), "bq": (8,), "wk": (8, 8), "bk": (1, 8), "wv": (8, 8)},
         "float[batch,4,8] x",
     ),
     "gemm_and_matmul": Case(
-        "[a] ha = Gemm<transB=1>(x, wa, ba) [b] hb = MatMul(x, wb) ra = Relu(ha) rb = Relu(hb) y ="
-        " Add(ra, rb)",
+        "[a] ha = Gemm<transB=1>(x, wa, ba) [b] hb = MatMul(x, wb) ra = Relu(ha) rb = Relu(hb)"
+        " y = Add(ra, rb)",
         {"wa": (8, 8), "ba": (8,), "wb": (8, 8)},
     ),
     "weights_on_the_left": Case(
@@ -56,9 +56,9 @@ MERGED: dict[str, Case] = {
         "float[batch,4,8] x",
     ),
     "experts_then_experts": Case(
-        "[a] ha = Gemm<transB=1>(x, wa, ba) [b] hb = Gemm<transB=1>(x, wb, bb) ra = Relu(ha) [c] hc ="
-        " Gemm<transB=1>(ra, wc, bc) [d] hd = Gemm<transB=1>(ra, wd, bd) rc = Relu(hc) rd = Relu(hd)"
-        " sc = Mul(rc, hb) y = Add(sc, rd)",
+        "[a] ha = Gemm<transB=1>(x, wa, ba) [b] hb = Gemm<transB=1>(x, wb, bb) ra = Relu(ha)"
+        " [c] hc = Gemm<transB=1>(ra, wc, bc) [d] hd = Gemm<transB=1>(ra, wd, bd) rc = Relu(hc)"
+        " rd = Relu(hd) sc = Mul(rc, hb) y = Add(sc, rd)",
         {**{f"w{c}": (8, 8) for c in "abcd"}, **{f"b{c}": (8,) for c in "abcd"}},
     ),
     "one_weight_is_zero": Case(
@@ -146,8 +146,8 @@ NO_OPS: dict[str, Case] = {
         inputs="float[batch,4,8] x",
     ),
     "transposes_that_compose": Case(
-        "a = Transpose<perm=[0,2,3,1]>(x) b = Transpose<perm=[0,2,1,3]>(a) c = Relu(a) d ="
-        " Transpose<perm=[0,3,1,2]>(c) e = Transpose<perm=[0,3,2,1]>(b) y = Add(e, d)",
+        "a = Transpose<perm=[0,2,3,1]>(x) b = Transpose<perm=[0,2,1,3]>(a) c = Relu(a)"
+        " d = Transpose<perm=[0,3,1,2]>(c) e = Transpose<perm=[0,3,2,1]>(b) y = Add(e, d)",
         inputs="float[batch,2,3,4] x",
     ),
     "reshapes": Case(
@@ -160,8 +160,8 @@ NO_OPS: dict[str, Case] = {
         outputs="float[batch,2,4] y",
     ),
     "neutral_elements": Case(
-        "a = Mul(one, x) b = Add(a, zero) c = Div(b, one) d = Sub(c, zero) e = Pow(d, one) f ="
-        " Concat<axis=1>(e) g = Pad(f, none) h = Slice(g, none1, end, axis) y = Relu(h)",
+        "a = Mul(one, x) b = Add(a, zero) c = Div(b, one) d = Sub(c, zero) e = Pow(d, one)"
+        " f = Concat<axis=1>(e) g = Pad(f, none) h = Slice(g, none1, end, axis) y = Relu(h)",
         {
             "one": 1.0,
             "zero": [0.0],
@@ -175,14 +175,14 @@ NO_OPS: dict[str, Case] = {
 
 SHARED: dict[str, Case] = {
     "transposes": Case(
-        "a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(x) [p] c = MatMul(a, wp) [q] d ="
-        " MatMul(b, wq) e = Relu(c) f = Relu(d) y = Add(e, f)",
+        "a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(x) [p] c = MatMul(a, wp)"
+        " [q] d = MatMul(b, wq) e = Relu(c) f = Relu(d) y = Add(e, f)",
         {"wp": (4, 3), "wq": (4, 3)},
         "float[batch,4,8] x",
     ),
     "chains_with_equal_constants": Case(
-        "a = Reshape(x, s1) b = Relu(a) c = Reshape(x, s2) d = Relu(c) e = Sigmoid(d) f = Mul(b, e) y"
-        " = Flatten(f)",
+        "a = Reshape(x, s1) b = Relu(a) c = Reshape(x, s2) d = Relu(c) e = Sigmoid(d) f = Mul(b, e)"
+        " y = Flatten(f)",
         {"s1": [-1, 2, 4], "s2": [-1, 2, 4]},
     ),
 }
@@ -211,8 +211,8 @@ CHANNELS = "float[batch,16,6] x"
 CONVOLUTIONS: dict[str, Case] = {
     "of_positions": Case("[layers__conv] y = Conv(x, w, b)", {"w": (24, 16, 1), "b": (24,)}, CHANNELS),
     "without_bias_told_in_full": Case(
-        "[layers__conv] h = Conv<group=1, kernel_shape=[1], strides=[1], pads=[0,0],"
-        " dilations=[2]>(x, w) y = Relu(h)",
+        "[layers__conv] h = Conv<group=1, kernel_shape=[1], strides=[1], pads=[0,0], dilations=[2]>(x, w)"
+        " y = Relu(h)",
         {"w": (24, 16, 1)},
         CHANNELS,
     ),
@@ -234,8 +234,8 @@ CONVOLUTIONS: dict[str, Case] = {
         outputs="float[batch,24,steps,2] y",
     ),
     "a_compressed_interaction": Case(
-        "a = Unsqueeze(x, two) c = Unsqueeze(x, one) m = Mul(a, c) z = Reshape(m, flat) [cin__conv] h"
-        " = Conv(z, w, b) r = Relu(h) y = ReduceSum<keepdims=0>(r, two)",
+        "a = Unsqueeze(x, two) c = Unsqueeze(x, one) m = Mul(a, c) z = Reshape(m, flat)"
+        " [cin__conv] h = Conv(z, w, b) r = Relu(h) y = ReduceSum<keepdims=0>(r, two)",
         {"w": (20, 16, 1), "b": (20,), "one": [1], "two": [2], "flat": [0, 16, 6]},
         "float[batch,4,6] x",
     ),
@@ -245,8 +245,8 @@ MANY_TOKENS = "float[batch,32,8] x"
 
 REASSOCIATED: dict[str, Case] = {
     "learned_projection": Case(
-        "t = Transpose<perm=[0,2,1]>(x) [fmb__matmul] s = MatMul(x, t) [fmb__project] p = MatMul(s,"
-        " y0) y = Relu(p)",
+        "t = Transpose<perm=[0,2,1]>(x) [fmb__matmul] s = MatMul(x, t) [fmb__project] p = MatMul(s, y0)"
+        " y = Relu(p)",
         {"y0": (32, 4)},
         MANY_TOKENS,
     ),
@@ -271,8 +271,8 @@ LOOK_UP = " ".join(f"i{i} = Gather<axis=1>(ids, c{i}) e{i} = Gather<axis=0>(t{i}
 
 LOOKED_UP: dict[str, Case] = {
     "stacked": Case(
-        f"{LOOK_UP} u0 = Unsqueeze(e0, one) u1 = Unsqueeze(e1, one) u2 = Unsqueeze(e2, one) u3 ="
-        " Unsqueeze(e3, one) s = Concat<axis=1>(u0, u1, u2, u3) y = Relu(s)",
+        f"{LOOK_UP} u0 = Unsqueeze(e0, one) u1 = Unsqueeze(e1, one) u2 = Unsqueeze(e2, one)"
+        " u3 = Unsqueeze(e3, one) s = Concat<axis=1>(u0, u1, u2, u3) y = Relu(s)",
         {**TABLES, **COLUMNS, **AXES},
         "int64[batch,4] ids",
     ),
@@ -282,21 +282,21 @@ LOOKED_UP: dict[str, Case] = {
         "int64[batch,5] ids, float[batch,8] x",
     ),
     "int32_ids_cast_on_the_way": Case(
-        "k0 = Slice(ids, s0, s1, one) q0 = Squeeze(k0, one) i0 = Cast<to=7>(q0) e0 ="
-        " Gather<axis=0>(t0, i0) i1a = Gather<axis=1>(ids, c1) i1 = Cast<to=7>(i1a) e1 ="
-        " Gather<axis=0>(t1, i1) y = Concat<axis=1>(e0, e1)",
+        "k0 = Slice(ids, s0, s1, one) q0 = Squeeze(k0, one) i0 = Cast<to=7>(q0)"
+        " e0 = Gather<axis=0>(t0, i0) i1a = Gather<axis=1>(ids, c1) i1 = Cast<to=7>(i1a)"
+        " e1 = Gather<axis=0>(t1, i1) y = Concat<axis=1>(e0, e1)",
         {**{name: TABLES[name] for name in ("t0", "t1")}, "s0": [0], "s1": [1], "c1": 1, **AXES},
         "int32[batch,2] ids",
     ),
     "columns_that_keep_their_axis": Case(
-        "k0, k1 = Split<axis=1>(ids, sizes) e0 = Gather<axis=0>(t0, k0) e1 = Gather<axis=0>(t1, k1) y"
-        " = Concat<axis=1>(e0, e1)",
+        "k0, k1 = Split<axis=1>(ids, sizes) e0 = Gather<axis=0>(t0, k0) e1 = Gather<axis=0>(t1, k1)"
+        " y = Concat<axis=1>(e0, e1)",
         {**{name: TABLES[name] for name in ("t0", "t1")}, "sizes": [1, 1]},
         "int64[batch,2] ids",
     ),
     "one_table": Case(
-        "i0 = Gather<axis=1>(ids, c0) i2 = Gather<axis=1>(ids, c2) e0 = Gather<axis=0>(t0, i0) e2 ="
-        " Gather<axis=0>(t0, i2) y = Concat<axis=1>(e0, e2)",
+        "i0 = Gather<axis=1>(ids, c0) i2 = Gather<axis=1>(ids, c2) e0 = Gather<axis=0>(t0, i0)"
+        " e2 = Gather<axis=0>(t0, i2) y = Concat<axis=1>(e0, e2)",
         {"t0": (IDS, 4), "c0": 0, "c2": 2},
         "int64[batch,3] ids",
     ),
@@ -312,14 +312,14 @@ JOINED: dict[str, Case] = {
         "a, b = Split<axis=1>(x, sizes) c = Concat<axis=-1>(a, b) y = Relu(c)", {"sizes": [3, 5]}
     ),
     "stacked": Case(
-        "a, b = Split<axis=1>(x, sizes) ua = Unsqueeze(a, one) ub = Reshape(b, as_row) s ="
-        " Concat<axis=1>(ua, ub, z) y = Relu(s)",
+        "a, b = Split<axis=1>(x, sizes) ua = Unsqueeze(a, one) ub = Reshape(b, as_row)"
+        " s = Concat<axis=1>(ua, ub, z) y = Relu(s)",
         {"sizes": [4, 4], "as_row": [-1, 1, 4], **AXES},
         "float[batch,8] x, float[batch,2,4] z",
     ),
     "what_was_joined_is_split_and_joined_again": Case(
-        "a, b = Split<axis=1>(x, sizes) c = Concat<axis=1>(a, b) d, e = Split<axis=1>(c, sizes) f ="
-        " Concat<axis=1>(d, e) y = Relu(f)",
+        "a, b = Split<axis=1>(x, sizes) c = Concat<axis=1>(a, b) d, e = Split<axis=1>(c, sizes)"
+        " f = Concat<axis=1>(d, e) y = Relu(f)",
         {"sizes": [3, 5]},
     ),
     "two_runs": Case(
@@ -338,8 +338,8 @@ TAKEN_APART: dict[str, Case] = {
         "float[batch,8] x, float[batch,3] z",
     ),
     "a_row_for_two_layers": Case(
-        f"{EXPANDED} c = Concat<axis=-1>(e, x, z) [fc] h0 = MatMul(c, w) h = Add(h0, b) [gate] g ="
-        " MatMul(c, v) y = Mul(h, g)",
+        f"{EXPANDED} c = Concat<axis=-1>(e, x, z) [fc] h0 = MatMul(c, w) h = Add(h0, b)"
+        " [gate] g = MatMul(c, v) y = Mul(h, g)",
         {"row": (1, 4), "w": (15, 8), "b": (8,), "v": (15, 8), "width": [4]},
         "float[batch,8] x, float[batch,3] z",
     ),

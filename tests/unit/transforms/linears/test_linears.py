@@ -41,8 +41,8 @@ def test_the_site_says_where_it_came_from(tmp_path: Path) -> None:
 def test_a_site_merged_twice_names_the_exported_sites(tmp_path: Path) -> None:
     """The second pass sees a merged site beside one that it may not have taken before."""
     case = Case(
-        "[a] ha = Gemm(x, wa) [b] hb = Gemm(x, wb) [c] hc = Gemm(x, wc) ra = Relu(ha) rb = Relu(hb) s"
-        " = Add(ra, rb) y = Mul(s, hc)",
+        "[a] ha = Gemm(x, wa) [b] hb = Gemm(x, wb) [c] hc = Gemm(x, wc) ra = Relu(ha) rb = Relu(hb)"
+        " s = Add(ra, rb) y = Mul(s, hc)",
         {"wa": (8, 8), "wb": (8, 8), "wc": 100 * weight(8, 8, seed=5)},
     )
     source = artifact(case.model(), tmp_path / "before.onnx")
@@ -176,8 +176,8 @@ def test_two_layers_share_what_is_left_of_the_concat(tmp_path: Path) -> None:
 def test_the_row_of_a_user_is_a_site(tmp_path: Path) -> None:
     """A computed row is no constant: its product stays, once instead of once a candidate."""
     case = Case(
-        f"u = Relu(user) {EXPANDED.replace('row', 'u')} c = Concat<axis=1>(x, e) [fc] h = Gemm(c, w,"
-        " b) y = Relu(h)",
+        f"u = Relu(user) {EXPANDED.replace('row', 'u')} c = Concat<axis=1>(x, e) [fc] h = Gemm(c, w, b)"
+        " y = Relu(h)",
         {"w": (12, 8), "b": (8,), "width": [4]},
         "float[batch,8] x, float[1,4] user",
     )

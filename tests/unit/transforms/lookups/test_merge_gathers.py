@@ -92,15 +92,15 @@ LEFT_ALONE = {
         "e = Gather<axis=0>(t0, ids) y = ReduceSum(e, axes)", {"t0": (7, 8), "axes": [1]}, IDS_OF_TWO
     ),
     "ids_that_are_changed": Case(
-        "i0 = Gather<axis=1>(ids, c0) k0 = Mod(i0, five) e0 = Gather<axis=0>(t0, k0) i1 ="
-        " Gather<axis=1>(ids, c1) k1 = Mod(i1, five) e1 = Gather<axis=0>(t1, k1) y ="
-        " Concat<axis=1>(e0, e1)",
+        "i0 = Gather<axis=1>(ids, c0) k0 = Mod(i0, five) e0 = Gather<axis=0>(t0, k0)"
+        " i1 = Gather<axis=1>(ids, c1) k1 = Mod(i1, five) e1 = Gather<axis=0>(t1, k1)"
+        " y = Concat<axis=1>(e0, e1)",
         {**TABLES, **COLUMNS, "five": 5},
         IDS_OF_TWO,
     ),
     "columns_of_a_table": Case(
-        "i0 = Gather<axis=1>(ids, c0) e0 = Gather<axis=1>(t0, i0) i1 = Gather<axis=1>(ids, c1) e1 ="
-        " Gather<axis=1>(t1, i1) s = Concat<axis=0>(e0, e1) y = Relu(s)",
+        "i0 = Gather<axis=1>(ids, c0) e0 = Gather<axis=1>(t0, i0) i1 = Gather<axis=1>(ids, c1)"
+        " e1 = Gather<axis=1>(t1, i1) s = Concat<axis=0>(e0, e1) y = Relu(s)",
         {"t0": (4, 7), "t1": (4, 8), **COLUMNS},
         IDS_OF_TWO,
     ),

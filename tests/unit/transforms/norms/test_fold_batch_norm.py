@@ -43,8 +43,8 @@ BEHIND = {
     "matmul_with_bias": Case(f"[fc] g = MatMul(x, w) h = Add(g, b) {LAST}"),
     "before_relu": Case(f"[fc] h = Gemm(x, w, b) {NORM.format('g', 'h')} y = Relu(g)"),
     "channels_between_transposes": Case(
-        f"[fc] g = MatMul(x, w) h = Transpose<perm=[0,2,1]>(g) {NORM.format('n', 'h')} y ="
-        " Transpose<perm=[0,2,1]>(n)",
+        "[fc] g = MatMul(x, w)"
+        f" h = Transpose<perm=[0,2,1]>(g) {NORM.format('n', 'h')} y = Transpose<perm=[0,2,1]>(n)",
         inputs="float[batch,5,6] x",
     ),
     "weight_on_the_left": Case(f"[fc] h = MatMul(w, x) {LAST}", {"w": W.T}, "float[batch,6,5] x"),
@@ -72,8 +72,8 @@ BEFORE = {
         f"a = Relu(x) {NORM.format('n', 'a')} [fc] y = MatMul(n, w)", {"w": NEXT}, "float[batch,8] x"
     ),
     "two_linears_and_a_residual_in_front": Case(
-        f"a = Relu(x) {NORM.format('n', 'a')} [fc] h = MatMul(n, w) [gate] g = MatMul(n, w2) m ="
-        " Mul(h, g) y = Add(m, a)",
+        f"a = Relu(x) {NORM.format('n', 'a')} [fc] h = MatMul(n, w) [gate] g = MatMul(n, w2)"
+        " m = Mul(h, g) y = Add(m, a)",
         {"w": weight(8, 8), "w2": weight(8, 8) + 1},
         "float[batch,8] x",
     ),
@@ -142,8 +142,8 @@ STAYS = {
         f"[fc] h = MatMul(x, w) {LAST}", {"w": weight(6, 4)}, "float[batch,8,6] x", why=1
     ),
     "training": Case(
-        "[fc] h = MatMul(x, w) [norm_y] y, m, v = BatchNormalization<training_mode=1>(h, gamma, beta,"
-        " mean, variance)",
+        "[fc] h = MatMul(x, w)"
+        " [norm_y] y, m, v = BatchNormalization<training_mode=1>(h, gamma, beta, mean, variance)",
         why=1,
     ),
     "temperature": Case("[fc] h = MatMul(x, w) y = Mul(h, t)", {"t": np.float32(0.5)}, why=0),

@@ -47,8 +47,8 @@ FOLDED = {
     "without_shift": Case("[norm] n = LayerNormalization(x, gain) [fc] y = MatMul(n, w)"),
     "rms": Case("[norm] n = RMSNormalization<axis=-1>(x, gain) [fc] y = Gemm(n, w, b)", opset=23),
     "three_linears": Case(
-        f"{LAYER} [q] u = MatMul(n, w) [k] v = Gemm(n, w, b) [v] p = MatMul(n, w2) s = Add(u, v) y ="
-        " Mul(s, p)",
+        f"{LAYER} [q] u = MatMul(n, w) [k] v = Gemm(n, w, b) [v] p = MatMul(n, w2) s = Add(u, v)"
+        " y = Mul(s, p)",
         {"w2": weight(8, 4) + 1},
     ),
     "left_of_a_transposed_norm": Case(
@@ -63,14 +63,14 @@ FOLDED = {
         "float[batch,3,8] x",
     ),
     "reshaped_by_a_computed_shape": Case(
-        f"{LAYER} s = Shape<start=0, end=1>(x) t = Concat<axis=0>(s, rest) f = Reshape(n, t) [fc] y ="
-        " MatMul(f, w)",
+        f"{LAYER} s = Shape<start=0, end=1>(x) t = Concat<axis=0>(s, rest) f = Reshape(n, t)"
+        " [fc] y = MatMul(f, w)",
         {"w": weight(24, 4), "rest": [-1]},
         "float[batch,3,8] x",
     ),
     "two_ways": Case(
-        f"{LAYER} f = Flatten<axis=1>(n) [a] u = MatMul(f, w24) t = Transpose<perm=[0,2,1]>(n) [b] v ="
-        " MatMul(left, t) g = Flatten<axis=1>(v) [c] p = MatMul(g, w2) y = Add(u, p)",
+        f"{LAYER} f = Flatten<axis=1>(n) [a] u = MatMul(f, w24) t = Transpose<perm=[0,2,1]>(n)"
+        " [b] v = MatMul(left, t) g = Flatten<axis=1>(v) [c] p = MatMul(g, w2) y = Add(u, p)",
         {"w24": weight(24, 4), "left": W.T, "w2": weight(12, 4)},
         "float[batch,3,8] x",
     ),
@@ -80,15 +80,15 @@ FOLDED = {
         "float[batch,3,8] x",
     ),
     "group": Case(
-        "[norm] n = GroupNormalization<num_groups=2>(x, gain, shift) f = Flatten<axis=1>(n) [fc] y ="
-        " MatMul(f, w)",
+        "[norm] n = GroupNormalization<num_groups=2>(x, gain, shift) f = Flatten<axis=1>(n)"
+        " [fc] y = MatMul(f, w)",
         {"w": weight(40, 4)},
         "float[batch,8,5] x",
         outputs="float[batch,4] y",
     ),
     "instance": Case(
-        "[norm] n = InstanceNormalization(x, gain, shift) t = Transpose<perm=[0,2,1]>(n) [fc] y ="
-        " MatMul(t, w)",
+        "[norm] n = InstanceNormalization(x, gain, shift) t = Transpose<perm=[0,2,1]>(n)"
+        " [fc] y = MatMul(t, w)",
         inputs="float[batch,8,5] x",
     ),
 }

@@ -77,8 +77,8 @@ SMOOTHED = {
         f"{LAYER} f = Flatten<axis=1>(n) [fc] y = MatMul(f, w)", {"w": weight(24, 4)}, "float[batch,3,8] x"
     ),
     "flattened_to_the_batch_as_it_is": Case(
-        f"{LAYER} s = Shape<start=0,end=1>(x) t = Concat<axis=0>(s, width) f = Reshape(n, t) [fc] y ="
-        " MatMul(f, w)",
+        f"{LAYER} s = Shape<start=0,end=1>(x) t = Concat<axis=0>(s, width) f = Reshape(n, t)"
+        " [fc] y = MatMul(f, w)",
         {"w": weight(24, 4), "width": [24]},
         "float[batch,3,8] x",
     ),
@@ -102,8 +102,8 @@ SMOOTHED = {
         },
     ),
     "two_parts_of_it": Case(
-        "[fc1] h = MatMul(x, v) p, q = Split<axis=1>(h, sizes) [fc2] a = MatMul(p, w) [fc3] b ="
-        " MatMul(q, u) y = Add(a, b)",
+        "[fc1] h = MatMul(x, v) p, q = Split<axis=1>(h, sizes) [fc2] a = MatMul(p, w)"
+        " [fc3] b = MatMul(q, u) y = Add(a, b)",
         {"w": weight(3, 4), "u": weight(5, 4), "sizes": [3, 5]},
     ),
     "columns_of_it": Case(

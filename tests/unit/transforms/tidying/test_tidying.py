@@ -64,8 +64,8 @@ LEFT_ALONE = {
         why={"block/w": "its result takes 32000 bytes, what it is made of 4032"},
     ),
     "a_tied_embedding": Case(
-        "e = Gather<axis=0>(table, ids) t = Transpose<perm=[1,0]>(table) z = MatMul(x, t) y ="
-        " Concat<axis=1>(z, e)",
+        "e = Gather<axis=0>(table, ids) t = Transpose<perm=[1,0]>(table) z = MatMul(x, t)"
+        " y = Concat<axis=1>(z, e)",
         {"table": (50, 8)},
         "float[batch,8] x, int64[batch] ids",
         why={"block/t": "made of the embedding table 'table', which would be stored twice"},
@@ -130,8 +130,8 @@ def test_every_form_is_removed_and_equal(case: str, tmp_path: Path) -> None:
 
 def test_permutations_are_composed(tmp_path: Path) -> None:
     case = Case(
-        "a = Transpose<perm=[1,0,3,2]>(x) b = Transpose<perm=[3,0,1,2]>(a) c = Relu(a) y = Relu(b) z"
-        " = Relu(c)",
+        "a = Transpose<perm=[1,0,3,2]>(x) b = Transpose<perm=[3,0,1,2]>(a) c = Relu(a) y = Relu(b)"
+        " z = Relu(c)",
         inputs="float[batch,2,3,4] x",
         outputs="float[p,q,r,s] y, float[t,u,v,w] z",
     )
