@@ -215,5 +215,6 @@ def test_a_weight_on_the_left_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", [0.0, 1.0, -0.1])
 def test_a_part_must_be_one(part: float, tmp_path: Path) -> None:
-    with pytest.raises(TransformError, match="the part of an error that may be left is not between 0 and 1"):
+    with pytest.raises(TransformError) as caught:
         SplitHighErrorChannels({"fc": part}, [rows()], tmp_path)
+    assert caught.value.code == "E0601"
