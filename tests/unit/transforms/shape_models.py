@@ -100,8 +100,8 @@ def feeds(model: onnx.ModelProto, batch: int = BATCH, seed: int = 0) -> Arrays:
         kind = tensor.type.tensor_type
         shape = [d.dim_value or batch for d in kind.shape.dim]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
-        is_float = kind.elem_type == TensorProto.FLOAT
-        values = random.normal(size=shape) + 0.5 if is_float else random.integers(0, IDS, size=shape)
+        is_integer = kind.elem_type in {TensorProto.INT64, TensorProto.INT32}
+        values = random.integers(0, IDS, size=shape) if is_integer else random.normal(size=shape) + 0.5
         rows[tensor.name] = np.asarray(values, dtype=dtype)
     return rows
 

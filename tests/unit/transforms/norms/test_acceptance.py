@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnx.compose
 import pytest
-from norm_models import Exporter, fused, rows_of, taken_in
+from norm_models import Exporter, fused, taken_in
 from rewrite_models import artifact, named, parse
 from shape_cases import MODS
 from shape_models import feeds
@@ -75,7 +75,7 @@ def test_every_result_of_the_norm_mods_is_built(tmp_path: Path) -> None:
     for name in (*exporters.FUSED, *exporters.MIXED):
         source = taken_in(exporters.exported(name, Exporter("torchscript", 20)), tmp_path / name)
         outcome = fused(source, tmp_path / name)
-        outputs = OnnxSession(outcome.path).run(rows_of(outcome.after))
+        outputs = OnnxSession(outcome.path).run(feeds(outcome.after))
         assert all(np.isfinite(value).all() for value in outputs.values()), name
         models[name] = outcome.after
     build(together(models), tmp_path)

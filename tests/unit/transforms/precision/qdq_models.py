@@ -161,7 +161,10 @@ def plan_of(model: ModelArtifact, scales: Scales) -> PrecisionPlan:
 
 def place(model: onnx.ModelProto, scales: Scales, folder: Path, fusions: Fusions = RTX) -> Placed:
     """Quantize a float model twice; both models are checked."""
-    source = artifact(model, folder / "source.onnx")
+    return place_source(artifact(model, folder / "source.onnx"), scales, folder, fusions)
+
+
+def place_source(source: ModelArtifact, scales: Scales, folder: Path, fusions: Fusions = RTX) -> Placed:
     plan = plan_of(source, scales)
     plain = apply_plan(source, plan, PlanForm(Precision.FP32), folder / "plain.onnx")
     placed = apply_plan(source, plan, PlanForm(Precision.FP32, fusions), folder / "placed.onnx")

@@ -11,10 +11,10 @@ import numpy as np
 import onnx
 import pytest
 import shape_models
-from norm_models import assert_folded_equally, rows_of
+from norm_models import assert_folded_equally
 from onnx import numpy_helper
 from rewrite_models import artifact, evaluate, initializer, named, op_types
-from shape_models import match, weight
+from shape_models import feeds, match, weight
 
 from loka_onnx.core.rewrite import Applied, Declined, RewriteRecord
 from loka_onnx.graph.model import GraphModel
@@ -141,7 +141,7 @@ def run(
 ) -> tuple[RewriteRecord, onnx.ModelProto, onnx.ModelProto]:
     before = case.model()
     source = artifact(before, folder / "before.onnx")
-    result = apply_mods(source, [rows_of(before)], folder / "after.onnx", [Smooth(factors)])
+    result = apply_mods(source, [feeds(before)], folder / "after.onnx", [Smooth(factors)])
     return result.log.records[0], onnx.load(source.path), onnx.load(result.model.path)
 
 
@@ -187,7 +187,7 @@ def test_a_reader_that_takes_no_factors_reads_the_input_as_it_was(tmp_path: Path
 def test_sites_whose_operands_changed_are_told_of(tmp_path: Path) -> None:
     """They are calibrated again: the maker, whose weight is divided, and the readers."""
     source = artifact(SMOOTHED["chain"].model(), tmp_path / "before.onnx")
-    rows = [rows_of(onnx.load(source.path))]
+    rows = [feeds(onnx.load(source.path))]
     result = apply_mods(source, rows, tmp_path / "after.onnx", [Smooth({"fc2": S})])
     assert {site.name: site.merged_from for site in result.model.sites} == {
         "fc1": (),
@@ -201,7 +201,7 @@ def test_powers_of_two_change_no_bit_of_the_model_in_fp32(name: str, tmp_path: P
     case = {**SMOOTHED, **INPUTS}[name]
     factors = {maker: to_powers_of_two(values) for maker, values in factors_of(name).items()}
     _, before, after = run(case, factors, tmp_path)
-    x = rows_of(before, seed=3)
+    x = feeds(before, seed=3)
     np.testing.assert_array_equal(evaluate(after, x)["y"], evaluate(before, x)["y"])
 
 
