@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto
 from rewrite_models import artifact, named, op_types
-from shape_cases import COLUMNS, JOINED, LOOKED_UP, TABLES
+from shape_cases import COLUMNS, LOOKED_UP, TABLES
 from shape_models import Case, assert_left_alone, feeds, match, reasons_of, rewrite, run
 
 from loka_onnx.graph.model import GraphModel
@@ -17,17 +17,6 @@ from loka_onnx.transforms.lookups.merge_gathers import MergeGathers
 from loka_onnx.transforms.sequence import apply_mods
 from loka_onnx.transforms.tidying.join_parts import JoinParts
 from loka_onnx.transforms.tidying.remove_no_ops import RemoveNoOps
-
-
-@pytest.mark.parametrize("case", LOOKED_UP)
-def test_every_form_becomes_one_lookup_and_is_equal(case: str, tmp_path: Path) -> None:
-    done = rewrite(LOOKED_UP[case].model(), MergeGathers(), tmp_path)
-    lookups = [
-        n for n in done.after.graph.node if n.op_type == "Gather" and n.name.endswith("/lookup/gather")
-    ]
-    others = [n for n in done.after.graph.node if n.op_type == "Gather" and n not in lookups]
-    assert len(lookups) == 1
-    assert all(node.name.endswith("/columns") for node in others)
 
 
 @pytest.mark.parametrize(
@@ -162,12 +151,6 @@ def test_the_name_tells_the_tables(tmp_path: Path) -> None:
             node.name = f"embeddings.{node.output[0]}/gather"
     done = rewrite(model, MergeGathers(), tmp_path)
     assert named(done.after, "embeddings.e0+e1+e2+e3/lookup/gather").op_type == "Gather"
-
-
-@pytest.mark.parametrize("case", JOINED)
-def test_parts_are_joined(case: str, tmp_path: Path) -> None:
-    done = rewrite(JOINED[case].model(), JoinParts(), tmp_path)
-    assert "Split" not in op_types(done.after)
 
 
 NOT_JOINED: dict[str, tuple[str, str]] = {
