@@ -22,6 +22,7 @@ from math import prod
 
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant
+from loka_onnx.graph.shape_values import static_shape
 from loka_onnx.transforms.base import Mod, NotRewritten
 from loka_onnx.transforms.linears.pattern import made_by, only_reader
 
@@ -124,10 +125,10 @@ class ReassociateInteraction(Mod[Chain]):
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     """Return lengths, nominal for a dynamic batch."""
-    shape = tensor.shape
-    if shape is None or len(shape) < 2 or not all(isinstance(d, int) and d > 0 for d in shape[-2:]):
+    shape = static_shape(tensor)
+    if len(shape) < 2 or not all(shape[-2:]):
         raise NotRewritten("a rank is below 2, or a length besides the batch is not known")
-    return tuple(d if isinstance(d, int) and d > 0 else NOMINAL_LENGTH for d in shape)
+    return tuple(length or NOMINAL_LENGTH for length in shape)
 
 
 def _product(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:

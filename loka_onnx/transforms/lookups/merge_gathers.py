@@ -56,16 +56,8 @@ class ColumnLookup:
     id_type: int | None
 
 
-@dataclass(frozen=True)
-class Lookups:
-    """Lookups in one id matrix that become one."""
-
-    lookups: tuple[ColumnLookup, ...]
-
-    @property
-    def is_one_table(self) -> bool:
-        """True if all of them read the same table."""
-        return all(lookup.table is self.lookups[0].table for lookup in self.lookups)
+Lookups = tuple[ColumnLookup, ...]
+"""Lookups in one id matrix that become one."""
 
 
 class MergeGathers(Mod[Lookups]):
@@ -95,7 +87,7 @@ class MergeGathers(Mod[Lookups]):
         for same in by_table.values():
             table, name = same[0].table, same[0].node.name
             if len(same) > 1:
-                yield Lookups(tuple(same))
+                yield tuple(same)
             elif model.is_table(table):
                 reason = f"its table '{table.name}' stays outside the model, and stacking would copy it"
                 yield Declined(name, reason)
@@ -109,37 +101,35 @@ class MergeGathers(Mod[Lookups]):
             if size > self._largest_bytes and len(stack) > 1:
                 reason = f"its stack would copy {size} bytes of tables, over {self._largest_bytes}"
             elif len(stack) > 1:
-                yield Lookups(tuple(stack))
+                yield tuple(stack)
                 continue
             yield from (Declined(lookup.node.name, reason) for lookup in stack)
 
     def rewrite(self, model: GraphModel, match: Lookups) -> Applied:
         """Look all columns up at once; split the result where single columns were read."""
-        lookups = match.lookups
-        modules = [str(lookup.node.name).rpartition("/")[0] or str(lookup.node.name) for lookup in lookups]
+        modules = [str(lookup.node.name).rpartition("/")[0] or str(lookup.node.name) for lookup in match]
         name = model.fresh_name(f"{merged_name(modules)}/lookup")
-        ids = _selected(model, lookups, name)
-        if match.is_one_table:
-            table = lookups[0].table
-        else:
-            tables = [values_of(lookup.table) for lookup in lookups]
+        ids, table = _selected(model, match, name), match[0].table
+        is_one_table = all(lookup.table is table for lookup in match)
+        if not is_one_table:
+            tables = [values_of(lookup.table) for lookup in match]
             table = model.constant(f"{name}.table", np.concatenate(tables))
             ids = _with_offsets(model, ids, [len(values) for values in tables], name)
-        width = static_dim(lookups[0].table, 1) or 0
-        dtype = lookups[0].node.outputs[0].dtype
+        width = static_dim(match[0].table, 1) or 0
+        dtype = match[0].node.outputs[0].dtype
         rows = model.add("Gather", [table, ids], f"{name}/gather", dtype, {"axis": 0})
-        flat_shape = _axes(model, name, "flat", [-1, width * len(lookups)])
+        flat_shape = _axes(model, name, "flat", [-1, width * len(match)])
         flat = model.add("Reshape", [rows, flat_shape], f"{name}/flat")
-        batch = shape_of(lookups[0].ids)[0]
-        rows.shape, flat.shape = [batch, len(lookups), width], [batch, width * len(lookups)]
-        parts = model.split(flat, [width] * len(lookups), -1, f"{name}/split")
-        for lookup, part in zip(lookups, parts, strict=True):
+        batch = shape_of(match[0].ids)[0]
+        rows.shape, flat.shape = [batch, len(match), width], [batch, width * len(match)]
+        parts = model.split(flat, [width] * len(match), -1, f"{name}/split")
+        for lookup, part in zip(match, parts, strict=True):
             found = part
             if lookup.keeps_axis:
                 found = model.add("Unsqueeze", [part, _axes(model, name, "axis", [1])], f"{name}/unsqueeze")
             model.hand_over(lookup.node.outputs[0], found)
-        tables_read = "one table" if match.is_one_table else f"{len(lookups)} tables"
-        return Applied(rows.inputs[0].name, f"{len(lookups)} lookups in {tables_read} → one of width {width}")
+        tables_read = "one table" if is_one_table else f"{len(match)} tables"
+        return Applied(rows.inputs[0].name, f"{len(match)} lookups in {tables_read} → one of width {width}")
 
 
 def _read(model: GraphModel, node: Node) -> ColumnLookup | None:

@@ -25,7 +25,7 @@ from loka_onnx.transforms.norms.statistics import (
     read_mean,
     read_root,
     scalar,
-    static_length,
+    static_lengths,
 )
 
 _LARGEST_PATTERN = 100
@@ -60,9 +60,7 @@ class DecomposedNorm:
     @property
     def shape(self) -> tuple[int, ...] | None:
         """Lengths of the normalized axes; None where one is unknown."""
-        if static_length(self.source, self.axes) is None:
-            return None
-        return tuple(int(shape_of(self.source)[axis]) for axis in self.axes)
+        return static_lengths(self.source, self.axes)
 
     def varies_within(self, constant: Tensor | None) -> bool:
         """Return whether a constant varies over the normalized axes only, and adds no axis."""

@@ -25,6 +25,7 @@ import onnx
 from loka_onnx.graph.model import Node, Tensor, element_type, is_constant, producer, values_of
 from loka_onnx.graph.moves import move
 from loka_onnx.graph.shape_values import dimensions, read_number
+from loka_onnx.transforms.linears.pattern import static_dim
 
 _FURTHEST = 40
 """Most nodes between a statistic's use and its reduction; exporters write up to ten."""
@@ -130,8 +131,8 @@ def read_mean(tensor: Tensor, walk: Walk | None = None) -> Centred:
     if node.op not in {"ReduceMean", "GlobalAveragePool", "ReduceSum"}:
         raise NotANorm(f"a {node.op}")
     axes = _reduced_axes(node)
-    count = static_length(node.inputs[0], axes) if node.op == "ReduceSum" else 1
-    if count is None or factor * count != 1:
+    lengths = static_lengths(node.inputs[0], axes) if node.op == "ReduceSum" else ()
+    if lengths is None or factor * prod(lengths) != 1:
         raise NotANorm("a sum")
     walk.arrive(node, axes)
     return Centred(node.inputs[0], axes)
@@ -188,12 +189,10 @@ def scalar(tensor: Tensor) -> float | None:
     return read_number(tensor) if is_constant(tensor) else None
 
 
-def static_length(tensor: Tensor, axes: tuple[int, ...]) -> int | None:
-    """Return the product of the lengths of some axes; None where one is unknown."""
-    if tensor.shape is None or any(-axis > len(tensor.shape) for axis in axes):
-        return None
-    lengths = [d for axis in axes if isinstance(d := tensor.shape[axis], int) and d > 0]
-    return prod(lengths) if len(lengths) == len(axes) else None
+def static_lengths(tensor: Tensor, axes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the lengths of some axes; None where one is unknown."""
+    lengths = tuple(static_dim(tensor, axis) or 0 for axis in axes)
+    return lengths if all(lengths) else None
 
 
 def _keeps_values(node: Node) -> bool:
@@ -321,9 +320,9 @@ def _read_scaled(node: Node, walk: Walk) -> Moment:
     """Read a sum of squares divided by its count."""
     inner, factor = _unscaled(node, walk)
     moment = _read_moment(inner, walk)
-    length = static_length(moment.squared, moment.axes)
+    lengths = static_lengths(moment.squared, moment.axes)
     # Factor of the mean of squares. The unbiased variance has K/(K − 1), whose root is irrational.
-    if length is None or factor * (1 if moment.is_mean else length) != 1:
+    if lengths is None or factor * (1 if moment.is_mean else prod(lengths)) != 1:
         raise NotANorm("a multiple of a mean of squares")
     return replace(moment, is_mean=True)
 

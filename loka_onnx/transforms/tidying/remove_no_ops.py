@@ -22,6 +22,7 @@ import onnx
 
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type
+from loka_onnx.graph.shape_values import static_shape
 from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.linears.pattern import constant_at, made_by
 
@@ -206,18 +207,10 @@ def _permutation(node: Node) -> tuple[int, ...] | None:
 
 def _is_same_shape(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of the same ordered elements have one shape."""
-    if one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
+    if one.shape is None or other.shape is None:
         return False
-    unknown = 0
-    for first, second in zip(one.shape, other.shape, strict=True):
-        if isinstance(first, int) and isinstance(second, int) and first >= 0:
-            if first != second:
-                return False
-        elif isinstance(first, int) or isinstance(second, int):
-            return False
-        else:
-            unknown += 1
-    return unknown <= 1
+    lengths = static_shape(one)
+    return lengths == static_shape(other) and lengths.count(None) <= 1
 
 
 def _is_own_target(node: Node) -> bool:

@@ -63,16 +63,11 @@ class ShareDuplicates(Mod[Twins]):
 
 def _key(node: Node, shared: dict[int, Tensor]) -> Hashable | None:
     """Return a key of equal results; None for a node that is never merged."""
-    if node.op in _ALONE:
+    attributes = tuple((name, _plain(value)) for name, value in sorted(node.attrs.items()))
+    if node.op in _ALONE or any(plain is None for _, plain in attributes):
         return None
-    attributes = []
-    for name, value in sorted(node.attrs.items()):
-        plain = _plain(value)
-        if plain is None:
-            return None
-        attributes.append((name, plain))
     inputs = tuple(_input_key(shared.get(id(tensor), tensor)) for tensor in node.inputs)
-    return (node.domain or "", node.op, inputs, tuple(attributes), len(node.outputs))
+    return (node.domain or "", node.op, inputs, attributes, len(node.outputs))
 
 
 def _plain(value: Any) -> Hashable | None:
