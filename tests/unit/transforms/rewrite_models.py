@@ -29,10 +29,12 @@ def parse(
 ) -> onnx.ModelProto:
     """A model as text; nodes without a name are named after their output, in module ``block``.
 
-    Constants that it does not read are left out. Without `outputs` there is one, the FP32 tensor y, of
-    inferred shape.
+    Constants that it does not read are left out. Outputs without a type (y where there are none) are FP32
+    tensors of inferred shape.
     """
-    head = f'<ir_version: 10, opset_import: ["" : {opset}]> g ({inputs}) => ({outputs or "float y"})'
+    untyped = [] if "[" in outputs else (outputs or "y").split(", ")
+    outputs = ", ".join(f"float {name}" for name in untyped) or outputs
+    head = f'<ir_version: 10, opset_import: ["" : {opset}]> g ({inputs}) => ({outputs})'
     text = f"{head} {{ {body} }}"
     model: onnx.ModelProto = onnx.parser.parse_model(text)
     for node in model.graph.node:
@@ -44,10 +46,12 @@ def parse(
         array = np.asarray(value)
         array = array.astype(np.float32) if array.dtype == np.float64 else array
         model.graph.initializer.append(numpy_helper.from_array(array, name))
-    if not outputs:
-        model.graph.output[0].type.tensor_type.ClearField("shape")
+    if untyped:
+        for output in model.graph.output:
+            output.type.tensor_type.ClearField("shape")
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True, strict_mode=True)
-        model.graph.output[0].CopyFrom(inferred.graph.output[0])
+        for output, known in zip(model.graph.output, inferred.graph.output, strict=True):
+            output.CopyFrom(known)
     onnx.checker.check_model(model)
     return model
 
