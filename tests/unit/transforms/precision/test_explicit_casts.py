@@ -140,7 +140,7 @@ def test_a_kept_site_at_input_and_output_needs_no_cast(base: Precision, tmp_path
     model = parse(
         "[ln] y = LayerNormalization(x, g) [fc] z = MatMul(y, w)",
         {"g": np.ones(8), "w": np.eye(8)},
-        outputs="float[batch,8] y, float[batch,8] z",
+        outputs="y, z",
     )
     typed = cast(model, base, tmp_path, fp32=("ln",))
     assert named(typed.model, "ln").input[0] == "x"

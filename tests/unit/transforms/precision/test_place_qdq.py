@@ -169,7 +169,7 @@ PLACED = {
         "[flat] z = Flatten<axis=1>(h) [fc1] y = MatMul(z, w1)",
         {"fc1/in0/q": "z"},
         declined={"fc1/in0": "stays behind Flatten 'flat': it leaves the graph"},
-        outputs="float[batch,8] y, float[batch,8] z",
+        outputs="y, z",
     ),
     "parts_under_other_scales_stay_apart": Placing(
         "[cut] a, b = Split<axis=1>(h, s) u = Unsqueeze(a, one) [fc1] k = MatMul(u, w1) "
