@@ -166,6 +166,8 @@ def save_program(built: Built, columns: Mapping[str, np.ndarray], outputs: Seque
     program.graph.set_codegen(torch.fx.CodeGen())
     # What else the exported module holds cannot be pickled.
     program = torch.fx.GraphModule(program, program.graph)
+    # A reader traces the code again, by the tracer that is named here.
+    program._tracer_cls = None
     saved = {
         "program": program,
         "inputs": [one.name for one in built.inputs],

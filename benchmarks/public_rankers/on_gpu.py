@@ -57,7 +57,7 @@ CHOSEN = (
     "fuxictr-din",
 )
 """Listed before the first measurement: multi-task, sequences, attention, crosses and experts, FM."""
-ROWS = 300_000
+ROWS = 200_000
 JUDGED_ROWS = 32_768
 
 
@@ -68,8 +68,8 @@ def prepare(options: argparse.Namespace) -> None:
     for name in options.rankers:
         source, target = options.cache / name, options.to / name
         target.mkdir(exist_ok=True)
-        for file in ("model.onnx", PROGRAM):
-            shutil.copyfile(source / file, target / file)
+        for file in (*source.glob("model.onnx*"), source / PROGRAM):
+            shutil.copyfile(file, target / file.name)
         document = yaml.safe_load((source / "run.yaml").read_text(encoding="utf-8"))
         columns = torch.load(source / PROGRAM, weights_only=False)["columns"]
         names, _ = names_of(target / "model.onnx")
