@@ -156,9 +156,23 @@ def compared(name: str, options: argparse.Namespace) -> Comparison:
 
     def module(precision: str) -> TorchCompiled:
         saved = torch.load(options.to / name / PROGRAM, weights_only=False)
-        return TorchCompiled(saved["program"], saved["inputs"], saved["outputs"], precision)
+        return TorchCompiled(moved(saved["program"]), saved["inputs"], saved["outputs"], precision)
 
     return Comparison(finished, batch.inputs, work / "today", options, module, judge)
+
+
+def moved(program: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A program whose constants are made on the GPU, where there is one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def move(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for node in program.graph.nodes:
+        node.args = torch.fx.node.map_aggregate(node.args, move)
+        node.kwargs = torch.fx.node.map_aggregate(node.kwargs, move)
+    program.recompile()
+    return program
 
 
 BEGAN = time.perf_counter()
