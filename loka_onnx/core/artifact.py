@@ -7,9 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar
 
-from loka_onnx.core.products import OtherProduct, product_flops
 from loka_onnx.core.serde import STRICT, is_inside
-from loka_onnx.core.site import Site, SiteKind
+from loka_onnx.core.site import OtherProduct, Site, SiteKind, product_flops
 from loka_onnx.errors import ConfigError, UserError
 
 

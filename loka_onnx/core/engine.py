@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from loka_onnx.core.rewrite import Part
 from loka_onnx.core.serde import STRICT, Component, InsidePath
-from loka_onnx.core.split import Part
 
 
 class BuildStatus(StrEnum):

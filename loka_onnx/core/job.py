@@ -14,9 +14,9 @@ from loka_onnx.core.digests import digest_json
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import InputPlace, Latency
 from loka_onnx.core.plan import PrecisionPlan
+from loka_onnx.core.rewrite import Part
 from loka_onnx.core.serde import STRICT, Component, InsideFile, InsidePath
 from loka_onnx.core.site import Site
-from loka_onnx.core.split import Part
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Origin of every file of a run directory."""
+"""Origin of every file of a run directory; effects of a retrained checkpoint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from loka_onnx.core.intervals import Interval
 from loka_onnx.core.serde import STRICT, InsideFile
 
 
@@ -44,3 +45,81 @@ class RunRecord:
     versions: dict[str, str]
     stages: tuple[StageRecord, ...]
     directory: Path
+
+
+REFRESH_NAME = "refresh.json"
+"""Its file in the run directory."""
+LOOKS = 2
+"""Certification attempts for one retrained model."""
+
+
+@dataclass(frozen=True)
+class SiteMove:
+    """Change of a site in FP8.
+
+    Attributes:
+        activation: New over earlier activation scale.
+        weight: New over earlier weight scale; of several channels, the ratio farthest from 1.
+        kl_before: KL over the loss, by output, from the earlier profile.
+        kl_now: The same from few rows, hence a wide interval.
+    """
+
+    site: str
+    activation: float
+    weight: float
+    kl_before: dict[str, Interval]
+    kl_now: dict[str, Interval]
+
+
+@dataclass(frozen=True)
+class OutputMove:
+    """Budget of a selected engine on the certification split, before and now.
+
+    Attributes:
+        before: Of the earlier run; None where not measured.
+        now: Of the retrained model.
+        budget: Largest accepted value.
+        status: A value of `BudgetStatus`.
+    """
+
+    engine: str
+    output: str
+    judged: str
+    before: Interval | None
+    now: Interval
+    budget: float
+    status: str
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """A refresh (`refresh.json`).
+
+    Where the decisions of the earlier run fail on the certification rows, a full run follows, and its engines
+    are judged on the same rows: two certification attempts. The error of 5 % is divided between them
+    beforehand (Bonferroni): each has intervals of 97.5 %, so that the probability that the selected engine
+    passed and is beyond the budget is bounded as for one attempt at 95 %.
+
+    Attributes:
+        earlier: Directory of the refreshed run.
+        model: Digest of the retrained one.
+        sites: Sites in FP8, largest scale changes first; empty where the plans have none.
+        fallback: Reason for a full run; else empty.
+        confidence: Of each certification interval: less error for each attempt where there may be two, 0.95
+            for a full run behind a refresh without an attempt.
+        seconds: Wall time, including a full run.
+        earlier_seconds: Wall time of the stages of the earlier run.
+    """
+
+    SCHEMA: ClassVar[str] = "refresh/2"
+    __pydantic_config__ = STRICT
+
+    earlier: Path
+    earlier_model: str
+    model: str
+    sites: tuple[SiteMove, ...]
+    outputs: tuple[OutputMove, ...]
+    fallback: str
+    confidence: float
+    seconds: float
+    earlier_seconds: float

@@ -9,12 +9,11 @@ from enum import StrEnum
 from typing import ClassVar
 
 from loka_onnx.core.artifact import OutputSpec, TensorSpec
-from loka_onnx.core.digests import digest_json
+from loka_onnx.core.digests import UNSEALED, digest_json
 from loka_onnx.core.evaluation import Choice, Evaluation
 from loka_onnx.core.lineage import StageRecord
-from loka_onnx.core.seal import UNSEALED
+from loka_onnx.core.rewrite import Part
 from loka_onnx.core.serde import STRICT
-from loka_onnx.core.split import Part
 
 MANIFEST_NAME = "manifest.json"
 SAMPLE_NAME = "sample.npz"
@@ -161,8 +160,8 @@ class Manifest:
         versions: Version of every library that took part.
         files: Every other file of the bundle, sorted by path; `MAX_FILES` at most.
         cut: Cut at the embeddings; None where every engine is of the whole.
-        seal: SHA-256 of the manifest's bytes with these digits as zeros (`core.seal`). It covers the digests
-            of all files, so it names the content of the whole bundle.
+        seal: SHA-256 of the manifest's bytes with these digits as zeros (`core.digests`). It covers the
+            digests of all files, so it names the content of the whole bundle.
     """
 
     SCHEMA: ClassVar[str] = "bundle-format/1"

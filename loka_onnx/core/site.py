@@ -1,10 +1,12 @@
-"""Sites: nodes of a model whose precision a plan decides."""
+"""Sites: nodes of a model whose precision a plan decides; and the matrix products that are none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+
+from loka_onnx.core.serde import STRICT
 
 LEAST_FP8 = 16
 """Least K and N of a product in "FP8-able FLOPs"."""
@@ -92,3 +94,25 @@ def high_error_parts(sites: Iterable[Site]) -> dict[str, str]:
     """Sites whose loudest channels are a product of their own, each with the name of that product."""
     names = {site.name for site in sites}
     return {name: f"{name}{HIGH_ERROR}" for name in sorted(names) if f"{name}{HIGH_ERROR}" in names}
+
+
+@dataclass(frozen=True)
+class OtherProduct:
+    """A matrix product that is no site: no plan decides its precision.
+
+    Attributes:
+        flops_per_example: 2·M·N·K of one example; None where shapes are unknown.
+    """
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    op_type: str
+    reason: str
+    flops_per_example: int | None
+
+
+def product_flops(sites: Iterable[Site], others: Iterable[OtherProduct]) -> int:
+    """Return 2·M·N·K per example over sites and other products, as far as shapes are known."""
+    of_sites = sum(site.flops_per_example for site in sites if site.kind is not SiteKind.NORM)
+    return of_sites + sum(other.flops_per_example or 0 for other in others)

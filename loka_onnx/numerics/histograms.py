@@ -1,4 +1,4 @@
-"""Histograms of magnitudes, with the bins of `core.histogram`.
+"""Histograms of magnitudes, with the bins of `core.statistics`.
 
 A bin's index is the upper eleven bits of |x| in FP32, so counting is a shift and a bincount.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.core.histogram import BINS, MagnitudeHistogram
+from loka_onnx.core.statistics import BINS, MagnitudeHistogram
 
 Counts = npt.NDArray[np.int64]
 _SHIFT = 20

@@ -46,8 +46,7 @@ from dataclasses import dataclass
 
 from scipy.special import stdtr
 
-from loka_onnx.core.histogram import BINS_PER_OCTAVE, MagnitudeHistogram
-from loka_onnx.core.statistics import BatchSpread, BatchSums
+from loka_onnx.core.statistics import BINS_PER_OCTAVE, BatchSpread, BatchSums, MagnitudeHistogram
 from loka_onnx.errors import InternalError
 
 FEWEST_BATCHES = 8

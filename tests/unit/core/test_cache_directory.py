@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loka_onnx.core.cache_directory import cache_directory
+from loka_onnx.core.installation import cache_directory
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,18 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, Parity, TensorSpec
 from loka_onnx.core.digests import digest_files, digest_json
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.profile import Profile, Sampling, SiteProfile, WeightedMean
-from loka_onnx.core.ratio_moments import RatioMoments
-from loka_onnx.core.sensitivity import DeltaSums, Draws, Sensitivity, SensitivityName, SiteGroup
+from loka_onnx.core.intervals import RatioMoments
+from loka_onnx.core.profile import (
+    DeltaSums,
+    Draws,
+    Profile,
+    Sampling,
+    Sensitivity,
+    SensitivityName,
+    SiteGroup,
+    SiteProfile,
+    WeightedMean,
+)
 from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.core.statistics import BatchSpread, BatchSums, ErrorStats, RangeStats
 from loka_onnx.errors import OutputError, UserError

@@ -14,11 +14,28 @@ from hypothesis import strategies as st
 
 from loka_onnx.core import serde
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.histogram import NOTHING_COUNTED, MagnitudeHistogram
-from loka_onnx.core.profile import Profile, Sampling, SiteProfile, WeightedMean
-from loka_onnx.core.ratio_moments import RatioMoments
-from loka_onnx.core.sensitivity import DeltaSums, Draws, Sensitivity, SensitivityName, SiteGroup
-from loka_onnx.core.statistics import NO_BATCHES, BatchSpread, BatchSums, ErrorStats, RangeStats, TensorRange
+from loka_onnx.core.intervals import RatioMoments
+from loka_onnx.core.profile import (
+    DeltaSums,
+    Draws,
+    Profile,
+    Sampling,
+    Sensitivity,
+    SensitivityName,
+    SiteGroup,
+    SiteProfile,
+    WeightedMean,
+)
+from loka_onnx.core.statistics import (
+    NO_BATCHES,
+    NOTHING_COUNTED,
+    BatchSpread,
+    BatchSums,
+    ErrorStats,
+    MagnitudeHistogram,
+    RangeStats,
+    TensorRange,
+)
 
 numbers = st.floats(-1e30, 1e30, allow_subnormal=False)
 natural = st.integers(0, 2**40)

@@ -9,7 +9,7 @@ import pytest
 from scipy import integrate, optimize, special, stats
 
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.ratio_moments import RatioMoments, anytime_quantile, students_t
+from loka_onnx.core.intervals import RatioMoments, anytime_quantile, students_t
 from loka_onnx.errors import InternalError
 from loka_onnx.numerics.intervals import ratio_interval
 

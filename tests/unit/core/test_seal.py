@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from loka_onnx.core.seal import UNSEALED, seal, seal_problem
+from loka_onnx.core.digests import UNSEALED, seal, seal_problem
 
 
 def document(**more: object) -> str:

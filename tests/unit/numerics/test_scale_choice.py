@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from loka_onnx.core.formats import E4M3FN, FLOATS, INT8, UINT8, NumberFormat
-from loka_onnx.core.histogram import NOTHING_COUNTED
 from loka_onnx.core.recipe import Recipe
-from loka_onnx.core.statistics import RangeStats
+from loka_onnx.core.statistics import NOTHING_COUNTED, RangeStats
 from loka_onnx.errors import CalibrationError
 from loka_onnx.numerics.histograms import count_magnitudes, histogram_of
 from loka_onnx.numerics.rounding import fake_quantize

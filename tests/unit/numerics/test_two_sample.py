@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.histogram import MagnitudeHistogram
-from loka_onnx.core.statistics import BatchSpread, BatchSums
+from loka_onnx.core.statistics import BatchSpread, BatchSums, MagnitudeHistogram
 from loka_onnx.errors import InternalError
 from loka_onnx.numerics.histograms import count_magnitudes, histogram_of
 from loka_onnx.numerics.two_sample import (
