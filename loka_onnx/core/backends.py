@@ -70,10 +70,9 @@ class Fusions:
 
     Attributes:
         quantized_in_place: Operators directly behind which a Q costs no pass over memory.
-        residual_norms: Norms whose kernel also adds the residual directly in front of them, and the bias of
-            the product in front of that. A node between the two would split it; a Q beside the norm does not.
-        moved_in_float8: Operators between a DQ and a product that move FP8 values: the compiler commutes DQ
-            and operator.
+        residual_norms: Norms whose kernel also adds the residual directly in front, and the bias of the
+            product in front of that. A node between the two would split it; a Q beside the norm does not.
+        moved_in_float8: Operators between a DQ and a product that move FP8 values: compilers commute the two.
     """
 
     quantized_in_place: frozenset[str] = frozenset()

@@ -32,10 +32,8 @@ class BuildStatus(StrEnum):
 class SitePrecision:
     """Precision of a planned site in a built engine.
 
-    Attributes:
-        operands: Element type of each operand in the compiled engine, as the engine names them.
-        engaged: Whether the engine honours the plan at this site.
-        evidence: Source of `operands`.
+    `operands` are element types of the operands as the engine names them, read from `evidence`; `engaged`
+    says whether the engine honours the plan at this site.
     """
 
     site: str

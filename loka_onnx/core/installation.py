@@ -13,10 +13,9 @@ VARIABLE = "LOKA_ONNX_CACHE"
 
 
 def cache_directory() -> Path:
-    """Return the directory of this user's caches; it need not exist yet.
+    """Return this user's directory of caches, which only save time between runs; it need not exist yet.
 
-    `LOKA_ONNX_CACHE` if it is set, else ``loka-onnx`` in the cache home of the XDG Base Directory
-    Specification.
+    `LOKA_ONNX_CACHE`, else ``loka-onnx`` in the cache home of the XDG Base Directory Specification.
     """
     chosen = os.environ.get(VARIABLE)
     if chosen:

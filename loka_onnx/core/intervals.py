@@ -1,23 +1,22 @@
 """Estimates with confidence intervals, of the ratio of two sums over rows from sums that merge exactly.
 
 Rows that belong together are a unit (a user, a request); without groups each row is one. Unit g contributes
-A_g to the numerator and B_g to the denominator, R = ΣA/ΣB, and by the delta method
-R − truth ≈ Σ ψ_g with ψ_g = (A_g − R·B_g)/ΣB, so that
+A_g to the numerator and B_g to the denominator, R = ΣA/ΣB, and by the delta method R − truth ≈ Σ ψ_g with ψ_g
+= (A_g − R·B_g)/ΣB, so that
 
     variance = G/(G − 1) · Σψ² = G/(G − 1) · (ΣA² − 2R·ΣAB + R²·ΣB²) / (ΣB)².
 
 **Fixed number of rows.** value ± t_{G−1} · √variance.
 
 **Rows added until a verdict.** Repeated evaluation finds an excess sooner or later, so the interval must hold
-at all times at once. At confidence 1 − α and after n rows,
+at all times at once. At confidence 1 − α and after n rows, for any ρ > 0 that does not depend on the data,
 
     value ± √variance · √( 2(nρ² + 1)/(nρ²) · log( √(nρ² + 1)/α ) )
 
-does, for any ρ > 0 that does not depend on the data (asymptotically, like the interval above). It is tightest
-at about n* rows for ρ² = (−2 log α + log(1 − 2 log α))/n*. The clock is the rows, because the variance of the
-sums grows with them; new units may end (users whose rows keep coming) while the sums go on. Scattered rows of
-one unit only widen it: their sums move together, with fewer independent evaluations. Few units are corrected
-as above: each quantile is widened like Student's t over the normal distribution.
+does (asymptotically, as above). It is tightest at about n* rows for ρ² = (−2 log α + log(1 − 2 log α))/n*.
+The clock is the rows, because the variance of the sums grows with them; scattered rows of one unit only widen
+the interval, with fewer independent evaluations. For few units each quantile is widened like Student's t over
+the normal distribution.
 
 Sources: Waudby-Smith, Arbour, Sinha, Kennedy, Ramdas, "Time-uniform central limit theory and asymptotic
 confidence sequences" (Annals of Statistics 2024, arXiv 2103.06476), theorem 2.2 and appendix B.2; the delta
@@ -64,14 +63,7 @@ FEWEST_UNITS = 8
 
 @dataclass(frozen=True)
 class RatioMoments(Sums):
-    """Sums over units. Units of two that merge count as different ones.
-
-    Attributes:
-        a: ΣA.
-        b: ΣB.
-        aa: ΣA².
-        bb: ΣB².
-    """
+    """Sums over units of A, B and their products; units of two that merge count as different ones."""
 
     rows: int = 0
     units: int = 0
@@ -102,8 +94,8 @@ class RatioMoments(Sums):
         """True if few units carry ΣA: intervals of a nonnegative sum then end too low.
 
         By Cauchy and Schwarz a share s of ΣA in the hundredth of units with the largest values makes
-        units·ΣA²/(ΣA)² at least 100·s². At s = .4 the upper ends of confidence sequences missed the truth in
-        a fifth of simulated runs.
+        units·ΣA²/(ΣA)² at least 100·s². At s = .4 confidence sequences missed the truth in a fifth of
+        simulated runs.
         """
         return self.units * self.aa.value > 16.0 * self.a.value**2
 
@@ -117,8 +109,7 @@ class RatioMoments(Sums):
     def anytime_interval(self, tightest_at: int, confidence: float = CONFIDENCE) -> Interval:
         """Return the two-sided interval that holds at every number of rows at once.
 
-        Args:
-            tightest_at: n*, the rows at which it is tightest; chosen before the data are seen.
+        It is tightest at n* = `tightest_at` rows, chosen before the data are seen.
         """
         half = math.inf
         if self.units >= FEWEST_UNITS:
@@ -128,12 +119,7 @@ class RatioMoments(Sums):
 
 
 def anytime_quantile(rows: int, tightest_at: int, confidence: float) -> float:
-    """Return the half width of the confidence sequence, in standard errors of the estimate.
-
-    Args:
-        rows: n.
-        tightest_at: n*.
-        confidence: 1 − α.
+    """Return the half width of the confidence sequence after n rows, in standard errors of the estimate.
 
     Raises InternalError if the confidence is not between 0 and 1, or a number of rows is below 1.
     """
@@ -149,13 +135,9 @@ def anytime_quantile(rows: int, tightest_at: int, confidence: float) -> float:
 
 
 def students_t(probability: float, freedom: int) -> float:
-    """Return a quantile of Student's t, to about a thousandth of it.
+    """Return a quantile of Student's t at a probability from 0.5 to 1, to about a thousandth of it.
 
-    Args:
-        probability: Between 0.5 and 1.
-        freedom: Degrees of freedom, at least 7.
-
-    Raises InternalError if an argument is out of range.
+    Raises InternalError if the probability is another, or there are fewer than 7 degrees of freedom.
     """
     if not 0.5 <= probability < 1.0 or freedom < FEWEST_UNITS - 1:
         raise InternalError("no such quantile", evidence=f"{probability:g} at {freedom} degrees of freedom")

@@ -12,13 +12,10 @@ from loka_onnx.core.serde import STRICT, InsideFile
 
 @dataclass(frozen=True)
 class StageRecord:
-    """One finished stage.
+    """One finished stage and its wall time.
 
-    Attributes:
-        key: Digest of all inputs of the stage; a stage with an unchanged key is not run again.
-        parents: For each stage before it, a digest over its files.
-        files: SHA-256 of every file it wrote, by path relative to the run directory.
-        seconds: Wall time.
+    An unchanged `key`, the digest of all inputs, is not run again. `parents` are digests over the files of
+    each stage before it, `files` SHA-256 of every file it wrote, by path relative to the run directory.
     """
 
     stage: str
@@ -32,10 +29,8 @@ class StageRecord:
 class RunRecord:
     """The lineage of a run directory (`run.json`).
 
-    Attributes:
-        config: The run file as it was understood.
-        versions: Version of this package and of every library that took part.
-        stages: Finished stages in order.
+    `config` is the run file as it was understood; `versions` are of this package and every library that took
+    part; `stages` are the finished ones in order.
     """
 
     SCHEMA: ClassVar[str] = "run/1"
@@ -55,13 +50,9 @@ LOOKS = 2
 
 @dataclass(frozen=True)
 class SiteMove:
-    """Change of a site in FP8.
+    """Change of a site in FP8: new over earlier scales (of several channels, the ratio farthest from 1).
 
-    Attributes:
-        activation: New over earlier activation scale.
-        weight: New over earlier weight scale; of several channels, the ratio farthest from 1.
-        kl_before: KL over the loss, by output, from the earlier profile.
-        kl_now: The same from few rows, hence a wide interval.
+    `kl_before` is KL over the loss by output, from the earlier profile; `kl_now` from few rows, hence wide.
     """
 
     site: str
@@ -73,13 +64,8 @@ class SiteMove:
 
 @dataclass(frozen=True)
 class OutputMove:
-    """Budget of a selected engine on the certification split, before and now.
-
-    Attributes:
-        before: Of the earlier run; None where not measured.
-        now: Of the retrained model.
-        budget: Largest accepted value.
-        status: A value of `BudgetStatus`.
+    """Judged quantity of a selected engine on the certification split, now and in the earlier run (None where
+    not measured there), with the largest accepted value and a `BudgetStatus`.
     """
 
     engine: str
@@ -101,14 +87,11 @@ class Refresh:
     passed and is beyond the budget is bounded as for one attempt at 95 %.
 
     Attributes:
-        earlier: Directory of the refreshed run.
-        model: Digest of the retrained one.
+        earlier: Directory of the refreshed run; `model` is the digest of the retrained one.
         sites: Sites in FP8, largest scale changes first; empty where the plans have none.
         fallback: Reason for a full run; else empty.
-        confidence: Of each certification interval: less error for each attempt where there may be two, 0.95
-            for a full run behind a refresh without an attempt.
-        seconds: Wall time, including a full run.
-        earlier_seconds: Wall time of the stages of the earlier run.
+        confidence: Of each certification interval: 0.95 for a full run without an attempt before.
+        seconds: Wall time, including a full run; `earlier_seconds` of the stages of the earlier run.
     """
 
     SCHEMA: ClassVar[str] = "refresh/2"

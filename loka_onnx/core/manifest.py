@@ -99,8 +99,7 @@ class EngineEntry:
         simulated: Its FP8 is simulated, and slower than high precision.
         batch: Rows per request that it accepts.
         path: The engine file; further files lie beside it and are listed like any file.
-        tolerance: Largest absolute difference from the sample's expected outputs that the self-test accepts,
-            per output.
+        tolerance: Largest absolute difference from the sample's expected outputs in the self-test, by output.
         evaluation: Measured accuracy and latency; None when it was not measured.
         part: ``whole`` where it takes the inputs of the manifest, ``dense`` where it takes passed and
             looked-up inputs (`Manifest.inputs_of`).
@@ -133,7 +132,7 @@ class SparseCut:
 
     Attributes:
         lookup: Path of the lookup model: from the inputs of the manifest (those that it names) to `tensors`.
-            Its tables lie beside it, unless they are in it, and are listed like any file.
+            Tables beside it are listed like any file.
         passed: Inputs that the dense engines read themselves.
         tensors: Outputs of the lookup model, inputs of the dense engines; the batch on axis 0.
     """
@@ -155,8 +154,7 @@ class Manifest:
         fallback: The exported FP32 model, which runs wherever ONNX Runtime does.
         sample: Path of the sample: an npz with ``input/<name>``, ``expected/<engine>/<name>`` and, for a cut
             model, ``looked_up/<name>``.
-        lineage: Stages behind the bundle.
-        lineage_digest: `digest_lineage` of them.
+        lineage: Stages behind the bundle; `lineage_digest` is `digest_lineage` of them.
         versions: Version of every library that took part.
         files: Every other file of the bundle, sorted by path; `MAX_FILES` at most.
         cut: Cut at the embeddings; None where every engine is of the whole.
@@ -228,9 +226,8 @@ def sample_key(*parts: str) -> str:
 
 
 def path_problem(path: str) -> str | None:
-    """Return why a path is not allowed in a manifest; None when it is.
-
-    A path has plain ASCII components, so that it is the same file on every system and stays in the bundle.
+    """Return why a path is not allowed in a manifest; None when it is: plain ASCII components, the same file
+    on every system, inside the bundle.
     """
     if "\\" in path:
         return "has a backslash"
@@ -249,8 +246,8 @@ def path_problem(path: str) -> str | None:
 def paths_problem(paths: Iterable[str]) -> str | None:
     """Return why these paths may not be listed together; None where they may.
 
-    Refused are invalid paths, a path listed twice, a file that is also a directory, and paths that differ
-    only in case, on every system.
+    Refused are invalid paths, a path listed twice, a file that is also a directory, and, on every system,
+    paths that differ only in case.
     """
     seen: dict[str, str] = {}
     files: set[str] = set()

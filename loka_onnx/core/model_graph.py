@@ -1,7 +1,4 @@
-"""Operators of a model and the tensors between them, for drawing.
-
-Weights are not included; precisions and verdicts belong to a plan, which names the same sites.
-"""
+"""Operators of a model and the tensors between them (no weights), for drawing."""
 
 from __future__ import annotations
 
@@ -48,17 +45,11 @@ class GraphEdge:
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """The nodes of a model and the tensors between them.
+    """The nodes of a model, producers before consumers, and the tensors between them, one between two nodes.
 
-    Attributes:
-        nodes: Producers before consumers.
-        edges: At most one between two nodes, by source and target.
-        operators: Number of operators of the model; `folded` are drawn as part of a folded node.
-        in_runs: Whether folded nodes are runs of consecutive nodes, because modules do not make the graph
-            small enough; else each is of one module.
-
-    Raises:
-        ValueError: An edge leads backwards or to a missing node.
+    `operators` is the number of operators of the model, of which `folded` are drawn as part of a folded node:
+    each of one module, or `in_runs` of consecutive nodes where modules do not make the graph small enough.
+    Raises ValueError if an edge leads backwards or to a missing node.
     """
 
     __pydantic_config__ = STRICT

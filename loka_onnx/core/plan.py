@@ -43,17 +43,16 @@ def quantized_precision(plan_id: str) -> Precision | None:
 
 @dataclass(frozen=True)
 class SiteSpeed:
-    """Time that FP8 saves at one site on one device, before building.
+    """Time that FP8 saves at one site on one device (by its name in run files), before building.
 
     Attributes:
-        device: Name in run files.
         saved_us: Time of the product in the base precision less that in FP8, by batch size, microseconds,
             without the quantize step. Empty where unknown.
         quantize_us: Time of the quantize step of the site's input, by batch size, microseconds; 0 where the
             kernel in front of it quantizes. Sites of one tensor share it.
         is_measured: Whether every time was measured at this very shape; else some are predicted.
-        made_by: Site that makes the tensor, if its kernel also quantizes when it runs in FP8 itself, which
-            makes the quantize step free; else empty.
+        made_by: Site that makes the tensor, if its kernel also quantizes when it runs in FP8 itself: the
+            quantize step is free then.
     """
 
     site: str
@@ -90,9 +89,8 @@ class Decision:
 
     Attributes:
         weight_scale: One scale, or one per output channel; of an interaction, that of its second activation;
-            empty without any.
-        activation_zero_point: Not 0 in asymmetric formats only; left out of documents where it is 0.
-        weight_zero_point: That of the second activation of an interaction; likewise.
+            empty without any. `weight_zero_point` is that of the second activation too.
+        activation_zero_point: Not 0 in asymmetric formats only; zero points of 0 are left out of documents.
     """
 
     site: str
@@ -123,21 +121,18 @@ class PrecisionPlan:
     """One precision assignment of the whole model.
 
     Attributes:
-        id: ``fp32``, ``bf16``, ``fp16``, ``fp8-`` or ``int8-`` with ``all`` or ``safe``, ``fp8-fast`` or
-            a numbered refinement.
+        id: ``fp32``, ``bf16``, ``fp16``, ``fp8-`` or ``int8-`` with ``all`` or ``safe``, ``fp8-fast`` or a
+            numbered refinement.
         model_digest: Digest of the model that it is for.
-        base: Precision outside the quantized sites.
-        decisions: One per site.
+        base: Precision outside the quantized sites; `base_reason` says why, where the profile chose it.
         predicted_kl: Sum of the chosen sites' KL relative to the loss, per output, predicted from
             calibration; empty for plans in high precision.
         fp8_share: Share of the FP8-able FLOPs that run in FP8 or INT8.
-        wide: Nodes beside the sites that stay in FP32 where the base is not; of a site, its decision says so.
-        base_reason: Why this base, where the profile chose it; empty where the user did.
+        wide: Nodes beside the sites that stay in FP32 where the base is not.
         device: Device that the plan was made for, by its kernel times; empty for a plan that is for any.
         predicted_us: Time of its products and of their quantize steps, by device and batch size (as text),
-            microseconds, predicted from kernel times; a device without them is left out. Products that no
-            time is known of are in no plan's time: it is the difference between two plans that counts
-            (`planning.expected_latency.expected_us`).
+            microseconds, predicted from kernel times; a device without them is left out. Products of unknown
+            time are in no plan's: only differences of plans count (`planning.expected_latency.expected_us`).
         breaks_up: By device, of the sites in FP8 that the engine maker computes inside of a larger kernel
             where they are not, that kernel. Its parts are not timed: `predicted_us` may be held against that
             of a plan with the same ones only.
@@ -191,10 +186,9 @@ class PrecisionPlan:
 
 @dataclass(frozen=True)
 class PlanSet:
-    """Every plan of a run.
+    """Every plan of a run, in competing order.
 
     Attributes:
-        plans: In competing order.
         notes: Requests that gave no plan, each a sentence without its full stop.
         speeds: Time saved at each linear site on each device of the plans.
         able_share: Share of all products' operations in FP8-able sites: times `fp8_share`, the share of all
@@ -217,22 +211,17 @@ class PlanSet:
 
     def plan(self, plan_id: str) -> PrecisionPlan:
         """Return the plan of that id."""
-        for plan in self.plans:
-            if plan.id == plan_id:
-                return plan
-        raise KeyError(plan_id)
+        return {plan.id: plan for plan in self.plans}[plan_id]
 
 
 @dataclass(frozen=True)
 class JudgedRung:
-    """A rung that was judged on the selection split, in simulation.
+    """A rung (numbered from 0: only forced sites), judged on the selection split in simulation.
 
     Attributes:
-        rung: Its number, from 0: only sites that the user forced.
-        fp8_share: Their share of the FP8-able FLOPs.
-        output: The output nearest to its budget, or farthest beyond.
-        change: Its judged quantity with the interval; None where nothing was measured.
-        kl: KL over the loss there; None where nothing was measured.
+        fp8_share: Share of the FP8-able FLOPs that its sites have.
+        output: The output nearest to its budget, or farthest beyond; `change` is its judged quantity, `kl`
+            its KL over the loss. None where nothing was measured.
         chance: Expected chance that all outputs pass certification.
         fits: Whether all are inside their budgets on selection, with the requested chance.
     """
@@ -249,12 +238,8 @@ class JudgedRung:
 
 @dataclass(frozen=True)
 class Climb:
-    """Result of climbing a ladder.
-
-    Attributes:
-        rung: Number of the chosen rung; 0 where no judged rung fits.
-        confidence: Of the certification intervals.
-        judged: The rungs that were judged, in order.
+    """Result of climbing a ladder; rung 0 where no judged rung fits. `confidence` is of certification
+    intervals.
     """
 
     SCHEMA: ClassVar[str] = "climb/1"

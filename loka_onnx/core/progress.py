@@ -12,11 +12,10 @@ class Progress(Protocol):
     """Callback with the work done so far."""
 
     def __call__(self, task: str, done: int, total: int) -> None:
-        """Report that `done` of `total` units of `task` are finished.
+        """Report that `done` of `total` units (0 for unknown) of `task` are finished.
 
         The first word of `task` names the work, the rest may change: ``build fp8-all``, ``build fp8-safe``.
-        Units of one task should take about equal times: they predict the time left. A `total` of 0 means
-        unknown.
+        Units of one task should take about equal times: they predict the time left.
         """
 
 
@@ -25,18 +24,7 @@ def silent(task: str, done: int, total: int) -> None:
 
 
 class Joined:
-    """Reports consecutive pieces of work as one task.
-
-    Args:
-        total: Units of all pieces together.
-
-    Example::
-
-        joined = Joined(progress, 3 * rows)
-        for engine in engines:
-            judge(engine, joined)
-            joined.skip_to_next(rows)
-    """
+    """Reports consecutive pieces of work, `total` units together, as one task."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress, self._total, self._before = progress, total, 0

@@ -14,8 +14,7 @@ from loka_onnx.core.serde import STRICT
 class Applied:
     """One rewrite at a node, site or tensor.
 
-    `origins` has, by name of a new site, the sites it replaces; one whose operands hold other values replaces
-    itself.
+    `origins` has, by name of a new site, the sites it replaces; itself where its operands hold other values.
     """
 
     at: str
@@ -33,15 +32,12 @@ class Declined:
 
 @dataclass(frozen=True)
 class RewriteRecord:
-    """The result of one transform.
+    """The result of one transform, with wall times of matching and rewriting, and of the check on data.
 
     Attributes:
-        max_abs: Largest change of any output on the check rows; None when not checked (precision transforms
-            change outputs on purpose).
-        tolerance: Limit of `max_abs`.
+        max_abs: Largest change of any output on the check rows, with its limit `tolerance`; None when not
+            checked (precision transforms change outputs on purpose).
         rolled_back: Whether the result was discarded: an output moved too far, or the transform failed.
-        seconds: Wall time of matching and rewriting.
-        check_seconds: Wall time of the check on data.
     """
 
     transform: str
@@ -76,8 +72,8 @@ class RewriteLogs:
 
 @dataclass(frozen=True)
 class HighErrorChannels:
-    """Request for the split of high-error channels, which a refresh repeats: the share of its FP8 error that
-    each site may keep, by name; other sites stay whole.
+    """Request for the split of high-error channels, which a refresh repeats: by name, the share of its FP8
+    error that each site may keep; other sites stay whole.
     """
 
     SCHEMA: ClassVar[str] = "loud-channels/1"
@@ -102,9 +98,8 @@ class Part(StrEnum):
 
 @dataclass(frozen=True)
 class SplitCheck:
-    """Comparison of both halves in sequence with the whole.
-
-    `equal` if every output had the same bits on every batch; False also where the comparison ended before.
+    """Comparison of both halves in sequence with the whole: `equal` if every output had the same bits on
+    every batch; False also where the comparison ended before.
     """
 
     batches: tuple[int, ...]
@@ -118,12 +113,10 @@ class SplitCheck:
 
 @dataclass(frozen=True)
 class Halves:
-    """The two models that replace one.
+    """The two models that replace one, and the tensors cut between them, the batch on axis 0.
 
-    Attributes:
-        lookup: Takes ids, returns the cut tensors; holds the tables.
-        dense: Takes the other inputs, then the cut tensors; holds every site of the whole.
-        cut: Tensors between the two, the batch on axis 0.
+    `lookup` takes ids, returns the cut tensors and holds the tables; `dense` takes the other inputs, then the
+    cut tensors, and holds every site of the whole.
     """
 
     lookup: ModelArtifact

@@ -27,14 +27,11 @@ class SiteKind(StrEnum):
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of a site.
+    """One operand of a site: tensor `tensor` in place `index` among the node's inputs.
 
     Attributes:
-        tensor: Name of the tensor in the graph.
-        index: Position among the node's inputs.
         constant: Whether it is an initializer (a weight).
-        contracting_axis: Axis that the product sums over, counted from 0 in the stored shape; None for the
-            input of a norm.
+        contracting_axis: Axis of the stored shape that the product sums over; None for the input of a norm.
         shape: Stored shape; None where a dimension is dynamic.
     """
 
@@ -52,11 +49,9 @@ class Site:
     Attributes:
         name: Stable name, also of its node in the graph; holds the module path of the original model.
         operands: The activation first, then the weight for a linear; both activations for an interaction.
-        k: Length of the contraction (of the normalized axis for a norm).
-        n: Columns of the product, 0 for a norm.
+        k: Length of the contraction (of the normalized axis for a norm); `n` columns, 0 for a norm.
         rows: Rows of the product for each example of the batch.
-        merged_from: Sites of the exported model that this one replaces; its own where its operands hold other
-            values.
+        merged_from: Sites of the exported model that this one replaces; its own where operands hold others.
     """
 
     name: str
@@ -98,11 +93,7 @@ def high_error_parts(sites: Iterable[Site]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class OtherProduct:
-    """A matrix product that is no site: no plan decides its precision.
-
-    Attributes:
-        flops_per_example: 2·M·N·K of one example; None where shapes are unknown.
-    """
+    """A matrix product that is no site, so no plan decides its precision; 2·M·N·K of one example if known."""
 
     __pydantic_config__ = STRICT
 

@@ -17,10 +17,9 @@ HIGH_PRECISION = "best without FP8"
 class Trial:
     """An engine under one arrival rate; times are from intended arrival to answer.
 
-    Attributes:
-        over: Share of requests that took longer than the limit; `over_upper` is its one-sided upper end.
-        late_us: 99th percentile of a request's wait for the load generator while a stream was free: the
-            generator's own part of these latencies.
+    `over` is the share of requests beyond the limit, `over_upper` its one-sided upper end. `late_us` is the
+    99th percentile of a request's wait for the load generator while a stream was free: the generator's own
+    part.
     """
 
     rate_per_s: float
@@ -44,7 +43,6 @@ class Throughput:
         capacity_per_s: Requests per second without pause, whatever their latency; 0 where it failed.
         requests_per_s: Highest rate within the limit; 0 for none.
         trials: Tried rates in order; the last one has other arrivals and confirms the result.
-        failure: Error that ended the measurement; else empty.
         inputs: Memory of the inputs; on the device one batch is requested repeatedly.
     """
 

@@ -1,7 +1,5 @@
-"""Measured times of kernels: matrix products and quantize steps on one device.
-
-A time belongs to a kernel and a shape, and carries its provenance: without device, versions, clocks and date
-it cannot be compared with another.
+"""Measured times of kernels (matrix products, quantize steps) on one device, with their provenance: without
+device, versions, clocks and date a time cannot be compared with another.
 """
 
 from __future__ import annotations
@@ -86,13 +84,11 @@ class Provenance:
 
 @dataclass(frozen=True)
 class KernelTiming:
-    """One measured time.
+    """One measured time: the median in microseconds, and half the interquartile range.
 
-    Attributes:
-        us: Median, microseconds; `spread_us` is half the interquartile range.
-        error: Root mean square difference from the product of the same rounded operands in float64, over that
-            product's root mean square: the kernel's own arithmetic error (it accumulates in fewer bits). None
-            where not measured.
+    `error` is the root mean square difference from the product of the same rounded operands in float64, over
+    that product's root mean square: the kernel's own arithmetic error (it accumulates in fewer bits), if
+    measured.
     """
 
     kernel: Kernel

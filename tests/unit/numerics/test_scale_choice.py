@@ -135,7 +135,7 @@ def test_mse_against_the_best_scale_there_is(name, format):
 def test_what_each_rule_does_with_an_outlier():
     """One value at 1000 times the rest: amax spends the range on it, the percentile cuts it off."""
     x = np.append(sample("normal"), np.float32(4000.0))
-    scales = {rule: scale_of(stats_of(x), Recipe(scale=rule)) for rule in RULES}
+    scales = {rule: scale_of(stats_of(x), Recipe.of(scale=rule)) for rule in RULES}
     assert scales["amax"] == amax_scale(4000.0, E4M3FN)
     exact = float(np.quantile(np.abs(x), 0.999))
     assert scales["percentile-99.9"] * 448 == pytest.approx(exact, rel=0.125 + 2**-7)
@@ -147,27 +147,27 @@ def test_what_each_rule_does_with_an_outlier():
 @pytest.mark.parametrize("rule", RULES)
 def test_scales_are_bfloat16_numbers_also_of_dead_and_sparse_tensors(rule):
     for x in (sample("lognormal"), np.full(7, 0.3, np.float32), np.float32([0] * 99_999 + [2.0])):
-        scale = scale_of(stats_of(x), Recipe(scale=rule))
+        scale = scale_of(stats_of(x), Recipe.of(scale=rule))
         assert float(np.float32(scale)) == scale and np.float32(scale).view(np.uint32) % 2**16 == 0
-    assert scale_of(stats_of(np.zeros(5, np.float32)), Recipe(scale=rule)) == 1.0
+    assert scale_of(stats_of(np.zeros(5, np.float32)), Recipe.of(scale=rule)) == 1.0
     # 99.99 % are zero: the percentile says nothing of the range.
     sparse = stats_of(np.float32([0] * 99_999 + [2.0]))
     if rule.startswith("percentile"):
-        assert scale_of(sparse, Recipe(scale=rule)) == amax_scale(2.0, E4M3FN)
+        assert scale_of(sparse, Recipe.of(scale=rule)) == amax_scale(2.0, E4M3FN)
 
 
 def test_a_profile_without_histogram_knows_amax_only():
     stats = replace(stats_of(np.ones(3, np.float32)), histogram=NOTHING_COUNTED)
-    assert scale_of(stats, Recipe()) == amax_scale(1.0, E4M3FN)
+    assert scale_of(stats, Recipe.of()) == amax_scale(1.0, E4M3FN)
     with pytest.raises(CalibrationError, match=re.escape("the scale rule 'mse' needs a histogram")):
-        scale_of(stats, Recipe(scale="mse"))
+        scale_of(stats, Recipe.of(scale="mse"))
 
 
 @pytest.mark.parametrize("rule", ["", "max", "percentile", "percentile-", "percentile-100", "percentile-nan"])
 def test_unknown_rules_are_refused(rule):
     with pytest.raises(ValueError, match=f"no scale rule '{rule}'"):
-        Recipe(scale=rule)
-    assert Recipe(scale="percentile-99.9").percentile == 99.9
+        Recipe.of(scale=rule)
+    assert Recipe.of(scale="percentile-99.9").percentile == 99.9
 
 
 @pytest.mark.parametrize("format", [INT8, UINT8])

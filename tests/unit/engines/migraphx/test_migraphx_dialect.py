@@ -82,7 +82,7 @@ def planned(folder: Path, base: Precision, *, per_channel: bool = False) -> Path
         assert site.weight is not None
         values = weights[site.weight.tensor]
         axis = 0 if site.op_type == "Gemm" else 1
-        scale = weight_scales(values, recipe.weight.granularity, axis, recipe.format)
+        scale = weight_scales(values, recipe.weight, axis, recipe.format)
         decisions.append(
             Decision(
                 site.name,
