@@ -31,32 +31,15 @@ def backend_names() -> tuple[str, ...]:
     return tuple(spec_paths())
 
 
+# fmt: off
 ACTIVATIONS = (
-    "Relu",
-    "LeakyRelu",
-    "Elu",
-    "Clip",
-    "Sigmoid",
-    "Tanh",
-    "Gelu",
-    "HardSigmoid",
-    "Softplus",
-    "Softmax",
+    "Relu", "LeakyRelu", "Elu", "Clip", "Sigmoid", "Tanh", "Gelu", "HardSigmoid", "Softplus", "Softmax",
 )
 MOVEMENTS = (
-    "Concat",
-    "Expand",
-    "Flatten",
-    "Gather",
-    "Identity",
-    "Reshape",
-    "Slice",
-    "Split",
-    "Squeeze",
-    "Tile",
-    "Transpose",
-    "Unsqueeze",
+    "Concat", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Tile",
+    "Transpose", "Unsqueeze",
 )
+# fmt: on
 ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Max", "Abs", "Neg", "Sqrt", "Exp", "Erf")
 
 

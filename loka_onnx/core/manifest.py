@@ -36,8 +36,6 @@ _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 class BundleFile:
     """One file of a bundle, by its path relative to the bundle with ``/`` between components."""
 
-    __pydantic_config__ = STRICT
-
     path: str
     bytes: int
     sha256: str
@@ -46,8 +44,6 @@ class BundleFile:
 @dataclass(frozen=True)
 class BatchRange:
     """Rows per request that an engine accepts, both ends included."""
-
-    __pydantic_config__ = STRICT
 
     min: int
     max: int
@@ -70,8 +66,6 @@ INSTRUCTIONS = "CPU instructions"
 @dataclass(frozen=True)
 class Requirement:
     """Host requirement of an engine: a library by its makers' name, ``NVIDIA driver`` or `INSTRUCTIONS`."""
-
-    __pydantic_config__ = STRICT
 
     name: str
     need: Need
@@ -106,8 +100,6 @@ class EngineEntry:
         requires: Libraries and drivers that the host must have, beside a device of the architecture.
     """
 
-    __pydantic_config__ = STRICT
-
     id: str
     backend: str
     version: str
@@ -136,8 +128,6 @@ class SparseCut:
         passed: Inputs that the dense engines read themselves.
         tensors: Outputs of the lookup model, inputs of the dense engines; the batch on axis 0.
     """
-
-    __pydantic_config__ = STRICT
 
     lookup: str
     lookup_inputs: tuple[str, ...]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from loka_onnx.core.serde import STRICT
-
 
 class NodeKind(StrEnum):
     """Kind of a node."""
@@ -22,8 +20,6 @@ class NodeKind(StrEnum):
 class GraphNode:
     """One node; a folded one has the sites of all its members and stands for so many nodes."""
 
-    __pydantic_config__ = STRICT
-
     name: str
     kind: NodeKind
     op: str = ""
@@ -35,8 +31,6 @@ class GraphNode:
 @dataclass(frozen=True)
 class GraphEdge:
     """A tensor (the first of several) from its producer to a later reader, by index."""
-
-    __pydantic_config__ = STRICT
 
     source: int
     target: int
@@ -51,8 +45,6 @@ class ModelGraph:
     each of one module, or `in_runs` of consecutive nodes where modules do not make the graph small enough.
     Raises ValueError if an edge leads backwards or to a missing node.
     """
-
-    __pydantic_config__ = STRICT
 
     nodes: tuple[GraphNode, ...]
     edges: tuple[GraphEdge, ...]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from loka_onnx.core.formats import E4M3FN, FORMATS, NumberFormat, Precision
-from loka_onnx.core.serde import STRICT
 
 AMAX = "amax"
 """Nothing in the calibration rows saturates."""
@@ -45,8 +44,6 @@ class Recipe:
         scale: Rule for the activation scale: ``amax``, ``mse`` or ``percentile-`` and a number, as in
             ``percentile-99.99``. Weights are scaled by amax.
     """
-
-    __pydantic_config__ = STRICT
 
     format: NumberFormat
     activation: Granularity

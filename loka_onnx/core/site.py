@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from loka_onnx.core.serde import STRICT
-
 LEAST_FP8 = 16
 """Least K and N of a product in "FP8-able FLOPs"."""
 HIGH_ERROR = ".loud"
@@ -94,8 +92,6 @@ def high_error_parts(sites: Iterable[Site]) -> dict[str, str]:
 @dataclass(frozen=True)
 class OtherProduct:
     """A matrix product that is no site, so no plan decides its precision; 2·M·N·K of one example if known."""
-
-    __pydantic_config__ = STRICT
 
     name: str
     op_type: str
