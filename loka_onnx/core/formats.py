@@ -110,9 +110,3 @@ UINT8 = NumberFormat("uint8", 8, 255.0, 0.0, 2, "uint8", has_zero_point=True)
 FORMATS = {format.id: format for format in (E4M3FN, E4M3FNUZ, E5M2, INT8, UINT8)}
 """Every format by id."""
 FLOATS = tuple(format for format in FORMATS.values() if format.is_float)
-
-
-class Float8:
-    """Former names of the floating formats."""
-
-    E4M3FN, E4M3FNUZ, E5M2 = E4M3FN, E4M3FNUZ, E5M2

@@ -15,7 +15,7 @@ from onnx.reference import ReferenceEvaluator
 
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import E4M3FN, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.core.rewrite import RewriteLog
@@ -201,7 +201,7 @@ def fp8_plan(model: ModelArtifact, recipe: Recipe, base: Precision) -> Precision
         other: tuple[float, ...] = (scale,)
         if site.weight is not None:
             values = values_of(graph.node(site.name).inputs[site.weight.index])
-            found = weight_scales(values, recipe.weight, channel_axis(site.weight), Float8.E4M3FN)
+            found = weight_scales(values, recipe.weight, channel_axis(site.weight), E4M3FN)
             other = tuple(float(s) for s in found.reshape(-1))
         decisions.append(Decision(site.name, Precision.FP8, recipe, Verdict.SAFE, "", scale, other))
     return PrecisionPlan("fp8-all", model.digest, base, tuple(decisions), {}, 1.0)
