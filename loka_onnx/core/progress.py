@@ -1,7 +1,10 @@
-"""Progress reports of long work."""
+"""Long work: its progress, and work without the cyclic collector."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 UNTIL = ", until "
@@ -36,3 +39,19 @@ class Joined:
     def skip_to_next(self, units: int) -> None:
         """End the running piece of planned `units`; it may have stopped before."""
         self._before += units
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Disable the cyclic collector while a large graph is built; restore its state afterwards.
+
+    A graph of n nodes has some 20·n lists and dictionaries that all stay; the collector walks them
+    repeatedly: copying 10,000 nodes takes 0.66 s without it and 1.3 s with it.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -171,7 +171,7 @@ class TensorRange(Sums):
     """Magnitudes of one floating-point tensor over the calibration rows; merges exactly.
 
     An infinity, as masks hold, counts as FP32's largest number in `amax`. `smallest` is the smallest
-    magnitude above 0 of a divisor (`graph.divisors`); None where it was 0 throughout, and for every other
+    magnitude above 0 of a divisor (`graph.protected`); None where it was 0 throughout, and for every other
     tensor.
     """
 

@@ -50,8 +50,8 @@ class Canonical:
 def canonicalize(path: Path) -> Canonical:
     """Read and convert a foreign model.
 
-    Raises:
-        ModelError: It is truncated, unsound, of another operator set, quantized already, or not convertible.
+    Raises ModelError if it is truncated, unsound, of another operator set, quantized already, or not
+    convertible.
     """
     proto = read_proto(path)
     check_message(proto, path)

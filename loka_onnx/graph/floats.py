@@ -1,9 +1,8 @@
 """Convert weights of other forms to dense FP32, the reference of errors.
 
 A model of FP16 or FP64 weights computes in FP32 from here on: weights, inputs, outputs, and every cast to
-those types. FP16 weights keep their values; FP64 ones are rounded. FP16 embedding tables stay as stored, and
-looked-up rows are cast. `export.preflight` compares the result with the original on rows, because a model may
-need the digits that FP32 lacks.
+those types. FP64 weights are rounded; FP16 embedding tables stay as stored, and looked-up rows are cast.
+`export.preflight` compares the result with the original on rows: a model may need the digits that FP32 lacks.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "stash_type"})
 def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
     """Convert a model with weights, inputs or outputs of another float type; edits it.
 
-    Returns the conversions, for the report.
-
-    Raises:
-        ModelError: It computes in BF16, or a weight does not fit FP32.
+    Returns the conversions, for the report. Raises ModelError if it computes in BF16, or a weight does not
+    fit.
     """
     tables = _tables(proto.graph)
     found = _float_types(proto, tables)
@@ -82,9 +79,7 @@ def to_dense(proto: onnx.ModelProto) -> tuple[str, ...]:
 
 
 def _dense(sparse: onnx.SparseTensorProto) -> TensorProto:
-    """Return a dense tensor: indices are offsets into it, or one for each axis (ONNX IR,
-    SparseTensorProto).
-    """
+    """Return a dense tensor; indices are offsets, or one for each axis (ONNX IR, SparseTensorProto)."""
     values, places = (onnx.numpy_helper.to_array(part) for part in (sparse.values, sparse.indices))
     dense = np.zeros(tuple(sparse.dims), values.dtype)
     if places.ndim == 1:

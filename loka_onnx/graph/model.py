@@ -15,12 +15,10 @@ import onnx_graphsurgeon as gs
 from onnx.external_data_helper import uses_external_data
 from onnx_graphsurgeon.logger import G_LOGGER
 
+from loka_onnx.core.progress import collector_paused
 from loka_onnx.errors import InternalError
-from loka_onnx.graph.detached import Array
-from loka_onnx.graph.exported import Exported
-from loka_onnx.graph.garbage import collector_paused
+from loka_onnx.graph.detached import STRIP_BYTES, Array, add_inferred_shapes
 from loka_onnx.graph.parts import keep_types, mark_branches, reader, write_types
-from loka_onnx.graph.shapes import STRIP_BYTES, add_inferred_shapes
 from loka_onnx.graph.soundness import parsing
 from loka_onnx.graph.storage import (
     all_initializers,
@@ -30,7 +28,7 @@ from loka_onnx.graph.storage import (
     stored_bytes,
     take_tables,
 )
-from loka_onnx.graph.weights import attach, copied, take_weights, weights_detached
+from loka_onnx.graph.weights import Exported, attach, copied, take_weights, weights_detached
 
 OLDEST_IR = 10
 """IR version from which FP8 tensors are complete."""
@@ -85,10 +83,8 @@ class GraphModel:
 
     @classmethod
     def load(cls, path: Path) -> GraphModel:
-        """Read a model; element types and shapes are inferred.
-
-        Raises:
-            ModelError: The file or its external data is missing, truncated or invalid.
+        """Read a model; types and shapes are inferred. ModelError if it or its external data is missing or
+        invalid.
         """
         proto = read_proto(path)
         with parsing(path, "read as a graph"):
@@ -101,9 +97,7 @@ class GraphModel:
 
     @classmethod
     def read_back(cls, exported: Exported) -> GraphModel:
-        """Return what `load` would read of the written model, with types and shapes inferred anew and shared
-        weights.
-        """
+        """Return what `load` would read of the written model; weights are shared."""
         return cls._take_over(exported.copy_headers(exported.tables), Path("/"), exported.detached)
 
     @classmethod
@@ -282,9 +276,10 @@ class GraphModel:
         dtype: Any = None,
         attrs: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Append a node with one output and return that output.
+        """Append a node with one output and return that output; its type is that of the first input by
+        default.
 
-        Its type is that of the first input by default; `self.absent()` stands for an empty optional input.
+        `self.absent()` stands for an empty optional input.
         """
         unique = self.fresh_name(name)
         if self._node_names is not None:
@@ -366,8 +361,8 @@ class GraphModel:
     def insert_behind(self, tensor: Tensor, op: str, operands: Sequence[Tensor], name: str) -> Tensor:
         """Put a node between a computed tensor and its readers, graph outputs included.
 
-        The tensor keeps its name, shape and readers, and is computed by the node, of which `operands` are the
-        inputs after the first. Returns that first input, the former result, of unknown shape.
+        The tensor keeps name, shape and readers; `operands` are the node's inputs after the first. Returns
+        that first input, the former result, of unknown shape.
         """
         maker = tensor.inputs[0]
         inner = _tensor(gs.Variable(self.fresh_name(f"{tensor.name}.inner"), dtype=tensor.dtype))

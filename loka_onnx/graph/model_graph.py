@@ -1,11 +1,11 @@
 """The graph of a model, folded until it is small enough to draw.
 
 Beyond `MOST_NODES` the nodes of a module are folded into one, deepest modules first and of equally deep ones
-the largest, until the rest fits. Folding must not make a cycle: data may leave a module and come back to it.
-A node therefore has a rank: the largest over its inputs of the producer's rank, plus one where the two are in
+the largest, until the rest fits. Folding must not make a cycle: data may leave a module and come back. A node
+therefore has a rank: the largest over its inputs of the producer's rank, plus one where the two are in
 different modules. Nodes of one module and one rank are folded together, and between two such parts every
-tensor goes to a higher rank, so no cycle is left. Where not even the outermost modules fit, or names give no
-module, runs of consecutive nodes are folded, which makes no cycle either.
+tensor goes to a higher rank. Where not even the outermost modules fit, or names give no module, runs of
+consecutive nodes are folded, which makes no cycle either.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ MOST_NODES = 600
 
 
 def read_model_graph(path: Path, sites: Collection[str], most: int = MOST_NODES) -> ModelGraph:
-    """Read the graph of a canonical model without external data; beyond `most` nodes, modules are folded.
-
-    Raises:
-        ModelError: The file cannot be read.
-    """
+    """Read the graph of a canonical model without external data; beyond `most` nodes, modules are folded."""
     return describe_graph(parse_proto(path).graph, sites, most)
 
 

@@ -62,10 +62,9 @@ def module_path(node: onnx.NodeProto) -> str:
 
 
 def merged_name(names: Sequence[str]) -> str:
-    """Return the name of a merged site: the common prefix, then the rest of each.
+    """Return the name of a merged site: the common prefix, then the rest of each, counted beyond four.
 
-    ``attention.query``, ``attention.key`` and ``attention.value`` make ``attention.query+key+value``. Beyond
-    four, the rest is counted: ``experts.0.fc1+63_more``.
+    So ``attention.query+key+value``, ``experts.0.fc1+63_more``.
     """
     parts = [name.split(".") for name in dict.fromkeys(names)]
     shared = 0

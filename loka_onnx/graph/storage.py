@@ -49,9 +49,8 @@ TABLE_LIMIT_BYTES = 1 << 28
 def read_proto(path: Path) -> onnx.ModelProto:
     """Parse a model file without loading external data, and check where that lies.
 
-    Raises:
-        ModelError: As `parse_proto`; or external data is no regular file below the directory, missing, or
-            ends before its tensor.
+    Raises ModelError as `parse_proto`; or if external data is no regular file below the directory, missing,
+    or ends before its tensor.
     """
     model = parse_proto(path)
     homes = {Path(os.path.realpath(path.parent)), Path(os.path.realpath(path)).parent}
@@ -61,11 +60,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
 
 
 def parse_proto(path: Path) -> onnx.ModelProto:
-    """Parse a model file without checking its external data.
-
-    Raises:
-        ModelError: The file is missing, truncated or not an ONNX model.
-    """
+    """Parse a model file without its external data; ModelError if missing, truncated or no ONNX model."""
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not a regular file")
@@ -344,8 +339,7 @@ def move_outside(proto: onnx.ModelProto, path: Path, detached: Sequence[Array] =
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a stream that replaces a file once complete; the earlier one stays under its other names.
 
-    Raises:
-        OutputError: The disk is full, or writing fails.
+    Raises OutputError if the disk is full, or writing fails.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:

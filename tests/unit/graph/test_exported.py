@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from loka_onnx.errors import OutputError
-from loka_onnx.graph import exported, shapes, storage, weights
+from loka_onnx.graph import detached, storage, weights
 from loka_onnx.graph.detached import number_of
 from loka_onnx.graph.model import GraphModel, is_constant, values_of
 from loka_onnx.graph.storage import all_initializers, model_digest
@@ -97,7 +97,7 @@ def test_a_file_has_the_bytes_that_protobuf_writes(name, change, limit, models, 
     assert len(held.detached) >= 2
     digest = model.save(tmp_path / "held/m.onnx")
     # With no weight large enough to be held, onnx-graphsurgeon and protobuf have all of them.
-    for module in (weights, shapes):
+    for module in (weights, detached):
         monkeypatch.setattr(module, "STRIP_BYTES", 1 << 40)
     plain = change(models[name])
     assert not plain.export().detached
@@ -216,7 +216,7 @@ def test_a_write_that_fails_leaves_the_earlier_files(limit, models, tmp_path, mo
         raise full
 
     # The last weight does not fit on the disk.
-    monkeypatch.setattr(*((storage, "bytes_of") if limit == 4000 else (exported, "fill")), fail)
+    monkeypatch.setattr(*((storage, "bytes_of") if limit == 4000 else (weights, "fill")), fail)
     with pytest.raises(OutputError, match="cannot write"):
         edited(models["types"]).save(path)
     assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before

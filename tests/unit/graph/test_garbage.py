@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from loka_onnx.graph.garbage import collector_paused
+from loka_onnx.core.progress import collector_paused
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
