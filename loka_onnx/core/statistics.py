@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import inf, ldexp, sqrt
+from math import inf, ldexp, log10, sqrt
 from typing import ClassVar
 
 from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum, Rules, Sums, least
@@ -213,3 +213,9 @@ class ErrorStats(Sums):
         if self.signal.value == 0.0:
             return 0.0 if self.noise.value == 0.0 else inf
         return sqrt(self.noise.value / self.signal.value)
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantization noise ratio of the output, decibels; infinite without noise."""
+        error = self.relative_error
+        return -20.0 * log10(error) if error > 0.0 else inf

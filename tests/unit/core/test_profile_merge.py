@@ -267,7 +267,7 @@ def test_error_ratios_are_those_of_all_rows_together():
 )
 def test_statistics_of_different_scales_or_recipes_refuse_to_merge(change):
     one = error_of(np.ones(3), np.ones(3))
-    with pytest.raises(ValueError, match="different recipes or scales do not merge"):
+    with pytest.raises(ValueError, match="different recipe or activation_scale do not merge"):
         one.merge(dataclasses.replace(one, **change))
 
 
