@@ -164,8 +164,9 @@ PRODUCT = "g (float[b,4] x) => (float[b,3] y) { y = MatMul(x, w) }"
 
 
 def refused(path: Path, code: str, *parts: str) -> None:
-    with pytest.raises(ModelError, match=code) as caught:
+    with pytest.raises(ModelError) as caught:
         canonicalize(path)
+    assert caught.value.code == code
     assert all(part in str(caught.value) for part in parts)
 
 
