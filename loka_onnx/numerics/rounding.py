@@ -30,8 +30,8 @@ Scale = float | Array
 
 
 def storage_type(format: NumberFormat) -> np.dtype[Any]:
-    """Return the NumPy type of a format, of `ml_dtypes` where it is floating."""
-    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes if format.is_float else np, format.storage))
+    """Return the NumPy type of a format, of `ml_dtypes` where NumPy has none."""
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, format.storage, format.storage))
     return dtype
 
 

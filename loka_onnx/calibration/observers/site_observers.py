@@ -325,6 +325,6 @@ def _distinct(site: Site, recipes: Sequence[Recipe], scales: Scales) -> tuple[Re
     by_key: dict[tuple[object, ...], Recipe] = {}
     for recipe in recipes:
         known = (recipe.scaling(scales, tensor) for tensor in activations)
-        key = (recipe.activation, recipe.weight, *known)
+        key = (recipe.format, recipe.weight, *known)
         by_key.setdefault(key, recipe)
     return tuple(by_key.values())
