@@ -47,11 +47,7 @@ def as_tensors(rows: Arrays) -> tuple[torch.Tensor, ...]:
 
 
 def load_builder(reference: str) -> Callable[[], Any]:
-    """Return the function that `module:function` names.
-
-    Raises:
-        ModelError: The reference is malformed, or the module or function does not exist.
-    """
+    """Return the function that `module:function` names; ModelError if malformed, or there is none."""
     module_name, separator, function_name = reference.partition(":")
     if not separator or not module_name or not function_name:
         raise ModelError(
@@ -168,8 +164,7 @@ def _export(
 def measure_parity(path: Path, rows: Arrays, expected: Mapping[str, torch.Tensor]) -> Parity:
     """Return how well a graph agrees with the outputs of a module on rows.
 
-    Raises:
-        ExportError: They differ by more than the tolerance, or an output of the module is not finite.
+    Raises ExportError if they differ by more than the tolerance, or an output of the module is not finite.
     """
     got = OnnxSession(path, SessionOptions(optimize=False)).run(rows)
     worst, squares, count, largest = 0.0, 0.0, 0, 1.0

@@ -1,13 +1,11 @@
 """Exact sums of the columns of a table that comes row by row.
 
 A column is split into a head, whose numbers have so few bits that float64 adds them without rounding, and a
-rest; the rest is split again until nothing is left. With n numbers |p| < 2ᵉ, n < 2ᴹ and σ = 2ᵉ⁺ᴹ, the head
-of p is (σ + p) − σ: a multiple of 2⁻⁵³σ, with |Σ heads| < σ, so that every order of adding is exact; and
-p − head is exact too. Two or three rounds are the rule. `math.fsum` column by column says the same and takes
-four times as long.
-
-Source: Rump, Ogita, Oishi, "Accurate Floating-Point Summation Part I: Faithful Rounding" (SIAM J. Sci.
-Comput. 31, 2008), algorithm 3.2 and lemma 3.3.
+rest, which is split again until nothing is left. With n numbers |p| < 2ᵉ, n < 2ᴹ and σ = 2ᵉ⁺ᴹ, the head of p
+is (σ + p) − σ: a multiple of 2⁻⁵³σ, with |Σ heads| < σ, so that every order of adding is exact; and p − head
+is exact too. Two or three rounds are the rule; `math.fsum` by column takes four times as long. Source: Rump,
+Ogita, Oishi, "Accurate Floating-Point Summation Part I: Faithful Rounding" (SIAM J. Sci. Comput. 31, 2008),
+algorithm 3.2 and lemma 3.3.
 """
 
 from __future__ import annotations

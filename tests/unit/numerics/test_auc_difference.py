@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from loka_onnx.numerics.auc import auc_difference, auc_placements
+from loka_onnx.numerics.task_metrics import auc_difference, auc_placements
 
 
 def brute_delong(reference, candidate, labels):

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom
 
 from loka_onnx.errors import InternalError
-from loka_onnx.numerics.medians import median_interval
+from loka_onnx.numerics.intervals import median_interval
 
 
 @pytest.mark.parametrize("count", [6, 7, 8, 10, 15, 40])
