@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar, cast
@@ -69,9 +70,7 @@ Component = Annotated[str, AfterValidator(_component)]
 """A name for files and directories."""
 
 
-@cache
-def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_adapter = cast("Callable[[Any], TypeAdapter[Any]]", cache(TypeAdapter))
 
 
 def schema_id(kind: type[Any]) -> str:

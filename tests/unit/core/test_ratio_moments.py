@@ -92,17 +92,6 @@ def test_few_units_widen_the_anytime_interval_as_students_t_does():
     assert moments_of(*skewed(np.random.default_rng(0), 9)).anytime_interval(10**9).upper < math.inf
 
 
-def test_merging_is_the_moments_of_both():
-    a, b = skewed(np.random.default_rng(0), 100)
-    whole, parts = moments_of(a, b), [moments_of(a[i : i + 7], b[i : i + 7]) for i in range(0, 100, 7)]
-    forwards = backwards = RatioMoments()
-    for part in parts:
-        forwards = forwards.merge(part)
-    for part in reversed(parts):
-        backwards = part.merge(backwards)
-    assert forwards == backwards == whole
-
-
 def test_seven_units_say_nothing_and_a_denominator_of_zero_is_refused():
     a, b = skewed(np.random.default_rng(0), 7)
     assert moments_of(a, b).interval().upper == math.inf

@@ -49,22 +49,15 @@ def nearest_even(x: float, format: NumberFormat) -> float:
 
 
 def qdq_model(x, scale, format, axis=0, zero_point=0):
-    onnx_type = format.onnx_type
     zero = np.full(np.shape(scale), zero_point, storage_type(format))
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], axis=axis),
         helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], axis=axis),
     ]
-    graph = helper.make_graph(
-        nodes,
-        "qdq",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, x.shape)],
-        [
-            helper.make_tensor_value_info("q", onnx_type, x.shape),
-            helper.make_tensor_value_info("y", TensorProto.FLOAT, x.shape),
-        ],
-        [numpy_helper.from_array(np.float32(scale), "s"), numpy_helper.from_array(zero, "z")],
-    )
+    types = {"x": TensorProto.FLOAT, "q": format.onnx_type, "y": TensorProto.FLOAT}
+    given, *ends = (helper.make_tensor_value_info(name, kind, x.shape) for name, kind in types.items())
+    stored = [numpy_helper.from_array(np.float32(scale), "s"), numpy_helper.from_array(zero, "z")]
+    graph = helper.make_graph(nodes, "qdq", [given], ends, stored)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     onnx.checker.check_model(model)
     return model
@@ -84,16 +77,14 @@ def test_every_code_decodes_as_the_layout_says(format):
 @pytest.mark.parametrize("format", FORMATS)
 def test_constants_of_the_format(format):
     finite = [v for v, _ in CODES[format] if v > 0]
-    spec = format
-    assert (max(finite), min(finite)) == (spec.max, spec.smallest)
+    assert (max(finite), min(finite)) == (format.max, format.smallest)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @given(x=FLOAT32)
 @settings(max_examples=150, deadline=None)
 def test_rounds_to_the_nearest_code_and_even_on_ties(format, x):
-    limit = format.max
-    expected = nearest_even(min(max(x, -limit), limit), format)
+    expected = nearest_even(min(max(x, -format.max), format.max), format)
     assert float(fake_quantize(np.array([x], np.float32), 1.0, format)[0]) == expected
 
 
@@ -101,9 +92,7 @@ def test_rounds_to_the_nearest_code_and_even_on_ties(format, x):
 def test_every_tie_and_its_neighbours(format):
     values = np.unique([v for v, _ in CODES[format]])
     middle = ((values[1:] + values[:-1]) / 2).astype(np.float32)
-    x = np.concatenate(
-        [middle, np.nextafter(middle, np.float32(9e9)), np.nextafter(middle, np.float32(-9e9))]
-    )
+    x = np.concatenate([middle, *(np.nextafter(middle, np.float32(end)) for end in (9e9, -9e9))])
     got = fake_quantize(x, 1.0, format)
     np.testing.assert_array_equal(got, [nearest_even(float(v), format) for v in x])
 
@@ -153,9 +142,9 @@ def test_fnuz_has_one_zero_and_no_nan_from_underflow():
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-60])
 def test_a_scale_that_is_none_is_refused(scale):
-    with pytest.raises(CalibrationError, match="a scale must be positive and finite in FP32") as caught:
+    with pytest.raises(CalibrationError) as caught:
         quantize(np.ones(2, np.float32), np.array([1.0, scale]), E5M2, axis=0)
-    assert f"scale 1 of 2 is {scale:g}" in str(caught.value)
+    assert caught.value.code == "E1902" and f"scale 1 of 2 is {scale:g}" in caught.value.evidence
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((3,), None), ((3,), 0), ((3,), 5), ((2, 1), 0)])

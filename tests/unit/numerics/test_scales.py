@@ -72,13 +72,9 @@ def test_zero_and_tiny_ranges():
 
 @pytest.mark.parametrize("amax", [float("inf"), float("nan"), -1.0, 1e39])
 def test_a_range_without_a_scale_is_refused(amax):
-    with pytest.raises(CalibrationError) as caught:
+    with pytest.raises(CalibrationError, match=f"amax is {amax:g}:".replace("+", r"\+")) as caught:
         amax_scale(amax, E4M3FN)
-    assert str(caught.value) == (
-        f"amax is {amax:g}: a scale needs a finite range\n"
-        "  evidence: 1 of 1 ranges, the first is number 0\n"
-        "  remedy: drop those rows from the data, or keep the site in BF16 with `plan.keep`"
-    )
+    assert (caught.value.code, caught.value.evidence) == ("E1905", "1 of 1 ranges, the first is number 0")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -114,6 +110,6 @@ def test_one_channel_without_a_scale_refuses_them_all():
 
 def test_a_weight_with_nan_is_refused():
     w = np.array([[1.0, np.nan], [np.inf, 0.0]], np.float32)
-    with pytest.raises(CalibrationError, match="a weight is not finite") as caught:
+    with pytest.raises(CalibrationError) as caught:
         weight_scales(w, Granularity.PER_CHANNEL, 0, E4M3FN)
-    assert "2 of 4 elements" in str(caught.value)
+    assert (caught.value.code, caught.value.evidence) == ("E1904", "2 of 4 elements")
