@@ -106,10 +106,6 @@ def _unbiased(influence: Rows, count: int) -> Rows:
     return influence * math.sqrt(count / (count - 1)) if count > 1 else influence
 
 
-Array = npt.NDArray[Any]
-Rows = npt.NDArray[np.float64]
-
-
 def softplus(z: Array) -> Rows:
     """Return log(1 + eᶻ), elementwise, without overflow."""
     return np.logaddexp(0.0, z.astype(np.float64))

@@ -72,17 +72,20 @@ def test_a_split_has_the_shapes_of_its_parts(tmp_path: Path) -> None:
     np.testing.assert_array_equal(outputs(model, tmp_path)["y"], np.roll(relu, -1, axis=1))
 
 
-@pytest.mark.parametrize("renewed_by", ["saving", "sorting", "exporting"])
+@pytest.mark.parametrize(
+    "renewed_by",
+    [
+        lambda model, folder: model.save(folder / "between.onnx"),
+        lambda model, folder: model.sorted_nodes(),
+        lambda model, folder: model.to_proto(),
+    ],
+)
 def test_what_is_added_after_the_list_of_nodes_was_renewed_is_in_the_graph(
-    renewed_by: str, tmp_path: Path
+    renewed_by, tmp_path: Path
 ) -> None:
     """Cleaning and sorting replace the list: a node that went into the old one was lost."""
     model = graph(tmp_path)
-    {
-        "saving": lambda: model.save(tmp_path / "between.onnx"),
-        "sorting": model.sorted_nodes,
-        "exporting": model.to_proto,
-    }[renewed_by]()
+    renewed_by(model, tmp_path)
     model.replace_uses(model.node("third").outputs[0], model.add("Exp", [model.inputs[0]], "instead"))
     model.insert_behind(model.outputs[0], "Sub", [model.constant("one", np.float32(1))], "less")
     assert {"instead", "less"} <= {node.name for node in model.nodes}
