@@ -8,7 +8,7 @@ their number among the detached weights.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -55,6 +55,17 @@ STRIP_BYTES = 4096
 """Larger initializers are weights, never a shape or an axis."""
 
 
+def info_of(tensor: onnx.TensorProto) -> onnx.ValueInfoProto:
+    """Return name, type and shape of an initializer."""
+    return onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+
+
+def refill(field: Any, values: Iterable[Any]) -> None:
+    """Replace the entries of a repeated field of a message."""
+    del field[:]
+    field.extend(values)
+
+
 def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy of a model with inputs in place of large initializers, and no external data."""
     light = onnx.ModelProto()
@@ -72,9 +83,7 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
         is_large = number_of(tensor) is not None or len(tensor.raw_data) > STRIP_BYTES
         is_large |= uses_external_data(tensor)
         if is_large and tensor.name not in inputs:
-            graph.input.append(
-                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
-            )
+            graph.input.append(info_of(tensor))
         else:
             graph.initializer.append(tensor)
     return light
@@ -85,10 +94,8 @@ def add_inferred_shapes(model: onnx.ModelProto) -> None:
     light = without_weights(model)
     inferred = onnx.shape_inference.infer_shapes(light, strict_mode=False, data_prop=True)
     weights = {tensor.name for tensor in model.graph.initializer}
-    del model.graph.value_info[:]
-    model.graph.value_info.extend(v for v in inferred.graph.value_info if v.name not in weights)
-    del model.graph.output[:]
-    model.graph.output.extend(inferred.graph.output)
+    refill(model.graph.value_info, [v for v in inferred.graph.value_info if v.name not in weights])
+    refill(model.graph.output, inferred.graph.output)
 
 
 _NARROW: dict[int, Any] = {

@@ -16,6 +16,7 @@ import onnx.inliner
 from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import ModelError
+from loka_onnx.graph.detached import info_of, refill
 from loka_onnx.graph.floats import to_dense, to_float32
 from loka_onnx.graph.model import GraphModel, is_constant, values_of
 from loka_onnx.graph.naming import module_path, name_sites
@@ -207,17 +208,10 @@ def _convert(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     light.CopyFrom(proto)
     inputs = {i.name for i in proto.graph.input}
     heavy = {t.name: t for t in proto.graph.initializer if uses_external_data(t) and t.name not in inputs}
-    kept = [t for t in light.graph.initializer if t.name not in heavy]
-    del light.graph.initializer[:]
-    light.graph.initializer.extend(kept)
-    for name, tensor in heavy.items():
-        light.graph.input.append(
-            onnx.helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims))
-        )
+    refill(light.graph.initializer, [t for t in light.graph.initializer if t.name not in heavy])
+    light.graph.input.extend(map(info_of, heavy.values()))
     with parsing(path, f"converted from opset {_opset(proto)} to {OPSET}"):
         converted = onnx.version_converter.convert_version(light, OPSET)
-    remaining = [i for i in converted.graph.input if i.name not in heavy]
-    del converted.graph.input[:]
-    converted.graph.input.extend(remaining)
+    refill(converted.graph.input, [i for i in converted.graph.input if i.name not in heavy])
     converted.graph.initializer.extend(heavy.values())
     return converted

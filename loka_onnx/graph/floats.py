@@ -7,7 +7,6 @@ those types. FP64 weights are rounded; FP16 embedding tables stay as stored, and
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,8 @@ from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import ModelError
-from loka_onnx.graph.storage import all_initializers, read_external, with_subgraphs
+from loka_onnx.graph.detached import refill
+from loka_onnx.graph.storage import all_initializers, looked_up, read_external, with_subgraphs
 
 _OTHERS: dict[int, str] = {
     TensorProto.FLOAT16: "FP16",
@@ -106,14 +106,9 @@ def _constants(graph: onnx.GraphProto) -> Iterator[TensorProto]:
 
 
 def _tables(graph: onnx.GraphProto) -> frozenset[str]:
-    """Return 16-bit initializers that only Gather of the main graph reads, as its data."""
-    uses: defaultdict[str, set[bool]] = defaultdict(set)
-    for part in with_subgraphs(graph):
-        for node in part.node:
-            for index, name in enumerate(node.input):
-                uses[name].add(part is graph and node.op_type == "Gather" and index == 0)
-    stored = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
-    return frozenset(t.name for t in graph.initializer if t.data_type in stored and uses[t.name] == {True})
+    """Return 16-bit embedding tables."""
+    stored, names = {TensorProto.FLOAT16, TensorProto.BFLOAT16}, looked_up(graph)
+    return frozenset(t.name for t in graph.initializer if t.data_type in stored and t.name in names)
 
 
 def _widen(tensor: TensorProto, path: Path) -> None:
@@ -153,6 +148,4 @@ def _cast_lookups(graph: onnx.GraphProto, tables: frozenset[str]) -> None:
             cast = onnx.helper.make_node("Cast", [node.output[0]], [name], f"{node.name}/fp32")
             cast.attribute.append(onnx.helper.make_attribute("to", TensorProto.FLOAT))
             nodes.append(cast)
-    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del graph.node[:]
-    graph.node.extend(copies)
+    refill(graph.node, [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes])

@@ -17,7 +17,8 @@ from onnx_graphsurgeon.logger import G_LOGGER
 
 from loka_onnx.core.progress import collector_paused
 from loka_onnx.errors import InternalError
-from loka_onnx.graph.detached import STRIP_BYTES, Array, add_inferred_shapes
+from loka_onnx.graph.detached import STRIP_BYTES, Array, add_inferred_shapes, refill
+from loka_onnx.graph.naming import unused
 from loka_onnx.graph.parts import keep_types, mark_branches, reader, write_types
 from loka_onnx.graph.soundness import parsing
 from loka_onnx.graph.storage import (
@@ -91,17 +92,10 @@ class GraphModel:
             return cls.from_proto(proto, path.parent)
 
     @classmethod
-    def from_proto(cls, proto: onnx.ModelProto, directory: Path) -> GraphModel:
+    def from_proto(
+        cls, proto: onnx.ModelProto, directory: Path, detached: Sequence[Array] = ()
+    ) -> GraphModel:
         """Take over a parsed model whose external data lies in `directory`; `proto` is consumed."""
-        return cls._take_over(proto, directory, ())
-
-    @classmethod
-    def read_back(cls, exported: Exported) -> GraphModel:
-        """Return what `load` would read of the written model; weights are shared."""
-        return cls._take_over(exported.copy_headers(exported.tables), Path("/"), exported.detached)
-
-    @classmethod
-    def _take_over(cls, proto: onnx.ModelProto, directory: Path, detached: Sequence[Array]) -> GraphModel:
         tables = take_tables(proto, directory)
         for tensor in all_initializers(proto.graph):
             if uses_external_data(tensor) and stored_bytes(tensor) <= STRIP_BYTES:
@@ -122,6 +116,11 @@ class GraphModel:
             attach(graph, weights)
         return cls(graph, tables)
 
+    @classmethod
+    def read_back(cls, exported: Exported) -> GraphModel:
+        """Return what `load` would read of the written model; weights are shared."""
+        return cls.from_proto(exported.copy_headers(exported.tables), Path("/"), exported.detached)
+
     def save(self, path: Path, *, link_tables: bool = True) -> str:
         """Write the model and its external data; return the digest of the content.
 
@@ -137,13 +136,8 @@ class GraphModel:
         exported = self._export()
         proto = exported.headers
         proto.producer_name = "loka-onnx"
-        kept = [
-            info
-            for info in proto.graph.value_info
-            if info.name not in self.tables and info.type.tensor_type.elem_type
-        ]
-        del proto.graph.value_info[:]
-        proto.graph.value_info.extend(kept)
+        infos = (info for info in proto.graph.value_info if info.name not in self.tables)
+        refill(proto.graph.value_info, [info for info in infos if info.type.tensor_type.elem_type])
         used = {name for node in proto.graph.node for name in node.input} | names_in_subgraphs(proto.graph)
         tables = [table for name, table in self.tables.items() if name in used]
         return Exported(proto, exported.detached, tables)
@@ -244,10 +238,7 @@ class GraphModel:
             parts = (self.graph, *self.graph.subgraphs(recursive=True))
             self._names = {name for part in parts for name in part.tensors()}
             self._names |= {node.name for node in self.graph.nodes}
-        name, count = base, 0
-        while name in self._names:
-            count += 1
-            name = f"{base}_{count}"
+        name = unused(base, self._names)
         self._names.add(name)
         return name
 
@@ -256,12 +247,8 @@ class GraphModel:
         if self._node_names is None:
             self._node_names = {other.name for other in self.graph.nodes if other.outputs}
         self._node_names.discard(node.name)
-        name, count = base, 0
-        while name in self._node_names:
-            count += 1
-            name = f"{base}_{count}"
-        self._node_names.add(name)
-        node.name = name
+        node.name = unused(base, self._node_names)
+        self._node_names.add(node.name)
 
     def constant(self, base: str, values: npt.NDArray[Any]) -> Tensor:
         """Add an initializer."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, count
 
 import onnx
 
@@ -123,10 +124,11 @@ def _unique(names: Mapping[int, str]) -> dict[int, str]:
     taken: set[str] = set()
     result: dict[int, str] = {}
     for index, name in names.items():
-        candidate, count = name, 1
-        while candidate in taken:
-            candidate = f"{name}_{count}"
-            count += 1
-        taken.add(candidate)
-        result[index] = candidate
+        result[index] = unused(name, taken)
+        taken.add(result[index])
     return result
+
+
+def unused(base: str, taken: Collection[str]) -> str:
+    """Return a name that is not taken: `base`, or with an ordinal."""
+    return next(name for name in chain([base], (f"{base}_{n}" for n in count(1))) if name not in taken)
