@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from typing import ClassVar
 
 from loka_onnx.core.artifact import OutputSpec, TensorSpec
@@ -242,21 +243,17 @@ def paths_problem(paths: Iterable[str]) -> str | None:
     seen: dict[str, str] = {}
     files: set[str] = set()
     for path in paths:
-        problem = path_problem(path)
-        if problem is not None:
+        if (problem := path_problem(path)) is not None:
             return f"path {path!r} {problem}"
         if path in files:
             return f"path {path!r} is listed twice"
         files.add(path)
-        components = path.split("/")
-        for end in range(1, len(components) + 1):
-            prefix = "/".join(components[:end])
+        for prefix in accumulate(path.split("/"), "{}/{}".format):
             earlier = seen.setdefault(prefix.lower(), prefix)
             if earlier != prefix:
                 return f"paths {earlier!r} and {prefix!r} differ only in case"
     for path in files:
-        parents = path.split("/")[:-1]
-        for end in range(1, len(parents) + 1):
-            if "/".join(parents[:end]) in files:
-                return f"path {'/'.join(parents[:end])!r} is listed as a file and used as a directory"
+        for parent in accumulate(path.split("/")[:-1], "{}/{}".format):
+            if parent in files:
+                return f"path {parent!r} is listed as a file and used as a directory"
     return None

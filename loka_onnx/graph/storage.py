@@ -110,10 +110,9 @@ _MOST_DIGITS = 18
 
 
 def _unreadable(path: Path | None, tensor: str, evidence: str) -> ModelError:
+    of = "a model" if path is None else f"'{path}'"
     return ModelError(
-        "the weights of a model cannot be read"
-        if path is None
-        else f"the weights of '{path}' cannot be read",
+        f"E0317 the weights of {of} cannot be read",
         where=f"tensor '{tensor}'",
         evidence=evidence,
         remedy="save the model again with its weights beside it",

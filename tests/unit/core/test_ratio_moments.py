@@ -107,32 +107,6 @@ def test_seven_units_say_nothing_and_a_denominator_of_zero_is_refused():
 # Promises ------------------------------------------------------------------------------------------
 
 
-def coverage(intervals: list, truth: float) -> float:
-    return float(np.mean([interval.lower <= truth <= interval.upper for interval in intervals]))
-
-
-def test_the_fixed_interval_covers_as_often_as_it_says():
-    random = np.random.default_rng(5)
-    found = [moments_of(*skewed(random, 300)).interval() for _ in range(1500)]
-    # ±.0113 is two standard errors of 1,500 draws; skewness costs a little.
-    assert 0.93 <= coverage(found, 0.5) <= 0.965
-
-
-def test_grouped_rows_are_covered_by_sums_of_groups_and_not_by_rows():
-    random, by_group, by_row = np.random.default_rng(6), [], []
-    for _ in range(1500):
-        # 60 users of 1 to 19 rows; a user's level moves all of their numerators.
-        sizes = random.integers(1, 20, 60)
-        users = np.repeat(np.arange(60), sizes)
-        a, b = skewed(random, len(users))
-        a *= np.exp(random.normal(-0.125, 0.5, 60))[users]
-        by_row.append(moments_of(a, b).interval())
-        sums = [np.bincount(users, weights=values) for values in (a, b)]
-        by_group.append(moments_of(*sums, rows=len(users)).interval())
-    assert 0.92 <= coverage(by_group, 0.5) <= 0.97
-    assert coverage(by_row, 0.5) < 0.85
-
-
 def paths(kind: str, replicates: int, looks: list[int]) -> list[list[RatioMoments]]:
     """Moments at every look of each replicate."""
     random, rows, found = np.random.default_rng(7), looks[-1], []
