@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
-from pydantic import TypeAdapter
 
-from loka_onnx.core import serde
 from loka_onnx.core.model_graph import GraphEdge, GraphNode, ModelGraph, NodeKind
 from loka_onnx.graph.model_graph import describe_graph, read_model_graph
 
@@ -155,9 +153,3 @@ def test_an_edge_leads_to_a_later_node():
     for edge in (GraphEdge(1, 0, "t"), GraphEdge(0, 0, "t"), GraphEdge(0, 2, "t")):
         with pytest.raises(ValueError, match="an edge goes from a node to a later one"):
             ModelGraph(nodes, (edge,), 0)
-
-
-def test_it_is_the_same_after_a_round_trip():
-    graph = describe_graph(deep(5), SITES, 12)
-    read = TypeAdapter(ModelGraph).validate_python(serde.to_plain(graph))
-    assert read == graph
