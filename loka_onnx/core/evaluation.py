@@ -38,12 +38,11 @@ class TaskMetrics:
 class PairedDifference:
     """An engine against the FP32 reference, row by row.
 
-    Attributes:
-        denominator: Of loss changes: `LOSS`, the mean FP32 loss, or without labels `ENTROPY`, the mean
-            entropy of the FP32 model's predictions.
-        delta_ne: Relative change of the loss, equal to that of normalized entropy; `kl` is its label-free
-            part, `labelled` the labelled first-order part. None without labels.
-        delta_rmse: Root mean square change of the logit (or regression output); `delta_max` is the largest.
+    Changes of the loss are relative to the `denominator`: the mean FP32 `LOSS`, or without labels the mean
+    `ENTROPY` of the FP32 model's predictions. `delta_ne` is that of the loss, equal to that of normalized
+    entropy; `kl` its label-free part, `labelled` its labelled first-order part. Parts that need labels are
+    None without. `delta_rmse` and `delta_max` are the root mean square and largest change of the logit (or
+    regression output).
     """
 
     denominator: str
@@ -146,13 +145,11 @@ class Guard:
 class Basis:
     """Basis of an output's intervals.
 
-    Attributes:
-        units: Independent units with weight: groups, or rows without groups.
-        largest: Name of the largest group (empty without groups); `largest_share` is its share of the rows.
-        top_share: Share of KL in the hundredth of the rows with the largest KL.
-        tail_index: Hill's tail index of KL over these rows; None where they are alike.
-        skewness: Of the influences of units on KL, over the root of their number.
-        is_heavy: Whether Student's t is invalid for KL: its interval is then empirical Bernstein's.
+    `units` are groups with weight, or rows without groups; `largest` is the name of the largest group,
+    `largest_share` its share of the rows. `top_share` is the share of KL in the hundredth of the rows with
+    the largest KL, `tail_index` Hill's over these rows (None where they are alike), `skewness` that of the
+    influences of units on KL, over the root of their number. With `is_heavy` Student's t is invalid for KL:
+    its interval is empirical Bernstein's.
     """
 
     units: int
@@ -345,9 +342,8 @@ class Why(StrEnum):
 class Rejection:
     """A candidate that was not chosen, with the reason in words.
 
-    `times` is its latency over the chosen engine's, with the interval of both spreads; None where they were
-    not timed in turns on the target. `upper` is the worst output's upper bound of the judged quantity over
-    the budget.
+    `times` is its latency over the chosen engine's, None where they were not timed in turns on the target;
+    `upper` is the worst output's upper bound of the judged quantity over the budget.
     """
 
     engine: str
@@ -372,10 +368,10 @@ class Route:
 
 @dataclass(frozen=True)
 class TargetChoice:
-    """The engine selected for one target, or several where that pays.
+    """The engine selected for one target (`engine`, an id), or several where that pays: the best over all
+    sizes.
 
     Attributes:
-        engine: Id of the selected engine; of several, the best over all batch sizes.
         basis: Basis of the choice, in words: measured on the target, or provisional.
         losers: Every other candidate.
         routes: Engine for each request size, ascending; empty where one takes all. A request between two

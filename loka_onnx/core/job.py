@@ -46,16 +46,13 @@ class JobRows:
 
 @dataclass(frozen=True)
 class BuildJob:
-    """One engine to build on another host; paths are relative to the job.
+    """One engine to build on another host; paths are relative to the job, whose directory is `candidate`.
 
-    Attributes:
-        candidate: Directory name of the job, and of the engine in the run.
-        target: Device in the run file; `architecture` is its name in the backend.
-        model: The planned model; `model_digest` is of the model before the plan.
-        sample: Generated inputs for the first batches and for latencies.
-        rows: Rows to run the engine on; empty where data stays with the run.
-        timed: Generated rows of latency requests; None for the sample's. `inputs` is their memory.
-        files: SHA-256 of every file of the job but ``job.json``, by path.
+    `target` is the device in the run file, `architecture` its name in the backend; `model` the planned model,
+    `model_digest` that of the model before the plan. `sample` has generated inputs for first batches and
+    latencies, `rows` those to run the engine on (empty where data stays with the run), `timed` generated rows
+    of latency requests (None for the sample's), whose memory is `inputs`. `files` has the SHA-256 of every
+    file but ``job.json``.
     """
 
     SCHEMA: ClassVar[str] = "build-job/1"
@@ -93,13 +90,9 @@ class BuildJob:
 class JobResult:
     """Result of a job from its host; paths are relative to the result.
 
-    Attributes:
-        model_digest: Digest of the model before the plan.
-        latencies: Measured there on generated inputs; empty where the engine was not run.
-        outputs: ``.npz`` of the engine's judged outputs on the rows of each split that the job carried.
-        failure: Error after the build; else empty.
-        devices: Devices of the host that the backend runs on.
-        files: SHA-256 of every file of the result but ``result.json``, by path.
+    `latencies` were measured there on generated inputs, on `devices` that the backend runs on; `outputs` has
+    an ``.npz`` of the engine's judged outputs on the rows of each split that the job carried; `failure` is an
+    error after the build. `files` has the SHA-256 of every file but ``result.json``.
     """
 
     SCHEMA: ClassVar[str] = "build-result/1"

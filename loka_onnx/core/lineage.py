@@ -79,19 +79,14 @@ class OutputMove:
 
 @dataclass(frozen=True)
 class Refresh:
-    """A refresh (`refresh.json`).
+    """A refresh (`refresh.json`) of the run in directory `earlier`, for a retrained `model` (a digest).
 
-    Where the decisions of the earlier run fail on the certification rows, a full run follows, and its engines
-    are judged on the same rows: two certification attempts. The error of 5 % is divided between them
-    beforehand (Bonferroni): each has intervals of 97.5 %, so that the probability that the selected engine
-    passed and is beyond the budget is bounded as for one attempt at 95 %.
-
-    Attributes:
-        earlier: Directory of the refreshed run; `model` is the digest of the retrained one.
-        sites: Sites in FP8, largest scale changes first; empty where the plans have none.
-        fallback: Reason for a full run; else empty.
-        confidence: Of each certification interval: 0.95 for a full run without an attempt before.
-        seconds: Wall time, including a full run; `earlier_seconds` of the stages of the earlier run.
+    Where the decisions of the earlier run fail on the certification rows, a full run follows, for the reason
+    `fallback`, and its engines are judged on the same rows: two certification attempts. The error of 5 % is
+    divided between them beforehand (Bonferroni): each has intervals of 97.5 % (`confidence`; 95 % for a full
+    run without an attempt before), so that the probability that the selected engine passed and is beyond the
+    budget is bounded as for one attempt at 95 %. `sites` are those in FP8, largest scale changes first.
+    `seconds` of wall time include a full run; `earlier_seconds` are of the stages of the earlier run.
     """
 
     SCHEMA: ClassVar[str] = "refresh/2"

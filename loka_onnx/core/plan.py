@@ -45,14 +45,11 @@ def quantized_precision(plan_id: str) -> Precision | None:
 class SiteSpeed:
     """Time that FP8 saves at one site on one device (by its name in run files), before building.
 
-    Attributes:
-        saved_us: Time of the product in the base precision less that in FP8, by batch size, microseconds,
-            without the quantize step. Empty where unknown.
-        quantize_us: Time of the quantize step of the site's input, by batch size, microseconds; 0 where the
-            kernel in front of it quantizes. Sites of one tensor share it.
-        is_measured: Whether every time was measured at this very shape; else some are predicted.
-        made_by: Site that makes the tensor, if its kernel also quantizes when it runs in FP8 itself: the
-            quantize step is free then.
+    By batch size, microseconds: `saved_us` is the time of the product in the base precision less that in FP8,
+    without the quantize step (empty where unknown); `quantize_us` that of the quantize step, which sites of
+    one tensor share, 0 where the kernel in front quantizes. `is_measured` if every time was measured at this
+    very shape. `made_by` is a site whose kernel makes the tensor, and quantizes it freely if it runs in FP8
+    itself.
     """
 
     site: str
@@ -218,12 +215,9 @@ class PlanSet:
 class JudgedRung:
     """A rung (numbered from 0: only forced sites), judged on the selection split in simulation.
 
-    Attributes:
-        fp8_share: Share of the FP8-able FLOPs that its sites have.
-        output: The output nearest to its budget, or farthest beyond; `change` is its judged quantity, `kl`
-            its KL over the loss. None where nothing was measured.
-        chance: Expected chance that all outputs pass certification.
-        fits: Whether all are inside their budgets on selection, with the requested chance.
+    `output` is the one nearest to its budget, or farthest beyond: `change` is its judged quantity, `kl` its
+    KL over the loss (None where nothing was measured). `chance` is that of all outputs to pass certification;
+    the rung `fits` if all are inside their budgets on selection, with the requested chance.
     """
 
     rung: int

@@ -40,12 +40,11 @@ class DeltaSums(Sums):
 
 @dataclass(frozen=True)
 class Draws(Sums):
-    """The same rows under slightly moved scales, as of another day's calibration: every value falls elsewhere
-    on the grid, which an interval over rows does not show.
+    """Extremes of the effect under slightly moved scales, as of another day's calibration: every value then
+    falls elsewhere on the grid, which an interval over rows does not show.
 
-    `count` includes the profile's own scales; `kl_growth` is the largest KL of a draw over that of the
-    profile's own scales, on the same rows; `labelled_low` and `_high` end the labelled term, None without
-    labels.
+    `count` includes the profile's own scales; `kl_growth` is the largest KL of a draw over theirs on the same
+    rows; the labelled term is None without labels.
     """
 
     RULES: ClassVar[Rules] = {
@@ -227,8 +226,7 @@ class Sampling(Sums):
     """Number of rows behind the sensitivities, and why it ended.
 
     `looks` are evaluations of the verdicts, of which any could have ended it with `may_stop_early`;
-    `tightest_at` is that of `RatioMoments.anytime_interval`; `undecided` are sites without a verdict at the
-    end.
+    `tightest_at` is that of `RatioMoments.anytime_interval`; `undecided` are sites without a verdict.
     """
 
     # A site open in one stays open until verdicts are reached again.

@@ -42,17 +42,15 @@ class Returned:
 
 @dataclass(frozen=True)
 class Step:
-    """One tried plan.
+    """One tried plan, in a round: 0 for those of the run file, which have no `parent`.
 
     Attributes:
-        round: 0 for the plans of the run file, which have no `parent`.
         returned: Sites reverted from the parent.
         fp8_sites: Number of sites in FP8; `fp8_share` is their share of the FP8-able FLOPs.
         detail: Failure with its evidence, or why it was declined or not judged; empty where judged and timed.
         latency_us: Median latency by batch size (as text), microseconds; empty where not timed.
         predicted_us: Prediction before anything of this engine was measured, at the pace of its round (given
-            by the anchor); empty without a start, the engine `predicted_from`.
-        not_predicted: Why kernel times do not give the engine's time; else empty.
+            by the anchor), from the engine `predicted_from`; else `not_predicted` says why there is none.
         times: Latency over the anchor's, timed in turns; None where not timed.
         upper: Upper bound of the judged quantity on selection over the budget, of the worst output; None
             where not judged. `is_within` says it of every output.
@@ -93,11 +91,9 @@ class Step:
 class HardwareRefinement:
     """The rounds on one piece of hardware, in `seconds` of wall time without the run file's plans.
 
-    Attributes:
-        architecture, backend: Of the added engines; else empty.
-        anchor: Reference engine without FP8, the fastest of these; empty where none was timed.
-        best: Plan of the fastest engine inside the budget on selection; else empty.
-        ended: Why no further round was made.
+    `architecture` and `backend` are of the added engines; `anchor` is the fastest engine without FP8, `best`
+    the plan of the fastest inside the budget on selection. Each is empty where there is none. `ended` says
+    why no further round was made.
     """
 
     target: str

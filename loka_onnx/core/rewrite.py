@@ -34,10 +34,9 @@ class Declined:
 class RewriteRecord:
     """The result of one transform, with wall times of matching and rewriting, and of the check on data.
 
-    Attributes:
-        max_abs: Largest change of any output on the check rows, with its limit `tolerance`; None when not
-            checked (precision transforms change outputs on purpose).
-        rolled_back: Whether the result was discarded: an output moved too far, or the transform failed.
+    `max_abs` is the largest change of any output on the check rows, `tolerance` its limit; None when not
+    checked (precision transforms change outputs on purpose). It is `rolled_back` where that was exceeded, or
+    it failed.
     """
 
     transform: str

@@ -25,12 +25,11 @@ class SiteKind(StrEnum):
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of a site: tensor `tensor` in place `index` among the node's inputs.
+    """Operand of a site, in place `index` among the node's inputs; `constant` if it is an initializer (a
+    weight).
 
-    Attributes:
-        constant: Whether it is an initializer (a weight).
-        contracting_axis: Axis of the stored shape that the product sums over; None for the input of a norm.
-        shape: Stored shape; None where a dimension is dynamic.
+    The product sums over `contracting_axis` of the stored shape (None for the input of a norm); a size is
+    None where it is dynamic.
     """
 
     tensor: str

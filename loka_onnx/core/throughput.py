@@ -34,16 +34,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Throughput:
-    """The highest rate that an engine answers in time, at one batch size.
+    """The highest rate that an engine answers in time, at one batch size, with `streams` loaded copies of it.
 
-    Attributes:
-        role: ``chosen``, or ``best without FP8`` where another one was chosen.
-        streams: Loaded copies of the engine that answer at once.
-        confidence: One-sided, of each verdict.
-        capacity_per_s: Requests per second without pause, whatever their latency; 0 where it failed.
-        requests_per_s: Highest rate within the limit; 0 for none.
-        trials: Tried rates in order; the last one has other arrivals and confirms the result.
-        inputs: Memory of the inputs; on the device one batch is requested repeatedly.
+    Its role is ``chosen``, or ``best without FP8`` where another one was chosen. `capacity_per_s` are
+    requests without pause, whatever their latency, 0 where it failed; `requests_per_s` the highest rate
+    within the limit, 0 for none, each verdict one-sided with `confidence`. The last of the tried rates,
+    `trials`, has other arrivals and confirms the result. Of `inputs` on the device one batch is requested
+    repeatedly.
     """
 
     engine: str
