@@ -33,12 +33,11 @@ def load(write_model: Callable[..., Path], body: str, inputs: str = "float[b,32]
     return model
 
 
+# fmt: off
 LOGIT_ENDS = {
     "temperature": ("l = MatMul(x, head) y = Div(l, scale)", "y"),
     "bias, temperature, clip, sigmoid": (
-        "l = MatMul(x, head) b = Add(l, scale) t = Mul(b, scale) c = Clip(t) y = Sigmoid(c)",
-        "b t c y",
-    ),
+        "l = MatMul(x, head) b = Add(l, scale) t = Mul(b, scale) c = Clip(t) y = Sigmoid(c)", "b t c y"),
     "platt in elements": ("l = MatMul(x, head) m = Mul(l, scale) a = Add(m, scale) y = Sigmoid(a)", "m a y"),
     "platt as a linear": ("l = MatMul(x, head) p = Gemm(l, platt, scale) y = Sigmoid(p)", "p y"),
     "matrix scaling": ("l = MatMul(x, heads) p = MatMul(l, matrix) y = Softmax(p)", "p y"),
@@ -48,26 +47,21 @@ LOGIT_ENDS = {
     "movements in front of it": ("l = MatMul(x, head) s = Squeeze(l, one) y = Sigmoid(s)", "y"),
     "sum of logits": ("l = MatMul(x, head) h = Relu(x) k = MatMul(h, head) y = Add(l, k)", "y"),
     "sum over a concatenation": (
-        "l = MatMul(x, head) h = Relu(x) k = MatMul(h, heads) c = Concat<axis=1>(l, k) y = ReduceSum(c, one)",
-        "y",
-    ),
+        "l = MatMul(x, head) h = Relu(x) k = MatMul(h, heads) c = Concat<axis=1>(l, k)"
+        " y = ReduceSum(c, one)", "y"),
     "hidden layers": ("h = MatMul(x, w) r = Relu(h) y = MatMul(r, head)", ""),
     "merged heads": ("l = MatMul(x, heads) s, t = Split<axis=1>(l, half) y = Sigmoid(s) z = Tanh(t)", "y z"),
     "pCTCVR": (
         "l = MatMul(x, head) y = Sigmoid(l) h = Relu(x) k = MatMul(h, head) c = Sigmoid(k) z = Mul(y, c)",
-        "y c z",
-    ),
+        "y c z"),
     "a logit that another tower reads": (
         "l = MatMul(x, head) y = Mul(l, scale) c = Concat<axis=1>(y, x) d = Slice(c, one, third, one)"
-        " z = MatMul(d, scale)",
-        "y",
-    ),
+        " z = MatMul(d, scale)", "y"),
     "a hidden state that leaves the model": (
-        "h = MatMul(x, up) r = Relu(h) z = Tanh(r) y = MatMul(r, down)",
-        "z",
-    ),
+        "h = MatMul(x, up) r = Relu(h) z = Tanh(r) y = MatMul(r, down)", "z"),
     "a norm": ("h = MatMul(x, w) n = LayerNormalization(h, gain) y = Mul(n, scale)", "y"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("case", LOGIT_ENDS)
@@ -97,52 +91,39 @@ def test_reasons_name_the_output(write_model):
     }
 
 
+# fmt: off
 STREAMS = {
     "block": ("h = MatMul(x, w) r = Relu(h) s = Add(x, r) y = MatMul(s, head)", "s"),
     "either order": ("h = MatMul(x, w) r = Relu(h) s = Add(r, x) y = MatMul(s, head)", "s"),
     "pre-norm, two blocks": (
-        "n = LayerNormalization(x, gain) h = MatMul(n, w) s = Add(x, h)"
-        " m = LayerNormalization(s, gain) k = MatMul(m, v) t = Add(s, k) y = MatMul(t, head)",
-        "s t",
-    ),
+        "n = LayerNormalization(x, gain) h = MatMul(n, w) s = Add(x, h) m = LayerNormalization(s, gain)"
+        " k = MatMul(m, v) t = Add(s, k) y = MatMul(t, head)", "s t"),
     "post-norm: the norm carries": (
-        "h = MatMul(x, w) s = Add(x, h) n = LayerNormalization(s, gain)"
-        " k = MatMul(n, v) t = Add(k, n) y = MatMul(t, head)",
-        "s n t",
-    ),
+        "h = MatMul(x, w) s = Add(x, h) n = LayerNormalization(s, gain) k = MatMul(n, v) t = Add(k, n)"
+        " y = MatMul(t, head)", "s n t"),
     "scaled and reshaped skip": (
-        "h = MatMul(x, w) s = Add(x, h) u = Unsqueeze(s, one) m = Mul(u, scale)"
-        " k = MatMul(u, v) t = Add(k, m) f = Flatten(t) y = MatMul(f, head)",
-        "s u m t",
-    ),
+        "h = MatMul(x, w) s = Add(x, h) u = Unsqueeze(s, one) m = Mul(u, scale) k = MatMul(u, v)"
+        " t = Add(k, m) f = Flatten(t) y = MatMul(f, head)", "s u m t"),
     "DCNv2's cross layers": (
-        "a = MatMul(x, w) b = Add(a, gain) c = Mul(x, b) s = Add(c, x)"
-        " d = MatMul(s, v) e = Add(d, gain) f = Mul(x, e) t = Add(f, s) y = MatMul(t, head)",
-        "s t",
-    ),
+        "a = MatMul(x, w) b = Add(a, gain) c = Mul(x, b) s = Add(c, x) d = MatMul(s, v) e = Add(d, gain)"
+        " f = Mul(x, e) t = Add(f, s) y = MatMul(t, head)", "s t"),
     "a sum of three": ("h = MatMul(x, w) k = MatMul(x, v) s = Sum(x, h, k) y = MatMul(s, head)", "s"),
     "Wukong: part of what is added is concatenated": (
         "p, q = Split<axis=1>(x, sixteen) h = MatMul(x, w) a, b = Split<axis=1>(h, sixteen)"
-        " c = Concat<axis=1>(a, q) s = Add(c, x) y = MatMul(s, head)",
-        "s",
-    ),
+        " c = Concat<axis=1>(a, q) s = Add(c, x) y = MatMul(s, head)", "s"),
     # Near misses.
     "two branches over one tensor": (
-        "h = MatMul(x, w) k = MatMul(x, v) s = Add(h, k) y = MatMul(s, head)",
-        "",
-    ),
+        "h = MatMul(x, w) k = MatMul(x, v) s = Add(h, k) y = MatMul(s, head)", ""),
     "a learned shortcut": (
         "h = MatMul(x, w) r = Relu(h) g = MatMul(r, w) k = MatMul(x, v) s = Add(g, k) y = MatMul(s, head)",
-        "",
-    ),
+        ""),
     "no product in between": ("r = Relu(x) s = Add(x, r) y = MatMul(s, head)", ""),
     "bias": ("h = MatMul(x, w) s = Add(h, gain) y = MatMul(s, head)", ""),
     "wide and deep": (
-        "l = MatMul(x, head) h = MatMul(x, w) r = Relu(h) k = MatMul(r, head) y = Add(l, k)",
-        "",
-    ),
+        "l = MatMul(x, head) h = MatMul(x, w) r = Relu(h) k = MatMul(r, head) y = Add(l, k)", ""),
     "a product, not a sum": ("h = MatMul(x, w) s = Mul(x, h) y = MatMul(s, head)", ""),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("case", STREAMS)
