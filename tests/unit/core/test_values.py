@@ -1,7 +1,8 @@
-"""Recipes, kernel times and corrections as values and documents; where caches are kept."""
+"""Recipes, kernel times and corrections as values and documents; caches; the cyclic collector."""
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from loka_onnx.core.correction import (
 from loka_onnx.core.formats import INT8, UINT8, Precision
 from loka_onnx.core.installation import cache_directory
 from loka_onnx.core.intervals import Interval
+from loka_onnx.core.progress import collector_paused
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity, Recipe
 from loka_onnx.core.timing import Kernel, KernelTiming, Provenance, Shape, TimingRecords
 from loka_onnx.errors import UserError
@@ -164,3 +166,18 @@ def test_the_first_that_is_set_counts(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert cache_directory() == Path(expected)
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_collector_is_what_it_was(was_enabled: bool) -> None:
+    try:
+        if not was_enabled:
+            gc.disable()
+        with pytest.raises(ZeroDivisionError), collector_paused():
+            with collector_paused():
+                pass
+            assert not gc.isenabled()
+            raise ZeroDivisionError
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()
