@@ -23,7 +23,7 @@ from loka_onnx.graph.naming import module_path, name_sites
 from loka_onnx.graph.parts import Typed, is_no_constant
 from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS
 from loka_onnx.graph.soundness import check_message, check_sound, parsing
-from loka_onnx.graph.storage import read_external, read_proto, with_subgraphs
+from loka_onnx.graph.storage import all_attributes, read_external, read_proto
 from loka_onnx.sessions.model_files import nested_nodes
 
 OPSET = 21
@@ -88,9 +88,8 @@ def canonicalize(path: Path) -> Canonical:
 
 def _read_attributes(proto: onnx.ModelProto, directory: Path) -> None:
     """Load external node attributes; large weights are initializers."""
-    bodies = (function.node for function in proto.functions)
-    graphs = (graph.node for graph in with_subgraphs(proto.graph))
-    for attribute in (a for nodes in (*graphs, *bodies) for node in nodes for a in node.attribute):
+    bodies = (each for function in proto.functions for node in function.node for each in node.attribute)
+    for attribute in (*all_attributes(proto.graph), *bodies):
         for tensor in (attribute.t, *attribute.tensors):
             if uses_external_data(tensor):
                 read_external(tensor, directory)
@@ -154,11 +153,8 @@ def _check_operators(proto: onnx.ModelProto, path: Path) -> None:
 
 def _name_nodes(graph: onnx.GraphProto) -> None:
     """Give site nodes their site names, and every other node ``<module path>/<op>``."""
-    candidates = {
-        index: node.op_type in PRODUCT_OPS or node.op_type in NORM_OPS
-        for index, node in enumerate(graph.node)
-    }
-    sites = name_sites(graph, candidates)
+    named = PRODUCT_OPS | NORM_OPS
+    sites = name_sites(graph, [index for index, node in enumerate(graph.node) if node.op_type in named])
     taken = set(sites.values())
     ordinals: defaultdict[str, int] = defaultdict(int)
     for index, node in enumerate(graph.node):

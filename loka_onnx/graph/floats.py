@@ -7,7 +7,6 @@ those types. FP64 weights are rounded; FP16 embedding tables stay as stored, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.detached import refill
-from loka_onnx.graph.storage import all_initializers, looked_up, read_external, with_subgraphs
+from loka_onnx.graph.storage import all_attributes, all_initializers, looked_up, read_external, with_subgraphs
 
 _OTHERS: dict[int, str] = {
     TensorProto.FLOAT16: "FP16",
@@ -51,12 +50,11 @@ def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
         del graph.value_info[:]
         for info in (*graph.input, *graph.output):
             _retype(info.type)
-        for node in graph.node:
-            for attribute in node.attribute:
-                _widen(attribute.t, path)
-                _retype(attribute.tp)
-                if attribute.name in _TYPE_ATTRIBUTES and attribute.i in _OTHERS:
-                    attribute.i = TensorProto.FLOAT
+    for attribute in all_attributes(proto.graph):
+        _widen(attribute.t, path)
+        _retype(attribute.tp)
+        if attribute.name in _TYPE_ATTRIBUTES and attribute.i in _OTHERS:
+            attribute.i = TensorProto.FLOAT
     _cast_lookups(proto.graph, tables)
     names = " and ".join(sorted(_OTHERS[kind] for kind in found))
     return (f"converted from {names} to FP32, inputs and outputs among it",)
@@ -69,12 +67,10 @@ def to_dense(proto: onnx.ModelProto) -> tuple[str, ...]:
         count += len(graph.sparse_initializer)
         graph.initializer.extend(map(_dense, graph.sparse_initializer))
         del graph.sparse_initializer[:]
-        for node in graph.node:
-            for attribute in node.attribute:
-                if attribute.type == onnx.AttributeProto.SPARSE_TENSOR:
-                    dense = _dense(attribute.sparse_tensor)
-                    attribute.CopyFrom(onnx.helper.make_attribute("value", dense))
-                    count += 1
+    for attribute in all_attributes(proto.graph):
+        if attribute.type == onnx.AttributeProto.SPARSE_TENSOR:
+            attribute.CopyFrom(onnx.helper.make_attribute("value", _dense(attribute.sparse_tensor)))
+            count += 1
     return (f"{count} sparse weights stored densely",) if count else ()
 
 
@@ -91,18 +87,11 @@ def _dense(sparse: onnx.SparseTensorProto) -> TensorProto:
 
 def _float_types(proto: onnx.ModelProto, tables: frozenset[str]) -> dict[int, str]:
     """Return other float types of matrices, inputs and outputs, each with its first tensor."""
-    tensors = (*all_initializers(proto.graph), *_constants(proto.graph))
+    constants = (a.t for a in all_attributes(proto.graph) if a.type == onnx.AttributeProto.TENSOR)
+    tensors = (*all_initializers(proto.graph), *constants)
     kinds = [(t.data_type, t.name) for t in tensors if len(t.dims) > 1 and t.name not in tables]
     kinds += [(i.type.tensor_type.elem_type, i.name) for i in (*proto.graph.input, *proto.graph.output)]
     return {kind: name for kind, name in reversed(kinds) if kind in _OTHERS}
-
-
-def _constants(graph: onnx.GraphProto) -> Iterator[TensorProto]:
-    for part in with_subgraphs(graph):
-        for node in part.node:
-            for attribute in node.attribute:
-                if attribute.type == onnx.AttributeProto.TENSOR:
-                    yield attribute.t
 
 
 def _tables(graph: onnx.GraphProto) -> frozenset[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, count
 
 import onnx
@@ -28,13 +28,10 @@ _MOST_METADATA = 10_000
 _GENERATED = re.compile(r"^(onnx::|node_)?[A-Za-z]+(_\d+)+$|^n\d+$|^\d+$")
 
 
-def name_sites(graph: onnx.GraphProto, is_site: Mapping[int, bool]) -> dict[int, str]:
+def name_sites(graph: onnx.GraphProto, sites: Iterable[int]) -> dict[int, str]:
     """Return a unique, stable name for each site node, by node index."""
     initializers = {tensor.name for tensor in graph.initializer}
-    bases: dict[int, str] = {}
-    for index, node in enumerate(graph.node):
-        if is_site.get(index):
-            bases[index] = module_path(node)
+    bases = {index: module_path(graph.node[index]) for index in sites}
     counts = Counter(bases.values())
     names: dict[int, str] = {}
     ordinals: defaultdict[str, int] = defaultdict(int)

@@ -205,6 +205,11 @@ def with_subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
                 yield from with_subgraphs(attribute.g)
 
 
+def all_attributes(graph: onnx.GraphProto) -> Iterator[onnx.AttributeProto]:
+    """Yield attributes of a graph's nodes, and of those in their branches and bodies."""
+    return (each for part in with_subgraphs(graph) for node in part.node for each in node.attribute)
+
+
 def all_initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
     """Yield initializers of a graph, and of the branches and bodies of its nodes."""
     return (tensor for part in with_subgraphs(graph) for tensor in part.initializer)
