@@ -19,19 +19,13 @@ def digest_bytes(data: bytes) -> str:
 
 def digest_file(path: Path) -> str:
     """SHA-256 of a file's content, read in chunks."""
-    state = hashlib.sha256()
     with path.open("rb") as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            state.update(chunk)
-    return state.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def digest_files(paths: Iterable[Path]) -> str:
     """SHA-256 over the names and contents of files, in the order given."""
-    state = hashlib.sha256()
-    for path in paths:
-        state.update(json.dumps([path.name, digest_file(path)]).encode())
-    return state.hexdigest()
+    return digest_bytes("".join(json.dumps([path.name, digest_file(path)]) for path in paths).encode())
 
 
 def digest_json(value: Any) -> str:
