@@ -108,19 +108,6 @@ def test_a_table_file_of_an_earlier_run_is_neither_used_nor_written_over(ranker,
     assert GraphModel.load(ranker).save(second) == model_digest(second)
 
 
-def test_dense_weights_beyond_the_limit_go_beside_the_model(write_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "INLINE_LIMIT_BYTES", 1000)
-    body = "g (float[b,8] x) => (float[b,64] y) { [fc] h = MatMul(x, w)  y = Add(h, bias) }"
-    source = write_model(body, {"w": randn(8, 64), "bias": randn(64)})
-    target = tmp_path / "run/model.onnx"
-    GraphModel.load(source).save(target)
-    stored = {t.name: t for t in onnx.load(target, load_external_data=False).graph.initializer}
-    # Small tensors stay inside: ONNX Runtime reads shapes and axes from there.
-    assert stored["bias"].raw_data and not stored["w"].raw_data
-    after, before = (values_of(GraphModel.load(path).node("fc").inputs[1]) for path in (target, source))
-    np.testing.assert_array_equal(after, before)
-
-
 def test_dense_weights_never_overwrite_the_file_that_holds_the_tables(ranker, tmp_path, monkeypatch):
     """Both are named after the model: the user's file, and the run's link to it."""
     user = ranker.parent / "same.onnx"
