@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from loka_onnx.core.fusions import Fusions
+from loka_onnx.core.backends import Fusions
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer
 from loka_onnx.graph.sites import PRODUCT_OPS

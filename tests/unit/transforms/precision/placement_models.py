@@ -14,8 +14,8 @@ from qdq_models import weight
 from rewrite_models import Arrays, artifact
 
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.backends import Fusions
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, Granularity
 from loka_onnx.core.rewrite import RewriteRecord
