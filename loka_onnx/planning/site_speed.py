@@ -2,7 +2,7 @@
 
 A linear site is a product of rows·batch × K by K × N. In FP8 its activation is quantized first, once for all
 sites that read the tensor, and for free where the operator that makes the tensor quantizes in its kernel
-(`core.fusions`) or is a site in FP8 itself (a chain). Layout operations between are looked through.
+(`core.backends`) or is a site in FP8 itself (a chain). Layout operations between are looked through.
 
 Times are per row, as in the choice among engines (`planning.speed`): the mean over served batch sizes of
 microseconds per request over its rows.

@@ -15,14 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.progress import Progress, silent
+from loka_onnx.core.progress import Progress, collector_paused, silent
 from loka_onnx.core.rewrite import Declined, RewriteLog, RewriteRecord
 from loka_onnx.errors import EngineError, LokaError, MissingPackage, ModelError, OutputError, TransformError
-from loka_onnx.graph.exported import Exported
-from loka_onnx.graph.garbage import collector_paused
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.products import other_products
 from loka_onnx.graph.sites import find_sites
+from loka_onnx.graph.weights import Exported
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.interactions.conv_to_matmul import ConvToMatMul

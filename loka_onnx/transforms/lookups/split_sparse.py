@@ -21,8 +21,7 @@ import numpy.typing as npt
 import onnx
 
 from loka_onnx.core.artifact import ModelArtifact, TensorSpec
-from loka_onnx.core.rewrite import Declined
-from loka_onnx.core.split import Halves
+from loka_onnx.core.rewrite import Declined, Halves
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, shape_of
 from loka_onnx.graph.products import other_products

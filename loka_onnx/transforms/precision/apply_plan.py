@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.backends import Fusions
 from loka_onnx.core.correction import Corrections
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.plan import PrecisionPlan, Wide
 from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
 from loka_onnx.core.site import Site, high_error_parts

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from networkx.utils import UnionFind
 
-from loka_onnx.core.fusions import Fusions
+from loka_onnx.core.backends import Fusions
 from loka_onnx.core.rewrite import Applied, Declined, RewriteRecord
 from loka_onnx.graph.layout import reapply
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer

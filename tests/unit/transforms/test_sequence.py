@@ -16,10 +16,10 @@ from loka_onnx.core.rewrite import Applied, Declined, RewriteLog
 from loka_onnx.core.site import SiteKind
 from loka_onnx.errors import TransformError
 from loka_onnx.graph import storage
-from loka_onnx.graph.exported import Exported
 from loka_onnx.graph.model import GraphModel, Node, values_of
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.graph.storage import model_digest
+from loka_onnx.graph.weights import Exported
 from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.sequence import DEFAULT_MODS, STRICT, apply_mods
 

@@ -13,7 +13,7 @@ import pytest
 from onnx import numpy_helper
 from rewrite_models import Arrays, artifact, as_double, evaluate, initializer, named, parse
 
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import E4M3FN, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.rewrite import RewriteRecord
@@ -156,7 +156,7 @@ def test_the_error_of_a_channel_is_that_of_the_product_in_it() -> None:
     random = np.random.default_rng(4)
     x, w = random.normal(size=(4000, 8)) * np.arange(1, 9), random.normal(size=(8, 300))
     amax = np.abs(x).max(axis=0)
-    found = channel_errors(w, amax, x, Float8.E4M3FN)
+    found = channel_errors(w, amax, x, E4M3FN)
 
     def rounded(values: Any, largest: float) -> Any:
         # The scales of the package are BF16 numbers.

@@ -13,8 +13,8 @@ import onnxruntime as ort
 from rewrite_models import Arrays, artifact, parse
 
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.backends import Fusions
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, Granularity, Recipe, Scaling
 from loka_onnx.core.rewrite import RewriteRecord
@@ -100,8 +100,8 @@ def quantizing_plan(
         if not other.constant:
             second = scaling_of(rows[other.tensor], recipe)
             return replace(decision, weight_scale=(second.scale,), weight_zero_point=second.zero_point)
-        values, spec = values_of(graph.node(site.name).inputs[other.index]), recipe.weight
-        scales = weight_scales(values, spec.granularity, channel_axis(other), spec.format)
+        values = values_of(graph.node(site.name).inputs[other.index])
+        scales = weight_scales(values, recipe.weight, channel_axis(other), recipe.format.of_weights)
         return replace(decision, weight_scale=tuple(float(scale) for scale in scales.reshape(-1)))
 
     return PrecisionPlan("test", model.digest, base, tuple(decide(s) for s in model.sites), {}, 1.0)

@@ -53,7 +53,7 @@ def expected_product(product: Product, x: Any, result: Quantized, recipe: Recipe
     if not product.weights:
         right = fake_quantize(x, decision.weight_scale[0], recipe.format).astype(np.float64)
         return left @ right.transpose(0, 2, 1)
-    axis = product.channel_axis if recipe.weight.granularity is Granularity.PER_CHANNEL else None
+    axis = product.channel_axis if recipe.weight is Granularity.PER_CHANNEL else None
     w = fake_quantize(product.weights["w"], result.weight_scale, recipe.format, axis).astype(np.float64)
     if "transB" in product.body:
         w = w.T

@@ -24,8 +24,8 @@ from qdq_models import (
 )
 from rewrite_models import Arrays, artifact, initializer, named, parse, random_rows
 
+from loka_onnx.core.backends import Fusions
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import Fusions
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from loka_onnx.transforms.precision.place_qdq import place_qdq
