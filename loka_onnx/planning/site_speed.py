@@ -291,6 +291,6 @@ def _source_of(graph: GraphModel, site: Site, fused: Collection[str], able: Coll
     maker = producer(root)
     if maker is None:
         return Source(root.name, "")
-    # As `transforms.precision.qdq_chains`: where a backend fuses a Q at all, FP8 products end with one.
+    # As `transforms.precision.place_qdq`: where a backend fuses a Q at all, FP8 products end with one.
     makes = maker.name if fused and maker.name in able else ""
     return Source(root.name, maker.name if maker.op in fused else "", makes)
