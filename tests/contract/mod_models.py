@@ -74,6 +74,12 @@ MOD_MODELS: dict[str, ModModel] = {
         inputs="float[batch,16,6] x",
         output="16,6",
     ),
+    "column-to-row": ModModel(
+        "[fc] h = MatMul(w, x) b = Add(h, bias) y = Tanh(b)",
+        {"w": (8, 16), "bias": (8, 1)},
+        inputs="float[batch,16,1] x",
+        output="8,1",
+    ),
     "split-concat": ModModel(
         "n = Shape<start=0, end=1>(x) s = Concat<axis=0>(n, width) e = Expand(row, s) c ="
         " Concat<axis=1>(x, e)"

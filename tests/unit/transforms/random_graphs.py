@@ -54,7 +54,7 @@ class RandomGraph(GraphBuilder):
         steps = (
             *(self.linear, self.linear, self.experts, self.norm, self.batch_norm, self.interaction, self.row),
             *(self.no_ops, self.split_and_join, self.einsum, self.constant_weight, self.columns),
-            self.convolution,
+            *(self.convolution, self.column_vectors),
         )
         for number in range(blocks):
             self.block = f"block{number}/"
@@ -209,6 +209,17 @@ class RandomGraph(GraphBuilder):
         inputs = [tokens, kernel, self.constant(self.random.integers(-8, 9, 4) / 8)]
         y = self.op("Conv", inputs[: self.pick(2, 3)], 4, auto_pad="SAME_UPPER")
         return self.flattened(y, 4, 8)
+
+    def column_vectors(self, x: str) -> str:
+        """A low-rank cross on columns: weights on the left, a bias, an activation between them or none."""
+        width = self.widths[x]
+        columns = self.op("Unsqueeze", [x, self.constant(np.array([2]))], width)
+        y = self.op("MatMul", [self.dyadic(8, width), columns], 8)
+        y = self.op("Relu", [y], 8) if self.pick(True, False) else y
+        y = self.op(
+            "Add", [self.op("MatMul", [self.dyadic(width, 8), y], width), self.dyadic(width, 1)], width
+        )
+        return self.op("Squeeze", [y, self.constant(np.array([2]))], width)
 
     def row(self, x: str) -> str:
         """A learned row beside the features."""
