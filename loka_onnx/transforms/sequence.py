@@ -32,6 +32,7 @@ from loka_onnx.transforms.linears.column_to_row import ColumnToRow
 from loka_onnx.transforms.linears.merge_parallel_linears import MergeParallelLinears
 from loka_onnx.transforms.linears.pad_sites import PadSites
 from loka_onnx.transforms.linears.split_concat import SplitConcat
+from loka_onnx.transforms.linears.sum_experts import SumExperts
 from loka_onnx.transforms.lookups.merge_gathers import MergeGathers
 from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
 from loka_onnx.transforms.norms.fold_norm_affine import FoldNormAffine
@@ -67,6 +68,7 @@ DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     FoldNormAffine,
     ReassociateInteraction,
     MergeGathers,
+    SumExperts,
     MergeParallelLinears,
     JoinParts,
     PadSites,

@@ -10,15 +10,15 @@ the batch, and no kernel takes it in 8 bits. The right side is one product of (b
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from loka_onnx.core.rewrite import Applied
+from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, values_of
 from loka_onnx.graph.shape_values import static_shape
-from loka_onnx.transforms.base import Found, Mod, find
+from loka_onnx.transforms.base import Mod, find
 
 _POINTWISE = frozenset({"Relu", "Tanh", "Sigmoid", "LeakyRelu", "Elu", "Gelu", "Softplus", "Identity"})
 _WITH_CONSTANT = frozenset({"Add", "Sub", "Mul", "Div"})
@@ -37,8 +37,7 @@ class ColumnToRow(Mod[Column]):
 
     name = "column-to-row"
 
-    def match(self, model: GraphModel) -> Found[Column]:
-        """Match products of a constant matrix with column vectors."""
+    def _find(self, model: GraphModel) -> Iterator[Column | Declined]:
         outputs = {id(tensor) for tensor in model.outputs}
         products = (node for node in model.nodes if node.op == "MatMul")
         return find(products, lambda node: _read(node, outputs))
