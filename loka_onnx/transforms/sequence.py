@@ -27,9 +27,11 @@ from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.interactions.conv_to_matmul import ConvToMatMul
 from loka_onnx.transforms.interactions.einsum_to_matmul import EinsumToMatMul
 from loka_onnx.transforms.interactions.reassociate_interaction import ReassociateInteraction
+from loka_onnx.transforms.linears.column_to_row import ColumnToRow
 from loka_onnx.transforms.linears.merge_parallel_linears import MergeParallelLinears
 from loka_onnx.transforms.linears.pad_sites import PadSites
 from loka_onnx.transforms.linears.split_concat import SplitConcat
+from loka_onnx.transforms.linears.sum_experts import SumExperts
 from loka_onnx.transforms.lookups.merge_gathers import MergeGathers
 from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
 from loka_onnx.transforms.norms.fold_norm_affine import FoldNormAffine
@@ -56,6 +58,7 @@ DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     ConvToMatMul,
     SplitConcat,
     FoldConstants,
+    ColumnToRow,
     RemoveNoOps,
     ShareDuplicates,
     FuseLayerNorm,
@@ -64,6 +67,7 @@ DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     FoldNormAffine,
     ReassociateInteraction,
     MergeGathers,
+    SumExperts,
     MergeParallelLinears,
     JoinParts,
     PadSites,

@@ -54,7 +54,7 @@ class RandomGraph(GraphBuilder):
         steps = (
             *(self.linear, self.linear, self.experts, self.norm, self.batch_norm, self.interaction, self.row),
             *(self.no_ops, self.split_and_join, self.einsum, self.constant_weight, self.columns),
-            self.convolution,
+            *(self.convolution, self.column_vectors, self.gated),
         )
         for number in range(blocks):
             self.block = f"block{number}/"
@@ -209,6 +209,34 @@ class RandomGraph(GraphBuilder):
         inputs = [tokens, kernel, self.constant(self.random.integers(-8, 9, 4) / 8)]
         y = self.op("Conv", inputs[: self.pick(2, 3)], 4, auto_pad="SAME_UPPER")
         return self.flattened(y, 4, 8)
+
+    def column_vectors(self, x: str) -> str:
+        """A low-rank cross on columns: weights on the left, a bias, an activation between them or none."""
+        width = self.widths[x]
+        columns = self.op("Unsqueeze", [x, self.constant(np.array([2]))], width)
+        y = self.op("MatMul", [self.dyadic(8, width), columns], 8)
+        y = self.op("Relu", [y], 8) if self.pick(True, False) else y
+        y = self.op(
+            "Add", [self.op("MatMul", [self.dyadic(width, 8), y], width), self.dyadic(width, 1)], width
+        )
+        return self.op("Squeeze", [y, self.constant(np.array([2]))], width)
+
+    def gated(self, x: str) -> str:
+        """A mixture of experts of low rank that multiply the features, all with one bias or none."""
+        width, last = self.widths[x], self.constant(np.array([-1]))
+        columns = self.op("Unsqueeze", [x, last], width)
+        bias, parts = self.dyadic(width), []
+        has_bias = self.pick(True, False)
+        for _ in range(3):
+            y = self.op(
+                "MatMul", [self.op("MatMul", [x, self.dyadic(width, 4)], 4), self.dyadic(4, width)], width
+            )
+            y = self.op("Add", [y, bias], width) if has_bias else y
+            parts.append(self.op("Mul", [columns, self.op("Unsqueeze", [y, last], width)], width))
+        gates = self.op("Unsqueeze", [self.op("MatMul", [x, self.dyadic(width, 3)], 3), last], 3)
+        gates = self.op(self.pick("Softmax", "Sigmoid"), [gates], 3)
+        stack = self.op("Concat", parts, width, axis=2)
+        return self.op("Squeeze", [self.op("MatMul", [stack, gates], width), last], width)
 
     def row(self, x: str) -> str:
         """A learned row beside the features."""
