@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.effects.perturbation import draw_factors
 from loka_onnx.calibration.effects.sensitivity import (
     Sensitivities,
     SensitivityPass,
     SwitchedModel,
 )
 from loka_onnx.calibration.effects.switchable import Switch
+from loka_onnx.calibration.observers.arithmetic import draw_factors
 from loka_onnx.calibration.observers.site_observers import recipes_for
 from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of

@@ -130,7 +130,23 @@ def _against(
     after = read_scores(candidate, spec, before.raw.size, is_reference=False)
     paired = paired_rows(spec, before, after, truth)
     if weighted_mean(paired.base, paired.weights) == 0.0:
-        raise _nothing_to_relate_to(spec, paired)
+        rows, what = paired.base.size, "entropy" if paired.labelled is None else "loss"
+        evidence, remedy = {
+            "entropy": (
+                f"it predicts 0 or 1 for certain on {rows} rows",
+                "check the kind of the output, or give labels",
+            ),
+            "loss": (
+                f"{rows} rows fit their labels exactly",
+                "check that the label is not an input of the model",
+            ),
+        }[what]
+        raise EvaluationError(
+            f"E1001 the {what} of the FP32 reference on output '{spec.name}' is 0, so no change "
+            "is relative to it",
+            evidence=evidence,
+            remedy=remedy,
+        )
     difference = _difference(spec, before, after, truth, paired, confidence)
     table = slice_differences(paired, units.slices, spec, confidence)
     basis = units.basis(paired)
@@ -149,22 +165,6 @@ def _against(
         guards=judgement.guards,
         basis=basis,
         remarks=judgement.remarks,
-    )
-
-
-def _nothing_to_relate_to(spec: OutputSpec, paired: PairedRows) -> EvaluationError:
-    rows = paired.base.size
-    if paired.labelled is None:
-        what, evidence = "entropy", f"it predicts 0 or 1 for certain on {rows} rows"
-        remedy = "check the kind of the output, or give labels"
-    else:
-        what, evidence = "loss", f"{rows} rows fit their labels exactly"
-        remedy = "check that the label is not an input of the model"
-    return EvaluationError(
-        f"E1001 the {what} of the FP32 reference on output '{spec.name}' is 0, so no change "
-        "is relative to it",
-        evidence=evidence,
-        remedy=remedy,
     )
 
 

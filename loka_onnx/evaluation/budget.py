@@ -113,17 +113,16 @@ def _basis_remarks(rows: int, basis: Basis) -> Iterator[str]:
 
 def _rows_to_decide(spec: OutputSpec, difference: PairedDifference, guards: Sequence[Guard]) -> int | None:
     """Return rows that settle every undecided verdict; None where unknown for some of them."""
-    held = [(difference.judged, spec.budget)]
-    for guard in guards:
-        measured = difference.guarded(guard.name)
+    held = [
+        (difference.judged, spec.budget),
+        *((difference.guarded(guard.name), guard.limit) for guard in guards),
+    ]
+    needed = []
+    for measured, limit in held:
         if measured is None:
             return None
-        held.append((measured, guard.limit))
-    needed = [
-        rows_to_decide(measured, limit)
-        for measured, limit in held
-        if budget_status(measured, limit) == BudgetStatus.UNDECIDED
-    ]
+        if budget_status(measured, limit) == BudgetStatus.UNDECIDED:
+            needed.append(rows_to_decide(measured, limit))
     known = [rows for rows in needed if rows is not None]
     return max(known) if known and len(known) == len(needed) else None
 

@@ -1,9 +1,8 @@
 """Accuracy of rows with one value of a column: country, device, a segment of users.
 
 A budget may hold on average but fail for a few. Each slice is judged like the whole, on its own rows and
-relative to its own FP32 loss. But one of forty slices lies outside its 95 % interval by chance alone most of
-the time. With m slices judged, over all columns, each interval has the confidence 1 − 0.05/m; by Bonferroni's
-inequality all m hold together at 95 % or more, under any dependence (a row is in one slice of every column).
+relative to its own FP32 loss. With m slices judged, over all columns, each interval has the confidence
+1 − 0.05/m; by Bonferroni's inequality all m hold together at 95 % or more, under any dependence.
 
 **Order.** By the lower end, falling: it asks where harm is sure, so a small slice with a wild estimate does
 not precede a large one with a certain loss. The status ``undecided`` says where harm cannot be excluded.
@@ -12,8 +11,7 @@ not precede a large one with a certain loss. The status ``undecided`` says where
 units (groups, or rows) and, for a log loss, `LEAST_EVENTS` rows of the rarer class expected under the FP32
 model. Below, Student's t is overconfident: on simulated logits with FP8-like noise, at 2 % clicks, m = 50 and
 300 rows (6 clicks) a tail was missed 16 times as often as stated; at 3000 rows (60 clicks) at most 2.5 times.
-Neither number depends on the labels, so the selection of slices is independent of their results. A slice that
-is not judged is reported as such.
+Neither number depends on the labels, so the selection of slices is independent of their results.
 """
 
 from __future__ import annotations
@@ -143,14 +141,12 @@ def _largest(paired: PairedRows, column: SliceColumn) -> list[_Slice]:
     chosen = np.argsort(-counts, kind="stable")[:LARGEST]
     order = np.argsort(column.codes, kind="stable")
     ends = np.cumsum(counts)
-    return [
-        _slice(paired, column, int(code), order[ends[code] - counts[code] : ends[code]]) for code in chosen
-    ]
-
-
-def _slice(paired: PairedRows, column: SliceColumn, code: int, rows: npt.NDArray[np.intp]) -> _Slice:
-    counted = rows if paired.weights is None else rows[paired.weights[rows] > 0]
-    return _Slice(column.name, column.values[code], rows, paired.take(counted))
+    slices = []
+    for code in chosen:
+        rows = order[ends[code] - counts[code] : ends[code]]
+        counted = rows if paired.weights is None else rows[paired.weights[rows] > 0]
+        slices.append(_Slice(column.name, column.values[code], rows, paired.take(counted)))
+    return slices
 
 
 def _difference(item: _Slice, confidence: float, spec: OutputSpec) -> SliceDifference:

@@ -125,7 +125,7 @@ class Climbing:
         switches = [
             Switch(site, recipe)
             for site in self.modified.sites
-            if site.name in start.sites and (recipe := recipes[site.name]) is not None
+            if site.name in start.plan.quantized_sites and (recipe := recipes[site.name]) is not None
         ]
         file = write_switchable(graph, switches, self.profile.scales, path, biases=biases)
         return _Rungs(file.open(self.context.threads), scores, exact)

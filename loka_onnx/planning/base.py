@@ -1,16 +1,21 @@
-"""Base precision of a plan: that of everything not in FP8, and the nodes that stay in FP32 beside it."""
+"""Base precision of a plan: of everything not in FP8, and nodes that stay in FP32; scales of its sites."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, Protection
+from loka_onnx.core.profile import Profile
+from loka_onnx.core.recipe import Recipe, Scaling
+from loka_onnx.core.site import Operand, Site
 from loka_onnx.core.statistics import TensorRange
 from loka_onnx.errors import PlanningError
-from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.graph.protected import logit_ends, residual_streams
+from loka_onnx.graph.sites import channel_axis
+from loka_onnx.numerics.scales import weight_scales
 from loka_onnx.planning.fp16 import FEW, MARGIN, Unproven, count_places, scale_fits, unproven_places
 
 
@@ -104,3 +109,40 @@ class Bases:
         if self._places is None:
             self._places = unproven_places(self._model, self._tensors, self._protected)
         return self._places
+
+
+class ScaleReader:
+    """Scales of the sites of one model."""
+
+    def __init__(self, graph: GraphModel, profile: Profile) -> None:
+        self._graph, self._scales = graph, profile.scales
+
+    def scaled(self, decision: Decision, site: Site, recipe: Recipe) -> Decision:
+        """Return a decision with the scales of a site under a recipe: those of its first activation and of
+        its other operand.
+
+        The latter are one per output channel or one for the weight, or that of the second activation. Raises
+        PlanningError if the profile holds none for an activation of the site.
+        """
+        first = self._of_activation(site.activation, recipe)
+        other = next(operand for operand in site.operands if operand is not site.activation)
+        scaled = replace(
+            decision, recipe=recipe, activation_scale=first.scale, activation_zero_point=first.zero_point
+        )
+        if not other.constant:
+            second = self._of_activation(other, recipe)
+            return replace(scaled, weight_scale=(second.scale,), weight_zero_point=second.zero_point)
+        values = values_of(self._graph.node(site.name).inputs[other.index])
+        spec = recipe.weight
+        scales = weight_scales(values, spec.granularity, channel_axis(other), spec.format)
+        return replace(scaled, weight_scale=tuple(float(scale) for scale in scales.reshape(-1)))
+
+    def _of_activation(self, operand: Operand, recipe: Recipe) -> Scaling:
+        known = self._scales.get(recipe.activation_id, {})
+        if operand.tensor not in known:
+            raise PlanningError(
+                f"E0708 the profile has no scale of tensor '{operand.tensor}' for the recipe {recipe.id}",
+                evidence=f"under '{recipe.activation_id}' it has scales of {len(known)} tensors",
+                remedy="calibrate this model with this recipe again",
+            )
+        return recipe.scaling(self._scales, operand.tensor)

@@ -1,4 +1,4 @@
-"""Costs of sites: their part of the budget, with bounds at the risk of a verdict.
+"""Costs of sites: their part of the budget, with bounds at the risk of a verdict; and their arithmetic.
 
 Every cost is a KL over the loss (or entropy), with a two-sided interval that fails with a given risk; its
 upper end alone fails with half of it. Where rows were added until verdicts were reached, the interval holds
@@ -24,15 +24,17 @@ of rungs on the selection split (`climbing`) and of the engine on certification.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum, inf, isnan, sqrt
 
-from loka_onnx.core.artifact import OutputSpec
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.sensitivity import Sensitivity
-from loka_onnx.errors import PlanningError
+from loka_onnx.core.site import Site
+from loka_onnx.errors import InternalError, PlanningError
+from loka_onnx.graph.model import GraphModel, values_of
 
 LABELLED_ALLOWANCE = 0.5
 """Part of the budget that is left to the labelled first-order term and to what selection adds to it."""
@@ -143,15 +145,10 @@ class Costs:
         return tuple(self._cost(sites, spec, risk) for spec in self.outputs)
 
     def _cost(self, sites: frozenset[str], spec: OutputSpec, risk: float) -> Cost:
-        if len(sites) == 1:
-            (site,) = sites
-            return self._of_one(self.of_site(site, spec), spec, risk)
-        if sites in self._groups:
-            return self._of_one(self.of_group(sites, spec), spec, risk)
-        # The order of a sum must not depend on the order of a set.
-        return _at_most([self._of_one(self.of_site(name, spec), spec, risk) for name in sorted(sites)])
-
-    def _of_one(self, measured: Sensitivity, spec: OutputSpec, risk: float) -> Cost:
+        if not self.is_measured(sites):
+            # The order of a sum must not depend on the order of a set.
+            return _at_most([self._cost(frozenset({name}), spec, risk) for name in sorted(sites)])
+        measured = self.of_group(sites, spec) if len(sites) > 1 else self.of_site(*sites, spec)
         kl = self._sampling.interval_of(measured.kl_moments, 1.0 - risk)
         draws, few = measured.draws, measured.kl_moments.is_carried_by_few
         if draws is None or draws.kl_growth <= 1.0:
@@ -170,13 +167,34 @@ class Costs:
 def _at_most(costs: Sequence[Cost]) -> Cost:
     """Return (Σ√KL)², end by end."""
 
-    def bound(ends: Iterable[float]) -> float:
+    def bound(*ends: float) -> float:
         return sum(sqrt(max(end, 0.0)) for end in ends) ** 2
 
-    kl = replace(
-        costs[0].kl,
-        value=bound(cost.kl.value for cost in costs),
-        lower=bound(cost.kl.lower for cost in costs),
-        upper=bound(cost.kl.upper for cost in costs),
-    )
+    value, lower, upper = map(bound, *((cost.kl.value, cost.kl.lower, cost.kl.upper) for cost in costs))
+    kl = replace(costs[0].kl, value=value, lower=lower, upper=upper)
     return replace(costs[0], kl=kl, draws=max(cost.draws for cost in costs), is_bound=True)
+
+
+def useful_flops(graph: GraphModel, site: Site) -> int:
+    """Return 2·M·N·K of one example over the nonzero rows and columns of a linear site's weight.
+
+    Mods pad with zeros, and put them where they split channels off; shares count only the exported model's
+    arithmetic.
+    """
+    if site.weight is None:
+        raise InternalError(f"site '{site.name}' has no weight")
+    used = values_of(graph.node(site.name).inputs[site.weight.index]) != 0
+    # K and N are the last two axes of a weight, in either order.
+    return round(site.flops_per_example * float(used.any(axis=-1).mean()) * float(used.any(axis=-2).mean()))
+
+
+def share_of(sites: Iterable[str], flops: Mapping[str, int]) -> float:
+    """Return the part of the FP8-able operations that sites make."""
+    able = sum(flops.values())
+    return sum(flops.get(site, 0) for site in sites) / able if able else 0.0
+
+
+def able_share(model: ModelArtifact, useful: int) -> float:
+    """Return the part of all products' operations, sites or not, made by FP8-able sites (`useful`)."""
+    others = model.product_flops - model.fp8_able_flops
+    return useful / (useful + others) if useful else 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,10 +59,9 @@ class Evidence:
         return evaluation is not None and evaluation.is_within_budget
 
     def upper(self, engine: EngineArtifact) -> float | None:
-        """Return the worst upper bound over budget of an engine's outputs on selection; None where not
-        measured.
-        """
-        return worst_upper(self.by_engine.get(engine.id))
+        """Return the worst upper bound over its limit on selection, guards included; None where unknown."""
+        evaluation = self.by_engine.get(engine.id)
+        return None if evaluation is None else evaluation.upper
 
     def speed(self, engine: EngineArtifact) -> Speed | None:
         """Return the engine's speed on the target; None where unknown."""
@@ -82,9 +81,7 @@ class Evidence:
 
     def failure(self, engine: EngineArtifact) -> str:
         """Return the error that ended the engine while it was timed or judged; empty for none."""
-        evaluations = [
-            e for e in (self.by_engine.get(engine.id), self.certified.get(engine.id)) if e is not None
-        ]
+        evaluations = [split[engine.id] for split in (self.by_engine, self.certified) if engine.id in split]
         timed = [f"failed while it was timed: {e.latency_failure}" for e in evaluations if e.latency_failure]
         judged = [e.status for e in evaluations if e.has_failed]
         return next(iter((*timed, *judged)), "")
@@ -98,13 +95,11 @@ class Evidence:
         sizes = {batch for speed in found.values() for batch in speed.batches}
         return rivals({name: speed for name, speed in found.items() if set(speed.batches) == sizes})
 
-    def plan_status(self, plan: str) -> bool | None:
-        """True if every engine of a plan that was judged here was inside the budget; None without any."""
-        return _all_within(self.by_engine.values(), plan)
-
-    def certified_status(self, plan: str) -> bool | None:
-        """The same on certification, which only decides whether the selected engine passes."""
-        return _all_within(self.certified.values(), plan)
+    def plan_status(self, plan: str, split: str = "selection") -> bool | None:
+        """True if every engine of a plan judged on a split was inside the budget; None without any."""
+        of_plan = (e for e in self.evaluations.evaluations if e.plan == plan and e.split == split)
+        judged = [e.is_within_budget for e in of_plan if e.outputs]
+        return all(judged) if judged else None
 
     def has_fp8(self, engine: EngineArtifact) -> bool:
         """True if the engine's plan has sites in FP8."""
@@ -128,20 +123,16 @@ class Evidence:
 
     def attempts(self, selected: EngineArtifact, among: Collection[EngineArtifact]) -> list[EngineArtifact]:
         """Return the selected engine and its replacements by the same backend and architecture, in order."""
-        found, made_by = [selected], (selected.backend, selected.architecture)
-        while True:
-            last = found[-1].plan
-            after = next(
-                (
-                    e
-                    for e in among
-                    if self.plans.plan(e.plan).instead_of == last and (e.backend, e.architecture) == made_by
-                ),
-                None,
-            )
-            if after is None:
-                return found
+        made_by = (selected.backend, selected.architecture)
+        instead_of = {
+            self.plans.plan(e.plan).instead_of: e
+            for e in reversed(tuple(among))  # the first one counts
+            if (e.backend, e.architecture) == made_by
+        }
+        found = [selected]
+        while (after := instead_of.get(found[-1].plan)) is not None:
             found.append(after)
+        return found
 
     def standing(self, engine: EngineArtifact) -> str:
         """Return the verdict on an engine in a few words, for a message."""
@@ -169,11 +160,10 @@ class Evidence:
         """
         found = []
         for engine, exact in self._of_fp8(engines):
-            speed = self.speed(engine)
-            if speed is None:
+            speed, measured = self.speed(engine), self.speed(exact)
+            if speed is None or measured is None:
                 continue
-            measured = self.speed(exact)
-            known = {} if measured is None else {b: x.p50_us for b, x in measured.latencies.items()}
+            known = {batch: latency.p50_us for batch, latency in measured.latencies.items()}
             ours, theirs = self.plans.plan(engine.plan), self.plans.plan(exact.plan)
             for batch, us in expected_us(ours, theirs, known, engine.target).items():
                 if batch in speed.latencies:
@@ -193,45 +183,20 @@ class Evidence:
         return {engine: reason for engine, reason in reasons.items() if reason}
 
     def _of_fp8(self, engines: Collection[EngineArtifact]) -> Iterator[tuple[EngineArtifact, EngineArtifact]]:
-        """Yield engines with FP8, each with the one that differs in that alone."""
+        """Yield engines with FP8, each with the first one that differs in that alone."""
+
+        def kind(engine: EngineArtifact) -> tuple[str, str, str, Precision]:
+            return (engine.target, engine.backend, engine.architecture, self.base(engine))
+
+        exact = {kind(engine): engine for engine in reversed(tuple(engines)) if not self.has_fp8(engine)}
         for engine in engines:
-            exact = self._without_fp8(engine, engines)
-            if exact is not None and self.has_fp8(engine):
-                yield engine, exact
-
-    def _without_fp8(
-        self, engine: EngineArtifact, engines: Collection[EngineArtifact]
-    ) -> EngineArtifact | None:
-        """Return the engine that differs from another in FP8 alone; None for none."""
-        base = self.base(engine)
-        return next(
-            (
-                other
-                for other in engines
-                if (other.target, other.backend, other.architecture)
-                == (engine.target, engine.backend, engine.architecture)
-                and not self.has_fp8(other)
-                and self.base(other) is base
-            ),
-            None,
-        )
-
-
-def worst_upper(evaluation: Evaluation | None) -> float | None:
-    """Largest upper bound over its limit, guards included; None where nothing was measured."""
-    return None if evaluation is None else evaluation.upper
+            if self.has_fp8(engine) and kind(engine) in exact:
+                yield engine, exact[kind(engine)]
 
 
 def _widening(output: OutputEvaluation, together: int) -> float:
-    """Return the factor of an interval's width at a divided error, by Student's t over the fewest trusted
-    units.
-    """
+    """Return the factor of an interval's width at a divided error, by Student's t over the fewest units."""
     if output.difference is None:
         return 1.0
     tail = (1.0 - output.difference.judged.confidence) / 2.0
     return float(stdtrit(FEWEST_UNITS - 1, 1.0 - tail / together) / stdtrit(FEWEST_UNITS - 1, 1.0 - tail))
-
-
-def _all_within(evaluations: Iterable[Evaluation], plan: str) -> bool | None:
-    judged = [e.is_within_budget for e in evaluations if e.plan == plan and e.outputs]
-    return all(judged) if judged else None

@@ -50,7 +50,11 @@ def errors_to_leave(
     start = start_ladder(model, profile, outputs, recipes, replace(options, keep=keep, force=force))
     goal = Goal.of(0, 1.0 - CONFIDENCE)
     fitting = start.rungs[expected_rung(start.ladder, start.rungs, replace(goal, chance=SURE), rows)]
-    above = [s for s in model.sites if s.name in start.sites and s.name not in fitting and s.is_fp8_able]
+    above = [
+        s
+        for s in model.sites
+        if s.name in start.plan.quantized_sites and s.name not in fitting and s.is_fp8_able
+    ]
     wide = [site.name for site in above if site.k >= FEWEST_CHANNELS]
     spent = start.ladder.predicted_kl(fitting)
     most = {spec.name: affordable_kl(spec.budget, goal, rows) for spec in outputs}

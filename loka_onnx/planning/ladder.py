@@ -33,8 +33,7 @@ from loka_onnx.core.plan import Decision, PrecisionPlan, SiteSpeed
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refinement import Returned
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.planning.costs import Costs, allowed_kl
-from loka_onnx.planning.flops import share_of, useful_flops
+from loka_onnx.planning.costs import Costs, allowed_kl, share_of, useful_flops
 from loka_onnx.planning.judging import Unit, units_of
 
 ROOM = 0.9
@@ -53,7 +52,7 @@ class Reverted:
 class Ladder:
     """Costs and savings of the sites of one model, and the order that follows.
 
-    `forced` sites are in FP8 whatever they cost.
+    `forced` sites are in FP8 whatever they cost. `outputs` are the judged ones, by name.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Ladder:
         forced: Collection[str] = (),
     ) -> None:
         graph = GraphModel.load(model.path)
-        self._outputs = {spec.name: spec for spec in outputs}
+        self.outputs = {spec.name: spec for spec in outputs}
         self._costs = Costs(profile, outputs)
         self._flops = {site.name: useful_flops(graph, site) for site in model.sites if site.is_fp8_able}
         self._speeds, self._forced = tuple(speeds), frozenset(forced)
@@ -110,16 +109,7 @@ class Ladder:
 
     def predicted_kl(self, sites: Collection[str]) -> dict[str, float]:
         """Return the expected KL over the loss of sites together, by output."""
-        return {name: self._kl_of(sites, name) for name in self._outputs}
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Names of the judged outputs."""
-        return tuple(self._outputs)
-
-    def budget(self, output: str) -> float:
-        """Return the largest accepted relative loss increase of an output."""
-        return self._outputs[output].budget
+        return {name: self._kl_of(sites, name) for name in self.outputs}
 
     def share(self, sites: Collection[str]) -> float:
         """Return the part of the FP8-able floating-point operations that sites make."""
@@ -132,18 +122,15 @@ class Ladder:
         units = units_of(free, self._costs.groups if self._is_timed(device) else ())
 
         def order(unit: Unit) -> tuple[bool, float, float, list[str]]:
+            # A unit that alone costs the whole budget of an output comes last.
             return (
-                self._is_beyond(unit),
+                any(self._kl_of(unit, name) >= spec.budget for name, spec in self.outputs.items()),
                 self._rate(unit, sites, device),
                 self._rate(unit, sites, ""),
                 sorted(unit),
             )
 
         return sorted(units, key=order)
-
-    def _is_beyond(self, unit: Unit) -> bool:
-        """True if the unit alone costs the whole budget of an output."""
-        return any(self._kl_of(unit, name) >= spec.budget for name, spec in self._outputs.items())
 
     def _rate(self, unit: Unit, sites: Collection[str], device: str) -> float:
         """Return the cost per microsecond saved beside the others; per operation without kernel times."""
@@ -155,18 +142,18 @@ class Ladder:
     def _cost(self, unit: Unit) -> float:
         return max(
             self._kl_of(unit, name) / allowed_kl(spec) if spec.budget > 0.0 else inf
-            for name, spec in self._outputs.items()
+            for name, spec in self.outputs.items()
         )
 
     def _kl_of(self, sites: Collection[str], output: str) -> float:
         """Return the predicted KL of sites, together where they were measured together."""
-        return self._costs.predicted(sites, self._outputs[output])
+        return self._costs.predicted(sites, self.outputs[output])
 
     def _on(self, device: str) -> list[SiteSpeed]:
         return [speed for speed in self._speeds if speed.device == device]
 
     def _is_timed(self, device: str) -> bool:
-        return any(speed.device == device and speed.saved_us for speed in self._speeds)
+        return any(speed.saved_us for speed in self._on(device))
 
     def _saved_us(self, unit: Unit, sites: Collection[str], device: str) -> float | None:
         """Return microseconds per row that a unit saves while the others stay in FP8, mean over batch sizes.
@@ -184,7 +171,11 @@ class Ladder:
     def plan_of(self, plan: PrecisionPlan, left: Collection[str], device: str = "") -> PrecisionPlan:
         """Return the plan with only these of its sites in FP8."""
         gone = set(plan.quantized_sites).difference(left)
-        decisions = tuple(_in_base(d, plan) if d.site in gone else d for d in plan.decisions)
+        why = f"given back: the engine of '{plan.id}' is not inside the budget"
+        decisions = tuple(
+            Decision(d.site, plan.base, None, d.verdict, f"{why}; {d.reason}") if d.site in gone else d
+            for d in plan.decisions
+        )
         return replace(
             plan,
             decisions=decisions,
@@ -203,14 +194,12 @@ class Ladder:
         self, plan: PrecisionPlan, left: Collection[str], device: str
     ) -> dict[str, dict[str, float]]:
         """Return the plan's times corrected for the sites and quantize steps that are gone."""
-        predicted, known = plan.predicted_us.get(device, {}), self._on(device)
-        if not predicted or not {*plan.quantized_sites} <= {speed.site for speed in known}:
+        predicted, known, sites = plan.predicted_us.get(device, {}), self._on(device), plan.quantized_sites
+        if not predicted or not {*sites} <= {speed.site for speed in known}:
             return {}
         return {
             device: {
-                batch: us
-                + _quantized_us(known, left, batch)
-                - _quantized_us(known, plan.quantized_sites, batch)
+                batch: us + _quantized_us(known, left, batch) - _quantized_us(known, sites, batch)
                 for batch, us in predicted.items()
             }
         }
@@ -239,13 +228,3 @@ def _quantized_us(known: Sequence[SiteSpeed], sites: Collection[str], batch: str
         for speed in chosen
     }
     return fsum([*casts.values(), *(-speed.saved_us.get(batch, 0.0) for speed in chosen)])
-
-
-def _in_base(decision: Decision, plan: PrecisionPlan) -> Decision:
-    return Decision(
-        decision.site,
-        plan.base,
-        None,
-        decision.verdict,
-        f"given back: the engine of '{plan.id}' is not inside the budget; {decision.reason}",
-    )

@@ -25,15 +25,12 @@ from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel, values_of
-from loka_onnx.planning.base import Base, Bases
-from loka_onnx.planning.costs import Costs
-from loka_onnx.planning.fast import REFINEMENTS, FastSearch
-from loka_onnx.planning.flops import able_share, share_of, useful_flops
+from loka_onnx.planning.base import Base, Bases, ScaleReader
+from loka_onnx.planning.costs import Costs, able_share, share_of, useful_flops
 from loka_onnx.planning.judging import judge
 from loka_onnx.planning.ladder import Ladder
 from loka_onnx.planning.patterns import named_places, nothing_left, wishes
-from loka_onnx.planning.scales import ScaleReader
-from loka_onnx.planning.search import Sites
+from loka_onnx.planning.search import FastSearch, Sites
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 
 _QUANTIZED = tuple(f"{precision}-{which}" for precision in ("fp8", "int8") for which in ("all", "safe"))
@@ -82,11 +79,6 @@ class LadderStart:
     rungs: tuple[frozenset[str], ...]
     plan: PrecisionPlan
 
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """All sites on it."""
-        return self.plan.quantized_sites
-
 
 def make_plans(
     model: ModelArtifact,
@@ -102,10 +94,10 @@ def make_plans(
     magnitudes for FP16.
     """
     options = options or PlanOptions()
-    planner = _Planner(model, profile, outputs, tuple(recipes), options)
+    planner = _Planner(model, profile, outputs, recipes, options)
     plans = tuple(plan for plan_id in options.plans for plan in planner.plans(plan_id))
     share = able_share(model, sum(planner.flops.values()))
-    return PlanSet(plans, (*planner.notes, *planner.left_out), planner.speeds, share)
+    return PlanSet(plans, tuple(planner.notes), planner.speeds, share)
 
 
 def start_ladder(
@@ -121,7 +113,11 @@ def start_ladder(
     Kernel times of the plan's device order it; without a plan those of the first device that has any. Other
     arguments and errors are those of `make_plans`.
     """
-    return _Planner(model, profile, outputs, tuple(recipes), options).start(plan)
+    planner = _Planner(model, profile, outputs, recipes, options)
+    ladder = Ladder(model, profile, outputs, planner.speeds, planner.forced)
+    timed = next((known.device for known in options.devices if known.timings), "")
+    plan = plan or planner.largest()
+    return LadderStart(ladder, ladder.rungs(plan.quantized_sites, plan.device or timed), plan)
 
 
 def check_patterns(model: ModelArtifact, options: PlanOptions) -> None:
@@ -140,14 +136,13 @@ def refine_fast_plans(
     recipes: Sequence[Recipe],
     options: PlanOptions,
 ) -> tuple[PrecisionPlan, ...]:
-    """Return refinements of `fp8-fast` worth building and timing, the most informative first: ``fp8-fast-1``,
-    ….
+    """Return refinements of `fp8-fast` worth building and timing, the most informative first.
 
-    Each toggles the sites of one tensor and is otherwise the best inside the budget (`search.neighbours`).
-    Arguments and errors are those of `make_plans`.
+    Each, ``fp8-fast-1``, …, toggles the sites of one tensor and is otherwise the best inside the budget
+    (`search.neighbours`). Arguments and errors are those of `make_plans`.
     """
-    planner = _Planner(model, profile, outputs, tuple(recipes), options)
-    return tuple(plan for known in options.devices for plan in planner.refinements(known, REFINEMENTS))
+    planner = _Planner(model, profile, outputs, recipes, options)
+    return tuple(plan for known in options.devices for plan in planner.refinements(known))
 
 
 def open_verdicts(
@@ -158,8 +153,7 @@ def open_verdicts(
 ) -> tuple[str, ...]:
     """Return the sites whose verdict more rows could still change, in the model's order.
 
-    Raises ConfigError if a pattern matches nothing; PlanningError if the profile lacks a site of the model,
-    or an output.
+    Errors are those of `make_plans`.
     """
     options = options or PlanOptions()
     nodes = (node.name for node in GraphModel.load(model.path).nodes) if options.keep else ()
@@ -180,7 +174,7 @@ class _Planner:
         model: ModelArtifact,
         profile: Profile,
         outputs: tuple[OutputSpec, ...],
-        recipes: tuple[Recipe, ...],
+        recipes: Sequence[Recipe],
         options: PlanOptions,
     ) -> None:
         self.model, self.profile, self.outputs, self.options = model, profile, outputs, options
@@ -192,10 +186,9 @@ class _Planner:
         self.costs = Costs(profile, outputs)
         named, forced = wishes(model, graph, options.keep, options.force, options.exported)
         self.kept, self.forced = named.sites, forced.sites
-        self.notes = (*nothing_left("plan.keep", named.nothing), *nothing_left("plan.force", forced.nothing))
+        self.notes = [*nothing_left("plan.keep", named.nothing), *nothing_left("plan.force", forced.nothing)]
         self.judgements = judge(model.sites, self.kept, profile, outputs, options.confidence)
         self.bases = Bases(graph, profile.tensors, options.protect, named.nodes, self.forced)
-        self.left_out: list[str] = []
 
     def plans(self, plan_id: str) -> Iterator[PrecisionPlan]:
         """Yield the plans of that id: one, or of `FAST` one for each device on which it saves time."""
@@ -210,20 +203,20 @@ class _Planner:
                 continue
             search = self._searches[known.device]
             if search.note:
-                self.left_out.append(f"plan {FAST}: {search.note}")
+                self.notes.append(f"plan {FAST}: {search.note}")
             if search.saves:
                 yield self._fast_plan(self._fast_id(known.device), search, search.best)
             else:
                 self._leave_out(search.why_nothing())
 
     def _leave_out(self, reason: str) -> None:
-        self.left_out.append(f"plan {FAST} is left out: {reason}")
+        self.notes.append(f"plan {FAST} is left out: {reason}")
 
-    def refinements(self, known: DeviceTimings, count: int) -> Iterator[PrecisionPlan]:
+    def refinements(self, known: DeviceTimings) -> Iterator[PrecisionPlan]:
         """Yield numbered refinements for one device; none without kernel times of it."""
         if known.timings:
             search = self._searches[known.device]
-            for number, chosen in enumerate(search.refinements(count), start=1):
+            for number, chosen in enumerate(search.refinements(), start=1):
                 yield self._fast_plan(f"{self._fast_id(known.device)}-{number}", search, chosen)
 
     @property
@@ -231,21 +224,17 @@ class _Planner:
         """Savings at each site that could be quantized, on each device with kernel times."""
         return tuple(speeds.speed(site) for speeds in self._site_speeds.values() for site in speeds.sources)
 
-    def start(self, plan: PrecisionPlan | None) -> LadderStart:
-        """Return the ladder over the sites of a plan, or over all that may be quantized."""
-        ladder = Ladder(self.model, self.profile, self.outputs, self.speeds, self.forced)
-        timed = next((known.device for known in self.options.devices if known.timings), "")
-        if plan is None:
-            plan = self._quantized_plan(
-                f"{self.precision}-safe", {site.name: self._kept_out(site) for site in self.model.sites}
-            )
-        return LadderStart(ladder, ladder.rungs(plan.quantized_sites, plan.device or timed), plan)
+    def largest(self) -> PrecisionPlan:
+        """Return the plan with all sites quantized that may be."""
+        obstacles = {site.name: self._kept_out(site) for site in self.model.sites}
+        return self._quantized_plan(f"{self.precision}-safe", obstacles)
 
     def _plan_of(self, plan_id: str) -> PrecisionPlan:
         simple = {"fp32": Precision.FP32, "bf16": Precision.BF16, "fp16": Precision.FP16}
         if plan_id in simple:
             base = self.bases.fixed(simple[plan_id])
-            return self._plan(plan_id, base, tuple(self._base_decision(s, base) for s in self.model.sites))
+            decisions = (self._decision(s, base, is_judged=False) for s in self.model.sites)
+            return self._plan(plan_id, base, tuple(decisions))
         if plan_id not in _QUANTIZED:
             raise ConfigError(
                 f"E0707 unknown plan '{plan_id}'",
@@ -262,7 +251,7 @@ class _Planner:
         quantized = {s.name: self._quantized(s, climb) for s in self.model.sites if obstacles[s.name] is None}
         base = self._base_of(quantized)
         decisions = tuple(
-            self._site_decision(s, quantized.get(s.name), obstacles[s.name], base) for s in self.model.sites
+            self._decision(s, base, quantized.get(s.name), obstacles[s.name]) for s in self.model.sites
         )
         return self._plan(plan_id, base, decisions)
 
@@ -314,15 +303,9 @@ class _Planner:
         forced = tuple(site.name for site in self.model.sites if site.name in self.forced)
         risk = 1.0 - self.options.confidence
         return {
-            device: FastSearch(
-                [n for n in free if n not in self._fused(device)], forced, speeds, self.costs, risk
-            )
+            device: FastSearch([n for n in free if n not in speeds.fused], forced, speeds, self.costs, risk)
             for device, speeds in self._site_speeds.items()
         }
-
-    def _fused(self, device: str) -> Mapping[str, str]:
-        """Return the sites that are faster inside a larger kernel, by name with that kernel's."""
-        return next(known.fused for known in self.options.devices if known.device == device)
 
     def _fast_id(self, device: str) -> str:
         """Return `FAST`, with the device where there are several."""
@@ -334,7 +317,7 @@ class _Planner:
         }
         base = self._base_of(quantized)
         decisions = tuple(
-            self._site_decision(site, quantized.get(site.name), self._why_out(site, search, chosen), base)
+            self._decision(site, base, quantized.get(site.name), self._why_out(site, search, chosen))
             for site in self.model.sites
         )
         return replace(self._plan(plan_id, base, decisions), device=search.speeds.device)
@@ -351,45 +334,46 @@ class _Planner:
         obstacle = self._obstacle(site, FAST)
         if obstacle or site.name not in self.flops or site.name in self.kept:
             return obstacle or ""
-        kernel = self._fused(search.speeds.device).get(site.name)
+        kernel = search.speeds.fused.get(site.name)
         if kernel is not None:
             return f"slow: FP8 would break up the kernel '{kernel}', which computes it with its neighbours; "
         return f"{search.why_out(site.name, chosen)}; "
 
-    def _base_decision(self, site: Site, base: Base) -> Decision:
-        if site.name in base.wide:
-            return Decision(site.name, Precision.FP32, None, Verdict.NOT_JUDGED, base.wide[site.name])
-        if site.kind is SiteKind.NORM and base.precision is not Precision.FP32:
-            return self._norm_decision(site, base)
-        reason = f"the plan runs everything in {base.precision}"
-        return Decision(site.name, base.precision, None, Verdict.NOT_JUDGED, reason)
-
-    def _norm_decision(self, site: Site, base: Base) -> Decision:
-        if site.name in self.kept:
-            return Decision(
-                site.name, Precision.FP32, None, Verdict.NOT_JUDGED, f"kept by '{self.kept[site.name]}'"
-            )
-        judgement = self.judgements[site.name]
-        precision = base.precision if judgement.verdict is Verdict.SAFE else Precision.FP32
-        tried = self.costs.of_site(site.name, self.outputs[0]).recipe
-        reason = judgement.reason if tried == base.precision else f"{judgement.reason}; measured in {tried}"
-        return Decision(site.name, precision, None, judgement.verdict, reason)
-
-    def _site_decision(
-        self, site: Site, quantized: Decision | None, obstacle: str | None, base: Base
+    def _decision(
+        self,
+        site: Site,
+        base: Base,
+        quantized: Decision | None = None,
+        obstacle: str | None = None,
+        *,
+        is_judged: bool = True,
     ) -> Decision:
-        if site.name in base.wide:
-            return Decision(site.name, Precision.FP32, None, Verdict.NOT_JUDGED, base.wide[site.name])
-        if site.kind is SiteKind.NORM:
-            return self._norm_decision(site, base)
+        """Return the decision of a site: `quantized`, or the base precision; in `fp32`, `bf16` and `fp16` it
+        is not judged, unless it is a norm.
+        """
+        name, precision = site.name, base.precision
+        if name in base.wide:
+            return Decision(name, Precision.FP32, None, Verdict.NOT_JUDGED, base.wide[name])
+        if site.kind is SiteKind.NORM and (is_judged or precision is not Precision.FP32):
+            return self._norm_decision(name, precision)
+        if not is_judged:
+            reason = f"the plan runs everything in {precision}"
+            return Decision(name, precision, None, Verdict.NOT_JUDGED, reason)
         if quantized is not None:
             return quantized
-        judgement = self.judgements[site.name]
-        if site.name in self.kept:
-            obstacle = f"kept in {base.precision} by '{self.kept[site.name]}'; "
-        return Decision(
-            site.name, base.precision, None, judgement.verdict, f"{obstacle or ''}{judgement.reason}"
-        )
+        judgement = self.judgements[name]
+        if name in self.kept:
+            obstacle = f"kept in {precision} by '{self.kept[name]}'; "
+        return Decision(name, precision, None, judgement.verdict, f"{obstacle or ''}{judgement.reason}")
+
+    def _norm_decision(self, name: str, base: Precision) -> Decision:
+        if name in self.kept:
+            return Decision(name, Precision.FP32, None, Verdict.NOT_JUDGED, f"kept by '{self.kept[name]}'")
+        judgement = self.judgements[name]
+        tried = self.costs.of_site(name, self.outputs[0]).recipe
+        reason = judgement.reason if tried == base else f"{judgement.reason}; measured in {tried}"
+        precision = base if judgement.verdict is Verdict.SAFE else Precision.FP32
+        return Decision(name, precision, None, judgement.verdict, reason)
 
     def _obstacle(self, site: Site, plan_id: str) -> str | None:
         """Return why a site is not quantized, as a prefix of its verdict; None when it is."""
@@ -403,9 +387,7 @@ class _Planner:
         return None if site.name in climb.sites else f"{_beyond_rung(climb)}; "
 
     def _kept_out(self, site: Site, *, takes_thin: bool = False) -> str | None:
-        """Return why a site may not be quantized whatever it costs, as a prefix of its verdict; None where it
-        may.
-        """
+        """Return why a site may not be quantized whatever it costs, as a prefix; None where it may."""
         name, no_integers = self.precision.upper(), self._no_integers(site)
         if no_integers or site.name in self.forced:
             return no_integers
@@ -420,9 +402,7 @@ class _Planner:
         return None
 
     def _no_integers(self, site: Site) -> str | None:
-        """Return why ONNX Runtime does not multiply a site in INT8, as a prefix; None where it does, and in
-        FP8.
-        """
+        """Return why ONNX Runtime does not multiply a site in INT8, as a prefix; None else, and in FP8."""
         weight = site.weight
         if weight is None or self.precision is not Precision.INT8:
             return None

@@ -1,7 +1,7 @@
-"""Search the FP8 sites that save the most time inside the accuracy budget.
+"""Search the FP8 sites that save the most time inside the accuracy budget: the plan `fp8-fast` of a device.
 
-Values and costs belong to groups. Each site saves the time of its product; each quantized tensor costs its
-quantize step once, whoever reads it, or nothing where the kernel in front of it quantizes as well:
+Each site saves the time of its product; each quantized tensor costs its quantize step once, whoever reads it,
+or nothing where the kernel in front of it quantizes as well:
 
     value(S) = Σ_{i ∈ S} saved(i) − Σ_{t read by S} quantize(t),
 
@@ -17,28 +17,38 @@ and y ≥ Σ z of each site that reads a tensor (less Σ z of the site that make
 which HiGHS solves exactly (`scipy.optimize.milp`, gap 0), or as far as it gets in `SECONDS`: `Solution` says
 which. A unit of more than `LARGEST_UNIT` sites has a variable for each site and one for all of them: (Σ√c)² ≤
 |S|·Σc (Cauchy, Schwarz) bounds the cost of a part.
+
+Costs are upper ends that hold simultaneously (Bonferroni: one bound for each measured unit and, in units of
+several sites, for each site and output), on the output where the cost is largest. So the chance that the
+chosen sites exceed the allowance is at most half of the risk, and the search may see all bounds first. Sites
+that do not pay spend nothing, so a site beyond its share in `fp8-safe` may be chosen here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations
 from math import fsum, sqrt
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from loka_onnx.core.plan import SpeedVerdict
 from loka_onnx.errors import InternalError
+from loka_onnx.planning.costs import Costs
+from loka_onnx.planning.judging import units_of
+from loka_onnx.planning.site_speed import SiteSpeeds
 
 Sites = frozenset[str]
 CostOf = Callable[[Sites], float]
 
 LARGEST_UNIT = 8
 """Sites of a unit up to which each of its subsets has a variable: 255 of them."""
+REFINEMENTS = 4
+"""Plans beside `fp8-fast` that are worth building and timing."""
 SECONDS = 30.0
 """Time limit of one search; what was found by then stands."""
 _LIMIT_REACHED = 1
@@ -127,12 +137,6 @@ class Solution:
     is_proven: bool = True
 
 
-def solve(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Sites | None:
-    """Return the sites of `search`, or None."""
-    solution = search(problem, fixed)
-    return None if solution is None else solution.sites
-
-
 def search(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Solution | None:
     """Return the sites that save the most time inside the budget, as far as `SECONDS` go.
 
@@ -165,23 +169,22 @@ def neighbours(
     prospects = {tensor: _Prospect.of(problem, tensor, chosen) for tensor in problem.readers}
     for tensor in sorted(prospects, key=lambda tensor: prospects[tensor].order):
         readers = problem.readers[tensor] - set(fixed)
-        if len(choices) == count or not readers or not prospects[tensor].may_save:
+        prospect = prospects[tensor]
+        if len(choices) == count or not readers or not (prospect.is_open or prospect.net > 0.0):
             continue
         if readers & chosen:
             toggled = dict.fromkeys(sorted(readers), False)
         else:
             toggled = {max(sorted(readers), key=lambda site: problem.by_site[site].saved): True}
-        other = solve(problem, {**fixed, **toggled})
-        if other is not None and other != chosen and other not in choices:
-            choices.append(other)
+        other = search(problem, {**fixed, **toggled})
+        if other is not None and other.sites != chosen and other.sites not in choices:
+            choices.append(other.sites)
     return tuple(choices)
 
 
 @dataclass(frozen=True)
 class _Prospect:
-    """Net saving of the sites of one tensor that save time, less the quantize step,
-    and its standard error.
-    """
+    """Net saving of the sites of one tensor that save time, with its standard error."""
 
     tensor: str
     net: float
@@ -198,10 +201,6 @@ class _Prospect:
     def is_open(self) -> bool:
         """True if the sign is uncertain by one standard error."""
         return abs(self.net) < self.error
-
-    @property
-    def may_save(self) -> bool:
-        return self.is_open or self.net > 0.0
 
     @property
     def order(self) -> tuple[bool, float, str]:
@@ -291,21 +290,130 @@ def _without_idle(problem: Problem, chosen: Sites, fixed: Mapping[str, bool]) ->
 
 
 class _Rows:
+    """Rows of a constraint; one without entries that cannot hold makes the whole infeasible."""
+
     def __init__(self, width: int) -> None:
         self._width = width
-        self._entries: list[tuple[int, int]] = []
-        self._values: list[float] = []
-        self._limits: list[tuple[float, float]] = []
+        self._rows: list[tuple[Mapping[int, float], float, float]] = []
 
     def add(self, row: Mapping[int, float], least: float, most: float) -> None:
-        """Add a row; one without entries that cannot hold makes the whole infeasible."""
-        self._entries += [(len(self._limits), at) for at in row]
-        self._values += row.values()
-        self._limits.append((least, most))
+        self._rows.append((row, least, most))
 
     def constraint(self) -> LinearConstraint:
-        at: npt.NDArray[np.int64] = np.array(self._entries, dtype=np.int64).reshape(-1, 2)
-        shape = (len(self._limits), self._width)
-        matrix = csr_array((np.array(self._values), (at[:, 0], at[:, 1])), shape=shape)
-        limits = np.array(self._limits)
+        entries = [(at, *entry) for at, (row, _, _) in enumerate(self._rows) for entry in row.items()]
+        rows, columns, values = np.array(entries).reshape(-1, 3).T
+        shape = (len(self._rows), self._width)
+        matrix = csr_array((values, (rows.astype(np.int64), columns.astype(np.int64))), shape=shape)
+        limits = np.array([limits for _, *limits in self._rows])
         return LinearConstraint(matrix, limits[:, 0], limits[:, 1])
+
+
+class FastSearch:
+    """The search over the sites of one model, on one device; `risk`: that any interval of costs fails."""
+
+    def __init__(
+        self, free: Sequence[str], forced: Sequence[str], speeds: SiteSpeeds, costs: Costs, risk: float
+    ) -> None:
+        self.speeds, self._costs = speeds, costs
+        timed = [site for site in free if site in speeds.known]
+        self._forced: Sites = frozenset(forced)
+        self._fixed = dict.fromkeys(sorted(self._forced), True)
+        sites = list(dict.fromkeys([*timed, *forced]))
+        units = units_of(sites, costs.groups)
+        measured = sum(costs.is_measured(unit) for unit in units)
+        parting = sum(len(unit) for unit in units if len(unit) > 1)
+        self._risk = risk / max(measured + parting * len(costs.outputs), 1)
+        self.problem = Problem(
+            items=tuple(self._item(site) for site in sites),
+            quantize={
+                speeds.sources[site].tensor: speeds.quantize_per_row(site)
+                for site in sites
+                if site in speeds.known
+            },
+            units=units,
+            cost=cache(self._cost),
+            makers={
+                source.tensor: source.made_by
+                for site, source in speeds.sources.items()
+                if site in sites and source.made_by in sites
+            },
+        )
+
+    @cached_property
+    def best(self) -> Sites:
+        """Sites that save the most time; the forced ones alone where those exceed the budget."""
+        return self._forced if self._found is None else self._found.sites
+
+    @cached_property
+    def _found(self) -> Solution | None:
+        return search(self.problem, self._fixed)
+
+    @property
+    def note(self) -> str:
+        """Caveat of `best`; empty where it is proven optimal."""
+        if self._found is None or self._found.is_proven:
+            return ""
+        return (
+            f"the search for {self.speeds.device} ended at its limit of {SECONDS:g} s: other sites inside of "
+            "the budget may save more time"
+        )
+
+    @property
+    def saves(self) -> bool:
+        """True if the best choice saves time at all."""
+        return bool(self.best) and self.problem.value(self.best) > 0.0
+
+    def refinements(self) -> tuple[Sites, ...]:
+        """Return other choices worth building."""
+        return neighbours(self.problem, self.best, REFINEMENTS, self._fixed)
+
+    def why_in(self, site: str, chosen: Sites) -> str:
+        """Return why a site is chosen."""
+        beside = len(chosen) - 1
+        together = (
+            f", at most {_percent(self.problem.spent(chosen))} together with the {beside} other"
+            f"{'s' if beside > 1 else ''} of this plan"
+            if beside
+            else ""
+        )
+        return f"{self._speed_of(site)}; {self._cost_in_words(site)}{together}"
+
+    def why_out(self, site: str, chosen: Sites) -> str:
+        """Return why a site is not chosen."""
+        speed = self.speeds.speed(site)
+        if speed.verdict is not SpeedVerdict.FAST:
+            return f"{'slow' if speed.verdict is SpeedVerdict.SLOW else 'not timed'}: {speed.reason}"
+        if not self.problem.fits(frozenset({site})):
+            return f"fast, but {self._cost_in_words(site)}; {speed.reason}"
+        if not self.problem.fits(chosen | {site}):
+            cost = self._cost_in_words(site)
+            return f"fast, but there is no room beside the sites that save more: {cost}; {speed.reason}"
+        return f"pays only together with others that read the tensor: {speed.reason}"
+
+    def why_nothing(self) -> str:
+        """Return the note of a plan that is left out."""
+        verdicts = [self.speeds.speed(item.site).verdict for item in self.problem.items]
+        fast = sum(verdict is SpeedVerdict.FAST for verdict in verdicts)
+        inside = "none of them fits the budget" if fast else "at none of them FP8 saves time"
+        count = f"of {len(verdicts)} sites with known times {fast} {'is' if fast == 1 else 'are'} fast"
+        return f"no set of sites inside of the budget saves time on {self.speeds.device}: {count}, {inside}"
+
+    def _item(self, site: str) -> Item:
+        if site not in self.speeds.known:
+            # Forced: it spends budget; its saving is unknown.
+            return Item(site, 0.0, 0.0, site)
+        speeds = self.speeds
+        return Item(site, speeds.saved_per_row(site), speeds.error_per_row(site), speeds.sources[site].tensor)
+
+    def _cost(self, sites: Sites) -> float:
+        return max(cost.most for cost in self._costs.of(sites, self._risk))
+
+    def _speed_of(self, site: str) -> str:
+        return self.speeds.speed(site).reason if site in self.speeds.known else "its time is not known"
+
+    def _cost_in_words(self, site: str) -> str:
+        return f"its KL is at most {_percent(self.problem.cost(frozenset({site})))} of what is allowed"
+
+
+def _percent(part: float) -> str:
+    return f"{100.0 * part:.3g} %"

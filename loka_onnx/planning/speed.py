@@ -105,8 +105,9 @@ class Speed:
         ratio = self.ratio(other)
         ours, theirs = _loads(self.latencies, batches), _loads(other.latencies, batches)
         loads = min(len(ours), len(theirs))
-        risk, rivals = self._risk(loads), [ours, theirs]
+        risk, rivals = RISK, [ours, theirs]
         if self.rivals:
+            risk = FIRST_RISK if loads <= FIRST_LOADS else LAST_RISK
             place = _timed_in(self.latencies, batches)
             timed = [rival for rival in self.rivals if set(batches) <= rival.keys()]
             rivals = [_loads(rival, batches) for rival in timed if _timed_in(rival, batches) == place]
@@ -114,7 +115,7 @@ class Speed:
             return Interval(ratio, ratio, ratio, 1.0 - risk, 0)
         middle = fmean(a - b for a, b in zip(ours[:loads], theirs[:loads], strict=True))
         pairs = max(1, len(rivals) * (len(rivals) - 1) // 2)
-        half = _spread(rivals).margin(loads, risk / pairs / self.contests)
+        half = _margin(rivals, loads, risk / pairs / self.contests)
         if half < _ROUNDING:
             return Interval(ratio, ratio, ratio, 1.0 - risk, loads)
         # The ratio of two medians may lie beside the mean over loads.
@@ -122,18 +123,11 @@ class Speed:
         return Interval(ratio, lower, upper, 1.0 - risk, loads)
 
     def is_slower(self, other: Speed, noise: float) -> bool:
-        """True if this engine is surely slower than another, by more than `noise`; timed apart, medians
-        decide.
-        """
+        """True if this engine is surely slower, by more than `noise`; timed apart, medians decide."""
         times = self.over(other)
         if times is None:
             return self.ratio(other) > 1.0 + noise
         return times.value > 1.0 + noise and times.lower > 1.0
-
-    def _risk(self, loads: int) -> float:
-        if not self.rivals:
-            return RISK
-        return FIRST_RISK if loads <= FIRST_LOADS else LAST_RISK
 
     def _in_common(self, other: Speed) -> tuple[int, ...]:
         batches = tuple(batch for batch in self.batches if batch in other.latencies)
@@ -163,46 +157,31 @@ def contenders(timed: Mapping[str, Sequence[Latency]], noise: float) -> tuple[st
             name: timed[name] for name, speed in speeds.items() if most and speed.latencies.keys() == most
         }
         return contenders(left, noise) if 1 < len(left) < len(timed) else ()
-    contests = [speeds]
-    contests += [{name: speed.at(batch) for name, speed in speeds.items()} for batch in batches]
-    close_ones: dict[str, None] = {}
-    for contest in contests:
-        fastest = min(contest, key=lambda name: contest[name].per_row_us)
-        close = [
-            name
-            for name, speed in contest.items()
-            if name != fastest and not speed.is_slower(contest[fastest], noise)
-        ]
-        close_ones |= dict.fromkeys((fastest, *close) if close else ())
+    close_ones: set[str] = set()
+    for contest in (speeds, *({name: speed.at(b) for name, speed in speeds.items()} for b in batches)):
+        fastest = contest[min(contest, key=lambda name: contest[name].per_row_us)]
+        close = {name for name, speed in contest.items() if not speed.is_slower(fastest, noise)}
+        close_ones |= close if len(close) > 1 else set()
     return tuple(name for name in timed if name in close_ones)
 
 
-@dataclass(frozen=True)
-class _Spread:
-    """Variance of one load's logarithm of the time, pooled over engines."""
+def _margin(engines: Sequence[Sequence[float]], loads: int, risk: float) -> float:
+    """Return the two-sided half width of the difference of two engines over so many loads.
 
-    variance: float
-    freedom: int
-
-    def margin(self, loads: int, risk: float) -> float:
-        """Return the two-sided half width of the difference of two engines over so many loads."""
-        if self.freedom < 1:
-            return inf
-        return float(stdtrit(self.freedom, 1.0 - risk / 2.0)) * sqrt(2.0 * self.variance / loads)
-
-
-def _spread(engines: Sequence[Sequence[float]]) -> _Spread:
-    """Return the spread of the additive model's residuals, of (engines, loads) logarithms of times."""
+    `engines` are (engines, loads) logarithms of times; residuals of the additive model are pooled over them.
+    """
     cells = [(e, load, value) for e, values in enumerate(engines) for load, value in enumerate(values)]
-    loads = max(map(len, engines))
-    design = np.zeros((len(cells), len(engines) + loads))
+    design = np.zeros((len(cells), len(engines) + max(map(len, engines))))
     for row, (engine, load, _) in enumerate(cells):
         design[row, engine] = design[row, len(engines) + load] = 1.0
     values = np.array([value for *_, value in cells])
     fitted, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
     freedom = len(cells) - int(rank)
+    if freedom < 1:
+        return inf
     residual = values - design @ fitted
-    return _Spread(float(residual @ residual) / freedom if freedom else inf, freedom)
+    variance = float(residual @ residual) / freedom
+    return float(stdtrit(freedom, 1.0 - risk / 2.0)) * sqrt(2.0 * variance / loads)
 
 
 def _timed_in(latencies: Mapping[int, Latency], batches: Sequence[int]) -> list[tuple[str, str]]:

@@ -58,9 +58,7 @@ class FittedBiases:
 
 @dataclass(frozen=True)
 class SiteMeans:
-    """Means over `rows` rows: of each site's output, bias included, in the shape of its correction; of each
-    score.
-    """
+    """Means over `rows` rows: of sites' outputs, biases included, in the shape of corrections; of scores."""
 
     sites: dict[str, Values]
     scores: dict[str, float]
@@ -211,9 +209,7 @@ class _Product:
 
 
 def _axes_of(graph: GraphModel, node: Node, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the axes of a site's output, its bias included, along which a correction of that shape is
-    constant.
-    """
+    """Return the axes of a site's output along which a correction of that shape is constant."""
     rank = len(shape_of(biased(graph, node)))
     padded = [1] * (rank - len(shape)) + list(shape)
     return tuple(axis for axis, length in enumerate(padded) if length == 1)

@@ -122,20 +122,10 @@ class ActivationSlots:
     survived: Slot
     smallest: float
 
-    def nonzeros(self, totals: BatchTotals) -> int:
-        """Return the number of nonzero elements."""
-        return round(totals.sum(self.nonzero).value / TINY)
-
-    def underflowed(self, totals: BatchTotals) -> int:
-        """Return the number of nonzero elements that became zero."""
-        return self.nonzeros(totals) - round(totals.sum(self.survived).value / self.smallest)
-
 
 @dataclass(frozen=True)
 class ErrorObserver:
-    """Error of one site under one recipe, or of a norm, which has a precision as
-    `recipe` and no activation.
-    """
+    """Error of one site under one recipe; a norm has a precision as `recipe`, and no activation."""
 
     site: str
     recipe: str
@@ -145,9 +135,13 @@ class ErrorObserver:
 
     def read(self, totals: BatchTotals) -> ErrorStats:
         """Return the error over all batches."""
-        activation = self.activation
-        saturated = activation.saturated if activation is not None else None
-        elements = totals.count(activation.count) if activation is not None else 0
+        saturated = elements = nonzero = survived = 0
+        if (activation := self.activation) is not None:
+            elements = totals.count(activation.count)
+            nonzero = round(totals.sum(activation.nonzero).value / TINY)
+            survived = round(totals.sum(activation.survived).value / activation.smallest)
+            if activation.saturated is not None:
+                saturated = round(totals.sum(activation.saturated).value)
         return ErrorStats(
             recipe=self.recipe,
             activation_scale=self.activation_scale,
@@ -156,9 +150,9 @@ class ErrorObserver:
             noise=totals.sum(self.output.noise),
             quantized=totals.sum(self.output.quantized),
             activation_count=elements,
-            saturated=round(totals.sum(saturated).value) if saturated is not None else 0,
-            underflowed=activation.underflowed(totals) if activation is not None else 0,
-            zeros=elements - activation.nonzeros(totals) if activation is not None else 0,
+            saturated=saturated,
+            underflowed=nonzero - survived,
+            zeros=elements - nonzero,
         )
 
 
@@ -262,9 +256,7 @@ class ErrorObserverBuilder:
         return self._activations[key]
 
     def _capped(self, values: Tensor, cap: float, name: str, is_signed: bool) -> Slot:
-        """Add the sum of min(|values|, cap): `cap` times the number of elements that are at least `cap`,
-        exactly.
-        """
+        """Add the sum of min(|values|, cap): exactly `cap` times the number of elements of at least `cap`."""
         magnitude = self._like(values, "Abs", [values], f"{name}.magnitude") if is_signed else values
         bounds = [self.model.constant(f"{name}.bound", np.array(b, dtype=np.float32)) for b in (0.0, cap)]
         capped = self._like(values, "Clip", [magnitude, *bounds], f"{name}.capped")
@@ -292,15 +284,18 @@ def observe_errors(
     scales: Scales,
     ranges: Mapping[str, RangeStats],
 ) -> tuple[ErrorObserver, ...]:
-    """Observe the output error of every site under every applicable recipe; of recipes with equal scales, the
-    first.
-    """
+    """Observe the error of every site under every applicable recipe; of equal recipes, the first."""
     builder = ErrorObserverBuilder(model, scales, ranges)
     for site in sites:
         if site.kind is SiteKind.NORM:
             builder.add_norm(site)
             continue
-        for recipe in _distinct(site, recipes_for(site, recipes), scales):
+        activations = [operand.tensor for operand in site.operands if not operand.constant]
+        distinct: dict[tuple[object, ...], Recipe] = {}
+        for recipe in recipes_for(site, recipes):
+            known = (recipe.scaling(scales, tensor) for tensor in activations)
+            distinct.setdefault((recipe.activation, recipe.weight, *known), recipe)
+        for recipe in distinct.values():
             builder.add_product(site, recipe)
     builder.reductions.finish()
     return tuple(builder.found)
@@ -317,14 +312,3 @@ def _repeats_a_constant(node: Node, site: Site) -> bool:
     """True if a site's activation is one parameter repeated for every example, as learned queries are."""
     source = producer(layout_root(node.inputs[site.activation.index]).tensor)
     return source is not None and source.op == "Expand" and is_constant(source.inputs[0])
-
-
-def _distinct(site: Site, recipes: Sequence[Recipe], scales: Scales) -> tuple[Recipe, ...]:
-    """Return recipes that differ at a site by their operands or by scales of its activations."""
-    activations = [operand.tensor for operand in site.operands if not operand.constant]
-    by_key: dict[tuple[object, ...], Recipe] = {}
-    for recipe in recipes:
-        known = (recipe.scaling(scales, tensor) for tensor in activations)
-        key = (recipe.activation, recipe.weight, *known)
-        by_key.setdefault(key, recipe)
-    return tuple(by_key.values())

@@ -1,7 +1,6 @@
 """The range, magnitude and error passes over the calibration split.
 
-Ranges come before errors because FP8 error depends on the scale and the scale on the final range. All passes
-stream: a batch leaves a few numbers per site and counts of magnitudes (`observers.sampling`).
+All passes stream: a batch leaves a few numbers per site and counts of magnitudes (`observers.sampling`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from loka_onnx.calibration.observers.magnitudes import observe_magnitudes
+from loka_onnx.calibration.observers.reductions import BatchTotals
 from loka_onnx.calibration.observers.sampling import sampling_stride
 from loka_onnx.calibration.observers.site_observers import observe_errors, observe_ranges
 from loka_onnx.calibration.passes.error_pass import ErrorTotals
@@ -25,17 +27,18 @@ from loka_onnx.calibration.passes.executors import (
     ReductionWork,
     Span,
     batch_numbers,
+    rows_of,
     spans_in_order,
     spans_in_random_order,
 )
-from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork, TensorRangeTotals
-from loka_onnx.calibration.passes.row_order import rows_of
+from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.progress import UNTIL, Progress, silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe, Scales
 from loka_onnx.core.site import Site
 from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
 from loka_onnx.data import Dataset
+from loka_onnx.errors import CalibrationError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.scale_choice import activation_scaling
 
@@ -59,7 +62,7 @@ class PassOptions:
         seed: Of the random order.
         sensitivity_rows: Most rows of the sensitivity pass; None for all.
         group: Column of rows that belong together; None where rows are independent.
-        draws: Noise seeds of the rounding (`effects.perturbation`); 1 for the scales themselves only.
+        draws: Noise seeds of the rounding (`observers.arithmetic`); 1 for the scales themselves only.
     """
 
     recipes: tuple[Recipe, ...] = (PER_TENSOR, PER_CHANNEL_WEIGHT)
@@ -160,13 +163,23 @@ class Probe:
         Raises CalibrationError if a tensor holds NaN.
         """
         graph = GraphModel.load(self.model.path)
-        totals = TensorRangeTotals(observe_magnitudes(graph))
+        observers, totals = observe_magnitudes(graph), BatchTotals()
         path = scratch / "magnitudes.onnx"
         graph.save(path)
         spans = spans_in_order(self.rows, self.options.batch_size)
         for step in self._run(ReductionWork(path), spans, "magnitudes"):
-            totals.add(step.result, step.where)
-        return totals.read()
+            values = step.result.value
+            if any(np.isnan(vector).any() for vector in values.values()):  # infinities are magnitudes
+                extremes = {o.tensor: [o.low.read(values), o.high.read(values)] for o in observers}
+                first = next(name for name, ends in extremes.items() if np.isnan(ends).any())
+                raise CalibrationError(
+                    f"E0507 tensor '{first}' is not a number in {step.where}",
+                    evidence=f"of {len(observers)} tensors it is the first",
+                    remedy="a model that makes NaN of these rows cannot be served: drop them, or mend the "
+                    "model",
+                )
+            totals.add(values, step.result.rows)
+        return {observer.tensor: observer.read(totals) for observer in observers}
 
     def errors(self, scratch: Path, ranges: Mapping[str, RangeStats], scales: Scales) -> MeasuredErrors:
         """Return the output error of every site under every recipe, over as many rows as the precision needs.

@@ -1,4 +1,4 @@
-"""Totals over batches of the range pass, and of the pass over magnitudes of all tensors (for FP16)."""
+"""Totals over batches of the range pass."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from loka_onnx.calibration.observers.batch_spread import SpreadTotals, without_columns
-from loka_onnx.calibration.observers.magnitudes import MagnitudeObserver
 from loka_onnx.calibration.observers.reductions import BatchTotals, Outputs, all_finite, reduced_only
-from loka_onnx.calibration.observers.sampling import Magnitudes, MagnitudeTotals, SampleObserver
+from loka_onnx.calibration.observers.sampling import (
+    Magnitudes,
+    MagnitudeTotals,
+    SampleObserver,
+    SpreadTotals,
+    without_columns,
+)
 from loka_onnx.calibration.observers.site_observers import RangeObserver, RangeSlots
 from loka_onnx.calibration.passes.executors import BatchResult, BatchWork
-from loka_onnx.core.statistics import RangeStats, TensorRange
+from loka_onnx.core.statistics import RangeStats
 from loka_onnx.data import Batch
 from loka_onnx.errors import CalibrationError
 from loka_onnx.numerics.histograms import histogram_of
@@ -122,32 +126,3 @@ class RangeTotals:
                     "model",
                 )
         raise AssertionError("every reduction belongs to an observer")
-
-
-class TensorRangeTotals:
-    """Adds up batches of magnitude observers, in place."""
-
-    def __init__(self, observers: tuple[MagnitudeObserver, ...]) -> None:
-        self.observers = observers
-        self._totals = BatchTotals()
-
-    def add(self, result: BatchResult[Outputs], where: str) -> None:
-        """Add one batch, which messages call `where`.
-
-        Raises CalibrationError if a tensor holds NaN. Infinities are magnitudes.
-        """
-        if any(np.isnan(values).any() for values in result.value.values()):
-            raise self._not_a_number(result.value, where)
-        self._totals.add(result.value, result.rows)
-
-    def read(self) -> dict[str, TensorRange]:
-        """Return the magnitudes of every tensor, by name."""
-        return {observer.tensor: observer.read(self._totals) for observer in self.observers}
-
-    def _not_a_number(self, reduced: Outputs, where: str) -> CalibrationError:
-        first = next(t for t in self.observers if np.isnan([t.low.read(reduced), t.high.read(reduced)]).any())
-        return CalibrationError(
-            f"E0507 tensor '{first.tensor}' is not a number in {where}",
-            evidence=f"of {len(self.observers)} tensors it is the first",
-            remedy="a model that makes NaN of these rows cannot be served: drop them, or mend the model",
-        )

@@ -28,10 +28,11 @@ from loka_onnx.calibration.passes.executors import (
     LocalExecutor,
     ReductionWork,
     Span,
+    first_rows,
+    scattered,
     spans_in_order,
 )
 from loka_onnx.calibration.passes.range_pass import RangeBatch, RangeTotals, RangeWork
-from loka_onnx.calibration.passes.row_order import first_rows, scattered
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.data import Dataset

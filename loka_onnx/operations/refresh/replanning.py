@@ -10,10 +10,9 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Protection
 from loka_onnx.core.profile import Profile
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.planning.base import Bases
+from loka_onnx.planning.base import Bases, ScaleReader
 from loka_onnx.planning.costs import Costs
 from loka_onnx.planning.fp16 import scale_fits
-from loka_onnx.planning.scales import ScaleReader
 
 
 def planned_recipe_ids(profile: Profile) -> dict[str, str]:

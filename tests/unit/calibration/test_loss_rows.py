@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loka_onnx.calibration.effects.loss_rows import as_scores, denominator_of, loss_rows
+from loka_onnx.calibration.effects.loss_totals import as_scores, denominator_of, loss_rows
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.errors import CalibrationError
 

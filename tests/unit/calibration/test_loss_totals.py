@@ -7,10 +7,10 @@ import pickle
 import numpy as np
 import pytest
 
-from loka_onnx.calibration.effects.loss_rows import LossRows
 from loka_onnx.calibration.effects.loss_totals import (
     BUCKETS,
     BucketTotals,
+    LossRows,
     OutputTotals,
     RowTotals,
     buckets_of,

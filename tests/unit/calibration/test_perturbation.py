@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from small_models import artifact_of
 
-from loka_onnx.calibration.effects.perturbation import draw_factors, moved, moved_activations
 from loka_onnx.calibration.effects.switchable import Switch, write_switchable
+from loka_onnx.calibration.observers.arithmetic import draw_factors, moved, moved_activations
 from loka_onnx.core.formats import E4M3FN
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.errors import ConfigError

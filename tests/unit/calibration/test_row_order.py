@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loka_onnx.calibration.passes.executors import Span
-from loka_onnx.calibration.passes.row_order import first_rows, rows_of, scattered
+from loka_onnx.calibration.passes.executors import Span, first_rows, rows_of, scattered
 
 
 def rows_in(spans: list[Span]) -> np.ndarray:

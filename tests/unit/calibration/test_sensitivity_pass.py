@@ -11,7 +11,6 @@ import pytest
 from small_models import LOGIT, SHARED, artifact_of, columns_of, dataset_of
 
 from loka_onnx.calibration.effects.loss_totals import buckets_of
-from loka_onnx.calibration.effects.perturbation import draw_factors
 from loka_onnx.calibration.effects.sensitivity import (
     OpenSites,
     Sensitivities,
@@ -19,6 +18,7 @@ from loka_onnx.calibration.effects.sensitivity import (
     SwitchedModel,
 )
 from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, write_switchable
+from loka_onnx.calibration.observers.arithmetic import draw_factors
 from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions
 from loka_onnx.core.artifact import OutputKind, OutputSpec

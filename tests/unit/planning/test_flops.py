@@ -10,7 +10,7 @@ from onnx import numpy_helper
 
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
-from loka_onnx.planning.flops import useful_flops
+from loka_onnx.planning.costs import useful_flops
 
 TEXT = """<ir_version: 10, opset_import: ["" : 21]> g (float[batch,32] x, float[batch,2,32] z)
 => (float[batch,48] y, float[batch,2,48] u) {

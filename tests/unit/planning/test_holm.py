@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loka_onnx.planning.holm import step_down
+from loka_onnx.planning.judging import step_down
 
 
 def textbook(p_values: dict[str, float], alpha: float) -> set[str]:

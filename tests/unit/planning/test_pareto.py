@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loka_onnx.errors import InternalError
-from loka_onnx.planning.pareto import Point, front
+from loka_onnx.planning.expected_latency import Point, front
 
 # Few values, so that ties in one and in both come up.
 VALUES = st.sampled_from([0.5, 1.0, 1.5, 2.0, inf])

@@ -36,7 +36,7 @@ def timing(kernel: Kernel, shape: Shape, us: float, spread: float | None = None)
 GRID = [Shape(m, n, k) for m in (256, 1024, 4096) for n in (64, 512, 4096) for k in (64, 512, 4096)]
 ALONE = [timing for timing in shipped_timings("nvidia-h100") if timing.kernel.name != PRODUCT]
 """Times of `PRODUCT` answer for the shapes that were measured only."""
-H100 = {model.kernel.name: model for model in TimeTable(ALONE).models}
+H100 = {model.kernel.name: model for model in TimeTable(ALONE).models.values()}
 
 
 def test_measured_shapes_answer_with_what_was_measured() -> None:
