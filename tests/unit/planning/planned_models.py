@@ -12,6 +12,7 @@ from onnx import numpy_helper
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.plan import Verdict
 from loka_onnx.core.profile import Profile, Sampling, SiteProfile
 from loka_onnx.core.ratio_moments import RatioMoments
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
@@ -20,6 +21,8 @@ from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.core.statistics import TensorRange
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
+from loka_onnx.planning.costs import LABELLED_ALLOWANCE
+from loka_onnx.planning.judging import SiteVerdict, judge
 
 CTR = OutputSpec("ctr", OutputKind.LOGIT, "clicked", budget=0.001)
 CVR = OutputSpec("cvr", OutputKind.LOGIT, "bought", budget=0.001)
@@ -136,3 +139,33 @@ def bare_profile(
         for name, by in kl.items()
     )
     return Profile("model", "data", 1, 1, sampling, False, entries, {}, {}, {}, tuple(groups))
+
+
+# Judging sites of a profile, in the words of the tests
+
+
+ALLOWED = CTR.budget * (1 - LABELLED_ALLOWANCE)
+
+Moments = Mapping[str, Mapping[str, RatioMoments]]
+
+
+def judged(
+    sites: Sequence[Site],
+    profile: Profile,
+    outputs: tuple[OutputSpec, ...] = (CTR,),
+    confidence: float = 0.95,
+) -> dict[str, SiteVerdict]:
+    return judge(sites, (), profile, outputs, confidence)
+
+
+def safe(sites: Sequence[Site], profile: Profile, outputs: tuple[OutputSpec, ...] = (CTR,)) -> set[str]:
+    return {name for name, found in judged(sites, profile, outputs).items() if found.verdict is Verdict.SAFE}
+
+
+def exactly(parts: Mapping[str, float]) -> Moments:
+    """KL without error, in parts of what is allowed."""
+    return {name: {"ctr": kl_of(part * ALLOWED)} for name, part in parts.items()}
+
+
+def moments_of(estimated: Mapping[str, tuple[float, float]]) -> Moments:
+    return {n: {"ctr": kl_of(v * ALLOWED, e * ALLOWED)} for n, (v, e) in estimated.items()}

@@ -12,16 +12,22 @@ from choice_cases import (
     PLANS,
     SPLITS,
     UNDECIDED,
+    WITHIN,
     Candidate,
     chosen,
     on_both,
     only,
+    plan,
+    reasons,
 )
 
+from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus
-from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Why
+from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, TargetChoice, Why
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import PlanSet
 from loka_onnx.errors import PlanningError
-from loka_onnx.planning.choice import MEASURED, OTHER_DEVICE, choose
+from loka_onnx.planning.choice import MEASURED, OTHER_DEVICE, PROVISIONAL, choose, not_certified
 
 NOTHING = "no engine of 'gpu' can be emitted"
 
@@ -143,3 +149,167 @@ def test_a_simulation_is_not_emitted_because_no_speed_is_known() -> None:
     # In simulation alone it is inside the budget, and there is no engine for it.
     target = only(replace(FP32, counts=False), simulation)
     assert target.plan == "fp32"
+
+
+# What misses on certification goes one rung back, twice at most; then comes the exact model
+
+
+SECOND = replace(plan("fp8-safe-attempt-2", Precision.BF16, 0.5), instead_of="fp8-safe")
+THIRD = replace(plan("fp8-safe-attempt-3", Precision.BF16, 0.3), instead_of="fp8-safe-attempt-2")
+WITH_LOWER = PlanSet((*PLANS.plans, SECOND, THIRD))
+SAFE, LOWER, LOWEST = (
+    Candidate("fp8-safe", 100),
+    Candidate("fp8-safe-attempt-2", 110),
+    Candidate("fp8-safe-attempt-3", 120),
+)
+MISSED = (UNDECIDED,)
+
+
+def judged(*pairs: tuple[Candidate, tuple[str, ...]]) -> tuple[TargetChoice, tuple[str, ...]]:
+    """The choice, and plans that a further attempt is due for; accuracy on certification beside each."""
+    first, second = SPLITS
+    evaluations = EvaluationSet(
+        (
+            *(candidate.evaluation(first) for candidate, _ in pairs),
+            *(replace(candidate, accuracy=found).evaluation(second) for candidate, found in pairs),
+        )
+    )
+    engines = [candidate.engine() for candidate, _ in pairs]
+    choice = choose(engines, evaluations, WITH_LOWER)
+    assert serde.loads(Choice, serde.dumps(choice)) == choice
+    (target,) = choice.targets
+    due = not_certified(engines, evaluations, WITH_LOWER)
+    return target, tuple(engine.plan for engine in due)
+
+
+OTHERS = ((FP32, (WITHIN,)), (BF16, (WITHIN,)))
+
+
+def test_what_holds_is_the_first_attempt() -> None:
+    target, due = judged((SAFE, (WITHIN,)), *OTHERS)
+    assert (target.plan, target.missed, due) == ("fp8-safe", (), ())
+
+
+def test_a_miss_goes_one_rung_back_and_not_to_the_exact_model() -> None:
+    target, due = judged((SAFE, MISSED), (LOWER, (WITHIN,)), *OTHERS)
+    assert (target.plan, due) == ("fp8-safe-attempt-2", ())
+    assert target.missed == (SAFE.engine().id,)
+    why = {loser.engine: loser.why for loser in target.losers}
+    assert why[SAFE.engine().id] is Why.NOT_CERTIFIED
+
+
+def test_the_third_attempt_is_the_last_and_then_comes_the_exact_model() -> None:
+    target, due = judged((SAFE, MISSED), (LOWER, (BEYOND,)), *OTHERS)
+    assert (target.plan, due) == ("fp32", ("fp8-safe-attempt-2",))
+    target, _ = judged((SAFE, MISSED), (LOWER, (BEYOND,)), (LOWEST, (WITHIN,)), *OTHERS)
+    assert target.plan == "fp8-safe-attempt-3"
+    assert target.missed == (SAFE.engine().id, LOWER.engine().id)
+    target, _ = judged((SAFE, MISSED), (LOWER, (BEYOND,)), (LOWEST, MISSED), *OTHERS)
+    assert target.plan == "fp32"
+    assert len(target.missed) == 3
+
+
+def test_a_lower_rung_that_selection_does_not_take_is_no_attempt() -> None:
+    beyond = replace(LOWER, accuracy=(BEYOND,))
+    target, due = judged((SAFE, MISSED), (beyond, ()), *OTHERS)
+    assert (target.plan, target.missed) == ("fp32", (SAFE.engine().id,))
+    assert due == ("fp8-safe-attempt-2",)
+
+
+def test_a_lower_rung_never_competes_with_what_it_stands_in_for() -> None:
+    """It may be faster by luck: it was not among those that selection chose from."""
+    fast = replace(LOWER, us=50.0)
+    target, _ = judged((SAFE, (WITHIN,)), (fast, (WITHIN,)), *OTHERS)
+    assert target.plan == "fp8-safe"
+
+
+@pytest.mark.parametrize("lower", [(), ((LOWER, (WITHIN,)),)])
+def test_attempts_where_the_device_is_elsewhere(lower: tuple[tuple[Candidate, tuple[str, ...]], ...]) -> None:
+    """The plan's simulation on this host is held against certification."""
+    away = {"status": BuildStatus.BUILT_NOT_RUN, "us": None, "backend": "rtx"}
+    here = {"target": "cpu", "backend": "ort", "architecture": "cpu"}
+    pairs = [(SAFE, MISSED), *lower, (FP32, (WITHIN,))]
+    first, second = SPLITS
+    simulated = [(replace(c, **here, simulated=c.plan != "fp32"), found) for c, found in pairs]
+    built = [replace(c, **away) for c, _ in pairs]
+    evaluations = EvaluationSet(
+        (
+            *(c.evaluation(first) for c, _ in simulated),
+            *(replace(c, accuracy=found).evaluation(second) for c, found in simulated),
+        )
+    )
+    engines = [c.engine() for c in (*(c for c, _ in simulated), *built)]
+    target = next(t for t in choose(engines, evaluations, WITH_LOWER).targets if t.target == "gpu")
+    due = [engine.plan for engine in not_certified(engines, evaluations, WITH_LOWER)]
+    if lower:
+        assert (target.plan, due) == ("fp8-safe-attempt-2", [])
+    else:
+        assert (target.plan, due) == ("fp32", ["fp8-safe"])
+    assert len(target.missed) == 1
+
+
+# The choice for hardware that is not here
+
+
+# Hardware that is not here ----------------------------------------------------------------------------
+
+
+def absent(plan_id: str, **more: object) -> Candidate:
+    return Candidate(plan_id, None, (), BuildStatus.BUILT_NOT_RUN, **more)  # type: ignore[arg-type]
+
+
+def simulated(plan_id: str, accuracy: str = WITHIN) -> Candidate:
+    return Candidate(
+        plan_id, 1, (accuracy,), backend="ort", architecture="cpu", simulated=plan_id != "fp32", target="cpu"
+    )
+
+
+def provisional(engines: list[Candidate], here: list[Candidate]) -> TargetChoice:
+    candidates = [*engines, simulated("fp32"), *here]
+    choice = chosen(*candidates)
+    assert [target.target for target in choice.targets] == ["gpu", "cpu"]
+    target = choice.targets[0]
+    assert target.basis == PROVISIONAL
+    assert len(target.losers) == len(engines) - 1
+    return target
+
+
+EVERY = [absent(p) for p in ("fp32", "bf16", "fp8-all", "fp8-safe")]
+
+
+def test_the_most_fp8_whose_simulation_is_inside_is_chosen_provisionally() -> None:
+    target = provisional(EVERY, [simulated("fp8-all", BEYOND), simulated("fp8-safe")])
+    assert target.plan == "fp8-safe"
+    assert "is not inside the budget" in reasons(target)["fp8-all"]
+
+
+def test_what_was_not_simulated_is_not_chosen() -> None:
+    target = provisional(EVERY, [simulated("fp8-safe", UNDECIDED)])
+    assert target.plan == "bf16"
+    assert "was not simulated" in reasons(target)["fp8-all"]
+
+
+def test_a_plan_that_one_engine_here_saw_beyond_the_budget_is_not_chosen() -> None:
+    real = Candidate("fp8-all", 1, (BEYOND,), target="cpu", backend="other", architecture="cpu")
+    target = provisional([absent("bf16"), absent("fp8-all")], [simulated("fp8-all"), real])
+    assert target.plan == "bf16"
+
+
+@pytest.mark.parametrize("fp32_here", [WITHIN, BEYOND])
+@pytest.mark.parametrize("bf16_here", [WITHIN, None])
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_exact_model_comes_last_whatever_was_seen_of_it(
+    fp32_here: str, bf16_here: str | None, order: int
+) -> None:
+    seen = {"fp32": fp32_here} | ({"bf16": bf16_here} if bf16_here else {})
+    here = [Candidate(p, 1, (s,), backend="ort", architecture="cpu", target="cpu") for p, s in seen.items()]
+    choice = chosen(*[absent("fp32"), absent("bf16"), absent("fp16")][::order], *here)
+    assert choice.targets[0].plan == "bf16"
+
+
+def test_a_simulation_must_hold_on_both_splits() -> None:
+    built = [absent("bf16").engine(), absent("fp8-all").engine()]
+    good, bad = simulated("fp8-all"), simulated("fp8-all", BEYOND)
+    for first, second, expected in ((good, good, "fp8-all"), (good, bad, "bf16"), (bad, good, "bf16")):
+        evaluations = EvaluationSet((first.evaluation("selection"), second.evaluation("certification")))
+        assert choose(built, evaluations, PLANS).targets[0].plan == expected

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from scipy.special import ndtr, ndtri
 
-from loka_onnx.core.artifact import OutputKind
+from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.evaluation import BudgetStatus, OutputEvaluation, PairedDifference, TaskMetrics
 from loka_onnx.core.intervals import Interval
 from loka_onnx.planning.climbing import (
@@ -55,7 +56,7 @@ class Rungs:
     """A ladder of one output whose rungs have a known KL."""
 
     kl: tuple[float, ...]
-    outputs: tuple[str, ...] = ("o0",)
+    outputs: ClassVar = {"o0": OutputSpec("o0", OutputKind.LOGIT, "y", budget=BUDGET)}
 
     @property
     def rungs(self) -> tuple[frozenset[str], ...]:
@@ -70,9 +71,6 @@ class Rungs:
 
     def share(self, rung: frozenset[str]) -> float:
         return len(rung) / (len(self.kl) - 1)
-
-    def budget(self, output: str) -> float:
-        return BUDGET
 
 
 @pytest.mark.parametrize("spread", [0.5, 1.0, 2.0])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from math import inf, nan, sqrt
+from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 from planned_models import CTR, CVR, UNITS, bare_profile, group, kl_of
 from scipy import stats
 
@@ -13,7 +16,9 @@ from loka_onnx.core.profile import Sampling
 from loka_onnx.core.ratio_moments import anytime_quantile
 from loka_onnx.core.sensitivity import Draws
 from loka_onnx.errors import PlanningError
-from loka_onnx.planning.costs import LABELLED_ALLOWANCE, Cost, Costs, allowed_kl
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.sites import find_sites
+from loka_onnx.planning.costs import LABELLED_ALLOWANCE, Cost, Costs, allowed_kl, useful_flops
 
 MEASURED = {"a": {"ctr": kl_of(4e-5, 1e-6)}, "b": {"ctr": kl_of(9e-5, 2e-6)}}
 A, BOTH = frozenset("a"), frozenset("ab")
@@ -134,3 +139,33 @@ def test_of_a_kl_that_is_not_a_number_nothing_is_known() -> None:
         profile = bare_profile({"a": {"ctr": kl_of(0.0)}}, draws=Draws(4, 0.0, 1.0, growth))
         (cost,) = Costs(profile, (CTR,)).of(A, 0.05)
         assert (cost.most, cost.least) == (inf, 0.0)
+
+
+# Zeros that mods put into weights are no arithmetic of the model
+
+
+TEXT = """<ir_version: 10, opset_import: ["" : 21]> g (float[batch,32] x, float[batch,2,32] z)
+=> (float[batch,48] y, float[batch,2,48] u) {
+[fc] y = Gemm<transB=1>(x, wt)
+[towers] u = MatMul(z, w)
+}"""
+
+
+def flops(w: np.ndarray, tmp_path: Path) -> dict[str, int]:  # type: ignore[type-arg]
+    model = onnx.parser.parse_model(TEXT)
+    for name, values in (("w", w), ("wt", np.ascontiguousarray(w.T))):
+        model.graph.initializer.append(numpy_helper.from_array(values, name))
+    onnx.save(model, tmp_path / "m.onnx")
+    graph = GraphModel.load(tmp_path / "m.onnx")
+    return {site.name: useful_flops(graph, site) for site in find_sites(graph)}
+
+
+def test_rows_and_columns_of_zeros_do_not_count(tmp_path: Path) -> None:
+    w = np.ones((32, 48), np.float32)
+    assert flops(w, tmp_path) == {"fc": 2 * 32 * 48, "towers": 2 * 2 * 32 * 48}
+    w[5, 7] = 0
+    assert flops(w, tmp_path)["fc"] == 2 * 32 * 48
+    w[16:] = 0
+    assert flops(w, tmp_path) == {"fc": 2 * 16 * 48, "towers": 2 * 2 * 16 * 48}
+    w[:, 40:] = 0
+    assert flops(w, tmp_path) == {"fc": 2 * 16 * 40, "towers": 2 * 2 * 16 * 40}

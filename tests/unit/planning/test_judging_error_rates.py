@@ -7,8 +7,7 @@ from math import sqrt
 
 import numpy as np
 import pytest
-from judged_sites import ALLOWED, judged, moments_of, safe
-from planned_models import bare_profile, group, kl_of, linear, norm
+from planned_models import ALLOWED, bare_profile, group, judged, kl_of, linear, moments_of, norm, safe
 
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.plan import Verdict

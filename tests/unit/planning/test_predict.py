@@ -169,7 +169,7 @@ def compared(
     *timings: KernelTiming, shape: Shape = HERE, scales: Granularity = PER_TENSOR
 ) -> tuple[float, float] | None:
     found = TimeTable(timings).compared("inductor", Precision.BF16, shape, Recipe.of(weight=scales))
-    return None if found is None else (found.base.us, found.quantized.us)
+    return None if found is None else (found[0].us, found[1].us)
 
 
 def test_what_engines_run_is_held_against_what_engines_run() -> None:

@@ -12,12 +12,17 @@ from hypothesis import strategies as st
 
 from loka_onnx.errors import InternalError
 from loka_onnx.planning import search
-from loka_onnx.planning.search import Item, Problem, Sites, neighbours, solve
+from loka_onnx.planning.search import Item, Problem, Sites, neighbours
 
 
 def subsets(sites: Sites) -> Iterator[Sites]:
     names = sorted(sites)
     return (frozenset(c) for size in range(len(names) + 1) for c in combinations(names, size))
+
+
+def solve(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Sites | None:
+    found = search.search(problem, fixed)
+    return None if found is None else found.sites
 
 
 def best_value(problem: Problem, fixed: Mapping[str, bool]) -> float | None:
