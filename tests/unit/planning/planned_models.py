@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx.parser
 from onnx import numpy_helper
@@ -27,7 +28,7 @@ from loka_onnx.planning.judging import SiteVerdict, judge
 CTR = OutputSpec("ctr", OutputKind.LOGIT, "clicked", budget=0.001)
 CVR = OutputSpec("cvr", OutputKind.LOGIT, "bought", budget=0.001)
 
-BODY = """
+TEXT = """(float[batch,32] x) => (float[batch,1] ctr) {
     [fc0] h = MatMul(x, w0)
     [ln] n = LayerNormalization(h, g)
     [fc1] a = MatMul(n, w1)
@@ -37,7 +38,7 @@ BODY = """
     f = Flatten(d)
     [fc2] b = MatMul(f, w2)
     [thin] ctr = MatMul(b, w3)
-"""
+}"""
 WEIGHTS = {"w0": (32, 64), "w1": (64, 16), "w2": (256, 16), "w3": (16, 1)}
 FLOPS = {"fc0": 2 * 32 * 64, "fc1": 2 * 64 * 16, "fc2": 2 * 256 * 16}
 """Per example, of the sites that can run in FP8."""
@@ -46,23 +47,29 @@ UNITS = 2**20
 FIXED = Sampling(UNITS, 1, UNITS)
 
 
+def graph_of(path: Path, text: str, constants: Mapping[str, npt.ArrayLike]) -> GraphModel:
+    """Write a model given as text; floating constants in FP32, ``__`` in a node's name stands for a slash."""
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> g {text}')
+    for name, given in constants.items():
+        values = np.asarray(given)
+        stored = values.astype(np.float32) if values.dtype == np.float64 else values
+        proto.graph.initializer.append(numpy_helper.from_array(stored, name))
+    for node in proto.graph.node:
+        node.name = node.name.replace("__", "/") or f"inner/{node.output[0]}"
+    onnx.save(proto, path)
+    return GraphModel.load(path)
+
+
+def artifact_of(path: Path, text: str, constants: Mapping[str, npt.ArrayLike]) -> ModelArtifact:
+    graph = graph_of(path, text, constants)
+    return ModelArtifact(path, graph.save(path), 21, (), (), find_sites(graph), "test")
+
+
 def write_model(folder: Path) -> ModelArtifact:
     """Sites fc0, ln, fc1, dot (an interaction), fc2 and thin (N = 1)."""
-    text = (
-        f'<ir_version: 10, opset_import: ["" : 21]> g (float[batch,32] x) => (float[batch,1] ctr) {{{BODY}}}'
-    )
-    proto = onnx.parser.parse_model(text)
     random = np.random.default_rng(0)
-    constants = {name: random.normal(size=shape).astype(np.float32) for name, shape in WEIGHTS.items()}
-    constants |= {"g": np.ones(64, np.float32)}
-    proto.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in constants.items())
-    proto.graph.initializer.append(numpy_helper.from_array(np.array([1]), "one"))
-    for node in proto.graph.node:
-        node.name = node.name or f"inner/{node.output[0]}"
-    path = folder / "model.onnx"
-    onnx.save(proto, path)
-    graph = GraphModel.load(path)
-    return ModelArtifact(path, graph.save(path), 21, (), (), find_sites(graph), "test")
+    constants = {name: random.normal(size=shape) for name, shape in WEIGHTS.items()}
+    return artifact_of(folder / "model.onnx", TEXT, constants | {"g": np.ones(64), "one": np.array([1])})
 
 
 def kl_of(value: float, error: float = 0.0, units: int = UNITS) -> RatioMoments:
@@ -139,9 +146,6 @@ def bare_profile(
         for name, by in kl.items()
     )
     return Profile("model", "data", 1, 1, sampling, False, entries, {}, {}, {}, tuple(groups))
-
-
-# Judging sites of a profile, in the words of the tests
 
 
 ALLOWED = CTR.budget * (1 - LABELLED_ALLOWANCE)

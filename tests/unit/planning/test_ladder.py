@@ -8,7 +8,7 @@ from math import sqrt
 
 import numpy as np
 import pytest
-from planned_models import CTR, CVR, FLOPS, group, kl_of, profile_of, write_model
+from planned_models import CTR, CVR, FLOPS, group, kl_of, profile_of
 
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, OutputKind
@@ -29,11 +29,6 @@ from loka_onnx.planning.ladder import ROOM, Ladder
 
 KL = {"fc0": kl_of(1e-4), "fc1": kl_of(4e-4), "fc2": kl_of(1e-4)}
 """Of a budget of 1e-3, of which half is allowed to KL. For each operation fc1 costs most, fc2 least."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelArtifact:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def plan(model: ModelArtifact, *fp8: str) -> PrecisionPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planned_models import CTR, FLOPS, kl_of, profile_of, write_model
+from planned_models import CTR, FLOPS, kl_of, profile_of
 
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
@@ -24,11 +24,6 @@ ALLOWED = CTR.budget * (1 - LABELLED_ALLOWANCE)
 TOTAL = sum(FLOPS.values())
 SCALE = 0.0078125
 """Of every activation in `profile_of`."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelArtifact:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def plan_of(
@@ -173,19 +168,22 @@ def test_a_forced_site_runs_in_fp8_whatever_its_verdict(model: ModelArtifact) ->
     assert plan.predicted_kl["ctr"] == pytest.approx(1.0)
 
 
-def test_a_pattern_that_matches_nothing_names_the_nearest_site(model: ModelArtifact) -> None:
+@pytest.mark.parametrize(
+    ("plan_id", "keep", "force", "code", "evidence"),
+    [
+        ("fp8-safe", ("dott",), (), "E0706", "the nearest of 6 sites is 'dot'"),
+        ("fp8-safe", ("fc*",), ("*2",), "E0705", "plan.keep has 'fc*', plan.force has '*2'"),
+        ("fp8-most", (), (), "E0707", "known are fp32, bf16, fp16, fp8-all, "),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    model: ModelArtifact,
+    plan_id: str,
+    keep: tuple[str, ...],
+    force: tuple[str, ...],
+    code: str,
+    evidence: str,
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan_of(model, {}, keep=("dott",))
-    assert caught.value.evidence == "the nearest of 6 sites is 'dot'"
-
-
-def test_a_site_both_kept_and_forced_is_refused(model: ModelArtifact) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan_of(model, {}, keep=("fc*",), force=("*2",))
-    assert caught.value.evidence == "plan.keep has 'fc*', plan.force has '*2'"
-
-
-def test_an_unknown_plan_is_refused(model: ModelArtifact) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan_of(model, {}, "fp8-most")
-    assert "unknown plan 'fp8-most'" in caught.value.what
+        plan_of(model, {}, plan_id, keep=keep, force=force)
+    assert caught.value.code == code and caught.value.evidence.startswith(evidence)

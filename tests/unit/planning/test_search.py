@@ -93,9 +93,8 @@ def problems(draw: st.DrawFn) -> Problem:
 def test_nothing_inside_the_budget_saves_more(problem: Problem, data: st.DataObject) -> None:
     fixed = data.draw(st.dictionaries(st.sampled_from(sorted(problem.by_site)), st.booleans(), max_size=2))
     found, best = solve(problem, fixed), best_value(problem, fixed)
-    if found is None or best is None:
-        assert found is None
-        assert best is None
+    assert (found is None) is (best is None)
+    if found is None:
         return
     assert problem.fits(found)
     assert all((site in found) is is_in for site, is_in in fixed.items())
