@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_probe_limits import HEAD, W1, artifact_of, data_of
+from small_models import TWO_SITES, W1, artifact_of, data_of
 
 from loka_onnx.calibration.passes.probe import MeasuredErrors, PassOptions, Probe, scales_of
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.errors import CalibrationError
 
-pytest.importorskip("onnxruntime")
-
-BODY = "[fc1] h = MatMul(x, w1)  r = Relu(h)  [fc2] y = MatMul(r, head)"
 ROWS = 60_000
 
 
@@ -21,7 +18,7 @@ EXACT = 448.0 * np.sign(W1)
 
 
 def measure(folder, x, options, executor=None, weight=W1):
-    artifact = artifact_of(folder, BODY, w1=weight, head=HEAD)
+    artifact = artifact_of(folder, TWO_SITES, w1=weight)
     seen: list[tuple[str, int, int]] = []
     probe = Probe(
         artifact,
@@ -97,7 +94,7 @@ def test_ranges_from_some_rows_are_those_of_a_draw_over_the_whole_file(rows, tmp
     """The largest values stand at the end: the first rows alone would miss them."""
     x = rows.copy()
     x[-4096 * 7 :] *= 10.0
-    artifact = artifact_of(tmp_path, BODY, w1=W1, head=HEAD)
+    artifact = artifact_of(tmp_path, TWO_SITES)
     seen: list[tuple[str, int, int]] = []
     some = Probe(
         artifact,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_probe_limits import HEAD, OUTPUTS, W1, artifact_of, data_of
+from small_models import LOGIT, TWO_SITES, W1, artifact_of, data_of
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.config import PlanConfig, ScaleRule
@@ -15,10 +15,6 @@ from loka_onnx.numerics.scale_choice import activation_scaling
 from loka_onnx.numerics.scales import weight_scales
 from loka_onnx.pipeline.plans import planned_recipes
 from loka_onnx.planning.policy import make_plans
-
-pytest.importorskip("onnxruntime")
-
-BODY = "[fc1] h = MatMul(x, w1)  r = Relu(h)  [fc2] y = MatMul(r, head)"
 
 
 def rows_with_outliers() -> np.ndarray:
@@ -32,11 +28,11 @@ def rows_with_outliers() -> np.ndarray:
 @pytest.mark.parametrize("format", list(FLOATS))
 def test_every_rule_is_measured_under_its_own_scale(format, tmp_path):
     x = rows_with_outliers()
-    artifact, data = artifact_of(tmp_path, BODY, w1=W1, head=HEAD), data_of(tmp_path, x)
+    artifact, data = artifact_of(tmp_path, TWO_SITES), data_of(tmp_path, x)
     recipes = planned_recipes(PlanConfig(format=Float8Format(format.name), scale=ScaleRule.BEST))
     assert len({recipe.id for recipe in recipes}) == 6
     profile = calibrate(
-        artifact, OUTPUTS, data, tmp_path, ProbeOptions(recipes=recipes, batch_size=512, threads=1)
+        artifact, (LOGIT,), data, tmp_path, ProbeOptions(recipes=recipes, batch_size=512, threads=1)
     )
     entry, w = profile.site("fc1"), W1.astype(np.float32)
     exact = x.astype(np.float64) @ w.astype(np.float64)
@@ -58,13 +54,13 @@ def test_every_rule_is_measured_under_its_own_scale(format, tmp_path):
 
 def test_the_plan_quantizes_with_the_scale_of_the_rule_that_won(tmp_path):
     """E4M3 has so little range that 3,000 times the rest pushes the rest under its normal numbers."""
-    artifact = artifact_of(tmp_path, BODY, w1=W1, head=HEAD)
+    artifact = artifact_of(tmp_path, TWO_SITES)
     data = data_of(tmp_path, rows_with_outliers())
     decided = {}
     for rule in ScaleRule:
         recipes = planned_recipes(PlanConfig(scale=rule))
-        profile = calibrate(artifact, OUTPUTS, data, tmp_path, ProbeOptions(recipes=recipes, threads=1))
-        decided[rule] = make_plans(artifact, profile, OUTPUTS, recipes).plan("fp8-all").decision("fc1")
+        profile = calibrate(artifact, (LOGIT,), data, tmp_path, ProbeOptions(recipes=recipes, threads=1))
+        decided[rule] = make_plans(artifact, profile, (LOGIT,), recipes).plan("fp8-all").decision("fc1")
         stats = profile.site("fc1").operands["x"]
         assert decided[rule].recipe is not None
         assert decided[rule].activation_scale == activation_scaling(stats, decided[rule].recipe).scale

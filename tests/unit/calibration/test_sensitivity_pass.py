@@ -15,6 +15,7 @@ from loka_onnx.calibration.effects.sensitivity import (
     OpenSites,
     Sensitivities,
     SensitivityPass,
+    StoppingSchedule,
     SwitchedModel,
 )
 from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, write_switchable
@@ -283,3 +284,34 @@ def test_a_loss_of_zero_is_refused(tmp_path):
     with pytest.raises(CalibrationError) as caught:
         world.measure(OutputSpec("y", OutputKind.LOGIT, "label", "weight"))
     assert "loss on output 'y' is 0" in caught.value.what
+
+
+# When verdicts are looked at
+
+
+def looked_at(limit: int, batch: int, may_stop: bool = True) -> list[int]:
+    looks, found, done = StoppingSchedule(limit, may_stop), [], 0
+    while done < limit:
+        done = min(done + batch, limit)
+        if looks.is_due(done):
+            looks.take(done)
+            found.append(done)
+    assert looks.taken == len(found)
+    return found
+
+
+def test_looks_come_at_4096_rows_and_then_at_half_as_many_again():
+    assert looked_at(30_000, 512) == [4096, 6144, 9216, 13824, 20992, 30_000]
+    # A million rows take fifteen.
+    assert len(looked_at(1_000_000, 512)) == 15
+    # A batch that is larger than the step between looks takes one for all.
+    assert looked_at(100_000, 20_000) == [20_000, 40_000, 60_000, 80_000, 100_000]
+
+
+def test_there_is_one_look_where_nobody_stops_or_the_data_end_first():
+    assert looked_at(30_000, 512, may_stop=False) == [30_000]
+    assert looked_at(4096, 512) == looked_at(4096, 4096) == [4096]
+    assert looked_at(300, 512) == [300]
+    assert not StoppingSchedule(4096, may_stop=True).may_stop_early
+    assert not StoppingSchedule(30_000, may_stop=False).may_stop_early
+    assert StoppingSchedule(4097, may_stop=True).may_stop_early

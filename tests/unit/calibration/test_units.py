@@ -23,14 +23,8 @@ def shared(folder, body: str = BODY, **recipes: Recipe) -> list[tuple[str | None
 
 def test_each_site_alone_and_then_those_that_read_one_tensor(tmp_path):
     found = units(tmp_path)
-    assert [u.sites for u in found] == [
-        ("left",),
-        ("right",),
-        ("norm",),
-        ("deep",),
-        ("head",),
-        ("left", "right"),
-    ]
+    alone = [("left",), ("right",), ("norm",), ("deep",), ("head",)]
+    assert [u.sites for u in found] == [*alone, ("left", "right")]
     assert [u.tensor for u in found] == [None] * 5 + ["x"]
     assert [u.recipe for u in found][2:] == ["bf16", PER_TENSOR.id, PER_TENSOR.id, "e4m3fn/amax"]
     assert [u.sites for u in found if not u.has_scales] == [("norm",)]
