@@ -17,11 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.effects.sensitivity import (
-    Sensitivities,
-    SensitivityPass,
-    SwitchedModel,
-)
+from loka_onnx.calibration.effects.sensitivity import Sensitivities, SensitivityPass, SwitchedModel
 from loka_onnx.calibration.effects.switchable import Switch
 from loka_onnx.calibration.observers.arithmetic import draw_factors
 from loka_onnx.calibration.observers.site_observers import recipes_for
@@ -147,11 +143,7 @@ def calibrate(
 
     ask = options.open_verdicts
     sensitivity = SensitivityPass(
-        SwitchedModel(model.path, switches, scales, outputs),
-        data,
-        options,
-        executor,
-        progress,
+        SwitchedModel(model.path, switches, scales, outputs), data, options, executor, progress
     )
     with clock.times("draws"):
         drawn = sensitivity.draws(scratch)

@@ -148,7 +148,7 @@ class Costs:
         if not self.is_measured(sites):
             # The order of a sum must not depend on the order of a set.
             return _at_most([self._cost(frozenset({name}), spec, risk) for name in sorted(sites)])
-        measured = self.of_group(sites, spec) if len(sites) > 1 else self.of_site(*sites, spec)
+        measured = self.of_group(sites, spec) if len(sites) > 1 else self.of_site(next(iter(sites)), spec)
         kl = self._sampling.interval_of(measured.kl_moments, 1.0 - risk)
         draws, few = measured.draws, measured.kl_moments.is_carried_by_few
         if draws is None or draws.kl_growth <= 1.0:

@@ -39,14 +39,7 @@ from loka_onnx.calibration.effects.loss_totals import (
 )
 from loka_onnx.calibration.effects.switchable import Switch, SwitchableFile, Unit, units_of, write_switchable
 from loka_onnx.calibration.observers.arithmetic import DRAW_ROWS, draw_factors
-from loka_onnx.calibration.passes.executors import (
-    BatchWork,
-    Executor,
-    Span,
-    first_rows,
-    rows_of,
-    scattered,
-)
+from loka_onnx.calibration.passes.executors import BatchWork, Executor, Span, first_rows, rows_of, scattered
 from loka_onnx.calibration.passes.probe import PassOptions
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.profile import Sampling, WeightedMean

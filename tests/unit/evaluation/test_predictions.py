@@ -41,12 +41,7 @@ def test_a_batch_of_one_row_keeps_its_axis():
 
 @pytest.mark.parametrize(
     ("value", "code"),
-    [
-        (np.float32(1), "E1015"),
-        (np.zeros((1, 3)), "E1015"),
-        (np.zeros((3, 2, 2)), "E1016"),
-        (None, "E1014"),
-    ],
+    [(np.float32(1), "E1015"), (np.zeros((1, 3)), "E1015"), (np.zeros((3, 2, 2)), "E1016"), (None, "E1014")],
 )
 def test_outputs_that_are_not_per_row_are_refused(value, code):
     with pytest.raises(EvaluationError) as caught:

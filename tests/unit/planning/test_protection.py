@@ -242,10 +242,7 @@ def test_an_fp16_model_that_would_overflow_does_not(model: ModelArtifact, tmp_pa
 @pytest.mark.parametrize("protect", [(), tuple(Protection)])
 @pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
 def test_nvidias_builder_accepts_what_is_protected(
-    base: Precision,
-    protect: tuple[Protection, ...],
-    model: ModelArtifact,
-    tmp_path: Path,
+    base: Precision, protect: tuple[Protection, ...], model: ModelArtifact, tmp_path: Path
 ) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     tensors = magnitudes_of(model, h0=TensorRange(7e4))

@@ -170,11 +170,7 @@ def test_uncertain_tensors_are_toggled_first_then_what_saves_most() -> None:
     problem = problem_of(saved, errors=errors)
     chosen = solve(problem)
     assert chosen == {"sure", "maybe_in"}
-    assert neighbours(problem, chosen, 9) == (
-        {"sure", "maybe_in", "maybe_out"},
-        {"sure"},
-        {"maybe_in"},
-    )
+    assert neighbours(problem, chosen, 9) == ({"sure", "maybe_in", "maybe_out"}, {"sure"}, {"maybe_in"})
 
 
 def test_the_room_of_a_site_that_is_toggled_out_is_used() -> None:
