@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,33 +95,24 @@ def calibrate(
     draw_factors(options.draws)
     sites = tuple(s for s in model.sites if options.only is None or s.name in options.only)
     executor = options.executor or LocalExecutor(options.threads)
-    clock = _Clock()
+    seconds: dict[str, ExactSum] = {}
     probe = Probe(model, sites, data, options, executor, progress)
-    with clock.times("ranges"):
+    with _timed(seconds, "ranges"):
         ranges = probe.ranges(scratch)
     tensors: dict[str, TensorRange] = {}
     if options.magnitudes:
-        with clock.times("magnitudes"):
+        with _timed(seconds, "magnitudes"):
             tensors = probe.magnitudes(scratch)
     scales = (
         scales_of(ranges, options.recipes)
         if options.scales is None
         else {rounding: dict(known) for rounding, known in options.scales.items()}
     )
-    with clock.times("errors"):
+    with _timed(seconds, "errors"):
         errors = probe.errors(scratch, ranges, scales)
     switches = tuple(Switch(s, _planned_recipe(s, options, errors.by_site[s.name])) for s in sites)
     graph = GraphModel.load(model.path)
-    entries = tuple(
-        SiteProfile(
-            site=site.name,
-            operands=_operand_ranges(graph, site, ranges),
-            errors=tuple(errors.by_site[site.name]),
-            sensitivities=(),
-            origins=site.merged_from,
-        )
-        for site in sites
-    )
+    operands = {site.name: _operand_ranges(graph, site, ranges) for site in sites}
     weights = tuple(sorted({o.tensor for site in sites for o in site.operands if o.constant}))
 
     def profile_of(measured: Sensitivities) -> Profile:
@@ -132,10 +123,19 @@ def calibrate(
             error_rows=errors.rows,
             sampling=measured.sampling,
             synthetic=options.synthetic,
-            sites=tuple(replace(e, sensitivities=measured.by_site[e.site]) for e in entries),
+            sites=tuple(
+                SiteProfile(
+                    site=site.name,
+                    operands=operands[site.name],
+                    errors=tuple(errors.by_site[site.name]),
+                    sensitivities=measured.by_site[site.name],
+                    origins=site.merged_from,
+                )
+                for site in sites
+            ),
             baseline_loss=measured.baseline_loss,
             scales=scales,
-            seconds=clock.seconds,
+            seconds=dict(seconds),
             groups=measured.groups,
             weights=weights,
             tensors=tensors,
@@ -145,26 +145,21 @@ def calibrate(
     sensitivity = SensitivityPass(
         SwitchedModel(model.path, switches, scales, outputs), data, options, executor, progress
     )
-    with clock.times("draws"):
+    with _timed(seconds, "draws"):
         drawn = sensitivity.draws(scratch)
-    with clock.times("sensitivity"):
+    with _timed(seconds, "sensitivity"):
         measured = sensitivity.measure(
             scratch, drawn, None if ask is None else lambda interim: ask(profile_of(interim))
         )
     return profile_of(measured)
 
 
-class _Clock:
-    """Wall time of passes, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, ExactSum] = {}
-
-    @contextmanager
-    def times(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.seconds = {**self.seconds, name: ExactSum.of((time.perf_counter() - began,))}
+@contextmanager
+def _timed(seconds: dict[str, ExactSum], name: str) -> Iterator[None]:
+    """Add the wall time of a pass."""
+    began = time.perf_counter()
+    yield
+    seconds[name] = ExactSum.of((time.perf_counter() - began,))
 
 
 def _planned_recipe(site: Site, options: ProbeOptions, errors: Sequence[ErrorStats]) -> Recipe:

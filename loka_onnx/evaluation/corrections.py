@@ -9,8 +9,7 @@ arithmetic. Each variant is paired with the FP32 reference, row by row, like an 
   Biases belong to all outputs: they are kept where every output has an admitted variant with them whose upper
   end is no higher than its best without them, and one has a lower one.
 
-The lowest of several upper ends is slightly optimistic, so the effect of a correction is read from the engine
-on the certification split.
+The lowest of several upper ends is slightly optimistic: the effect is read from the engine on certification.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Latency per request, by wall clock around the call that a server would make.
 
-A request comes either as arrays in host memory, as for a loaded bundle, and the copies to the device and back
-are timed; or as inputs that already lie on the device, handed over before the clock starts, and only the
-engine is timed.
+A request comes either as arrays in host memory, and the copies to the device and back are timed; or as inputs
+that already lie on the device, handed over before the clock starts.
 
 Several engines are timed in turns, one request each, so that clock drift and neighbours affect all of them
 alike. The order rotates by one engine every round, so that no engine always runs in the cache state left by
-the same other one. One load of an engine does not give the confidence of a comparison, however many requests
-it answers, because loads differ. `over_loads` combines several; each is a unit.
+the same other one. One load of an engine does not give the confidence of a comparison, because loads differ:
+`over_loads` combines several; each is a unit.
 """
 
 from __future__ import annotations

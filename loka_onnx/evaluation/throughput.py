@@ -8,14 +8,12 @@ arrival; a generator that waits for answers slows its own load down exactly when
 a thread, takes the next arrival in order: a first-come, first-served queue with as many servers as streams.
 
 **The verdict on a rate.** The 99th percentile is under the limit if at most 1 % of requests take longer.
-Latencies of neighbours in a queue are alike, so an interval for independent ones is too narrow: the upper end
-of that share uses means of consecutive batches of requests (Law, *Simulation Modeling and Analysis*, 5th
-edition, section 9.5.3), and is never below the exact binomial one (Clopper and Pearson, 1934). The first part
-of a trial, while the queue fills, is left out.
+Latencies of neighbours in a queue are alike, so the upper end of that share uses means of consecutive batches
+of requests (Law, *Simulation Modeling and Analysis*, 5th edition, section 9.5.3), and is never below the
+exact binomial one (Clopper and Pearson, 1934). The first part of a trial, while the queue fills, is left out.
 
-**The highest rate** is found by bisection. All trials have the same arrivals, stretched in time, so only the
-rate differs. As the best of several noisy trials, the result is confirmed under other arrivals, and lowered
-until it holds there.
+**The highest rate** is found by bisection; all trials have the same arrivals, stretched in time. As the best
+of several noisy trials, it is confirmed under other arrivals, and lowered until it holds there.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, Protection
@@ -34,6 +35,8 @@ class Base:
 class Bases:
     """Base precisions of one model.
 
+    `protected` nodes stay in FP32 in BF16 and FP16 plans alike, each with the reason.
+
     Args:
         model: The model after mods.
         tensors: Magnitudes of its tensors; empty where they were not measured.
@@ -52,17 +55,11 @@ class Bases:
     ) -> None:
         self._model, self._tensors = model, tensors
         # Of several reasons the first counts: the user's own.
-        self._protected = {node: f"kept by '{pattern}'" for node, pattern in named.items()}
+        self.protected = {node: f"kept by '{pattern}'" for node, pattern in named.items()}
         for wanted, find in ((Protection.LOGITS, logit_ends), (Protection.RESIDUAL, residual_streams)):
             for place in find(model) if wanted in protect else ():
                 if place.node not in forced:
-                    self._protected.setdefault(place.node, place.reason)
-        self._places: tuple[Unproven, ...] | None = None
-
-    @property
-    def protected(self) -> Mapping[str, str]:
-        """Nodes that stay in FP32 in BF16 and FP16 plans alike, each with the reason."""
-        return self._protected
+                    self.protected.setdefault(place.node, place.reason)
 
     def fixed(self, precision: Precision) -> Base:
         """Return the base that the user asked for.
@@ -72,33 +69,33 @@ class Bases:
         if precision is Precision.FP32:
             return Base(precision, {})
         if precision is Precision.BF16:
-            return Base(precision, self._protected)
-        wide = dict(self._protected)
-        for place in self._unproven():
+            return Base(precision, self.protected)
+        wide = dict(self.protected)
+        for place in self._unproven:
             for node in place.nodes:
                 wide.setdefault(node, place.reason)
         return Base(precision, wide)
 
     def chosen(self, quantized: Iterable[Decision]) -> Base:
-        """Return FP16 where the profile shows that it fits, scales of the `quantized` sites included, else
-        BF16.
+        """Return FP16 where the profile shows that it fits, scales of `quantized` sites included, else BF16.
 
         Raises PlanningError if the profile has no magnitudes.
         """
-        places = self._unproven()
+        places = self._unproven
         count = count_places(places)
         if count > FEW:
             reason = f"{count} places are not shown to fit fp16, first of them: {places[0].reason}"
-            return Base(Precision.BF16, self._protected, reason)
+            return Base(Precision.BF16, self.protected, reason)
         for decision in quantized:
             for scale in decision.scales:
                 if not scale_fits(scale):
                     reason = f"site '{decision.site}' has a scale of {scale:.4g}, which fp16 does not hold"
-                    return Base(Precision.BF16, self._protected, reason)
+                    return Base(Precision.BF16, self.protected, reason)
         but = f"; what does not ({count} of at most {FEW} places) stays in fp32" if count else ""
         reason = f"{MARGIN:g} times what was measured fits fp16{but}"
         return Base(Precision.FP16, self.fixed(Precision.FP16).wide, reason)
 
+    @cached_property
     def _unproven(self) -> tuple[Unproven, ...]:
         if not self._tensors:
             raise PlanningError(
@@ -106,9 +103,7 @@ class Bases:
                 evidence="it holds magnitudes of no tensor",
                 remedy="calibrate this model again, with fp16 among `plan.plans` or as `plan.base`",
             )
-        if self._places is None:
-            self._places = unproven_places(self._model, self._tensors, self._protected)
-        return self._places
+        return unproven_places(self._model, self._tensors, self.protected)
 
 
 class ScaleReader:
@@ -118,8 +113,7 @@ class ScaleReader:
         self._graph, self._scales = graph, profile.scales
 
     def scaled(self, decision: Decision, site: Site, recipe: Recipe) -> Decision:
-        """Return a decision with the scales of a site under a recipe: those of its first activation and of
-        its other operand.
+        """Return a decision with the scales of its first activation and of its other operand.
 
         The latter are one per output channel or one for the weight, or that of the second activation. Raises
         PlanningError if the profile holds none for an activation of the site.

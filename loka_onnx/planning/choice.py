@@ -2,25 +2,21 @@
 
 Accuracy is judged by the upper end of its interval, speed by latencies on the target. The selection split
 decides. Certification is used once, on rows that took no part in selection. An engine that misses there is
-replaced by a lower rung of its own ladder, which selection fixed (`climbing`: at most three attempts, which
-share its error), then by the exact model; never by the runner-up, which would make certification a second
-selection. High precision always competes, and FP32 is emitted when nothing is inside. An engine that is
-faster only by noise loses to one in higher precision (`planning.speed`). Where no engine could run on this
-host, or only on another device of the architecture, the choice is provisional and says so.
+replaced by a lower rung of its own ladder, which selection fixed (`climbing`), then by the exact model; never
+by the runner-up, which would make certification a second selection. An engine that is faster only by noise
+loses to one in higher precision (`planning.speed`). Where no engine could run on this host, or only on
+another device of the architecture, the choice is provisional and says so.
 
 The fallback is the exact model in FP32. Where that was not built, it is the most exact engine without FP8, if
-it is inside the budget on both splits. An engine seen outside the budget is never emitted: a user accepts it
-with a larger budget.
+it is inside the budget on both splits. An engine seen outside the budget is never emitted.
 
-**By batch size.** At one size another engine may be faster than the best over all sizes, because FP8's
-savings grow with the rows and the cost of quantizing does not. A second engine costs device memory and a
-start, so a size gets its own only where the whole interval of the gain lies above a margin. A routed engine
-that misses on certification loses its sizes to the main engine; this was fixed before certification.
+**By batch size.** At one size another engine may be faster than the best over all sizes. It costs device
+memory and a start, so a size gets its own only where the whole interval of the gain lies above a margin. A
+routed engine that misses on certification loses its sizes to the main engine.
 
-There is one choice per piece of hardware. A target is one piece, on which all its engines compete, although
-backends name the device differently (``cuda``, ``sm90``). Only where one backend builds a target for several
-architectures is there a choice for each; an engine of another backend with none of those architectures
-competes in all of them.
+There is one choice per piece of hardware. A target is one piece, although backends name the device
+differently (``cuda``, ``sm90``). Only where one backend builds a target for several architectures is there a
+choice for each; an engine of another backend with none of those architectures competes in all of them.
 """
 
 from __future__ import annotations
@@ -198,7 +194,7 @@ class _Measured:
             return self._fastest()
         winner = self._high_precision(self.ready)
         reason = f"no engine with a measured speed is inside the budget: the exact model, {winner.plan}"
-        if self.evidence.base(winner) is not Precision.FP32:
+        if self.evidence.plan(winner).base is not Precision.FP32:
             reason = (
                 "no engine with a measured speed is inside the budget, and FP32 was not built: the most "
                 f"exact engine, {winner.plan}, which is inside it"
@@ -276,7 +272,10 @@ class _Measured:
 
         def rank(engine: EngineArtifact) -> tuple[int, float]:
             speed = evidence.speed(engine)
-            return (-FASTER_FIRST.index(evidence.base(engine)), inf if speed is None else speed.per_row_us)
+            return (
+                -FASTER_FIRST.index(evidence.plan(engine).base),
+                inf if speed is None else speed.per_row_us,
+            )
 
         able = [e for e in engines if not evidence.has_fp8(e) and not e.simulated and not evidence.failure(e)]
         best = min(able, key=rank, default=None)
@@ -332,7 +331,7 @@ class _Provisional:
         # More FP8 is expected to be faster; then fewer departures from the plan.
         selected = max(
             filter(evidence.competes, fp8),
-            key=lambda e: (evidence.fp8_share(e), -len(e.fallbacks)),
+            key=lambda e: (evidence.plan(e).fp8_share, -len(e.fallbacks)),
             default=None,
         )
         self.tried = [] if selected is None else evidence.attempts(selected, fp8)
@@ -384,7 +383,7 @@ class _Provisional:
             if evidence.is_exact(e)
             or not (evidence.has_fp8(e) or evidence.plan_status(e.plan) is False or self._has_missed(e))
         ]
-        best = min(able, key=lambda e: FASTER_FIRST.index(evidence.base(e)), default=None)
+        best = min(able, key=lambda e: FASTER_FIRST.index(evidence.plan(e).base), default=None)
         if best is None:
             raise _nothing_to_emit(self.built, evidence, self.engines[0].target)
         return best
@@ -418,5 +417,5 @@ class _Provisional:
         if engine.plan == winner.plan:
             return f"the same plan as '{winner.id}', which has no more fallbacks"
         if not evidence.has_fp8(winner):
-            return f"{evidence.base(winner)} is expected to be faster"
+            return f"{evidence.plan(winner).base} is expected to be faster"
         return f"'{winner.plan}' has no less in FP8, at an accuracy inside the budget"

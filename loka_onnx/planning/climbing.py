@@ -1,10 +1,9 @@
 """Climb the ladder: find the highest rung that certification is expected to pass.
 
 A rung was judged on the selection split: its estimate d̂, with the standard error s, is inside the budget B
-by its upper end. Where the labelled part λ̂ = d̂ − KL makes d̂ smaller, λ̂ is multiplied by max(0, 1 −
-s²/λ̂²): the labelled part of a calibrated model is 0 on average, so a gain within its noise is luck, and the
-highest of several rungs has most luck. Certification will compare its own estimate with B, from n' rows
-instead of n:
+by its upper end. A labelled part λ̂ = d̂ − KL below 0 is multiplied by max(0, 1 − s²/λ̂²): it is 0 on average
+for a calibrated model, so a gain within its noise is luck. Certification will compare its own estimate with
+B, from n' rows instead of n:
 
     its standard error     s' = s · √(n/n' · D'/D)
     its estimate           N(d̂, s² + s'²)           (predictive distribution under a flat prior)
@@ -14,10 +13,10 @@ instead of n:
 
 with z the quantile of certification's interval. D is the design effect of grouped rows, 1 + (m − 1)·ρ, with m
 = Σ mᵢ²/Σ mᵢ over the group sizes; ρ follows from the two standard errors of the selection split, with groups
-and without. A rung with several outputs passes at least with 1 − Σ(1 − P(pass)) (Bonferroni). Sources: the
-predictive distribution is Gelman et al., "Bayesian Data Analysis" (third edition), section 2.5; the factor of
-a gain is the positive part of James and Stein's (1961), for one dimension; the design effect is Kish, "Survey
-Sampling" (1965), with the mean group size of Holt, "Methodology Issues" (Biometrics 1980).
+and without. A rung with several outputs passes at least with 1 − Σ(1 − P(pass)) (Bonferroni). Sources: Gelman
+et al., "Bayesian Data Analysis" (third edition), section 2.5; James and Stein (1961), the positive part in
+one dimension; Kish, "Survey Sampling" (1965), with the mean group size of Holt, "Methodology Issues"
+(Biometrics 1980).
 
 **Climbing.** KL grows along the ladder, so a rung that fits and one that does not bracket the budget. Each
 judged rung predicts the others (`ladder`: KL follows the predicted KL, everything else its root). The highest
@@ -26,9 +25,8 @@ at most. `tests/unit/planning/test_climbing.py` counts how many of the taken run
 
 **Certification attempts.** Where certification is missed, a lower rung is held against the same rows, and
 then a third. `SHARES` divides the error of certification among them beforehand (Bonferroni with unequal
-weights, valid under any dependence): the first attempt, which nearly always decides, pays little for the
-others (2.05 standard errors instead of 1.96). All three rungs follow from the selection split; certification
-decides only which is the last.
+weights, valid under any dependence). All three follow from the selection split; certification decides only
+which is the last.
 """
 
 from __future__ import annotations

@@ -4,11 +4,10 @@ Every cost is a KL over the loss (or entropy), with a two-sided interval that fa
 upper end alone fails with half of it. Where rows were added until verdicts were reached, the interval holds
 at every number of rows (`Sampling.interval_of`).
 
-**Noise seeds.** A profile measures sites under its own scales, with which a plan runs: the rounding of
-weights is exactly the measured one. But earlier sites of a plan move the input a little, so each value falls
-elsewhere on the grid, and a later calibration moves the scales. Where perturbed scales were measured, the
-interval is therefore multiplied by the largest KL of a noise seed over that of the profile's own scales, on
-the same rows. This is conservative: it takes the worst of several seeds, at every site at once.
+**Noise seeds.** A profile measures sites under its own scales. But earlier sites of a plan move the input a
+little, so each value falls elsewhere on the grid, and a later calibration moves the scales. Where perturbed
+scales were measured, the interval is therefore multiplied by the largest KL of a noise seed over that of the
+profile's own scales, on the same rows: the worst of several seeds, at every site at once.
 
 **Sites that share a quantized tensor** and were measured together have a cost of their own (`SiteGroup`). Of
 a subset only the single costs are known. With δ the change of the logit, KL ≈ ½E[p(1 − p)δ²] is the square of
@@ -16,10 +15,10 @@ a norm of δ, and to first order the changes add, so by the triangle inequality
 
     √KL(a and b) ≤ √KL(a) + √KL(b),
 
-whatever the correlation of their errors. Such sites count (Σ√KL)². The bound is of first order only: KL is no
-squared norm where |δ| is not small, and a joint KL of 2.7 times as much was constructed (two of δ = 2 at p =
-.002; 1.01 times at δ = .03). It is a starting point and proves nothing of a plan: the joint measurement does,
-of rungs on the selection split (`climbing`) and of the engine on certification.
+whatever the correlation of their errors. Such sites count (Σ√KL)². The bound is of first order only: a joint
+KL of 2.7 times as much was constructed (two of δ = 2 at p = .002; 1.01 times at δ = .03). It proves nothing of
+a plan: the joint measurement does, of rungs on the selection split (`climbing`) and of the engine on
+certification.
 """
 
 from __future__ import annotations

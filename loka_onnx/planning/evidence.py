@@ -11,7 +11,7 @@ from scipy.special import stdtrit
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import BudgetStatus, Evaluation, EvaluationSet, OutputEvaluation, PredictedTime
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.planning.expected_latency import expected_us, why_not_expected
 from loka_onnx.planning.speed import Speed, rivals
 
@@ -101,31 +101,27 @@ class Evidence:
         judged = [e.is_within_budget for e in of_plan if e.outputs]
         return all(judged) if judged else None
 
+    def plan(self, engine: EngineArtifact) -> PrecisionPlan:
+        """Return the engine's plan."""
+        return self.plans.plan(engine.plan)
+
     def has_fp8(self, engine: EngineArtifact) -> bool:
         """True if the engine's plan has sites in FP8."""
-        return bool(self.plans.plan(engine.plan).quantized_sites)
-
-    def fp8_share(self, engine: EngineArtifact) -> float:
-        """Share of the FP8-able FLOPs that the engine's plan has in FP8."""
-        return self.plans.plan(engine.plan).fp8_share
-
-    def base(self, engine: EngineArtifact) -> Precision:
-        """Return the base precision of the engine's plan."""
-        return self.plans.plan(engine.plan).base
+        return bool(self.plan(engine).quantized_sites)
 
     def is_exact(self, engine: EngineArtifact) -> bool:
         """True if the engine's plan is the exact model: FP32 throughout."""
-        return self.base(engine) is Precision.FP32 and not self.has_fp8(engine)
+        return self.plan(engine).base is Precision.FP32 and not self.has_fp8(engine)
 
     def competes(self, engine: EngineArtifact) -> bool:
         """True if the engine may be selected; a replacement of a plan that missed may not."""
-        return not self.plans.plan(engine.plan).instead_of
+        return not self.plan(engine).instead_of
 
     def attempts(self, selected: EngineArtifact, among: Collection[EngineArtifact]) -> list[EngineArtifact]:
         """Return the selected engine and its replacements by the same backend and architecture, in order."""
         made_by = (selected.backend, selected.architecture)
         instead_of = {
-            self.plans.plan(e.plan).instead_of: e
+            self.plan(e).instead_of: e
             for e in reversed(tuple(among))  # the first one counts
             if (e.backend, e.architecture) == made_by
         }
@@ -150,7 +146,11 @@ class Evidence:
 
     def exactness(self, engine: EngineArtifact) -> tuple[bool, float, int]:
         """Return a sort key, the most exact engine first: no FP8, less FP8, a wider base."""
-        return (self.has_fp8(engine), self.fp8_share(engine), -FASTER_FIRST.index(self.base(engine)))
+        return (
+            self.has_fp8(engine),
+            self.plan(engine).fp8_share,
+            -FASTER_FIRST.index(self.plan(engine).base),
+        )
 
     def predictions(self, engines: Collection[EngineArtifact]) -> tuple[PredictedTime, ...]:
         """Return predicted and measured times of engines with FP8, where both are known.
@@ -164,7 +164,7 @@ class Evidence:
             if speed is None or measured is None:
                 continue
             known = {batch: latency.p50_us for batch, latency in measured.latencies.items()}
-            ours, theirs = self.plans.plan(engine.plan), self.plans.plan(exact.plan)
+            ours, theirs = self.plan(engine), self.plan(exact)
             for batch, us in expected_us(ours, theirs, known, engine.target).items():
                 if batch in speed.latencies:
                     taken = speed.latencies[batch].p50_us
@@ -174,9 +174,7 @@ class Evidence:
     def not_predicted(self, engines: Collection[EngineArtifact]) -> dict[str, str]:
         """Return by engine id why kernel times do not predict engines with FP8, where there is a reason."""
         reasons = {
-            engine.id: why_not_expected(
-                self.plans.plan(engine.plan), self.plans.plan(exact.plan), engine.target
-            )
+            engine.id: why_not_expected(self.plan(engine), self.plan(exact), engine.target)
             for engine, exact in self._of_fp8(engines)
             if self.speed(engine) is not None
         }
@@ -186,7 +184,7 @@ class Evidence:
         """Yield engines with FP8, each with the first one that differs in that alone."""
 
         def kind(engine: EngineArtifact) -> tuple[str, str, str, Precision]:
-            return (engine.target, engine.backend, engine.architecture, self.base(engine))
+            return (engine.target, engine.backend, engine.architecture, self.plan(engine).base)
 
         exact = {kind(engine): engine for engine in reversed(tuple(engines)) if not self.has_fp8(engine)}
         for engine in engines:

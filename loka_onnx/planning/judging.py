@@ -1,13 +1,10 @@
 """Judge which sites are safe.
 
 The null hypothesis is "unsafe". All products together may cost the budget less an allowance for the labelled
-first-order term. That term is judged on the whole plan (selection split): one site's labelled term has far
-more noise than its KL. Costs are parts of the allowance, on the output where they are largest, so the parts
-of a set of sites sum to at most 1 where it is inside every budget.
-
-Costs add: KL is quadratic in the logit change, and the changes of different sites are nearly uncorrelated
-(`benchmarks.pipeline.additivity` compares their sum with the cost of a plan). Sites that share a quantized
-tensor share its rounding: they are one unit.
+first-order term, which is judged on the whole plan (selection split). Costs are parts of the allowance, on
+the output where they are largest, so the parts of a set of sites sum to at most 1 where it is inside every
+budget. They add: KL is quadratic in the logit change, and the changes of different sites are nearly
+uncorrelated (`benchmarks.pipeline.additivity`). Sites that share a quantized tensor are one unit.
 
 **Shares.** Every unit has a share fixed beforehand: its part of the floating-point operations. `step_down`
 finds the units whose cost is inside their share; these are safe.
@@ -23,7 +20,7 @@ fail with the requested risk, half of it at the upper ends: at 95 % confidence t
 that any site counts as inside its share though it costs more, or that the safe products together exceed the
 allowance. The outputs of one unit need no correction among themselves: to underestimate its cost, the bound
 must fail at the one output where it is largest. "Unsafe" (beyond share and remainder even by the lower end)
-carries no such guarantee; it says that more rows would hardly help.
+carries no such guarantee.
 
 A norm is safe in the base precision when its KL there is inside its part of an extra tenth that norms have
 beside the products. Products that do not compete (kept by the user, too thin for FP8, of two activations) are

@@ -1,18 +1,16 @@
 """The ladder of plans: nested sets of FP8 sites, climbed and descended by measurements.
 
 Sites are ordered once, by KL per microsecond saved, or per operation where no kernel times are known; rung k
-has the first k of them. KL needs no label, so no label decides the order, and one number is searched: how far
-to go. Where times are known, sites that read one quantized tensor share its quantize step and stay together.
-A site whose KL alone exceeds the budget stands last: no rung with it fits.
+has the first k of them. No label decides the order. Where times are known, sites that read one quantized
+tensor share its quantize step and stay together. A site whose KL alone exceeds the budget stands last.
 
-The cost of sites together is expected to be the sum of single costs. This is a first-order statement, as is
-the bound (Σ√KL)² of `costs`: both are starting points, and the joint measurement decides (`climbing`).
+The cost of sites together is expected to be the sum of single costs, to first order: a starting point, and
+the joint measurement decides (`climbing`).
 
 **From one rung to another.** On each output the KL of a rung and the upper bound U of the judged change were
-measured. Each site's contribution is known from calibration, up to a common factor. With f the part of the
-predicted KL that another rung has, the logit change is √f times as large: KL is quadratic in it, and the rest
-of U (the labelled first-order term, and the half width of the interval) is linear in it. So the expected
-upper bound is
+measured. With f the part of the predicted KL that another rung has, the logit change is √f times as large: KL
+is quadratic in it, and the rest of U (the labelled first-order term, and the half width of the interval) is
+linear in it. So the expected upper bound is
 
     U(f) = KL·f + (U − KL)·√f.
 

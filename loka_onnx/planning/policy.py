@@ -121,11 +121,7 @@ def start_ladder(
 
 
 def check_patterns(model: ModelArtifact, options: PlanOptions) -> None:
-    """Refuse patterns that `make_plans` would refuse, without a profile.
-
-    Raises ConfigError if a pattern matches nothing in this model nor in the exported one, or a site is kept
-    and forced.
-    """
+    """Refuse the patterns that `make_plans` would refuse, without a profile; raises ConfigError."""
     wishes(model, GraphModel.load(model.path), options.keep, options.force, options.exported)
 
 

@@ -340,18 +340,19 @@ class FastSearch:
         )
 
     @cached_property
-    def best(self) -> Sites:
-        """Sites that save the most time; the forced ones alone where those exceed the budget."""
-        return self._forced if self._found is None else self._found.sites
+    def _found(self) -> Solution:
+        # The forced sites alone where those exceed the budget.
+        return search(self.problem, self._fixed) or Solution(self._forced)
 
-    @cached_property
-    def _found(self) -> Solution | None:
-        return search(self.problem, self._fixed)
+    @property
+    def best(self) -> Sites:
+        """Sites that save the most time."""
+        return self._found.sites
 
     @property
     def note(self) -> str:
         """Caveat of `best`; empty where it is proven optimal."""
-        if self._found is None or self._found.is_proven:
+        if self._found.is_proven:
             return ""
         return (
             f"the search for {self.speeds.device} ended at its limit of {SECONDS:g} s: other sites inside of "
@@ -376,7 +377,8 @@ class FastSearch:
             if beside
             else ""
         )
-        return f"{self._speed_of(site)}; {self._cost_in_words(site)}{together}"
+        speed = self.speeds.speed(site).reason if site in self.speeds.known else "its time is not known"
+        return f"{speed}; {self._cost_in_words(site)}{together}"
 
     def why_out(self, site: str, chosen: Sites) -> str:
         """Return why a site is not chosen."""
@@ -399,17 +401,14 @@ class FastSearch:
         return f"no set of sites inside of the budget saves time on {self.speeds.device}: {count}, {inside}"
 
     def _item(self, site: str) -> Item:
-        if site not in self.speeds.known:
+        speeds = self.speeds
+        if site not in speeds.known:
             # Forced: it spends budget; its saving is unknown.
             return Item(site, 0.0, 0.0, site)
-        speeds = self.speeds
         return Item(site, speeds.saved_per_row(site), speeds.error_per_row(site), speeds.sources[site].tensor)
 
     def _cost(self, sites: Sites) -> float:
         return max(cost.most for cost in self._costs.of(sites, self._risk))
-
-    def _speed_of(self, site: str) -> str:
-        return self.speeds.speed(site).reason if site in self.speeds.known else "its time is not known"
 
     def _cost_in_words(self, site: str) -> str:
         return f"its KL is at most {_percent(self.problem.cost(frozenset({site})))} of what is allowed"

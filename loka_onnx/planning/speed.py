@@ -13,13 +13,11 @@ least squares over all engines timed together gives s², the variance of ε, wit
 values less fitted means; a slow load slows all engines and cancels. Two engines with n loads in common differ
 by the mean of their n differences ± t·s·√(2/n), with t the quantile of Student's distribution for `risk`,
 divided by the number of pairs of engines (Bonferroni), of batch sizes judged one by one, and of analyses:
-engines that differ after `FIRST_LOADS` need no further loads.
+engines that differ after `FIRST_LOADS` need no further loads. Engines timed apart have only the ratio of
+medians, without an interval: it contains differences of machines and days.
 
-Engines timed apart, in build jobs of their own, have only the ratio of medians: it contains differences of
-machines and days, so there is no interval.
-
-Sources: the additive model of randomized blocks, and Bonferroni's comparisons of all pairs, are in
-Montgomery, "Design and Analysis of Experiments" (8th edition, sections 4.1 and 3.5.7).
+Sources: Montgomery, "Design and Analysis of Experiments" (8th edition), sections 4.1 (the additive model of
+randomized blocks) and 3.5.7 (Bonferroni's comparisons of all pairs).
 """
 
 from __future__ import annotations
@@ -78,18 +76,12 @@ class Speed:
         return _per_row(self.latencies, self.batches)
 
     def at(self, batch: int) -> Speed:
-        """Return the speed at one batch size; among rivals each size is a contest of its own.
-
-        Raises KeyError if it was not timed at that size.
-        """
+        """Return the speed at one batch size; among rivals each size is a contest of its own."""
         contests = len(self.latencies) if self.rivals else 1
         return replace(self, latencies={batch: self.latencies[batch]}, contests=contests)
 
     def ratio(self, other: Speed) -> float:
-        """Return this engine's time over another's by their medians, wherever they were timed.
-
-        Raises KeyError if they have no batch size in common.
-        """
+        """Return this engine's time over another's by their medians, wherever they were timed."""
         batches = self._in_common(other)
         return _per_row(self.latencies, batches) / _per_row(other.latencies, batches)
 
@@ -143,8 +135,7 @@ def rivals(speeds: Mapping[str, Speed]) -> dict[str, Speed]:
 
 
 def contenders(timed: Mapping[str, Sequence[Latency]], noise: float) -> tuple[str, ...]:
-    """Return the ids of engines, timed in turns, not surely slower than the fastest, over all sizes or at
-    one.
+    """Return ids of engines, timed in turns, not surely slower than the fastest over all sizes or at one.
 
     `noise` is the relative difference that counts for nothing. Empty where the fastest has no rival.
     """

@@ -6,17 +6,14 @@ activation, so its mean needs only the means of x and x̂ along K::
     E[ŷ − y] = E[x̂]·Ŵ − E[x]·W
 
 Means are over rows and over all other axes that the product does not sum; separate axes of the weight
-(experts) are kept. The correction is −E[ŷ − y], one constant for each output channel. Rounding to nearest is
-unbiased, but a channel of W has few values, and an activation may have few too: their mean error is the same
-for every row.
+(experts) are kept. The correction is −E[ŷ − y], one constant for each output channel.
 
 The error is **local**: x is the exact model's value, x̂ that value rounded. The effect of earlier rounding
-through nonlinear functions stays, about half of the mean error of deep sites. Restoring the means in the
-quantized model instead, with a pass for each site, removes all of it and was no better (Wukong on MovieLens
-1M, every site in FP8, selection rows: ΔNE .361 % against .370 %). The constant on the output takes the rest.
-Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv
-1906.04721), section 4.2, with measured means in place of those derived from BatchNorm, and with the rounding
-of activations too.
+through nonlinear functions stays, about half of the mean error of deep sites; the constant on the output
+takes it. Restoring the means in the quantized model instead, with a pass for each site, was no better (Wukong
+on MovieLens 1M, every site in FP8, selection rows: ΔNE .361 % against .370 %). Source: Nagel et al.,
+"Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv 1906.04721), section 4.2, with
+measured means in place of those derived from BatchNorm, and with the rounding of activations too.
 
 A product of two activations has no such bias: the mean of its error is no product of means.
 """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto
 
-from loka_onnx.calibration.observers.reductions import BatchTotals, Reductions, Slot
+from loka_onnx.calibration.observers.reductions import BatchTotals, Reduction, Reductions, Slot
 from loka_onnx.core.statistics import TensorRange
 from loka_onnx.graph.divisors import divisors
 from loka_onnx.graph.layout import layout_root
@@ -51,12 +51,13 @@ def observe_magnitudes(model: GraphModel) -> tuple[MagnitudeObserver, ...]:
         root, name = layout_root(tensor).tensor, f"magnitude{position}"
         if root.name not in extremes:
             extremes[root.name] = (
-                reductions.minimum(root, f"{name}.min"),
-                reductions.maximum(root, f"{name}.max"),
+                reductions.add(root, f"{name}.min", Reduction.MIN),
+                reductions.add(root, f"{name}.max", Reduction.MAX),
             )
         smallest = None
         if tensor.name in divided_by:
-            smallest = reductions.minimum(_nonzero_magnitude(model, tensor, name), f"{name}.smallest")
+            magnitudes = _nonzero_magnitude(model, tensor, name)
+            smallest = reductions.add(magnitudes, f"{name}.smallest", Reduction.MIN)
         observers.append(MagnitudeObserver(tensor.name, *extremes[root.name], smallest))
     reductions.finish()
     return tuple(observers)

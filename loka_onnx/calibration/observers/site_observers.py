@@ -15,7 +15,7 @@ from loka_onnx.calibration.observers.arithmetic import (
     bfloat16_norm,
     quantized_product,
 )
-from loka_onnx.calibration.observers.reductions import BatchTotals, Count, Reductions, Slot
+from loka_onnx.calibration.observers.reductions import BatchTotals, Count, Reduction, Reductions, Slot
 from loka_onnx.calibration.observers.sampling import SampleObserver, add_sample
 from loka_onnx.core.recipe import Granularity, Recipe, Scales
 from loka_onnx.core.site import Site, SiteKind
@@ -50,18 +50,6 @@ class RangeObserver:
     slots: RangeSlots
     is_layout: bool
 
-    def read(self, totals: BatchTotals) -> RangeStats:
-        """Return the range over all batches, without magnitudes and spread, which are not `Reductions`."""
-        low, high = totals.extreme(self.slots.minimum), totals.extreme(self.slots.maximum)
-        return RangeStats(
-            count=totals.count(self.slots.count),
-            amax=max(abs(low), abs(high)),
-            minimum=low,
-            maximum=high,
-            total=totals.sum(self.slots.total),
-            total_squares=totals.sum(self.slots.squares),
-        )
-
 
 def observe_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) -> tuple[RangeObserver, ...]:
     """Observe the range of every activation that a site reads; layouts of one tensor share an observer.
@@ -81,9 +69,9 @@ def observe_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) ->
             if root.name not in roots:
                 roots[root.name] = RangeSlots(
                     reductions.count(root, name),
-                    reductions.minimum(root, f"{name}.min"),
-                    reductions.maximum(root, f"{name}.max"),
-                    reductions.total(root, f"{name}.sum"),
+                    reductions.add(root, f"{name}.min", Reduction.MIN),
+                    reductions.add(root, f"{name}.max", Reduction.MAX),
+                    reductions.add(root, f"{name}.sum"),
                     reductions.squares(root, f"{name}.squares"),
                     add_sample(model, root, stride, name),
                 )
@@ -178,24 +166,14 @@ class ErrorObserverBuilder:
             scalings = {tensor: recipe.scaling(self.scales, tensor) for tensor in scales}
             self._quantizers[rounding] = ActivationQuantizer(self.model, recipe.format, scalings, self.ranges)
         product = quantized_product(self._quantizers[rounding], site, recipe)
-        name = f"{site.name}.{recipe.id}"
-        self.found.append(
-            ErrorObserver(
-                site.name,
-                recipe.id,
-                scales[site.activation.tensor],
-                self._output(site, product, name),
-                self._activation(site, recipe, name),
-            )
-        )
+        name, scale = f"{site.name}.{recipe.id}", scales[site.activation.tensor]
+        output, activation = self._output(site, product, name), self._activation(site, recipe, name)
+        self.found.append(ErrorObserver(site.name, recipe.id, scale, output, activation))
 
     def add_norm(self, site: Site) -> None:
         """Observe a norm in BF16."""
-        name = f"{site.name}.{NORM_PRECISION}"
-        output = bfloat16_norm(self.model, site)
-        self.found.append(
-            ErrorObserver(site.name, NORM_PRECISION, None, self._output(site, output, name), None)
-        )
+        output = self._output(site, bfloat16_norm(self.model, site), f"{site.name}.{NORM_PRECISION}")
+        self.found.append(ErrorObserver(site.name, NORM_PRECISION, None, output, None))
 
     def _output(self, site: Site, quantized: Tensor, name: str) -> OutputSlots:
         exact = self.model.node(site.name).outputs[0]
@@ -260,7 +238,7 @@ class ErrorObserverBuilder:
         magnitude = self._like(values, "Abs", [values], f"{name}.magnitude") if is_signed else values
         bounds = [self.model.constant(f"{name}.bound", np.array(b, dtype=np.float32)) for b in (0.0, cap)]
         capped = self._like(values, "Clip", [magnitude, *bounds], f"{name}.capped")
-        return self.reductions.total(capped, name)
+        return self.reductions.add(capped, name)
 
     def _changed(self, before: Tensor, after: Tensor, name: str) -> Slot:
         """Add the number of elements that clipping changes."""
@@ -269,7 +247,7 @@ class ErrorObserverBuilder:
         to = {"to": onnx.TensorProto.FLOAT}
         as_float = self.model.add("Cast", [beyond], f"{name}.as_float", np.float32, to)
         as_float.shape = before.shape
-        return self.reductions.total(as_float, f"{name}.saturated")
+        return self.reductions.add(as_float, f"{name}.saturated")
 
     def _like(self, tensor: Tensor, op: str, inputs: list[Tensor], name: str) -> Tensor:
         result = self.model.add(op, inputs, name)

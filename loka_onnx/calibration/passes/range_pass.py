@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -79,19 +79,10 @@ class RangeTotals:
         self._totals.add(batch.reduced, rows)
         for total, each in zip(self._magnitudes, batch.magnitudes, strict=True):
             total.add(each)
-        sums = np.array(
-            [
-                (
-                    max(slots.count.read(batch.reduced, rows), 1),
-                    slots.total.read(batch.reduced),
-                    slots.squares.read(batch.reduced),
-                )
-                for slots in self._positions
-            ]
-        ).reshape(-1, 3)
+        counts = np.array([max(slots.count.read(batch.reduced, rows), 1) for slots in self._positions])
         self._spread.add(
-            sums[:, 1] / sums[:, 0],
-            sums[:, 2] / sums[:, 0],
+            np.array([slots.total.read(batch.reduced) for slots in self._positions]) / counts,
+            np.array([slots.squares.read(batch.reduced) for slots in self._positions]) / counts,
             [each.counts for each in batch.magnitudes],
             [each.columns for each in batch.magnitudes],
             rows,
@@ -99,13 +90,19 @@ class RangeTotals:
 
     def read(self) -> dict[str, RangeStats]:
         """Return the range of every tensor, by name."""
-        spreads = self._spread.read()
+        spreads, totals = self._spread.read(), self._totals
         ranges: dict[str, RangeStats] = {}
         for observer in self.observers:
-            position = self._positions[observer.slots]
+            slots, position = observer.slots, self._positions[observer.slots]
             magnitudes = self._magnitudes[position]
-            ranges[observer.tensor] = replace(
-                observer.read(self._totals),
+            low, high = totals.extreme(slots.minimum), totals.extreme(slots.maximum)
+            ranges[observer.tensor] = RangeStats(
+                count=totals.count(slots.count),
+                amax=max(abs(low), abs(high)),
+                minimum=low,
+                maximum=high,
+                total=totals.sum(slots.total),
+                total_squares=totals.sum(slots.squares),
                 histogram=histogram_of(magnitudes.counts),
                 channel_amax=() if observer.is_layout else magnitudes.channel_amax,
                 spread=without_columns(spreads[position]) if observer.is_layout else spreads[position],
