@@ -16,9 +16,8 @@ a norm of δ, and to first order the changes add, so by the triangle inequality
     √KL(a and b) ≤ √KL(a) + √KL(b),
 
 whatever the correlation of their errors. Such sites count (Σ√KL)². The bound is of first order only: a joint
-KL of 2.7 times as much was constructed (two of δ = 2 at p = .002; 1.01 times at δ = .03). It proves nothing of
-a plan: the joint measurement does, of rungs on the selection split (`climbing`) and of the engine on
-certification.
+KL of 2.7 times as much was constructed (two of δ = 2 at p = .002; 1.01 times at δ = .03). The joint
+measurement decides, of rungs on the selection split (`climbing`) and of the engine on certification.
 """
 
 from __future__ import annotations

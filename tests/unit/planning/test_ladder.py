@@ -134,6 +134,8 @@ def test_what_the_user_forced_stays(model: ModelArtifact) -> None:
     assert found is not None
     assert "fc1" in found.plan.fp8_sites
     assert giving.revert_sites(plan(model, "fc1"), missed, "gpu") is None
+    rungs = giving.rungs(ALL)
+    assert rungs[0] == {"fc1"} and len(rungs) == 3
 
 
 def test_every_output_must_fit(model: ModelArtifact) -> None:
@@ -191,8 +193,3 @@ def test_what_takes_the_whole_budget_stands_behind_all_others(model: ModelArtifa
     assert 1.1 * CTR.budget / FLOPS["fc2"] < 5e-4 / FLOPS["fc1"]
     rungs = Ladder(model, profile_of(model, kl), (CTR,), ()).rungs(ALL)
     assert rungs == tuple(map(frozenset, ((), ("fc0",), ("fc0", "fc1"), ALL)))
-
-
-def test_what_the_user_forced_is_on_every_rung(model: ModelArtifact) -> None:
-    rungs = Ladder(model, profile_of(model, KL), (CTR,), (), forced=("fc1",)).rungs(ALL)
-    assert rungs[0] == {"fc1"} and len(rungs) == 3
