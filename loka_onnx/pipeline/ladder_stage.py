@@ -40,7 +40,7 @@ from loka_onnx.pipeline.correcting import mean_rows
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.plans import plan_options, planned_recipes
 from loka_onnx.planning.climbing import Goal, Judged, climb, design_spread
-from loka_onnx.planning.policy import LadderStart, start_ladder
+from loka_onnx.planning.policy import LadderStart, Planner
 
 LADDER = Stage("ladder", "ladder.json", Climb)
 SCRATCH = "calibration/instrumented/ladder.onnx"
@@ -51,7 +51,7 @@ def start_ladder_of(
 ) -> LadderStart:
     """Start the ladder of a plan; of all sites that may run in FP8 where there is none."""
     recipes, options = planned_recipes(context.config.plan), plan_options(context, modified)
-    return start_ladder(modified, profile, context.specs, recipes, options, plan)
+    return Planner(modified, profile, context.specs, recipes, options).start_ladder(plan)
 
 
 def climb_ladder(context: Context, modified: ModelArtifact, profile: Profile) -> Climb | None:

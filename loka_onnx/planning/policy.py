@@ -94,51 +94,15 @@ def make_plans(
     magnitudes for FP16.
     """
     options = options or PlanOptions()
-    planner = _Planner(model, profile, outputs, recipes, options)
+    planner = Planner(model, profile, outputs, recipes, options)
     plans = tuple(plan for plan_id in options.plans for plan in planner.plans(plan_id))
     share = able_share(model, sum(planner.flops.values()))
     return PlanSet(plans, tuple(planner.notes), planner.speeds, share)
 
 
-def start_ladder(
-    model: ModelArtifact,
-    profile: Profile,
-    outputs: tuple[OutputSpec, ...],
-    recipes: Sequence[Recipe],
-    options: PlanOptions,
-    plan: PrecisionPlan | None = None,
-) -> LadderStart:
-    """Return the ladder over the sites that may be quantized, or over those of a plan.
-
-    Kernel times of the plan's device order it; without a plan those of the first device that has any. Other
-    arguments and errors are those of `make_plans`.
-    """
-    planner = _Planner(model, profile, outputs, recipes, options)
-    ladder = Ladder(model, profile, outputs, planner.speeds, planner.forced)
-    timed = next((known.device for known in options.devices if known.timings), "")
-    plan = plan or planner.largest()
-    return LadderStart(ladder, ladder.rungs(plan.quantized_sites, plan.device or timed), plan)
-
-
 def check_patterns(model: ModelArtifact, options: PlanOptions) -> None:
     """Refuse the patterns that `make_plans` would refuse, without a profile; raises ConfigError."""
     wishes(model, GraphModel.load(model.path), options.keep, options.force, options.exported)
-
-
-def refine_fast_plans(
-    model: ModelArtifact,
-    profile: Profile,
-    outputs: tuple[OutputSpec, ...],
-    recipes: Sequence[Recipe],
-    options: PlanOptions,
-) -> tuple[PrecisionPlan, ...]:
-    """Return refinements of `fp8-fast` worth building and timing, the most informative first.
-
-    Each, ``fp8-fast-1``, …, toggles the sites of one tensor and is otherwise the best inside the budget
-    (`search.neighbours`). Arguments and errors are those of `make_plans`.
-    """
-    planner = _Planner(model, profile, outputs, recipes, options)
-    return tuple(plan for known in options.devices for plan in planner.refinements(known))
 
 
 def open_verdicts(
@@ -164,7 +128,9 @@ def open_verdicts(
     )
 
 
-class _Planner:
+class Planner:
+    """Makes plans of one model; arguments and errors are those of `make_plans`."""
+
     def __init__(
         self,
         model: ModelArtifact,
@@ -208,22 +174,34 @@ class _Planner:
     def _leave_out(self, reason: str) -> None:
         self.notes.append(f"plan {FAST} is left out: {reason}")
 
-    def refinements(self, known: DeviceTimings) -> Iterator[PrecisionPlan]:
-        """Yield numbered refinements for one device; none without kernel times of it."""
-        if known.timings:
-            search = self._searches[known.device]
-            for number, chosen in enumerate(search.refinements(), start=1):
-                yield self._fast_plan(f"{self._fast_id(known.device)}-{number}", search, chosen)
+    def refinements(self) -> tuple[PrecisionPlan, ...]:
+        """Return refinements of `fp8-fast` worth building and timing, the most informative first, by device.
+
+        Each, ``fp8-fast-1``, …, toggles the sites of one tensor and is otherwise the best inside the budget
+        (`search.neighbours`).
+        """
+        return tuple(
+            self._fast_plan(f"{self._fast_id(device)}-{number}", search, chosen)
+            for device, search in self._searches.items()
+            for number, chosen in enumerate(search.refinements(), start=1)
+        )
 
     @property
     def speeds(self) -> tuple[SiteSpeed, ...]:
         """Savings at each site that could be quantized, on each device with kernel times."""
         return tuple(speeds.speed(site) for speeds in self._site_speeds.values() for site in speeds.sources)
 
-    def largest(self) -> PrecisionPlan:
-        """Return the plan with all sites quantized that may be."""
-        obstacles = {site.name: self._kept_out(site) for site in self.model.sites}
-        return self._quantized_plan(f"{self.precision}-safe", obstacles)
+    def start_ladder(self, plan: PrecisionPlan | None = None) -> LadderStart:
+        """Return the ladder over the sites of a plan, or over all that may be quantized.
+
+        Kernel times of the plan's device order it; without a plan those of the first device that has any.
+        """
+        if plan is None:
+            obstacles = {site.name: self._kept_out(site) for site in self.model.sites}
+            plan = self._quantized_plan(f"{self.precision}-safe", obstacles)
+        ladder = Ladder(self.model, self.profile, self.outputs, self.speeds, self.forced)
+        device = plan.device or next(iter(self._site_speeds), "")
+        return LadderStart(ladder, ladder.rungs(plan.quantized_sites, device), plan)
 
     def _plan_of(self, plan_id: str) -> PrecisionPlan:
         simple = {"fp32": Precision.FP32, "bf16": Precision.BF16, "fp16": Precision.FP16}

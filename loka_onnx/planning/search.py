@@ -165,12 +165,23 @@ def neighbours(
     save time. Sure losses are not tried, nor `fixed` sites toggled.
     """
     fixed = dict(fixed or {})
+
+    def prospect(tensor: str) -> tuple[bool, float]:
+        """Whether the net saving has an uncertain sign; uncertainty over saving if so, else the saving."""
+        items = [problem.by_site[site] for site in sorted(problem.readers[tensor])]
+        gains = [item for item in items if item.saved > 0.0] or [max(items, key=lambda item: item.saved)]
+        net = fsum(item.saved for item in gains) - problem.paid(tensor, chosen)
+        error = sqrt(fsum(item.error**2 for item in gains))
+        is_open = abs(net) < error
+        return is_open, error / max(abs(net), 1e-12) if is_open else net
+
     choices: list[Sites] = []
-    prospects = {tensor: _Prospect.of(problem, tensor, chosen) for tensor in problem.readers}
-    for tensor in sorted(prospects, key=lambda tensor: prospects[tensor].order):
+    prospects = {tensor: prospect(tensor) for tensor in problem.readers}
+    # Names settle ties.
+    for tensor in sorted(prospects, key=lambda t: (not prospects[t][0], -prospects[t][1], t)):
+        is_open, telling = prospects[tensor]
         readers = problem.readers[tensor] - set(fixed)
-        prospect = prospects[tensor]
-        if len(choices) == count or not readers or not (prospect.is_open or prospect.net > 0.0):
+        if len(choices) == count or not readers or not (is_open or telling > 0.0):
             continue
         if readers & chosen:
             toggled = dict.fromkeys(sorted(readers), False)
@@ -183,39 +194,21 @@ def neighbours(
 
 
 @dataclass(frozen=True)
-class _Prospect:
-    """Net saving of the sites of one tensor that save time, with its standard error."""
-
-    tensor: str
-    net: float
-    error: float
-
-    @classmethod
-    def of(cls, problem: Problem, tensor: str, chosen: Sites) -> _Prospect:
-        items = [problem.by_site[site] for site in sorted(problem.readers[tensor])]
-        gains = [item for item in items if item.saved > 0.0] or [max(items, key=lambda item: item.saved)]
-        net = fsum(item.saved for item in gains) - problem.paid(tensor, chosen)
-        return cls(tensor, net, sqrt(fsum(item.error**2 for item in gains)))
-
-    @property
-    def is_open(self) -> bool:
-        """True if the sign is uncertain by one standard error."""
-        return abs(self.net) < self.error
-
-    @property
-    def order(self) -> tuple[bool, float, str]:
-        """Sort key: most informative first; names settle ties."""
-        telling = self.error / max(abs(self.net), 1e-12) if self.is_open else self.net
-        return (not self.is_open, -telling, self.tensor)
-
-
-@dataclass(frozen=True)
 class _Column:
     """One variable: these sites of a unit, at this cost."""
 
     unit: int
     sites: Sites
     cost: float
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Limits of a sum of variables; one without entries that cannot hold makes the whole infeasible."""
+
+    entries: Mapping[int, float]
+    least: float
+    most: float
 
 
 def _columns(problem: Problem) -> list[_Column]:
@@ -238,7 +231,7 @@ def _solve_once(
     problem: Problem, columns: Sequence[_Column], fixed: Mapping[str, bool], room: float
 ) -> Solution | None:
     tensors = [tensor for tensor in problem.readers if problem.quantize.get(tensor, 0.0) > 0.0]
-    rows = _Rows(len(columns) + len(tensors))
+    rows: list[_Row] = []
     with_site = {
         item.site: [at for at, column in enumerate(columns) if item.site in column.sites]
         for item in problem.items
@@ -246,19 +239,21 @@ def _solve_once(
     for number, unit in enumerate(problem.units):
         mine = {at: 1.0 for at, column in enumerate(columns) if column.unit == number}
         if len(unit) <= LARGEST_UNIT:
-            rows.add(mine, 0.0, 1.0)
+            rows.append(_Row(mine, 0.0, 1.0))
         else:  # all sites together have their measured cost, not the sum of parts
-            rows.add({at: 1.0 for at in mine if columns[at].sites != unit}, 0.0, len(unit) - 1.0)
+            parts = {at: 1.0 for at in mine if columns[at].sites != unit}
+            rows.append(_Row(parts, 0.0, len(unit) - 1.0))
     for site, places in with_site.items():
         least = 1.0 if fixed.get(site) is True else 0.0
-        rows.add(dict.fromkeys(places, 1.0), least, 0.0 if fixed.get(site) is False else 1.0)
+        most = 0.0 if fixed.get(site) is False else 1.0
+        rows.append(_Row(dict.fromkeys(places, 1.0), least, most))
     for position, tensor in enumerate(tensors, start=len(columns)):
         for site in sorted(problem.readers[tensor]):
             row = {**dict.fromkeys(with_site[site], 1.0), position: -1.0}
             for at in with_site.get(problem.makers.get(tensor, ""), ()):
                 row[at] = row.get(at, 0.0) - 1.0
-            rows.add(row, -2.0, 0.0)
-    rows.add({at: column.cost for at, column in enumerate(columns)}, 0.0, max(room, 0.0))
+            rows.append(_Row(row, -2.0, 0.0))
+    rows.append(_Row({at: column.cost for at, column in enumerate(columns)}, 0.0, max(room, 0.0)))
 
     saved = [fsum(problem.by_site[site].saved for site in sorted(column.sites)) for column in columns]
     values = np.array([*(-value for value in saved), *(problem.quantize[tensor] for tensor in tensors)])
@@ -269,7 +264,7 @@ def _solve_once(
         values * scale,
         integrality=np.array([1] * len(columns) + [0] * len(tensors)),
         bounds=Bounds(0.0, 1.0),
-        constraints=rows.constraint(),
+        constraints=_constraint(rows, len(columns) + len(tensors)),
         options={"mip_rel_gap": 0.0, "time_limit": SECONDS},
     )
     is_proven = result.status != _LIMIT_REACHED
@@ -289,23 +284,12 @@ def _without_idle(problem: Problem, chosen: Sites, fixed: Mapping[str, bool]) ->
     return chosen
 
 
-class _Rows:
-    """Rows of a constraint; one without entries that cannot hold makes the whole infeasible."""
-
-    def __init__(self, width: int) -> None:
-        self._width = width
-        self._rows: list[tuple[Mapping[int, float], float, float]] = []
-
-    def add(self, row: Mapping[int, float], least: float, most: float) -> None:
-        self._rows.append((row, least, most))
-
-    def constraint(self) -> LinearConstraint:
-        entries = [(at, *entry) for at, (row, _, _) in enumerate(self._rows) for entry in row.items()]
-        rows, columns, values = np.array(entries).reshape(-1, 3).T
-        shape = (len(self._rows), self._width)
-        matrix = csr_array((values, (rows.astype(np.int64), columns.astype(np.int64))), shape=shape)
-        limits = np.array([limits for _, *limits in self._rows])
-        return LinearConstraint(matrix, limits[:, 0], limits[:, 1])
+def _constraint(rows: Sequence[_Row], width: int) -> LinearConstraint:
+    entries = [(at, *entry) for at, row in enumerate(rows) for entry in row.entries.items()]
+    places, columns, values = np.array(entries).reshape(-1, 3).T
+    at = (places.astype(np.int64), columns.astype(np.int64))
+    matrix = csr_array((values, at), shape=(len(rows), width))
+    return LinearConstraint(matrix, [row.least for row in rows], [row.most for row in rows])
 
 
 class FastSearch:

@@ -54,20 +54,14 @@ class FittedBiases:
 
 
 @dataclass(frozen=True)
-class SiteMeans:
-    """Means over `rows` rows: of sites' outputs, biases included, in the shape of corrections; of scores."""
-
-    sites: dict[str, Values]
-    scores: dict[str, float]
-    rows: int
-
-
-@dataclass(frozen=True)
 class Fit:
-    """Biases of every plan (by plan id), and the FP32 model's means that they restore."""
+    """Biases of every plan (by plan id), and the means of sites in FP32 that they restore.
+
+    Means are of outputs, biases included, in the shape of the corrections.
+    """
 
     plans: dict[str, FittedBiases]
-    exact: SiteMeans
+    exact: Means
 
 
 def fit_biases(
@@ -113,13 +107,13 @@ def fit_biases(
         )
         for plan in plans
     }
-    return Fit(fitted, _site_means(means, outputs))
+    return Fit(fitted, means.named(outputs))
 
 
 def observe(
     path: Path, shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OutputSpec], rows: MeanRows
-) -> SiteMeans:
-    """Return the means of a planned FP32 model, corrected or not, on the rows of the fit.
+) -> Means:
+    """Return the means of sites' outputs in a planned FP32 model, corrected or not, on the rows of the fit.
 
     `shapes` are those of the corrections by site; the instrumented model is written beside `path`. Raises
     CalibrationError if a mean is not finite.
@@ -132,13 +126,7 @@ def observe(
         for name, node in nodes.items()
     }
     means = observers.measure(rows, path.with_suffix(".means.onnx"), "mean of the planned model")
-    return _site_means(means, outputs)
-
-
-def _site_means(means: Means, outputs: Mapping[str, str]) -> SiteMeans:
-    return SiteMeans(
-        {name: means.tensors[observer] for name, observer in outputs.items()}, means.scores, means.rows
-    )
+    return means.named(outputs)
 
 
 class _NoBias(Exception):

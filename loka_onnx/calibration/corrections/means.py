@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,10 @@ class Means:
     tensors: dict[str, Values]
     scores: dict[str, float]
     rows: int
+
+    def named(self, names: Mapping[str, str]) -> Means:
+        """Return the means of some tensors under other names, which map to those of their observers."""
+        return replace(self, tensors={name: self.tensors[observer] for name, observer in names.items()})
 
 
 class MeanObservers:

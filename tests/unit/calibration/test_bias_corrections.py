@@ -150,7 +150,7 @@ def test_the_mean_score_is_weighted_and_sites_are_averaged(tmp_path: Path) -> No
     assert abs(wanted - y.mean()) > 1e-4, "the weights matter"
     w = {t.name: onnx.numpy_helper.to_array(t).astype(np.float64) for t in proto.graph.initializer}
     left = columns["x"].astype(np.float64) @ w["w_left"]
-    np.testing.assert_allclose(fit.exact.sites["left"], left.mean(axis=0)[None], atol=1e-6)
+    np.testing.assert_allclose(fit.exact.tensors["left"], left.mean(axis=0)[None], atol=1e-6)
     assert set(fit.plans["fp8-all"].values) == {"left", "right", "deep"}, "the head is not planned"
 
 

@@ -21,7 +21,7 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
 from loka_onnx.planning.expected_latency import expected_us
-from loka_onnx.planning.policy import PlanOptions, make_plans, refine_fast_plans
+from loka_onnx.planning.policy import Planner, PlanOptions, make_plans
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 
 ALLOWED = CTR.budget * (1 - LABELLED_ALLOWANCE)
@@ -203,7 +203,7 @@ def test_refinements_toggle_sites_and_are_numbered(model: ModelArtifact) -> None
     kl = {"fc0": kl_of(0.6 * ALLOWED), "fc1": kl_of(0.5 * ALLOWED)}
     profile = profile_of(model, kl)
     assert plan_of(model, ALL_FAST, kl).fp8_sites == ("fc0", "fc2")
-    found = refine_fast_plans(model, profile, (CTR,), [PER_CHANNEL_WEIGHT], options)
+    found = Planner(model, profile, (CTR,), [PER_CHANNEL_WEIGHT], options).refinements()
     assert [(plan.id, plan.fp8_sites) for plan in found] == [
         ("fp8-fast-1", ("fc1", "fc2")),
         ("fp8-fast-2", ("fc0",)),
