@@ -36,11 +36,8 @@ class Integers:
         w, decision = self.weights[PRODUCTS[site]], self.decisions.get(site)
         if decision is None:
             return x @ w
-        scale, zero, columns = (
-            decision.activation_scale,
-            decision.activation_zero_point,
-            decision.weight_scale,
-        )
+        scale, zero = decision.activation_scale, decision.activation_zero_point
+        columns = decision.weight_scale
         low, high = (0, 255) if decision.recipe.format == UINT8 else (-128, 127)
         a = np.clip(np.rint(np.float32(x) / np.float32(scale)).astype(np.int64) + zero, low, high) - zero
         b = np.rint(np.float32(w) / np.float32(columns)).astype(np.int64)

@@ -41,15 +41,8 @@ def made(rows: int = ROWS, seed: int = 0) -> LossRows:
 
 
 def parts(rows: LossRows, size: int) -> list[LossRows]:
-    return [
-        LossRows(
-            rows.weights[i : i + size],
-            rows.denominator[i : i + size],
-            rows.delta[:, i : i + size],
-            rows.terms[:, :, i : i + size],
-        )
-        for i in range(0, rows.weights.size, size)
-    ]
+    arrays = (rows.weights, rows.denominator, rows.delta, rows.terms)
+    return [LossRows(*(a[..., i : i + size] for a in arrays)) for i in range(0, rows.weights.size, size)]
 
 
 def users(rows: int = ROWS) -> np.ndarray:
@@ -146,9 +139,7 @@ def test_more_groups_than_buckets_keep_the_interval():
     random = np.random.default_rng(3)
     names = np.repeat(np.arange(20_000), 5)
     moved = np.repeat(random.standard_normal(20_000), 5) + random.standard_normal(100_000)
-    rows = LossRows(
-        np.ones(100_000), random.exponential(1, 100_000), moved[np.newaxis], moved[np.newaxis, np.newaxis]
-    )
+    rows = LossRows(np.ones(100_000), random.exponential(1, 100_000), moved[None], moved[None, None])
     by_bucket, by_row = total(rows, 4096, names).moments(0, 0), total(rows, 4096).moments(0, 0)
     exact = ratio_interval(moved, rows.denominator, groups=names)
     half = (exact.upper - exact.lower) / 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,14 +17,13 @@ from loka_onnx.calibration.effects.sensitivity import (
     StoppingSchedule,
     SwitchedModel,
 )
-from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, write_switchable
+from loka_onnx.calibration.effects.switchable import Switch, write_switchable
 from loka_onnx.calibration.observers.arithmetic import draw_factors
 from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.progress import silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
-from loka_onnx.core.sensitivity import Sensitivity
 from loka_onnx.errors import CalibrationError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.intervals import ratio_interval
@@ -51,38 +49,31 @@ class World:
         columns = columns_of(rows) if columns is None else columns
         return cls(folder, SwitchedModel(artifact.path, switches, scales, (LOGIT,)), columns)
 
-    def passes(
-        self, spec: OutputSpec = LOGIT, threads: int = 2, progress=silent, **options
-    ) -> SensitivityPass:
-        chosen = PassOptions(sensitivity_rows=options.pop("most", None), **options)
-        return SensitivityPass(
+    def measure(
+        self,
+        spec: OutputSpec = LOGIT,
+        open_sites: OpenSites | None = None,
+        threads: int = 2,
+        progress=silent,
+        **options,
+    ) -> Sensitivities:
+        found = SensitivityPass(
             replace(self.subject, outputs=(spec,)),
             dataset_of(self.folder / "data", self.columns),
-            chosen,
+            PassOptions(**{"draws": 1, "batch_size": 512, **options}),
             LocalExecutor(threads),
             progress,
         )
-
-    def measure(
-        self, spec: OutputSpec = LOGIT, open_sites: OpenSites | None = None, **options
-    ) -> Sensitivities:
-        options = {"draws": 1, "batch_size": 512, **options}
-        found = self.passes(spec, **options)
         return found.measure(self.folder, found.draws(self.folder), open_sites)
 
     def scores(self, on: tuple[str, ...] = (), factor: float = 1.0) -> np.ndarray:
         """Logits in extended precision, by batches of the same size: the last bit depends on it."""
-        path = self.folder / f"reference-{factor}.onnx"
-        subject = self.subject
-        file = write_switchable(
-            GraphModel.load(subject.model), subject.switches, subject.scales, path, factor
-        )
-        return batched(file.open(), self.columns["x"], on)
-
-
-def batched(model: SwitchableModel, x: np.ndarray, on: tuple[str, ...]) -> np.ndarray:
-    parts = [model.run({"x": x[i : i + 512]}, on)["y"].reshape(-1) for i in range(0, len(x), 512)]
-    return np.concatenate(parts).astype(np.longdouble)
+        path, subject = self.folder / f"reference-{factor}.onnx", self.subject
+        graph = GraphModel.load(subject.model)
+        model = write_switchable(graph, subject.switches, subject.scales, path, factor).open()
+        x = self.columns["x"]
+        parts = [model.run({"x": x[i : i + 512]}, on)["y"].reshape(-1) for i in range(0, len(x), 512)]
+        return np.concatenate(parts).astype(np.longdouble)
 
 
 def sigmoid(z: np.ndarray) -> np.ndarray:
@@ -220,24 +211,23 @@ def test_the_pass_stops_when_nothing_is_open(tmp_path):
     asked: list[Sensitivities] = []
     seen: list[tuple[str, int, int]] = []
 
-    def until(rows: int) -> Callable[[Sensitivities], tuple[str, ...]]:
-        def open_sites(found: Sensitivities) -> tuple[str, ...]:
-            asked.append(found)
-            return () if found.sampling.rows >= rows else ("left", "deep")
+    def open_sites(found: Sensitivities) -> tuple[str, ...]:
+        asked.append(found)
+        item = found.by_site["head"][0]
+        # Not by an interval for a number of rows that is fixed.
+        interval = found.sampling.interval_of(item.kl_moments)
+        assert interval == item.kl_moments.anytime_interval(16384) and interval.upper > item.kl.upper
+        return () if found.sampling.rows >= 9000 else ("left", "deep")
 
-        return open_sites
-
-    found = world.passes(progress=lambda *step: seen.append(step), batch_size=512, draws=1)
-    stopped = found.measure(tmp_path, found.draws(tmp_path), until(9000))
-    assert [each.sampling.rows for each in asked] == [4096, 6144, 9216]
-    assert [each.sampling.looks for each in asked] == [1, 2, 3]
+    stopped = world.measure(open_sites=open_sites, progress=lambda *step: seen.append(step))
+    assert [(each.sampling.rows, each.sampling.looks) for each in asked] == [(4096, 1), (6144, 2), (9216, 3)]
     assert all(each.sampling.is_sequential and each.sampling.tightest_at == 16384 for each in asked)
     assert stopped.sampling == replace(asked[-1].sampling, undecided=())
     assert stopped.by_site["left"][0].kl.rows == 9216
     task = "sensitivity, until decided"
     assert seen[-2:] == [(task, 9216, 30_000), (task, 9216, 9216)]
     # The rows are those that the same order begins with.
-    same = world.measure(batch_size=512, most=9216)
+    same = world.measure(sensitivity_rows=9216)
     assert same.by_site == stopped.by_site and same.sampling.looks == 1
     assert not same.sampling.is_sequential
 
@@ -246,23 +236,8 @@ def test_sites_that_stay_open_are_named_when_the_rows_end(tmp_path):
     world = World.of(tmp_path, 5000)
     found = world.measure(open_sites=lambda found: ("deep",))
     assert (found.sampling.rows, found.sampling.looks, found.sampling.undecided) == (5000, 2, ("deep",))
-    few = world.measure(open_sites=lambda found: ("deep",), most=700)
+    few = world.measure(open_sites=lambda found: ("deep",), sensitivity_rows=700)
     assert (few.sampling.rows, few.sampling.looks, few.sampling.is_sequential) == (700, 1, False)
-
-
-def test_the_first_look_decides_nothing_by_an_interval_for_fixed_rows(tmp_path):
-    world = World.of(tmp_path, 5000)
-    moments: list[Sensitivity] = []
-
-    def open_sites(found: Sensitivities) -> tuple[str, ...]:
-        item = found.by_site["head"][0]
-        interval = found.sampling.interval_of(item.kl_moments)
-        assert interval == item.kl_moments.anytime_interval(16384) and interval.upper > item.kl.upper
-        moments.append(item)
-        return ()
-
-    stopped = world.measure(open_sites=open_sites)
-    assert len(moments) == 1 and stopped.sampling.looks == 1 and stopped.sampling.is_sequential
 
 
 # What must not show --------------------------------------------------------------------------------
@@ -283,7 +258,7 @@ def test_a_loss_of_zero_is_refused(tmp_path):
     world = World.of(tmp_path, columns=columns)
     with pytest.raises(CalibrationError) as caught:
         world.measure(OutputSpec("y", OutputKind.LOGIT, "label", "weight"))
-    assert "loss on output 'y' is 0" in caught.value.what
+    assert caught.value.code == "E0504" and "loss on output 'y' is 0" in caught.value.what
 
 
 # When verdicts are looked at

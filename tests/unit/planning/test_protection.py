@@ -102,14 +102,10 @@ def test_a_node_that_is_kept_stays_in_fp32(model: ModelArtifact) -> None:
         Wide("sigmoid", BEHIND),
     }
     assert plan.decision("fc1").precision is Precision.BF16
-
-
-def test_a_site_is_kept_by_the_name_that_it_had_before_mods(model: ModelArtifact) -> None:
+    # A site is kept by the name that it had before mods.
     sites = tuple(replace(s, merged_from=("q", "k") if s.name == "fc1" else ()) for s in model.sites)
-    merged = replace(model, sites=sites)
-    plan = plan_of(merged, "fp8-all", keep=("q",))
-    assert plan.decision("fc1").precision is Precision.BF16
-    assert plan.decision("fc1").reason.startswith("kept in bf16 by 'q'; ")
+    merged = plan_of(replace(model, sites=sites), "fp8-all", keep=("q",)).decision("fc1")
+    assert merged.precision is Precision.BF16 and merged.reason.startswith("kept in bf16 by 'q'; ")
 
 
 # FP16 -------------------------------------------------------------------------------------------------
