@@ -1,13 +1,14 @@
-"""Observers of sites: ranges of activations, and output errors under recipes."""
+"""Observers of sites: ranges of activations, and output errors under recipes; magnitudes of all tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx
+from onnx import TensorProto
 
 from loka_onnx.calibration.observers.arithmetic import (
     NORM_PRECISION,
@@ -19,11 +20,12 @@ from loka_onnx.calibration.observers.reductions import BatchTotals, Count, Reduc
 from loka_onnx.calibration.observers.sampling import SampleObserver, add_sample
 from loka_onnx.core.recipe import Granularity, Recipe, Scales
 from loka_onnx.core.site import Site, SiteKind
-from loka_onnx.core.statistics import ErrorStats, RangeStats
+from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
 from loka_onnx.errors import InternalError
+from loka_onnx.graph.divisors import divisors
 from loka_onnx.graph.fake_quantize import TINY
 from loka_onnx.graph.layout import layout_root
-from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer
+from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, producer
 
 
 @dataclass(frozen=True)
@@ -290,3 +292,69 @@ def _repeats_a_constant(node: Node, site: Site) -> bool:
     """True if a site's activation is one parameter repeated for every example, as learned queries are."""
     source = producer(layout_root(node.inputs[site.activation.index]).tensor)
     return source is not None and source.op == "Expand" and is_constant(source.inputs[0])
+
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class MagnitudeObserver:
+    """Slots of one tensor's smallest and largest element.
+
+    `smallest` is the smallest nonzero magnitude, or `LARGEST`; None for a tensor that is no divisor.
+    """
+
+    tensor: str
+    low: Slot
+    high: Slot
+    smallest: Slot | None
+
+    def read(self, totals: BatchTotals) -> TensorRange:
+        """Return the magnitudes over all batches."""
+        amax = max(abs(totals.extreme(self.low)), abs(totals.extreme(self.high)))
+        smallest = LARGEST if self.smallest is None else totals.extreme(self.smallest)
+        return TensorRange(min(amax, LARGEST), None if smallest == LARGEST else smallest)
+
+
+def observe_magnitudes(model: GraphModel) -> tuple[MagnitudeObserver, ...]:
+    """Observe every non-constant FP32 tensor of the main graph, which decide whether it fits FP16.
+
+    The graph's outputs become the largest and smallest element; layouts of one tensor share its observer.
+    """
+    tensors = list(_tensors(model))
+    divided_by = {divisor.tensor.name for divisor in divisors(model)}
+    reductions = Reductions(model)
+    extremes: dict[str, tuple[Slot, Slot]] = {}
+    observers = []
+    for position, tensor in enumerate(tensors):
+        root, name = layout_root(tensor).tensor, f"magnitude{position}"
+        if root.name not in extremes:
+            extremes[root.name] = (
+                reductions.add(root, f"{name}.min", Reduction.MIN),
+                reductions.add(root, f"{name}.max", Reduction.MAX),
+            )
+        smallest = None
+        if tensor.name in divided_by:
+            magnitudes = _nonzero_magnitude(model, tensor, name)
+            smallest = reductions.add(magnitudes, f"{name}.smallest", Reduction.MIN)
+        observers.append(MagnitudeObserver(tensor.name, *extremes[root.name], smallest))
+    reductions.finish()
+    return tuple(observers)
+
+
+def _tensors(model: GraphModel) -> Iterator[Tensor]:
+    computed = (tensor for node in model.sorted_nodes() for tensor in node.outputs)
+    for tensor in (*model.inputs, *computed):
+        if tensor.name and tensor.dtype is not None and element_type(tensor.dtype) == TensorProto.FLOAT:
+            yield tensor
+
+
+def _nonzero_magnitude(model: GraphModel, tensor: Tensor, name: str) -> Tensor:
+    """Add the magnitudes of a tensor, with `LARGEST` in place of 0."""
+    zero = model.constant(f"{name}.zero", np.array(0, np.float32))
+    largest = model.constant(f"{name}.largest", np.array(LARGEST, np.float32))
+    magnitude = model.add("Abs", [tensor], f"{name}.magnitude")
+    is_zero = model.add("Equal", [magnitude, zero], f"{name}.is_zero", np.bool_)
+    nonzero = model.add("Where", [is_zero, largest, magnitude], f"{name}.nonzero", np.float32)
+    nonzero.shape = tensor.shape
+    return nonzero

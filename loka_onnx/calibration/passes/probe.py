@@ -14,11 +14,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from loka_onnx.calibration.observers.magnitudes import observe_magnitudes
 from loka_onnx.calibration.observers.reductions import BatchTotals
 from loka_onnx.calibration.observers.sampling import sampling_stride
-from loka_onnx.calibration.observers.site_observers import observe_errors, observe_ranges
-from loka_onnx.calibration.passes.error_pass import ErrorTotals
+from loka_onnx.calibration.observers.site_observers import observe_errors, observe_magnitudes, observe_ranges
 from loka_onnx.calibration.passes.executors import (
     BatchResult,
     BatchWork,
@@ -31,7 +29,7 @@ from loka_onnx.calibration.passes.executors import (
     spans_in_order,
     spans_in_random_order,
 )
-from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork
+from loka_onnx.calibration.passes.totals import ErrorTotals, RangeTotals, RangeWork
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.progress import UNTIL, Progress, silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe, Scales

@@ -21,7 +21,6 @@ from loka_onnx.calibration.observers.site_observers import (
     RangeObserver,
     observe_ranges,
 )
-from loka_onnx.calibration.passes.error_pass import ErrorTotals
 from loka_onnx.calibration.passes.executors import (
     BatchResult,
     BatchWork,
@@ -32,7 +31,7 @@ from loka_onnx.calibration.passes.executors import (
     scattered,
     spans_in_order,
 )
-from loka_onnx.calibration.passes.range_pass import RangeBatch, RangeTotals, RangeWork
+from loka_onnx.calibration.passes.totals import ErrorTotals, RangeBatch, RangeTotals, RangeWork
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.data import Dataset

@@ -10,8 +10,7 @@ import onnx
 import pytest
 from small_models import LOGIT, artifact_of, columns_of, dataset_of
 
-from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.updating import ProfiledModel, update
+from loka_onnx.calibration.calibrate import ProbeOptions, ProfiledModel, calibrate, update
 from loka_onnx.core import serde
 from loka_onnx.core.formats import E4M3FN, INT8, UINT8, NumberFormat, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan

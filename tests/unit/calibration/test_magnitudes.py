@@ -9,10 +9,9 @@ import onnx
 import pytest
 from small_models import LOGIT, artifact_of, columns_of, dataset_of
 
-from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
+from loka_onnx.calibration.calibrate import ProbeOptions, ProfiledModel, calibrate, update
 from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe
-from loka_onnx.calibration.updating import ProfiledModel, update
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.statistics import TensorRange
 from loka_onnx.data.dataset import Dataset

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from small_models import LOGIT, TWO_SITES, W1, artifact_of, data_of
 
-from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.updating import ProfiledModel, update
+from loka_onnx.calibration.calibrate import ProbeOptions, ProfiledModel, calibrate, update
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.formats import E4M3FN, E5M2
 from loka_onnx.core.recipe import PER_TENSOR, Recipe
