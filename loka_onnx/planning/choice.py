@@ -46,7 +46,7 @@ MARGIN = 0.03
 
 @dataclass(frozen=True)
 class ChoiceOptions:
-    """Options of choosing engines; a negative margin is a ValueError.
+    """Options of choosing engines.
 
     Attributes:
         by_batch: Whether batch sizes may get engines of their own.
@@ -57,10 +57,6 @@ class ChoiceOptions:
     by_batch: bool = True
     margin: float = MARGIN
     noise: float = NOISE
-
-    def __post_init__(self) -> None:
-        if self.margin < 0.0 or self.noise < 0.0:
-            raise ValueError(f"margins are at least 0: {self}")
 
 
 def choose(

@@ -75,7 +75,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Problem:
-    """Items to choose from, and their costs; a site in no unit or in two is an InternalError.
+    """Items to choose from, and their costs.
 
     Attributes:
         quantize: Time of the quantize step of each tensor; 0 where it is missing.
@@ -91,13 +91,6 @@ class Problem:
     cost: CostOf
     room: float = 1.0
     makers: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        named = sorted(item.site for item in self.items)
-        if named != sorted(site for unit in self.units for site in unit):
-            raise InternalError(
-                "every site must be in exactly one unit", evidence=f"sites {named}, units {self.units}"
-            )
 
     @cached_property
     def by_site(self) -> Mapping[str, Item]:

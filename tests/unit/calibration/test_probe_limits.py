@@ -65,14 +65,8 @@ def test_rows_and_sites_can_be_limited(tmp_path):
         rows=200, sensitivity_rows=150, batch_size=64, threads=1, only=frozenset({"fc1"}), synthetic=True
     )
     seen: list[tuple[str, int, int]] = []
-    profile = calibrate(
-        artifact,
-        (LOGIT,),
-        data_of(tmp_path, x),
-        tmp_path,
-        options,
-        lambda task, done, total: seen.append((task, done, total)),
-    )
+    data = data_of(tmp_path, x)
+    profile = calibrate(artifact, (LOGIT,), data, tmp_path, options, lambda *step: seen.append(step))
     assert [entry.site for entry in profile.sites] == ["fc1"]
     assert (profile.rows, profile.error_rows, profile.sampling.rows) == (200, 200, 150)
     assert profile.synthetic

