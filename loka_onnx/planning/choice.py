@@ -128,7 +128,9 @@ class _Measured:
         self.inside = [
             e
             for e in self.ready
-            if e.id in self.speeds and evidence.is_within_budget(e) and not evidence.timing_failure(e)
+            if e.id in self.speeds
+            and evidence.is_within_budget(e)
+            and not evidence.by_engine[e.id].latency_failure
         ]
         self.competing = [e for e in self.inside if evidence.competes(e)]
 

@@ -74,11 +74,6 @@ class Evidence:
             return False
         return not any(latency.counts_for_choice for latency in evaluation.latencies)
 
-    def timing_failure(self, engine: EngineArtifact) -> str:
-        """Return the error that ended the engine while it was timed, at some batch size; empty for none."""
-        evaluation = self.by_engine.get(engine.id)
-        return "" if evaluation is None else evaluation.latency_failure
-
     def failure(self, engine: EngineArtifact) -> str:
         """Return the error that ended the engine while it was timed or judged; empty for none."""
         evaluations = [split[engine.id] for split in (self.by_engine, self.certified) if engine.id in split]

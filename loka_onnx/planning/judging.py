@@ -266,7 +266,7 @@ class _Judges:
         )
 
     def _kl_of(self, part: float, cost: Cost) -> str:
-        return _percent(part * allowed_kl(cost.spec))
+        return percent(part * allowed_kl(cost.spec))
 
     def _in_words(self, cost: Cost, unit: Unit, site: str) -> str:
         others = ", ".join(f"'{name}'" for name in sorted(unit - {site}))
@@ -274,8 +274,8 @@ class _Judges:
         corrected = f", corrected for {self._corrected_for} bounds" if self._corrected_for > 1 else ""
         level = f"{100.0 * cost.kl.confidence:.3f}".rstrip("0").rstrip(".")
         return (
-            f"KL {'at most ' if cost.is_bound else ''}{_percent(cost.kl.value)}{worst_of} "
-            f"(upper bound {_percent(cost.kl.upper)} at {level} %{corrected}) "
+            f"KL {'at most ' if cost.is_bound else ''}{percent(cost.kl.value)}{worst_of} "
+            f"(upper bound {percent(cost.kl.upper)} at {level} %{corrected}) "
             f"of the {cost.denominator} of '{cost.spec.name}'"
             f"{f' together with {others} on the same tensor' if others else ''}"
             f"{', which few rows carry: the bound may be too low' if cost.is_carried_by_few else ''}"
@@ -304,5 +304,6 @@ def _worst(costs: Sequence[Cost], room: float = inf) -> Cost:
     return max(costs, key=lambda cost: (cost.least > room, cost.most))
 
 
-def _percent(value: float) -> str:
+def percent(value: float) -> str:
+    """Format a part of 1."""
     return f"{100.0 * value:.3g} %"

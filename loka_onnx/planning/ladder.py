@@ -26,7 +26,7 @@ from itertools import accumulate
 from math import fsum, inf, sqrt
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
-from loka_onnx.core.evaluation import Evaluation, OutputEvaluation
+from loka_onnx.core.evaluation import Evaluation
 from loka_onnx.core.plan import Decision, PrecisionPlan, SiteSpeed
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refinement import Returned
@@ -73,21 +73,24 @@ class Ladder:
         `evaluation` is the engine's on the selection split. None where no FP8 site would be left, or nothing
         is expected to help.
         """
-        measured = {output.output: output for output in evaluation.outputs if output.difference is not None}
-        *lower, top = self.rungs(plan.quantized_sites, device)
-        for left in reversed([rung for rung in lower if rung]):
-            parts = {name: self.part(left, top, name) for name in measured}
-            if all(
-                _expected(output, parts[name]) <= ROOM * output.budget for name, output in measured.items()
-            ):
-                break
-        else:
+        sites = plan.quantized_sites
+        *lower, top = self.rungs(sites, device)
+
+        def fits(rung: Unit) -> bool:
+            for output in evaluation.outputs:
+                if output.difference is not None:
+                    part, kl = self.part(rung, top, output.output), max(output.difference.kl.value, 0.0)
+                    expected = kl * part + (output.difference.judged.upper - kl) * sqrt(max(part, 0.0))
+                    if expected > ROOM * output.budget:
+                        return False
+            return True
+
+        left = next((rung for rung in reversed(lower) if rung and fits(rung)), None)
+        if left is None:
             return None
-        gone = [unit for unit in reversed(self._ordered(plan.quantized_sites, device)) if not unit <= left]
+        gone = [unit for unit in reversed(self._ordered(sites, device)) if not unit <= left]
         returned = tuple(
-            Returned(
-                tuple(sorted(unit)), self._cost(unit), self._saved_us(unit, plan.quantized_sites, device)
-            )
+            Returned(tuple(sorted(unit)), self._cost(unit), self._saved_us(unit, sites, device))
             for unit in gone
         )
         return Reverted(self.plan_of(plan, left, device), returned)
@@ -201,15 +204,6 @@ class Ladder:
                 for batch, us in predicted.items()
             }
         }
-
-
-def _expected(output: OutputEvaluation, left: float) -> float:
-    """Return the expected upper bound when this part of the predicted KL is left."""
-    difference = output.difference
-    if difference is None:
-        return 0.0
-    kl = max(difference.kl.value, 0.0)
-    return kl * left + (difference.judged.upper - kl) * sqrt(max(left, 0.0))
 
 
 def _quantized_us(known: Sequence[SiteSpeed], sites: Collection[str], batch: str) -> float:

@@ -358,7 +358,11 @@ class Planner:
         climb = self.options.safe if plan_id.endswith("-safe") else None
         if climb is None:
             return None if self.judgements[site.name].verdict is Verdict.SAFE else ""
-        return None if site.name in climb.sites else f"{_beyond_rung(climb)}; "
+        if site.name in climb.sites:
+            return None
+        if climb.rung == 0:
+            return "no rung of the ladder that was judged on the selection split fits; "
+        return f"above rung {climb.rung} of the ladder, the highest that certification is expected to pass; "
 
     def _kept_out(self, site: Site, *, takes_thin: bool = False) -> str | None:
         """Return why a site may not be quantized whatever it costs, as a prefix; None where it may."""
@@ -411,9 +415,3 @@ def _on_rung(climb: Climb) -> str:
         f"on rung {climb.rung} of the ladder, whose {taken.sites} sites together change the loss of "
         f"'{taken.output}' by at most {100.0 * taken.change.upper:.3g} % on selection rows, in simulation"
     )
-
-
-def _beyond_rung(climb: Climb) -> str:
-    if climb.rung == 0:
-        return "no rung of the ladder that was judged on the selection split fits"
-    return f"above rung {climb.rung} of the ladder, the highest that certification is expected to pass"

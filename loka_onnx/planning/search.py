@@ -39,7 +39,7 @@ from scipy.sparse import csr_array
 from loka_onnx.core.plan import SpeedVerdict
 from loka_onnx.errors import InternalError
 from loka_onnx.planning.costs import Costs
-from loka_onnx.planning.judging import units_of
+from loka_onnx.planning.judging import percent, units_of
 from loka_onnx.planning.site_speed import SiteSpeeds
 
 Sites = frozenset[str]
@@ -349,7 +349,7 @@ class FastSearch:
         """Return why a site is chosen."""
         beside = len(chosen) - 1
         together = (
-            f", at most {_percent(self.problem.spent(chosen))} together with the {beside} other"
+            f", at most {percent(self.problem.spent(chosen))} together with the {beside} other"
             f"{'s' if beside > 1 else ''} of this plan"
             if beside
             else ""
@@ -388,8 +388,4 @@ class FastSearch:
         return max(cost.most for cost in self._costs.of(sites, self._risk))
 
     def _cost_in_words(self, site: str) -> str:
-        return f"its KL is at most {_percent(self.problem.cost(frozenset({site})))} of what is allowed"
-
-
-def _percent(part: float) -> str:
-    return f"{100.0 * part:.3g} %"
+        return f"its KL is at most {percent(self.problem.cost(frozenset({site})))} of what is allowed"

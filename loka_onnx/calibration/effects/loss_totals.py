@@ -25,7 +25,6 @@ ones. Batches are added in the order of the data, so totals do not depend on whe
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -186,7 +185,7 @@ def buckets_of(groups: Array) -> npt.NDArray[np.int64]:
     return buckets
 
 
-class OutputTotals(ABC):
+class _Totals:
     """Totals of one output over batches; `rows` counts the rows."""
 
     def __init__(self) -> None:
@@ -197,14 +196,6 @@ class OutputTotals(ABC):
         """Add a batch."""
         self.rows += batch.rows
         self._sums.add(batch.sums)
-
-    @abstractmethod
-    def moments(self, term: int, unit: int) -> RatioMoments:
-        """Return a term of the loss change (0: KL, 1: labelled) under one unit, over the denominator."""
-
-    @abstractmethod
-    def relative(self) -> Rows:
-        """Return (terms, units) of the loss change over the denominator."""
 
     @property
     def units(self) -> int:
@@ -223,7 +214,7 @@ class OutputTotals(ABC):
         return WeightedMean(total, weight)
 
 
-class RowTotals(OutputTotals):
+class RowTotals(_Totals):
     """Each row is a statistical unit."""
 
     def __init__(self) -> None:
@@ -231,27 +222,27 @@ class RowTotals(OutputTotals):
         self._squares = ColumnSums()
 
     def add(self, batch: BatchLoss) -> None:
-        """See `OutputTotals.add`; a batch summed by groups is an InternalError."""
+        """Add a batch; one summed by groups is an InternalError."""
         if batch.squares is None:
             raise InternalError("a batch that was summed by groups is added to some that were not")
         super().add(batch)
         self._squares.add(batch.squares)
 
     def moments(self, term: int, unit: int) -> RatioMoments:
-        """See `OutputTotals.moments`."""
+        """Return a term of the loss change (0: KL, 1: labelled) under one unit, over the denominator."""
         bb, *products = self._squares.sums()
         each = len(products) // 3
         a, aa, ab = products[term * self.units + unit :: each]
         return RatioMoments(self.rows, self.rows, a, self.mean_denominator.total, aa, ab, bb)
 
     def relative(self) -> Rows:
-        """See `OutputTotals.relative`."""
+        """Return (terms, units) of the loss change over the denominator."""
         _, *products = self._squares.sums()
         values = np.array([item.value for item in products[: len(products) // 3]])
         return np.asarray(values.reshape(-1, self.units) / self.mean_denominator.total.value)
 
 
-class BucketTotals(OutputTotals):
+class BucketTotals(_Totals):
     """Each bucket of groups is a statistical unit."""
 
     def __init__(self) -> None:
@@ -261,7 +252,7 @@ class BucketTotals(OutputTotals):
         self._terms: Rows = np.zeros((0, 0, BUCKETS))
 
     def add(self, batch: BatchLoss) -> None:
-        """See `OutputTotals.add`; a batch not summed by groups is an InternalError."""
+        """Add a batch; one not summed by groups is an InternalError."""
         groups = batch.groups
         if groups is None:
             raise InternalError("a batch that was not summed by groups is added to some that were")
@@ -273,11 +264,14 @@ class BucketTotals(OutputTotals):
         self._terms[:, :, groups.buckets] += groups.terms
 
     def moments(self, term: int, unit: int) -> RatioMoments:
-        """See `OutputTotals.moments`."""
+        """Return a term of the loss change (0: KL, 1: labelled) under one unit, over the denominator."""
         a, b = self._terms[term, unit, self._seen], self._denominator[self._seen]
         sums = (ExactSum.of((values.sum(),)) for values in (a, b, a * a, a * b, b * b))
         return RatioMoments(self.rows, int(self._seen.sum()), *sums)
 
     def relative(self) -> Rows:
-        """See `OutputTotals.relative`."""
+        """Return (terms, units) of the loss change over the denominator."""
         return np.asarray(self._terms.sum(axis=2) / self._denominator.sum())
+
+
+OutputTotals = RowTotals | BucketTotals
