@@ -20,7 +20,7 @@ from loka_onnx.core.evaluation import Basis, BudgetStatus, OutputEvaluation, Pai
 from loka_onnx.core.intervals import Interval
 from loka_onnx.errors import EvaluationError
 from loka_onnx.evaluation.budget import judge
-from loka_onnx.evaluation.columns import Groups, Rows, Scores, Truth, read_scores, read_truth, refuse_no_rows
+from loka_onnx.evaluation.columns import Groups, Scores, Truth, read_scores, read_truth, refuse_no_rows
 from loka_onnx.evaluation.paired import PairedRows, loss_rows, paired_rows
 from loka_onnx.evaluation.slices import SliceColumn, read_slices, slice_differences
 from loka_onnx.numerics.auc import auc_difference
@@ -189,7 +189,12 @@ def _difference(
     delta = after.scores - before.scores
     area = moved = None
     if truth.labels is not None:
-        moved = _prediction_ratio_change(before, after, truth.labels, paired)
+        shift = after.predictions - before.predictions
+        moved = (
+            ratio_interval(shift, truth.labels, paired.weights, paired.groups)
+            if weighted_mean(truth.labels, paired.weights) != 0.0
+            else Interval(math.nan, -math.inf, math.inf, CONFIDENCE, truth.labels.size)
+        )
         if spec.kind is not OutputKind.REGRESSION:
             area = auc_difference(before.raw, after.raw, truth.labels, truth.weights, truth.groups)
     return PairedDifference(
@@ -202,10 +207,3 @@ def _difference(
         delta_rmse=math.sqrt(weighted_mean(np.square(delta), truth.weights)),
         delta_max=float(np.abs(delta).max()),
     )
-
-
-def _prediction_ratio_change(before: Scores, after: Scores, labels: Rows, paired: PairedRows) -> Interval:
-    if weighted_mean(labels, paired.weights) == 0.0:
-        return Interval(math.nan, -math.inf, math.inf, CONFIDENCE, labels.size)
-    moved = after.predictions - before.predictions
-    return ratio_interval(moved, labels, paired.weights, paired.groups)

@@ -69,6 +69,11 @@ class _Slice:
         return int(self.paired.base.size if groups is None else np.unique(groups).size)
 
     @property
+    def known(self) -> tuple[str, str | None, int, int]:
+        """Column, value, rows and units."""
+        return (self.column, self.value, self.rows.size, self.units)
+
+    @property
     def why_not_judged(self) -> str:
         """Why no interval could be trusted; empty where one can."""
         size = self.paired.base.size
@@ -112,7 +117,11 @@ def slice_differences(
     judged = [item for item, reason in zip(candidates, reasons, strict=True) if not reason]
     confidence = 1.0 - (1.0 - together) / max(len(judged), 1)
     differences = [_difference(item, confidence, spec) for item in judged]
-    others = [_not_judged(item, reason) for item, reason in zip(candidates, reasons, strict=True) if reason]
+    others = [
+        SliceDifference(*item.known, None, None, None, BudgetStatus.NOT_JUDGED, reason)
+        for item, reason in zip(candidates, reasons, strict=True)
+        if reason
+    ]
     left_out = {c.name: len(c.values) - LARGEST for c in columns if len(c.values) > LARGEST}
     # Sorting keeps the order of ties: that of the columns, then of falling number of rows.
     differences.sort(key=lambda item: -item.judged.lower if item.judged is not None else 0.0)
@@ -155,10 +164,4 @@ def _difference(item: _Slice, confidence: float, spec: OutputSpec) -> SliceDiffe
     guard = BudgetStatus.WITHIN if limit is None else budget_status(change.kl, limit)
     status = worst([budget_status(judged, spec.budget), guard])
     reason = "" if guard == BudgetStatus.WITHIN else f"KL is at most {change.kl.upper:.3%}: {guard} `max_kl`"
-    known = (item.column, item.value, item.rows.size, item.units)
-    return SliceDifference(*known, change.delta_ne, change.kl, change.labelled, status, reason)
-
-
-def _not_judged(item: _Slice, reason: str) -> SliceDifference:
-    known = (item.column, item.value, item.rows.size, item.units)
-    return SliceDifference(*known, None, None, None, BudgetStatus.NOT_JUDGED, reason)
+    return SliceDifference(*item.known, change.delta_ne, change.kl, change.labelled, status, reason)

@@ -301,7 +301,15 @@ class FastSearch:
         parting = sum(len(unit) for unit in units if len(unit) > 1)
         self._risk = risk / max(measured + parting * len(costs.outputs), 1)
         self.problem = Problem(
-            items=tuple(self._item(site) for site in sites),
+            items=tuple(
+                Item(
+                    site, speeds.saved_per_row(site), speeds.error_per_row(site), speeds.sources[site].tensor
+                )
+                if site in speeds.known
+                # Forced: it spends budget; its saving is unknown.
+                else Item(site, 0.0, 0.0, site)
+                for site in sites
+            ),
             quantize={
                 speeds.sources[site].tensor: speeds.quantize_per_row(site)
                 for site in sites
@@ -376,13 +384,6 @@ class FastSearch:
         inside = "none of them fits the budget" if fast else "at none of them FP8 saves time"
         count = f"of {len(verdicts)} sites with known times {fast} {'is' if fast == 1 else 'are'} fast"
         return f"no set of sites inside of the budget saves time on {self.speeds.device}: {count}, {inside}"
-
-    def _item(self, site: str) -> Item:
-        speeds = self.speeds
-        if site not in speeds.known:
-            # Forced: it spends budget; its saving is unknown.
-            return Item(site, 0.0, 0.0, site)
-        return Item(site, speeds.saved_per_row(site), speeds.error_per_row(site), speeds.sources[site].tensor)
 
     def _cost(self, sites: Sites) -> float:
         return max(cost.most for cost in self._costs.of(sites, self._risk))

@@ -184,8 +184,12 @@ class ErrorObserverBuilder:
                 self.reductions.count(exact, site.name),
                 self.reductions.squares(exact, f"{site.name}.signal"),
             )
-        if site.kind is not SiteKind.NORM and _repeats_a_constant(self.model.node(site.name), site):
-            difference = self._wide_difference(self.model.node(site.name), quantized, name)
+        node = self.model.node(site.name)
+        source = producer(layout_root(node.inputs[site.activation.index]).tensor)
+        is_repeated = source is not None and source.op == "Expand" and is_constant(source.inputs[0])
+        if site.kind is not SiteKind.NORM and is_repeated:
+            # One parameter for every example, as learned queries are.
+            difference = self._wide_difference(node, quantized, name)
         else:
             difference = self.model.add("Sub", [quantized, exact], f"{name}.difference")
         difference.shape = quantized.shape = exact.shape
@@ -286,12 +290,6 @@ def recipes_for(site: Site, recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
     if site.kind is SiteKind.INTERACTION or (site.weight is not None and len(site.weight.shape) < 2):
         return tuple(r for r in recipes if r.weight.granularity is Granularity.PER_TENSOR)
     return tuple(recipes)
-
-
-def _repeats_a_constant(node: Node, site: Site) -> bool:
-    """True if a site's activation is one parameter repeated for every example, as learned queries are."""
-    source = producer(layout_root(node.inputs[site.activation.index]).tensor)
-    return source is not None and source.op == "Expand" and is_constant(source.inputs[0])
 
 
 LARGEST = float(np.finfo(np.float32).max)

@@ -108,12 +108,6 @@ def rows_of(spans: Iterable[Span]) -> int:
     return sum(span.rows for span in spans)
 
 
-def batch_numbers(spans: Iterable[Span], batch_size: int) -> Iterator[int]:
-    """Yield the number of each batch in file order, from 0, in the order in which the spans run."""
-    for span in spans:
-        yield from range(span.start // batch_size, -(-span.stop // batch_size))
-
-
 @dataclass(frozen=True)
 class BatchResult(Generic[R]):
     """The value that the work returned for a batch of `rows` rows."""

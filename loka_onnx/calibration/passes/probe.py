@@ -24,7 +24,6 @@ from loka_onnx.calibration.passes.executors import (
     LocalExecutor,
     ReductionWork,
     Span,
-    batch_numbers,
     rows_of,
     spans_in_order,
     spans_in_random_order,
@@ -213,8 +212,9 @@ class Probe:
         size, done = self.options.batch_size, 0
         batches, total = -(-self.rows // size), rows_of(spans)
         last = {(span.stop - 1) // size for span in spans}
+        numbers = (n for span in spans for n in range(span.start // size, -(-span.stop // size)))
         with closing(self.executor.run(work, self.data, spans, size)) as results:
-            for result, number in zip(results, batch_numbers(spans, size), strict=True):
+            for result, number in zip(results, numbers, strict=True):
                 where = f"batch {number + 1} of {batches} of '{self.data.name}'"
                 yield _Step(result, where, number in last)
                 done += result.rows
