@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -105,15 +105,6 @@ def scales_of(ranges: Mapping[str, RangeStats], recipes: Sequence[Recipe]) -> di
     return scales
 
 
-@dataclass(frozen=True)
-class _Step(Generic[R]):
-    """One batch of a pass, which messages call `where`; `ends_span` if it is the last of its span."""
-
-    result: BatchResult[R]
-    where: str
-    ends_span: bool
-
-
 class Probe:
     """The passes over the calibration split.
 
@@ -150,8 +141,8 @@ class Probe:
         totals = RangeTotals(observe_ranges(graph, self.sites, sampling_stride(size)), size)
         path = scratch / "ranges.onnx"
         graph.save(path)
-        for step in self._run(RangeWork(path, totals.samples), self._range_spans, "ranges"):
-            totals.add(step.result, step.where)
+        for result, where in self._run(RangeWork(path, totals.samples), self._range_spans, "ranges"):
+            totals.add(result, where)
         return totals.read()
 
     def magnitudes(self, scratch: Path) -> dict[str, TensorRange]:
@@ -164,18 +155,18 @@ class Probe:
         path = scratch / "magnitudes.onnx"
         graph.save(path)
         spans = spans_in_order(self.rows, self.options.batch_size)
-        for step in self._run(ReductionWork(path), spans, "magnitudes"):
-            values = step.result.value
+        for result, where in self._run(ReductionWork(path), spans, "magnitudes"):
+            values = result.value
             if any(np.isnan(vector).any() for vector in values.values()):  # infinities are magnitudes
                 extremes = {o.tensor: [o.low.read(values), o.high.read(values)] for o in observers}
                 first = next(name for name, ends in extremes.items() if np.isnan(ends).any())
                 raise CalibrationError(
-                    f"E0507 tensor '{first}' is not a number in {step.where}",
+                    f"E0507 tensor '{first}' is not a number in {where}",
                     evidence=f"of {len(observers)} tensors it is the first",
                     remedy="a model that makes NaN of these rows cannot be served: drop them, or mend the "
                     "model",
                 )
-            totals.add(values, step.result.rows)
+            totals.add(values, result.rows)
         return {observer.tensor: observer.read(totals) for observer in observers}
 
     def errors(self, scratch: Path, ranges: Mapping[str, RangeStats], scales: Scales) -> MeasuredErrors:
@@ -195,11 +186,12 @@ class Probe:
             if precision is None
             else spans_in_random_order(self.rows, size, self.options.seed)
         )
+        ends = set(accumulate(span.rows for span in spans))
         task = "fp8 error" if precision is None else f"fp8 error{UNTIL}precise"
         with closing(self._run(ReductionWork(path), spans, task)) as steps:
-            for step in steps:
-                totals.add(step.result, step.where)
-                if precision is None or not step.ends_span:
+            for result, where in steps:
+                totals.add(result, where)
+                if precision is None or totals.rows not in ends:
                     continue
                 totals.end_span()
                 if totals.is_precise(precision):
@@ -208,14 +200,15 @@ class Probe:
         by_site = totals.read()
         return MeasuredErrors({site.name: by_site.get(site.name, []) for site in self.sites}, totals.rows)
 
-    def _run(self, work: BatchWork[R], spans: Sequence[Span], task: str) -> Generator[_Step[R]]:
+    def _run(
+        self, work: BatchWork[R], spans: Sequence[Span], task: str
+    ) -> Generator[tuple[BatchResult[R], str]]:
+        """Yield each batch, and what messages call it."""
         size, done = self.options.batch_size, 0
         batches, total = -(-self.rows // size), rows_of(spans)
-        last = {(span.stop - 1) // size for span in spans}
         numbers = (n for span in spans for n in range(span.start // size, -(-span.stop // size)))
         with closing(self.executor.run(work, self.data, spans, size)) as results:
             for result, number in zip(results, numbers, strict=True):
-                where = f"batch {number + 1} of {batches} of '{self.data.name}'"
-                yield _Step(result, where, number in last)
+                yield result, f"batch {number + 1} of {batches} of '{self.data.name}'"
                 done += result.rows
                 self.progress(task, done, total)
