@@ -223,15 +223,17 @@ class Planner:
         """Return the plan with every site quantized that has no obstacle."""
         climb = self.options.safe if plan_id.endswith("-safe") else None
         quantized = {s.name: self._quantized(s, climb) for s in self.model.sites if obstacles[s.name] is None}
-        base = self._base_of(quantized)
-        decisions = tuple(
+        return self._judged_plan(plan_id, quantized, obstacles)
+
+    def _judged_plan(
+        self, plan_id: str, quantized: Mapping[str, Decision], obstacles: Mapping[str, str | None]
+    ) -> PrecisionPlan:
+        wanted = self.options.base
+        base = self.bases.chosen(quantized.values()) if wanted is None else self.bases.fixed(wanted)
+        decisions = (
             self._decision(s, base, quantized.get(s.name), obstacles[s.name]) for s in self.model.sites
         )
-        return self._plan(plan_id, base, decisions)
-
-    def _base_of(self, quantized: Mapping[str, Decision]) -> Base:
-        wanted = self.options.base
-        return self.bases.chosen(quantized.values()) if wanted is None else self.bases.fixed(wanted)
+        return self._plan(plan_id, base, tuple(decisions))
 
     def _plan(self, plan_id: str, base: Base, decisions: tuple[Decision, ...]) -> PrecisionPlan:
         chosen = {d.site for d in decisions if d.precision.is_quantized}
@@ -286,15 +288,10 @@ class Planner:
         return FAST if len(self._site_speeds) == 1 else f"{FAST}-{device}"
 
     def _fast_plan(self, plan_id: str, search: FastSearch, chosen: Sites) -> PrecisionPlan:
-        quantized = {
-            site.name: self._chosen(site, search, chosen) for site in self.model.sites if site.name in chosen
-        }
-        base = self._base_of(quantized)
-        decisions = tuple(
-            self._decision(site, base, quantized.get(site.name), self._why_out(site, search, chosen))
-            for site in self.model.sites
-        )
-        return replace(self._plan(plan_id, base, decisions), device=search.speeds.device)
+        sites = self.model.sites
+        quantized = {s.name: self._chosen(s, search, chosen) for s in sites if s.name in chosen}
+        why_out = {s.name: self._why_out(s, search, chosen) for s in sites}
+        return replace(self._judged_plan(plan_id, quantized, why_out), device=search.speeds.device)
 
     def _chosen(self, site: Site, search: FastSearch, chosen: Sites) -> Decision:
         decision, why = self._quantized(site), search.why_in(site.name, chosen)
