@@ -105,11 +105,35 @@ def evaluate_outputs(
     Raises as `read_truth` and `read_scores` do, and EvaluationError where the reference's loss (without
     labels, its entropy) is 0.
     """
-    units = units or Units()
-    return tuple(
-        _against(spec, reference, candidate, read_truth(columns, spec, units.groups), units, confidence)
-        for spec in specs
-    )
+    units, evaluations = units or Units(), []
+    for spec in specs:
+        truth = read_truth(columns, spec, units.groups)
+        before = _reference_scores(spec, reference, truth)
+        after = read_scores(candidate, spec, before.raw.size, is_reference=False)
+        paired = paired_rows(spec, before, after, truth)
+        if weighted_mean(paired.base, paired.weights) == 0.0:
+            raise _nothing_to_relate_to(spec, paired)
+        difference = _difference(spec, before, after, truth, paired, confidence)
+        table, basis = slice_differences(paired, units.slices, spec, confidence), units.basis(paired)
+        judgement = judge(spec, difference, basis)
+        evaluations.append(
+            OutputEvaluation(
+                output=spec.name,
+                kind=spec.kind,
+                metrics=_metrics(spec, after, truth),
+                difference=difference,
+                budget=spec.budget,
+                budget_status=judgement.budget_status,
+                rows_to_decide=judgement.rows_to_decide,
+                slices=table.slices,
+                slices_left_out=dict(table.left_out),
+                because=judgement.because,
+                guards=judgement.guards,
+                basis=basis,
+                remarks=judgement.remarks,
+            )
+        )
+    return tuple(evaluations)
 
 
 def _reference_scores(spec: OutputSpec, reference: Mapping[str, Array], truth: Truth) -> Scores:
@@ -118,53 +142,18 @@ def _reference_scores(spec: OutputSpec, reference: Mapping[str, Array], truth: T
     return scores
 
 
-def _against(
-    spec: OutputSpec,
-    reference: Mapping[str, Array],
-    candidate: Mapping[str, Array],
-    truth: Truth,
-    units: Units,
-    confidence: float,
-) -> OutputEvaluation:
-    before = _reference_scores(spec, reference, truth)
-    after = read_scores(candidate, spec, before.raw.size, is_reference=False)
-    paired = paired_rows(spec, before, after, truth)
-    if weighted_mean(paired.base, paired.weights) == 0.0:
-        rows, what = paired.base.size, "entropy" if paired.labelled is None else "loss"
-        evidence, remedy = {
-            "entropy": (
-                f"it predicts 0 or 1 for certain on {rows} rows",
-                "check the kind of the output, or give labels",
-            ),
-            "loss": (
-                f"{rows} rows fit their labels exactly",
-                "check that the label is not an input of the model",
-            ),
-        }[what]
-        raise EvaluationError(
-            f"E1001 the {what} of the FP32 reference on output '{spec.name}' is 0, so no change "
-            "is relative to it",
-            evidence=evidence,
-            remedy=remedy,
-        )
-    difference = _difference(spec, before, after, truth, paired, confidence)
-    table = slice_differences(paired, units.slices, spec, confidence)
-    basis = units.basis(paired)
-    judgement = judge(spec, difference, basis)
-    return OutputEvaluation(
-        output=spec.name,
-        kind=spec.kind,
-        metrics=_metrics(spec, after, truth),
-        difference=difference,
-        budget=spec.budget,
-        budget_status=judgement.budget_status,
-        rows_to_decide=judgement.rows_to_decide,
-        slices=table.slices,
-        slices_left_out=dict(table.left_out),
-        because=judgement.because,
-        guards=judgement.guards,
-        basis=basis,
-        remarks=judgement.remarks,
+def _nothing_to_relate_to(spec: OutputSpec, paired: PairedRows) -> EvaluationError:
+    rows, what = paired.base.size, "loss"
+    evidence = f"{rows} rows fit their labels exactly"
+    remedy = "check that the label is not an input of the model"
+    if paired.labelled is None:
+        what, evidence = "entropy", f"it predicts 0 or 1 for certain on {rows} rows"
+        remedy = "check the kind of the output, or give labels"
+    return EvaluationError(
+        f"E1001 the {what} of the FP32 reference on output '{spec.name}' is 0, so no change "
+        "is relative to it",
+        evidence=evidence,
+        remedy=remedy,
     )
 
 
