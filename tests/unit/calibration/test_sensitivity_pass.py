@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_models import LOGIT, SHARED, artifact_of, columns_of, dataset_of
+from small_models import BODY, LOGIT, SHARED, artifact_of, columns_of, dataset_of
 
 from loka_onnx.calibration.effects.loss_totals import buckets_of
 from loka_onnx.calibration.effects.sensitivity import (
@@ -17,13 +17,13 @@ from loka_onnx.calibration.effects.sensitivity import (
     StoppingSchedule,
     SwitchedModel,
 )
-from loka_onnx.calibration.effects.switchable import Switch, write_switchable
+from loka_onnx.calibration.effects.switchable import Switch, units_of, write_switchable
 from loka_onnx.calibration.observers.arithmetic import draw_factors
 from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.progress import silent
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.errors import CalibrationError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.intervals import ratio_interval
@@ -290,3 +290,39 @@ def test_there_is_one_look_where_nobody_stops_or_the_data_end_first():
     assert not StoppingSchedule(4096, may_stop=True).may_stop_early
     assert not StoppingSchedule(30_000, may_stop=False).may_stop_early
     assert StoppingSchedule(4097, may_stop=True).may_stop_early
+
+
+# Which sites are switched on together
+
+
+def units(folder, body: str = BODY, **recipes: Recipe):
+    artifact = artifact_of(folder, body)
+    switches = [Switch(site, recipes.get(site.name, PER_TENSOR)) for site in artifact.sites]
+    return units_of(GraphModel.load(artifact.path), switches)
+
+
+def shared(folder, body: str = BODY, **recipes: Recipe) -> list[tuple[str | None, tuple[str, ...], str]]:
+    return [(u.tensor, u.sites, u.recipe) for u in units(folder, body, **recipes) if len(u.sites) > 1]
+
+
+def test_each_site_alone_and_then_those_that_read_one_tensor(tmp_path):
+    found = units(tmp_path)
+    alone = [("left",), ("right",), ("norm",), ("deep",), ("head",)]
+    assert [u.sites for u in found] == [*alone, ("left", "right")]
+    assert [u.tensor for u in found] == [None] * 5 + ["x"]
+    assert [u.recipe for u in found][2:] == ["bf16", PER_TENSOR.id, PER_TENSOR.id, "e4m3fn/amax"]
+    assert [u.sites for u in found if not u.has_scales] == [("norm",)]
+
+
+def test_the_weights_may_be_rounded_otherwise_but_not_the_tensor(tmp_path):
+    assert shared(tmp_path, left=PER_CHANNEL_WEIGHT) == [("x", ("left", "right"), "e4m3fn/amax")]
+    assert shared(tmp_path, left=replace(PER_TENSOR, scale="mse")) == []
+
+
+def test_layouts_of_a_tensor_are_that_tensor(tmp_path):
+    body = """
+        t = Transpose <perm = [1, 0]> (x)  u = Transpose <perm = [1, 0]> (t)
+        [left] a = MatMul(x, w_left)  [right] b = MatMul(u, w_right)
+        c = Mul(a, b)  [head] y = MatMul(c, w_head)
+    """
+    assert shared(tmp_path, body) == [("x", ("left", "right"), "e4m3fn/amax")]
