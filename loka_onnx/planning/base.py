@@ -106,37 +106,33 @@ class Bases:
         return unproven_places(self._model, self._tensors, self.protected)
 
 
-class ScaleReader:
-    """Scales of the sites of one model."""
+def with_scales(
+    decision: Decision, site: Site, recipe: Recipe, graph: GraphModel, profile: Profile
+) -> Decision:
+    """Return a decision with the scales of its first activation and of its other operand.
 
-    def __init__(self, graph: GraphModel, profile: Profile) -> None:
-        self._graph, self._scales = graph, profile.scales
+    The latter are one per output channel or one for the weight, or that of the second activation. Raises
+    PlanningError if the profile holds none for an activation of the site.
+    """
 
-    def scaled(self, decision: Decision, site: Site, recipe: Recipe) -> Decision:
-        """Return a decision with the scales of its first activation and of its other operand.
-
-        The latter are one per output channel or one for the weight, or that of the second activation. Raises
-        PlanningError if the profile holds none for an activation of the site.
-        """
-        first = self._of_activation(site.activation, recipe)
-        other = next(operand for operand in site.operands if operand is not site.activation)
-        scaled = replace(
-            decision, recipe=recipe, activation_scale=first.scale, activation_zero_point=first.zero_point
-        )
-        if not other.constant:
-            second = self._of_activation(other, recipe)
-            return replace(scaled, weight_scale=(second.scale,), weight_zero_point=second.zero_point)
-        values = values_of(self._graph.node(site.name).inputs[other.index])
-        spec = recipe.weight
-        scales = weight_scales(values, spec.granularity, channel_axis(other), spec.format)
-        return replace(scaled, weight_scale=tuple(float(scale) for scale in scales.reshape(-1)))
-
-    def _of_activation(self, operand: Operand, recipe: Recipe) -> Scaling:
-        known = self._scales.get(recipe.activation_id, {})
+    def scaling_of(operand: Operand) -> Scaling:
+        known = profile.scales.get(recipe.activation_id, {})
         if operand.tensor not in known:
             raise PlanningError(
                 f"E0708 the profile has no scale of tensor '{operand.tensor}' for the recipe {recipe.id}",
                 evidence=f"under '{recipe.activation_id}' it has scales of {len(known)} tensors",
                 remedy="calibrate this model with this recipe again",
             )
-        return recipe.scaling(self._scales, operand.tensor)
+        return recipe.scaling(profile.scales, operand.tensor)
+
+    first = scaling_of(site.activation)
+    other = next(operand for operand in site.operands if operand is not site.activation)
+    scaled = replace(
+        decision, recipe=recipe, activation_scale=first.scale, activation_zero_point=first.zero_point
+    )
+    if not other.constant:
+        second = scaling_of(other)
+        return replace(scaled, weight_scale=(second.scale,), weight_zero_point=second.zero_point)
+    values, spec = values_of(graph.node(site.name).inputs[other.index]), recipe.weight
+    scales = weight_scales(values, spec.granularity, channel_axis(other), spec.format)
+    return replace(scaled, weight_scale=tuple(float(scale) for scale in scales.reshape(-1)))

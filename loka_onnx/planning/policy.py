@@ -25,7 +25,7 @@ from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel, values_of
-from loka_onnx.planning.base import Base, Bases, ScaleReader
+from loka_onnx.planning.base import Base, Bases, with_scales
 from loka_onnx.planning.costs import Costs, able_share, share_of, useful_flops
 from loka_onnx.planning.judging import judge
 from loka_onnx.planning.ladder import Ladder
@@ -143,7 +143,6 @@ class Planner:
         self.recipes = {recipe.id: recipe for recipe in recipes}
         self.precision = recipes[0].precision
         graph = self.graph = GraphModel.load(model.path)
-        self.scales = ScaleReader(graph, profile)
         self.flops = {site.name: useful_flops(graph, site) for site in model.sites if site.is_fp8_able}
         self.costs = Costs(profile, outputs)
         named, forced = wishes(model, graph, options.keep, options.force, options.exported)
@@ -397,7 +396,7 @@ class Planner:
             # Together with these sites it is inside the budget, whatever its verdict among all sites.
             verdict, reason = Verdict.SAFE, f"{_on_rung(climb)}; {reason}"
         decision = Decision(site.name, recipe.precision, recipe, verdict, reason)
-        return self.scales.scaled(decision, site, recipe)
+        return with_scales(decision, site, recipe, self.graph, self.profile)
 
     def _recipe(self, site: Site) -> Recipe:
         return self.recipes[self.costs.of_site(site.name, self.outputs[0]).recipe]
