@@ -114,7 +114,8 @@ def evaluate_outputs(
         if weighted_mean(paired.base, paired.weights) == 0.0:
             raise _nothing_to_relate_to(spec, paired)
         difference = _difference(spec, before, after, truth, paired, confidence)
-        table, basis = slice_differences(paired, units.slices, spec, confidence), units.basis(paired)
+        slices, left_out = slice_differences(paired, units.slices, spec, confidence)
+        basis = units.basis(paired)
         judgement = judge(spec, difference, basis)
         evaluations.append(
             OutputEvaluation(
@@ -125,8 +126,8 @@ def evaluate_outputs(
                 budget=spec.budget,
                 budget_status=judgement.budget_status,
                 rows_to_decide=judgement.rows_to_decide,
-                slices=table.slices,
-                slices_left_out=dict(table.left_out),
+                slices=slices,
+                slices_left_out=left_out,
                 because=judgement.because,
                 guards=judgement.guards,
                 basis=basis,

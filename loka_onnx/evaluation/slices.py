@@ -47,14 +47,6 @@ class SliceColumn:
 
 
 @dataclass(frozen=True)
-class SliceTable:
-    """Judged slices by falling lower end, then the others by falling rows; values left out, by column."""
-
-    slices: tuple[SliceDifference, ...]
-    left_out: Mapping[str, int]
-
-
-@dataclass(frozen=True)
 class _Slice:
     """One value of a column: indices of its rows, and their changes without rows of weight 0."""
 
@@ -110,8 +102,12 @@ def read_slices(columns: Mapping[str, Array], names: Sequence[str]) -> tuple[Sli
 
 def slice_differences(
     paired: PairedRows, columns: Sequence[SliceColumn], spec: OutputSpec, together: float = CONFIDENCE
-) -> SliceTable:
-    """Return the difference on every slice, worst first, with intervals of that confidence together."""
+) -> tuple[tuple[SliceDifference, ...], dict[str, int]]:
+    """Return the difference on every slice, with intervals of that confidence together.
+
+    Judged slices by falling lower end, then the others by falling rows; and the number of values left out, by
+    column.
+    """
     candidates = [item for column in columns for item in _largest(paired, column)]
     reasons = [item.why_not_judged for item in candidates]
     judged = [item for item, reason in zip(candidates, reasons, strict=True) if not reason]
@@ -125,7 +121,7 @@ def slice_differences(
     left_out = {c.name: len(c.values) - LARGEST for c in columns if len(c.values) > LARGEST}
     # Sorting keeps the order of ties: that of the columns, then of falling number of rows.
     differences.sort(key=lambda item: -item.judged.lower if item.judged is not None else 0.0)
-    return SliceTable((*differences, *sorted(others, key=lambda item: -item.rows)), left_out)
+    return (*differences, *sorted(others, key=lambda item: -item.rows)), left_out
 
 
 def _numbered(name: str, stored: Array) -> SliceColumn:

@@ -116,10 +116,11 @@ class MeanObservers:
         done, total = 0, rows_of(rows.spans)
         with closing(rows.executor.run(work, rows.data, rows.spans, rows.batch_size)) as results:
             for result in results:
-                for name, mean in result.value.tensors.items():
+                of_tensors, of_scores = result.value
+                for name, mean in of_tensors.items():
                     _check_finite(name, mean, rows.data, done)
                     tensors[name] = tensors.get(name, 0.0) + result.rows * mean
-                for name, sums in result.value.scores.items():
+                for name, sums in of_scores.items():
                     _check_finite(name, sums, rows.data, done)
                     totals[name] = totals.get(name, 0.0) + sums
                 done += result.rows
@@ -164,12 +165,8 @@ def _score_observers(specs: Sequence[OutputSpec], scores: Mapping[str, str]) -> 
     return [_ScoreObserver(s.name, scores[s.name], s.weight) for s in specs if s.name in scores]
 
 
-@dataclass(frozen=True)
-class _BatchMeans:
-    """Means of one batch, and by output the weighted sum of its score and the sum of the weights."""
-
-    tensors: Mapping[str, Values]
-    scores: Mapping[str, Values]
+_BatchMeans = tuple[Mapping[str, Values], Mapping[str, Values]]
+"""Means of one batch, and by output the weighted sum of its score and the sum of the weights."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +180,7 @@ class _MeanWork(BatchWork[_BatchMeans]):
         def run(batch: Batch) -> _BatchMeans:
             outputs = session.run(batch.inputs)
             sums = {observer.output: observer.sums(outputs, batch) for observer in self.scores}
-            return _BatchMeans({name: outputs[name] for name in self.observers}, sums)
+            return {name: outputs[name] for name in self.observers}, sums
 
         return run
 
