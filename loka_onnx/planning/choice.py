@@ -71,9 +71,9 @@ def choose(
     engine that could be emitted.
     """
     evidence = Evidence(evaluations, plans)
-    predictions = evidence.predictions(engines)
+    predictions, not_predicted = evidence.predictions(engines)
     targets = tuple(contest.choose() for contest in _contests(engines, evidence, options))
-    return Choice(targets, predictions, median_error(predictions), evidence.not_predicted(engines))
+    return Choice(targets, predictions, median_error(predictions), not_predicted)
 
 
 def not_certified(

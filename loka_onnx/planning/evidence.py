@@ -147,33 +147,28 @@ class Evidence:
             -FASTER_FIRST.index(self.plan(engine).base),
         )
 
-    def predictions(self, engines: Collection[EngineArtifact]) -> tuple[PredictedTime, ...]:
-        """Return predicted and measured times of engines with FP8, where both are known.
+    def predictions(
+        self, engines: Collection[EngineArtifact]
+    ) -> tuple[tuple[PredictedTime, ...], dict[str, str]]:
+        """Return predicted and measured times of engines with FP8; and by engine id why there are none.
 
         A plan's prediction covers its products; the rest is taken from an engine without FP8 of the same
         backend and base precision (`expected_latency.expected_us`).
         """
-        found = []
+        found, why_not = [], {}
         for engine, exact in self._of_fp8(engines):
             speed, measured = self.speed(engine), self.speed(exact)
-            if speed is None or measured is None:
+            if speed is None:
                 continue
-            known = {batch: latency.p50_us for batch, latency in measured.latencies.items()}
             ours, theirs = self.plan(engine), self.plan(exact)
+            if why := why_not_expected(ours, theirs, engine.target):
+                why_not[engine.id] = why
+            known = {} if measured is None else {b: x.p50_us for b, x in measured.latencies.items()}
             for batch, us in expected_us(ours, theirs, known, engine.target).items():
                 if batch in speed.latencies:
                     taken = speed.latencies[batch].p50_us
                     found.append(PredictedTime(engine.id, engine.plan, batch, us, taken))
-        return tuple(found)
-
-    def not_predicted(self, engines: Collection[EngineArtifact]) -> dict[str, str]:
-        """Return by engine id why kernel times do not predict engines with FP8, where there is a reason."""
-        reasons = {
-            engine.id: why_not_expected(self.plan(engine), self.plan(exact), engine.target)
-            for engine, exact in self._of_fp8(engines)
-            if self.speed(engine) is not None
-        }
-        return {engine: reason for engine, reason in reasons.items() if reason}
+        return tuple(found), why_not
 
     def _of_fp8(self, engines: Collection[EngineArtifact]) -> Iterator[tuple[EngineArtifact, EngineArtifact]]:
         """Yield engines with FP8, each with the first one that differs in that alone."""
