@@ -96,7 +96,11 @@ def fit_biases(
 
     def correction(plan: PrecisionPlan, name: str) -> Values:
         product, decision = products[name], plan.decision(name)
-        low = product.times(means.tensors[rounded[plan.id, name]], product.rounded_weight(decision))
+        spec = _recipe_of(decision).weight
+        axis = channel_axis(product.operand) if spec.granularity is Granularity.PER_CHANNEL else None
+        scales = np.array(decision.weight_scale if axis is not None else decision.weight_scale[0], np.float32)
+        weight = fake_quantize(product.weight, scales, spec.format, axis)
+        low = product.times(means.tensors[rounded[plan.id, name]], weight)
         high = product.times(means.tensors[exact[name]], product.weight)
         return np.asarray(high - low)
 
@@ -166,12 +170,6 @@ class _Product:
         }
         axes = tuple(axis for axis in range(rank) if axis != contracting and axis not in own)
         return cls(node, site.weight, source, weight, axes)
-
-    def rounded_weight(self, decision: Decision) -> npt.NDArray[np.float32]:
-        spec = _recipe_of(decision).weight
-        axis = channel_axis(self.operand) if spec.granularity is Granularity.PER_CHANNEL else None
-        scales = np.array(decision.weight_scale if axis is not None else decision.weight_scale[0], np.float32)
-        return fake_quantize(self.weight, scales, spec.format, axis)
 
     def times(self, mean: Values, weight: npt.NDArray[np.float32]) -> Values:
         """Return the mean activation times a weight, in float64."""

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from loka_onnx.core.formats import FORMATS, NumberFormat
 from loka_onnx.core.recipe import ZERO_POINT, Granularity, Recipe, Scales, Scaling
-from loka_onnx.core.site import Operand, Site, SiteKind
+from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.core.statistics import RangeStats
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.fake_quantize import Bounds, FakeQuantized, fake_quantize, round_to_bfloat16
@@ -103,11 +103,16 @@ def quantized_product(
     inputs = list(node.inputs)
     for operand in site.operands:
         tensor = node.inputs[operand.index]
-        inputs[operand.index] = (
-            _rounded_weight(model, site, operand, recipe, weight_factor)
-            if operand.constant
-            else quantizer.values(tensor, f"{site.name}.in{operand.index}")
+        if not operand.constant:
+            inputs[operand.index] = quantizer.values(tensor, f"{site.name}.in{operand.index}")
+            continue
+        weight, spec, axis = values_of(tensor).astype(np.float32), recipe.weight, channel_axis(operand)
+        scales = weight_scales(weight, spec.granularity, axis, spec.format)
+        per_channel = axis if spec.granularity is Granularity.PER_CHANNEL else None
+        rounded = fake_quantize_array(
+            weight, moved(scales, weight_factor, spec.format), spec.format, per_channel
         )
+        inputs[operand.index] = model.constant(f"{site.name}.weight_quantized", rounded)
     return model.add_like(node, inputs, f"{site.name}.quantized")
 
 
@@ -136,17 +141,6 @@ def low_precision(
     }
     quantizer = ActivationQuantizer(model, recipe.format, present)
     return quantized_product(quantizer, site, recipe, weight_factor)
-
-
-def _rounded_weight(model: GraphModel, site: Site, operand: Operand, recipe: Recipe, factor: float) -> Tensor:
-    weight = values_of(model.node(site.name).inputs[operand.index]).astype(np.float32)
-    axis = channel_axis(operand)
-    spec = recipe.weight
-    scales = moved(weight_scales(weight, spec.granularity, axis, spec.format), factor, spec.format)
-    per_channel = axis if spec.granularity is Granularity.PER_CHANNEL else None
-    return model.constant(
-        f"{site.name}.weight_quantized", fake_quantize_array(weight, scales, spec.format, per_channel)
-    )
 
 
 def draw_factors(draws: int) -> tuple[float, ...]:
