@@ -77,7 +77,7 @@ class TimingDatabase:
     def add(self, timings: Iterable[KernelTiming]) -> None:
         """Write times, all of them or none; raises OutputError if the file cannot be written."""
         with self._transaction() as connection:
-            for timing in timings:
+            for timing in tuple(timings):
                 source = json.dumps(serde.to_plain(timing.provenance), sort_keys=True)
                 connection.execute("INSERT OR IGNORE INTO provenances (document) VALUES (?)", (source,))
                 connection.execute(
