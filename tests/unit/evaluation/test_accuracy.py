@@ -205,6 +205,13 @@ def test_rows_to_decide_does_decide():
     assert many.budget_status == BudgetStatus.WITHIN
 
 
+def test_a_probability_may_be_a_little_above_1():
+    above = np.array([np.nextafter(np.float32(1), np.float32(2)), 0.5])
+    spec = OutputSpec("ctr", OutputKind.PROBABILITY, "clicked")
+    found = one(np.array([0.5, 0.5]), above, {"clicked": np.array([0.0, 1.0])}, spec)
+    assert math.isfinite(found.difference.delta_ne.value)
+
+
 def test_a_single_class_label_has_no_auc():
     z, z_prime, _ = sample(50)
     zeros = one(z, z_prime, {"clicked": np.zeros(50, bool)})
@@ -273,9 +280,3 @@ def test_missing_outputs_and_groups_of_other_rows_are_refused():
         one(Y, Y, {"clicked": Y}, groups=np.arange(3))
     with pytest.raises(ConfigError):
         OutputSpec("spend", OutputKind.REGRESSION, None)
-
-
-def test_a_probability_may_be_a_little_above_1():
-    above = np.array([np.nextafter(np.float32(1), np.float32(2)), 0.5])
-    found = one(np.array([0.5, 0.5]), above, {"clicked": Y}, PROBABILITY)
-    assert math.isfinite(found.difference.delta_ne.value)

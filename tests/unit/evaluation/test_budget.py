@@ -111,18 +111,14 @@ def test_below_a_hundred_units_nothing_is_decided(noise, is_grouped):
     assert (found.budget_status == BudgetStatus.WITHIN) == (noise < 1)
 
 
-def test_up_to_a_thousand_units_carry_a_warning():
+def test_up_to_a_thousand_units_carry_a_warning_and_a_unit_without_weight_is_none():
     z, z_prime, y = logits(3000, 1e-6)
     for units, is_warned in ((999, True), (1000, False)):
         found = one(z, z_prime, {"clicked": y}, LOGIT, np.arange(3000) % units)
         assert found.budget_status == BudgetStatus.WITHIN
         assert bool(found.remarks) == is_warned
-
-
-def test_a_unit_without_weight_is_none():
-    z, z_prime, y = logits(400, 1e-6)
-    spec = replace(LOGIT, weight="w")
-    found = one(z, z_prime, {"clicked": y, "w": (np.arange(400) < 99).astype(float)}, spec)
+    w = (np.arange(3000) < 99).astype(float)
+    found = one(z, z_prime, {"clicked": y, "w": w}, replace(LOGIT, weight="w"))
     assert (found.basis.units, found.budget_status) == (99, BudgetStatus.UNDECIDED)
 
 

@@ -60,38 +60,28 @@ def by_hand(numerator, base, units, confidence):
     return ratio, ratio - half, ratio + half + beyond
 
 
-@pytest.mark.parametrize("group", [None, "user"])
-def test_each_slice_against_its_own_rows_with_a_corrected_quantile(group):
+@pytest.mark.parametrize(("group", "confidence"), [(None, 0.95), ("user", 0.95), (None, 0.975)])
+def test_each_slice_against_its_own_rows_with_a_corrected_quantile(group, confidence):
     z, z_prime, columns = make_rows()
-    result = judge(z, z_prime, columns, ("country", "device"), WEIGHTED, group)
+    result = judge(z, z_prime, columns, ("country", "device"), WEIGHTED, group, confidence=confidence)
     units = np.arange(ROWS) if group is None else columns[group]
     kl, labelled, base = (part * columns["w"] for part in parts(z, z_prime, columns["clicked"]))
+    got = result.difference.delta_ne
+    expected = by_hand(kl + labelled, base, units, confidence)
+    assert (got.value, got.lower, got.upper) == pytest.approx(expected, rel=1e-6)
+    assert got.confidence == result.difference.kl.confidence == confidence
+    # Seven slices of two columns share the error.
+    each = 1 - (1 - confidence) / 7
     wanted = {("country", v) for v in ("BR", "DE", "JP")} | {("device", v) for v in "0123"}
     assert {(item.column, item.value) for item in result.slices} == wanted
     for item in result.slices:
         mask = columns[item.column].astype(str) == item.value
         assert (item.rows, item.units) == (mask.sum(), len(set(units[mask].tolist())))
         for got, numerator in ((item.delta_ne, kl + labelled), (item.kl, kl), (item.labelled, labelled)):
-            # Seven slices of two columns share the 5 %.
-            expected = by_hand(numerator[mask], base[mask], units[mask], 1 - 0.05 / 7)
+            expected = by_hand(numerator[mask], base[mask], units[mask], each)
             assert (got.value, got.lower, got.upper) == pytest.approx(expected, rel=1e-6)
-            assert got.confidence == pytest.approx(1 - 0.05 / 7, rel=1e-12)
+            assert got.confidence == pytest.approx(each, rel=1e-12)
             assert got.rows == mask.sum()
-
-
-def test_another_confidence_is_that_of_the_whole_and_of_all_slices_together():
-    z, z_prime, columns = make_rows()
-    result = judge(z, z_prime, columns, ("country",), confidence=0.975)
-    kl, labelled, base = parts(z, z_prime, columns["clicked"])
-    units = np.arange(ROWS)
-    got = result.difference.delta_ne
-    expected = by_hand(kl + labelled, base, units, 0.975)
-    assert (got.value, got.lower, got.upper) == pytest.approx(expected, rel=1e-6)
-    assert got.confidence == result.difference.kl.confidence == 0.975
-    for item in result.slices:
-        mask = columns["country"].astype(str) == item.value
-        expected = by_hand((kl + labelled)[mask], base[mask], units[mask], 1 - 0.025 / 3)
-        assert (item.delta_ne.lower, item.delta_ne.upper) == pytest.approx(expected[1:], rel=1e-6)
 
 
 def test_without_labels_a_slice_is_relative_to_its_own_entropy():
