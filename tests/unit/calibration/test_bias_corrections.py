@@ -99,9 +99,7 @@ def rounded(values: np.ndarray, scale: np.ndarray | float) -> np.ndarray:
 
 @pytest.mark.parametrize("recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=lambda r: r.weight)
 @pytest.mark.parametrize("name", CASES)
-def test_the_correction_is_the_mean_error_of_the_whole_product(
-    name: str, recipe: Recipe, tmp_path: Path
-) -> None:
+def test_the_correction_is_the_mean_error_of_the_whole_product(name, recipe, tmp_path):
     case, columns = CASES[name], columns_of(ROWS)
     model = model_of(tmp_path, case)
     plan = plan_of(model, recipe, {"fc": 0.05})

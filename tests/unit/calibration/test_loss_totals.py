@@ -126,7 +126,6 @@ def test_rows_without_a_group_are_units_of_their_own(groups):
 
 
 def test_buckets_are_the_same_in_every_process_and_even():
-    # SplitMix64 and BLAKE2b, not Python's hash: these numbers are for ever.
     assert buckets_of(np.array([0, 1, 2, 10**12])).tolist() == NUMBERS
     assert buckets_of(np.array(["user 1"])).tolist() == STRINGS
     assert buckets_of(np.array([0.0])).tolist() == buckets_of(np.array([-0.0])).tolist()

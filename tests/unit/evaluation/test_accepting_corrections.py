@@ -87,7 +87,6 @@ def test_a_trial_is_that_of_the_formulas() -> None:
     assert trial.constant == -0.25
     # Probabilities move in front of the sigmoid.
     after = try_one(PROBABILITY, 0.3, -0.3).after.delta_ne
-    assert after is not None
     assert after.value == pytest.approx(losses(z + data["noise"], y).mean() / base - 1, rel=1e-8)
 
 
@@ -150,9 +149,7 @@ def trials(none: float, constant: float, bias: float, both: float) -> tuple[Tria
         ((4.0, 2.0, 2.0, 3.0), CONSTANT),
     ],
 )
-def test_the_lowest_upper_end_wins_and_less_is_kept_where_it_is_as_good(
-    uppers: tuple[float, float, float, float], kept: Variant
-) -> None:
+def test_the_lowest_upper_end_wins_and_less_is_kept_where_it_is_as_good(uppers, kept):
     assert decided(y=trials(*uppers)) == {"y": kept}
 
 

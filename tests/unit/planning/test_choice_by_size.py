@@ -75,7 +75,7 @@ def test_each_batch_size_gets_its_engine_where_that_pays() -> None:
     assert [(route.batch, route.plan) for route in target.routes] == [(8, "bf16"), (512, "fp8-safe")]
     assert target.routes[0].times is None
     gain = target.routes[1].times
-    assert gain is not None and gain.value == pytest.approx(1000 / 700)
+    assert gain.value == pytest.approx(1000 / 700)
     assert target.engines == (BF16.engine().id, FP8_SAFE.engine().id)
     assert (target.plans, target.losers) == (("bf16", "fp8-safe"), ())
     # A request between sizes goes to the next larger's, one above all of them to the largest's.
@@ -94,9 +94,7 @@ def test_each_batch_size_gets_its_engine_where_that_pays() -> None:
         (0.0, 952, {}, 2),
     ],
 )
-def test_one_engine_serves_where_the_gain_is_inside_margin_or_spread(
-    spread: float, us: float, options: dict[str, float], routes: int
-) -> None:
+def test_one_engine_serves_where_the_gain_is_inside_margin_or_spread(spread, us, options, routes):
     pair = both(spread, bf16={"b8": 50, "b512": 1000}, fp8={"b8": 60, "b512": us})
     assert len(by_size(pair, **options).routes) == routes
 

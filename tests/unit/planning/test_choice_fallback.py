@@ -46,9 +46,7 @@ from loka_onnx.planning.choice import MEASURED, OTHER_DEVICE, PROVISIONAL, choos
         ((Candidate("fp8-safe", 1, (BEYOND,)),), "gpu-trt-sm90-fp8-safe: beyond the budget on selection"),
     ],
 )
-def test_what_was_seen_outside_the_budget_is_never_emitted(
-    candidates: tuple[Candidate, ...], evidence: str
-) -> None:
+def test_what_was_seen_outside_the_budget_is_never_emitted(candidates, evidence):
     with pytest.raises(PlanningError) as caught:
         chosen(*candidates)
     assert (caught.value.code, caught.value.evidence) == ("E0703", evidence)
@@ -241,9 +239,7 @@ REAL = Candidate("fp8-all", 1, (BEYOND,), target="cpu", backend="other", archite
         (("bf16", "fp8-all"), [simulated("fp8-all"), REAL], "bf16", "is not inside the budget"),
     ],
 )
-def test_choice_by_simulation(
-    engines: tuple[str, ...], here: list[Candidate], expected: str, why: str
-) -> None:
+def test_choice_by_simulation(engines, here, expected, why):
     choice = chosen(*map(absent, engines), simulated("fp32"), *here)
     assert [target.target for target in choice.targets] == ["gpu", "cpu"]
     target = choice.targets[0]
@@ -254,9 +250,7 @@ def test_choice_by_simulation(
 @pytest.mark.parametrize("fp32_here", [WITHIN, BEYOND])
 @pytest.mark.parametrize("bf16_here", [WITHIN, None])
 @pytest.mark.parametrize("order", [1, -1])
-def test_the_exact_model_comes_last_whatever_was_seen_of_it(
-    fp32_here: str, bf16_here: str | None, order: int
-) -> None:
+def test_the_exact_model_comes_last_whatever_was_seen_of_it(fp32_here, bf16_here, order):
     seen = {"fp32": fp32_here} | ({"bf16": bf16_here} if bf16_here else {})
     here = [Candidate(p, 1, (s,), backend="ort", architecture="cpu", target="cpu") for p, s in seen.items()]
     choice = chosen(*[absent("fp32"), absent("bf16"), absent("fp16")][::order], *here)

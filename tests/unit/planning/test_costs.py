@@ -120,9 +120,7 @@ def test_what_was_not_measured_is_refused(sites: frozenset[str], spec: OutputSpe
         (1e-9, 0.0, 7, inf, 0.0),  # too few units for an interval
     ],
 )
-def test_ends_as_parts_of_the_budget_less_the_allowance(
-    value: float, error: float, units: int, most: float, least: float
-) -> None:
+def test_ends_as_parts_of_the_budget_less_the_allowance(value, error, units, most, least):
     assert allowed_kl(CTR) == CTR.budget * (1 - LABELLED_ALLOWANCE) == 5e-4
     (cost,) = Costs(bare_profile({"a": {"ctr": kl_of(value, error, units)}}), (CTR,)).of(A, 0.05)
     assert (cost.most, cost.least) == pytest.approx((most, least), rel=1e-4)

@@ -86,9 +86,7 @@ def test_sites_that_save_time_run_in_fp8(model: ModelArtifact) -> None:
     assert "takes 10 µs in bf16 and 5 in fp8 at batch 100, quantizing takes 1 µs" in decision.reason
 
 
-def test_what_an_engine_maker_fuses_stays_and_breaking_it_up_has_no_expected_time(
-    model: ModelArtifact,
-) -> None:
+def test_what_an_engine_maker_fuses_stays_and_breaking_it_up_has_no_expected_time(model):
     known = replace(timings(ALL_FAST), fused={"fc1": "factorization-norm"})
     found = plans_of(model, (known,), plans=("bf16", "fp8-all", "fp8-fast"))
     bf16, everything, fast = (found.plan(name) for name in ("bf16", "fp8-all", "fp8-fast"))
@@ -191,9 +189,7 @@ def test_every_plan_has_a_predicted_time(model: ModelArtifact) -> None:
         ((10.0, 10.5, 1e-9), SpeedVerdict.SLOW),
     ],
 )
-def test_fp8_is_fast_where_it_saves_more_than_its_cast(
-    model: ModelArtifact, us: Us, verdict: SpeedVerdict
-) -> None:
+def test_fp8_is_fast_where_it_saves_more_than_its_cast(model, us, verdict):
     found = {speed.site: speed.verdict for speed in plans_of(model, (timings({"fc0": us}),)).speeds}
     assert found["fc0"] == verdict
 

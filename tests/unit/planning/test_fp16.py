@@ -87,9 +87,7 @@ def test_the_margin_is_for_rows_that_were_not_seen(tmp_path: Path) -> None:
         ("y = ReduceMax(x, first)", 8000.0, {}),
     ],
 )
-def test_sums_are_bounded_whatever_their_order(
-    body: str, x: float, expected: str | dict[str, str], tmp_path: Path
-) -> None:
+def test_sums_are_bounded_whatever_their_order(body, x, expected, tmp_path):
     model = load(tmp_path, body)
     places = unproven_places(model, ranges_of(model, x=x))
     # The terms themselves may lack the margin; what is asked here is the sum.

@@ -71,9 +71,7 @@ def holm(p_values: Mapping[str, float], alpha: float) -> set[str]:
 
 
 @given(estimates())
-def test_norms_are_those_that_holm_finds_inside_their_limit(
-    estimated: dict[str, tuple[float, float]],
-) -> None:
+def test_norms_are_those_that_holm_finds_inside_their_limit(estimated):
     """Half of the risk is with products, of which there are none."""
     limit = NORM_ALLOWANCE / len(estimated)
     expected = holm({name: p_value(found, limit) for name, found in estimated.items()}, 0.025)
@@ -81,9 +79,7 @@ def test_norms_are_those_that_holm_finds_inside_their_limit(
 
 
 @given(estimates(), st.lists(st.sampled_from([16, 32, 256, 1024]), min_size=7, max_size=7))
-def test_products_are_inside_their_share_by_holm_or_fit_into_what_is_left_by_bonferroni(
-    estimated: dict[str, tuple[float, float]], widths: list[int]
-) -> None:
+def test_products_are_inside_their_share_by_holm_or_fit_into_what_is_left_by_bonferroni(estimated, widths):
     sites = [linear(name, k=width) for name, width in zip(estimated, widths, strict=False)]
     flops = {site.name: site.flops_per_example for site in sites}
     shares = {name: count / sum(flops.values()) for name, count in flops.items()}
@@ -189,9 +185,7 @@ def plain_upper(profile: Profile, site: str, output: str) -> float:
 
 
 @given(models(), st.floats(1e-6, 1e-2), st.floats(1e-6, 1e-2))
-def test_the_chosen_set_is_inside_every_budget(
-    drawn: tuple[list[Site], Profile], first: float, second: float
-) -> None:
+def test_the_chosen_set_is_inside_every_budget(drawn, first, second):
     """By uncorrected 95 % bounds, inside of which the corrected ones never are."""
     sites, profile = drawn
     outputs = (replace(CTR, budget=first), replace(CVR, budget=second))
@@ -205,9 +199,7 @@ def test_the_chosen_set_is_inside_every_budget(
 
 
 @given(models(), st.floats(1e-6, 1e-2), st.floats(1.0, 100.0))
-def test_a_larger_budget_keeps_what_is_inside_its_share(
-    drawn: tuple[list[Site], Profile], budget: float, factor: float
-) -> None:
+def test_a_larger_budget_keeps_what_is_inside_its_share(drawn, budget, factor):
     sites, profile = drawn
 
     def inside_share(budget: float) -> set[str]:
@@ -219,9 +211,7 @@ def test_a_larger_budget_keeps_what_is_inside_its_share(
 
 
 @given(models(), st.integers(0, 7), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
-def test_a_site_that_costs_less_stays_safe(
-    drawn: tuple[list[Site], Profile], index: int, ctr: float, cvr: float
-) -> None:
+def test_a_site_that_costs_less_stays_safe(drawn, index, ctr, cvr):
     """No tensor being shared."""
     sites, profile = drawn[0], replace(drawn[1], groups=())
     entry = profile.sites[index % len(sites)]
@@ -298,9 +288,7 @@ p_maps = st.dictionaries(
 
 
 @given(p_maps, st.floats(1e-4, 0.5))
-def test_the_claims_that_are_shown_are_those_of_the_textbook(
-    p_values: dict[str, float], alpha: float
-) -> None:
+def test_the_claims_that_are_shown_are_those_of_the_textbook(p_values, alpha):
     found = step_down(p_values, alpha, lambda name, risk: p_values[name] <= risk)
     assert set(found.shown) == holm(p_values, alpha)
     left = len(p_values) - len(found.shown)
@@ -377,9 +365,7 @@ def test_hardly_ever_is_any_of_many_safe_that_is_not() -> None:
         ({"a": 0.2, "b": 0.2, "c": 0.21, "d": 2.0}, "abd"),
     ],
 )
-def test_hardly_ever_does_what_is_safe_cost_more_than_is_allowed(
-    truth: dict[str, float], tensor: str
-) -> None:
+def test_hardly_ever_does_what_is_safe_cost_more_than_is_allowed(truth, tensor):
     error, random = 0.02, np.random.default_rng(11)
     sites, wrong, inside_shares, most = [linear(name) for name in truth], 0, 0, 0.0
     for _ in range(REPEATS):

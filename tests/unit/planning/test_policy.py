@@ -41,9 +41,7 @@ def share(name: str) -> float:
 # Verdicts ---------------------------------------------------------------------------------------------
 
 
-def test_the_shares_follow_the_operations_and_sum_to_the_budget_less_the_allowance(
-    model: ModelArtifact,
-) -> None:
+def test_the_shares_follow_the_operations_and_sum_to_the_budget_less_the_allowance(model):
     almost = {name: kl_of(share(name) * (1 - 1e-9)) for name in FLOPS}
     assert sum(kl.value for kl in almost.values()) == pytest.approx(ALLOWED)
     plan = plan_of(model, almost)
@@ -108,9 +106,7 @@ def test_fp8_all_takes_every_linear_site_and_no_interaction(model: ModelArtifact
     assert plan.decision("dot").reason.startswith("a product of two activations runs in FP8 only when forced")
 
 
-def test_predicted_kl_sums_the_chosen_sites_and_the_share_counts_their_operations(
-    model: ModelArtifact,
-) -> None:
+def test_predicted_kl_sums_the_chosen_sites_and_the_share_counts_their_operations(model):
     kl = {"fc0": kl_of(1e-5, 5e-7), "fc2": kl_of(2e-5), "fc1": kl_of(1.0), "thin": kl_of(3e-5)}
     safe, every = plan_of(model, kl), plan_of(model, kl, "fp8-all")
     assert safe.predicted_kl == {"ctr": pytest.approx(3e-5)}
@@ -171,14 +167,7 @@ def test_a_forced_site_runs_in_fp8_whatever_its_verdict(model: ModelArtifact) ->
         ("fp8-most", (), (), "E0707", "known are fp32, bf16, fp16, fp8-all, "),
     ],
 )
-def test_what_cannot_be_is_refused(
-    model: ModelArtifact,
-    plan_id: str,
-    keep: tuple[str, ...],
-    force: tuple[str, ...],
-    code: str,
-    evidence: str,
-) -> None:
+def test_what_cannot_be_is_refused(model, plan_id, keep, force, code, evidence):
     with pytest.raises(ConfigError) as caught:
         plan_of(model, {}, plan_id, keep=keep, force=force)
     assert caught.value.code == code and caught.value.evidence.startswith(evidence)

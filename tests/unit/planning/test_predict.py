@@ -43,7 +43,6 @@ def test_measured_shapes_answer_with_what_was_measured() -> None:
     for model in H100.values():
         for known in (t for t in shipped_timings("nvidia-h100") if t.kernel == model.kernel):
             found = model.estimate(known.shape)
-            assert found is not None
             assert (found.us, found.is_measured, found.error_us) == (known.us, True, known.spread_us or 0.0)
 
 
@@ -51,7 +50,6 @@ def test_a_roofline_is_found_again() -> None:
     model = KernelModel([timing(WIDE, shape, roofline(shape)) for shape in GRID])
     for shape in (Shape(2048, 2048, 2048), Shape(512, 100, 3000), Shape(16384, 8192, 8192)):
         found = model.estimate(shape)
-        assert found is not None
         assert not found.is_measured
         assert found.us == pytest.approx(roofline(shape), rel=1e-3)
         assert found.error_us < 0.01 * found.us
@@ -62,8 +60,6 @@ def test_what_the_roofline_misses_is_carried_to_neighbours_only() -> None:
     slow = [timing(WIDE, s, roofline(s) * (2.0 if s.n == 64 else 1.0)) for s in GRID]
     model = KernelModel(slow)
     near, far = model.estimate(Shape(2048, 72, 1024)), model.estimate(Shape(2048, 3000, 3000))
-    assert near is not None
-    assert far is not None
     assert near.us / roofline(Shape(2048, 72, 1024)) > 1.6
     assert far.us / roofline(Shape(2048, 3000, 3000)) < 1.15
 
@@ -84,7 +80,7 @@ def leave_one_out(model: KernelModel) -> list[tuple[Estimate, float]]:
     for shape, known in model._measured.items():
         rest = KernelModel([other for other in model._measured.values() if other.shape != shape])
         estimate = rest.estimate(shape)
-        assert estimate is not None and not estimate.is_measured
+        assert not estimate.is_measured
         found.append((estimate, known.us))
     return found
 
@@ -137,18 +133,15 @@ def test_the_fastest_kernel_of_the_precision_counts() -> None:
     shape = GRID[0]
     known = table(timing(NARROW, shape, 7.0), timing(replace(NARROW, name="fast"), shape, 6.0))
     found = known.product("inductor", Precision.FP8, shape, PER_TENSOR)
-    assert found is not None
     assert (found.kernel.name, found.us) == ("scaled_mm-row_wise", 2.0 * roofline(shape))
     slower = table(timing(NARROW, shape, 0.7), timing(replace(NARROW, name="fast"), shape, 0.6))
     found = slower.product("inductor", Precision.FP8, shape, PER_TENSOR)
-    assert found is not None
     assert (found.kernel.name, found.us) == ("fast", 0.6)
 
 
 def test_one_scale_for_each_channel_needs_a_kernel_that_takes_it() -> None:
     shape = GRID[0]
     found = table(timing(NARROW, shape, 0.5)).product("inductor", Precision.FP8, shape, PER_CHANNEL)
-    assert found is not None
     assert found.kernel == ROW_WISE
 
 

@@ -189,9 +189,7 @@ def types_of(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
-def test_the_adds_of_the_stream_read_the_exact_tensor(
-    base: Precision, model: ModelArtifact, tmp_path: Path
-) -> None:
+def test_the_adds_of_the_stream_read_the_exact_tensor(base, model, tmp_path):
     """In FP8 throughout: a Q stands between the stream and a product, never between it and the Add."""
     proto = planned(model, plan_of(model, "fp8-all", base=base), tmp_path)
     assert sum(node.op_type == "QuantizeLinear" for node in proto.graph.node) == 3
@@ -202,9 +200,7 @@ def test_the_adds_of_the_stream_read_the_exact_tensor(
 
 
 @pytest.mark.parametrize("plan_id", ["bf16", "fp8-all"])
-def test_the_logit_end_is_typed_fp32_and_the_head_is_not(
-    plan_id: str, model: ModelArtifact, tmp_path: Path
-) -> None:
+def test_the_logit_end_is_typed_fp32_and_the_head_is_not(plan_id, model, tmp_path):
     proto = planned(model, plan_of(model, plan_id), tmp_path)
     types = types_of(proto)
     assert types["l"] == TensorProto.BFLOAT16
@@ -237,9 +233,7 @@ def test_an_fp16_model_that_would_overflow_does_not(model: ModelArtifact, tmp_pa
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("protect", [(), tuple(Protection)])
 @pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
-def test_nvidias_builder_accepts_what_is_protected(
-    base: Precision, protect: tuple[Protection, ...], model: ModelArtifact, tmp_path: Path
-) -> None:
+def test_nvidias_builder_accepts_what_is_protected(base, protect, model, tmp_path):
     trt = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     tensors = magnitudes_of(model, h0=TensorRange(7e4))
     plan = plan_of(model, "fp8-all", tensors, base=base, protect=protect, keep=("act",))

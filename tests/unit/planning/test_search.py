@@ -109,10 +109,8 @@ def test_large_units_stay_inside_the_budget_and_near_the_best(problem: Problem) 
         found = solve(problem)
     finally:
         search.LARGEST_UNIT = largest
-    assert found is not None
     assert problem.fits(found)
     best = best_value(problem, {})
-    assert best is not None
     assert problem.value(found) <= best + 1e-9
 
 
@@ -125,7 +123,6 @@ def test_a_large_unit_is_taken_as_a_whole_at_what_it_was_measured_to_cost() -> N
     # Each alone costs .05; of n together no more is known than n²·.05, and by the linear bound n·10·.05.
     dear = problem_of(saved, alone, units=(unit,), together={unit: 1.1})
     found = solve(dear)
-    assert found is not None
     assert len(found) == 2
 
 
@@ -148,10 +145,10 @@ def test_a_search_that_is_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert search.search(easy) == search.Solution(frozenset({"a"}), is_proven=True)
     monkeypatch.setattr(search, "SECONDS", 0.0)
     found = search.search(hard())
-    assert found is not None and not found.is_proven
+    assert not found.is_proven
     assert hard().fits(found.sites)
     forced = search.search(hard(), {"s0": True})
-    assert forced is not None and "s0" in forced.sites and not forced.is_proven
+    assert "s0" in forced.sites and not forced.is_proven
 
 
 # Neighbours -------------------------------------------------------------------------------------------

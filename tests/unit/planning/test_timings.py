@@ -83,9 +83,7 @@ def test_an_impossible_time_in_a_file_is_refused(tmp_path: Path) -> None:
         ("UPDATE timings SET precision = 'fp4'", "E0710", "'fp4' is not a valid Precision"),
     ],
 )
-def test_what_is_no_such_database_is_refused(
-    statement: str, code: str, evidence: str, tmp_path: Path
-) -> None:
+def test_what_is_no_such_database_is_refused(statement, code, evidence, tmp_path):
     path = tmp_path / "timings.sqlite"
     with TimingDatabase(path) as database:
         database.add(TIMINGS[:1])
@@ -137,7 +135,6 @@ def test_writers_of_several_processes_lose_nothing(tmp_path: Path) -> None:
         for who in ("a", "b", "c")
     ]
     for writer in writers:
-        assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
     go.touch()
     for writer in writers:
