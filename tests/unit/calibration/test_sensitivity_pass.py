@@ -95,9 +95,6 @@ def world(tmp_path):
     return World.of(tmp_path)
 
 
-# What is measured ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("weighted", [False, True])
 def test_logit_terms_are_the_change_of_the_loss(weighted, world):
     spec = OutputSpec("y", OutputKind.LOGIT, "label", "weight" if weighted else None)
@@ -172,9 +169,6 @@ def test_groups_widen_the_interval_and_leave_the_value(group, world):
     assert mine.kl.upper != other.kl.upper
 
 
-# Draws ---------------------------------------------------------------------------------------------
-
-
 def test_draws_are_the_same_rows_under_moved_scales(world):
     """1500 rows: fewer than are drawn, so that every row is in."""
     result = world.measure(draws=3)
@@ -199,9 +193,6 @@ def test_draws_are_the_same_rows_under_moved_scales(world):
         )
     # A norm in BF16 has no scale to move.
     assert result.by_site["norm"][0].draws is None
-
-
-# Stopping ------------------------------------------------------------------------------------------
 
 
 def test_the_pass_stops_when_nothing_is_open(tmp_path):
@@ -238,16 +229,10 @@ def test_sites_that_stay_open_are_named_when_the_rows_end(tmp_path):
     assert (few.sampling.rows, few.sampling.looks, few.sampling.is_sequential) == (700, 1, False)
 
 
-# What must not show --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("group", [None, "user"])
 def test_threads_do_not_show_to_the_last_bit(group, world):
     one, many = (world.measure(threads=t, group=group, batch_size=100, draws=2) for t in (1, 3))
     assert one == many
-
-
-# Refusals ------------------------------------------------------------------------------------------
 
 
 def test_a_loss_of_zero_is_refused(tmp_path):

@@ -121,9 +121,6 @@ def test_an_output_that_is_not_finite_is_an_error() -> None:
     assert caught.value.code == "E1007"
 
 
-# The rule ---------------------------------------------------------------------------------------------
-
-
 def trial(variant: Variant, upper: float, kl: float = 1.0) -> Trial:
     whole, part = (Interval(v, v - 1, v, 0.95, 100) for v in (upper, kl))
     return Trial(variant, 0.5 if variant.has_constant else 0.0, 0.0, whole, part, part)

@@ -208,8 +208,6 @@ def test_refinements_toggle_sites_and_are_numbered(model: ModelArtifact) -> None
     assert all(plan.predicted_kl["ctr"] <= ALLOWED for plan in found)
 
 
-# What FP8 saves at a site -----------------------------------------------------------------------------
-
 SHARED = """(float[batch,32] x, float[batch,4,32] e) => (
     float[batch,64] a, float[batch,64] b, float[batch,4,64] c, float[2,batch,32] t
 ) {

@@ -39,8 +39,6 @@ from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
 from loka_onnx.planning.judging import NORM_ALLOWANCE, judge, step_down
 
-# Against the textbook ---------------------------------------------------------------------------------
-
 DRAWN_ERRORS = st.floats(0.0, 0.3)
 
 
@@ -100,9 +98,6 @@ def test_products_are_inside_their_share_by_holm_or_fit_into_what_is_left_by_bon
     assert safe(sites, bare_profile(moments_of(estimated))) == expected
 
 
-# Several outputs --------------------------------------------------------------------------------------
-
-
 def test_a_unit_is_safe_where_every_output_is_inside_without_a_further_correction() -> None:
     bound = 1 - 2.3 * 0.01  # inside at 97.5 %, outside at 98.75 %
     moments = {"a": {name: kl_of(bound * ALLOWED, 0.01 * ALLOWED) for name in ("ctr", "cvr")}}
@@ -119,8 +114,6 @@ def test_what_a_site_costs_is_counted_on_the_output_where_that_is_most() -> None
     assert safe(sites, profile, (CTR,)) == safe(sites, profile, (CVR,)) == {"a", "b"}
     assert safe(sites, profile, (CTR, CVR)) == {"a"}
 
-
-# Sites that share a tensor ----------------------------------------------------------------------------
 
 TRIPLE = [linear("a"), linear("b"), linear("c")]
 
@@ -159,8 +152,6 @@ def test_sites_that_do_not_compete_leave_a_group() -> None:
     assert {name: found[name].verdict for name in "ab"} == {"a": Verdict.SAFE, "b": Verdict.UNSAFE}
     assert "KL at most 0.06 %" in found["b"].reason
 
-
-# Properties -------------------------------------------------------------------------------------------
 
 uppers = st.one_of(st.just(0.0), st.floats(1e-9, 1e-2))
 
@@ -233,9 +224,6 @@ def test_the_order_of_the_sites_does_not_matter(drawn: tuple[list[Site], Profile
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     turned = replace(profile, sites=profile.sites[::-1])
     assert judged(sites, profile, (CTR, CVR)) == judged(shuffled, turned, (CTR, CVR))
-
-
-# Edges ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("growth", [float("nan"), float("inf"), None])

@@ -138,9 +138,6 @@ def test_every_output_must_fit(model: ModelArtifact) -> None:
     assert [each.sites for each in found.returned] == [("fc1",), ("fc0",)]
 
 
-# Rungs -----------------------------------------------------------------------------------------------
-
-
 def random_kl(seed: int, largest: float = 9e-4) -> dict[str, float]:
     random = np.random.default_rng(seed)
     return dict(zip(ALL, (largest * random.random(len(ALL))).tolist(), strict=True))

@@ -38,9 +38,6 @@ def share(name: str) -> float:
     return ALLOWED * FLOPS[name] / TOTAL
 
 
-# Verdicts ---------------------------------------------------------------------------------------------
-
-
 def test_the_shares_follow_the_operations_and_sum_to_the_budget_less_the_allowance(model):
     almost = {name: kl_of(share(name) * (1 - 1e-9)) for name in FLOPS}
     assert sum(kl.value for kl in almost.values()) == pytest.approx(ALLOWED)
@@ -64,9 +61,6 @@ def test_an_unsafe_norm_stays_in_fp32_in_every_plan(model: ModelArtifact, plan_i
     assert plan.decision("ln").precision is Precision.FP32
     assert plan.decision("ln").reason.endswith("; measured in bf16") is (plan_id == "fp16")
     assert plan.decision("fc0").precision is plan.base
-
-
-# Open verdicts ----------------------------------------------------------------------------------------
 
 
 def test_verdicts_are_open_where_more_rows_could_change_them(model: ModelArtifact) -> None:
@@ -93,9 +87,6 @@ def test_verdicts_close_as_rows_come_in(model: ModelArtifact) -> None:
     # fc2 costs less for each operation: it fits first, and fc1 beside it in the end.
     assert found[0] == ("fc1", "fc2") and ("fc1",) in found and found[-1] == ()
     assert sorted(found, key=len, reverse=True) == found
-
-
-# Plans ------------------------------------------------------------------------------------------------
 
 
 def test_fp8_all_takes_every_linear_site_and_no_interaction(model: ModelArtifact) -> None:
@@ -131,9 +122,6 @@ def test_the_default_plans_in_order_and_as_json(model: ModelArtifact) -> None:
     assert {plan.model_digest for plan in plans.plans} == {model.digest}
     assert [d.site for d in plans.plans[0].decisions] == [s.name for s in model.sites]
     assert serde.loads(PlanSet, serde.dumps(plans)) == plans
-
-
-# What users ask for -----------------------------------------------------------------------------------
 
 
 def test_a_kept_site_stays_and_leaves_its_share_to_the_others(model: ModelArtifact) -> None:

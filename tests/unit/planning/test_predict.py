@@ -71,9 +71,6 @@ def test_too_few_shapes_predict_nothing() -> None:
     assert KernelModel(enough).estimate(Shape(3, 3, 3)) is not None
 
 
-# The shipped records ----------------------------------------------------------------------------------
-
-
 def leave_one_out(model: KernelModel) -> list[tuple[Estimate, float]]:
     """Each measured time as predicted when everything is fitted again without it, and as measured."""
     found = []
@@ -119,9 +116,6 @@ def test_more_work_takes_more_time() -> None:
                 assert (us >= 0.93 * np.maximum.accumulate(us)).all()
                 if fixed == 4096:
                     assert us[-1] > 3.0 * us[0]
-
-
-# A table of kernels -----------------------------------------------------------------------------------
 
 
 def table(*timings: KernelTiming) -> TimeTable:

@@ -67,9 +67,6 @@ def wide(plan: PrecisionPlan) -> set[str]:
     return {each.node for each in plan.wide}
 
 
-# Logits and residual streams --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("plan_id", ["bf16", "fp16", "fp8-all", "fp8-safe"])
 def test_the_logit_end_stays_in_fp32(plan_id: str, model: ModelArtifact) -> None:
     plan = plan_of(model, plan_id)
@@ -91,9 +88,6 @@ def test_protection_is_the_users_choice(model: ModelArtifact) -> None:
     assert wide(both) == {"join0", "join1"} | ENDS
 
 
-# What the user names ----------------------------------------------------------------------------------
-
-
 def test_a_node_that_is_kept_stays_in_fp32(model: ModelArtifact) -> None:
     plan = plan_of(model, "fp8-all", keep=("act", "fc1", "heat"))
     assert set(plan.wide) == {
@@ -106,9 +100,6 @@ def test_a_node_that_is_kept_stays_in_fp32(model: ModelArtifact) -> None:
     sites = tuple(replace(s, merged_from=("q", "k") if s.name == "fc1" else ()) for s in model.sites)
     merged = plan_of(replace(model, sites=sites), "fp8-all", keep=("q",)).decision("fc1")
     assert merged.precision is Precision.BF16 and merged.reason.startswith("kept in bf16 by 'q'; ")
-
-
-# FP16 -------------------------------------------------------------------------------------------------
 
 
 def test_an_overflow_stays_in_fp32_in_fp16_and_nowhere_else(model: ModelArtifact) -> None:
@@ -140,9 +131,6 @@ def test_fp16_needs_what_calibration_was_not_asked_for(model: ModelArtifact) -> 
     assert plan_of(model, "fp8-all", {}).base is Precision.BF16
 
 
-# The base that the profile chooses --------------------------------------------------------------------
-
-
 def test_fp16_is_chosen_where_it_fits(model: ModelArtifact) -> None:
     plan = plan_of(model, "fp8-safe", base=None)
     assert (plan.base, plan.base_reason) == (Precision.FP16, "8 times what was measured fits fp16")
@@ -168,9 +156,6 @@ def test_bf16_is_chosen_where_fp16_does_not_hold_a_scale(model: ModelArtifact) -
         Precision.BF16,
         "site 'fc0' has a scale of 3.052e-05, which fp16 does not hold",
     )
-
-
-# Planned models ---------------------------------------------------------------------------------------
 
 
 def planned(model: ModelArtifact, plan: PrecisionPlan, folder: Path) -> onnx.ModelProto:

@@ -151,9 +151,6 @@ def test_a_search_that_is_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert "s0" in forced.sites and not forced.is_proven
 
 
-# Neighbours -------------------------------------------------------------------------------------------
-
-
 def test_uncertain_tensors_are_toggled_first_then_what_saves_most() -> None:
     saved = {"sure": 10.0, "maybe_in": 1.0, "maybe_out": -1.0, "never": -50.0}
     errors = {"sure": 1.0, "maybe_in": 2.0, "maybe_out": 3.0, "never": 1.0}

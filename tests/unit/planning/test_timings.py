@@ -147,9 +147,6 @@ def test_writers_of_several_processes_lose_nothing(tmp_path: Path) -> None:
     assert mode == "wal"
 
 
-# What is shipped --------------------------------------------------------------------------------------
-
-
 def test_shipped_times_of_the_h100_say_where_they_come_from() -> None:
     timings = shipped_timings("nvidia-h100")
     of_kernel = Counter((timing.kernel.name, timing.kernel.precision) for timing in timings)
