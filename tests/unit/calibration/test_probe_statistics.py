@@ -20,7 +20,7 @@ from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.errors import InternalError
-from loka_onnx.graph.model import GraphModel, is_constant, values_of
+from loka_onnx.graph.model import is_constant, values_of
 from loka_onnx.graph.sites import channel_axis
 from loka_onnx.numerics.rounding import fake_quantize, storage_type
 from loka_onnx.numerics.scales import weight_scales
@@ -34,9 +34,7 @@ OPTIONS = PassOptions(recipes=RECIPES, batch_size=BATCH)
 class Reference:
     """Sites of one model in float64, from the values that their inputs had in ONNX Runtime."""
 
-    def __init__(
-        self, graph: GraphModel, values: dict[str, Any], scales: dict[str, dict[str, float]]
-    ) -> None:
+    def __init__(self, graph, values, scales):
         self.graph, self.values, self.scales = graph, values, scales
 
     def output(self, site: Site, recipe: Recipe | None) -> Any:

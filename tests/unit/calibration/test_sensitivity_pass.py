@@ -11,7 +11,6 @@ from small_models import BODY, LOGIT, SHARED, artifact_of, columns_of, dataset_o
 
 from loka_onnx.calibration.effects.loss_totals import buckets_of
 from loka_onnx.calibration.effects.sensitivity import (
-    OpenSites,
     Sensitivities,
     SensitivityPass,
     StoppingSchedule,
@@ -49,14 +48,7 @@ class World:
         columns = columns_of(rows) if columns is None else columns
         return cls(folder, SwitchedModel(artifact.path, switches, scales, (LOGIT,)), columns)
 
-    def measure(
-        self,
-        spec: OutputSpec = LOGIT,
-        open_sites: OpenSites | None = None,
-        threads: int = 2,
-        progress=silent,
-        **options,
-    ) -> Sensitivities:
+    def measure(self, spec=LOGIT, open_sites=None, threads=2, progress=silent, **options):
         found = SensitivityPass(
             replace(self.subject, outputs=(spec,)),
             dataset_of(self.folder / "data", self.columns),

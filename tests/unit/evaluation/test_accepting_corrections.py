@@ -9,7 +9,7 @@ import pytest
 from judged_rows import LOGIT, UNLABELLED, kl_of, losses, sigmoid
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.core.correction import OutputCorrection, Trial, Variant
+from loka_onnx.core.correction import Trial, Variant
 from loka_onnx.core.intervals import Interval
 from loka_onnx.errors import EvaluationError
 from loka_onnx.evaluation.accuracy import Units
@@ -48,9 +48,7 @@ def simulated(spec: OutputSpec, score: np.ndarray, constant: float | None) -> Si
     return Simulated(Predictions(outputs, {}, ROWS), dict.fromkeys(has, "score"), has)
 
 
-def try_one(
-    spec: OutputSpec, shift: float, constant: float | None, biased: Simulated | None = None
-) -> OutputCorrection:
+def try_one(spec, shift, constant, biased=None):
     """One output whose score is off by `shift` and noise, and the constant that calibration found."""
     data = columns()
     plain = simulated(spec, data["z"] + shift + data["noise"], constant)

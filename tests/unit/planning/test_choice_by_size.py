@@ -31,15 +31,11 @@ def timed(candidate: Candidate, spread: float = 0.0, **us: float) -> Evaluation:
     return replace(candidate.evaluation("selection"), latencies=latencies)
 
 
-def both(
-    spread: float = 0.0, *, bf16: dict[str, float], fp8: dict[str, float]
-) -> dict[Candidate, Evaluation]:
+def both(spread=0.0, *, bf16, fp8):
     return {BF16: timed(BF16, spread, **bf16), FP8_SAFE: timed(FP8_SAFE, spread, **fp8)}
 
 
-def by_size(
-    evaluations: dict[Candidate, Evaluation], missed: tuple[str, ...] = (), **options: float
-) -> TargetChoice:
+def by_size(evaluations, missed=(), **options):
     """The choice; plans in `missed` are beyond the budget on certification."""
     second = [
         replace(c, accuracy=(BEYOND,) if c.plan in missed else c.accuracy).evaluation("certification")

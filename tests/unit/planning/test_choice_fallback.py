@@ -23,7 +23,7 @@ from choice_cases import (
 
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus
-from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, TargetChoice, Why
+from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, Why
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.errors import PlanningError
@@ -147,9 +147,7 @@ WITH_LOWER = PlanSet((*PLANS.plans, SECOND, THIRD))
 ATTEMPTS = (Candidate("fp8-safe", 100), Candidate(SECOND.id, 110), Candidate(THIRD.id, 120))
 
 
-def judged(
-    candidates: list[Candidate], certified: list[str], others: list[Candidate]
-) -> tuple[TargetChoice, list[str]]:
+def judged(candidates, certified, others):
     """The choice on the GPU, and plans that a further attempt is due for; all others certify as selected."""
     second = [replace(c, accuracy=(found,)) for c, found in zip(candidates, certified, strict=True)]
     evaluations = [c.evaluation(SPLITS[0]) for c in (*candidates, *others)]

@@ -13,8 +13,7 @@ from planned_models import CTR, graph_of, kl_of, profile_of
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, SpeedVerdict, Verdict
-from loka_onnx.core.ratio_moments import RatioMoments
+from loka_onnx.core.plan import Decision, PlanSet, SpeedVerdict, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
 from loka_onnx.graph.model import GraphModel
@@ -53,23 +52,12 @@ def timings(us: Mapping[str, Us], backend: str = PLAIN, device: str = DEVICE) ->
     return DeviceTimings(device, backend, tuple(kernels()), (BATCH,))
 
 
-def plans_of(
-    model: ModelArtifact,
-    devices: tuple[DeviceTimings, ...],
-    kl: Mapping[str, RatioMoments] | None = None,
-    plans: tuple[str, ...] = ("fp8-fast",),
-    **options: object,
-) -> PlanSet:
+def plans_of(model, devices, kl=None, plans=("fp8-fast",), **options):
     chosen = PlanOptions(plans=plans, devices=devices, **options)  # type: ignore[arg-type]
     return make_plans(model, profile_of(model, kl or {}), (CTR,), [PER_CHANNEL_WEIGHT], chosen)
 
 
-def plan_of(
-    model: ModelArtifact,
-    us: Mapping[str, Us],
-    kl: Mapping[str, RatioMoments] | None = None,
-    **options: object,
-) -> PrecisionPlan:
+def plan_of(model, us, kl=None, **options):
     return plans_of(model, (timings(us),), kl, **options).plan("fp8-fast")  # type: ignore[arg-type]
 
 

@@ -315,9 +315,7 @@ AT_MOST = 0.025 + 3.0 * sqrt(0.025 * 0.975 / REPEATS)
 """The rate that is promised, and three standard errors of an experiment."""
 
 
-def seen_of(
-    truth: Mapping[str, float], error: float, random: np.random.Generator
-) -> dict[str, tuple[float, float]]:
+def seen_of(truth, error, random):
     """Normal estimates of the truth."""
     return {name: (value + error * random.normal(), error) for name, value in truth.items()}
 

@@ -10,9 +10,8 @@ from planned_models import CTR, FLOPS, kl_of, profile_of
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import PlanSet, PrecisionPlan, Verdict
+from loka_onnx.core.plan import PlanSet, Verdict
 from loka_onnx.core.profile import Sampling
-from loka_onnx.core.ratio_moments import RatioMoments
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel, values_of
@@ -26,9 +25,7 @@ SCALE = 0.0078125
 """Of every activation in `profile_of`."""
 
 
-def plan_of(
-    model: ModelArtifact, kl: dict[str, RatioMoments], plan_id: str = "fp8-safe", **options: object
-) -> PrecisionPlan:
+def plan_of(model, kl, plan_id="fp8-safe", **options):
     chosen = PlanOptions(plans=(plan_id,), **options)  # type: ignore[arg-type]
     return make_plans(model, profile_of(model, kl), (CTR,), [PER_CHANNEL_WEIGHT], chosen).plan(plan_id)
 

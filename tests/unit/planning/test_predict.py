@@ -145,9 +145,7 @@ HERE = Shape(100, 64, 32)
 ALONE_HERE = (timing(WIDE, HERE, 5.0), timing(NARROW, HERE, 3.0))
 
 
-def compared(
-    *timings: KernelTiming, shape: Shape = HERE, scales: Granularity = PER_TENSOR
-) -> tuple[float, float] | None:
+def compared(*timings, shape=HERE, scales=PER_TENSOR):
     found = TimeTable(timings).compared("inductor", Precision.BF16, shape, Recipe.of(weight=scales))
     return None if found is None else (found[0].us, found[1].us)
 

@@ -51,9 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelArtifact:
     return found
 
 
-def plan_of(
-    model: ModelArtifact, plan_id: str, tensors: dict[str, TensorRange] | None = None, **options: object
-) -> PrecisionPlan:
+def plan_of(model, plan_id, tensors=None, **options):
     profile = profile_of(model, {})
     if tensors is not None:
         profile = replace(profile, tensors=tensors)
