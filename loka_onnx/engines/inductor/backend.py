@@ -28,8 +28,9 @@ from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.inductor.compile import OPTIONS, Compilers, compile_engine
 from loka_onnx.engines.inductor.fusions import fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
+from loka_onnx.engines.inductor.package import read_engine, read_sources
 from loka_onnx.engines.inductor.session import import_torch, open_inductor
-from loka_onnx.engines.inductor.site_precision import read_site_precisions
+from loka_onnx.engines.inductor.site_precision import product_calls, site_precisions
 from loka_onnx.engines.inductor.spec import INDUCTOR
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError, MissingPackage
@@ -82,18 +83,12 @@ class InductorBackend(Backend):
             f"{here or 'no GPU that PyTorch uses'}; build there"
         )
 
-    def base_precision(self, plan: PrecisionPlan) -> Precision:
-        """The plan's base, on the CPU too, so that its FP8 engine gives the GPU's answers."""
-        return plan.base
-
     def fused_sites(self, model: Path, base: Precision) -> dict[str, str]:
         """See `Backend.fused_sites`: sites that `fusions` joins in a plan without FP8.
 
         A product whose kernel only adds an epilogue is not listed: the FP8 kernel adds it as well.
         """
-        if base not in BASES:
-            return {}
-        return fuse(PlannedGraph.load(model, BASES[base])).joined
+        return fuse(PlannedGraph.load(model, BASES[base])).joined if base in BASES else {}
 
     def read_remarks(self, log: str) -> tuple[str, ...]:
         """See `Backend.read_remarks`: the declined fusions."""
@@ -123,8 +118,11 @@ class InductorBackend(Backend):
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
         """Read the exported program that the package describes, and its generated code."""
-        planned = {decision.site: decision.precision for decision in request.plan.decisions}
-        return read_site_precisions(engine, [(site, planned[site.name]) for site in request.planned_sites])
+        precisions = {decision.site: decision.precision for decision in request.plan.decisions}
+        planned = [(site, precisions[site.name]) for site in request.planned_sites]
+        manifest = read_engine(engine)
+        calls = {each.name: product_calls(read_sources(engine, each.name)) for each in manifest.programs}
+        return site_precisions(manifest, calls, planned)
 
     def load(self, engine: Path, architecture: str) -> Runner:
         """Load the package on the CPU, or the first GPU of its architecture."""

@@ -22,7 +22,6 @@ from loka_onnx.core import serde
 from loka_onnx.core.cache_directory import cache_directory
 from loka_onnx.core.devices import CPU
 from loka_onnx.engines.device_lock import device_alone
-from loka_onnx.engines.inductor.exported import entering_types, output_types, products_of
 from loka_onnx.engines.inductor.fusions import FusionReport, fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.package import (
@@ -34,6 +33,7 @@ from loka_onnx.engines.inductor.package import (
     Program,
     instruction_sets,
 )
+from loka_onnx.engines.inductor.site_precision import entering_types, output_types, products_of
 from loka_onnx.engines.request import WAITING, BatchRange, BuildRequest
 from loka_onnx.errors import DataError, EngineError, LokaError, ModelError
 from loka_onnx.sessions.cuda import list_cuda_devices
@@ -42,10 +42,6 @@ PACKAGE = "engine.pt2"
 MOST_PROGRAMS = 3
 """Most batch sizes that get programs of their own by default."""
 STATIC, FUSE = "static", "fuse"
-OPTIONS: Mapping[str, range] = dict.fromkeys(
-    ("max_autotune", "fast_accumulation", STATIC, FUSE, "choose"), range(2)
-)
-
 SYSTEM = ("/usr/bin/g++", "/usr/bin/gcc")
 """C++ and C compilers that are preferred to those of the environment."""
 _NUMPY_TYPES = {"float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"}
@@ -62,9 +58,8 @@ class Compilers:
     def find(cls, system: tuple[str, str] = SYSTEM) -> Compilers | None:
         """Return the compilers to build with, or None.
 
-        The system's GCC comes first, even where ``CXX`` names another compiler. A package whose host part was
-        compiled by another tool chain, with its own C++ library, builds without an error and crashes with a
-        segmentation fault when it is loaded (seen with PyTorch 2.11).
+        The system's GCC comes before ``CXX``: a package whose host part was compiled by another tool chain,
+        with its own C++ library, builds without an error and crashes when it is loaded (PyTorch 2.11).
         """
         for pair in (system, (os.environ.get("CXX", ""), os.environ.get("CC", "")), ("g++", "gcc")):
             # A variable may hold arguments as well.
@@ -77,8 +72,8 @@ class Compilers:
     def environment(self) -> dict[str, str]:
         """Variables to set before PyTorch reads them.
 
-        Generated kernels, autotuning results and compiler probes stay in the caches that the environment
-        names, else in this user's: plans of one model share most kernels.
+        Kernels, autotuning results and compiler probes stay in the caches that the environment names, else
+        in this user's: plans of one model share most kernels.
         """
         caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
         variables = {
@@ -115,13 +110,10 @@ class Settings:
         """
         on_gpu = request.architecture != CPU
         default = cls(static=on_gpu and 1 < len(request.batch.sizes) <= MOST_PROGRAMS)
-        asked = {name: bool(request.options[name]) for name in OPTIONS if name in request.options}
-        return replace(default, **asked)
+        return replace(default, **{name: bool(value) for name, value in request.options.items()})
 
-    @property
-    def options(self) -> dict[str, int]:
-        """All options, for the record."""
-        return {name: int(value) for name, value in asdict(self).items()}
+
+OPTIONS: Mapping[str, range] = dict.fromkeys(asdict(Settings()), range(2))
 
 
 @dataclass(frozen=True)
@@ -177,7 +169,7 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
         sizes=request.batch.sizes,
         programs=tuple(programs),
         sites=compiled_sites(lowered),
-        options=settings.options,
+        options={name: int(value) for name, value in asdict(settings).items()},
     )
     package = into / PACKAGE
     package_pt2(os.fspath(package), aoti_files=files, extra_files={RECORD: serde.dumps(engine)})
@@ -204,16 +196,14 @@ def chosen_products(build: Build, model: PlannedGraph) -> Callable[[Sequence[int
     from loka_onnx.engines.inductor.lowering.strategies import ScaledMatMul
 
     request, settings = build.request, build.settings
-    fast = settings.fast_accumulation
-    library = ScaledMatMul(fast_accumulation=fast)
+    library = ScaledMatMul(settings.fast_accumulation)
     device = torch_device(request.architecture)
     if not settings.choose or not settings.fuse or device.type == CPU:
         return lambda sizes: library
-    recorder = Recorder()
-    rows = request.batch.serve
+    recorder, rows = Recorder(), request.batch.serve
     examples = example_rows(request.sample, build.inputs, rows)
     module = lower(model, recorder).to(device).eval()
-    chooser = Chooser(rows, tuple(request.batch.sizes), fast)
+    chooser = Chooser(rows, tuple(request.batch.sizes), settings.fast_accumulation)
     with torch.no_grad():
         module(*(each.to(device) for each in examples))
         chooser.compile(recorder.seen)
@@ -258,9 +248,9 @@ def input_ports(graph: onnx.GraphProto) -> tuple[InputPort, ...]:
 
 def output_ports(graph: onnx.GraphProto) -> tuple[OutputPort, ...]:
     """Outputs of a graph; those with a dynamic first axis follow the batch."""
-    first = {value.name: list(value.type.tensor_type.shape.dim)[:1] for value in graph.output}
+    first = {value.name: value.type.tensor_type.shape.dim[:1] for value in graph.output}
     return tuple(
-        OutputPort(name, bool(dims) and not dims[0].HasField("dim_value")) for name, dims in first.items()
+        OutputPort(name, any(not dim.HasField("dim_value") for dim in d)) for name, d in first.items()
     )
 
 
@@ -336,14 +326,11 @@ def _compile_program(build: Build, module: Any, program: Program) -> tuple[Progr
                 evidence=f"its type is {dtype}",
                 remedy="cast it inside the model to float32",
             )
-    args, kwargs = exported.example_inputs
-    files_of = build.scratch / program.name
-    options = inductor_options(build.settings, build.compilers, files_of, build.request.architecture)
-    files: Any = torch._inductor.aot_compile(
-        exported.module(check_guards=False), args, kwargs, options=options
-    )
-    names = {site.name for site in build.request.planned_sites}
-    entering = entering_types(exported.graph, names)
+    scratch = build.scratch / program.name
+    options = inductor_options(build.settings, build.compilers, scratch, build.request.architecture)
+    callable_ = exported.module(check_guards=False)
+    files: Any = torch._inductor.aot_compile(callable_, *exported.example_inputs, options=options)
+    entering = entering_types(exported.graph, {site.name for site in build.request.planned_sites})
     return replace(program, products=products_of(exported.graph), entering=entering), list(files)
 
 
@@ -352,15 +339,12 @@ def _export(build: Build, module: Any, program: Program) -> Any:
     import torch
 
     request = build.request
-    dynamic = program.minimum != program.maximum
-    # Launch parameters are tuned for the served size; but export treats an axis of length 1 as broadcast.
-    rows = max(2, request.batch.serve) if dynamic else program.minimum
-    device = torch_device(request.architecture)
+    device, rows, shapes = torch_device(request.architecture), program.minimum, None
+    if program.minimum != program.maximum:
+        # Launch parameters are tuned for the served size; but export treats an axis of length 1 as broadcast.
+        rows = max(2, request.batch.serve)
+        shapes = module.dynamic_shapes(torch.export.Dim("batch", min=program.minimum, max=program.maximum))
     examples = tuple(each.to(device) for each in example_rows(request.sample, build.inputs, rows))
-    shapes = None
-    if dynamic:
-        batch = torch.export.Dim("batch", min=program.minimum, max=program.maximum)
-        shapes = module.dynamic_shapes(batch)
     try:
         # Without this, export drops the names of nodes (`torch.fx.traceback`).
         with torch.no_grad(), torch.fx.traceback.preserve_node_meta():

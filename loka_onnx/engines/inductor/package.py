@@ -146,13 +146,10 @@ def read_engine(package: Path) -> InductorEngine:
 
 def read_sources(package: Path, program: str) -> tuple[str, ...]:
     """Generated C++ of a program in a ``.pt2`` package."""
-    return tuple(text.decode("utf-8", "replace") for text in _members(package, program, r"\.cpp"))
-
-
-def _members(package: Path, program: str, ending: str) -> list[bytes]:
-    inside = re.compile(rf"(^|/)data/aotinductor/{re.escape(program)}/[^/]+{ending}$")
+    inside = re.compile(rf"(^|/)data/aotinductor/{re.escape(program)}/[^/]+\.cpp$")
     with zipfile.ZipFile(package) as archive:
-        return [archive.read(name) for name in archive.namelist() if inside.search(name)]
+        sources = [archive.read(name) for name in archive.namelist() if inside.search(name)]
+    return tuple(text.decode("utf-8", "replace") for text in sources)
 
 
 def instruction_sets(cpu_info: Path = CPU_INFO) -> tuple[str, ...]:

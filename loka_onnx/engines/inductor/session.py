@@ -18,12 +18,7 @@ import numpy.typing as npt
 
 from loka_onnx.core.devices import CPU
 from loka_onnx.engines.inductor.executors import Call, Executor, Gpu, GraphExecutor, HostExecutor, Placement
-from loka_onnx.engines.inductor.package import (
-    InductorEngine,
-    check_host,
-    instruction_sets,
-    read_engine,
-)
+from loka_onnx.engines.inductor.package import InductorEngine, check_host, instruction_sets, read_engine
 from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.buckets import Piece, padded_rows, pieces_of, rows_of
 from loka_onnx.sessions.cuda import list_cuda_devices, why_no_gpu
@@ -78,10 +73,9 @@ def open_inductor(package: Path, architecture: str) -> InductorSession:
 def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict[str, Call]:
     """Load the programs of a package; `index` is the number of the GPU, or -1 for the CPU.
 
-    Calls the loader below `torch._inductor.aoti_load_package`, which imports the whole compiler, parses a
-    description of its arguments in every call, and loads all programs for each one. The loader runs
-    single-threaded: its locks for several threads do not fit into a CUDA graph ("operation not permitted when
-    stream is capturing").
+    `torch._inductor.aoti_load_package` would import the whole compiler, parse a description of its arguments
+    in every call, and load all programs for each one. The loader below it runs single-threaded: its locks for
+    several threads do not fit into a CUDA graph ("operation not permitted when stream is capturing").
     """
     try:
         loader = torch._C._aoti.AOTIModelPackageLoader
@@ -201,9 +195,7 @@ class InductorSession(Runner):
 
 
 def _joined(name: str, answers: list[tuple[Piece, Arrays]], *, batched: bool) -> npt.NDArray[Any]:
-    first = answers[0][1][name]
     if not batched:
-        return first
-    if len(answers) == 1:
-        return first[: answers[0][0].rows]
-    return np.concatenate([answer[name][: piece.rows] for piece, answer in answers])
+        return answers[0][1][name]
+    parts = [answer[name][: piece.rows] for piece, answer in answers]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -72,10 +72,7 @@ def _python(source: Source, engine: InductorEngine, needs: str, reason: str) -> 
     others = tuple(file for file in model.files if not file.path.startswith(f"{VERSION}/"))
     # The session picks the GPU of the engine's architecture itself.
     kind = ON_CPU if source.entry.architecture == CPU else BY_MODEL
-    remarks = (
-        f"runs in Triton's Python backend: {reason}",
-        f"{needs}, and loka-onnx in the server's Python",
-    )
+    remarks = (f"runs in Triton's Python backend: {reason}", f"{needs}, and loka-onnx in the server's Python")
     return Form(replace(model, kind=kind, files=(code, package, *others)), remarks)
 
 

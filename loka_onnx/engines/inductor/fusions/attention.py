@@ -21,20 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import onnx
 
-from loka_onnx.engines.inductor.fusions.base import (
-    DOMAIN,
-    HALVES,
-    DeclinedFusion,
-    Fused,
-    Match,
-    padded,
-    static,
-)
+from loka_onnx.engines.inductor.fusions.base import DOMAIN, HALVES, DeclinedFusion, Fused, padded, static
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
 
 OP = f"{DOMAIN}::Attention"
@@ -94,16 +85,22 @@ def is_short(queries: int, keys: int, width: int) -> bool:
     return keys in SHORT_KEYS and queries <= SHORT_QUERIES and width <= SHORT_WIDTH and fits
 
 
-def attentions(graph: PlannedGraph) -> Iterator[Match]:
-    """Products whose first factor is a softmax of a product."""
-    for node in list(graph.nodes):
-        if node.op == "MatMul" and not node.domain and node.outputs:
-            match = _attention(node)
-            if match is not None:
-                yield node.name, partial(_fuse, graph, match)
+def exact_attention(graph: PlannedGraph, out: Node) -> Fused | None:
+    """Fuse a product whose first factor is a softmax of a product."""
+    match = _matched(out) if out.op == "MatMul" and not out.domain else None
+    if match is None:
+        return None
+    _check_precision(match)
+    _check_shapes(match)
+    _check_graph(graph, match)
+    names = (match.inside[-1].name, out.name)
+    name = graph.fresh_name(f"{out.name}/attention")
+    attrs = {"products": list(names), "scale": match.scale, "keep": int(match.keep), "drop": int(match.drop)}
+    graph.replace(OP, name, [match.q, match.kt, match.v, match.mask], [out.outputs[0]], attrs)
+    return Fused(name, names)
 
 
-def _attention(out: Node) -> _Attention | None:
+def _matched(out: Node) -> _Attention | None:
     """Match the attention that a product ends; None where its first factor is no softmax of a product."""
     tensor, inside = _through_casts(out.reads(0), ())
     guard = _node(tensor, "Where")
@@ -171,18 +168,6 @@ def _number(tensor: Tensor) -> float | None:
     if not tensor.is_read or tensor.values.size != 1:
         return None
     return float(tensor.values.reshape(-1)[0])
-
-
-def _fuse(graph: PlannedGraph, match: _Attention) -> Fused:
-    _check_precision(match)
-    _check_shapes(match)
-    _check_graph(graph, match)
-    out, product = match.out, match.inside[-1]
-    names = (product.name, out.name)
-    name = graph.fresh_name(f"{out.name}/attention")
-    attrs = {"products": list(names), "scale": match.scale, "keep": int(match.keep), "drop": int(match.drop)}
-    graph.replace(OP, name, [match.q, match.kt, match.v, match.mask], [out.outputs[0]], attrs)
-    return Fused(name, names)
 
 
 def _check_precision(match: _Attention) -> None:

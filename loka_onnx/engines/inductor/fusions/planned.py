@@ -21,13 +21,11 @@ from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.shapes import add_inferred_shapes
-from loka_onnx.graph.storage import (
-    read_external,
-    read_proto,
-)
+from loka_onnx.graph.storage import read_external, read_proto
 from loka_onnx.graph.tensor_values import read_array
 
 Array = npt.NDArray[Any]
+Attrs = Mapping[str, Any]
 MOST_READ = 1 << 22
 """Most elements of an external constant that is loaded for analysis; tables are larger."""
 
@@ -170,13 +168,8 @@ class PlannedGraph:
         return self._transposed[stored.name]
 
     def replace(
-        self,
-        op: str,
-        name: str,
-        inputs: Sequence[Tensor | None],
-        outputs: Sequence[Tensor],
-        attrs: Mapping[str, Any],
-    ) -> Node:
+        self, op: str, name: str, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor], attrs: Attrs
+    ) -> None:
         """Add a node ``domain::operator`` that computes tensors in place of their producers.
 
         Names, types and readers of these tensors stay.
@@ -186,9 +179,7 @@ class PlannedGraph:
             earlier = tensor.producer
             if earlier is not None:
                 earlier.outputs = [each for each in earlier.outputs if each is not tensor]
-        node = _linked(Node(kind, name, domain, dict(attrs), list(inputs), list(outputs)))
-        self.nodes.append(node)
-        return node
+        self.nodes.append(_linked(Node(kind, name, domain, dict(attrs), list(inputs), list(outputs))))
 
     def live_nodes(self) -> list[Node]:
         """Nodes that outputs depend on, producers first; fused nodes are gone."""

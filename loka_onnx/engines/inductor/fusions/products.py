@@ -17,13 +17,19 @@ For linears merged into one product (`transforms.linears.merge_parallel_linears`
 with the same sums. Behind the Split, every part is read and written again only for its bias; in front of it,
 the parts are views of the product's output, which `kernels.triton_attention` reads directly. Not timed on a
 GPU yet.
+
+A concatenation of two matrices with the Q behind it, rounded to the type of X on reading::
+
+    X  =  concat(A, B),    X, Q(X)
+
+Inductor fuses this too, but its kernel took 35 µs, and 15 without the Q, for an unknown reason (DLRM-DCNv2 at
+2048 on an H100, where X is x0 of every cross layer). Our kernel is not timed on a GPU yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -34,37 +40,15 @@ from loka_onnx.engines.inductor.fusions.base import (
     DeclinedFusion,
     Ends,
     Fused,
-    Match,
     is_row,
     only_reader,
+    static,
+    unrounded,
 )
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
 
 MULTIPLE = 16
-"""Required divisor of K and N in the kernel (`kernels.triton_product`)."""
-
-
-def float8_products(graph: PlannedGraph) -> Iterator[Match]:
-    """Products of an activation and a constant in E4M3FN."""
-    for node in list(graph.nodes):
-        operands = _dequantized(node)
-        if operands is not None:
-            yield node.name, partial(_fuse_float8, graph, node, *operands)
-
-
-def half_products(graph: PlannedGraph) -> Iterator[Match]:
-    """Products of an activation and a constant in BF16 or FP16."""
-    for node in list(graph.nodes):
-        if _is_half(node):
-            yield node.name, partial(_fuse_half, graph, node)
-
-
-def merged_biases(graph: PlannedGraph) -> Iterator[Match]:
-    """Biases behind the Split of a merged product; declines none."""
-    for node in list(graph.nodes):
-        adds = _biased(graph, node) if node.op == "Split" and not node.domain and node.outputs else []
-        if adds:
-            yield node.name, partial(_move_biases, graph, node, adds)
+"""Required divisor of K and N of our kernel (`kernels.triton_product`) and of cuBLASLt's FP8 products."""
 
 
 def _is_plain(node: Node) -> bool:
@@ -107,7 +91,12 @@ def _is_half(node: Node) -> bool:
     return activation.kind == weight.kind and weight.kind in HALVES and not any(n % MULTIPLE for n in sizes)
 
 
-def _fuse_float8(graph: PlannedGraph, node: Node, activation: Node, weight: Node) -> Fused:
+def float8_product(graph: PlannedGraph, node: Node) -> Fused | None:
+    """Fuse a product of an activation and a constant in E4M3FN."""
+    operands = _dequantized(node)
+    if operands is None:
+        return None
+    activation, weight = operands
     if activation.reads(1).values.size != 1:
         raise DeclinedFusion("its activation has several scales")
     epilogue = _Epilogue.of(graph, node)
@@ -120,7 +109,10 @@ def _fuse_float8(graph: PlannedGraph, node: Node, activation: Node, weight: Node
     return epilogue.write(graph, node, "Float8Product", factors, scale)
 
 
-def _fuse_half(graph: PlannedGraph, node: Node) -> Fused:
+def half_product(graph: PlannedGraph, node: Node) -> Fused | None:
+    """Fuse a product of an activation and a constant in BF16 or FP16."""
+    if not _is_half(node):
+        return None
     epilogue = _Epilogue.of(graph, node)
     if epilogue.end.kind != node.reads(1).kind:
         raise DeclinedFusion("its result has another type than its factors")
@@ -231,7 +223,11 @@ def _biased(graph: PlannedGraph, split: Node) -> list[tuple[Node, Tensor]]:
     return adds
 
 
-def _move_biases(graph: PlannedGraph, split: Node, adds: list[tuple[Node, Tensor]]) -> Fused:
+def merged_bias(graph: PlannedGraph, split: Node) -> Fused | None:
+    """Move the biases behind the Split of a merged product in front of it; declines none."""
+    adds = _biased(graph, split) if split.op == "Split" and not split.domain else []
+    if not adds:
+        return None
     whole = split.reads(0)
     rows = [bias.values.reshape(-1) for _, bias in adds]
     bias = graph.constant(f"{split.name}.bias", np.concatenate(rows))
@@ -243,4 +239,28 @@ def _move_biases(graph: PlannedGraph, split: Node, adds: list[tuple[Node, Tensor
     graph.replace(
         "::Split", name, [biased, *split.inputs[1:]], [add.outputs[0] for add, _ in adds], split.attrs
     )
+    return Fused(name)
+
+
+def quantized_concat(graph: PlannedGraph, node: Node) -> Fused | None:
+    """Fuse a concatenation that a Q reads."""
+    if node.op != "Concat" or node.domain:
+        return None
+    joined = node.outputs[0]
+    ends = Ends.of(graph, joined)
+    if ends.quantize is None:
+        return None
+    if joined.kind not in HALVES:
+        raise DeclinedFusion("the kernel writes BF16 and FP16")
+    if len(node.inputs) != 2:
+        raise DeclinedFusion(f"it joins {len(node.inputs)} tensors, the kernel two")
+    parts = [node.reads(0), node.reads(1)]
+    if static(joined, 2) is None or any(static(part, 2) is None for part in parts):
+        raise DeclinedFusion("what it joins are not matrices of known widths")
+    if node.attrs.get("axis") not in {1, -1} or any(part.is_constant for part in parts):
+        raise DeclinedFusion("it does not join computed columns")
+    inputs = [*(unrounded(graph, part) for part in parts), ends.scale]
+    name = graph.fresh_name(f"{node.name}/quantized")
+    attrs = {"wide": int(ends.wide), "base": joined.kind}
+    graph.replace(f"{DOMAIN}::ConcatQuantize", name, inputs, ends.replaced(joined), attrs)
     return Fused(name)

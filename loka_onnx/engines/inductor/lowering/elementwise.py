@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from loka_onnx.engines.inductor.lowering.node import Node
+from loka_onnx.engines.inductor.lowering.node import OPERATORS, Lowering, Node, Operator, operator
 from loka_onnx.engines.inductor.lowering.quantization import saturated
-from loka_onnx.engines.inductor.lowering.registry import OPERATORS, Lowering, Operator, operator
-from loka_onnx.engines.inductor.lowering.types import FLOAT8, TORCH_TYPES, type_name
-from loka_onnx.engines.inductor.lowering.values import ShapeValue, Value
+from loka_onnx.engines.inductor.lowering.values import FLOAT8, TORCH_TYPES, ShapeValue, Value, type_name
 
 Tensor = torch.Tensor
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from loka_onnx.engines.inductor.lowering.node import Node
-from loka_onnx.engines.inductor.lowering.registry import operator
-from loka_onnx.engines.inductor.lowering.strategies import FloatProduct, Multiplied
+from loka_onnx.engines.inductor.lowering.node import Node, operator
+from loka_onnx.engines.inductor.lowering.strategies import FloatProduct, compiled_site
 from loka_onnx.engines.inductor.lowering.values import Dequantized, Value
 
 Tensor = torch.Tensor
@@ -67,22 +66,21 @@ def _multiply_float8(node: Node, a: Dequantized, b: Dequantized, bias: Tensor | 
         left, right = a.materialize(), b.materialize()
         reason = "a factor is a vector, or its scales lie along the axis that is summed over"
         product = torch.matmul(left, right)
-        node.record(Multiplied.of(product, "dequantized", left, right, reason=reason))
+        site = compiled_site(node.name, "dequantized", left, right, reason=reason)
+        node.scope.sites[node.name] = site
         return product if bias is None else product + bias
-    done = node.scope.products.multiply(
-        FloatProduct(node.name, a.values, a.scale, b.values, b.scale, bias, a.dtype)
-    )
-    node.record(done)
-    return done.values
+    factors = FloatProduct(node.name, a.values, a.scale, b.values, b.scale, bias, a.dtype)
+    (values,), node.scope.sites[node.name] = node.scope.products.multiply(factors)
+    return values
 
 
 def _record_dense(node: Node, values: tuple[Value, ...], factors: tuple[Tensor, ...]) -> None:
-    wide = [
-        name for name, value in zip(node.inputs, values, strict=False) if not isinstance(value, Dequantized)
-    ]
+    pairs = zip(node.inputs, values, strict=False)
+    wide = [name for name, value in pairs if not isinstance(value, Dequantized)]
     mixed = len(wide) != len(values)
     reason = f"FP8 of one factor only: '{wide[0]}' is not quantized" if mixed and wide else ""
-    node.record(Multiplied.of(factors[0], "dequantized" if mixed else "dense", *factors, reason=reason))
+    kernel = "dequantized" if mixed else "dense"
+    node.scope.sites[node.name] = compiled_site(node.name, kernel, *factors, reason=reason)
 
 
 @operator("Einsum")

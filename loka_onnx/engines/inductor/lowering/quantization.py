@@ -13,10 +13,16 @@ from __future__ import annotations
 
 import torch
 
-from loka_onnx.engines.inductor.lowering.node import Node
-from loka_onnx.engines.inductor.lowering.registry import operator
-from loka_onnx.engines.inductor.lowering.types import FLOAT8, TORCH_TYPES, type_name
-from loka_onnx.engines.inductor.lowering.values import Constant, Dequantized, Value, along_axis
+from loka_onnx.engines.inductor.lowering.node import Node, operator
+from loka_onnx.engines.inductor.lowering.values import (
+    FLOAT8,
+    TORCH_TYPES,
+    Constant,
+    Dequantized,
+    Value,
+    along_axis,
+    type_name,
+)
 
 Tensor = torch.Tensor
 _INTEGERS = {torch.int8, torch.uint8, torch.int16, torch.uint16}

@@ -14,11 +14,9 @@ from kernel_cases import ENDS, FP8, Draw, Product, heads_of_one_product, interac
 
 from loka_onnx.engines.inductor.kernels import (
     triton_attention,
-    triton_concat,
-    triton_factorization,
+    triton_concats,
+    triton_norms,
     triton_product,
-    triton_token_concat,
-    triton_token_norm,
 )
 
 HALF = torch.float16
@@ -43,16 +41,16 @@ def factorization() -> None:
     """Sizes that are no powers of two, so that masks matter."""
     for shape in ((12, 16, 8), (16, 24, 16), (27, 16, 5)):
         arguments, exact = interaction(DRAW, shape, 3)
-        found = triton_factorization.factorization_norm(*arguments, 1e-5, 0.0, False)
+        found = triton_norms.factorization_norm(*arguments, 1e-5, 0.0, False)
         close(found, exact, 2 * ULP, 8 * ULP)
-        narrow = triton_factorization.factorization_norm(*arguments, 1e-5, 64.0, True)
+        narrow = triton_norms.factorization_norm(*arguments, 1e-5, 64.0, True)
         quantized(narrow, exact * 64, 2.0**-4 + 4 * ULP, 64 * 8 * ULP)
 
 
 def token_norm() -> None:
     for shape in ((16, 16, 6), (12, 24, 5), (32, 16, 16)):
         arguments, exact = residual(DRAW, shape, 3)
-        close(triton_token_norm.token_residual_norm(*arguments, 1e-5), exact, 4 * ULP, 8 * ULP)
+        close(triton_norms.token_residual_norm(*arguments, 1e-5), exact, 4 * ULP, 8 * ULP)
 
 
 def product() -> None:
@@ -83,10 +81,10 @@ def concat() -> None:
     for m, first, second in ((21, 128, 256), (40, 48, 100), (3, 128, 70)):
         a, b = DRAW(m, first), torch.randn(m, second)
         exact = torch.cat([a, b.to(HALF)], dim=1)
-        wide, narrow = triton_concat.concat_quantize(a, b, 64.0, HALF, True)
+        wide, narrow = triton_concats.concat_quantize(a, b, 64.0, HALF, True)
         torch.testing.assert_close(wide, exact, rtol=0, atol=0)
         quantized(narrow, exact.double() * 64, 2.0**-4, 2.0**-9)
-        (only,) = triton_concat.concat_quantize(a, b, 64.0, HALF, False)
+        (only,) = triton_concats.concat_quantize(a, b, 64.0, HALF, False)
         assert torch.equal(only.view(torch.uint8), narrow.view(torch.uint8))
 
 
@@ -95,7 +93,7 @@ def token_concat() -> None:
     for sizes in ((11, 26, 1, 24), (18, 5, 3, 16), (16, 16, 0, 16)):
         for mix_first in (True, False):
             arguments, exact = tokens(DRAW, sizes, mix_first, 3)
-            kernel = triton_token_concat.token_concat
+            kernel = triton_concats.token_concat
             wide, narrow = kernel(*arguments, 64.0, HALF, mix_first, True, True)
             close(wide, exact, 2 * ULP, 4 * ULP)
             quantized(narrow, wide.double() * 64, 2.0**-4, 2.0**-9)

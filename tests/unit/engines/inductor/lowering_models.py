@@ -18,7 +18,7 @@ from onnx.reference import ReferenceEvaluator
 
 from loka_onnx.engines.inductor.lowering.model import LoweredModel, lower
 from loka_onnx.engines.inductor.lowering.strategies import ProductStrategy
-from loka_onnx.engines.inductor.lowering.types import to_numpy, to_torch
+from loka_onnx.engines.inductor.lowering.values import to_numpy, to_torch
 
 Array = npt.NDArray[Any]
 

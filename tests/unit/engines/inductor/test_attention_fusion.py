@@ -22,13 +22,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.inductor.backend import InductorBackend
-from loka_onnx.engines.inductor.exported import products_of
 from loka_onnx.engines.inductor.fusions import DOMAIN, fuse
 from loka_onnx.engines.inductor.fusions.attention import MOVEMENTS, is_short
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.kernels.operators import _is_short
 from loka_onnx.engines.inductor.lowering.model import lower
-from loka_onnx.engines.inductor.lowering.registry import OPERATORS
+from loka_onnx.engines.inductor.lowering.node import OPERATORS
+from loka_onnx.engines.inductor.site_precision import products_of
 
 TOKENS, HEADS, WIDTH = 60, 2, 16
 

@@ -13,22 +13,28 @@ import pytest
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.engines.inductor import kernels
-from loka_onnx.engines.inductor.exported import (
+from loka_onnx.engines.inductor.package import CompiledSite, InductorEngine, Product, Program
+from loka_onnx.engines.inductor.site_precision import (
+    MARK,
     PRODUCT_KERNEL,
     SCALED,
     entering_types,
-    marked,
     output_types,
+    product_calls,
     products_of,
+    site_precisions,
 )
-from loka_onnx.engines.inductor.package import CompiledSite, InductorEngine, Product, Program
-from loka_onnx.engines.inductor.site_precision import product_calls, site_precisions
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
 from loka_onnx.engines.inductor.choosing import TILES  # noqa: E402
 
 E4M3, BF16 = "float8_e4m3fn", "bfloat16"
+
+
+def marked(name: str, lower: Callable[..., Any], *arguments: Any) -> Any:
+    with torch.fx.traceback.annotate({MARK: name}):
+        return lower(*arguments)
 
 
 def export(forward: Callable[..., Any], *inputs: Any) -> Any:

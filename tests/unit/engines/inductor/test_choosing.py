@@ -22,12 +22,12 @@ from loka_onnx.engines.inductor.choosing import (
     with_weights_in_turn,
 )
 from loka_onnx.engines.inductor.compile import compiled_sites
-from loka_onnx.engines.inductor.kernels.products import TiledProduct
 from loka_onnx.engines.inductor.lowering.strategies import (
     Epilogue,
     FloatProduct,
     ProductStrategy,
     ScaledMatMul,
+    TiledProduct,
 )
 from loka_onnx.engines.inductor.package import CompiledSite
 from loka_onnx.engines.tuned_kernels import CACHE_BYTES

@@ -18,10 +18,10 @@ from triton.compiler import ASTSource  # noqa: E402
 from loka_onnx.engines.inductor.choosing import SPLIT_TILES, TILES  # noqa: E402
 from loka_onnx.engines.inductor.kernels import (  # noqa: E402
     triton_attention,
+    triton_concats,
     triton_product,
-    triton_token_concat,
 )
-from loka_onnx.engines.inductor.kernels.products import Tile  # noqa: E402
+from loka_onnx.engines.inductor.lowering.strategies import Tile  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
 
@@ -101,7 +101,7 @@ def test_a_mix_of_tokens_is_read_along_its_rows(others: int, mix_first: bool) ->
     """MovieLens' eleven tokens, in FP32, to those of a DLRM-DCNv2."""
     constants = {"N": 11, "M": 26, "NF": others, "D": 128, "N2": 16, "M2": 32, "NF2": 1, "D2": 128}
     switches = {"MIX_FIRST": mix_first, "BF16": True, "WIDE": True, "NARROW": True}
-    kernel = triton_token_concat._loka_token_concat_kernel
+    kernel = triton_concats._loka_token_concat_kernel
     made = compiled(kernel, constants | switches, kinds={"x_ptr": "*fp32"}, num_warps=4)
     # Four numbers of FP32 at once, and products on tensor cores.
     assert made.asm["ptx"].count("ld.global.v4") >= 4

@@ -16,6 +16,7 @@ from lowering_models import Array, exported, lowered, parsed, reference, run  # 
 
 from loka_onnx.core.formats import Float8  # noqa: E402
 from loka_onnx.engines.inductor.lowering.strategies import (  # noqa: E402
+    Epilogue,
     FloatProduct,
     Multiplied,
     PerSite,
@@ -36,9 +37,9 @@ class Watch(ProductStrategy):
 
     seen: list[FloatProduct] = field(default_factory=list)
 
-    def multiply(self, product: FloatProduct) -> Multiplied:
+    def multiply(self, product: FloatProduct, epilogue: Epilogue | None = None) -> Multiplied:
         self.seen.append(product)
-        return ScaledMatMul().multiply(product)
+        return ScaledMatMul().multiply(product, epilogue)
 
 
 # Products ---------------------------------------------------------------------------------------------

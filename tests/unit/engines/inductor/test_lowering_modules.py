@@ -13,8 +13,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from lowering_models import exported, lowered, parsed, reference, renamed, run  # noqa: E402
 
 from loka_onnx.engines.inductor.lowering.model import lower  # noqa: E402
-from loka_onnx.engines.inductor.lowering.node import Node  # noqa: E402
-from loka_onnx.engines.inductor.lowering.registry import OPERATORS, Operator  # noqa: E402
+from loka_onnx.engines.inductor.lowering.node import OPERATORS, Node, Operator  # noqa: E402
 from loka_onnx.engines.inductor.lowering.values import Value  # noqa: E402
 from loka_onnx.errors import EngineError, ModelError  # noqa: E402
 

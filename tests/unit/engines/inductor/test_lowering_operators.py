@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 from lowering_models import Array, Case, Fixed, assert_same, lowered, parsed, reference, run  # noqa: E402
 
-from loka_onnx.engines.inductor.lowering.registry import OPERATORS  # noqa: E402
+from loka_onnx.engines.inductor.lowering.node import OPERATORS  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
 
