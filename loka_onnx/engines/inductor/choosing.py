@@ -224,7 +224,7 @@ def _key(product: FloatProduct, epilogue: Epilogue) -> tuple[object, ...]:
     shapes = (*product.a.shape, *product.b.shape, product.scale_b.dim())
     # Tiles read rows: a copy is timed with those that are not contiguous.
     layouts = (product.a.is_contiguous(), product.b.t().is_contiguous())
-    parts = (epilogue.bias is None, epilogue.relu, len(epilogue.cross), epilogue.is_first)
+    parts = (product.bias is None, epilogue.relu, len(epilogue.cross), epilogue.is_first)
     ends = (epilogue.is_wide, epilogue.scale is None)
     return (*shapes, *layouts, product.a.dtype, product.dtype, *parts, *ends)
 

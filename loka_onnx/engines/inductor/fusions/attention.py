@@ -87,7 +87,7 @@ def is_short(queries: int, keys: int, width: int) -> bool:
 
 def exact_attention(graph: PlannedGraph, out: Node) -> Fused | None:
     """Fuse a product whose first factor is a softmax of a product."""
-    match = _matched(out) if out.op == "MatMul" and not out.domain else None
+    match = _matched(out) if out.op == "MatMul" else None
     if match is None:
         return None
     _check_precision(match)
@@ -120,7 +120,7 @@ def _products(tensor: Tensor, match: _Attention) -> Iterator[_Attention]:
     """Yield matches of the product upstream of a softmax, with the scale and mask between them."""
     tensor, inside = _through_casts(tensor, match.inside)
     node = tensor.producer
-    if node is None or node.domain:
+    if node is None:
         return
     match = replace(match, inside=(*inside, node))
     if node.op == "MatMul":
@@ -153,7 +153,7 @@ def _masked(node: Node, match: _Attention) -> Iterator[_Attention]:
 
 def _node(tensor: Tensor, op: str) -> Node | None:
     node = tensor.producer
-    return node if node is not None and node.op == op and not node.domain else None
+    return node if node is not None and node.op == op else None
 
 
 def _through_casts(tensor: Tensor, inside: tuple[Node, ...]) -> tuple[Tensor, tuple[Node, ...]]:
@@ -190,7 +190,7 @@ def _is_float8(tensor: Tensor) -> bool:
     pending = [tensor]
     while pending:
         node = pending.pop().producer
-        if node is None or node.domain:
+        if node is None:
             continue
         if node.op == "DequantizeLinear":
             return True

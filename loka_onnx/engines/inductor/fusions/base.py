@@ -63,7 +63,7 @@ def is_row(tensor: Tensor, end: Tensor) -> bool:
 def unrounded(graph: PlannedGraph, tensor: Tensor) -> Tensor:
     """Return the FP32 tensor that was just rounded to this one, in its shape; else itself."""
     node = tensor.producer
-    if node is None or node.domain or node.op not in {"Cast", "Reshape"} or tensor.kind not in HALVES:
+    if node is None or node.op not in {"Cast", "Reshape"} or tensor.kind not in HALVES:
         return tensor
     source = node.reads(0)
     if node.op == "Cast":
@@ -73,7 +73,7 @@ def unrounded(graph: PlannedGraph, tensor: Tensor) -> Tensor:
         return tensor
     reshaped = Tensor(graph.fresh_name(f"{tensor.name}.float"), wide.kind, tensor.shape)
     name = graph.fresh_name(f"{node.name}/float")
-    graph.replace("::Reshape", name, [wide, node.reads(1)], [reshaped], node.attrs)
+    graph.replace("Reshape", name, [wide, node.reads(1)], [reshaped], node.attrs)
     return reshaped
 
 

@@ -77,6 +77,7 @@ class Node:
     """A node of the graph.
 
     Attributes:
+        op: Operator, with its domain unless that is ONNX's own: ``MatMul``, ``loka::Attention``.
         inputs: Input tensors; None for an omitted optional one.
         outputs: Output tensors; empty once another node computes them.
         source: The original node; None for a new one.
@@ -84,7 +85,6 @@ class Node:
 
     op: str
     name: str
-    domain: str
     attrs: dict[str, Any]
     inputs: list[Tensor | None]
     outputs: list[Tensor]
@@ -170,16 +170,15 @@ class PlannedGraph:
     def replace(
         self, op: str, name: str, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor], attrs: Attrs
     ) -> None:
-        """Add a node ``domain::operator`` that computes tensors in place of their producers.
+        """Add a node that computes tensors in place of their producers.
 
         Names, types and readers of these tensors stay.
         """
-        domain, _, kind = op.partition("::")
         for tensor in outputs:
             earlier = tensor.producer
             if earlier is not None:
                 earlier.outputs = [each for each in earlier.outputs if each is not tensor]
-        self.nodes.append(_linked(Node(kind, name, domain, dict(attrs), list(inputs), list(outputs))))
+        self.nodes.append(_linked(Node(op, name, dict(attrs), list(inputs), list(outputs))))
 
     def live_nodes(self) -> list[Node]:
         """Nodes that outputs depend on, producers first; fused nodes are gone."""
@@ -208,7 +207,9 @@ class PlannedGraph:
         inputs = [self.tensor(name) if name else None for name in proto.input]
         outputs = [self.tensor(name) for name in proto.output if name]
         name = proto.name or proto.output[0]
-        return _linked(Node(proto.op_type, name, proto.domain, attrs, inputs, outputs, proto))
+        is_onnx = proto.domain in {"", "ai.onnx"}
+        op = proto.op_type if is_onnx else f"{proto.domain}::{proto.op_type}"
+        return _linked(Node(op, name, attrs, inputs, outputs, proto))
 
 
 def _linked(node: Node) -> Node:

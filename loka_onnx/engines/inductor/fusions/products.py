@@ -53,7 +53,7 @@ MULTIPLE = 16
 
 def _is_plain(node: Node) -> bool:
     """True for a MatMul, or a Gemm A · W + b or A · Wᵀ + b."""
-    if node.op not in {"Gemm", "MatMul"} or node.domain or not node.outputs:
+    if node.op not in {"Gemm", "MatMul"} or not node.outputs:
         return False
     attrs = node.attrs
     return not attrs.get("transA", 0) and attrs.get("alpha", 1.0) == attrs.get("beta", 1.0) == 1.0
@@ -216,7 +216,7 @@ def _biased(graph: PlannedGraph, split: Node) -> list[tuple[Node, Tensor]]:
     adds = []
     for part in split.outputs:
         add = only_reader(graph, part)
-        bias = None if add is None or add.op != "Add" or add.domain else _other(add, part)
+        bias = None if add is None or add.op != "Add" else _other(add, part)
         if add is None or bias is None or not bias.is_read or not is_row(bias, part):
             return []
         adds.append((add, bias))
@@ -225,7 +225,7 @@ def _biased(graph: PlannedGraph, split: Node) -> list[tuple[Node, Tensor]]:
 
 def merged_bias(graph: PlannedGraph, split: Node) -> Fused | None:
     """Move the biases behind the Split of a merged product in front of it; declines none."""
-    adds = _biased(graph, split) if split.op == "Split" and not split.domain else []
+    adds = _biased(graph, split) if split.op == "Split" else []
     if not adds:
         return None
     whole = split.reads(0)
@@ -235,16 +235,16 @@ def merged_bias(graph: PlannedGraph, split: Node) -> Fused | None:
     name = graph.fresh_name(f"{split.name}/biased")
     # The old Split would count as a reader of the product.
     split.outputs = []
-    graph.replace("::Add", graph.fresh_name(f"{split.name}/bias"), [whole, bias], [biased], {})
+    graph.replace("Add", graph.fresh_name(f"{split.name}/bias"), [whole, bias], [biased], {})
     graph.replace(
-        "::Split", name, [biased, *split.inputs[1:]], [add.outputs[0] for add, _ in adds], split.attrs
+        "Split", name, [biased, *split.inputs[1:]], [add.outputs[0] for add, _ in adds], split.attrs
     )
     return Fused(name)
 
 
 def quantized_concat(graph: PlannedGraph, node: Node) -> Fused | None:
     """Fuse a concatenation that a Q reads."""
-    if node.op != "Concat" or node.domain:
+    if node.op != "Concat":
         return None
     joined = node.outputs[0]
     ends = Ends.of(graph, joined)

@@ -67,7 +67,7 @@ def is_too_large(*sides: int) -> bool:
 def made_by(tensor: Tensor, op: str) -> Node | None:
     """Return the node of operator `op` that computes a tensor, ignoring casts to FP32; or None."""
     node = through_casts(tensor).producer
-    return node if node is not None and node.op == op and not node.domain else None
+    return node if node is not None and node.op == op else None
 
 
 def through_casts(tensor: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def _mixed(graph: PlannedGraph, node: Node) -> _TokenConcat | None:
     if mix is None:
         return None
     reader = only_reader(graph, mixed)
-    if reader is None or reader.op != "Concat" or reader.domain or len(reader.inputs) != 2:
+    if reader is None or reader.op != "Concat" or len(reader.inputs) != 2:
         return _TokenConcat(mix, mixed)
     first, second = reader.reads(0), reader.reads(1)
     beside = second if first is mixed else first
@@ -336,7 +336,7 @@ def _is_all_mixed(product: Node) -> bool:
     ends = list(product.outputs)
     while ends:
         for reader in ends.pop().readers:
-            if reader.op in {"Split", "Cast"} and not reader.domain:
+            if reader.op in {"Split", "Cast"}:
                 ends += reader.outputs
             elif reader.outputs and not swaps_tokens(reader):
                 return False
@@ -346,7 +346,7 @@ def _is_all_mixed(product: Node) -> bool:
 def _flattened(graph: PlannedGraph, end: Tensor, width: int) -> Tensor:
     """Return Z as one row per example where its only reader flattens it; else Z."""
     reader = only_reader(graph, end)
-    if reader is None or reader.op not in {"Reshape", "Flatten"} or reader.domain:
+    if reader is None or reader.op not in {"Reshape", "Flatten"}:
         return end
     flat = reader.outputs[0]
     return flat if static(flat, 2) == (width,) else end

@@ -180,37 +180,34 @@ def product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
     missing: list[Value] = [None] * (9 - len(inputs))
     a, scale_a, b, scale_b, bias, x0, x, out_scale, scale = [*inputs, *missing]
     parts = Epilogue(
-        bias=None if bias is None else node.tensor(bias).reshape(-1),
         cross=() if x0 is None or x is None else (node.tensor(x0), node.tensor(x)),
         relu=bool(node.get("relu", 0)),
         scale=_number(node, out_scale),
         is_wide=bool(node.get("wide", 1)),
     )
-    factor = node.tensor(a)
-    weight_scale = _scale(node, scale_b, factor)
     factors = FloatProduct(
         site=node.name,
-        a=factor,
-        scale_a=_scale(node, scale_a, factor).reshape(()),
+        a=node.tensor(a),
+        scale_a=_scale(node, scale_a),
         b=node.tensor(b).t(),
-        scale_b=weight_scale.reshape(()) if weight_scale.numel() == 1 else weight_scale.reshape(-1),
-        bias=parts.bias,
+        scale_b=_scale(node, scale_b),
+        bias=None if bias is None else node.tensor(bias).reshape(-1),
         dtype=TORCH_TYPES[node.get("base", 1)],
         scale=None if scale is None else node.tensor(scale),
     )
     whole = (*factors.a.shape[:-1], factors.b.shape[1])
     for each in parts.cross:
         if tuple(each.shape) != whole:
-            raise node.error(
-                "x0 and x must have the shape of the product", f"{tuple(each.shape)}, not {whole}"
-            )
+            what = "x0 and x must have the shape of the product"
+            raise node.error(what, f"{tuple(each.shape)}, not {whole}")
     # The plan and the graph use the same name.
     outputs, node.scope.sites[node.name] = node.scope.products.multiply(factors, parts)
     return outputs
 
 
-def _scale(node: Node, value: Value, factor: Tensor) -> Tensor:
-    """Scale of a factor in FP32; 1 for a factor that is not quantized."""
+def _scale(node: Node, value: Value) -> Tensor:
+    """Scale of a factor in FP32, of rank 0 or 1; 1 for a factor that is not quantized."""
     if value is None:
-        return torch.ones((), dtype=torch.float32, device=factor.device)
-    return node.tensor(value).to(torch.float32)
+        return torch.ones((), dtype=torch.float32, device=node.scope.device)
+    scale = node.tensor(value).to(torch.float32)
+    return scale.reshape(() if scale.numel() == 1 else (-1,))

@@ -144,10 +144,10 @@ def _read(graph: PlannedGraph, scope: Scope) -> tuple[list[Node], dict[str, Cons
         # Two nodes may have the same name, but products are recorded by name.
         name = node.name if node.name not in names else outputs[0]
         names.add(name)
-        domain = "" if node.domain == "ai.onnx" else node.domain
+        domain, _, op_type = node.op.rpartition("::")
         attributes = {key: _attribute(value) for key, value in node.attrs.items()}
         given = tuple("" if tensor is None else tensor.name for tensor in node.inputs)
-        nodes.append(Node(node.op, domain, name, attributes, given, tuple(outputs), scope))
+        nodes.append(Node(op_type, domain, name, attributes, given, tuple(outputs), scope))
     return nodes, {
         name: _constant(tensor.stored) for name, tensor in read.items() if tensor.stored is not None
     }

@@ -76,10 +76,9 @@ class FloatProduct:
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """Elementwise operators behind a product.
+    """Elementwise operators behind a product and its bias.
 
     Attributes:
-        bias: Added first; a library adds it within the product.
         cross: x0 and x of a cross layer, with the shape of the product, or empty. Both are one tensor in the
             first layer.
         relu: Whether negative values become 0.
@@ -87,14 +86,13 @@ class Epilogue:
         is_wide: Whether there is an output in the base precision.
     """
 
-    bias: Tensor | None = None
     cross: tuple[Tensor, ...] = ()
     relu: bool = False
     scale: float | None = None
     is_wide: bool = True
 
     def apply(self, value: Tensor) -> tuple[Tensor, ...]:
-        """Apply all but the bias, for the compiler to fuse; the output in the base precision comes first."""
+        """Apply it, for the compiler to fuse; the output in the base precision comes first."""
         if self.relu:
             value = torch.relu(value)
         if self.cross:
@@ -313,7 +311,7 @@ class TiledProduct(ProductStrategy):
             # Free, unless a tied weight is stored in the other layout.
             product.b.t().contiguous(),
             product.column_scale() if product.is_float8 else None,
-            epilogue.bias,
+            product.bias,
             x0,
             x,
             0.0 if epilogue.scale is None else 1.0 / epilogue.scale,
