@@ -179,19 +179,12 @@ def product(
         "NARROW": low is not None,
     }
     n16, k16 = n // MULTIPLE, k // MULTIPLE
-    tiles: dict[str, int | None] = {
-        "BM": bm,
-        "BN": bn,
-        "BK": bk,
-        "GROUP_M": GROUP,
-        "SPLIT": split,
-        "WHOLE_K": k % bk == 0,
-    }
+    tiles = {"BM": bm, "BN": bn, "BK": bk, "GROUP_M": GROUP, "SPLIT": split, "WHOLE_K": k % bk == 0}
     # None is Triton's default: on Hopper, the whole sum in the tensor core's precision.
-    tiles["IMPRECISE"] = bk if exact and scale is not None else None
+    imprecise = bk if exact and scale is not None else None
     wrap_triton(_loka_product_kernel)[(triton.cdiv(m, bm) * triton.cdiv(n, bn), split)](
         a, b, *read, a if parts is None else parts, m, n16, k16, inverse_scale, **tiles, **follows,
-        num_stages=stages, num_warps=warps,
+        IMPRECISE=imprecise, num_stages=stages, num_warps=warps,
     )  # fmt: skip
     if parts is not None:
         tiles = {"BM": SUM_ROWS, "BN": SUM_COLUMNS, "SPLIT": split}

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,22 +84,13 @@ def test_an_operator_of_this_project_counts_as_a_product() -> None:
 
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_an_exact_tile_keeps_its_sums(is_exact: bool) -> None:
-    class OurProduct:
-        """Stands for the operator, which is there where Triton is."""
-
-        def __call__(self, *_: Any) -> Any:
-            raise AssertionError
-
-        def __str__(self) -> str:
-            return PRODUCT_KERNEL
-
-    graph = torch.fx.Graph()
-    factors = [graph.placeholder(name) for name in ("a", "b")]
-    for factor in factors:
-        factor.meta["val"] = torch.zeros(2, 2).to(torch.float8_e4m3fn)
+    val = torch.zeros(2, 2).to(torch.float8_e4m3fn)
+    factors = [SimpleNamespace(meta={"val": val}) for _ in "ab"]
     tile = replace(TILES[0], is_exact=is_exact).numbers()
-    graph.create_node("call_function", OurProduct(), (*factors, None, tile), name="product")
-    assert [found.fast_accumulation for found in products_of(graph)] == [not is_exact]
+    # The operator itself is there only where Triton is.
+    call = SimpleNamespace(op="call_function", target=PRODUCT_KERNEL, args=(*factors, None, tile), meta={})
+    (found,) = products_of(SimpleNamespace(nodes=[call]))
+    assert found.fast_accumulation is not is_exact
 
 
 def test_a_node_is_told_by_what_it_reads_from_outside() -> None:
@@ -151,11 +143,8 @@ def test_kernels_are_named_after_their_operators() -> None:
     for path in folder.glob("triton_*.py"):
         source = path.read_text()
         operators = re.findall(r'@triton_op\("loka::(\w+)"', source)
-        launched = re.findall(r"wrap_triton\((\w+)\)", source)
-        assert [n for n in launched if n.startswith("_loka_")] == [f"_loka_{n}_kernel" for n in operators]
-        assert set(re.findall(r"^def (_loka_\w+)\(", source, re.M)) == {
-            f"_loka_{n}_kernel" for n in operators
-        }
+        for pattern in (r"wrap_triton\((_loka_\w+)\)", r"^def (_loka_\w+)\("):
+            assert re.findall(pattern, source, re.M) == [f"_loka_{name}_kernel" for name in operators]
 
 
 def site(name: str, kind: SiteKind = SiteKind.LINEAR) -> Site:
@@ -178,86 +167,76 @@ ENGINE = InductorEngine(
 
 
 def engine_of(site: CompiledSite, *products: Product, **program: Any) -> InductorEngine:
-    return replace(
-        ENGINE, sites=(site,), programs=(replace(ENGINE.programs[0], products=products, **program),)
-    )
+    program |= {"products": products}
+    return replace(ENGINE, sites=(site,), programs=(replace(ENGINE.programs[0], **program),))
 
 
 def dense(*operands: str) -> InductorEngine:
     return replace(ENGINE, sites=(CompiledSite("fc", "dense", operands, False),))
 
 
+def multiplied(operator: str, *operands: str, fast: bool = False) -> Product:
+    return Product("fc", operator, operands, fast)
+
+
 TILE = CompiledSite("fc", "triton 128x128", (E4M3, E4M3), True, "with the next Q in its epilogue")
 WIDE_TILE = CompiledSite("fc", "triton 128x128", (BF16, BF16), False)
-OWN_PRODUCT, OWN_WIDE = Product("fc", OWN, (E4M3, E4M3)), Product("fc", OWN, (BF16, BF16))
-MATRICES = Product("fc", "aten.mm.default", (BF16, BF16))
+MATRICES = multiplied("aten.mm.default", BF16, BF16)
+OWN_FP8 = engine_of(TILE, multiplied(OWN, E4M3, E4M3))
+OWN_WIDE = engine_of(WIDE_TILE, multiplied(OWN, BF16, BF16))
+NOTHING, FLOAT = replace(ENGINE, sites=()), dense("float32", "float32")
+ODD = engine_of(replace(FC, engaged=False, kernel="dequantized", reason="K 24 is odd"))
 TWO = replace(ENGINE, programs=(*ENGINE.programs, Program("rows4", 4, 4, (MATRICES,))))
-FP8, FP16, FP32 = Precision.FP8, Precision.FP16, Precision.FP32
-HALF = Precision.BF16
+FP8, FP16, FP32, HALF = Precision.FP8, Precision.FP16, Precision.FP32, Precision.BF16
 CALLED, OWN_CALLED = {SCALED: 1}, {OWN: 1}
-READINGS = [
-    (ENGINE, FP8, CALLED, True, "exported program: scaled_mm"),
+ABSENT, LOWERED = "nothing of that name in the lowered graph", "lowered to triton 128x128"
+AS_TILE = "exported program: triton 128x128; with the next Q in its epilogue"
+ENGAGED = [
+    (ENGINE, FP8, CALLED, "exported program: scaled_mm"),
     (
-        engine_of(FC, Product("fc", SCALED, (E4M3, E4M3), True)),
+        engine_of(FC, multiplied(SCALED, E4M3, E4M3, fast=True)),
         FP8,
         CALLED,
-        True,
-        "exported program: scaled_mm with fast accumulation",
+        "scaled_mm with fast accumulation",
     ),
-    # One reading is another.
-    (ENGINE, FP8, {}, False, "'rows': the generated code calls 0 FP8 products, the exported program has 1"),
-    (engine_of(FC), FP8, CALLED, False, "'rows': the exported program has no product of this site"),
-    (
-        engine_of(FC, Product("fc", "aten.mm.default", (E4M3, BF16))),
-        FP8,
-        CALLED,
-        False,
-        "'rows': the exported program multiplies float8_e4m3fn by bfloat16 there",
-    ),
-    (replace(ENGINE, sites=()), FP8, CALLED, False, "nothing of that name in the lowered graph"),
-    (
-        engine_of(replace(FC, engaged=False, kernel="dequantized", reason="K 24 is odd")),
-        FP8,
-        CALLED,
-        False,
-        "lowered to dequantized: K 24 is odd",
-    ),
-    (TWO, FP8, CALLED, False, "'rows4': the exported program multiplies bfloat16 by bfloat16 there"),
     # An own operator is no call of a library.
+    (OWN_FP8, FP8, OWN_CALLED, AS_TILE),
+    # An own kernel of a wide product must be called as well.
+    (OWN_WIDE, HALF, OWN_CALLED, LOWERED),
+    # A library's product of wide factors may be fused away into what the compiler makes: its type counts.
+    (engine_of(WIDE_TILE, MATRICES), HALF, {}, LOWERED),
+    (dense(BF16, BF16), HALF, CALLED, "lowered to dense"),
+    (FLOAT, FP32, CALLED, "lowered to dense"),
+    (dense("float16", "float16"), FP16, CALLED, "lowered to dense"),
+]
+NOT_ENGAGED = [
+    # One reading is another.
+    (ENGINE, FP8, {}, "'rows': the generated code calls 0 FP8 products, the exported program has 1"),
+    (engine_of(FC), FP8, CALLED, "'rows': the exported program has no product of this site"),
+    (engine_of(FC, multiplied("aten.mm.default", E4M3, BF16)), FP8, CALLED, f"multiplies {E4M3} by {BF16}"),
+    (NOTHING, FP8, CALLED, ABSENT),
+    (ODD, FP8, CALLED, "lowered to dequantized: K 24 is odd"),
+    (TWO, FP8, CALLED, "'rows4': the exported program multiplies bfloat16 by bfloat16 there"),
     (
-        engine_of(TILE, OWN_PRODUCT),
-        FP8,
-        OWN_CALLED,
-        True,
-        "exported program: triton 128x128; with the next Q in its epilogue",
-    ),
-    (
-        engine_of(TILE, OWN_PRODUCT),
+        OWN_FP8,
         FP8,
         CALLED,
-        False,
-        "'rows': the generated code calls 0 kernels of 'loka.product.default', the exported program has 1",
+        "'rows': the generated code calls 0 kernels of 'loka.product.default', the exported",
     ),
-    (engine_of(TILE, replace(OWN_PRODUCT, operands=(BF16, E4M3))), FP8, OWN_CALLED, False, "bfloat16 by"),
-    # An own kernel of a wide product must be called as well.
-    (engine_of(WIDE_TILE, OWN_WIDE), HALF, OWN_CALLED, True, "lowered to triton 128x128"),
-    (engine_of(WIDE_TILE, OWN_WIDE), FP16, OWN_CALLED, False, "lowered to triton 128x128"),
-    (engine_of(WIDE_TILE, OWN_WIDE), HALF, {}, False, "calls 0 kernels of"),
-    # A library's product of wide factors may be fused away into what the compiler makes: its type counts.
-    (engine_of(WIDE_TILE, MATRICES), HALF, {}, True, "lowered to triton 128x128"),
-    (dense(BF16, BF16), HALF, CALLED, True, "lowered to dense"),
-    (dense("float32", "float32"), HALF, CALLED, False, "lowered to dense"),
-    (dense("float32", "float32"), FP32, CALLED, True, "lowered to dense"),
-    (dense("float16", "float16"), FP16, CALLED, True, "lowered to dense"),
-    (dense(BF16, "float32"), HALF, CALLED, False, "lowered to dense"),
-    (dense(), HALF, CALLED, False, "lowered to dense"),
-    (replace(ENGINE, sites=()), HALF, CALLED, False, "nothing of that name in the lowered graph"),
+    (engine_of(TILE, multiplied(OWN, BF16, E4M3)), FP8, OWN_CALLED, "bfloat16 by"),
+    (OWN_WIDE, FP16, OWN_CALLED, LOWERED),
+    (OWN_WIDE, HALF, {}, "calls 0 kernels of"),
+    (FLOAT, HALF, CALLED, "lowered to dense"),
+    (dense(BF16, "float32"), HALF, CALLED, "lowered to dense"),
+    (dense(), HALF, CALLED, "lowered to dense"),
+    (NOTHING, HALF, CALLED, ABSENT),
 ]
+READINGS = [(*reading, True) for reading in ENGAGED] + [(*reading, False) for reading in NOT_ENGAGED]
 
 
-@pytest.mark.parametrize(("engine", "planned", "calls", "engaged", "said"), READINGS)
+@pytest.mark.parametrize(("engine", "planned", "calls", "said", "engaged"), READINGS)
 def test_a_site_runs_as_planned_where_all_readings_agree(
-    engine: InductorEngine, planned: Precision, calls: dict[str, int], engaged: bool, said: str
+    engine: InductorEngine, planned: Precision, calls: dict[str, int], said: str, engaged: bool
 ) -> None:
     counted = {program.name: calls for program in engine.programs}
     (found,) = site_precisions(engine, counted, [(site("fc"), planned)])
