@@ -29,15 +29,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 << 10
 """What a program may have (CUDA C++ Programming Guide, compute capabilities)."""
 POINTERS = {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "narrow_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
-FOLLOWS = {
-    "SCALED": True,
-    "BIAS": True,
-    "RELU": True,
-    "CROSS": False,
-    "FIRST": True,
-    "WIDE": True,
-    "NARROW": True,
-}
+FOLLOWS = dict.fromkeys(("SCALED", "BIAS", "RELU", "FIRST", "WIDE", "NARROW"), True) | {"CROSS": False}
 
 
 def compiled(
@@ -46,30 +38,27 @@ def compiled(
     """A kernel of FP8 factors, where it is not said otherwise, and a BF16 result."""
     kinds = POINTERS | {"parts_ptr": "*fp32", "inverse_scale": "fp32"} | dict(kinds or {})
     names = kernel.arg_names
-    signature = {
-        name: "constexpr"
-        if name in constants
-        else kinds.get(name, "*bf16" if name.endswith("_ptr") else "i32")
-        for name in names
-    }
+    signature = {name: kinds.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
+    signature |= dict.fromkeys(constants, "constexpr")
     values = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name.endswith("_ptr")}
     return triton.compile(ASTSource(kernel, signature, values, aligned), target=HOPPER, options=options)
 
 
 def product(tile: Tile) -> Any:
-    constants = FOLLOWS | {
+    constants: dict[str, Any] = FOLLOWS | {
         "BM": tile.rows,
         "BN": tile.columns,
         "BK": tile.depth,
-        "GROUP_M": triton_product.GROUP,
         "SPLIT": tile.split,
-        "WHOLE_K": True,
-        "IMPRECISE": tile.depth if tile.is_exact else None,
     }
-    return compiled(
-        triton_product._loka_product_kernel, constants, num_stages=tile.stages, num_warps=tile.warps
+    constants |= {"GROUP_M": triton_product.GROUP, "WHOLE_K": True}
+    constants |= {"IMPRECISE": tile.depth if tile.is_exact else None}
+    kernel, options = (
+        triton_product._loka_product_kernel,
+        {"num_stages": tile.stages, "num_warps": tile.warps},
     )
+    return compiled(kernel, constants, **options)
 
 
 @pytest.mark.parametrize("tile", (*TILES, *SPLIT_TILES), ids=str)

@@ -1,4 +1,4 @@
-"""FP8 products against float64 products of the values that were quantized."""
+"""FP8 products against float64 products of the values that were quantized; Q and DQ against ml_dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ import onnx
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
-from lowering_models import Array, exported, lowered, parsed, reference, run  # noqa: E402
+from lowering_models import (  # noqa: E402
+    Array,
+    Case,
+    Fixed,
+    assert_same,
+    exported,
+    lowered,
+    parsed,
+    reference,
+    run,
+)
 
 from loka_onnx.core.formats import Float8  # noqa: E402
 from loka_onnx.engines.inductor.lowering.strategies import (  # noqa: E402
@@ -23,6 +33,7 @@ from loka_onnx.engines.inductor.lowering.strategies import (  # noqa: E402
     ProductStrategy,
     ScaledMatMul,
 )
+from loka_onnx.errors import EngineError  # noqa: E402
 from loka_onnx.numerics.float8 import dequantize, fake_quantize, float8_dtype, quantize  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
@@ -47,13 +58,11 @@ class Watch(ProductStrategy):
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a quantized activation and an FP8 weight.
+    """A product of a quantized activation and an FP8 weight of some shapes.
 
     Attributes:
         text: Nodes from ``xd`` (the dequantized activation), ``wd`` (the weight) and ``c`` to ``y``; the
             product is the node ``[fc]``.
-        x: Shape of the activation.
-        w: Shape of the weight.
         formula: The same product as einsum of both.
         axis: Channel axis of the weight.
     """
@@ -63,13 +72,16 @@ class Product:
     w: tuple[int, ...]
     formula: str
     axis: int
-    bias: bool = False
+
+    @property
+    def bias(self) -> bool:
+        return "(xd, wd, c)" in self.text
 
 
 PRODUCTS = {
     "matmul": Product("[fc] y = MatMul(xd, wd)", (5, 32), (32, 48), "mk,kn->mn", 1),
-    "gemm": Product("[fc] y = Gemm<transB=1>(xd, wd, c)", (5, 32), (48, 32), "mk,nk->mn", 0, bias=True),
-    "gemm, columns": Product("[fc] y = Gemm(xd, wd, c)", (5, 32), (32, 48), "mk,kn->mn", 1, bias=True),
+    "gemm": Product("[fc] y = Gemm<transB=1>(xd, wd, c)", (5, 32), (48, 32), "mk,nk->mn", 0),
+    "gemm, columns": Product("[fc] y = Gemm(xd, wd, c)", (5, 32), (32, 48), "mk,kn->mn", 1),
     "stack": Product("[fc] y = MatMul(xd, wd)", (5, 3, 32), (32, 48), "bmk,kn->bmn", 1),
     "stack of stacks": Product("[fc] y = MatMul(xd, wd)", (5, 2, 3, 32), (32, 48), "abmk,kn->abmn", 1),
     "transposed weight": Product(
@@ -94,16 +106,15 @@ def product_model(product: Product, kind: Any, *, per_channel: bool) -> tuple[on
     w = RANDOM.normal(size=product.w).astype(np.float32) / np.sqrt(32)
     scale: Any = W_SCALE
     if per_channel:
-        length = product.w[product.axis]
-        scale = np.linspace(0.001, 0.004, length).astype(kind).astype(np.float32)
+        scale = np.linspace(0.001, 0.004, product.w[product.axis]).astype(kind).astype(np.float32)
     axis = product.axis if per_channel else None
     stored = quantize(w, scale, Float8.E4M3FN, axis)
-    entry = "" if kind is np.float32 else "xb = Cast<to=16>(x) "
-    leave = "" if kind is np.float32 else " out = Cast<to=1>(y)"
+    # Casts to FP32 do nothing there.
+    base = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(kind))
     attribute = f"<axis={axis}>" if per_channel else ""
     text = (
-        f"{entry}xq = QuantizeLinear({'xb' if entry else 'x'}, sx, z) xd = DequantizeLinear(xq, sx, z) "
-        f"wd = DequantizeLinear{attribute}(w8, sw, zw) {product.text}{leave}"
+        f"xb = Cast<to={base}>(x) xq = QuantizeLinear(xb, sx, z) xd = DequantizeLinear(xq, sx, z) "
+        f"wd = DequantizeLinear{attribute}(w8, sw, zw) {product.text} out = Cast<to=1>(y)"
     )
     constants = {
         "sx": np.array(X_SCALE).astype(kind),
@@ -117,12 +128,8 @@ def product_model(product: Product, kind: Any, *, per_channel: bool) -> tuple[on
     if product.bias:
         constants["c"] = RANDOM.normal(size=48).astype(kind)
     free = ",".join(product.formula.split("->")[1])
-    proto = parsed(
-        text,
-        constants,
-        inputs=f"float[{','.join(['batch', *map(str, product.x[1:])])}] x",
-        output=f"float[{free}] {'out' if leave else 'y'}",
-    )
+    lengths = ",".join(["batch", *map(str, product.x[1:])])
+    proto = parsed(text, constants, inputs=f"float[{lengths}] x", output=f"float[{free}] out")
     rounded = x.astype(kind).astype(np.float32)
     wide = dequantize(quantize(rounded, X_SCALE, Float8.E4M3FN), X_SCALE).astype(np.float64)
     expected = np.einsum(product.formula, wide, dequantize(stored, scale, axis).astype(np.float64))
@@ -223,22 +230,15 @@ def test_a_product_that_scaled_mm_refuses_is_multiplied_in_floats(reason: str, t
 
 
 @pytest.mark.parametrize(
-    ("text", "site", "kernel", "reason"),
+    ("text", "wide"),
     [
-        ("[fc] y = MatMul(x, wd)", "fc", "dequantized", "FP8 of one factor only: 'x' is not quantized"),
-        ("r = Relu(xd) [fc] y = MatMul(r, wd)", "fc", "dequantized", "FP8 of one factor only: 'r' is"),
-        ("[fc] y = MatMul(x, w)", "fc", "dense", ""),
-        (
-            "j = Concat<axis=1>(xd, other) a = Slice(j, n0, n32, n1) [fc] y = MatMul(a, wd)",
-            "fc",
-            "dequantized",
-            "FP8 of one factor only: 'a' is not quantized",
-        ),
+        ("[fc] y = MatMul(x, wd)", "x"),
+        ("r = Relu(xd) [fc] y = MatMul(r, wd)", "r"),
+        ("j = Concat<axis=1>(xd, other) a = Slice(j, n0, n32, n1) [fc] y = MatMul(a, wd)", "a"),
+        ("[fc] y = MatMul(x, w)", ""),
     ],
 )
-def test_a_factor_that_is_not_quantized_is_told(
-    text: str, site: str, kernel: str, reason: str, tmp_path: Path
-) -> None:
+def test_a_factor_that_is_not_quantized_is_told(text: str, wide: str, tmp_path: Path) -> None:
     w = RANDOM.normal(size=(32, 48)).astype(np.float32)
     stored = quantize(w, W_SCALE, Float8.E4M3FN)
     proto = parsed(
@@ -261,10 +261,9 @@ def test_a_factor_that_is_not_quantized_is_told(
     model = lowered(proto, tmp_path)
     x = RANDOM.normal(size=(4, 32)).astype(np.float32)
     found = run(model, {"x": x})[0]
-    done = model.sites[site]
-    assert (done.kernel, done.engaged) == (kernel, False)
-    assert done.reason.startswith(reason)
-    assert bool(done.reason) == bool(reason)
+    done = model.sites["fc"]
+    reason = f"FP8 of one factor only: '{wide}' is not quantized" if wide else ""
+    assert (done.kernel, done.engaged, done.reason) == ("dequantized" if wide else "dense", False, reason)
     np.testing.assert_allclose(found, reference(proto, {"x": x})[0], atol=2e-5)
 
 
@@ -348,3 +347,93 @@ def test_a_site_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
     x = np.ones((2, 32), np.float32)
     np.testing.assert_array_equal(run(model, {"x": x})[0], 2 * x)
     assert [each.site for each in watch.seen] == ["right"]
+
+
+# QuantizeLinear and DequantizeLinear ------------------------------------------------------------------
+
+
+def corners(format: Float8, scale: np.float32) -> Array:
+    """Every FP8 number, the middle of each two (a tie), their neighbours, and what lies beyond."""
+    every = np.arange(256).astype(np.uint8).view(float8_dtype(format)).astype(np.float64)
+    finite = np.unique(every[np.isfinite(every)])
+    middles = ((finite[1:] + finite[:-1]) / 2).astype(np.float32)
+    around = [np.nextafter(middles, np.float32(sign) * np.inf) for sign in (-1, 1)]
+    beyond = np.array([-np.inf, np.inf, np.nan, -1e30, 1e30, -0.0, 1e-30], np.float32)
+    values = np.concatenate([finite.astype(np.float32), middles, *around, beyond])
+    return (values * scale).astype(np.float32)
+
+
+@pytest.mark.parametrize("format", [Float8.E4M3FN, Float8.E5M2])
+@pytest.mark.parametrize("scale", [1.0, 0.0087890625, 3e-5])
+def test_quantizing_is_that_of_ml_dtypes_bit_for_bit(format: Float8, scale: float, tmp_path: Path) -> None:
+    factor, zero = np.float32(scale), np.zeros((), float8_dtype(format))
+    case = Case("QuantizeLinear", [corners(format, factor), Fixed(factor), Fixed(zero)])
+    found = run(lowered(case.model(), tmp_path), case.feeds)[0]
+    expected = quantize(case.feeds["i0"], float(factor), format)
+    assert found.dtype == expected.dtype
+    is_number = ~np.isnan(expected.astype(np.float32))
+    assert is_number.sum() > 500
+    np.testing.assert_array_equal(found.view(np.uint8)[is_number], expected.view(np.uint8)[is_number])
+    np.testing.assert_array_equal(np.isnan(found.astype(np.float32)), ~is_number)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_scales_along_an_axis(axis: int, tmp_path: Path) -> None:
+    x = RANDOM.normal(size=(3, 4, 5)).astype(np.float32) * 10
+    scale = np.linspace(0.01, 0.2, x.shape[axis]).astype(np.float32)
+    zero = np.zeros(scale.shape, E4M3)
+    proto = parsed(
+        f"q = QuantizeLinear<axis={axis}>(x, s, z) y = DequantizeLinear<axis={axis}>(q, s, z)",
+        {"s": scale, "z": zero},
+        inputs="float[a,b,c] x",
+        output="float[a,b,c] y",
+    )
+    found = run(lowered(proto, tmp_path), {"x": x})[0]
+    np.testing.assert_array_equal(found, fake_quantize(x, scale, Float8.E4M3FN, axis % 3))
+
+
+def test_the_type_may_be_an_attribute(tmp_path: Path) -> None:
+    x = corners(Float8.E5M2, np.float32(1))[:40]
+    attributes = {"output_dtype": onnx.TensorProto.FLOAT8E5M2}
+    case = Case("QuantizeLinear", [x, Fixed(np.float32(0.5))], attributes)
+    found = run(lowered(case.model(), tmp_path), case.feeds)[0]
+    np.testing.assert_array_equal(found, quantize(x, 0.5, Float8.E5M2))
+
+
+INTEGERS = [
+    Case("QuantizeLinear", [RANDOM.normal(size=(4, 6)).astype(np.float32), Fixed(np.float32(0.02))]),
+    Case(
+        "QuantizeLinear",
+        [np.linspace(-9, 9, 12, dtype=np.float32), Fixed(np.float32(0.05)), Fixed(np.array(-3, np.int8))],
+    ),
+    Case(
+        "DequantizeLinear",
+        [
+            RANDOM.integers(-100, 100, (4, 6)).astype(np.int8),
+            Fixed(np.linspace(0.1, 0.4, 4).astype(np.float32)),
+            Fixed(np.array([1, 2, 3, 4], np.int8)),
+        ],
+        {"axis": 0},
+    ),
+]
+
+
+@pytest.mark.parametrize("case", INTEGERS, ids=range(len(INTEGERS)))
+def test_integers_agree_with_the_reference(case: Case, tmp_path: Path) -> None:
+    found = run(lowered(case.model(), tmp_path), case.feeds)[0]
+    assert_same(found, reference(case.model(), case.feeds)[0], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("zero", "attributes", "said"),
+    [
+        (np.zeros((), ml_dtypes.float8_e4m3fnuz), {}, "values of type FLOAT8E4M3FNUZ are not lowered"),
+        (np.zeros((), E4M3), {"saturate": 0}, "FP8 without saturation is not lowered"),
+        (np.ones((), E4M3), {}, "the zero point of an FP8 tensor must be 0"),
+    ],
+)
+def test_what_is_declined(zero: Any, attributes: dict[str, int], said: str, tmp_path: Path) -> None:
+    case = Case("QuantizeLinear", [np.ones(3, np.float32), Fixed(np.float32(1)), Fixed(zero)], attributes)
+    with pytest.raises(EngineError, match=said) as caught:
+        run(lowered(case.model(), tmp_path), case.feeds)
+    assert "let another backend build this model" in str(caught.value)

@@ -37,13 +37,12 @@ RANKER = """
 
 
 def ranker() -> onnx.ModelProto:
-    normal = lambda *shape: RANDOM.normal(size=shape).astype(np.float32)  # noqa: E731
+    shapes = {"bottom_weight": (16, 8), "bottom_bias": 16, "top_weight": (1, 25), "table": (50, 16)}
+    shapes |= {"gain": 16, "shift": 16}
+    constants = {name: RANDOM.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     proto = parsed(
         RANKER,
-        {
-            **{"bottom_weight": normal(16, 8), "bottom_bias": normal(16), "top_weight": normal(1, 25)},
-            **{"gain": normal(16), "shift": normal(16), "table": normal(50, 16), "axis": np.array([1])},
-        },
+        constants | {"axis": np.array([1])},
         inputs="float[batch,8] dense, int64[batch,2] ids",
         output="float[batch,1] logit, float[batch,1] probability",
     )
@@ -74,12 +73,8 @@ def test_a_ranker_runs_at_every_batch_size(tmp_path: Path) -> None:
 
 
 def test_an_input_of_fixed_length_stays_fixed(tmp_path: Path) -> None:
-    proto = parsed(
-        "s = Mul(row, one) y = Add(x, s)",
-        {},
-        inputs="float[batch,3] x, float[1,3] row, float one",
-        output="float[batch,3] y",
-    )
+    inputs = "float[batch,3] x, float[1,3] row, float one"
+    proto = parsed("s = Mul(row, one) y = Add(x, s)", inputs=inputs, output="float[batch,3] y")
     model = lowered(proto, tmp_path)
     assert model.batched == {"x"}
     given = {"x": np.ones((4, 3), np.float32), "row": np.ones((1, 3), np.float32), "one": np.float32(2)}
@@ -119,15 +114,9 @@ def test_weights_beside_the_model(tmp_path: Path) -> None:
 
 
 def test_functions_of_the_model_are_inlined(tmp_path: Path) -> None:
-    twice = helper.make_function(
-        "local",
-        "Twice",
-        ["a"],
-        ["b"],
-        [helper.make_node("Add", ["a", "a"], ["b"])],
-        [helper.make_opsetid("", 21)],
-    )
-    proto = parsed("y = Neg(x)", {}, inputs="float[batch] x", output="float[batch] y")
+    nodes, opsets = [helper.make_node("Add", ["a", "a"], ["b"])], [helper.make_opsetid("", 21)]
+    twice = helper.make_function("local", "Twice", ["a"], ["b"], nodes, opsets)
+    proto = parsed("y = Neg(x)", inputs="float[batch] x", output="float[batch] y")
     proto.graph.node.insert(0, helper.make_node("Twice", ["x"], ["t"], "t", domain="local"))
     proto.graph.node[1].input[0] = "t"
     proto.functions.append(twice)

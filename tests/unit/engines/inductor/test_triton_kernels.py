@@ -1,9 +1,9 @@
 """The Triton kernels against float64, in Triton's own interpreter, which needs no GPU.
 
 Each function runs in a process of its own: importing Triton decides that it interprets. FP16 throughout: the
-interpreter (Triton 3.9) multiplies BF16 as if its bits were integers. It also loses the carry where rounding to
-FP8 reaches the next power of two, so that a few quantized values are half of what they should be; a GPU does
-neither.
+interpreter (Triton 3.9) multiplies BF16 as if its bits were integers. It also loses the carry where rounding
+to FP8 reaches the next power of two, so that a few quantized values are half of what they should be; a GPU
+does neither.
 """
 
 from __future__ import annotations
