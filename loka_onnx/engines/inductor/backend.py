@@ -1,10 +1,8 @@
 """Inductor: the planned graph lowered to PyTorch and compiled ahead of time into one package.
 
 - **NVIDIA, sm80 and later**: the plan's base precision; FP8 from sm89, through `torch._scaled_mm` (cuBLASLt
-  or an autotuned Triton template) and the operators of `kernels`. Compiled on a host that has the GPU,
-  because kernels are chosen by timing.
-- **CPU**: FP32, and BF16 and FP16 with PyTorch's rounding. FP8 values are real too (oneDNN multiplies them),
-  but no CPU runs them faster: accuracy is meaningful, speed is not.
+  or an autotuned Triton template) and the operators of `kernels`, on a host that has the GPU.
+- **CPU**: FP32, BF16, FP16, and FP8 (by oneDNN), whose accuracy is meaningful and whose speed is not.
 
 Norms, softmax and other reductions compute in FP32 whatever the type of their tensors. Chains of elementwise
 operators that Inductor fuses keep FP32 between them, where the ONNX graph rounds to BF16 after each.

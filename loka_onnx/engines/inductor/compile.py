@@ -89,8 +89,7 @@ class Settings:
     Attributes:
         max_autotune: Whether to time the products of all libraries and to search launch parameters.
         fast_accumulation: Whether FP8 sums may keep fewer bits than FP32 (Hopper).
-        static: Whether each served batch size gets its own program, with the kernels that are fastest at it.
-            Each program holds a copy of the weights.
+        static: Whether each served batch size gets its own program, with a copy of the weights.
         fuse: Whether the graph is fused into the operators of `kernels`.
         choose: Whether the kernel of each fused product is chosen by timing on a GPU.
     """
@@ -129,9 +128,7 @@ class Build:
 
 
 def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> Path:
-    """Build a package; call it only in a child process, which PyTorch may crash.
-
-    The environment must have the variables of the compilers.
+    """Build a package, in a child process (PyTorch may crash it) with the variables of the compilers.
 
     Raises:
         ModelError: An input or output has a type or shape that requests cannot hold.

@@ -3,9 +3,7 @@
 A GPU finishes the kernels of a ranker faster than a CPU can launch them one by one. For each served batch
 size the launches are therefore captured once into a CUDA graph (CUDA C++ Programming Guide, section CUDA
 Graphs) and replayed for each request. A graph uses fixed addresses: requests are copied into buffers on the
-device through pinned host memory.
-
-`Gpu` holds every call of the vendor; `GraphExecutor` uses them.
+device through pinned host memory. `Gpu` holds every call of the vendor.
 """
 
 from __future__ import annotations
@@ -42,10 +40,7 @@ class Placement:
 
 
 class Executor(ABC):
-    """Runs the programs of an engine, one placement at a time; not thread-safe.
-
-    `calls` holds them by name, and `close` empties it.
-    """
+    """Runs the programs of an engine, `calls` by name, one placement at a time; not thread-safe."""
 
     captures: bool = False
     """True if served batch sizes have CUDA graphs."""
@@ -202,9 +197,8 @@ class GraphExecutor(Executor):
         answer: dict[str, Borrowed] = {}
         targets: dict[str, Tensor] = {}
         for placement in placements:
-            outputs = self._outputs_on_device(placement, feeds)
+            outputs, piece = self._outputs_on_device(placement, feeds), placement.piece
             for port, output in zip(self._engine.outputs, outputs, strict=True):
-                piece = placement.piece
                 if port.name not in answer:
                     shape = (rows, *output.shape[1:]) if port.batched else tuple(output.shape)
                     # Not on this stream: the allocating library orders it behind its own work.
@@ -213,12 +207,12 @@ class GraphExecutor(Executor):
                     targets[port.name] = self._torch.from_dlpack(answer[port.name].capsule)
                 elif not port.batched:
                     continue
-                target, values = targets[port.name], output
-                if port.batched:
-                    target = target[piece.start : piece.start + piece.rows]
-                    values = output[: piece.rows]
+                target, rows_of = targets[port.name], slice(piece.start, piece.start + piece.rows)
                 with self._gpu.active():
-                    target.copy_(values, non_blocking=True)
+                    if port.batched:
+                        target[rows_of].copy_(output[: piece.rows], non_blocking=True)
+                    else:
+                        target.copy_(output, non_blocking=True)
         self._gpu.synchronize()
         return answer
 

@@ -1,8 +1,4 @@
-"""Session of an Inductor engine: a package of AOTInductor.
-
-An engine is a program: its shared libraries run with this process's rights on loading. Load one only from
-someone who may run code on the host.
-"""
+"""Session of an Inductor engine, whose shared libraries run with this process's rights (`package`)."""
 
 from __future__ import annotations
 
@@ -94,9 +90,8 @@ def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict
 def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Placement, ...]:
     """Assign programs to the rows of a request, which must be some that the engine was built for.
 
-    With programs of fixed sizes: the smallest that holds the rows, or several. With one program for all
-    sizes: the CUDA graph of the smallest size that holds the rows and is at most `MOST_PADDING` times as
-    large; else the program itself, kernel by kernel.
+    Of programs of fixed sizes, the smallest that holds the rows, or several. Of one program for all sizes,
+    the smallest CUDA graph that holds them (`padded_rows`), or else the program itself, kernel by kernel.
     """
     if not engine.minimum <= rows <= engine.maximum:
         raise EngineError(

@@ -2,8 +2,7 @@
 
 The PyTorch backend asks a package for the program called ``model`` and gives it tensors by position, as
 ``INPUT__0`` and so on (`src/pt2/model_state.cc` of triton-inference-server/pytorch_backend). This project's
-programs are called after the rows that they take. The name is that of a directory inside the archive alone,
-so that the program itself stays as it was compiled.
+programs are called after the rows that they take, in a directory of that name inside the archive alone.
 """
 
 from __future__ import annotations

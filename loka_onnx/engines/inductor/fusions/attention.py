@@ -5,16 +5,12 @@ With queries Q (batch, heads, q, d), Kᵀ (batch, heads, d, k) and V (batch, hea
     softmax(s · Q·Kᵀ + mask) · V
 
 The mask is added, or selects −∞ (Where). A guard that turns NaN of wholly masked rows into 0 is dropped: the
-kernels give 0 anyway. Constant factors of Q or Kᵀ alone stay with them.
-
-A finite BF16 mask is added too; a row that is masked by it is uniform (`kernels.operators`). In FP16 the
-graph rounds sums, so that such a row is uniform only there: the kernels add in FP32.
+kernels give 0 anyway. A row that a finite BF16 mask masks is uniform (`kernels.operators`); in FP16 only in
+the graph, which rounds sums: the kernels add in FP32. Constant factors of Q or Kᵀ alone stay with them.
 
 The compiler writes products and probabilities (batch, heads, q, k) to memory; a fused kernel keeps them on
 the chip and sums in FP32. On a GPU, where the keys of a head fit one tile, it is an own kernel (`is_short`,
 `kernels.triton_attention`), else PyTorch selects one: on an H100 cuDNN's, which pays from `LEAST` products.
-
-Only heads whose width is a multiple of 8 up to 256 are fused; PyTorch was not tried on others.
 """
 
 from __future__ import annotations
@@ -30,11 +26,10 @@ from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tenso
 
 OP = f"{DOMAIN}::Attention"
 MULTIPLE, MOST = 8, 256
-"""Required divisor of d, and its largest value."""
+"""Required divisor of d, and its largest value; PyTorch was not tried on others."""
 LEAST = 3000
-"""Fewest products of queries and keys of a head for which PyTorch's kernels pay, measured on an H100: with
-1024 examples of 8 heads of width 16, 2304 products took 165 µs fused and 137 otherwise, 3328 took 177 and
-219."""
+"""Fewest products of queries and keys of a head for which PyTorch's kernels pay on an H100: with 1024
+examples of 8 heads of width 16, 2304 products took 165 µs fused and 137 otherwise, 3328 took 177 and 219."""
 SHORT_KEYS = range(16, 257)
 """Numbers of keys in a tile of our kernel; fewer would be more than half padding."""
 SHORT_QUERIES, SHORT_WIDTH, SHORT_ELEMENTS = 256, 128, 1 << 14
@@ -50,10 +45,8 @@ class _Attention:
     """A matched attention.
 
     Attributes:
-        inside: All other nodes, Q · Kᵀ last.
-        mask: Added mask, or a condition where `keep` or `drop` is set.
-        keep: Whether the mask is true where products stay.
-        drop: Whether it is true where they become −∞.
+        inside: All nodes but the last one, Q · Kᵀ last.
+        mask: Added mask, or a condition: true where products stay (`keep`), or become −∞ (`drop`).
     """
 
     q: Tensor
@@ -73,10 +66,9 @@ class _Attention:
 
 
 def is_short(queries: int, keys: int, width: int) -> bool:
-    """True if a GPU runs our own kernel for an attention (`kernels.triton_attention`), not PyTorch's.
+    """True if a GPU runs our own kernel for an attention, which is then fused below `LEAST` products too.
 
-    The rule decides both which attentions below `LEAST` are fused and which kernel the lowering calls: the
-    keys of a head are one tile, and at least two programs, with values, queries and probabilities, fit a
+    The keys of a head are one tile, and at least two programs, with values, queries and probabilities, fit a
     multiprocessor. On an H100, 11 shapes of 200 to 10816 products took .37 to .97 of the unfused time
     (`benchmarks/records/attention-times.json`); more than 104 queries or keys were not timed. On a CPU, 2
     queries of 100 keys took 1.3 times the unfused time.

@@ -37,9 +37,8 @@ class Tensor:
     Attributes:
         kind: ONNX element type; 0 where unknown.
         shape: Lengths of its axes, None for a dynamic one; None where the rank is unknown.
-        producer: The node that computes it; None for inputs and constants.
         consumers: Its readers, one entry for each input that reads it.
-        stored: Its initializer; None for inputs and computed tensors.
+        stored: Its initializer, if it is one.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Products of an activation and a constant with their epilogue, and biases moved to them.
+"""Products of an activation and a constant with their epilogue, biases moved to them, and quantized concats.
 
 A product in FP8 (A and W behind their DQ), BF16 or FP16, and operators behind it that need no other element
 of its output, in this order, each optional::
@@ -28,7 +28,6 @@ Inductor fuses this too, but its kernel took 35 µs, and 15 without the Q, for a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,7 +63,9 @@ def _dequantized(node: Node) -> tuple[Node, Node] | None:
     if not _is_plain(node):
         return None
     activation, weight = (node.reads(position).producer for position in (0, 1))
-    if activation is None or weight is None or not all(map(_is_dequantize, (activation, weight))):
+    if activation is None or weight is None:
+        return None
+    if not all(each.op == "DequantizeLinear" and each.reads(1).is_constant for each in (activation, weight)):
         return None
     values, stored = activation.reads(0), weight.reads(0)
     if values.is_constant or not stored.is_constant or len(stored.shape or ()) != 2:
@@ -75,10 +76,6 @@ def _dequantized(node: Node) -> tuple[Node, Node] | None:
     if not is_outer or weight.attrs.get("block_size", 0):
         return None
     return (activation, weight) if values.kind == stored.kind == E4M3FN else None
-
-
-def _is_dequantize(node: Node) -> bool:
-    return node.op == "DequantizeLinear" and node.reads(1).is_constant
 
 
 def _is_half(node: Node) -> bool:
@@ -105,8 +102,8 @@ def float8_product(graph: PlannedGraph, node: Node) -> Fused | None:
     # Product of both scales for each column, computed once for all requests.
     both = [each.reads(1).values.astype(np.float32).reshape(-1) for each in (activation, weight)]
     scale = graph.constant(f"{node.name}/scale", np.broadcast_to(both[0] * both[1], (columns,)))
-    factors = [activation.reads(0), activation.reads(1), _transposed(graph, node, stored), weight.reads(1)]
-    return epilogue.write(graph, node, "Float8Product", factors, scale)
+    factors = (activation.reads(0), activation.reads(1), _transposed(graph, node, stored), weight.reads(1))
+    return epilogue.write(graph, node, "Float8Product", *factors, scale)
 
 
 def half_product(graph: PlannedGraph, node: Node) -> Fused | None:
@@ -116,19 +113,16 @@ def half_product(graph: PlannedGraph, node: Node) -> Fused | None:
     epilogue = _Epilogue.of(graph, node)
     if epilogue.end.kind != node.reads(1).kind:
         raise DeclinedFusion("its result has another type than its factors")
-    factors = [node.reads(0), None, _transposed(graph, node, node.reads(1)), None]
-    return epilogue.write(graph, node, "HalfProduct", factors)
+    weight = _transposed(graph, node, node.reads(1))
+    return epilogue.write(graph, node, "HalfProduct", node.reads(0), None, weight, None)
 
 
 def _transposed(graph: PlannedGraph, node: Node, stored: Tensor) -> Tensor:
-    """Transpose a product's weight to (N, K), the only layout in which matrix units read FP8 from both
-    factors.
+    """Transpose a product's weight to (N, K), in which matrix units read FP8 along K from both factors.
 
     A weight that was not loaded is unchanged: such a graph is only analysed.
     """
-    if node.attrs.get("transB", 0) or not stored.is_read:
-        return stored
-    return graph.transposed(stored)
+    return stored if node.attrs.get("transB", 0) or not stored.is_read else graph.transposed(stored)
 
 
 @dataclass
@@ -168,17 +162,13 @@ class _Epilogue:
             match.cross, match.end = (factor, term), total.outputs[0]
         return match
 
-    def write(
-        self,
-        graph: PlannedGraph,
-        node: Node,
-        op: str,
-        factors: Sequence[Tensor | None],
-        scale: Tensor | None = None,
-    ) -> Fused:
-        """Write the fused node, under the site's name; the old node has no outputs left."""
+    def write(self, graph: PlannedGraph, node: Node, op: str, *factors: Tensor | None) -> Fused:
+        """Write the fused node, under the site's name; the old node has no outputs left.
+
+        `factors` are A, its scale, Wᵀ, its scale, and the product of both scales for each column.
+        """
         ends = Ends.of(graph, self.end)
-        inputs = [*factors, self.bias, *(self.cross or (None, None)), ends.scale, scale]
+        inputs = [*factors[:4], self.bias, *(self.cross or (None, None)), ends.scale, *factors[4:]]
         attrs = {"relu": int(self.relu), "wide": int(ends.wide), "base": self.end.kind}
         graph.replace(f"{DOMAIN}::{op}", node.name, inputs, ends.replaced(self.end), attrs)
         return Fused(node.name, (node.name,))

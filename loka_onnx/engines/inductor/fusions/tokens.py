@@ -50,13 +50,10 @@ from loka_onnx.engines.inductor.fusions.base import (
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
 
 MOST_ELEMENTS = 1 << 15
-"""Most elements of an operand, which a kernel holds whole, in 2 bytes each, in registers and shared memory.
-
-Two operands of 2¹⁵ are 128 KiB, and a block has at most 227 KB on the H100 (CUDA C++ Programming Guide,
-"Technical Specifications per Compute Capability": 163 KB on sm80, 227 KB on sm90 and sm100, 99 KB on sm89 and
-sm120). Where that is too much, Triton refuses the kernel and the build of the candidate fails; sm89 and sm120
-were not tried.
-"""
+"""Most elements of an operand, which a kernel holds whole, in 2 bytes each, in registers and shared memory:
+two are 128 KiB, and a block has at most 163 KB on sm80, 227 KB on sm90 and sm100, 99 KB on sm89 and sm120
+(CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"). Where that is too much, the
+build of the candidate fails; sm89 and sm120 were not tried."""
 
 
 def is_too_large(*sides: int) -> bool:
@@ -161,7 +158,7 @@ def factorization_norm(graph: PlannedGraph, norm: Node) -> Fused | None:
     if is_too_large(n, d, k):
         raise DeclinedFusion(f"{n}×{d} tokens and rank {k} are too large for one program")
     name = graph.fresh_name(f"{norm.name}/factorization")
-    weight = graph.constant(f"{name}.y", np.ascontiguousarray(mix.weight))
+    weight = graph.constant(f"{name}.y", mix.weight)
     inputs = [x, weight, *_affine(graph, norm, name, n * k)]
     out = _rounded_output(graph, norm, x)
     reader = only_reader(graph, out)
@@ -210,7 +207,7 @@ def token_residual_norm(graph: PlannedGraph, norm: Node) -> Fused | None:
     if is_too_large(n, later, d):
         raise DeclinedFusion(f"{n}×{d} tokens are too large for one program")
     name = graph.fresh_name(f"{norm.name}/residual")
-    weight = graph.constant(f"{name}.w", np.ascontiguousarray(mix.weight.T))
+    weight = graph.constant(f"{name}.w", mix.weight.T)
     inputs = [x, own, weight, *_affine(graph, norm, name, d)]
     out = _rounded_output(graph, norm, x)
     if out.kind != x.kind:
@@ -257,14 +254,7 @@ def _attributes(norm: Node, products: tuple[str, ...]) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class _TokenConcat:
-    """A matched token mixer.
-
-    Attributes:
-        mix: W · X.
-        end: Z, as (batch, tokens, d).
-        beside: F; None where the mix is alone.
-        is_first: Whether the mix is in front of F.
-    """
+    """A mix W · X, its end Z (batch, tokens, d), and F beside it, if any; `is_first`: the mix is before F."""
 
     mix: TokenMix
     end: Tensor
@@ -297,8 +287,7 @@ def token_concat(graph: PlannedGraph, node: Node) -> Fused | None:
     mix, beside = match.mix, match.beside
     declined = partial(DeclinedFusion, node=mix.product)
     n, m = mix.weight.shape
-    lengths = static(mix.x, 3)
-    others = None if beside is None else static(beside, 3)
+    lengths, others = static(mix.x, 3), None if beside is None else static(beside, 3)
     if lengths is None or lengths[0] != n or (beside is not None and others is None):
         raise declined("the shape of the tokens is not known")
     if mix.x.kind not in HALVES or match.end.kind != mix.x.kind:
@@ -316,7 +305,7 @@ def token_concat(graph: PlannedGraph, node: Node) -> Fused | None:
     name = graph.fresh_name(f"{mix.product.name}/tokens")
     inputs = [
         unrounded(graph, mix.x),
-        graph.constant(f"{name}.w", np.ascontiguousarray(mix.weight.T)),
+        graph.constant(f"{name}.w", mix.weight.T),
         None if beside is None else unrounded(graph, beside),
         ends.scale,
     ]
@@ -346,7 +335,5 @@ def _is_all_mixed(product: Node) -> bool:
 def _flattened(graph: PlannedGraph, end: Tensor, width: int) -> Tensor:
     """Return Z as one row per example where its only reader flattens it; else Z."""
     reader = only_reader(graph, end)
-    if reader is None or reader.op not in {"Reshape", "Flatten"}:
-        return end
-    flat = reader.outputs[0]
+    flat = end if reader is None or reader.op not in {"Reshape", "Flatten"} else reader.outputs[0]
     return flat if static(flat, 2) == (width,) else end

@@ -62,14 +62,11 @@ class Scope:
 
 @dataclass(frozen=True)
 class Node:
-    """One node of the graph.
+    """One node of the graph; names are empty for ONNX's own domain, omitted inputs and unused outputs.
 
     Attributes:
-        domain: Its domain; empty for ONNX's own.
         name: Name of the node, or of its first output where it has none.
         attributes: Attributes as Python values: text as `str`, tensors as arrays.
-        inputs: Names of input tensors; empty for an omitted optional one.
-        outputs: Names of output tensors; empty for an unused one.
     """
 
     op_type: str

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx
@@ -160,11 +160,8 @@ def _value_of(node: Node) -> dict[str, Constant] | None:
     return None
 
 
-class Stored(NamedTuple):
-    """Stored form of a constant; `columns` says that the buffer holds the transpose."""
-
-    tensor: torch.Tensor
-    columns: bool
+Stored = tuple[torch.Tensor, bool]
+"""Buffer of a constant, and whether it holds the transpose."""
 
 
 def store(
@@ -177,7 +174,8 @@ def store(
     for name in outputs:
         if name in constants:
             readers.setdefault(constants[name].name, [])
-    right = _right_factors(steps)
+    multiplied = [step.node for step in steps if step.node.op_type in {"Gemm", "MatMul"}]
+    right = {node.inputs[1] for node in multiplied if not node.get("transB", 0)}
     by_name = {constant.name: constant for constant in constants.values()}
     stored = {}
     for name, reads in readers.items():
@@ -193,7 +191,7 @@ def store(
         )
         if reads and is_wide and tensor.is_floating_point():
             tensor = tensor.to(torch.float32)
-        stored[name] = Stored(tensor.t().contiguous() if columns else tensor, columns)
+        stored[name] = (tensor.t().contiguous() if columns else tensor, columns)
     return stored
 
 
@@ -222,12 +220,3 @@ def _reads(steps: Sequence[Step], constants: Mapping[str, Constant]) -> Iterable
             is_zero = is_quantizer and position == 2 and constant.dtype in FLOAT8
             if not is_scalar and not is_zero:
                 yield step, position, constant
-
-
-def _right_factors(steps: Sequence[Step]) -> set[str]:
-    """Tensors that a product reads as an untransposed right factor."""
-    return {
-        step.node.inputs[1]
-        for step in steps
-        if step.node.op_type == "MatMul" or (step.node.op_type == "Gemm" and not step.node.get("transB", 0))
-    }

@@ -35,10 +35,9 @@ def to_float8(value: Tensor, scale: float) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class FloatProduct:
-    """A product of FP8 factors, or of two factors of the result's type.
+    """A product of FP8 factors, or of two factors of the result's type; `site` names its node.
 
     Attributes:
-        site: Name of the node.
         a: Left factor (…, M, K).
         scale_a: Its FP32 scale, of rank 0 or (M,) for each row; 1 for a factor that is not FP8.
         b: Right factor (…, K, N); a weight has contiguous columns, as cuBLASLt needs.
@@ -79,8 +78,7 @@ class Epilogue:
     """Elementwise operators behind a product and its bias.
 
     Attributes:
-        cross: x0 and x of a cross layer, with the shape of the product, or empty. Both are one tensor in the
-            first layer.
+        cross: x0 and x of a cross layer, with the shape of the product; one tensor in the first layer.
         relu: Whether negative values become 0.
         scale: Scale of the quantized output; None: there is none.
         is_wide: Whether there is an output in the base precision.
@@ -158,11 +156,9 @@ class ScaledMatMul(ProductStrategy):
     """`torch._scaled_mm`: cuBLASLt on CUDA, oneDNN on the CPU; a dense product where nothing is FP8.
 
     The scales of a per-channel weight are multiplied in by the product (row-wise scales, (M, 1) and (1, N)),
-    whose result is BF16 then, on CUDA; elsewhere behind a product whose result is FP32.
-
-    Attributes:
-        fast_accumulation: Whether Hopper may keep fewer bits than FP32 of partial sums (``use_fast_accum``):
-            faster, but less exact than the simulation that judged the plan.
+    whose result is BF16 then, on CUDA; elsewhere behind a product whose result is FP32. With
+    `fast_accumulation` (``use_fast_accum``) Hopper keeps fewer bits than FP32 of partial sums: faster, but
+    less exact than the simulation that judged the plan.
     """
 
     fast_accumulation: bool = False
@@ -264,8 +260,7 @@ class Tile:
     Attributes:
         depth: Part of K in one step.
         stages: Steps that are loaded ahead.
-        is_exact: Whether FP8 sums move to FP32 registers after each step: Hopper's tensor cores keep fewer
-            bits.
+        is_exact: Whether FP8 sums move to FP32 registers after each step; Hopper's tensor cores round them.
         split: Parts of K, each multiplied by its own program.
     """
 

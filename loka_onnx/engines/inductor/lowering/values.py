@@ -118,7 +118,6 @@ class Dequantized:
     """FP8 values that represent ``values · scale``.
 
     Attributes:
-        values: FP8 tensor.
         scale: FP32, of rank 0, or (channels,) for one scale per index of `axis`.
         dtype: Element type of the product in the graph.
         axis: Channel axis, counted from 0; None for one scale.
