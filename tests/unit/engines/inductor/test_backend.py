@@ -1,4 +1,4 @@
-"""What exported programs multiply, read from their graphs, and what that makes of the planned sites."""
+"""The inductor backend before a build, and what exported programs and packages make of the planned sites."""
 
 from __future__ import annotations
 
@@ -9,13 +9,39 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import onnx
+import onnx.parser
 import pytest
 
-from loka_onnx.core.formats import Precision
-from loka_onnx.core.site import Operand, Site, SiteKind
-from loka_onnx.engines.inductor import kernels
-from loka_onnx.engines.inductor.package import CompiledSite, InductorEngine, Product, Program
-from loka_onnx.engines.inductor.site_precision import (
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
+
+from loka_onnx.core.formats import Float8, Precision  # noqa: E402
+from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict  # noqa: E402
+from loka_onnx.core.recipe import PER_TENSOR, Recipe  # noqa: E402
+from loka_onnx.core.site import Operand, Site, SiteKind  # noqa: E402
+from loka_onnx.engines.inductor import backend as backend_module  # noqa: E402
+from loka_onnx.engines.inductor import kernels  # noqa: E402
+from loka_onnx.engines.inductor.backend import InductorBackend  # noqa: E402
+from loka_onnx.engines.inductor.choosing import TILES  # noqa: E402
+from loka_onnx.engines.inductor.compile import (  # noqa: E402
+    Compilers,
+    Settings,
+    batch_programs,
+    example_rows,
+    inductor_options,
+    input_ports,
+    output_ports,
+)
+from loka_onnx.engines.inductor.package import (  # noqa: E402
+    CompiledSite,
+    InductorEngine,
+    InputPort,
+    OutputPort,
+    Product,
+    Program,
+)
+from loka_onnx.engines.inductor.site_precision import (  # noqa: E402
     MARK,
     PRODUCT_KERNEL,
     SCALED,
@@ -25,10 +51,135 @@ from loka_onnx.engines.inductor.site_precision import (
     products_of,
     site_precisions,
 )
+from loka_onnx.engines.request import BatchRange, BuildRequest  # noqa: E402
+from loka_onnx.errors import DataError, ModelError  # noqa: E402
+from loka_onnx.sessions.cuda import CudaDevice  # noqa: E402
 
-torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
+NOWHERE = ("/nowhere/g++", "/nowhere/gcc")
 
-from loka_onnx.engines.inductor.choosing import TILES  # noqa: E402
+
+def plan(base: Precision = Precision.BF16, recipe: Recipe | None = None) -> PrecisionPlan:
+    decision = Decision("fc", base, None, Verdict.NOT_JUDGED, "test")
+    if recipe:
+        decision = Decision("fc", Precision.FP8, recipe, Verdict.SAFE, "test", 0.01, (0.01,))
+    return PrecisionPlan("plan", "digest", base, (decision,), {}, float(bool(recipe)))
+
+
+def graph_of(text: str) -> onnx.GraphProto:
+    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {text}').graph
+
+
+def test_plans_that_no_device_of_an_architecture_runs_are_declined() -> None:
+    backend = InductorBackend()
+    fp8, e5m2 = plan(recipe=PER_TENSOR), plan(recipe=Recipe.of(Float8.E5M2))
+    assert backend.decline(fp8, "sm80") == "sm80 has no FP8 products (sm89 is the first that has)"
+    for architecture in ("cpu", "sm89", "sm90", "sm120"):
+        assert backend.decline(fp8, architecture) is None
+    for base in (Precision.FP32, Precision.BF16, Precision.FP16):
+        assert backend.decline(plan(base), "sm80") is None
+    assert backend.decline(e5m2, "cpu") == "site 'fc' asks for E5M2; inductor multiplies E4M3FN only"
+
+
+def test_a_gpu_is_built_for_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = InductorBackend()
+    monkeypatch.setattr(backend_module, "list_cuda_devices", lambda: (CudaDevice(0, "H100", "sm90"),))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert backend.build_blocker("sm90") == ""
+    assert backend.build_blocker("cpu") == ""
+    assert "on a host with that GPU, and this one has H100 (sm90)" in backend.build_blocker("sm89")
+    assert backend.availability().devices == ("cpu", "H100 (sm90)")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "this one has no GPU that PyTorch uses" in backend.build_blocker("sm90")
+
+
+def test_without_a_compiler_nothing_is_built_and_everything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Compilers, "find", lambda: None)
+    availability = InductorBackend().availability()
+    assert (availability.can_build, availability.can_run) == (False, True)
+    assert availability.reason == "there is no C++ compiler, which Inductor needs"
+    assert availability.remedy == "install g++ and gcc"
+
+
+def test_the_compiler_of_the_system_is_preferred_to_the_environment(tmp_path, monkeypatch) -> None:
+    for name in ("g++", "gcc", "weird++", "weird"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    for name, value in {"CXX": tmp_path / "weird++", "CC": tmp_path / "weird", "PATH": tmp_path}.items():
+        monkeypatch.setenv(name, str(value))
+    system = (str(tmp_path / "g++"), str(tmp_path / "gcc"))
+    assert Compilers.find(system) == Compilers(*system)
+    assert Compilers.find(NOWHERE) == Compilers(str(tmp_path / "weird++"), str(tmp_path / "weird"))
+    monkeypatch.setenv("CXX", "/nowhere/c++ -O2")
+    assert Compilers.find(NOWHERE) == Compilers(*system)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert Compilers.find(NOWHERE) is None
+
+
+def request(architecture: str = "cpu", sizes=(8, 32), options=None) -> BuildRequest:
+    """A request of which nothing but the batch sizes, the architecture and the options is read."""
+    nowhere, batch = Path("nowhere"), BatchRange(1, max(sizes), max(sizes), sizes)
+    given = (nowhere, plan(), (), "device", architecture, batch, nowhere, nowhere)
+    return BuildRequest(*given, options=options or {})
+
+
+def test_a_gpu_has_a_program_for_each_of_a_few_batch_sizes() -> None:
+    assert Settings.of(request("sm90")).static
+    others = [request("cpu"), request("sm90", options={"static": 0})]
+    others += [request("sm90", sizes) for sizes in ((64,), (1, 8, 64, 512))]
+    assert not any(Settings.of(each).static for each in others)
+
+
+def test_options_become_settings() -> None:
+    assert Settings.of(request()) == Settings()
+    for name, values in InductorBackend.options.items():
+        for value in values:
+            settings = Settings.of(request(options={name: value}))
+            assert settings == Settings(**{**vars(Settings()), name: bool(value)})
+    given = (Compilers("/x/g++", "/x/gcc"), Path("/scratch/rows"))
+    told = inductor_options(Settings(max_autotune=True), *given)
+    assert (told["max_autotune"], told["cpp.cxx"]) == (True, (None, "/x/g++"))
+    assert told["aot_inductor.output_path"] == "/scratch/rows"
+    assert told["cpp.vec_isa_ok"] is None
+    # Beside a GPU nobody asks for the processor's vector instructions.
+    assert inductor_options(Settings(), *given, "sm90")["cpp.vec_isa_ok"] is False
+    # A misspelt option would be refused by PyTorch only while it compiles.
+    assert set(told) <= set(torch._inductor.config.get_config_copy())
+
+
+def test_one_program_for_all_batch_sizes_or_one_for_each() -> None:
+    batch = BatchRange(1, 8, 64, (8, 32))
+    assert batch_programs(batch, static=False) == (Program("rows", 1, 64),)
+    assert batch_programs(batch, static=True) == (Program("rows8", 8, 8), Program("rows32", 32, 32))
+    assert batch_programs(BatchRange(16, 16, 16), static=False) == (Program("rows16", 16, 16),)
+
+
+def test_ports_are_read_from_the_graph() -> None:
+    inputs = "float[batch, 3, 4] x, int64[batch] ids"
+    graph = graph_of(f"g ({inputs}) => (float[batch, 2] out, float[7] table, float[n] y) {{}}")
+    assert input_ports(graph) == (InputPort("x", "float32", (3, 4)), InputPort("ids", "int64", ()))
+    assert output_ports(graph) == (OutputPort("out", True), OutputPort("table", False), OutputPort("y", True))
+
+
+def test_inputs_that_no_request_holds_are_refused() -> None:
+    for kind, code in (("float[batch, tokens]", "E0811"), ("bfloat16[batch, 2]", "E0812")):
+        with pytest.raises(ModelError) as caught:
+            input_ports(graph_of(f"g ({kind} x) => ({kind} y) {{}}"))
+        assert caught.value.code == code
+
+
+def test_examples_are_rows_of_the_sample_again_and_again(tmp_path: Path) -> None:
+    path = tmp_path / "sample.npz"
+    np.savez(path, x=np.arange(6.0).reshape(3, 2), ids=np.array([5, 6, 7]))
+    x, ids = example_rows(path, (InputPort("x", "float32", (2,)), InputPort("ids", "int64", ())), 5)
+    assert ids.tolist() == [5, 6, 7, 5, 6]
+    assert x.dtype is torch.float32
+    assert x[:, 0].tolist() == [0, 2, 4, 0, 2]
+    with pytest.raises(DataError) as caught:
+        example_rows(path, (InputPort("y", "float32", (2,)),), 5)
+    assert caught.value.code == "E0814"
+
+
+# Exported programs and packages ------------------------------------------------------------------------
 
 E4M3, BF16 = "float8_e4m3fn", "bfloat16"
 
