@@ -67,10 +67,10 @@ def model_of(nodes: Any, inputs: Any, outputs: Any, fixed: Any, opset: int = 23)
 
 
 def parsed(
-    text: str, constants: Mapping[str, Any] | None = None, *, inputs: str, output: str, opset: int = 21
+    text: str, constants: Mapping[str, Any] | None = None, *, inputs: str, output: str = "float[] y"
 ) -> onnx.ModelProto:
     """A graph from ONNX's text form, with initializers of their own types."""
-    head = f'<ir_version: 10, opset_import: ["" : {opset}]> g ({inputs}) => ({output})'
+    head = f'<ir_version: 10, opset_import: ["" : 21]> g ({inputs}) => ({output})'
     proto = onnx.parser.parse_model(f"{head} {{ {text} }}")
     for name, value in (constants or {}).items():
         proto.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))

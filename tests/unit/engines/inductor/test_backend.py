@@ -22,11 +22,9 @@ from loka_onnx.core.recipe import PER_TENSOR, Recipe  # noqa: E402
 from loka_onnx.core.site import Operand, Site, SiteKind  # noqa: E402
 from loka_onnx.engines.inductor import backend as backend_module  # noqa: E402
 from loka_onnx.engines.inductor import kernels  # noqa: E402
-from loka_onnx.engines.inductor.backend import InductorBackend  # noqa: E402
+from loka_onnx.engines.inductor.backend import Compilers, InductorBackend, Settings  # noqa: E402
 from loka_onnx.engines.inductor.choosing import TILES  # noqa: E402
 from loka_onnx.engines.inductor.compile import (  # noqa: E402
-    Compilers,
-    Settings,
     batch_programs,
     example_rows,
     inductor_options,

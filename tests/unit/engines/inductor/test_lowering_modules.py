@@ -74,7 +74,7 @@ def test_a_ranker_runs_at_every_batch_size(tmp_path: Path) -> None:
 
 def test_an_input_of_fixed_length_stays_fixed(tmp_path: Path) -> None:
     inputs = "float[batch,3] x, float[1,3] row, float one"
-    proto = parsed("s = Mul(row, one) y = Add(x, s)", inputs=inputs, output="float[batch,3] y")
+    proto = parsed("s = Mul(row, one) y = Add(x, s)", inputs=inputs)
     model = lowered(proto, tmp_path)
     assert model.batched == {"x"}
     given = {"x": np.ones((4, 3), np.float32), "row": np.ones((1, 3), np.float32), "one": np.float32(2)}
@@ -89,7 +89,6 @@ def test_names_that_a_module_cannot_have(tmp_path: Path) -> None:
         "a = Add(x, train) b = Mul(a, forward) y = Sub(b, dotted)",
         {name: np.ones(3, np.float32) * k for k, name in enumerate(("train", "forward", "dotted"), 2)},
         inputs="float[batch,3] x",
-        output="float[batch,3] y",
     )
     model = lowered(renamed(proto, {"dotted": "block.0/weight:0"}), tmp_path)
     x = np.ones((2, 3), np.float32)
@@ -116,7 +115,7 @@ def test_weights_beside_the_model(tmp_path: Path) -> None:
 def test_functions_of_the_model_are_inlined(tmp_path: Path) -> None:
     nodes, opsets = [helper.make_node("Add", ["a", "a"], ["b"])], [helper.make_opsetid("", 21)]
     twice = helper.make_function("local", "Twice", ["a"], ["b"], nodes, opsets)
-    proto = parsed("y = Neg(x)", inputs="float[batch] x", output="float[batch] y")
+    proto = parsed("y = Neg(x)", inputs="float[batch] x")
     proto.graph.node.insert(0, helper.make_node("Twice", ["x"], ["t"], "t", domain="local"))
     proto.graph.node[1].input[0] = "t"
     proto.functions.append(twice)
@@ -130,7 +129,6 @@ def test_what_grows_when_it_is_folded_is_computed_at_run_time(tmp_path: Path) ->
         "big = Expand(row, shape) small = Add(row, row) h = Add(x, big) y = Add(h, small)",
         {"row": np.ones(4, np.float32), "shape": np.array([9000, 4])},
         inputs="float[batch,4] x",
-        output="float[batch,4] y",
     )
     model = lowered(proto, tmp_path)
     sizes = {name: value.numel() for name, value in model.named_buffers()}
@@ -159,7 +157,6 @@ def test_a_module_moves_to_another_device(tmp_path: Path) -> None:
         " u = Unsqueeze(c, axis) a = Mul(x, u) [fc] y = MatMul(a, w)",
         {"zero": np.array(0), "one": np.array(1), "axis": np.array([1]), "w": np.ones((3, 5), np.float32)},
         inputs="float[batch,3] x",
-        output="float[batch,5] y",
     )
     model = lowered(proto, tmp_path).to("meta")
     assert {value.device.type for value in model.buffers()} == {"meta"}
@@ -171,7 +168,7 @@ def test_a_module_moves_to_another_device(tmp_path: Path) -> None:
 
 
 def with_operator(op_type: str, domain: str = "") -> onnx.ModelProto:
-    proto = parsed("[place] y = Neg(x)", {}, inputs="float[batch] x", output="float[batch] y")
+    proto = parsed("[place] y = Neg(x)", {}, inputs="float[batch] x")
     proto.graph.node[0].op_type, proto.graph.node[0].domain = op_type, domain
     if domain:
         proto.opset_import.append(helper.make_opsetid(domain, 1))
@@ -186,12 +183,7 @@ def test_an_unknown_operator_is_named_with_its_domain(op_type: str, domain: str,
 
 
 def test_what_torch_refuses_names_the_node_and_its_inputs(tmp_path: Path) -> None:
-    proto = parsed(
-        "[mix] y = MatMul(x, w)",
-        {"w": np.ones((4, 2), np.float32)},
-        inputs="float[batch,3] x",
-        output="float[batch,2] y",
-    )
+    proto = parsed("[mix] y = MatMul(x, w)", {"w": np.ones((4, 2), np.float32)}, inputs="float[batch,3] x")
     with pytest.raises(EngineError, match=r"node 'mix' \(MatMul\): torch refuses the node") as caught:
         run(lowered(proto, tmp_path), {"x": np.ones((2, 3), np.float32)})
     assert "evidence: inputs 'x' float32[2, 3], 'w' float32[4, 2]" in str(caught.value)

@@ -84,7 +84,7 @@ def test_computed_shapes_follow_the_batch(name: str, tmp_path: Path) -> None:
     inputs = "int64[batch,3] ids" if "ids" in text else "float[batch,3,4] x"
     tables = {"row": RANDOM.normal(size=(1, 1, 4)), "table": RANDOM.normal(size=(9, 4))}
     constants = NUMBERS | {name: value.astype(np.float32) for name, value in tables.items()}
-    proto = parsed(text, constants, inputs=inputs, output="float[a] y")
+    proto = parsed(text, constants, inputs=inputs)
     model = lowered(proto, tmp_path)
     program = exported(model, feeds(text, 6))
     # None is that of the trace.
@@ -96,9 +96,7 @@ def test_computed_shapes_follow_the_batch(name: str, tmp_path: Path) -> None:
 
 
 def test_a_shape_that_depends_on_elements_is_an_error(tmp_path: Path) -> None:
-    proto = parsed(
-        "c = Cast<to=7>(x) [bad] y = Reshape(x, c)", {}, inputs="float[batch] x", output="float[a] y"
-    )
+    proto = parsed("c = Cast<to=7>(x) [bad] y = Reshape(x, c)", {}, inputs="float[batch] x")
     with pytest.raises(EngineError, match="'shape' depends on the elements of a tensor") as caught:
         run(lowered(proto, tmp_path), {"x": np.array([1, 2], np.float32)})
     assert caught.value.where == "node 'bad' (Reshape)"
