@@ -9,8 +9,14 @@ import torch
 from torch.nn import functional
 
 from loka_onnx.engines.inductor.lowering.node import OPERATORS, Lowering, Node, Operator, operator
-from loka_onnx.engines.inductor.lowering.products import saturated
-from loka_onnx.engines.inductor.lowering.values import FLOAT8, TORCH_TYPES, ShapeValue, Value, type_name
+from loka_onnx.engines.inductor.lowering.values import (
+    FLOAT8,
+    TORCH_TYPES,
+    ShapeValue,
+    Value,
+    saturated,
+    type_name,
+)
 
 Tensor = torch.Tensor
 

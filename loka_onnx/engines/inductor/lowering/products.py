@@ -26,6 +26,7 @@ from loka_onnx.engines.inductor.lowering.values import (
     Dequantized,
     Value,
     along_axis,
+    saturated,
     type_name,
 )
 
@@ -54,12 +55,6 @@ def quantize_linear(node: Node, x: Value, scale: Value, zero_point: Value = None
         # within one FP32 rounding of the quotient: only values that near to an FP8 boundary may cross it.
         return saturated(wide * (1.0 / float(scale.array.astype("float32").reshape(()))), target)
     return saturated(wide / spread, target)
-
-
-def saturated(values: Tensor, target: torch.dtype) -> Tensor:
-    """Round to an FP8 type; values beyond its range become its largest numbers, NaN is kept."""
-    limit = torch.finfo(target).max
-    return values.clamp(-limit, limit).to(target)
 
 
 @operator("DequantizeLinear", raw=True, wide=(1,))

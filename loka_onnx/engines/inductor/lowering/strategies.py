@@ -19,18 +19,15 @@ import torch
 from torch import Tensor
 
 from loka_onnx.engines.inductor.fusions.products import MULTIPLE
-from loka_onnx.engines.inductor.lowering.values import along_axis, short_name
+from loka_onnx.engines.inductor.lowering.values import along_axis, saturated, short_name
 from loka_onnx.engines.inductor.package import CompiledSite
 
 _OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
-E4M3FN = torch.float8_e4m3fn
-LIMIT = 448.0
-"""Largest magnitude of E4M3FN."""
 
 
 def to_float8(value: Tensor, scale: float) -> Tensor:
     """E4M3FN of value over scale, saturated (ONNX QuantizeLinear, but for a tie that 1/scale moves)."""
-    return (value.to(torch.float32) * (1.0 / scale)).clamp(-LIMIT, LIMIT).to(E4M3FN)
+    return saturated(value.to(torch.float32) * (1.0 / scale), torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, eq=False)

@@ -161,6 +161,12 @@ def along_axis(vector: torch.Tensor, axis: int, rank: int) -> torch.Tensor:
     return vector.reshape([-1 if position == axis else 1 for position in range(rank)])
 
 
+def saturated(values: torch.Tensor, target: torch.dtype) -> torch.Tensor:
+    """Round to an FP8 type; values beyond its range become its largest numbers, NaN is kept."""
+    limit = torch.finfo(target).max
+    return values.clamp(-limit, limit).to(target)
+
+
 def numbers_of(constant: Constant) -> ShapeValue | None:
     """Numbers of a short constant of rank 0 or 1; None for any other."""
     array = constant.array
