@@ -47,6 +47,15 @@ def with_epilogue(z, behind, rows, c):
     return np.maximum(z, 0.0) if "relu" in behind else z
 
 
+def check(graph, model, x, z):
+    """The output y is quantized; any other is not."""
+    for name, found in zip(model.outputs, run(graph, x), strict=True):
+        if name == "y":
+            close_quantized(found, z, float(model.constants["s2"]))
+        else:
+            close(found, z)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("behind", ["", "relu", "cross"])
 @pytest.mark.parametrize("outputs", ["wide", "quantized", "quantized and wide"])
@@ -62,12 +71,7 @@ def test_a_product_takes_along_what_follows(bias, behind, outputs, tmp_path):
     rows = rounded(x)
     q = np.clip(rows / c["s"], -448, 448).astype(np.float32).astype(FP8).astype(np.float64)
     z = (q * c["s"]) @ (c["w"] * c["ws"][:, None]).T + (c["b"] if bias else 0.0)
-    z = with_epilogue(z, behind, rows, c)
-    got = dict(zip(model.outputs, run(graph, x), strict=True))
-    if "wide" in outputs:
-        close(got["wide"], z)
-    if "quantized" in outputs:
-        close_quantized(got["y"], z, c["s2"])
+    check(graph, model, x, with_epilogue(z, behind, rows, c))
 
 
 def test_both_scales_are_multiplied_when_the_graph_is_fused(tmp_path):
@@ -91,12 +95,8 @@ def test_a_product_in_bf16_takes_along_what_follows(behind, transposed, tmp_path
     assert report.joined == {}
     c, x = model.wide(), model.rows()
     rows = rounded(x)
-    z = with_epilogue(rows @ (c["w"].T if transposed else c["w"]) + c["b"], behind, rows, c)
-    (got,) = run(graph, x)
-    if "quantized" in behind:
-        close_quantized(got, z, c["s2"])
-    else:
-        close(got, z)
+    z = rows @ (c["w"].T if transposed else c["w"]) + c["b"]
+    check(graph, model, x, with_epilogue(z, behind, rows, c))
 
 
 def test_a_product_in_bf16_of_a_width_that_no_kernel_takes_is_left_to_the_library(tmp_path):
@@ -167,21 +167,23 @@ def test_a_row_that_is_broadcast_is_no_x0(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("addend", "end", "is_bias"),
+    ("shape", "end", "is_bias"),
     [
-        ((True, (16,), "bf16"), ("batch", 16), True),
-        ((True, (1, 16), "bf16"), ("batch", 16), True),
-        ((False, (16,), "bf16"), ("batch", 16), False),  # computed: its numbers are not known
-        ((True, (16,), "float"), ("batch", 16), False),
-        ((True, (16,), "bf16"), None, False),
-        ((True, (1,), "bf16"), ("batch", 16), False),
-        ((True, (4, 16), "bf16"), (4, 16), False),
-        ((True, (1, 1, 16), "bf16"), ("batch", 16), False),
+        ((16,), ("batch", 16), True),
+        ((1, 16), ("batch", 16), True),
+        ((16,), None, False),
+        ((1,), ("batch", 16), False),
+        ((4, 16), (4, 16), False),
+        ((1, 1, 16), ("batch", 16), False),
     ],
 )
-def test_a_bias_is_one_constant_a_column(addend, end, is_bias):
-    tensor = SimpleNamespace(**dict(zip(("is_constant", "shape", "kind"), addend, strict=True)))
-    assert products._is_bias(tensor, SimpleNamespace(shape=end, kind="bf16")) is is_bias
+def test_a_bias_is_one_constant_a_column(shape, end, is_bias):
+    end = SimpleNamespace(shape=end, kind="bf16")
+    tensor = SimpleNamespace(is_constant=True, shape=shape, kind="bf16")
+    assert products._is_bias(tensor, end) is is_bias
+    # Of a computed tensor the numbers are not known.
+    for change in ({"is_constant": False}, {"kind": "float"}):
+        assert not products._is_bias(SimpleNamespace(**vars(tensor) | change), end)
 
 
 def test_what_is_printed_of_declined_fusions_is_read_back(tmp_path, monkeypatch, capsys):
@@ -223,10 +225,10 @@ def test_a_concatenation_is_quantized_as_it_is_written(reader, tmp_path):
     c, x = model.wide(), model.rows()
     rows = rounded(x.reshape(BATCH, 32))
     whole = np.concatenate([rounded(rows @ c["m"]), rows], axis=1)
-    got = dict(zip(model.outputs, run(graph, x), strict=True))
-    close_quantized(got["y"], whole, c["s"], absolute=4)
-    if reader == "wide":
-        close(got["wide"], whole)
+    got, *wide = run(graph, x)
+    close_quantized(got, whole, c["s"], absolute=4)
+    for each in wide:
+        close(each, whole)
 
 
 def test_other_concatenations_are_left_to_the_compiler(tmp_path):
