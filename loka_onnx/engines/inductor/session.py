@@ -62,8 +62,8 @@ def open_inductor(package: Path, architecture: str) -> InductorSession:
             remedy=f"install PyTorch {engine.torch}",
         )
     index = next(device.index for device in list_cuda_devices() if device.architecture == architecture)
-    calls = _load(torch, package, engine, index)
-    return InductorSession(engine, GraphExecutor(torch, engine, calls, Gpu(torch, index)))
+    executor = GraphExecutor(torch, engine, _load(torch, package, engine, index), Gpu(torch, index))
+    return InductorSession(engine, executor)
 
 
 def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict[str, Call]:

@@ -75,11 +75,9 @@ def _is_fast(node: Any, operator: str, types: Sequence[str]) -> bool:
         # `lowering.strategies.Tile.numbers`
         *_, is_exact, _ = node.args[-1]
         return types[0] in FLOAT8 and not is_exact
-    if operator != SCALED:
-        return False
     # Export omits arguments with default values, here false.
-    positional = node.args[_FAST_ACCUMULATION] if len(node.args) > _FAST_ACCUMULATION else False
-    return bool(node.kwargs.get("use_fast_accum", positional))
+    positional = any(node.args[_FAST_ACCUMULATION : _FAST_ACCUMULATION + 1])
+    return operator == SCALED and bool(node.kwargs.get("use_fast_accum", positional))
 
 
 def entering_types(graph: Any, names: Collection[str]) -> dict[str, tuple[str, ...]]:
@@ -164,10 +162,8 @@ def _read_product(
 def _why_not_float8(products: Sequence[Product]) -> str:
     if not products:
         return "the exported program has no product of this site"
-    for product in products:
-        if not product.operands or any(kind not in FLOAT8 for kind in product.operands):
-            return f"the exported program multiplies {' by '.join(product.operands) or 'nothing'} there"
-    return ""
+    wide = [each.operands for each in products if not each.operands or not {*each.operands} <= {*FLOAT8}]
+    return f"the exported program multiplies {' by '.join(wide[0]) or 'nothing'} there" if wide else ""
 
 
 def _why_not_called(products: Sequence[Product], program: Program, calls: Mapping[str, int]) -> str:

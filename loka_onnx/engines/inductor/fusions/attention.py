@@ -157,9 +157,7 @@ def _through_casts(tensor: Tensor, inside: tuple[Node, ...]) -> tuple[Tensor, tu
 
 def _number(tensor: Tensor) -> float | None:
     """Value of a constant with one element."""
-    if not tensor.is_read or tensor.values.size != 1:
-        return None
-    return float(tensor.values.reshape(-1)[0])
+    return float(tensor.values.item()) if tensor.is_read and tensor.values.size == 1 else None
 
 
 def _check_precision(match: _Attention) -> None:

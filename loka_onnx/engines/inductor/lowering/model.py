@@ -23,7 +23,7 @@ from loka_onnx.engines.inductor.lowering import elementwise, movement, products,
 from loka_onnx.engines.inductor.lowering.node import OPERATORS, REMEDY, Node, Operator, Scope, load_directly
 from loka_onnx.engines.inductor.lowering.steps import Step, Stored, evaluate, fold, store
 from loka_onnx.engines.inductor.lowering.strategies import ProductStrategy, ScaledMatMul
-from loka_onnx.engines.inductor.lowering.values import MOST_NUMBERS, TORCH_TYPES, Constant, Value, type_name
+from loka_onnx.engines.inductor.lowering.values import MOST_NUMBERS, TORCH_TYPES, Constant, Value
 from loka_onnx.engines.inductor.package import CompiledSite
 from loka_onnx.errors import EngineError
 from loka_onnx.graph.tensor_values import read_array
@@ -176,7 +176,7 @@ def _constant(tensor: onnx.TensorProto) -> Constant:
 def _check_type(name: str, onnx_type: int) -> None:
     if onnx_type not in TORCH_TYPES:
         raise EngineError(
-            f"E0819 values of type {type_name(onnx_type)} are not lowered",
+            f"E0819 values of type {onnx.TensorProto.DataType.Name(onnx_type)} are not lowered",
             where=f"tensor '{name}'",
             evidence="of the FP8 types, torch multiplies E4M3FN and E5M2",
             remedy=REMEDY,

@@ -15,6 +15,7 @@ The module's strategy (`strategies`) multiplies two FP8 factors of a MatMul or G
 from __future__ import annotations
 
 import torch
+from onnx import TensorProto
 from torch.nn import functional
 
 from loka_onnx.engines.inductor.lowering.node import Node, operator
@@ -27,7 +28,6 @@ from loka_onnx.engines.inductor.lowering.values import (
     Value,
     along_axis,
     saturated,
-    type_name,
 )
 
 Tensor = torch.Tensor
@@ -80,7 +80,7 @@ def _target(node: Node, zero_point: Value) -> torch.dtype:
     target = TORCH_TYPES.get(onnx_type) if onnx_type else torch.uint8
     target = target if zero_point is None else _type_of(zero_point)
     if target is None or target not in {*FLOAT8, *_INTEGERS}:
-        name = type_name(onnx_type) if target is None else target
+        name = TensorProto.DataType.Name(onnx_type) if target is None else target
         known = "E4M3FN, E5M2 and integers of 8 and 16 bits are"
         raise node.error(f"values of type {name} are not lowered", known)
     return target

@@ -47,11 +47,6 @@ _NOT_IN_NUMPY = {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 """Types that torch exchanges with NumPy only as integers; torch and ml_dtypes give them one name."""
 
 
-def type_name(onnx_type: int) -> str:
-    """Name of an ONNX element type, for example ``FLOAT8E4M3FNUZ``."""
-    return str(TensorProto.DataType.Name(onnx_type))
-
-
 def short_name(dtype: torch.dtype) -> str:
     """A torch type without its package, for example ``float8_e4m3fn``."""
     return str(dtype).removeprefix("torch.")

@@ -384,9 +384,7 @@ READINGS = [(*reading, True) for reading in ENGAGED] + [(*reading, False) for re
 
 
 @pytest.mark.parametrize(("engine", "planned", "calls", "said", "engaged"), READINGS)
-def test_a_site_runs_as_planned_where_all_readings_agree(
-    engine: InductorEngine, planned: Precision, calls: dict[str, int], said: str, engaged: bool
-) -> None:
+def test_a_site_runs_as_planned_where_all_readings_agree(engine, planned, calls, said, engaged) -> None:
     counted = {program.name: calls for program in engine.programs}
     (found,) = site_precisions(engine, counted, [(site("fc"), planned)])
     assert (found.engaged, found.planned) == (engaged, planned)

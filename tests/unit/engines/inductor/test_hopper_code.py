@@ -122,9 +122,7 @@ def short_attention(queries: int, keys: int, width: int, heads: int = 8, **mask:
         ((2, 256, 64), "mma.sync.aligned.m16n8k16", 4),
     ],
 )
-def test_short_attention_is_computed_on_tensor_cores(
-    sizes: tuple[int, int, int], product: str, warps: int
-) -> None:
+def test_short_attention_is_computed_on_tensor_cores(sizes, product, warps) -> None:
     """InterFormer's sequence, and its pooling; the largest tiles of `is_short`."""
     made = short_attention(*sizes)
     ptx = made.asm["ptx"]

@@ -322,9 +322,7 @@ def test_formats_that_can_be_multiplied(left: Any, right: Any, reason: str, tmp_
 
 
 @pytest.mark.parametrize("row_wise", [True, False])
-def test_channel_scales_in_the_product_or_behind_it(
-    row_wise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_channel_scales_in_the_product_or_behind_it(row_wise, tmp_path, monkeypatch) -> None:
     """Row-wise scales are for CUDA, but the CPU multiplies so as well."""
     if row_wise:
         monkeypatch.setattr(ScaledMatMul, "_is_row_wise", lambda self, product: True)

@@ -201,9 +201,7 @@ def test_a_type_that_torch_does_not_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wide", "stored"), [((1,), "float32"), ((), "bfloat16")])
-def test_scales_of_an_operator_may_be_stored_in_float32(
-    wide: tuple[int, ...], stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scales_of_an_operator_may_be_stored_in_float32(wide, stored, tmp_path, monkeypatch) -> None:
     seen = []
 
     def scale(node: Node, x: torch.Tensor, factor: Value) -> torch.Tensor:

@@ -161,9 +161,7 @@ def chains(draw: st.DrawFn) -> tuple[onnx.ModelProto, tuple[int, ...]]:
 
 
 @hypothesis.given(chain=chains())
-def test_chains_agree_with_the_reference(
-    chain: tuple[onnx.ModelProto, tuple[int, ...]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_chains_agree_with_the_reference(chain, tmp_path_factory) -> None:
     proto, shape = chain
     x = np.random.default_rng(1).normal(size=(5, 3, 4))
     found = run(lowered(proto, tmp_path_factory.mktemp("chain")), {"x": x})[0]

@@ -98,9 +98,7 @@ def fp8_all(artifact: ModelArtifact, recipe: Recipe) -> PrecisionPlan:
 
 
 @pytest.mark.parametrize("recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=["tensor", "channel"])
-def test_a_plan_of_float8_agrees_with_onnx_runtime(
-    artifact: ModelArtifact, recipe: Recipe, tmp_path: Path
-) -> None:
+def test_a_plan_of_float8_agrees_with_onnx_runtime(artifact, recipe, tmp_path) -> None:
     form = PlanForm(Precision.FP32)
     planned = apply_plan(artifact, fp8_all(artifact, recipe), form, tmp_path / "planned.onnx")
     plain, traced, sites = outputs(planned.path)

@@ -245,11 +245,7 @@ BACK = "m = Transpose<perm=[0,2,1]>(mt)"
 
 @pytest.mark.parametrize(
     "other",
-    [
-        "m = Identity(mt)",
-        "m = Transpose<perm=[2,0,1]>(mt)",
-        "rt = Relu(mt) m = Transpose<perm=[0,2,1]>(rt)",
-    ],
+    ["m = Identity(mt)", "m = Transpose<perm=[2,0,1]>(mt)", "rt = Relu(mt) m = Transpose<perm=[0,2,1]>(rt)"],
     ids=["not transposed back", "other transpose", "relu between"],
 )
 def test_what_is_no_mix_stays(other, tmp_path):
