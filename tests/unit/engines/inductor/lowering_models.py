@@ -53,17 +53,14 @@ class Case:
         kinds = {name: helper.np_dtype_to_tensor_dtype(value.dtype) for name, value in self.feeds.items()}
         infos = [helper.make_tensor_value_info(n, kinds[n], [None] * v.ndim) for n, v in self.feeds.items()]
         made = [helper.make_empty_tensor_value_info(name) for name in outputs]
-        return model_of([node], infos, made, fixed, self.opset)
+        graph = helper.make_graph([node], "g", infos, made, fixed)
+        opsets = [helper.make_opsetid("", self.opset)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
     @property
     def feeds(self) -> dict[str, Array]:
         """What the graph takes."""
         return {f"i{k}": value for k, value in enumerate(self.inputs) if isinstance(value, np.ndarray)}
-
-
-def model_of(nodes: Any, inputs: Any, outputs: Any, fixed: Any, opset: int = 23) -> onnx.ModelProto:
-    graph = helper.make_graph(nodes, "g", inputs, outputs, fixed)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
 
 
 def parsed(

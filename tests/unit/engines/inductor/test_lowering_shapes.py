@@ -10,10 +10,9 @@ import hypothesis.strategies as st
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
 
 torch = pytest.importorskip("torch", reason="needs torch")
-from lowering_models import assert_same, exported, lowered, model_of, parsed, reference, run  # noqa: E402
+from lowering_models import assert_same, exported, lowered, parsed, reference, run  # noqa: E402
 
 from loka_onnx.errors import EngineError  # noqa: E402
 
@@ -105,59 +104,39 @@ def test_a_shape_that_depends_on_elements_is_an_error(tmp_path: Path) -> None:
 # Chains -----------------------------------------------------------------------------------------------
 
 ELEMENTWISE = ("Tanh", "Relu", "Neg", "Sigmoid", "Abs", "Cos", "Softsign", "Identity")
+REDUCTIONS = ("ReduceMean", "ReduceMax", "ReduceL2")
+FIXED = {f"a{n}": np.array([n]) for n in range(1, 5)} | {"flat": np.array([0, -1]), "end": np.array([2**31])}
 
 
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[onnx.ModelProto, tuple[int, ...]]:
     """A chain of operators that change values, shapes or the order of axes, over (batch, 3, 4)."""
-    nodes, constants = [], []
-    shape: tuple[Any, ...] = ("batch", 3, 4)
-    last = "x"
-    kinds = ("elementwise", "transpose", "reshape", "unsqueeze", "concat", "slice", "reduce", "scale", "sum")
-    for step in range(draw(st.integers(1, 7))):
-        kind = draw(st.sampled_from(kinds))
-        name, reads, attributes = f"t{step}", [last], {}
-        axis = draw(st.integers(1, len(shape) - 1)) if len(shape) > 1 else 0
-
-        def number(tag: str, *values: int, at: int = step) -> str:
-            constants.append(onnx.numpy_helper.from_array(np.array(values), f"{tag}{at}"))
-            return f"{tag}{at}"
-
-        if kind == "elementwise" or axis == 0:
-            op = draw(st.sampled_from(ELEMENTWISE))
-        elif kind == "transpose":
-            op, order = "Transpose", (0, *draw(st.permutations(range(1, len(shape)))))
-            attributes, shape = {"perm": order}, tuple(shape[i] for i in order)
-        elif kind == "reshape":
-            op, length = "Reshape", int(np.prod(shape[1:]))
-            reads, shape = [last, number("r", 0, -1)], ("batch", length)
-        elif kind == "unsqueeze" and len(shape) < 5:
-            op, reads = "Unsqueeze", [last, number("u", axis)]
-            shape = (*shape[:axis], 1, *shape[axis:])
-        elif kind == "concat" and np.prod(shape[1:]) < 200:
-            op, reads, attributes = "Concat", [last, last], {"axis": axis}
-            shape = (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
-        elif kind == "slice" and shape[axis] > 1:
-            op, reads = "Slice", [last, number("a", 1), number("b", 2**31), number("c", axis)]
-            shape = (*shape[:axis], shape[axis] - 1, *shape[axis + 1 :])
-        elif kind == "reduce":
-            op, reads = (
-                draw(st.sampled_from(["ReduceMean", "ReduceMax", "ReduceL2"])),
-                [last, number("e", axis)],
-            )
-            shape = (*shape[:axis], 1, *shape[axis + 1 :])
-        elif kind == "scale":
-            op, reads = "Mul", [last, f"w{step}"]
-            constants.append(onnx.numpy_helper.from_array(np.linspace(-1, 1, shape[-1]), f"w{step}"))
-        else:
-            op, reads = "Add", [last, last]
-        nodes.append(helper.make_node(op, reads, [name], name, **attributes))
-        last = name
-    infos = [
-        [helper.make_tensor_value_info(tensor, onnx.TensorProto.DOUBLE, [None] * rank)]
-        for tensor, rank in (("x", 3), (last, len(shape)))
-    ]
-    return model_of(nodes, *infos, constants), shape[1:]
+    text, last, constants, shape = "", "x", dict(FIXED), (0, 3, 4)
+    for number in range(draw(st.integers(1, 7))):
+        axis = draw(st.integers(1, len(shape) - 1))
+        before, length, behind = shape[:axis], shape[axis], shape[axis + 1 :]
+        order = (0, *draw(st.permutations(range(1, len(shape)))))
+        constants[f"w{shape[-1]}"] = np.linspace(-1, 1, shape[-1])
+        steps = [
+            (f"{draw(st.sampled_from(ELEMENTWISE))}({last})", shape),
+            (f"Transpose<perm={list(order)}>({last})", tuple(shape[i] for i in order)),
+            (f"Reshape({last}, flat)", (0, int(np.prod(shape[1:])))),
+            (f"{draw(st.sampled_from(REDUCTIONS))}({last}, a{axis})", (*before, 1, *behind)),
+            (f"Mul({last}, w{shape[-1]})", shape),
+            (f"Add({last}, {last})", shape),
+        ]
+        if len(shape) < 5:
+            steps.append((f"Unsqueeze({last}, a{axis})", (*before, 1, length, *behind)))
+        if np.prod(shape[1:]) < 200:
+            steps.append((f"Concat<axis={axis}>({last}, {last})", (*before, 2 * length, *behind)))
+        if length > 1:
+            steps.append((f"Slice({last}, a1, end, a{axis})", (*before, length - 1, *behind)))
+        node, shape = draw(st.sampled_from(steps))
+        text, last = f"{text} t{number} = {node}", f"t{number}"
+    proto = parsed(
+        f"{text} y = Identity({last})", constants, inputs="double[batch,3,4] x", output="double[] y"
+    )
+    return proto, shape[1:]
 
 
 @hypothesis.given(chain=chains())
