@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,16 +27,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:TRITON_DEFAUL
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 << 10
 """What a program may have (CUDA C++ Programming Guide, compute capabilities)."""
-POINTERS = {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "narrow_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+KINDS = dict.fromkeys(("a_ptr", "b_ptr", "narrow_ptr"), "*fp8e4nv")
+KINDS |= {"scale_ptr": "*fp32", "parts_ptr": "*fp32", "inverse_scale": "fp32"}
 FOLLOWS = dict.fromkeys(("SCALED", "BIAS", "RELU", "FIRST", "WIDE", "NARROW"), True) | {"CROSS": False}
 
 
-def compiled(
-    kernel: Any, constants: dict[str, Any], kinds: Mapping[str, str] | None = None, **options: int
-) -> Any:
-    """A kernel of FP8 factors, where it is not said otherwise, and a BF16 result."""
-    kinds = POINTERS | {"parts_ptr": "*fp32", "inverse_scale": "fp32"} | dict(kinds or {})
-    names = kernel.arg_names
+def compiled(kernel: Any, constants: dict[str, Any], **options: Any) -> Any:
+    """A kernel of FP8 factors, where the option `kinds` does not say otherwise, and a BF16 result."""
+    kinds, names = KINDS | options.pop("kinds", {}), kernel.arg_names
     signature = {name: kinds.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
     values = {(names.index(name),): value for name, value in constants.items()}
@@ -46,19 +43,11 @@ def compiled(
 
 
 def product(tile: Tile) -> Any:
-    constants: dict[str, Any] = FOLLOWS | {
-        "BM": tile.rows,
-        "BN": tile.columns,
-        "BK": tile.depth,
-        "SPLIT": tile.split,
-    }
-    constants |= {"GROUP_M": triton_product.GROUP, "WHOLE_K": True}
-    constants |= {"IMPRECISE": tile.depth if tile.is_exact else None}
-    kernel, options = (
-        triton_product._loka_product_kernel,
-        {"num_stages": tile.stages, "num_warps": tile.warps},
-    )
-    return compiled(kernel, constants, **options)
+    sizes = {"BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "SPLIT": tile.split}
+    exact = {"IMPRECISE": tile.depth if tile.is_exact else None}
+    constants: dict[str, Any] = FOLLOWS | sizes | exact | {"GROUP_M": triton_product.GROUP, "WHOLE_K": True}
+    options = {"num_stages": tile.stages, "num_warps": tile.warps}
+    return compiled(triton_product._loka_product_kernel, constants, **options)
 
 
 @pytest.mark.parametrize("tile", (*TILES, *SPLIT_TILES), ids=str)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -56,47 +56,34 @@ class Watch(ProductStrategy):
 # Products ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """A product of a quantized activation and an FP8 weight of some shapes.
 
-    Attributes:
-        text: Nodes from ``xd`` (the dequantized activation), ``wd`` (the weight) and ``c`` to ``y``; the
-            product is the node ``[fc]``.
-        formula: The same product as einsum of both.
-        axis: Channel axis of the weight.
+    The nodes of `text` lead from ``xd`` (the dequantized activation), ``wd`` (the weight) and ``c`` to ``y``;
+    the product is the node ``[fc]``. `formula` is the same product as einsum of both, over k.
     """
 
     text: str
     x: tuple[int, ...]
     w: tuple[int, ...]
     formula: str
-    axis: int
-
-    @property
-    def bias(self) -> bool:
-        return "(xd, wd, c)" in self.text
 
 
+MATMUL = "[fc] y = MatMul(xd, wd)"
+MOVED = (
+    "t = Transpose<perm=[0,2,1]>(xd) u = Unsqueeze(t, first) s = Squeeze(u, first) i = Identity(s)"
+    " a, b = Split<axis=1>(i, sizes) j = Concat<axis=1>(b, a) [fc] y = MatMul(j, wd)"
+)
+TURNED = "t = Transpose<perm=[1,0]>(wd) [fc] y = MatMul(xd, t)"
 PRODUCTS = {
-    "matmul": Product("[fc] y = MatMul(xd, wd)", (5, 32), (32, 48), "mk,kn->mn", 1),
-    "gemm": Product("[fc] y = Gemm<transB=1>(xd, wd, c)", (5, 32), (48, 32), "mk,nk->mn", 0),
-    "gemm, columns": Product("[fc] y = Gemm(xd, wd, c)", (5, 32), (32, 48), "mk,kn->mn", 1),
-    "stack": Product("[fc] y = MatMul(xd, wd)", (5, 3, 32), (32, 48), "bmk,kn->bmn", 1),
-    "stack of stacks": Product("[fc] y = MatMul(xd, wd)", (5, 2, 3, 32), (32, 48), "abmk,kn->abmn", 1),
-    "transposed weight": Product(
-        "t = Transpose<perm=[1,0]>(wd) [fc] y = MatMul(xd, t)", (5, 32), (48, 32), "mk,nk->mn", 0
-    ),
-    "moved": Product(
-        "t = Transpose<perm=[0,2,1]>(xd) u = Unsqueeze(t, first) s = Squeeze(u, first)"
-        " i = Identity(s) a, b = Split<axis=1>(i, sizes) j = Concat<axis=1>(b, a)"
-        " [fc] y = MatMul(j, wd)",
-        (5, 32, 4),
-        (32, 48),
-        "bkm,kn->bmn",
-        1,
-    ),
-    "left weight": Product("[fc] y = MatMul(wd, xd)", (5, 32, 7), (48, 32), "bkn,mk->bmn", 0),
+    "matmul": Product(MATMUL, (5, 32), (32, 48), "mk,kn->mn"),
+    "gemm": Product("[fc] y = Gemm<transB=1>(xd, wd, c)", (5, 32), (48, 32), "mk,nk->mn"),
+    "gemm, columns": Product("[fc] y = Gemm(xd, wd, c)", (5, 32), (32, 48), "mk,kn->mn"),
+    "stack": Product(MATMUL, (5, 3, 32), (32, 48), "bmk,kn->bmn"),
+    "stack of stacks": Product(MATMUL, (5, 2, 3, 32), (32, 48), "abmk,kn->abmn"),
+    "transposed weight": Product(TURNED, (5, 32), (48, 32), "mk,nk->mn"),
+    "moved": Product(MOVED, (5, 32, 4), (32, 48), "bkm,kn->bmn"),
+    "left weight": Product("[fc] y = MatMul(wd, xd)", (5, 32, 7), (48, 32), "bkn,mk->bmn"),
 }
 
 
@@ -105,9 +92,9 @@ def product_model(product: Product, kind: Any, *, per_channel: bool) -> tuple[on
     x = RANDOM.normal(size=product.x).astype(np.float32)
     w = RANDOM.normal(size=product.w).astype(np.float32) / np.sqrt(32)
     scale: Any = W_SCALE
-    if per_channel:
-        scale = np.linspace(0.001, 0.004, product.w[product.axis]).astype(kind).astype(np.float32)
-    axis = product.axis if per_channel else None
+    axis = 1 - product.formula.split("->")[0].split(",")[1].index("k") if per_channel else None
+    if axis is not None:
+        scale = np.linspace(0.001, 0.004, product.w[axis]).astype(kind).astype(np.float32)
     stored = quantize(w, scale, Float8.E4M3FN, axis)
     # Casts to FP32 do nothing there.
     base = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(kind))
@@ -117,16 +104,10 @@ def product_model(product: Product, kind: Any, *, per_channel: bool) -> tuple[on
         f"wd = DequantizeLinear{attribute}(w8, sw, zw) {product.text} out = Cast<to=1>(y)"
     )
     constants = {
-        "sx": np.array(X_SCALE).astype(kind),
-        "sw": np.asarray(scale).astype(kind),
-        "z": np.zeros((), E4M3),
-        "zw": np.zeros(np.shape(scale), E4M3),
-        "w8": stored,
-        "first": np.array([0]),
-        "sizes": np.array([1, 3]),
+        **{"sx": np.array(X_SCALE).astype(kind), "sw": np.asarray(scale).astype(kind), "w8": stored},
+        **{"z": np.zeros((), E4M3), "zw": np.zeros(np.shape(scale), E4M3)},
+        **{"first": np.array([0]), "sizes": np.array([1, 3]), "c": RANDOM.normal(size=48).astype(kind)},
     }
-    if product.bias:
-        constants["c"] = RANDOM.normal(size=48).astype(kind)
     free = ",".join(product.formula.split("->")[1])
     lengths = ",".join(["batch", *map(str, product.x[1:])])
     proto = parsed(text, constants, inputs=f"float[{lengths}] x", output=f"float[{free}] out")
@@ -135,36 +116,28 @@ def product_model(product: Product, kind: Any, *, per_channel: bool) -> tuple[on
     expected = np.einsum(product.formula, wide, dequantize(stored, scale, axis).astype(np.float64))
     if "Concat" in product.text:
         expected = np.concatenate([expected[:, 1:], expected[:, :1]], axis=1)
-    if product.bias:
+    if "(xd, wd, c)" in product.text:
         expected = expected + constants["c"].astype(np.float64)
     return proto, x, expected
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_of_float8_multiply_float8(name: str, per_channel: bool, tmp_path: Path) -> None:
-    proto, x, expected = product_model(PRODUCTS[name], np.float32, per_channel=per_channel)
+def test_products_of_float8_multiply_float8(name: str, kind: Any, per_channel: bool, tmp_path: Path) -> None:
+    proto, x, expected = product_model(PRODUCTS[name], kind, per_channel=per_channel)
     model = lowered(proto, tmp_path)
     found = run(model, {"x": x})[0]
     site = model.sites["fc"]
     assert (site.kernel, site.engaged) == ("scaled_mm", True), site.reason
     assert site.operands == ("float8_e4m3fn", "float8_e4m3fn")
     assert site.reason == ("weight on the left: the transposed product is computed" if "left" in name else "")
-    # FP32 sums of 32 exact products, and three multiplications.
-    np.testing.assert_allclose(found, expected, rtol=0, atol=3e-6 * np.abs(expected).max())
-
-
-@pytest.mark.parametrize("per_channel", [False, True])
-@pytest.mark.parametrize("name", ["gemm", "stack", "left weight"])
-def test_products_in_a_bfloat16_graph(name: str, per_channel: bool, tmp_path: Path) -> None:
-    proto, x, expected = product_model(PRODUCTS[name], ml_dtypes.bfloat16, per_channel=per_channel)
-    model = lowered(proto, tmp_path)
-    found = run(model, {"x": x})[0]
-    assert model.sites["fc"].engaged
     scales = [value for key, value in model.named_buffers() if key in {"weights.sx", "weights.sw"}]
     assert [value.dtype for value in scales] == [torch.float32] * 2
-    # The product is rounded to BF16 (2⁻⁹), and once more behind its bias.
-    np.testing.assert_allclose(found, expected, rtol=2**-8, atol=2**-8 * np.abs(expected).max())
+    # FP32 sums of 32 exact products, and three multiplications; or rounding to BF16 (2⁻⁹), and once more
+    # behind a bias.
+    relative, absolute = (0, 3e-6) if kind is np.float32 else (2**-8, 2**-8)
+    np.testing.assert_allclose(found, expected, rtol=relative, atol=absolute * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", ["matmul", "gemm", "transposed weight", "left weight"])
@@ -206,14 +179,10 @@ def test_products_on_a_gpu(name: str, kind: Any, per_channel: bool, fast: bool, 
 # Not engaged, and why ---------------------------------------------------------------------------------
 
 REFUSED = {
-    "K 20 and N 48 are not both multiples of 16": Product(
-        "[fc] y = MatMul(xd, wd)", (5, 20), (20, 48), "mk,kn->mn", 1
-    ),
-    "K 32 and N 8 are not both multiples of 16": Product(
-        "[fc] y = Gemm(xd, wd)", (5, 32), (32, 8), "mk,kn->mn", 1
-    ),
+    "K 20 and N 48 are not both multiples of 16": Product(MATMUL, (5, 20), (20, 48), "mk,kn->mn"),
+    "K 32 and N 8 are not both multiples of 16": Product(MATMUL, (5, 32), (32, 8), "mk,kn->mn"),
     "torch._scaled_mm multiplies by a matrix, these factors have ranks 3 and 3": Product(
-        "u = Unsqueeze(wd, first) [fc] y = MatMul(xd, u)", (5, 3, 32), (32, 48), "bmk,kn->bmn", 1
+        "u = Unsqueeze(wd, first) [fc] y = MatMul(xd, u)", (5, 3, 32), (32, 48), "bmk,kn->bmn"
     ),
 }
 
@@ -274,7 +243,7 @@ def identity_product(text: str, scale: Any) -> onnx.ModelProto:
             "s": np.float32(scale),
             "one": np.float32(1),
             "z": np.zeros((), E4M3),
-            "w8": quantize(np.eye(32, dtype=np.float32), 1.0, Float8.E4M3FN),
+            "w8": np.eye(32).astype(E4M3),
         },
         inputs="float[batch,32] x",
     )
