@@ -41,9 +41,8 @@ OPERATORS |= {
 @operator("Constant")
 def constant(node: Node) -> Any:
     """Refuse a Constant that could not be folded."""
-    raise node.error(
-        "a constant of this kind is not lowered", f"its attributes are {sorted(node.attributes)}"
-    )
+    evidence = f"its attributes are {sorted(node.attributes)}"
+    raise node.error("a constant of this kind is not lowered", evidence)
 
 
 @operator("Reshape", numbers=(1,), moves=True)
@@ -124,8 +123,7 @@ def slice_(
     for position, axis in enumerate(range(len(first)) if chosen is None else chosen):
         begin, end, step = first[position], last[position], stride[position]
         if step > 0:
-            index = (slice(None),) * (axis % x.dim()) + (slice(begin, end, step),)
-            x = x[index]
+            x = x[(slice(None),) * (axis % x.dim()) + (slice(begin, end, step),)]
         else:
             x = torch.index_select(x, axis, _backwards(x, axis, (begin, end, step)))
     return x
@@ -213,10 +211,8 @@ def gather(node: Node, data: Tensor, indices: Value) -> Tensor:
     """Slices along an axis; the indices' shape replaces the axis."""
     axis = node.get("axis", 0) % data.dim()
     if isinstance(indices, ShapeValue):
-        position: Any = indices.entries[0]
-        return data.select(axis, position)
-    index = (slice(None),) * axis + (node.tensor(indices),)
-    return data[index]
+        return data.select(axis, indices.entries[0])  # type: ignore[arg-type]
+    return data[(slice(None),) * axis + (node.tensor(indices),)]
 
 
 @operator("GatherElements")
@@ -229,13 +225,10 @@ def gather_elements(node: Node, data: Tensor, indices: Tensor) -> Tensor:
 @operator("GatherND")
 def gather_nd(node: Node, data: Tensor, indices: Tensor) -> Tensor:
     """Slices at index tuples, behind shared batch axes."""
-    shared = node.get("batch_dims", 0)
-    parts: list[Tensor] = []
-    for axis in range(shared):
-        steps = torch.arange(data.shape[axis], device=data.device)
-        parts.append(along_axis(steps, axis, indices.dim() - 1))
-    parts += [part.to(torch.int64) for part in indices.unbind(-1)]
-    return data[tuple(parts)]
+    shared, rank = range(node.get("batch_dims", 0)), indices.dim() - 1
+    steps = (torch.arange(data.shape[axis], device=data.device) for axis in shared)
+    parts = [along_axis(each, axis, rank) for axis, each in enumerate(steps)]
+    return data[tuple([*parts, *(part.to(torch.int64) for part in indices.unbind(-1))])]
 
 
 @operator("ScatterElements")

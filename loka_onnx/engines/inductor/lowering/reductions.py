@@ -101,8 +101,7 @@ def layer_normalization(node: Node, x: Tensor, scale: Tensor, bias: Tensor | Non
     """(x − mean) / √(variance + ε) · scale + bias over the axes from ``axis``."""
     if node.wants(1) or node.wants(2):
         raise node.error("statistics of LayerNormalization are not lowered", "they are for training")
-    axis, epsilon = node.get("axis", -1) % x.dim(), node.get("epsilon", 1e-5)
-    lengths = list(x.shape[axis:])
+    lengths, epsilon = list(x.shape[node.get("axis", -1) % x.dim() :]), node.get("epsilon", 1e-5)
     if list(scale.shape) == lengths and (bias is None or list(bias.shape) == lengths):
         return functional.layer_norm(x, lengths, scale, bias, epsilon)
     result = functional.layer_norm(x, lengths, None, None, epsilon) * scale
@@ -112,8 +111,7 @@ def layer_normalization(node: Node, x: Tensor, scale: Tensor, bias: Tensor | Non
 @operator("RMSNormalization")
 def rms_normalization(node: Node, x: Tensor, scale: Tensor) -> Tensor:
     """Compute x / √(mean(x²) + ε) · scale over the axes from ``axis``."""
-    axis, epsilon = node.get("axis", -1) % x.dim(), node.get("epsilon", 1e-5)
-    lengths = list(x.shape[axis:])
+    lengths, epsilon = list(x.shape[node.get("axis", -1) % x.dim() :]), node.get("epsilon", 1e-5)
     if list(scale.shape) == lengths:
         return functional.rms_norm(x, lengths, scale, epsilon)
     return functional.rms_norm(x, lengths, None, epsilon) * scale
