@@ -228,7 +228,7 @@ def gather_nd(node: Node, data: Tensor, indices: Tensor) -> Tensor:
     shared, rank = range(node.get("batch_dims", 0)), indices.dim() - 1
     steps = (torch.arange(data.shape[axis], device=data.device) for axis in shared)
     parts = [along_axis(each, axis, rank) for axis, each in enumerate(steps)]
-    return data[tuple([*parts, *(part.to(torch.int64) for part in indices.unbind(-1))])]
+    return data[(*parts, *(part.to(torch.int64) for part in indices.unbind(-1)))]
 
 
 @operator("ScatterElements")

@@ -198,10 +198,8 @@ def export(forward: Callable[..., Any], *inputs: Any) -> Any:
 
 def test_products_carry_their_node_and_their_types() -> None:
     def forward(x: Any, w: Any) -> Any:
-        one = torch.ones(())
-        a = marked(
-            "fc8", lambda: torch._scaled_mm(x, w.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-        )
+        one, how = torch.ones(()), {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        a = marked("fc8", lambda: torch._scaled_mm(x, w.t(), one, one, **how))
         b = marked("fc16", torch.matmul, a, a.t())
         stack = b.reshape(1, 32, 32)
         c = marked("dot", torch.einsum, "bij,bjk->bik", [stack, stack])
@@ -301,38 +299,24 @@ def site(name: str, kind: SiteKind = SiteKind.LINEAR) -> Site:
 
 
 FC = CompiledSite("fc", "scaled_mm", (E4M3, E4M3), True)
-ENGINE = InductorEngine(
-    torch="2.13.0",
-    architecture="cpu",
-    instruction_sets=(),
-    inputs=(),
-    outputs=(),
-    minimum=1,
-    maximum=8,
-    sizes=(8,),
-    programs=(Program("rows", 1, 8, (Product("fc", SCALED, (E4M3, E4M3)),), {"norm": (BF16, "float32")}),),
-    sites=(FC,),
-)
+ROWS = Program("rows", 1, 8, (Product("fc", SCALED, (E4M3, E4M3)),), {"norm": (BF16, "float32")})
+ENGINE = InductorEngine("2.13.0", "cpu", (), (), (), 1, 8, (8,), (ROWS,), (FC,))
 
 
 def engine_of(site: CompiledSite, *products: Product, **program: Any) -> InductorEngine:
-    program |= {"products": products}
-    return replace(ENGINE, sites=(site,), programs=(replace(ENGINE.programs[0], **program),))
+    return replace(ENGINE, sites=(site,), programs=(replace(ROWS, products=products, **program),))
 
 
 def dense(*operands: str) -> InductorEngine:
     return replace(ENGINE, sites=(CompiledSite("fc", "dense", operands, False),))
 
 
-def multiplied(operator: str, *operands: str, fast: bool = False) -> Product:
-    return Product("fc", operator, operands, fast)
-
-
 TILE = CompiledSite("fc", "triton 128x128", (E4M3, E4M3), True, "with the next Q in its epilogue")
 WIDE_TILE = CompiledSite("fc", "triton 128x128", (BF16, BF16), False)
-MATRICES = multiplied("aten.mm.default", BF16, BF16)
-OWN_FP8 = engine_of(TILE, multiplied(OWN, E4M3, E4M3))
-OWN_WIDE = engine_of(WIDE_TILE, multiplied(OWN, BF16, BF16))
+FAST = engine_of(FC, Product("fc", SCALED, (E4M3, E4M3), True))
+MATRICES = Product("fc", "aten.mm.default", (BF16, BF16))
+OWN_FP8 = engine_of(TILE, Product("fc", OWN, (E4M3, E4M3)))
+OWN_WIDE = engine_of(WIDE_TILE, Product("fc", OWN, (BF16, BF16)))
 NOTHING, FLOAT = replace(ENGINE, sites=()), dense("float32", "float32")
 ODD = engine_of(replace(FC, engaged=False, kernel="dequantized", reason="K 24 is odd"))
 TWO = replace(ENGINE, programs=(*ENGINE.programs, Program("rows4", 4, 4, (MATRICES,))))
@@ -342,12 +326,7 @@ ABSENT, LOWERED = "nothing of that name in the lowered graph", "lowered to trito
 AS_TILE = "exported program: triton 128x128; with the next Q in its epilogue"
 ENGAGED = [
     (ENGINE, FP8, CALLED, "exported program: scaled_mm"),
-    (
-        engine_of(FC, multiplied(SCALED, E4M3, E4M3, fast=True)),
-        FP8,
-        CALLED,
-        "scaled_mm with fast accumulation",
-    ),
+    (FAST, FP8, CALLED, "exported program: scaled_mm with fast accumulation"),
     # An own operator is no call of a library.
     (OWN_FP8, FP8, OWN_CALLED, AS_TILE),
     # An own kernel of a wide product must be called as well.
@@ -362,17 +341,17 @@ NOT_ENGAGED = [
     # One reading is another.
     (ENGINE, FP8, {}, "'rows': the generated code calls 0 FP8 products, the exported program has 1"),
     (engine_of(FC), FP8, CALLED, "'rows': the exported program has no product of this site"),
-    (engine_of(FC, multiplied("aten.mm.default", E4M3, BF16)), FP8, CALLED, f"multiplies {E4M3} by {BF16}"),
+    (
+        engine_of(FC, Product("fc", "aten.mm.default", (E4M3, BF16))),
+        FP8,
+        CALLED,
+        f"multiplies {E4M3} by {BF16}",
+    ),
     (NOTHING, FP8, CALLED, ABSENT),
     (ODD, FP8, CALLED, "lowered to dequantized: K 24 is odd"),
     (TWO, FP8, CALLED, "'rows4': the exported program multiplies bfloat16 by bfloat16 there"),
-    (
-        OWN_FP8,
-        FP8,
-        CALLED,
-        "'rows': the generated code calls 0 kernels of 'loka.product.default', the exported",
-    ),
-    (engine_of(TILE, multiplied(OWN, BF16, E4M3)), FP8, OWN_CALLED, "bfloat16 by"),
+    (OWN_FP8, FP8, CALLED, "'rows': the generated code calls 0 kernels of 'loka.product.default', the"),
+    (engine_of(TILE, Product("fc", OWN, (BF16, E4M3))), FP8, OWN_CALLED, "bfloat16 by"),
     (OWN_WIDE, FP16, OWN_CALLED, LOWERED),
     (OWN_WIDE, HALF, {}, "calls 0 kernels of"),
     (FLOAT, HALF, CALLED, "lowered to dense"),
