@@ -26,7 +26,10 @@ ULP = 2.0**-8
 
 @dataclass(frozen=True)
 class Model:
-    """A BF16 graph from x, which is cast from one FP32 input; outputs are cast to FP32."""
+    """A BF16 graph from x, which is cast from one FP32 input; outputs are cast to FP32.
+
+    Each has the zero point ``zero`` of FP8.
+    """
 
     width: tuple[int, ...]
     text: str
@@ -48,7 +51,8 @@ class Model:
         lengths = ",".join(map(str, ("batch", *self.width)))
         outputs = ", ".join(f"float[] {name}32" for name in self.outputs)
         text = f"x = Cast<to={base}>(x32) {self.text} {leave}"
-        onnx.save(parsed(text, self.constants, inputs=f"float[{lengths}] x32", output=outputs), path)
+        constants = {"zero": np.array(0, FP8), **self.constants}
+        onnx.save(parsed(text, constants, inputs=f"float[{lengths}] x32", output=outputs), path)
         return path
 
     def in_fp32(self, path: Path) -> Path:
@@ -122,19 +126,15 @@ def unchanged(model: Model, folder: Path) -> FusionReport:
 
 
 def quantized(tensor: str, scale: str = "s", name: str = "y") -> str:
-    """Q and DQ of a tensor, without the constants ``zero`` and that of the scale."""
-    return (
-        f"{name}q = QuantizeLinear({tensor}, {scale}, zero) {name} = DequantizeLinear({name}q, {scale}, zero)"
-    )
-
-
-ZERO = {"zero": np.array(0, FP8)}
+    """Q and DQ of a tensor, without the constant of the scale."""
+    q, how = f"{name}q", f"{scale}, zero"
+    return f"{q} = QuantizeLinear({tensor}, {how}) {name} = DequantizeLinear({q}, {how})"
 
 
 def product(bias: bool = False, behind: str = "", outputs: str = "wide") -> Model:
     """An FP8 Gemm with what follows it."""
     k, n = 32, 48
-    constants = ZERO | {
+    constants = {
         "s": np.array(0.0078125, BF16),
         "w": (RANDOM.standard_normal((n, k)) * 40).astype(FP8),
         "ws": np.abs(bf16(n)) * BF16(0.01) + BF16(0.005),
@@ -158,7 +158,7 @@ def half(behind: str, width: int = 32, transposed: bool = True) -> Model:
     model, last = _followed(Model((width,), text, {"w": weight, "b": bf16(n)}), behind, width, n)
     if "quantized" not in behind:
         return model.then("", last)
-    return model.then(quantized(last, "s2"), s2=np.array(0.03125, BF16), **ZERO)
+    return model.then(quantized(last, "s2"), s2=np.array(0.03125, BF16))
 
 
 def _followed(model: Model, behind: str, k: int, n: int) -> tuple[Model, str]:

@@ -21,7 +21,6 @@ from fusion_models import (
     BF16,
     RANDOM,
     ULP,
-    ZERO,
     Model,
     bf16,
     close,
@@ -82,7 +81,7 @@ def attention(
     """
     heads = HEADS if has_heads else 1
     sizes = heads * np.array([widths[0], *widths])
-    constants = ZERO | {
+    constants = {
         **{"w": bf16(24, sizes.sum(), scale=0.2), "sizes": sizes, "s": np.array(0.375, BF16)},
         **{"t": np.array(2.5, BF16), "s8": np.array(0.0625, BF16), "float": bf16(TOKENS, TOKENS)},
         **{f"n{n}": np.array([n]) for n in (0, 1, 2, 3)},

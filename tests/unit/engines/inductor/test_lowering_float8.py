@@ -38,6 +38,7 @@ from loka_onnx.numerics.float8 import dequantize, fake_quantize, float8_dtype, q
 
 RANDOM = np.random.default_rng(0)
 E4M3, E5M2 = float8_dtype(Float8.E4M3FN), float8_dtype(Float8.E5M2)
+ZERO = np.zeros((), E4M3)
 X_SCALE, W_SCALE = np.float32(0.0087890625), np.float32(0.00177001953125)
 """They are BF16 numbers, as the scales of plans are."""
 
@@ -105,7 +106,7 @@ def product_model(product: Product, kind: Any, *, per_channel: bool) -> tuple[on
     )
     constants = {
         **{"sx": np.array(X_SCALE).astype(kind), "sw": np.asarray(scale).astype(kind), "w8": stored},
-        **{"z": np.zeros((), E4M3), "zw": np.zeros(np.shape(scale), E4M3)},
+        **{"z": ZERO, "zw": np.zeros(np.shape(scale), E4M3)},
         **{"first": np.array([0]), "sizes": np.array([1, 3]), "c": RANDOM.normal(size=48).astype(kind)},
     }
     free = ",".join(product.formula.split("->")[1])
@@ -214,14 +215,7 @@ def test_a_factor_that_is_not_quantized_is_told(text: str, wide: str, tmp_path: 
         "xq = QuantizeLinear(x, sx, z) xd = DequantizeLinear(xq, sx, z) wd = DequantizeLinear(w8, sw, z)"
         f" oq = QuantizeLinear(x, so, z) other = DequantizeLinear(oq, so, z) {text}",
         {
-            **{
-                "sx": X_SCALE,
-                "sw": W_SCALE,
-                "so": 2 * X_SCALE,
-                "z": np.zeros((), E4M3),
-                "w8": stored,
-                "w": w,
-            },
+            **{"sx": X_SCALE, "sw": W_SCALE, "so": 2 * X_SCALE, "z": ZERO, "w8": stored, "w": w},
             **{f"n{n}": np.array([n]) for n in (0, 1, 32)},
         },
         inputs="float[batch,32] x",
@@ -239,12 +233,7 @@ def identity_product(text: str, scale: Any) -> onnx.ModelProto:
     """Products of ``d``, a quantized x, and ``v``, the identity in FP8."""
     return parsed(
         f"q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) v = DequantizeLinear(w8, one, z) {text}",
-        {
-            "s": np.float32(scale),
-            "one": np.float32(1),
-            "z": np.zeros((), E4M3),
-            "w8": np.eye(32).astype(E4M3),
-        },
+        {"s": np.float32(scale), "one": np.float32(1), "z": ZERO, "w8": np.eye(32).astype(E4M3)},
         inputs="float[batch,32] x",
     )
 
@@ -391,7 +380,7 @@ def test_integers_agree_with_the_reference(case: Case, tmp_path: Path) -> None:
     ("zero", "attributes", "said"),
     [
         (np.zeros((), ml_dtypes.float8_e4m3fnuz), {}, "values of type FLOAT8E4M3FNUZ are not lowered"),
-        (np.zeros((), E4M3), {"saturate": 0}, "FP8 without saturation is not lowered"),
+        (ZERO, {"saturate": 0}, "FP8 without saturation is not lowered"),
         (np.ones((), E4M3), {}, "the zero point of an FP8 tensor must be 0"),
     ],
 )

@@ -199,15 +199,9 @@ SHAPES = {
         " z = ConstantOfShape(n) a = Add(c, z) u = Unsqueeze(a, v1) k = ReduceSum(x, v1) f = Squeeze(k, v1)"
         " y = Mul(f, u)"
     ),
-    "the scale of an attention": (
-        "n = Shape(x) d = Gather(n, s2) f = Cast<to=1>(d) q = Sqrt(f) y = Div(x, q)"
-    ),
-    "a mean over a length": (
-        "k = ReduceSum(x, v1) n = Shape(x) d = Gather(n, s1) f = Cast<to=1>(d) y = Div(k, f)"
-    ),
-    "numbers that meet a tensor": (
-        "n = Shape(x) f = Cast<to=1>(n) m = ReduceMax<keepdims=0>(x) y = Add(f, m)"
-    ),
+    "scale of an attention": "n = Shape(x) d = Gather(n, s2) f = Cast<to=1>(d) q = Sqrt(f) y = Div(x, q)",
+    "a mean": "k = ReduceSum(x, v1) n = Shape(x) d = Gather(n, s1) f = Cast<to=1>(d) y = Div(k, f)",
+    "numbers that meet a tensor": "n = Shape(x) f = Cast<to=1>(n) m = ReduceMax<keepdims=0>(x) y = Add(f, m)",
     "repeats and bounds": (
         "n = Shape(x) l = Gather(n, v1) h = Sub(l, v1) c = Slice(x, v0, h, v1) r = Concat<axis=0>(v1, h, v1)"
         " y = Tile(c, r)"
@@ -278,10 +272,8 @@ def chains(draw: st.DrawFn) -> tuple[onnx.ModelProto, tuple[int, ...]]:
             steps.append((f"Slice({last}, a1, end, a{axis})", (*before, length - 1, *behind)))
         node, shape = draw(st.sampled_from(steps))
         text, last = f"{text} t{number} = {node}", f"t{number}"
-    proto = parsed(
-        f"{text} y = Identity({last})", constants, inputs="double[batch,3,4] x", output="double[] y"
-    )
-    return proto, shape[1:]
+    text += f" y = Identity({last})"
+    return parsed(text, constants, inputs="double[batch,3,4] x", output="double[] y"), shape[1:]
 
 
 @hypothesis.given(chain=chains())

@@ -247,13 +247,10 @@ def test_division_of_integers_rounds_toward_zero(tmp_path: Path) -> None:
 
 def test_bfloat16_stays_bfloat16_and_norms_sum_in_float32(tmp_path: Path) -> None:
     """Sums of 4,096 ones would stop at 256 in BF16, and the mean be wrong by far more than its rounding."""
+    ones = np.ones(4096, "bfloat16")
     proto = parsed(
         "b = Cast<to=16>(x) c = Add(b, one) n = LayerNormalization(c, gain, shift) y = Mul(n, one)",
-        {
-            "gain": np.ones(4096, "bfloat16"),
-            "shift": np.zeros(4096, "bfloat16"),
-            "one": np.array(1, "bfloat16"),
-        },
+        {"gain": ones, "shift": np.zeros_like(ones), "one": ones[0]},
         inputs="float[batch,4096] x",
         output="bfloat16[batch,4096] y",
     )

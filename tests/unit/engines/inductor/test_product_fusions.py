@@ -16,7 +16,6 @@ from fusion_models import (
     BF16,
     FP8,
     RANDOM,
-    ZERO,
     Model,
     bf16,
     close,
@@ -207,7 +206,7 @@ def joined(reader: str = "wide", more: str = "") -> Model:
     """Computed columns beside rounded ones, and their Q."""
     text = "rows = Reshape(x, flat) [other] left = MatMul(rows, m)"
     text += f" [cat] joined = Concat<axis=1>(left, rows{more}) {quantized('joined')}"
-    constants = ZERO | {"flat": np.array([0, 32]), "m": bf16(32, 16, scale=0.3), "s": np.array(2**-7, BF16)}
+    constants = {"flat": np.array([0, 32]), "m": bf16(32, 16, scale=0.3), "s": np.array(2**-7, BF16)}
     model = Model((4, 8), text, constants)
     return model.then("wide = Identity(joined)", "y", "wide") if reader == "wide" else model
 

@@ -13,7 +13,6 @@ from fusion_models import (
     BF16,
     FP8,
     NF,
-    ZERO,
     D,
     K,
     Model,
@@ -59,7 +58,7 @@ def factorization(merged: bool = False, flat: str = "Reshape(s, to)") -> Model:
 
 
 def with_q(model: Model) -> Model:
-    model = model.but("[norm] y = ", "[norm] n = ", s8=np.array(2**-7, BF16), **ZERO)
+    model = model.but("[norm] y = ", "[norm] n = ", s8=np.array(2**-7, BF16))
     return model.then(quantized("n", "s8"))
 
 
@@ -183,7 +182,7 @@ BESIDE = "[other] ot = MatMul(xt, v) or = Relu(ot) f = Transpose<perm=[0,2,1]>(o
 
 def mixed(beside: str = "f, m", flat: str = "", ends: str = "wide") -> Model:
     """W · X as exporters write it: `beside` says where the other tokens stand, if there are any."""
-    constants = ZERO | {"w": bf16(N, MIXED, scale=0.3), "v": bf16(N, OTHERS, scale=0.3)}
+    constants = {"w": bf16(N, MIXED, scale=0.3), "v": bf16(N, OTHERS, scale=0.3)}
     constants |= {"s": np.array(0.03125, BF16), "to": np.array([-1, (MIXED + OTHERS * bool(beside)) * D])}
     text = f"{MIX} {BESIDE} c = Concat<axis=1>({beside})" if beside else MIX
     last = "c" if beside else "m"
