@@ -167,7 +167,7 @@ def output_ports(graph: onnx.GraphProto) -> tuple[OutputPort, ...]:
     """Outputs of a graph; those with a dynamic first axis follow the batch."""
     first = {value.name: value.type.tensor_type.shape.dim[:1] for value in graph.output}
     return tuple(
-        OutputPort(name, any(not dim.HasField("dim_value") for dim in d)) for name, d in first.items()
+        OutputPort(name, not all(dim.HasField("dim_value") for dim in d)) for name, d in first.items()
     )
 
 

@@ -165,9 +165,8 @@ class InductorSession(Runner):
             try:
                 yield executor, placements(self.engine, rows, captures=executor.captures)
             except RuntimeError as error:
-                raise EngineError(
-                    "E0835 the engine failed on a batch", evidence=str(error).splitlines()[0][:400]
-                ) from error
+                reason = str(error).splitlines()[0][:400]
+                raise EngineError("E0835 the engine failed on a batch", evidence=reason) from error
 
     def _open_executor(self) -> Executor:
         if self._executor is None:

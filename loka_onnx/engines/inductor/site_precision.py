@@ -184,7 +184,6 @@ def _read_norm(engine: InductorEngine, site: str, planned: Precision) -> SitePre
     read = [program.entering.get(site, ()) for program in engine.programs]
     types = tuple(dict.fromkeys(kind for each in read for kind in each))
     engaged = all(_TORCH_TYPES[planned] in each and not {*each} & {*FLOAT8} for each in read)
-    evidence = (
-        "exported program: what its node reads" if types else "nothing of that name in the exported program"
-    )
+    absent = "nothing of that name in the exported program"
+    evidence = "exported program: what its node reads" if types else absent
     return SitePrecision(site, planned, types, engaged, evidence)

@@ -26,9 +26,8 @@ def triton_form(source: Source) -> Form | Refusal:
     engine = read_engine(source.path)
     names = [{port.name for port in ports} for ports in (engine.inputs, engine.outputs)]
     if names != [{spec.name for spec in specs} for specs in (source.inputs, source.outputs)]:
-        return Refusal(
-            f"its document has other inputs or outputs than the bundle: {sorted(set.union(*names))}"
-        )
+        known = sorted(set.union(*names))
+        return Refusal(f"its document has other inputs or outputs than the bundle: {known}")
     loose = [port.name for port in engine.outputs if not port.batched]
     if loose:
         return Refusal(f"output '{loose[0]}' is one for the whole batch, and Triton cuts outputs by request")

@@ -202,9 +202,8 @@ def _check_shapes(match: _Attention) -> None:
     if v[-1] != width:
         raise DeclinedFusion(f"its keys have {width} numbers a head, its values {v[-1]}")
     if width % MULTIPLE or width > MOST:
-        raise DeclinedFusion(
-            f"a head has {width} numbers; the kernels take multiples of {MULTIPLE} up to {MOST}"
-        )
+        taken = f"multiples of {MULTIPLE} up to {MOST}"
+        raise DeclinedFusion(f"a head has {width} numbers; the kernels take {taken}")
     if queries * keys < LEAST and not is_short(queries, keys, width):
         raise DeclinedFusion(f"{queries} queries of {keys} keys are too few to gain by it")
     if match.mask is not None and not _is_mask(match.mask, (*q[:-1], keys)):

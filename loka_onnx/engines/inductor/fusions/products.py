@@ -226,9 +226,8 @@ def merged_bias(graph: PlannedGraph, split: Node) -> Fused | None:
     # The old Split would count as a reader of the product.
     split.outputs = []
     graph.replace("Add", graph.fresh_name(f"{split.name}/bias"), [whole, bias], [biased], {})
-    graph.replace(
-        "Split", name, [biased, *split.inputs[1:]], [add.outputs[0] for add, _ in adds], split.attrs
-    )
+    outputs = [add.outputs[0] for add, _ in adds]
+    graph.replace("Split", name, [biased, *split.inputs[1:]], outputs, split.attrs)
     return Fused(name)
 
 

@@ -102,9 +102,8 @@ def attention(node: Node, q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None 
             mask = torch.logical_not(mask) if drops else mask
         elif mask is not None and mask.dtype is torch.bfloat16:
             mask = torch.where(torch.isinf(mask), mask, mask.clamp(min=LOWEST))
-        fused = functional.scaled_dot_product_attention(
-            q, kt.transpose(-1, -2), v, attn_mask=mask, scale=scale
-        )
+        k = kt.transpose(-1, -2)
+        fused = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return fused if has_heads else fused.squeeze(1)
 
 

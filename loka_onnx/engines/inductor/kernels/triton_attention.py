@@ -138,11 +138,8 @@ def short_attention(
         for axis, stride in zip(axes[name], values, strict=True)
     }
     tiles = triton.cdiv(queries, shape.queries)
-    masks = {
-        "ADDED": mask is not None and not chooses,
-        "KEEP": chooses and not drop,
-        "DROP": chooses and drop,
-    }
+    masks = {"KEEP": chooses and not drop, "DROP": chooses and drop}
+    masks["ADDED"] = mask is not None and not chooses
     sizes = {"HEADS": heads, "QUERIES": queries, "KEYS": keys, "D": d}
     sizes |= {"Q2": shape.queries, "K2": shape.keys, "D2": shape.width}
     # An unused pointer must be valid; q itself could make the compiler write a copy.

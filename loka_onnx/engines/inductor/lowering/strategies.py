@@ -170,11 +170,8 @@ class ScaledMatMul(ProductStrategy):
         if not product.is_float8:
             values = torch.nn.functional.linear(product.a, product.b.transpose(-1, -2), product.bias)
             return values, compiled_site(product.site, "dense", product.a, product.b)
-        turned = (
-            product.a.dim() == 2
-            and (product.b.dim() > 2 or product.scale_a.dim() > 0)
-            and product.scale_b.dim() == 0
-        )
+        can_turn = product.a.dim() == 2 and product.scale_b.dim() == 0
+        turned = can_turn and (product.b.dim() > 2 or product.scale_a.dim() > 0)
         oriented = product.swapped() if turned else product
         if reason := _why_not(oriented):
             return _multiply_dequantized(product, reason)

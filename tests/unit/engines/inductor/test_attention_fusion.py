@@ -16,20 +16,7 @@ from onnx.reference import ReferenceEvaluator
 pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
 import torch
-from fusion_models import (
-    BATCH,
-    BF16,
-    RANDOM,
-    ULP,
-    Model,
-    bf16,
-    close,
-    fused,
-    ops,
-    quantized,
-    run,
-    sites_of,
-)
+from fusion_models import BATCH, BF16, RANDOM, ULP, Model, bf16, close, fused, ops, quantized, run, sites_of
 from lowering_models import parsed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv

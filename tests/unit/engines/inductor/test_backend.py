@@ -341,12 +341,7 @@ NOT_ENGAGED = [
     # One reading is another.
     (ENGINE, FP8, {}, "'rows': the generated code calls 0 FP8 products, the exported program has 1"),
     (engine_of(FC), FP8, CALLED, "'rows': the exported program has no product of this site"),
-    (
-        engine_of(FC, Product("fc", "aten.mm.default", (E4M3, BF16))),
-        FP8,
-        CALLED,
-        f"multiplies {E4M3} by {BF16}",
-    ),
+    (engine_of(FC, Product("fc", "aten.mm.default", (E4M3, BF16))), FP8, CALLED, f"{E4M3} by {BF16}"),
     (NOTHING, FP8, CALLED, ABSENT),
     (ODD, FP8, CALLED, "lowered to dequantized: K 24 is odd"),
     (TWO, FP8, CALLED, "'rows4': the exported program multiplies bfloat16 by bfloat16 there"),

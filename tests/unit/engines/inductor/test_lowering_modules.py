@@ -178,9 +178,7 @@ SHAPES = {
     "reshape to a computed shape": (
         "n = Shape(x) b = Gather(n, s0) u = Unsqueeze(b, v0) t = Concat<axis=0>(u, v12) y = Reshape(x, t)"
     ),
-    "reshape by a slice of the shape": (
-        "n = Shape<start=0, end=1>(x) t = Concat<axis=0>(n, v4, v3) y = Reshape(x, t)"
-    ),
+    "reshape by a slice": "n = Shape<start=0, end=1>(x) t = Concat<axis=0>(n, v4, v3) y = Reshape(x, t)",
     "arithmetic on lengths": (
         "n = Shape(x) a, b, c = Split<num_outputs=3>(n) p = Mul(b, c) q = Div(p, v2) r = Add(q, v6)"
         " k = Sub(r, v0) m = Max(k, v1) t = Concat<axis=0>(a, m) y = Reshape(x, t)"

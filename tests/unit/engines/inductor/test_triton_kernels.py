@@ -110,9 +110,7 @@ def token_concat() -> None:
             assert torch.equal(only.view(torch.uint8), narrow.view(torch.uint8))
 
 
-def attended(
-    q: torch.Tensor, kt: torch.Tensor, v: torch.Tensor, added: torch.Tensor | float, scale: float
-) -> torch.Tensor:
+def attended(q, kt, v, added, scale: float) -> torch.Tensor:
     """In float64, (batch, queries, heads, width); rows masked throughout are 0."""
     shares = torch.softmax(q.double() @ kt.double() * scale + added, dim=-1).nan_to_num(0.0)
     return (shares.to(HALF).double() @ v.double()).transpose(1, 2)
