@@ -48,10 +48,8 @@ def choices(found: Chosen, *sizes: int) -> dict[str, object]:
 
 
 def test_a_program_gets_the_kernel_that_is_fastest_at_the_sizes_it_takes() -> None:
-    found = chosen(
-        Measured("fc", "small", {256: 3.0, 2048: 20.0}, 0.0),
-        Measured("fc", "large", {256: 9.0, 2048: 12.0}, 0.0),
-    )
+    small, large = {256: 3.0, 2048: 20.0}, {256: 9.0, 2048: 12.0}
+    found = chosen(Measured("fc", "small", small, 0.0), Measured("fc", "large", large, 0.0))
     assert choices(found, 256) == {"fc": SMALL}
     assert choices(found, 2048) == {"fc": LARGE}
     assert choices(found, 256, 2048) == {"fc": LARGE}
@@ -243,12 +241,8 @@ def test_rows_follow_the_batch_where_they_do(shape: tuple[int, ...], smallest: t
 
 def test_sites_of_another_layout_are_timed_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     timed_rows: list[bool] = []
-
-    def time_product(case: Any) -> float:
-        timed_rows.append(case.product.a.is_contiguous())
-        return 1.0
-
-    monkeypatch.setattr(choosing, "_time_product", time_product)
+    append = timed_rows.append
+    monkeypatch.setattr(choosing, "_time_product", lambda case: append(case.product.a.is_contiguous()) or 1.0)
     monkeypatch.setattr(choosing, "_error", lambda strategy, given: 0.0)
     given = product(torch.bfloat16)
     turned = replace(given, a=given.a.t().contiguous().t())

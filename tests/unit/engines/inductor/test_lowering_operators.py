@@ -213,7 +213,14 @@ NORMS = [
     Case("BatchNormalization", [f(4, 3), f(3), f(3), f(3), f(3, low=0.5)], {"epsilon": 0.01}),
     Case("BatchNormalization", [f(4, 3, 5), f(3), f(3), f(3), f(3, low=0.5)]),
 ]
-CASES = [*UNARY, *BINARY, *PRODUCTS, *MOVEMENT, *INDEXING, *REDUCTIONS, *NORMS]
+# FP8 is tested beside its products.
+BYTES = RANDOM.integers(-100, 100, (4, 6)).astype(np.int8)
+QUANTIZERS = [
+    Case("QuantizeLinear", [f(4, 6), s(0.02, np.float32)]),
+    Case("QuantizeLinear", [np.linspace(-9, 9, 12, dtype=np.float32), s(0.05, np.float32), s(-3, np.int8)]),
+    Case("DequantizeLinear", [BYTES, Fixed(f(4, low=0.1, high=0.4)), s([1, 2, 3, 4], np.int8)], {"axis": 0}),
+]
+CASES = [*UNARY, *BINARY, *PRODUCTS, *MOVEMENT, *INDEXING, *REDUCTIONS, *NORMS, *QUANTIZERS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{case.op}-{number}" for number, case in enumerate(CASES)])
@@ -224,13 +231,11 @@ def test_an_operator_agrees_with_the_reference(case: Case, tmp_path: Path) -> No
     assert len(found) == case.outputs
     for one, other in zip(found, expected, strict=True):
         # Both sum in FP32, in another order: about fifty roundings of the largest value.
-        assert_same(one, other, 1e-5)
+        assert_same(one, other, 1e-6 if "Linear" in case.op else 1e-5)
 
 
 def test_every_registered_operator_is_in_the_table() -> None:
-    # Those of `test_lowering_float8` beside it.
-    tested = {case.op for case in CASES} | {"DequantizeLinear", "QuantizeLinear"}
-    assert {op for domain, op in OPERATORS if not domain} == tested
+    assert {op for domain, op in OPERATORS if not domain} == {case.op for case in CASES}
 
 
 def test_negative_pads_crop(tmp_path: Path) -> None:
