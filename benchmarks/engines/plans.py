@@ -21,7 +21,7 @@ from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.rewrite import Declined, ModelSplit
 from loka_onnx.core.site import SiteKind
-from loka_onnx.engines.inductor.compile import FUSE, STATIC
+from loka_onnx.engines.inductor.backend import FUSE, STATIC
 from loka_onnx.engines.onnxruntime.io_binding_settings import CUDA_GRAPH
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.graph.model import GraphModel, values_of

@@ -53,7 +53,7 @@ from benchmarks.pipeline.training import GROUP
 from benchmarks.recording import write_record
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.digests import digest_file, digest_json
-from loka_onnx.engines.inductor.compile import FUSE, STATIC
+from loka_onnx.engines.inductor.backend import FUSE, STATIC
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.planning.policy import FAST
 

@@ -28,7 +28,7 @@ from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.engines.device_lock import device_alone
-from loka_onnx.engines.inductor.compile import FUSE, STATIC
+from loka_onnx.engines.inductor.backend import FUSE, STATIC
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.sessions.onnx_session import OnnxSession

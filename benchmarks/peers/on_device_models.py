@@ -44,7 +44,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.engines.inductor.compile import FUSE
+from loka_onnx.engines.inductor.backend import FUSE
 from loka_onnx.engines.inductor.fusions import fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.errors import LokaError, ModelError

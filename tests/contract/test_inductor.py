@@ -19,9 +19,8 @@ from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import SiteKind
 from loka_onnx.engines.inductor.backend import InductorBackend
-from loka_onnx.engines.inductor.exported import PRODUCT_KERNEL, SCALED
 from loka_onnx.engines.inductor.package import read_engine, read_sources
-from loka_onnx.engines.inductor.site_precision import product_calls
+from loka_onnx.engines.inductor.site_precision import PRODUCT_KERNEL, SCALED, product_calls
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.sessions.cuda import list_cuda_devices

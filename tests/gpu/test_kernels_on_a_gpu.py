@@ -22,13 +22,11 @@ sys.path.append(str(Path(__file__).parents[1] / "unit" / "engines" / "inductor")
 from kernel_cases import ENDS, FP8, Draw, Product, heads_of_one_product, interaction, residual, tokens  # noqa: E402
 
 from loka_onnx.engines.inductor.choosing import SPLIT_TILES, TILES  # noqa: E402
-from loka_onnx.engines.inductor.kernels.products import Tile  # noqa: E402
 from loka_onnx.engines.inductor.kernels.triton_attention import short_attention  # noqa: E402
-from loka_onnx.engines.inductor.kernels.triton_concat import concat_quantize  # noqa: E402
-from loka_onnx.engines.inductor.kernels.triton_factorization import factorization_norm  # noqa: E402
+from loka_onnx.engines.inductor.kernels.triton_concats import concat_quantize, token_concat  # noqa: E402
+from loka_onnx.engines.inductor.kernels.triton_norms import factorization_norm, token_residual_norm  # noqa: E402
 from loka_onnx.engines.inductor.kernels.triton_product import product  # noqa: E402
-from loka_onnx.engines.inductor.kernels.triton_token_concat import token_concat  # noqa: E402
-from loka_onnx.engines.inductor.kernels.triton_token_norm import token_residual_norm  # noqa: E402
+from loka_onnx.engines.inductor.lowering.strategies import Tile  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("float8_gpu")]
 

@@ -1,10 +1,8 @@
 """Inductor: the planned graph lowered to PyTorch and compiled ahead of time into one package.
 
 - **NVIDIA, sm80 and later**: the plan's base precision; FP8 from sm89, through `torch._scaled_mm` (cuBLASLt
-  or an autotuned Triton template) and the operators of `kernels`. Compiled on a host that has the GPU,
-  because kernels are chosen by timing.
-- **CPU**: FP32, and BF16 and FP16 with PyTorch's rounding. FP8 values are real too (oneDNN multiplies them),
-  but no CPU runs them faster: accuracy is meaningful, speed is not.
+  or an autotuned Triton template) and the operators of `kernels`, on a host that has the GPU.
+- **CPU**: FP32, BF16, FP16, and FP8 (by oneDNN), whose accuracy is meaningful and whose speed is not.
 
 Norms, softmax and other reductions compute in FP32 whatever the type of their tensors. Chains of elementwise
 operators that Inductor fuses keep FP32 between them, where the ONNX graph rounds to BF16 after each.
@@ -14,7 +12,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,13 +23,14 @@ from onnx import TensorProto
 from loka_onnx.core.devices import CPU, FLOAT8_FROM, capability
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.installation import cache_directory
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
-from loka_onnx.engines.inductor.compile import OPTIONS, Compilers, compile_engine
 from loka_onnx.engines.inductor.fusions import fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
+from loka_onnx.engines.inductor.package import read_engine, read_sources
 from loka_onnx.engines.inductor.session import import_torch, open_inductor
-from loka_onnx.engines.inductor.site_precision import read_site_precisions
+from loka_onnx.engines.inductor.site_precision import product_calls, site_precisions
 from loka_onnx.engines.inductor.spec import INDUCTOR
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError, MissingPackage
@@ -43,7 +44,80 @@ BASES = {Precision.BF16: TensorProto.BFLOAT16, Precision.FP16: TensorProto.FLOAT
 """Base precisions that fused kernels multiply, and their ONNX types."""
 _DECLINED = re.compile(r"^([\w -]+): declined (.+)$", re.MULTILINE)
 """Line of the build log about a declined fusion."""
+MOST_PROGRAMS = 3
+"""Most batch sizes that get programs of their own by default."""
+STATIC, FUSE = "static", "fuse"
+SYSTEM = ("/usr/bin/g++", "/usr/bin/gcc")
+"""C++ and C compilers that are preferred to those of the environment."""
 NO_COMPILER = "there is no C++ compiler, which Inductor needs"
+
+
+@dataclass(frozen=True)
+class Compilers:
+    """Compilers of C++ and of C, as commands."""
+
+    cxx: str
+    cc: str
+
+    @classmethod
+    def find(cls, system: tuple[str, str] = SYSTEM) -> Compilers | None:
+        """Return the compilers to build with, or None.
+
+        The system's GCC comes before ``CXX``: a package whose host part was compiled by another tool chain,
+        with its own C++ library, builds without an error and crashes when it is loaded (PyTorch 2.11).
+        """
+        for pair in (system, (os.environ.get("CXX", ""), os.environ.get("CC", "")), ("g++", "gcc")):
+            # A variable may hold arguments as well.
+            cxx, cc = (shutil.which((command.split() or [""])[0]) for command in pair)
+            if cxx and cc:
+                return cls(cxx, cc)
+        return None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables to set before PyTorch reads them.
+
+        Kernels, autotuning results and compiler probes stay in the caches that the environment names, else
+        in this user's: plans of one model share most kernels.
+        """
+        caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+        variables = {
+            name: str(cache_directory() / folder) for name, folder in caches.items() if name not in os.environ
+        }
+        return {"CXX": self.cxx, "CC": self.cc, **variables}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the compiler.
+
+    Attributes:
+        max_autotune: Whether to time the products of all libraries and to search launch parameters.
+        fast_accumulation: Whether FP8 sums may keep fewer bits than FP32 (Hopper).
+        static: Whether each served batch size gets its own program, with a copy of the weights.
+        fuse: Whether the graph is fused into the operators of `kernels`.
+        choose: Whether the kernel of each fused product is chosen by timing on a GPU.
+    """
+
+    max_autotune: bool = False
+    fast_accumulation: bool = True
+    static: bool = False
+    fuse: bool = True
+    choose: bool = True
+
+    @classmethod
+    def of(cls, request: BuildRequest) -> Settings:
+        """Settings from the options of a request.
+
+        On a GPU, up to `MOST_PROGRAMS` batch sizes get programs of their own: blanket FP8 of DLRM-DCNv2 at
+        256 took 83 µs with them and 109 µs without (H100).
+        """
+        on_gpu = request.architecture != CPU
+        default = cls(static=on_gpu and 1 < len(request.batch.sizes) <= MOST_PROGRAMS)
+        return replace(default, **{name: bool(value) for name, value in request.options.items()})
+
+
+OPTIONS: Mapping[str, range] = dict.fromkeys(asdict(Settings()), range(2))
 
 
 class InductorBackend(Backend):
@@ -82,18 +156,12 @@ class InductorBackend(Backend):
             f"{here or 'no GPU that PyTorch uses'}; build there"
         )
 
-    def base_precision(self, plan: PrecisionPlan) -> Precision:
-        """The plan's base, on the CPU too, so that its FP8 engine gives the GPU's answers."""
-        return plan.base
-
     def fused_sites(self, model: Path, base: Precision) -> dict[str, str]:
         """See `Backend.fused_sites`: sites that `fusions` joins in a plan without FP8.
 
         A product whose kernel only adds an epilogue is not listed: the FP8 kernel adds it as well.
         """
-        if base not in BASES:
-            return {}
-        return fuse(PlannedGraph.load(model, BASES[base])).joined
+        return fuse(PlannedGraph.load(model, BASES[base])).joined if base in BASES else {}
 
     def read_remarks(self, log: str) -> tuple[str, ...]:
         """See `Backend.read_remarks`: the declined fusions."""
@@ -119,12 +187,18 @@ class InductorBackend(Backend):
         if compilers is None:
             raise EngineError(NO_COMPILER, remedy="install g++ and gcc")
         os.environ.update(compilers.environment)
+        # It imports PyTorch, which reads them.
+        from loka_onnx.engines.inductor.compile import compile_engine
+
         return compile_engine(request, into, compilers)
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
         """Read the exported program that the package describes, and its generated code."""
-        planned = {decision.site: decision.precision for decision in request.plan.decisions}
-        return read_site_precisions(engine, [(site, planned[site.name]) for site in request.planned_sites])
+        precisions = {decision.site: decision.precision for decision in request.plan.decisions}
+        planned = [(site, precisions[site.name]) for site in request.planned_sites]
+        manifest = read_engine(engine)
+        calls = {each.name: product_calls(read_sources(engine, each.name)) for each in manifest.programs}
+        return site_precisions(manifest, calls, planned)
 
     def load(self, engine: Path, architecture: str) -> Runner:
         """Load the package on the CPU, or the first GPU of its architecture."""

@@ -1,11 +1,10 @@
 """Choice of the kernel for each product, timed on the device with the values that the site reads.
 
-Candidates for each product of the fused graph: the library (for FP8: cuBLASLt with exact and with fast
-accumulation), with the epilogue fused by the compiler, and the Triton
-kernel in several tiles (for FP8 with exact and fast accumulation), with the epilogue inside. Each is timed in
-a CUDA graph at every served batch size. A program gets the kernel with the smallest sum over its sizes among
-those whose arithmetic adds little to the quantization error: Hopper's tensor cores keep about 14 bits of an
-FP8 sum (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), while the simulation that judged the plan keeps 24.
+Candidates for each product of the fused graph are the library, with the epilogue fused by the compiler, and
+the Triton kernel in several tiles, with the epilogue inside; for FP8 both with exact and fast accumulation.
+Each is timed in a CUDA graph at every served batch size. A program gets the kernel with the smallest sum over
+its sizes among those whose arithmetic adds little to the quantization error: Hopper's tensor cores keep about
+14 bits of an FP8 sum (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), the simulation that judged the plan 24.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loka_onnx.engines.inductor.kernels.products import Tile, TiledProduct
 from loka_onnx.engines.inductor.lowering.strategies import (
     Epilogue,
     FloatProduct,
@@ -30,6 +28,8 @@ from loka_onnx.engines.inductor.lowering.strategies import (
     PerSite,
     ProductStrategy,
     ScaledMatMul,
+    Tile,
+    TiledProduct,
 )
 from loka_onnx.engines.tuned_kernels import calls_in_turn, copies_in_turn
 
@@ -93,30 +93,25 @@ class Chosen:
 
         A site without an allowed candidate gets the library's exact product.
         """
-        best: dict[str, tuple[float, str]] = {}
-        for each in self.measured:
-            if not each.obstacle:
-                took = sum(each.us[size] for size in sizes)
-                best[each.site] = min(best.get(each.site, (took, each.kernel)), (took, each.kernel))
         choices: dict[str, ProductStrategy] = {each.site: ScaledMatMul() for each in self.measured}
-        choices |= {site: self.tried[site, kernel] for site, (_, kernel) in best.items()}
+        allowed = (each for each in self.measured if not each.obstacle)
+        timed = sorted((sum(each.us[size] for size in sizes), each.kernel, each.site) for each in allowed)
+        # The fastest comes last and stays.
+        choices |= {site: self.tried[site, kernel] for _, kernel, site in reversed(timed)}
         return PerSite(choices, self.otherwise)
 
 
 @dataclass(eq=False)
 class Recorder(ProductStrategy):
-    """Computes products by the library and keeps the operands of those with an epilogue, by site."""
+    """Computes products by the library and keeps the operands of the fused ones, by site."""
 
     seen: dict[str, tuple[FloatProduct, Epilogue]] = field(default_factory=dict)
 
-    def multiply(self, product: FloatProduct) -> Multiplied:
-        """Multiply a product that no fusion took; there is nothing to choose."""
-        return ScaledMatMul().multiply(product)
-
-    def multiply_with(self, product: FloatProduct, epilogue: Epilogue) -> Multiplied:
-        """See `ProductStrategy.multiply_with`."""
-        self.seen.setdefault(product.site, (product, epilogue))
-        return super().multiply_with(product, epilogue)
+    def multiply(self, product: FloatProduct, epilogue: Epilogue | None = None) -> Multiplied:
+        """See `ProductStrategy.multiply`."""
+        if epilogue is not None:
+            self.seen.setdefault(product.site, (product, epilogue))
+        return ScaledMatMul().multiply(product, epilogue)
 
 
 @dataclass(frozen=True)
@@ -145,16 +140,15 @@ class Chooser:
         if not self.fast_accumulation:
             return {**slow, "cublas": exact}
         both = _tiled(tiles) | (slow if product.b.shape[0] >= LONG_K else {})
-        fast = replace(exact, fast_accumulation=True)
-        return {**both, "cublas": exact, "cublas-fast": fast}
+        return {**both, "cublas": exact, "cublas-fast": ScaledMatMul(fast_accumulation=True)}
 
     def _split_tiles(self, product: FloatProduct) -> tuple[Tile, ...]:
         k, n = product.b.shape
+        if k < LONG_K:
+            return ()
         rows = product.a.numel() // k
         if _batch_axis(product.a, self.batch) is not None:
             rows = rows * min(self.sizes) // self.batch
-        if k < LONG_K:
-            return ()
         return tuple(
             tile for tile in SPLIT_TILES if -(-rows // tile.rows) * -(-n // tile.columns) < PROCESSORS
         )
@@ -166,7 +160,7 @@ class Chooser:
         def run(strategy: TiledProduct, product: FloatProduct, epilogue: Epilogue) -> None:
             # The current device and the grad mode are thread-local.
             with suppress(Exception), torch.cuda.device(product.a.device), torch.no_grad():
-                strategy.multiply_with(product, epilogue)
+                strategy.multiply(product, epilogue)
 
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
             for product, epilogue in different.values():
@@ -187,35 +181,29 @@ class Chooser:
             for name, strategy in self.candidates(product).items():
                 strategies[site, name] = strategy
                 if not _has_faster_twin(strategy, here):
-                    case = _Case(name, strategy, product, epilogue)
-                    here.append(self._measure(case, times, here))
+                    here.append(self._measure(_Case(name, strategy, product, epilogue), times, here))
             measured += here
-        others = ScaledMatMul(fast_accumulation=self.fast_accumulation)
-        return Chosen(tuple(measured), strategies, others)
+        return Chosen(tuple(measured), strategies, ScaledMatMul(self.fast_accumulation))
 
     def _measure(
         self, case: _Case, known: dict[str, dict[int, float]], before: Sequence[Measured]
     ) -> Measured:
-        strategy, site, name = case.strategy, case.product.site, case.name
+        site, name = case.product.site, case.name
         try:
-            error = _error(strategy, case.product)
+            error = _error(case.strategy, case.product)
             if not error <= LARGEST_ERROR:
                 reason = f"error {error:.2g}, at most {LARGEST_ERROR:.2g} is allowed"
                 return Measured(site, name, {}, error, reason)
             if name not in known:
                 alone = {size: _time_product(case.at(size, self.batch)) for size in self.sizes}
                 # Faster at every size is faster in every sum.
-                is_behind = any(
-                    all(alone[size] > each.us[size] for size in self.sizes)
-                    for each in before
-                    if not each.obstacle
-                )
-                if is_behind and not strategy.fuses_epilogue:
+                allowed = [each.us for each in before if not each.obstacle]
+                is_behind = any(all(alone[size] > us[size] for size in self.sizes) for us in allowed)
+                if is_behind and not case.strategy.fuses_epilogue:
                     reason = "slower than another even without what follows"
                     return Measured(site, name, {}, error, reason)
-                known[name] = {
-                    size: us + _time_behind(case.at(size, self.batch)) for size, us in alone.items()
-                }
+                behind = {size: _time_behind(case.at(size, self.batch)) for size in self.sizes}
+                known[name] = {size: us + behind[size] for size, us in alone.items()}
         except Exception as failure:
             # A tile may need too much shared memory; the compiler then raises errors of several types.
             return Measured(site, name, {}, float("nan"), f"{type(failure).__name__}: {str(failure)[:200]}")
@@ -236,7 +224,7 @@ def _key(product: FloatProduct, epilogue: Epilogue) -> tuple[object, ...]:
     shapes = (*product.a.shape, *product.b.shape, product.scale_b.dim())
     # Tiles read rows: a copy is timed with those that are not contiguous.
     layouts = (product.a.is_contiguous(), product.b.t().is_contiguous())
-    parts = (epilogue.bias is None, epilogue.relu, len(epilogue.cross), epilogue.is_first)
+    parts = (product.bias is None, epilogue.relu, len(epilogue.cross), epilogue.is_first)
     ends = (epilogue.is_wide, epilogue.scale is None)
     return (*shapes, *layouts, product.a.dtype, product.dtype, *parts, *ends)
 
@@ -288,7 +276,7 @@ def _time_product(case: _Case) -> float:
     products = with_weights_in_turn(case.product)
     turns, launches = cycle(products), calls_in_turn(_LAUNCHES, len(products))
     if case.strategy.fuses_epilogue:
-        return time_in_graph(lambda: case.strategy.multiply_with(next(turns), case.epilogue), launches)
+        return time_in_graph(lambda: case.strategy.multiply(next(turns), case.epilogue), launches)
     return time_in_graph(lambda: case.strategy.multiply(next(turns)), launches)
 
 
@@ -296,8 +284,8 @@ def with_weights_in_turn(product: FloatProduct) -> list[FloatProduct]:
     """Return the product with copies of its weight that together exceed the GPU's cache.
 
     In an engine a large weight is read from memory in every request. Timed with one weight again and again, a
-    tile was chosen over the library's kernel (9.0 and 9.9 µs, Wukong small in BF16 at 256 on an H100) in an
-    engine of 251 µs; an engine with the library's kernel had taken 227 µs in an earlier run.
+    tile was chosen over the library's kernel, which made a faster engine (227 for 251 µs: Wukong small in
+    BF16 at 256, H100).
     """
     weight = product.b.t().contiguous()
     copies = copies_in_turn(weight.numel() * weight.element_size())
@@ -323,7 +311,7 @@ def _time_behind(case: _Case) -> float:
 def _error(strategy: ProductStrategy, product: FloatProduct) -> float:
     """Error of the product alone, in the base precision, without its epilogue."""
     product = replace(product, bias=None)
-    values = strategy.multiply_with(product, Epilogue()).values.to(torch.float64)
+    values = strategy.multiply(product, Epilogue()).values.to(torch.float64)
     exact = torch.matmul(product.a.to(torch.float64) * product.scale_a, product.b.to(torch.float64))
     exact = exact * product.scale_b
     rounded = exact.to(product.dtype).to(torch.float64)

@@ -8,7 +8,6 @@ packaging. The package holds its manifest (`package`), which says what the expor
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -17,14 +16,18 @@ from typing import Any
 
 import numpy as np
 import onnx
+import torch
+from torch.export.pt2_archive._package import package_pt2
 
 from loka_onnx.core import serde
 from loka_onnx.core.devices import CPU
-from loka_onnx.core.installation import cache_directory
 from loka_onnx.engines.device_lock import device_alone
-from loka_onnx.engines.inductor.exported import entering_types, output_types, products_of
+from loka_onnx.engines.inductor.backend import Compilers, Settings
+from loka_onnx.engines.inductor.choosing import Chooser, Recorder
 from loka_onnx.engines.inductor.fusions import FusionReport, fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
+from loka_onnx.engines.inductor.lowering.model import lower
+from loka_onnx.engines.inductor.lowering.strategies import ScaledMatMul
 from loka_onnx.engines.inductor.package import (
     RECORD,
     CompiledSite,
@@ -34,94 +37,13 @@ from loka_onnx.engines.inductor.package import (
     Program,
     instruction_sets,
 )
+from loka_onnx.engines.inductor.site_precision import entering_types, output_types, products_of
 from loka_onnx.engines.request import WAITING, BatchRange, BuildRequest
 from loka_onnx.errors import DataError, EngineError, LokaError, ModelError
 from loka_onnx.sessions.cuda import list_cuda_devices
 
 PACKAGE = "engine.pt2"
-MOST_PROGRAMS = 3
-"""Most batch sizes that get programs of their own by default."""
-STATIC, FUSE = "static", "fuse"
-OPTIONS: Mapping[str, range] = dict.fromkeys(
-    ("max_autotune", "fast_accumulation", STATIC, FUSE, "choose"), range(2)
-)
-
-SYSTEM = ("/usr/bin/g++", "/usr/bin/gcc")
-"""C++ and C compilers that are preferred to those of the environment."""
 _NUMPY_TYPES = {"float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"}
-
-
-@dataclass(frozen=True)
-class Compilers:
-    """Compilers of C++ and of C, as commands."""
-
-    cxx: str
-    cc: str
-
-    @classmethod
-    def find(cls, system: tuple[str, str] = SYSTEM) -> Compilers | None:
-        """Return the compilers to build with, or None.
-
-        The system's GCC comes first, even where ``CXX`` names another compiler. A package whose host part was
-        compiled by another tool chain, with its own C++ library, builds without an error and crashes with a
-        segmentation fault when it is loaded (seen with PyTorch 2.11).
-        """
-        for pair in (system, (os.environ.get("CXX", ""), os.environ.get("CC", "")), ("g++", "gcc")):
-            # A variable may hold arguments as well.
-            cxx, cc = (shutil.which((command.split() or [""])[0]) for command in pair)
-            if cxx and cc:
-                return cls(cxx, cc)
-        return None
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables to set before PyTorch reads them.
-
-        Generated kernels, autotuning results and compiler probes stay in the caches that the environment
-        names, else in this user's: plans of one model share most kernels.
-        """
-        caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-        variables = {
-            name: str(cache_directory() / folder) for name, folder in caches.items() if name not in os.environ
-        }
-        return {"CXX": self.cxx, "CC": self.cc, **variables}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the compiler.
-
-    Attributes:
-        max_autotune: Whether to time the products of all libraries and to search launch parameters.
-        fast_accumulation: Whether FP8 sums may keep fewer bits than FP32 (Hopper).
-        static: Whether each served batch size gets its own program, with the kernels that are fastest at it.
-            Each program holds a copy of the weights.
-        fuse: Whether the graph is fused into the operators of `kernels`.
-        choose: Whether the kernel of each fused product is chosen by timing on a GPU.
-    """
-
-    max_autotune: bool = False
-    fast_accumulation: bool = True
-    static: bool = False
-    fuse: bool = True
-    choose: bool = True
-
-    @classmethod
-    def of(cls, request: BuildRequest) -> Settings:
-        """Settings from the options of a request.
-
-        On a GPU, up to `MOST_PROGRAMS` batch sizes get programs of their own: blanket FP8 of DLRM-DCNv2 at
-        256 took 83 µs with them and 109 µs without (H100).
-        """
-        on_gpu = request.architecture != CPU
-        default = cls(static=on_gpu and 1 < len(request.batch.sizes) <= MOST_PROGRAMS)
-        asked = {name: bool(request.options[name]) for name in OPTIONS if name in request.options}
-        return replace(default, **asked)
-
-    @property
-    def options(self) -> dict[str, int]:
-        """All options, for the record."""
-        return {name: int(value) for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
@@ -137,19 +59,12 @@ class Build:
 
 
 def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> Path:
-    """Build a package; call it only in a child process, which PyTorch may crash.
-
-    The environment must have the variables of the compilers.
+    """Build a package, in a child process (PyTorch may crash it) with the variables of the compilers.
 
     Raises:
         ModelError: An input or output has a type or shape that requests cannot hold.
         EngineError: An operator has no lowering, or PyTorch cannot export or compile the model.
     """
-    import torch
-    from torch.export.pt2_archive._package import package_pt2
-
-    from loka_onnx.engines.inductor.lowering.model import lower
-
     # Otherwise TF32 would round the factors of FP32 products to 10 bits.
     torch.set_float32_matmul_precision("highest")
     settings = Settings.of(request)
@@ -177,7 +92,7 @@ def compile_engine(request: BuildRequest, into: Path, compilers: Compilers) -> P
         sizes=request.batch.sizes,
         programs=tuple(programs),
         sites=compiled_sites(lowered),
-        options=settings.options,
+        options={name: int(value) for name, value in asdict(settings).items()},
     )
     package = into / PACKAGE
     package_pt2(os.fspath(package), aoti_files=files, extra_files={RECORD: serde.dumps(engine)})
@@ -197,23 +112,15 @@ def planned_graph(model: Path, *, fuses: bool) -> PlannedGraph:
 
 def chosen_products(build: Build, model: PlannedGraph) -> Callable[[Sequence[int]], Any]:
     """Return the strategy for a program's batch sizes: on a GPU, the fastest measured kernels."""
-    import torch
-
-    from loka_onnx.engines.inductor.choosing import Chooser, Recorder
-    from loka_onnx.engines.inductor.lowering.model import lower
-    from loka_onnx.engines.inductor.lowering.strategies import ScaledMatMul
-
     request, settings = build.request, build.settings
-    fast = settings.fast_accumulation
-    library = ScaledMatMul(fast_accumulation=fast)
+    library = ScaledMatMul(settings.fast_accumulation)
     device = torch_device(request.architecture)
     if not settings.choose or not settings.fuse or device.type == CPU:
         return lambda sizes: library
-    recorder = Recorder()
-    rows = request.batch.serve
+    recorder, rows = Recorder(), request.batch.serve
     examples = example_rows(request.sample, build.inputs, rows)
     module = lower(model, recorder).to(device).eval()
-    chooser = Chooser(rows, tuple(request.batch.sizes), fast)
+    chooser = Chooser(rows, tuple(request.batch.sizes), settings.fast_accumulation)
     with torch.no_grad():
         module(*(each.to(device) for each in examples))
         chooser.compile(recorder.seen)
@@ -258,16 +165,14 @@ def input_ports(graph: onnx.GraphProto) -> tuple[InputPort, ...]:
 
 def output_ports(graph: onnx.GraphProto) -> tuple[OutputPort, ...]:
     """Outputs of a graph; those with a dynamic first axis follow the batch."""
-    first = {value.name: list(value.type.tensor_type.shape.dim)[:1] for value in graph.output}
+    first = {value.name: value.type.tensor_type.shape.dim[:1] for value in graph.output}
     return tuple(
-        OutputPort(name, bool(dims) and not dims[0].HasField("dim_value")) for name, dims in first.items()
+        OutputPort(name, not all(dim.HasField("dim_value") for dim in d)) for name, d in first.items()
     )
 
 
-def torch_device(architecture: str) -> Any:
+def torch_device(architecture: str) -> torch.device:
     """Device to compile on: the first GPU of an architecture, or the CPU."""
-    import torch
-
     if architecture == CPU:
         return torch.device("cpu")
     for gpu in list_cuda_devices():
@@ -293,8 +198,6 @@ def compiled_sites(lowered: Sequence[Mapping[str, CompiledSite]]) -> tuple[Compi
 
 def example_rows(sample: Path, inputs: Sequence[InputPort], rows: int) -> tuple[Any, ...]:
     """Example tensors of `rows` rows for export; the rows of the sample repeat."""
-    import torch
-
     examples = []
     with np.load(sample, allow_pickle=False) as arrays:
         for port in inputs:
@@ -326,8 +229,6 @@ def inductor_options(
 
 def _compile_program(build: Build, module: Any, program: Program) -> tuple[Program, list[Any]]:
     """Compile a program; return it with its products, and its files."""
-    import torch
-
     exported = _export(build, module, program)
     for output, dtype in zip(build.outputs, output_types(exported.graph), strict=True):
         if dtype not in _NUMPY_TYPES:
@@ -336,31 +237,23 @@ def _compile_program(build: Build, module: Any, program: Program) -> tuple[Progr
                 evidence=f"its type is {dtype}",
                 remedy="cast it inside the model to float32",
             )
-    args, kwargs = exported.example_inputs
-    files_of = build.scratch / program.name
-    options = inductor_options(build.settings, build.compilers, files_of, build.request.architecture)
-    files: Any = torch._inductor.aot_compile(
-        exported.module(check_guards=False), args, kwargs, options=options
-    )
-    names = {site.name for site in build.request.planned_sites}
-    entering = entering_types(exported.graph, names)
+    scratch = build.scratch / program.name
+    options = inductor_options(build.settings, build.compilers, scratch, build.request.architecture)
+    callable_ = exported.module(check_guards=False)
+    files: Any = torch._inductor.aot_compile(callable_, *exported.example_inputs, options=options)
+    entering = entering_types(exported.graph, {site.name for site in build.request.planned_sites})
     return replace(program, products=products_of(exported.graph), entering=entering), list(files)
 
 
 def _export(build: Build, module: Any, program: Program) -> Any:
     """`torch.export.ExportedProgram` of the module for the batch sizes of a program."""
-    import torch
-
     request = build.request
-    dynamic = program.minimum != program.maximum
-    # Launch parameters are tuned for the served size; but export treats an axis of length 1 as broadcast.
-    rows = max(2, request.batch.serve) if dynamic else program.minimum
-    device = torch_device(request.architecture)
+    device, rows, shapes = torch_device(request.architecture), program.minimum, None
+    if program.minimum != program.maximum:
+        # Launch parameters are tuned for the served size; but export treats an axis of length 1 as broadcast.
+        rows = max(2, request.batch.serve)
+        shapes = module.dynamic_shapes(torch.export.Dim("batch", min=program.minimum, max=program.maximum))
     examples = tuple(each.to(device) for each in example_rows(request.sample, build.inputs, rows))
-    shapes = None
-    if dynamic:
-        batch = torch.export.Dim("batch", min=program.minimum, max=program.maximum)
-        shapes = module.dynamic_shapes(batch)
     try:
         # Without this, export drops the names of nodes (`torch.fx.traceback`).
         with torch.no_grad(), torch.fx.traceback.preserve_node_meta():

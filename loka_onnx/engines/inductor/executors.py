@@ -3,9 +3,7 @@
 A GPU finishes the kernels of a ranker faster than a CPU can launch them one by one. For each served batch
 size the launches are therefore captured once into a CUDA graph (CUDA C++ Programming Guide, section CUDA
 Graphs) and replayed for each request. A graph uses fixed addresses: requests are copied into buffers on the
-device through pinned host memory.
-
-`Gpu` holds every call of the vendor; `GraphExecutor` uses them.
+device through pinned host memory. `Gpu` holds every call of the vendor.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class Placement:
 
 
 class Executor(ABC):
-    """Runs the programs of an engine, one placement at a time; not thread-safe."""
+    """Runs the programs of an engine, `calls` by name, one placement at a time; not thread-safe."""
 
     captures: bool = False
     """True if served batch sizes have CUDA graphs."""
@@ -50,6 +48,9 @@ class Executor(ABC):
     """CUDA device of `run_on_device`; None where there is none."""
     stream: int = 0
     """Handle of its stream."""
+
+    def __init__(self, torch: Any, engine: InductorEngine, calls: dict[str, Call]) -> None:
+        self._torch, self._engine, self._calls = torch, engine, calls
 
     @abstractmethod
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
@@ -65,42 +66,30 @@ class Executor(ABC):
         """Run all pieces of a request, from device memory to memory that `allocate` makes."""
         raise InternalError(f"{type(self).__name__} has no device", evidence=f"{len(inputs)} inputs")
 
-    @abstractmethod
     def close(self) -> None:
         """Free the programs and everything that they hold."""
+        self._calls.clear()
+
+    def _tensors(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
+        """Inputs of a piece as tensors on the host, padded."""
+        # Torch warns about read-only arrays, although no program writes its inputs.
+        values = (padded(inputs[port.name], piece) for port in self._engine.inputs)
+        return [self._torch.from_numpy(np.require(value, None, ["C", "W"])) for value in values]
 
 
 class HostExecutor(Executor):
-    """Runs programs on the CPU; `calls` holds them by name, and `close` empties it."""
-
-    def __init__(self, torch: Any, engine: InductorEngine, calls: dict[str, Call]) -> None:
-        self._torch, self._engine, self._calls = torch, engine, calls
+    """Runs programs on the CPU."""
 
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run on the arrays themselves; outputs are copied, because they may share an input or a constant."""
-        feeds = _tensors(self._torch, self._engine, placement.piece, inputs)
-        outputs = self._calls[placement.program](feeds)
+        outputs = self._calls[placement.program](self._tensors(placement.piece, inputs))
         ports = self._engine.outputs
         return {port.name: value.numpy().copy() for port, value in zip(ports, outputs, strict=True)}
 
     def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Wrap the arrays as tensors."""
-        feeds = _tensors(self._torch, self._engine, placement.piece, inputs)
-        call = self._calls[placement.program]
+        feeds, call = self._tensors(placement.piece, inputs), self._calls[placement.program]
         return Resident(lambda: call(list(feeds)), lambda: None)
-
-    def close(self) -> None:
-        """Unload the programs."""
-        self._calls.clear()
-
-
-def _tensors(
-    torch: Any, engine: InductorEngine, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]
-) -> list[Tensor]:
-    """Inputs of a piece as tensors, padded."""
-    # Torch warns about read-only arrays, although no program writes its inputs.
-    values = (np.require(padded(inputs[port.name], piece), None, ["C", "W"]) for port in engine.inputs)
-    return [torch.from_numpy(value) for value in values]
 
 
 @dataclass(frozen=True)
@@ -147,9 +136,8 @@ class Gpu:
         self.synchronize()
         graph = self._torch.cuda.CUDAGraph()
         # Only errors of this thread end the capture: others may use the GPU meanwhile.
-        with self._torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
+        how = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        with self._torch.cuda.graph(graph, **how):
             outputs = call()
         return Captured(graph.replay, tuple(outputs), graph.reset)
 
@@ -165,7 +153,8 @@ class GraphExecutor(Executor):
     captures = True
 
     def __init__(self, torch: Any, engine: InductorEngine, calls: dict[str, Call], gpu: Gpu) -> None:
-        self._torch, self._engine, self._calls, self._gpu = torch, engine, calls, gpu
+        super().__init__(torch, engine, calls)
+        self._gpu = gpu
         self.device, self.stream = int(gpu.device.index or 0), gpu.stream
         largest = engine.graph_sizes[-1]
         self._staging = {
@@ -175,8 +164,7 @@ class GraphExecutor(Executor):
         self._fetched: dict[int, tuple[Tensor, ...]] = {}
         with gpu.active():
             self._inputs = {
-                name: self._torch.zeros_like(staging, device=gpu.device)
-                for name, staging in self._staging.items()
+                name: torch.zeros_like(staging, device=gpu.device) for name, staging in self._staging.items()
             }
             # The largest first: its memory also serves the others.
             for size in reversed(engine.graph_sizes):
@@ -209,9 +197,8 @@ class GraphExecutor(Executor):
         answer: dict[str, Borrowed] = {}
         targets: dict[str, Tensor] = {}
         for placement in placements:
-            outputs = self._outputs_on_device(placement, feeds)
+            outputs, piece = self._outputs_on_device(placement, feeds), placement.piece
             for port, output in zip(self._engine.outputs, outputs, strict=True):
-                piece = placement.piece
                 if port.name not in answer:
                     shape = (rows, *output.shape[1:]) if port.batched else tuple(output.shape)
                     # Not on this stream: the allocating library orders it behind its own work.
@@ -220,12 +207,12 @@ class GraphExecutor(Executor):
                     targets[port.name] = self._torch.from_dlpack(answer[port.name].capsule)
                 elif not port.batched:
                     continue
-                target, values = targets[port.name], output
-                if port.batched:
-                    target = target[piece.start : piece.start + piece.rows]
-                    values = output[: piece.rows]
+                target, rows_of = targets[port.name], slice(piece.start, piece.start + piece.rows)
                 with self._gpu.active():
-                    target.copy_(values, non_blocking=True)
+                    if port.batched:
+                        target[rows_of].copy_(output[: piece.rows], non_blocking=True)
+                    else:
+                        target.copy_(output, non_blocking=True)
         self._gpu.synchronize()
         return answer
 
@@ -253,21 +240,16 @@ class GraphExecutor(Executor):
         with self._gpu.active():
             if placement.captured:
                 self._stage(placement.piece, inputs)
-                captured = self._graphs[placement.piece.size]
-                launch: Callable[[], object] = captured.replay
+                replay, moved = self._graphs[placement.piece.size].replay, list[Tensor]()
             else:
-                call, moved = self._calls[placement.program], self._moved(placement.piece, inputs)
-
-                def launch() -> object:
-                    return call(list(moved))
-
+                replay, moved = None, self._moved(placement.piece, inputs)
             self._gpu.synchronize()
 
-        def launch_here() -> None:
+        def launch() -> None:
             with self._gpu.active():
-                launch()
+                replay() if replay else self._calls[placement.program](list(moved))
 
-        return Resident(launch_here, self._gpu.synchronize)
+        return Resident(launch, self._gpu.synchronize)
 
     def close(self) -> None:
         """Free graphs, buffers and programs, then their shared memory."""
@@ -301,7 +283,7 @@ class GraphExecutor(Executor):
             self._inputs[name][: piece.size].copy_(staging[: piece.size], non_blocking=True)
 
     def _moved(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
-        return [each.to(self._gpu.device) for each in _tensors(self._torch, self._engine, piece, inputs)]
+        return [each.to(self._gpu.device) for each in self._tensors(piece, inputs)]
 
     def _dtype(self, port: InputPort) -> Any:
         return self._torch.from_numpy(np.empty(0, port.dtype)).dtype

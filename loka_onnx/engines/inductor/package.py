@@ -1,9 +1,8 @@
 """Manifest of an Inductor engine; reading it loads no code.
 
 The engine is one ``.pt2`` package of AOTInductor: a zip archive of shared libraries, GPU kernels and weights
-(`torch.export.pt2_archive`). `engine.json` is one of its extra files, so that a bundle ships one file under
-one digest. A host reads the manifest first and refuses an engine that it cannot run, before it loads any
-library. Libraries are programs: load them only from someone who may run code here.
+(`torch.export.pt2_archive`), with `engine.json` among its extra files. A host reads that first and refuses an
+engine that it cannot run. Libraries are programs: load them only from someone who may run code here.
 """
 
 from __future__ import annotations
@@ -46,10 +45,9 @@ class OutputPort:
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of a compiled program.
+    """A matrix product of a compiled program, and the ONNX node that it computes (empty where unknown).
 
     Attributes:
-        node: ONNX node that it computes; empty where unknown.
         operator: Operator of the exported program, for example ``aten._scaled_mm.default``.
         operands: PyTorch element types of its two factors.
         fast_accumulation: Whether its sums may keep fewer bits (`_scaled_mm`, ``use_fast_accum``).
@@ -88,13 +86,10 @@ class CompiledSite:
 
 @dataclass(frozen=True)
 class InductorEngine:
-    """Manifest of an engine.
+    """Manifest of an engine for ``cpu`` or an NVIDIA architecture, compiled by a version of PyTorch.
 
     Attributes:
-        torch: Version of PyTorch that compiled it.
-        architecture: Target: ``cpu``, or an NVIDIA architecture.
-        instruction_sets: Vector instruction sets of the build host; the host part of every program is
-            compiled for them.
+        instruction_sets: Vector instruction sets of the build host, for which host code is compiled.
         sizes: Served batch sizes, ascending: CUDA graphs are captured for them.
         programs: One for every batch size, or one for each of `sizes`.
     """
@@ -146,13 +141,10 @@ def read_engine(package: Path) -> InductorEngine:
 
 def read_sources(package: Path, program: str) -> tuple[str, ...]:
     """Generated C++ of a program in a ``.pt2`` package."""
-    return tuple(text.decode("utf-8", "replace") for text in _members(package, program, r"\.cpp"))
-
-
-def _members(package: Path, program: str, ending: str) -> list[bytes]:
-    inside = re.compile(rf"(^|/)data/aotinductor/{re.escape(program)}/[^/]+{ending}$")
+    inside = re.compile(rf"(^|/)data/aotinductor/{re.escape(program)}/[^/]+\.cpp$")
     with zipfile.ZipFile(package) as archive:
-        return [archive.read(name) for name in archive.namelist() if inside.search(name)]
+        sources = [archive.read(name) for name in archive.namelist() if inside.search(name)]
+    return tuple(text.decode("utf-8", "replace") for text in sources)
 
 
 def instruction_sets(cpu_info: Path = CPU_INFO) -> tuple[str, ...]:

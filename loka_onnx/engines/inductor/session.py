@@ -1,8 +1,4 @@
-"""Session of an Inductor engine: a package of AOTInductor.
-
-An engine is a program: its shared libraries run with this process's rights on loading. Load one only from
-someone who may run code on the host.
-"""
+"""Session of an Inductor engine, whose shared libraries run with this process's rights (`package`)."""
 
 from __future__ import annotations
 
@@ -18,12 +14,7 @@ import numpy.typing as npt
 
 from loka_onnx.core.devices import CPU
 from loka_onnx.engines.inductor.executors import Call, Executor, Gpu, GraphExecutor, HostExecutor, Placement
-from loka_onnx.engines.inductor.package import (
-    InductorEngine,
-    check_host,
-    instruction_sets,
-    read_engine,
-)
+from loka_onnx.engines.inductor.package import InductorEngine, check_host, instruction_sets, read_engine
 from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.buckets import Piece, padded_rows, pieces_of, rows_of
 from loka_onnx.sessions.cuda import list_cuda_devices, why_no_gpu
@@ -71,17 +62,16 @@ def open_inductor(package: Path, architecture: str) -> InductorSession:
             remedy=f"install PyTorch {engine.torch}",
         )
     index = next(device.index for device in list_cuda_devices() if device.architecture == architecture)
-    calls = _load(torch, package, engine, index)
-    return InductorSession(engine, GraphExecutor(torch, engine, calls, Gpu(torch, index)))
+    executor = GraphExecutor(torch, engine, _load(torch, package, engine, index), Gpu(torch, index))
+    return InductorSession(engine, executor)
 
 
 def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict[str, Call]:
     """Load the programs of a package; `index` is the number of the GPU, or -1 for the CPU.
 
-    Calls the loader below `torch._inductor.aoti_load_package`, which imports the whole compiler, parses a
-    description of its arguments in every call, and loads all programs for each one. The loader runs
-    single-threaded: its locks for several threads do not fit into a CUDA graph ("operation not permitted when
-    stream is capturing").
+    `torch._inductor.aoti_load_package` would import the whole compiler, parse a description of its arguments
+    in every call, and load all programs for each one. The loader below it runs single-threaded: its locks for
+    several threads do not fit into a CUDA graph ("operation not permitted when stream is capturing").
     """
     try:
         loader = torch._C._aoti.AOTIModelPackageLoader
@@ -100,9 +90,8 @@ def _load(torch: Any, package: Path, engine: InductorEngine, index: int) -> dict
 def placements(engine: InductorEngine, rows: int, *, captures: bool) -> tuple[Placement, ...]:
     """Assign programs to the rows of a request, which must be some that the engine was built for.
 
-    With programs of fixed sizes: the smallest that holds the rows, or several. With one program for all
-    sizes: the CUDA graph of the smallest size that holds the rows and is at most `MOST_PADDING` times as
-    large; else the program itself, kernel by kernel.
+    Of programs of fixed sizes, the smallest that holds the rows, or several. Of one program for all sizes,
+    the smallest CUDA graph that holds them (`padded_rows`), or else the program itself, kernel by kernel.
     """
     if not engine.minimum <= rows <= engine.maximum:
         raise EngineError(
@@ -176,9 +165,8 @@ class InductorSession(Runner):
             try:
                 yield executor, placements(self.engine, rows, captures=executor.captures)
             except RuntimeError as error:
-                raise EngineError(
-                    "E0835 the engine failed on a batch", evidence=str(error).splitlines()[0][:400]
-                ) from error
+                reason = str(error).splitlines()[0][:400]
+                raise EngineError("E0835 the engine failed on a batch", evidence=reason) from error
 
     def _open_executor(self) -> Executor:
         if self._executor is None:
@@ -201,9 +189,7 @@ class InductorSession(Runner):
 
 
 def _joined(name: str, answers: list[tuple[Piece, Arrays]], *, batched: bool) -> npt.NDArray[Any]:
-    first = answers[0][1][name]
     if not batched:
-        return first
-    if len(answers) == 1:
-        return first[: answers[0][0].rows]
-    return np.concatenate([answer[name][: piece.rows] for piece, answer in answers])
+        return answers[0][1][name]
+    parts = [answer[name][: piece.rows] for piece, answer in answers]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

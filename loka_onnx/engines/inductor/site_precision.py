@@ -1,4 +1,7 @@
-"""Precision of each planned site, read from a package.
+"""Precision of each planned site, read from the exported program and the package.
+
+During export every operator is annotated with the ONNX node that it was lowered from (`MARK`,
+`torch.fx.traceback.annotate`), so that the graph shows which product computes which site, in which types.
 
 A site counts as FP8 when three readings agree: the lowering of its node, the element types that the exported
 program multiplies there, and the number of calls in the generated code to the FP8 product (of a library or
@@ -11,24 +14,33 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import Site, SiteKind
-from loka_onnx.engines.inductor.exported import FLOAT8, OWN_OPERATORS, SCALED
-from loka_onnx.engines.inductor.package import (
-    CompiledSite,
-    InductorEngine,
-    Product,
-    Program,
-    read_engine,
-    read_sources,
-)
+from loka_onnx.engines.inductor.package import CompiledSite, InductorEngine, Product, Program
 
-NO_NODE = "nothing of that name in the exported program"
-TORCH_TYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
+MARK = "loka_onnx_node"
+"""Key of the node's name in `torch.fx.Node.meta["custom"]`."""
+OWN_OPERATORS = "loka."
+"""Prefix of this project's own operators."""
+NO_PRODUCTS = frozenset({"loka.concat_quantize.default"})
+"""Own operators that multiply nothing."""
+SCALED = "aten._scaled_mm.default"
+PRODUCT_KERNEL = "loka.product.default"
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+_FLOATING = {*FLOAT8, "bfloat16", "float16", "float32", "float64"}
+_ORDERED = "mm bmm matmul linear conv1d conv2d conv3d convolution scaled_dot_product_attention _scaled_mm"
+_FACTORS = {f"aten.{name}.default": (0, 1) for name in _ORDERED.split()} | {
+    "aten.addmm.default": (1, 2),
+    "aten.baddbmm.default": (1, 2),
+}
+"""Positions of the two factors in the arguments of PyTorch's products."""
+_FAST_ACCUMULATION = 7
+"""Position of `use_fast_accum` in the arguments of `_scaled_mm`."""
+_TORCH_TYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
 _LIBRARY_CALL = re.compile(r"\baoti_torch_\w+?__scaled_mm\w*\(")
 _TEMPLATE_CALL = re.compile(
     r"^(?!.*\b(?:void|static|auto|template)\b).*\bcall_\w*triton_tem_\w*scaled_mm\w*\(", re.M
@@ -39,17 +51,63 @@ _OWN_CALL = re.compile(r"^(?!.*\b(?:void|static|auto|template)\b).*\bcall__loka_
 of a function and launches each by a function of that name (`torch._inductor.codegen.cpp_wrapper_gpu`)."""
 
 
-def read_site_precisions(
-    package: Path, planned: Sequence[tuple[Site, Precision]]
-) -> tuple[SitePrecision, ...]:
-    """Read the precision of each planned site, with the evidence.
+def products_of(graph: Any) -> tuple[Product, ...]:
+    """Products of a `torch.fx.Graph`, in order; the factors of an own operator are its first two tensors."""
+    products = []
+    for node in graph.nodes:
+        operator = str(node.target) if node.op == "call_function" else ""
+        if operator in _FACTORS:
+            factors = [node.args[position] for position in _FACTORS[operator]]
+        elif operator == "aten.einsum.default":
+            factors = list(node.args[1])
+        elif operator.startswith(OWN_OPERATORS) and operator not in NO_PRODUCTS:
+            factors = [each for each in node.args if _dtype(each)][:2]
+        else:
+            continue
+        types = tuple(_dtype(factor) for factor in factors)
+        products.append(Product(_mark(node), operator, types, _is_fast(node, operator, types)))
+    return tuple(products)
 
-    Raises:
-        EngineError: The file is no engine of this backend.
+
+def _is_fast(node: Any, operator: str, types: Sequence[str]) -> bool:
+    """True if the sums of a product may keep fewer bits than FP32."""
+    if operator == PRODUCT_KERNEL:
+        # `lowering.strategies.Tile.numbers`
+        *_, is_exact, _ = node.args[-1]
+        return types[0] in FLOAT8 and not is_exact
+    # Export omits arguments with default values, here false.
+    positional = any(node.args[_FAST_ACCUMULATION : _FAST_ACCUMULATION + 1])
+    return operator == SCALED and bool(node.kwargs.get("use_fast_accum", positional))
+
+
+def entering_types(graph: Any, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Element types of the floating tensors that enter the operators of ONNX nodes from other nodes.
+
+    A node without operators is left out.
     """
-    engine = read_engine(package)
-    calls = {each.name: product_calls(read_sources(package, each.name)) for each in engine.programs}
-    return site_precisions(engine, calls, planned)
+    entering: dict[str, dict[str, None]] = {}
+    for node in graph.nodes:
+        name = _mark(node)
+        if node.op == "call_function" and name in names:
+            types = (_dtype(source) for source in node.all_input_nodes if _mark(source) != name)
+            entering.setdefault(name, {}).update(dict.fromkeys(kind for kind in types if kind in _FLOATING))
+    return {name: tuple(types) for name, types in entering.items()}
+
+
+def output_types(graph: Any) -> tuple[str, ...]:
+    """Element types of the outputs of an exported graph."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    return tuple(_dtype(value) for value in output.args[0])
+
+
+def _mark(node: Any) -> str:
+    return str(node.meta.get("custom", {}).get(MARK, ""))
+
+
+def _dtype(node: Any) -> str:
+    """Element type of a node's value; empty where it is no tensor."""
+    dtype = getattr(getattr(node, "meta", {}).get("val"), "dtype", None)
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def product_calls(sources: Sequence[str]) -> Counter[str]:
@@ -97,17 +155,15 @@ def _read_product(
     if is_float8:
         how = f"exported program: {site.kernel}{' with fast accumulation' if fast else ''}"
         return True, f"{how}; {site.reason}" if site.reason else how
-    is_planned = bool(site.operands) and {*site.operands} == {TORCH_TYPES[planned]}
+    is_planned = bool(site.operands) and {*site.operands} == {_TORCH_TYPES[planned]}
     return is_planned, f"lowered to {site.kernel}{f': {site.reason}' if site.reason else ''}"
 
 
 def _why_not_float8(products: Sequence[Product]) -> str:
     if not products:
         return "the exported program has no product of this site"
-    for product in products:
-        if not product.operands or any(kind not in FLOAT8 for kind in product.operands):
-            return f"the exported program multiplies {' by '.join(product.operands) or 'nothing'} there"
-    return ""
+    wide = [each.operands for each in products if not each.operands or not {*each.operands} <= {*FLOAT8}]
+    return f"the exported program multiplies {' by '.join(wide[0]) or 'nothing'} there" if wide else ""
 
 
 def _why_not_called(products: Sequence[Product], program: Program, calls: Mapping[str, int]) -> str:
@@ -127,6 +183,7 @@ def _read_norm(engine: InductorEngine, site: str, planned: Precision) -> SitePre
     """Read a norm by the types that enter it; constants beside them may be wider."""
     read = [program.entering.get(site, ()) for program in engine.programs]
     types = tuple(dict.fromkeys(kind for each in read for kind in each))
-    engaged = all(TORCH_TYPES[planned] in each and not {*each} & {*FLOAT8} for each in read)
-    evidence = "exported program: what its node reads" if types else NO_NODE
+    engaged = all(_TORCH_TYPES[planned] in each and not {*each} & {*FLOAT8} for each in read)
+    absent = "nothing of that name in the exported program"
+    evidence = "exported program: what its node reads" if types else absent
     return SitePrecision(site, planned, types, engaged, evidence)

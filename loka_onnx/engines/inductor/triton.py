@@ -2,8 +2,7 @@
 
 The PyTorch backend asks a package for the program called ``model`` and gives it tensors by position, as
 ``INPUT__0`` and so on (`src/pt2/model_state.cc` of triton-inference-server/pytorch_backend). This project's
-programs are called after the rows that they take. The name is that of a directory inside the archive alone,
-so that the program itself stays as it was compiled.
+programs are called after the rows that they take, in a directory of that name inside the archive alone.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ def triton_form(source: Source) -> Form | Refusal:
     engine = read_engine(source.path)
     names = [{port.name for port in ports} for ports in (engine.inputs, engine.outputs)]
     if names != [{spec.name for spec in specs} for specs in (source.inputs, source.outputs)]:
-        return Refusal(
-            f"its document has other inputs or outputs than the bundle: {sorted(set.union(*names))}"
-        )
+        known = sorted(set.union(*names))
+        return Refusal(f"its document has other inputs or outputs than the bundle: {known}")
     loose = [port.name for port in engine.outputs if not port.batched]
     if loose:
         return Refusal(f"output '{loose[0]}' is one for the whole batch, and Triton cuts outputs by request")
@@ -72,10 +70,7 @@ def _python(source: Source, engine: InductorEngine, needs: str, reason: str) -> 
     others = tuple(file for file in model.files if not file.path.startswith(f"{VERSION}/"))
     # The session picks the GPU of the engine's architecture itself.
     kind = ON_CPU if source.entry.architecture == CPU else BY_MODEL
-    remarks = (
-        f"runs in Triton's Python backend: {reason}",
-        f"{needs}, and loka-onnx in the server's Python",
-    )
+    remarks = (f"runs in Triton's Python backend: {reason}", f"{needs}, and loka-onnx in the server's Python")
     return Form(replace(model, kind=kind, files=(code, package, *others)), remarks)
 
 

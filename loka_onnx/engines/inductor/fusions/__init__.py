@@ -1,35 +1,39 @@
 """Fusions that the compiler does not find, written into the planned graph as nodes of an own domain.
 
-A fusion yields its matches lazily, because each edits the graph in which the next match is searched.
+A fusion tries to match at one node and edits the graph, in which the next node is tried.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from loka_onnx.engines.inductor.fusions.attention import attentions
-from loka_onnx.engines.inductor.fusions.base import DOMAIN, DeclinedFusion, Fused, Match
-from loka_onnx.engines.inductor.fusions.concats import quantized_concats, token_concats
-from loka_onnx.engines.inductor.fusions.norms import factorization_norms, token_residual_norms
-from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
-from loka_onnx.engines.inductor.fusions.products import float8_products, half_products, merged_biases
+from loka_onnx.engines.inductor.fusions.attention import exact_attention
+from loka_onnx.engines.inductor.fusions.base import DOMAIN, DeclinedFusion, Fused
+from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph
+from loka_onnx.engines.inductor.fusions.products import (
+    float8_product,
+    half_product,
+    merged_bias,
+    quantized_concat,
+)
+from loka_onnx.engines.inductor.fusions.tokens import factorization_norm, token_concat, token_residual_norm
 
 __all__ = ["DOMAIN", "Fused", "FusionReport", "fuse"]
 
-FUSIONS: Mapping[str, Callable[[PlannedGraph], Iterator[Match]]] = {
-    "factorization-norm": factorization_norms,
-    "token-residual-norm": token_residual_norms,
-    "attention": attentions,
-    "token-concat": token_concats,
-    "concat-quantize": quantized_concats,
-    "merged-bias": merged_biases,
-    "float8-product": float8_products,
-    "half-product": half_products,
+FUSIONS: Mapping[str, Callable[[PlannedGraph, Node], Fused | None]] = {
+    "factorization-norm": factorization_norm,
+    "token-residual-norm": token_residual_norm,
+    "attention": exact_attention,
+    "token-concat": token_concat,
+    "concat-quantize": quantized_concat,
+    "merged-bias": merged_bias,
+    "float8-product": float8_product,
+    "half-product": half_product,
 }
-"""Fusions by name. Products come last, after the fusions that move biases to them or give a Q to a norm.
-Token mixers without a norm come after those with one."""
+"""Fusions by name: None where a node does not match. Products come last, after the fusions that move biases
+to them or give a Q to a norm. Token mixers without a norm come after those with one."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,16 @@ class FusionReport:
 def fuse(graph: PlannedGraph) -> FusionReport:
     """Run all fusions on a planned graph, which is edited."""
     fused, declined = defaultdict[str, list[Fused]](list), defaultdict[str, list[str]](list)
-    for name, matches in FUSIONS.items():
-        for node, write in matches(graph):
+    for name, fusion in FUSIONS.items():
+        # Nodes that were fused are still listed, but dead.
+        live = {id(node) for node in graph.live_nodes()}
+        for node in [each for each in graph.nodes if id(each) in live]:
             try:
-                fused[name].append(write())
-            except DeclinedFusion as reason:
-                declined[name].append(f"{node}: {reason}")
+                done = fusion(graph, node) if node.outputs else None
+            except DeclinedFusion as error:
+                declined[name].append(f"{(error.node or node).name}: {error}")
+            else:
+                fused[name] += [done] if done else []
     return FusionReport(
         {name: tuple(each) for name, each in fused.items() if each},
         {name: tuple(each) for name, each in declined.items()},

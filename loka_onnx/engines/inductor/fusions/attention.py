@@ -5,45 +5,31 @@ With queries Q (batch, heads, q, d), Kᵀ (batch, heads, d, k) and V (batch, hea
     softmax(s · Q·Kᵀ + mask) · V
 
 The mask is added, or selects −∞ (Where). A guard that turns NaN of wholly masked rows into 0 is dropped: the
-kernels give 0 anyway. Constant factors of Q or Kᵀ alone stay with them.
-
-A finite BF16 mask is added too; a row that is masked by it is uniform (`kernels.operators`). In FP16 the
-graph rounds sums, so that such a row is uniform only there: the kernels add in FP32.
+kernels give 0 anyway. A row that a finite BF16 mask masks is uniform (`kernels.operators`); in FP16 only in
+the graph, which rounds sums: the kernels add in FP32. Constant factors of Q or Kᵀ alone stay with them.
 
 The compiler writes products and probabilities (batch, heads, q, k) to memory; a fused kernel keeps them on
 the chip and sums in FP32. On a GPU, where the keys of a head fit one tile, it is an own kernel (`is_short`,
 `kernels.triton_attention`), else PyTorch selects one: on an H100 cuDNN's, which pays from `LEAST` products.
-
-Only heads whose width is a multiple of 8 up to 256 are fused; PyTorch was not tried on others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import onnx
 
-from loka_onnx.engines.inductor.fusions.base import (
-    DOMAIN,
-    HALVES,
-    DeclinedFusion,
-    Fused,
-    Match,
-    padded,
-    static,
-)
+from loka_onnx.engines.inductor.fusions.base import DOMAIN, HALVES, DeclinedFusion, Fused, padded, static
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
 
 OP = f"{DOMAIN}::Attention"
 MULTIPLE, MOST = 8, 256
-"""Required divisor of d, and its largest value."""
+"""Required divisor of d, and its largest value; PyTorch was not tried on others."""
 LEAST = 3000
-"""Fewest products of queries and keys of a head for which PyTorch's kernels pay, measured on an H100: with
-1024 examples of 8 heads of width 16, 2304 products took 165 µs fused and 137 otherwise, 3328 took 177 and
-219."""
+"""Fewest products of queries and keys of a head for which PyTorch's kernels pay on an H100: with 1024
+examples of 8 heads of width 16, 2304 products took 165 µs fused and 137 otherwise, 3328 took 177 and 219."""
 SHORT_KEYS = range(16, 257)
 """Numbers of keys in a tile of our kernel; fewer would be more than half padding."""
 SHORT_QUERIES, SHORT_WIDTH, SHORT_ELEMENTS = 256, 128, 1 << 14
@@ -59,10 +45,8 @@ class _Attention:
     """A matched attention.
 
     Attributes:
-        inside: All other nodes, Q · Kᵀ last.
-        mask: Added mask, or a condition where `keep` or `drop` is set.
-        keep: Whether the mask is true where products stay.
-        drop: Whether it is true where they become −∞.
+        inside: All nodes but the last one, Q · Kᵀ last.
+        mask: Added mask, or a condition: true where products stay (`keep`), or become −∞ (`drop`).
     """
 
     q: Tensor
@@ -82,10 +66,9 @@ class _Attention:
 
 
 def is_short(queries: int, keys: int, width: int) -> bool:
-    """True if a GPU runs our own kernel for an attention (`kernels.triton_attention`), not PyTorch's.
+    """True if a GPU runs our own kernel for an attention, which is then fused below `LEAST` products too.
 
-    The rule decides both which attentions below `LEAST` are fused and which kernel the lowering calls: the
-    keys of a head are one tile, and at least two programs, with values, queries and probabilities, fit a
+    The keys of a head are one tile, and at least two programs, with values, queries and probabilities, fit a
     multiprocessor. On an H100, 11 shapes of 200 to 10816 products took .37 to .97 of the unfused time
     (`benchmarks/records/attention-times.json`); more than 104 queries or keys were not timed. On a CPU, 2
     queries of 100 keys took 1.3 times the unfused time.
@@ -94,16 +77,22 @@ def is_short(queries: int, keys: int, width: int) -> bool:
     return keys in SHORT_KEYS and queries <= SHORT_QUERIES and width <= SHORT_WIDTH and fits
 
 
-def attentions(graph: PlannedGraph) -> Iterator[Match]:
-    """Products whose first factor is a softmax of a product."""
-    for node in list(graph.nodes):
-        if node.op == "MatMul" and not node.domain and node.outputs:
-            match = _attention(node)
-            if match is not None:
-                yield node.name, partial(_fuse, graph, match)
+def exact_attention(graph: PlannedGraph, out: Node) -> Fused | None:
+    """Fuse a product whose first factor is a softmax of a product."""
+    match = _matched(out) if out.op == "MatMul" else None
+    if match is None:
+        return None
+    _check_precision(match)
+    _check_shapes(match)
+    _check_graph(graph, match)
+    names = (match.inside[-1].name, out.name)
+    name = graph.fresh_name(f"{out.name}/attention")
+    attrs = {"products": list(names), "scale": match.scale, "keep": int(match.keep), "drop": int(match.drop)}
+    graph.replace(OP, name, [match.q, match.kt, match.v, match.mask], [out.outputs[0]], attrs)
+    return Fused(name, names)
 
 
-def _attention(out: Node) -> _Attention | None:
+def _matched(out: Node) -> _Attention | None:
     """Match the attention that a product ends; None where its first factor is no softmax of a product."""
     tensor, inside = _through_casts(out.reads(0), ())
     guard = _node(tensor, "Where")
@@ -123,7 +112,7 @@ def _products(tensor: Tensor, match: _Attention) -> Iterator[_Attention]:
     """Yield matches of the product upstream of a softmax, with the scale and mask between them."""
     tensor, inside = _through_casts(tensor, match.inside)
     node = tensor.producer
-    if node is None or node.domain:
+    if node is None:
         return
     match = replace(match, inside=(*inside, node))
     if node.op == "MatMul":
@@ -156,7 +145,7 @@ def _masked(node: Node, match: _Attention) -> Iterator[_Attention]:
 
 def _node(tensor: Tensor, op: str) -> Node | None:
     node = tensor.producer
-    return node if node is not None and node.op == op and not node.domain else None
+    return node if node is not None and node.op == op else None
 
 
 def _through_casts(tensor: Tensor, inside: tuple[Node, ...]) -> tuple[Tensor, tuple[Node, ...]]:
@@ -168,21 +157,7 @@ def _through_casts(tensor: Tensor, inside: tuple[Node, ...]) -> tuple[Tensor, tu
 
 def _number(tensor: Tensor) -> float | None:
     """Value of a constant with one element."""
-    if not tensor.is_read or tensor.values.size != 1:
-        return None
-    return float(tensor.values.reshape(-1)[0])
-
-
-def _fuse(graph: PlannedGraph, match: _Attention) -> Fused:
-    _check_precision(match)
-    _check_shapes(match)
-    _check_graph(graph, match)
-    out, product = match.out, match.inside[-1]
-    names = (product.name, out.name)
-    name = graph.fresh_name(f"{out.name}/attention")
-    attrs = {"products": list(names), "scale": match.scale, "keep": int(match.keep), "drop": int(match.drop)}
-    graph.replace(OP, name, [match.q, match.kt, match.v, match.mask], [out.outputs[0]], attrs)
-    return Fused(name, names)
+    return float(tensor.values.item()) if tensor.is_read and tensor.values.size == 1 else None
 
 
 def _check_precision(match: _Attention) -> None:
@@ -205,7 +180,7 @@ def _is_float8(tensor: Tensor) -> bool:
     pending = [tensor]
     while pending:
         node = pending.pop().producer
-        if node is None or node.domain:
+        if node is None:
             continue
         if node.op == "DequantizeLinear":
             return True
@@ -227,9 +202,8 @@ def _check_shapes(match: _Attention) -> None:
     if v[-1] != width:
         raise DeclinedFusion(f"its keys have {width} numbers a head, its values {v[-1]}")
     if width % MULTIPLE or width > MOST:
-        raise DeclinedFusion(
-            f"a head has {width} numbers; the kernels take multiples of {MULTIPLE} up to {MOST}"
-        )
+        taken = f"multiples of {MULTIPLE} up to {MOST}"
+        raise DeclinedFusion(f"a head has {width} numbers; the kernels take {taken}")
     if queries * keys < LEAST and not is_short(queries, keys, width):
         raise DeclinedFusion(f"{queries} queries of {keys} keys are too few to gain by it")
     if match.mask is not None and not _is_mask(match.mask, (*q[:-1], keys)):

@@ -1,23 +1,9 @@
-"""Common parts of fusions: matching through casts and layouts, token mixers, and ends of kernels.
-
-X (batch, n, d) holds tokens. Exporters write a mixer of tokens as Xᵀ · W, with a learned W (n, m), and mods
-merge several that read the same Xᵀ into one product with a Split behind it.
-
-A kernel for a mixer holds whole operands, 2 bytes an element, in registers and shared memory. Their limit
-`MOST_ELEMENTS` is set for the H100: two operands of 2¹⁵ are 128 KiB, and a block has at most 227 KB (CUDA C++
-Programming Guide, "Technical Specifications per Compute Capability": 163 KB on sm80, 227 KB on sm90 and
-sm100, 99 KB on sm89 and sm120). Where that is too much, Triton refuses the kernel and the build of the
-candidate fails; sm89 and sm120 were not tried.
-"""
+"""Common parts of fusions: results, readers and shapes of tensors, and ends of kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import onnx
 
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
@@ -27,7 +13,6 @@ DOMAIN = "loka"
 E4M3FN = onnx.TensorProto.FLOAT8E4M3FN
 HALVES = frozenset({onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT16})
 """Types that the kernels multiply."""
-MOST_ELEMENTS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -39,33 +24,16 @@ class Fused:
 
 
 class DeclinedFusion(Exception):
-    """A match that cannot be fused; the message is the reason."""
+    """A match that cannot be fused, and the reason; `node` names it where the tried node does not."""
 
-
-Match = tuple[str, Callable[[], Fused]]
-"""Name of a match, and the function that fuses it or raises `DeclinedFusion`."""
+    def __init__(self, reason: str, node: Node | None = None) -> None:
+        super().__init__(reason)
+        self.node = node
 
 
 def padded(size: int) -> int:
     """Side of a tile that holds `size`: a power of two, at least 16 for matrix units."""
     return max(16, 1 << (size - 1).bit_length())
-
-
-def made_by(tensor: Tensor, op: str) -> Node | None:
-    """Return the node of operator `op` that computes a tensor, ignoring casts to FP32; or None."""
-    node = through_casts(tensor).producer
-    return node if node is not None and node.op == op and not node.domain else None
-
-
-def through_casts(tensor: Tensor) -> Tensor:
-    """Return the tensor from which this one is widened to FP32 (kernels widen as they load), or itself."""
-    node = tensor.producer
-    while node is not None and node.op == "Cast" and node.reads(0).kind in HALVES:
-        if tensor.kind != onnx.TensorProto.FLOAT:
-            break
-        tensor = node.reads(0)
-        node = tensor.producer
-    return tensor
 
 
 def only_reader(graph: PlannedGraph, tensor: Tensor) -> Node | None:
@@ -95,7 +63,7 @@ def is_row(tensor: Tensor, end: Tensor) -> bool:
 def unrounded(graph: PlannedGraph, tensor: Tensor) -> Tensor:
     """Return the FP32 tensor that was just rounded to this one, in its shape; else itself."""
     node = tensor.producer
-    if node is None or node.domain or node.op not in {"Cast", "Reshape"} or tensor.kind not in HALVES:
+    if node is None or node.op not in {"Cast", "Reshape"} or tensor.kind not in HALVES:
         return tensor
     source = node.reads(0)
     if node.op == "Cast":
@@ -105,7 +73,7 @@ def unrounded(graph: PlannedGraph, tensor: Tensor) -> Tensor:
         return tensor
     reshaped = Tensor(graph.fresh_name(f"{tensor.name}.float"), wide.kind, tensor.shape)
     name = graph.fresh_name(f"{node.name}/float")
-    graph.replace("::Reshape", name, [wide, node.reads(1)], [reshaped], node.attrs)
+    graph.replace("Reshape", name, [wide, node.reads(1)], [reshaped], node.attrs)
     return reshaped
 
 
@@ -144,52 +112,3 @@ class Ends:
     def scale(self) -> Tensor | None:
         """Scale of the Q."""
         return None if self.quantize is None else self.quantize.reads(1)
-
-
-@dataclass(frozen=True)
-class TokenMix:
-    """Xᵀ · W: the tensor X, the weight W (n, m), and the node, perhaps merged with others."""
-
-    x: Tensor
-    weight: npt.NDArray[Any]
-    product: Node
-
-
-def token_mix(tensor: Tensor) -> TokenMix | None:
-    """Match a tensor (batch, d, m) as Xᵀ · W; or None."""
-    tensor = through_casts(tensor)
-    node, columns = tensor.producer, slice(None)
-    if node is not None and node.op == "Split":
-        part = _part(node, tensor)
-        if part is None:
-            return None
-        columns, node = part, node.reads(0).producer
-    if node is None or node.op != "MatMul" or not node.reads(1).is_constant:
-        return None
-    weight = node.reads(1).values
-    x = untransposed(node.reads(0))
-    if x is None or weight.ndim != 2 or node.reads(1).kind != x.kind:
-        return None
-    return TokenMix(x, weight[:, columns], node)
-
-
-def untransposed(tensor: Tensor) -> Tensor | None:
-    """Return the tensor of rank 3 whose last two axes this one transposes; None where it is no transpose."""
-    node = made_by(tensor, "Transpose")
-    return None if node is None or not swaps_tokens(node) else through_casts(node.reads(0))
-
-
-def swaps_tokens(node: Node) -> bool:
-    """True if a node transposes (batch, n, d) to (batch, d, n)."""
-    return node.op == "Transpose" and list(node.attrs.get("perm", ())) == [0, 2, 1]
-
-
-def _part(split: Node, tensor: Tensor) -> slice | None:
-    """Columns that one output of a Split along the last axis holds; or None."""
-    if split.attrs.get("axis", 0) not in {-1, 2} or not split.has(1) or not split.reads(1).is_constant:
-        return None
-    if len(split.reads(1).values) != len(split.outputs):
-        return None
-    ends = np.cumsum(split.reads(1).values)
-    position = next(i for i, output in enumerate(split.outputs) if output is tensor)
-    return slice(int(ends[position - 1]) if position else 0, int(ends[position]))

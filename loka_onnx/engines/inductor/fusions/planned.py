@@ -21,12 +21,10 @@ from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.detached import add_inferred_shapes, read_array
-from loka_onnx.graph.storage import (
-    read_external,
-    read_proto,
-)
+from loka_onnx.graph.storage import read_external, read_proto
 
 Array = npt.NDArray[Any]
+Attrs = Mapping[str, Any]
 MOST_READ = 1 << 22
 """Most elements of an external constant that is loaded for analysis; tables are larger."""
 
@@ -38,9 +36,8 @@ class Tensor:
     Attributes:
         kind: ONNX element type; 0 where unknown.
         shape: Lengths of its axes, None for a dynamic one; None where the rank is unknown.
-        producer: The node that computes it; None for inputs and constants.
         consumers: Its readers, one entry for each input that reads it.
-        stored: Its initializer; None for inputs and computed tensors.
+        stored: Its initializer, if it is one.
     """
 
     name: str
@@ -78,6 +75,7 @@ class Node:
     """A node of the graph.
 
     Attributes:
+        op: Operator, with its domain unless that is ONNX's own: ``MatMul``, ``loka::Attention``.
         inputs: Input tensors; None for an omitted optional one.
         outputs: Output tensors; empty once another node computes them.
         source: The original node; None for a new one.
@@ -85,7 +83,6 @@ class Node:
 
     op: str
     name: str
-    domain: str
     attrs: dict[str, Any]
     inputs: list[Tensor | None]
     outputs: list[Tensor]
@@ -169,25 +166,17 @@ class PlannedGraph:
         return self._transposed[stored.name]
 
     def replace(
-        self,
-        op: str,
-        name: str,
-        inputs: Sequence[Tensor | None],
-        outputs: Sequence[Tensor],
-        attrs: Mapping[str, Any],
-    ) -> Node:
-        """Add a node ``domain::operator`` that computes tensors in place of their producers.
+        self, op: str, name: str, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor], attrs: Attrs
+    ) -> None:
+        """Add a node that computes tensors in place of their producers.
 
         Names, types and readers of these tensors stay.
         """
-        domain, _, kind = op.partition("::")
         for tensor in outputs:
             earlier = tensor.producer
             if earlier is not None:
                 earlier.outputs = [each for each in earlier.outputs if each is not tensor]
-        node = _linked(Node(kind, name, domain, dict(attrs), list(inputs), list(outputs)))
-        self.nodes.append(node)
-        return node
+        self.nodes.append(_linked(Node(op, name, dict(attrs), list(inputs), list(outputs))))
 
     def live_nodes(self) -> list[Node]:
         """Nodes that outputs depend on, producers first; fused nodes are gone."""
@@ -216,7 +205,9 @@ class PlannedGraph:
         inputs = [self.tensor(name) if name else None for name in proto.input]
         outputs = [self.tensor(name) for name in proto.output if name]
         name = proto.name or proto.output[0]
-        return _linked(Node(proto.op_type, name, proto.domain, attrs, inputs, outputs, proto))
+        is_onnx = proto.domain in {"", "ai.onnx"}
+        op = proto.op_type if is_onnx else f"{proto.domain}::{proto.op_type}"
+        return _linked(Node(op, name, attrs, inputs, outputs, proto))
 
 
 def _linked(node: Node) -> Node:

@@ -1,4 +1,4 @@
-"""Products of an activation and a constant with their epilogue, and biases moved to them.
+"""Products of an activation and a constant with their epilogue, biases moved to them, and quantized concats.
 
 A product in FP8 (A and W behind their DQ), BF16 or FP16, and operators behind it that need no other element
 of its output, in this order, each optional::
@@ -17,13 +17,18 @@ For linears merged into one product (`transforms.linears.merge_parallel_linears`
 with the same sums. Behind the Split, every part is read and written again only for its bias; in front of it,
 the parts are views of the product's output, which `kernels.triton_attention` reads directly. Not timed on a
 GPU yet.
+
+A concatenation of two matrices with the Q behind it, rounded to the type of X on reading::
+
+    X  =  concat(A, B),    X, Q(X)
+
+Inductor fuses this too, but its kernel took 35 µs, and 15 without the Q, for an unknown reason (DLRM-DCNv2 at
+2048 on an H100, where X is x0 of every cross layer). Our kernel is not timed on a GPU yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -34,42 +39,20 @@ from loka_onnx.engines.inductor.fusions.base import (
     DeclinedFusion,
     Ends,
     Fused,
-    Match,
     is_row,
     only_reader,
+    static,
+    unrounded,
 )
 from loka_onnx.engines.inductor.fusions.planned import Node, PlannedGraph, Tensor
 
 MULTIPLE = 16
-"""Required divisor of K and N in the kernel (`kernels.triton_product`)."""
-
-
-def float8_products(graph: PlannedGraph) -> Iterator[Match]:
-    """Products of an activation and a constant in E4M3FN."""
-    for node in list(graph.nodes):
-        operands = _dequantized(node)
-        if operands is not None:
-            yield node.name, partial(_fuse_float8, graph, node, *operands)
-
-
-def half_products(graph: PlannedGraph) -> Iterator[Match]:
-    """Products of an activation and a constant in BF16 or FP16."""
-    for node in list(graph.nodes):
-        if _is_half(node):
-            yield node.name, partial(_fuse_half, graph, node)
-
-
-def merged_biases(graph: PlannedGraph) -> Iterator[Match]:
-    """Biases behind the Split of a merged product; declines none."""
-    for node in list(graph.nodes):
-        adds = _biased(graph, node) if node.op == "Split" and not node.domain and node.outputs else []
-        if adds:
-            yield node.name, partial(_move_biases, graph, node, adds)
+"""Required divisor of K and N of our kernel (`kernels.triton_product`) and of cuBLASLt's FP8 products."""
 
 
 def _is_plain(node: Node) -> bool:
     """True for a MatMul, or a Gemm A · W + b or A · Wᵀ + b."""
-    if node.op not in {"Gemm", "MatMul"} or node.domain or not node.outputs:
+    if node.op not in {"Gemm", "MatMul"} or not node.outputs:
         return False
     attrs = node.attrs
     return not attrs.get("transA", 0) and attrs.get("alpha", 1.0) == attrs.get("beta", 1.0) == 1.0
@@ -80,7 +63,9 @@ def _dequantized(node: Node) -> tuple[Node, Node] | None:
     if not _is_plain(node):
         return None
     activation, weight = (node.reads(position).producer for position in (0, 1))
-    if activation is None or weight is None or not all(map(_is_dequantize, (activation, weight))):
+    if activation is None or weight is None:
+        return None
+    if not all(each.op == "DequantizeLinear" and each.reads(1).is_constant for each in (activation, weight)):
         return None
     values, stored = activation.reads(0), weight.reads(0)
     if values.is_constant or not stored.is_constant or len(stored.shape or ()) != 2:
@@ -93,10 +78,6 @@ def _dequantized(node: Node) -> tuple[Node, Node] | None:
     return (activation, weight) if values.kind == stored.kind == E4M3FN else None
 
 
-def _is_dequantize(node: Node) -> bool:
-    return node.op == "DequantizeLinear" and node.reads(1).is_constant
-
-
 def _is_half(node: Node) -> bool:
     if not _is_plain(node):
         return False
@@ -107,7 +88,12 @@ def _is_half(node: Node) -> bool:
     return activation.kind == weight.kind and weight.kind in HALVES and not any(n % MULTIPLE for n in sizes)
 
 
-def _fuse_float8(graph: PlannedGraph, node: Node, activation: Node, weight: Node) -> Fused:
+def float8_product(graph: PlannedGraph, node: Node) -> Fused | None:
+    """Fuse a product of an activation and a constant in E4M3FN."""
+    operands = _dequantized(node)
+    if operands is None:
+        return None
+    activation, weight = operands
     if activation.reads(1).values.size != 1:
         raise DeclinedFusion("its activation has several scales")
     epilogue = _Epilogue.of(graph, node)
@@ -116,27 +102,27 @@ def _fuse_float8(graph: PlannedGraph, node: Node, activation: Node, weight: Node
     # Product of both scales for each column, computed once for all requests.
     both = [each.reads(1).values.astype(np.float32).reshape(-1) for each in (activation, weight)]
     scale = graph.constant(f"{node.name}/scale", np.broadcast_to(both[0] * both[1], (columns,)))
-    factors = [activation.reads(0), activation.reads(1), _transposed(graph, node, stored), weight.reads(1)]
-    return epilogue.write(graph, node, "Float8Product", factors, scale)
+    factors = (activation.reads(0), activation.reads(1), _transposed(graph, node, stored), weight.reads(1))
+    return epilogue.write(graph, node, "Float8Product", *factors, scale)
 
 
-def _fuse_half(graph: PlannedGraph, node: Node) -> Fused:
+def half_product(graph: PlannedGraph, node: Node) -> Fused | None:
+    """Fuse a product of an activation and a constant in BF16 or FP16."""
+    if not _is_half(node):
+        return None
     epilogue = _Epilogue.of(graph, node)
     if epilogue.end.kind != node.reads(1).kind:
         raise DeclinedFusion("its result has another type than its factors")
-    factors = [node.reads(0), None, _transposed(graph, node, node.reads(1)), None]
-    return epilogue.write(graph, node, "HalfProduct", factors)
+    weight = _transposed(graph, node, node.reads(1))
+    return epilogue.write(graph, node, "HalfProduct", node.reads(0), None, weight, None)
 
 
 def _transposed(graph: PlannedGraph, node: Node, stored: Tensor) -> Tensor:
-    """Transpose a product's weight to (N, K), the only layout in which matrix units read FP8 from both
-    factors.
+    """Transpose a product's weight to (N, K), in which matrix units read FP8 along K from both factors.
 
     A weight that was not loaded is unchanged: such a graph is only analysed.
     """
-    if node.attrs.get("transB", 0) or not stored.is_read:
-        return stored
-    return graph.transposed(stored)
+    return stored if node.attrs.get("transB", 0) or not stored.is_read else graph.transposed(stored)
 
 
 @dataclass
@@ -176,17 +162,13 @@ class _Epilogue:
             match.cross, match.end = (factor, term), total.outputs[0]
         return match
 
-    def write(
-        self,
-        graph: PlannedGraph,
-        node: Node,
-        op: str,
-        factors: Sequence[Tensor | None],
-        scale: Tensor | None = None,
-    ) -> Fused:
-        """Write the fused node, under the site's name; the old node has no outputs left."""
+    def write(self, graph: PlannedGraph, node: Node, op: str, *factors: Tensor | None) -> Fused:
+        """Write the fused node, under the site's name; the old node has no outputs left.
+
+        `factors` are A, its scale, Wᵀ, its scale, and the product of both scales for each column.
+        """
         ends = Ends.of(graph, self.end)
-        inputs = [*factors, self.bias, *(self.cross or (None, None)), ends.scale, scale]
+        inputs = [*factors[:4], self.bias, *(self.cross or (None, None)), ends.scale, *factors[4:]]
         attrs = {"relu": int(self.relu), "wide": int(ends.wide), "base": self.end.kind}
         graph.replace(f"{DOMAIN}::{op}", node.name, inputs, ends.replaced(self.end), attrs)
         return Fused(node.name, (node.name,))
@@ -224,14 +206,18 @@ def _biased(graph: PlannedGraph, split: Node) -> list[tuple[Node, Tensor]]:
     adds = []
     for part in split.outputs:
         add = only_reader(graph, part)
-        bias = None if add is None or add.op != "Add" or add.domain else _other(add, part)
+        bias = None if add is None or add.op != "Add" else _other(add, part)
         if add is None or bias is None or not bias.is_read or not is_row(bias, part):
             return []
         adds.append((add, bias))
     return adds
 
 
-def _move_biases(graph: PlannedGraph, split: Node, adds: list[tuple[Node, Tensor]]) -> Fused:
+def merged_bias(graph: PlannedGraph, split: Node) -> Fused | None:
+    """Move the biases behind the Split of a merged product in front of it; declines none."""
+    adds = _biased(graph, split) if split.op == "Split" else []
+    if not adds:
+        return None
     whole = split.reads(0)
     rows = [bias.values.reshape(-1) for _, bias in adds]
     bias = graph.constant(f"{split.name}.bias", np.concatenate(rows))
@@ -239,8 +225,31 @@ def _move_biases(graph: PlannedGraph, split: Node, adds: list[tuple[Node, Tensor
     name = graph.fresh_name(f"{split.name}/biased")
     # The old Split would count as a reader of the product.
     split.outputs = []
-    graph.replace("::Add", graph.fresh_name(f"{split.name}/bias"), [whole, bias], [biased], {})
-    graph.replace(
-        "::Split", name, [biased, *split.inputs[1:]], [add.outputs[0] for add, _ in adds], split.attrs
-    )
+    graph.replace("Add", graph.fresh_name(f"{split.name}/bias"), [whole, bias], [biased], {})
+    outputs = [add.outputs[0] for add, _ in adds]
+    graph.replace("Split", name, [biased, *split.inputs[1:]], outputs, split.attrs)
+    return Fused(name)
+
+
+def quantized_concat(graph: PlannedGraph, node: Node) -> Fused | None:
+    """Fuse a concatenation that a Q reads."""
+    if node.op != "Concat":
+        return None
+    joined = node.outputs[0]
+    ends = Ends.of(graph, joined)
+    if ends.quantize is None:
+        return None
+    if joined.kind not in HALVES:
+        raise DeclinedFusion("the kernel writes BF16 and FP16")
+    if len(node.inputs) != 2:
+        raise DeclinedFusion(f"it joins {len(node.inputs)} tensors, the kernel two")
+    parts = [node.reads(0), node.reads(1)]
+    if static(joined, 2) is None or any(static(part, 2) is None for part in parts):
+        raise DeclinedFusion("what it joins are not matrices of known widths")
+    if node.attrs.get("axis") not in {1, -1} or any(part.is_constant for part in parts):
+        raise DeclinedFusion("it does not join computed columns")
+    inputs = [*(unrounded(graph, part) for part in parts), ends.scale]
+    name = graph.fresh_name(f"{node.name}/quantized")
+    attrs = {"wide": int(ends.wide), "base": joined.kind}
+    graph.replace(f"{DOMAIN}::ConcatQuantize", name, inputs, ends.replaced(joined), attrs)
     return Fused(name)

@@ -1,6 +1,6 @@
 """Lowering of the nodes that fusions write: to a kernel on CUDA, to the same arithmetic elsewhere.
 
-Importing this module registers the lowerings (`lowering.registry`).
+Importing this module registers the lowerings (`lowering.node.OPERATORS`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from torch.nn import functional
 
 from loka_onnx.engines.inductor.fusions.attention import is_short
 from loka_onnx.engines.inductor.fusions.base import DOMAIN
-from loka_onnx.engines.inductor.lowering.node import Node
-from loka_onnx.engines.inductor.lowering.registry import operator
+from loka_onnx.engines.inductor.lowering.node import Node, operator
 from loka_onnx.engines.inductor.lowering.strategies import Epilogue, FloatProduct, to_float8
-from loka_onnx.engines.inductor.lowering.types import TORCH_TYPES, short_name
-from loka_onnx.engines.inductor.lowering.values import Constant, Value
+from loka_onnx.engines.inductor.lowering.values import TORCH_TYPES, Constant, Value, short_name
 from loka_onnx.engines.inductor.package import CompiledSite
 
 LOWEST = -1e38
@@ -52,18 +50,16 @@ def _inverse(scale: float | None) -> float:
 @operator("FactorizationNorm", domain=DOMAIN, raw=True, wide=(4,))
 def factorization_norm(
     node: Node, x: Value, y: Value, gamma: Value, beta: Value, out_scale: Value = None
-) -> Tensor:
-    """Lower to `triton_factorization`."""
+) -> Any:
+    """Lower to `triton_norms.factorization_norm`."""
     tokens, weight, factor, shift = (node.tensor(each) for each in (x, y, gamma, beta))
     epsilon, scale = float(node.get("epsilon", 1e-5)), _number(node, out_scale)
     _record(node, tokens.dtype)
     if tokens.is_cuda:
-        from loka_onnx.engines.inductor.kernels import triton_factorization as kernel
+        from loka_onnx.engines.inductor.kernels import triton_norms as kernels
 
-        fused: Tensor = kernel.factorization_norm(
-            tokens.contiguous(), weight, factor, shift, epsilon, _inverse(scale), scale is not None
-        )
-        return fused
+        ends = (epsilon, _inverse(scale), scale is not None)
+        return kernels.factorization_norm(tokens.contiguous(), weight, factor, shift, *ends)
     product = torch.matmul(tokens, torch.matmul(tokens.transpose(1, 2), weight))
     flat = product.reshape(tokens.shape[0], -1).to(torch.float32)
     affine = (factor.to(torch.float32), shift.to(torch.float32))
@@ -72,22 +68,21 @@ def factorization_norm(
 
 
 @operator("TokenResidualNorm", domain=DOMAIN)
-def token_residual_norm(node: Node, x: Tensor, f: Tensor, w: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-    """Lower to `triton_token_norm`."""
+def token_residual_norm(node: Node, x: Tensor, f: Tensor, w: Tensor, gamma: Tensor, beta: Tensor) -> Any:
+    """Lower to `triton_norms.token_residual_norm`."""
     epsilon = float(node.get("epsilon", 1e-5))
     _record(node, x.dtype)
     if x.is_cuda:
-        from loka_onnx.engines.inductor.kernels import triton_token_norm as kernel
+        from loka_onnx.engines.inductor.kernels import triton_norms as kernels
 
-        fused: Tensor = kernel.token_residual_norm(x.contiguous(), f.contiguous(), w, gamma, beta, epsilon)
-        return fused
+        return kernels.token_residual_norm(x.contiguous(), f.contiguous(), w, gamma, beta, epsilon)
     joined = torch.cat([f, torch.matmul(w, x)], dim=1).to(torch.float32) + x.to(torch.float32)
     affine = (gamma.to(torch.float32), beta.to(torch.float32))
     return functional.layer_norm(joined, joined.shape[-1:], *affine, epsilon).to(x.dtype)
 
 
 @operator("Attention", domain=DOMAIN)
-def attention(node: Node, q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def attention(node: Node, q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
     """Lower exact attention (`fusions.attention`): to our kernel where keys are few, else to PyTorch's."""
     _record(node, q.dtype)
     if mask is not None:
@@ -96,7 +91,6 @@ def attention(node: Node, q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None 
     if not has_heads:
         q, kt, v = q.unsqueeze(1), kt.unsqueeze(1), v.unsqueeze(1)
         mask = None if mask is None else mask.unsqueeze(1)
-    fused: Tensor
     if q.is_cuda and _is_short(q, kt, v, mask):
         from loka_onnx.engines.inductor.kernels import triton_attention as kernel
 
@@ -108,9 +102,8 @@ def attention(node: Node, q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None 
             mask = torch.logical_not(mask) if drops else mask
         elif mask is not None and mask.dtype is torch.bfloat16:
             mask = torch.where(torch.isinf(mask), mask, mask.clamp(min=LOWEST))
-        fused = functional.scaled_dot_product_attention(
-            q, kt.transpose(-1, -2), v, attn_mask=mask, scale=scale
-        )
+        k = kt.transpose(-1, -2)
+        fused = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return fused if has_heads else fused.squeeze(1)
 
 
@@ -121,9 +114,7 @@ def _is_short(q: Tensor, kt: Tensor, v: Tensor, mask: Tensor | None) -> bool:
         return False
     if not q.shape[:2] == kt.shape[:2] == v.shape[:2]:
         return False
-    if mask is None:
-        return True
-    pairs = zip(mask.shape, (*q.shape[:3], kt.shape[3]), strict=True)
+    pairs = [] if mask is None else zip(mask.shape, (*q.shape[:3], kt.shape[3]), strict=True)
     return all(a == b or (isinstance(a, int) and a == 1) for a, b in pairs)
 
 
@@ -142,16 +133,15 @@ def _readable(tensor: Tensor) -> Tensor:
 
 @operator("ConcatQuantize", domain=DOMAIN, raw=True, wide=(2,))
 def concat_quantize(node: Node, a: Value, b: Value, out_scale: Value) -> tuple[Tensor, ...]:
-    """Lower to `triton_concat`."""
+    """Lower to `triton_concats.concat_quantize`."""
     left, right = node.tensor(a), node.tensor(b)
     half, wide = TORCH_TYPES[node.get("base", 1)], bool(node.get("wide", 1))
     scale = _number(node, out_scale)
     if left.is_cuda:
-        from loka_onnx.engines.inductor.kernels import triton_concat as kernel
+        from loka_onnx.engines.inductor.kernels import triton_concats as kernels
 
-        return tuple(
-            kernel.concat_quantize(left.contiguous(), right.contiguous(), _inverse(scale), half, wide)
-        )
+        parts = (left.contiguous(), right.contiguous())
+        return tuple(kernels.concat_quantize(*parts, _inverse(scale), half, wide))
     joined = torch.cat([left.to(half), right.to(half)], dim=1)
     return Epilogue(scale=scale, is_wide=wide).apply(joined)
 
@@ -160,7 +150,7 @@ def concat_quantize(node: Node, a: Value, b: Value, out_scale: Value) -> tuple[T
 def token_concat(
     node: Node, x: Value, w: Value, f: Value = None, out_scale: Value = None
 ) -> tuple[Tensor, ...]:
-    """Lower to `triton_token_concat`."""
+    """Lower to `triton_concats.token_concat`."""
     tokens, weight = node.tensor(x), node.tensor(w)
     others, scale = None if f is None else node.tensor(f), _number(node, out_scale)
     half, wide = TORCH_TYPES[node.get("base", 1)], bool(node.get("wide", 1))
@@ -168,11 +158,11 @@ def token_concat(
     _record(node, half)
     outputs: Any
     if tokens.is_cuda:
-        from loka_onnx.engines.inductor.kernels import triton_token_concat as kernel
+        from loka_onnx.engines.inductor.kernels import triton_concats as kernels
 
         beside = None if others is None else others.contiguous()
         ends = (mix_first, wide, scale is not None)
-        outputs = kernel.token_concat(tokens.contiguous(), weight, beside, _inverse(scale), half, *ends)
+        outputs = kernels.token_concat(tokens.contiguous(), weight, beside, _inverse(scale), half, *ends)
     else:
         z = torch.matmul(weight, tokens.to(half))
         if others is not None:
@@ -189,38 +179,34 @@ def product(node: Node, *inputs: Value) -> tuple[Tensor, ...]:
     missing: list[Value] = [None] * (9 - len(inputs))
     a, scale_a, b, scale_b, bias, x0, x, out_scale, scale = [*inputs, *missing]
     parts = Epilogue(
-        bias=None if bias is None else node.tensor(bias).reshape(-1),
         cross=() if x0 is None or x is None else (node.tensor(x0), node.tensor(x)),
         relu=bool(node.get("relu", 0)),
         scale=_number(node, out_scale),
         is_wide=bool(node.get("wide", 1)),
     )
-    factor = node.tensor(a)
-    weight_scale = _scale(node, scale_b, factor)
     factors = FloatProduct(
         site=node.name,
-        a=factor,
-        scale_a=_scale(node, scale_a, factor).reshape(()),
+        a=node.tensor(a),
+        scale_a=_scale(node, scale_a),
         b=node.tensor(b).t(),
-        scale_b=weight_scale.reshape(()) if weight_scale.numel() == 1 else weight_scale.reshape(-1),
-        bias=parts.bias,
+        scale_b=_scale(node, scale_b),
+        bias=None if bias is None else node.tensor(bias).reshape(-1),
         dtype=TORCH_TYPES[node.get("base", 1)],
         scale=None if scale is None else node.tensor(scale),
     )
     whole = (*factors.a.shape[:-1], factors.b.shape[1])
     for each in parts.cross:
         if tuple(each.shape) != whole:
-            raise node.error(
-                "x0 and x must have the shape of the product", f"{tuple(each.shape)}, not {whole}"
-            )
+            what = "x0 and x must have the shape of the product"
+            raise node.error(what, f"{tuple(each.shape)}, not {whole}")
     # The plan and the graph use the same name.
-    done = node.scope.products.multiply_with(factors, parts)
-    node.record(done)
-    return done.outputs
+    outputs, node.scope.sites[node.name] = node.scope.products.multiply(factors, parts)
+    return outputs
 
 
-def _scale(node: Node, value: Value, factor: Tensor) -> Tensor:
-    """Scale of a factor in FP32; 1 for a factor that is not quantized."""
+def _scale(node: Node, value: Value) -> Tensor:
+    """Scale of a factor in FP32, of rank 0 or 1; 1 for a factor that is not quantized."""
     if value is None:
-        return torch.ones((), dtype=torch.float32, device=factor.device)
-    return node.tensor(value).to(torch.float32)
+        return torch.ones((), dtype=torch.float32, device=node.scope.device)
+    scale = node.tensor(value).to(torch.float32)
+    return scale.reshape(() if scale.numel() == 1 else (-1,))

@@ -21,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from loka_onnx.engines.inductor.fusions.base import padded
+
 MOST_QUERIES = 64
 """Most queries of a program: rows of one instruction of four warps on Hopper."""
 MOST_PRODUCTS = 1 << 13
@@ -41,7 +43,7 @@ class Shape:
     @classmethod
     def of(cls, queries: int, keys: int, width: int) -> Shape:
         """Tile for a number of queries, keys, and values of a head."""
-        rows, columns, depth = (max(16, triton.next_power_of_2(size)) for size in (queries, keys, width))
+        rows, columns, depth = (padded(size) for size in (queries, keys, width))
         return cls(max(16, min(rows, MOST_QUERIES, MOST_PRODUCTS // columns)), columns, depth)
 
     @property
@@ -54,39 +56,15 @@ class Shape:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _loka_short_attention_kernel(  # type: ignore[no-untyped-def]
-    q_ptr,
-    kt_ptr,
-    v_ptr,
-    mask_ptr,
-    out_ptr,
-    scale,
-    QB: tl.constexpr,
-    QH: tl.constexpr,
-    QQ: tl.constexpr,
-    QD: tl.constexpr,
-    KB: tl.constexpr,
-    KH: tl.constexpr,
-    KD: tl.constexpr,
-    KK: tl.constexpr,
-    VB: tl.constexpr,
-    VH: tl.constexpr,
-    VK: tl.constexpr,
-    VD: tl.constexpr,
-    MB: tl.constexpr,
-    MH: tl.constexpr,
-    MQ: tl.constexpr,
-    MK: tl.constexpr,
-    ADDED: tl.constexpr,
-    KEEP: tl.constexpr,
-    DROP: tl.constexpr,
-    HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    D: tl.constexpr,
-    Q2: tl.constexpr,
-    K2: tl.constexpr,
-    D2: tl.constexpr,
-):
+    q_ptr, kt_ptr, v_ptr, mask_ptr, out_ptr, scale,
+    QB: tl.constexpr, QH: tl.constexpr, QQ: tl.constexpr, QD: tl.constexpr,
+    KB: tl.constexpr, KH: tl.constexpr, KD: tl.constexpr, KK: tl.constexpr,
+    VB: tl.constexpr, VH: tl.constexpr, VK: tl.constexpr, VD: tl.constexpr,
+    MB: tl.constexpr, MH: tl.constexpr, MQ: tl.constexpr, MK: tl.constexpr,
+    ADDED: tl.constexpr, KEEP: tl.constexpr, DROP: tl.constexpr,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
+    Q2: tl.constexpr, K2: tl.constexpr, D2: tl.constexpr,
+):  # fmt: skip
     LOG2E: tl.constexpr = 1.4426950408889634
     TILES: tl.constexpr = (QUERIES + Q2 - 1) // Q2
     head = tl.program_id(0) % HEADS
@@ -160,26 +138,14 @@ def short_attention(
         for axis, stride in zip(axes[name], values, strict=True)
     }
     tiles = triton.cdiv(queries, shape.queries)
+    masks = {"KEEP": chooses and not drop, "DROP": chooses and drop}
+    masks["ADDED"] = mask is not None and not chooses
+    sizes = {"HEADS": heads, "QUERIES": queries, "KEYS": keys, "D": d}
+    sizes |= {"Q2": shape.queries, "K2": shape.keys, "D2": shape.width}
+    # An unused pointer must be valid; q itself could make the compiler write a copy.
+    read = (q, kt, v, q.new_empty(1) if mask is None else mask)
     wrap_triton(_loka_short_attention_kernel)[(batch * heads * tiles,)](
-        q,
-        kt,
-        v,
-        # An unused pointer must be valid; q itself could make the compiler write a copy.
-        q.new_empty(1) if mask is None else mask,
-        out,
-        scale,
-        **strides,
-        ADDED=mask is not None and not chooses,
-        KEEP=chooses and not drop,
-        DROP=chooses and drop,
-        HEADS=heads,
-        QUERIES=queries,
-        KEYS=keys,
-        D=d,
-        Q2=shape.queries,
-        K2=shape.keys,
-        D2=shape.width,
-        num_warps=shape.warps,
+        *read, out, scale, **strides, **masks, **sizes, num_warps=shape.warps
     )
     return out
 

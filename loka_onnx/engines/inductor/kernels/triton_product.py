@@ -23,46 +23,32 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from loka_onnx.engines.inductor.kernels.triton_common import to_float8
+from loka_onnx.engines.inductor.fusions.products import MULTIPLE
 
-MULTIPLE = 16
-"""Required divisor of N and K."""
 GROUP = 8
 """Rows of tiles that are computed together, so that shared operands stay in L2."""
 SUM_ROWS, SUM_COLUMNS = 8, 128
 """Tile of the second kernel where K is split."""
 
 
+@triton.jit
+def to_float8(value, inverse_scale):  # type: ignore[no-untyped-def]
+    """Divide by a scale, saturate and round to even in E4M3FN (ONNX QuantizeLinear)."""
+    # The caller's number may arrive as FP64, which has no conversion to FP8.
+    scaled = value.to(tl.float32) * tl.cast(inverse_scale, tl.float32)
+    # Without PROPAGATE, NaN would become a number; the cast keeps NaN.
+    scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return scaled.to(tl.float8e4nv)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _loka_product_kernel(  # type: ignore[no-untyped-def]
-    a_ptr,
-    b_ptr,
-    scale_ptr,
-    bias_ptr,
-    x0_ptr,
-    x_ptr,
-    wide_ptr,
-    narrow_ptr,
-    parts_ptr,
-    M,
-    N16,
-    K16,
-    inverse_scale,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SCALED: tl.constexpr,
-    BIAS: tl.constexpr,
-    RELU: tl.constexpr,
-    CROSS: tl.constexpr,
-    FIRST: tl.constexpr,
-    WIDE: tl.constexpr,
-    NARROW: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    IMPRECISE: tl.constexpr,
-):
+    a_ptr, b_ptr, scale_ptr, bias_ptr, x0_ptr, x_ptr, wide_ptr, narrow_ptr, parts_ptr,
+    M, N16, K16, inverse_scale,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, CROSS: tl.constexpr, FIRST: tl.constexpr,
+    WIDE: tl.constexpr, NARROW: tl.constexpr, WHOLE_K: tl.constexpr, IMPRECISE: tl.constexpr,
+):  # fmt: skip
     # Counts of 16, so that the compiler knows that rows start at multiples of 16 bytes.
     N, K = N16 * 16, K16 * 16
     program = tl.program_id(0)
@@ -192,38 +178,17 @@ def product(
         "WIDE": high is not None,
         "NARROW": low is not None,
     }
+    n16, k16 = n // MULTIPLE, k // MULTIPLE
+    tiles = {"BM": bm, "BN": bn, "BK": bk, "GROUP_M": GROUP, "SPLIT": split, "WHOLE_K": k % bk == 0}
+    # None is Triton's default: on Hopper, the whole sum in the tensor core's precision.
+    imprecise = bk if exact and scale is not None else None
     wrap_triton(_loka_product_kernel)[(triton.cdiv(m, bm) * triton.cdiv(n, bn), split)](
-        a,
-        b,
-        *read,
-        a if parts is None else parts,
-        m,
-        n // MULTIPLE,
-        k // MULTIPLE,
-        inverse_scale,
-        BM=bm,
-        BN=bn,
-        BK=bk,
-        GROUP_M=GROUP,
-        SPLIT=split,
-        **follows,
-        WHOLE_K=k % bk == 0,
-        # None is Triton's default: on Hopper, the whole sum in the tensor core's precision.
-        IMPRECISE=bk if exact and scale is not None else None,
-        num_stages=stages,
-        num_warps=warps,
-    )
+        a, b, *read, a if parts is None else parts, m, n16, k16, inverse_scale, **tiles, **follows,
+        IMPRECISE=imprecise, num_stages=stages, num_warps=warps,
+    )  # fmt: skip
     if parts is not None:
+        tiles = {"BM": SUM_ROWS, "BN": SUM_COLUMNS, "SPLIT": split}
         wrap_triton(_add_up_kernel)[(triton.cdiv(m, SUM_ROWS), triton.cdiv(n, SUM_COLUMNS))](
-            parts,
-            *read,
-            m,
-            n // MULTIPLE,
-            inverse_scale,
-            BM=SUM_ROWS,
-            BN=SUM_COLUMNS,
-            SPLIT=split,
-            **follows,
-            num_warps=4,
+            parts, *read, m, n16, inverse_scale, **tiles, **follows, num_warps=4
         )
     return [made for made in (high, low) if made is not None]

@@ -6,13 +6,11 @@ import functools
 from typing import Any
 
 import torch
+from onnx import TensorProto
 from torch.nn import functional
 
-from loka_onnx.engines.inductor.lowering.node import Node
-from loka_onnx.engines.inductor.lowering.quantization import saturated
-from loka_onnx.engines.inductor.lowering.registry import OPERATORS, Lowering, Operator, operator
-from loka_onnx.engines.inductor.lowering.types import FLOAT8, TORCH_TYPES, type_name
-from loka_onnx.engines.inductor.lowering.values import ShapeValue, Value
+from loka_onnx.engines.inductor.lowering.node import OPERATORS, Lowering, Node, Operator, operator
+from loka_onnx.engines.inductor.lowering.values import FLOAT8, TORCH_TYPES, ShapeValue, Value, saturated
 
 Tensor = torch.Tensor
 
@@ -67,13 +65,7 @@ WITH_ATTRIBUTES: dict[str, Lowering] = {
     "Swish": lambda node, x: x * torch.sigmoid(node.get("alpha", 1.0) * x),
 }
 """Functions of a node and its inputs."""
-
-
-def _without_node(function: Lowering) -> Lowering:
-    return lambda node, *xs: function(*xs)
-
-
-OPERATORS |= {("", op_type): Operator(_without_node(function)) for op_type, function in PLAIN.items()}
+OPERATORS |= {("", op_type): Operator(lambda _, *xs, f=f: f(*xs)) for op_type, f in PLAIN.items()}
 OPERATORS |= {("", op_type): Operator(function) for op_type, function in WITH_ATTRIBUTES.items()}
 
 
@@ -115,9 +107,8 @@ def cast(node: Node, x: Tensor) -> Tensor:
     """Another element type; FP8 saturates, as QuantizeLinear does."""
     target = TORCH_TYPES.get(node.attributes["to"])
     if target is None:
-        raise node.error(
-            f"a cast to {type_name(node.attributes['to'])} is not lowered", "torch has no such type here"
-        )
+        name = TensorProto.DataType.Name(node.attributes["to"])
+        raise node.error(f"a cast to {name} is not lowered", "torch has no such type here")
     return _to_type(node, x, target)
 
 

@@ -13,30 +13,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import onnx
 import torch
 from torch import nn
 
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.kernels import operators
-from loka_onnx.engines.inductor.lowering import (
-    elementwise,
-    indexing,
-    movement,
-    products,
-    quantization,
-    reductions,
-)
-from loka_onnx.engines.inductor.lowering.evaluating import Step, evaluate
-from loka_onnx.engines.inductor.lowering.folding import Stored, fold, store
-from loka_onnx.engines.inductor.lowering.node import Node, Scope, load_directly
-from loka_onnx.engines.inductor.lowering.reading import SourceGraph, read_graph
-from loka_onnx.engines.inductor.lowering.registry import OPERATORS, Operator
+from loka_onnx.engines.inductor.lowering import elementwise, movement, products, reductions
+from loka_onnx.engines.inductor.lowering.node import OPERATORS, REMEDY, Node, Operator, Scope, load_directly
+from loka_onnx.engines.inductor.lowering.steps import Step, Stored, evaluate, fold, store
 from loka_onnx.engines.inductor.lowering.strategies import ProductStrategy, ScaledMatMul
-from loka_onnx.engines.inductor.lowering.values import MOST_NUMBERS, Constant, Value
+from loka_onnx.engines.inductor.lowering.values import MOST_NUMBERS, TORCH_TYPES, Constant, Value
 from loka_onnx.engines.inductor.package import CompiledSite
 from loka_onnx.errors import EngineError
+from loka_onnx.graph.detached import read_array
 
-REGISTERED = (elementwise, indexing, movement, operators, products, quantization, reductions)
+REGISTERED = (elementwise, movement, operators, products, reductions)
 """Modules that fill `OPERATORS` on import."""
 
 
@@ -51,14 +43,17 @@ class LoweredModel(nn.Module):
 
     def __init__(
         self,
-        graph: SourceGraph,
+        graph: onnx.GraphProto,
         steps: tuple[Step, ...],
         constants: Mapping[str, Constant],
         stored: Mapping[str, Stored],
         scope: Scope,
     ) -> None:
         super().__init__()
-        self.input_names, self.output_names, self.batched = graph.inputs, graph.outputs, graph.batched
+        inputs = _inputs(graph)
+        self.input_names = tuple(info.name for info in inputs)
+        self.output_names = tuple(info.name for info in graph.output)
+        self.batched = frozenset(info.name for info in inputs if _is_batched(info))
         self.weights = nn.Module()
         self._steps, self._scope = steps, scope
         self._buffer_of: dict[str, tuple[str, bool]] = {}
@@ -120,15 +115,72 @@ def lower(model: Path | PlannedGraph, products: ProductStrategy | None = None) -
     """
     scope = Scope(products or ScaledMatMul())
     planned = model if isinstance(model, PlannedGraph) else PlannedGraph.load(model, infers=False)
-    graph = read_graph(planned, scope)
-    constants = dict(graph.constants)
+    nodes, constants = _read(planned, scope)
+    outputs = [info.name for info in planned.source.output]
     with torch.no_grad():
-        steps = fold([Step(node, _operator(node)) for node in graph.nodes], constants)
-        stored = store(steps, constants, graph.outputs)
+        steps = fold([Step(node, _operator(node)) for node in nodes], constants)
+        stored = store(steps, constants, outputs)
     scope.sites.clear()
-    read = {name for step in steps for name in step.node.inputs} | {*graph.outputs}
+    read = {name for step in steps for name in step.node.inputs} | {*outputs}
     kept = {name: constant for name, constant in constants.items() if name in read}
-    return LoweredModel(graph, _with_last_uses(steps, {*graph.outputs, *kept}), kept, stored, scope)
+    timed = _with_last_uses(steps, {*outputs, *kept})
+    return LoweredModel(planned.source, timed, kept, stored, scope)
+
+
+def _inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    stored = {tensor.name for tensor in graph.initializer}
+    return [info for info in graph.input if info.name not in stored]
+
+
+def _read(graph: PlannedGraph, scope: Scope) -> tuple[list[Node], dict[str, Constant]]:
+    """Nodes, producers first, and initializers that outputs depend on; refuses a type without a lowering."""
+    for info in _inputs(graph.source):
+        _check_type(info.name, info.type.tensor_type.elem_type)
+    nodes, names = [], set[str]()
+    read = {info.name: graph.tensor(info.name) for info in graph.source.output}
+    for node in graph.live_nodes():
+        read |= {tensor.name: tensor for tensor in node.inputs if tensor is not None}
+        outputs = [tensor.name for tensor in node.outputs] if node.source is None else node.source.output
+        # Two nodes may have the same name, but products are recorded by name.
+        name = node.name if node.name not in names else outputs[0]
+        names.add(name)
+        domain, _, op_type = node.op.rpartition("::")
+        attributes = {key: _attribute(value) for key, value in node.attrs.items()}
+        given = tuple("" if tensor is None else tensor.name for tensor in node.inputs)
+        nodes.append(Node(op_type, domain, name, attributes, given, tuple(outputs), scope))
+    return nodes, {
+        name: _constant(tensor.stored) for name, tensor in read.items() if tensor.stored is not None
+    }
+
+
+def _is_batched(info: onnx.ValueInfoProto) -> bool:
+    kind = info.type.tensor_type
+    first = kind.shape.dim[:1]
+    return not kind.HasField("shape") or (bool(first) and not first[0].HasField("dim_value"))
+
+
+def _attribute(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_attribute(each) for each in value]
+    if isinstance(value, onnx.TensorProto):
+        return _constant(value)
+    return value.decode("utf-8") if isinstance(value, bytes) else value
+
+
+def _constant(tensor: onnx.TensorProto) -> Constant:
+    _check_type(tensor.name, tensor.data_type)
+    array = read_array(tensor)
+    return Constant(tensor.name, TORCH_TYPES[tensor.data_type], array.shape, array)
+
+
+def _check_type(name: str, onnx_type: int) -> None:
+    if onnx_type not in TORCH_TYPES:
+        raise EngineError(
+            f"E0819 values of type {onnx.TensorProto.DataType.Name(onnx_type)} are not lowered",
+            where=f"tensor '{name}'",
+            evidence="of the FP8 types, torch multiplies E4M3FN and E5M2",
+            remedy=REMEDY,
+        )
 
 
 def _operator(node: Node) -> Operator:
@@ -165,6 +217,5 @@ def _attribute_name(holder: nn.Module, name: str) -> str:
 
 def _without_array(constant: Constant) -> Constant:
     """Drop the values of a long constant: its buffer holds them."""
-    if constant.array is None or constant.array.size <= MOST_NUMBERS:
-        return constant
-    return replace(constant, array=None)
+    is_long = constant.array is not None and constant.array.size > MOST_NUMBERS
+    return replace(constant, array=None) if is_long else constant

@@ -1,4 +1,8 @@
-"""Operators that move, repeat, drop or pad elements and change none."""
+"""Operators that move, repeat, drop or pad elements, or read or write them at computed positions.
+
+ONNX counts negative positions from the end in all of them. So does torch's indexing, but not gather or
+scatter.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +13,36 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from loka_onnx.engines.inductor.lowering.node import Node
-from loka_onnx.engines.inductor.lowering.registry import operator
-from loka_onnx.engines.inductor.lowering.values import Constant, Dequantized, ShapeValue, Value, numbers_of
+from loka_onnx.engines.inductor.lowering.node import OPERATORS, Node, Operator, operator
+from loka_onnx.engines.inductor.lowering.values import (
+    Constant,
+    Dequantized,
+    ShapeValue,
+    Value,
+    along_axis,
+    numbers_of,
+)
 
 Tensor = torch.Tensor
 _MOST_NUMBERS = 64
 """Most elements of a filled vector that may be a shape; longer ones are data."""
-
-
-@operator("Identity", raw=True)
-def identity(node: Node, x: Value) -> Value:
-    """The same value, of any kind."""
-    return x
+_REDUCTIONS = {"add": "sum", "mul": "prod", "min": "amin", "max": "amax"}
+OPERATORS |= {
+    ("", "Identity"): Operator(lambda node, x: x, raw=True),
+    ("", "Size"): Operator(
+        lambda node, x: ShapeValue((math.prod(_lengths(node, x)),), scalar=True), raw=True
+    ),
+    ("", "Tile"): Operator(
+        lambda node, x, repeats: x.repeat(node.numbers(repeats, "repeats")), numbers=(1,), moves=True
+    ),
+}
 
 
 @operator("Constant")
 def constant(node: Node) -> Any:
     """Refuse a Constant that could not be folded."""
-    raise node.error(
-        "a constant of this kind is not lowered", f"its attributes are {sorted(node.attributes)}"
-    )
+    evidence = f"its attributes are {sorted(node.attributes)}"
+    raise node.error("a constant of this kind is not lowered", evidence)
 
 
 @operator("Reshape", numbers=(1,), moves=True)
@@ -110,8 +123,7 @@ def slice_(
     for position, axis in enumerate(range(len(first)) if chosen is None else chosen):
         begin, end, step = first[position], last[position], stride[position]
         if step > 0:
-            index = (slice(None),) * (axis % x.dim()) + (slice(begin, end, step),)
-            x = x[index]
+            x = x[(slice(None),) * (axis % x.dim()) + (slice(begin, end, step),)]
         else:
             x = torch.index_select(x, axis, _backwards(x, axis, (begin, end, step)))
     return x
@@ -135,12 +147,6 @@ def expand(node: Node, x: Tensor, shape: Value) -> Tensor:
     x = x.reshape([1] * (rank - x.dim()) + list(x.shape)) if rank > x.dim() else x
     kept = [-1 if isinstance(length, int) and length == 1 else length for length in target]
     return x.expand(kept)
-
-
-@operator("Tile", numbers=(1,), moves=True)
-def tile(node: Node, x: Tensor, repeats: Value) -> Tensor:
-    """A tensor repeated along its axes."""
-    return x.repeat(node.numbers(repeats, "repeats"))
 
 
 @operator("Trilu", numbers=(1,))
@@ -171,12 +177,6 @@ def shape_of(node: Node, x: Value) -> ShapeValue:
     return ShapeValue(tuple(lengths[node.get("start", 0) : node.get("end", len(lengths))]))
 
 
-@operator("Size", raw=True)
-def size_of(node: Node, x: Value) -> ShapeValue:
-    """Number of elements, as a number."""
-    return ShapeValue((math.prod(_lengths(node, x)),), scalar=True)
-
-
 def _lengths(node: Node, x: Value) -> list[Any]:
     if isinstance(x, ShapeValue):
         return [] if x.scalar else [len(x.entries)]
@@ -204,3 +204,92 @@ def range_(node: Node, start: Value, limit: Value, delta: Value) -> Tensor:
     begin, end = node.number(start, "start"), node.number(limit, "limit")
     dtype = start.dtype if isinstance(start, ShapeValue) else torch.int64
     return torch.arange(begin, end, node.number(delta, "delta"), dtype=dtype, device=node.scope.device)
+
+
+@operator("Gather", scalars=(1,), moves=True)
+def gather(node: Node, data: Tensor, indices: Value) -> Tensor:
+    """Slices along an axis; the indices' shape replaces the axis."""
+    axis = node.get("axis", 0) % data.dim()
+    if isinstance(indices, ShapeValue):
+        return data.select(axis, indices.entries[0])  # type: ignore[arg-type]
+    return data[(slice(None),) * axis + (node.tensor(indices),)]
+
+
+@operator("GatherElements")
+def gather_elements(node: Node, data: Tensor, indices: Tensor) -> Tensor:
+    """One element for each index along an axis; other coordinates are kept."""
+    axis = node.get("axis", 0) % data.dim()
+    return torch.gather(data, axis, _from_start(indices, data.shape[axis]))
+
+
+@operator("GatherND")
+def gather_nd(node: Node, data: Tensor, indices: Tensor) -> Tensor:
+    """Slices at index tuples, behind shared batch axes."""
+    shared, rank = range(node.get("batch_dims", 0)), indices.dim() - 1
+    steps = (torch.arange(data.shape[axis], device=data.device) for axis in shared)
+    parts = [along_axis(each, axis, rank) for axis, each in enumerate(steps)]
+    return data[(*parts, *(part.to(torch.int64) for part in indices.unbind(-1)))]
+
+
+@operator("ScatterElements")
+def scatter_elements(node: Node, data: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    """Copy with elements replaced, or combined by a reduction."""
+    axis = node.get("axis", 0) % data.dim()
+    return _scattered(node, data, axis, _from_start(indices, data.shape[axis]), updates)
+
+
+@operator("ScatterND")
+def scatter_nd(node: Node, data: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    """Copy with slices replaced, or combined by a reduction, at index tuples."""
+    depth = indices.shape[-1]
+    rows: Any = 0
+    for axis, part in enumerate(indices.to(torch.int64).unbind(-1)):
+        rows = rows * data.shape[axis] + torch.where(part < 0, part + data.shape[axis], part)
+    flat = data.reshape(-1, *data.shape[depth:])
+    rows = rows.reshape([-1] + [1] * (data.dim() - depth))
+    written = updates.reshape(-1, *data.shape[depth:])
+    return _scattered(node, flat, 0, rows.expand_as(written), written).reshape(data.shape)
+
+
+def _scattered(node: Node, data: Tensor, axis: int, positions: Tensor, updates: Tensor) -> Tensor:
+    reduction = node.get("reduction", "none")
+    if reduction == "none":
+        return torch.scatter(data, axis, positions, updates)
+    return torch.scatter_reduce(data, axis, positions, updates, _REDUCTIONS[reduction], include_self=True)
+
+
+@operator("OneHot", numbers=(1,))
+def one_hot(node: Node, indices: Tensor, depth: Value, values: Tensor) -> Tensor:
+    """``values[1]`` at each index on a new axis, ``values[0]`` elsewhere and for indices out of range."""
+    length = int(node.number(depth, "depth"))
+    rank = indices.dim() + 1
+    axis = node.get("axis", -1) % rank
+    positions = along_axis(torch.arange(length, device=indices.device), axis, rank)
+    chosen = _from_start(indices.to(torch.int64), length).unsqueeze(axis)
+    off, on = values.unbind(0)
+    return torch.where(chosen == positions, on, off)
+
+
+@operator("TopK", numbers=(1,))
+def top_k(node: Node, x: Tensor, count: Value) -> tuple[Tensor, ...]:
+    """The largest or smallest elements along an axis, and their positions."""
+    k = node.number(count, "K")
+    largest, ordered = bool(node.get("largest", 1)), bool(node.get("sorted", 1))
+    return tuple(torch.topk(x, k, node.get("axis", -1), largest, ordered))
+
+
+@operator("CumSum", numbers=(1,))
+def cum_sum(node: Node, x: Tensor, axis: Value) -> Tensor:
+    """Running sums along an axis, from either end, with or without the element itself."""
+    dim = int(node.number(axis, "axis"))
+    x = x.flip(dim) if node.get("reverse", 0) else x
+    if node.get("exclusive", 0):
+        first = torch.zeros_like(x.narrow(dim, 0, 1))
+        x = torch.cat([first, x.narrow(dim, 0, x.shape[dim] - 1)], dim)
+    total = torch.cumsum(x, dim, dtype=x.dtype)
+    return total.flip(dim) if node.get("reverse", 0) else total
+
+
+def _from_start(indices: Tensor, length: Any) -> Tensor:
+    indices = indices.to(torch.int64)
+    return torch.where(indices < 0, indices + length, indices)

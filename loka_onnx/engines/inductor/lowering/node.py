@@ -1,20 +1,33 @@
-"""A graph node during lowering."""
+"""A graph node during lowering, and the table of lowering functions.
+
+A function takes the node and one value per input and returns a value or a tuple of values. Its inputs depend
+on the registration:
+
+- by default, tensors;
+- at the positions `numbers`, a `ShapeValue` where the input is a constant or comes from shapes, else the
+  tensor (`Node.numbers` then reports the error);
+- at the positions `scalars`, a `ShapeValue` where the input is a constant of rank 0, else a tensor;
+- `moves`: the operator only moves elements of its first input, so that a `Dequantized` with a single scale
+  stays FP8;
+- `raw`: every value unchanged;
+- `wide`: constants at these positions, such as scales, are stored in FP32, so that no kernel converts them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
-from loka_onnx.engines.inductor.lowering.strategies import Multiplied, ProductStrategy
-from loka_onnx.engines.inductor.lowering.types import to_torch
-from loka_onnx.engines.inductor.lowering.values import Constant, Dequantized, ShapeValue, Value
+from loka_onnx.engines.inductor.lowering.strategies import ProductStrategy
+from loka_onnx.engines.inductor.lowering.values import Constant, Dequantized, ShapeValue, Value, to_torch
 from loka_onnx.engines.inductor.package import CompiledSite
 from loka_onnx.errors import EngineError, InternalError
 
 T = TypeVar("T")
+Lowering = Callable[..., Any]
 REMEDY = "let another backend build this model"
 
 
@@ -49,14 +62,11 @@ class Scope:
 
 @dataclass(frozen=True)
 class Node:
-    """One node of the graph.
+    """One node of the graph; names are empty for ONNX's own domain, omitted inputs and unused outputs.
 
     Attributes:
-        domain: Its domain; empty for ONNX's own.
         name: Name of the node, or of its first output where it has none.
         attributes: Attributes as Python values: text as `str`, tensors as arrays.
-        inputs: Names of input tensors; empty for an omitted optional one.
-        outputs: Names of output tensors; empty for an unused one.
     """
 
     op_type: str
@@ -79,12 +89,6 @@ class Node:
     def wants(self, output: int) -> bool:
         """True if an output has a name, so that something may read it."""
         return output < len(self.outputs) and bool(self.outputs[output])
-
-    def record(self, done: Multiplied) -> None:
-        """Record how this product was computed."""
-        self.scope.sites[self.name] = CompiledSite(
-            self.name, done.kernel, done.operands, done.engaged, done.reason
-        )
 
     def error(self, what: str, evidence: str, remedy: str = REMEDY) -> EngineError:
         """Build an error about this node."""
@@ -111,3 +115,29 @@ class Node:
     def axes(self, value: Value) -> list[int] | None:
         """Axes as plain numbers; None where omitted."""
         return None if value is None else [int(axis) for axis in self.numbers(value, "axes")]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Lowering of an operator; see the module."""
+
+    lower: Lowering
+    numbers: Collection[int] = ()
+    scalars: Collection[int] = ()
+    moves: bool = False
+    raw: bool = False
+    wide: Collection[int] = ()
+
+
+OPERATORS: dict[tuple[str, str], Operator] = {}
+"""Lowerings by domain and type, complete once `lowering.model` is imported."""
+
+
+def operator(*op_types: str, domain: str = "", **how: Any) -> Callable[[Lowering], Lowering]:
+    """Register the decorated function for operators of a domain; `how` are the fields of `Operator`."""
+
+    def register(function: Lowering) -> Lowering:
+        OPERATORS.update({(domain, op_type): Operator(function, **how) for op_type in op_types})
+        return function
+
+    return register

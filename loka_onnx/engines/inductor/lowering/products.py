@@ -1,4 +1,12 @@
-"""Products: MatMul, Gemm, Einsum and convolutions.
+"""QuantizeLinear, DequantizeLinear, and products: MatMul, Gemm, Einsum and convolutions.
+
+Source: ONNX operators, `QuantizeLinear-23` and `DequantizeLinear-23`::
+
+    Q(x)  = saturate(round(x / s) + z)      rounding half to even, saturating at the type's limits
+    DQ(q) = (q − z) · s
+
+FP8 saturates infinities too, keeps NaN, and has z = 0. The quotient is computed in FP32 in a BF16 or FP16
+graph too, the ``precision`` with which FP8 plans are measured.
 
 The module's strategy (`strategies`) multiplies two FP8 factors of a MatMul or Gemm and is recorded in
 `Scope.sites`; all other products are torch's, in the type of their factors.
@@ -7,14 +15,102 @@ The module's strategy (`strategies`) multiplies two FP8 factors of a MatMul or G
 from __future__ import annotations
 
 import torch
+from onnx import TensorProto
 from torch.nn import functional
 
-from loka_onnx.engines.inductor.lowering.node import Node
-from loka_onnx.engines.inductor.lowering.registry import operator
-from loka_onnx.engines.inductor.lowering.strategies import FloatProduct, Multiplied
-from loka_onnx.engines.inductor.lowering.values import Dequantized, Value
+from loka_onnx.engines.inductor.lowering.node import Node, operator
+from loka_onnx.engines.inductor.lowering.strategies import FloatProduct, compiled_site
+from loka_onnx.engines.inductor.lowering.values import (
+    FLOAT8,
+    TORCH_TYPES,
+    Constant,
+    Dequantized,
+    Value,
+    along_axis,
+    saturated,
+)
 
 Tensor = torch.Tensor
+_INTEGERS = {torch.int8, torch.uint8, torch.int16, torch.uint16}
+
+
+@operator("QuantizeLinear", raw=True, wide=(1,))
+def quantize_linear(node: Node, x: Value, scale: Value, zero_point: Value = None) -> Tensor:
+    """Quantize: round half to even and saturate."""
+    values, factor = node.tensor(x), node.tensor(scale).to(torch.float32)
+    target = _target(node, zero_point)
+    spread = _spread(node, factor, values)
+    if target in _INTEGERS:
+        bounds = torch.iinfo(target)
+        quotient = torch.round(values.to(torch.float32) / spread)
+        if zero_point is not None:
+            quotient = quotient + _spread(node, node.tensor(zero_point).to(torch.float32), values)
+        return quotient.clamp(bounds.min, bounds.max).to(target)
+    if not node.get("saturate", 1):
+        raise node.error("FP8 without saturation is not lowered", "saturate is 0")
+    _check_zero(node, zero_point)
+    wide = values.to(torch.float32)
+    if values.is_cuda and isinstance(scale, Constant) and scale.array is not None and scale.array.size == 1:
+        # Multiply by 1/s like the kernels of `kernels`, so that fused and unfused Q agree. The product is
+        # within one FP32 rounding of the quotient: only values that near to an FP8 boundary may cross it.
+        return saturated(wide * (1.0 / float(scale.array.astype("float32").reshape(()))), target)
+    return saturated(wide / spread, target)
+
+
+@operator("DequantizeLinear", raw=True, wide=(1,))
+def dequantize_linear(node: Node, x: Value, scale: Value, zero_point: Value = None) -> Value:
+    """Keep FP8 values with their scale, which a product can take directly; convert integers to floats."""
+    values, factor = node.tensor(x), node.tensor(scale).to(torch.float32)
+    wide = TORCH_TYPES[node.attributes["output_dtype"]] if node.get("output_dtype", 0) else _type_of(scale)
+    if values.dtype in FLOAT8:
+        _check_zero(node, zero_point)
+        origin = scale if isinstance(scale, Constant) else None
+        if factor.numel() == 1:
+            return Dequantized(values, factor.reshape(()), wide, None, origin)
+        _check_blocks(node)
+        return Dequantized(values, factor, wide, node.get("axis", 1) % values.dim(), origin)
+    numbers = values.to(torch.float32)
+    if zero_point is not None:
+        numbers = numbers - _spread(node, node.tensor(zero_point).to(torch.float32), values)
+    return (numbers * _spread(node, factor, values)).to(wide)
+
+
+def _target(node: Node, zero_point: Value) -> torch.dtype:
+    onnx_type = node.get("output_dtype", 0)
+    target = TORCH_TYPES.get(onnx_type) if onnx_type else torch.uint8
+    target = target if zero_point is None else _type_of(zero_point)
+    if target is None or target not in {*FLOAT8, *_INTEGERS}:
+        name = TensorProto.DataType.Name(onnx_type) if target is None else target
+        known = "E4M3FN, E5M2 and integers of 8 and 16 bits are"
+        raise node.error(f"values of type {name} are not lowered", known)
+    return target
+
+
+def _check_zero(node: Node, zero_point: Value) -> None:
+    if isinstance(zero_point, Constant) and zero_point.array is not None:
+        offset = zero_point.array.astype("float32")
+        if offset.any():
+            raise node.error("the zero point of an FP8 tensor must be 0", f"it is {float(offset.max()):g}")
+
+
+def _type_of(value: Value) -> torch.dtype:
+    """Element type in the graph; the buffer of a scale is wider."""
+    if isinstance(value, Constant | torch.Tensor):
+        return value.dtype
+    raise TypeError(f"{type(value).__name__} has no element type of its own")
+
+
+def _spread(node: Node, scale: Tensor, values: Tensor) -> Tensor:
+    """Broadcast a scale or zero point: one for all, or one for each index of an axis."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    _check_blocks(node)
+    return along_axis(scale, node.get("axis", 1) % values.dim(), values.dim())
+
+
+def _check_blocks(node: Node) -> None:
+    if node.get("block_size", 0):
+        raise node.error("scales of blocks are not lowered", f"block_size is {node.get('block_size', 0)}")
 
 
 @operator("MatMul", raw=True)
@@ -67,22 +163,21 @@ def _multiply_float8(node: Node, a: Dequantized, b: Dequantized, bias: Tensor | 
         left, right = a.materialize(), b.materialize()
         reason = "a factor is a vector, or its scales lie along the axis that is summed over"
         product = torch.matmul(left, right)
-        node.record(Multiplied.of(product, "dequantized", left, right, reason=reason))
+        site = compiled_site(node.name, "dequantized", left, right, reason=reason)
+        node.scope.sites[node.name] = site
         return product if bias is None else product + bias
-    done = node.scope.products.multiply(
-        FloatProduct(node.name, a.values, a.scale, b.values, b.scale, bias, a.dtype)
-    )
-    node.record(done)
-    return done.values
+    factors = FloatProduct(node.name, a.values, a.scale, b.values, b.scale, bias, a.dtype)
+    (values,), node.scope.sites[node.name] = node.scope.products.multiply(factors)
+    return values
 
 
 def _record_dense(node: Node, values: tuple[Value, ...], factors: tuple[Tensor, ...]) -> None:
-    wide = [
-        name for name, value in zip(node.inputs, values, strict=False) if not isinstance(value, Dequantized)
-    ]
+    pairs = zip(node.inputs, values, strict=False)
+    wide = [name for name, value in pairs if not isinstance(value, Dequantized)]
     mixed = len(wide) != len(values)
     reason = f"FP8 of one factor only: '{wide[0]}' is not quantized" if mixed and wide else ""
-    node.record(Multiplied.of(factors[0], "dequantized" if mixed else "dense", *factors, reason=reason))
+    kernel = "dequantized" if mixed else "dense"
+    node.scope.sites[node.name] = compiled_site(node.name, kernel, *factors, reason=reason)
 
 
 @operator("Einsum")

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from loka_onnx.engines.inductor.lowering.node import Node
-from loka_onnx.engines.inductor.lowering.registry import OPERATORS, Lowering, Operator, operator
+from loka_onnx.engines.inductor.lowering.node import OPERATORS, Lowering, Node, Operator, operator
 from loka_onnx.engines.inductor.lowering.values import Value
 
 Tensor = torch.Tensor
@@ -79,14 +78,12 @@ def _reduction(reduce: Reduce) -> Lowering:
 
 OPERATORS |= {
     ("", op_type): Operator(_reduction(reduce), numbers=(1,)) for op_type, reduce in REDUCTIONS.items()
+} | {
+    ("", "GlobalAveragePool"): Operator(lambda node, x: x.mean(list(range(2, x.dim())), keepdim=True)),
+    ("", "GlobalMaxPool"): Operator(lambda node, x: x.amax(list(range(2, x.dim())), keepdim=True)),
+    ("", "LogSoftmax"): Operator(lambda node, x: torch.log_softmax(x, node.get("axis", -1))),
+    ("", "Softmax"): Operator(lambda node, x: torch.softmax(x, node.get("axis", -1))),
 }
-
-
-@operator("GlobalAveragePool", "GlobalMaxPool")
-def global_pool(node: Node, x: Tensor) -> Tensor:
-    """The mean or the largest element over every spatial axis."""
-    axes = list(range(2, x.dim()))
-    return x.amax(axes, keepdim=True) if node.op_type == "GlobalMaxPool" else x.mean(axes, keepdim=True)
 
 
 @operator("ArgMax", "ArgMin")
@@ -99,22 +96,13 @@ def arg_extreme(node: Node, x: Tensor) -> Tensor:
     return x.shape[axis] - 1 - find(x.flip(axis), axis, keep)
 
 
-@operator("Softmax", "LogSoftmax")
-def softmax(node: Node, x: Tensor) -> Tensor:
-    """Softmax along an axis, or its logarithm."""
-    function = torch.softmax if node.op_type == "Softmax" else torch.log_softmax
-    return function(x, node.get("axis", -1))
-
-
 @operator("LayerNormalization")
 def layer_normalization(node: Node, x: Tensor, scale: Tensor, bias: Tensor | None = None) -> Any:
     """(x − mean) / √(variance + ε) · scale + bias over the axes from ``axis``."""
     if node.wants(1) or node.wants(2):
         raise node.error("statistics of LayerNormalization are not lowered", "they are for training")
-    axis, epsilon = node.get("axis", -1) % x.dim(), node.get("epsilon", 1e-5)
-    lengths = list(x.shape[axis:])
-    is_whole = list(scale.shape) == lengths and (bias is None or list(bias.shape) == lengths)
-    if is_whole:
+    lengths, epsilon = list(x.shape[node.get("axis", -1) % x.dim() :]), node.get("epsilon", 1e-5)
+    if list(scale.shape) == lengths and (bias is None or list(bias.shape) == lengths):
         return functional.layer_norm(x, lengths, scale, bias, epsilon)
     result = functional.layer_norm(x, lengths, None, None, epsilon) * scale
     return result if bias is None else result + bias
@@ -123,8 +111,7 @@ def layer_normalization(node: Node, x: Tensor, scale: Tensor, bias: Tensor | Non
 @operator("RMSNormalization")
 def rms_normalization(node: Node, x: Tensor, scale: Tensor) -> Tensor:
     """Compute x / √(mean(x²) + ε) · scale over the axes from ``axis``."""
-    axis, epsilon = node.get("axis", -1) % x.dim(), node.get("epsilon", 1e-5)
-    lengths = list(x.shape[axis:])
+    lengths, epsilon = list(x.shape[node.get("axis", -1) % x.dim() :]), node.get("epsilon", 1e-5)
     if list(scale.shape) == lengths:
         return functional.rms_norm(x, lengths, scale, epsilon)
     return functional.rms_norm(x, lengths, None, epsilon) * scale

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from loka_onnx.engines.inductor.lowering.node import Node
-from loka_onnx.engines.inductor.lowering.types import FLOAT8, TORCH_TYPES
-from loka_onnx.engines.inductor.lowering.values import ShapeValue
+from loka_onnx.engines.inductor.lowering.values import FLOAT8, TORCH_TYPES, ShapeValue
 
 OnShapes = Callable[..., Any]
 _SYMBOLS: Any = torch
@@ -32,10 +31,7 @@ def _lifted(function: Callable[..., Any], dtype: torch.dtype | None = None) -> O
         length = max(len(value.entries) for value in values)
         if any(len(value.entries) not in (1, length) for value in values):
             return NotImplemented
-        columns = [
-            value.entries * length if len(value.entries) == 1 and length != 1 else value.entries
-            for value in values
-        ]
+        columns = [each.entries * length if len(each.entries) == 1 else each.entries for each in values]
         entries = tuple(function(*row) for row in zip(*columns, strict=True))
         return ShapeValue(entries, dtype or values[0].dtype, all(value.scalar for value in values))
 
@@ -59,10 +55,6 @@ def _quotient(a: Any, b: Any) -> Any:
     return a // b if not isinstance(a, int) or not isinstance(b, int) else math.trunc(a / b)
 
 
-def _mod(node: Node, a: ShapeValue, b: ShapeValue) -> Any:
-    return NotImplemented if node.get("fmod", 0) else _lifted(operator.mod)(node, a, b)
-
-
 def _cast(node: Node, x: ShapeValue) -> Any:
     target = TORCH_TYPES.get(node.attributes["to"])
     if target is None or target in FLOAT8:
@@ -70,14 +62,6 @@ def _cast(node: Node, x: ShapeValue) -> Any:
     if target.is_floating_point:
         return _lifted(_SYMBOLS.sym_float, target)(node, x)
     return _lifted(bool if target is torch.bool else _SYMBOLS.sym_int, target)(node, x)
-
-
-def _where(node: Node, condition: ShapeValue, yes: ShapeValue, no: ShapeValue) -> Any:
-    return _lifted(lambda flag, a, b: a if flag else b, yes.dtype)(node, condition, yes, no)
-
-
-def _concat(node: Node, *parts: ShapeValue) -> Any:
-    return ShapeValue(tuple(entry for part in parts for entry in part.entries), parts[0].dtype)
 
 
 def _gather(node: Node, data: ShapeValue, indices: ShapeValue) -> Any:
@@ -92,17 +76,8 @@ def _slice(node: Node, data: ShapeValue, *bounds: ShapeValue | None) -> Any:
     return ShapeValue(data.entries[start:end:step], data.dtype)
 
 
-def _squeeze(node: Node, x: ShapeValue, axes: ShapeValue | None = None) -> Any:
-    return ShapeValue(x.entries, x.dtype, scalar=len(x.entries) == 1)
-
-
 def _unsqueeze(node: Node, x: ShapeValue, axes: ShapeValue | None = None) -> Any:
     return ShapeValue(x.entries, x.dtype) if x.scalar and len(node.axes(axes) or ()) == 1 else NotImplemented
-
-
-def _reshape(node: Node, x: ShapeValue, shape: ShapeValue) -> Any:
-    rank = len(shape.entries)
-    return ShapeValue(x.entries, x.dtype, scalar=rank == 0) if rank < 2 else NotImplemented
 
 
 def _split(node: Node, x: ShapeValue, sizes: ShapeValue | None = None) -> Any:
@@ -122,7 +97,9 @@ ON_SHAPES: dict[str, OnShapes] = {
     "Abs": _lifted(abs),
     "Add": _lifted(operator.add),
     "Cast": _cast,
-    "Concat": _concat,
+    "Concat": lambda node, *parts: ShapeValue(
+        tuple(entry for part in parts for entry in part.entries), parts[0].dtype
+    ),
     "Div": _lifted(_quotient),
     "Equal": _lifted(operator.eq, torch.bool),
     "Expand": _expand,
@@ -133,7 +110,7 @@ ON_SHAPES: dict[str, OnShapes] = {
     "LessOrEqual": _lifted(operator.le, torch.bool),
     "Max": _lifted(lambda *xs: functools.reduce(_SYMBOLS.sym_max, xs)),
     "Min": _lifted(lambda *xs: functools.reduce(_SYMBOLS.sym_min, xs)),
-    "Mod": _mod,
+    "Mod": lambda node, a, b: NotImplemented if node.get("fmod", 0) else _lifted(operator.mod)(node, a, b),
     "Mul": _lifted(operator.mul),
     "Neg": _lifted(operator.neg),
     "Not": _lifted(_SYMBOLS.sym_not, torch.bool),
@@ -142,13 +119,17 @@ ON_SHAPES: dict[str, OnShapes] = {
     "ReduceMin": _reduced(_SYMBOLS.sym_min),
     "ReduceProd": _reduced(operator.mul),
     "ReduceSum": _reduced(operator.add),
-    "Reshape": _reshape,
+    "Reshape": lambda node, x, shape: (
+        ShapeValue(x.entries, x.dtype, not shape.entries) if len(shape.entries) < 2 else NotImplemented
+    ),
     "Slice": _slice,
     "Split": _split,
     "Sqrt": _lifted(_SYMBOLS.sym_sqrt),
-    "Squeeze": _squeeze,
+    "Squeeze": lambda node, x, axes=None: ShapeValue(x.entries, x.dtype, scalar=len(x.entries) == 1),
     "Sub": _lifted(operator.sub),
     "Unsqueeze": _unsqueeze,
-    "Where": _where,
+    "Where": lambda node, condition, yes, no: _lifted(lambda flag, a, b: a if flag else b, yes.dtype)(
+        node, condition, yes, no
+    ),
 }
 """Functions of ONNX operators whose inputs are all numbers."""

@@ -13,33 +13,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from loka_onnx.engines.inductor.lowering.types import short_name
-from loka_onnx.engines.inductor.lowering.values import along_axis
+from loka_onnx.engines.inductor.fusions.products import MULTIPLE
+from loka_onnx.engines.inductor.lowering.values import along_axis, saturated, short_name
+from loka_onnx.engines.inductor.package import CompiledSite
 
-MULTIPLE = 16
-"""Required divisor of K and N of cuBLASLt's FP8 products (`torch._scaled_mm`)."""
 _OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
-E4M3FN = torch.float8_e4m3fn
-LIMIT = 448.0
-"""Largest magnitude of E4M3FN."""
 
 
 def to_float8(value: Tensor, scale: float) -> Tensor:
     """E4M3FN of value over scale, saturated (ONNX QuantizeLinear, but for a tie that 1/scale moves)."""
-    return (value.to(torch.float32) * (1.0 / scale)).clamp(-LIMIT, LIMIT).to(E4M3FN)
+    return saturated(value.to(torch.float32) * (1.0 / scale), torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, eq=False)
 class FloatProduct:
-    """A product of FP8 factors, or of two factors of the result's type.
+    """A product of FP8 factors, or of two factors of the result's type; `site` names its node.
 
     Attributes:
-        site: Name of the node.
         a: Left factor (…, M, K).
         scale_a: Its FP32 scale, of rank 0 or (M,) for each row; 1 for a factor that is not FP8.
         b: Right factor (…, K, N); a weight has contiguous columns, as cuBLASLt needs.
@@ -77,25 +72,22 @@ class FloatProduct:
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """Elementwise operators behind a product.
+    """Elementwise operators behind a product and its bias.
 
     Attributes:
-        bias: Added first; a library adds it within the product.
-        cross: x0 and x of a cross layer, with the shape of the product, or empty. Both are one tensor in the
-            first layer.
+        cross: x0 and x of a cross layer, with the shape of the product; one tensor in the first layer.
         relu: Whether negative values become 0.
         scale: Scale of the quantized output; None: there is none.
         is_wide: Whether there is an output in the base precision.
     """
 
-    bias: Tensor | None = None
     cross: tuple[Tensor, ...] = ()
     relu: bool = False
     scale: float | None = None
     is_wide: bool = True
 
     def apply(self, value: Tensor) -> tuple[Tensor, ...]:
-        """Apply all but the bias, for the compiler to fuse; the output in the base precision comes first."""
+        """Apply it, for the compiler to fuse; the output in the base precision comes first."""
         if self.relu:
             value = torch.relu(value)
         if self.cross:
@@ -114,36 +106,23 @@ class Epilogue:
         return self.relu or bool(self.cross) or self.scale is not None
 
 
-@dataclass(frozen=True, eq=False)
-class Multiplied:
-    """A computed product.
-
-    Attributes:
-        outputs: The result, (…, M, N), or what its epilogue gives.
-        kernel: ``scaled_mm`` or a strategy's own name; ``dequantized`` for FP8 factors multiplied as floats,
-            ``dense`` for float factors.
-        operands: Types of both factors.
-        engaged: Whether these are FP8.
-        reason: Reason why they are not although a factor is FP8, or a remark on how they are.
-    """
+class Multiplied(NamedTuple):
+    """A computed product: what its epilogue gives, or the result (…, M, N) alone, and how it was computed."""
 
     outputs: tuple[Tensor, ...]
-    kernel: str
-    operands: tuple[str, ...]
-    engaged: bool
-    reason: str = ""
-
-    @classmethod
-    def of(
-        cls, values: Tensor, kernel: str, *factors: Tensor, engaged: bool = False, reason: str = ""
-    ) -> Multiplied:
-        """A product of some factors without an epilogue."""
-        return cls((values,), kernel, tuple(short_name(each.dtype) for each in factors), engaged, reason)
+    site: CompiledSite
 
     @property
     def values(self) -> Tensor:
         """The first output."""
         return self.outputs[0]
+
+
+def compiled_site(
+    site: str, kernel: str, *factors: Tensor, engaged: bool = False, reason: str = ""
+) -> CompiledSite:
+    """Describe a product of some factors."""
+    return CompiledSite(site, kernel, tuple(short_name(each.dtype) for each in factors), engaged, reason)
 
 
 class ProductStrategy(ABC):
@@ -153,13 +132,8 @@ class ProductStrategy(ABC):
     """True if one kernel computes the epilogue as well."""
 
     @abstractmethod
-    def multiply(self, product: FloatProduct) -> Multiplied:
-        """Compute a product, or fall back to `multiply_dequantized` with the reason."""
-
-    def multiply_with(self, product: FloatProduct, epilogue: Epilogue) -> Multiplied:
-        """Compute a product and its epilogue; by default as PyTorch operators."""
-        done = self.multiply(product)
-        return replace(done, outputs=epilogue.apply(done.values))
+    def multiply(self, product: FloatProduct, epilogue: Epilogue | None = None) -> Multiplied:
+        """Compute a product and the epilogue of a fused one."""
 
 
 @dataclass(frozen=True)
@@ -169,42 +143,38 @@ class PerSite(ProductStrategy):
     choices: Mapping[str, ProductStrategy]
     otherwise: ProductStrategy
 
-    def multiply(self, product: FloatProduct) -> Multiplied:
+    def multiply(self, product: FloatProduct, epilogue: Epilogue | None = None) -> Multiplied:
         """Compute a product by the strategy of its site."""
-        return self.choices.get(product.site, self.otherwise).multiply(product)
-
-    def multiply_with(self, product: FloatProduct, epilogue: Epilogue) -> Multiplied:
-        """Compute a product and its epilogue by the strategy of its site."""
-        return self.choices.get(product.site, self.otherwise).multiply_with(product, epilogue)
+        return self.choices.get(product.site, self.otherwise).multiply(product, epilogue)
 
 
 @dataclass(frozen=True)
 class ScaledMatMul(ProductStrategy):
-    """`torch._scaled_mm`: cuBLASLt on CUDA, oneDNN on the CPU; `multiply_floats` where nothing is FP8.
+    """`torch._scaled_mm`: cuBLASLt on CUDA, oneDNN on the CPU; a dense product where nothing is FP8.
 
     The scales of a per-channel weight are multiplied in by the product (row-wise scales, (M, 1) and (1, N)),
-    whose result is BF16 then, on CUDA; elsewhere behind a product whose result is FP32.
-
-    Attributes:
-        fast_accumulation: Whether Hopper may keep fewer bits than FP32 of partial sums (``use_fast_accum``):
-            faster, but less exact than the simulation that judged the plan.
+    whose result is BF16 then, on CUDA; elsewhere behind a product whose result is FP32. With
+    `fast_accumulation` (``use_fast_accum``) Hopper keeps fewer bits than FP32 of partial sums: faster, but
+    less exact than the simulation that judged the plan.
     """
 
     fast_accumulation: bool = False
 
-    def multiply(self, product: FloatProduct) -> Multiplied:
+    def multiply(self, product: FloatProduct, epilogue: Epilogue | None = None) -> Multiplied:
+        """Compute a product, with the epilogue as PyTorch operators."""
+        values, site = self._product(product)
+        return Multiplied((values,) if epilogue is None else epilogue.apply(values), site)
+
+    def _product(self, product: FloatProduct) -> tuple[Tensor, CompiledSite]:
         """Compute a product; with the weight on the left, as its transpose (Bᵀ Aᵀ)ᵀ."""
         if not product.is_float8:
-            return multiply_floats(product)
-        turned = (
-            product.a.dim() == 2
-            and (product.b.dim() > 2 or product.scale_a.dim() > 0)
-            and product.scale_b.dim() == 0
-        )
+            values = torch.nn.functional.linear(product.a, product.b.transpose(-1, -2), product.bias)
+            return values, compiled_site(product.site, "dense", product.a, product.b)
+        can_turn = product.a.dim() == 2 and product.scale_b.dim() == 0
+        turned = can_turn and (product.b.dim() > 2 or product.scale_a.dim() > 0)
         oriented = product.swapped() if turned else product
-        reason = _why_not(oriented)
-        if reason:
-            return multiply_dequantized(product, reason)
+        if reason := _why_not(oriented):
+            return _multiply_dequantized(product, reason)
         k, n = oriented.b.shape
         rows = oriented.a.reshape(-1, k).contiguous()
         # K of (K, N) must be contiguous; weights are stored so, and are not copied.
@@ -215,7 +185,8 @@ class ScaledMatMul(ProductStrategy):
             values = values.transpose(-1, -2)
             values = values if product.bias is None else values + product.bias
         how = "weight on the left: the transposed product is computed" if turned else ""
-        return Multiplied.of(values, "scaled_mm", product.a, product.b, engaged=True, reason=how)
+        factors = (product.a, product.b)
+        return values, compiled_site(product.site, "scaled_mm", *factors, engaged=True, reason=how)
 
     def _multiply_matrices(self, product: FloatProduct) -> Tensor:
         """Product of (M, K) and (K, N) with scales and bias, (M, N)."""
@@ -226,14 +197,10 @@ class ScaledMatMul(ProductStrategy):
             values = self._scaled_mm(product, dtype, fused)
             return values if bias is None or fused is not None else values + bias
         if self._is_row_wise(product):
-            m, n = product.a.shape[0], product.b.shape[1]
-            spread = replace(
-                product,
-                # Inductor turns a constant of rank 0 into a number, which it expands but does not reshape.
-                scale_a=product.scale_a.expand(m, 1).contiguous(),
-                scale_b=product.scale_b.reshape(1, n),
-            )
-            return self._scaled_mm(spread, dtype, bias)
+            # Inductor turns a constant of rank 0 into a number, which it expands but does not reshape.
+            scale_a = product.scale_a.expand(product.a.shape[0], 1).contiguous()
+            scale_b = product.scale_b.reshape(1, product.b.shape[1])
+            return self._scaled_mm(replace(product, scale_a=scale_a, scale_b=scale_b), dtype, bias)
         unscaled = replace(product, scale_b=torch.ones_like(product.scale_a))
         values = self._scaled_mm(unscaled, torch.float32, None) * product.scale_b
         return (values if bias is None else values + bias).to(dtype)
@@ -244,24 +211,11 @@ class ScaledMatMul(ProductStrategy):
     def _scaled_mm(self, product: FloatProduct, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         # Only cuBLASLt reads the flag; the CPU sums in FP32.
         fast = self.fast_accumulation and product.a.device.type == "cuda"
-        return torch._scaled_mm(
-            product.a,
-            product.b,
-            product.scale_a,
-            product.scale_b,
-            bias=bias,
-            out_dtype=dtype,
-            use_fast_accum=fast,
-        )
+        operands = (product.a, product.b, product.scale_a, product.scale_b)
+        return torch._scaled_mm(*operands, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 
-def multiply_floats(product: FloatProduct) -> Multiplied:
-    """Multiply factors of the result's type and add the bias."""
-    values = torch.nn.functional.linear(product.a, product.b.transpose(-1, -2), product.bias)
-    return Multiplied.of(values, "dense", product.a, product.b)
-
-
-def multiply_dequantized(product: FloatProduct, reason: str) -> Multiplied:
+def _multiply_dequantized(product: FloatProduct, reason: str) -> tuple[Tensor, CompiledSite]:
     """Multiply ``values · scale`` of both factors as floats of the result's type."""
     a = product.a.to(torch.float32) * _beside(product.scale_a, product.a, -2)
     b = product.b.to(torch.float32) * _beside(product.scale_b, product.b, -1)
@@ -269,7 +223,7 @@ def multiply_dequantized(product: FloatProduct, reason: str) -> Multiplied:
     values = torch.matmul(a, b)
     if product.bias is not None:
         values = values + product.bias
-    return Multiplied.of(values, "dequantized", a, b, reason=reason)
+    return values, compiled_site(product.site, "dequantized", a, b, reason=reason)
 
 
 def _beside(scale: Tensor, factor: Tensor, axis: int) -> Tensor:
@@ -291,3 +245,69 @@ def _why_not(product: FloatProduct) -> str:
     if product.dtype not in _OUTPUTS:
         return f"torch._scaled_mm gives no {short_name(product.dtype)}"
     return ""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Division of a matrix product into programs.
+
+    Attributes:
+        depth: Part of K in one step.
+        stages: Steps that are loaded ahead.
+        is_exact: Whether FP8 sums move to FP32 registers after each step; Hopper's tensor cores round them.
+        split: Parts of K, each multiplied by its own program.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    warps: int
+    is_exact: bool = False
+    split: int = 1
+
+    def __str__(self) -> str:
+        parts = f"/{self.split}" if self.split > 1 else ""
+        size = f"{self.rows}x{self.columns}x{self.depth}{parts}-{self.stages}-{self.warps}"
+        return f"{size}-exact" if self.is_exact else size
+
+    def numbers(self) -> list[int]:
+        """Return the numbers that the kernel takes."""
+        how = [int(self.is_exact), self.split]
+        return [self.rows, self.columns, self.depth, self.stages, self.warps, *how]
+
+
+@dataclass(frozen=True)
+class TiledProduct(ProductStrategy):
+    """The Triton kernel with its epilogue (`triton_product`), or the library; for CUDA."""
+
+    fuses_epilogue: ClassVar[bool] = True
+    tile: Tile
+
+    def multiply(self, product: FloatProduct, epilogue: Epilogue | None = None) -> Multiplied:
+        """Compute a product; one that is not fused by the library."""
+        is_multiple = not any(length % MULTIPLE for length in product.b.shape)
+        if epilogue is None or not product.a.is_cuda or not is_multiple:
+            return ScaledMatMul().multiply(product, epilogue)
+        from loka_onnx.engines.inductor.kernels import triton_product as kernel
+
+        k, n = product.b.shape
+        lead, tile = product.a.shape[:-1], self.tile
+        read = epilogue.cross[:1] if epilogue.is_first else epilogue.cross
+        x0, x = (*(each.reshape(-1, n).contiguous() for each in read), None, None)[:2]
+        outputs = kernel.product(
+            product.a.reshape(-1, k).contiguous(),
+            # Free, unless a tied weight is stored in the other layout.
+            product.b.t().contiguous(),
+            product.column_scale() if product.is_float8 else None,
+            product.bias,
+            x0,
+            x,
+            0.0 if epilogue.scale is None else 1.0 / epilogue.scale,
+            epilogue.relu,
+            product.dtype if epilogue.is_wide else None,
+            tile.numbers(),
+        )
+        how, factors = f"triton {tile}", (product.a, product.b)
+        site = compiled_site(product.site, how, *factors, engaged=product.is_float8)
+        return Multiplied(tuple(each.reshape(*lead, n) for each in outputs), site)

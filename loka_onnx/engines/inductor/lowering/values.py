@@ -1,4 +1,4 @@
-"""Values that represent ONNX tensors during lowering.
+"""Values that represent ONNX tensors during lowering, and their element types: ONNX, NumPy and torch.
 
 Most are torch tensors. Three other kinds last until an operator needs their elements:
 
@@ -11,18 +11,63 @@ Most are torch tensors. Three other kinds last until an operator needs their ele
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import torch
+from onnx import TensorProto
 
-from loka_onnx.engines.inductor.lowering.types import Array
-
+Array = npt.NDArray[Any]
 MOST_NUMBERS = 4096
 """Most elements of a constant that are kept beside its buffer: a Split may have hundreds of sizes."""
 Number = int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool
+TORCH_TYPES: dict[int, torch.dtype] = {
+    TensorProto.FLOAT: torch.float32,
+    TensorProto.DOUBLE: torch.float64,
+    TensorProto.FLOAT16: torch.float16,
+    TensorProto.BFLOAT16: torch.bfloat16,
+    TensorProto.FLOAT8E4M3FN: torch.float8_e4m3fn,
+    TensorProto.FLOAT8E5M2: torch.float8_e5m2,
+    TensorProto.INT64: torch.int64,
+    TensorProto.INT32: torch.int32,
+    TensorProto.INT16: torch.int16,
+    TensorProto.INT8: torch.int8,
+    TensorProto.UINT8: torch.uint8,
+    TensorProto.UINT16: torch.uint16,
+    TensorProto.UINT32: torch.uint32,
+    TensorProto.UINT64: torch.uint64,
+    TensorProto.BOOL: torch.bool,
+}
+"""Torch type of each ONNX element type that is lowered."""
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_NOT_IN_NUMPY = {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
+"""Types that torch exchanges with NumPy only as integers; torch and ml_dtypes give them one name."""
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """A torch type without its package, for example ``float8_e4m3fn``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def to_torch(array: Array) -> torch.Tensor:
+    """A copy of an array as a tensor on the CPU."""
+    name = array.dtype.name
+    if name not in _NOT_IN_NUMPY:
+        return torch.from_numpy(np.array(array, order="C"))
+    integers = np.array(array.view(f"int{8 * array.itemsize}"), order="C")
+    return torch.from_numpy(integers).view(getattr(torch, name))
+
+
+def to_numpy(tensor: torch.Tensor) -> Array:
+    """Convert a CPU tensor to an array of the same type."""
+    tensor, name = tensor.contiguous(), short_name(tensor.dtype)
+    if name not in _NOT_IN_NUMPY:
+        return np.asarray(tensor.numpy())
+    integers = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int8)
+    return np.asarray(integers.numpy().view(getattr(ml_dtypes, name)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +83,6 @@ class Constant:
     dtype: torch.dtype
     shape: tuple[int, ...]
     array: Array | None
-
-    @property
-    def is_number(self) -> bool:
-        """True if it is a known number of rank 0."""
-        return not self.shape and self.array is not None
 
 
 @dataclass(frozen=True)
@@ -73,7 +113,6 @@ class Dequantized:
     """FP8 values that represent ``values · scale``.
 
     Attributes:
-        values: FP8 tensor.
         scale: FP32, of rank 0, or (channels,) for one scale per index of `axis`.
         dtype: Element type of the product in the graph.
         axis: Channel axis, counted from 0; None for one scale.
@@ -110,12 +149,17 @@ class Dequantized:
 
 Value = torch.Tensor | Constant | ShapeValue | Dequantized | None
 """None stands for an omitted optional input or output."""
-Loader = Callable[[Constant], torch.Tensor]
 
 
 def along_axis(vector: torch.Tensor, axis: int, rank: int) -> torch.Tensor:
     """Reshape a vector (n,) to a rank, with n on one axis and 1 on the others."""
     return vector.reshape([-1 if position == axis else 1 for position in range(rank)])
+
+
+def saturated(values: torch.Tensor, target: torch.dtype) -> torch.Tensor:
+    """Round to an FP8 type; values beyond its range become its largest numbers, NaN is kept."""
+    limit = torch.finfo(target).max
+    return values.clamp(-limit, limit).to(target)
 
 
 def numbers_of(constant: Constant) -> ShapeValue | None:

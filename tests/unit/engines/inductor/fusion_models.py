@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from lowering_models import parsed
+from onnx import TensorProto
 
 from loka_onnx.engines.inductor.fusions import FusionReport, fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
@@ -22,42 +24,61 @@ ULP = 2.0**-8
 """Half a unit in the last place of BF16, relative."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Model:
-    """Nodes and constants of a BF16 graph over one FP32 input."""
+    """A BF16 graph from x, which is cast from one FP32 input; outputs are cast to FP32.
+
+    Each has the zero point ``zero`` of FP8.
+    """
 
     width: tuple[int, ...]
-    nodes: list[onnx.NodeProto] = field(default_factory=list)
-    constants: dict[str, np.ndarray] = field(default_factory=dict)
+    text: str
+    constants: dict[str, Any]
     outputs: tuple[str, ...] = ("y",)
 
-    def add(self, op: str, inputs: list[str], output: str, /, name: str = "", **attributes: object) -> Model:
-        self.nodes.append(helper.make_node(op, inputs, output.split(), name=name or output, **attributes))
-        return self
+    def but(self, old: str, new: str, outputs: tuple[str, ...] = (), **constants: Any) -> Model:
+        """The graph with another text in one place, and with other outputs and constants."""
+        assert self.text.count(old) == 1, (old, self.text)
+        text = self.text.replace(old, new)
+        return Model(self.width, text, self.constants | constants, outputs or self.outputs)
 
-    def constant(self, name: str, values: np.ndarray) -> Model:
-        self.constants[name] = values
-        return self
+    def then(self, text: str, *outputs: str, **constants: Any) -> Model:
+        """The graph with more nodes, and with other outputs."""
+        return Model(self.width, f"{self.text} {text}", self.constants | constants, outputs or self.outputs)
 
-    def save(self, path: Path) -> Path:
-        """Outputs are cast to FP32."""
-        nodes = [helper.make_node("Cast", ["x32"], ["x"], name="enter", to=TensorProto.BFLOAT16)]
-        nodes += self.nodes
-        nodes += [helper.make_node("Cast", [o], [f"{o}32"], name=f"leave {o}", to=1) for o in self.outputs]
-        graph = helper.make_graph(
-            nodes,
-            "g",
-            [helper.make_tensor_value_info("x32", 1, ["batch", *self.width])],
-            [helper.make_tensor_value_info(f"{o}32", 1, None) for o in self.outputs],
-            [numpy_helper.from_array(v, n) for n, v in self.constants.items()],
-        )
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-        onnx.save(model, path)
+    def save(self, path: Path, base: int = TensorProto.BFLOAT16) -> Path:
+        leave = " ".join(f"{name}32 = Cast<to=1>({name})" for name in self.outputs)
+        lengths = ",".join(map(str, ("batch", *self.width)))
+        outputs = ", ".join(f"float[] {name}32" for name in self.outputs)
+        text = f"x = Cast<to={base}>(x32) {self.text} {leave}"
+        constants = {"zero": np.array(0, FP8), **self.constants}
+        onnx.save(parsed(text, constants, inputs=f"float[{lengths}] x32", output=outputs), path)
         return path
+
+    def in_fp32(self, path: Path) -> Path:
+        """Save the form that plans are made for."""
+        wide = {
+            name: value.astype(np.float32) if value.dtype == BF16 else value
+            for name, value in self.constants.items()
+        }
+        return replace(self, constants=wide).save(path, TensorProto.FLOAT)
+
+    def rows(self, batch: int = BATCH) -> np.ndarray:
+        """Inputs of normal values."""
+        return RANDOM.standard_normal((batch, *self.width)).astype(np.float32)
+
+    def wide(self) -> dict[str, np.ndarray]:
+        """Constants in float64."""
+        return {name: np.asarray(value).astype(np.float64) for name, value in self.constants.items()}
 
 
 def bf16(*shape: int, scale: float = 1.0) -> np.ndarray:
     return (RANDOM.standard_normal(shape) * scale).astype(BF16)
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """Values as BF16 rounds them, in float64."""
+    return values.astype(np.float32).astype(BF16).astype(np.float64)
 
 
 def fused(model: Model, folder: Path) -> tuple[PlannedGraph, FusionReport]:
@@ -66,7 +87,11 @@ def fused(model: Model, folder: Path) -> tuple[PlannedGraph, FusionReport]:
 
 
 def ops(graph: PlannedGraph) -> list[str]:
-    return sorted(f"{node.domain}::{node.op}" if node.domain else node.op for node in graph.live_nodes())
+    return sorted(node.op for node in graph.live_nodes())
+
+
+def sites_of(report: FusionReport, fusion: str) -> list[tuple[str, ...]]:
+    return [place.sites for place in report.fused.get(fusion, ())]
 
 
 def run(model: Path | PlannedGraph, *inputs: np.ndarray) -> list[np.ndarray]:
@@ -75,72 +100,72 @@ def run(model: Path | PlannedGraph, *inputs: np.ndarray) -> list[np.ndarray]:
         return [np.asarray(value) for value in module(*map(torch.from_numpy, inputs))]
 
 
-def product(bias: bool, behind: str, outputs: str) -> Model:
+def close(found: np.ndarray, exact: np.ndarray, relative: float = 4, absolute: float | None = None) -> None:
+    """Within some half units of BF16, by default of the value and of the largest one."""
+    assert found.shape == exact.shape
+    absolute = 4 * float(np.abs(exact).max()) if absolute is None else absolute
+    np.testing.assert_allclose(found, exact, rtol=relative * ULP, atol=absolute * ULP)
+
+
+def close_quantized(
+    found: np.ndarray, exact: np.ndarray, scale: float, relative: float = 4, absolute: float | None = None
+) -> None:
+    """Half a step of E4M3 more than `close`, which takes steps."""
+    steps = np.clip(exact / scale, -448, 448)
+    absolute = 4 * float(np.abs(exact).max()) / scale if absolute is None else absolute
+    close(found / scale, steps, relative + 2.0**-4 / ULP, absolute + 2.0**-9 / ULP)
+
+
+def unchanged(model: Model, folder: Path) -> FusionReport:
+    """The fused form computes what the planned one does, whatever was fused."""
+    graph, report = fused(model, folder)
+    x = model.rows()
+    for found, expected in zip(run(graph, x), run(folder / "planned.onnx", x), strict=True):
+        close(found, expected, absolute=8 * max(1.0, float(np.abs(expected).max())))
+    return report
+
+
+def quantized(tensor: str, scale: str = "s", name: str = "y") -> str:
+    """Q and DQ of a tensor, without the constant of the scale."""
+    q, how = f"{name}q", f"{scale}, zero"
+    return f"{q} = QuantizeLinear({tensor}, {how}) {name} = DequantizeLinear({q}, {how})"
+
+
+def product(bias: bool = False, behind: str = "", outputs: str = "wide") -> Model:
     """An FP8 Gemm with what follows it."""
     k, n = 32, 48
-    model = Model((k,)).constant("s", np.array(0.0078125, BF16)).constant("zero", np.array(0, FP8))
-    model.constant("w", (RANDOM.standard_normal((n, k)) * 40).astype(FP8))
-    model.constant("ws", np.abs(bf16(n)) * BF16(0.01) + BF16(0.005)).constant("wz", np.zeros(n, FP8))
-    model.constant("b", bf16(n))
-    model.add("QuantizeLinear", ["x", "s", "zero"], "q").add("DequantizeLinear", ["q", "s", "zero"], "dq")
-    model.add("DequantizeLinear", ["w", "ws", "wz"], "dw", axis=0)
-    model.add("Gemm", ["dq", "dw", "b"] if bias else ["dq", "dw"], "g", name="fc", transB=1)
-    last = _followed(model, behind, k, n)
+    constants = {
+        "s": np.array(0.0078125, BF16),
+        "w": (RANDOM.standard_normal((n, k)) * 40).astype(FP8),
+        "ws": np.abs(bf16(n)) * BF16(0.01) + BF16(0.005),
+        "wz": np.zeros(n, FP8),
+        "b": bf16(n),
+    }
+    text = f"{quantized('x', name='dq')} dw = DequantizeLinear<axis=0>(w, ws, wz)"
+    text += f" [fc] g = Gemm<transB=1>(dq, dw{', b' if bias else ''})"
+    model, last = _followed(Model((k,), text, constants), behind, k, n)
     if "quantized" in outputs:
-        _quantized(model, last)
-    if "wide" in outputs:
-        model.add("Identity", [last], "wide")
-    model.outputs = (("y",) if "quantized" in outputs else ()) + (("wide",) if "wide" in outputs else ())
-    return model
+        model = model.then(quantized(last, "s2"), s2=np.array(0.03125, BF16))
+    ends = (("y",) if "quantized" in outputs else ()) + (("wide",) if "wide" in outputs else ())
+    return model.then(f"wide = Identity({last})" if "wide" in outputs else "", *ends)
 
 
 def half(behind: str, width: int = 32, transposed: bool = True) -> Model:
     """A BF16 Gemm with what follows it."""
     n = 48
     weight = bf16(n, width, scale=0.2) if transposed else bf16(width, n, scale=0.2)
-    model = Model((width,)).constant("w", weight).constant("b", bf16(n))
-    model.add("Gemm", ["x", "w", "b"], "g", name="fc", transB=int(transposed))
-    last = _followed(model, behind, width, n)
-    if "quantized" in behind:
-        _quantized(model, last)
-    model.outputs = ("y",) if "quantized" in behind else (last,)
-    return model
+    text = f"[fc] g = Gemm<transB={int(transposed)}>(x, w, b)"
+    model, last = _followed(Model((width,), text, {"w": weight, "b": bf16(n)}), behind, width, n)
+    if "quantized" not in behind:
+        return model.then("", last)
+    return model.then(quantized(last, "s2"), s2=np.array(0.03125, BF16))
 
 
-def _followed(model: Model, behind: str, k: int, n: int) -> str:
+def _followed(model: Model, behind: str, k: int, n: int) -> tuple[Model, str]:
     """Add a ReLU, or the sum of a first cross layer."""
     if "relu" in behind:
-        model.add("Relu", ["g"], "r")
+        return model.then("r = Relu(g)"), "r"
     if "cross" in behind:
-        model.constant("m", bf16(k, n, scale=0.2)).add("MatMul", ["x", "m"], "x0", name="other")
-        model.add("Mul", ["x0", "g"], "gm").add("Add", ["gm", "x0"], "r")
-    return "r" if "relu" in behind or "cross" in behind else "g"
-
-
-def _quantized(model: Model, last: str) -> None:
-    model.constant("s2", np.array(0.03125, BF16)).constant("zero", np.array(0, FP8))
-    model.add("QuantizeLinear", [last, "s2", "zero"], "q2")
-    model.add("DequantizeLinear", ["q2", "s2", "zero"], "y")
-
-
-def in_fp32(model: Model, path: Path) -> onnx.ModelProto:
-    """The FP32 form of a model, as plans are made for it."""
-    model.constants = {
-        name: value.astype(np.float32) if value.dtype == BF16 else value
-        for name, value in model.constants.items()
-    }
-    proto = onnx.load(model.save(path))
-    proto.graph.node[0].attribute[0].i = TensorProto.FLOAT
-    onnx.save(proto, path)
-    return proto
-
-
-def unchanged(model: Model, folder: Path, *inputs: np.ndarray) -> FusionReport:
-    """The fused form computes what the planned one does, whatever was fused."""
-    graph, report = fused(model, folder)
-    for found, expected in zip(run(graph, *inputs), run(folder / "planned.onnx", *inputs), strict=True):
-        assert found.shape == expected.shape
-        np.testing.assert_allclose(
-            found, expected, rtol=4 * ULP, atol=8 * ULP * max(1, np.abs(expected).max())
-        )
-    return report
+        text = "[other] x0 = MatMul(x, m) gm = Mul(x0, g) r = Add(gm, x0)"
+        return model.then(text, m=bf16(k, n, scale=0.2)), "r"
+    return model, "g"

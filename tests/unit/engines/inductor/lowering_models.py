@@ -18,7 +18,7 @@ from onnx.reference import ReferenceEvaluator
 
 from loka_onnx.engines.inductor.lowering.model import LoweredModel, lower
 from loka_onnx.engines.inductor.lowering.strategies import ProductStrategy
-from loka_onnx.engines.inductor.lowering.types import to_numpy, to_torch
+from loka_onnx.engines.inductor.lowering.values import to_numpy, to_torch
 
 Array = npt.NDArray[Any]
 
@@ -32,48 +32,30 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Case:
-    """One node and what it reads.
-
-    Attributes:
-        op: Operator.
-        inputs: Arrays, in order; `Fixed` for an initializer, None for an input that is left out.
-        attributes: Of the node.
-        opset: Operator set of the model.
-        outputs: How many outputs it has.
-        tolerance: Largest difference to the reference, relative to its scale: both sum in FP32, in another
-            order, so 1e-5 is about fifty roundings.
-    """
+    """One node and what it reads: arrays, `Fixed` for an initializer, None for an input that is left out."""
 
     op: str
     inputs: Sequence[Any]
     attributes: Mapping[str, Any] = field(default_factory=dict)
     opset: int = 23
     outputs: int = 1
-    tolerance: float = 1e-5
 
     def model(self) -> onnx.ModelProto:
         """The node as a model."""
         names = ["" if value is None else f"i{k}" for k, value in enumerate(self.inputs)]
         outputs = [f"o{k}" for k in range(self.outputs)]
         node = helper.make_node(self.op, names, outputs, "node", **self.attributes)
-        initializers = [
-            numpy_helper.from_array(np.asarray(value.values), name)
-            for name, value in zip(names, self.inputs, strict=True)
+        fixed = [
+            numpy_helper.from_array(np.asarray(value.values), f"i{k}")
+            for k, value in enumerate(self.inputs)
             if isinstance(value, Fixed)
         ]
-        infos = [
-            helper.make_tensor_value_info(
-                name, helper.np_dtype_to_tensor_dtype(value.dtype), [None] * value.ndim
-            )
-            for name, value in zip(names, self.inputs, strict=True)
-            if isinstance(value, np.ndarray)
-        ]
+        kinds = {name: helper.np_dtype_to_tensor_dtype(value.dtype) for name, value in self.feeds.items()}
+        infos = [helper.make_tensor_value_info(n, kinds[n], [None] * v.ndim) for n, v in self.feeds.items()]
         made = [helper.make_empty_tensor_value_info(name) for name in outputs]
-        return self.of([node], infos, made, initializers)
-
-    def of(self, nodes: Any, inputs: Any, outputs: Any, initializers: Any) -> onnx.ModelProto:
-        graph = helper.make_graph(nodes, "g", inputs, outputs, initializers)
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=10)
+        graph = helper.make_graph([node], "g", infos, made, fixed)
+        opsets = [helper.make_opsetid("", self.opset)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
     @property
     def feeds(self) -> dict[str, Array]:
@@ -82,10 +64,10 @@ class Case:
 
 
 def parsed(
-    text: str, constants: Mapping[str, Any] | None = None, *, inputs: str, output: str, opset: int = 21
+    text: str, constants: Mapping[str, Any] | None = None, *, inputs: str, output: str = "float[] y"
 ) -> onnx.ModelProto:
     """A graph from ONNX's text form, with initializers of their own types."""
-    head = f'<ir_version: 10, opset_import: ["" : {opset}]> g ({inputs}) => ({output})'
+    head = f'<ir_version: 10, opset_import: ["" : 21]> g ({inputs}) => ({output})'
     proto = onnx.parser.parse_model(f"{head} {{ {text} }}")
     for name, value in (constants or {}).items():
         proto.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))

@@ -3,144 +3,88 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
 import torch
-from fusion_models import BATCH, BF16, FP8, RANDOM, ULP, Model, bf16, fused, in_fp32, ops, run
+from fusion_models import BATCH, BF16, RANDOM, ULP, Model, bf16, close, fused, ops, quantized, run, sites_of
+from lowering_models import parsed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.inductor.backend import InductorBackend
-from loka_onnx.engines.inductor.exported import products_of
 from loka_onnx.engines.inductor.fusions import DOMAIN, fuse
 from loka_onnx.engines.inductor.fusions.attention import MOVEMENTS, is_short
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 from loka_onnx.engines.inductor.kernels.operators import _is_short
 from loka_onnx.engines.inductor.lowering.model import lower
-from loka_onnx.engines.inductor.lowering.registry import OPERATORS
+from loka_onnx.engines.inductor.lowering.node import OPERATORS
+from loka_onnx.engines.inductor.site_precision import products_of
 
 TOKENS, HEADS, WIDTH = 60, 2, 16
+BOTH = [("compare", "attend")]
+PROJECTED = "[project] all = MatMul(x, w) q0, k0, v0 = Split<axis=-1>(all, sizes)"
+WITH_HEADS = """
+    q1 = Reshape(q0, heads) k1 = Reshape(k0, heads) v1 = Reshape(v0, heads_of_v)
+    q = Transpose<perm=[0,2,1,3]>(q1) kt = Transpose<perm=[0,2,3,1]>(k1) v = Transpose<perm=[0,2,1,3]>(v1)
+"""
+WITHOUT = "q = Identity(q0) kt = Transpose<perm=[0,2,1]>(k0) v = Identity(v0)"
+# A third of the tokens is masked, differently for every request; no row throughout.
+MASKS = """
+    numbers = Slice(x, n0, n1, n2) flat = Reshape(numbers, row) low = Less(flat, limit) keep = Or(low, always)
+    drop = Not(keep) keys = Where(keep, none, lowest)
+"""
+SCALED = "a = Mul(c, s)"
+GUARD = "nan = IsNaN(p) g = Where(nan, none, p)"
 
 
-@dataclass(frozen=True)
-class Form:
-    """How an attention is written.
+def attention(
+    between: str = SCALED,
+    behind: str = "",
+    *,
+    before: str = "",
+    operands: tuple[str, str, str] = ("q", "kt", "v"),
+    has_heads: bool = True,
+    widths: tuple[int, int] = (WIDTH, WIDTH),
+    **constants: Any,
+) -> Model:
+    """softmax(s · Q·Kᵀ + mask) · V of tokens, projected by one product.
 
-    Attributes:
-        rank: 4 with heads, 3 without.
-        scale: "Mul" or "Div" behind the product, "factors" in front of it; empty for none.
-        mask: "float" or "keys" added to every query's products, "keep" or "drop" to choose
-            −∞; empty for none.
-        guard: Whether NaN become 0.
-        wide: Whether softmax is computed in FP32.
-        values: Numbers of a head of V.
-        width: Numbers of a head of Q and K.
-        axis: Of softmax.
-        again: What reads the probabilities, or products, once more.
-        quantized: Which operand of a product has Q and DQ.
+    Args:
+        between: Nodes from the product c to the softmax.
+        behind: Nodes from the softmax p to the second product.
+        before: Nodes from q, kt and v to `operands`.
+        widths: Numbers of a head of Q and K, and of V.
     """
-
-    rank: int = 4
-    scale: str = "Mul"
-    mask: str = ""
-    guard: bool = False
-    wide: bool = False
-    values: int = WIDTH
-    width: int = WIDTH
-    axis: int = -1
-    again: str = ""
-    quantized: str = ""
-
-
-def attention(form: Form) -> Model:
-    """softmax(s · Q·Kᵀ + mask) · V of tokens, projected by one product."""
-    heads = HEADS if form.rank == 4 else 1
-    sizes = [heads * form.width, heads * form.width, heads * form.values]
-    model = Model((TOKENS, 24)).constant("w", bf16(24, sum(sizes), scale=0.2))
-    model.constant("sizes", np.array(sizes, np.int64))
-    model.constant("s", np.array(2.5 if form.scale == "Div" else 0.375, BF16))
-    model.add("MatMul", ["x", "w"], "all", name="project").add("Split", ["all", "sizes"], "q0 k0 v0", axis=-1)
-    for name, numbers in (("q", form.width), ("k", form.width), ("v", form.values)):
-        turned = "kt" if name == "k" else name
-        if form.rank == 4:
-            model.constant(f"{name}.shape", np.array([-1, TOKENS, heads, numbers], np.int64))
-            model.add("Reshape", [f"{name}0", f"{name}.shape"], f"{name}1")
-            model.add("Transpose", [f"{name}1"], turned, perm=[0, 2, 3, 1] if name == "k" else [0, 2, 1, 3])
-        elif name == "k":
-            model.add("Transpose", ["k0"], "kt", perm=[0, 2, 1])
-        else:
-            model.add("Identity", [f"{name}0"], name)
-    return _attended(_masks(model, form), form)
-
-
-def _masks(model: Model, form: Form) -> Model:
-    """A third of the tokens is masked, differently for every request; no row throughout."""
-    lead = [1] if form.rank == 4 else []
-    model.constant("first", np.array([0], np.int64)).constant("one", np.array([1], np.int64))
-    model.constant("last", np.array([2], np.int64)).constant("limit", np.array(0.4, BF16))
-    model.constant("always", np.arange(TOKENS) == 3).constant("lowest", np.array(-np.inf, BF16))
-    model.constant("none", np.array(0.0, BF16)).constant("row", np.array([-1, *lead, 1, TOKENS], np.int64))
-    model.add("Slice", ["x", "first", "one", "last"], "numbers").add("Reshape", ["numbers", "row"], "flat")
-    model.add("Less", ["flat", "limit"], "low").add("Or", ["low", "always"], "keep").add(
-        "Not", ["keep"], "drop"
+    heads = HEADS if has_heads else 1
+    sizes = heads * np.array([widths[0], *widths])
+    constants = {
+        **{"w": bf16(24, sizes.sum(), scale=0.2), "sizes": sizes, "s": np.array(0.375, BF16)},
+        **{"t": np.array(2.5, BF16), "s8": np.array(0.0625, BF16), "float": bf16(TOKENS, TOKENS)},
+        **{f"n{n}": np.array([n]) for n in (0, 1, 2, 3)},
+        **{"limit": np.array(0.4, BF16), "always": np.arange(TOKENS) == 3, "none": np.array(0.0, BF16)},
+        **{"lowest": np.array(-np.inf, BF16), "row": np.array([-1, *[1] * has_heads, 1, TOKENS])},
+        "heads": np.array([-1, TOKENS, heads, widths[0]]),
+        "heads_of_v": np.array([-1, TOKENS, heads, widths[1]]),
+        **constants,
+    }
+    q, kt, v = operands
+    last, out = (re.findall(r"(\w+) =", text)[-1] for text in (f"c = {between}", f"p = {behind}"))
+    text = (
+        f"{PROJECTED} {WITH_HEADS if has_heads else WITHOUT} {MASKS} {before} [compare] c = MatMul({q}, {kt})"
     )
-    model.add("Where", ["keep", "none", "lowest"], "keys")
-    return model.constant("float", bf16(TOKENS, TOKENS))
-
-
-def _quantized(model: Model, form: Form, name: str) -> str:
-    if name not in form.quantized.split():
-        return name
-    model.constant(f"{name}.s", np.array(0.0625, BF16)).constant(f"{name}.z", np.array(0, FP8))
-    model.add("QuantizeLinear", [name, f"{name}.s", f"{name}.z"], f"{name}.q")
-    model.add("DequantizeLinear", [f"{name}.q", f"{name}.s", f"{name}.z"], f"{name}.dq")
-    return f"{name}.dq"
-
-
-def _attended(model: Model, form: Form) -> Model:
-    q, kt, v = (_quantized(model, form, name) for name in ("q", "kt", "v"))
-    if form.scale == "factors":
-        model.add("Mul", [q, "s"], "qs").add("Mul", ["s", kt], "kts")
-        q, kt = "qs", "kts"
-    model.add("MatMul", [q, kt], "scores", name="compare")
-    last = "scores"
-    if form.scale in {"Mul", "Div"}:
-        model.add(form.scale, [last, "s"], "scaled")
-        last = "scaled"
-    if form.mask in {"float", "keys"}:
-        model.add("Add", [last, form.mask] if form.mask == "keys" else [form.mask, last], "masked")
-        last = "masked"
-    elif form.mask:
-        chosen = [last, "lowest"] if form.mask == "keep" else ["lowest", last]
-        model.add("Where", [form.mask, *chosen], "masked")
-        last = "masked"
-    if form.wide:
-        model.add("Cast", [last], "wide", to=TensorProto.FLOAT).add(
-            "Softmax", ["wide"], "p32", axis=form.axis
-        )
-        model.add("Cast", ["p32"], "p", to=TensorProto.BFLOAT16)
-    else:
-        model.add("Softmax", [last], "p", axis=form.axis)
-    last = "p"
-    if form.guard:
-        model.add("IsNaN", ["p"], "nan").add("Where", ["nan", "none", "p"], "guarded")
-        last = "guarded"
-    model.add("MatMul", [_quantized(model, form, last), v], "y", name="attend")
-    if form.again:
-        model.add("Identity", [form.again], "again")
-        model.outputs = ("y", "again")
-    return model
+    text += f" {between} p = Softmax<axis=-1>({last}) {behind} [attend] y = MatMul({out}, {v})"
+    return Model((TOKENS, 24), text, constants)
 
 
 def numbers() -> np.ndarray:
@@ -153,9 +97,8 @@ def exact(planned: Path, x: np.ndarray) -> np.ndarray:
     model = onnx.load(planned)
     for tensor in model.graph.initializer:
         if tensor.data_type == TensorProto.BFLOAT16:
-            tensor.CopyFrom(
-                numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name)
-            )
+            values = numpy_helper.to_array(tensor).astype(np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     for node in model.graph.node:
         for attribute in node.attribute:
             if attribute.name == "to":
@@ -164,27 +107,26 @@ def exact(planned: Path, x: np.ndarray) -> np.ndarray:
 
 
 FORMS = {
-    "plain": Form(scale=""),
-    "scaled": Form(),
-    "divided": Form(scale="Div"),
-    "scaled factors": Form(scale="factors"),
-    "without heads": Form(rank=3),
-    "softmax in FP32": Form(wide=True),
-    "another head": Form(width=8, values=8),
-    "added mask": Form(mask="float"),
-    "added mask of keys": Form(mask="keys", guard=True),
-    "added mask without heads": Form(mask="keys", rank=3),
-    "chosen": Form(mask="keep"),
-    "chosen, guarded, in FP32": Form(mask="drop", guard=True, scale="Div"),
-    "chosen without heads": Form(mask="drop", rank=3, scale=""),
+    "plain": attention(""),
+    "scaled": attention(),
+    "divided": attention("a = Div(c, t)"),
+    "scaled factors": attention("", before="qs = Mul(q, s) ks = Mul(s, kt)", operands=("qs", "ks", "v")),
+    "without heads": attention(has_heads=False),
+    "softmax in FP32": attention(f"{SCALED} b = Cast<to=1>(a)", "r = Cast<to=16>(p)"),
+    "another head": attention(widths=(8, 8)),
+    "added mask": attention(f"{SCALED} b = Add(float, a)"),
+    "added mask of keys": attention(f"{SCALED} b = Add(a, keys)", GUARD),
+    "added mask without heads": attention(f"{SCALED} b = Add(a, keys)", has_heads=False),
+    "chosen": attention(f"{SCALED} b = Where(keep, a, lowest)"),
+    "chosen, guarded": attention("a = Div(c, t) b = Where(drop, lowest, a)", GUARD),
+    "chosen without heads": attention("a = Where(drop, lowest, c)", has_heads=False),
 }
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_attention_becomes_one_node(form: Form, tmp_path: Path) -> None:
-    graph, report = fused(attention(form), tmp_path)
-    (place,) = report.fused["attention"]
-    assert place.sites == ("compare", "attend")
+@pytest.mark.parametrize("model", FORMS.values(), ids=FORMS)
+def test_attention_becomes_one_node(model: Model, tmp_path: Path) -> None:
+    graph, report = fused(model, tmp_path)
+    assert sites_of(report, "attention") == BOTH
     assert report.joined == {"compare": "attention", "attend": "attention"}
     left = ops(graph)
     assert left.count(f"{DOMAIN}::Attention") == 1
@@ -192,11 +134,11 @@ def test_attention_becomes_one_node(form: Form, tmp_path: Path) -> None:
     x = numbers()
     (got,), (planned,) = run(graph, x), run(tmp_path / "planned.onnx", x)
     target = exact(tmp_path / "planned.onnx", x)
-    magnitude = np.abs(target).max()
+    magnitude = float(np.abs(target).max())
     # Measured over all forms, 8 draws each, in half units of the largest value: fused at most 3.1 from the
     # reference, 3.8 from the graph unfused, which rounds products and probabilities as well.
-    np.testing.assert_allclose(got, target, rtol=4 * ULP, atol=4 * ULP * magnitude)
-    np.testing.assert_allclose(got, planned, rtol=4 * ULP, atol=4 * ULP * magnitude)
+    close(got, target)
+    close(got, planned, absolute=4 * magnitude)
     # Nothing that is masked, and no scale, was forgotten: values are not those of a plain mean.
     assert np.abs(target - target.mean(axis=-2, keepdims=True)).max() > 64 * ULP * magnitude
 
@@ -204,27 +146,31 @@ def test_attention_becomes_one_node(form: Form, tmp_path: Path) -> None:
 @pytest.mark.parametrize("lowest", [-np.inf, -1e9, float(ml_dtypes.finfo(BF16).min)])
 def test_rows_that_are_masked_throughout(lowest: float, tmp_path: Path) -> None:
     """Zero behind the guard that PyTorch exports; uniform where a finite mask swallows the products."""
-    model = attention(Form(mask="keys", guard=np.isinf(lowest)))
-    model.constants |= {"always": np.zeros(TOKENS, bool), "lowest": np.array(lowest, BF16)}
+    changed = {"always": np.zeros(TOKENS, bool), "lowest": np.array(lowest, BF16)}
+    model = attention(f"{SCALED} b = Add(a, keys)", GUARD if np.isinf(lowest) else "", **changed)
     x = numbers()
     x[2, :, 0] = 1.0
     graph, report = fused(model, tmp_path)
     assert "attention" in report.fused
-    values = (x[2].astype(np.float64) @ model.constants["w"].astype(np.float64))[:, 2 * HEADS * WIDTH :]
+    values = (x[2].astype(np.float64) @ model.wide()["w"])[:, 2 * HEADS * WIDTH :]
     mean = (0 if np.isinf(lowest) else 1) * values.mean(0).reshape(HEADS, 1, WIDTH)
     for path in (graph, tmp_path / "planned.onnx"):
         (got,) = run(path, x)
-        expected = np.broadcast_to(mean, got[2].shape)
-        np.testing.assert_allclose(got[2], expected, rtol=4 * ULP, atol=4 * ULP * np.abs(mean).max())
+        close(got[2], np.broadcast_to(mean, got[2].shape))
         assert np.abs(got[[0, 1, 3, 4]]).max() > 0.5 and np.isfinite(got).all()
 
 
-def test_the_batch_stays_open(tmp_path: Path) -> None:
-    graph, _ = fused(attention(Form(mask="keys")), tmp_path)
-    module = lower(graph).eval()
+def exported(module: Any, example: Any) -> Any:
     batch = torch.export.Dim("batch", min=1, max=64)
-    example = (torch.from_numpy(numbers()),)
-    program = torch.export.export(module, example, dynamic_shapes=module.dynamic_shapes(batch), strict=False)
+    with torch.no_grad():
+        shapes = module.dynamic_shapes(batch)
+        return torch.export.export(module, (example,), dynamic_shapes=shapes, strict=False)
+
+
+def test_the_batch_stays_open(tmp_path: Path) -> None:
+    graph, _ = fused(FORMS["added mask of keys"], tmp_path)
+    module = lower(graph).eval()
+    program = exported(module, torch.from_numpy(numbers()))
     targets = [str(node.target) for node in program.graph.nodes]
     assert targets.count("aten.scaled_dot_product_attention.default") == 1
     x = torch.from_numpy(numbers()[:3])
@@ -232,26 +178,32 @@ def test_the_batch_stays_open(tmp_path: Path) -> None:
         torch.testing.assert_close(program.module()(x)[0], module(x)[0], rtol=0, atol=0)
 
 
-LOOK_ALIKES = {
-    "softmax over queries": (Form(axis=2), "its softmax is not over the keys"),
-    "probabilities read twice": (Form(again="p"), "'p' is read by again as well"),
-    "products read twice": (Form(again="scores"), "'scores' is read by again as well"),
-    "Q and K in FP8": (Form(quantized="q kt"), "a product of it is planned in FP8"),
-    "V in FP8": (Form(quantized="v"), "a product of it is planned in FP8"),
-    "heads unlike": (Form(values=8), "its keys have 16 numbers a head, its values 8"),
-    "odd heads": (
-        Form(width=12, values=12),
-        "a head has 12 numbers; the kernels take multiples of 8 up to 256",
+Q8, K8, V8 = quantized("q", "s8", "qd"), quantized("kt", "s8", "kd"), quantized("v", "s8", "vd")
+FLOAT8 = "a product of it is planned in FP8"
+# The lowering multiplies what is moved in FP8; a fused attention would multiply what it is dequantized to.
+MOVED = f"{Q8} {K8} qm = Gather<axis=1>(qd, order) km = Gather<axis=1>(kd, order)"
+FEW_KEYS = "fk = Slice(kt, n0, until, n3) fv = Slice(v, n0, until, n2)"
+AGAIN = ("y", "again")
+LOOK_ALIKES = [
+    ("its softmax is not over the keys", attention().but("Softmax<axis=-1>", "Softmax<axis=2>")),
+    ("'p' is read by again as well", attention().then("again = Identity(p)", *AGAIN)),
+    ("'c' is read by again as well", attention().then("again = Identity(c)", *AGAIN)),
+    (FLOAT8, attention(before=f"{Q8} {K8}", operands=("qd", "kd", "v"))),
+    (FLOAT8, attention(before=V8, operands=("q", "kt", "vd"))),
+    (FLOAT8, attention(before=MOVED, operands=("qm", "km", "v"), order=np.array([1, 0]))),
+    ("its keys have 16 numbers a head, its values 8", attention(widths=(16, 8))),
+    ("a head has 12 numbers; the kernels take multiples of 8 up to 256", attention(widths=(12, 12))),
+    ("mask 'float' is not one of 60 keys", attention(f"{SCALED} b = Add(float, a)", float=bf16(TOKENS, 1))),
+    # A tile of few keys would be mostly padding.
+    (
+        "60 queries of 15 keys are too few to gain by it",
+        attention(before=FEW_KEYS, operands=("q", "fk", "fv"), until=np.array([15])),
     ),
-    "mask of queries": (Form(mask="float"), "mask 'float' is not one of 60 keys"),
-}
+]
 
 
-@pytest.mark.parametrize(("form", "reason"), LOOK_ALIKES.values(), ids=LOOK_ALIKES)
-def test_what_looks_alike_is_left_alone(form: Form, reason: str, tmp_path: Path) -> None:
-    model = attention(form)
-    if form.mask:
-        model.constants["float"] = bf16(TOKENS, 1)
+@pytest.mark.parametrize(("reason", "model"), LOOK_ALIKES)
+def test_what_looks_alike_is_left_alone(reason: str, model: Model, tmp_path: Path) -> None:
     _, report = fused(model, tmp_path)
     assert "attention" not in report.fused
     assert report.declined["attention"] == (f"attend: {reason}",)
@@ -263,70 +215,29 @@ def test_every_movement_of_fp8_is_known() -> None:
     assert moves | {"Concat", "Identity", "Transpose"} == MOVEMENTS
 
 
-def test_fp8_that_is_moved_to_a_product_is_left_alone(tmp_path: Path) -> None:
-    """The lowering multiplies it in FP8; `attention` would multiply what it is dequantized to."""
-    model = attention(Form(quantized="q kt"))
-    model.constant("heads", np.arange(HEADS)[::-1].copy())
-    position = next(i for i, node in enumerate(model.nodes) if node.name == "compare")
-    for place, name in enumerate(("q", "kt")):
-        model.nodes[position + place].input[place] = f"{name}.turned"
-        model.add("Gather", [f"{name}.dq", "heads"], f"{name}.turned", axis=1)
-        model.nodes.insert(position, model.nodes.pop())
-    _, report = fused(model, tmp_path)
-    assert report.declined["attention"] == ("attend: a product of it is planned in FP8",)
-
-
-def bare_attention(path: Path, **axis: int) -> Path:
-    """In FP16, with a softmax over an axis."""
-    nodes = [
-        helper.make_node("Transpose", ["x"], ["kt"], name="turn", perm=[0, 2, 1]),
-        helper.make_node("MatMul", ["x", "kt"], ["scores"], name="compare"),
-        helper.make_node("Softmax", ["scores"], ["p"], name="softmax", **axis),
-        helper.make_node("MatMul", ["p", "x"], ["y"], name="attend"),
-    ]
-    values = [helper.make_tensor_value_info(n, 10, ["batch", TOKENS, WIDTH]) for n in ("x", "y")]
-    graph = helper.make_graph(nodes, "g", values[:1], values[1:])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
-    return path
-
-
-def test_a_softmax_over_queries_and_keys_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("axis", "sites"), [("", BOTH), ("<axis=1>", []), ("<axis=2>", BOTH)])
+def test_a_softmax_over_queries_and_keys_is_left_alone(axis: str, sites: Any, tmp_path: Path) -> None:
+    text = f"kt = Transpose<perm=[0,2,1]>(x) [compare] c = MatMul(x, kt) p = Softmax{axis}(c)"
+    shape, path = f"float16[batch,{TOKENS},{WIDTH}]", tmp_path / "planned.onnx"
+    onnx.save(parsed(f"{text} [attend] y = MatMul(p, x)", inputs=f"{shape} x", output=f"{shape} y"), path)
     x = RANDOM.standard_normal((BATCH, TOKENS, WIDTH)).astype(np.float16)
-    both = ("compare", "attend")
-    for axis, sites in (({}, both), ({"axis": 1}, ()), ({"axis": 2}, both)):
-        graph = PlannedGraph.load(bare_attention(tmp_path / "planned.onnx", **axis))
-        found = fuse(graph).fused.get("attention", ())
-        (got,), (planned,) = run(graph, x), run(tmp_path / "planned.onnx", x)
-        np.testing.assert_allclose(got, planned, rtol=2e-3, atol=2e-3 * np.abs(planned).max())
-        assert tuple(site for place in found for site in place.sites) == sites
+    graph = PlannedGraph.load(path)
+    assert sites_of(fuse(graph), "attention") == sites
+    (got,), (planned,) = run(graph, x), run(path, x)
+    np.testing.assert_allclose(got, planned, rtol=2e-3, atol=2e-3 * np.abs(planned).max())
 
 
-def with_few(model: Model, which: str, count: int) -> Model:
-    """Q alone, or Kᵀ and V, of the first tokens."""
-    model.constant("from", np.array([0], np.int64)).constant("until", np.array([count], np.int64))
-    axes = {"q": 2} if which == "queries" else {"kt": 3, "v": 2}
-    for name, axis in axes.items():
-        model.constant(f"axis{axis}", np.array([axis], np.int64))
-        place, position = (1, "attend") if name == "v" else (("q", "kt").index(name), "compare")
-        at = next(i for i, node in enumerate(model.nodes) if node.name == position)
-        model.nodes[at].input[place] = f"few.{name}"
-        model.add("Slice", [name, "from", "until", f"axis{axis}"], f"few.{name}")
-        model.nodes.insert(at, model.nodes.pop())
-    return model
+FEW = {"queries": ("fq = Slice(q, n0, n2, n2)", ("fq", "kt", "v")), "keys": (FEW_KEYS, ("q", "fk", "fv"))}
 
 
-@pytest.mark.parametrize(("which", "count"), [("queries", 2), ("keys", 16), ("keys", 15)])
-def test_few_keys_are_left_to_the_compiler(which: str, count: int, tmp_path: Path) -> None:
-    """Our own kernel takes few queries; a tile of few keys would be mostly padding."""
-    graph, report = fused(with_few(attention(Form()), which, count), tmp_path)
-    if count == 15:
-        reason = "attend: 60 queries of 15 keys are too few to gain by it"
-        assert report.declined["attention"] == (reason,)
-        return
-    assert [place.sites for place in report.fused["attention"]] == [("compare", "attend")]
+@pytest.mark.parametrize(("before", "operands"), FEW.values(), ids=FEW)
+def test_our_own_kernel_takes_few(before: str, operands: tuple[str, str, str], tmp_path: Path) -> None:
+    model = attention(before=before, operands=operands, until=np.array([16]))
+    graph, report = fused(model, tmp_path)
+    assert sites_of(report, "attention") == BOTH
     x = numbers()
     (got,), (planned,) = run(graph, x), run(tmp_path / "planned.onnx", x)
-    np.testing.assert_allclose(got, planned, rtol=4 * ULP, atol=4 * ULP * np.abs(planned).max())
+    close(got, planned)
 
 
 @pytest.mark.parametrize(
@@ -347,68 +258,53 @@ def test_our_own_kernel_takes_keys_of_one_tile(sizes: tuple[int, int, int], expe
     assert is_short(*sizes) is expected
 
 
-@pytest.mark.parametrize("mask", ["", "float"])
-@pytest.mark.parametrize("rank", [3, 4])
-def test_on_a_gpu_views_are_handed_to_our_own_kernel(rank: int, mask: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mask", ["", "b = Add(float, a)"])
+@pytest.mark.parametrize("has_heads", [False, True])
+def test_on_a_gpu_views_are_handed_to_our_own_kernel(has_heads: bool, mask: str, tmp_path: Path) -> None:
     """Nothing is copied in front of it, nor behind; on tensors without values, so that no GPU is needed."""
     pytest.importorskip("triton", reason="needs triton: pip install --group dev")
-    graph, _ = fused(attention(Form(rank=rank, mask=mask)), tmp_path)
+    graph, _ = fused(attention(f"{SCALED} {mask}", has_heads=has_heads), tmp_path)
     module = lower(graph).eval()
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
         module._apply(lambda tensor: torch.empty_like(tensor, device="cuda"))
-        example = (torch.empty(BATCH, TOKENS, 24, device="cuda"),)
-    batch = torch.export.Dim("batch", min=1, max=64)
-    with torch.no_grad():
-        program = torch.export.export(
-            module, example, dynamic_shapes=module.dynamic_shapes(batch), strict=False
-        )
+        example = torch.empty(BATCH, TOKENS, 24, device="cuda")
+    program = exported(module, example)
     targets = [str(node.target) for node in program.graph.nodes]
     assert targets.count("loka.short_attention.default") == 1
     assert not [name for name in targets if re.search("clone|contiguous|copy|softmax|scaled_dot", name)]
     (node,) = (node for node in program.graph.nodes if "short_attention" in str(node.target))
     q, kt, v, masks = (each and each.meta["val"] for each in node.args[:4])
-    row = 3 * WIDTH * (HEADS if rank == 4 else 1)
-    axes = [0, 1, 2, 3] if rank == 4 else [0, 2, 3]
+    row = 3 * WIDTH * (HEADS if has_heads else 1)
     strides = {0: TOKENS * row, 1: WIDTH, 2: row, 3: 1}
-    assert [[each.stride(axis) for axis in axes] for each in (q, v, kt.transpose(2, 3))] == [
-        [strides[axis] for axis in axes]
-    ] * 3
+    for each in (q, v, kt.transpose(2, 3)):
+        axes = [0, 1, 2, 3] if has_heads else [0, 2, 3]
+        assert [each.stride(axis) for axis in axes] == [strides[axis] for axis in axes]
     assert (masks is None) == (not mask)
     (product,) = (each for each in products_of(program.graph) if each.operator.startswith("loka."))
     assert product.operands == ("bfloat16", "bfloat16")
 
 
-def looking_alike(case: str) -> Model:
-    if case in {"finite", "not a constant"}:
-        # A row of −10⁴ throughout is uniform; what is chosen by a kernel's mask is 0 there.
-        model = attention(Form(mask="keep"))
-        model.constants["lowest"] = np.array(-1e4, BF16) if case == "finite" else bf16(TOKENS)
-        return model
-    if case == "quantized probabilities":
-        return attention(Form(quantized="p v"))
-    if case == "another softmax":
-        model = Model((TOKENS, TOKENS)).add("Softmax", ["x"], "p")
-        return model.add("MatMul", ["p", "x"], "y", name="attend")
+NONE_OF_IT = {
+    # A row of −10⁴ throughout is uniform; what is chosen by a kernel's mask is 0 there.
+    "finite": attention(f"{SCALED} b = Where(keep, a, lowest)", lowest=np.array(-1e4, BF16)),
+    "not a constant": attention(f"{SCALED} b = Where(keep, a, lowest)", lowest=bf16(TOKENS)),
+    "quantized probabilities": attention(
+        behind=quantized("p", "s8", "pd"), before=V8, operands=("q", "kt", "vd")
+    ),
+    "another softmax": Model((TOKENS, TOKENS), "p = Softmax(x) [attend] y = MatMul(p, x)", {}),
     # A mask in front of the scale, which would be one of the mask as well.
-    model = attention(Form(mask="keys", scale=""))
-    position = next(i for i, node in enumerate(model.nodes) if node.op_type == "Softmax")
-    model.nodes[position].input[0] = "late"
-    model.add("Mul", ["masked", "s"], "late")
-    model.nodes.insert(position, model.nodes.pop())
-    return model
+    "early mask": attention("a = Add(c, keys) b = Mul(a, s)"),
+}
 
 
-@pytest.mark.parametrize(
-    "case", ["finite", "not a constant", "quantized probabilities", "another softmax", "early mask"]
-)
-def test_what_is_no_attention_is_not_looked_at(case: str, tmp_path: Path) -> None:
-    _, report = fused(looking_alike(case), tmp_path)
+@pytest.mark.parametrize("model", NONE_OF_IT.values(), ids=NONE_OF_IT)
+def test_what_is_no_attention_is_not_looked_at(model: Model, tmp_path: Path) -> None:
+    _, report = fused(model, tmp_path)
     assert "attention" not in {**report.fused, **report.declined}
 
 
 def test_fp32_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "fp32.onnx"
-    in_fp32(attention(Form()), path)
+    path = attention().in_fp32(tmp_path / "fp32.onnx")
     report = fuse(PlannedGraph.load(path))
     assert report.declined["attention"] == ("attend: the kernels multiply BF16 and FP16",)
     # What a plan in BF16 would have, planners are told of the FP32 model.

@@ -22,12 +22,13 @@ from loka_onnx.engines.inductor.choosing import (
     with_weights_in_turn,
 )
 from loka_onnx.engines.inductor.compile import compiled_sites
-from loka_onnx.engines.inductor.kernels.products import TiledProduct
 from loka_onnx.engines.inductor.lowering.strategies import (
     Epilogue,
     FloatProduct,
     ProductStrategy,
     ScaledMatMul,
+    Tile,
+    TiledProduct,
 )
 from loka_onnx.engines.inductor.package import CompiledSite
 from loka_onnx.engines.tuned_kernels import CACHE_BYTES
@@ -47,10 +48,8 @@ def choices(found: Chosen, *sizes: int) -> dict[str, object]:
 
 
 def test_a_program_gets_the_kernel_that_is_fastest_at_the_sizes_it_takes() -> None:
-    found = chosen(
-        Measured("fc", "small", {256: 3.0, 2048: 20.0}, 0.0),
-        Measured("fc", "large", {256: 9.0, 2048: 12.0}, 0.0),
-    )
+    small, large = {256: 3.0, 2048: 20.0}, {256: 9.0, 2048: 12.0}
+    found = chosen(Measured("fc", "small", small, 0.0), Measured("fc", "large", large, 0.0))
     assert choices(found, 256) == {"fc": SMALL}
     assert choices(found, 2048) == {"fc": LARGE}
     assert choices(found, 256, 2048) == {"fc": LARGE}
@@ -73,6 +72,15 @@ def product(dtype: torch.dtype) -> FloatProduct:
     return FloatProduct("fc", a, one, b, one, torch.randn(16).to(wide), wide)
 
 
+def long_product(dtype: torch.dtype) -> FloatProduct:
+    given = product(dtype)
+    return replace(given, a=given.a.repeat(1, 64), b=given.b.repeat(64, 1))
+
+
+def tiles_of(candidates: dict[str, ProductStrategy]) -> list[Tile]:
+    return [each.tile for each in candidates.values() if isinstance(each, TiledProduct)]
+
+
 TIMES = {
     # The library's product alone is behind the fastest at each size, and first in sum.
     str(TILES[0]): {8: 3.0, 64: 20.0},
@@ -85,14 +93,14 @@ def timed(monkeypatch: pytest.MonkeyPatch, errors: dict[str, float] | None = Non
     """Measurements of one BF16 product; only the clock is replaced, which needs a GPU."""
 
     def name_of(strategy: ProductStrategy) -> str:
-        wide = isinstance(strategy, TiledProduct)
-        return str(replace(strategy.tile, depth=strategy.tile.depth * 2)) if wide else "library"
+        if isinstance(strategy, TiledProduct):
+            return str(replace(strategy.tile, depth=strategy.tile.depth * 2))
+        return "library"
 
     def time_product(case: Any) -> float:
         return TIMES.get(name_of(case.strategy), {8: 99.0, 64: 99.0})[case.product.a.shape[0]]
 
-    measure = choosing._error
-    errors = errors or {}
+    measure, errors = choosing._error, errors or {}
     monkeypatch.setattr(choosing, "_time_product", time_product)
     monkeypatch.setattr(choosing, "_time_behind", lambda case: 0.5)
     monkeypatch.setattr(choosing, "_error", lambda s, given: errors.get(name_of(s), measure(s, given)))
@@ -101,9 +109,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, errors: dict[str, float] | None = Non
     return {"chosen": found, **{each.kernel: each for each in found.measured}}
 
 
-def test_a_library_is_out_only_where_one_tile_is_faster_at_every_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_library_is_out_only_where_one_tile_is_faster_at_every_size(monkeypatch) -> None:
     found = timed(monkeypatch)
     assert found["library"].obstacle == ""
     assert found["library"].us == {8: 4.5, 64: 10.5}
@@ -114,14 +120,13 @@ def test_a_library_is_out_only_where_one_tile_is_faster_at_every_size(
 
 def test_a_tile_that_may_not_be_taken_keeps_no_library_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TIMES, "library", {8: 13.0, 64: 21.0})
-    able = [str(tile) for tile in TILES]
     assert timed(monkeypatch)["library"].obstacle
-    found = timed(monkeypatch, dict.fromkeys(able, 0.5))
+    found = timed(monkeypatch, dict.fromkeys(map(str, TILES), 0.5))
     assert choices(found["chosen"], 8) == {"fc": ScaledMatMul()}
     assert found["library"].us == {8: 13.5, 64: 21.5}
 
 
-def test_a_product_that_is_all_zeros_on_the_sample_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_that_is_all_zeros_on_the_sample_can_be_measured() -> None:
     given = product(torch.bfloat16)
     assert choosing._error(ScaledMatMul(), replace(given, a=torch.zeros_like(given.a))) == 0.0
 
@@ -129,45 +134,36 @@ def test_a_product_that_is_all_zeros_on_the_sample_can_be_measured(monkeypatch: 
 def test_tiles_of_wider_factors_are_as_many_bytes_deep() -> None:
     narrow, half = (CHOOSER.candidates(product(dtype)) for dtype in (FP8, torch.bfloat16))
     assert {"cublas", "cublas-fast"} < set(narrow)
-    assert [each.tile.depth for each in narrow.values() if isinstance(each, TiledProduct)] == [
-        tile.depth for tile in TILES
-    ]
-    assert [each.tile.depth * 2 for each in half.values() if isinstance(each, TiledProduct)] == [
-        tile.depth for tile in TILES
-    ]
+    depths = [tile.depth for tile in TILES]
+    assert [tile.depth for tile in tiles_of(narrow)] == depths
+    assert [tile.depth * 2 for tile in tiles_of(half)] == depths
     # Fast accumulation is about FP8.
     assert [name for name in half if not name.startswith("triton")] == ["library"]
 
 
 def test_long_sums_are_tried_in_exact_tiles_too() -> None:
-    given = product(FP8)
-    assert not any(name.endswith("-exact") for name in CHOOSER.candidates(given))
-    long = replace(given, a=given.a.repeat(1, 64), b=given.b.repeat(64, 1))
+    assert not any(name.endswith("-exact") for name in CHOOSER.candidates(product(FP8)))
+    long = long_product(FP8)
     assert long.b.shape[0] >= choosing.LONG_K
     names = [name.removesuffix("-exact") for name in CHOOSER.candidates(long) if name.endswith("-exact")]
     assert names == [f"triton {tile}" for tile in (*TILES, *SPLIT_TILES)]
 
 
 def test_k_is_split_where_there_are_few_tiles() -> None:
-    given = product(torch.bfloat16)
-    long = replace(given, a=given.a.repeat(1, 64), b=given.b.repeat(64, 1))
-
     def splits(which: FloatProduct, rows: int = 8) -> list[int]:
-        found = Chooser(8, (rows, 10 * rows)).candidates(which).values()
-        return [each.tile.split for each in found if isinstance(each, TiledProduct) and each.tile.split > 1]
+        found = tiles_of(Chooser(8, (rows, 10 * rows)).candidates(which))
+        return [tile.split for tile in found if tile.split > 1]
 
-    assert splits(given) == []
+    long = long_product(torch.bfloat16)
+    assert splits(product(torch.bfloat16)) == []
     assert splits(long) == [2, 4, 4]
-    n = long.b.shape[1]
-    assert n <= 64
+    assert long.b.shape[1] <= 64
     # 64 rows a tile: one processor is left without one, and none.
     assert splits(long, 64 * (PROCESSORS - 1)) == [2, 4, 4]
     assert splits(long, 64 * PROCESSORS) == []
 
 
 def test_an_exact_tile_is_timed_where_its_fast_sums_are_too_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = product(FP8)
-    long = replace(given, a=given.a.repeat(1, 64), b=given.b.repeat(64, 1))
     refused = f"triton {TILES[0]}"
 
     def error(strategy: ProductStrategy, given: FloatProduct) -> float:
@@ -176,7 +172,7 @@ def test_an_exact_tile_is_timed_where_its_fast_sums_are_too_far_off(monkeypatch:
     monkeypatch.setattr(choosing, "_time_product", lambda case: 1.0)
     monkeypatch.setattr(choosing, "_time_behind", lambda case: 0.5)
     monkeypatch.setattr(choosing, "_error", error)
-    found = CHOOSER.choose({"fc": (long, Epilogue())})
+    found = CHOOSER.choose({"fc": (long_product(FP8), Epilogue())})
     assert [each.kernel for each in found.measured if each.kernel.endswith("-exact")] == [f"{refused}-exact"]
     assert [each.kernel for each in found.measured if each.obstacle] == [refused]
 
@@ -245,12 +241,8 @@ def test_rows_follow_the_batch_where_they_do(shape: tuple[int, ...], smallest: t
 
 def test_sites_of_another_layout_are_timed_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     timed_rows: list[bool] = []
-
-    def time_product(case: Any) -> float:
-        timed_rows.append(case.product.a.is_contiguous())
-        return 1.0
-
-    monkeypatch.setattr(choosing, "_time_product", time_product)
+    append = timed_rows.append
+    monkeypatch.setattr(choosing, "_time_product", lambda case: append(case.product.a.is_contiguous()) or 1.0)
     monkeypatch.setattr(choosing, "_error", lambda strategy, given: 0.0)
     given = product(torch.bfloat16)
     turned = replace(given, a=given.a.t().contiguous().t())

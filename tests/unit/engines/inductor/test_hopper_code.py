@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,58 +17,37 @@ from triton.compiler import ASTSource  # noqa: E402
 from loka_onnx.engines.inductor.choosing import SPLIT_TILES, TILES  # noqa: E402
 from loka_onnx.engines.inductor.kernels import (  # noqa: E402
     triton_attention,
+    triton_concats,
     triton_product,
-    triton_token_concat,
 )
-from loka_onnx.engines.inductor.kernels.products import Tile  # noqa: E402
+from loka_onnx.engines.inductor.lowering.strategies import Tile  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 << 10
 """What a program may have (CUDA C++ Programming Guide, compute capabilities)."""
-POINTERS = {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "narrow_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
-FOLLOWS = {
-    "SCALED": True,
-    "BIAS": True,
-    "RELU": True,
-    "CROSS": False,
-    "FIRST": True,
-    "WIDE": True,
-    "NARROW": True,
-}
+KINDS = dict.fromkeys(("a_ptr", "b_ptr", "narrow_ptr"), "*fp8e4nv")
+KINDS |= {"scale_ptr": "*fp32", "parts_ptr": "*fp32", "inverse_scale": "fp32"}
+FOLLOWS = dict.fromkeys(("SCALED", "BIAS", "RELU", "FIRST", "WIDE", "NARROW"), True) | {"CROSS": False}
 
 
-def compiled(
-    kernel: Any, constants: dict[str, Any], kinds: Mapping[str, str] | None = None, **options: int
-) -> Any:
-    """A kernel of FP8 factors, where it is not said otherwise, and a BF16 result."""
-    kinds = POINTERS | {"parts_ptr": "*fp32", "inverse_scale": "fp32"} | dict(kinds or {})
-    names = kernel.arg_names
-    signature = {
-        name: "constexpr"
-        if name in constants
-        else kinds.get(name, "*bf16" if name.endswith("_ptr") else "i32")
-        for name in names
-    }
+def compiled(kernel: Any, constants: dict[str, Any], **options: Any) -> Any:
+    """A kernel of FP8 factors, where the option `kinds` does not say otherwise, and a BF16 result."""
+    kinds, names = KINDS | options.pop("kinds", {}), kernel.arg_names
+    signature = {name: kinds.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
+    signature |= dict.fromkeys(constants, "constexpr")
     values = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name.endswith("_ptr")}
     return triton.compile(ASTSource(kernel, signature, values, aligned), target=HOPPER, options=options)
 
 
 def product(tile: Tile) -> Any:
-    constants = FOLLOWS | {
-        "BM": tile.rows,
-        "BN": tile.columns,
-        "BK": tile.depth,
-        "GROUP_M": triton_product.GROUP,
-        "SPLIT": tile.split,
-        "WHOLE_K": True,
-        "IMPRECISE": tile.depth if tile.is_exact else None,
-    }
-    return compiled(
-        triton_product._loka_product_kernel, constants, num_stages=tile.stages, num_warps=tile.warps
-    )
+    sizes = {"BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "SPLIT": tile.split}
+    exact = {"IMPRECISE": tile.depth if tile.is_exact else None}
+    constants: dict[str, Any] = FOLLOWS | sizes | exact | {"GROUP_M": triton_product.GROUP, "WHOLE_K": True}
+    options = {"num_stages": tile.stages, "num_warps": tile.warps}
+    return compiled(triton_product._loka_product_kernel, constants, **options)
 
 
 @pytest.mark.parametrize("tile", (*TILES, *SPLIT_TILES), ids=str)
@@ -101,7 +79,7 @@ def test_a_mix_of_tokens_is_read_along_its_rows(others: int, mix_first: bool) ->
     """MovieLens' eleven tokens, in FP32, to those of a DLRM-DCNv2."""
     constants = {"N": 11, "M": 26, "NF": others, "D": 128, "N2": 16, "M2": 32, "NF2": 1, "D2": 128}
     switches = {"MIX_FIRST": mix_first, "BF16": True, "WIDE": True, "NARROW": True}
-    kernel = triton_token_concat._loka_token_concat_kernel
+    kernel = triton_concats._loka_token_concat_kernel
     made = compiled(kernel, constants | switches, kinds={"x_ptr": "*fp32"}, num_warps=4)
     # Four numbers of FP32 at once, and products on tensor cores.
     assert made.asm["ptx"].count("ld.global.v4") >= 4
@@ -133,9 +111,7 @@ def short_attention(queries: int, keys: int, width: int, heads: int = 8, **mask:
         ((2, 256, 64), "mma.sync.aligned.m16n8k16", 4),
     ],
 )
-def test_short_attention_is_computed_on_tensor_cores(
-    sizes: tuple[int, int, int], product: str, warps: int
-) -> None:
+def test_short_attention_is_computed_on_tensor_cores(sizes, product, warps) -> None:
     """InterFormer's sequence, and its pooling; the largest tiles of `is_short`."""
     made = short_attention(*sizes)
     ptx = made.asm["ptx"]

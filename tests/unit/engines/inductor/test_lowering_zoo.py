@@ -47,15 +47,10 @@ def far(found: Array, expected: Array) -> float:
 def outputs(path: Path) -> tuple[dict[int, Array], dict[int, Array], dict[str, object]]:
     """Of the module and of its exported program by batch size, and the lowered sites."""
     model = lower(path)
-
-    def feeds(batch: int) -> dict[str, Array]:
-        given = rows(batch)
-        return {name: given[name] for name in model.input_names}
-
-    program = exported(model, feeds(32))
+    given = {batch: {name: rows(batch)[name] for name in model.input_names} for batch in (1, 5, 32, 64)}
     plain, traced = (
-        {batch: run(each, feeds(batch))[0].astype(np.float64) for batch in (1, 5, 32, 64)}
-        for each in (model, program)
+        {batch: run(each, feeds)[0].astype(np.float64) for batch, feeds in given.items()}
+        for each in (model, exported(model, given[32]))
     )
     return plain, traced, dict(model.sites)
 
@@ -82,11 +77,11 @@ def fp8_all(artifact: ModelArtifact, recipe: Recipe) -> PrecisionPlan:
     """Every product in FP8, interactions too, under the range of its tensors on these rows."""
     graph = GraphModel.load(artifact.path)
     decisions = []
+    scale = amax_scale(8.0, recipe.format)
     for site in artifact.sites:
         if site.kind is SiteKind.NORM:
             decisions.append(Decision(site.name, Precision.FP32, None, Verdict.SAFE, ""))
             continue
-        scale = amax_scale(8.0, recipe.format)
         other: tuple[float, ...] = (scale,)
         if site.weight is not None:
             values = values_of(graph.node(site.name).inputs[site.weight.index])
@@ -98,11 +93,9 @@ def fp8_all(artifact: ModelArtifact, recipe: Recipe) -> PrecisionPlan:
 
 
 @pytest.mark.parametrize("recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=["tensor", "channel"])
-def test_a_plan_of_float8_agrees_with_onnx_runtime(
-    artifact: ModelArtifact, recipe: Recipe, tmp_path: Path
-) -> None:
-    form = PlanForm(Precision.FP32)
-    planned = apply_plan(artifact, fp8_all(artifact, recipe), form, tmp_path / "planned.onnx")
+def test_a_plan_of_float8_agrees_with_onnx_runtime(artifact, recipe, tmp_path) -> None:
+    plan, form = fp8_all(artifact, recipe), PlanForm(Precision.FP32)
+    planned = apply_plan(artifact, plan, form, tmp_path / "planned.onnx")
     plain, traced, sites = outputs(planned.path)
     expected, exact = (OnnxSession(path).run(rows())["logit"] for path in (planned.path, artifact.path))
     effect = far(expected, exact)

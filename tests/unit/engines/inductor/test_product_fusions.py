@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import onnx
 import pytest
@@ -14,19 +16,43 @@ from fusion_models import (
     BF16,
     FP8,
     RANDOM,
-    ULP,
     Model,
     bf16,
+    close,
+    close_quantized,
     fused,
     half,
     ops,
     product,
+    quantized,
+    rounded,
     run,
+    sites_of,
     unchanged,
 )
 
-from loka_onnx.engines.inductor.fusions import DOMAIN, fuse
+from loka_onnx.core.formats import Precision
+from loka_onnx.engines.inductor import compile as compiling
+from loka_onnx.engines.inductor.backend import InductorBackend
+from loka_onnx.engines.inductor.fusions import DOMAIN, FusionReport, fuse, planned, products
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
+
+
+def with_epilogue(z, behind, rows, c):
+    """What follows a product, in float64."""
+    if "cross" in behind:
+        x0 = rounded(rows @ c["m"])
+        return x0 * z + x0
+    return np.maximum(z, 0.0) if "relu" in behind else z
+
+
+def check(graph, model, x, z):
+    """The output y is quantized; any other is not."""
+    for name, found in zip(model.outputs, run(graph, x), strict=True):
+        if name == "y":
+            close_quantized(found, z, float(model.constants["s2"]))
+        else:
+            close(found, z)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -35,37 +61,23 @@ from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
 def test_a_product_takes_along_what_follows(bias, behind, outputs, tmp_path):
     model = product(bias, behind, outputs)
     graph, report = fused(model, tmp_path)
-    assert [found.sites for found in report.fused["float8-product"]] == [("fc",)]
+    assert sites_of(report, "float8-product") == [("fc",)]
     left = ops(graph)
     assert f"{DOMAIN}::Float8Product" in left
     assert not {"Gemm", "Relu", "Add", "Mul"} & set(left)
     assert left.count("QuantizeLinear") == 1
-    c = {name: value.astype(np.float64) for name, value in model.constants.items()}
-    x = RANDOM.standard_normal((BATCH, 32)).astype(np.float32)
-    rows = x.astype(BF16).astype(np.float64)
+    c, x = model.wide(), model.rows()
+    rows = rounded(x)
     q = np.clip(rows / c["s"], -448, 448).astype(np.float32).astype(FP8).astype(np.float64)
     z = (q * c["s"]) @ (c["w"] * c["ws"][:, None]).T + (c["b"] if bias else 0.0)
-    if behind == "relu":
-        z = np.maximum(z, 0.0)
-    if behind == "cross":
-        x0 = (rows @ c["m"]).astype(np.float32).astype(BF16).astype(np.float64)
-        z = x0 * z + x0
-    got = dict(zip(model.outputs, run(graph, x), strict=True))
-    magnitude = np.abs(z).max()
-    if "wide" in outputs:
-        np.testing.assert_allclose(got["wide"], z, rtol=4 * ULP, atol=4 * ULP * magnitude)
-    if "quantized" in outputs:
-        steps = np.clip(z / c["s2"], -448, 448)
-        np.testing.assert_allclose(
-            got["y"] / c["s2"], steps, rtol=2.0**-4 + 4 * ULP, atol=4 * ULP * magnitude / c["s2"] + 2.0**-9
-        )
+    check(graph, model, x, with_epilogue(z, behind, rows, c))
 
 
 def test_both_scales_are_multiplied_when_the_graph_is_fused(tmp_path):
     """An engine would multiply them in every request, in a kernel of its own."""
-    model = product(bias=True, behind="relu", outputs="wide")
+    model = product(bias=True, behind="relu")
     graph, _ = fused(model, tmp_path)
-    (made,) = [node for node in graph.nodes if node.op == "Float8Product"]
+    (made,) = [node for node in graph.nodes if node.op == f"{DOMAIN}::Float8Product"]
     wanted = model.constants["ws"].astype(np.float32) * model.constants["s"].astype(np.float32)
     np.testing.assert_array_equal(made.reads(8).values, wanted)
 
@@ -76,26 +88,14 @@ def test_a_product_in_bf16_takes_along_what_follows(behind, transposed, tmp_path
     model = half(behind, transposed=transposed)
     graph, report = fused(model, tmp_path)
     # The cross layer's x0 is a product with nothing behind it.
-    wanted = [("fc",), ("other",)] if behind == "cross" else [("fc",)]
-    assert [found.sites for found in report.fused["half-product"]] == wanted
+    assert sites_of(report, "half-product") == ([("fc",), ("other",)] if behind == "cross" else [("fc",)])
     assert not {"Gemm", "Relu", "Add", "Mul", "QuantizeLinear"} & set(ops(graph))
     # Quantizing the site would leave the fusion as it is.
     assert report.joined == {}
-    c = {name: value.astype(np.float64) for name, value in model.constants.items()}
-    x = RANDOM.standard_normal((BATCH, 32)).astype(np.float32)
-    rows = x.astype(BF16).astype(np.float64)
+    c, x = model.wide(), model.rows()
+    rows = rounded(x)
     z = rows @ (c["w"].T if transposed else c["w"]) + c["b"]
-    z = np.maximum(z, 0.0) if "relu" in behind else z
-    if "cross" in behind:
-        x0 = (rows @ c["m"]).astype(np.float32).astype(BF16).astype(np.float64)
-        z = x0 * z + x0
-    (got,) = run(graph, x)
-    magnitude = np.abs(z).max()
-    if "quantized" in behind:
-        z = np.clip(z, -448 * c["s2"], 448 * c["s2"])
-        np.testing.assert_allclose(got, z, rtol=2.0**-4 + 4 * ULP, atol=4 * ULP * magnitude + 2.0**-9)
-    else:
-        np.testing.assert_allclose(got, z, rtol=4 * ULP, atol=4 * ULP * magnitude)
+    check(graph, model, x, with_epilogue(z, behind, rows, c))
 
 
 def test_a_product_in_bf16_of_a_width_that_no_kernel_takes_is_left_to_the_library(tmp_path):
@@ -103,68 +103,37 @@ def test_a_product_in_bf16_of_a_width_that_no_kernel_takes_is_left_to_the_librar
     assert fused(half("relu", width=13), tmp_path)[1].fused == {}
 
 
-def joined(reader: str = "wide", parts: int = 2) -> Model:
-    """Computed columns beside rounded ones, and their Q."""
-    model = Model((4, 8)).constant("flat", np.array([0, 32], np.int64)).constant("m", bf16(32, 16, scale=0.3))
-    model.add("Reshape", ["x", "flat"], "rows").add("MatMul", ["rows", "m"], "left", name="other")
-    model.add("Concat", ["left", *["rows"] * (parts - 1)], "joined", name="cat", axis=1)
-    model.constant("s", np.array(0.0078125, BF16)).constant("zero", np.array(0, FP8))
-    model.add("QuantizeLinear", ["joined", "s", "zero"], "q").add("DequantizeLinear", ["q", "s", "zero"], "y")
-    if reader == "wide":
-        model.add("Identity", ["joined"], "wide")
-        model.outputs = ("y", "wide")
-    return model
+def test_a_relu_behind_an_output_of_the_graph_stays(tmp_path):
+    """What it reads leaves the graph as well: the product ends there."""
+    graph, report = fused(product(behind="relu").then("before = Identity(g)", "wide", "before"), tmp_path)
+    assert sites_of(report, "float8-product") == [("fc",)]
+    assert "Relu" in ops(graph)
 
 
-@pytest.mark.parametrize("reader", ["wide", "none"])
-def test_a_concatenation_is_quantized_as_it_is_written(reader, tmp_path):
-    model = joined(reader)
-    graph, report = fused(model, tmp_path)
-    assert [place.sites for place in report.fused["concat-quantize"]] == [()]
-    left = ops(graph)
-    assert f"{DOMAIN}::ConcatQuantize" in left and not {"Concat", "QuantizeLinear"} & set(left)
-    (made,) = [node for node in graph.nodes if node.op == "ConcatQuantize"]
-    # The columns that come from the model's FP32 input are read before they are rounded.
-    assert [made.reads(0).kind, made.reads(1).kind] == [onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT]
-    x = RANDOM.standard_normal((BATCH, 4, 8)).astype(np.float32)
-    rows = x.reshape(BATCH, 32).astype(BF16).astype(np.float64)
-    c = {name: value.astype(np.float64) for name, value in model.constants.items()}
-    whole = np.concatenate([(rows @ c["m"]).astype(np.float32).astype(BF16).astype(np.float64), rows], axis=1)
-    got = dict(zip(model.outputs, run(graph, x), strict=True))
-    steps = np.clip(whole / c["s"], -448, 448)
-    np.testing.assert_allclose(got["y"] / c["s"], steps, rtol=2.0**-4 + 4 * ULP, atol=2.0**-9 + 4 * ULP)
-    if reader == "wide":
-        np.testing.assert_allclose(got["wide"], whole, rtol=4 * ULP, atol=4 * ULP * np.abs(whole).max())
-
-
-def test_other_concatenations_are_left_to_the_compiler(tmp_path):
-    _, report = fused(joined(parts=3), tmp_path)
-    assert report.declined["concat-quantize"] == ("cat: it joins 3 tensors, the kernel two",)
-    plain = joined()
-    # Nothing quantizes it.
-    plain.nodes = [node for node in plain.nodes if node.op_type not in {"QuantizeLinear", "DequantizeLinear"}]
-    plain.outputs = ("wide",)
-    _, report = fused(plain, tmp_path)
-    assert "concat-quantize" not in {**report.fused, **report.declined}
+def test_the_backend_looks_at_a_model_whose_weights_it_does_not_read(tmp_path, monkeypatch):
+    """Large weights stay outside; products that are not stored transposed are among them."""
+    path = half("relu", transposed=False).in_fp32(tmp_path / "model.onnx")
+    options = {"save_as_external_data": True, "location": "model.data", "size_threshold": 0}
+    onnx.save(onnx.load(path), path, **options)
+    monkeypatch.setattr(planned, "MOST_READ", 100)
+    graph = PlannedGraph.load(path, TensorProto.BFLOAT16)
+    assert sites_of(fuse(graph), "half-product") == [("fc",)]
+    # It computes no other site along: FP8 there parts nothing.
+    assert InductorBackend().fused_sites(path, Precision.BF16) == {}
 
 
 def test_a_weight_that_is_not_transposed_is_stored_so(tmp_path):
     """Matrix units read FP8 along K from both factors."""
-    model = product(bias=True, behind="relu", outputs="wide")
-    x = RANDOM.standard_normal((3, 32), np.float32)
+    model = product(bias=True, behind="relu")
+    x = model.rows()
     transposed, _ = fused(model, tmp_path)
     expected = run(transposed, x)[0]
-    gemm = next(node for node in model.nodes if node.op_type == "Gemm")
-    del gemm.attribute[:]
-    model.constants["w"] = np.ascontiguousarray(model.constants["w"].T)
-    next(n for n in model.nodes if n.output[0] == "dw").attribute[0].i = 1
-    graph, _ = fused(model, tmp_path)
+    model = model.but("Gemm<transB=1>", "Gemm", w=np.ascontiguousarray(model.constants["w"].T))
+    graph, _ = fused(model.but("<axis=0>", "<axis=1>"), tmp_path)
     np.testing.assert_array_equal(run(graph, x)[0], expected)
     read = (tensor for node in graph.live_nodes() for tensor in node.inputs if tensor is not None)
-    assert {t.shape for t in read if t.kind == TensorProto.FLOAT8E4M3FN and len(t.shape or ()) == 2} == {
-        (48, 32),
-        (None, 32),
-    }
+    shapes = {t.shape for t in read if t.kind == TensorProto.FLOAT8E4M3FN and len(t.shape or ()) == 2}
+    assert shapes == {(48, 32), (None, 32)}
 
 
 def test_products_that_share_a_weight_share_its_transpose() -> None:
@@ -174,26 +143,156 @@ def test_products_that_share_a_weight_share_its_transpose() -> None:
     stored = numpy_helper.from_array(bf16(64, 32), "w")
     proto = helper.make_model(helper.make_graph(nodes, "towers", rows, made, [stored]))
     graph = PlannedGraph(proto)
-    assert [found.sites for found in fuse(graph).fused["half-product"]] == [("fc_a",), ("fc_b",)]
+    assert sites_of(fuse(graph), "half-product") == [("fc_a",), ("fc_b",)]
     first, second = (node.reads(2) for node in graph.nodes if node.outputs)
     assert first is second
     np.testing.assert_array_equal(first.values, numpy_helper.to_array(stored).T)
 
 
 def test_scales_of_rows_of_a_weight_are_not_those_of_its_columns(tmp_path):
-    model = product(bias=False, behind="", outputs="wide")
-    model.constants["ws"] = np.abs(bf16(32)) * BF16(0.01) + BF16(0.005)
-    model.constants["wz"] = np.zeros(32, FP8)
-    next(n for n in model.nodes if n.output[0] == "dw").attribute[0].i = 1
-    report = unchanged(model, tmp_path, RANDOM.standard_normal((BATCH, 32)).astype(np.float32))
-    assert "float8-product" not in report.fused
+    scales = np.abs(bf16(32)) * BF16(0.01) + BF16(0.005)
+    model = product().but("<axis=0>", "<axis=1>", ws=scales, wz=np.zeros(32, FP8))
+    assert "float8-product" not in unchanged(model, tmp_path).fused
 
 
 def test_a_row_that_is_broadcast_is_no_x0(tmp_path):
-    model = product(bias=False, behind="", outputs="")
-    model.constant("row32", RANDOM.standard_normal((1, 48)).astype(np.float32))
-    model.add("Cast", ["row32"], "row", to=TensorProto.BFLOAT16).add("Mul", ["row", "g"], "gm")
-    model.add("Add", ["gm", "row"], "wide")
-    model.outputs = ("wide",)
-    unchanged(model, tmp_path, RANDOM.standard_normal((BATCH, 32)).astype(np.float32))
+    model = product(outputs="").then(
+        "row = Cast<to=16>(row32) gm = Mul(row, g) wide = Add(gm, row)",
+        "wide",
+        row32=RANDOM.standard_normal((1, 48)).astype(np.float32),
+    )
+    unchanged(model, tmp_path)
     assert "Mul" in ops(fused(model, tmp_path)[0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "end", "is_bias"),
+    [
+        ((16,), ("batch", 16), True),
+        ((1, 16), ("batch", 16), True),
+        ((16,), None, False),
+        ((1,), ("batch", 16), False),
+        ((4, 16), (4, 16), False),
+        ((1, 1, 16), ("batch", 16), False),
+    ],
+)
+def test_a_bias_is_one_constant_a_column(shape, end, is_bias):
+    end = SimpleNamespace(shape=end, kind="bf16")
+    tensor = SimpleNamespace(is_constant=True, shape=shape, kind="bf16")
+    assert products._is_bias(tensor, end) is is_bias
+    # Of a computed tensor the numbers are not known.
+    for change in ({"is_constant": False}, {"kind": "float"}):
+        assert not products._is_bias(SimpleNamespace(**vars(tensor) | change), end)
+
+
+def test_what_is_printed_of_declined_fusions_is_read_back(tmp_path, monkeypatch, capsys):
+    path = Model((8,), "y = Relu(x)", {}).save(tmp_path / "planned.onnx")
+    declined = {
+        "factorization-norm": ("norm/0: the kernel multiplies BF16 and FP16", "norm/1: 40000 elements"),
+        "float8-product": ("fc: its activation has several scales",),
+    }
+    monkeypatch.setattr(compiling, "fuse", lambda graph: FusionReport({}, declined))
+    compiling.planned_graph(path, fuses=True)
+    log = f"before\n{capsys.readouterr().out}fc: scaled_mm: declined by nobody\nnorm: a: declined b\n"
+    assert InductorBackend().read_remarks(log) == tuple(
+        f"{fusion}: {reason}" for fusion, reasons in declined.items() for reason in reasons
+    )
+
+
+# Concatenations ---------------------------------------------------------------------------------------
+
+
+def joined(reader: str = "wide", more: str = "") -> Model:
+    """Computed columns beside rounded ones, and their Q."""
+    text = "rows = Reshape(x, flat) [other] left = MatMul(rows, m)"
+    text += f" [cat] joined = Concat<axis=1>(left, rows{more}) {quantized('joined')}"
+    constants = {"flat": np.array([0, 32]), "m": bf16(32, 16, scale=0.3), "s": np.array(2**-7, BF16)}
+    model = Model((4, 8), text, constants)
+    return model.then("wide = Identity(joined)", "y", "wide") if reader == "wide" else model
+
+
+@pytest.mark.parametrize("reader", ["wide", "none"])
+def test_a_concatenation_is_quantized_as_it_is_written(reader, tmp_path):
+    model = joined(reader)
+    graph, report = fused(model, tmp_path)
+    assert sites_of(report, "concat-quantize") == [()]
+    left = ops(graph)
+    assert f"{DOMAIN}::ConcatQuantize" in left and not {"Concat", "QuantizeLinear"} & set(left)
+    (made,) = [node for node in graph.nodes if node.op == f"{DOMAIN}::ConcatQuantize"]
+    # The columns that come from the model's FP32 input are read before they are rounded.
+    assert [made.reads(0).kind, made.reads(1).kind] == [TensorProto.BFLOAT16, TensorProto.FLOAT]
+    c, x = model.wide(), model.rows()
+    rows = rounded(x.reshape(BATCH, 32))
+    whole = np.concatenate([rounded(rows @ c["m"]), rows], axis=1)
+    got, *wide = run(graph, x)
+    close_quantized(got, whole, c["s"], absolute=4)
+    for each in wide:
+        close(each, whole)
+
+
+def test_other_concatenations_are_left_to_the_compiler(tmp_path):
+    _, report = fused(joined(more=", rows"), tmp_path)
+    assert report.declined["concat-quantize"] == ("cat: it joins 3 tensors, the kernel two",)
+    # Nothing quantizes it.
+    _, report = fused(joined().but(quantized("joined"), "", ("wide",)), tmp_path)
+    assert "concat-quantize" not in {**report.fused, **report.declined}
+
+
+# Biases behind a Split --------------------------------------------------------------------------------
+
+TOKENS, WIDTH, PARTS = 6, 32, (16, 32)
+MERGED = (
+    "[project] all = MatMul(x, w) [parts] a, b = Split<axis=-1>(all, sizes) ya = Add(a, ba) yb = Add(b, bb)"
+)
+
+
+def merged(sizes=PARTS, bias=(PARTS[1],), first=PARTS[0]) -> Model:
+    """Two linears merged into one product; the bias of the second one is of a given shape."""
+    constants = {"w": bf16(WIDTH, sum(PARTS), scale=0.2), "sizes": np.array(sizes)}
+    return Model((TOKENS, WIDTH), MERGED, constants | {"ba": bf16(first), "bb": bf16(*bias)}, ("ya", "yb"))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        merged(),
+        merged().but("axis=-1", "axis=2"),
+        merged(bias=(1, 1, 32)),
+        merged().but("Add(a, ba)", "Add(ba, a)"),
+    ],
+    ids=["last axis", "axis 2", "bias of rank 3", "bias first"],
+)
+def test_biases_become_one_of_the_product(model, tmp_path):
+    graph, report = fused(model, tmp_path)
+    assert [place.name for place in report.fused["merged-bias"]] == ["parts/biased"]
+    left = ops(graph)
+    assert left.count(f"{DOMAIN}::HalfProduct") == left.count("Split") == 1
+    assert "Add" not in left
+    unchanged(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        merged((2, 4), (sum(PARTS),), sum(PARTS)).but("axis=-1", "axis=1"),
+        merged(bias=(1,)),
+        merged(bias=(TOKENS, 32)),
+        merged().then("", "ya", "yb", "b"),
+        merged().then("", "ya", "yb", "all"),
+        merged().but(" yb = Add(b, bb)", "", ("ya", "b")),
+    ],
+    ids=["other axis", "one number", "of tokens", "part is an output", "product is an output", "no bias"],
+)
+def test_other_sums_stay_where_they_are(model, tmp_path):
+    assert "merged-bias" not in unchanged(model, tmp_path).fused
+
+
+def test_a_split_that_leaves_an_output_out_keeps_its_biases(tmp_path):
+    """Their widths would be of other columns."""
+    text = "[project] all = MatMul(x, w) skipped, b = Split<axis=-1>(all, sizes) y = Add(b, bb)"
+    constants = {"w": bf16(WIDTH, 2, scale=0.2), "sizes": np.array([1, 1]), "bb": bf16(1)}
+    path = Model((TOKENS, WIDTH), text, constants).save(tmp_path / "planned.onnx")
+    proto = onnx.load(path)
+    next(node for node in proto.graph.node if node.op_type == "Split").output[0] = ""
+    onnx.save(proto, path)
+    assert "merged-bias" not in fuse(PlannedGraph.load(path)).fused

@@ -1,0 +1,156 @@
+"""Concatenations, rounded to BF16 or FP16 and quantized in one pass.
+
+Of two matrices A (M, a) and B (M, b)::
+
+    X    =  concat(A, B)     rounded to BF16 or FP16, (M, a + b)
+    out  =  X and X / s in E4M3FN, or only the latter
+
+A program computes a tile of X. Where a is a multiple of its columns, the whole tile comes from one operand.
+
+Of a learned mix of tokens and other tokens. For each example, with tokens X (n, d), F (n_F, d) and W (m, n)::
+
+    Z    =   concat(F, W · X)  or  concat(W · X, F), rounded to BF16 or FP16        (n_F + m, d)
+    out  =   Z, Z / s in E4M3FN, or one of them
+
+X and F are read once, in their own types, and Z is written once. A program holds one example.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from loka_onnx.engines.inductor.fusions.base import padded
+from loka_onnx.engines.inductor.kernels.triton_product import to_float8
+
+ROWS, COLUMNS = 16, 128
+"""Tile of a program that joins matrices."""
+WARPS, LARGE = 4, 1 << 14
+"""Warps of a program, and the tile of tokens from which it has twice as many: four would spill registers."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _loka_concat_quantize_kernel(  # type: ignore[no-untyped-def]
+    a_ptr, b_ptr, wide_ptr, narrow_ptr, M, inverse_scale, WA: tl.constexpr, WB: tl.constexpr,
+    BF16: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    N: tl.constexpr = WA + WB
+    HALF: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    start = tl.program_id(1) * BN
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = start + tl.arange(0, BN)
+    row = m.to(tl.int64)[:, None]
+    inside = (m[:, None] < M) & (n[None, :] < N)
+    if WA % BN == 0:
+        if start < WA:
+            x = tl.load(a_ptr + row * WA + n[None, :], mask=inside, other=0.0).to(HALF)
+        else:
+            x = tl.load(b_ptr + row * WB + (n - WA)[None, :], mask=inside, other=0.0).to(HALF)
+    else:
+        first = inside & (n[None, :] < WA)
+        left = tl.load(a_ptr + row * WA + n[None, :], mask=first, other=0.0).to(HALF)
+        second = inside & (n[None, :] >= WA)
+        right = tl.load(b_ptr + row * WB + (n - WA)[None, :], mask=second, other=0.0).to(HALF)
+        x = tl.where(n[None, :] < WA, left, right)
+    place = row * N + n[None, :]
+    if WIDE:
+        tl.store(wide_ptr + place, x, mask=inside)
+    tl.store(narrow_ptr + place, to_float8(x, inverse_scale), mask=inside)
+
+
+@triton_op("loka::concat_quantize", mutates_args={})
+def concat_quantize(
+    a: Tensor, b: Tensor, inverse_scale: float, half: torch.dtype, wide: bool
+) -> list[Tensor]:
+    """Round a and b, contiguous in FP32, BF16 or FP16, to `half`, join their columns, and quantize.
+
+    Returns X (M, a + b) where `wide` asks for it, then the same in E4M3FN, times `inverse_scale`.
+    """
+    (m, first), second = a.shape, b.shape[1]
+    n = first + second
+    high = torch.empty((m, n), dtype=half, device=a.device) if wide else None
+    low = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.device)
+    tile = {"WA": first, "WB": second, "BM": ROWS, "BN": COLUMNS}
+    # An unused pointer must be valid.
+    ends = (low if high is None else high, low)
+    wrap_triton(_loka_concat_quantize_kernel)[(triton.cdiv(m, ROWS), triton.cdiv(n, COLUMNS))](
+        a, b, *ends, m, inverse_scale, **tile, BF16=half is torch.bfloat16, WIDE=wide, num_warps=WARPS
+    )
+    return [low] if high is None else [high, low]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _written(  # type: ignore[no-untyped-def]
+    z, place, inside, wide_ptr, narrow_ptr, inverse_scale, WIDE: tl.constexpr, NARROW: tl.constexpr
+):
+    if WIDE:
+        tl.store(wide_ptr + place, z, mask=inside)
+    if NARROW:
+        tl.store(narrow_ptr + place, to_float8(z, inverse_scale), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _loka_token_concat_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, w_ptr, f_ptr, wide_ptr, narrow_ptr, inverse_scale,
+    N: tl.constexpr, M: tl.constexpr, NF: tl.constexpr, D: tl.constexpr,
+    MIX_FIRST: tl.constexpr, BF16: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
+    N2: tl.constexpr, M2: tl.constexpr, NF2: tl.constexpr, D2: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    example = tl.program_id(0).to(tl.int64)
+    tokens, mixed, columns = tl.arange(0, N2), tl.arange(0, M2), tl.arange(0, D2)
+    in_d = columns[None, :] < D
+    place = tokens[:, None] * D + columns[None, :]
+    x = tl.load(x_ptr + example * N * D + place, mask=(tokens[:, None] < N) & in_d, other=0.0).to(HALF)
+    inside = (mixed[:, None] < M) & (tokens[None, :] < N)
+    w = tl.load(w_ptr + mixed[:, None] * N + tokens[None, :], mask=inside, other=0.0)
+    z = tl.dot(w, x).to(HALF)
+    start = example * (M + NF) * D
+    place = start + (0 if MIX_FIRST else NF * D) + mixed[:, None] * D + columns[None, :]
+    _written(z, place, (mixed[:, None] < M) & in_d, wide_ptr, narrow_ptr, inverse_scale, WIDE, NARROW)
+    if NF > 0:
+        others = tl.arange(0, NF2)
+        place = others[:, None] * D + columns[None, :]
+        inside = (others[:, None] < NF) & in_d
+        f = tl.load(f_ptr + example * NF * D + place, mask=inside, other=0.0).to(HALF)
+        place += start + (M * D if MIX_FIRST else 0)
+        _written(f, place, inside, wide_ptr, narrow_ptr, inverse_scale, WIDE, NARROW)
+
+
+@triton_op("loka::token_concat", mutates_args={})
+def token_concat(
+    x: Tensor,
+    w: Tensor,
+    f: Tensor | None,
+    inverse_scale: float,
+    half: torch.dtype,
+    mix_first: bool,
+    wide: bool,
+    narrow: bool,
+) -> list[Tensor]:
+    """Mix, concatenate and quantize; f is None for the mix alone, else before it unless `mix_first`.
+
+    x (batch, n, d) and f (batch, n_F, d) are contiguous, in FP32, BF16 or FP16, and rounded to the type
+    `half` of w (m, n). Returns (batch, n_F + m, d) of that type if `wide`, then in E4M3FN, times
+    `inverse_scale`, if `narrow`.
+    """
+    (batch, n, d), m = x.shape, w.shape[0]
+    others = 0 if f is None else f.shape[1]
+    shape = (batch, others + m, d)
+    rows = max(n, m, others)
+    is_large = triton.next_power_of_2(rows) * triton.next_power_of_2(d) >= LARGE
+    made = [torch.empty(shape, dtype=half, device=x.device)] if wide else []
+    if narrow:
+        made.append(torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device))
+    sizes = {"N": n, "M": m, "NF": others, "D": d, "N2": padded(n), "M2": padded(m), "D2": padded(d)}
+    sizes["NF2"] = max(1, triton.next_power_of_2(others))
+    how = {"MIX_FIRST": mix_first, "BF16": half is torch.bfloat16, "WIDE": wide, "NARROW": narrow}
+    # An unused pointer must be valid.
+    read = (x, w, x if f is None else f)
+    wrap_triton(_loka_token_concat_kernel)[(batch,)](
+        *read, made[0], made[-1], inverse_scale, **sizes, **how, num_warps=2 * WARPS if is_large else WARPS
+    )
+    return made
