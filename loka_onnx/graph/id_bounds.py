@@ -32,6 +32,7 @@ from loka_onnx.graph.shape_values import dimension
 _INTEGERS = frozenset(
     element_type(np.dtype(f"{sign}int{bits}")) for sign in ("", "u") for bits in (8, 16, 32, 64)
 )
+_FLOATS = frozenset(map(element_type, (np.float32, np.float64)))
 _HOLDING_IDS = frozenset(
     map(element_type, (np.int32, np.uint32, np.int64, np.uint64, np.float32, np.float64))
 )
@@ -58,16 +59,20 @@ class _Ids:
 
 
 def id_bounds(model: GraphModel) -> dict[str, tuple[range | None, ...]]:
-    """Return the ids that each column of the integer inputs of a canonical graph may hold, by name of input.
+    """Return the ids that each column of the inputs of a canonical graph may hold.
 
-    One range for each column of an input (batch,) or (batch, columns); None without a bound.
+    By name of input, for inputs (batch,) and (batch, columns): one range for each column, None without a
+    bound. Of inputs of numbers those alone of which a column is looked up, as in one matrix of ids and numbers.
     """
     main = {id(node) for node in model.nodes}
-    return {
-        tensor.name: _bounds(tensor, main)
-        for tensor in model.inputs
-        if tensor.dtype is not None and element_type(tensor.dtype) in _INTEGERS and _columns(tensor)
-    }
+    found = {}
+    for tensor in model.inputs:
+        kind = 0 if tensor.dtype is None else element_type(tensor.dtype)
+        if kind in _INTEGERS | _FLOATS and _columns(tensor):
+            bounds = _bounds(tensor, main)
+            if kind in _INTEGERS or any(bounds):
+                found[tensor.name] = bounds
+    return found
 
 
 def _columns(tensor: Tensor) -> int:

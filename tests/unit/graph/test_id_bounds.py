@@ -146,3 +146,10 @@ def test_rank_one_external_and_unbounded_inputs(write_model):
     assert set(model.tables) == {"t10", "t20"}
     # Bounds are for columns, and the columns of `history` are not known.
     assert id_bounds(model) == {"user": (range(-10, 10),), "tags": (range(-20, 20),) * 2}
+
+
+def test_a_matrix_of_ids_and_numbers(write_model):
+    """The form of DeepCTR-Torch: one float matrix, of which some columns are cast and looked up."""
+    body = "c = Gather<axis=1>(x, i1)  d = Cast<to=7>(c)  y = Gather(t10, d)"
+    path = write_model(f"g (float[b,3] x, float[b,2] dense) => (float[] y) {{ {body} }}", WEIGHTS)
+    assert id_bounds(canonicalize(path).model) == {"x": (None, range(-10, 10), None)}
