@@ -28,6 +28,7 @@ from loka_onnx.cli.compare import compare_deployments, compare_runs
 from loka_onnx.cli.demo import demo
 from loka_onnx.cli.doctor import doctor
 from loka_onnx.cli.drift import drift
+from loka_onnx.cli.init import init
 from loka_onnx.cli.log_lines import Event, JsonLog, Level, LogFormat, json_log
 from loka_onnx.cli.refresh import refresh
 from loka_onnx.cli.run import run
@@ -104,6 +105,7 @@ def _globals(
 
 
 app.command()(demo)
+app.command()(init)
 app.command()(run)
 add_stage_verb(app, Stage.EXPORT)
 app.command()(calibrate)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from loka_onnx.cli.init import proposed_config
 from loka_onnx.cli.outcome import check_fp8, print_outcome
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.terminal import Terminal, terminal_of
@@ -17,6 +18,12 @@ from loka_onnx.pipeline.run import RunOptions, RunResult
 from loka_onnx.pipeline.run import run as run_pipeline
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)]
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN.yaml", help="The run file; or an .onnx file, followed by DATA.", show_default=False
+    ),
+]
 Output = Annotated[
     Path | None, typer.Option(help="The run directory; runs/<name> beside the run file by default.")
 ]
@@ -35,7 +42,10 @@ Sign = Annotated[
 
 def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     context: typer.Context,
-    run_file: RunFile,
+    run_file: Source,
+    data: Annotated[
+        Path | None, typer.Argument(metavar="[DATA]", help="Rows of an .onnx file.", show_default=False)
+    ] = None,
     output: Output = None,
     force: Annotated[bool, typer.Option("--force", help="Start over; removes the earlier run.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last finished stage.")] = False,
@@ -52,7 +62,12 @@ def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         )
     terminal = terminal_of(context)
     options = RunOptions(force=force, resume=resume, sign=sign)
-    result = run_until(terminal, read_run_file(run_file, output, overrides), options)
+    config = (
+        read_run_file(run_file, output, overrides)
+        if data is None
+        else proposed_config(terminal, run_file, data, replaced(output, overrides))
+    )
+    result = run_until(terminal, config, options)
     print_outcome(terminal, result)
     if require_fp8:
         check_fp8(result)
@@ -60,11 +75,16 @@ def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
 
 def read_run_file(path: Path, output: Path | None, overrides: list[str] | None) -> RunConfig:
     """The run file with what the command line replaces in it."""
-    replaced = parse_overrides(overrides or [])
+    return load_run_file(path, replaced(output, overrides))
+
+
+def replaced(output: Path | None, overrides: list[str] | None) -> dict[str, object]:
+    """Values of the run file that the command line replaces."""
+    given = parse_overrides(overrides or [])
     if output is not None:
         # A path in a run file starts at the file, one on the command line where the user is.
-        replaced["output"] = str(output.absolute())
-    return load_run_file(path, replaced)
+        given["output"] = str(output.absolute())
+    return given
 
 
 def run_until(terminal: Terminal, config: RunConfig, options: RunOptions) -> RunResult:

@@ -1,0 +1,154 @@
+"""`loka-onnx init`: what is matched by which rule, what is marked, and that the file can be run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from loka_onnx.cli.main import main
+from loka_onnx.config import build_run_config
+from loka_onnx.errors import ConfigError, DataError
+from loka_onnx.operations.proposal import Proposal, propose
+
+ROWS = 400
+
+
+def write_rows(path: Path, **more: Any) -> Path:
+    draw = np.random.default_rng(0)
+    columns: dict[str, Any] = {
+        "user_id": draw.integers(0, 50, ROWS),
+        "item": draw.integers(0, 9, ROWS),
+        "price": draw.random(ROWS, dtype=np.float32),
+        "age": draw.random(ROWS, dtype=np.float32),
+        "clicked": draw.integers(0, 2, ROWS),
+        "history": draw.integers(0, 9, (ROWS, 4)).tolist(),
+        **more,
+    }
+    pq.write_table(pa.table({name: value for name, value in columns.items() if value is not None}), path)
+    return path
+
+
+def write_model(path: Path, inputs: str, last: str = "Sigmoid") -> Path:
+    """A model whose declared inputs are those given; ``x`` (batch, 2) is what it computes with."""
+    text = f"""
+        <ir_version: 10, opset_import: ["" : 21]>
+        g (float[n, 2] x{"," if inputs else ""} {inputs}) => (float[n, 1] score)
+        <float[2, 1] w = {{0.5, -0.25}}> {{ y = MatMul(x, w) score = {last}(y) }}
+    """
+    onnx.save(onnx.parser.parse_model(text), path)
+    return path
+
+
+def proposed(tmp_path: Path, inputs: str = "", last: str = "Sigmoid", **columns: Any) -> Proposal:
+    rows = write_rows(tmp_path / "rows.parquet", **columns)
+    return propose(write_model(tmp_path / "ranker.onnx", inputs, last), rows, home=tmp_path)
+
+
+def columns_of(proposal: Proposal) -> dict[str, tuple[str, ...]]:
+    return {match.input: match.columns for match in proposal.matches}
+
+
+def test_inputs_are_matched_by_name_end_of_name_and_width(tmp_path: Path) -> None:
+    proposal = proposed(tmp_path, "int64[n] user_id, int64[n] features_item_, int64[n, 4] seq")
+    assert columns_of(proposal) == {
+        "x": ("price", "age"),
+        "user_id": ("user_id",),
+        "features_item_": ("item",),
+        "seq": ("history",),
+    }
+    assert {match.input for match in proposal.matches if match.is_guess} == {"x", "features_item_", "seq"}
+
+
+def test_an_input_without_a_column_is_listed_with_candidates(tmp_path: Path) -> None:
+    proposal = proposed(tmp_path, "int64[n] zip, int64[n] merchant")
+    assert {match.input for match in proposal.unmatched} == {"zip", "merchant"}
+    assert "item" in proposal.unmatched[0].candidates
+    assert "clicked" not in proposal.unmatched[0].candidates
+
+
+@pytest.mark.parametrize(
+    ("last", "columns", "kind"),
+    [
+        ("Sigmoid", {}, "probability"),
+        ("Identity", {}, "logit"),
+        ("Identity", {"clicked": None, "label": np.linspace(0, 5, ROWS)}, "regression"),
+    ],
+)
+def test_the_kind_is_read_from_the_graph_and_the_label(
+    tmp_path: Path, last: str, columns: dict[str, Any], kind: str
+) -> None:
+    proposal = proposed(tmp_path, last=last, **columns)
+    (output,) = proposal.document["outputs"]
+    assert output["kind"] == kind
+    assert "outputs[0].kind" in proposal.notes
+
+
+def test_rows_in_the_order_of_time_are_split_by_order_and_others_by_the_group(tmp_path: Path) -> None:
+    assert proposed(tmp_path).document["data"]["split"]["by"] == "hash"
+    data = proposed(tmp_path, timestamp=np.arange(ROWS)).document["data"]
+    assert (data["split"]["by"], data["group"]) == ("order", "user_id")
+
+
+def test_the_file_says_what_the_document_says_and_is_a_run_file(tmp_path: Path) -> None:
+    proposal = proposed(tmp_path, "int64[n] user_id")
+    assert yaml.safe_load(proposal.text) == proposal.document
+    config = build_run_config(proposal.document, tmp_path)
+    assert config.data.inputs == {"x": ("price", "age")}
+    assert [target.device for target in config.targets][-1] == "cpu"
+
+
+def test_npz_and_rows_without_labels(tmp_path: Path) -> None:
+    np.savez(tmp_path / "rows.npz", x=np.ones((ROWS, 2), np.float32))
+    proposal = propose(write_model(tmp_path / "m.onnx", ""), tmp_path / "rows.npz", home=tmp_path)
+    assert proposal.document["outputs"][0]["label"] is None
+    assert not proposal.unmatched
+
+
+def test_what_is_not_known_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    rows, model = write_rows(tmp_path / "rows.parquet"), write_model(tmp_path / "m.onnx", "")
+    with pytest.raises(ConfigError) as refused:
+        propose(model, rows, home=tmp_path, devices=["h100"])
+    assert refused.value.code == "E1641"
+    assert "nvidia-h100" in refused.value.remedy
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
+    for data, labels, code in ((rows, ["klicked"], "E1639"), (tmp_path / "rows.csv", [], "E1640")):
+        with pytest.raises(DataError) as unread:
+            propose(model, data, home=tmp_path, labels=labels)
+        assert unread.value.code == code
+
+
+def command(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(map(str, words)))
+    return int(ended.value.code or 0)
+
+
+def test_the_command_writes_a_file_once_and_run_takes_model_and_rows(tmp_path: Path) -> None:
+    rows, model = write_rows(tmp_path / "rows.parquet"), write_model(tmp_path / "ranker.onnx", "")
+    target = tmp_path / "RUN.yaml"
+    assert command("init", model, rows, "-o", target) == 0
+    assert command("init", model, rows, "-o", target) == 2
+    assert yaml.safe_load(target.read_text())["model"] == {"onnx": "ranker.onnx"}
+    # 400 rows of a model with one product: the run begins, and export is done.
+    assert command("run", model, rows, "--output", tmp_path / "run", "--set", "calibration.rows=64") in {
+        0,
+        1,
+        2,
+    }
+    assert (tmp_path / "run" / "model" / "exported.json").exists()
+
+
+def test_run_refuses_a_model_with_an_input_that_has_no_column(tmp_path: Path) -> None:
+    rows, model = (
+        write_rows(tmp_path / "rows.parquet"),
+        write_model(tmp_path / "ranker.onnx", "int64[n] zip, int64[n] q"),
+    )
+    assert command("run", model, rows, "--output", tmp_path / "run") == 2
+    assert not (tmp_path / "run").exists()
