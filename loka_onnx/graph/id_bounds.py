@@ -62,7 +62,7 @@ def id_bounds(model: GraphModel) -> dict[str, tuple[range | None, ...]]:
     """Return the ids that each column of the inputs of a canonical graph may hold.
 
     By name of input, for inputs (batch,) and (batch, columns): one range for each column, None without a
-    bound. Of inputs of numbers those alone of which a column is looked up, as in one matrix of ids and numbers.
+    bound. Of float inputs, only those with a column that is looked up: a matrix of ids and numbers.
     """
     main = {id(node) for node in model.nodes}
     found = {}

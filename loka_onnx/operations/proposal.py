@@ -240,9 +240,10 @@ def _array(column: Any) -> Array:
     values = column.to_numpy(zero_copy_only=False)
     if values.dtype.kind == "O" and len(values) and isinstance(values[0], np.ndarray):
         lengths = {len(each) for each in values if each is not None}
-        return np.stack(values) if len(lengths) == 1 and column.null_count == 0 else values
-    if values.dtype.kind == "O" and all(isinstance(value, str) for value in values):
-        return values.astype(np.str_)
+        if len(lengths) == 1 and column.null_count == 0:
+            values = np.stack(values)
+    elif values.dtype.kind == "O" and all(isinstance(value, str) for value in values):
+        values = values.astype(np.str_)
     return np.asarray(values)
 
 
