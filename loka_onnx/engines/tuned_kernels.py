@@ -138,11 +138,7 @@ class PreparedOperands:
         )
 
     def error(self, kernel: Kernel, result: torch.Tensor, rows: int) -> float:
-        """Error of the first rows of a product's arithmetic.
-
-        Root mean square difference from the float64 product of the rounded operands, over its root mean
-        square.
-        """
+        """RMS difference of the first rows from the float64 product of the rounded operands, over its RMS."""
         import torch
 
         wide = torch.float64

@@ -96,11 +96,10 @@ class KernelTimer:
                     run()
                     self._synchronize()
                     timers[kernel] = self._timer(run, turns_of(kernel, operands.shape, self._torch_device))
+                    runs[kernel] = run
                 except (RuntimeError, ValueError, NotImplementedError) as error:
                     self._check_alive(kernel, operands.shape)
                     refused.append(Refused(kernel, operands.shape, _first_line(error)))
-                else:
-                    runs[kernel] = run
             # Microseconds of one call, by round.
             times: dict[Kernel, list[float]] = {kernel: [] for kernel in timers}
             for _ in range(self.rounds):
@@ -119,9 +118,7 @@ class KernelTimer:
     ) -> KernelTiming:
         quartiles = quantiles(us, n=4) if len(us) > 1 else [us[0]] * 3
         spread = (quartiles[2] - quartiles[0]) / 2.0
-        error = None
-        if kernel.name != QUANTIZE:
-            error = prepared.error(kernel, run(), ERROR_ROWS)
+        error = None if kernel.name == QUANTIZE else prepared.error(kernel, run(), ERROR_ROWS)
         return KernelTiming(kernel, prepared.shape, median(us), spread, self._provenance, len(us), error)
 
     @cached_property
@@ -170,10 +167,7 @@ def _graph_timer(run: Run, calls: int) -> Callable[[], float]:
     graph.replay()
 
     def once() -> float:
-        start, end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()
         end.record()
@@ -195,11 +189,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def torch_device(device: str | None) -> str:
-    """Torch's name of a device of run files; None is the accelerator if there is one, else the CPU.
-
-    Raises:
-        ConfigError: The device is an accelerator, and torch sees none.
-    """
+    """Torch's name of a device of run files; None is the accelerator if torch sees one, else the CPU."""
     try:
         import torch
     except ImportError as error:
@@ -220,11 +210,7 @@ def torch_device(device: str | None) -> str:
 
 
 def device_to_time(device: str | None) -> str:
-    """Device for timing kernels, as run files name it.
-
-    Raises:
-        ConfigError: This machine has another device, a slice, or one without a name in run files.
-    """
+    """Device for timing kernels, as run files name it; a `ConfigError` where this machine has another."""
     if torch_device(device) == CPU:
         return CPU
     here, name = device_here(), device_name()

@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -23,15 +24,16 @@ PyTorch also calls a CUDA device)."""
 
 _INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6
 _NAME = b"dltensor"
-_TYPES: dict[tuple[int, int], str] = {
-    **{(_INT, bits): f"int{bits}" for bits in (8, 16, 32, 64)},
-    **{(_UINT, bits): f"uint{bits}" for bits in (8, 16, 32, 64)},
-    **{(_FLOAT, bits): f"float{bits}" for bits in (16, 32, 64)},
-    (_BFLOAT, 16): "bfloat16",
-    (_BOOL, 8): "bool",
+_TYPES: dict[tuple[int, int], np.dtype[Any]] = {
+    **{(_INT, bits): np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{(_UINT, bits): np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{(_FLOAT, bits): np.dtype(f"float{bits}") for bits in (16, 32, 64)},
+    # NumPy knows this name, too, once ml_dtypes is imported.
+    (_BFLOAT, 16): np.dtype(ml_dtypes.bfloat16),
+    (_BOOL, 8): np.dtype("bool"),
 }
-"""NumPy name of each type, by ``DLDataTypeCode`` and bits."""
-DTYPES = frozenset(_TYPES.values())
+"""NumPy type of each ``DLDataTypeCode`` and number of bits."""
+DTYPES = frozenset(dtype.name for dtype in _TYPES.values())
 """Types that requests and answers may have."""
 
 
@@ -87,11 +89,7 @@ class Borrowed:
 
 
 def device_of(value: Any) -> tuple[int, int]:
-    """Return the ``DLDeviceType`` of an array and the number of its device.
-
-    Raises:
-        DataError: It does not support DLPack.
-    """
+    """Return the ``DLDeviceType`` and number of an array's device; a `DataError` where it lacks DLPack."""
     try:
         kind, number = value.__dlpack_device__()
         # PyTorch returns an enumeration, whose arithmetic is slow.
@@ -124,8 +122,8 @@ def borrow(value: Any, stream: int | None = None) -> Borrowed:
             remedy="detach it from a gradient tape, and move it to a device that it can be read from",
         ) from error
     shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
-    name = _TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
-    if name is None:
+    dtype = _TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if dtype is None:
         raise DataError(
             f"E0914 a {type(value).__name__} has a type that NumPy lacks",
             evidence=f"type code {tensor.code} of {tensor.bits} bits, {tensor.lanes} lanes",
@@ -138,17 +136,7 @@ def borrow(value: Any, stream: int | None = None) -> Borrowed:
             remedy="make it contiguous",
         )
     address = int(tensor.data or 0) + int(tensor.byte_offset)
-    return Borrowed(address, shape, dtype_called(name), kind, number, capsule, value)
-
-
-def dtype_called(name: str) -> np.dtype[Any]:
-    """Return the NumPy type of this name; `bfloat16` is accepted too."""
-    if name == "bfloat16":
-        import ml_dtypes
-
-        brain: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return brain
-    return np.dtype(name)
+    return Borrowed(address, shape, dtype, kind, number, capsule, value)
 
 
 def on_host(value: Any) -> npt.NDArray[Any]:
@@ -163,14 +151,9 @@ def on_host(value: Any) -> npt.NDArray[Any]:
 
 
 def _settled(value: Any) -> Any:
-    """Resolve a PyTorch tensor that is marked as the negative or conjugate of its memory.
-
-    DLPack has no such mark, yet PyTorch exports the memory of a negative.
-    """
-    kind = getattr(sys.modules.get("torch"), "Tensor", None)
-    if kind is None or not isinstance(value, kind):
-        return value
-    return value.resolve_conj().resolve_neg()
+    """Resolve a PyTorch tensor that is the negative or conjugate of its memory, as DLPack cannot say."""
+    kind = getattr(sys.modules.get("torch"), "Tensor", ())
+    return value.resolve_conj().resolve_neg() if isinstance(value, kind) else value
 
 
 def _in_c_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
-from tiny_models import MlpShape, TinyModel, make_plan, mlp
+from tiny_models import MlpShape, TinyModel, make_plan, mlp, request_for
 
 from loka_onnx.core import serde
 from loka_onnx.core.backends import backend_names
@@ -22,7 +22,7 @@ from loka_onnx.core.formats import Float8, Precision
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.registry import all_backends, get_backend
-from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import ConfigError, EngineError
 from loka_onnx.sessions.cuda import list_cuda_devices
 
@@ -141,22 +141,13 @@ def built(
     return get
 
 
-def request_for(subject: Subject, model: TinyModel, output: Path) -> BuildRequest:
-    return BuildRequest(
-        model=model.path,
-        plan=model.plan,
-        sites=model.sites,
-        target=subject.device,
-        architecture=subject.architecture,
-        batch=BatchRange(1, 8, 16),
-        output=output,
-        sample=model.sample,
-        relative_to=output.parent,
-    )
+def request_of(subject: Subject, model: TinyModel, output: Path) -> BuildRequest:
+    where = {"architecture": subject.architecture, "relative_to": output.parent}
+    return request_for(model, output, subject.device, **where)
 
 
 def build(subject: Subject, model: TinyModel, output: Path) -> EngineArtifact:
-    artifact = subject.backend.build(request_for(subject, model, output))
+    artifact = subject.backend.build(request_of(subject, model, output))
     if artifact.status is BuildStatus.DECLINED and not subject.float8 and model.plan.fp8_sites:
         pytest.skip(f"needs a GPU backend that takes FP8: {artifact.detail}")
     assert artifact.is_built, artifact.detail
@@ -238,7 +229,7 @@ def test_an_operand_without_qdq_is_reported(subject: Subject, make: Make, tmp_pa
 def test_what_it_declines_is_not_built(subject: Subject, make: Make, tmp_path: Path) -> None:
     refused = Precision.BF16 if subject.backend.name == "onnxruntime" else Precision.FP32
     model = make(fp8=refused is Precision.FP32, base=refused)
-    request = request_for(subject, model, tmp_path / "e")
+    request = request_of(subject, model, tmp_path / "e")
     if subject.backend.name in {"tensorrt", "tensorrt_rtx"}:
         without_fp8 = {"tensorrt": "sm80", "tensorrt_rtx": "sm86"}
         request = replace(request, architecture=without_fp8[subject.backend.name])
@@ -259,7 +250,7 @@ def test_a_broken_model_costs_the_candidate(subject: Subject, make: Make, tmp_pa
     proto = onnx.load(model.path)
     proto.graph.node[1].op_type = "NoSuchOperator"
     onnx.save(proto, model.path)
-    artifact = subject.backend.build(request_for(subject, model, tmp_path / "engines" / "e"))
+    artifact = subject.backend.build(request_of(subject, model, tmp_path / "engines" / "e"))
     assert artifact.status is BuildStatus.FAILED
     assert artifact.path is None
     assert "NoSuchOperator" in artifact.detail

@@ -12,7 +12,7 @@ from pathlib import Path
 import faulty_backends as faulty
 import numpy as np
 import pytest
-from tiny_models import MlpShape, TinyModel, mlp, write_sample
+from tiny_models import MlpShape, TinyModel, mlp, request_for, write_sample
 
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.formats import Precision
@@ -30,20 +30,6 @@ GB = 10**9
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return mlp(tmp_path_factory.mktemp("model"), Precision.FP32, Precision.FP32, fp8=False)
-
-
-def request_for(model: TinyModel, output: Path) -> BuildRequest:
-    return BuildRequest(
-        model=model.path,
-        plan=model.plan,
-        sites=model.sites,
-        target="cpu",
-        architecture="cpu",
-        batch=BatchRange(1, 8, 16),
-        output=output,
-        sample=model.sample,
-        limits=Limits(60.0, 2 * GB),
-    )
 
 
 class Counting(OnnxRuntimeBackend):
@@ -156,7 +142,7 @@ def test_version_and_devices_are_in_the_key(
             keys.add(cache_key(backend, replace(request, architecture="sm90")))
     with pytest.MonkeyPatch.context() as patch:
         # Compiled code holds instructions of the processor, and hosts may share a cache.
-        patch.setattr(cache_module, "_processor", lambda: ["x86_64", "sse2"])
+        patch.setattr(cache_module, "instruction_sets", lambda: {"sse2"})
         keys.add(cache_key(backend, request))
     # Not run here: what an engine does when it runs is not known of it.
     monkeypatch.setattr(backend, "why_not_run", lambda architecture: "no GPU")

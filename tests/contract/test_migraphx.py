@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
-from tiny_models import GraphWriter, MlpShape, TinyModel, make_plan, mlp, write_sample
+from tiny_models import GraphWriter, MlpShape, TinyModel, make_plan, mlp, request_for, write_sample
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import SiteKind
@@ -24,7 +24,7 @@ from loka_onnx.engines.migraphx.api import (
     run_program,
     text_of,
 )
-from loka_onnx.engines.migraphx.build import BuildSettings, build_engine
+from loka_onnx.engines.migraphx.backend import MigraphxBackend
 from loka_onnx.engines.migraphx.dialect import Float8Form, write_dialect
 from loka_onnx.engines.migraphx.program_text import parse_program
 from loka_onnx.engines.migraphx.session import open_migraphx
@@ -97,9 +97,9 @@ def test_the_printed_program_is_read(model: TinyModel) -> None:
 
 
 def test_an_engine_serves_every_size(model: TinyModel, tmp_path: Path) -> None:
-    (tmp_path / "engine").mkdir()
-    settings = BuildSettings("cpu", BatchRange(1, 4, 16, (4, 8)))
-    engine = build_engine(migraphx, model.path, settings, tmp_path / "engine")
+    batch, into = BatchRange(1, 4, 16, (4, 8)), tmp_path / "engine"
+    into.mkdir()
+    engine = MigraphxBackend().compile(request_for(model, into, batch=batch), into)
     sample = np.load(model.sample)["x"]
     with open_migraphx(engine, "cpu") as session:
         for rows in (1, 4, 7, 13, 16):

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
-from tiny_models import TinyModel, mlp
+from tiny_models import TinyModel, mlp, request_for
 
 from loka_onnx.core import serde
 from loka_onnx.core.devices import AMD, NVIDIA
@@ -19,7 +19,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend, OnnxRuntimeTensorRtBackend
 from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession
 from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE, IoBindingSettings
-from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.engines.request import BatchRange
 
 pytest.importorskip("onnxruntime")
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -67,18 +67,12 @@ def build(subject: Subject, tmp_path: Path) -> Build:
         reason = subject.backend.decline(model.plan, subject.architecture)
         if reason is not None:
             pytest.skip(f"needs a GPU provider that takes this plan: {reason}")
-        request = BuildRequest(
-            model=model.path,
-            plan=model.plan,
-            sites=model.sites,
-            target=subject.device,
-            architecture=subject.architecture,
-            batch=BatchRange(1, 4, 16, SIZES),
-            output=tmp_path / "e",
-            sample=model.sample,
-            options=options,
-        )
-        artifact = subject.backend.build(request)
+        more = {
+            "architecture": subject.architecture,
+            "batch": BatchRange(1, 4, 16, SIZES),
+            "options": options,
+        }
+        artifact = subject.backend.build(request_for(model, tmp_path / "e", subject.device, **more))
         assert artifact.status is BuildStatus.READY, artifact.detail
         assert artifact.path is not None
         return model, artifact, tmp_path / "e" / artifact.path

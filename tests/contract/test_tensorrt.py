@@ -8,12 +8,12 @@ import numpy as np
 import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
-from tiny_models import MlpShape, TinyModel, mlp
+from tiny_models import MlpShape, TinyModel, mlp, request_for
 
 from loka_onnx.core.devices import NVIDIA
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.formats import Precision
-from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.engines.request import BatchRange
 from loka_onnx.engines.tensorrt.backend import TensorRtBackend
 from loka_onnx.engines.tensorrt.session import TensorRtSession
 from loka_onnx.sessions.cuda import first_gpu, list_cuda_devices
@@ -35,17 +35,8 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def build(output: Path, model: TinyModel) -> EngineArtifact:
-    request = BuildRequest(
-        model=model.path,
-        plan=model.plan,
-        sites=model.sites,
-        target=ARCHITECTURES[HERE[0]],
-        architecture=HERE[0],
-        batch=BatchRange(1, 8, 16, (4, 8)),
-        output=output,
-        sample=model.sample,
-    )
-    artifact = TensorRtBackend().build(request)
+    where = {"architecture": HERE[0], "batch": BatchRange(1, 8, 16, (4, 8))}
+    artifact = TensorRtBackend().build(request_for(model, output, ARCHITECTURES[HERE[0]], **where))
     assert artifact.status is BuildStatus.READY, artifact.detail
     return artifact
 

@@ -16,6 +16,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.site import Operand, Site, SiteKind
+from loka_onnx.engines.request import BatchRange, BuildRequest
 
 ONNX_TYPES = {Precision.FP32: T.FLOAT, Precision.BF16: T.BFLOAT16, Precision.FP16: T.FLOAT16}
 NUMPY_TYPES: dict[int, Any] = {
@@ -109,6 +110,13 @@ class TinyModel:
     plan: PrecisionPlan
     sites: tuple[Site, ...]
     sample: Path
+
+
+def request_for(model: TinyModel, output: Path, device: str = "cpu", **changes: Any) -> BuildRequest:
+    """Builds a model; the architecture is the device where `changes` have no other."""
+    own = {"model": model.path, "plan": model.plan, "sites": model.sites, "sample": model.sample}
+    own |= {"output": output, "target": device, "architecture": device, "batch": BatchRange(1, 8, 16)}
+    return BuildRequest(**own | changes)
 
 
 def make_plan(

@@ -100,7 +100,7 @@ def decompose_rms_norms(draft: GraphDraft) -> None:
 
 def _decompose(draft: GraphDraft, node: onnx.NodeProto) -> None:
     x, scale = node.input[0], node.input[1]
-    if attribute(node, "stash_type", FLOAT) != FLOAT or not draft.is_constant(scale):
+    if attribute(node, "stash_type", FLOAT) != FLOAT or scale not in draft.constants:
         raise ModelError(
             "E0849 an RMSNormalization cannot be decomposed",
             where=f"node '{node.name}'",

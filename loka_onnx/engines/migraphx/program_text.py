@@ -30,9 +30,9 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        operation: Operator, for example ``quant_dot`` or ``gpu::code_object``. type: Element type of its
-        result without ``_type``, for example ``fp8e4m3fn``; empty where not printed. symbols: Names of its
-        ONNX nodes, where the release prints them.
+        operation: Operator, for example ``quant_dot`` or ``gpu::code_object``.
+        type: Element type of its result, for example ``fp8e4m3fn``; empty where not printed.
+        symbols: Names of its ONNX nodes, where the release prints them.
     """
 
     name: str

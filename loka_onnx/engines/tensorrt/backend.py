@@ -22,8 +22,7 @@ LayerNormalization → Q                                      Q is part of the n
 * An FP8 product is a kernel of its own: bias, activation and the next Q form a second one, which a BF16
   product absorbs (``FcAddRelu``). A small FP8 site therefore costs another pass over its output.
 * Q directly behind a product becomes part of it. Several merged sites then write their sums in FP8 and
-  rescale
-  them: one rounding more than in the ONNX graph, as the evidence of such sites says.
+  rescale them: one rounding more than in the ONNX graph, as the evidence of such sites says.
 * BF16 attention is one kernel; FP8 attention is separate products.
 * `dialect` keeps tables from being stored twice, and merged queries, keys and values in FP8.
 """
@@ -146,11 +145,7 @@ class TensorRtBackend(TensorRtFamily):
             return super().compile(request, into)
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
-        """Read the engine inspector.
-
-        Raises:
-            EngineError: The engine does not load, or its layers are not described.
-        """
+        """Read the engine inspector; an `EngineError` where the engine does not load or is not described."""
         trt = self.spec.load_library()
         with _on_gpu(request) as device:
             runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
@@ -177,11 +172,7 @@ class TensorRtRtxBackend(TensorRtFamily):
         return _asked(request)
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
-        """Read the compiled graph in the engine.
-
-        Raises:
-            EngineError: The engine was compiled for another architecture.
-        """
+        """Read the compiled graph in the engine; an `EngineError` where it is for another architecture."""
         graphs = read_compiled_graphs(engine)
         compiled_for = {architecture for graph in graphs for architecture in graph.architectures}
         if others := compiled_for - {request.architecture, ANY_ARCHITECTURE}:

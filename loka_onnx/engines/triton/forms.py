@@ -75,11 +75,7 @@ class Refusal:
 
 
 def form_of(source: Source) -> Form | Refusal:
-    """The model that serves an engine, or why there is none.
-
-    Raises:
-        BundleError: An input or output is of a kind that Triton cannot have.
-    """
+    """The model that serves an engine, or why there is none; a `BundleError` as of `ports_of`."""
     if not has_spec(source.entry.backend):
         return Refusal(f"Triton has no backend for engines of {source.entry.backend}")
     spec = get_spec(source.entry.backend)

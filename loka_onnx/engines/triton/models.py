@@ -3,18 +3,20 @@
 A tensor of one number per row has no dimension left without the batch; `dims` must not be empty, so such a
 tensor is declared as ``[1]`` and reshaped to nothing, and clients send it as (rows, 1).
 
-Source: `model_config.proto` of triton-inference-server/common, and what the server checks of it
-(`model_config_utils.cc`, `ensemble_utils.cc` of triton-inference-server/core).
+Sources: `model_config.proto` of triton-inference-server/common, and what the server checks of it
+(`model_config_utils.cc`, `ensemble_utils.cc` of triton-inference-server/core); protobuf.dev, "Text Format
+Language Specification". Triton's messages come with its client, which an exporting host need not have.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Union
 
 from loka_onnx.core.artifact import TensorSpec
-from loka_onnx.engines.triton.text_format import Fields, Symbol, entries, render
 from loka_onnx.errors import BundleError, ConfigError
 
 VERSION = "1"
@@ -44,6 +46,18 @@ DATA_TYPES: Mapping[str, str] = {
 
 OPEN = -1
 """Size of an axis that each request chooses."""
+
+
+class Symbol(str):
+    """Name of an enumerator, written without quotes."""
+
+    __slots__ = ()
+
+
+Value = Union[str, int, "Fields"]
+"""A string, an enumerator (`Symbol`), a number, a flag, or the fields of a message."""
+Fields = tuple[tuple[str, Value], ...]
+"""A message: names and values; a repeated field stands several times."""
 
 
 @dataclass(frozen=True)
@@ -239,10 +253,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Ensemble:
-    """Models one after the other, under one name; the server passes tensors on.
+    """Models one after the other, under one name; no step takes fewer rows than `maximum`.
 
-    The server refuses an input that no step reads. `maximum` is the most rows of a request: no step takes
-    fewer.
+    The server passes tensors on, and refuses an input that no step reads.
     """
 
     name: str
@@ -270,3 +283,46 @@ class Ensemble:
 
 def _parameters(values: Mapping[str, str]) -> Fields:
     return entries("parameters", {key: (("string_value", value),) for key, value in values.items()})
+
+
+def entries(field: str, values: Mapping[str, Value]) -> Fields:
+    """A field of type `map`, sorted by key."""
+    return tuple((field, (("key", key), ("value", values[key]))) for key in sorted(values))
+
+
+def render(fields: Fields) -> str:
+    """A message as text, ending with a newline unless it is empty."""
+    return "".join(f"{line}\n" for line in _lines(fields, 0))
+
+
+def _lines(fields: Fields, depth: int) -> Iterator[str]:
+    indent = "  " * depth
+    for name, group in itertools.groupby(fields, key=lambda field: field[0]):
+        values = [value for _, value in group]
+        if len(values) > 1 and not any(isinstance(value, tuple) for value in values):
+            yield f"{indent}{name}: [{', '.join(map(_scalar, values))}]"
+            continue
+        for value in values:
+            if not isinstance(value, tuple):
+                yield f"{indent}{name}: {_scalar(value)}"
+            elif not value:
+                yield f"{indent}{name} {{}}"
+            else:
+                yield f"{indent}{name} {{"
+                yield from _lines(value, depth + 1)
+                yield f"{indent}}}"
+
+
+def _scalar(value: Value) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | Symbol):
+        return str(value)
+    return f'"{"".join(map(_escaped, str(value).encode()))}"'
+
+
+def _escaped(byte: int) -> str:
+    plain = chr(byte)
+    if plain in {'"', "\\"}:
+        return f"\\{plain}"
+    return plain if plain.isascii() and plain.isprintable() else f"\\{byte:03o}"
