@@ -52,11 +52,9 @@ def request_of(model: TinyModel, folder: Path, **options: int) -> BuildRequest:
 
 
 def plan_of(base: Precision, float8: bool = False) -> PrecisionPlan:
-    decision = (
-        Decision("fc", Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 1.0, (1.0,))
-        if float8
-        else Decision("fc", base, None, Verdict.NOT_JUDGED, "")
-    )
+    decision = Decision("fc", base, None, Verdict.NOT_JUDGED, "")
+    if float8:
+        decision = Decision("fc", Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 1.0, (1.0,))
     return PrecisionPlan("p", "d", base, (decision,), {}, 0.0)
 
 
@@ -86,22 +84,12 @@ def test_a_host_without_a_provider_says_so_instead_of_building(tmp_path: Path) -
     assert "this build of ONNX Runtime has no TensorrtExecutionProvider" in tensorrt.reason
 
 
-@pytest.mark.parametrize(
-    ("plan", "base", "simulated"),
-    [
-        (plan_of(Precision.FP32), Precision.FP32, False),
-        (plan_of(Precision.FP16), Precision.FP16, False),
-        (plan_of(Precision.BF16), Precision.BF16, False),
-        (plan_of(Precision.BF16, float8=True), Precision.FP32, True),
-    ],
-)
-def test_fp8_is_simulated_in_fp32_and_nothing_else_is(
-    plan: PrecisionPlan, base: Precision, simulated: bool
-) -> None:
-    backend = OnnxRuntimeBackend()
-    assert backend.base_precision(plan) is base
-    assert backend.is_simulated(plan, "sm90") is simulated
-    assert backend.is_simulated(plan, "cpu") is simulated
+@pytest.mark.parametrize("simulated", [False, True])
+@pytest.mark.parametrize("base", [Precision.FP32, Precision.FP16, Precision.BF16])
+def test_fp8_is_simulated_in_fp32_and_nothing_else_is(base: Precision, simulated: bool) -> None:
+    backend, plan = OnnxRuntimeBackend(), plan_of(base, float8=simulated)
+    assert backend.base_precision(plan) is (Precision.FP32 if simulated else base)
+    assert [backend.is_simulated(plan, architecture) for architecture in ("sm90", "cpu")] == [simulated] * 2
 
 
 def test_where_engines_may_be_loaded() -> None:
@@ -194,7 +182,6 @@ class TestBuilding:
         self, model: TinyModel, tmp_path: Path
     ) -> None:
         model.path.write_bytes(model.path.read_bytes().replace(b"Relu", b"Rolu"))
-        with pytest.raises(ModelError, match=r"refuses(?s:.*)Rolu"):
-            OnnxRuntimeBackend().compile(request_of(model, tmp_path), tmp_path)
-        with pytest.raises(ModelError, match=r"refuses(?s:.*)Rolu"):
-            OnnxRuntimeBackend().compile(request_of(model, tmp_path, cuda_graph=0), tmp_path)
+        for graphs in (1, 0):
+            with pytest.raises(ModelError, match=r"refuses(?s:.*)Rolu"):
+                OnnxRuntimeBackend().compile(request_of(model, tmp_path, cuda_graph=graphs), tmp_path)
