@@ -17,10 +17,7 @@ import numpy as np
 import pytest
 from fake_cuda_driver import STREAM, FakeDriver
 
-from loka_onnx.engines.tensorrt.session import (
-    TensorRtSession,
-    open_engine,
-)
+from loka_onnx.engines.tensorrt.session import TensorRtSession, open_engine
 from loka_onnx.engines.tensorrt.spec import TENSORRT, TENSORRT_RTX, TensorRtSpec
 from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions import cuda
@@ -235,9 +232,7 @@ def test_a_batch_outside_the_profile_is_refused(engine: FakeEngine, file: Path, 
     session.run(rows(4))
     batch = {"x": np.ones((count, 3))} if count == 4 else rows(count)
     shape = "4, 3" if count == 4 else "17, 2"
-    with pytest.raises(
-        EngineError, match=rf"'x' is outside the engine's optimization profile(?s:.*)\({shape}\)"
-    ):
+    with pytest.raises(EngineError, match=rf"'x' is outside(?s:.*)\({shape}\)"):
         session.run(batch)
     for _ in range(3):
         np.testing.assert_array_equal(session.run(rows(4))["out"], rows(4)["x"] * 2)
@@ -249,16 +244,13 @@ def test_a_failed_execution_is_an_error(engine: FakeEngine, file: Path) -> None:
         TensorRtSession(fake_trt(engine), file).run(rows(1))
 
 
-def test_an_engine_that_does_not_load_leaves_nothing_open(engine: FakeEngine, file: Path) -> None:
-    with pytest.raises(EngineError, match=r"does not load the engine(?s:.*)one GPU architecture"):
-        TensorRtSession(fake_trt(None), file)
-    assert engine.driver.calls[-1] == "release"
-
-
-def test_a_type_that_numpy_lacks_is_named(engine: FakeEngine, file: Path) -> None:
+@pytest.mark.parametrize(("loads", "said"), [(False, "does not load"), (True, "'x' has type BF16")])
+def test_an_engine_that_does_not_fit_leaves_nothing_open(
+    engine: FakeEngine, file: Path, loads: bool, said: str
+) -> None:
     engine.kind = "BF16"
-    with pytest.raises(EngineError, match=r"'x' has type BF16, which NumPy lacks(?s:.*)cast it to FP32"):
-        TensorRtSession(fake_trt(engine), file)
+    with pytest.raises(EngineError, match=said):
+        TensorRtSession(fake_trt(engine if loads else None), file)
     assert engine.driver.calls[-1] == "release"
 
 
@@ -269,22 +261,14 @@ def test_the_gpu_of_the_architecture_is_chosen(engine: FakeEngine, file: Path) -
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        (TENSORRT, "another version of TensorRT\n(?s:.*)install tensorrt 1.5"),
-        (TENSORRT_RTX, "another version of TensorRT for RTX\n(?s:.*)install tensorrt-rtx-cu13 1.5"),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
+@pytest.mark.parametrize("spec", [TENSORRT, TENSORRT_RTX], ids=lambda spec: spec.name)
 def test_another_version_or_architecture_is_refused(
-    engine: FakeEngine, file: Path, spec: TensorRtSpec, said: str
+    engine: FakeEngine, file: Path, spec: TensorRtSpec
 ) -> None:
+    said = rf"another version of {spec.title}\n(?s:.*)install {spec.package} 1\.5"
     with pytest.raises(EngineError, match=said):
         open_engine(spec, file, "sm89", "1.5")
-    with pytest.raises(
-        EngineError, match=r"for sm86 and this host has RTX 5090 \(sm120\), RTX 4090 \(sm89\)"
-    ):
+    with pytest.raises(EngineError, match=r"sm86 and this host has RTX 5090 \(sm120\), RTX 4090 \(sm89\)"):
         open_engine(spec, file, "sm86", "1.7.1")
     assert not engine.contexts
 
