@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loka_onnx.core.devices import ACCELERATORS, CPU, device_called
-from loka_onnx.sessions.cuda import list_cuda_devices
+from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
 
 KFD_NODES, DRM_CARDS = Path("/sys/class/kfd/kfd/topology/nodes"), Path("/sys/class/drm")
 """Linux's directories of the AMD driver's devices, and of graphics cards."""
@@ -40,7 +40,7 @@ def device_of_architecture(architecture: str) -> str:
     """Driver's name of the first device of an architecture; ``cpu`` for the processor, empty for none."""
     if architecture == CPU:
         return CPU
-    devices = (*list_cuda_devices(), *list_amd_devices())
+    devices: tuple[CudaDevice | AmdDevice, ...] = (*list_cuda_devices(), *list_amd_devices())
     return next((device.name for device in devices if device.architecture == architecture), "")
 
 

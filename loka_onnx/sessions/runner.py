@@ -18,7 +18,8 @@ import numpy.typing as npt
 from loka_onnx.errors import EngineError, InternalError
 from loka_onnx.sessions.dlpack import Borrowed
 
-A, B = TypeVar("A"), TypeVar("B")
+A = TypeVar("A")
+B = TypeVar("B")
 Arrays = dict[str, npt.NDArray[Any]]
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Borrowed]
 """Makes an array of a shape and type on the request's device, by the request's library."""

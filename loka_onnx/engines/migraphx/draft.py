@@ -126,14 +126,6 @@ class GraphDraft:
         return fresh
 
 
-def attribute(node: Node, name: str, default: Any) -> Any:
-    """Value of an attribute, or `default`."""
-    for each in node.attribute:
-        if each.name == name:
-            return helper.get_attribute_value(each)
-    return default
-
-
 def drop_attributes(node: Node, *names: str) -> None:
     """Remove attributes from a node."""
     for each in [each for each in node.attribute if each.name in names]:

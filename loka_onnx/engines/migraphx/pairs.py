@@ -12,8 +12,9 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-from loka_onnx.engines.migraphx.draft import Array, GraphDraft, Node, attribute, drop_attributes
+from loka_onnx.engines.migraphx.draft import Array, GraphDraft, Node, drop_attributes
 from loka_onnx.engines.migraphx.products import is_float8
+from loka_onnx.engines.onnx_operands import attribute
 from loka_onnx.errors import ModelError
 from loka_onnx.sessions.model_files import FLOAT8_TYPES
 

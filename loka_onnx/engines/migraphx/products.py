@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from loka_onnx.engines.migraphx.draft import Array, GraphDraft, Node, attribute
-from loka_onnx.engines.onnx_operands import LAYOUT_OPS
+from loka_onnx.engines.migraphx.draft import Array, GraphDraft, Node
+from loka_onnx.engines.onnx_operands import LAYOUT_OPS, attribute
 from loka_onnx.errors import ModelError
 from loka_onnx.sessions.model_files import FLOAT8_TYPES
 

@@ -30,7 +30,7 @@ import numpy.typing as npt
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from loka_onnx.engines.onnx_operands import OperandReader
+from loka_onnx.engines.onnx_operands import OperandReader, attribute
 from loka_onnx.sessions.model_files import reads_of
 
 MOST = 2.0**30
@@ -138,10 +138,9 @@ class IntegerProducts:
 
     def _factors(self, product: NodeProto) -> list[NodeProto]:
         """Return the DQ of both factors of an INT8 product; nothing of another node."""
-        attributes = {a.name: helper.get_attribute_value(a) for a in product.attribute}
-        if product.op_type not in {"Gemm", "MatMul"} or attributes.get("transA"):
+        if product.op_type not in {"Gemm", "MatMul"} or attribute(product, "transA", 0):
             return []
-        if attributes.get("alpha", 1.0) != 1.0 or attributes.get("beta", 1.0) != 1.0:
+        if any(attribute(product, name, 1.0) != 1.0 for name in ("alpha", "beta")):
             return []
         makers = [self._makers.get(name) for name in product.input[:2]]
         found = [maker for maker in makers if maker is not None and self._is_integer(maker)]

@@ -1,7 +1,7 @@
 """TensorRT, and TensorRT for RTX: FP8 engines for NVIDIA GPUs.
 
 TensorRT's builder times tactics on the GPU that the engine is for, so that it gets the device alone, and its
-timings are kept for the next build (`timing_cache`). TensorRT for RTX builds without a GPU, and compiles
+timings are kept for the next build (`build`). TensorRT for RTX builds without a GPU, and compiles
 kernels when it loads. FP8 sites are read from each engine, because both fall back silently
 (`site_precision`).
 
@@ -41,13 +41,18 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.request import BuildRequest
-from loka_onnx.engines.tensorrt.build import OPTIONS, BuildSettings, build_engine, known_capabilities
+from loka_onnx.engines.tensorrt.build import (
+    OPTIONS,
+    BuildSettings,
+    build_engine,
+    known_capabilities,
+    timing_cache_file,
+)
 from loka_onnx.engines.tensorrt.compiled_graph import ANY_ARCHITECTURE, read_compiled_graphs
 from loka_onnx.engines.tensorrt.inspector import read_layers
 from loka_onnx.engines.tensorrt.session import open_engine
 from loka_onnx.engines.tensorrt.site_precision import layer_precisions, site_precisions
 from loka_onnx.engines.tensorrt.spec import TENSORRT, TENSORRT_RTX, TensorRtSpec
-from loka_onnx.engines.tensorrt.timing_cache import timing_cache_file
 from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.cuda import CudaContext, first_gpu, list_cuda_devices, why_no_gpu
 from loka_onnx.sessions.runner import Runner

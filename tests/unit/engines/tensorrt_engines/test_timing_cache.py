@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from loka_onnx.engines.tensorrt.timing_cache import TimingCache, timing_cache_file
+from loka_onnx.engines.tensorrt.build import TimingCache, timing_cache_file
 
 
 class FakeCache:
