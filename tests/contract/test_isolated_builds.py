@@ -94,9 +94,8 @@ def test_a_killed_run_leaves_no_build_and_its_remains_are_removed(model: TinyMod
         "f.TellsAndHangs().build(serde.read(BuildRequest, Path(sys.argv[1])))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "request.json")], env=environment
-    ) as run:
+    command = [sys.executable, "-c", code, str(tmp_path / "request.json")]
+    with subprocess.Popen(command, env=environment) as run:
         _wait_for((tmp_path / "worker").is_file)
         worker = int((tmp_path / "worker").read_text(encoding="utf-8"))
         assert _is_alive(worker)

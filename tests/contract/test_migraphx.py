@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx.reference import ReferenceEvaluator
 from tiny_models import GraphWriter, MlpShape, TinyModel, make_plan, mlp, request_for, write_sample
 
 from loka_onnx.core.formats import Precision
@@ -45,11 +44,6 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> TinyModel:
     return mlp(tmp_path, Precision.FP32, Precision.FP32, fp8=True, shape=MlpShape(per_channel=request.param))
 
 
-def expected(model: TinyModel, rows: int = ROWS) -> np.ndarray:
-    batch = {name: value[:rows] for name, value in np.load(model.sample).items()}
-    return ReferenceEvaluator(onnx.load(model.path)).run(None, batch)[0]
-
-
 def parsed(model: TinyModel, form: Float8Form):
     proto = write_dialect(onnx.load(model.path), model.path.parent, form)
     path = model.path.with_name(f"{form}.onnx")
@@ -58,7 +52,7 @@ def parsed(model: TinyModel, form: Float8Form):
 
 
 def run(model: TinyModel, program) -> np.ndarray:
-    (result,) = run_program(migraphx, program, {"x": np.load(model.sample)["x"][:ROWS]})
+    (result,) = run_program(migraphx, program, model.rows(ROWS))
     return result
 
 
@@ -69,7 +63,7 @@ def test_both_forms_compute_the_planned_model(model: TinyModel, form: Float8Form
         program = reread_float8(migraphx, program)
     compile_program(migraphx, program, "ref")
     # FP32 sums of 64 and 128 terms of order one differ by their order only; an FP8 step is 0.03.
-    np.testing.assert_allclose(run(model, program), expected(model), atol=2e-5)
+    np.testing.assert_allclose(run(model, program), model.expected(ROWS), atol=2e-5)
 
 
 def test_the_carrier_reaches_the_program_as_e4m3fn(model: TinyModel) -> None:
@@ -100,11 +94,10 @@ def test_an_engine_serves_every_size(model: TinyModel, tmp_path: Path) -> None:
     batch, into = BatchRange(1, 4, 16, (4, 8)), tmp_path / "engine"
     into.mkdir()
     engine = MigraphxBackend().compile(request_for(model, into, batch=batch), into)
-    sample = np.load(model.sample)["x"]
     with open_migraphx(engine, "cpu") as session:
         for rows in (1, 4, 7, 13, 16):
-            got = session.run({"x": sample[:rows]})["out"]
-            np.testing.assert_allclose(got, expected(model, rows), atol=2e-5)
+            got = session.run(model.rows(rows))["out"]
+            np.testing.assert_allclose(got, model.expected(rows), atol=2e-5)
 
 
 @pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
@@ -124,4 +117,4 @@ def test_a_residual_norm_in_16_bits(tmp_path: Path, base: Precision) -> None:
     program = parsed(model, Float8Form.FNUZ)
     compile_program(migraphx, program, "ref")
     # The norm's rounding moves a value of up to 4 by an FP8 step, ¼, times a weight of ⅛; two of 64 at once.
-    np.testing.assert_allclose(run(model, program), expected(model), atol=2.0**-3)
+    np.testing.assert_allclose(run(model, program), model.expected(ROWS), atol=2.0**-3)

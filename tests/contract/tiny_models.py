@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto as T
 from onnx import helper as h
+from onnx.reference import ReferenceEvaluator
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
@@ -110,6 +111,13 @@ class TinyModel:
     plan: PrecisionPlan
     sites: tuple[Site, ...]
     sample: Path
+
+    def rows(self, count: int) -> dict[str, np.ndarray[Any, Any]]:
+        return {name: value[:count] for name, value in np.load(self.sample).items()}
+
+    def expected(self, count: int) -> np.ndarray[Any, Any]:
+        """Its first output for these rows, by ONNX's reference evaluator."""
+        return ReferenceEvaluator(onnx.load(self.path)).run(None, self.rows(count))[0]
 
 
 def request_for(model: TinyModel, output: Path, device: str = "cpu", **changes: Any) -> BuildRequest:
