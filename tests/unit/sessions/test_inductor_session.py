@@ -263,9 +263,7 @@ def test_a_request_in_pieces_is_resident_as_a_whole() -> None:
 
 def test_another_release_of_pytorch_or_processor_is_refused() -> None:
     check_host(DYNAMIC, "2.13.1+cu130", ("avx2", "sse2"), Path("e.pt2"))
-    with pytest.raises(
-        EngineError, match=r"e\.pt2: (?s:.*)2\.13\.0\+cpu, this host has 2\.11\.0"
-    ):
+    with pytest.raises(EngineError, match=r"e\.pt2: (?s:.*)2\.13\.0\+cpu, this host has 2\.11\.0"):
         check_host(DYNAMIC, "2.11.0", ("avx2",), Path("e.pt2"))
     engine = replace(DYNAMIC, instruction_sets=("avx2", "avx512f"))
     with pytest.raises(EngineError, match=r"another processor(?s:.*)this host lacks avx512f"):
