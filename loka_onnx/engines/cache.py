@@ -46,7 +46,6 @@ NEW, OLD = ".new-", ".old-"
 """Prefixes of directories before and after they are entries."""
 STALE_SECONDS = 86_400.0
 """Age at which such a directory of another machine counts as abandoned."""
-
 _ELSEWHERE = {"model", "sample", "output", "relative_to", "limits", "target", "plan"}
 """Fields of a request that are not in the key, or in another form."""
 _CODE = ("engines", "sessions", "graph")

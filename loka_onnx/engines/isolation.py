@@ -28,8 +28,7 @@ from loka_onnx.engines.request import Limits
 from loka_onnx.errors import OutputError
 
 POLL_SECONDS = 0.02
-TAIL_LINES = 20
-TAIL_CHARACTERS = 3000
+TAIL_LINES, TAIL_CHARACTERS = 20, 3000
 MIB = 1 << 20
 
 
@@ -53,11 +52,9 @@ class ChildOutcome:
 
     def describe(self, limits: Limits) -> str:
         """Describe the ending of a build in a sentence, with evidence and remedy."""
-        remedies = {
-            Ending.TIMED_OUT: "; raise `build.timeout_seconds`",
-            Ending.OUT_OF_MEMORY: "; raise `build.memory_gb`",
-        }
-        return self.ended(limits) + remedies.get(self.ending, "")
+        options = {Ending.TIMED_OUT: "timeout_seconds", Ending.OUT_OF_MEMORY: "memory_gb"}
+        option = options.get(self.ending)
+        return self.ended(limits) + (f"; raise `build.{option}`" if option else "")
 
     def ended(self, limits: Limits) -> str:
         """Describe the ending, with evidence."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import datetime
 import platform
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -123,14 +122,14 @@ class KernelTimer:
 
     @cached_property
     def _provenance(self) -> Provenance:
-        is_cpu = self._torch_device == CPU
-        how = "single calls" if is_cpu else f"CUDA graphs of {CALLS} calls or more"
         # To the minute and once, so that the records of a run are one series.
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
-        warm = "operands" if is_cpu else "activations"
-        cold = "" if is_cpu else ", large weights from memory"
-        note = f"{how}, kernels of one shape in turns, {warm} warm in the caches{cold}"
-        return Provenance(self.device_name, library_versions(), "" if is_cpu else clocks(), now, note)
+        how = "single calls, kernels of one shape in turns, operands warm in the caches"
+        if self._torch_device != CPU:
+            how = f"CUDA graphs of {CALLS} calls or more, kernels of one shape in turns, activations warm in "
+            how += "the caches, large weights from memory"
+        device_clocks = "" if self._torch_device == CPU else clocks()
+        return Provenance(self.device_name, library_versions(), device_clocks, now, how)
 
     def _synchronize(self) -> None:
         import torch
@@ -263,10 +262,7 @@ def library_versions() -> dict[str, str]:
 
 def clocks() -> str:
     """Clocks, their limits and the driver, from nvidia-smi; empty where it is unavailable."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    command = [tool, f"--query-gpu={_QUERY}", "--format=csv,noheader", "--id=0"]
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader", "--id=0"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

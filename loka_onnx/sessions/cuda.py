@@ -21,8 +21,7 @@ from loka_onnx.errors import EngineError
 LIBRARIES = ("libcuda.so.1", "nvcuda.dll")
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 NAME_BYTES = 256
-STREAM_NON_BLOCKING = 1
-CAPTURE_THIS_THREAD = 1
+STREAM_NON_BLOCKING, CAPTURE_THIS_THREAD = 1, 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: calls of other threads do not end the capture."""
 _MEMORY = {"device": ("cuMemAlloc_v2", "cuMemFree_v2"), "host": ("cuMemAllocHost_v2", "cuMemFreeHost")}
 """Functions that allocate and free."""

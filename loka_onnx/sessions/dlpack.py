@@ -21,17 +21,13 @@ from loka_onnx.errors import DataError
 CPU, CUDA, CUDA_HOST, ROCM = 1, 2, 3, 10
 """Members of ``DLDeviceType``: host memory, a CUDA device, page-locked host memory, a ROCm device (which
 PyTorch also calls a CUDA device)."""
-
-_INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6
-_NAME = b"dltensor"
 _TYPES: dict[tuple[int, int], np.dtype[Any]] = {
-    **{(_INT, bits): np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
-    **{(_UINT, bits): np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
-    **{(_FLOAT, bits): np.dtype(f"float{bits}") for bits in (16, 32, 64)},
-    # NumPy knows this name, too, once ml_dtypes is imported.
-    (_BFLOAT, 16): np.dtype(ml_dtypes.bfloat16),
-    (_BOOL, 8): np.dtype("bool"),
+    (code, bits): np.dtype(f"{name}{bits}")
+    for code, name in enumerate(("int", "uint", "float"))
+    for bits in ((16, 32, 64) if name == "float" else (8, 16, 32, 64))
 }
+# NumPy knows the name of BF16, too, once ml_dtypes is imported.
+_TYPES |= {(4, 16): np.dtype(ml_dtypes.bfloat16), (6, 8): np.dtype("bool")}
 """NumPy type of each ``DLDataTypeCode`` and number of bits."""
 DTYPES = frozenset(dtype.name for dtype in _TYPES.values())
 """Types that requests and answers may have."""
@@ -113,7 +109,7 @@ def borrow(value: Any, stream: int | None = None) -> Borrowed:
     value = _settled(value)
     try:
         capsule = value.__dlpack__() if kind != CUDA else value.__dlpack__(stream=stream)
-        tensor = _Tensor.from_address(int(_pointer_of(capsule, _NAME) or 0))
+        tensor = _Tensor.from_address(int(_pointer_of(capsule, b"dltensor") or 0))
     except Exception as error:
         # Libraries raise BufferError, or another error for an array that they cannot export.
         raise DataError(

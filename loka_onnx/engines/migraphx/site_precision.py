@@ -172,9 +172,8 @@ def _of_program(program: ProgramText, planned: Sequence[tuple[Site, Precision]])
         else:
             reading = _wide(products, site, TYPES[precision])
         types, engaged, evidence = reading
-        precisions.append(
-            SitePrecision(site.name, precision, types, engaged, f"compiled program: {evidence}")
-        )
+        evidence = f"compiled program: {evidence}"
+        precisions.append(SitePrecision(site.name, precision, types, engaged, evidence))
     return precisions
 
 
@@ -184,16 +183,10 @@ class _Float8Sites:
     def __init__(self, products: Sequence[Product], planned: Sequence[tuple[Site, Precision]]) -> None:
         self._products = products
         names = {site.name for site, _ in planned}
-        self._sites = [
-            site
-            for site, precision in planned
-            if precision is Precision.FP8
-            and site.kind is not SiteKind.NORM
-            and not any(product.is_named(site) for product in products)
-        ]
-        self._unnamed = [
-            p for p in products if p.holds_float8 and not names.intersection(p.instruction.symbols)
-        ]
+        printed = {name for product in products for name in product.instruction.symbols}
+        float8 = (site for site, precision in planned if precision is Precision.FP8)
+        self._sites = [s for s in float8 if s.kind is not SiteKind.NORM and s.name not in printed]
+        self._unnamed = [p for p in products if p.holds_float8 and not names & {*p.instruction.symbols}]
 
     def precision(self, site: Site) -> Reading:
         named = next((product for product in self._products if product.is_named(site)), None)
