@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,12 @@ def spied(session: IoBindingSession) -> list[_Buffers]:
 
 
 @pytest.fixture
+def session(tmp_path: Path) -> Iterator[IoBindingSession]:
+    with IoBindingSession(write(tmp_path), settings()) as made:
+        yield made
+
+
+@pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU provider served as one that compiles: every request in the sizes of the engine."""
     monkeypatch.setitem(PROVIDERS, "cpu", replace(CPU, compiles=True))  # type: ignore[arg-type]
@@ -70,42 +77,38 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("rows", "ran"), [(1, 1), (2, 4), (3, 4), (4, 4), (5, 5), (7, 7), (8, 16), (16, 16), (17, 17), (40, 40)]
 )
-def test_a_request_is_padded_at_most_twofold(rows: int, ran: int, tmp_path: Path) -> None:
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        got = session.run(batch(rows))
+def test_a_request_is_padded_at_most_twofold(rows: int, ran: int, session: IoBindingSession) -> None:
+    got = session.run(batch(rows))
     np.testing.assert_allclose(got["y"], expected(batch(rows)), rtol=1e-6)
     assert got["ran"].tolist() == [ran, 3]
 
 
 @pytest.mark.parametrize(("rows", "last"), [(1, 4), (4, 4), (5, 16), (16, 16), (37, 16)])
 @pytest.mark.usefixtures("compiling")
-def test_a_provider_that_compiles_sees_no_other_size(rows: int, last: int, tmp_path: Path) -> None:
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        ran = spied(session)
-        got = session.run(batch(rows))
-        seen = [bound.inputs["x"].shape()[0] for bound in ran]
+def test_a_provider_that_compiles_sees_no_other_size(rows: int, last: int, session: IoBindingSession) -> None:
+    ran = spied(session)
+    got = session.run(batch(rows))
+    seen = [bound.inputs["x"].shape()[0] for bound in ran]
     np.testing.assert_allclose(got["y"], expected(batch(rows)), rtol=1e-6)
     assert set(seen) <= set(SIZES)
     assert seen[-1] == last
 
 
-def test_an_answer_outlives_the_next_request(tmp_path: Path) -> None:
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        first = session.run(batch(4))["y"]
-        session.run(batch(4, seed=1))
+def test_an_answer_outlives_the_next_request(session: IoBindingSession) -> None:
+    first = session.run(batch(4))["y"]
+    session.run(batch(4, seed=1))
     np.testing.assert_allclose(first, expected(batch(4)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [3, 4, 5, 16, 40])
-def test_a_resident_batch_stays_what_it_was(rows: int, tmp_path: Path) -> None:
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        mine = batch(rows)
-        resident = session.resident(mine)
-        mine["x"][:] = 0
-        kept = spied(session)
-        resident()
-        (bound,) = kept
-        got = bound.outputs["y"].numpy()[:rows]
+def test_a_resident_batch_stays_what_it_was(rows: int, session: IoBindingSession) -> None:
+    mine = batch(rows)
+    resident = session.resident(mine)
+    mine["x"][:] = 0
+    kept = spied(session)
+    resident()
+    (bound,) = kept
+    got = bound.outputs["y"].numpy()[:rows]
     np.testing.assert_allclose(got, expected(batch(rows)), rtol=1e-6)
 
 
@@ -116,19 +119,17 @@ def test_without_sizes_a_request_runs_as_it_comes(tmp_path: Path) -> None:
             assert session.run(batch(rows))["ran"].tolist() == [rows, 3]
 
 
-def test_other_types_of_the_same_numbers_are_taken(tmp_path: Path) -> None:
+def test_other_types_of_the_same_numbers_are_taken(session: IoBindingSession) -> None:
     given = batch(4)
     other = {"x": np.asfortranarray(given["x"], np.float64), "ids": given["ids"].astype(np.int32)}
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        got = session.run(other)
+    got = session.run(other)
     np.testing.assert_allclose(got["y"], expected(given), rtol=1e-6)
 
 
 @pytest.mark.usefixtures("compiling")
-def test_a_resident_batch_of_several_pieces_is_the_whole_request(tmp_path: Path) -> None:
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        ran = spied(session)
-        session.resident(batch(37))()
+def test_a_resident_batch_of_several_pieces_is_the_whole_request(session: IoBindingSession) -> None:
+    ran = spied(session)
+    session.resident(batch(37))()
     assert len(ran) == 3
 
 
@@ -136,11 +137,10 @@ def test_a_resident_batch_of_several_pieces_is_the_whole_request(tmp_path: Path)
     ("x", "said"),
     [(batch(2)["x"], "'x' 2, 'ids' 4"), (batch(4)["x"][:, :2], r"'x'(?s:.*)a row of \[2\], not \[3\]")],
 )
-def test_a_request_of_another_shape_is_refused(x: np.ndarray, said: str, tmp_path: Path) -> None:
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        with pytest.raises(EngineError, match=said):
-            session.run({**batch(4), "x": x})
-        np.testing.assert_allclose(session.run(batch(4))["y"], expected(batch(4)), rtol=1e-6)
+def test_a_request_of_another_shape_is_refused(x: np.ndarray, said: str, session: IoBindingSession) -> None:
+    with pytest.raises(EngineError, match=said):
+        session.run({**batch(4), "x": x})
+    np.testing.assert_allclose(session.run(batch(4))["y"], expected(batch(4)), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,8 @@ def test_the_cpu_does_not_stand_in_for_a_provider(tmp_path: Path) -> None:
         IoBindingSession(write(tmp_path), replace(settings(), provider="cuda"))
 
 
-def test_placement_names_each_node_and_its_provider(tmp_path: Path) -> None:
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        placed = session.placement()
+def test_placement_names_each_node_and_its_provider(session: IoBindingSession) -> None:
+    placed = session.placement()
     assert {node.provider for node in placed} == {"CPUExecutionProvider"}
     assert {node.op for node in placed} == {"ReduceSum", "Cast", "Add", "Shape"}
 
