@@ -25,9 +25,8 @@ from loka_onnx.engines.migraphx.api import (
 )
 from loka_onnx.engines.migraphx.backend import MigraphxBackend
 from loka_onnx.engines.migraphx.dialect import Float8Form, write_dialect
-from loka_onnx.engines.migraphx.program_text import parse_program
 from loka_onnx.engines.migraphx.session import open_migraphx
-from loka_onnx.engines.migraphx.site_precision import products_of, site_precisions
+from loka_onnx.engines.migraphx.site_precision import parse_program, products_of, site_precisions
 from loka_onnx.engines.request import BatchRange
 from loka_onnx.errors import MissingPackage, ModelError
 

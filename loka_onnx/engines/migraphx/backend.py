@@ -29,7 +29,6 @@ from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.migraphx import api
 from loka_onnx.engines.migraphx.api import import_migraphx, version_of, why_no_target
 from loka_onnx.engines.migraphx.dialect import FORMS, Float8Form, write_dialect
-from loka_onnx.engines.migraphx.program_text import parse_program
 from loka_onnx.engines.migraphx.session import (
     MigraphxEngine,
     ProgramFile,
@@ -39,7 +38,7 @@ from loka_onnx.engines.migraphx.session import (
     read_engine,
     why_not_run,
 )
-from loka_onnx.engines.migraphx.site_precision import site_precisions
+from loka_onnx.engines.migraphx.site_precision import parse_program, site_precisions
 from loka_onnx.engines.migraphx.spec import MIGRAPHX
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import EngineError, MissingPackage, ModelError

@@ -111,27 +111,19 @@ class IoBindingSession(Runner):
         options.intra_op_num_threads = threads
         self._session = start_session(engine, options, chain)
         self._types = {i.name: _numpy_type(i.name, i.type) for i in self._session.get_inputs()}
-        self.output_names: tuple[str, ...] = tuple(o.name for o in self._session.get_outputs())
-        self._batched = frozenset(
-            o.name for o in self._session.get_outputs() if o.shape and not isinstance(o.shape[0], int)
-        )
+        outputs = self._session.get_outputs()
+        self.output_names: tuple[str, ...] = tuple(output.name for output in outputs)
+        self._batched = {o.name for o in outputs if o.shape and not isinstance(o.shape[0], int)}
         self._bound: dict[int, _Buffers] = {}
         for number, size in enumerate(settings.sizes, _FIRST_GRAPH):
-            zeros = {
-                described.name: np.zeros(_fixed_shape(described, size), self._types[described.name])
-                for described in self._session.get_inputs()
-            }
+            inputs = self._session.get_inputs()
+            zeros = {i.name: np.zeros(_fixed_shape(i, size), self._types[i.name]) for i in inputs}
             self._bound[size] = self._bind(zeros, number)
-
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        """Names of the graph's inputs."""
-        return tuple(self._types)
 
     @property
     def names(self) -> Names:
         """Names of the graph."""
-        return Names(self.input_names, self.output_names)
+        return Names(tuple(self._types), self.output_names)
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch."""

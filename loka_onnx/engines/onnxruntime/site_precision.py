@@ -120,14 +120,13 @@ def site_precision(
 
 def _integer_precision(site: str, graphs: Graphs) -> SitePrecision:
     """Read whether a site runs in an integer kernel of the optimized graph."""
-    reader = graphs.integers
-    node = None if reader is None else reader.product(site)
-    name = "the graph as ONNX Runtime optimized it (ALL)"
+    reader, name = graphs.integers, "the graph as ONNX Runtime optimized it (ALL)"
+    node = reader.product(site) if reader is not None else None
     if reader is None or node is None:
         return SitePrecision(site, Precision.INT8, (), False, f"no node of that name in {name}")
-    engaged, operands = node.op_type in INTEGER_OPS, reader.operands(node)
+    engaged = node.op_type in INTEGER_OPS
     how = "" if engaged else "not INT8: ONNX Runtime has not fused its Q/DQ, and multiplies FP32; "
-    kinds = tuple(source.describe() for source in operands)
+    kinds = tuple(source.describe() for source in reader.operands(node))
     return SitePrecision(site, Precision.INT8, kinds, engaged, f"{how}{node.op_type} '{node.name}' of {name}")
 
 

@@ -45,11 +45,9 @@ def placed(provider: str) -> Placement:
 def test_a_product_in_the_planned_type_on_the_gpu(kind: str, tmp_path: Path) -> None:
     planned = {"float": Precision.FP32, "float16": Precision.FP16, "bfloat16": Precision.BF16}[kind]
     found = site_precision("fc", planned, graphs_of(product_model(tmp_path, kind)), placed(ON_CUDA))
-    assert found.engaged
-    assert found.operands == (kind, kind)
-    assert found.evidence == (
-        "MatMul 'fc' of the graph as ONNX Runtime optimized it (BASIC); on CUDAExecutionProvider"
-    )
+    assert (found.engaged, found.operands) == (True, (kind, kind))
+    graph = "the graph as ONNX Runtime optimized it (BASIC)"
+    assert found.evidence == f"MatMul 'fc' of {graph}; on CUDAExecutionProvider"
 
 
 @pytest.mark.parametrize(

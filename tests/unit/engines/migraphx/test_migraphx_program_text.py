@@ -14,8 +14,7 @@ import pytest
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import Operand, Site, SiteKind
-from loka_onnx.engines.migraphx.program_text import parse_program
-from loka_onnx.engines.migraphx.site_precision import products_of, site_precisions
+from loka_onnx.engines.migraphx.site_precision import parse_program, products_of, site_precisions
 
 PERF_TEST = """\
 module: "main"
