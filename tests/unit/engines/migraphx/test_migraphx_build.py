@@ -172,7 +172,7 @@ class TestBackend:
             (
                 plan(Recipe.of(Float8.E5M2)),
                 "gfx942",
-                "site 'fc' asks for E5M2; migraphx multiplies E4M3FN only",
+                "site 'fc' asks for E5M2; migraphx multiplies E4M3FN",
             ),
             (plan(Recipe.of(Float8.E4M3FNUZ)), "gfx942", "site 'fc' asks for E4M3FNUZ"),
             (plan(), "gfx90a", "gfx90a has no FP8 products"),
