@@ -17,7 +17,7 @@ from loka_onnx.core.backends import backend_names
 from loka_onnx.core.devices import NVIDIA
 from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import E5M2, Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.engines.base import Backend
@@ -272,7 +272,7 @@ def test_an_fp8_plan_that_holds_no_fp8_is_declined_on_the_cpu_as_what_it_is() ->
 
 
 def in_e5m2(plan: PrecisionPlan) -> PrecisionPlan:
-    decisions = tuple(replace(d, recipe=Recipe.of(Float8.E5M2)) for d in plan.decisions)
+    decisions = tuple(replace(d, recipe=Recipe.of(E5M2)) for d in plan.decisions)
     return replace(plan, decisions=decisions)
 
 

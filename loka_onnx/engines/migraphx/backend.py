@@ -20,10 +20,10 @@ from typing import ClassVar
 import onnx
 
 from loka_onnx.core import serde
-from loka_onnx.core.cache_directory import cache_directory
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.installation import cache_directory
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.migraphx import api

@@ -12,7 +12,7 @@ time of the first.
 
 Half of a build is measuring tactics. TensorRT can reuse the measurements of an earlier build for the same
 device and version (NVIDIA's developer guide, "Timing Cache"), so that each has a file below
-`core.cache_directory`. Parallel builds share it: a file is replaced as a whole, after merging another
+`core.installation`. Parallel builds share it: a file is replaced as a whole, after merging another
 process's changes under a lock. The first of conflicting entries stays. A cache that TensorRT refuses, or that
 cannot be written, costs time but fails no build.
 """
@@ -29,7 +29,7 @@ from typing import Any
 
 import onnx
 
-from loka_onnx.core.cache_directory import cache_directory
+from loka_onnx.core.installation import cache_directory
 from loka_onnx.engines.request import BatchRange
 from loka_onnx.engines.tensorrt.dialect import keep_tables_once, split_by_heads
 from loka_onnx.errors import EngineError, ModelError

@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto as T
 from planned_graphs import Planned
 
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import E4M3FNUZ, E5M2, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR, Recipe
 from loka_onnx.engines.migraphx import api
@@ -170,11 +170,11 @@ class TestBackend:
         ("planned", "architecture", "said"),
         [
             (
-                plan(Recipe.of(Float8.E5M2)),
+                plan(Recipe.of(E5M2)),
                 "gfx942",
                 "site 'fc' asks for E5M2; migraphx multiplies E4M3FN",
             ),
-            (plan(Recipe.of(Float8.E4M3FNUZ)), "gfx942", "site 'fc' asks for E4M3FNUZ"),
+            (plan(Recipe.of(E4M3FNUZ)), "gfx942", "site 'fc' asks for E4M3FNUZ"),
             (plan(), "gfx90a", "gfx90a has no FP8 products"),
             (plan(None), "gfx90a", None),
             *((plan(), architecture, None) for architecture in ("gfx942", "gfx950", "gfx1201")),
