@@ -20,7 +20,7 @@ from loka_onnx.engines.registry import get_backend
 from loka_onnx.evaluation.engines import Reference, Split, judge_engine, judge_reference, predict_reference
 from loka_onnx.evaluation.predictions import Run
 from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.sessions.split_runner import SplitRunner
+from loka_onnx.sessions.runner import SplitRunner
 from loka_zoo.prepared import PreparedData
 
 BF16, BLANKET = "BF16", "blanket FP8"

@@ -53,7 +53,7 @@ from loka_onnx.core.recipe import (
 from loka_onnx.data import Dataset
 from loka_onnx.export.torch_module import export_torch
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.streams import map_in_order
+from loka_onnx.sessions.runner import map_in_order
 from loka_zoo import MODEL_NAMES, FeatureSpec, create
 from loka_zoo.prepared import PreparedData
 from loka_zoo.synthetic import LABEL, SyntheticOptions, prepare_synthetic

@@ -26,7 +26,7 @@ from loka_onnx.export.torch_module import export_torch
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.loss_change import LossChange, loss_change
 from loka_onnx.numerics.task_metrics import log_loss_rows
-from loka_onnx.sessions.streams import map_in_order, stream_count
+from loka_onnx.sessions.runner import map_in_order, stream_count
 from loka_zoo.builders import build
 from loka_zoo.prepared import PreparedData
 

@@ -20,8 +20,7 @@ from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.installation import versions_of
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.engines.isolation import Ending, interrupts_held, run_child, tail
-from loka_onnx.engines.publishing import replace_directory, staged
+from loka_onnx.engines.isolation import Ending, interrupts_held, replace_directory, run_child, staged, tail
 from loka_onnx.engines.request import (
     ENGINE,
     PHASE,
@@ -41,9 +40,7 @@ from loka_onnx.sessions.runner import Runner
 class Availability:
     """Abilities of a backend on this machine; `reason` says why it cannot build or run, where it cannot.
 
-    Attributes:
-        can_run: It can run engines here, for at least one of its architectures.
-        devices: Devices of this machine that it can run on.
+    `can_run`: engines for at least one of its architectures; `devices` of this machine are those.
     """
 
     installed: bool
@@ -169,11 +166,8 @@ class Backend(ABC):
     def build(self, request: BuildRequest) -> EngineArtifact:
         """Build one engine in a child process, run its first batches there, and publish it.
 
-        `request.output` appears as a whole or not at all; the child's log is beside it, with the suffix
-        ``.log``.
-
-        Returns:
-            READY, BUILT_NOT_RUN or DECLINED with the reason, or FAILED with the evidence.
+        `request.output` appears as a whole or not at all; the child's log (``.log``) is beside it. The
+        artifact is READY, BUILT_NOT_RUN or DECLINED with the reason, or FAILED with the evidence.
 
         Raises:
             ModelError: The model or the sample is missing.
@@ -191,7 +185,10 @@ class Backend(ABC):
             if response is None:
                 seconds = time.monotonic() - started
                 return self.failure(request.plan, request.target, request.architecture, detail, seconds)
-            return replace(self._publish(request, response, staging), remarks=self._remarks(log))
+            artifact = self._publish(request, response, staging)
+            # Someone may have removed the log of a valid engine.
+            text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+            return replace(artifact, remarks=self.read_remarks(text))
 
     def failure(
         self, plan: PrecisionPlan, target: str, architecture: str, detail: str, seconds: float = 0.0
@@ -218,11 +215,7 @@ class Backend(ABC):
         return replace(self.failure(plan, target, architecture, reason), status=BuildStatus.DECLINED)
 
     def open(self, artifact: EngineArtifact, path: Path) -> Runner:
-        """Load a built engine.
-
-        Raises:
-            EngineError: Nothing was built, the file was altered, or the engine cannot run on this machine.
-        """
+        """Load a built engine; an `EngineError` where there is none, it was altered, or cannot run here."""
         where = f"engine '{artifact.id}'"
         if artifact.backend != self.name or not artifact.is_built:
             raise EngineError(
@@ -260,10 +253,7 @@ class Backend(ABC):
         """Check that options are known and in range, with a `ConfigError` that names their source."""
         for option, value in options.items():
             if option not in self.options:
-                known = (
-                    f"{name} ({values.start} to {values.stop - 1})"
-                    for name, values in sorted(self.options.items())
-                )
+                known = [f"{name} ({r.start} to {r.stop - 1})" for name, r in sorted(self.options.items())]
                 raise ConfigError(
                     f"E0807 backend '{self.name}' has no option '{option}'",
                     where=where,
@@ -290,7 +280,7 @@ class Backend(ABC):
         outcome = run_child(WORKER, arguments, log, request.limits, staging / WAITING)
         phase_file = staging / PHASE
         phase = phase_file.read_text(encoding="utf-8") if phase_file.is_file() else "starting"
-        evidence = ""
+        evidence = "the build process"
         if outcome.ending is Ending.EXITED and outcome.code == 0:
             try:
                 with interrupts_held():
@@ -300,24 +290,14 @@ class Backend(ABC):
                 return None, f"{self.name} failed while {phase}: {response.error}\n  log: {log}"
             except UserError as error:
                 evidence = f"the build process left no valid response: {error}"
-        detail = f"{self.name} failed while {phase}: {evidence or 'the build process'} "
-        detail += outcome.describe(request.limits)
-        lines = tail(log)
-        shown = "\n    ".join(lines.splitlines()) if lines else "(empty)"
+        detail = f"{self.name} failed while {phase}: {evidence} {outcome.describe(request.limits)}"
+        shown = "\n    ".join(tail(log).splitlines()) or "(empty)"
         return None, f"{detail}\n  log: {log}, its end:\n    {shown}"
 
-    def _remarks(self, log: Path) -> tuple[str, ...]:
-        try:
-            return self.read_remarks(log.read_text(encoding="utf-8", errors="replace"))
-        except OSError:
-            # The engine is valid; someone has removed its log.
-            return ()
-
     def _publish(self, request: BuildRequest, response: BuildResponse, staging: Path) -> EngineArtifact:
-        built = staging / ENGINE
-        files = tuple(built / name for name in response.files)
+        files = tuple(staging / ENGINE / name for name in response.files)
         size, digest = sum(file.stat().st_size for file in files), _digest(files)
-        replace_directory(built, request.output, staging)
+        replace_directory(staging / ENGINE, request.output, staging)
         engine = request.output / response.engine
         return replace(
             self.failure(request.plan, request.target, request.architecture, response.not_run),

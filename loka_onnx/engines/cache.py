@@ -35,19 +35,17 @@ from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.serde import STRICT
 from loka_onnx.engines.base import Backend
-from loka_onnx.engines.isolation import interrupts_held
-from loka_onnx.engines.publishing import replace_directory, staged
+from loka_onnx.engines.isolation import interrupts_held, replace_directory, staged
 from loka_onnx.engines.request import ENGINE, BuildRequest
 from loka_onnx.errors import OutputError, UserError
 from loka_onnx.graph.storage import model_digest
-from loka_onnx.sessions.host_devices import device_of_architecture
+from loka_onnx.sessions.host_devices import device_of_architecture, instruction_sets
 
 ENTRY = "entry.json"
 NEW, OLD = ".new-", ".old-"
 """Prefixes of directories before and after they are entries."""
 STALE_SECONDS = 86_400.0
 """Age at which such a directory of another machine counts as abandoned."""
-
 _ELSEWHERE = {"model", "sample", "output", "relative_to", "limits", "target", "plan"}
 """Fields of a request that are not in the key, or in another form."""
 _CODE = ("engines", "sessions", "graph")
@@ -70,8 +68,7 @@ class CachedEngine:
 def cache_key(backend: Backend, request: BuildRequest) -> str:
     """Digest of everything that determines an engine and its measured properties.
 
-    The device here that times kernels and runs the engine counts with its full name: another one of the same
-    architecture may need other kernels.
+    The device counts with its full name: another one of the same architecture may need other kernels.
     """
     plain: dict[str, Any] = serde.to_plain(request)
     availability = backend.availability()
@@ -85,7 +82,7 @@ def cache_key(backend: Backend, request: BuildRequest) -> str:
             "code": _code_digest(inspect.getsourcefile(type(backend)) or ""),
             "package": version("loka-onnx"),
             # Compilers target the processor that they run on, and hosts may share a cache.
-            "processor": _processor(),
+            "processor": [platform.machine(), *sorted(instruction_sets())],
             "device": device_of_architecture(request.architecture),
             # Measured properties of an engine are unknown where it cannot run.
             "runs": not backend.why_not_run(request.architecture),
@@ -105,8 +102,7 @@ class EngineCache:
     def build(self, backend: Backend, request: BuildRequest) -> EngineArtifact:
         """Return a cached engine of the same inputs, or build one by `Backend.build` and cache it.
 
-        The detail of a cached engine says so; its build seconds are those of its build. If the cache cannot
-        be read or written, the engine is built and the detail says why, with the remedy.
+        Its detail says that it is cached, or why the cache cannot be read or written, with the remedy.
         """
         if self.limit_bytes <= 0 or not request.model.is_file() or not request.sample.is_file():
             return backend.build(request)
@@ -126,10 +122,8 @@ class EngineCache:
         return replace(built, detail="; ".join(filter(None, (built.detail, trouble)))) if trouble else built
 
     def _failed(self, what: str, error: Exception) -> str:
-        return (
-            f"the engine cache '{self.directory}' cannot {what} ({error}): correct its permissions, name "
-            "another place with `build.cache`, or do without (`build.cache_gb: 0`)"
-        )
+        remedy = "correct its permissions, name another place with `build.cache`, or do without"
+        return f"the engine cache '{self.directory}' cannot {what} ({error}): {remedy} (`build.cache_gb: 0`)"
 
     def entries(self) -> list[Path]:
         """Directories of the entries, the least recently used first."""
@@ -187,8 +181,7 @@ class EngineCache:
 
     def _keep(self, key: str, built: EngineArtifact, request: BuildRequest) -> str:
         """Copy an engine into the cache; return the error text if that fails."""
-        size = sum((request.output / name).stat().st_size for name in _files_below(request.output))
-        if size > self.limit_bytes:
+        if _bytes_below(request.output) > self.limit_bytes:
             return ""
         new: Path | None = None
         try:
@@ -197,17 +190,11 @@ class EngineCache:
             with interrupts_held():
                 new = Path(tempfile.mkdtemp(prefix=f"{NEW}{_owner()}-", dir=self.directory))
             shutil.copytree(request.output, new / ENGINE)
-            names = sorted(_files_below(new / ENGINE))
-            inner = ((request.relative_to or request.output) / (built.path or Path())).relative_to(
-                request.output
-            )
-            document = CachedEngine(
-                key,
-                replace(built, path=inner),
-                {name: digest_file(new / ENGINE / name) for name in names},
-                datetime.now(UTC).isoformat(timespec="seconds"),
-            )
-            serde.write(document, new / ENTRY)
+            files = {n: digest_file(new / ENGINE / n) for n in sorted(_files_below(new / ENGINE))}
+            place = (request.relative_to or request.output) / (built.path or Path())
+            artifact = replace(built, path=place.relative_to(request.output))
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            serde.write(CachedEngine(key, artifact, files, now), new / ENTRY)
             new.chmod(0o755)
             entry = self._entry(key)
             entry.parent.mkdir(exist_ok=True)
@@ -227,10 +214,9 @@ class EngineCache:
         sizes = {entry: _bytes_below(entry) for entry in self.entries()}
         total = sum(sizes.values())
         for entry, size in sizes.items():
-            if total <= self.limit_bytes:
-                return
-            self._remove(entry)
-            total -= size
+            if total > self.limit_bytes:
+                self._remove(entry)
+                total -= size
 
     def _remove(self, entry: Path) -> None:
         gone = self.directory / f"{OLD}{_owner()}-{time.monotonic_ns()}"
@@ -300,17 +286,6 @@ def _code_digest(source: str) -> str:
     root = Path(__file__).parents[1]
     files = [path for name in _CODE for path in sorted((root / name).rglob("*.py"))]
     return digest_files([*files, *([Path(source)] if source else [])])
-
-
-@functools.cache
-def _processor() -> list[str]:
-    """Machine type and, on Linux, instruction sets of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
-    return [platform.machine(), *sorted(flags.split())]
 
 
 def _owner() -> str:

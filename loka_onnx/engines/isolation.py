@@ -1,4 +1,4 @@
-"""Child processes that cannot crash the parent.
+"""Child processes that cannot crash the parent, and directories that appear as a whole.
 
 The child has its own process group, writes to a log file, and the parent watches its wall time and resident
 memory. An address-space limit (`RLIMIT_AS`) does not work, because CUDA reserves far more address space than
@@ -8,10 +8,13 @@ it uses. Every outcome of the child is returned as a value.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,10 +25,10 @@ from pathlib import Path
 import psutil
 
 from loka_onnx.engines.request import Limits
+from loka_onnx.errors import OutputError
 
 POLL_SECONDS = 0.02
-TAIL_LINES = 20
-TAIL_CHARACTERS = 3000
+TAIL_LINES, TAIL_CHARACTERS = 20, 3000
 MIB = 1 << 20
 
 
@@ -40,7 +43,7 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True)
 class ChildOutcome:
-    """Outcome of a child process: its exit code or signal, and its largest resident memory seen."""
+    """Ending of a child process, its exit code or signal, and its largest resident memory seen."""
 
     ending: Ending
     code: int
@@ -49,11 +52,9 @@ class ChildOutcome:
 
     def describe(self, limits: Limits) -> str:
         """Describe the ending of a build in a sentence, with evidence and remedy."""
-        remedies = {
-            Ending.TIMED_OUT: "; raise `build.timeout_seconds`",
-            Ending.OUT_OF_MEMORY: "; raise `build.memory_gb`",
-        }
-        return self.ended(limits) + remedies.get(self.ending, "")
+        options = {Ending.TIMED_OUT: "timeout_seconds", Ending.OUT_OF_MEMORY: "memory_gb"}
+        option = options.get(self.ending)
+        return self.ended(limits) + (f"; raise `build.{option}`" if option else "")
 
     def ended(self, limits: Limits) -> str:
         """Describe the ending, with evidence."""
@@ -105,10 +106,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def cancelled_by(event: threading.Event) -> Iterator[None]:
-    """End this thread's children and raise `Cancelled` once an event is set.
-
-    Signals reach only the main thread, which sets the event for its building threads.
-    """
+    """End this thread's children and raise `Cancelled` once the main thread sets an event, after a signal."""
     earlier = getattr(_thread, "cancelled", None)
     _thread.cancelled = event
     try:
@@ -198,3 +196,47 @@ def tail(log: Path) -> str:
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-TAIL_LINES:])[-TAIL_CHARACTERS:].strip()
+
+
+def _make_staging(output: Path) -> Path:
+    """Make a staging directory beside the output, and remove those of dead processes."""
+    prefix = f".{output.name}.building-"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        for stale in output.parent.glob(f"{glob.escape(prefix)}*"):
+            owner = stale.name.removeprefix(prefix).partition("-")[0]
+            if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+                shutil.rmtree(stale, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=output.parent))
+    except OSError as error:
+        raise OutputError(f"E0883 cannot write '{output}'", evidence=str(error)) from error
+
+
+def replace_directory(source: Path, target: Path, staging: Path) -> None:
+    """Move a finished directory into place of an earlier one, which is put back with an `OutputError`."""
+    replaced = staging / "replaced"
+    try:
+        if target.exists():
+            target.rename(replaced)
+        try:
+            source.rename(target)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(target)
+            raise
+    except OSError as error:
+        raise OutputError(f"E0884 cannot write '{target}'", evidence=str(error)) from error
+
+
+@contextlib.contextmanager
+def staged(output: Path) -> Iterator[Path]:
+    """Give a staging directory for an output, and remove it afterwards."""
+    staging: Path | None = None
+    try:
+        with interrupts_held():
+            staging = _make_staging(output)
+        yield staging
+    finally:
+        if staging is not None:
+            with interrupts_held():
+                shutil.rmtree(staging, ignore_errors=True)

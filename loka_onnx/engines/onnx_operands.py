@@ -115,7 +115,7 @@ class OperandReader:
             scale = self.constant(dequantize.input[1]).astype(np.float32)
             if scale.ndim == 1:
                 shape = [1] * values.ndim
-                shape[_integer(dequantize, "axis", 1)] = -1
+                shape[attribute(dequantize, "axis", 1)] = -1
                 scale = scale.reshape(shape)
             return np.asarray(values * scale, np.float32)
         return None
@@ -152,11 +152,12 @@ class OperandReader:
             return TensorProto.UNDEFINED
         if len(quantize.input) > 2 and quantize.input[2] in self._initializers:
             return self._initializers[quantize.input[2]].data_type
-        return _integer(quantize, "output_dtype", TensorProto.UNDEFINED)
+        return int(attribute(quantize, "output_dtype", TensorProto.UNDEFINED))
 
 
-def _integer(node: onnx.NodeProto, name: str, default: int) -> int:
-    return next((int(a.i) for a in node.attribute if a.name == name), default)
+def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
+    """Value of an attribute, or `default`."""
+    return next((onnx.helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
 
 
 def _type_name(kind: int) -> str:

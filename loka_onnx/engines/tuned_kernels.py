@@ -25,16 +25,11 @@ from loka_onnx.core.timing import QUANTIZE, Kernel, Shape
 if TYPE_CHECKING:
     import torch
 
-BACKEND = "inductor"
-"""Backend whose kernels are timed."""
-FAST = "-fast"
-"""Suffix of kernels that may sum in fewer bits than FP32 (``use_fast_accum``)."""
-ROW_WISE = "scaled_mm-row_wise"
-"""Product with scales (M, 1) and (1, N)."""
-CACHE_BYTES = 64 << 20
-"""Larger than a GPU's L2 cache (50 MB on an H100)."""
-SMALL_BYTES = 1 << 20
-"""Weight size that loads in a fraction of a microsecond from any memory."""
+BACKEND, ROW_WISE, FAST = "inductor", "scaled_mm-row_wise", "-fast"
+"""Backend whose kernels are timed; product with scales (M, 1) and (1, N); suffix of kernels that may sum in
+fewer bits than FP32 (``use_fast_accum``)."""
+CACHE_BYTES, SMALL_BYTES = 64 << 20, 1 << 20
+"""Larger than a GPU's L2 cache (50 MB on an H100); weight that loads in a fraction of a microsecond."""
 
 Run = Callable[[], "torch.Tensor"]
 
@@ -138,11 +133,7 @@ class PreparedOperands:
         )
 
     def error(self, kernel: Kernel, result: torch.Tensor, rows: int) -> float:
-        """Error of the first rows of a product's arithmetic.
-
-        Root mean square difference from the float64 product of the rounded operands, over its root mean
-        square.
-        """
+        """RMS difference of the first rows from the float64 product of the rounded operands, over its RMS."""
         import torch
 
         wide = torch.float64

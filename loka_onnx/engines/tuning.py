@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import datetime
 import platform
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -96,11 +95,10 @@ class KernelTimer:
                     run()
                     self._synchronize()
                     timers[kernel] = self._timer(run, turns_of(kernel, operands.shape, self._torch_device))
+                    runs[kernel] = run
                 except (RuntimeError, ValueError, NotImplementedError) as error:
                     self._check_alive(kernel, operands.shape)
                     refused.append(Refused(kernel, operands.shape, _first_line(error)))
-                else:
-                    runs[kernel] = run
             # Microseconds of one call, by round.
             times: dict[Kernel, list[float]] = {kernel: [] for kernel in timers}
             for _ in range(self.rounds):
@@ -119,21 +117,19 @@ class KernelTimer:
     ) -> KernelTiming:
         quartiles = quantiles(us, n=4) if len(us) > 1 else [us[0]] * 3
         spread = (quartiles[2] - quartiles[0]) / 2.0
-        error = None
-        if kernel.name != QUANTIZE:
-            error = prepared.error(kernel, run(), ERROR_ROWS)
+        error = None if kernel.name == QUANTIZE else prepared.error(kernel, run(), ERROR_ROWS)
         return KernelTiming(kernel, prepared.shape, median(us), spread, self._provenance, len(us), error)
 
     @cached_property
     def _provenance(self) -> Provenance:
-        is_cpu = self._torch_device == CPU
-        how = "single calls" if is_cpu else f"CUDA graphs of {CALLS} calls or more"
         # To the minute and once, so that the records of a run are one series.
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
-        warm = "operands" if is_cpu else "activations"
-        cold = "" if is_cpu else ", large weights from memory"
-        note = f"{how}, kernels of one shape in turns, {warm} warm in the caches{cold}"
-        return Provenance(self.device_name, library_versions(), "" if is_cpu else clocks(), now, note)
+        how = "single calls, kernels of one shape in turns, operands warm in the caches"
+        if self._torch_device != CPU:
+            how = f"CUDA graphs of {CALLS} calls or more, kernels of one shape in turns, activations warm in "
+            how += "the caches, large weights from memory"
+        device_clocks = "" if self._torch_device == CPU else clocks()
+        return Provenance(self.device_name, library_versions(), device_clocks, now, how)
 
     def _synchronize(self) -> None:
         import torch
@@ -170,10 +166,7 @@ def _graph_timer(run: Run, calls: int) -> Callable[[], float]:
     graph.replay()
 
     def once() -> float:
-        start, end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()
         end.record()
@@ -195,11 +188,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def torch_device(device: str | None) -> str:
-    """Torch's name of a device of run files; None is the accelerator if there is one, else the CPU.
-
-    Raises:
-        ConfigError: The device is an accelerator, and torch sees none.
-    """
+    """Torch's name of a device of run files; None is the accelerator if torch sees one, else the CPU."""
     try:
         import torch
     except ImportError as error:
@@ -220,11 +209,7 @@ def torch_device(device: str | None) -> str:
 
 
 def device_to_time(device: str | None) -> str:
-    """Device for timing kernels, as run files name it.
-
-    Raises:
-        ConfigError: This machine has another device, a slice, or one without a name in run files.
-    """
+    """Device for timing kernels, as run files name it; a `ConfigError` where this machine has another."""
     if torch_device(device) == CPU:
         return CPU
     here, name = device_here(), device_name()
@@ -277,10 +262,7 @@ def library_versions() -> dict[str, str]:
 
 def clocks() -> str:
     """Clocks, their limits and the driver, from nvidia-smi; empty where it is unavailable."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    command = [tool, f"--query-gpu={_QUERY}", "--format=csv,noheader", "--id=0"]
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader", "--id=0"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -25,6 +25,7 @@ from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.request import ENGINE, PHASE, REQUEST, RESPONSE, WAITING, BuildRequest, BuildResponse
 from loka_onnx.errors import DataError, EngineError, LokaError
 from loka_onnx.sessions.backends import resolve
+from loka_onnx.sessions.model_files import batched_outputs
 from loka_onnx.sessions.runner import Arrays, Runner
 
 PR_SET_PDEATHSIG = 1
@@ -91,7 +92,7 @@ def _first_batches(runner: Runner, request: BuildRequest) -> None:
             where=str(request.sample),
             evidence=f"{rows} rows, the smallest batch has {request.batch.minimum}",
         )
-    batched = _batched_outputs(request.model)
+    batched = batched_outputs(onnx.load(os.fspath(request.model), load_external_data=False))
     for size in sorted({request.batch.minimum, min(rows, request.batch.maximum)}):
         outputs: Arrays = runner.run({name: value[:size] for name, value in sample.items()})
         for name, value in outputs.items():
@@ -101,12 +102,6 @@ def _first_batches(runner: Runner, request: BuildRequest) -> None:
                     evidence=f"a batch of {size} rows gave shape {value.shape}",
                     remedy="export the model with axis 0 of every input and output dynamic",
                 )
-
-
-def _batched_outputs(model: Path) -> frozenset[str]:
-    graph = onnx.load(os.fspath(model), load_external_data=False).graph
-    first = {output.name: list(output.type.tensor_type.shape.dim)[:1] for output in graph.output}
-    return frozenset(name for name, dims in first.items() if dims and not dims[0].HasField("dim_value"))
 
 
 def _die_with_parent() -> None:

@@ -47,7 +47,7 @@ def _names(directory: Path, besides: Collection[str]) -> set[str]:
     names = set()
     for path in directory.rglob("*"):
         relative = path.relative_to(directory)
-        # What is being written there has a hidden name that begins with its own (`engines.publishing`).
+        # What is being written there has a hidden name that begins with its own (`engines.isolation`).
         if any(relative.parts[0] == name or relative.parts[0].startswith(f".{name}.") for name in besides):
             continue
         if path.is_symlink() or not (path.is_file() or path.is_dir()):

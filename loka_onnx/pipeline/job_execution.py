@@ -20,7 +20,7 @@ from loka_onnx.core.progress import Progress, silent
 from loka_onnx.data import Batch
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.device_lock import device_alone
-from loka_onnx.engines.publishing import replace_directory, staged
+from loka_onnx.engines.isolation import replace_directory, staged
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import EngineError, StageError
 from loka_onnx.evaluation.latency import LatencyOptions, measure_latency, prepared

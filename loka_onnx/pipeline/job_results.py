@@ -16,7 +16,7 @@ from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Latency
 from loka_onnx.core.job import BuildJob, JobResult
-from loka_onnx.engines.publishing import replace_directory, staged
+from loka_onnx.engines.isolation import replace_directory, staged
 from loka_onnx.errors import EngineError, EvaluationError, ModelError
 from loka_onnx.evaluation.predictions import Run
 from loka_onnx.pipeline.closed_world import verify_files

@@ -24,8 +24,7 @@ from loka_onnx.graph.storage import model_files
 from loka_onnx.pipeline.context import CHECK_ROWS, Context
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.runner import Arrays, Runner
-from loka_onnx.sessions.split_runner import SplitRunner
+from loka_onnx.sessions.runner import Arrays, Runner, SplitRunner
 from loka_onnx.transforms.lookups.split_sparse import (
     DENSE_FILE,
     LOOKUP_FILE,

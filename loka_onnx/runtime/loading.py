@@ -29,8 +29,7 @@ from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.backends import get_spec
 from loka_onnx.sessions.model_files import operators, read_model
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.runner import Names, Runner
-from loka_onnx.sessions.split_runner import SplitRunner
+from loka_onnx.sessions.runner import Names, Runner, SplitRunner
 
 _LOG = logging.getLogger("loka_onnx.runtime")
 EP_CONTEXT = "EPContext"

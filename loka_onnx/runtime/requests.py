@@ -11,7 +11,6 @@ import numpy.typing as npt
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.manifest import BatchRange
 from loka_onnx.errors import DataError
-from loka_onnx.sessions.dlpack import dtype_called
 
 NOT_PLAIN = -1
 
@@ -24,7 +23,7 @@ class Layout:
         # A tail without a dynamic axis is compared at once, others axis by axis in `rows_of`.
         self._names = {spec.name for spec in specs}
         self._quick = tuple(
-            (spec.name, dtype_called(spec.dtype), len(spec.shape), tuple(spec.shape[1:])) for spec in specs
+            (spec.name, np.dtype(spec.dtype), len(spec.shape), tuple(spec.shape[1:])) for spec in specs
         )
         self._is_quick = bool(specs) and all(
             spec.shape and spec.shape[0] is None and None not in spec.shape[1:] for spec in specs
@@ -87,7 +86,7 @@ def typed(arrays: Mapping[str, npt.NDArray[Any]], specs: Sequence[TensorSpec]) -
     """Restore the type of BF16 arrays of a sample, which an npz stores as raw bytes."""
     restored = {}
     for spec in specs:
-        value, dtype = arrays[spec.name], dtype_called(spec.dtype)
+        value, dtype = arrays[spec.name], np.dtype(spec.dtype)
         is_raw = value.dtype.kind == "V" and value.dtype.itemsize == dtype.itemsize
         restored[spec.name] = value.view(dtype) if is_raw else value
     return restored
@@ -95,7 +94,7 @@ def typed(arrays: Mapping[str, npt.NDArray[Any]], specs: Sequence[TensorSpec]) -
 
 def _rows(value: Any, spec: TensorSpec) -> int:
     fits = (
-        value.dtype == dtype_called(spec.dtype)
+        value.dtype == np.dtype(spec.dtype)
         and len(value.shape) == len(spec.shape)
         and len(value.shape) > 0
         and all(want in {None, got} for want, got in zip(spec.shape, value.shape, strict=True))

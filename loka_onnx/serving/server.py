@@ -17,7 +17,7 @@ from loka_onnx.bundle.format.archive import name_of
 from loka_onnx.errors import ConfigError, MissingPackage
 from loka_onnx.runtime import load
 from loka_onnx.serving.app import Limits, make_app
-from loka_onnx.sessions.streams import stream_count
+from loka_onnx.sessions.runner import stream_count
 
 if TYPE_CHECKING:
     import uvicorn

@@ -19,14 +19,10 @@ from loka_onnx.errors import ConfigError, MissingPackage
 from loka_onnx.sessions.onnx_session import SessionOptions
 from loka_onnx.sessions.runner import Runner
 
-_PLUGIN = "mend or remove the package that adds it"
-
 
 @dataclass(frozen=True)
 class BackendSpec(ABC):
-    """Declaration of a backend, in ``engines/<name>/spec.py``.
-
-    It imports neither torch nor any graph library: loaders on fleet hosts read it.
+    """Declaration in ``engines/<name>/spec.py``, which imports neither torch nor any graph library.
 
     Attributes:
         name: Name in run files.
@@ -57,14 +53,11 @@ class BackendSpec(ABC):
 
     @abstractmethod
     def open(self, engine: Path, architecture: str, version: str, options: SessionOptions | None) -> Runner:
-        """Load an engine that comes from elsewhere, by its main file.
+        """Load an engine that comes from elsewhere, by its main file; a `LokaError` where it does not load.
 
         Args:
             version: Version of the library that built it; not checked when empty.
             options: Options of an ONNX Runtime session.
-
-        Raises:
-            LokaError: It does not load.
         """
 
     @abstractmethod
@@ -153,7 +146,7 @@ def has_spec(name: str) -> bool:
 
 
 def get_spec(name: str) -> BackendSpec:
-    """The declaration of a backend.
+    """Return the declaration of a backend.
 
     Raises:
         ConfigError: There is no backend of that name.
@@ -170,7 +163,10 @@ def get_spec(name: str) -> BackendSpec:
         found: BackendSpec = resolve(paths[name])
     except (ImportError, AttributeError) as error:
         raise MissingPackage(
-            f"E0904 backend '{name}' does not import", where=paths[name], evidence=str(error), remedy=_PLUGIN
+            f"E0904 backend '{name}' does not import",
+            where=paths[name],
+            evidence=str(error),
+            remedy="mend or remove the package that adds it",
         ) from error
     return found
 

@@ -15,11 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.errors import EngineError
+from loka_onnx.sessions.dlpack import Borrowed
 from loka_onnx.sessions.runner import Arrays
-
-Run = Callable[[int, Arrays], Arrays]
-"""Runs the program of a size on exactly that many rows."""
-
 
 MOST_PADDING = 2
 """Largest ratio of padded to actual rows where a request could run unpadded."""
@@ -40,12 +37,7 @@ class Piece:
 
 
 def pieces_of(rows: int, sizes: Sequence[int]) -> tuple[Piece, ...]:
-    """Split a request: the largest of ascending sizes while it is full, then the smallest that holds the
-    rest.
-
-    Raises:
-        EngineError: The request is empty, or there is no program.
-    """
+    """Split a request: the largest of ascending sizes while it is full, then the smallest for the rest."""
     if rows < 1 or not sizes:
         raise EngineError(
             "E0905 no program serves this batch",
@@ -53,11 +45,10 @@ def pieces_of(rows: int, sizes: Sequence[int]) -> tuple[Piece, ...]:
             remedy="send at least one row",
         )
     largest = sizes[-1]
-    full = tuple(Piece(start, largest, largest) for start in range(0, rows - largest + 1, largest))
-    done = largest * len(full)
-    if done == rows:
-        return full
-    return (*full, Piece(done, rows - done, next(size for size in sizes if size >= rows - done)))
+    pieces = [Piece(start, largest, largest) for start in range(0, rows - largest + 1, largest)]
+    if rest := rows % largest:
+        pieces.append(Piece(rows - rest, rest, next(size for size in sizes if size >= rest)))
+    return tuple(pieces)
 
 
 def padded(value: npt.NDArray[Any], piece: Piece) -> npt.NDArray[Any]:
@@ -71,54 +62,47 @@ def padded(value: npt.NDArray[Any], piece: Piece) -> npt.NDArray[Any]:
     return np.ascontiguousarray(rows)
 
 
-def rows_of(inputs: Mapping[str, npt.NDArray[Any]]) -> int:
-    """Rows of a request.
-
-    Raises:
-        EngineError: An input has no batch axis, or they do not agree.
-    """
-    counts: dict[str, int | None]
-    counts = {name: value.shape[0] if value.ndim else None for name, value in inputs.items()}
-    if len({*counts.values()}) != 1 or None in counts.values():
+def rows_of(inputs: Mapping[str, npt.NDArray[Any] | Borrowed]) -> int:
+    """Rows of a request; an `EngineError` where an input has no batch axis, or they do not agree."""
+    counts = {name: value.shape[0] if value.shape else None for name, value in inputs.items()}
+    rows = next(iter(counts.values()), None)
+    if rows is None or {*counts.values()} != {rows}:
         raise EngineError(
             "E0906 the inputs of a batch have different numbers of rows",
             evidence=", ".join(f"'{name}' {count}" for name, count in counts.items())
             or "there are no inputs",
             remedy="put the batch on axis 0 of every input",
         )
-    return next(count for count in counts.values() if count is not None)
+    return rows
 
 
 def run_in_buckets(
-    run: Run, inputs: Mapping[str, npt.NDArray[Any]], sizes: Sequence[int], batched: Collection[str]
+    run: Callable[[int, Arrays], Arrays],
+    inputs: Mapping[str, npt.NDArray[Any]],
+    sizes: Sequence[int],
+    batched: Collection[str],
 ) -> Arrays:
     """Serve a request with programs of fixed sizes.
 
     Args:
+        run: Runs the program of a size on exactly that many rows.
         batched: Outputs whose axis 0 is the batch; others are taken from the first piece.
 
     Raises:
         EngineError: The request is empty, its inputs disagree, or an output does not follow the batch.
     """
-    pieces = pieces_of(rows_of(inputs), sizes)
-    answers: list[Arrays] = []
-    for piece in pieces:
+    answers: dict[str, list[npt.NDArray[Any]]] = {}
+    for piece in pieces_of(rows_of(inputs), sizes):
         answer = run(piece.size, {name: padded(value, piece) for name, value in inputs.items()})
-        answers.append({name: _cut(name, v, piece) if name in batched else v for name, v in answer.items()})
-    first = answers[0]
-    if len(answers) == 1:
-        return first
+        for name, value in answer.items():
+            if name in batched and value.shape[:1] != (piece.size,):
+                raise EngineError(
+                    f"E0907 output '{name}' does not follow the batch",
+                    evidence=f"a program of {piece.size} rows gave shape {value.shape}",
+                    remedy="export the model with axis 0 of every output dynamic",
+                )
+            answers.setdefault(name, []).append(value[: piece.rows] if name in batched else value)
     return {
-        name: np.concatenate([answer[name] for answer in answers]) if name in batched else value
-        for name, value in first.items()
+        name: np.concatenate(values) if name in batched and len(values) > 1 else values[0]
+        for name, values in answers.items()
     }
-
-
-def _cut(name: str, value: npt.NDArray[Any], piece: Piece) -> npt.NDArray[Any]:
-    if value.shape[:1] != (piece.size,):
-        raise EngineError(
-            f"E0907 output '{name}' does not follow the batch",
-            evidence=f"a program of {piece.size} rows gave shape {value.shape}",
-            remedy="export the model with axis 0 of every output dynamic",
-        )
-    return value[: piece.rows]

@@ -1,8 +1,8 @@
 """CUDA driver calls for loading and running a TensorRT engine, without a CUDA package.
 
 Every host with an NVIDIA GPU has the driver library; binding it with `ctypes` keeps frameworks off a fleet
-host. Functions: CUDA Driver API reference, sections Device Management, Primary Context Management, Memory
-Management, Stream Management and Graph Management.
+host. Functions: CUDA Driver API reference, sections Device, Primary Context, Memory, Stream and Graph
+Management.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from loka_onnx.errors import EngineError
 LIBRARIES = ("libcuda.so.1", "nvcuda.dll")
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 NAME_BYTES = 256
-STREAM_NON_BLOCKING = 1
-CAPTURE_THIS_THREAD = 1
+STREAM_NON_BLOCKING, CAPTURE_THIS_THREAD = 1, 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: calls of other threads do not end the capture."""
+_MEMORY = {"device": ("cuMemAlloc_v2", "cuMemFree_v2"), "host": ("cuMemAllocHost_v2", "cuMemFreeHost")}
+"""Functions that allocate and free."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,7 @@ def driver_version() -> str:
 
 
 class CudaDriver:
-    """The CUDA driver, initialized.
-
-    Raises:
-        EngineError: There is no driver, or it finds no GPU.
-    """
+    """The CUDA driver, initialized; an `EngineError` where there is none, or it finds no GPU."""
 
     def __init__(self) -> None:
         self._library = _load_library()
@@ -83,12 +80,10 @@ class CudaDriver:
         handle, name = ctypes.c_int(), ctypes.create_string_buffer(NAME_BYTES)
         self.call("cuDeviceGet", ctypes.byref(handle), index)
         self.call("cuDeviceGetName", name, NAME_BYTES, handle)
-        parts = []
-        for attribute in (CAPABILITY_MAJOR, CAPABILITY_MINOR):
-            value = ctypes.c_int()
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        for value, attribute in ((major, CAPABILITY_MAJOR), (minor, CAPABILITY_MINOR)):
             self.call("cuDeviceGetAttribute", ctypes.byref(value), attribute, handle)
-            parts.append(str(value.value))
-        return CudaDevice(index, name.value.decode(errors="replace"), f"sm{''.join(parts)}")
+        return CudaDevice(index, name.value.decode(errors="replace"), f"sm{major.value}{minor.value}")
 
 
 class CudaGraph:
@@ -125,15 +120,14 @@ class CudaContext:
         self._driver = CudaDriver()
         self._handle = ctypes.c_int()
         self._driver.call("cuDeviceGet", ctypes.byref(self._handle), index)
-        context = ctypes.c_void_p()
-        self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._handle)
-        self._context = context
+        self._context = ctypes.c_void_p()
+        self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._handle)
         self.activate()
         self._stream = ctypes.c_void_p()
         self._driver.call("cuStreamCreate", ctypes.byref(self._stream), STREAM_NON_BLOCKING)
-        self._device: dict[str, tuple[ctypes.c_uint64, int]] = {}
-        self._host: dict[str, tuple[ctypes.c_void_p, int]] = {}
-        self._moves = 0
+        self._buffers: dict[tuple[str, str], tuple[ctypes.c_uint64, int]] = {}
+        self.moves = 0
+        """Number of buffer reallocations: graphs captured before the last one are stale."""
 
     def activate(self) -> None:
         """Make the context current in the calling thread."""
@@ -144,63 +138,50 @@ class CudaContext:
         """Handle of the stream."""
         return int(self._stream.value or 0)
 
-    @property
-    def moves(self) -> int:
-        """Number of buffer reallocations: graphs captured before the last one are stale."""
-        return self._moves
+    def _buffer(self, place: str, name: str, size: int) -> tuple[ctypes.c_uint64, int]:
+        """Address and capacity of a buffer of at least `size` bytes; kept and grown between calls."""
+        allocate, free = _MEMORY[place]
+        address, capacity = self._buffers.get((place, name), (ctypes.c_uint64(), 0))
+        if capacity < max(size, 1):
+            if capacity:
+                del self._buffers[place, name]
+                self._driver.call(free, address)
+            address, capacity = ctypes.c_uint64(), max(size, 1)
+            self._driver.call(allocate, ctypes.byref(address), ctypes.c_size_t(capacity))
+            self._buffers[place, name] = (address, capacity)
+            self.moves += 1
+        return address, capacity
 
     def reserve(self, name: str, size: int) -> int:
         """Address of a device buffer of at least `size` bytes; kept and grown between calls."""
-        address, capacity = self._device.get(name, (ctypes.c_uint64(), 0))
-        if capacity < max(size, 1):
-            if capacity:
-                del self._device[name]
-                self._driver.call("cuMemFree_v2", address)
-            address, capacity = ctypes.c_uint64(), max(size, 1)
-            self._driver.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(capacity))
-            self._device[name] = (address, capacity)
-            self._moves += 1
-        return int(address.value)
+        return int(self._buffer("device", name, size)[0].value)
 
     def staging(self, name: str, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Page-locked buffer of that name as an array; the next batch overwrites it."""
         kind = np.dtype(dtype)
         size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-        address, capacity = self._host.get(name, (ctypes.c_void_p(), 0))
-        if capacity < max(size, 1):
-            if capacity:
-                del self._host[name]
-                self._driver.call("cuMemFreeHost", address)
-            address, capacity = ctypes.c_void_p(), max(size, 1)
-            self._driver.call("cuMemAllocHost_v2", ctypes.byref(address), ctypes.c_size_t(capacity))
-            self._host[name] = (address, capacity)
-            self._moves += 1
-        held = (ctypes.c_byte * capacity).from_address(int(address.value or 0))
+        address, capacity = self._buffer("host", name, size)
+        held = (ctypes.c_byte * capacity).from_address(int(address.value))
         values: npt.NDArray[Any] = np.frombuffer(memoryview(held), np.byte, size).view(kind)
         return values.reshape(tuple(shape))
 
     def upload(self, name: str, size: int) -> None:
         """Queue a copy of the first `size` bytes of the staging buffer to the device."""
-        if size:
-            host, device = self._host[name][0], self._device[name][0]
-            self._driver.call("cuMemcpyHtoDAsync_v2", device, host, ctypes.c_size_t(size), self._stream)
+        host, device = self._buffers["host", name][0], self._buffers["device", name][0]
+        self._queue_copy("cuMemcpyHtoDAsync_v2", device, host, size)
 
     def download(self, name: str, size: int) -> None:
         """Queue a copy of the first `size` bytes on the device into the staging buffer."""
-        if size:
-            host, device = self._host[name][0], self._device[name][0]
-            self._driver.call("cuMemcpyDtoHAsync_v2", host, device, ctypes.c_size_t(size), self._stream)
+        host, device = self._buffers["host", name][0], self._buffers["device", name][0]
+        self._queue_copy("cuMemcpyDtoHAsync_v2", host, device, size)
 
     def copy(self, target: int, source: int, size: int) -> None:
         """Queue a copy of `size` bytes between two addresses on the device."""
+        self._queue_copy("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), size)
+
+    def _queue_copy(self, function: str, target: ctypes.c_uint64, source: ctypes.c_uint64, size: int) -> None:
         if size:
-            self._driver.call(
-                "cuMemcpyDtoDAsync_v2",
-                ctypes.c_uint64(target),
-                ctypes.c_uint64(source),
-                ctypes.c_size_t(size),
-                self._stream,
-            )
+            self._driver.call(function, target, source, ctypes.c_size_t(size), self._stream)
 
     def copy_padded(self, target: int, source: int, row_bytes: int, rows: int, size: int) -> None:
         """Queue a copy of rows on the device, with the last one repeated up to `size` rows."""
@@ -212,10 +193,7 @@ class CudaContext:
             done += more
 
     def capture(self, work: Callable[[], None]) -> CudaGraph:
-        """Record the work that `work` queues on the stream, without running it.
-
-        Where that fails, the stream remains usable.
-        """
+        """Record the work that `work` queues, without running it; a failure leaves the stream usable."""
         graph = ctypes.c_void_p()
         self._driver.call("cuStreamBeginCapture_v2", self._stream, CAPTURE_THIS_THREAD)
         try:
@@ -237,12 +215,9 @@ class CudaContext:
     def close(self) -> None:
         """Free the buffers, the stream and the reference to the context."""
         self.activate()
-        for address, _ in self._device.values():
-            self._driver.call("cuMemFree_v2", address)
-        for pointer, _ in self._host.values():
-            self._driver.call("cuMemFreeHost", pointer)
-        self._device.clear()
-        self._host.clear()
+        for (place, _), (address, _) in self._buffers.items():
+            self._driver.call(_MEMORY[place][1], address)
+        self._buffers.clear()
         self._driver.call("cuStreamDestroy_v2", self._stream)
         self._driver.call("cuDevicePrimaryCtxRelease_v2", self._handle)
 

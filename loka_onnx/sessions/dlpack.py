@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -20,18 +21,15 @@ from loka_onnx.errors import DataError
 CPU, CUDA, CUDA_HOST, ROCM = 1, 2, 3, 10
 """Members of ``DLDeviceType``: host memory, a CUDA device, page-locked host memory, a ROCm device (which
 PyTorch also calls a CUDA device)."""
-
-_INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6
-_NAME = b"dltensor"
-_TYPES: dict[tuple[int, int], str] = {
-    **{(_INT, bits): f"int{bits}" for bits in (8, 16, 32, 64)},
-    **{(_UINT, bits): f"uint{bits}" for bits in (8, 16, 32, 64)},
-    **{(_FLOAT, bits): f"float{bits}" for bits in (16, 32, 64)},
-    (_BFLOAT, 16): "bfloat16",
-    (_BOOL, 8): "bool",
+_TYPES: dict[tuple[int, int], np.dtype[Any]] = {
+    (code, bits): np.dtype(f"{name}{bits}")
+    for code, name in enumerate(("int", "uint", "float"))
+    for bits in ((16, 32, 64) if name == "float" else (8, 16, 32, 64))
 }
-"""NumPy name of each type, by ``DLDataTypeCode`` and bits."""
-DTYPES = frozenset(_TYPES.values())
+# NumPy knows the name of BF16, too, once ml_dtypes is imported.
+_TYPES |= {(4, 16): np.dtype(ml_dtypes.bfloat16), (6, 8): np.dtype("bool")}
+"""NumPy type of each ``DLDataTypeCode`` and number of bits."""
+DTYPES = frozenset(dtype.name for dtype in _TYPES.values())
 """Types that requests and answers may have."""
 
 
@@ -87,11 +85,7 @@ class Borrowed:
 
 
 def device_of(value: Any) -> tuple[int, int]:
-    """Return the ``DLDeviceType`` of an array and the number of its device.
-
-    Raises:
-        DataError: It does not support DLPack.
-    """
+    """Return the ``DLDeviceType`` and number of an array's device; a `DataError` where it lacks DLPack."""
     try:
         kind, number = value.__dlpack_device__()
         # PyTorch returns an enumeration, whose arithmetic is slow.
@@ -115,7 +109,7 @@ def borrow(value: Any, stream: int | None = None) -> Borrowed:
     value = _settled(value)
     try:
         capsule = value.__dlpack__() if kind != CUDA else value.__dlpack__(stream=stream)
-        tensor = _Tensor.from_address(int(_pointer_of(capsule, _NAME) or 0))
+        tensor = _Tensor.from_address(int(_pointer_of(capsule, b"dltensor") or 0))
     except Exception as error:
         # Libraries raise BufferError, or another error for an array that they cannot export.
         raise DataError(
@@ -124,8 +118,8 @@ def borrow(value: Any, stream: int | None = None) -> Borrowed:
             remedy="detach it from a gradient tape, and move it to a device that it can be read from",
         ) from error
     shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
-    name = _TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
-    if name is None:
+    dtype = _TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if dtype is None:
         raise DataError(
             f"E0914 a {type(value).__name__} has a type that NumPy lacks",
             evidence=f"type code {tensor.code} of {tensor.bits} bits, {tensor.lanes} lanes",
@@ -138,17 +132,7 @@ def borrow(value: Any, stream: int | None = None) -> Borrowed:
             remedy="make it contiguous",
         )
     address = int(tensor.data or 0) + int(tensor.byte_offset)
-    return Borrowed(address, shape, dtype_called(name), kind, number, capsule, value)
-
-
-def dtype_called(name: str) -> np.dtype[Any]:
-    """Return the NumPy type of this name; `bfloat16` is accepted too."""
-    if name == "bfloat16":
-        import ml_dtypes
-
-        brain: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return brain
-    return np.dtype(name)
+    return Borrowed(address, shape, dtype, kind, number, capsule, value)
 
 
 def on_host(value: Any) -> npt.NDArray[Any]:
@@ -163,14 +147,9 @@ def on_host(value: Any) -> npt.NDArray[Any]:
 
 
 def _settled(value: Any) -> Any:
-    """Resolve a PyTorch tensor that is marked as the negative or conjugate of its memory.
-
-    DLPack has no such mark, yet PyTorch exports the memory of a negative.
-    """
-    kind = getattr(sys.modules.get("torch"), "Tensor", None)
-    if kind is None or not isinstance(value, kind):
-        return value
-    return value.resolve_conj().resolve_neg()
+    """Resolve a PyTorch tensor that is the negative or conjugate of its memory, as DLPack cannot say."""
+    kind = getattr(sys.modules.get("torch"), "Tensor", ())
+    return value.resolve_conj().resolve_neg() if isinstance(value, kind) else value
 
 
 def _in_c_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -11,42 +11,37 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loka_onnx.core.devices import ACCELERATORS, CPU, device_called
-from loka_onnx.sessions.cuda import list_cuda_devices
+from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
 
-KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
-"""Linux's directory of the AMD driver's devices."""
-DRM_CARDS = Path("/sys/class/drm")
-"""Linux's directory of graphics cards."""
-
-
+KFD_NODES, DRM_CARDS = Path("/sys/class/kfd/kfd/topology/nodes"), Path("/sys/class/drm")
+"""Linux's directories of the AMD driver's devices, and of graphics cards."""
 CPUINFO = Path("/proc/cpuinfo")
 """Linux's description of the processor."""
 INTEGER_INSTRUCTIONS = ("amx_int8", "avx512_vnni", "avx_vnni", "i8mm", "asimddp")
 """Instruction sets that add products of eight-bit integers in 32 bits, the fastest first."""
 
 
+def instruction_sets(cpuinfo: Path = CPUINFO) -> frozenset[str]:
+    """Instruction sets of this processor, as Linux names them; none where they are not known."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    flags = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(flags, "").split())
+
+
 def integer_instructions(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
     """Those of `INTEGER_INSTRUCTIONS` that this processor has; none where it is not known."""
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ()
-    flags = next(
-        (set(line.split()) for line in lines if line.lower().startswith(("flags", "features"))), set()
-    )
-    return tuple(name for name in INTEGER_INSTRUCTIONS if name in flags)
+    return tuple(name for name in INTEGER_INSTRUCTIONS if name in instruction_sets(cpuinfo))
 
 
 def device_of_architecture(architecture: str) -> str:
-    """Driver's name of the first device here that loads engines of an architecture.
-
-    ``cpu`` for the processor; empty where there is none.
-    """
+    """Driver's name of the first device of an architecture; ``cpu`` for the processor, empty for none."""
     if architecture == CPU:
         return CPU
-    devices = [(device.architecture, device.name) for device in list_cuda_devices()]
-    devices += [(device.architecture, device.name) for device in list_amd_devices()]
-    return next((name for found, name in devices if found == architecture), "")
+    devices: tuple[CudaDevice | AmdDevice, ...] = (*list_cuda_devices(), *list_amd_devices())
+    return next((device.name for device in devices if device.architecture == architecture), "")
 
 
 def is_target(target: str, architecture: str) -> bool:
@@ -61,12 +56,7 @@ def is_target(target: str, architecture: str) -> bool:
 
 @dataclass(frozen=True)
 class AmdDevice:
-    """An AMD GPU of this machine.
-
-    Attributes:
-        name: Its product, such as ``AMD Instinct MI300X OAM``; else vendor and device number on the PCI bus.
-        architecture: LLVM target, for example ``gfx942``.
-    """
+    """An AMD GPU of this machine: its product, else its numbers on the PCI bus, and its LLVM target."""
 
     name: str
     architecture: str

@@ -20,11 +20,7 @@ FLOAT8_TYPES = frozenset(FLOAT8_NAMES)
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """Read an ONNX model of any suffix without its external data.
-
-    Raises:
-        ModelError: The file is not an ONNX model.
-    """
+    """Read an ONNX model of any suffix without its external data; a `ModelError` where it is none."""
     try:
         return onnx.load(os.fspath(path), format="protobuf", load_external_data=False)
     except Exception as error:
@@ -54,6 +50,22 @@ def data_locations(model: onnx.ModelProto) -> tuple[str, ...]:
     """External data files of an ONNX model, as it names them, sorted."""
     entries = (item for tensor in external_tensors(model) for item in tensor.external_data)
     return tuple(sorted({item.value for item in entries if item.key == "location"}))
+
+
+def batched_outputs(model: onnx.ModelProto) -> frozenset[str]:
+    """Outputs whose first axis is dynamic: it is the batch."""
+    first = {output.name: output.type.tensor_type.shape.dim[:1] for output in model.graph.output}
+    return frozenset(name for name, dims in first.items() if dims and not dims[0].HasField("dim_value"))
+
+
+def reads_of(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
+    """Names that nodes read, as often as they do; subgraphs also read what they return."""
+    for node in nodes:
+        yield from node.input
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                yield from reads_of(graph.node)
+                yield from (output.name for output in graph.output)
 
 
 def operators(model: onnx.ModelProto) -> frozenset[str]:

@@ -42,17 +42,17 @@ def import_onnxruntime() -> Any:
 
 def holds_float8(model: onnx.ModelProto) -> bool:
     """True if an initializer, constant, cast or quantization has an FP8 type, including subgraphs."""
-    return _graph_holds_float8(model.graph)
 
+    def holds(graph: onnx.GraphProto) -> bool:
+        return any(tensor.data_type in FLOAT8_TYPES for tensor in graph.initializer) or any(
+            (attribute.name in {"to", "output_dtype"} and attribute.i in FLOAT8_TYPES)
+            or attribute.t.data_type in FLOAT8_TYPES
+            or (attribute.type == onnx.AttributeProto.GRAPH and holds(attribute.g))
+            for node in graph.node
+            for attribute in node.attribute
+        )
 
-def _graph_holds_float8(graph: onnx.GraphProto) -> bool:
-    return any(tensor.data_type in FLOAT8_TYPES for tensor in graph.initializer) or any(
-        (attribute.name in {"to", "output_dtype"} and attribute.i in FLOAT8_TYPES)
-        or attribute.t.data_type in FLOAT8_TYPES
-        or (attribute.type == onnx.AttributeProto.GRAPH and _graph_holds_float8(attribute.g))
-        for node in graph.node
-        for attribute in node.attribute
-    )
+    return holds(model.graph)
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,9 @@ def _settings(model: onnx.ModelProto, options: SessionOptions | None) -> Any:
     settings.log_severity_level = 4
     settings.intra_op_num_threads = options.threads
     levels = ort.GraphOptimizationLevel
+    settings.graph_optimization_level = levels.ORT_ENABLE_ALL if options.optimize else levels.ORT_ENABLE_BASIC
     if holds_float8(model):
         keep_float8_exact(settings)
-    else:
-        settings.graph_optimization_level = (
-            levels.ORT_ENABLE_ALL if options.optimize else levels.ORT_ENABLE_BASIC
-        )
     if options.as_written:
         settings.graph_optimization_level = levels.ORT_DISABLE_ALL
     return settings
@@ -119,12 +116,7 @@ def _from_value(value: Any) -> npt.NDArray[Any]:
 
 
 class OnnxSession(Runner):
-    """A model loaded in ONNX Runtime; external data is mapped from beside it, not loaded.
-
-    Raises:
-        ModelError: The file is no model, or ONNX Runtime refuses it.
-        MissingPackage: ONNX Runtime is not installed.
-    """
+    """A model loaded in ONNX Runtime, or a `ModelError`; external data is mapped from beside it."""
 
     _session: Any = None
     _weights: tuple[Any, ...] = ()
@@ -142,13 +134,10 @@ class OnnxSession(Runner):
         model: Path,
         options: SessionOptions | None = None,
     ) -> OnnxSession:
-        """Open a session without files.
+        """Open a session without files; a `ModelError` where ONNX Runtime refuses the model.
 
         Args:
             weights: Values of external initializers of its main graph, by name, in C order; used in place.
-
-        Raises:
-            ModelError: ONNX Runtime refuses the model.
         """
         settings = _settings(proto, options)
         values = [_on_host(array) for array in weights.values()]
@@ -173,17 +162,13 @@ class OnnxSession(Runner):
                 evidence=str(error).splitlines()[0][:400],
                 remedy="check the model with `onnx.checker`, or export it again",
             ) from error
-        self.input_names: tuple[str, ...] = tuple(i.name for i in self._session.get_inputs())
-        self.output_names: tuple[str, ...] = tuple(o.name for o in self._session.get_outputs())
-        described = (*self._session.get_inputs(), *self._session.get_outputs())
-        self._has_bfloat16 = any(value.type == _BFLOAT16 for value in described)
+        inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
+        self.input_names: tuple[str, ...] = tuple(value.name for value in inputs)
+        self.output_names: tuple[str, ...] = tuple(value.name for value in outputs)
+        self._has_bfloat16 = any(value.type == _BFLOAT16 for value in (*inputs, *outputs))
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
-        """Run one batch, for some of the outputs or all.
-
-        Raises:
-            EngineError: ONNX Runtime fails on this batch.
-        """
+        """Run one batch, for some of the outputs or all; an `EngineError` where that fails."""
         names = tuple(outputs) if outputs is not None else self.output_names
         try:
             feeds = {name: np.ascontiguousarray(inputs[name]) for name in self.input_names}

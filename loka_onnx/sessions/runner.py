@@ -1,12 +1,16 @@
-"""Base class of loaded engines."""
+"""Loaded engines: their base class, a lookup in front of one, and batches in parallel."""
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +18,9 @@ import numpy.typing as npt
 from loka_onnx.errors import EngineError, InternalError
 from loka_onnx.sessions.dlpack import Borrowed
 
+A = TypeVar("A")
+B = TypeVar("B")
 Arrays = dict[str, npt.NDArray[Any]]
-
-
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Borrowed]
 """Makes an array of a shape and type on the request's device, by the request's library."""
 
@@ -69,11 +73,7 @@ class Runner(ABC):
 
     @abstractmethod
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Run one batch: one array per graph input, the batch on axis 0; one array per graph output.
-
-        Raises:
-            EngineError: The engine fails on this batch.
-        """
+        """Run one batch, on axis 0 of one array per input; one array per output, or an `EngineError`."""
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Prepare a batch for repeated runs without passing it each time, to time the device alone.
@@ -117,3 +117,55 @@ class Runner(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class SplitRunner(Runner):
+    """Looks up ids with one engine, then runs the dense engine on the rows; owns both."""
+
+    def __init__(self, lookup: Runner, dense: Runner) -> None:
+        self.lookup, self.dense = lookup, dense
+
+    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Run one batch of the model's own inputs."""
+        return self.dense.run(self.look_up(inputs))
+
+    def look_up(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Return the inputs together with the cut tensors."""
+        return {**inputs, **self.lookup.run(inputs)}
+
+    @property
+    def served_sizes(self) -> tuple[int, ...]:
+        """Sizes of the dense engine."""
+        return self.dense.served_sizes
+
+    def close(self) -> None:
+        """Free both, even if freeing one fails."""
+        with ExitStack() as stack:
+            stack.callback(self.lookup.close)
+            stack.callback(self.dense.close)
+
+
+def stream_count(threads: int) -> int:
+    """Number of streams for a number of threads; all cores for 0."""
+    return threads or len(os.sched_getaffinity(0))
+
+
+def map_in_order(work: Callable[[A], B], items: Iterable[A], streams: int) -> Iterator[B]:
+    """Apply a function to items in several threads and yield the results in order.
+
+    An operator on a ranker's batch is too small to share between threads: one stream per core is faster than
+    one stream on all cores, and a result does not depend on their number. At most two items per stream are
+    in flight, which bounds memory.
+    """
+    waiting: deque[Future[B]] = deque()
+    with ThreadPoolExecutor(streams, thread_name_prefix="stream") as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                if len(waiting) >= 2 * streams:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_transforms import batch, fp8_plan, ranker
+from tiny_models import TinyModel, request_for
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind
 from loka_onnx.core.correction import BiasCorrection, Corrections, OutputConstant
@@ -15,7 +16,6 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from loka_onnx.transforms.sequence import apply_mods
 
@@ -42,14 +42,10 @@ def planned(model: ModelArtifact, base: Precision, corrections: Corrections | No
 def engine_of(
     backend: str, model: Path, plan: PrecisionPlan, source: ModelArtifact, folder: Path
 ) -> EngineArtifact:
-    target, architecture = {
-        "onnxruntime": ("cpu", "cpu"), "tensorrt_rtx": ("nvidia-rtx-ada", "sm89")
-    }[backend]  # fmt: skip
+    target, architecture = ("nvidia-rtx-ada", "sm89") if backend == "tensorrt_rtx" else ("cpu", "cpu")
     np.savez(folder / "sample.npz", **batch(16))
-    request = BuildRequest(
-        model=model, plan=plan, sites=source.sites, target=target, architecture=architecture,
-        batch=BatchRange(1, 8, 16), output=folder / "engine", sample=folder / "sample.npz",
-    )  # fmt: skip
+    built = TinyModel(model, plan, source.sites, folder / "sample.npz")
+    request = request_for(built, folder / "engine", target, architecture=architecture)
     artifact = get_backend(backend).build(request)
     assert artifact.is_built, artifact.detail
     return artifact

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,22 +69,19 @@ def compiled(folder: Path, model: onnx.ModelProto, *, dialect: bool = True) -> t
     return read_compiled_graphs(folder / "engine.trt")
 
 
-def written(w: GraphWriter) -> onnx.ModelProto:
-    """The model at the operator set of RMSNormalization."""
-    infos = [
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", WIDTH])
-        for name in ("x", "out")
-    ]
-    graph = onnx.helper.make_graph(w.nodes, "tiny", infos[:1], infos[1:], list(w.initializers.values()))
-    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)], ir_version=11)
+def written(
+    w: GraphWriter, output: Sequence[str | int] = ("batch", WIDTH), *, opset: int = 23
+) -> onnx.ModelProto:
+    """The model, at the operator set of RMSNormalization unless said otherwise."""
+    shapes = {"x": ("batch", WIDTH), "out": output}
+    x, out = (onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, s) for n, s in shapes.items())
+    graph = onnx.helper.make_graph(w.nodes, "tiny", [x], [out], list(w.initializers.values()))
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)], ir_version=11)
 
 
 def product(w: GraphWriter, x: str, name: str) -> str:
-    inputs = [
-        w.quantized(x, f"{name}/x"),
-        w.float8_weight(name, (WIDTH, WIDTH)),
-        w.constant("b", np.ones(WIDTH)),
-    ]
+    weight, bias = w.float8_weight(name, (WIDTH, WIDTH)), w.constant("b", np.ones(WIDTH))
+    inputs = [w.quantized(x, f"{name}/x"), weight, bias]
     y = w.op("Gemm", inputs, name, transB=1)
     w.site(name, SiteKind.LINEAR, WIDTH, WIDTH, y)
     return y
@@ -133,11 +131,8 @@ def movement(w: GraphWriter, kind: str, x: str) -> str:
             row = w.op(kind, [rows, ints("from", 1), ints("to", 2), ints("along", 1)], "op")
             y = w.op("Concat", [row, row], "after", axis=2)
         case "Split":
-            w.nodes.append(
-                onnx.helper.make_node(
-                    kind, [x, ints("sizes", 16, WIDTH - 16)], ["left", "right"], "op", axis=1
-                )
-            )
+            parts, sizes = ["left", "right"], ints("sizes", 16, WIDTH - 16)
+            w.nodes.append(onnx.helper.make_node(kind, [x, sizes], parts, "op", axis=1))
             y = w.op("Concat", ["right", "left"], "after", axis=1)
         case "Squeeze":
             y = w.op(kind, [w.op("Unsqueeze", [x, ints("one", 1)], "before"), ints("one", 1)], "op")
@@ -157,27 +152,21 @@ def movement(w: GraphWriter, kind: str, x: str) -> str:
 def test_what_stands_between_a_dq_and_a_product_moves_fp8(kind: str, tmp_path: Path) -> None:
     w = GraphWriter(Precision.BF16)
     h = w.op("Relu", [product(w, w.enter("x"), "fc0")], "relu")
-    y = w.op(
-        "MatMul", [movement(w, kind, w.quantized(h, "fc/x")), w.float8_weight("fc", (WIDTH, WIDTH))], "fc"
-    )
+    moved = movement(w, kind, w.quantized(h, "fc/x"))
+    y = w.op("MatMul", [moved, w.float8_weight("fc", (WIDTH, WIDTH))], "fc")
     w.leave(w.op("ReduceMax", [y], "pool", keepdims=0))
-    infos = [
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
-        for name, shape in (("x", ["batch", WIDTH]), ("out", []))
-    ]
-    graph = onnx.helper.make_graph(w.nodes, "tiny", infos[:1], infos[1:], list(w.initializers.values()))
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+    model = written(w, [], opset=21)
     onnx.checker.check_model(model, full_check=True)
     (found,) = compiled(tmp_path, model)
     (multiplied,) = (o for o in found.operations if o.kind == "fully_connected" and "fc" in o.layers)
     assert [found.type_of(tensor) for tensor in multiplied.inputs[:2]] == ["fp8_e4m3", "fp8_e4m3"]
-    written = {found.base_of(tensor): o for o in found.operations for tensor in o.outputs}
+    makers = {found.base_of(tensor): o for o in found.operations for tensor in o.outputs}
     # From the product back to the kernel of the Q, everything is FP8.
-    maker = written[found.base_of(multiplied.inputs[0])]
+    maker = makers[found.base_of(multiplied.inputs[0])]
     while not any(layer.startswith("fc/x/") and layer.endswith("/q") for layer in maker.layers):
         moving = [t for t in maker.inputs if found.type_of(t) in {"bf16", "fp8_e4m3"}]
         assert {found.type_of(t) for t in moving} == {"fp8_e4m3"}, maker
-        maker = written[found.base_of(moving[0])]
+        maker = makers[found.base_of(moving[0])]
     assert "fc0" in maker.layers or "relu" in maker.layers
 
 

@@ -13,7 +13,7 @@ import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
 from test_fusions import operator, product, written
-from tiny_models import GraphWriter, TinyModel, make_plan, write_sample
+from tiny_models import GraphWriter, TinyModel, make_plan, request_for, write_sample
 
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.formats import Precision
@@ -21,7 +21,7 @@ from loka_onnx.core.site import SiteKind
 from loka_onnx.engines.inductor.backend import InductorBackend
 from loka_onnx.engines.inductor.package import read_engine, read_sources
 from loka_onnx.engines.inductor.site_precision import PRODUCT_KERNEL, SCALED, product_calls
-from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.engines.request import BatchRange
 from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.sessions.cuda import list_cuda_devices
 
@@ -56,23 +56,9 @@ def ranker(folder: Path, base: Precision, *, fp8: bool) -> TinyModel:
     return TinyModel(path, plan, sites, write_sample(folder / "sample.npz", {"x": (64,)}))
 
 
-def request_for(model: TinyModel, output: Path, architecture: str = "cpu", **options: int) -> BuildRequest:
-    return BuildRequest(
-        model=model.path,
-        plan=model.plan,
-        sites=model.sites,
-        target=architecture,
-        architecture=architecture,
-        batch=BATCH,
-        output=output,
-        sample=model.sample,
-        relative_to=output.parent,
-        options=dict(options),
-    )
-
-
-def build(request: BuildRequest) -> EngineArtifact:
-    artifact = InductorBackend().build(request)
+def build(model: TinyModel, output: Path, architecture: str = "cpu", **options: int) -> EngineArtifact:
+    more = {"batch": BATCH, "relative_to": output.parent, "options": options}
+    artifact = InductorBackend().build(request_for(model, output, architecture, **more))
     assert artifact.status is BuildStatus.READY, artifact.detail
     return artifact
 
@@ -117,7 +103,7 @@ def architecture_of(device: str) -> str:
 def build_ranker(folder: Path, architecture: str, base: Precision, *, fp8: bool, **options: int) -> Built:
     model = ranker(folder / "model", base, fp8=fp8)
     output = folder / "engines" / "e"
-    return Built(model, build(request_for(model, output, architecture, **options)), output.parent)
+    return Built(model, build(model, output, architecture, **options), output.parent)
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -201,7 +187,7 @@ def test_what_makes_a_tensor_also_quantizes_it(tmp_path: Path) -> None:
     sites = tuple(w.sites)
     plan = make_plan(sites, base=Precision.BF16, fp8=tuple(site.name for site in sites))
     model = TinyModel(path, plan, sites, write_sample(tmp_path / "sample.npz", {"x": (64,)}))
-    artifact = build(request_for(model, tmp_path / "e", fuse=0))
+    artifact = build(model, tmp_path / "e", fuse=0)
     assert not artifact.fallbacks
     (program,) = read_engine(tmp_path / "e" / "engine.pt2").programs
     sources = "\n".join(read_sources(tmp_path / "e" / "engine.pt2", program.name))

@@ -14,7 +14,7 @@ from pathlib import Path
 import faulty_backends as faulty
 import psutil
 import pytest
-from tiny_models import TinyModel, mlp
+from tiny_models import TinyModel, mlp, request_for
 
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus
@@ -22,7 +22,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.isolation import interrupts_held
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
-from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
+from loka_onnx.engines.request import BatchRange, Limits
 from loka_onnx.errors import ConfigError, EngineError, ModelError
 
 MIB = 1 << 20
@@ -33,68 +33,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return mlp(tmp_path_factory.mktemp("model"), Precision.FP32, Precision.FP32, fp8=False)
 
 
-def request_for(model: TinyModel, output: Path, limits: Limits | None = None) -> BuildRequest:
-    return BuildRequest(
-        model=model.path,
-        plan=model.plan,
-        sites=model.sites,
-        target="cpu",
-        architecture="cpu",
-        batch=BatchRange(1, 8, 16),
-        output=output,
-        sample=model.sample,
-        limits=limits or Limits(30.0, 2048 * MIB),
-    )
+COMPILING = "while compiling"
+FAULTS = {
+    faulty.Segfaults: (COMPILING, "died of SIGSEGV (segmentation fault)", "in compile"),
+    faulty.Raises: (COMPILING, "no tactic for node 'mlp.fc0'", "evidence: workspace 0", "remedy: give"),
+}
+SLOW_FAULTS = {
+    faulty.IsKilled: (COMPILING, "died of SIGKILL (killed)", "memory runs out"),
+    faulty.Exits: (COMPILING, "exited with code 7", "the vendor library says goodbye"),
+    faulty.ExitsAsIfDone: (COMPILING, "left no valid response"),
+    faulty.RaisesForeign: (COMPILING, "RuntimeError: Myelin pass.cpp:1500"),
+    faulty.SegfaultsInFirstBatch: ("while running the first batches", "SIGSEGV"),
+    faulty.MisreadsPrecision: ("while reading the precision", "ValueError: compiled graph in an unknown"),
+}
 
 
 @pytest.mark.parametrize(
     ("backend", "said"),
     [
-        (faulty.Segfaults(), ("while compiling", "died of SIGSEGV (segmentation fault)", "in compile")),
-        pytest.param(
-            faulty.IsKilled(),
-            ("while compiling", "died of SIGKILL (killed)", "memory runs out"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            faulty.Exits(),
-            ("while compiling", "exited with code 7", "the vendor library says goodbye"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            faulty.ExitsAsIfDone(), ("while compiling", "left no valid response"), marks=pytest.mark.slow
-        ),
-        (
-            faulty.Raises(),
-            ("while compiling", "no tactic for node 'mlp.fc0'", "evidence: workspace 0", "remedy: give"),
-        ),
-        pytest.param(
-            faulty.RaisesForeign(),
-            ("while compiling", "RuntimeError: Myelin pass.cpp:1500"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            faulty.SegfaultsInFirstBatch(),
-            ("while running the first batches", "SIGSEGV"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            faulty.MisreadsPrecision(),
-            ("while reading the precision", "ValueError: compiled graph in an unknown"),
-            marks=pytest.mark.slow,
-        ),
+        *FAULTS.items(),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_FAULTS.items()),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Backend) else "",
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_faulty_engine_maker_fails_its_candidate_alone(
-    backend: Backend, said: tuple[str, ...], model: TinyModel, tmp_path: Path
+    backend: type[Backend], said: tuple[str, ...], model: TinyModel, tmp_path: Path
 ) -> None:
-    artifact = backend.build(request_for(model, tmp_path / "engine"))
-    assert artifact.status is BuildStatus.FAILED
-    assert artifact.path is None
-    assert artifact.bytes == 0
-    for text in said:
-        assert text in artifact.detail
+    artifact = backend().build(request_for(model, tmp_path / "engine"))
+    assert (artifact.status, artifact.path, artifact.bytes) == (BuildStatus.FAILED, None, 0)
+    assert all(text in artifact.detail for text in said), artifact.detail
     assert sorted(path.name for path in tmp_path.iterdir()) == ["engine.log"]
     again = OnnxRuntimeBackend().build(request_for(model, tmp_path / "engine"))
     assert again.status is BuildStatus.READY
@@ -102,7 +69,7 @@ def test_a_faulty_engine_maker_fails_its_candidate_alone(
 
 def test_a_hang_ends_at_the_time_limit(model: TinyModel, tmp_path: Path) -> None:
     started = time.monotonic()
-    artifact = faulty.Hangs().build(request_for(model, tmp_path / "engine", Limits(1.5, 2048 * MIB)))
+    artifact = faulty.Hangs().build(request_for(model, tmp_path / "engine", limits=Limits(1.5, 2048 * MIB)))
     assert time.monotonic() - started < 15
     assert artifact.status is BuildStatus.FAILED
     assert "ended at the time limit of 1.5 s" in artifact.detail
@@ -119,7 +86,7 @@ def test_the_process_group_ends_with_the_build(model: TinyModel, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_build_and_its_remains_are_removed(model: TinyModel, tmp_path: Path) -> None:
-    request = request_for(model, tmp_path / "engine", Limits(600.0, 2048 * MIB))
+    request = request_for(model, tmp_path / "engine", limits=Limits(600.0, 2048 * MIB))
     serde.write(request, tmp_path / "request.json")
     code = (
         "import sys; from pathlib import Path; import faulty_backends as f; from loka_onnx.core import serde;"
@@ -127,9 +94,8 @@ def test_a_killed_run_leaves_no_build_and_its_remains_are_removed(model: TinyMod
         "f.TellsAndHangs().build(serde.read(BuildRequest, Path(sys.argv[1])))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "request.json")], env=environment
-    ) as run:
+    command = [sys.executable, "-c", code, str(tmp_path / "request.json")]
+    with subprocess.Popen(command, env=environment) as run:
         _wait_for((tmp_path / "worker").is_file)
         worker = int((tmp_path / "worker").read_text(encoding="utf-8"))
         assert _is_alive(worker)
@@ -156,7 +122,9 @@ def _is_alive(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_memory_ends_at_the_limit(model: TinyModel, tmp_path: Path) -> None:
-    artifact = faulty.Allocates().build(request_for(model, tmp_path / "engine", Limits(60.0, 400 * MIB)))
+    artifact = faulty.Allocates().build(
+        request_for(model, tmp_path / "engine", limits=Limits(60.0, 400 * MIB))
+    )
     assert artifact.status is BuildStatus.FAILED
     assert "ended at the memory limit of 400 MiB" in artifact.detail
     assert "raise `build.memory_gb`" in artifact.detail
@@ -175,7 +143,7 @@ def test_a_failed_rebuild_keeps_the_engine_before_it(model: TinyModel, tmp_path:
 
 
 def test_a_sample_below_the_smallest_batch_is_refused(model: TinyModel, tmp_path: Path) -> None:
-    request = replace(request_for(model, tmp_path / "engine"), batch=BatchRange(64, 64, 64))
+    request = request_for(model, tmp_path / "engine", batch=BatchRange(64, 64, 64))
     artifact = OnnxRuntimeBackend().build(request)
     assert artifact.status is BuildStatus.FAILED
     assert "16 rows, the smallest batch has 64" in artifact.detail
@@ -183,10 +151,9 @@ def test_a_sample_below_the_smallest_batch_is_refused(model: TinyModel, tmp_path
 
 def test_requests_that_make_no_sense_raise(model: TinyModel, tmp_path: Path) -> None:
     backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path / "engine")
-    with pytest.raises(ModelError, match="the model to build from is missing"):
-        backend.build(replace(request, model=tmp_path / "absent.onnx"))
-    with pytest.raises(ModelError, match="the sample to build from is missing"):
-        backend.build(replace(request, sample=tmp_path / "absent.npz"))
+    for what in ("model", "sample"):
+        with pytest.raises(ModelError, match=f"the {what} to build from is missing"):
+            backend.build(replace(request, **{what: tmp_path / "absent"}))
     with pytest.raises(ConfigError, match="has no architecture 'sm60'"):
         backend.build(replace(request, architecture="sm60"))
     where = f"options for target '{request.target}': backend 'onnxruntime' has no option 'speed'"

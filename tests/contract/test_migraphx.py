@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx.reference import ReferenceEvaluator
-from tiny_models import GraphWriter, MlpShape, TinyModel, make_plan, mlp, write_sample
+from tiny_models import GraphWriter, MlpShape, TinyModel, make_plan, mlp, request_for, write_sample
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import SiteKind
@@ -24,11 +23,10 @@ from loka_onnx.engines.migraphx.api import (
     run_program,
     text_of,
 )
-from loka_onnx.engines.migraphx.build import BuildSettings, build_engine
+from loka_onnx.engines.migraphx.backend import MigraphxBackend
 from loka_onnx.engines.migraphx.dialect import Float8Form, write_dialect
-from loka_onnx.engines.migraphx.program_text import parse_program
 from loka_onnx.engines.migraphx.session import open_migraphx
-from loka_onnx.engines.migraphx.site_precision import products_of, site_precisions
+from loka_onnx.engines.migraphx.site_precision import parse_program, products_of, site_precisions
 from loka_onnx.engines.request import BatchRange
 from loka_onnx.errors import MissingPackage, ModelError
 
@@ -45,11 +43,6 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> TinyModel:
     return mlp(tmp_path, Precision.FP32, Precision.FP32, fp8=True, shape=MlpShape(per_channel=request.param))
 
 
-def expected(model: TinyModel, rows: int = ROWS) -> np.ndarray:
-    batch = {name: value[:rows] for name, value in np.load(model.sample).items()}
-    return ReferenceEvaluator(onnx.load(model.path)).run(None, batch)[0]
-
-
 def parsed(model: TinyModel, form: Float8Form):
     proto = write_dialect(onnx.load(model.path), model.path.parent, form)
     path = model.path.with_name(f"{form}.onnx")
@@ -58,7 +51,7 @@ def parsed(model: TinyModel, form: Float8Form):
 
 
 def run(model: TinyModel, program) -> np.ndarray:
-    (result,) = run_program(migraphx, program, {"x": np.load(model.sample)["x"][:ROWS]})
+    (result,) = run_program(migraphx, program, model.rows(ROWS))
     return result
 
 
@@ -69,7 +62,7 @@ def test_both_forms_compute_the_planned_model(model: TinyModel, form: Float8Form
         program = reread_float8(migraphx, program)
     compile_program(migraphx, program, "ref")
     # FP32 sums of 64 and 128 terms of order one differ by their order only; an FP8 step is 0.03.
-    np.testing.assert_allclose(run(model, program), expected(model), atol=2e-5)
+    np.testing.assert_allclose(run(model, program), model.expected(ROWS), atol=2e-5)
 
 
 def test_the_carrier_reaches_the_program_as_e4m3fn(model: TinyModel) -> None:
@@ -97,14 +90,13 @@ def test_the_printed_program_is_read(model: TinyModel) -> None:
 
 
 def test_an_engine_serves_every_size(model: TinyModel, tmp_path: Path) -> None:
-    (tmp_path / "engine").mkdir()
-    settings = BuildSettings("cpu", BatchRange(1, 4, 16, (4, 8)))
-    engine = build_engine(migraphx, model.path, settings, tmp_path / "engine")
-    sample = np.load(model.sample)["x"]
+    batch, into = BatchRange(1, 4, 16, (4, 8)), tmp_path / "engine"
+    into.mkdir()
+    engine = MigraphxBackend().compile(request_for(model, into, batch=batch), into)
     with open_migraphx(engine, "cpu") as session:
         for rows in (1, 4, 7, 13, 16):
-            got = session.run({"x": sample[:rows]})["out"]
-            np.testing.assert_allclose(got, expected(model, rows), atol=2e-5)
+            got = session.run(model.rows(rows))["out"]
+            np.testing.assert_allclose(got, model.expected(rows), atol=2e-5)
 
 
 @pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
@@ -124,4 +116,4 @@ def test_a_residual_norm_in_16_bits(tmp_path: Path, base: Precision) -> None:
     program = parsed(model, Float8Form.FNUZ)
     compile_program(migraphx, program, "ref")
     # The norm's rounding moves a value of up to 4 by an FP8 step, ¼, times a weight of ⅛; two of 64 at once.
-    np.testing.assert_allclose(run(model, program), expected(model), atol=2.0**-3)
+    np.testing.assert_allclose(run(model, program), model.expected(ROWS), atol=2.0**-3)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import TinyModel, mlp
+from tiny_models import TinyModel, mlp, request_for
 
 from loka_onnx.core import serde
 from loka_onnx.core.formats import Precision
@@ -46,26 +46,15 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-def request_for(model: TinyModel, folder: Path, architecture: str = "sm90", **options: int) -> BuildRequest:
-    return BuildRequest(
-        model=model.path,
-        plan=model.plan,
-        sites=model.sites,
-        target="nvidia-h100",
-        architecture=architecture,
-        batch=BatchRange(1, 8, 16, (8, 16)),
-        output=folder / "e",
-        sample=model.sample,
-        options=options,
-    )
+def request_of(model: TinyModel, folder: Path, **options: int) -> BuildRequest:
+    more = {"batch": BatchRange(1, 8, 16, (8, 16)), "options": options}
+    return request_for(model, folder / "e", "nvidia-h100", architecture="sm90", **more)
 
 
 def plan_of(base: Precision, float8: bool = False) -> PrecisionPlan:
-    decision = (
-        Decision("fc", Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 1.0, (1.0,))
-        if float8
-        else Decision("fc", base, None, Verdict.NOT_JUDGED, "")
-    )
+    decision = Decision("fc", base, None, Verdict.NOT_JUDGED, "")
+    if float8:
+        decision = Decision("fc", Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 1.0, (1.0,))
     return PrecisionPlan("p", "d", base, (decision,), {}, 0.0)
 
 
@@ -86,7 +75,7 @@ def test_a_host_without_a_provider_says_so_instead_of_building(tmp_path: Path) -
     said = "this build of ONNX Runtime has no CUDAExecutionProvider"
     assert said in backend.build_blocker("sm90")
     assert backend.build_blocker("cpu") == ""
-    artifact = backend.build(request_for(model, tmp_path))
+    artifact = backend.build(request_of(model, tmp_path))
     assert not artifact.is_built
     assert said in artifact.detail
     assert "pip install 'loka-onnx[nvidia]'" in artifact.detail
@@ -95,22 +84,12 @@ def test_a_host_without_a_provider_says_so_instead_of_building(tmp_path: Path) -
     assert "this build of ONNX Runtime has no TensorrtExecutionProvider" in tensorrt.reason
 
 
-@pytest.mark.parametrize(
-    ("plan", "base", "simulated"),
-    [
-        (plan_of(Precision.FP32), Precision.FP32, False),
-        (plan_of(Precision.FP16), Precision.FP16, False),
-        (plan_of(Precision.BF16), Precision.BF16, False),
-        (plan_of(Precision.BF16, float8=True), Precision.FP32, True),
-    ],
-)
-def test_fp8_is_simulated_in_fp32_and_nothing_else_is(
-    plan: PrecisionPlan, base: Precision, simulated: bool
-) -> None:
-    backend = OnnxRuntimeBackend()
-    assert backend.base_precision(plan) is base
-    assert backend.is_simulated(plan, "sm90") is simulated
-    assert backend.is_simulated(plan, "cpu") is simulated
+@pytest.mark.parametrize("simulated", [False, True])
+@pytest.mark.parametrize("base", [Precision.FP32, Precision.FP16, Precision.BF16])
+def test_fp8_is_simulated_in_fp32_and_nothing_else_is(base: Precision, simulated: bool) -> None:
+    backend, plan = OnnxRuntimeBackend(), plan_of(base, float8=simulated)
+    assert backend.base_precision(plan) is (Precision.FP32 if simulated else base)
+    assert [backend.is_simulated(plan, architecture) for architecture in ("sm90", "cpu")] == [simulated] * 2
 
 
 def test_where_engines_may_be_loaded() -> None:
@@ -128,7 +107,7 @@ class TestBuilding:
         return mlp(tmp_path / "model", Precision.FP32, Precision.FP32, fp8=False)
 
     def test_an_engine_is_its_model_and_its_settings(self, model: TinyModel, tmp_path: Path) -> None:
-        backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path)
+        backend, request = OnnxRuntimeBackend(), request_of(model, tmp_path)
         engine = backend.compile(request, tmp_path)
         assert backend.files(engine) == (engine, tmp_path / SETTINGS_FILE)
         settings = serde.read(IoBindingSettings, tmp_path / SETTINGS_FILE)
@@ -142,7 +121,7 @@ class TestBuilding:
         np.testing.assert_allclose(got, weights, rtol=1e-5)
 
     def test_sites_are_read_with_the_provider_that_runs_them(self, model: TinyModel, tmp_path: Path) -> None:
-        backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path)
+        backend, request = OnnxRuntimeBackend(), request_of(model, tmp_path)
         sites = backend.read_precision(request, backend.compile(request, tmp_path))
         assert [site.site for site in sites] == ["mlp.fc0", "mlp.fc1"]
         assert all(site.engaged and site.operands == ("float", "float") for site in sites)
@@ -150,7 +129,7 @@ class TestBuilding:
 
     def test_fp8_is_read_as_simulated(self, tmp_path: Path) -> None:
         model = mlp(tmp_path / "fp8", Precision.FP32, Precision.BF16, fp8=True)
-        backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path)
+        backend, request = OnnxRuntimeBackend(), request_of(model, tmp_path)
         sites = backend.read_precision(request, backend.compile(request, tmp_path))
         assert all(site.engaged for site in sites)
         assert all("simulated: FP8 Q/DQ around an FP32 product" in site.evidence for site in sites)
@@ -158,7 +137,7 @@ class TestBuilding:
     def test_fp16_that_runs_between_casts_is_a_fallback(self, tmp_path: Path) -> None:
         """The stand-in has no FP16 Gemm; what its session really holds is what is reported."""
         model = mlp(tmp_path / "fp16", Precision.FP16, Precision.FP16, fp8=False)
-        backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path)
+        backend, request = OnnxRuntimeBackend(), request_of(model, tmp_path)
         sites = backend.read_precision(request, backend.compile(request, tmp_path))
         assert [site.operands for site in sites] == [("float", "float")] * 2
         assert not any(site.engaged for site in sites)
@@ -168,7 +147,7 @@ class TestBuilding:
     ) -> None:
         backend = OnnxRuntimeTensorRtBackend()
         monkeypatch.setenv("LOKA_ONNX_CACHE", str(tmp_path / "cache"))
-        request = request_for(model, tmp_path)
+        request = request_of(model, tmp_path)
         engine = backend.compile(request, tmp_path)
         assert (tmp_path / "cache/timing" / f"onnxruntime_tensorrt-{ort.__version__}").is_dir()
         (tmp_path / PROGRAMS / "a.engine").write_bytes(b"program")
@@ -192,7 +171,7 @@ class TestBuilding:
                 super().__init__(engine, settings, **keywords)
 
         monkeypatch.setattr(module, "IoBindingSession", Unrecordable)
-        OnnxRuntimeBackend().compile(request_for(model, tmp_path), tmp_path)
+        OnnxRuntimeBackend().compile(request_of(model, tmp_path), tmp_path)
         settings = serde.read(IoBindingSettings, tmp_path / SETTINGS_FILE)
         assert settings.options == {"arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"}
         assert settings.sizes == ()
@@ -203,7 +182,6 @@ class TestBuilding:
         self, model: TinyModel, tmp_path: Path
     ) -> None:
         model.path.write_bytes(model.path.read_bytes().replace(b"Relu", b"Rolu"))
-        with pytest.raises(ModelError, match=r"refuses(?s:.*)Rolu"):
-            OnnxRuntimeBackend().compile(request_for(model, tmp_path), tmp_path)
-        with pytest.raises(ModelError, match=r"refuses(?s:.*)Rolu"):
-            OnnxRuntimeBackend().compile(request_for(model, tmp_path, cuda_graph=0), tmp_path)
+        for graphs in (1, 0):
+            with pytest.raises(ModelError, match=r"refuses(?s:.*)Rolu"):
+                OnnxRuntimeBackend().compile(request_of(model, tmp_path, cuda_graph=graphs), tmp_path)

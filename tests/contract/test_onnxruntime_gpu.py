@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx.reference import ReferenceEvaluator
-from tiny_models import TinyModel, mlp
+from tiny_models import TinyModel, mlp, request_for
 
 from loka_onnx.core import serde
 from loka_onnx.core.devices import AMD, NVIDIA
@@ -19,7 +17,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend, OnnxRuntimeTensorRtBackend
 from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession
 from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE, IoBindingSettings
-from loka_onnx.engines.request import BatchRange, BuildRequest
+from loka_onnx.engines.request import BatchRange
 
 pytest.importorskip("onnxruntime")
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -38,16 +36,16 @@ class Subject:
     architecture: str
 
 
-CASES = [
-    ("cuda", OnnxRuntimeBackend(), NVIDIA),
-    ("tensorrt", OnnxRuntimeTensorRtBackend(), NVIDIA),
-    ("migraphx", OnnxRuntimeBackend(), AMD),
-]
+CASES = {
+    "cuda": (OnnxRuntimeBackend(), NVIDIA),
+    "tensorrt": (OnnxRuntimeTensorRtBackend(), NVIDIA),
+    "migraphx": (OnnxRuntimeBackend(), AMD),
+}
 
 
-@pytest.fixture(params=CASES, ids=[case[0] for case in CASES])
+@pytest.fixture(params=CASES)
 def subject(request: pytest.FixtureRequest) -> Subject:
-    _, backend, devices = request.param
+    backend, devices = CASES[request.param]
     reason = ""
     for device, architectures in devices.items():
         for architecture in architectures:
@@ -67,27 +65,14 @@ def build(subject: Subject, tmp_path: Path) -> Build:
         reason = subject.backend.decline(model.plan, subject.architecture)
         if reason is not None:
             pytest.skip(f"needs a GPU provider that takes this plan: {reason}")
-        request = BuildRequest(
-            model=model.path,
-            plan=model.plan,
-            sites=model.sites,
-            target=subject.device,
-            architecture=subject.architecture,
-            batch=BatchRange(1, 4, 16, SIZES),
-            output=tmp_path / "e",
-            sample=model.sample,
-            options=options,
-        )
+        more = {"architecture": subject.architecture, "batch": BatchRange(1, 4, 16, SIZES)}
+        request = request_for(model, tmp_path / "e", subject.device, options=options, **more)
         artifact = subject.backend.build(request)
         assert artifact.status is BuildStatus.READY, artifact.detail
         assert artifact.path is not None
         return model, artifact, tmp_path / "e" / artifact.path
 
     return made
-
-
-def expected(model: TinyModel, batch: dict[str, np.ndarray]) -> np.ndarray:
-    return ReferenceEvaluator(onnx.load(model.path)).run(None, dict(batch))[0]
 
 
 @pytest.mark.parametrize("base", list(TOLERANCE))
@@ -97,23 +82,20 @@ def test_an_engine_agrees_with_the_reference_at_every_batch(
     model, artifact, engine = build(base)
     assert not artifact.fallbacks, [site.evidence for site in artifact.fallbacks]
     assert not artifact.simulated
-    sample = dict(np.load(model.sample))
     exact = mlp(engine.parent / "exact", Precision.FP32, Precision.FP32, fp8=False)
     with subject.backend.open(artifact, engine) as runner:
         # Twice: the second run of a size replays its graph.
         for rows in (1, 3, 4, 16, 9, 4, 16):
-            batch = {name: value[:rows] for name, value in sample.items()}
-            got = runner.run(batch)["out"]
-            np.testing.assert_allclose(got, expected(exact, batch), atol=TOLERANCE[base])
+            got = runner.run(model.rows(rows))["out"]
+            np.testing.assert_allclose(got, exact.expected(rows), atol=TOLERANCE[base])
 
 
 def test_fp8_is_a_simulation_with_the_right_values(subject: Subject, build: Build) -> None:
     model, artifact, engine = build(Precision.BF16, fp8=True)
     assert artifact.simulated
     assert not artifact.fallbacks, [site.evidence for site in artifact.fallbacks]
-    sample = dict(np.load(model.sample))
     with subject.backend.open(artifact, engine) as runner:
-        np.testing.assert_allclose(runner.run(sample)["out"], expected(model, sample), atol=2e-5)
+        np.testing.assert_allclose(runner.run(model.rows(16))["out"], model.expected(16), atol=2e-5)
 
 
 def test_a_replayed_graph_computes_what_kernels_one_by_one_do(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import GraphWriter, MlpShape, TinyModel, make_plan, mlp, write_sample
+from tiny_models import GraphWriter, MlpShape, TinyModel, make_plan, mlp, request_for, write_sample
 
 from loka_onnx.core.engine import EngineArtifact, SitePrecision
 from loka_onnx.core.formats import Precision
@@ -52,21 +52,12 @@ def compile_body(
     return Compiled(graphs, {site.site: site for site in found})
 
 
-def request_for(output: Path, model: TinyModel) -> BuildRequest:
-    return BuildRequest(
-        model=model.path,
-        plan=model.plan,
-        sites=model.sites,
-        target="nvidia-rtx-ada",
-        architecture="sm89",
-        batch=BatchRange(1, 8, 16),
-        output=output,
-        sample=model.sample,
-    )
+def request_of(output: Path, model: TinyModel) -> BuildRequest:
+    return request_for(model, output, "nvidia-rtx-ada", architecture="sm89")
 
 
 def build(output: Path, model: TinyModel) -> EngineArtifact:
-    artifact = TensorRtRtxBackend().build(request_for(output, model))
+    artifact = TensorRtRtxBackend().build(request_of(output, model))
     assert artifact.is_built, artifact.detail
     return artifact
 

@@ -25,7 +25,7 @@ from loka_onnx.graph.sites import channel_axis, find_sites
 from loka_onnx.numerics.scales import amax_scale, weight_scales
 from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
-from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
+from loka_onnx.transforms.sequence import DEFAULT_MODS, Rewritten, apply_mods
 
 RANKER = """
     [bottom] h0 = Gemm<transB=1>(dense, w0, b0)
@@ -112,25 +112,28 @@ def mod(request: pytest.FixtureRequest) -> Mod[Any]:
     return made
 
 
-def source_of(mod: Mod[Any], folder: Path) -> ModelArtifact:
+@pytest.fixture
+def source(mod: Mod[Any], tmp_path: Path) -> ModelArtifact:
     """A model in which the mod finds something: the ranker, or one of its own."""
-    return MOD_MODELS[mod.name].write(folder) if mod.name in MOD_MODELS else ranker(folder)
+    return MOD_MODELS[mod.name].write(tmp_path) if mod.name in MOD_MODELS else ranker(tmp_path)
+
+
+@pytest.fixture
+def result(mod: Mod[Any], source: ModelArtifact, tmp_path: Path) -> Rewritten:
+    return apply_mods(source, [rows_for(source.path)], tmp_path / "after.onnx", [mod])
 
 
 def test_names_are_unique() -> None:
     assert len({kind.name for kind in DEFAULT_MODS}) == len(DEFAULT_MODS)
 
 
-def test_matching_changes_nothing(mod: Mod[Any], tmp_path: Path) -> None:
-    graph = GraphModel.load(source_of(mod, tmp_path).path)
+def test_matching_changes_nothing_and_rewriting_a_copy_leaves_the_original(
+    mod: Mod[Any], source: ModelArtifact, tmp_path: Path
+) -> None:
+    graph = GraphModel.load(source.path)
     before = saved(graph, tmp_path)
     assert len(mod.match(graph).matches) == 1
     assert saved(graph, tmp_path) == before
-
-
-def test_rewriting_a_copy_leaves_the_original(mod: Mod[Any], tmp_path: Path) -> None:
-    graph = GraphModel.load(source_of(mod, tmp_path).path)
-    before = saved(graph, tmp_path)
     candidate = graph.copy()
     for match in mod.match(candidate).matches:
         mod.rewrite(candidate, match)
@@ -138,9 +141,7 @@ def test_rewriting_a_copy_leaves_the_original(mod: Mod[Any], tmp_path: Path) -> 
     assert saved(graph, tmp_path) == before
 
 
-def test_what_was_applied_is_there(mod: Mod[Any], tmp_path: Path) -> None:
-    source = source_of(mod, tmp_path)
-    result = apply_mods(source, [rows_for(source.path)], tmp_path / "after.onnx", [mod])
+def test_what_was_applied_is_there(mod: Mod[Any], source: ModelArtifact, result: Rewritten) -> None:
     record = result.log.records[0]
     # What a mod takes out has its name in the model before.
     graphs = [onnx.load(path).graph for path in (source.path, result.model.path)]
@@ -154,9 +155,9 @@ def test_what_was_applied_is_there(mod: Mod[Any], tmp_path: Path) -> None:
     assert serde.loads(RewriteLog, serde.dumps(result.log)) == result.log
 
 
-def test_the_model_stays_valid_equal_and_has_the_same_interface(mod: Mod[Any], tmp_path: Path) -> None:
-    source = source_of(mod, tmp_path)
-    result = apply_mods(source, [rows_for(source.path)], tmp_path / "after.onnx", [mod])
+def test_the_model_stays_valid_equal_and_has_the_same_interface(
+    source: ModelArtifact, result: Rewritten
+) -> None:
     before, after = onnx.load(source.path), onnx.load(result.model.path)
     onnx.checker.check_model(after, full_check=True)
     assert list(after.graph.input) == list(before.graph.input)
@@ -170,13 +171,12 @@ def test_the_model_stays_valid_equal_and_has_the_same_interface(mod: Mod[Any], t
     np.testing.assert_allclose(outputs(result.model.path), expected, rtol=0, atol=atol)
 
 
-def test_a_second_run_finds_nothing(mod: Mod[Any], tmp_path: Path) -> None:
-    source = source_of(mod, tmp_path)
-    rows = [rows_for(source.path)]
-    first = apply_mods(source, rows, tmp_path / "once.onnx", [mod])
-    second = apply_mods(first.model, rows, tmp_path / "twice.onnx", [mod])
+def test_a_second_run_finds_nothing(
+    mod: Mod[Any], source: ModelArtifact, result: Rewritten, tmp_path: Path
+) -> None:
+    second = apply_mods(result.model, [rows_for(source.path)], tmp_path / "twice.onnx", [mod])
     assert second.log.records[0].applied == ()
-    assert second.model.digest == first.model.digest
+    assert second.model.digest == result.model.digest
 
 
 # Precision --------------------------------------------------------------------------------------------

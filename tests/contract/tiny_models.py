@@ -11,11 +11,13 @@ import numpy as np
 import onnx
 from onnx import TensorProto as T
 from onnx import helper as h
+from onnx.reference import ReferenceEvaluator
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.site import Operand, Site, SiteKind
+from loka_onnx.engines.request import BatchRange, BuildRequest
 
 ONNX_TYPES = {Precision.FP32: T.FLOAT, Precision.BF16: T.BFLOAT16, Precision.FP16: T.FLOAT16}
 NUMPY_TYPES: dict[int, Any] = {
@@ -109,6 +111,20 @@ class TinyModel:
     plan: PrecisionPlan
     sites: tuple[Site, ...]
     sample: Path
+
+    def rows(self, count: int) -> dict[str, np.ndarray[Any, Any]]:
+        return {name: value[:count] for name, value in np.load(self.sample).items()}
+
+    def expected(self, count: int) -> np.ndarray[Any, Any]:
+        """Its first output for these rows, by ONNX's reference evaluator."""
+        return ReferenceEvaluator(onnx.load(self.path)).run(None, self.rows(count))[0]
+
+
+def request_for(model: TinyModel, output: Path, device: str = "cpu", **changes: Any) -> BuildRequest:
+    """Builds a model; the architecture is the device where `changes` have no other."""
+    own = {"model": model.path, "plan": model.plan, "sites": model.sites, "sample": model.sample}
+    own |= {"output": output, "target": device, "architecture": device, "batch": BatchRange(1, 8, 16)}
+    return BuildRequest(**own | changes)
 
 
 def make_plan(

@@ -17,7 +17,7 @@ import numpy as np
 from loka_onnx.calibration.observers.reductions import Outputs, reduced_only
 from loka_onnx.data import Batch, Dataset
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.streams import map_in_order, stream_count
+from loka_onnx.sessions.runner import map_in_order, stream_count
 
 R = TypeVar("R")
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from loka_onnx.engines.inductor.package import InductorEngine, InputPort
 from loka_onnx.errors import EngineError, InternalError
 from loka_onnx.sessions.buckets import Piece, padded
-from loka_onnx.sessions.dlpack import Borrowed, dtype_called
+from loka_onnx.sessions.dlpack import Borrowed
 from loka_onnx.sessions.runner import Allocate, Arrays, Resident
 
 Tensor = Any
@@ -202,7 +202,7 @@ class GraphExecutor(Executor):
                 if port.name not in answer:
                     shape = (rows, *output.shape[1:]) if port.batched else tuple(output.shape)
                     # Not on this stream: the allocating library orders it behind its own work.
-                    dtype = dtype_called(str(output.dtype).removeprefix("torch."))
+                    dtype = np.dtype(str(output.dtype).removeprefix("torch."))
                     answer[port.name] = allocate(shape, dtype)
                     targets[port.name] = self._torch.from_dlpack(answer[port.name].capsule)
                 elif not port.batched:

@@ -2,46 +2,53 @@
 
 An engine is one program per served batch size, each with its own copy of the weights, and a manifest with
 their GPU and release. Compiling needs the GPU. `dialect` states the form in which FP8 is passed and why;
-`site_precision`, how it is read back.
+`site_precision`, how it is read back. Kernels on GPUs were never run.
 
 The device ``cpu`` compiles for MIGraphX's reference target: operator by operator, FP8 as Q/DQ around a
-product in FP32. Such an engine is a simulation: its accuracy is meaningful, its latency is not. Plans in BF16
-and FP16 are declined there, because that target truncates where GPUs round, which biases every output.
-
-`dialect` lists observations of the library itself; kernels on GPUs were never run.
+product in FP32. Such an engine is a simulation. Plans in BF16 and FP16 are declined there, because that
+target truncates where GPUs round, which biases every output.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
+import onnx
+
+from loka_onnx.core import serde
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.installation import cache_directory
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
-from loka_onnx.engines.migraphx.api import (
-    GPU,
-    import_migraphx,
-    load_program,
-    text_of,
-    version_of,
-    why_no_target,
+from loka_onnx.engines.migraphx import api
+from loka_onnx.engines.migraphx.api import import_migraphx, version_of, why_no_target
+from loka_onnx.engines.migraphx.dialect import FORMS, Float8Form, write_dialect
+from loka_onnx.engines.migraphx.session import (
+    MigraphxEngine,
+    ProgramFile,
+    ProgramInput,
+    ProgramOutput,
+    open_migraphx,
+    read_engine,
+    why_not_run,
 )
-from loka_onnx.engines.migraphx.build import BuildSettings, build_engine
-from loka_onnx.engines.migraphx.dialect import FORMS
-from loka_onnx.engines.migraphx.program_text import parse_program
-from loka_onnx.engines.migraphx.session import open_migraphx, read_engine, why_not_run
-from loka_onnx.engines.migraphx.site_precision import site_precisions
+from loka_onnx.engines.migraphx.site_precision import parse_program, site_precisions
 from loka_onnx.engines.migraphx.spec import MIGRAPHX
 from loka_onnx.engines.request import BuildRequest
-from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.errors import EngineError, MissingPackage, ModelError
+from loka_onnx.graph.storage import INLINE_LIMIT_BYTES, link_or_copy
 from loka_onnx.sessions.backends import BackendSpec
 from loka_onnx.sessions.host_devices import list_amd_architectures
+from loka_onnx.sessions.model_files import batched_outputs, data_locations
 from loka_onnx.sessions.runner import Runner
+
+ENGINE_FILE, DIALECT_FILE = "engine.json", "dialect.onnx"
 
 
 class MigraphxBackend(Backend):
@@ -49,6 +56,7 @@ class MigraphxBackend(Backend):
 
     spec: ClassVar[BackendSpec] = MIGRAPHX
     options: ClassVar[Mapping[str, range]] = {"exhaustive_tune": range(2), "fast_math": range(2)}
+    """Whether to time every kernel for each product, which takes minutes; to approximate functions (1)."""
     times_kernels: ClassVar[bool] = True
 
     def availability(self) -> Availability:
@@ -57,7 +65,7 @@ class MigraphxBackend(Backend):
             migraphx = import_migraphx()
         except MissingPackage as error:
             return Availability.missing(error)
-        gpus = () if why_no_target(migraphx, GPU) else list_amd_architectures()
+        gpus = () if why_no_target(migraphx, api.GPU) else list_amd_architectures()
         return Availability(True, version_of(migraphx), True, True, (*gpus, CPU))
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
@@ -76,7 +84,7 @@ class MigraphxBackend(Backend):
         reason = super().build_blocker(architecture)
         if reason or architecture == CPU:
             return reason
-        missing = why_not_run(architecture) or why_no_target(import_migraphx(), GPU)
+        missing = why_not_run(architecture) or why_no_target(import_migraphx(), api.GPU)
         return f"MIGraphX compiles on the GPU that it compiles for: {missing}" if missing else ""
 
     def is_simulated(self, plan: PrecisionPlan, architecture: str) -> bool:
@@ -90,27 +98,48 @@ class MigraphxBackend(Backend):
         return f"{where}, one MIGraphX version ({version}); programs for the batch sizes that were asked for"
 
     def compile(self, request: BuildRequest, into: Path) -> Path:
-        """Build a program for each batch size."""
-        migraphx = import_migraphx()
-        architecture = request.architecture
-        cache = cache_directory() / "timing" / f"migraphx-{version_of(migraphx)}" / f"{architecture}.json"
-        settings = BuildSettings(
-            architecture,
-            request.batch,
-            exhaustive_tune=bool(request.options.get("exhaustive_tune", 0)),
-            fast_math=bool(request.options.get("fast_math", 1)),
-            holds_float8=bool(request.plan.fp8_sites),
-            problem_cache=cache,
-        )
-        return build_engine(migraphx, request.model, settings, into)
+        """Write the model in the dialect, a program of it for each batch size, and their manifest."""
+        migraphx, architecture = import_migraphx(), request.architecture
+        version, tunes = version_of(migraphx), bool(request.options.get("exhaustive_tune", 0))
+        if tunes:
+            cache = cache_directory() / "timing" / f"migraphx-{version}" / f"{architecture}.json"
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            # A user's setting takes precedence; this process builds one engine and ends.
+            os.environ.setdefault(api.PROBLEM_CACHE, os.fspath(cache))
+        planned = onnx.load(os.fspath(request.model), load_external_data=False)
+        inputs, form = inputs_of(planned), FORMS.get(architecture, Float8Form.FNUZ)
+        source, folder = request.model.parent, into / "dialect"
+        folder.mkdir()
+        written = save_dialect(write_dialect(planned, source, form), source, folder)
+        programs = []
+        for rows in request.batch.sizes:
+            program = api.parse_onnx(migraphx, written, {spec.name: (rows, *spec.shape) for spec in inputs})
+            if request.plan.fp8_sites and form is Float8Form.CARRIER:
+                program = api.reread_float8(migraphx, program)
+            api.compile_program(
+                migraphx,
+                program,
+                api.REFERENCE if architecture == CPU else api.GPU,
+                exhaustive_tune=tunes,
+                fast_math=bool(request.options.get("fast_math", 1)),
+            )
+            file = into / f"rows-{rows}.mxr"
+            api.save_program(migraphx, program, file)
+            print(f"compiled for {rows} rows: {file.stat().st_size / 1e6:.1f} MB", flush=True)
+            programs.append(ProgramFile(rows, file.name))
+        shutil.rmtree(folder)
+        batched = batched_outputs(planned)
+        outputs = tuple(ProgramOutput(each.name, each.name in batched) for each in planned.graph.output)
+        engine = MigraphxEngine(architecture, version, tuple(programs), inputs, outputs)
+        serde.write(engine, into / ENGINE_FILE)
+        return into / ENGINE_FILE
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
         """Read the compiled programs."""
         migraphx = import_migraphx()
-        programs = [
-            load_program(migraphx, engine.parent / each.file) for each in read_engine(engine).programs
-        ]
-        return site_precisions([parse_program(text_of(program)) for program in programs], request.planned)
+        files = (engine.parent / each.file for each in read_engine(engine).programs)
+        texts = [api.text_of(api.load_program(migraphx, file)) for file in files]
+        return site_precisions([parse_program(text) for text in texts], request.planned)
 
     def load(self, engine: Path, architecture: str) -> Runner:
         """Load the programs."""
@@ -123,3 +152,40 @@ class MigraphxBackend(Backend):
         except EngineError:
             return (engine,)
         return (engine, *(engine.parent / program.file for program in programs))
+
+
+def inputs_of(model: onnx.ModelProto) -> tuple[ProgramInput, ...]:
+    """Inputs of a model; a `ModelError` where one has no batch axis, or another dynamic axis."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    inputs = []
+    for value in model.graph.input:
+        if value.name in constants:
+            continue
+        kind = value.type.tensor_type
+        fixed = [dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim]
+        shape = tuple(dim for dim in fixed[1:] if dim is not None)
+        if not fixed or len(shape) < len(fixed) - 1:
+            raise ModelError(
+                f"E0848 input '{value.name}' has a dynamic axis besides the batch, or no batch",
+                evidence=f"shape {tuple(fixed)}; MIGraphX compiles fixed shapes",
+                remedy="fix every axis but axis 0 when exporting",
+            )
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
+        inputs.append(ProgramInput(value.name, str(dtype), shape))
+    return tuple(inputs)
+
+
+def save_dialect(model: onnx.ModelProto, source: Path, folder: Path) -> Path:
+    """Write a model of the dialect into an empty folder, with links to its external data."""
+    for name in data_locations(model):
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        link_or_copy(Path(os.path.realpath(source / name)), place)
+    target = folder / DIALECT_FILE
+    inline = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+    if inline > INLINE_LIMIT_BYTES:
+        data = f"{DIALECT_FILE}.data"
+        onnx.save(model, os.fspath(target), save_as_external_data=True, location=data, size_threshold=1024)
+    else:
+        onnx.save(model, os.fspath(target))
+    return target

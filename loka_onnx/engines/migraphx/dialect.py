@@ -30,7 +30,7 @@ import numpy as np
 import onnx
 
 from loka_onnx.core.devices import CPU
-from loka_onnx.engines.migraphx.draft import GraphDraft, attribute
+from loka_onnx.engines.migraphx.draft import GraphDraft
 from loka_onnx.engines.migraphx.pairs import (
     explicit_zero_points,
     rank_0_scales,
@@ -44,6 +44,7 @@ from loka_onnx.engines.migraphx.products import (
     gemm_to_matmul,
     scales_behind_products,
 )
+from loka_onnx.engines.onnx_operands import attribute
 from loka_onnx.errors import ModelError
 
 
@@ -100,7 +101,7 @@ def decompose_rms_norms(draft: GraphDraft) -> None:
 
 def _decompose(draft: GraphDraft, node: onnx.NodeProto) -> None:
     x, scale = node.input[0], node.input[1]
-    if attribute(node, "stash_type", FLOAT) != FLOAT or not draft.is_constant(scale):
+    if attribute(node, "stash_type", FLOAT) != FLOAT or scale not in draft.constants:
         raise ModelError(
             "E0849 an RMSNormalization cannot be decomposed",
             where=f"node '{node.name}'",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +13,10 @@ from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.engines.onnx_operands import LAYOUT_OPS
 from loka_onnx.graph.storage import read_external
+from loka_onnx.sessions.model_files import reads_of
 
 Array = npt.NDArray[Any]
 Node = onnx.NodeProto
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A node that reads a tensor, and the index of the input."""
-
-    node: Node
-    index: int
 
 
 class GraphDraft:
@@ -37,10 +28,10 @@ class GraphDraft:
         self._folder = folder
         graph = self._model.graph
         self.nodes: list[Node] = list(graph.node)
-        self._constants: dict[str, onnx.TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
-        self._outputs = {output.name for output in graph.output}
+        self.constants: dict[str, onnx.TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
+        self.outputs = {output.name for output in graph.output}
         self._names = {name for node in self.nodes for name in (*node.input, *node.output)}
-        self._names |= {*self._constants, *(value.name for value in graph.input), *self._outputs}
+        self._names |= {*self.constants, *(value.name for value in graph.input), *self.outputs}
 
     def producer(self, tensor: str) -> Node | None:
         """Node that computes a tensor; None for inputs and constants."""
@@ -58,30 +49,17 @@ class GraphDraft:
         node = self.producer(tensor)
         return node if node is not None and node.op_type == "DequantizeLinear" else None
 
-    def readers(self, tensor: str) -> tuple[Reader, ...]:
-        """Readers of a tensor, one for each input that reads it."""
-        return tuple(
-            Reader(node, index)
-            for node in self.nodes
-            for index, name in enumerate(node.input)
-            if name == tensor
-        )
-
-    def is_output(self, tensor: str) -> bool:
-        """Tell whether the tensor is an output of the graph."""
-        return tensor in self._outputs
-
-    def is_constant(self, tensor: str) -> bool:
-        """Tell whether the tensor is an initializer."""
-        return tensor in self._constants
+    def readers(self, tensor: str) -> list[tuple[Node, int]]:
+        """Nodes that read a tensor, with the index of each input that does."""
+        return [(node, i) for node in self.nodes for i, name in enumerate(node.input) if name == tensor]
 
     def kind(self, constant: str) -> int:
         """ONNX element type of an initializer."""
-        return int(self._constants[constant].data_type)
+        return int(self.constants[constant].data_type)
 
     def values(self, constant: str) -> Array:
         """Values of an initializer, in an ml_dtypes type where NumPy has none."""
-        tensor = self._constants[constant]
+        tensor = self.constants[constant]
         if uses_external_data(tensor):
             read_external(tensor, self._folder)
         return numpy_helper.to_array(tensor)
@@ -94,10 +72,10 @@ class GraphDraft:
         data = np.ascontiguousarray(values).tobytes()
         kind = int(helper.np_dtype_to_tensor_dtype(values.dtype))
         tensor = helper.make_tensor(name, kind, values.shape, data, raw=True)
-        if name in self._constants and self._constants[name] == tensor:
+        if name in self.constants and self.constants[name] == tensor:
             return name
         tensor.name = self._fresh(name)
-        self._constants[tensor.name] = tensor
+        self.constants[tensor.name] = tensor
         return str(tensor.name)
 
     def insert(self, before: Node, op: str, inputs: list[str], name: str, **attributes: Any) -> str:
@@ -117,19 +95,15 @@ class GraphDraft:
     def finished(self) -> onnx.ModelProto:
         """Return the model without dead nodes and without intermediate types and shapes."""
         live: list[Node] = []
-        read = set(self._outputs)
+        read = set(self.outputs)
         for node in reversed(self.nodes):
             if read.intersection(node.output):
                 live.append(node)
-                read.update(_read_by(node))
+                read.update(reads_of([node]))
         graph = self._model.graph
-        nodes = [Node.FromString(node.SerializeToString()) for node in reversed(live)]
-        constants = [t for t in self._constants.values() if t.name in read]
-        constants = [onnx.TensorProto.FromString(t.SerializeToString()) for t in constants]
-        for field in ("node", "initializer", "value_info"):
-            graph.ClearField(field)
-        graph.node.extend(nodes)
-        graph.initializer.extend(constants)
+        del graph.node[:], graph.initializer[:], graph.value_info[:]
+        graph.node.extend(reversed(live))
+        graph.initializer.extend(tensor for tensor in self.constants.values() if tensor.name in read)
         return self._model
 
     def rank(self, tensor: str) -> int | None:
@@ -152,26 +126,7 @@ class GraphDraft:
         return fresh
 
 
-def attribute(node: Node, name: str, default: Any) -> Any:
-    """Value of an attribute, or `default`."""
-    for each in node.attribute:
-        if each.name == name:
-            return helper.get_attribute_value(each)
-    return default
-
-
 def drop_attributes(node: Node, *names: str) -> None:
     """Remove attributes from a node."""
-    kept = [each for each in node.attribute if each.name not in names]
-    del node.attribute[:]
-    node.attribute.extend(kept)
-
-
-def _read_by(node: Node) -> Iterator[str]:
-    """Yield the tensors that a node reads, including its subgraphs."""
-    yield from node.input
-    for each in node.attribute:
-        for graph in (each.g, *each.graphs):
-            for inner in graph.node:
-                yield from _read_by(inner)
-            yield from (output.name for output in graph.output)
+    for each in [each for each in node.attribute if each.name in names]:
+        node.attribute.remove(each)

@@ -12,8 +12,9 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-from loka_onnx.engines.migraphx.draft import Array, GraphDraft, Node, attribute, drop_attributes
+from loka_onnx.engines.migraphx.draft import Array, GraphDraft, Node, drop_attributes
 from loka_onnx.engines.migraphx.products import is_float8
+from loka_onnx.engines.onnx_operands import attribute
 from loka_onnx.errors import ModelError
 from loka_onnx.sessions.model_files import FLOAT8_TYPES
 
@@ -26,7 +27,7 @@ def float8_nodes(draft: GraphDraft) -> Iterator[Node]:
         if not is_float8(draft, node):
             continue
         parameters = [name for name in node.input[1:3] if name]
-        if not all(draft.is_constant(name) for name in parameters):
+        if not all(name in draft.constants for name in parameters):
             raise ModelError(
                 "E0851 MIGraphX drops Q/DQ pairs whose scale is not a constant",
                 where=f"node '{node.name}'",
@@ -64,7 +65,7 @@ def explicit_zero_points(draft: GraphDraft) -> None:
 def _quantized_dtype(draft: GraphDraft, node: Node) -> np.dtype[np.generic]:
     if node.op_type == "QuantizeLinear":
         return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(attribute(node, "output_dtype", 0)))
-    if draft.is_constant(node.input[0]):
+    if node.input[0] in draft.constants:
         return draft.values(node.input[0]).dtype
     quantize = draft.producer(node.input[0])
     assert quantize is not None
@@ -118,7 +119,7 @@ def _is_shared(draft: GraphDraft, quantize: Node) -> bool:
     source = quantize.input[0]
     cast = draft.producer(source)
     names = [source, *([cast.input[0]] if cast is not None and cast.op_type == "Cast" else [])]
-    return any(len(draft.readers(name)) > 1 or draft.is_output(name) for name in names)
+    return any(len(draft.readers(name)) > 1 or name in draft.outputs for name in names)
 
 
 def to_fnuz(draft: GraphDraft) -> None:
@@ -185,7 +186,7 @@ def to_carrier(draft: GraphDraft) -> None:
 
 def _is_stored_float8(draft: GraphDraft, name: str) -> bool:
     """True for an FP8 constant; a Q may also read a wider one."""
-    return draft.is_constant(name) and draft.kind(name) in FLOAT8_TYPES
+    return name in draft.constants and draft.kind(name) in FLOAT8_TYPES
 
 
 def _check_format(draft: GraphDraft, node: Node) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from loka_onnx.engines.migraphx.draft import Array, GraphDraft, Node, attribute
-from loka_onnx.engines.onnx_operands import LAYOUT_OPS
+from loka_onnx.engines.migraphx.draft import Array, GraphDraft, Node
+from loka_onnx.engines.onnx_operands import LAYOUT_OPS, attribute
 from loka_onnx.errors import ModelError
 from loka_onnx.sessions.model_files import FLOAT8_TYPES
 
@@ -47,13 +47,11 @@ def gemm_to_matmul(draft: GraphDraft) -> tuple[Product, ...]:
     products = []
     for node in list(draft.nodes):
         makers = [draft.behind_layout(name) for name in node.input[:2]]
-        if node.op_type not in {"MatMul", "Gemm"} or not all(
+        if node.op_type in {"MatMul", "Gemm"} and all(
             maker is not None and maker.op_type == "DequantizeLinear" and is_float8(draft, maker)
             for maker in makers
         ):
-            continue
-        tail = _ungemmed(draft, node) if node.op_type == "Gemm" else node
-        products.append(Product(node, tail))
+            products.append(Product(node, _ungemmed(draft, node) if node.op_type == "Gemm" else node))
     return tuple(products)
 
 
@@ -80,7 +78,7 @@ def _transposed(draft: GraphDraft, node: Node, index: int) -> str:
     """Transpose a factor: a constant in its stored values, others behind their DQ."""
     source = node.input[index]
     dequantize = draft.dequantize(source)
-    if dequantize is None or not draft.is_constant(dequantize.input[0]):
+    if dequantize is None or dequantize.input[0] not in draft.constants:
         return draft.insert(node, "Transpose", [source], f"{node.name}/in{index}/transposed", perm=[1, 0])
     stored = dequantize.input[0]
     values = draft.add_constant(f"{stored}/transposed", draft.values(stored).T)
@@ -93,7 +91,7 @@ def _transposed(draft: GraphDraft, node: Node, index: int) -> str:
 def _weighted(draft: GraphDraft, node: Node, bias: str, beta: float) -> str:
     if beta == 1.0:
         return bias
-    if draft.is_constant(bias):
+    if bias in draft.constants:
         values = draft.values(bias)
         return draft.add_constant(f"{bias}/by_beta", (values.astype(np.float64) * beta).astype(values.dtype))
     factor = _number(draft, node, "beta", beta)
@@ -126,13 +124,13 @@ def scales_behind_products(draft: GraphDraft, products: Iterable[Product]) -> No
 def _channel_scale(draft: GraphDraft, product: Node, index: int) -> str | None:
     """Replace a per-channel scale in a factor's DQ by 1 and return it; None for a single scale."""
     dequantize = draft.dequantize(product.input[index])
-    if dequantize is None or not draft.is_constant(dequantize.input[1]):
+    if dequantize is None or dequantize.input[1] not in draft.constants:
         return None
     scale = draft.values(dequantize.input[1])
     if scale.size == 1:
         return None
     stored = dequantize.input[0]
-    rank = draft.values(stored).ndim if draft.is_constant(stored) else draft.rank(stored) or 2
+    rank = draft.values(stored).ndim if stored in draft.constants else draft.rank(stored) or 2
     axis = attribute(dequantize, "axis", 1) % rank
     outer = rank - 1 if index == 1 else rank - 2
     if scale.ndim != 1 or axis != outer:
@@ -143,10 +141,8 @@ def _channel_scale(draft: GraphDraft, product: Node, index: int) -> str | None:
             remedy="plan the site with one scale for the tensor, or for each output channel",
         )
     one = draft.add_constant("one", np.ones((), scale.dtype))
-    zero_kind = (
-        draft.values(dequantize.input[2]).dtype if len(dequantize.input) > 2 else draft.values(stored).dtype
-    )
-    zero = draft.add_constant("zero_point", np.zeros((), zero_kind))
+    like = dequantize.input[2] if len(dequantize.input) > 2 else stored
+    zero = draft.add_constant("zero_point", np.zeros((), draft.values(like).dtype))
     product.input[index] = draft.insert(
         product, "DequantizeLinear", [stored, one, zero], f"{product.name}/in{index}/dq"
     )
@@ -199,12 +195,11 @@ def _widen_tail(draft: GraphDraft, product: Product) -> None:
     """Cast the other inputs of the operators behind a product."""
     node = product.node
     while node is not product.tail:
-        (reader,) = draft.readers(node.output[0])
-        node = reader.node
+        ((node, read),) = draft.readers(node.output[0])
         for index, name in enumerate(node.input):
-            if index == reader.index or (draft.is_constant(name) and draft.kind(name) == FLOAT):
+            if index == read or (name in draft.constants and draft.kind(name) == FLOAT):
                 continue
-            if draft.is_constant(name):
+            if name in draft.constants:
                 wide = draft.values(name).astype(np.float32)
                 node.input[index] = draft.add_constant(f"{name}/fp32", wide)
             else:
@@ -213,26 +208,26 @@ def _widen_tail(draft: GraphDraft, product: Product) -> None:
 
 def _narrow_other_readers(draft: GraphDraft, base: Mapping[str, int], products: set[int]) -> None:
     for name, kind in base.items():
-        if draft.is_output(name):
+        if name in draft.outputs:
             raise ModelError(
                 "E0857 dequantized values leave the graph",
                 where=f"output '{name}'",
                 remedy="plan this model for MIGraphX with the base precision fp32",
             )
         casts: list[str] = []
-        for reader in draft.readers(name):
-            if id(reader.node) in products or (reader.node.op_type in LAYOUT_OPS and reader.index == 0):
+        for reader, index in draft.readers(name):
+            if id(reader) in products or (reader.op_type in LAYOUT_OPS and index == 0):
                 continue
             if not casts:
-                casts.append(draft.insert(reader.node, "Cast", [name], f"{name}/to_base", to=kind))
-            reader.node.input[reader.index] = casts[0]
+                casts.append(draft.insert(reader, "Cast", [name], f"{name}/to_base", to=kind))
+            reader.input[index] = casts[0]
 
 
 def is_float8(draft: GraphDraft, node: Node) -> bool:
     """True for a Q or DQ of FP8, by its zero point, its stored values, or its attribute."""
     if node.op_type not in {"QuantizeLinear", "DequantizeLinear"}:
         return False
-    known = [name for name in (*node.input[2:3], node.input[0]) if name and draft.is_constant(name)]
+    known = [name for name in (*node.input[2:3], node.input[0]) if name and name in draft.constants]
     if any(draft.kind(name) in FLOAT8_TYPES for name in known):
         return True
     if node.op_type == "QuantizeLinear":

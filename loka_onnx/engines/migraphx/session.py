@@ -147,10 +147,7 @@ def open_migraphx(engine: Path, architecture: str, version: str = "") -> Migraph
 
 
 class MigraphxSession(Runner):
-    """The loaded programs of an engine, each with its own copy of the weights on the device.
-
-    Calls from several threads run one after the other.
-    """
+    """The loaded programs of an engine; calls from several threads run one after the other."""
 
     def __init__(self, migraphx: Any, engine: Path, document: MigraphxEngine) -> None:
         self._migraphx, self._document = migraphx, document

@@ -10,7 +10,7 @@ TensorRT       FP16, BF16 (strongly typed)         declined: it does not tell wh
 MIGraphX       FP32, FP16, BF16                    declined: MIGraphX does not parse E4M3FN
 =============  ==================================  =====================================================
 
-INT8 graphs are loaded with all optimizations, which fuse Q/DQ and product (`integer_products`). A graph has
+INT8 graphs are loaded with all optimizations, which fuse Q/DQ and product (`cpu_form`). A graph has
 FP8 or INT8, never both. A processor that adds the products in 16 bits is declined, as they saturate.
 
 Types of CUDA kernels: `docs/OperatorKernels.md` of ONNX Runtime. Some operators have an FP16 kernel but none

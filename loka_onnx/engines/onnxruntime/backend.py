@@ -1,7 +1,7 @@
 """ONNX Runtime's backends: the CPU, CUDA and MIGraphX providers, and TensorRT's under its own name.
 
-The engine is the planned ONNX file with its external data. On a GPU, a small document beside it says how to
-load it (`io_binding_settings`), and what a provider compiled is in a directory beside it.
+The engine is the planned ONNX file with its external data; on a GPU, its settings (`io_binding_settings`)
+and what the provider compiled are beside it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.onnx_operands import OperandReader
-from loka_onnx.engines.onnxruntime.integer_products import write_integer_products
+from loka_onnx.engines.onnxruntime.cpu_form import IntegerProducts, write_convolutions, write_norm_sums
 from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession, open_io_binding
 from loka_onnx.engines.onnxruntime.io_binding_settings import (
     CUDA_GRAPH,
@@ -35,8 +35,6 @@ from loka_onnx.engines.onnxruntime.io_binding_settings import (
     why_declined,
     without_graphs,
 )
-from loka_onnx.engines.onnxruntime.norm_sums import write_norm_sums
-from loka_onnx.engines.onnxruntime.pointwise import write_convolutions
 from loka_onnx.engines.onnxruntime.providers import (
     CPU,
     TENSORRT,
@@ -74,19 +72,18 @@ class OnnxRuntimeBackend(Backend):
             version = str(import_onnxruntime().__version__)
         except MissingPackage as error:
             return Availability.missing(error)
-        return Availability(True, version, True, True, self._devices_here())
+        devices = tuple(
+            device
+            for device, architectures in self.devices.items()
+            if any(not self.why_not_run(architecture) for architecture in architectures)
+        )
+        return Availability(True, version, True, True, devices)
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
         """Decline plans that the provider runs in another precision, or whose sites it does not report."""
-        return (
-            why_declined(self.provider(architecture), plan)
-            or self.foreign_format(plan, architecture)
-            or self._saturates(plan)
-        )
-
-    def _saturates(self, plan: PrecisionPlan) -> str | None:
-        if not plan.int8_sites or integer_instructions():
-            return None
+        reason = why_declined(self.provider(architecture), plan) or self.foreign_format(plan, architecture)
+        if reason or not plan.int8_sites or integer_instructions():
+            return reason
         return (
             "INT8: this processor adds products of UINT8 and INT8 in 16 bits, which saturate (it has none of "
             f"{', '.join(INTEGER_INSTRUCTIONS)})"
@@ -114,10 +111,8 @@ class OnnxRuntimeBackend(Backend):
         if provider.key == CPU.key:
             return f"any host with ONNX Runtime that reads this opset; {LOADED_EXACTLY}"
         if not provider.compiles:
-            return (
-                f"a GPU of {architecture} and ONNX Runtime with {provider.name}; {LOADED_EXACTLY}; "
-                f"{SETTINGS_FILE} says the rest"
-            )
+            where = f"a GPU of {architecture} and ONNX Runtime with {provider.name}"
+            return f"{where}; {LOADED_EXACTLY}; {SETTINGS_FILE} says the rest"
         return (
             f"a GPU of {architecture}, and the versions of ONNX Runtime and of the library behind "
             f"{provider.name} that compiled it; {SETTINGS_FILE} says how to load it"
@@ -142,10 +137,12 @@ class OnnxRuntimeBackend(Backend):
         engine = _copy_model(request.model, into)
         provider = self.provider(request.architecture)
         if provider.key == CPU.key:
-            write_convolutions(engine)
-            write_norm_sums(engine)
+            model = onnx.load(os.fspath(engine), load_external_data=False)
+            write_convolutions(model)
+            write_norm_sums(model)
             if request.plan.int8_sites:
-                write_integer_products(engine)
+                IntegerProducts(model, OperandReader(engine)).write()
+            onnx.save(model, os.fspath(engine))
             return engine
         settings = settings_for(provider, request, str(import_onnxruntime().__version__))
         if settings.programs:
@@ -186,13 +183,6 @@ class OnnxRuntimeBackend(Backend):
                 integers = OperandReader(fused)
             graphs = Graphs(OperandReader(engine), OperandReader(optimized), is_fp32, integers=integers)
             return _read_sites(request, graphs, placement)
-
-    def _devices_here(self) -> tuple[str, ...]:
-        return tuple(
-            device
-            for device, architectures in self.devices.items()
-            if any(not self.why_not_run(architecture) for architecture in architectures)
-        )
 
 
 class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):

@@ -43,7 +43,7 @@ from loka_onnx.engines.onnxruntime.providers import (
 from loka_onnx.errors import EngineError, ModelError
 from loka_onnx.sessions.buckets import padded, padded_rows, pieces_of, rows_of, run_in_buckets
 from loka_onnx.sessions.cuda import CudaContext
-from loka_onnx.sessions.dlpack import Borrowed
+from loka_onnx.sessions.dlpack import DTYPES, Borrowed
 from loka_onnx.sessions.onnx_session import import_onnxruntime
 from loka_onnx.sessions.runner import Allocate, Arrays, Names, Resident, Runner, check_types
 
@@ -51,17 +51,8 @@ _NO_GRAPH, _FIRST_GRAPH = -1, 1
 
 T = TypeVar("T")
 
-_NUMPY_TYPES: dict[str, Any] = {
-    "tensor(float)": np.float32,
-    "tensor(double)": np.float64,
-    **{
-        f"tensor({kind})": np.dtype(kind).type
-        for kind in (
-            *("bool", "float16", "int8", "int16", "int32", "int64"),
-            *("uint8", "uint16", "uint32", "uint64"),
-        )
-    },
-}
+_NUMPY_TYPES = {f"tensor({name})": np.dtype(name) for name in DTYPES - {"bfloat16", "float32", "float64"}}
+_NUMPY_TYPES |= {"tensor(float)": np.dtype(np.float32), "tensor(double)": np.dtype(np.float64)}
 
 
 @dataclass(frozen=True)
@@ -82,8 +73,7 @@ class IoBindingSession(Runner):
 
     Args:
         writes: Whether the provider keeps its programs beside the engine, as during a build; otherwise it
-        gets a
-            copy to write into, because an engine's files do not change.
+            gets a copy to write into, because an engine's files do not change.
 
     Raises:
         ModelError: ONNX Runtime refuses the model, or an axis other than the batch is dynamic.
@@ -121,33 +111,25 @@ class IoBindingSession(Runner):
         options.intra_op_num_threads = threads
         self._session = start_session(engine, options, chain)
         self._types = {i.name: _numpy_type(i.name, i.type) for i in self._session.get_inputs()}
-        self.output_names: tuple[str, ...] = tuple(o.name for o in self._session.get_outputs())
-        self._batched = frozenset(
-            o.name for o in self._session.get_outputs() if o.shape and not isinstance(o.shape[0], int)
-        )
+        outputs = self._session.get_outputs()
+        self.output_names: tuple[str, ...] = tuple(output.name for output in outputs)
+        self._batched = {o.name for o in outputs if o.shape and not isinstance(o.shape[0], int)}
         self._bound: dict[int, _Buffers] = {}
         for number, size in enumerate(settings.sizes, _FIRST_GRAPH):
-            zeros = {
-                described.name: np.zeros(_fixed_shape(described, size), self._types[described.name])
-                for described in self._session.get_inputs()
-            }
+            inputs = self._session.get_inputs()
+            zeros = {i.name: np.zeros(_fixed_shape(i, size), self._types[i.name]) for i in inputs}
             self._bound[size] = self._bind(zeros, number)
-
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        """Names of the graph's inputs."""
-        return tuple(self._types)
 
     @property
     def names(self) -> Names:
         """Names of the graph."""
-        return Names(self.input_names, self.output_names)
+        return Names(tuple(self._types), self.output_names)
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch."""
         feeds = self._feeds(inputs)
         with self._lock:
-            if self._fits(partial(rows_of, feeds)):
+            if self._fits(feeds):
                 return run_in_buckets(self._run_bound, feeds, self.served_sizes, self._batched)
             contiguous = {name: np.ascontiguousarray(value) for name, value in feeds.items()}
             options = self._run_options(_NO_GRAPH)
@@ -176,15 +158,13 @@ class IoBindingSession(Runner):
         with self._lock:
             cuda = self._copies()
             cuda.activate()
-            rows = inputs[self.input_names[0]].shape[0]
-            if not self._fits(lambda: rows):
-                return self._run_where_it_lies(cuda, inputs, allocate)
-            return self._run_pieces(cuda, rows, inputs, allocate)
+            run = self._run_pieces if self._fits(inputs) else self._run_where_it_lies
+            return run(cuda, inputs, allocate)
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Put the batch into the buffers of its size, or into its own where it fits no size."""
         feeds = self._feeds(inputs)
-        if not self._fits(partial(rows_of, feeds)):
+        if not self._fits(feeds):
             own = self._bind(feeds, _NO_GRAPH)
             return Resident(lambda: self._launch(own), lambda: None)
         pieces = pieces_of(rows_of(feeds), self.served_sizes)
@@ -211,11 +191,11 @@ class IoBindingSession(Runner):
     def _feeds(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         return {n: np.asarray(inputs[n]).astype(kind, copy=False) for n, kind in self._types.items()}
 
-    def _fits(self, rows: Callable[[], int]) -> bool:
+    def _fits(self, inputs: Mapping[str, npt.NDArray[Any] | Borrowed]) -> bool:
         """True if a request is served from fixed buffers."""
         if self._provider.compiles or not self._bound:
             return bool(self._bound)
-        return padded_rows(rows(), self.served_sizes) is not None
+        return padded_rows(rows_of(inputs), self.served_sizes) is not None
 
     def _copies(self) -> CudaContext:
         """Stream for copies on the device; opened by the first request that needs it."""
@@ -224,9 +204,10 @@ class IoBindingSession(Runner):
         return self._cuda
 
     def _run_pieces(
-        self, cuda: CudaContext, rows: int, inputs: Mapping[str, Borrowed], allocate: Allocate
+        self, cuda: CudaContext, inputs: Mapping[str, Borrowed], allocate: Allocate
     ) -> dict[str, Borrowed]:
         answer: dict[str, Borrowed] = {}
+        rows = rows_of(inputs)
         for piece in pieces_of(rows, self.served_sizes):
             bound = self._bound[piece.size]
             for name, value in bound.inputs.items():
@@ -240,7 +221,8 @@ class IoBindingSession(Runner):
                 shape = tuple(value.shape())
                 batched = name in self._batched
                 if name not in answer:
-                    answer[name] = allocate((rows, *shape[1:]) if batched else shape, _type_of(value))
+                    kind = _numpy_type("output", value.data_type())
+                    answer[name] = allocate((rows, *shape[1:]) if batched else shape, kind)
                 elif not batched:
                     continue
                 output = answer[name]
@@ -264,7 +246,8 @@ class IoBindingSession(Runner):
         self._try(lambda: self._session.run_with_iobinding(binding, self._run_options(_NO_GRAPH)))
         answer = {}
         for name, value in zip(self.output_names, binding.get_outputs(), strict=True):
-            answer[name] = output = allocate(tuple(value.shape()), _type_of(value))
+            kind = _numpy_type("output", value.data_type())
+            answer[name] = output = allocate(tuple(value.shape()), kind)
             cuda.copy(output.address, value.data_ptr(), output.nbytes)
         cuda.synchronize()
         return answer
@@ -336,8 +319,7 @@ def open_io_binding(
         version: Expected version of ONNX Runtime; not checked when empty.
 
     Raises:
-        EngineError: The settings are of another provider, compiled programs of another version, or this host
-            cannot run the engine.
+        EngineError: Settings or compiled programs do not belong to it, or this host cannot run it.
     """
     settings = serde.read(IoBindingSettings, engine.with_name(SETTINGS_FILE))
     provider = provider_for(backend, architecture)
@@ -363,12 +345,6 @@ def open_io_binding(
     return IoBindingSession(engine, settings, device=device_of(provider, architecture), threads=threads)
 
 
-def _type_of(value: Any) -> np.dtype[Any]:
-    """NumPy type of an `OrtValue`."""
-    kind: np.dtype[Any] = np.dtype(_numpy_type("output", value.data_type()))
-    return kind
-
-
 def _fixed_shape(described: Any, size: int) -> tuple[int, ...]:
     tail = tuple(described.shape[1:])
     if not described.shape or not all(isinstance(extent, int) for extent in tail):
@@ -380,7 +356,7 @@ def _fixed_shape(described: Any, size: int) -> tuple[int, ...]:
     return (size, *tail)
 
 
-def _numpy_type(name: str, kind: str) -> Any:
+def _numpy_type(name: str, kind: str) -> np.dtype[Any]:
     if kind not in _NUMPY_TYPES:
         raise ModelError(
             f"E0873 input '{name}' cannot be bound to a buffer",

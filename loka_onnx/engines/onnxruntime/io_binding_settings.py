@@ -1,7 +1,6 @@
 """Settings beside an engine of ONNX Runtime that say how to load it, and the plans that a provider declines.
 
-An engine may come from someone who may not run code on this host, so that its settings cannot name files or
-libraries.
+An engine need not be trusted to run code: its settings cannot name files or libraries.
 """
 
 from __future__ import annotations
@@ -86,21 +85,17 @@ def why_declined(provider: Provider, plan: PrecisionPlan) -> str | None:
     """Reason why a provider cannot honour a plan; None when it can."""
     if plan.fp8_sites and provider.key in _NO_FLOAT8:
         return _NO_FLOAT8[provider.key]
-    if provider.key == CUDA.key:
-        for decision in plan.decisions:
-            if decision.recipe is not None and decision.recipe.format == E4M3FNUZ:
-                reason = "the CUDA provider quantizes to E4M3FN and E5M2"
-                return f"site '{decision.site}' asks for E4M3FNUZ: {reason}"
+    for decision in plan.decisions if provider.key == CUDA.key else ():
+        if decision.recipe is not None and decision.recipe.format == E4M3FNUZ:
+            return f"site '{decision.site}' asks for E4M3FNUZ: the CUDA provider quantizes to E4M3FN and E5M2"
     if provider.key == TENSORRT.key and plan.base is Precision.FP32:
         return "the TensorRT provider has no option that keeps FP32 products from running in TF32"
     if provider.key == CPU.key and not plan.quantized_sites and plan.base is not Precision.FP32:
-        lacks = f"the CPU provider has no {plan.base.upper()} products"
+        lacks = f"the CPU provider has no {plan.base.upper()} products: it would run"
         if plan.id == plan.base:
-            return f"{lacks}: it would run plan '{plan.id}' in FP32 between casts"
-        return (
-            f"no site of plan '{plan.id}' is quantized, which makes it plan '{plan.base}', and {lacks}: "
-            "it would run it in FP32 between casts"
-        )
+            return f"{lacks} plan '{plan.id}' in FP32 between casts"
+        unlike = f"no site of plan '{plan.id}' is quantized, which makes it plan '{plan.base}'"
+        return f"{unlike}, and {lacks} it in FP32 between casts"
     return None
 
 

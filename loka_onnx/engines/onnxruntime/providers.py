@@ -1,7 +1,6 @@
 """Execution providers of ONNX Runtime: their options, their availability on this host, and sessions on them.
 
-Sources: onnxruntime.ai, pages of the CUDA, TensorRT and MIGraphX execution providers, and in its repository
-`core/providers/<provider>/…_execution_provider_info.cc` for the names of options.
+Sources: onnxruntime.ai, pages of the execution providers; `core/providers/<provider>/…_provider_info.cc`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 
 from loka_onnx.core.installation import cache_directory
 from loka_onnx.errors import ConfigError, EngineError, MissingPackage, ModelError
+from loka_onnx.sessions.backends import in_line
 from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.host_devices import list_amd_architectures
 from loka_onnx.sessions.model_files import read_model
@@ -30,11 +30,9 @@ class Provider:
         name: ONNX Runtime's name.
         package: Optional dependency of this project that provides it.
         memory: ONNX Runtime's name for the memory of inputs and outputs; "cpu" for a provider that copies.
-        compiles: Whether it compiles subgraphs to programs, which are kept beside the engine: they are code,
-            for one architecture and one version.
+        compiles: Whether it compiles subgraphs to programs, for one architecture and one version.
         graph_option: Option that records runs on fixed buffers as CUDA graphs, if it has one.
-        options: Options that an engine's settings may set; none names a file or a library, because an engine
-            need not be trusted.
+        options: Options that an engine's settings may set; none names a file or a library.
     """
 
     key: str
@@ -112,14 +110,13 @@ def provider_chain(
     own = {"device_id": str(device), **options}
     if provider.key == MIGRAPHX.key and programs is not None:
         own |= {"migraphx_model_cache_dir": str(programs)}
-    if provider.key == TENSORRT.key and programs is not None:
+    if provider.key != TENSORRT.key:
+        return [(provider.name, own), (CPU.name, {})]
+    if programs is not None:
         own |= {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(programs)}
-    if provider.key == TENSORRT.key and timing is not None:
+    if timing is not None:
         own |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": str(timing)}
-    chain = [(provider.name, own)]
-    if provider.key == TENSORRT.key:
-        chain.append((CUDA.name, {"device_id": str(device), "use_tf32": "0"}))
-    return [*chain, (CPU.name, {})]
+    return [(provider.name, own), (CUDA.name, {"device_id": str(device), "use_tf32": "0"}), (CPU.name, {})]
 
 
 def timing_directory(version: str) -> Path:
@@ -132,13 +129,11 @@ def why_no_provider(provider: Provider) -> str:
     try:
         offered = import_onnxruntime().get_available_providers()
     except MissingPackage as error:
-        return f"{error.what}; {error.remedy}"
+        return in_line(error)
     if provider.name in offered:
         return ""
-    return (
-        f"this build of ONNX Runtime has no {provider.name} (it has {', '.join(offered)}); "
-        f"pip install 'loka-onnx[{provider.package}]' in place of it"
-    )
+    remedy = f"pip install 'loka-onnx[{provider.package}]' in place of it"
+    return f"this build of ONNX Runtime has no {provider.name} (it has {', '.join(offered)}); {remedy}"
 
 
 def host_blocker(provider: Provider, architecture: str) -> str:
@@ -178,11 +173,9 @@ class PlacedNode:
 def start_session(engine: Path, settings: Any, chain: list[tuple[str, dict[str, str]]]) -> Any:
     """Start an `onnxruntime.InferenceSession` that runs on the first provider of a `provider_chain`.
 
-    By itself, ONNX Runtime falls back to the CPU where a provider does not start, and only logs it.
-
     Raises:
         ModelError: ONNX Runtime refuses the model.
-        EngineError: The provider does not start.
+        EngineError: The provider does not start: ONNX Runtime only logs that it falls back to the CPU.
     """
     ort = import_onnxruntime()
     name = chain[0][0]

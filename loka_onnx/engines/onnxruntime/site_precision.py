@@ -20,7 +20,6 @@ from loka_onnx.engines.onnx_operands import INTEGER_OPS, OperandReader, Source, 
 from loka_onnx.engines.onnxruntime.providers import PlacedNode, Provider, provider_chain, start_session
 from loka_onnx.sessions.onnx_session import import_onnxruntime, keep_float8_exact
 
-BIG_INITIALIZER_BYTES = "1024"
 TYPE_NAMES = {Precision.FP32: "float", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
 """ONNX names of base precisions."""
 SHOWN = 20
@@ -46,26 +45,21 @@ class Graphs:
 
 
 class Placement:
-    """Providers of the nodes; `provider` should run all of them."""
+    """Providers of the nodes; the one named `provider` should run all of them."""
 
     def __init__(self, provider: Provider, nodes: Sequence[PlacedNode]) -> None:
-        self._provider = provider
+        self.provider = provider.name
         self._nodes = tuple(nodes)
         self._by_name = {node.name: node.provider for node in nodes if node.name}
-
-    @property
-    def provider(self) -> str:
-        """ONNX Runtime's name of the provider that should run every node."""
-        return self._provider.name
 
     def why_elsewhere(self, node: onnx.NodeProto) -> str:
         """Reason why the provider does not run a node; empty when it does."""
         placed = self._by_name.get(node.name)
-        if placed == self._provider.name:
+        if placed == self.provider:
             return ""
         if placed is None:
             return f"ONNX Runtime does not say which provider runs {node.op_type} '{node.name}'"
-        return f"{node.op_type} '{node.name}' runs on {placed}: {self._provider.name} does not take it"
+        return f"{node.op_type} '{node.name}' runs on {placed}: {self.provider} does not take it"
 
     def describe(self) -> str:
         """Describe the placement for the log: counts by provider, and misplaced nodes."""
@@ -79,9 +73,7 @@ class Placement:
 def dump_optimized(
     engine: Path, target: Path, provider: Provider, device: int = 0, *, keeps_float8: bool = True
 ) -> None:
-    """Write the graph at the optimization level of FP8 (higher levels change no types), or as it is loaded
-    without FP8.
-    """
+    """Write the graph as it is loaded with FP8 (higher levels change no types), or without."""
     ort = import_onnxruntime()
     settings = ort.SessionOptions()
     settings.log_severity_level = 3
@@ -90,7 +82,7 @@ def dump_optimized(
     settings.optimized_model_filepath = os.fspath(target)
     external = "session.optimized_model_external_initializers"
     settings.add_session_config_entry(f"{external}_file_name", f"{target.name}.data")
-    settings.add_session_config_entry(f"{external}_min_size_in_bytes", BIG_INITIALIZER_BYTES)
+    settings.add_session_config_entry(f"{external}_min_size_in_bytes", "1024")
     start_session(engine, settings, provider_chain(provider, {}, device, None))
 
 
@@ -128,14 +120,13 @@ def site_precision(
 
 def _integer_precision(site: str, graphs: Graphs) -> SitePrecision:
     """Read whether a site runs in an integer kernel of the optimized graph."""
-    reader = graphs.integers
-    node = None if reader is None else reader.product(site)
-    name = "the graph as ONNX Runtime optimized it (ALL)"
+    reader, name = graphs.integers, "the graph as ONNX Runtime optimized it (ALL)"
+    node = reader.product(site) if reader is not None else None
     if reader is None or node is None:
         return SitePrecision(site, Precision.INT8, (), False, f"no node of that name in {name}")
-    engaged, operands = node.op_type in INTEGER_OPS, reader.operands(node)
+    engaged = node.op_type in INTEGER_OPS
     how = "" if engaged else "not INT8: ONNX Runtime has not fused its Q/DQ, and multiplies FP32; "
-    kinds = tuple(source.describe() for source in operands)
+    kinds = tuple(source.describe() for source in reader.operands(node))
     return SitePrecision(site, Precision.INT8, kinds, engaged, f"{how}{node.op_type} '{node.name}' of {name}")
 
 

@@ -14,8 +14,7 @@ from loka_onnx.core.devices import CPU
 from loka_onnx.engines.onnxruntime.io_binding_settings import SETTINGS_FILE, IoBindingSettings
 from loka_onnx.engines.onnxruntime.providers import CUDA, MIGRAPHX, TENSORRT, Provider, provider_for
 from loka_onnx.engines.triton.forms import Form, Refusal, Source, model_of
-from loka_onnx.engines.triton.models import VERSION, ModelFile
-from loka_onnx.engines.triton.text_format import Fields, entries
+from loka_onnx.engines.triton.models import VERSION, Fields, ModelFile, entries
 from loka_onnx.sessions.model_files import data_locations, read_model
 from loka_onnx.sessions.onnx_session import holds_float8
 

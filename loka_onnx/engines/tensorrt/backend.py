@@ -1,7 +1,7 @@
 """TensorRT, and TensorRT for RTX: FP8 engines for NVIDIA GPUs.
 
 TensorRT's builder times tactics on the GPU that the engine is for, so that it gets the device alone, and its
-timings are kept for the next build (`timing_cache`). TensorRT for RTX builds without a GPU, and compiles
+timings are kept for the next build (`build`). TensorRT for RTX builds without a GPU, and compiles
 kernels when it loads. FP8 sites are read from each engine, because both fall back silently
 (`site_precision`).
 
@@ -22,8 +22,7 @@ LayerNormalization → Q                                      Q is part of the n
 * An FP8 product is a kernel of its own: bias, activation and the next Q form a second one, which a BF16
   product absorbs (``FcAddRelu``). A small FP8 site therefore costs another pass over its output.
 * Q directly behind a product becomes part of it. Several merged sites then write their sums in FP8 and
-  rescale
-  them: one rounding more than in the ONNX graph, as the evidence of such sites says.
+  rescale them: one rounding more than in the ONNX graph, as the evidence of such sites says.
 * BF16 attention is one kernel; FP8 attention is separate products.
 * `dialect` keeps tables from being stored twice, and merged queries, keys and values in FP8.
 """
@@ -42,13 +41,18 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.request import BuildRequest
-from loka_onnx.engines.tensorrt.build import OPTIONS, BuildSettings, build_engine, known_capabilities
+from loka_onnx.engines.tensorrt.build import (
+    OPTIONS,
+    BuildSettings,
+    build_engine,
+    known_capabilities,
+    timing_cache_file,
+)
 from loka_onnx.engines.tensorrt.compiled_graph import ANY_ARCHITECTURE, read_compiled_graphs
 from loka_onnx.engines.tensorrt.inspector import read_layers
 from loka_onnx.engines.tensorrt.session import open_engine
 from loka_onnx.engines.tensorrt.site_precision import layer_precisions, site_precisions
 from loka_onnx.engines.tensorrt.spec import TENSORRT, TENSORRT_RTX, TensorRtSpec
-from loka_onnx.engines.tensorrt.timing_cache import timing_cache_file
 from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.cuda import CudaContext, first_gpu, list_cuda_devices, why_no_gpu
 from loka_onnx.sessions.runner import Runner
@@ -146,11 +150,7 @@ class TensorRtBackend(TensorRtFamily):
             return super().compile(request, into)
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
-        """Read the engine inspector.
-
-        Raises:
-            EngineError: The engine does not load, or its layers are not described.
-        """
+        """Read the engine inspector; an `EngineError` where the engine does not load or is not described."""
         trt = self.spec.load_library()
         with _on_gpu(request) as device:
             runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
@@ -177,11 +177,7 @@ class TensorRtRtxBackend(TensorRtFamily):
         return _asked(request)
 
     def read_precision(self, request: BuildRequest, engine: Path) -> tuple[SitePrecision, ...]:
-        """Read the compiled graph in the engine.
-
-        Raises:
-            EngineError: The engine was compiled for another architecture.
-        """
+        """Read the compiled graph in the engine; an `EngineError` where it is for another architecture."""
         graphs = read_compiled_graphs(engine)
         compiled_for = {architecture for graph in graphs for architecture in graph.architectures}
         if others := compiled_for - {request.architecture, ANY_ARCHITECTURE}:

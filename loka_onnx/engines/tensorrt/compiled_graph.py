@@ -45,16 +45,14 @@ LAYER = re.compile(r"\[ONNX Layer: (.*?)\](?=\x1f|$|\[ONNX Layer: )", re.DOTALL)
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the compiled graph.
+    """A tensor of the compiled graph, whose names are other than in the ONNX graph.
 
     Attributes:
-        name: Its name there, other than in the ONNX graph.
         type: Element type as the compiler spells it: ``fp8_e4m3``, ``bf16``, ``half``, ``float``, …
         constant_bytes: Size of a constant in the engine, else 0.
         base: Tensor of which this is a view (``sub_tensor``), or its own name.
     """
 
-    name: str
     type: str
     constant_bytes: int
     base: str
@@ -107,17 +105,14 @@ class _Block:
 
 def read_compiled_graphs(engine: Path) -> tuple[CompiledGraph, ...]:
     """Parse every compiled graph of a serialized engine; empty when there is none."""
-    return tuple(parse_compiled_graph(text) for text in compiled_graph_texts(engine))
+    return tuple(map(parse_compiled_graph, compiled_graph_texts(engine)))
 
 
 def compiled_graph_texts(engine: Path) -> tuple[str, ...]:
     """Extract the text of every compiled graph from a serialized engine."""
     with engine.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return tuple(
-            match.group().decode("latin-1")
-            for start in SECTION_START.finditer(data)
-            if (match := TEXT.match(data, start.start())) is not None
-        )
+        found = (TEXT.match(data, start.start()) for start in SECTION_START.finditer(data))
+        return tuple(match.group().decode("latin-1") for match in found if match is not None)
 
 
 def parse_compiled_graph(text: str) -> CompiledGraph:
@@ -136,7 +131,7 @@ def parse_compiled_graph(text: str) -> CompiledGraph:
     header = sections["header"]
     tensors = {
         name: Tensor(
-            name, value.text("type"), int(value.text("const_payload_size") or 0), value.text("base") or name
+            value.text("type"), int(value.text("const_payload_size") or 0), value.text("base") or name
         )
         for key, value in sections["descriptors"].entries
         if key in {"tensor", "sub_tensor"} and isinstance(value, _Block) and (name := value.text("name"))

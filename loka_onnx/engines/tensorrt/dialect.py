@@ -25,6 +25,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from loka_onnx.engines.onnx_operands import attribute
+
 MOVEMENTS = frozenset(
     {
         *("Concat", "Flatten", "Gather", "Identity", "Reshape"),
@@ -151,7 +153,7 @@ def _heads_behind(index: _Graph, integers: dict[str, tuple[int, ...]], split: on
         if part in index.outputs or len(readers) != 1 or readers[0].op_type != "Reshape":
             return None
         shape = integers.get(readers[0].input[1])
-        if shape is None or len(shape) < 3 or _integer(readers[0], "allowzero"):
+        if shape is None or len(shape) < 3 or attribute(readers[0], "allowzero", 0):
             return None
         shapes.append(shape)
     lead, width = shapes[0][:-2], shapes[0][-1]
@@ -168,9 +170,5 @@ def _keeps_rows(split: onnx.NodeProto, lead: Sequence[int]) -> bool:
     A -1 follows from the rest, which is in proportion. A 0 copies the size of an axis, which must not be the
     cut one; the last axis of a product is not its first.
     """
-    axis = _integer(split, "axis")
+    axis = attribute(split, "axis", 0)
     return 0 not in lead[1:] if axis == -1 else axis == len(lead)
-
-
-def _integer(node: onnx.NodeProto, name: str) -> int:
-    return next((attribute.i for attribute in node.attribute if attribute.name == name), 0)

@@ -32,10 +32,7 @@ BEGUN, REFUSED = "loka-onnx: opening", 3
 def check_opens(module: str, version: str, engine: Path, device: CudaDevice) -> None:
     """Open and close an engine in a child process, unless it has opened here before.
 
-    An engine that is refused without a crash passes: the next opening raises that error.
-
-    Raises:
-        EngineError: The child ended while the library opened the engine.
+    An `EngineError` where the child ends meanwhile; a refusal passes: the next opening raises it.
     """
     known = [digest_file(engine), module, version, driver_version(), device.name, device.index]
     marker = cache_directory() / "opened" / digest_json(known)

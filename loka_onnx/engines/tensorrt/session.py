@@ -8,11 +8,9 @@ second time that a tuned batch size comes, this work is captured into a CUDA gra
 from then on. A smaller request is padded to the next tuned size of at most `buckets.MOST_PADDING` times its
 rows. TensorRT's rules for graphs (developer guide, "CUDA Graphs"): a graph belongs to the shapes, buffers and
 execution context of its capture; the context must have run with them before, and must not be changed
-afterwards. Each tuned size therefore has its own execution context, at the cost of its activations' memory,
-and a graph is dropped when a buffer moves.
+afterwards. Each tuned size therefore has its own context, and a graph is dropped when a buffer moves.
 
-An engine is a program: TensorRT for RTX compiles the kernel sources in it on loading, and TensorRT's holds
-machine code. Load one only from someone who may run code on the host.
+An engine is a program: load one only from someone who may run code on the host.
 """
 
 from __future__ import annotations
@@ -107,10 +105,7 @@ class _Instance:
 
 
 class TensorRtSession(Runner):
-    """A deserialized engine with its execution contexts, buffers and CUDA graphs of tuned batch sizes.
-
-    Calls from several threads run one after the other.
-    """
+    """A deserialized engine; calls from several threads run one after the other."""
 
     def __init__(self, trt: Any, engine: Path, device: int = 0) -> None:
         self._trt, self._index = trt, device
@@ -137,16 +132,19 @@ class TensorRtSession(Runner):
             raise
 
     def _describe(self) -> None:
-        names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
-        is_input = {
-            name: self._engine.get_tensor_mode(name) == self._trt.TensorIOMode.INPUT for name in names
-        }
-        self._inputs = tuple(name for name in names if is_input[name])
-        self._outputs = tuple(name for name in names if not is_input[name])
+        engine, kind = self._engine, self._trt.TensorIOMode.INPUT
+        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        self._inputs = tuple(name for name in names if engine.get_tensor_mode(name) == kind)
+        self._outputs = tuple(name for name in names if name not in self._inputs)
         self._types = {name: self._numpy_type(name) for name in names}
-        self._batched = tuple(name for name in self._inputs if self._is_batched(name))
-        self._follows = frozenset(name for name in self._outputs if self._is_batched(name))
-        self._profiles = self._served_sizes()
+        dynamic = [name for name in names if tuple(engine.get_tensor_shape(name))[:1] == (-1,)]
+        self._batched = tuple(name for name in self._inputs if name in dynamic)
+        self._follows = frozenset(dynamic).difference(self._inputs)
+        self._profiles: dict[int, int] = {}
+        """Optimization profile of each tuned batch size; the last, narrowest one where there are several."""
+        for profile in range(engine.num_optimization_profiles) if self._batched else ():
+            _, tuned, _ = engine.get_tensor_profile_shape(self._batched[0], profile)
+            self._profiles[int(tuned[0])] = profile
 
     @property
     def served_sizes(self) -> tuple[int, ...]:
@@ -176,20 +174,14 @@ class TensorRtSession(Runner):
         return self._cuda.stream
 
     def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
-        """Run one batch on the device, copying into and out of the engine's buffers.
-
-        CUDA graphs use fixed addresses, so that the engine cannot use the caller's.
-        """
+        """Run one batch on the device, through the engine's buffers: CUDA graphs have fixed addresses."""
         check_types(inputs, {name: self._types[name] for name in self._inputs})
         with self._lock:
             self._cuda.activate()
             shapes = {name: inputs[name].shape for name in self._inputs}
-            size = self._padded_rows(shapes)
-            instance = self._instance(size)
-            self._bind(instance, {name: self._of_size(name, shape, size) for name, shape in shapes.items()})
+            instance = self._instance_for(shapes)
             for name, shape in instance.inputs.items():
-                address = self._cuda.reserve(name, self._size(name, shape))
-                given = inputs[name]
+                address, given = self._cuda.reserve(name, self._size(name, shape)), inputs[name]
                 if shape == given.shape:
                     self._cuda.copy(address, given.address, given.nbytes)
                 else:
@@ -243,10 +235,7 @@ class TensorRtSession(Runner):
         """Stage a batch in page-locked memory and return its execution context."""
         self._cuda.activate()
         values = {name: inputs[name].astype(self._types[name], copy=False) for name in self._inputs}
-        shapes = {name: value.shape for name, value in values.items()}
-        size = self._padded_rows(shapes)
-        instance = self._instance(size)
-        self._bind(instance, {name: self._of_size(name, shape, size) for name, shape in shapes.items()})
+        instance = self._instance_for({name: value.shape for name, value in values.items()})
         for name, value in values.items():
             staged = self._cuda.staging(name, instance.inputs[name], value.dtype)
             if staged.shape == value.shape:
@@ -260,16 +249,6 @@ class TensorRtSession(Runner):
         counts = {shapes[name][:1] for name in self._batched}
         return next(iter(counts.pop()), None) if len(counts) == 1 else None
 
-    def _padded_rows(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-        """Rows that the engine runs for a request: the next tuned size, unless that is too far."""
-        rows = self._rows(shapes)
-        if not rows:
-            return rows
-        return padded_rows(rows, self.served_sizes) or rows
-
-    def _of_size(self, name: str, shape: tuple[int, ...], size: int | None) -> tuple[int, ...]:
-        return (size, *shape[1:]) if size is not None and name in self._batched else shape
-
     def _cut(
         self, name: str, shape: tuple[int, ...], inputs: Mapping[str, tuple[int, ...]]
     ) -> tuple[int, ...]:
@@ -277,24 +256,30 @@ class TensorRtSession(Runner):
         rows = self._rows(inputs)
         return (rows, *shape[1:]) if rows is not None and name in self._follows else shape
 
-    def _instance(self, size: int | None) -> _Instance:
-        """Return the execution context of a batch; each tuned size has its own."""
-        if size is None or size not in self._profiles:
-            return self._general
+    def _instance_for(self, shapes: Mapping[str, tuple[int, ...]]) -> _Instance:
+        """Return the execution context that runs a request, of the next tuned size unless that is too far."""
+        rows = self._rows(shapes)
+        size = (padded_rows(rows, self.served_sizes) if rows else None) or rows
+        if size is not None:
+            shapes = {n: (size, *s[1:]) if n in self._batched else s for n, s in shapes.items()}
+        instance = self._tuned_instance(size) if size in self._profiles else self._general
+        self._bind(instance, dict(shapes))
+        return instance
+
+    def _tuned_instance(self, size: int) -> _Instance:
         if size not in self._instances:
-            context = self._engine.create_execution_context()
-            if context is None or not self._choose_profile(context, self._profiles[size]):
+            context, profile = self._engine.create_execution_context(), self._profiles[size]
+            chosen = context is not None and (
+                not profile or context.set_optimization_profile_async(profile, self._cuda.stream)
+            )
+            self._cuda.synchronize()
+            if not chosen:
                 raise EngineError(
                     f"E2805 {self._trt.__name__} makes no execution context for batches of {size}",
-                    evidence=f"optimization profile {self._profiles[size]}; the device may lack memory",
+                    evidence=f"optimization profile {profile}; the device may lack memory",
                 )
             self._instances[size] = _Instance(context, is_captured=True)
         return self._instances[size]
-
-    def _choose_profile(self, context: Any, profile: int) -> bool:
-        chosen = not profile or bool(context.set_optimization_profile_async(profile, self._cuda.stream))
-        self._cuda.synchronize()
-        return chosen
 
     def _bind(self, instance: _Instance, shapes: dict[str, tuple[int, ...]]) -> None:
         """Set shapes and buffers that differ from the context's."""
@@ -311,17 +296,15 @@ class TensorRtSession(Runner):
                     )
             instance.outputs = {name: tuple(context.get_tensor_shape(name)) for name in self._outputs}
             instance.inputs = shapes
-        everything = {**instance.inputs, **instance.outputs}
-        addresses = {name: self._reserve(name, shape) for name, shape in everything.items()}
+        addresses = {}
+        for name, shape in (instance.inputs | instance.outputs).items():
+            self._cuda.staging(name, shape, self._types[name])
+            addresses[name] = self._cuda.reserve(name, self._size(name, shape))
         if instance.moves != self._cuda.moves:
             instance.drop_graphs()
             for name, address in addresses.items():
                 context.set_tensor_address(name, address)
             instance.moves = self._cuda.moves
-
-    def _reserve(self, name: str, shape: tuple[int, ...]) -> int:
-        self._cuda.staging(name, shape, self._types[name])
-        return self._cuda.reserve(name, self._size(name, shape))
 
     def _execute(self, instance: _Instance) -> None:
         if instance.is_warm and instance.graph is None:
@@ -360,19 +343,6 @@ class TensorRtSession(Runner):
 
     def _size(self, name: str, shape: tuple[int, ...]) -> int:
         return int(np.prod(shape, dtype=np.int64)) * self._types[name].itemsize
-
-    def _is_batched(self, name: str) -> bool:
-        shape = tuple(self._engine.get_tensor_shape(name))
-        return bool(shape) and shape[0] < 0
-
-    def _served_sizes(self) -> dict[int, int]:
-        """Optimization profile of each tuned batch size; the last, narrowest one where there are several."""
-        profiles: dict[int, int] = {}
-        if self._batched:
-            for profile in range(self._engine.num_optimization_profiles):
-                _, tuned, _ = self._engine.get_tensor_profile_shape(self._batched[0], profile)
-                profiles[int(tuned[0])] = profile
-        return profiles
 
     def _numpy_type(self, name: str) -> np.dtype[Any]:
         kind = self._engine.get_tensor_dtype(name)

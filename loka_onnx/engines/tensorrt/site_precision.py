@@ -138,10 +138,7 @@ def _kernels_in_graphs(graphs: Sequence[CompiledGraph], site: Site) -> list[_Ker
 
 
 def _is_rounded_twice(graph: CompiledGraph, product: Operation, own: Sequence[Operation]) -> bool:
-    """True if a product writes FP8 and another kernel of its site rescales that to FP8.
-
-    Seen where merged sites are each followed directly by Q: one rounding more than in the ONNX graph.
-    """
+    """True if a product writes FP8 that another kernel rescales: merged sites, each with Q behind it."""
 
     def writes_float8(operation: Operation) -> bool:
         return any(graph.type_of(tensor) == FLOAT8 for tensor in operation.outputs)

@@ -19,11 +19,7 @@ from loka_onnx.sessions.runner import Runner
 
 @dataclass(frozen=True)
 class TensorRtSpec(BackendSpec):
-    """A backend on the TensorRT API.
-
-    Attributes:
-        package: Its package on PyPI.
-    """
+    """A backend on the TensorRT API; `package` is its library's on PyPI."""
 
     package: str = ""
 

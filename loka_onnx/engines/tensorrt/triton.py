@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from loka_onnx.engines.triton.forms import Form, Refusal, Source, model_of
-from loka_onnx.engines.triton.models import Port
-from loka_onnx.engines.triton.text_format import Fields, entries
+from loka_onnx.engines.triton.models import Fields, Port, entries
 
 
 def triton_form(source: Source) -> Form | Refusal:

@@ -3,9 +3,9 @@
 Every form is one function, in `triton.py` of its backend: it takes an engine of the bundle, and returns a
 model or the reason why there is none. A form reports the options that Triton does not pass on to its library.
 
-Sources, all of github.com/triton-inference-server: `onnxruntime_backend` (README, and `src/onnxruntime.cc`
-for what it parses), `tensorrt_backend` (`src/tensorrt_model.cc`, `src/instance_state.cc`), `pytorch_backend`
-(`src/pt2/`), `python_backend` (README).
+Sources, all of github.com/triton-inference-server: `onnxruntime_backend` (README, `src/onnxruntime.cc`),
+`tensorrt_backend` (`src/tensorrt_model.cc`, `src/instance_state.cc`), `pytorch_backend` (`src/pt2/`),
+`python_backend` (README).
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ class Source:
 
     Attributes:
         bundle: Directory of the verified bundle.
-        name: Name of the model to make.
+        name: Name of the model to make; `parameters` state its origin.
         sample: One array per input.
-        parameters: Origin of the model.
         instances: Instances of the model on each device.
     """
 
@@ -75,11 +74,7 @@ class Refusal:
 
 
 def form_of(source: Source) -> Form | Refusal:
-    """The model that serves an engine, or why there is none.
-
-    Raises:
-        BundleError: An input or output is of a kind that Triton cannot have.
-    """
+    """The model that serves an engine, or why there is none; a `BundleError` as of `ports_of`."""
     if not has_spec(source.entry.backend):
         return Refusal(f"Triton has no backend for engines of {source.entry.backend}")
     spec = get_spec(source.entry.backend)

@@ -3,47 +3,51 @@
 A tensor of one number per row has no dimension left without the batch; `dims` must not be empty, so such a
 tensor is declared as ``[1]`` and reshaped to nothing, and clients send it as (rows, 1).
 
-Source: `model_config.proto` of triton-inference-server/common, and what the server checks of it
-(`model_config_utils.cc`, `ensemble_utils.cc` of triton-inference-server/core).
+Sources: `model_config.proto` of triton-inference-server/common, and what the server checks of it
+(`model_config_utils.cc`, `ensemble_utils.cc` of triton-inference-server/core); protobuf.dev, "Text Format
+Language Specification". Triton's messages come with its client, which an exporting host need not have.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Union
 
 from loka_onnx.core.artifact import TensorSpec
-from loka_onnx.engines.triton.text_format import Fields, Symbol, entries, render
 from loka_onnx.errors import BundleError, ConfigError
 
-VERSION = "1"
-"""Directory of the only version of each model."""
-WARMUP = "warmup"
-"""The server's directory of rows for warming up a model."""
+VERSION, WARMUP = "1", "warmup"
+"""Directories of the only version of each model, and of rows for warming it up."""
 PARAMETER = "loka_onnx."
 """Prefix of the parameters that state the origin of a model."""
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 DATA_TYPES: Mapping[str, str] = {
-    "bool": "TYPE_BOOL",
-    "uint8": "TYPE_UINT8",
-    "uint16": "TYPE_UINT16",
-    "uint32": "TYPE_UINT32",
-    "uint64": "TYPE_UINT64",
-    "int8": "TYPE_INT8",
-    "int16": "TYPE_INT16",
-    "int32": "TYPE_INT32",
-    "int64": "TYPE_INT64",
-    "float16": "TYPE_FP16",
-    "float32": "TYPE_FP32",
-    "float64": "TYPE_FP64",
+    name: f"TYPE_{name.upper().replace('FLOAT', 'FP')}"
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64"),
+    )
 }
 """Triton's name of an element type, by NumPy's."""
 
 OPEN = -1
 """Size of an axis that each request chooses."""
+
+
+class Symbol(str):
+    """Name of an enumerator, written without quotes."""
+
+    __slots__ = ()
+
+
+Value = Union[str, int, "Fields"]
+"""A string, an enumerator (`Symbol`), a number, a flag, or the fields of a message."""
+Fields = tuple[tuple[str, Value], ...]
+"""A message: names and values; a repeated field stands several times."""
 
 
 @dataclass(frozen=True)
@@ -78,23 +82,23 @@ def ports_of(specs: tuple[TensorSpec, ...], names: Mapping[str, str] | None = No
     Raises:
         BundleError: A tensor has no batch, or an element type that Triton's protocol lacks.
     """
-    return tuple(_port(spec, spec.name if names is None else names[spec.name]) for spec in specs)
-
-
-def _port(spec: TensorSpec, name: str) -> Port:
-    if not spec.shape or spec.shape[0] is not None:
-        raise BundleError(
-            f"E2810 Triton cannot batch requests of a model whose '{spec.name}' has no batch",
-            evidence=f"its shape is {spec.shape}",
-            remedy="export the model with a dynamic axis 0 on every input and output",
-        )
-    if spec.dtype not in DATA_TYPES:
-        raise BundleError(
-            f"E2811 Triton's protocol has no element type for '{spec.name}'",
-            evidence=f"its type is {spec.dtype}; known are {', '.join(DATA_TYPES)}",
-            remedy="cast it inside the model",
-        )
-    return Port(name, spec.name, spec.dtype, spec.shape[1:])
+    ports = []
+    for spec in specs:
+        if not spec.shape or spec.shape[0] is not None:
+            raise BundleError(
+                f"E2810 Triton cannot batch requests of a model whose '{spec.name}' has no batch",
+                evidence=f"its shape is {spec.shape}",
+                remedy="export the model with a dynamic axis 0 on every input and output",
+            )
+        if spec.dtype not in DATA_TYPES:
+            raise BundleError(
+                f"E2811 Triton's protocol has no element type for '{spec.name}'",
+                evidence=f"its type is {spec.dtype}; known are {', '.join(DATA_TYPES)}",
+                remedy="cast it inside the model",
+            )
+        name = spec.name if names is None else names[spec.name]
+        ports.append(Port(name, spec.name, spec.dtype, spec.shape[1:]))
+    return tuple(ports)
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,8 @@ class BackendModel:
         """Its `config.pbtxt`."""
         platform: Fields = (("platform", self.platform),) if self.platform else ()
         optimization: Fields = (("optimization", self.optimization),) if self.optimization else ()
+        sizes: Fields = tuple(("preferred_batch_size", size) for size in self.sizes)
+        delay = options.queue_delay_us if self.queues else 0
         return render(
             (
                 ("name", self.name),
@@ -194,18 +200,13 @@ class BackendModel:
                 ("max_batch_size", self.maximum),
                 *(("input", port.declared()) for port in self.inputs),
                 *(("output", port.declared()) for port in self.outputs),
-                ("dynamic_batching", self._batching(options)),
+                ("dynamic_batching", (*sizes, ("max_queue_delay_microseconds", delay))),
                 ("instance_group", (("count", options.instances), ("kind", Symbol(self.kind)))),
                 *optimization,
                 *(("model_warmup", self._warmup(size)) for size in sorted({self.minimum, *self.sizes})),
                 *_parameters(self.parameters),
             )
         )
-
-    def _batching(self, options: TritonOptions) -> Fields:
-        sizes: Fields = tuple(("preferred_batch_size", size) for size in self.sizes)
-        delay = options.queue_delay_us if self.queues else 0
-        return (*sizes, ("max_queue_delay_microseconds", delay))
 
     def _warmup(self, size: int) -> Fields:
         rows = {
@@ -239,10 +240,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Ensemble:
-    """Models one after the other, under one name; the server passes tensors on.
+    """Models one after the other, under one name; no step takes fewer rows than `maximum`.
 
-    The server refuses an input that no step reads. `maximum` is the most rows of a request: no step takes
-    fewer.
+    The server passes tensors on, and refuses an input that no step reads.
     """
 
     name: str
@@ -270,3 +270,46 @@ class Ensemble:
 
 def _parameters(values: Mapping[str, str]) -> Fields:
     return entries("parameters", {key: (("string_value", value),) for key, value in values.items()})
+
+
+def entries(field: str, values: Mapping[str, Value]) -> Fields:
+    """A field of type `map`, sorted by key."""
+    return tuple((field, (("key", key), ("value", values[key]))) for key in sorted(values))
+
+
+def render(fields: Fields) -> str:
+    """A message as text, ending with a newline unless it is empty."""
+    return "".join(f"{line}\n" for line in _lines(fields, 0))
+
+
+def _lines(fields: Fields, depth: int) -> Iterator[str]:
+    indent = "  " * depth
+    for name, group in itertools.groupby(fields, key=lambda field: field[0]):
+        values = [value for _, value in group]
+        if len(values) > 1 and not any(isinstance(value, tuple) for value in values):
+            yield f"{indent}{name}: [{', '.join(map(_scalar, values))}]"
+            continue
+        for value in values:
+            if not isinstance(value, tuple):
+                yield f"{indent}{name}: {_scalar(value)}"
+            elif not value:
+                yield f"{indent}{name} {{}}"
+            else:
+                yield f"{indent}{name} {{"
+                yield from _lines(value, depth + 1)
+                yield f"{indent}}}"
+
+
+def _scalar(value: Value) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | Symbol):
+        return str(value)
+    return f'"{"".join(map(_escaped, str(value).encode()))}"'
+
+
+def _escaped(byte: int) -> str:
+    plain = chr(byte)
+    if plain in {'"', "\\"}:
+        return f"\\{plain}"
+    return plain if plain.isascii() and plain.isprintable() else f"\\{byte:03o}"

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.cli.bundle import export_triton as export_triton_command
-from loka_onnx.engines.triton.models import DATA_TYPES
-from loka_onnx.engines.triton.text_format import Symbol, entries, render
+from loka_onnx.engines.triton.models import DATA_TYPES, Symbol, entries, render
 
 text_format = pytest.importorskip(
     "google.protobuf.text_format", reason="needs protobuf: pip install protobuf"

@@ -7,9 +7,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
-from onnx import TensorProto as T
 from onnx import helper as h
+from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from loka_onnx.core.formats import Precision
@@ -19,51 +20,36 @@ from loka_onnx.engines.onnxruntime.site_precision import Graphs, site_precision
 F8 = ml_dtypes.float8_e4m3fn
 
 
-def tensor(name: str, value: np.ndarray, kind: int) -> onnx.TensorProto:
-    return h.make_tensor(name, kind, value.shape, value.tobytes(), raw=True)
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """fc: Q/DQ on a transposed activation, per-channel FP8 weight; plain: floats; folded: fused by ORT."""
-    random = np.random.default_rng(0)
-    weight = random.normal(size=(8, 4)).astype(F8)
-    scale = np.array([0.5, 1.0, 2.0, 3.0], np.float32)
-    inits = [
-        tensor("w8", weight, T.FLOAT8E4M3FN),
-        tensor("ws", scale, T.FLOAT),
-        tensor("wz", np.zeros(4, F8), T.FLOAT8E4M3FN),
-        tensor("s", np.array(0.1, np.float32), T.FLOAT),
-        tensor("z", np.array(0, F8), T.FLOAT8E4M3FN),
-        tensor("w", random.normal(size=(4, 4)).astype(np.float32), T.FLOAT),
-    ]
-    nodes = [
-        h.make_node("QuantizeLinear", ["x", "s", "z"], ["xq"], "q"),
-        h.make_node("DequantizeLinear", ["xq", "s", "z"], ["xd"], "dq"),
-        h.make_node("Transpose", ["xd"], ["xt"], "t", perm=[1, 0]),
-        h.make_node("DequantizeLinear", ["w8", "ws", "wz"], ["wd"], "wdq", axis=1),
-        h.make_node("MatMul", ["xt", "wd"], ["y"], "fc"),
-        h.make_node("MatMul", ["y", "w"], ["y2"], "plain"),
-        h.make_node("Gemm", ["y2", "w"], ["out"], "folded/MatMulAddFusion"),
-    ]
-    graph = h.make_graph(
-        nodes,
-        "g",
-        [h.make_tensor_value_info("x", T.FLOAT, [8, "n"])],
-        [h.make_tensor_value_info("out", T.FLOAT, None), h.make_tensor_value_info("wd", T.FLOAT, [8, 4])],
-        inits,
+    made = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]> g (float[8,n] x) => (float out, float[8,4] wd) {
+            q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) t = Transpose<perm=[1,0]>(d)
+            [wdq] wd = DequantizeLinear<axis=1>(w8, ws, wz)
+            [fc] y = MatMul(t, wd) [plain] y2 = MatMul(y, w) [folded] out = Gemm(y2, w)
+        }"""
     )
+    made.graph.node[-1].name = "folded/MatMulAddFusion"
+    random = np.random.default_rng(0)
+    scales = {"ws": np.array([0.5, 1.0, 2.0, 3.0], np.float32), "s": np.array(0.1, np.float32)}
+    constants = {"w8": random.normal(size=(8, 4)).astype(F8), "wz": np.zeros(4, F8), "z": np.array(0, F8)}
+    constants |= scales | {"w": random.normal(size=(4, 4)).astype(np.float32)}
+    made.graph.initializer.extend(numpy_helper.from_array(v, name) for name, v in constants.items())
     path = tmp_path / "model.onnx"
-    made = h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10)
     onnx.save(made, path, save_as_external_data=True, location="model.data", size_threshold=0)
     return path
 
 
-def test_fp8_operands_are_seen_through_layout_ops(model: Path) -> None:
+def operands(model: Path, site: str) -> tuple[Source, ...]:
     reader = OperandReader(model)
-    node = reader.product("fc")
+    node = reader.product(site)
     assert node is not None
-    assert reader.operands(node) == (Source("float", "float8e4m3fn"), Source("float", "float8e4m3fn"))
+    return reader.operands(node)
+
+
+def test_fp8_operands_are_seen_through_layout_ops(model: Path) -> None:
+    assert operands(model, "fc") == (Source("float", "float8e4m3fn"),) * 2
 
 
 def test_where_nothing_is_inferred_the_scale_tells_the_type(model: Path) -> None:
@@ -77,18 +63,12 @@ def test_where_nothing_is_inferred_the_scale_tells_the_type(model: Path) -> None
             node.domain = "com.microsoft"
     proto.opset_import.append(h.make_opsetid("com.microsoft", 1))
     onnx.save(proto, model)
-    reader = OperandReader(model)
-    node = reader.product("fc")
-    assert node is not None
-    assert [source.element_type for source in reader.operands(node)] == ["float", "float"]
+    assert [source.element_type for source in operands(model, "fc")] == ["float", "float"]
 
 
 def test_float_operands_are_floats(model: Path) -> None:
-    reader = OperandReader(model)
-    node = reader.product("plain")
-    assert node is not None
-    assert reader.operands(node) == (Source("float"), Source("float", constant="w"))
-    assert reader.float_types() == {"float", "float8e4m3fn"}
+    assert operands(model, "plain") == (Source("float"), Source("float", constant="w"))
+    assert OperandReader(model).float_types() == {"float", "float8e4m3fn"}
 
 
 def test_a_fused_product_is_found_by_its_first_node(model: Path) -> None:
@@ -117,7 +97,7 @@ def test_a_folded_weight_counts_as_fp8_only_with_fp8_values(model: Path, error: 
     nodes = [node for node in folded.graph.node if node.name != "wdq"]
     del folded.graph.node[:]
     folded.graph.node.extend(nodes)
-    folded.graph.initializer.append(tensor("wd", values + np.float32(error), T.FLOAT))
+    folded.graph.initializer.append(numpy_helper.from_array(values + np.float32(error), "wd"))
     onnx.save(folded, model.with_name("folded.onnx"))
     after = OperandReader(model.with_name("folded.onnx"))
     assert site_precision("fc", Precision.FP8, Graphs(before, after, True)).engaged is engaged

@@ -22,8 +22,7 @@ HEADER = '<ir_version: 10, opset_import: ["" : 21]>'
 def plan_of(base: Precision, float8: NumberFormat | None = None) -> PrecisionPlan:
     decision = Decision("fc", base, None, Verdict.NOT_JUDGED, "")
     if float8 is not None:
-        recipe = Recipe.of(float8)
-        decision = Decision("fc", Precision.FP8, recipe, Verdict.SAFE, "", 1.0, (1.0,))
+        decision = Decision("fc", Precision.FP8, Recipe.of(float8), Verdict.SAFE, "", 1.0, (1.0,))
     return PrecisionPlan("fp8-all" if float8 else base.value, "d", base, (decision,), {}, 0.0)
 
 
@@ -31,18 +30,10 @@ ROWS = "g (float[b,13] x, int64[b,26] ids) => (float[b,13] y) { y = Relu(x) }"
 
 
 def request_for(tmp_path: Path, text: str = ROWS, **options: int) -> BuildRequest:
-    onnx.save(onnx.parser.parse_model(f"{HEADER} {text}"), tmp_path / "m.onnx")
-    return BuildRequest(
-        model=tmp_path / "m.onnx",
-        plan=plan_of(Precision.FP16),
-        sites=(),
-        target="nvidia-h100",
-        architecture="sm90",
-        batch=BatchRange(2, 64, 512, (32, 64, 128)),
-        output=tmp_path / "e",
-        sample=tmp_path / "sample.npz",
-        options=options,
-    )
+    model, batch = tmp_path / "m.onnx", BatchRange(2, 64, 512, (32, 64, 128))
+    onnx.save(onnx.parser.parse_model(f"{HEADER} {text}"), model)
+    plan, where = plan_of(Precision.FP16), ("nvidia-h100", "sm90")
+    return BuildRequest(model, plan, (), *where, batch, tmp_path / "e", model, options=options)
 
 
 @pytest.mark.parametrize(
@@ -67,11 +58,8 @@ def test_cuda_multiplies_no_fnuz() -> None:
 
 def test_cuda_records_graphs_of_the_served_sizes_and_keeps_fp32_exact(tmp_path: Path) -> None:
     settings = settings_for(CUDA, request_for(tmp_path), "1.31.1")
-    assert settings.options == {
-        "arena_extend_strategy": "kSameAsRequested",
-        "enable_cuda_graph": "1",
-        "use_tf32": "0",
-    }
+    arena = {"arena_extend_strategy": "kSameAsRequested"}
+    assert settings.options == {**arena, "enable_cuda_graph": "1", "use_tf32": "0"}
     assert (settings.provider, settings.version) == ("cuda", "1.31.1")
     assert (settings.sizes, settings.programs) == ((32, 64, 128), False)
 

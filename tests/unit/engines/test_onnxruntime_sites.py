@@ -11,12 +11,7 @@ import pytest
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.onnx_operands import OperandReader
 from loka_onnx.engines.onnxruntime.providers import CPU, CUDA, PlacedNode
-from loka_onnx.engines.onnxruntime.site_precision import (
-    Graphs,
-    Placement,
-    dump_optimized,
-    site_precision,
-)
+from loka_onnx.engines.onnxruntime.site_precision import Graphs, Placement, dump_optimized, site_precision
 from loka_onnx.errors import ModelError
 
 ON_CUDA, ON_CPU = CUDA.name, CPU.name
@@ -25,18 +20,14 @@ ON_CUDA, ON_CPU = CUDA.name, CPU.name
 def product_model(folder: Path, kind: str, *, between_casts: bool = False) -> Path:
     """``fc``: x · w of one type, or FP32 between casts as ONNX Runtime runs what it has no kernel for."""
     number = {"float": 1, "float16": 10, "bfloat16": 16}[kind]
-    body = f" h = Cast<to={number}>(x)"
-    left, right = "h", "w"
+    product = "[fc] p = MatMul(h, w)"
     if between_casts:
-        body += " a = Cast<to=1>(h)  c = Cast<to=1>(w)"
-        left, right = "a", "c"
+        product = "a = Cast<to=1>(h)  c = Cast<to=1>(w) [fc] p = MatMul(a, c)"
     text = (
         f'<ir_version: 10, opset_import: ["" : 21]> g (float[b,4] x) => (float[b,2] y)'
-        f" <{kind}[4,2] w = {{1,1,1,1,1,1,1,1}}> {{ {body}"
-        f" p = MatMul({left}, {right})  y = Cast<to=1>(p) }}"
+        f" <{kind}[4,2] w = {{1,1,1,1,1,1,1,1}}> {{ h = Cast<to={number}>(x) {product} y = Cast<to=1>(p) }}"
     )
     model = onnx.parser.parse_model(text)
-    next(node for node in model.graph.node if node.op_type == "MatMul").name = "fc"
     onnx.save(model, folder / "m.onnx")
     return folder / "m.onnx"
 
@@ -46,35 +37,30 @@ def graphs_of(path: Path, *, is_fp32: bool = False) -> Graphs:
     return Graphs(reader, reader, is_fp32)
 
 
-def placed(provider: str, op: str = "MatMul") -> Placement:
-    return Placement(CUDA, [PlacedNode("fc", op, provider), PlacedNode("", "Cast", ON_CUDA)])
+def placed(provider: str) -> Placement:
+    return Placement(CUDA, [PlacedNode("fc", "MatMul", provider), PlacedNode("", "Cast", ON_CUDA)])
 
 
 @pytest.mark.parametrize("kind", ["float", "float16", "bfloat16"])
 def test_a_product_in_the_planned_type_on_the_gpu(kind: str, tmp_path: Path) -> None:
     planned = {"float": Precision.FP32, "float16": Precision.FP16, "bfloat16": Precision.BF16}[kind]
     found = site_precision("fc", planned, graphs_of(product_model(tmp_path, kind)), placed(ON_CUDA))
-    assert found.engaged
-    assert found.operands == (kind, kind)
-    assert found.evidence == (
-        "MatMul 'fc' of the graph as ONNX Runtime optimized it (BASIC); on CUDAExecutionProvider"
-    )
+    assert (found.engaged, found.operands) == (True, (kind, kind))
+    graph = "the graph as ONNX Runtime optimized it (BASIC)"
+    assert found.evidence == f"MatMul 'fc' of {graph}; on CUDAExecutionProvider"
 
 
-def test_a_product_that_was_left_to_the_cpu_is_a_fallback(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("placement", "said"),
+    [
+        (placed(ON_CPU), "MatMul 'fc' runs on CPUExecutionProvider: CUDAExecutionProvider does not take it"),
+        (Placement(CUDA, []), "ONNX Runtime does not say which provider runs MatMul 'fc'"),
+    ],
+)
+def test_a_product_elsewhere_is_a_fallback(placement: Placement, said: str, tmp_path: Path) -> None:
     graphs = graphs_of(product_model(tmp_path, "float16"))
-    found = site_precision("fc", Precision.FP16, graphs, placed(ON_CPU))
-    assert not found.engaged
-    assert found.evidence == (
-        "MatMul 'fc' runs on CPUExecutionProvider: CUDAExecutionProvider does not take it"
-    )
-
-
-def test_a_product_of_unknown_place_is_a_fallback(tmp_path: Path) -> None:
-    graphs = graphs_of(product_model(tmp_path, "float16"))
-    found = site_precision("fc", Precision.FP16, graphs, Placement(CUDA, []))
-    assert not found.engaged
-    assert found.evidence == "ONNX Runtime does not say which provider runs MatMul 'fc'"
+    found = site_precision("fc", Precision.FP16, graphs, placement)
+    assert (found.engaged, found.evidence) == (False, said)
 
 
 def test_a_product_between_casts_is_what_it_multiplies(tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ class FakeDriver:
     def cuInit(self, flags: int) -> int:
         return 0
 
+    cuStreamDestroy_v2 = cuInit
+
     def cuDriverGetVersion(self, version: Any) -> int:
         version._obj.value = 12040
         return 0
@@ -100,9 +102,6 @@ class FakeDriver:
         stream._obj.value = STREAM
         return 0
 
-    def cuStreamDestroy_v2(self, stream: Any) -> int:
-        return 0
-
     def cuStreamSynchronize(self, stream: Any) -> int:
         if self.recorded is not None:
             self.is_invalid = True
@@ -131,9 +130,7 @@ class FakeDriver:
         del self.graphs[graph.value]
         return 0
 
-    def cuGraphExecDestroy(self, executable: Any) -> int:
-        del self.graphs[executable.value]
-        return 0
+    cuGraphExecDestroy = cuGraphDestroy
 
     def cuGraphLaunch(self, executable: Any, stream: Any) -> int:
         self.calls.append("launch")
@@ -143,42 +140,24 @@ class FakeDriver:
 
     # Memory.
 
-    def _allocate(self, address: Any, size: Any) -> int:
+    def cuMemAlloc_v2(self, address: Any, size: Any) -> int:
         buffer = (ctypes.c_byte * size.value)()
         address._obj.value = ctypes.addressof(buffer)
         self.buffers[address._obj.value] = buffer
         return 0
 
-    def _free(self, address: Any) -> int:
+    def cuMemFree_v2(self, address: Any) -> int:
         return 0 if self.buffers.pop(address.value, None) is not None else INVALID_VALUE
 
-    def _copy(self, target: Any, source: Any, size: Any) -> int:
+    def cuMemcpyHtoDAsync_v2(self, target: Any, source: Any, size: Any, stream: Any) -> int:
         to, origin, count = target.value, source.value, size.value
         if not (self.allocated(to, count) and self.allocated(origin, count)):
             return INVALID_VALUE
         self.calls.append("copy")
         return self.queue(lambda: void(ctypes.memmove(to, origin, count)))
 
-    def cuMemAlloc_v2(self, address: Any, size: Any) -> int:
-        return self._allocate(address, size)
-
-    def cuMemAllocHost_v2(self, address: Any, size: Any) -> int:
-        return self._allocate(address, size)
-
-    def cuMemFree_v2(self, address: Any) -> int:
-        return self._free(address)
-
-    def cuMemFreeHost(self, address: Any) -> int:
-        return self._free(address)
-
-    def cuMemcpyHtoDAsync_v2(self, target: Any, source: Any, size: Any, stream: Any) -> int:
-        return self._copy(target, source, size)
-
-    def cuMemcpyDtoDAsync_v2(self, target: Any, source: Any, size: Any, stream: Any) -> int:
-        return self._copy(target, source, size)
-
-    def cuMemcpyDtoHAsync_v2(self, target: Any, source: Any, size: Any, stream: Any) -> int:
-        return self._copy(target, source, size)
+    cuMemAllocHost_v2, cuMemFreeHost = cuMemAlloc_v2, cuMemFree_v2
+    cuMemcpyDtoDAsync_v2 = cuMemcpyDtoHAsync_v2 = cuMemcpyHtoDAsync_v2
 
 
 def void(value: object) -> None:

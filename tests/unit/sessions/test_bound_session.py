@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from test_onnx_session import write_float8
 
 from loka_onnx.core import serde
 from loka_onnx.engines.onnxruntime import io_binding_session as bound_session
@@ -63,6 +63,12 @@ def spied(session: IoBindingSession) -> list[_Buffers]:
 
 
 @pytest.fixture
+def session(tmp_path: Path) -> Iterator[IoBindingSession]:
+    with IoBindingSession(write(tmp_path), settings()) as made:
+        yield made
+
+
+@pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU provider served as one that compiles: every request in the sizes of the engine."""
     monkeypatch.setitem(PROVIDERS, "cpu", replace(CPU, compiles=True))  # type: ignore[arg-type]
@@ -71,40 +77,38 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("rows", "ran"), [(1, 1), (2, 4), (3, 4), (4, 4), (5, 5), (7, 7), (8, 16), (16, 16), (17, 17), (40, 40)]
 )
-def test_a_request_is_padded_at_most_twofold(rows: int, ran: int, tmp_path: Path) -> None:
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        got = session.run(batch(rows))
+def test_a_request_is_padded_at_most_twofold(rows: int, ran: int, session: IoBindingSession) -> None:
+    got = session.run(batch(rows))
     np.testing.assert_allclose(got["y"], expected(batch(rows)), rtol=1e-6)
     assert got["ran"].tolist() == [ran, 3]
 
 
 @pytest.mark.parametrize(("rows", "last"), [(1, 4), (4, 4), (5, 16), (16, 16), (37, 16)])
 @pytest.mark.usefixtures("compiling")
-def test_a_provider_that_compiles_sees_no_other_size(rows: int, last: int, tmp_path: Path) -> None:
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        ran = spied(session)
-        got = session.run(batch(rows))
-        seen = [bound.inputs["x"].shape()[0] for bound in ran]
+def test_a_provider_that_compiles_sees_no_other_size(rows: int, last: int, session: IoBindingSession) -> None:
+    ran = spied(session)
+    got = session.run(batch(rows))
+    seen = [bound.inputs["x"].shape()[0] for bound in ran]
     np.testing.assert_allclose(got["y"], expected(batch(rows)), rtol=1e-6)
     assert set(seen) <= set(SIZES)
     assert seen[-1] == last
 
 
-def test_an_answer_outlives_the_next_request(tmp_path: Path) -> None:
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        first = session.run(batch(4))["y"]
-        session.run(batch(4, seed=1))
+def test_an_answer_outlives_the_next_request(session: IoBindingSession) -> None:
+    first = session.run(batch(4))["y"]
+    session.run(batch(4, seed=1))
     np.testing.assert_allclose(first, expected(batch(4)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [4, 5])
-def test_a_resident_batch_stays_what_it_was(rows: int, tmp_path: Path) -> None:
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        kept, mine = spied(session), batch(rows)
-        resident = session.resident(mine)
-        mine["x"][:] = 0
-        resident()
-        got = kept[-1].outputs["y"].numpy()
+@pytest.mark.parametrize("rows", [3, 4, 5, 16, 40])
+def test_a_resident_batch_stays_what_it_was(rows: int, session: IoBindingSession) -> None:
+    mine = batch(rows)
+    resident = session.resident(mine)
+    mine["x"][:] = 0
+    kept = spied(session)
+    resident()
+    (bound,) = kept
+    got = bound.outputs["y"].numpy()[:rows]
     np.testing.assert_allclose(got, expected(batch(rows)), rtol=1e-6)
 
 
@@ -115,82 +119,54 @@ def test_without_sizes_a_request_runs_as_it_comes(tmp_path: Path) -> None:
             assert session.run(batch(rows))["ran"].tolist() == [rows, 3]
 
 
-def test_other_types_of_the_same_numbers_are_taken(tmp_path: Path) -> None:
+def test_other_types_of_the_same_numbers_are_taken(session: IoBindingSession) -> None:
     given = batch(4)
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        got = session.run(
-            {"x": np.asfortranarray(given["x"], np.float64), "ids": given["ids"].astype(np.int32)}
-        )
+    other = {"x": np.asfortranarray(given["x"], np.float64), "ids": given["ids"].astype(np.int32)}
+    got = session.run(other)
     np.testing.assert_allclose(got["y"], expected(given), rtol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [3, 5, 16, 40])
-def test_a_resident_batch_is_the_same_computation(rows: int, tmp_path: Path) -> None:
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        resident = session.resident(batch(rows))
-        kept = spied(session)
-        resident()
-        (bound,) = kept
-        np.testing.assert_allclose(bound.outputs["y"].numpy()[:rows], expected(batch(rows)), rtol=1e-6)
-
-
 @pytest.mark.usefixtures("compiling")
-def test_a_resident_batch_of_several_pieces_is_the_whole_request(tmp_path: Path) -> None:
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        ran = spied(session)
-        session.resident(batch(37))()
+def test_a_resident_batch_of_several_pieces_is_the_whole_request(session: IoBindingSession) -> None:
+    ran = spied(session)
+    session.resident(batch(37))()
     assert len(ran) == 3
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda b: {**b, "x": b["x"][:2]}, r"different numbers of rows(?s:.*)'x' 2, 'ids' 4"),
-        (lambda b: {**b, "x": b["x"][:, :2]}, r"input 'x' has another shape(?s:.*)a row of \[2\], not \[3\]"),
-    ],
+    ("x", "said"),
+    [(batch(2)["x"], "'x' 2, 'ids' 4"), (batch(4)["x"][:, :2], r"'x'(?s:.*)a row of \[2\], not \[3\]")],
 )
-def test_a_request_of_another_shape_is_refused(
-    change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]], said: str, tmp_path: Path
-) -> None:
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        with pytest.raises(EngineError, match=said):
-            session.run(change(batch(4)))
-        np.testing.assert_allclose(session.run(batch(4))["y"], expected(batch(4)), rtol=1e-6)
+def test_a_request_of_another_shape_is_refused(x: np.ndarray, said: str, session: IoBindingSession) -> None:
+    with pytest.raises(EngineError, match=said):
+        session.run({**batch(4), "x": x})
+    np.testing.assert_allclose(session.run(batch(4))["y"], expected(batch(4)), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("g (float[b,n] x) => (float[b,n] y) { y = Relu(x) }", r"'x' has no fixed shape(?s:.*)\['b', 'n'\]"),
-        ("g (float[b,2] x, float c) => (float[b,2] y) { y = Add(x, c) }", r"'c' has no fixed shape"),
-        (
-            "g (bfloat16[b,2] x) => (float[b,2] y) { y = Cast<to=1>(x) }",
-            r"'x' cannot be bound(?s:.*)bfloat16",
-        ),
-        (
-            "g (float[b,2] x) => (float[b,2] y) { y = Frobnicate(x) }",
-            r"refuses '.*' on CPUEx(?s:.*)Frobnicate",
-        ),
+        ("float[b,n] x) => (float[b,n] y) { y = Relu(x) }", r"'x' has no fixed shape(?s:.*)\['b', 'n'\]"),
+        ("float[b,2] x, float c) => (float[b,2] y) { y = Add(x, c) }", r"'c' has no fixed shape"),
+        ("bfloat16[b,2] x) => (float[b,2] y) { y = Cast<to=1>(x) }", r"'x' cannot be bound(?s:.*)bfloat16"),
+        ("float[b,2] x) => (float[b,2] y) { y = Frobnicate(x) }", r"refuses '.*' on CPUEx(?s:.*)Frobnicate"),
     ],
 )
 def test_a_model_that_cannot_be_bound_says_why(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said):
-        IoBindingSession(write(tmp_path, text), settings())
+        IoBindingSession(write(tmp_path, f"g ({text}"), settings())
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider:UserWarning")
 def test_the_cpu_does_not_stand_in_for_a_provider(tmp_path: Path) -> None:
     if CUDA.name in ort.get_available_providers():
         pytest.skip("needs a GPU-less ONNX Runtime")
-    with pytest.raises(
-        EngineError, match=r"CUDAExecutionProvider does not start(?s:.*)run on CPUExecutionProvider"
-    ):
+    with pytest.raises(EngineError, match=r"does not start(?s:.*)run on CPUExecutionProvider"):
         IoBindingSession(write(tmp_path), replace(settings(), provider="cuda"))
 
 
-def test_placement_names_each_node_and_its_provider(tmp_path: Path) -> None:
-    with IoBindingSession(write(tmp_path), settings()) as session:
-        placed = session.placement()
+def test_placement_names_each_node_and_its_provider(session: IoBindingSession) -> None:
+    placed = session.placement()
     assert {node.provider for node in placed} == {"CPUExecutionProvider"}
     assert {node.op for node in placed} == {"ReduceSum", "Cast", "Add", "Shape"}
 
@@ -202,23 +178,7 @@ def test_an_onnxruntime_that_does_not_tell_is_named() -> None:
 
 def test_fp8_keeps_its_values(tmp_path: Path) -> None:
     """Above BASIC the graph would not load; at BASIC alone the bias would be rounded to multiples of 1."""
-    path = write(
-        tmp_path,
-        "g (float[b,4] x) => (float[b,2] y) {"
-        " q = QuantizeLinear(x, one, zero)  d = DequantizeLinear(q, one, zero)"
-        " w = DequantizeLinear(w8, one, zero)  h = Gemm(d, w, bias)"
-        " q2 = QuantizeLinear(h, one, zero)  y = DequantizeLinear(q2, one, zero) }",
-    )
-    model = onnx.load(path)
-    arrays = {
-        "one": np.ones((), np.float32),
-        "zero": np.zeros((), ml_dtypes.float8_e4m3fn),
-        "w8": np.ones((4, 2), ml_dtypes.float8_e4m3fn),
-        "bias": np.array([0.3, -0.4], np.float32),
-    }
-    model.graph.initializer.extend(onnx.numpy_helper.from_array(v, k) for k, v in arrays.items())
-    onnx.save(model, path)
-    with IoBindingSession(path, settings()) as session:
+    with IoBindingSession(write_float8(tmp_path), settings()) as session:
         (y,) = session.run({"x": np.ones((1, 4), np.float32)}).values()
     np.testing.assert_array_equal(y, [[4.5, 3.5]])
 
@@ -230,18 +190,17 @@ def test_a_compiler_gets_the_graph_as_it_was_written(tmp_path: Path) -> None:
     assert session_options(path, compiler).graph_optimization_level == levels.ORT_DISABLE_ALL
 
 
+PLUGIN = "trt_extra_plugin_lib_paths"
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"provider": "abacus"}, r"no provider 'abacus'(?s:.*)known: cpu, cuda, tensorrt, migraphx"),
-        (
-            {"provider": "tensorrt", "options": {"trt_extra_plugin_lib_paths": "/tmp/evil.so"}},
-            r"cannot set option 'trt_extra_plugin_lib_paths' of TensorrtExecutionProvider(?s:.*)"
-            r"trt_builder_optimization_level",
-        ),
+        ({"provider": "tensorrt", "options": {PLUGIN: "/tmp/evil.so"}}, f"cannot set option '{PLUGIN}'"),
         ({"options": {"device_id": "1"}}, "cannot set option 'device_id'(?s:.*)it may set none"),
-        ({"sizes": (16, 4)}, r"sizes of an engine are out of order(?s:.*)\[16, 4\]"),
-        ({"sizes": (0, 4)}, "sizes of an engine are out of order"),
+        ({"sizes": (16, 4)}, r"out of order(?s:.*)\[16, 4\]"),
+        ({"sizes": (0, 4)}, "out of order"),
     ],
 )
 def test_settings_that_no_engine_has(change: dict[str, object], said: str) -> None:
@@ -255,8 +214,11 @@ class TestOpening:
         serde.write(settings(), tmp_path / SETTINGS_FILE)
         return write(tmp_path)
 
-    def test_an_engine_runs_as_its_settings_say(self, engine: Path) -> None:
-        with open_io_binding(engine, "onnxruntime", "cpu") as session:
+    @pytest.mark.parametrize("version", ["", "1.2.3"])
+    def test_a_graph_runs_as_its_settings_say_on_any_version(self, engine: Path, version: str) -> None:
+        if version:
+            serde.write(settings(version=version), engine.with_name(SETTINGS_FILE))
+        with open_io_binding(engine, "onnxruntime", "cpu", version) as session:
             assert session.served_sizes == SIZES
             assert session.run(batch(3))["ran"].tolist() == [4, 3]
 
@@ -266,9 +228,7 @@ class TestOpening:
             open_io_binding(engine, "onnxruntime", "cpu")
 
     def test_settings_of_another_engine(self, engine: Path) -> None:
-        with pytest.raises(
-            EngineError, match=r"not its own(?s:.*)'cpu' of ONNX Runtime (?s:.*)sm90 is 'cuda'"
-        ):
+        with pytest.raises(EngineError, match=r"not its own(?s:.*)'cpu' of ONNX(?s:.*)sm90 is 'cuda'"):
             open_io_binding(engine, "onnxruntime", "sm90")
         with pytest.raises(EngineError, match=r"not its own(?s:.*)is 'cpu' of 0\.1"):
             open_io_binding(engine, "onnxruntime", "cpu", "0.1")
@@ -281,15 +241,8 @@ class TestOpening:
     @pytest.mark.usefixtures("compiling")
     def test_programs_of_another_version(self, engine: Path) -> None:
         serde.write(settings(version="1.2.3", programs=True), engine.with_name(SETTINGS_FILE))
-        with pytest.raises(
-            EngineError, match=r"compiled for another version(?s:.*)Runtime 1\.2\.3, this host"
-        ):
+        with pytest.raises(EngineError, match=r"another version(?s:.*)Runtime 1\.2\.3, this host"):
             open_io_binding(engine, "onnxruntime", "cpu", "1.2.3")
-
-    def test_a_graph_runs_on_another_version(self, engine: Path) -> None:
-        serde.write(settings(version="1.2.3"), engine.with_name(SETTINGS_FILE))
-        with open_io_binding(engine, "onnxruntime", "cpu", "1.2.3") as session:
-            assert session.run(batch(3))["ran"].tolist() == [4, 3]
 
     @pytest.mark.parametrize("kept", [True, False])
     @pytest.mark.usefixtures("compiling")

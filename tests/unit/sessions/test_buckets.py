@@ -15,20 +15,9 @@ from loka_onnx.sessions.buckets import Piece, padded, pieces_of, rows_of, run_in
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True).map(sorted)
 
 
-@pytest.mark.parametrize(
-    ("rows", "pieces"),
-    [
-        (1, [(0, 1, 4)]),
-        (4, [(0, 4, 4)]),
-        (5, [(0, 5, 16)]),
-        (16, [(0, 16, 16)]),
-        (18, [(0, 16, 16), (16, 2, 4)]),
-        (32, [(0, 16, 16), (16, 16, 16)]),
-        (37, [(0, 16, 16), (16, 16, 16), (32, 5, 16)]),
-    ],
-)
-def test_the_least_program_that_holds_the_rows(rows: int, pieces: list[tuple[int, int, int]]) -> None:
-    assert pieces_of(rows, (4, 16)) == tuple(Piece(*piece) for piece in pieces)
+def test_the_least_program_that_holds_the_rows() -> None:
+    assert pieces_of(4, (4, 16)) == (Piece(0, 4, 4),)
+    assert pieces_of(37, (4, 16)) == (Piece(0, 16, 16), Piece(16, 16, 16), Piece(32, 5, 16))
 
 
 @given(rows=st.integers(1, 200), sizes=SIZES)
@@ -67,19 +56,16 @@ def test_what_pads_is_a_row_of_the_request() -> None:
 
 @pytest.mark.parametrize(("rows", "sizes", "said"), [(0, (4,), "0 rows; programs of 4"), (3, (), "no size")])
 def test_a_request_that_nothing_serves(rows: int, sizes: tuple[int, ...], said: str) -> None:
-    with pytest.raises(EngineError, match=rf"no program serves this batch(?s:.*){said}"):
+    with pytest.raises(EngineError, match=said):
         pieces_of(rows, sizes)
 
 
-def test_inputs_that_disagree_are_refused() -> None:
-    with pytest.raises(EngineError, match=r"different numbers of rows(?s:.*)'x' 2, 'y' 3"):
-        rows_of({"x": np.zeros((2, 1)), "y": np.zeros(3)})
-    with pytest.raises(EngineError, match=r"different numbers of rows(?s:.*)'x' 2, 'y' None"):
-        rows_of({"x": np.zeros((2, 1)), "y": np.zeros(())})
+@pytest.mark.parametrize(("second", "said"), [(np.zeros(3), "3"), (np.zeros(()), "None")])
+def test_inputs_that_disagree_are_refused(second: np.ndarray[Any, Any], said: str) -> None:
+    with pytest.raises(EngineError, match=f"'x' 2, 'y' {said}"):
+        rows_of({"x": np.zeros((2, 1)), "y": second})
 
 
 def test_an_output_that_does_not_follow_the_batch_is_refused() -> None:
-    with pytest.raises(
-        EngineError, match=r"output 'out' does not follow the batch(?s:.*)4 rows gave shape \(1,\)"
-    ):
+    with pytest.raises(EngineError, match=r"'out'(?s:.*)4 rows gave shape \(1,\)"):
         run_in_buckets(lambda size, inputs: {"out": np.zeros(1)}, {"x": np.zeros((2, 1))}, (4,), {"out"})

@@ -6,7 +6,6 @@ out has been through every copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_cuda_driver import FakeDriver
+from test_bound_session import batch, expected, settings, write
 from test_tensorrt_session import RANGE, FakeEngine, fake_trt
 
 from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession
@@ -92,31 +92,22 @@ def test_tensorrt_reads_and_writes_the_device_and_captures_the_engine_alone(
 
 
 def test_tensorrt_does_not_convert_on_the_device(tensorrt: TensorRtSession) -> None:
-    with pytest.raises(
-        EngineError, match=r"input 'x' has another type(?s:.*)float64 on the device(?s:.*)host"
-    ):
+    with pytest.raises(EngineError, match=r"'x'(?s:.*)float64 on the device(?s:.*)host"):
         tensorrt.run_on_device({"x": on_device(np.zeros((4, 2)))}, allocate)
 
 
 @pytest.mark.parametrize(
     ("count", "compiles", "rows"),
     [
-        (4, False, 4),
-        (3, False, 4),
-        # Padding to 4 would be too much, and 20 is more than any size: bound where they lie.
-        (1, False, 1),
-        (20, False, 20),
+        # Padding 1 to 4 would be too much, and 20 is more than any size: bound where they lie.
+        *((count, False, rows) for count, rows in ((4, 4), (3, 4), (1, 1), (20, 20))),
         # A provider that compiles sees no other size; of `ran` the first piece's is given.
-        (1, True, 4),
-        (20, True, 16),
-        (40, True, 16),
+        *((count, True, rows) for count, rows in ((1, 4), (20, 16), (40, 16))),
     ],
 )
 def test_onnx_runtime_fills_its_buffers_on_the_device(
     count: int, compiles: bool, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from test_bound_session import batch, expected, settings, write
-
     monkeypatch.setitem(PROVIDERS, "cpu", replace(PROVIDERS["cpu"], compiles=compiles))  # type: ignore[arg-type]
     driver = AnyAddress()
     monkeypatch.setattr(cuda, "_load_library", lambda: driver)
@@ -134,8 +125,6 @@ def test_onnx_runtime_fills_its_buffers_on_the_device(
 
 
 def test_onnx_runtime_does_not_convert_on_the_device(tmp_path: Path) -> None:
-    from test_bound_session import batch, settings, write
-
     with IoBindingSession(write(tmp_path), settings()) as session:
         held = batch(2)
         held["ids"] = held["ids"].astype(np.int32)
@@ -146,32 +135,19 @@ def test_onnx_runtime_does_not_convert_on_the_device(tmp_path: Path) -> None:
 def test_a_provider_with_memory_of_its_own_says_which_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from test_bound_session import settings, write
-
     with IoBindingSession(write(tmp_path), settings()) as session:
         monkeypatch.setattr(session, "_provider", PROVIDERS["cuda"])
         assert session.device == 0
 
 
-def _dynamic() -> Any:
-    from test_inductor_session import DYNAMIC
-
-    return DYNAMIC
-
-
-def _static() -> Any:
-    from test_inductor_session import STATIC
-
-    return STATIC
-
-
-@pytest.mark.parametrize("engine", [_dynamic, _static])
+@pytest.mark.parametrize("engine", ["DYNAMIC", "STATIC"])
 @pytest.mark.parametrize("count", [1, 3, 4, 16, 21, 40])
-def test_graphs_of_inductor_are_fed_and_read_on_the_device(engine: Callable[[], Any], count: int) -> None:
+def test_graphs_of_inductor_are_fed_and_read_on_the_device(engine: str, count: int) -> None:
     torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
-    from test_inductor_session import on_gpu, request
+    import test_inductor_session as inductor
 
-    session, _ = on_gpu(engine())
+    session, _ = inductor.on_gpu(getattr(inductor, engine))
+    request = inductor.request
     held = request(count)
     expected = session.run(held)
 
@@ -190,8 +166,6 @@ def test_graphs_of_inductor_are_fed_and_read_on_the_device(engine: Callable[[], 
 
 
 def test_other_sessions_take_rows_from_the_host(tmp_path: Path) -> None:
-    from test_bound_session import write
-
     with OnnxSession(write(tmp_path)) as session:
         assert (session.device, session.stream, session.served_sizes) == (None, 0, ())
         with pytest.raises(InternalError, match="OnnxSession takes rows from the host"):

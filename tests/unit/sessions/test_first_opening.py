@@ -88,17 +88,12 @@ def test_one_that_takes_for_ever_is_ended(place: Path, monkeypatch: pytest.Monke
         check_opens(library(place, "signal.pause()"), "11.4.0", place / "engine.trt", GPU)
 
 
-def named(module: str) -> TensorRtSpec:
-    """TensorRT under the name of another module."""
-    return replace(TENSORRT, title="TRT", modules=(module,), package=module)
-
-
 def test_a_refusal_is_left_to_who_opens_it(place: Path) -> None:
     """The library returns no engine: the session says so, with its own words."""
     module = library(place, "return None")
     check_opens(module, "11.4.0", place / "engine.trt", GPU)
     with pytest.raises(EngineError, match="does not load the engine"):
-        open_engine(named(module), place / "engine.trt", "sm90", is_new=True)
+        open_engine(replace(TENSORRT, modules=(module,)), place / "engine.trt", "sm90", is_new=True)
     # Twice in a child, once here.
     assert openings(place) == 3
 

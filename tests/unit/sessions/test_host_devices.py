@@ -8,12 +8,7 @@ import pytest
 
 from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
-from loka_onnx.sessions.host_devices import (
-    AmdDevice,
-    device_of_architecture,
-    integer_instructions,
-    is_target,
-)
+from loka_onnx.sessions.host_devices import AmdDevice, device_of_architecture, integer_instructions, is_target
 
 H100, H200, L4 = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA L4"
 
@@ -25,13 +20,9 @@ def having(patch: pytest.MonkeyPatch, *gpus: tuple[str, str], amd: tuple[str, st
 
 
 def test_the_first_device_of_an_architecture_runs_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    having(
-        monkeypatch, (L4, "sm89"), (H200, "sm90"), (H100, "sm90"), amd=("AMD Instinct MI300X OAM", "gfx942")
-    )
-    assert device_of_architecture("sm90") == H200
-    assert device_of_architecture("sm89") == L4
-    assert device_of_architecture("gfx942") == "AMD Instinct MI300X OAM"
-    assert (device_of_architecture("cpu"), device_of_architecture("sm120")) == ("cpu", "")
+    having(monkeypatch, (L4, "sm89"), (H200, "sm90"), (H100, "sm90"), amd=("AMD Instinct MI300X", "gfx942"))
+    expected = {"sm90": H200, "sm89": L4, "gfx942": "AMD Instinct MI300X", "cpu": "cpu", "sm120": ""}
+    assert {architecture: device_of_architecture(architecture) for architecture in expected} == expected
 
 
 @pytest.mark.parametrize(

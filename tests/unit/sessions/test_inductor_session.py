@@ -74,7 +74,6 @@ class StandInGpu:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.stream = 0
-        self.captures = 0
         self.calls: list[str] = []
 
     def pinned(self, shape: Sequence[int], dtype: Any) -> Any:
@@ -89,7 +88,6 @@ class StandInGpu:
 
     def capture(self, call: Any) -> Captured:
         outputs = tuple(output.clone() for output in call())
-        self.captures += 1
 
         def replay() -> None:
             self.calls.append("replay")
@@ -127,40 +125,24 @@ def on_cpu(engine: InductorEngine = DYNAMIC) -> tuple[InductorSession, Recording
     return InductorSession(engine, HostExecutor(torch, engine, calls_of(engine, program))), program
 
 
-@pytest.mark.parametrize(
-    ("rows", "size", "captured"),
-    [
-        (1, 1, False),
-        (2, 4, True),
-        (4, 4, True),
-        (5, 5, False),
-        (8, 16, True),
-        (16, 16, True),
-        (17, 17, False),
-    ],
-)
-def test_a_graph_serves_what_it_holds_unless_most_of_it_would_be_padding(
-    rows: int, size: int, captured: bool
-) -> None:
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 4), (4, 4), (5, 5), (8, 16), (16, 16), (17, 17)])
+def test_a_graph_serves_what_it_holds_unless_most_of_it_would_be_padding(rows: int, size: int) -> None:
+    captured = size in DYNAMIC.sizes
     assert placements(DYNAMIC, rows, captures=True) == (Placement("rows", Piece(0, rows, size), captured),)
     assert placements(DYNAMIC, rows, captures=False) == (Placement("rows", Piece(0, rows, rows), False),)
 
 
 def test_programs_of_fixed_sizes_serve_any_size() -> None:
     assert placements(STATIC, 3, captures=False) == (Placement("rows4", Piece(0, 3, 4), False),)
-    assert [(p.program, p.piece.size, p.captured) for p in placements(STATIC, 22, captures=True)] == [
-        ("rows16", 16, True),
-        ("rows16", 16, True),
-    ]
+    found = [(p.program, p.piece.size, p.captured) for p in placements(STATIC, 22, captures=True)]
+    assert found == [("rows16", 16, True)] * 2
 
 
 @pytest.mark.parametrize("rows", [0, 65])
 @pytest.mark.parametrize("make", [on_gpu, on_cpu])
 def test_a_batch_outside_the_range_is_refused(make: Any, rows: int) -> None:
     session, _ = make()
-    with pytest.raises(
-        EngineError, match=rf"not one that the engine was built for(?s:.*){rows} rows; it takes 1 to 64"
-    ):
+    with pytest.raises(EngineError, match=rf"{rows} rows; it takes 1 to 64"):
         session.run(request(rows))
 
 
@@ -175,31 +157,18 @@ def test_every_batch_size_is_answered_row_by_row(make: Any, engine: InductorEngi
         np.testing.assert_array_equal(answer["version"], np.arange(3))
 
 
-def test_what_pads_a_graph_is_the_last_row_of_the_request() -> None:
-    session, program = on_gpu()
-    session.run(request(4))
-    session.run(request(3))
-    assert program.rows == [4, 4]
-    # Not 4, which the request before left in the buffer.
-    assert program.ids == [1, 2, 3, 3]
-
-
 def test_an_answer_outlives_the_next_request() -> None:
     session, _ = on_gpu()
-    first, second = request(4), request(4, seed=1)
-    kept = session.run(first)
-    session.run(second)
-    np.testing.assert_array_equal(kept["out"], expected(first))
-    kept["out"][:] = 0
-    np.testing.assert_array_equal(session.run(second)["out"], expected(second))
+    kept = session.run(request(4))
+    session.run(request(4, seed=1))
+    np.testing.assert_array_equal(kept["out"], expected(request(4)))
 
 
 def test_graphs_are_captured_once_for_each_size_that_is_served() -> None:
-    program, gpu = Recording(), StandInGpu()
-    GraphExecutor(torch, DYNAMIC, calls_of(DYNAMIC, program), gpu)  # type: ignore[arg-type]
+    program = Recording()
+    GraphExecutor(torch, DYNAMIC, calls_of(DYNAMIC, program), StandInGpu())  # type: ignore[arg-type]
     # The largest first, so that the others find their memory in its pool.
     assert program.rows == [16, 4]
-    assert gpu.captures == 2
 
 
 def test_a_program_that_cannot_be_captured_is_refused() -> None:
@@ -207,9 +176,7 @@ def test_a_program_that_cannot_be_captured_is_refused() -> None:
         def capture(self, call: Any) -> Captured:
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    with pytest.raises(
-        EngineError, match=r"CUDA graph for 16 rows(?s:.*)evidence: operation not permitted when"
-    ):
+    with pytest.raises(EngineError, match=r"16 rows(?s:.*)evidence: operation not permitted when"):
         GraphExecutor(torch, DYNAMIC, calls_of(DYNAMIC, Recording()), Refuses())  # type: ignore[arg-type]
 
 
@@ -219,14 +186,13 @@ def test_types_are_converted_and_other_shapes_refused(make: Any) -> None:
     inputs = request(4)
     wide = {"x": inputs["x"].astype(np.float64), "ids": inputs["ids"].astype(np.int32)}
     np.testing.assert_array_equal(session.run(wide)["out"], expected(inputs))
-    with pytest.raises(
-        EngineError, match=r"input 'x' is missing or has another shape(?s:.*)\(4, 3\), .* \(rows, 2\)"
+    for bad, said in (
+        ({**inputs, "x": np.zeros((4, 3))}, r"'x' (?s:.*)\(4, 3\), .* \(rows, 2\)"),
+        ({"x": inputs["x"]}, "input 'ids' is missing"),
+        ({**inputs, "ids": inputs["ids"][:3]}, "'x' 4, 'ids' 3"),
     ):
-        session.run({**inputs, "x": np.zeros((4, 3))})
-    with pytest.raises(EngineError, match="input 'ids' is missing"):
-        session.run({"x": inputs["x"]})
-    with pytest.raises(EngineError, match=r"different numbers of rows(?s:.*)'x' 4, 'ids' 3"):
-        session.run({**inputs, "ids": inputs["ids"][:3]})
+        with pytest.raises(EngineError, match=said):
+            session.run(bad)
 
 
 def test_an_input_that_is_handed_through_is_copied() -> None:
@@ -272,8 +238,9 @@ def test_threads_are_served_one_after_the_other() -> None:
     assert most == [1, 1, 1, 1]
 
 
-def test_a_resident_batch_is_launched_without_its_copies() -> None:
+def test_a_resident_batch_is_padded_with_its_last_row_and_launched_without_its_copies() -> None:
     session, program = on_gpu()
+    session.run(request(4))
     resident = session.resident(request(3))
     gpu: Any = session._executor._gpu  # type: ignore[union-attr]
     gpu.calls.clear()
@@ -282,6 +249,7 @@ def test_a_resident_batch_is_launched_without_its_copies() -> None:
     assert gpu.calls == ["replay", "replay"]
     resident()
     assert gpu.calls == ["replay", "replay", "replay", "synchronize"]
+    # Not 4, which the request before left in the buffer.
     assert program.ids == [1, 2, 3, 3]
 
 
@@ -293,15 +261,10 @@ def test_a_request_in_pieces_is_resident_as_a_whole() -> None:
     assert program.rows == [16, 16]
 
 
-def test_another_release_of_pytorch_is_refused() -> None:
+def test_another_release_of_pytorch_or_processor_is_refused() -> None:
     check_host(DYNAMIC, "2.13.1+cu130", ("avx2", "sse2"), Path("e.pt2"))
-    with pytest.raises(
-        EngineError, match=r"e\.pt2: (?s:.*)compiled by 2\.13\.0\+cpu, this host has 2\.11\.0(?s:.*)2\.13,"
-    ):
+    with pytest.raises(EngineError, match=r"e\.pt2: (?s:.*)2\.13\.0\+cpu, this host has 2\.11\.0"):
         check_host(DYNAMIC, "2.11.0", ("avx2",), Path("e.pt2"))
-
-
-def test_a_processor_that_lacks_instructions_is_refused() -> None:
     engine = replace(DYNAMIC, instruction_sets=("avx2", "avx512f"))
     with pytest.raises(EngineError, match=r"another processor(?s:.*)this host lacks avx512f"):
         check_host(engine, "2.13.0", ("avx2", "sse2"), Path("e.pt2"))
@@ -334,19 +297,16 @@ def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.pt2").write_bytes(b"text")
     with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
         archive.writestr("archive/data.pkl", "x")
+    old = serde.dumps(DYNAMIC).replace("inductor-engine/1", "inductor-engine/0")
     with zipfile.ZipFile(tmp_path / "old.pt2", "w") as archive:
-        archive.writestr(
-            "extra/engine.json", serde.dumps(DYNAMIC).replace("inductor-engine/1", "inductor-engine/0")
-        )
+        archive.writestr("extra/engine.json", old)
     for name, said in (
         ("text", "not a zip file"),
         ("other", "no 'engine.json' among its extra files"),
         ("old", "inductor-engine/0"),
         ("absent", "No such file"),
     ):
-        with pytest.raises(
-            EngineError, match=rf"{name}\.pt2: not an engine of the inductor backend(?s:.*){said}"
-        ):
+        with pytest.raises(EngineError, match=rf"{name}\.pt2: not an engine(?s:.*){said}"):
             read_engine(tmp_path / f"{name}.pt2")
 
 

@@ -13,30 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loka_onnx.engines.migraphx.api import (
-    compile_program,
-    import_migraphx,
-    load_program,
-    parse_onnx,
-    reread_float8,
-    run_program,
-    why_no_target,
-)
+from loka_onnx.engines.migraphx import api
 from loka_onnx.errors import EngineError, MissingPackage, ModelError
 
 
 class Shape:
     def __init__(self, type: str, lens: list[int], strides: list[int]) -> None:
-        self._type, self._lens, self._strides = type, lens, strides
-
-    def type_string(self) -> str:
-        return self._type
-
-    def lens(self) -> list[int]:
-        return self._lens
-
-    def strides(self) -> list[int]:
-        return self._strides
+        self.type_string, self.lens, self.strides = (lambda: type), (lambda: lens), (lambda: strides)
 
 
 class Argument:
@@ -55,22 +38,8 @@ class Argument:
 
 class Instruction:
     def __init__(self, name: str, inputs: list[Any], shape: Shape | None = None, literal: Any = None) -> None:
-        self._name, self._inputs, self._shape, self._literal = name, inputs, shape, literal
-
-    def name(self) -> str:
-        return self._name
-
-    def inputs(self) -> list[Any]:
-        return self._inputs
-
-    def shape(self) -> Shape | None:
-        return self._shape
-
-    def op(self) -> str:
-        return f"op {self._name}"
-
-    def get_literal(self) -> Any:
-        return self._literal
+        self.name, self.inputs, self.op = (lambda: name), (lambda: inputs), (lambda: f"op {name}")
+        self.shape, self.get_literal = (lambda: shape), (lambda: literal)
 
 
 class Module:
@@ -114,18 +83,20 @@ def vendor(**others: Any) -> SimpleNamespace:
     def argument_from_pointer(shape: Shape, address: int) -> Argument:
         return Argument(shape, address, int(np.prod(shape.lens())))
 
-    def refuse(name: str) -> str:
+    def get_target(name: str) -> str:
         if name != "ref":
             raise RuntimeError("Dynamic loading or symbol lookup failed with libmigraphx_gpu.so\nmore")
         return f"target {name}"
 
-    parts = {
-        "shape": Shape,
-        "argument_from_pointer": argument_from_pointer,
-        "program": Program,
-        "get_target": refuse,
-    }
-    return SimpleNamespace(**{**parts, **others})
+    parts = {"shape": Shape, "argument_from_pointer": argument_from_pointer, "program": Program}
+    return SimpleNamespace(**{**parts, "get_target": get_target, **others})
+
+
+def raising(said: str) -> Any:
+    def fails(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError(said)
+
+    return fails
 
 
 def literal(type: str, values: np.ndarray[Any, Any], held: list[Any]) -> Instruction:
@@ -155,7 +126,7 @@ class TestRereading:
     def test_only_the_type_of_fp8_constants_changes(self) -> None:
         held: list[Any] = []
         program, bits = self.parsed(held)
-        main = reread_float8(vendor(), program).get_main_module()
+        main = api.reread_float8(vendor(), program).get_main_module()
         weight, scale, x, other, dequantized, dot, returned = main.instructions
         # Every bit stays, -0 (NaN in E4M3FNUZ) and the strides included.
         assert weight == ("literal", "fp8e4m3fn_type", [3, 1], bits.tobytes())
@@ -176,7 +147,7 @@ class TestRereading:
         program, _ = self.parsed([])
         for each in program.main.instructions:
             each.get_debug_symbols = {"fc0"}.copy if each.name() == "dot" else set  # type: ignore[attr-defined]
-        main = reread_float8(vendor(), program).get_main_module()
+        main = api.reread_float8(vendor(), program).get_main_module()
         assert [added for added in main.instructions if added[0].startswith("op ")] == [
             ("op dequantizelinear", []),
             ("op dot", ["fc0"]),
@@ -184,46 +155,35 @@ class TestRereading:
 
     def test_a_release_that_cannot_be_walked_says_so(self) -> None:
         program = Program(Module([SimpleNamespace(shape=None, op=None)]))  # type: ignore[list-item]
-        with pytest.raises(
-            EngineError, match=r"cannot take E4M3FN(?s:.*)has no name, inputs, get_literal(?s:.*)2\.16"
-        ):
-            reread_float8(vendor(), program)
+        with pytest.raises(EngineError, match=r"has no name, inputs, get_literal(?s:.*)2\.16"):
+            api.reread_float8(vendor(), program)
 
     def test_control_flow_is_refused(self) -> None:
         with pytest.raises(EngineError, match=r"control flow cannot take E4M3FN(?s:.*)it has if"):
-            reread_float8(vendor(), Program(Module([Instruction("if", [])])))
+            api.reread_float8(vendor(), Program(Module([Instruction("if", [])])))
 
 
 class TestParsing:
     def test_every_dimension_is_given(self, tmp_path: Path) -> None:
-        asked: dict[str, Any] = {}
-
-        def parse(filename: str, **options: Any) -> str:
+        def parse(filename: str, **options: Any) -> dict[str, Any]:
             """parse_onnx(filename: str, map_input_dims: dict = {})"""
-            asked.update(options, filename=filename)
-            return "program"
+            return {"filename": filename, **options}
 
-        assert parse_onnx(vendor(parse_onnx=parse), tmp_path / "m.onnx", {"x": (8, 64)}) == "program"
+        asked = api.parse_onnx(vendor(parse_onnx=parse), tmp_path / "m.onnx", {"x": (8, 64)})
         assert asked == {"filename": str(tmp_path / "m.onnx"), "map_input_dims": {"x": [8, 64]}}
 
     def test_names_are_asked_for_where_the_release_has_them(self) -> None:
-        asked: dict[str, Any] = {}
-
-        def parse(filename: str, **options: Any) -> None:
+        def parse(filename: str, **options: Any) -> dict[str, Any]:
             """parse_onnx(filename: str, use_debug_symbols: bool = False)"""
-            asked.update(options)
+            return options
 
-        parse_onnx(vendor(parse_onnx=parse), Path("m.onnx"), {})
+        asked = api.parse_onnx(vendor(parse_onnx=parse), Path("m.onnx"), {})
         assert asked == {"map_input_dims": {}, "use_debug_symbols": True}
 
     def test_a_refusal_is_a_model_error(self) -> None:
-        def parse(filename: str, **options: Any) -> None:
-            raise RuntimeError("get_type: Prototensor data type 17 not supported\n  at ...")
-
-        with pytest.raises(
-            ModelError, match=r"m\.onnx: MIGraphX refuses the model(?s:.*)type 17 not supported\n"
-        ):
-            parse_onnx(vendor(parse_onnx=parse), Path("m.onnx"), {})
+        parse = raising("get_type: Prototensor data type 17 not supported\n  at ...")
+        with pytest.raises(ModelError, match=r"m\.onnx: (?s:.*)type 17 not supported\n"):
+            api.parse_onnx(vendor(parse_onnx=parse), Path("m.onnx"), {})
 
 
 class TestCompiling:
@@ -231,20 +191,16 @@ class TestCompiling:
     def test_it_is_told_how(self, tune: bool) -> None:
         asked: dict[str, Any] = {}
         program = SimpleNamespace(compile=lambda target, **options: asked.update(options, target=target))
-        compile_program(vendor(), program, "ref", exhaustive_tune=tune, fast_math=not tune)
-        assert asked == {
-            "target": "target ref",
-            "offload_copy": True,
-            "fast_math": not tune,
-            "exhaustive_tune": tune,
-        }
+        api.compile_program(vendor(), program, "ref", exhaustive_tune=tune, fast_math=not tune)
+        options = {"offload_copy": True, "fast_math": not tune, "exhaustive_tune": tune}
+        assert asked == {"target": "target ref", **options}
 
     def test_a_missing_target_is_an_engine_error(self) -> None:
         said = r"target 'gpu': MIGraphX could not compile(?s:.*)failed with libmigraphx_gpu\.so\n"
         with pytest.raises(EngineError, match=said):
-            compile_program(vendor(), SimpleNamespace(compile=None), "gpu")
-        assert why_no_target(vendor(), "ref") == ""
-        assert why_no_target(vendor(), "gpu").endswith("failed with libmigraphx_gpu.so")
+            api.compile_program(vendor(), SimpleNamespace(compile=None), "gpu")
+        assert api.why_no_target(vendor(), "ref") == ""
+        assert api.why_no_target(vendor(), "gpu").endswith("failed with libmigraphx_gpu.so")
 
 
 class TestRunning:
@@ -265,7 +221,7 @@ class TestRunning:
             return [read * 2]
 
         x = np.arange(6, dtype=np.float32).reshape(3, 2).T
-        (got,) = run_program(vendor(argument=argument), SimpleNamespace(run=run), {"x": x})
+        (got,) = api.run_program(vendor(argument=argument), SimpleNamespace(run=run), {"x": x})
         np.testing.assert_array_equal(got, x * 2)
         gc.collect()
         assert [each() for each in alive] == [None]
@@ -273,30 +229,26 @@ class TestRunning:
     def test_outputs_are_copies(self) -> None:
         owned = np.ones(3, np.float32)
         program = SimpleNamespace(run=lambda arguments: [owned])
-        (got,) = run_program(vendor(argument=lambda array: array), program, {})
+        (got,) = api.run_program(vendor(argument=lambda array: array), program, {})
         owned[:] = 0
         np.testing.assert_array_equal(got, np.ones(3))
 
     def test_a_failure_is_an_engine_error(self) -> None:
-        def run(arguments: dict[str, Any]) -> list[Any]:
-            raise RuntimeError("eval: Parameter not found: x")
-
-        with pytest.raises(EngineError, match=r"MIGraphX failed on a batch(?s:.*)Parameter not found: x"):
-            run_program(vendor(), SimpleNamespace(run=run), {})
+        program = SimpleNamespace(run=raising("eval: Parameter not found: x"))
+        with pytest.raises(EngineError, match=r"failed on a batch(?s:.*)Parameter not found: x"):
+            api.run_program(vendor(), program, {})
 
 
 class TestLoading:
     def test_another_file_version_is_an_engine_error(self) -> None:
-        def load(path: str) -> None:
-            raise RuntimeError("PROGRAM: Program version mismatch")
-
+        load = raising("PROGRAM: Program version mismatch")
         with pytest.raises(EngineError, match=r"rows-8\.mxr: MIGraphX does not load(?s:.*)version mismatch"):
-            load_program(vendor(load=load), Path("rows-8.mxr"))
+            api.load_program(vendor(load=load), Path("rows-8.mxr"))
 
     def test_a_program_that_was_not_compiled_is_refused(self) -> None:
         program = SimpleNamespace(is_compiled=lambda: False)
         with pytest.raises(EngineError, match="never compiled"):
-            load_program(vendor(load=lambda path: program), Path("rows-8.mxr"))
+            api.load_program(vendor(load=lambda path: program), Path("rows-8.mxr"))
 
 
 class TestImporting:
@@ -304,4 +256,4 @@ class TestImporting:
         placeholder = SimpleNamespace(__file__="/site-packages/migraphx/__init__.py")
         monkeypatch.setitem(sys.modules, "migraphx", placeholder)
         with pytest.raises(MissingPackage, match=r"placeholder(?s:.*)pip uninstall migraphx"):
-            import_migraphx()
+            api.import_migraphx()

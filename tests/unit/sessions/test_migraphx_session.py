@@ -51,12 +51,8 @@ class FakeProgram:
 
     def run(self, arguments: dict[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
         x, ids = arguments["x"], arguments["ids"]
-        assert (x.dtype, x.shape, ids.dtype, ids.shape) == (
-            np.float32,
-            (self.rows, 2),
-            np.int64,
-            (self.rows,),
-        )
+        assert (x.dtype, x.shape) == (np.float32, (self.rows, 2))
+        assert (ids.dtype, ids.shape) == (np.int64, (self.rows,))
         self.calls.append(self.rows)
         return [(x.sum(axis=1) + ids).astype(np.float32), np.array([7.0])][: self.outputs]
 
@@ -101,9 +97,7 @@ def test_a_request_of_another_form_is_refused(engine: Path) -> None:
     session = MigraphxSession(vendor([]), engine, DOCUMENT)
     with pytest.raises(EngineError, match=r"input 'ids' does not fit(?s:.*)it is missing"):
         session.run({"x": np.zeros((1, 2))})
-    with pytest.raises(
-        EngineError, match=r"input 'x' does not fit(?s:.*)shape \(1, 3\); a row has shape \(2,\)"
-    ):
+    with pytest.raises(EngineError, match=r"'x'(?s:.*)shape \(1, 3\); a row has shape \(2,\)"):
         session.run({"x": np.zeros((1, 3)), "ids": np.zeros(1)})
 
 
@@ -133,54 +127,41 @@ class TestOpening:
             with open_migraphx(engine, "gfx942", version) as session:
                 assert session.run(request(3))["sum"].shape == (3,)
 
-    def test_another_version_is_refused(self, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(migraphx_session, "import_migraphx", lambda: vendor([], version="2.16.0"))
-        with pytest.raises(
-            EngineError, match=r"another version(?s:.*)built by 2\.15\.0, this host has 2\.16\.0"
-        ):
-            open_migraphx(engine, "gfx942")
-
-    def test_a_manifest_that_says_another_version_is_refused(self, engine: Path) -> None:
-        with pytest.raises(
-            EngineError, match=r"another version(?s:.*)built by 2\.16\.0, this host has 2\.15\.0"
-        ):
+    def test_another_version_or_architecture_is_refused(
+        self, engine: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(EngineError, match=r"built by 2\.16\.0, this host has 2\.15\.0"):
             open_migraphx(engine, "gfx942", "2.16.0")
-
-    def test_another_architecture_is_refused(self, engine: Path) -> None:
         with pytest.raises(EngineError, match=r"asked for gfx950, the engine is for gfx942"):
             open_migraphx(engine, "gfx950")
+        monkeypatch.setattr(migraphx_session, "import_migraphx", lambda: vendor([], version="2.16.0"))
+        with pytest.raises(EngineError, match=r"built by 2\.15\.0, this host has 2\.16\.0"):
+            open_migraphx(engine, "gfx942")
 
     def test_a_host_without_the_gpu_is_refused(self, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(migraphx_session, "list_amd_architectures", tuple)
-        with pytest.raises(
-            EngineError, match="cannot run here: the engine is for gfx942 and this host has no AMD GPU"
-        ):
+        with pytest.raises(EngineError, match="is for gfx942 and this host has no AMD GPU"):
             open_migraphx(engine, "gfx942")
         monkeypatch.setattr(migraphx_session, "list_amd_architectures", lambda: ("gfx1100", "gfx942"))
         assert why_not_run("gfx942").endswith("gfx1100, gfx942, the first of which it would run on")
         assert why_not_run("gfx1100") == ""
 
-    def test_the_reference_target_runs_anywhere(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_reference_target_runs_anywhere(self, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(migraphx_session, "list_amd_architectures", tuple)
-        serde.write(replace(DOCUMENT, architecture="cpu"), tmp_path / "engine.json")
-        open_migraphx(tmp_path / "engine.json", "cpu").close()
+        serde.write(replace(DOCUMENT, architecture="cpu"), engine)
+        open_migraphx(engine, "cpu").close()
 
 
-class TestDocument:
-    def test_it_survives_the_file(self, engine: Path) -> None:
-        assert read_engine(engine) == DOCUMENT
-        assert DOCUMENT.sizes == (4, 16)
-        assert json.loads(engine.read_text())["schema"] == "loka-onnx/migraphx-engine/1"
+def test_a_document_survives_its_file_and_something_else_is_refused(engine: Path) -> None:
+    assert read_engine(engine) == DOCUMENT
+    assert json.loads(engine.read_text())["schema"] == "loka-onnx/migraphx-engine/1"
+    engine.write_text("{}")
+    with pytest.raises(EngineError, match=r"no engine of MIGraphX(?s:.*)unknown schema"):
+        read_engine(engine)
 
-    @pytest.mark.parametrize("file", ["../rows-4.mxr", "/rows-4.mxr", "", ".."])
-    def test_programs_outside_its_directory_are_refused(self, engine: Path, file: str) -> None:
-        serde.write(replace(DOCUMENT, programs=(ProgramFile(4, file),)), engine)
-        with pytest.raises(EngineError, match="a program outside its directory"):
-            read_engine(engine)
 
-    def test_something_else_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "engine.json").write_text("{}")
-        with pytest.raises(EngineError, match=r"no engine of MIGraphX(?s:.*)unknown schema"):
-            read_engine(tmp_path / "engine.json")
+@pytest.mark.parametrize("file", ["../rows-4.mxr", "/rows-4.mxr", "", ".."])
+def test_programs_outside_the_directory_are_refused(engine: Path, file: str) -> None:
+    serde.write(replace(DOCUMENT, programs=(ProgramFile(4, file),)), engine)
+    with pytest.raises(EngineError, match="a program outside its directory"):
+        read_engine(engine)

@@ -21,21 +21,14 @@ ort = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 
 
 HEADER = '<ir_version: 10, opset_import: ["" : 21]>'
 PLAIN = "g (float[b,4] x) => (float[b,4] y, float[b,4] z) { y = Relu(x)  z = Neg(x) }"
+VECTOR = "g (float[b] x, bool c) => (float[b] y) "
 FLOAT8 = {
-    "a zero point": (
-        "g (float[b] x) => (float[b] y) { q = QuantizeLinear(x, s, zero)  y = DequantizeLinear(q, s, zero) }"
-    ),
-    "a cast": "g (float[b] x) => (float[b] y) { q = Cast<to=17>(x)  y = Cast<to=1>(q) }",
-    "an output type": (
-        "g (float[b] x) => (float[b] y) {"
-        " q = QuantizeLinear<output_dtype=19>(x, s)  y = DequantizeLinear(q, s) }"
-    ),
-    "a cast in a branch": (
-        "g (float[b] x, bool c) => (float[b] y) { y = If(c) <"
-        "then_branch = t () => (r) { q = Cast<to=18>(x)  r = Cast<to=1>(q) },"
-        "else_branch = e () => (r) { r = Relu(x) }> }"
-    ),
-    "a constant": "g (float[b] x) => (float[b] y) { y = DequantizeLinear(k, s) }",
+    "a zero point": VECTOR + "{ q = QuantizeLinear(x, s, zero)  y = DequantizeLinear(q, s, zero) }",
+    "a cast": VECTOR + "{ q = Cast<to=17>(x)  y = Cast<to=1>(q) }",
+    "an output type": VECTOR + "{ q = QuantizeLinear<output_dtype=19>(x, s)  y = DequantizeLinear(q, s) }",
+    "a cast in a branch": VECTOR + "{ y = If(c) <then_branch = t () => (r) { q = Cast<to=18>(x)"
+    " r = Cast<to=1>(q) }, else_branch = e () => (r) { r = Relu(x) }> }",
+    "a constant": VECTOR + "{ y = DequantizeLinear(k, s) }",
 }
 
 
@@ -71,27 +64,27 @@ def test_float8_is_not_found_where_there_is_none():
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "optimize", "level"),
-    [
-        (PLAIN, True, "ORT_ENABLE_ALL"),
-        (PLAIN, False, "ORT_ENABLE_BASIC"),
-        (FLOAT8["a zero point"], True, "ORT_ENABLE_BASIC"),
-        (FLOAT8["a zero point"], False, "ORT_ENABLE_BASIC"),
-    ],
-)
-def test_the_optimization_level(text, optimize, level, tmp_path, monkeypatch):
+@pytest.fixture
+def levels(monkeypatch):
+    """Optimization levels of the sessions that are opened."""
     seen = []
     original = ort.InferenceSession
 
-    def spy(path, settings, providers):
+    def spy(source, settings, providers):
         seen.append(settings.graph_optimization_level)
-        return original(path, settings, providers=providers)
+        return original(source, settings, providers=providers)
 
     monkeypatch.setattr(ort, "InferenceSession", spy)
+    return seen
+
+
+@pytest.mark.parametrize("text", [PLAIN, FLOAT8["a zero point"]])
+@pytest.mark.parametrize("optimize", [True, False])
+def test_the_optimization_level(text, optimize, tmp_path, levels):
     onnx.save(parsed(text, zero=text is not PLAIN), tmp_path / "m.onnx")
     OnnxSession(tmp_path / "m.onnx", SessionOptions(optimize=optimize))
-    assert seen == [getattr(ort.GraphOptimizationLevel, level)]
+    level = "ORT_ENABLE_ALL" if text is PLAIN and optimize else "ORT_ENABLE_BASIC"
+    assert levels == [getattr(ort.GraphOptimizationLevel, level)]
 
 
 def test_outputs_come_by_name(plain):
@@ -104,16 +97,19 @@ def test_outputs_come_by_name(plain):
     np.testing.assert_array_equal(only["z"], -x)
 
 
-def test_a_batch_that_fails_is_an_engine_error(plain):
+def test_a_batch_that_fails_or_lacks_an_input_is_an_engine_error(plain):
     with pytest.raises(EngineError, match=r"failed on a batch(?s:.*)Got: 3 Expected: 4"):
         OnnxSession(plain).run({"x": np.ones((2, 3), np.float32)})
+    with pytest.raises(EngineError, match="an input of the model is missing"):
+        OnnxSession(plain).run({})
 
 
 def test_a_model_that_is_refused_says_why(tmp_path):
-    path = tmp_path / "bad.onnx"
-    onnx.save(parsed("g (float[b,4] x) => (float[b,4] y) { y = Frobnicate(x) }"), path)
-    with pytest.raises(ModelError, match=re.escape(f"ONNX Runtime refuses '{path}'") + "(?s:.*)Frobnicate"):
-        OnnxSession(path)
+    path, model = tmp_path / "bad.onnx", parsed("g (float[b,4] x) => (float[b,4] y) { y = Frobnicate(x) }")
+    onnx.save(model, path)
+    for opened in (lambda: OnnxSession(path), lambda: OnnxSession.in_memory(model, {}, path)):
+        with pytest.raises(ModelError, match=re.escape(f"refuses '{path}'") + "(?s:.*)Frobnicate"):
+            opened()
 
 
 def outside(values: np.ndarray, name: str) -> onnx.TensorProto:
@@ -142,34 +138,19 @@ def test_weights_in_memory_are_read_where_they_are_and_live_as_long_as_the_sessi
 
 
 @pytest.mark.parametrize("kind", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16])
-def test_weights_in_memory_have_types_that_numpy_lacks(kind, monkeypatch):
-    seen = []
-    original = ort.InferenceSession
-
-    def spy(source, settings, providers):
-        seen.append(settings.graph_optimization_level)
-        return original(source, settings, providers=providers)
-
-    monkeypatch.setattr(ort, "InferenceSession", spy)
+def test_weights_in_memory_have_types_that_numpy_lacks(kind, levels):
     model = parsed("g (float[b,4] x) => (float[b,4] y) { c = Cast<to=1>(w)  y = Mul(x, c) }")
     weight = np.array([0.5, -3, 448, 0.0625], kind)
     model.graph.initializer.append(outside(weight, "w"))
     session = OnnxSession.in_memory(model, {"w": weight}, Path("m.onnx"))
     x = np.ones((2, 4), np.float32)
     np.testing.assert_array_equal(session.run({"x": x})["y"], x * weight.astype(np.float32))
-    levels = ort.GraphOptimizationLevel
-    is_wide = kind is ml_dtypes.bfloat16
-    assert seen == [levels.ORT_ENABLE_ALL if is_wide else levels.ORT_ENABLE_BASIC]
+    level = "ORT_ENABLE_ALL" if kind is ml_dtypes.bfloat16 else "ORT_ENABLE_BASIC"
+    assert levels == [getattr(ort.GraphOptimizationLevel, level)]
 
 
-def test_a_model_in_memory_that_is_refused_is_named():
-    model = parsed("g (float[b,4] x) => (float[b,4] y) { y = Frobnicate(x) }")
-    with pytest.raises(ModelError, match=r"ONNX Runtime refuses 'some/m\.onnx'(?s:.*)Frobnicate"):
-        OnnxSession.in_memory(model, {}, Path("some/m.onnx"))
-
-
-def test_the_bias_of_a_gemm_between_fp8_factors_is_not_rounded(tmp_path: Path) -> None:
-    """As BASIC does by itself, to multiples of the product of the scales: 1 here, where the bias is .3."""
+def write_float8(folder: Path) -> Path:
+    """A Gemm between FP8 factors, whose bias BASIC alone rounds to multiples of the scales' product, 1."""
     model = onnx.parser.parse_model(
         f"{HEADER} g (float[b,4] x) => (float[b,2] y) {{"
         " q = QuantizeLinear(x, one, zero)  d = DequantizeLinear(q, one, zero)"
@@ -183,25 +164,23 @@ def test_the_bias_of_a_gemm_between_fp8_factors_is_not_rounded(tmp_path: Path) -
         "bias": np.array([0.3, -0.4], np.float32),
     }
     model.graph.initializer.extend(onnx.numpy_helper.from_array(v, k) for k, v in arrays.items())
-    onnx.save(model, tmp_path / "m.onnx")
-    (y,) = OnnxSession(tmp_path / "m.onnx").run({"x": np.ones((1, 4), np.float32)}).values()
+    onnx.save(model, folder / "m.onnx")
+    return folder / "m.onnx"
+
+
+def test_the_bias_of_a_gemm_between_fp8_factors_is_not_rounded(tmp_path: Path) -> None:
+    (y,) = OnnxSession(write_float8(tmp_path)).run({"x": np.ones((1, 4), np.float32)}).values()
     # 4.3 and 3.6 in E4M3; of a bias rounded to 0 they would be 4 and 4.
     np.testing.assert_array_equal(y, [[4.5, 3.5]])
-
-
-def test_a_missing_input_is_an_engine_error(plain):
-    with pytest.raises(EngineError, match="an input of the model is missing"):
-        OnnxSession(plain).run({})
 
 
 @pytest.mark.parametrize("name", ["model.pt2", "model.json", "model.textproto", "model.onnx"])
 def test_a_file_that_is_no_model_is_a_model_error_whatever_its_name(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(b"PK\x03\x04 not a model \xff\xff")
-    with pytest.raises(ModelError, match="is not an ONNX model"):
-        OnnxSession(path)
-    with pytest.raises(ModelError, match="is not an ONNX model"):
-        session_options(path, CPU)
+    for opened in (OnnxSession, lambda path: session_options(path, CPU)):
+        with pytest.raises(ModelError, match="is not an ONNX model"):
+            opened(path)
 
 
 def test_a_shared_session_outlives_the_one_that_it_was_shared_by(plain):

@@ -36,18 +36,10 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "list_cuda_devices", lambda: devices)
 
 
-@pytest.mark.parametrize(
-    ("backend", "architecture", "provider"),
-    [
-        ("onnxruntime", "cpu", CPU),
-        ("onnxruntime", "sm90", CUDA),
-        ("onnxruntime", "gfx90a", MIGRAPHX),
-        ("onnxruntime", "gfx1201", MIGRAPHX),
-        ("onnxruntime_tensorrt", "sm120", TENSORRT),
-    ],
-)
-def test_the_architecture_decides_the_provider(backend: str, architecture: str, provider: Provider) -> None:
-    assert provider_for(backend, architecture) is provider
+def test_the_architecture_decides_the_provider() -> None:
+    known = {"cpu": CPU, "sm90": CUDA, "gfx90a": MIGRAPHX, "gfx1201": MIGRAPHX}
+    assert {architecture: provider_for("onnxruntime", architecture) for architecture in known} == known
+    assert provider_for("onnxruntime_tensorrt", "sm120") is TENSORRT
 
 
 @pytest.mark.parametrize(
@@ -62,9 +54,7 @@ def test_the_architecture_decides_the_provider(backend: str, architecture: str, 
     ],
 )
 def test_what_no_provider_runs(backend: str, architecture: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"ONNX Runtime has no provider for backend '{backend}' on '{architecture}'"
-    ):
+    with pytest.raises(ConfigError, match=f"backend '{backend}' on '{architecture}'"):
         provider_for(backend, architecture)
 
 
@@ -84,15 +74,9 @@ def test_what_a_provider_does_not_take_is_run_by_the_next(tmp_path: Path) -> Non
     timing = {"trt_timing_cache_enable": "1", "trt_timing_cache_path": "/timing"}
     assert provider_chain(TENSORRT, {}, 0, tmp_path, Path("/timing"))[0][1] == kept | timing
     assert provider_chain(CUDA, {}, 0, tmp_path, Path("/timing"))[0][1] == {"device_id": "0"}
+    own = {"device_id": "0", "migraphx_exhaustive_tune": "1", "migraphx_model_cache_dir": str(tmp_path)}
     assert provider_chain(MIGRAPHX, {"migraphx_exhaustive_tune": "1"}, 0, tmp_path) == [
-        (
-            "MIGraphXExecutionProvider",
-            {
-                "device_id": "0",
-                "migraphx_exhaustive_tune": "1",
-                "migraphx_model_cache_dir": str(tmp_path),
-            },
-        ),
+        ("MIGraphXExecutionProvider", own),
         ("CPUExecutionProvider", {}),
     ]
 
@@ -147,14 +131,9 @@ def test_amd_gpus_have_names(tmp_path: Path) -> None:
         if name is not None:
             (cards / f"renderD{minor}" / "device").mkdir(parents=True)
             (cards / f"renderD{minor}" / "device" / "product_name").write_text(name)
-    found = list_amd_devices(nodes, cards)
-    assert [device.name for device in found] == [
-        "AMD Instinct MI300X OAM",
-        "AMD Instinct MI325X",
-        "PCI 1002:74a1",
-    ]
-    assert [device_called(device.name, device.architecture) for device in found] == [
-        "amd-mi300x",
-        "amd-mi325x",
-        "",
-    ]
+    found = {d.name: device_called(d.name, d.architecture) for d in list_amd_devices(nodes, cards)}
+    assert found == {
+        "AMD Instinct MI300X OAM": "amd-mi300x",
+        "AMD Instinct MI325X": "amd-mi325x",
+        "PCI 1002:74a1": "",
+    }

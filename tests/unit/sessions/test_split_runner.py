@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from loka_onnx.errors import EngineError
-from loka_onnx.sessions.runner import Arrays, Runner
-from loka_onnx.sessions.split_runner import SplitRunner
+from loka_onnx.sessions.runner import Arrays, Runner, SplitRunner
 
 
 class Recorder(Runner):

@@ -82,25 +82,18 @@ class Planned:
         return tensor if self.base == T.FLOAT else self.op("Cast", [tensor], f"{tensor}/in", to=self.base)
 
     def pair(self, tensor: str, name: str, scale: float, dtype: Any = FN) -> str:
-        inputs = [
-            self.constant(f"{name}/scale", scale),
-            self.constant(f"{name}/zero_point", 0.0, dtype),
-        ]
+        inputs = [self.constant(f"{name}/scale", scale), self.constant(f"{name}/zero_point", 0.0, dtype)]
         q = self.op("QuantizeLinear", [tensor, *inputs], f"{name}/q")
         return self.op("DequantizeLinear", [q, *inputs], f"{name}/dq")
 
-    def weight(self, name: str, values: Array, axis: int | None = None, scale: Any = None) -> str:
+    def weight(self, name: str, values: Array, axis: int | None = None) -> str:
         """A weight in E4M3FN, one scale or one for each index of an axis; scales are BF16 numbers."""
-        if scale is None:
-            others = None if axis is None else tuple(a for a in range(values.ndim) if a != axis)
-            scale = np.abs(values).max(axis=others) / 448
+        others = None if axis is None else tuple(a for a in range(values.ndim) if a != axis)
+        scale = np.abs(values).max(axis=others) / 448
         scale = np.asarray(scale, np.float64).astype(ml_dtypes.bfloat16).astype(np.float32)
-        spread = (
-            scale if axis is None else np.expand_dims(scale, [a for a in range(values.ndim) if a != axis])
-        )
-        stored = self.constant(f"{name}/fp8", np.clip(values / spread, -448, 448), FN)
+        spread = scale if axis is None else np.expand_dims(scale, others)
         inputs = [
-            stored,
+            self.constant(f"{name}/fp8", np.clip(values / spread, -448, 448), FN),
             self.constant(f"{name}/scale", scale),
             self.constant(f"{name}/zero_point", np.zeros_like(scale), FN),
         ]
@@ -112,10 +105,8 @@ class Planned:
 
     def model(self, result: str, opset: int = 21, **inputs: tuple[Any, ...]) -> onnx.ModelProto:
         """One output ``y``, FP32; inputs with their shapes behind the batch."""
-        if self.base == T.FLOAT:
-            self.nodes.append(h.make_node("Identity", [result], ["y"], "y/out"))
-        else:
-            self.nodes.append(h.make_node("Cast", [result], ["y"], "y/out", to=T.FLOAT))
+        leaving = ("Identity", {}) if self.base == T.FLOAT else ("Cast", {"to": T.FLOAT})
+        self.nodes.append(h.make_node(leaving[0], [result], ["y"], "y/out", **leaving[1]))
         inputs = inputs or {"x": (8,)}
         graph = h.make_graph(
             self.nodes,

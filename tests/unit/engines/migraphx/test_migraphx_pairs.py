@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -26,8 +28,12 @@ FINITE = np.array([i for i in range(256) if i & 0x7F != 0x7F], np.uint8).view(FN
 """Every number of E4M3FN."""
 
 
-def draft_of(model: onnx.ModelProto) -> GraphDraft:
-    return GraphDraft(model, Path("nowhere"))
+def under(model: onnx.ModelProto, *rules: Callable[[GraphDraft], None]) -> onnx.ModelProto:
+    """The model under rules."""
+    draft = GraphDraft(model, Path("nowhere"))
+    for rule in rules:
+        rule(draft)
+    return draft.finished()
 
 
 def constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
@@ -35,11 +41,11 @@ def constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
 
 
 def quantizers(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    return [
-        node
-        for node in model.graph.node
-        if node.op_type.endswith("quantizeLinear") or "Quant" in node.op_type
-    ]
+    return [node for node in model.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
+
+
+def same_nodes(one: onnx.ModelProto, other: onnx.ModelProto) -> bool:
+    return list(one.graph.node) == list(other.graph.node)
 
 
 def one_pair(scale: Any = 0.25, *, zero_point: bool = True, **attributes: Any) -> onnx.ModelProto:
@@ -55,9 +61,7 @@ def one_pair(scale: Any = 0.25, *, zero_point: bool = True, **attributes: Any) -
 
 class TestZeroPoints:
     def test_a_missing_one_becomes_explicit(self) -> None:
-        draft = draft_of(one_pair(zero_point=False))
-        explicit_zero_points(draft)
-        model = draft.finished()
+        model = under(one_pair(zero_point=False), explicit_zero_points)
         onnx.checker.check_model(model, full_check=True)
         for node in quantizers(model):
             zero = constants(model)[node.input[2]]
@@ -69,34 +73,24 @@ class TestZeroPoints:
 
     def test_one_that_is_not_zero_is_refused(self) -> None:
         p = Planned()
-        z = p.constant("z", 1.0, FN)
-        model = p.model(
-            p.op("QuantizeLinear", ["x", p.constant("s", 1.0), z], "fc.q") and p.op("Relu", ["x"], "r")
-        )
-        with pytest.raises(ModelError, match=r"node 'fc.q': an FP8 zero point must be zero(?s:.*)'z' is not"):
-            explicit_zero_points(draft_of(model))
+        p.op("QuantizeLinear", ["x", p.constant("s", 1.0), p.constant("z", 1.0, FN)], "fc.q")
+        with pytest.raises(ModelError, match=r"'fc.q': an FP8 zero point must be zero(?s:.*)'z' is not"):
+            under(p.model(p.op("Relu", ["x"], "r")), explicit_zero_points)
 
     def test_a_computed_scale_is_refused(self) -> None:
         p = Planned()
         scale = p.op("Abs", [p.constant("s", 1.0)], "computed")
         q = p.op("QuantizeLinear", ["x", scale, p.constant("z", 0.0, FN)], "fc.q")
         model = p.model(p.op("DequantizeLinear", [q, scale, "z"], "fc.dq"))
-        with pytest.raises(
-            ModelError, match=r"'fc.q': MIGraphX drops Q/DQ pairs whose scale is not a constant"
-        ):
-            explicit_zero_points(draft_of(model))
+        with pytest.raises(ModelError, match=r"'fc.q': MIGraphX drops Q/DQ pairs"):
+            under(model, explicit_zero_points)
 
     def test_integers_are_left_alone(self) -> None:
         p = Planned()
         inputs = [p.constant("s", 1.0), p.constant("z", 3, np.int8)]
         q = p.op("QuantizeLinear", ["x", *inputs], "q")
         model = p.model(p.op("DequantizeLinear", [q, *inputs], "dq"))
-        draft = draft_of(model)
-        explicit_zero_points(draft)
-        to_fnuz(draft)
-        assert [n.SerializeToString() for n in draft.finished().graph.node] == [
-            n.SerializeToString() for n in model.graph.node
-        ]
+        assert same_nodes(under(model, explicit_zero_points, to_fnuz), model)
 
 
 class TestRank0:
@@ -108,15 +102,10 @@ class TestRank0:
                 # The spelling that MIGraphX reads as numbers.
                 tensor.ClearField("raw_data")
                 tensor.int32_data.append(0)
-        draft = draft_of(before)
-        rank_0_scales(draft)
-        model = draft.finished()
+        model = under(before, rank_0_scales)
         for node in quantizers(model):
-            for name in node.input[1:]:
-                tensor = constants(model)[name]
-                assert list(tensor.dims) == []
-                assert tensor.raw_data
-                assert not tensor.int32_data
+            for tensor in (constants(model)[name] for name in node.input[1:]):
+                assert (list(tensor.dims), bool(tensor.raw_data), list(tensor.int32_data)) == ([], True, [])
             assert not node.attribute
         x = np.linspace(-3, 3, 8, dtype=np.float32).reshape(1, 8)
         np.testing.assert_array_equal(evaluate(model, x=x)[0], evaluate(one_pair(0.25), x=x)[0])
@@ -134,39 +123,29 @@ def with_residual(base: int = T.FLOAT, *, scales: tuple[float, ...] = (0.25,)) -
 
 class TestSharedSources:
     def test_a_shared_tensor_is_quantized_through_a_copy(self) -> None:
-        before = with_residual()
-        draft = draft_of(before)
-        separate_sources(draft)
-        model = draft.finished()
+        model = under(with_residual(), separate_sources)
         by_name = {node.name: node for node in model.graph.node}
         quantize = by_name["s0/q"]
         copy = next(node for node in model.graph.node if quantize.input[0] in node.output)
         assert (copy.op_type, copy.input[0]) == ("Mul", "relu:0")
         # Nothing but the Q reads the copy, and no Q reads what others read.
         assert [n.name for n in model.graph.node if copy.output[0] in n.input] == ["s0/q"]
-        assert numpy_helper.to_array(constants(model)[copy.input[1]]) == 2
-        assert numpy_helper.to_array(constants(model)[quantize.input[1]]) == 0.5
-        assert numpy_helper.to_array(constants(model)[by_name["s0/dq"].input[1]]) == 0.25
+        read = (copy.input[1], quantize.input[1], by_name["s0/dq"].input[1])
+        assert [numpy_helper.to_array(constants(model)[name]) for name in read] == [2, 0.5, 0.25]
 
     @pytest.mark.parametrize("scales", [(0.25,), (0.25, 2.0**-12)])
     def test_every_number_stays(self, scales: tuple[float, ...]) -> None:
         before = with_residual(scales=scales)
-        draft = draft_of(before)
-        separate_sources(draft)
         exponents = np.arange(-149.0, 128.0)
         x = (np.float32(1.1875) * 2.0 ** exponents[None, :]).astype(np.float32)
         x = np.concatenate([x, [[np.float32(3.4e38)] * x.shape[1]]]).astype(np.float32)
         before.graph.input[0].type.tensor_type.shape.dim[1].dim_value = x.shape[1]
-        after = draft.finished()
-        after.graph.input[0].type.tensor_type.shape.dim[1].dim_value = x.shape[1]
+        after = under(before, separate_sources)
         with np.errstate(over="ignore"):
             np.testing.assert_array_equal(evaluate(after, x=x)[0], evaluate(before, x=x)[0])
 
     def test_a_tensor_that_only_the_q_reads_is_left_alone(self) -> None:
-        draft = draft_of(one_pair())
-        before = [n.SerializeToString() for n in draft.nodes]
-        separate_sources(draft)
-        assert [n.SerializeToString() for n in draft.nodes] == before
+        assert same_nodes(under(one_pair(), separate_sources), one_pair())
 
     def test_a_cast_does_not_hide_who_else_reads(self) -> None:
         p = Planned(T.BFLOAT16)
@@ -175,9 +154,7 @@ class TestSharedSources:
         inputs = [p.constant("s", 0.25, np.float32), p.constant("z", 0.0, FN)]
         q = p.op("QuantizeLinear", [wide, *inputs], "q")
         dq = p.op("Cast", [p.op("DequantizeLinear", [q, *inputs], "dq")], "narrow", to=T.BFLOAT16)
-        draft = draft_of(p.model(p.op("Add", [x, dq], "add")))
-        separate_sources(draft)
-        model = draft.finished()
+        model = under(p.model(p.op("Add", [x, dq], "add")), separate_sources)
         (copy,) = (node for node in model.graph.node if node.op_type == "Mul")
         assert copy.input[0] == wide
 
@@ -195,10 +172,7 @@ class TestFnuz:
         stored = p.constant("w", FINITE.reshape(1, -1), FN)
         inputs = [stored, p.constant("s", 2.0**-7), p.constant("z", 0.0, FN)]
         dq = p.op("DequantizeLinear", inputs, "dq")
-        before = p.model(p.op("Add", ["x", dq], "add"), x=(FINITE.size,))
-        draft = draft_of(before)
-        to_fnuz(draft)
-        model = draft.finished()
+        model = under(p.model(p.op("Add", ["x", dq], "add"), x=(FINITE.size,)), to_fnuz)
         onnx.checker.check_model(model, full_check=True)
         weight = next(t for t in model.graph.initializer if t.name.startswith("w"))
         assert weight.data_type == T.FLOAT8E4M3FNUZ
@@ -212,46 +186,34 @@ class TestFnuz:
     def test_what_does_not_saturate_is_rounded_alike(self) -> None:
         scale = 0.0390625
         before = one_pair(scale)
-        draft = draft_of(before)
-        to_fnuz(draft)
-        model = draft.finished()
+        model = under(before, to_fnuz)
         assert {t.data_type for t in model.graph.initializer} == {T.FLOAT, T.FLOAT8E4M3FNUZ}
-        magnitudes = np.concatenate(
-            [np.geomspace(1e-6, 448 * scale, 4000), FINITE[:127].astype(np.float64) * scale]
+        exact = FINITE[:127].astype(np.float64) * scale
+        positive = np.concatenate(
+            [np.geomspace(1e-6, 448 * scale, 4000), exact, (exact[:-1] + exact[1:]) / 2]
         )
-        between = (FINITE[:126].astype(np.float64) + FINITE[1:127].astype(np.float64)) / 2 * scale
-        x = np.concatenate([magnitudes, between, -magnitudes, -between, [0.0, -0.0]]).astype(np.float32)[
-            :, None
-        ]
-        x = np.repeat(x, 8, axis=1)
+        x = np.concatenate([positive, -positive, [0.0, -0.0]]).astype(np.float32)
+        x = np.repeat(x[:, None], 8, axis=1)
         np.testing.assert_array_equal(evaluate(model, x=x)[0], evaluate(before, x=x)[0])
 
     def test_what_saturates_is_nearer_to_what_it_stands_for(self) -> None:
         before = one_pair(1.0)
-        draft = draft_of(before)
-        to_fnuz(draft)
         x = np.array([[448.0, 463.9, 464.0, 464.1, 480.0, 1e4, -500.0, np.inf]], np.float32)
-        (fnuz,), (fn,) = evaluate(draft.finished(), x=x), evaluate(before, x=x)
+        (fnuz,), (fn,) = evaluate(under(before, to_fnuz), x=x), evaluate(before, x=x)
         np.testing.assert_array_equal(fn, [[448, 448, 448, 448, 448, 448, -448, 448]])
         np.testing.assert_array_equal(fnuz, [[448, 448, 448, 480, 480, 480, -480, 480]])
 
     def test_nan_weights_and_other_formats_are_refused(self) -> None:
         p = Planned()
-        inputs = [
-            p.constant("w", np.full((1, 8), np.nan), FN),
-            p.constant("s", 1.0),
-            p.constant("z", 0.0, FN),
-        ]
-        model = p.model(p.op("Add", ["x", p.op("DequantizeLinear", inputs, "fc.dq")], "add"))
+        stored = p.constant("w", np.full((1, 8), np.nan), FN)
+        dq = p.op("DequantizeLinear", [stored, p.constant("s", 1.0), p.constant("z", 0.0, FN)], "fc.dq")
         with pytest.raises(ModelError, match=r"'fc.dq': a stored FP8 weight is NaN"):
-            to_fnuz(draft_of(model))
+            under(p.model(p.op("Add", ["x", dq], "add")), to_fnuz)
         p = Planned()
-        import ml_dtypes
-
         model = p.model(p.pair("x", "fc", 1.0, ml_dtypes.float8_e5m2))
         for rule in (to_fnuz, to_carrier):
             with pytest.raises(ModelError, match=r"E4M3FN plans only(?s:.*)is float8_e5m2"):
-                rule(draft_of(model))
+                under(model, rule)
 
 
 class TestCarrier:
@@ -261,9 +223,7 @@ class TestCarrier:
         inputs = [p.constant("w", values, FN), p.constant("s", 2.0**-7), p.constant("z", 0.0, FN)]
         dq = p.op("DequantizeLinear", inputs, "dq")
         before = p.model(p.op("Add", [p.pair("x", "a", 0.25), dq], "add"), x=(FINITE.size,))
-        draft = draft_of(before)
-        to_carrier(draft)
-        model = draft.finished()
+        model = under(before, to_carrier)
         kinds = {t.data_type for t in model.graph.initializer}
         assert kinds == {T.FLOAT, T.FLOAT8E4M3FNUZ}
         weight = next(t for t in model.graph.initializer if t.name.startswith("w"))
@@ -281,9 +241,7 @@ def test_a_constant_that_is_quantized_in_the_graph_keeps_its_numbers(form: Any) 
     values = p.constant("w", np.linspace(-100, 100, 8).reshape(1, 8))
     pair = p.pair(values, "w", 0.25)
     before = p.model(p.op("Add", ["x", pair], "sum"))
-    draft = draft_of(before)
-    form(draft)
-    after = draft.finished()
+    after = under(before, form)
     (quantize,) = [node for node in after.graph.node if node.op_type == "QuantizeLinear"]
     assert constants(after)[quantize.input[0]].data_type == T.FLOAT
     x = np.zeros((2, 8), np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from planned_graphs import NUMPY, Array, Planned, evaluate
 from loka_onnx.core.formats import E4M3FN
 from loka_onnx.engines.migraphx.draft import GraphDraft
 from loka_onnx.engines.migraphx.products import (
+    Product,
     float32_products,
     gemm_to_matmul,
     scales_behind_products,
@@ -28,8 +30,20 @@ FP32_SUMS = {"rtol": 2e-6, "atol": 2e-6}
 SCALE = 0.015625
 
 
-def draft_of(model: onnx.ModelProto) -> GraphDraft:
-    return GraphDraft(model, Path("nowhere"))
+def under(
+    model: onnx.ModelProto, *rules: Callable[[GraphDraft, Sequence[Product]], None]
+) -> tuple[onnx.ModelProto, tuple[Product, ...]]:
+    """The model with its Gemms as products and under further rules, and these products."""
+    draft = GraphDraft(model, Path("nowhere"))
+    products = gemm_to_matmul(draft)
+    for rule in rules:
+        rule(draft, products)
+    return draft.finished(), products
+
+
+def agree(after: onnx.ModelProto, before: onnx.ModelProto, *shape: int) -> None:
+    x = rows(*shape)
+    np.testing.assert_allclose(evaluate(after, x=x)[0], evaluate(before, x=x)[0], **FP32_SUMS)
 
 
 def ops(model: onnx.ModelProto) -> list[str]:
@@ -66,20 +80,15 @@ class TestGemm:
     )
     def test_the_result_stays(self, attributes: dict[str, Any]) -> None:
         before = gemm(**attributes)
-        draft = draft_of(before)
-        (product,) = gemm_to_matmul(draft)
-        model = draft.finished()
+        model, (product,) = under(before)
         onnx.checker.check_model(model, full_check=True)
         assert "Gemm" not in ops(model)
         assert (product.node.op_type, product.node.name) == ("MatMul", "fc")
-        x = rows(5, 8)
-        np.testing.assert_allclose(evaluate(model, x=x)[0], evaluate(before, x=x)[0], **FP32_SUMS)
+        agree(model, before, 5, 8)
 
     def test_a_transposed_weight_is_stored_so(self) -> None:
         before = gemm(transB=1)
-        draft = draft_of(before)
-        gemm_to_matmul(draft)
-        model = draft.finished()
+        model, _ = under(before)
         assert "Transpose" not in ops(model)
         dequantize = producer(model, next(n for n in model.graph.node if n.name == "fc").input[1])
         np.testing.assert_array_equal(
@@ -92,40 +101,32 @@ class TestGemm:
         left = p.pair(p.op("Transpose", ["x"], "t", perm=[1, 0]), "fc/in0", SCALE)
         right = p.pair("x", "fc/in1", 2 * SCALE)
         before = p.model(p.op("Gemm", [left, right], "fc", transA=1, transB=1))
-        draft = draft_of(before)
-        assert len(gemm_to_matmul(draft)) == 1
-        x = rows(8, 8)
-        np.testing.assert_allclose(evaluate(draft.finished(), x=x)[0], evaluate(before, x=x)[0], **FP32_SUMS)
+        model, products = under(before)
+        assert len(products) == 1
+        agree(model, before, 8, 8)
 
     def test_a_bias_that_is_computed_is_multiplied_by_beta(self) -> None:
         p = Planned()
         bias = p.op("Relu", [p.constant("b", p.normal(6))], "computed")
         inputs = [p.pair("x", "fc/in0", SCALE), p.weight("fc/weight", p.normal(8, 6)), bias]
         before = p.model(p.op("Gemm", inputs, "fc", beta=0.25))
-        draft = draft_of(before)
-        gemm_to_matmul(draft)
-        x = rows(3, 8)
-        np.testing.assert_allclose(evaluate(draft.finished(), x=x)[0], evaluate(before, x=x)[0], **FP32_SUMS)
+        agree(under(before)[0], before, 3, 8)
 
     def test_other_products_are_left_alone(self) -> None:
         p = Planned()
         w = p.constant("w", p.normal(8, 6))
         half = p.op("Gemm", [p.pair("x", "half/in0", SCALE), w], "half")
         plain = p.op("Gemm", ["x", w], "plain")
-        model = p.model(p.op("Add", [half, plain], "add"))
-        draft = draft_of(model)
-        assert gemm_to_matmul(draft) == ()
-        assert ops(draft.finished()).count("Gemm") == 2
+        model, products = under(p.model(p.op("Add", [half, plain], "add")))
+        assert products == ()
+        assert ops(model).count("Gemm") == 2
 
 
 class TestChannelScales:
     @pytest.mark.parametrize(("transposed", "axis"), [(1, 0), (0, 1)])
     def test_the_scales_of_columns_stand_behind_the_product(self, transposed: int, axis: int) -> None:
         before = gemm(axis=axis, transB=transposed)
-        draft = draft_of(before)
-        products = gemm_to_matmul(draft)
-        scales_behind_products(draft, products)
-        model = draft.finished()
+        model, _ = under(before, scales_behind_products)
         onnx.checker.check_model(model, full_check=True)
         product = next(n for n in model.graph.node if n.name == "fc")
         dequantize = producer(model, product.input[1])
@@ -136,18 +137,14 @@ class TestChannelScales:
         np.testing.assert_array_equal(constant(model, behind.input[1]), constant(before, "fc/weight/scale"))
         # The bias is added behind the scales, not scaled.
         assert ops(model)[-3:] == ["Mul", "Add", "Identity"]
-        x = rows(5, 8)
-        np.testing.assert_allclose(evaluate(model, x=x)[0], evaluate(before, x=x)[0], **FP32_SUMS)
+        agree(model, before, 5, 8)
 
     def test_of_a_constant_on_the_left_they_scale_rows(self) -> None:
         p = Planned()
         weight = p.weight("mix/weight", p.normal(6, 8), 0)
         before = p.model(p.op("MatMul", [weight, p.pair("x", "mix/in1", SCALE)], "mix"), x=(8, 4))
-        draft = draft_of(before)
-        scales_behind_products(draft, gemm_to_matmul(draft))
-        model = draft.finished()
-        x = rows(3, 8, 4)
-        np.testing.assert_allclose(evaluate(model, x=x)[0], evaluate(before, x=x)[0], **FP32_SUMS)
+        model, _ = under(before, scales_behind_products)
+        agree(model, before, 3, 8, 4)
         (behind,) = (n for n in model.graph.node if n.op_type == "Mul")
         assert constant(model, behind.input[1]).shape == (6, 1)
 
@@ -156,9 +153,8 @@ class TestChannelScales:
         p = Planned()
         weight = p.weight("fc/weight", p.normal(8, 8), 0)
         model = p.model(p.op("MatMul", [p.pair("x", "fc/in0", SCALE), weight], "fc"))
-        draft = draft_of(model)
         with pytest.raises(ModelError, match=r"site 'fc'(?s:.*)scales \(8,\) along axis 0 of input 1"):
-            scales_behind_products(draft, gemm_to_matmul(draft))
+            under(model, scales_behind_products)
 
 
 def expected_site(before: onnx.ModelProto, x: Array, base: Any) -> Array:
@@ -178,11 +174,7 @@ class TestFloat32:
         self, base: int, half_ulp: float, axis: int | None
     ) -> None:
         before = gemm(base, axis, transB=1)
-        draft = draft_of(before)
-        products = gemm_to_matmul(draft)
-        scales_behind_products(draft, products)
-        float32_products(draft, products)
-        model = draft.finished()
+        model, _ = under(before, scales_behind_products, float32_products)
         onnx.checker.check_model(model, full_check=True)
         x = rows(16, 8)
         expected = expected_site(before, x, NUMPY[base])
@@ -191,12 +183,7 @@ class TestFloat32:
         np.testing.assert_allclose(got, expected, rtol=half_ulp * 1.01, atol=1e-6)
 
     def test_scales_and_what_the_pairs_read_are_fp32(self) -> None:
-        before = gemm(T.BFLOAT16, 0, transB=1)
-        draft = draft_of(before)
-        products = gemm_to_matmul(draft)
-        scales_behind_products(draft, products)
-        float32_products(draft, products)
-        model = draft.finished()
+        model, _ = under(gemm(T.BFLOAT16, 0, transB=1), scales_behind_products, float32_products)
         for node in model.graph.node:
             if node.op_type in {"QuantizeLinear", "DequantizeLinear"}:
                 assert constant(model, node.input[1]).dtype == np.float32
@@ -209,36 +196,22 @@ class TestFloat32:
         p = Planned(T.FLOAT16)
         weight = p.weight("fc/weight", np.full((16, 2), 0.5, np.float32), 1)
         product = p.op("MatMul", [p.pair(p.enter(), "fc/in0", 1.0), weight], "fc")
-        before = p.model(product, x=(16,))
-        draft = draft_of(before)
-        products = gemm_to_matmul(draft)
-        scales_behind_products(draft, products)
-        float32_products(draft, products)
-        x = np.full((1, 16), 448.0, np.float32)
+        model, _ = under(p.model(product, x=(16,)), scales_behind_products, float32_products)
         # 16 · 448 · 448 is 49 times the largest FP16 number; 16 · 448 · ½ is well inside.
-        (got,) = evaluate(draft.finished(), x=x)
+        (got,) = evaluate(model, x=np.full((1, 16), 448.0, np.float32))
         np.testing.assert_allclose(got, 16 * 448 * 0.5, rtol=2.0**-8)
 
     def test_other_readers_get_the_type_they_had(self) -> None:
         p = Planned(T.BFLOAT16)
         dq = p.pair(p.enter(), "fc/in0", SCALE)
         product = p.op("MatMul", [dq, p.weight("fc/weight", p.normal(8, 8))], "fc")
-        plain = p.op(
-            "MatMul",
-            [
-                p.op("Reshape", [dq, p.constant("to", [-1, 8], np.int64)], "view"),
-                p.constant("w", p.normal(8, 8)),
-            ],
-            "plain",
-        )
+        view = p.op("Reshape", [dq, p.constant("to", [-1, 8], np.int64)], "view")
+        plain = p.op("MatMul", [view, p.constant("w", p.normal(8, 8))], "plain")
         before = p.model(p.op("Add", [p.op("Add", [product, dq], "beside"), plain], "add"))
-        draft = draft_of(before)
-        products = gemm_to_matmul(draft)
-        float32_products(draft, products)
+        model, _ = under(before, float32_products)
         # The checker infers every type: an Add of FP32 and BF16 would not pass.
-        onnx.checker.check_model(draft.finished(), full_check=True)
-        casts = [n for n in draft.nodes if n.op_type == "Cast" and "to_base" in n.name]
-        assert len(casts) == 3
+        onnx.checker.check_model(model, full_check=True)
+        assert len([n for n in model.graph.node if n.op_type == "Cast" and "to_base" in n.name]) == 3
 
     def test_dequantized_values_that_leave_are_refused(self) -> None:
         p = Planned(T.BFLOAT16)
@@ -246,29 +219,20 @@ class TestFloat32:
         model = p.model(dq)
         model.graph.output.append(onnx.helper.make_tensor_value_info(dq, T.BFLOAT16, None))
         with pytest.raises(ModelError, match="dequantized values leave the graph"):
-            float32_products(draft_of(model), ())
+            under(model, float32_products)
 
 
 def test_layouts_between_a_dq_and_its_product_stay_in_fp32() -> None:
     p = Planned(T.BFLOAT16)
     left = p.op("Transpose", [p.pair(p.enter(), "mix/in0", SCALE)], "turned", perm=[0, 2, 1])
     before = p.model(p.op("MatMul", [left, p.pair("x/in:0", "mix/in1", 2 * SCALE)], "mix"), x=(8, 4))
-    draft = draft_of(before)
-    products = gemm_to_matmul(draft)
+    model, products = under(before, float32_products)
     assert [each.node.name for each in products] == ["mix"]
-    float32_products(draft, products)
-    model = draft.finished()
     onnx.checker.check_model(model, full_check=True)
     x = rows(3, 8, 4)
     entering = x.astype(ml_dtypes.bfloat16).astype(np.float32)
     a, b = (fake_quantize(entering, s, E4M3FN).astype(np.float64) for s in (SCALE, 2 * SCALE))
-    np.testing.assert_allclose(
-        evaluate(model, x=x)[0], np.swapaxes(a, 1, 2) @ b, rtol=2.0**-8 * 1.01, atol=1e-6
-    )
-    assert not [
-        n for n in model.graph.node if n.op_type == "Cast" and producer_op(model, n) == "DequantizeLinear"
-    ]
-
-
-def producer_op(model: onnx.ModelProto, node: onnx.NodeProto) -> str:
-    return next((n.op_type for n in model.graph.node if node.input[0] in n.output), "")
+    (got,) = evaluate(model, x=x)
+    np.testing.assert_allclose(got, np.swapaxes(a, 1, 2) @ b, rtol=2.0**-8 * 1.01, atol=1e-6)
+    dequantized = {n.output[0] for n in model.graph.node if n.op_type == "DequantizeLinear"}
+    assert not [n for n in model.graph.node if n.op_type == "Cast" and n.input[0] in dequantized]

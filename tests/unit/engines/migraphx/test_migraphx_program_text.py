@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import pytest
 
+from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import Operand, Site, SiteKind
-from loka_onnx.engines.migraphx.program_text import parse_program
-from loka_onnx.engines.migraphx.site_precision import products_of, site_precisions
+from loka_onnx.engines.migraphx.site_precision import parse_program, products_of, site_precisions
 
 PERF_TEST = """\
 module: "main"
@@ -104,8 +104,8 @@ def site(name: str, k: int, n: int, kind: SiteKind = SiteKind.LINEAR, reads: str
     return Site(name, kind, "MatMul", operands, "y", k, n, 1)
 
 
-def planned(*sites: Site, precision: Precision = Precision.FP8) -> list[tuple[Site, Precision]]:
-    return [(each, precision) for each in sites]
+def read(text: str, *sites: Site, precision: Precision = Precision.FP8) -> tuple[SitePrecision, ...]:
+    return site_precisions([parse_program(text)], [(each, precision) for each in sites])
 
 
 class TestLines:
@@ -162,34 +162,20 @@ class TestProducts:
         assert (attention.is_float8, attention.weight) == (True, None)
 
     def test_int8_is_no_fp8(self) -> None:
-        (product,) = products_of(
-            parse_program(REFERENCE.replace("fp8e4m3fnuz", "int8").replace("dot(", "quant_dot("))
-        )
-        assert not product.holds_float8
+        text = REFERENCE.replace("fp8e4m3fnuz", "int8").replace("dot(", "quant_dot(")
+        assert [product.holds_float8 for product in products_of(parse_program(text))] == [False]
 
-    @pytest.mark.parametrize(
-        ("bias", "line"),
-        [
-            ("@literal{ ... } -> float_type, {32}, {1}", ""),
-            (
-                "@literal{ ... } -> float_type, {32}, {1}",
-                "@9 = multibroadcast[out_lens={64, 32}](@2) -> float_type, {64, 32}, {0, 1}",
-            ),
-        ],
-    )
-    def test_a_bias_is_no_weight(self, bias: str, line: str) -> None:
-        kernel = f"@3 = gpu::code_object[symbol_name=mlir_dot_add,](x,{'@9' if line else '@2'},@1,out)"
-        text = "\n".join(
-            [
-                "x = @param:x -> float_type, {64, 16}, {16, 1}",
-                "@1 = hip::hip_copy_literal[id=0] -> float_type, {16, 32}, {32, 1}",
-                f"@2 = {bias}",
-                line,
-                "out = @param:out -> float_type, {64, 32}, {32, 1}",
-                f"{kernel} -> float_type, {{64, 32}}, {{32, 1}}",
-            ]
-        )
-        (product,) = products_of(parse_program(text))
+    @pytest.mark.parametrize("bias", ["@2", "@9"])
+    def test_a_bias_is_no_weight(self, bias: str) -> None:
+        text = """\
+x = @param:x -> float_type, {64, 16}, {16, 1}
+@1 = hip::hip_copy_literal[id=0] -> float_type, {16, 32}, {32, 1}
+@2 = @literal{ ... } -> float_type, {32}, {1}
+@9 = multibroadcast[out_lens={64, 32}](@2) -> float_type, {64, 32}, {0, 1}
+out = @param:out -> float_type, {64, 32}, {32, 1}
+@3 = gpu::code_object[symbol_name=mlir_dot_add,](x,BIAS,@1,out) -> float_type, {64, 32}, {32, 1}
+"""
+        (product,) = products_of(parse_program(text.replace("BIAS", bias)))
         assert product.weight == (16, 32)
 
     @pytest.mark.parametrize(
@@ -205,18 +191,12 @@ class TestProducts:
         ],
     )
     def test_size_of_a_stored_factor(self, first, second, stored: int, result, size) -> None:
-        def shown(shape: tuple[int, ...]) -> str:
-            return ", ".join(map(str, shape))
-
-        makers = ["@param:x", "hip::hip_copy_literal[id=0]"]
-        lines = [
-            f"@{i} = {makers[i == stored]} -> float_type, {{{shown(shape)}}}, {{1}}"
-            for i, shape in enumerate((first, second))
-        ]
-        lines.append("@2 = @param:out -> float_type, {1}, {1}")
-        kernel = "gpu::code_object[symbol_name=mlir_dot,](@0,@1,@2)"
-        lines.append(f"@3 = {kernel} -> float_type, {{{shown(result)}}}, {{1}}")
-        (product,) = products_of(parse_program("\n".join(lines)))
+        makers = ["@param:x", "@param:x", "@param:out", "gpu::code_object[symbol_name=mlir_dot,](@0,@1,@2)"]
+        makers[stored] = "hip::hip_copy_literal[id=0]"
+        shapes = (", ".join(map(str, shape)) for shape in (first, second, (1,), result))
+        made = enumerate(zip(makers, shapes, strict=True))
+        text = "\n".join(f"@{i} = {maker} -> float_type, {{{shape}}}, {{1}}" for i, (maker, shape) in made)
+        (product,) = products_of(parse_program(text))
         assert product.weight == size
 
     def test_half_a_pair_is_no_simulation(self) -> None:
@@ -228,9 +208,7 @@ class TestProducts:
 
 class TestSites:
     def test_quant_dot_of_the_size_is_fp8(self) -> None:
-        small, large = site_precisions(
-            [parse_program(FLOAT8)], planned(site("fc0", 64, 32), site("fc1", 2048, 512))
-        )
+        small, large = read(FLOAT8, site("fc0", 64, 32), site("fc1", 2048, 512))
         assert (small.site, small.planned, small.engaged) == ("fc0", "fp8", True)
         assert small.operands == ("fp8e4m3fnuz", "fp8e4m3fnuz")
         assert small.evidence == "compiled program: mlir_quant_dot_dequantizelinear_add @8"
@@ -238,46 +216,40 @@ class TestSites:
         assert "gpu::hip_quant_gemm @11" in large.evidence
 
     def test_a_site_without_its_product_fell_back(self) -> None:
-        (found,) = site_precisions([parse_program(FLOAT8)], planned(site("fc2", 64, 48)))
-        assert not found.engaged
-        assert found.operands == ()
+        (found,) = read(FLOAT8, site("fc2", 64, 48))
+        assert (found.engaged, found.operands) == (False, ())
         assert found.evidence == "compiled program: 0 FP8 products of 64 × 48 for 1 planned sites"
 
     def test_a_dropped_pair_shows_as_a_plain_dot(self) -> None:
         text = "\n".join(line for line in DROPPED.splitlines() if "quant_dot" not in line)
-        (found,) = site_precisions([parse_program(text)], planned(site("fc0", 64, 32)))
-        assert not found.engaged
-        assert found.operands == ("half", "half")
+        (found,) = read(text, site("fc0", 64, 32))
+        assert (found.engaged, found.operands) == (False, ("half", "half"))
         assert "mlir_dot_add @5 multiplies half by half" in found.evidence
 
     def test_of_two_sites_of_one_size_with_one_product_neither_is_believed(self) -> None:
-        sites = planned(site("fc0", 64, 32), site("fc1", 64, 32))
-        both = site_precisions([parse_program(DROPPED)], sites)
+        sites = site("fc0", 64, 32), site("fc1", 64, 32)
+        both = read(DROPPED, *sites)
         assert [each.engaged for each in both] == [False, False]
         assert "1 FP8 products of 64 × 32 for 2 planned sites, and it does not say which" in both[0].evidence
         twice = DROPPED.replace("mlir_dot_add", "mlir_quant_dot_add").replace("half", "fp8e4m3fn")
-        both = site_precisions([parse_program(twice)], sites)
+        both = read(twice, *sites)
         assert [each.engaged for each in both] == [True, True]
         assert "one of 2 FP8 products of 64 × 32 for 2 sites" in both[0].evidence
 
     def test_rows_as_many_as_columns_make_no_weight_of_an_activation(self) -> None:
         """x of 32 rows × 64 columns is no weight of 64 × 32."""
-        other = (
-            FLOAT8.replace("{8, 64}", "{32, 64}")
-            .replace("{8, 32}", "{32, 32}")
-            .replace("{64, 32}", "{64, 48}")
-        )
-        text = other.replace("{32, 32}", "{32, 48}") + (
+        other = FLOAT8.replace("{8, 64}", "{32, 64}").replace("{8, 32}", "{32, 48}")
+        text = other.replace("{64, 32}", "{64, 48}") + (
             "@20 = hip::hip_copy_literal[id=main:@literal:9] -> float_type, {64, 32}, {32, 1}\n"
             "out = @param:out -> float_type, {32, 32}, {32, 1}\n"
             "@21 = gpu::code_object[symbol_name=mlir_dot,](x,@20,out) -> float_type, {32, 32}, {32, 1}\n"
         )
-        fc0, fc1 = site_precisions([parse_program(text)], planned(site("fc0", 64, 32), site("fc1", 64, 48)))
+        fc0, fc1 = read(text, site("fc0", 64, 32), site("fc1", 64, 48))
         assert (fc0.engaged, fc0.operands, fc1.engaged) == (False, ("float", "float"), True)
 
     def test_products_that_were_merged_are_found_by_their_columns(self) -> None:
         heads = [site(name, 768, 768, reads="tokens") for name in ("query", "key", "value")]
-        found = site_precisions([parse_program(MERGED)], planned(*heads))
+        found = read(MERGED, *heads)
         assert [each.engaged for each in found] == [True] * 3
         assert all("dequantizelinear_add_add @24" in each.evidence for each in found)
 
@@ -295,48 +267,40 @@ class TestSites:
     def test_columns_that_do_not_add_up_are_no_evidence(
         self, sites: list[tuple[str, int, str]], engaged: bool
     ) -> None:
-        asked = planned(*[site(name, 768, n, reads=reads) for name, n, reads in sites])
-        found = site_precisions([parse_program(MERGED)], asked)
+        found = read(MERGED, *[site(name, 768, n, reads=reads) for name, n, reads in sites])
         assert [each.engaged for each in found] == [engaged] * len(sites)
 
     def test_a_name_is_believed_before_a_size(self) -> None:
-        named = DROPPED.replace(
-            "(x,@1,main:#output_0) -> half_type, {8, 32}, {32, 1}",
-            "(x,@1,main:#output_0) -> half_type, {8, 32}, {32, 1} # fc0",
-        )
-        named = named.replace("float_type, {8, 32}, {32, 1}\n", "float_type, {8, 32}, {32, 1} # fc1\n")
-        fc0, fc1 = site_precisions([parse_program(named)], planned(site("fc0", 64, 32), site("fc1", 64, 32)))
+        end = "_type, {8, 32}, {32, 1}\n"
+        named = DROPPED.replace(f"output_0) -> half{end}", f"output_0) -> half{end[:-1]} # fc0\n")
+        named = named.replace(f"float{end}", f"float{end[:-1]} # fc1\n")
+        fc0, fc1 = read(named, site("fc0", 64, 32), site("fc1", 64, 32))
         assert (fc0.engaged, fc1.engaged) == (False, True)
         assert fc0.evidence.endswith("named after the site, multiplies half by half")
 
     def test_the_least_of_several_programs_is_what_counts(self) -> None:
-        (found,) = site_precisions(
-            [parse_program(FLOAT8), parse_program(PERF_TEST)], planned(site("fc0", 64, 32))
-        )
+        programs = [parse_program(text) for text in (FLOAT8, PERF_TEST)]
+        (found,) = site_precisions(programs, [(site("fc0", 64, 32), Precision.FP8)])
         assert not found.engaged
 
     def test_the_reference_target_simulates(self) -> None:
-        (found,) = site_precisions([parse_program(REFERENCE)], planned(site("fc0", 64, 32)))
+        (found,) = read(REFERENCE, site("fc0", 64, 32))
         assert found.engaged
         assert found.evidence.endswith("simulated: FP8 Q/DQ around a product in the base precision")
 
     def test_the_base_precision_of_a_site(self) -> None:
         fc = site("fc0", 64, 32)
-        (half,) = site_precisions([parse_program(DROPPED)], planned(fc, precision=Precision.FP16))
-        assert (half.engaged, half.operands) == (True, ("half", "half"))
-        (bf16,) = site_precisions([parse_program(DROPPED)], planned(fc, precision=Precision.BF16))
-        assert (bf16.engaged, bf16.operands) == (False, ("half", "half"))
-        (merged,) = site_precisions(
-            [parse_program(DROPPED)], planned(site("fc3", 64, 16), precision=Precision.FP16)
-        )
+        for precision in (Precision.FP16, Precision.BF16):
+            (found,) = read(DROPPED, fc, precision=precision)
+            assert (found.engaged, found.operands) == (precision is Precision.FP16, ("half", "half"))
+        (merged,) = read(DROPPED, site("fc3", 64, 16), precision=Precision.FP16)
         assert merged.engaged
         assert merged.evidence.endswith("none of 64 × 16: merged or fused with others")
-        (none,) = site_precisions([parse_program("")], planned(fc, precision=Precision.FP16))
+        (none,) = read("", fc, precision=Precision.FP16)
         assert (none.engaged, none.evidence) == (False, "compiled program: it has no product")
 
     def test_a_norm_has_its_type_somewhere(self) -> None:
         norm = site("norm", 64, 0, SiteKind.NORM)
-        (half,) = site_precisions([parse_program(DROPPED)], planned(norm, precision=Precision.FP16))
-        (bf16,) = site_precisions([parse_program(DROPPED)], planned(norm, precision=Precision.BF16))
+        (half,), (bf16,) = (read(DROPPED, norm, precision=p) for p in (Precision.FP16, Precision.BF16))
         assert (half.engaged, bf16.engaged) == (True, False)
         assert "bf16 is nowhere" in bf16.evidence

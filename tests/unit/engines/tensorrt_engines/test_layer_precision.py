@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -27,10 +28,7 @@ def interaction(name: str) -> Site:
 
 
 def tensor(kind: str, *shape: int) -> LayerTensor:
-    size = 1
-    for each in shape:
-        size *= each
-    return LayerTensor("t", kind, shape, size)
+    return LayerTensor("t", kind, shape, math.prod(shape))
 
 
 def gemm(*inputs: LayerTensor, constants: tuple[LayerTensor, ...] = ()) -> EngineLayer:
@@ -44,15 +42,13 @@ def one(layers: tuple[EngineLayer, ...], site: Site, planned: Precision = Precis
 
 def test_fp8_factors_engage() -> None:
     found = one(LAYERS, linear("fc0"))
-    assert found.engaged
-    assert found.operands == (FP8, FP8)
+    assert (found.engaged, found.operands) == (True, (FP8, FP8))
     assert found.evidence == "engine inspector: gemm 'fc0_myl0_1'"
 
 
 def test_a_fallback_is_told() -> None:
     found = one(LAYERS, linear("fc1", 128, 32))
-    assert not found.engaged
-    assert found.operands == (BF16,)
+    assert (found.engaged, found.operands) == (False, (BF16,))
     assert "gemm 'fc1_myl0_2' multiplies bf16 where the plan says fp8_e4m3" in found.evidence
     kept = one(LAYERS, linear("fc1", 128, 32), Precision.BF16)
     assert kept.engaged
@@ -74,8 +70,7 @@ def test_a_fallback_is_told() -> None:
 )
 def test_which_tensors_are_multiplied(layer: EngineLayer, operands: tuple[str, ...]) -> None:
     found = one((layer,), linear("fc"))
-    assert found.engaged, found.evidence
-    assert found.operands == operands
+    assert (found.engaged, found.operands) == (True, operands), found.evidence
 
 
 @pytest.mark.parametrize(
@@ -101,8 +96,7 @@ def test_fp8_is_not_claimed_for_what_a_generated_kernel_hides() -> None:
     name = "__myl_CastMulFc"
     kernel = replace(gemm(tensor(FP8, 8, 64)), kind="kgen", name=name, tactic=f"{name}_0x1")
     found = one((kernel,), linear("fc"))
-    assert not found.engaged
-    assert found.operands == (FP8,)
+    assert (found.engaged, found.operands) == (False, (FP8,))
     assert "which has kgen '__myl_CastMulFc' of fp8_e4m3" in found.evidence
     attention = replace(kernel, inputs=(tensor(BF16, 8, 64),), name="_gemm_mha_v2")
     assert one((attention,), linear("fc"), Precision.BF16).engaged

@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from ml_dtypes import float8_e4m3fn
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
@@ -23,28 +24,26 @@ g (float[batch,5,8] x) => (float[batch,5,2,4] q, float[batch,5,3,4] k) {
 
 def model(text: str = TEXT, **shapes: list[int]) -> onnx.ModelProto:
     made: onnx.ModelProto = onnx.parser.parse_model(text)
-    f8 = onnx.TensorProto.FLOAT8E4M3FN
-    random = np.random.default_rng(0)
-    weight = random.integers(-8, 8, (8, 20)).astype(np.float32)
-    floats = {"one": np.float32(1), "scales": np.linspace(1, 3, 20).astype(np.float32)}
+    weight = np.random.default_rng(0).integers(-8, 8, (8, 20))
+    constants = {"one": np.float32(1), "scales": np.linspace(1, 3, 20).astype(np.float32)}
+    float8 = {"w": weight, "zero": 0, "zeros": np.zeros(20)}
+    constants |= {name: np.asarray(v, np.float32).astype(float8_e4m3fn) for name, v in float8.items()}
     integers = {"sizes": [8, 12], "two": [-1, 5, 2, 4], "three": [-1, 5, 3, 4], **shapes}
-    made.graph.initializer.extend(numpy_helper.from_array(np.asarray(v), n) for n, v in floats.items())
-    made.graph.initializer.extend(
-        numpy_helper.from_array(np.array(v, np.int64), n) for n, v in integers.items()
-    )
-    made.graph.initializer.extend(
-        [
-            onnx.helper.make_tensor("w", f8, weight.shape, weight.ravel().tolist()),
-            onnx.helper.make_tensor("zero", f8, (), [0.0]),
-            onnx.helper.make_tensor("zeros", f8, (20,), [0.0] * 20),
-        ]
-    )
+    constants |= {name: np.array(v, np.int64) for name, v in integers.items()}
+    made.graph.initializer.extend(numpy_helper.from_array(np.asarray(v), n) for n, v in constants.items())
     return made
 
 
-def outputs(of: onnx.ModelProto) -> list[np.ndarray]:
-    x = np.random.default_rng(1).normal(size=(3, 5, 8)).astype(np.float32)
-    return list(ReferenceEvaluator(of).run(None, {"x": x}))
+def check_split(text: str, shapes: dict[str, list[int]], *row: int) -> onnx.ModelProto:
+    """Splits it, and holds all outputs against the model before."""
+    before, after = model(text, **shapes), model(text, **shapes)
+    assert split_by_heads(after) == ("cut",)
+    onnx.checker.check_model(after, full_check=True)
+    x = np.random.default_rng(1).normal(size=(3, *row)).astype(np.float32)
+    expected, got = (ReferenceEvaluator(each).run(None, {"x": x}) for each in (before, after))
+    for one, other in zip(expected, got, strict=True):
+        np.testing.assert_array_equal(one, other)
+    return after
 
 
 @pytest.mark.parametrize(
@@ -58,17 +57,11 @@ def outputs(of: onnx.ModelProto) -> list[np.ndarray]:
     ids=["batch", "copied", "rows", "flat"],
 )
 def test_the_values_are_the_same(shapes: dict[str, list[int]]) -> None:
-    text = (
-        TEXT
-        if len(shapes.get("two", [0] * 4)) == 4
-        else TEXT.replace("batch,5,2,4", "n,2,4").replace("batch,5,3,4", "n,3,4")
-    )
-    before, after = model(text, **shapes), model(text, **shapes)
-    assert split_by_heads(after) == ("cut",)
-    onnx.checker.check_model(after, full_check=True)
+    text = TEXT
+    if len(shapes.get("two", [0] * 4)) == 3:
+        text = TEXT.replace("batch,5,2,4", "n,2,4").replace("batch,5,3,4", "n,3,4")
+    after = check_split(text, shapes, 5, 8)
     assert [node.op_type for node in after.graph.node][4:6] == ["Reshape", "Split"]
-    for expected, got in zip(outputs(before), outputs(after), strict=True):
-        np.testing.assert_array_equal(got, expected)
     # A second time there is nothing left to do.
     assert split_by_heads(after) == ()
 
@@ -76,14 +69,7 @@ def test_the_values_are_the_same(shapes: dict[str, list[int]]) -> None:
 def test_a_gemm_and_a_known_axis_are_taken() -> None:
     text = TEXT.replace("float[batch,5,8] x", "float[batch,8] x").replace("MatMul", "Gemm")
     text = text.replace("axis=-1", "axis=1").replace("batch,5,", "batch,")
-    shapes = {"two": [0, 2, 4], "three": [0, 3, 4]}
-    before, after = model(text, **shapes), model(text, **shapes)
-    assert split_by_heads(after) == ("cut",)
-    x = {"x": np.random.default_rng(1).normal(size=(3, 8)).astype(np.float32)}
-    for expected, got in zip(
-        ReferenceEvaluator(before).run(None, x), ReferenceEvaluator(after).run(None, x), strict=True
-    ):
-        np.testing.assert_array_equal(got, expected)
+    check_split(text, {"two": [0, 2, 4], "three": [0, 3, 4]}, 8)
 
 
 @pytest.mark.parametrize(

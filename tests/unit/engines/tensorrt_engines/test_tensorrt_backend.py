@@ -15,6 +15,7 @@ from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.engines.tensorrt import backend as module
 from loka_onnx.engines.tensorrt.backend import TensorRtBackend, TensorRtRtxBackend
+from loka_onnx.engines.tensorrt.build import BuildSettings
 from loka_onnx.engines.tensorrt.spec import TensorRtSpec
 from loka_onnx.errors import ConfigError
 from loka_onnx.sessions import cuda
@@ -47,16 +48,9 @@ def plan(base: Precision = Precision.BF16, recipe: Recipe | None = PER_TENSOR) -
 def request(tmp_path: Path, **options: int) -> BuildRequest:
     for name in ("model.onnx", "sample.npz"):
         (tmp_path / name).write_bytes(b"")
+    batch, paths = BatchRange(1, 8, 16, (4, 8)), (tmp_path / "engine", tmp_path / "sample.npz")
     return BuildRequest(
-        tmp_path / "model.onnx",
-        plan(),
-        (),
-        "nvidia-h100",
-        "sm90",
-        BatchRange(1, 8, 16, (4, 8)),
-        tmp_path / "engine",
-        tmp_path / "sample.npz",
-        options=options,
+        tmp_path / "model.onnx", plan(), (), "nvidia-h100", "sm90", batch, *paths, options=options
     )
 
 
@@ -103,8 +97,7 @@ def test_it_builds_only_for_the_gpu_that_is_here(host) -> None:
     ],
 )
 def test_what_it_declines(kind, planned: PrecisionPlan, architecture: str, said: str | None) -> None:
-    reason = kind().decline(planned, architecture)
-    assert (reason is None) if said is None else (reason is not None and said in reason)
+    assert str(said) in str(kind().decline(planned, architecture))
 
 
 def test_a_build_has_a_profile_for_each_size_and_a_cache_of_its_device(
@@ -114,17 +107,10 @@ def test_a_build_has_a_profile_for_each_size_and_a_cache_of_its_device(
     backend = host(OLD, H100)
     asked = request(tmp_path, optimization_level=4, workspace_mib=100)
     settings = backend.settings(backend.spec.load_library(), asked)
-    assert settings.timing_cache == (
-        tmp_path / "timing" / "tensorrt-10.16.1" / "NVIDIA-H100-80GB-HBM3-sm90.cache"
-    )
-    assert settings.profile_each_size
-    assert not settings.rtx_dialect
-    assert settings.batch.sizes == (4, 8)
-    assert (settings.optimization_level, settings.workspace_mib) == (4, 100)
-    rtx = TensorRtRtxBackend().settings(None, asked)
-    assert (rtx.timing_cache, rtx.profile_each_size, rtx.rtx_dialect) == (None, False, True)
-    same = replace(rtx, rtx_dialect=False, profile_each_size=True, timing_cache=settings.timing_cache)
-    assert same == settings
+    cache = tmp_path / "timing" / "tensorrt-10.16.1" / "NVIDIA-H100-80GB-HBM3-sm90.cache"
+    asks = BuildSettings("sm90", asked.batch, optimization_level=4, workspace_mib=100)
+    assert TensorRtRtxBackend().settings(None, asked) == asks
+    assert settings == replace(asks, timing_cache=cache, profile_each_size=True, rtx_dialect=False)
 
 
 @pytest.mark.parametrize(("option", "value"), [("optimization_level", 6), ("workspace_mib", 0)])

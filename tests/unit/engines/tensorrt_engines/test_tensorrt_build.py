@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from loka_onnx.engines.request import BatchRange
-from loka_onnx.engines.tensorrt.build import (
-    BuildSettings,
-    _choose_architecture,
-    _configure,
-    _network_flags,
-    _profile_sizes,
-)
+from loka_onnx.engines.tensorrt import build
+from loka_onnx.engines.tensorrt.build import BuildSettings
 
 
 class Config:
     """A builder's configuration that has what it is given, and refuses everything else."""
 
     def __init__(self, *names: str) -> None:
-        object.__setattr__(self, "names", {"profiling_verbosity", *names})
-        object.__setattr__(self, "limits", {})
-        object.__setattr__(self, "cleared", [])
-        for name in names:
-            object.__setattr__(self, name, None)
+        vars(self).update(dict.fromkeys(names), limits={}, cleared=[])
+        vars(self)["names"] = {"profiling_verbosity", *names}
 
     def __setattr__(self, name: str, value: Any) -> None:
         assert name in self.names, f"this version has no '{name}'"
@@ -48,39 +41,29 @@ def vendor(**more: Any) -> SimpleNamespace:
     )
 
 
-def test_every_option_reaches_the_configuration() -> None:
-    config = Config("builder_optimization_level")
-    settings = BuildSettings("sm90", BatchRange(1, 8, 16), optimization_level=5, workspace_mib=3)
-    _configure(vendor(), config, settings)
-    assert config.profiling_verbosity == "detailed"
-    assert config.builder_optimization_level == 5
-    assert config.limits == {"workspace": 3 << 20}
-    assert config.cleared == ["tf32"]
-
-
-def test_options_that_are_not_given_are_left_alone() -> None:
+def test_options_reach_the_configuration_and_others_are_left_alone() -> None:
+    config, plain = Config("builder_optimization_level"), BuildSettings("sm90", BatchRange(1, 8, 16))
+    build._configure(vendor(), config, replace(plain, optimization_level=5, workspace_mib=3))
+    assert (config.profiling_verbosity, config.builder_optimization_level) == ("detailed", 5)
+    assert (config.limits, config.cleared) == ({"workspace": 3 << 20}, ["tf32"])
     config = Config()
-    _configure(vendor(), config, BuildSettings("sm90", BatchRange(1, 8, 16)))
+    build._configure(vendor(), config, plain)
     assert config.limits == {}
 
 
-def test_a_network_is_strongly_typed_where_that_is_a_choice() -> None:
-    assert _network_flags(vendor()) == 0
-    trt = vendor()
+def test_what_is_a_choice_in_some_modules_only() -> None:
+    trt, config = vendor(), Config()
+    assert build._network_flags(trt) == 0
     trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED = 1
-    assert _network_flags(trt) == 2
-
-
-def test_a_module_without_a_choice_builds_for_its_gpu() -> None:
-    config = Config()
+    assert build._network_flags(trt) == 2
     before = dict(vars(config))
-    _choose_architecture(vendor(), config, "sm90")
+    build._choose_architecture(trt, config, "sm90")
     assert vars(config) == before, "nothing is asked of it"
 
 
 def test_profiles_for_every_size_and_for_each() -> None:
     def profiles(batch: BatchRange, *, each: bool) -> list[tuple[int, int, int]]:
-        return list(_profile_sizes(BuildSettings("sm90", batch, profile_each_size=each)))
+        return list(build._profile_sizes(BuildSettings("sm90", batch, profile_each_size=each)))
 
     served = BatchRange(1, 256, 2048, (64, 256, 2048))
     assert profiles(served, each=False) == [(1, 256, 2048)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from loka_onnx.engines.tensorrt.timing_cache import TimingCache, timing_cache_file
+from loka_onnx.engines.tensorrt.build import TimingCache, timing_cache_file
 
 
 class FakeCache:
@@ -86,14 +86,10 @@ def test_what_another_process_wrote_meanwhile_is_merged(file: Path) -> None:
     assert build(file) == {b"other", b"own"}
 
 
-def _measure(file: Path, entry: bytes) -> None:
-    build(file, entry)
-
-
 def test_processes_lose_nothing_of_one_another(file: Path) -> None:
     context = multiprocessing.get_context("fork")
     entries = [f"tactic{number}".encode() for number in range(6)]
-    processes = [context.Process(target=_measure, args=(file, entry)) for entry in entries]
+    processes = [context.Process(target=build, args=(file, entry)) for entry in entries]
     for process in processes:
         process.start()
     for process in processes:
@@ -123,11 +119,9 @@ def test_a_cache_that_cannot_be_written_fails_no_build(
 
 def test_each_device_and_version_has_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOKA_ONNX_CACHE", str(tmp_path))
-    file = timing_cache_file("tensorrt", "10.16.1.11", "NVIDIA H100 80GB HBM3", "sm90")
+    h100 = "NVIDIA H100 80GB HBM3"
+    file = timing_cache_file("tensorrt", "10.16.1.11", h100, "sm90")
     assert file == tmp_path / "timing" / "tensorrt-10.16.1.11" / "NVIDIA-H100-80GB-HBM3-sm90.cache"
-    others = {
-        timing_cache_file("tensorrt", "11.4.0", "NVIDIA H100 80GB HBM3", "sm90"),
-        timing_cache_file("tensorrt", "10.16.1.11", "NVIDIA H100 PCIe", "sm90"),
-        timing_cache_file("tensorrt_rtx", "10.16.1.11", "NVIDIA H100 80GB HBM3", "sm90"),
-    }
-    assert len({file, *others}) == 4
+    others = (("tensorrt", "11.4.0", h100), ("tensorrt", "10.16.1.11", "NVIDIA H100 PCIe"))
+    others = (*others, ("tensorrt_rtx", "10.16.1.11", h100))
+    assert len({file, *(timing_cache_file(*other, "sm90") for other in others)}) == 4

@@ -1,0 +1,101 @@
+"""Models in the form that ONNX Runtime's CPU provider runs fastest: the same values, other kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from onnx import numpy_helper
+
+from loka_onnx.engines.onnx_operands import OperandReader
+from loka_onnx.engines.onnxruntime.cpu_form import write_convolutions, write_norm_sums
+from loka_onnx.engines.onnxruntime.providers import CPU
+from loka_onnx.engines.onnxruntime.site_precision import dump_optimized
+from loka_onnx.sessions.onnx_session import OnnxSession
+
+pytest.importorskip("onnxruntime")
+
+X = "float[batch,16,6] x"
+QUANTIZED = "q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) [fc] y = MatMul(w, d)"
+CASES = {
+    "alone": ("[fc] y = MatMul(w, x)", X, ["Conv"]),
+    "with a bias": ("[fc] h = MatMul(w, x) y = Add(h, b)", X, ["Conv"]),
+    "with a bias in front": ("[fc] h = MatMul(w, x) g = Add(b, h) y = Relu(g)", X, ["Conv", "Relu"]),
+    "with a row for a bias": ("[fc] h = MatMul(w, x) y = Add(h, r)", X, ["Conv", "Add"]),
+    "a bias read twice": ("[fc] h = MatMul(w, x) g = Add(h, b) y = Mul(g, b)", X, ["Conv", "Add", "Mul"]),
+    "a product read twice": ("[fc] h = MatMul(w, x) g = Add(h, b) y = Mul(g, h)", X, ["Conv", "Add", "Mul"]),
+    # Left as they are.
+    "a shared weight": (
+        "g = MatMul(w, x) h = MatMul(w, x) y = Add(g, h)",
+        X,
+        ["MatMul", "MatMul", "Add"],
+    ),
+    "heads": ("[fc] y = MatMul(w, x)", "float[batch,2,16,6] x", ["MatMul"]),
+    "no batch": ("[fc] y = MatMul(w, x)", "float[16,batch] x", ["MatMul"]),
+    "fp8": (QUANTIZED, X, ["QuantizeLinear", "DequantizeLinear", "MatMul"]),
+}
+
+
+def write(folder: Path, body: str, entry: str) -> Path:
+    """The model with its weights beside it."""
+    shape = entry.removeprefix("float[").removesuffix("] x").split(",")
+    result = ",".join([*shape[:-2], "24", shape[-1]])
+    text = f'<ir_version: 10, opset_import: ["" : 21]> g ({entry}) => (float[{result}] y) {{ {body} }}'
+    model = onnx.parser.parse_model(text)
+    random = np.random.default_rng(0)
+    shapes = {"w": (24, 16), "b": (24, 1), "r": (24, 6)}
+    constants = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    constants |= {"s": np.array(0.1, np.float32), "z": np.array(0, np.uint8)}
+    read = {name for node in model.graph.node for name in node.input}
+    model.graph.initializer.extend(numpy_helper.from_array(v, n) for n, v in constants.items() if n in read)
+    onnx.save(model, folder / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=64)
+    return folder / "m.onnx"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products_with_a_weight_on_the_left(case: str, tmp_path: Path) -> None:
+    body, entry, operators = CASES[case]
+    before, after = write(tmp_path, body, entry), tmp_path / "after.onnx"
+    data = (tmp_path / "w.bin").read_bytes()
+    model = onnx.load(before, load_external_data=False)
+    assert write_convolutions(model) == operators.count("Conv")
+    onnx.save(model, after)
+    onnx.checker.check_model(after, full_check=True)
+    assert [node.op_type for node in model.graph.node] == operators
+    shape = {"heads": (5, 2, 16, 6), "no batch": (16, 6)}.get(case, (5, 16, 6))
+    x = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    expected, found = (OnnxSession(path).run({"x": x})["y"] for path in (before, after))
+    # Sums of 16 products of up to 10, rounded 16 times to 2⁻²⁴ of it, in another order.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    assert (tmp_path / "w.bin").read_bytes() == data
+    if "Conv" in operators:
+        node = OperandReader(after).product("fc")
+        assert node is not None
+        assert [source.describe() for source in OperandReader(after).operands(node)] == ["float", "float"]
+
+
+def test_a_sum_and_its_norm_stay_two_nodes(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[b,4,32] x, float[b,4,32] z) => (float[b,4,32] y, float[b,4,32] other)
+        <float[32] gain = {GAIN}> {
+            s = Add(x, z)
+            y = LayerNormalization(s, gain)
+            other = Add(y, z)
+        }""".replace("GAIN", ", ".join(["1.5"] * 32))
+    )
+    path, written = tmp_path / "m.onnx", tmp_path / "w.onnx"
+    onnx.save(model, path)
+    assert (write_norm_sums(model), write_norm_sums(model)) == (1, 0)
+    onnx.save(model, written)
+    for file, norm in ((path, "SkipLayerNormalization"), (written, "LayerNormalization")):
+        dump_optimized(file, tmp_path / "o.onnx", CPU, keeps_float8=False)
+        assert norm in {node.op_type for node in onnx.load(tmp_path / "o.onnx").graph.node}
+    random = np.random.default_rng(0)
+    inputs = {name: random.standard_normal((5, 4, 32)).astype(np.float32) for name in "xz"}
+    before, after = (OnnxSession(file).run(inputs) for file in (path, written))
+    for name, values in before.items():
+        np.testing.assert_allclose(after[name], values, atol=2e-6)
