@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
@@ -19,12 +19,13 @@ from loka_onnx.evaluation.latency import (
     Interleaved,
     LatencyOptions,
     MakeInputs,
+    Prepare,
     from_host,
     measure_interleaved,
     over_loads,
     prepared,
 )
-from loka_onnx.pipeline.sample import Arrays
+from loka_onnx.pipeline.rows import Arrays
 from loka_onnx.pipeline.splitting import LOOKUP, beside_lookup
 from loka_onnx.planning.choice import NOISE
 from loka_onnx.planning.speed import FIRST_LOADS, LOADS, contenders
@@ -37,12 +38,8 @@ PER_LOAD = LatencyOptions(warmup=4, min_repeats=5, max_repeats=40, max_seconds=1
 
 @dataclass(frozen=True)
 class TimingBench:
-    """Means to time the engines of a run.
-
-    Attributes:
-        open_engine: Loads an engine without the lookup before it.
-        open_lookup: Loads the lookup of a model that was cut.
-        generated: Generated inputs of the model for a number of rows, others at every call.
+    """Means to time the engines of a run: `open_engine` loads one without the lookup before it, `generated`
+    makes model inputs for a number of rows, others at every call.
     """
 
     config: RunConfig
@@ -97,43 +94,38 @@ class TimingBench:
         return Interleaved({name: over_loads(each) for name, each in loads.items()}, failures)
 
     def _load(self, engines: Sequence[EngineArtifact], kind: _Kind, options: LatencyOptions) -> Interleaved:
-        """Load engines once and time them in turns."""
-        place = self.config.serving.inputs
+        """Load engines once and time them in turns; one that does not open costs that engine its latency."""
+        failures: dict[str, str] = {}
+        subjects: dict[str, Prepare] = {}
+        make_inputs: MakeInputs = self.generated
         with ExitStack() as stack:
-            opened = _open(engines, self.open_engine, stack)
-            subjects = {name: prepared(runner, place) for name, runner in opened.runners.items()}
-            if not subjects:
-                return Interleaved({}, opened.failures)
-            make_inputs: MakeInputs = self.generated
-            if engines[0].part is Part.DENSE:
+            for engine in engines:
+                try:
+                    runner = stack.enter_context(self.open_engine(engine))
+                    subjects[engine.id] = prepared(runner, self.config.serving.inputs)
+                except StageError as error:
+                    failures[engine.id] = f"it does not open: {error}"
+            if subjects and engines[0].part is Part.DENSE:
                 try:
                     lookup = stack.enter_context(self.open_lookup())
                 except StageError as error:
                     failure = f"the lookup before it does not open: {error}"
-                    return Interleaved({}, {**opened.failures, **dict.fromkeys(subjects, failure)})
+                    return Interleaved({}, failures | dict.fromkeys(subjects, failure))
                 subjects[LOOKUP] = from_host(lookup.run)
                 make_inputs = partial(self._generated_and_looked_up, lookup)
-            timed = measure_interleaved(
-                subjects,
-                make_inputs,
-                self.config.batch.serve,
-                options,
-                device=kind.device,
-                counts_for_choice=kind.counts,
-            )
-        return Interleaved(timed.latencies, {**opened.failures, **_with_lookups(timed.failures, subjects)})
+            if not subjects:
+                return Interleaved({}, failures)
+            sizes, device = self.config.batch.serve, kind.device
+            timed = measure_interleaved(subjects, make_inputs, sizes, options, device, kind.counts)
+        if LOOKUP in timed.failures:
+            failures |= dict.fromkeys(subjects, f"the lookup before it failed {timed.failures[LOOKUP]}")
+        failures |= timed.failures
+        failures.pop(LOOKUP, None)
+        return Interleaved(timed.latencies, failures)
 
     def _generated_and_looked_up(self, lookup: Runner, rows: int) -> Arrays:
         inputs = self.generated(rows)
         return {**inputs, **lookup.run(inputs)}
-
-
-def _with_lookups(failures: Mapping[str, str], subjects: Iterable[str]) -> dict[str, str]:
-    """Failures by engine; an engine whose lookup failed has failed by that."""
-    if LOOKUP not in failures:
-        return dict(failures)
-    failed = dict.fromkeys(subjects, f"the lookup before it failed {failures[LOOKUP]}")
-    return {name: failure for name, failure in {**failed, **failures}.items() if name != LOOKUP}
 
 
 def counts_here(evaluations: Sequence[Evaluation], engines: Sequence[EngineArtifact]) -> bool:
@@ -174,24 +166,3 @@ def _kind(engine: EngineArtifact) -> _Kind:
         is_target(engine.target, engine.architecture),
         engine.simulated,
     )
-
-
-@dataclass
-class _Opened:
-    """Loaded engines by id, and why others do not load."""
-
-    runners: dict[str, Runner] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-
-
-def _open(
-    engines: Sequence[EngineArtifact], open_engine: Callable[[EngineArtifact], Runner], stack: ExitStack
-) -> _Opened:
-    """Engines that open, until the stack closes; one that does not costs that engine its latency."""
-    found = _Opened()
-    for engine in engines:
-        try:
-            found.runners[engine.id] = stack.enter_context(open_engine(engine))
-        except StageError as error:
-            found.failures[engine.id] = f"it does not open: {error}"
-    return found

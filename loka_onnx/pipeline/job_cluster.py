@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from loka_onnx.core.progress import Progress
-from loka_onnx.errors import EngineError, MissingPackage
+from loka_onnx.errors import EngineError, LokaError, MissingPackage
 from loka_onnx.pipeline.job_execution import execute_job
 
 POLL_SECONDS = 1.0
@@ -26,8 +26,8 @@ def execute_on_cluster(jobs: Mapping[Path, str], address: str | None, progress: 
     """Execute jobs, each on a node that has its device.
 
     Args:
-        address: Address of the cluster, as in ``10.0.0.5:6379``; None for the one that this machine belongs
-            to. A connection that this process already has is used as it is.
+        address: As in ``10.0.0.5:6379``; None for the cluster that this machine belongs to. A connection
+            that this process already has is used as it is.
 
     Returns:
         Why a job has no result, by directory: no node has the device, or what went wrong on it. Jobs that
@@ -57,8 +57,7 @@ def execute_on_cluster(jobs: Mapping[Path, str], address: str | None, progress: 
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=POLL_SECONDS)
             for reference in done:
                 directory = waiting.pop(reference)
-                failure = _failure(ray, reference)
-                if failure:
+                if failure := _failure(ray, reference):
                     failures[directory] = failure
     finally:
         for reference in waiting:
@@ -81,8 +80,6 @@ def _failure(ray: Any, reference: Any) -> str:
 
 def _execute(directory: str) -> str:
     """In a worker: execute a job; returns what this node cannot do, and raises nothing of its own making."""
-    from loka_onnx.errors import LokaError
-
     try:
         execute_job(Path(directory))
     except LokaError as error:
@@ -103,18 +100,14 @@ def _import_ray() -> Any:
     return ray
 
 
-def _check_reachable(address: str | None) -> None:
-    """Raise OSError where nothing listens: Ray itself takes minutes to say so."""
-    host, _, port = (address or "").rpartition(":")
-    if port.isdecimal():
-        socket.create_connection((host, int(port)), timeout=10.0).close()
-
-
 def _connect(ray: Any, address: str | None) -> None:
     # Ray reports its use to its makers unless told otherwise.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    host, _, port = (address or "").rpartition(":")
     try:
-        _check_reachable(address)
+        if port.isdecimal():
+            # Where nothing listens, Ray itself takes minutes to say so.
+            socket.create_connection((host, int(port)), timeout=10.0).close()
         ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
         raise EngineError(

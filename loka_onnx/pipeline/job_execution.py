@@ -7,30 +7,26 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from loka_onnx.core import serde
-from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.evaluation import Latency
 from loka_onnx.core.job import BuildJob, JobResult, JobRows
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.data import Batch
-from loka_onnx.engines.base import Backend
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.publishing import replace_directory, staged
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import EngineError, StageError
 from loka_onnx.evaluation.latency import LatencyOptions, measure_latency, prepared
-from loka_onnx.evaluation.predictions import Run, padded, predict
-from loka_onnx.pipeline.closed_world import list_files
+from loka_onnx.evaluation.predictions import padded, predict
 from loka_onnx.pipeline.job_results import RESULT_DOCUMENT
-from loka_onnx.pipeline.jobs import RESULT, read_job, request_of
+from loka_onnx.pipeline.jobs import RESULT, list_files, read_job, request_of
 from loka_onnx.pipeline.versions import library_versions
 from loka_onnx.sessions.host_devices import device_of_architecture, is_target
-from loka_onnx.sessions.runner import Runner
+from loka_onnx.sessions.runner import Arrays, Runner
 
 ENGINE = "engine"
 LATENCY = LatencyOptions(max_seconds=1.0, max_repeats=200)
@@ -67,8 +63,37 @@ def execute_job(directory: Path, progress: Progress = silent) -> JobResult:
         artifact = backend.build(request_of(job, directory, new / ENGINE))
         # Paths in the log must be those of the place where the result will be.
         artifact = replace(artifact, part=job.part, detail=artifact.detail.replace(str(new), str(result)))
-        executed = _Execution(job, directory, new, backend, progress).run(artifact)
-        executed = replace(executed, files=list_files(new, RESULT_DOCUMENT))
+        latencies: tuple[Latency, ...] = ()
+        outputs: dict[str, str] = {}
+        failure = ""
+        if artifact.status is BuildStatus.READY and artifact.path is not None:
+            try:
+                place = new / artifact.path
+                with device_alone(job.architecture), backend.open(artifact, place) as runner:
+                    execution = _Execution(job, directory, progress)
+                    latencies = execution.latencies(runner, counts=not artifact.simulated)
+                    outputs = {rows.split: f"outputs-{rows.split}.npz" for rows in job.rows}
+                    for rows in job.rows:
+                        execution.write_outputs(runner, rows, new / outputs[rows.split])
+            except StageError as error:
+                for name in outputs.values():
+                    with suppress(OSError):
+                        (new / name).unlink(missing_ok=True)
+                latencies, outputs, failure = (), {}, str(error)
+        executed = JobResult(
+            job=job.digest,
+            candidate=job.candidate,
+            plan=job.plan.id,
+            model_digest=job.model_digest,
+            artifact=artifact,
+            latencies=latencies,
+            outputs=outputs,
+            failure=failure,
+            host=socket.gethostname(),
+            devices=backend.availability().devices,
+            versions=library_versions() | backend.versions(),
+            files=list_files(new, RESULT_DOCUMENT),
+        )
         serde.write(executed, new / RESULT_DOCUMENT)
         replace_directory(new, result, staging)
         return executed
@@ -80,50 +105,15 @@ class _Execution:
 
     job: BuildJob
     directory: Path
-    result: Path
-    backend: Backend
     progress: Progress
 
-    def run(self, artifact: EngineArtifact) -> JobResult:
-        job = self.job
-        latencies: tuple[Latency, ...] = ()
-        outputs: dict[str, str] = {}
-        failure = ""
-        if artifact.status is BuildStatus.READY and artifact.path is not None:
-            try:
-                with (
-                    device_alone(job.architecture),
-                    self.backend.open(artifact, self.result / artifact.path) as runner,
-                ):
-                    latencies = self._latencies(runner, counts=not artifact.simulated)
-                    outputs = {rows.split: self._outputs(runner.run, rows) for rows in job.rows}
-            except StageError as error:
-                latencies, outputs, failure = (), {}, str(error)
-                for rows in job.rows:
-                    with suppress(OSError):
-                        (self.result / _outputs_name(rows)).unlink(missing_ok=True)
-        return JobResult(
-            job=job.digest,
-            candidate=job.candidate,
-            plan=job.plan.id,
-            model_digest=job.model_digest,
-            artifact=artifact,
-            latencies=latencies,
-            outputs=outputs,
-            failure=failure,
-            host=socket.gethostname(),
-            devices=self.backend.availability().devices,
-            versions=library_versions() | self.backend.versions(),
-        )
-
-    def _latencies(self, runner: Runner, counts: bool) -> tuple[Latency, ...]:
+    def latencies(self, runner: Runner, counts: bool) -> tuple[Latency, ...]:
         """At the batch sizes that are served; on another device of the architecture they do not count."""
-        job = self.job
-        known = self._timed_rows()
+        job, known = self.job, self._timed_rows()
         rows = min(len(values) for values in known.values())
         generator = np.random.default_rng(_SEED)
 
-        def drawn(wanted: int) -> dict[str, npt.NDArray[Any]]:
+        def drawn(wanted: int) -> Arrays:
             # Every row once before any comes twice.
             turns = [generator.permutation(rows) for _ in range(-(-wanted // rows))]
             places = np.concatenate(turns)[:wanted]
@@ -139,24 +129,23 @@ class _Execution:
             counts_for_choice=counts and is_target(job.target, job.architecture),
         )
 
-    def _timed_rows(self) -> dict[str, npt.NDArray[Any]]:
+    def _timed_rows(self) -> Arrays:
         """Generated rows by input: those that the job carries for this, else its sample."""
         if self.job.timed is not None:
             return self._columns(self.job.timed)
         with np.load(self.directory / self.job.sample, allow_pickle=False) as arrays:
             return {name: np.asarray(arrays[name]) for name in arrays.files}
 
-    def _outputs(self, run: Run, rows: JobRows) -> str:
+    def write_outputs(self, runner: Runner, rows: JobRows, file: Path) -> None:
+        """The judged outputs on the rows of a split."""
         task = f"{self.job.plan.id} on {rows.split}"
         found = predict(
-            padded(run, self.job.batch.minimum),
+            padded(runner.run, self.job.batch.minimum),
             self._batches(rows),
             self.job.outputs,
             progress=lambda done: self.progress(task, done, rows.rows),
         )
-        name = _outputs_name(rows)
-        np.savez(self.result / name, **found.outputs)  # type: ignore[arg-type]
-        return name
+        np.savez(file, **found.outputs)  # type: ignore[arg-type]
 
     def _batches(self, rows: JobRows) -> Iterator[Batch]:
         columns = self._columns(rows)
@@ -164,12 +153,8 @@ class _Execution:
             stop = start + rows.batch_size
             yield Batch({name: np.array(values[start:stop]) for name, values in columns.items()}, {}, start)
 
-    def _columns(self, rows: JobRows) -> dict[str, npt.NDArray[Any]]:
+    def _columns(self, rows: JobRows) -> Arrays:
         return {
             name: np.load(self.directory / file, mmap_mode="r", allow_pickle=False)
             for name, file in rows.inputs.items()
         }
-
-
-def _outputs_name(rows: JobRows) -> str:
-    return f"outputs-{rows.split}.npz"

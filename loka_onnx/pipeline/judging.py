@@ -13,6 +13,7 @@ from loka_onnx.core.evaluation import Evaluation, EvaluationSet
 from loka_onnx.core.progress import Joined
 from loka_onnx.core.split import ModelSplit, Part
 from loka_onnx.engines.registry import get_backend
+from loka_onnx.errors import InternalError
 from loka_onnx.evaluation.engines import Split, judge_engine, judge_reference, with_latencies
 from loka_onnx.evaluation.latency import Interleaved, LatencyOptions
 from loka_onnx.evaluation.predictions import Run, padded
@@ -20,10 +21,11 @@ from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.engine_times import TimingBench, counts_here
 from loka_onnx.pipeline.job_results import ElsewhereRuns
-from loka_onnx.pipeline.jobs import SplitRows
-from loka_onnx.pipeline.sample import Arrays
-from loka_onnx.pipeline.splitting import open_lookup, taken_by_engines, with_lookup
+from loka_onnx.pipeline.jobs import JOBS, SplitRows
+from loka_onnx.pipeline.rows import Arrays
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.runner import Runner
+from loka_onnx.sessions.split_runner import SplitRunner
 
 EVALUATE = Stage("evaluate", "evaluation.json", EvaluationSet)
 JOB_TIMED_BYTES = 1 << 26
@@ -34,8 +36,7 @@ JOB_TIMED_BYTES = 1 << 26
 class Judging:
     """Judges the engines of one run, those of this host and those that ran elsewhere.
 
-    Attributes:
-        split: The model cut at its embeddings, where it was: its engines take looked-up rows.
+    Where the model was cut at its embeddings (`split`), its engines take looked-up rows.
     """
 
     context: Context
@@ -44,7 +45,7 @@ class Judging:
     @cached_property
     def elsewhere(self) -> ElsewhereRuns:
         """Results of engines on other hosts."""
-        return ElsewhereRuns(self.context.directory.path)
+        return ElsewhereRuns(self.context.path(JOBS))
 
     def evaluate(self, engines: EngineSet, known: EvaluationSet) -> EvaluationSet:
         """Judge on selection and certification, and time per batch size → `evaluation.json`.
@@ -53,12 +54,6 @@ class Judging:
             known: Earlier evaluations, which are not repeated.
         """
         context = self.context
-
-        def judge() -> EvaluationSet:
-            return EvaluationSet(
-                self._timed((context.selection, context.attempt(0)), engines.engines, known=known)
-            )
-
         reads = {
             **self.reads(engines),
             "elsewhere": self.elsewhere.key(engines.engines),
@@ -66,7 +61,10 @@ class Judging:
             "looks": context.looks,
         }
         return context.directory.document(
-            EVALUATE, reads, judge, again=lambda earlier: counts_here(earlier.evaluations, engines.engines)
+            EVALUATE,
+            reads,
+            lambda: EvaluationSet(self.judge_attempt(engines.engines, 0, known)),
+            again=lambda earlier: counts_here(earlier.evaluations, engines.engines),
         )
 
     def reads(self, engines: EngineSet) -> dict[str, object]:
@@ -83,43 +81,33 @@ class Judging:
             "inputs": config.serving.inputs,
         }
 
-    def judge_attempt(self, engines: Sequence[EngineArtifact], number: int) -> tuple[Evaluation, ...]:
-        """Judge the engines of an attempt (from 0) on selection and certification, and time them."""
-        splits = (self.context.selection, self.context.attempt(number))
-        return tuple(e for e in self._timed(splits, engines) if e.engine in {item.id for item in engines})
-
-    def _timed(
-        self, splits: Sequence[Split], engines: Sequence[EngineArtifact], known: EvaluationSet | None = None
+    def judge_attempt(
+        self, engines: Sequence[EngineArtifact], number: int, known: EvaluationSet | None = None
     ) -> tuple[Evaluation, ...]:
-        timed = self.time_engines(engines)
-        timed.latencies.update(self.elsewhere.latencies(engines))
-        return tuple(
-            with_latencies(evaluation, timed)
-            for split in splits
-            for evaluation in self.judge(split, engines, known)
-        )
-
-    def judge_on_selection(self, engines: Sequence[EngineArtifact]) -> list[Evaluation]:
-        """Judge each engine on the selection split, without latencies."""
-        return self.judge(self.context.selection, engines)[1:]
-
-    def judge(
-        self, split: Split, engines: Sequence[EngineArtifact], known: EvaluationSet | None = None
-    ) -> list[Evaluation]:
-        """Judge the reference on a split, then each engine, without latencies.
+        """Judge the reference and engines on selection and on an attempt's certification, and time them.
 
         Args:
             known: Earlier evaluations, which are not repeated.
         """
+        timed = self.time_engines(engines)
+        timed.latencies.update(self.elsewhere.latencies(engines))
+        splits = (self.context.selection, self.context.attempt(number))
+        judged = (evaluation for split in splits for evaluation in self.judge(split, engines, known))
+        return tuple(with_latencies(evaluation, timed) for evaluation in judged)
+
+    def judge(
+        self, split: Split, engines: Sequence[EngineArtifact], known: EvaluationSet | None = None
+    ) -> list[Evaluation]:
+        """Judge the reference on a split, then each engine, without latencies; `known` is not repeated."""
         specs, rows = self.context.specs, split.data.rows
-        earlier = {(e.engine, e.split): e for e in (known.evaluations if known is not None else ())}
-        run = [e for e in engines if e.was_run and (e.id, split.name) not in earlier]
+        earlier = {e.engine: e for e in (known.evaluations if known else ()) if e.split == split.name}
+        run = [e for e in engines if e.was_run and e.id not in earlier]
         progress = Joined(self.context.progress, (1 + len(run)) * rows)
         reference = self.context.reference(split, progress)
         evaluations = [judge_reference(split, reference, specs)]
         for engine in engines:
-            if (engine.id, split.name) in earlier:
-                evaluations.append(earlier[engine.id, split.name])
+            if engine.id in earlier:
+                evaluations.append(earlier[engine.id])
                 continue
             progress.skip_to_next(rows if engine.was_run else 0)
             with ExitStack() as stack:
@@ -129,33 +117,34 @@ class Judging:
 
     def open_engine(self, engine: EngineArtifact, stack: ExitStack) -> Run:
         """Load an engine until the stack closes; its inputs are the model's, in batches of any size."""
-        runner = self.open_alone(engine)
+        runner = stack.enter_context(self.open_alone(engine))
         if engine.part is Part.DENSE:
-            runner = with_lookup(runner, self.split, self.context.threads)
-        return padded(stack.enter_context(runner).run, self.context.config.batch.min)
+            runner = SplitRunner(stack.enter_context(self.open_lookup()), runner)
+        return padded(runner.run, self.context.config.batch.min)
 
     def open_alone(self, engine: EngineArtifact) -> Runner:
         """Load an engine without the lookup before it."""
         place = self.context.directory.path / (engine.path or Path())
         return get_backend(engine.backend).open(engine, place)
 
-    def time_engines(self, engines: Sequence[EngineArtifact]) -> Interleaved:
-        """Measure the latency of every engine that runs here, in turns; see `TimingBench.time`."""
-        context = self.context
-        bench = TimingBench(
-            context.config,
-            context.progress,
-            self.open_alone,
-            partial(open_lookup, self.split, context.threads),
-            context.requests.generated,
-        )
-        return bench.time(engines)
-
-    # Rows of build jobs ----------------------------------------------------------------------------
+    def open_lookup(self) -> OnnxSession:
+        """Load the lookup half; an InternalError where there is none."""
+        if self.split is None or self.split.halves is None:
+            raise InternalError("an engine takes looked-up rows, and the model was not cut")
+        return OnnxSession(self.split.halves.lookup.path, SessionOptions(threads=self.context.threads))
 
     def taken_by_engines(self, inputs: Arrays) -> Arrays:
         """Engine inputs for model inputs: looked-up rows in place of ids if the model was cut."""
-        return taken_by_engines(inputs, self.split, self.context.threads)
+        if self.split is None or self.split.halves is None:
+            return inputs
+        looked_up = self.open_lookup().run(inputs)
+        return {**{name: inputs[name] for name in self.split.halves.passed}, **looked_up}
+
+    def time_engines(self, engines: Sequence[EngineArtifact]) -> Interleaved:
+        """Measure the latency of every engine that runs here, in turns; see `TimingBench.time`."""
+        context, generated = self.context, self.context.requests.generated
+        opens = (self.open_alone, self.open_lookup)
+        return TimingBench(context.config, context.progress, *opens, generated).time(engines)
 
     def job_rows(self) -> tuple[SplitRows, ...]:
         """Engine inputs of the judged rows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from loka_onnx.config import PlanConfig, PlanId, RunConfig, ScaleRule
+from loka_onnx.config import PlanConfig, PlanId, RunConfig, ScaleRule, TargetConfig
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.ladder import Climb
@@ -17,8 +17,10 @@ from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import Stage
-from loka_onnx.pipeline.tuning import device_timings
+from loka_onnx.pipeline.tuning import TIMINGS
 from loka_onnx.planning.policy import PlanOptions, make_plans, refine_fast_plans
+from loka_onnx.planning.site_speed import DeviceTimings
+from loka_onnx.planning.timings import known_timings
 
 PLAN = Stage("plan", "plan.json", PlanSet)
 CPU = "cpu"
@@ -55,7 +57,7 @@ def check_options(config: RunConfig) -> None:
     """
     if Precision.INT8 in config.plan.formats and not any(
         config.plan.number_format in backend.spec.formats_on(architecture)
-        for backend, architecture in _engines(config)
+        for _, backend, architecture in buildable(config)
     ):
         names = sorted({name for target in config.targets for name in target.backends})
         raise ConfigError(
@@ -68,6 +70,14 @@ def check_options(config: RunConfig) -> None:
         for name, options in target.options.items():
             where = f"`targets[{number}].options.{name}` (device '{target.device}')"
             get_backend(name).check_options(options, where)
+
+
+def buildable(config: RunConfig) -> Iterator[tuple[TargetConfig, Backend, str]]:
+    """Yield each target with each of its backends and each architecture to build for."""
+    for target in config.targets:
+        for backend in map(get_backend, target.backends):
+            for architecture in target.architectures or backend.architectures(target.device):
+                yield target, backend, architecture
 
 
 def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[PlanId, ...]:
@@ -93,22 +103,14 @@ def _runs(config: RunConfig, precision: Precision) -> bool:
     plan = PrecisionPlan(str(precision), "", precision, (), {}, 0.0)
     return any(
         architecture != CPU and backend.decline(plan, architecture) is None
-        for backend, architecture in _engines(config)
+        for _, backend, architecture in buildable(config)
     )
-
-
-def _engines(config: RunConfig) -> Iterator[tuple[Backend, str]]:
-    """Yield each backend with each architecture that it builds for."""
-    for target in config.targets:
-        for backend in map(get_backend, target.backends):
-            for architecture in target.architectures or backend.architectures(target.device):
-                yield backend, architecture
 
 
 def plan_options(context: Context, model: ModelArtifact) -> PlanOptions:
     """Plan options of the run file, with the current kernel times of every target."""
     chosen = context.config.plan
-    devices = device_timings(context.config, context.directory.path, model.path)
+    devices = tuple(_device_timings(context, model))
     return PlanOptions(
         keep=chosen.keep,
         force=chosen.force,
@@ -119,6 +121,25 @@ def plan_options(context: Context, model: ModelArtifact) -> PlanOptions:
         exported=context.exported,
         devices=devices,
     )
+
+
+def _device_timings(context: Context, model: ModelArtifact) -> Iterator[DeviceTimings]:
+    """Yield the kernel times of every target.
+
+    Times of the target's own backends are preferred; those of another are better than none, because libraries
+    multiply with much the same kernels.
+    """
+    config = context.config
+    base = Precision.BF16 if config.plan.base == "auto" else config.plan.base
+    databases = (context.path(TIMINGS), *((config.plan.timings,) if config.plan.timings else ()))
+    for target in config.targets:
+        timings = known_timings(target.device, databases)
+        known = {timing.kernel.backend for timing in timings}
+        names = [str(backend) for backend in target.backends]
+        backend = next((name for name in names if name in known), min(known, default=names[0]))
+        stands_for = "" if backend in names else names[0]
+        fused = get_backend(stands_for or backend).fused_sites(model.path, base) if timings else {}
+        yield DeviceTimings(target.device, backend, timings, config.batch.serve, stands_for, fused)
 
 
 def decide_plans(context: Context, model: ModelArtifact, profile: Profile, safe: Climb | None) -> PlanSet:

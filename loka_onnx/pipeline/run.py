@@ -21,14 +21,13 @@ from loka_onnx.core.split import ModelSplit
 from loka_onnx.errors import ConfigError
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.accepting import check_data, check_plan_patterns, export_model, open_added
-from loka_onnx.pipeline.attempts import attempt_again
 from loka_onnx.pipeline.candidates import Built, build_engines
 from loka_onnx.pipeline.context import Context, RunSettings
 from loka_onnx.pipeline.correcting import Correcting
 from loka_onnx.pipeline.directory import Outcome, RunDirectory
 from loka_onnx.pipeline.emission import Results, choose_engines, emit_bundle, notes_of, write_report
 from loka_onnx.pipeline.judging import Judging
-from loka_onnx.pipeline.ladder_stage import climb_ladder
+from loka_onnx.pipeline.ladder_stage import attempt_again, climb_ladder
 from loka_onnx.pipeline.mods import (
     ChosenMods,
     ModdedModel,
@@ -38,7 +37,7 @@ from loka_onnx.pipeline.mods import (
 )
 from loka_onnx.pipeline.plans import check_options, decide_plans
 from loka_onnx.pipeline.probing import Probing
-from loka_onnx.pipeline.refine_stage import refine_engines
+from loka_onnx.pipeline.refining import refine_engines
 from loka_onnx.pipeline.serving import measure_throughput
 from loka_onnx.pipeline.splitting import cut_model
 from loka_onnx.pipeline.versions import library_versions
@@ -77,8 +76,7 @@ STAGES = {
 def expected_stages(config: RunConfig | None, until: Stage = Stage.BUNDLE) -> tuple[str, ...]:
     """Names of the stages of a run, in order; ``refine`` begins only where a device here runs FP8.
 
-    Args:
-        config: The run file; None for one that says nothing of the stages.
+    A `config` of None says nothing of the stages.
     """
     left_out = {
         "split": config is None or not config.model.split_sparse,
@@ -122,8 +120,7 @@ class RunOptions(Reporting):
         until: Last stage to run.
         added: Data file whose rows are added to the profile; None for none.
         label_rule: What the labels mean, for the report.
-        looks: Times that the certification rows are looked at for this model, this run included; their error
-            is divided among them.
+        looks: Times that the certification rows are looked at for this model; their error is divided.
     """
 
     force: bool = False
@@ -162,11 +159,7 @@ def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> Ru
     if options.resume and options.looks == 1:
         _check_no_look_is_forgotten(config.output)
     with RunDirectory.create(
-        config.output,
-        recorded(config),
-        library_versions(),
-        force=options.force,
-        resume=options.resume,
+        config.output, recorded(config), library_versions(), force=options.force, resume=options.resume
     ) as directory:
         directory.on_stage = options.on_stage
         settings = RunSettings(config, directory, options.progress, options.looks, options.sign)
@@ -195,17 +188,14 @@ def recorded(config: RunConfig) -> dict[str, Any]:
     that of the model's embedding tables.
     """
     given = json.dumps(config.model_dump(mode="json", exclude_unset=True))
-    return {
-        **config.model_dump(mode="json"),
-        GIVEN: {"directory": str(config.directory), "values": given},
-    }
+    return {**config.model_dump(mode="json"), GIVEN: {"directory": str(config.directory), "values": given}}
 
 
 def accepted(settings: RunSettings) -> Context:
     """Export the model; the rest of a run stands on it."""
     check_options(settings.config)
     ChosenMods(settings.config)
-    return Context.of(settings, export_model(settings))
+    return Context(**vars(settings), exported=export_model(settings))
 
 
 def _run_stages(settings: RunSettings, options: RunOptions) -> RunResult:  # noqa: PLR0911 - one for each end
@@ -248,8 +238,8 @@ def _run_stages(settings: RunSettings, options: RunOptions) -> RunResult:  # noq
         return ended
 
     rewrites = rewrites_of(modified, judging.split, built)
-    results = Results(modified.model, profile, plans, rewrites, built.engines, corrections)
-    results = refine_engines(judging, results)
+    started = Results(modified.model, profile, plans, rewrites, built.engines, corrections)
+    results = refine_engines(judging, started)
     results = replace(results, evaluations=judging.evaluate(results.engines, results.evaluations))
     if until is Stage.EVALUATE:
         return ended

@@ -15,8 +15,7 @@ from synthetic_runs import Workplace, call, finish, start, tree
 
 import loka_onnx
 from loka_onnx.errors import OutputError
-from loka_onnx.pipeline.directory import Outcome
-from loka_onnx.pipeline.lock import DirectoryLock
+from loka_onnx.pipeline.directory import Outcome, locked
 from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
 
 
@@ -123,8 +122,8 @@ def test_a_lock_is_not_taken_on_a_file_that_is_gone(tmp_path: Path, monkeypatch:
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
-    with DirectoryLock(tmp_path):
+    with locked(tmp_path):
         assert len(taken) == 2
-        with pytest.raises(OutputError, match="is in use by another run"):
-            DirectoryLock(tmp_path)
+        with pytest.raises(OutputError, match="is in use by another run"), locked(tmp_path):
+            pass
     assert list(tmp_path.iterdir()) == []

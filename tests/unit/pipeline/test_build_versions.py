@@ -102,7 +102,7 @@ def test_a_resumed_run_builds_again_with_another_library(
         return Built(EngineSet(()), RewriteLogs({}))
 
     monkeypatch.setattr(EngineBuilder, "build", build)
-    monkeypatch.setattr(candidates, "write_build_sample", lambda context, split: None)
+    monkeypatch.setattr(candidates, "write_build_sample", lambda judging: None)
 
     def resume() -> int:
         with RunDirectory.create(tmp_path / "out", {}, {}, force=False, resume=True) as directory:

@@ -47,7 +47,7 @@ def test_a_plan_far_beyond_the_budget_is_not_simulated(
         correcting, "fit_biases", lambda model, plans, *rest: fitted.extend(each.id for each in plans)
     )
     monkeypatch.setattr(
-        Correcting, "_tried", lambda self, trials, each: PlanCorrections(each.id, 9, (), {}, ())
+        Correcting, "_tried", lambda self, each, *fit: PlanCorrections(each.id, 9, (), {}, ())
     )
     limit = HOPELESS * SPEC.budget
     found = stage.fit((plan("far", 1.01 * limit), plan("near", limit))).plans

@@ -16,8 +16,7 @@ from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.shape_values import tensor_spec
 from loka_onnx.operations.drift.monitor import _RowRules
-from loka_onnx.pipeline.sample import generated_rows
-from loka_onnx.pipeline.splits import bind_columns
+from loka_onnx.pipeline.rows import bind_columns, generated_rows
 
 SIZES = (1000, 2, 30)
 TABLES = {

@@ -22,10 +22,18 @@ from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.errors import EngineError, EvaluationError, ModelError
 from loka_onnx.pipeline import job_execution
-from loka_onnx.pipeline.closed_world import list_files, verify_files
 from loka_onnx.pipeline.job_execution import execute_job
-from loka_onnx.pipeline.job_results import Replay, choosable, merge_result, read_result
-from loka_onnx.pipeline.jobs import JobOrigin, SplitRows, find_jobs, read_job, request_of, write_job
+from loka_onnx.pipeline.job_results import choosable, merge_result, read_result, replayed
+from loka_onnx.pipeline.jobs import (
+    JobOrigin,
+    SplitRows,
+    find_jobs,
+    list_files,
+    read_job,
+    request_of,
+    verify_files,
+    write_job,
+)
 from loka_onnx.sessions.onnx_session import OnnxSession
 
 NAME = "cpu-onnxruntime-cpu-fp32"
@@ -93,13 +101,13 @@ def test_outputs_come_back_row_by_row(tmp_path: Path) -> None:
     assert merged.status is BuildStatus.RUN_ELSEWHERE
     assert merged.path == Path("engines") / NAME / "engine.onnx"
     assert (tmp_path / "run" / merged.path).read_bytes() == request.model.read_bytes()
-    replay = Replay(directory / "result" / result.outputs["selection"])
-    found = np.concatenate([replay.run({"x": ROWS[s : s + 9]})["out"] for s in range(0, 23, 9)])
+    replay = replayed(directory / "result" / result.outputs["selection"])
+    found = np.concatenate([replay({"x": ROWS[s : s + 9]})["out"] for s in range(0, 23, 9)])
     expected = OnnxSession(request.model).run({"x": ROWS})["out"]
     # Batches of another size may sum in another order.
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
     with pytest.raises(EvaluationError, match="23 rows came back, row 24 is wanted"):
-        replay.run({"x": ROWS[:1]})
+        replay({"x": ROWS[:1]})
 
 
 def test_latencies_are_measured_on_rows_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +246,6 @@ def test_a_short_last_batch_is_judged_elsewhere_as_well(
     monkeypatch.setattr(OnnxRuntimeBackend, "open", strict)
     result = execute_job(directory)
     assert result.failure == ""
-    replay = Replay(directory / "result" / result.outputs["certification"])
+    replay = replayed(directory / "result" / result.outputs["certification"])
     expected = OnnxSession(request.model).run({"x": ROWS})["out"]
-    np.testing.assert_allclose(replay.run({"x": ROWS})["out"], expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(replay({"x": ROWS})["out"], expected, rtol=1e-6, atol=1e-6)

@@ -19,7 +19,7 @@ from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
-from loka_onnx.pipeline.redo import (
+from loka_onnx.pipeline.probing import (
     carried,
     changed_sites,
     with_partners,

@@ -14,14 +14,14 @@ from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.core.refined_run import RefinedRun
 from loka_onnx.core.refinement import Refinement
-from loka_onnx.pipeline import refine_stage
+from loka_onnx.pipeline import refining
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.emission import Results
 from loka_onnx.pipeline.judging import Judging
-from loka_onnx.pipeline.refine_stage import refine_engines
-from loka_onnx.pipeline.refining import Refined
+from loka_onnx.pipeline.refining import Rounds, refine_engines
 from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
 
@@ -66,16 +66,16 @@ def test_what_was_refined_on_another_device_is_refined_again_on_the_target(
     here: list[CudaDevice] = []
     rounds = []
 
-    def refined(*inputs: object) -> Refined:
+    def refined(*inputs: object) -> Rounds:
         device = here[-1].name
         rounds.append(device)
         latency = Latency(8, 1.0, 1.0, 1.0, 9, device, counts_for_choice="H100" in device)
         judged = Evaluation(
             ENGINE.id, "maker", "fp8-all", "nvidia-h100", "selection", 9, (), (latency,), "measured"
         )
-        return Refined((), (), EvaluationSet((judged,)), Refinement())
+        return Rounds(Refinement(), RefinedRun(evaluations=EvaluationSet((judged,))))
 
-    monkeypatch.setattr(refine_stage, "refine", refined)
+    monkeypatch.setattr(refining, "refine", refined)
     monkeypatch.setattr(host_devices, "list_cuda_devices", lambda: tuple(here[-1:]))
     results = Results(MODEL, MODEL, PLANS, {}, EngineSet((ENGINE,)), CorrectionSet())
     h200, h100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
 
+from loka_onnx.config.schema import RefineConfig
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
@@ -24,7 +26,7 @@ from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.refinement import HardwareRefinement, Origin, Refinement, Returned
 from loka_onnx.evaluation.latency import Interleaved
-from loka_onnx.pipeline.refining import Refined, RefineLimits, refine
+from loka_onnx.pipeline.refining import Rounds, refine
 from loka_onnx.planning.ladder import Reverted
 
 SAVED = {"a": 30.0, "b": 10.0, "c": 20.0, "d": -5.0}
@@ -143,26 +145,27 @@ class SimulatedBench:
         return Evaluation(of.id, of.backend, of.plan, of.target, "selection", 1000, (output,), (), "measured")
 
 
-LIMITS = RefineLimits(rounds=5, plans=2, seconds=1e9)
+LIMITS = RefineConfig(rounds=5, plans=2, seconds=1e8)
 
 
 def run(
     engines: Sequence[EngineArtifact] | None = None,
     bench: SimulatedBench | None = None,
     proposals: Worst | None = None,
-    limits: RefineLimits = LIMITS,
+    limits: RefineConfig = LIMITS,
     plans: PlanSet = START,
-) -> tuple[Refined, SimulatedBench]:
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Rounds, SimulatedBench]:
     bench = bench or SimulatedBench()
     bench.know(plans.plans)
     start = [engine(each) for each in plans.plans] if engines is None else engines
     bench.proposals = proposals or Worst()
-    found = refine(start, plans, bench, limits)
+    found = refine(start, plans, bench, limits, clock)
     assert serde.loads(Refinement, serde.dumps(found.document)) == found.document
     return found, bench
 
 
-def only(found: Refined) -> HardwareRefinement:
+def only(found: Rounds) -> HardwareRefinement:
     (hardware,) = found.document.hardware
     return hardware
 
@@ -171,8 +174,8 @@ def test_sites_go_until_the_fastest_engine_fits() -> None:
     found, _ = run()
     hardware = only(found)
     # a b c d is beyond; d saves nothing, then b costs most: a c takes .7 of the budget and 50 of 100 µs.
-    assert [plan.id for plan in found.plans] == ["refined-1", "refined-2"]
-    assert [set(plan.fp8_sites) for plan in found.plans] == [{"a", "b", "c"}, {"a", "c"}]
+    assert [plan.id for plan in found.added.plans] == ["refined-1", "refined-2"]
+    assert [set(plan.fp8_sites) for plan in found.added.plans] == [{"a", "b", "c"}, {"a", "c"}]
     assert (hardware.best, hardware.ended) == ("refined-2", "there is nothing left to try")
     steps = {step.plan: step for step in hardware.steps}
     assert [(s.round, s.origin, s.parent) for s in found.document.hardware[0].steps[-2:]] == [
@@ -185,7 +188,7 @@ def test_sites_go_until_the_fastest_engine_fits() -> None:
     # d makes all of them slower and less accurate; fp32 is slower than bf16 and no better.
     assert not steps["fp8-all"].is_on_front and not steps["fp32"].is_on_front
     assert hardware.anchor == "gpu-trt-sm90-bf16"
-    assert [e.plan for e in found.engines] == ["refined-1", "refined-2"]
+    assert [e.plan for e in found.added.engines] == ["refined-1", "refined-2"]
 
 
 def test_times_of_slower_rounds_are_held_against_the_anchor() -> None:
@@ -247,7 +250,7 @@ def test_an_engine_that_dies_while_it_is_timed_is_told() -> None:
     dead = next(step for step in only(found).steps if step.plan == "refined-1")
     assert dead.detail == "failed while it was timed: at batch 20: signal 11"
     assert (dead.latency_us, dead.times, dead.is_on_front) == ({}, None, False)
-    judged = next(e for e in found.evaluations.evaluations if e.plan == "refined-1")
+    judged = next(e for e in found.added.evaluations.evaluations if e.plan == "refined-1")
     assert judged.latency_failure == "at batch 20: signal 11"
     assert only(found).best != "refined-1"
 
@@ -266,14 +269,16 @@ def test_what_the_search_proposes_is_tried_once() -> None:
 
 def test_rounds_plans_and_time_are_limited() -> None:
     many = Worst(tuple(plan(f"p{i}", *sites) for i, sites in enumerate(("bc", "bd", "cd", "b", "c"))))
-    found, _ = run(proposals=many, limits=RefineLimits(rounds=1, plans=2, seconds=1e9))
-    assert len(found.plans) == 2
+    found, _ = run(proposals=many, limits=RefineConfig(rounds=1, plans=2, seconds=1e8))
+    assert len(found.added.plans) == 2
     assert only(found).ended == "the limit of 1 rounds was reached"
     clock = iter(float(t) for t in range(100))
-    found, _ = run(proposals=many, limits=RefineLimits(9, 1, 2.5, clock=lambda: next(clock)))
+    found, _ = run(
+        proposals=many, limits=RefineConfig(rounds=9, plans=1, seconds=2.5), clock=lambda: next(clock)
+    )
     assert only(found).ended == "the time limit of 2.5 s was reached"
     # It began at 0; rounds began at 1 and 2.
-    assert len(found.plans) == 2
+    assert len(found.added.plans) == 2
 
 
 def test_an_engine_that_is_not_faster_gives_nothing_back() -> None:
@@ -284,7 +289,7 @@ def test_an_engine_that_is_not_faster_gives_nothing_back() -> None:
         + [engine(plan("fp8-all"), plan="fp8-all")],
         slow,
     )
-    assert found.plans != ()
+    assert found.added.plans != ()
     inside = Worst()
     run([engine(START.plan(name)) for name in ("bf16", "fp8-safe")], proposals=inside)
     assert inside.asked == []
@@ -299,7 +304,7 @@ def test_a_build_that_fails_costs_that_plan_only() -> None:
     assert steps["refined-1"].times is None
     assert only(found).best == "refined-2"
     # What failed is not tried again.
-    assert len({frozenset(p.fp8_sites) for p in found.plans}) == len(found.plans)
+    assert len({frozenset(p.fp8_sites) for p in found.added.plans}) == len(found.added.plans)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +320,7 @@ def test_a_build_that_fails_costs_that_plan_only() -> None:
 )
 def test_where_there_is_nothing_to_refine(engines: list[EngineArtifact], ended: str) -> None:
     found, bench = run(engines)
-    assert (only(found).ended, found.plans, bench.built) == (ended, (), [])
+    assert (only(found).ended, found.added.plans, bench.built) == (ended, (), [])
 
 
 def test_hardware_that_is_not_here_is_left_out() -> None:
@@ -326,7 +331,7 @@ def test_hardware_that_is_not_here_is_left_out() -> None:
 
 
 def test_no_rounds_measure_nothing() -> None:
-    found, bench = run(limits=replace(LIMITS, rounds=0))
+    found, bench = run(limits=RefineConfig(rounds=0))
     assert (only(found).ended, bench.timed) == ("no round was asked for", [])
 
 
@@ -341,4 +346,4 @@ def test_the_backend_of_the_fastest_engine_builds() -> None:
     found, bench = run(both, TwoBackends())
     assert {backend for _, backend in bench.built} == {"inductor"}
     assert only(found).backend == "inductor"
-    assert {e.plan for e in found.engines} == {p.id for p in found.plans}
+    assert {e.plan for e in found.added.engines} == {p.id for p in found.added.plans}

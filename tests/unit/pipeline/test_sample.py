@@ -14,7 +14,7 @@ from loka_onnx.data import InputBinding
 from loka_onnx.pipeline.accepting import check_data, export_model
 from loka_onnx.pipeline.context import Context, RunSettings
 from loka_onnx.pipeline.directory import RunDirectory
-from loka_onnx.pipeline.sample import bounded_by, generated_rows
+from loka_onnx.pipeline.rows import bounded_by, generated_rows
 
 WEIGHTS = {
     "w": np.random.default_rng(0).standard_normal((6, 1)).astype(np.float32),
@@ -52,7 +52,7 @@ def drawn(body: str, folder: Path, width: str = "2") -> dict[str, np.ndarray]:
     )
     with RunDirectory.create(config.output, {}, {}, force=False, resume=False) as directory:
         settings = RunSettings(config, directory)
-        context = Context.of(settings, export_model(settings))
+        context = Context(**vars(settings), exported=export_model(settings))
         check_data(context)
         return context.requests.sample(32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,15 +28,8 @@ from loka_onnx.graph.storage import model_digest
 from loka_onnx.pipeline import splitting
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import RunDirectory
-from loka_onnx.pipeline.splitting import (
-    LOOKUP,
-    beside_lookup,
-    cut_model,
-    open_lookup,
-    source_of,
-    taken_by_engines,
-    with_lookup,
-)
+from loka_onnx.pipeline.judging import Judging
+from loka_onnx.pipeline.splitting import LOOKUP, beside_lookup, cut_model, source_of
 from loka_onnx.sessions.runner import Arrays, Runner
 
 RANKER = """
@@ -89,12 +83,21 @@ def directory(tmp_path: Path) -> Any:
         yield opened
 
 
-def cut(directory: RunDirectory, asked_for: bool = True) -> ModelSplit | None:
-    config: Any = SimpleNamespace(model=SimpleNamespace(split_sparse=asked_for))
-    model = write_whole(directory.path)
-    context = Context(config, directory, exported=model)
+def context_of(directory: RunDirectory, asked_for: bool = True) -> Context:
+    batch = SimpleNamespace(min=1)
+    config: Any = SimpleNamespace(model=SimpleNamespace(split_sparse=asked_for), threads=1, batch=batch)
+    context = Context(config, directory, exported=write_whole(directory.path))
     context.__dict__["splits"] = SimpleNamespace(calibration=Rows())
-    return cut_model(context, model)
+    return context
+
+
+def judging_of(directory: RunDirectory, split: ModelSplit | None) -> Judging:
+    return Judging(context_of(directory), split)
+
+
+def cut(directory: RunDirectory, asked_for: bool = True) -> ModelSplit | None:
+    context = context_of(directory, asked_for)
+    return cut_model(context, context.exported)
 
 
 def plan(digest: str) -> PlanSet:
@@ -141,9 +144,10 @@ def test_a_refused_cut_leaves_the_reason_and_no_halves(
     model = write_whole(directory.path)
     assert source_of(model, plan(model.digest), split).part is Part.WHOLE
     inputs = Rows().inputs
-    assert taken_by_engines(inputs, split, 1) == inputs
+    judging = judging_of(directory, split)
+    assert judging.taken_by_engines(inputs) == inputs
     with pytest.raises(InternalError, match="an engine takes looked-up rows, and the model was not cut"):
-        open_lookup(split, 1)
+        judging.open_lookup()
 
 
 def test_a_cut_that_is_not_asked_for_any_more_is_forgotten(directory: RunDirectory) -> None:
@@ -178,8 +182,7 @@ def test_what_a_plan_keeps_wide_in_the_lookup_is_no_matter_of_the_engine(directo
 
 
 class Watched(Runner):
-    def __init__(self) -> None:
-        self.closed = False
+    closed = False
 
     def run(self, inputs: Any) -> Arrays:
         return {"ctr": inputs["items"][:, :1]}
@@ -188,11 +191,15 @@ class Watched(Runner):
         self.closed = True
 
 
-def test_an_engine_with_its_lookup_takes_the_inputs_of_the_whole(directory: RunDirectory) -> None:
+def test_an_engine_with_its_lookup_takes_the_inputs_of_the_whole(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner, inputs = Watched(), Rows(6).inputs
-    joined = with_lookup(runner, cut(directory), 1)
-    np.testing.assert_array_equal(joined.run(inputs)["ctr"], TABLE[inputs["item"]][:, :1])
-    joined.close()
+    monkeypatch.setattr(Judging, "open_alone", lambda self, engine: runner)
+    engine: Any = SimpleNamespace(part=Part.DENSE)
+    with ExitStack() as stack:
+        run = judging_of(directory, cut(directory)).open_engine(engine, stack)
+        np.testing.assert_array_equal(run(inputs)["ctr"], TABLE[inputs["item"]][:, :1])
     assert runner.closed
 
 

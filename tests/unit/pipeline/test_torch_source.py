@@ -10,7 +10,7 @@ import pytest
 from loka_onnx.config.schema import ModelConfig
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.errors import ModelError
-from loka_onnx.pipeline.torch_source import build_torch_model
+from loka_onnx.pipeline.accepting import build_torch_model
 
 pytest.importorskip("torch", reason="needs torch")
 
