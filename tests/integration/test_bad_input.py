@@ -13,7 +13,16 @@ import onnx
 import pytest
 from onnx import TensorProto as T
 from onnx import helper as h
-from synthetic_runs import HIDDEN, RUN_VALUES, Workplace, call, make_columns, tree, write_ranker, write_rows
+from synthetic_runs import (
+    HIDDEN,
+    RUN_VALUES,
+    Command,
+    Workplace,
+    make_columns,
+    tree,
+    write_ranker,
+    write_rows,
+)
 
 from loka_onnx.core import serde
 from loka_onnx.core.rewrite import RewriteLog
@@ -24,13 +33,12 @@ from loka_onnx.transforms.linears.pad_sites import PadSites
 from loka_onnx.transforms.sequence import STRICT
 
 CTR = {"name": "ctr", "kind": "logit", "label": "clicked"}
-Capture = pytest.CaptureFixture[str]
 
 
-def refusal(capsys: Capture, place: Workplace, *options: object) -> str:
+def refusal(command: Command, place: Workplace, *options: object) -> str:
     """The message of a run that must be refused without a trace, with its directory shortened to DIR."""
     before = tree(place.path)
-    done = call(capsys, "run", place.run_file, "--quiet", *options)
+    done = command("run", place.run_file, "--quiet", *options)
     assert (done.code, done.out) == (2, "")
     assert tree(place.path) == before
     message, code = done.err.rsplit("  code: ", 1)
@@ -177,10 +185,10 @@ WRONG: dict[str, tuple[Callable[[Workplace], None], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_input_is_refused_and_leaves_nothing(place: Workplace, capsys: Capture, case: str) -> None:
+def test_a_wrong_input_is_refused_and_leaves_nothing(place: Workplace, command: Command, case: str) -> None:
     spoil, begins = WRONG[case]
     spoil(place)
-    message = refusal(capsys, place)
+    message = refusal(command, place)
     assert message.startswith(f"error: {begins}"), message
     assert "\n  evidence: " in message and "\n  remedy: " in message
 
@@ -197,16 +205,18 @@ def test_a_wrong_input_is_refused_and_leaves_nothing(place: Workplace, capsys: C
     ],
 )
 def test_a_wrong_name_is_told_its_nearest(
-    place: Workplace, capsys: Capture, setting: str, begins: str, near: str
+    place: Workplace, command: Command, setting: str, begins: str, near: str
 ) -> None:
-    message = refusal(capsys, place, "--set", setting)
+    message = refusal(command, place, "--set", setting)
     assert message.startswith(f"error: {begins}") and "the nearest of " in message and near in message
 
 
 @pytest.mark.slow
-def test_a_model_that_couples_rows_goes_on_where_that_is_asked_for(place: Workplace, capsys: Capture) -> None:
+def test_a_model_that_couples_rows_goes_on_where_that_is_asked_for(
+    place: Workplace, command: Command
+) -> None:
     couple_rows(place)
-    done = call(capsys, "doctor", "--model", place.path / "ranker.onnx")
+    done = command("doctor", "--model", place.path / "ranker.onnx")
     assert "✗ node 'relu2/softmax' (Softmax) couples the rows of a batch" in done.out
     place.write_run_file(model={"require_independent_rows": False})
     result = run(place.run_file, RunOptions(until=Stage.REPORT))
@@ -243,7 +253,7 @@ class _RunsCode:
         return (Path.touch, (self.trace,))
 
 
-def test_checkpoint_that_holds_more_than_weights(place: Workplace, capsys: Capture, tmp_path: Path) -> None:
+def test_checkpoint_that_holds_more_than_weights(place: Workplace, command: Command, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="needs torch")
     import torch
 
@@ -261,7 +271,7 @@ def test_checkpoint_that_holds_more_than_weights(place: Workplace, capsys: Captu
     )
     (place.path / "__pycache__").mkdir()  # importing the builder fills it
     before = tree(place.path)
-    done = call(capsys, "run", place.run_file, "--quiet")
+    done = command("run", place.run_file, "--quiet")
     left = set(tree(place.path)) - set(before)
     assert (done.code, {name for name in left if not name.startswith("__pycache__")}) == (2, set())
     assert not trace.exists()
@@ -273,58 +283,58 @@ def test_checkpoint_that_holds_more_than_weights(place: Workplace, capsys: Captu
 
 
 @pytest.mark.parametrize("below", ["out", "out/run"])
-def test_a_file_in_the_way(place: Workplace, capsys: Capture, below: str) -> None:
+def test_a_file_in_the_way(place: Workplace, command: Command, below: str) -> None:
     (place.path / "out").write_text("mine")
-    message = refusal(capsys, place, "--output", place.path / below)
+    message = refusal(command, place, "--output", place.path / below)
     assert message.startswith(f"error: cannot use the output directory 'DIR/{below}'\n")
 
 
-def test_a_place_where_nothing_can_be_made(place: Workplace, capsys: Capture) -> None:
+def test_a_place_where_nothing_can_be_made(place: Workplace, command: Command) -> None:
     # A mode of 0o555 would not stop root; /proc stops everyone.
-    message = refusal(capsys, place, "--output", "/proc/loka-onnx/run")
+    message = refusal(command, place, "--output", "/proc/loka-onnx/run")
     assert message.startswith("error: cannot use the output directory '/proc/loka-onnx/run'\n")
 
 
 @pytest.mark.parametrize("option", [(), ("--force",), ("--resume",)])
 def test_a_directory_of_something_else_is_never_touched(
-    place: Workplace, capsys: Capture, option: tuple[str, ...]
+    place: Workplace, command: Command, option: tuple[str, ...]
 ) -> None:
     (place.path / "thesis" / "data").mkdir(parents=True)
     (place.path / "thesis" / "report.html").write_text("ten years of work")
-    message = refusal(capsys, place, "--output", place.path / "thesis", *option)
+    message = refusal(command, place, "--output", place.path / "thesis", *option)
     assert message.startswith("error: the output directory 'DIR/thesis' is not empty and not a run directory")
 
 
 def test_a_finished_run_is_neither_extended_nor_replaced_unasked(
-    finished: RunResult, capsys: Capture
+    finished: RunResult, command: Command
 ) -> None:
-    done = call(capsys, "run", finished.directory.parents[1] / "RUN.yaml", "--quiet")
+    done = command("run", finished.directory.parents[1] / "RUN.yaml", "--quiet")
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"error: the output directory '{finished.directory}' is not empty\n")
 
 
-def test_force_and_resume(place: Workplace, capsys: Capture) -> None:
-    assert "--force and --resume exclude each other" in refusal(capsys, place, "--force", "--resume")
+def test_force_and_resume(place: Workplace, command: Command) -> None:
+    assert "--force and --resume exclude each other" in refusal(command, place, "--force", "--resume")
 
 
-def test_an_empty_directory_of_the_user_stays(place: Workplace, capsys: Capture) -> None:
+def test_an_empty_directory_of_the_user_stays(place: Workplace, command: Command) -> None:
     (place.path / "mine").mkdir()
     with_rows(place, d3=put(7, np.nan))
-    refusal(capsys, place, "--output", place.path / "mine")
+    refusal(command, place, "--output", place.path / "mine")
 
 
 def test_force_gives_the_earlier_run_back_when_the_new_input_is_wrong(
-    place: Workplace, capsys: Capture
+    place: Workplace, command: Command
 ) -> None:
-    assert call(capsys, "plan", place.run_file, "--quiet").code == 0
+    assert command("plan", place.run_file, "--quiet").code == 0
     with_rows(place, d3=put(7, np.nan))
-    assert "holds NaN" in refusal(capsys, place, "--force")
+    assert "holds NaN" in refusal(command, place, "--force")
     write_ranker(place.path / "ranker.onnx", opset=10)
-    assert "uses opset 10" in refusal(capsys, place, "--force")
+    assert "uses opset 10" in refusal(command, place, "--force")
 
 
-def test_debug_adds_the_traceback(place: Workplace, capsys: Capture) -> None:
+def test_debug_adds_the_traceback(place: Workplace, command: Command) -> None:
     place.run_file.unlink()
-    done = call(capsys, "run", place.run_file, "--debug")
+    done = command("run", place.run_file, "--debug")
     assert done.code == 2
     assert "Traceback" in done.err and done.err.endswith("writes one to start from\n  code: E0101\n")

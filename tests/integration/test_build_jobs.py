@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from run_findings import resumed
-from synthetic_runs import Workplace, call, make_workplace
+from synthetic_runs import Workplace, make_workplace
 
 import loka_onnx
 from loka_onnx.core import serde
@@ -109,18 +109,18 @@ def test_a_run_writes_jobs_and_goes_on_with_what_it_has(place: Workplace, elsewh
 
 
 def test_a_job_is_executed_on_another_host_and_its_result_merged(
-    place: Workplace, elsewhere, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    place: Workplace, elsewhere, command: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     two_targets(place, job_data=True)
     run(place.run_file, RunOptions(until=Stage.BUILD))
     jobs = place.output / "jobs"
     assert sorted(path.name for path in jobs.iterdir()) == [PLAIN, JOB]
-    refused = call(capsys, "build", "--job", jobs / JOB)
+    refused = command("build", "--job", jobs / JOB)
     assert refused.code == 1 and f"this host cannot execute the job '{JOB}'" in refused.err
 
     elsewhere.undo()  # from here on: the other host
     away = shutil.copytree(jobs, tmp_path / "away")
-    done = call(capsys, "build", "--job", away, "--quiet")
+    done = command("build", "--job", away, "--quiet")
     assert done.code == 0, done.err
     assert f"{JOB}: built and run here\n  batch 8: " in done.out
     # The run's own inputs are gone there: labels never left.
@@ -228,23 +228,23 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_results_that_do_not_fit_are_refused(
-    place: Workplace, executed: Path, capsys: pytest.CaptureFixture[str], harm: str
+    place: Workplace, executed: Path, command: pytest.CaptureFixture[str], harm: str
 ) -> None:
     spoil, said = HARMS[harm]
     spoil(executed / PLAIN / "result")
-    done = call(capsys, "build", place.run_file, "--quiet")
+    done = command("build", place.run_file, "--quiet")
     assert done.code == 2 and said in done.err, done.err
 
 
 def test_a_job_that_is_not_whole_is_not_executed(
-    place: Workplace, elsewhere, capsys: pytest.CaptureFixture[str]
+    place: Workplace, elsewhere, command: pytest.CaptureFixture[str]
 ) -> None:
     two_targets(place, job_data=True)
     run(place.run_file, RunOptions(until=Stage.BUILD))
     elsewhere.undo()
     job = place.output / "jobs" / PLAIN
     (job / "more").touch()
-    done = call(capsys, "build", "--job", job)
+    done = command("build", "--job", job)
     assert done.code == 2 and "file 'more' is not listed in 'job.json'" in done.err
     (job / "more").unlink()
     rows = job / "data" / "selection-0.npy"
@@ -254,7 +254,7 @@ def test_a_job_that_is_not_whole_is_not_executed(
     (job / "job.json").write_text((job / "job.json").read_text().replace('"sample.npz"', '"../x"'))
     with pytest.raises(UserError, match="leads out of the directory"):
         execute_job(job)
-    assert call(capsys, "build", "--job", place.path).code == 2
+    assert command("build", "--job", place.path).code == 2
     assert not (job / "result").exists()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_runs import WIDTH, call, make_columns, write_rows
+from synthetic_runs import WIDTH, make_columns, write_rows
 
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
 from loka_onnx.core import serde
@@ -60,10 +60,10 @@ def deployed(finished: RunResult, tmp_path_factory: pytest.TempPathFactory) -> D
 
 
 def test_the_figures_are_those_of_the_evaluation_of_the_run(
-    deployed: Deployed, capsys: pytest.CaptureFixture[str]
+    deployed: Deployed, command: pytest.CaptureFixture[str]
 ) -> None:
-    done = call(
-        capsys, "compare", deployed.exported, deployed.fp8, "--data", deployed.rows, *JUDGED, *INPUTS,
+    done = command(
+        "compare", deployed.exported, deployed.fp8, "--data", deployed.rows, *JUDGED, *INPUTS,
         "--budget", 0.01, "--no-latency", "--threads", 1, "--format", "json",
     )  # fmt: skip
     found = serde.loads(Difference, done.out)
@@ -86,12 +86,12 @@ def test_the_figures_are_those_of_the_evaluation_of_the_run(
 
 
 def test_a_bundle_against_itself_says_who_answered_and_nothing_differs(
-    deployed: Deployed, capsys: pytest.CaptureFixture[str]
+    deployed: Deployed, command: pytest.CaptureFixture[str]
 ) -> None:
     # Columns, group and labels are those of the run that the bundle lies in.
     whole = deployed.run.directory.parents[1] / "rows.parquet"
-    done = call(
-        capsys, "compare", deployed.bundle, deployed.bundle, "--data", whole, "--batch", 8, "--budget", 0.001,
+    done = command(
+        "compare", deployed.bundle, deployed.bundle, "--data", whole, "--batch", 8, "--budget", 0.001,
         *QUICK,
     )  # fmt: skip
     assert done.code == 0, done.err
@@ -104,11 +104,11 @@ def test_a_bundle_against_itself_says_who_answered_and_nothing_differs(
 
 
 def test_a_budget_that_may_be_exceeded_ends_with_3(
-    deployed: Deployed, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    deployed: Deployed, command: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     report = tmp_path / "found.json"
-    done = call(
-        capsys, "compare", deployed.bundle, deployed.fp8, "--data", deployed.rows, "--no-latency",
+    done = command(
+        "compare", deployed.bundle, deployed.fp8, "--data", deployed.rows, "--no-latency",
         "--budget", 1e-9, "--format", "json", "--out", report,
     )  # fmt: skip
     assert done.code == 3
@@ -118,14 +118,14 @@ def test_a_budget_that_may_be_exceeded_ends_with_3(
 
 
 def test_slices_and_missing_labels_are_in_the_text(
-    deployed: Deployed, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    deployed: Deployed, command: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     columns = make_columns(rows=1500, seed=9)
     columns["country"] = np.where(np.arange(1500) % 4 == 0, "BR", "DE")
     live = tmp_path / "live.parquet"
     write_rows(live, {k: v for k, v in columns.items() if k not in {"clicked", "bought", "amount"}})
-    done = call(
-        capsys, "compare", deployed.bundle, deployed.fp8, "--data", live, "--no-latency",
+    done = command(
+        "compare", deployed.bundle, deployed.fp8, "--data", live, "--no-latency",
         "--slices", "country",
     )  # fmt: skip
     assert done.code == 0, done.err
@@ -135,25 +135,25 @@ def test_slices_and_missing_labels_are_in_the_text(
     assert "  ctr: KL (logit): " in done.out and "KL over the mean entropy, no labels" in done.out
     assert "country = DE, 1,125 rows: +" in done.out
     assert "not judged: a regression is judged by its label, and there is none" in done.out
-    held = call(
-        capsys, "compare", deployed.bundle, deployed.bundle, "--data", live, "--no-latency", "--budget", 0.1
+    held = command(
+        "compare", deployed.bundle, deployed.bundle, "--data", live, "--no-latency", "--budget", 0.1
     )
     assert held.code == 3
     assert "is not judged: a regression is judged by its label" in held.err
 
 
 def test_inputs_that_no_column_feeds_end_with_2(
-    deployed: Deployed, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    deployed: Deployed, command: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     # Away from its run a bundle does not know the columns.
     lonely = tmp_path / "lonely"
     shutil.copytree(deployed.bundle, lonely)
-    done = call(capsys, "compare", lonely, lonely, "--data", deployed.rows, "--no-latency")
+    done = command("compare", lonely, lonely, "--data", deployed.rows, "--no-latency")
     assert done.code == 2 and "column 'dense' of 'certification.parquet' does not exist" in done.err
-    given = call(capsys, "compare", lonely, lonely, "--data", deployed.rows, "--no-latency", *INPUTS)
+    given = command("compare", lonely, lonely, "--data", deployed.rows, "--no-latency", *INPUTS)
     assert given.code == 0 and "independent rows; columns as asked for" in given.out
-    named = call(
-        capsys, "compare", lonely, lonely, "--data", deployed.rows, "--no-latency",
+    named = command(
+        "compare", lonely, lonely, "--data", deployed.rows, "--no-latency",
         "--run", deployed.run.directory,
     )  # fmt: skip
     assert named.code == 0 and "rows of one 'request' belong together" in named.out
@@ -165,7 +165,7 @@ def test_inputs_that_no_column_feeds_end_with_2(
     text = (foreign / "run.json").read_text(encoding="utf-8")
     known = json.loads(text)["value"]["stages"][-1]["files"]["bundle/manifest.json"]
     (foreign / "run.json").write_text(text.replace(known, "0" * 64), encoding="utf-8")
-    done = call(capsys, "compare", foreign / "bundle", lonely, "--data", deployed.rows, "--no-latency")
+    done = command("compare", foreign / "bundle", lonely, "--data", deployed.rows, "--no-latency")
     assert done.code == 2 and "column 'dense'" in done.err
 
 
@@ -184,10 +184,10 @@ def test_inputs_that_no_column_feeds_end_with_2(
     ],
 )
 def test_wrong_options_end_with_2(
-    deployed: Deployed, capsys: pytest.CaptureFixture[str], option: tuple[object, ...], message: str
+    deployed: Deployed, command: pytest.CaptureFixture[str], option: tuple[object, ...], message: str
 ) -> None:
-    done = call(
-        capsys, "compare", deployed.bundle, deployed.bundle, "--data", deployed.rows, "--no-latency", *option
+    done = command(
+        "compare", deployed.bundle, deployed.bundle, "--data", deployed.rows, "--no-latency", *option
     )
     assert done.code == 2 and message in done.err and "remedy: " in done.err
 
@@ -196,21 +196,21 @@ def test_wrong_options_end_with_2(
 
 
 def test_bundle_diff_of_others_exits_with_3_only_where_that_was_asked_for(
-    deployed: Deployed, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    deployed: Deployed, command: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     other = tmp_path / "signed"
     shutil.copytree(deployed.bundle, other)
-    done = call(capsys, "bundle", "diff", deployed.bundle, other, "--exit-code")
+    done = command("bundle", "diff", deployed.bundle, other, "--exit-code")
     assert done.code == 0 and done.out.endswith("the bundles are equal\n")
     keys = write_key_pair(tmp_path)
     sign_bundle(other, keys.private)
-    done = call(capsys, "bundle", "diff", deployed.bundle, other)
+    done = command("bundle", "diff", deployed.bundle, other)
     assert done.code == 0 and "\nsignature: 1 changed\n  ~ signed with: [] → [" in done.out
     assert f"signed with {keys.fingerprint}" in done.out
-    done = call(capsys, "bundle", "diff", deployed.bundle, other, "--exit-code", "--format", "json")
+    done = command("bundle", "diff", deployed.bundle, other, "--exit-code", "--format", "json")
     assert (done.code, done.err) == (3, "")
     found = serde.loads(Difference, done.out)
     assert found.is_different and keys.fingerprint in found.b.facts[1]
     (other / "extra").write_text("x")
-    done = call(capsys, "bundle", "diff", deployed.bundle, other)
+    done = command("bundle", "diff", deployed.bundle, other)
     assert done.code == 3 and "file 'extra' is not listed in the manifest" in done.err

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from run_findings import findings, resumed
-from synthetic_runs import Workplace, call, finish, start, tree
+from synthetic_runs import Workplace, finish, start, tree
 
 import loka_onnx
 from loka_onnx.errors import OutputError
@@ -73,7 +73,7 @@ def test_a_run_killed_while_it_replaces_another_gives_it_back(copied: Workplace)
 
 
 def test_a_second_run_is_kept_out_as_long_as_the_first_lives(
-    place: Workplace, capsys: pytest.CaptureFixture[str]
+    place: Workplace, command: pytest.CaptureFixture[str]
 ) -> None:
     first = start("run", place.run_file)
     deadline = time.monotonic() + 60
@@ -83,7 +83,7 @@ def test_a_second_run_is_kept_out_as_long_as_the_first_lives(
     first.send_signal(signal.SIGSTOP)
     before = tree(place.output)
     for options in (["run"], ["run", "--resume"], ["run", "--force"], ["plan"]):
-        done = call(capsys, options[0], place.run_file, "--quiet", *options[1:])
+        done = command(options[0], place.run_file, "--quiet", *options[1:])
         assert (done.code, done.out) == (2, "")
         assert done.err == (
             f"error: the output directory '{place.output}' is in use by another run\n"
@@ -96,7 +96,7 @@ def test_a_second_run_is_kept_out_as_long_as_the_first_lives(
     first.kill()
     first.communicate()
     assert (place.output / ".run.lock").exists()
-    assert call(capsys, "plan", place.run_file, "--quiet").code == 0
+    assert command("plan", place.run_file, "--quiet").code == 0
     assert not (place.output / ".run.lock").exists()
 
 

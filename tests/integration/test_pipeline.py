@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from run_findings import STAGES, findings, resumed
 from scipy.special import expit
-from synthetic_runs import ITEMS, WIDTH, Workplace, call, scores, tree
+from synthetic_runs import ITEMS, WIDTH, Workplace, scores, tree
 
 import loka_onnx
 from loka_onnx.core import serde
@@ -135,9 +135,9 @@ def test_fp8_changes_outputs_and_never_wins_on_simulated_speed(finished: RunResu
     assert {o.budget_status for o in of_plan(finished, "fp32").values()} == {BudgetStatus.WITHIN}
 
 
-def test_a_declined_plan_is_a_result(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_declined_plan_is_a_result(place: Workplace, command: pytest.CaptureFixture[str]) -> None:
     place.write_run_file(plan={"plans": ["fp32", "bf16"]})
-    done = call(capsys, "run", place.run_file, "--quiet")
+    done = command("run", place.run_file, "--quiet")
     assert done.code == 0, done.err
     reason = "the CPU provider has no BF16 products: it would run plan 'bf16' in FP32 between casts"
     assert f"– cpu-onnxruntime-cpu-bf16 declined: {reason}\n" in done.out
@@ -231,14 +231,14 @@ def test_nothing_that_was_measured_on_other_columns_is_taken_over(copied: Workpl
 
 @pytest.mark.slow
 def test_stage_verbs_share_the_run_directory(
-    place: Workplace, finished: RunResult, capsys: pytest.CaptureFixture[str]
+    place: Workplace, finished: RunResult, command: pytest.CaptureFixture[str]
 ) -> None:
     place.run_file.rename(place.path / "steps.yaml")
     told = {}
     for stage in Stage:
         if stage is not Stage.BUNDLE:
             options = ["--explain"] if stage is Stage.TRANSFORM else []
-            done = call(capsys, stage, place.path / "steps.yaml", *options)
+            done = command(stage, place.path / "steps.yaml", *options)
             assert done.code == 0, done.err
             # Only its own stage was left to do: every earlier one is reused.
             fresh = [
@@ -246,7 +246,7 @@ def test_stage_verbs_share_the_run_directory(
             ]
             assert len(fresh) <= (3 if stage is Stage.TRANSFORM else 2), done.err
             told[stage] = done.out
-    done = call(capsys, "run", place.path / "steps.yaml", "--resume", "--quiet")
+    done = command("run", place.path / "steps.yaml", "--resume", "--quiet")
     assert done.code == 0 and done.err == ""
     assert findings(place.path / "runs" / "steps") == findings(finished.directory)
     assert told[Stage.EXPORT].splitlines()[:5] == [
@@ -276,12 +276,12 @@ def test_force_starts_over(copied: Workplace) -> None:
     assert sorted(path.name for path in place.output.iterdir()) == ["model", "notes.txt", "run.json"]
 
 
-def test_require_fp8(copied: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
-    done = call(capsys, "run", copied.run_file, "--resume", "--quiet", "--require-fp8")
+def test_require_fp8(copied: Workplace, command: pytest.CaptureFixture[str]) -> None:
+    done = command("run", copied.run_file, "--resume", "--quiet", "--require-fp8")
     assert done.code == 0, done.err
 
     tight = [arg for i in range(3) for arg in ("--set", f"outputs.{i}.budget=1e-9")]
-    done = call(capsys, "run", copied.run_file, "--resume", "--quiet", "--require-fp8", *tight)
+    done = command("run", copied.run_file, "--resume", "--quiet", "--require-fp8", *tight)
     assert done.code == 3
     lines = done.err.splitlines()
     assert lines[0] == "error: RUN: no FP8 plan is inside the budget"

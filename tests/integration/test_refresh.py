@@ -13,7 +13,7 @@ import pytest
 from fast8_backend import NO_REFINING, Fast8
 from onnx import numpy_helper as nh
 from scipy.special import ndtri
-from synthetic_runs import Workplace, call, make_workplace
+from synthetic_runs import Workplace, make_workplace
 
 import loka_onnx
 from loka_onnx.core import serde
@@ -171,17 +171,17 @@ def test_a_refresh_gives_what_a_full_run_gives_and_says_what_moved(
 
 
 def test_another_structure_is_a_full_run(
-    earlier: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    earlier: Workplace, tmp_path: Path, command: pytest.CaptureFixture[str]
 ) -> None:
     model = onnx.load(earlier.path / "ranker.onnx")
     model.graph.node[3].op_type = "Tanh"
     onnx.save(model, tmp_path / "other.onnx")
     arguments = ("--run", earlier.output, "--model", tmp_path / "other.onnx", "--output", tmp_path / "new")
-    refused = call(capsys, "refresh", *arguments, "--no-fallback", "--quiet")
+    refused = command("refresh", *arguments, "--no-fallback", "--quiet")
     assert refused.code == 2
     said = "the structure of the model differs: node 'relu1/relu' is gone; node 'relu1/tanh' is new"
     assert said in refused.err
-    done = call(capsys, "refresh", *arguments, "--force", "--quiet")
+    done = command("refresh", *arguments, "--force", "--quiet")
     assert done.code == 0, done.err
     assert f"everything was done anew: {said}" in done.out
     found = read(Refresh, tmp_path / "new", "refresh.json")
@@ -194,16 +194,16 @@ def test_another_structure_is_a_full_run(
 
 
 def test_failed_certification_is_a_full_run(
-    earlier: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    earlier: Workplace, tmp_path: Path, command: pytest.CaptureFixture[str]
 ) -> None:
     model = retrained(earlier, tmp_path / "tuesday.onnx", **{"heads.w": 1.01})
     arguments = ("--run", earlier.output, "--model", model, "--output", tmp_path / "new")
     strict = ("--set", "outputs.0.budget=1e-9")
-    refused = call(capsys, "refresh", *arguments, *strict, "--no-fallback", "--quiet")
+    refused = command("refresh", *arguments, *strict, "--no-fallback", "--quiet")
     assert refused.code == 3
     assert f"certification failed: engine '{CHOSEN}', output 'ctr': " in refused.err
     assert "upper bound of ΔNE +" in refused.err and "max_kl" in refused.err
-    done = call(capsys, "refresh", *arguments, *strict, "--force", "--quiet")
+    done = command("refresh", *arguments, *strict, "--force", "--quiet")
     assert done.code == 0, done.err
     assert "everything was done anew: certification failed: engine" in done.out
     assert "which counts both looks at the certification rows" in refused.err
@@ -221,7 +221,7 @@ def test_failed_certification_is_a_full_run(
 
 
 def test_fp16_that_the_new_weights_do_not_fit_is_not_kept(
-    place: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Workplace, tmp_path: Path, command: pytest.CaptureFixture[str]
 ) -> None:
     """The same outputs by activations a thousand times as large: nothing but the FP16 guard can see it."""
     place.write_run_file(plan={**PLAN, "plans": ["fp32", "fp8-all"], "base": "fp16"}, refine=NO_REFINING)
@@ -229,14 +229,14 @@ def test_fp16_that_the_new_weights_do_not_fit_is_not_kept(
     factors = {"fc1.w": 1e4, "fc1.b": 1e4, "fc2.w": 1e-4}
     model = retrained(place, tmp_path / "large.onnx", **factors)
     arguments = ("--run", place.output, "--model", model, "--output", tmp_path / "new")
-    refused = call(capsys, "refresh", *arguments, "--no-fallback", "--quiet")
+    refused = command("refresh", *arguments, "--no-fallback", "--quiet")
     assert refused.code == 2
     assert "plan 'fp8-all' runs " in refused.err and "in fp16" in refused.err
     assert not (tmp_path / "new" / "bundle").exists()
 
 
 def test_an_interrupted_full_run_goes_on_as_the_second_look(
-    earlier: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    earlier: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: pytest.CaptureFixture[str]
 ) -> None:
     """Resumed, nothing is certified a second time by the refresh, whose engine may come out otherwise."""
     model = retrained(earlier, tmp_path / "thursday.onnx", **{"heads.w": 1.01})
@@ -251,7 +251,7 @@ def test_an_interrupted_full_run_goes_on_as_the_second_look(
             refresh(earlier.output, model, options)
     left = read(Refresh, tmp_path / "new", "refresh.json")
     assert "certification failed" in left.fallback and left.confidence == 0.975
-    forgetful = call(capsys, "run", earlier.run_file, "--output", tmp_path / "new", "--resume", "--quiet")
+    forgetful = command("run", earlier.run_file, "--output", tmp_path / "new", "--resume", "--quiet")
     assert forgetful.code == 2 and "has looked at the certification rows once" in forgetful.err
     assert "remedy: go on with `loka-onnx refresh --resume`" in forgetful.err
 
@@ -264,10 +264,10 @@ def test_an_interrupted_full_run_goes_on_as_the_second_look(
 
 
 def test_the_command_tells_what_moved(
-    earlier: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    earlier: Workplace, tmp_path: Path, command: pytest.CaptureFixture[str]
 ) -> None:
     model = retrained(earlier, tmp_path / "wednesday.onnx", **{"fc2.w": 4.0})
-    done = call(capsys, "refresh", "--run", earlier.output, "--model", model, "--quiet")
+    done = command("refresh", "--run", earlier.output, "--model", model, "--quiet")
     assert done.code == 0, done.err
     made = earlier.output.with_name("RUN-wednesday")
     assert (made / "bundle" / "manifest.json").is_file()
@@ -279,7 +279,7 @@ def test_the_command_tells_what_moved(
 
 
 def test_what_cannot_be_refreshed(
-    earlier: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    earlier: Workplace, tmp_path: Path, command: pytest.CaptureFixture[str]
 ) -> None:
     model = retrained(earlier, tmp_path / "m.onnx")
     for arguments, said in (
@@ -294,7 +294,7 @@ def test_what_cannot_be_refreshed(
             "a refresh needs a directory of its own",
         ),
     ):
-        done = call(capsys, "refresh", *arguments)
+        done = command("refresh", *arguments)
         assert done.code == 2 and said in done.err, done.err
 
 

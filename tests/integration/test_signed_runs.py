@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from synthetic_runs import call, make_workplace, tree
+from synthetic_runs import make_workplace, tree
 
 import loka_onnx
 from loka_onnx.bundle.format.signature import verify_signature
@@ -15,17 +15,17 @@ from loka_onnx.errors import BundleInvalid, ConfigError
 from loka_onnx.pipeline.run import RunOptions
 
 
-def test_a_run_signs_its_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_signs_its_bundle(tmp_path: Path, command: pytest.CaptureFixture[str]) -> None:
     place = make_workplace(tmp_path / "place")
     ours, others = (write_key_pair(tmp_path / "keys", name) for name in ("ours", "others"))
-    done = call(capsys, "run", place.run_file, "--quiet", "--sign", ours.private)
+    done = command("run", place.run_file, "--quiet", "--sign", ours.private)
     assert done.code == 0, done.err
     bundle = place.output / "bundle"
     assert verify_signature(bundle, [ours.public]) == ours.fingerprint
     with pytest.raises(BundleInvalid):
         verify_signature(bundle, [others.public])
     loka_onnx.load(bundle, keys=[ours.public]).close()
-    assert call(capsys, "bundle", "verify", bundle, "--key", others.public).code == 3
+    assert command("bundle", "verify", bundle, "--key", others.public).code == 3
 
     # Nothing is done again for the same key, and the bundle alone for another, or for none.
     before = tree(place.output)

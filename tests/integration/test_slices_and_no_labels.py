@@ -18,7 +18,6 @@ from synthetic_runs import (
     WIDTH,
     Done,
     Workplace,
-    call,
     finish,
     make_columns,
     make_workplace,
@@ -168,8 +167,8 @@ def test_what_was_judged_is_named_wherever_it_is_told(unlabelled: Unlabelled) ->
     loka_onnx.verify_bundle(unlabelled.place.output / "bundle")
 
 
-def test_asking_for_fp8_names_it_too(unlabelled: Unlabelled, capsys: pytest.CaptureFixture[str]) -> None:
-    done = call(capsys, "run", unlabelled.place.run_file, "--resume", "--quiet", "--require-fp8")
+def test_asking_for_fp8_names_it_too(unlabelled: Unlabelled, command: pytest.CaptureFixture[str]) -> None:
+    done = command("run", unlabelled.place.run_file, "--resume", "--quiet", "--require-fp8")
     assert done.code == 3
     assert "cpu-onnxruntime-cpu-fp8-all, ctr: upper bound of KL over the mean entropy +" in done.err
 

@@ -13,16 +13,7 @@ import pytest
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
-from synthetic_runs import (
-    ITEMS,
-    WIDTH,
-    Workplace,
-    call,
-    make_workplace,
-    weights,
-    write_ranker,
-    write_rows,
-)
+from synthetic_runs import ITEMS, WIDTH, Workplace, make_workplace, weights, write_ranker, write_rows
 
 import loka_onnx
 from loka_onnx.core import serde
@@ -157,12 +148,12 @@ def test_a_harmed_lookup_model_is_refused(cut: RunResult, harm: str, tmp_path: P
 
 
 def test_a_model_that_cannot_be_cut_goes_on_whole_and_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: pytest.CaptureFixture[str]
 ) -> None:
     place = make_workplace(tmp_path / "work")
     write_ranker_that_reads_ids(place.path / "ranker.onnx")
     place.write_run_file(model=CUT, plan=FP32)
-    done = call(capsys, "transform", place.run_file, "--explain")
+    done = command("transform", place.run_file, "--explain")
     assert done.code == 0, done.err
     reason = "it reads the ids 'item', and is no lookup"
     assert "split_sparse: 0 applied, 1 declined\n" in done.out
@@ -305,7 +296,7 @@ def zoo_workplace(path: Path, is_cut: bool) -> Path:
 
 
 @pytest.mark.slow
-def test_the_zoo_is_cut_for_both_backends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_zoo_is_cut_for_both_backends(tmp_path: Path, command: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     cut_run = run(zoo_workplace(tmp_path / "cut", True))
     whole = run(zoo_workplace(tmp_path / "whole", False), RunOptions(until=Stage.REPORT))
@@ -331,7 +322,7 @@ def test_the_zoo_is_cut_for_both_backends(tmp_path: Path, capsys: pytest.Capture
     engine = loka_onnx.load(cut_run.bundle)
     assert engine.entry.backend == "onnxruntime" and engine.health().ready
     file = tmp_path / "cut" / "RUN.json"
-    told = call(capsys, "transform", file, "--explain", "--output", cut_run.directory).out
+    told = command("transform", file, "--explain", "--output", cut_run.directory).out
     merged = "layers.0.fmb.project+lcb.mix+residual.mix"
     assert f"\nlayers.0.lcb.mix → {merged}\n  + merge-parallel-linears at {merged}: " in told
     assert "\n  + split_sparse at embeddings." in told.partition("\nelsewhere\n")[2]

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from pseudo_terminal import Session, screen, start
 from run_findings import STAGES as RECORDED
-from synthetic_runs import BIN, Done, Workplace, call, finish
+from synthetic_runs import BIN, Done, Workplace, finish
 from synthetic_runs import start as start_in_pipes
 
 from loka_onnx.cli.log_lines import LogLine, line_schema
@@ -156,7 +156,7 @@ def test_every_stage_is_in_the_json_log(place: Workplace) -> None:
     assert done.out.rstrip().splitlines()[-1].startswith("bundle "), "standard output is the result"
 
 
-def test_an_error_is_a_record(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_a_record(place: Workplace, command: pytest.CaptureFixture[str]) -> None:
     place.write_run_file(batch={"min": 9, "max": 3})
     environment = {**os.environ, "LOKA_ONNX_LOG": "json"}
     done = finish(start_in_pipes("run", place.run_file, environment=environment))
@@ -164,7 +164,7 @@ def test_an_error_is_a_record(place: Workplace, capsys: pytest.CaptureFixture[st
     assert done.code == 2 and done.out == ""
     assert (error["event"], error["kind"], error["exit_code"]) == ("error", "ConfigError", 2)
     assert (ended["event"], ended["exit_code"]) == ("ended", 2)
-    assert f"error: {error['message']}\n" == call(capsys, "run", place.run_file).err, "as text says it"
+    assert f"error: {error['message']}\n" == command("run", place.run_file).err, "as text says it"
 
 
 def test_bash_completes(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from page_numbers import NUMBER, check_numbers, tables_of
-from synthetic_runs import call, make_workplace, tree
+from synthetic_runs import make_workplace, tree
 
 from loka_onnx.core import serde
 from loka_onnx.operations.compare.difference import Difference
@@ -54,10 +54,10 @@ def later(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
 
 @pytest.mark.slow
 def test_two_run_directories_are_compared(
-    finished: RunResult, later: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: RunResult, later: RunResult, tmp_path: Path, command: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    done = call(capsys, "compare-runs", finished.directory, later.directory, "--out", out)
+    done = command("compare-runs", finished.directory, later.directory, "--out", out)
     assert done.code == 0
     found = serde.read(Difference, out / "comparison.json")
     facts = json.loads((out / "comparison.json").read_text())
@@ -98,15 +98,12 @@ def test_two_run_directories_are_compared(
     ]
     assert sum(checked) > 30
     # Another engine is no failure, unless that is asked for.
-    assert (
-        call(capsys, "compare-runs", finished.directory, later.directory, "--out", out, "--exit-code").code
-        == 0
-    )
+    assert command("compare-runs", finished.directory, later.directory, "--out", out, "--exit-code").code == 0
 
 
 @pytest.mark.slow
 def test_a_report_of_an_older_schema_is_written_again_from_its_run(
-    later: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    later: RunResult, tmp_path: Path, command: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The remedy that `compare-runs` names works in a copy, though no fact of the run is another."""
     copy = tmp_path / "copy"
@@ -114,25 +111,25 @@ def test_a_report_of_an_older_schema_is_written_again_from_its_run(
     file, run_file = copy / "report.json", later.directory.parents[1] / "RUN.yaml"
     before, original = file.read_text(), tree(later.directory)
     monkeypatch.setattr(ReportData, "SCHEMA", "report/1000")
-    refused = call(capsys, "compare-runs", later.directory, later.directory)
+    refused = command("compare-runs", later.directory, later.directory)
     assert refused.code == 2
     assert "an older version of loka-onnx" in refused.err
     assert "`loka-onnx report RUN.yaml --output COPY`" in refused.err
-    done = call(capsys, "report", run_file, "--output", copy)
+    done = command("report", run_file, "--output", copy)
     assert done.code == 0
     assert done.err.count("reused") > 5  # of one version, nothing is measured again
     after = file.read_text()
     assert after.replace("report/1000", "report/7").replace(str(copy), str(later.directory)) == before
     monkeypatch.undo()
-    assert call(capsys, "report", run_file, "--output", copy).code == 0
+    assert command("report", run_file, "--output", copy).code == 0
     assert file.read_text().replace(str(copy), str(later.directory)) == before
     assert tree(later.directory) == original
 
 
 def test_what_is_no_run_is_refused_in_one_message(
-    finished: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: RunResult, tmp_path: Path, command: pytest.CaptureFixture[str]
 ) -> None:
-    done = call(capsys, "compare-runs", finished.directory, tmp_path, "--out", tmp_path / "out")
+    done = command("compare-runs", finished.directory, tmp_path, "--out", tmp_path / "out")
     assert done.code == 2
     assert "there is no report of a run" in done.err and "Traceback" not in done.err
     assert not (tmp_path / "out").exists()

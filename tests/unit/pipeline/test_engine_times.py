@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from small_configs import engine_of
 
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Evaluation, InputPlace
@@ -52,13 +53,6 @@ class Adding(Runner):
         return Resident(lambda: inputs["x"] + 1.0, lambda: None)
 
 
-def artifact(plan: str, target: str = "cpu", architecture: str = "cpu", **more: Any) -> EngineArtifact:
-    status = more.pop("status", BuildStatus.READY)
-    return EngineArtifact(
-        "maker", plan, target, architecture, status, False, None, 0, "", "", (), 0.0, part=Part.WHOLE
-    )
-
-
 def bench(runners: Mapping[str, Runner], inputs: InputPlace = InputPlace.HOST) -> TimingBench:
     def opened(engine: EngineArtifact) -> Runner:
         if engine.plan not in runners:
@@ -79,8 +73,8 @@ def bench(runners: Mapping[str, Runner], inputs: InputPlace = InputPlace.HOST) -
 
 
 def test_what_fails_while_it_is_timed_is_told_and_the_others_go_on() -> None:
-    engines = [artifact(plan) for plan in ("fp32", "bf16", "fp8-all")]
-    engines.append(artifact("fp16", status=BuildStatus.FAILED))
+    engines = [engine_of(plan, "cpu", "cpu") for plan in ("fp32", "bf16", "fp8-all")]
+    engines.append(engine_of("fp16", "cpu", "cpu", status=BuildStatus.FAILED))
     timed = bench({"fp32": Adding(), "bf16": Adding(most=2)}).time(engines)
     assert timed.failures == {
         "cpu-maker-cpu-bf16": "at batch 4: the worker died\n  evidence: signal 11",
@@ -118,7 +112,7 @@ class Broken(Adding):
 )
 def test_a_lookup_that_fails_costs_the_engines_behind_it(fails: range | None, said: str) -> None:
     """Their times alone would be those of engines that cannot serve."""
-    engine = replace(artifact("fp32"), part=Part.DENSE)
+    engine = replace(engine_of("fp32", "cpu", "cpu"), part=Part.DENSE)
 
     def opened() -> Runner:
         if fails is None:
@@ -132,7 +126,7 @@ def test_a_lookup_that_fails_costs_the_engines_behind_it(fails: range | None, sa
 @pytest.mark.parametrize(("place", "asked"), [("host", {"run"}), ("device", {"resident"})])
 def test_engines_are_asked_as_the_fleet_will_ask(place: str, asked: set[str]) -> None:
     runner = Adding()
-    timed = bench({"fp32": runner}, InputPlace(place)).time([artifact("fp32")])
+    timed = bench({"fp32": runner}, InputPlace(place)).time([engine_of("fp32", "cpu", "cpu")])
     assert runner.asked == asked
     assert {x.inputs for x in timed.latencies["cpu-maker-cpu-fp32"]} == {InputPlace(place)}
 
@@ -145,7 +139,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("on_h200")
 def test_times_of_an_h200_are_none_of_an_h100() -> None:
-    engines = [artifact("fp32", target, "sm90") for target in ("nvidia-h100", "nvidia-h200")]
+    engines = [engine_of("fp32", target) for target in ("nvidia-h100", "nvidia-h200")]
     timed = bench({"fp32": Adding()}).time(engines)
     found = {
         engine: {(x.device, x.counts_for_choice) for x in latencies}
@@ -159,7 +153,7 @@ def test_times_of_an_h200_are_none_of_an_h100() -> None:
 
 @pytest.mark.usefixtures("on_h200")
 def test_engines_are_timed_again_where_their_target_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = artifact("fp32", "nvidia-h100", "sm90")
+    engine = engine_of("fp32", "nvidia-h100")
     timed = bench({"fp32": Adding()}).time([engine])
     judged = Evaluation(engine.id, "maker", "fp32", "nvidia-h100", "selection", 9, (), (), "measured")
     evaluations = [with_latencies(judged, timed)]

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from small_configs import plan_of
 
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.fusions import Fusions
-from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.pipeline import candidates
@@ -43,8 +43,7 @@ def builder(folder: Path) -> EngineBuilder:
 
 
 def candidate(backend: str, *, fp8: bool, base: Precision = Precision.FP32) -> Candidate:
-    decision = Decision("fc", Precision.FP8 if fp8 else base, None, Verdict.SAFE, "test")
-    plan = PrecisionPlan("fp8-all" if fp8 else "fp32", "", base, (decision,), {}, 0.0)
+    plan = plan_of("fp8-all", ["fc"], base=base) if fp8 else plan_of("fp32", base=base)
     return Candidate(get_backend(backend), "device", "sm89", plan)
 
 

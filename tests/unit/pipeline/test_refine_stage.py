@@ -7,13 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small_configs import engine_of, plan_of
 
 from loka_onnx.core.correction import CorrectionSet
-from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
+from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
-from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
-from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.refined_run import RefinedRun
 from loka_onnx.core.refinement import Refinement
 from loka_onnx.pipeline import refining
@@ -26,21 +25,8 @@ from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
 
 MODEL: Any = SimpleNamespace(digest="model")
-ENGINE = EngineArtifact(
-    "maker", "fp8-all", "nvidia-h100", "sm90", BuildStatus.READY, False, None, 0, "", "", (), 0.0
-)
-PLANS = PlanSet(
-    (
-        PrecisionPlan(
-            "fp8-all",
-            "digest",
-            Precision.BF16,
-            (Decision("fc", Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 1.0, (1.0,)),),
-            {},
-            1.0,
-        ),
-    )
-)
+ENGINE = engine_of("fp8-all", "nvidia-h100")
+PLANS = PlanSet((plan_of("fp8-all", ["fc"]),))
 
 
 def judging_in(directory: RunDirectory) -> Judging:

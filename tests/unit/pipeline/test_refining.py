@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
+from small_configs import engine_of, plan_of
 
 from loka_onnx.config.schema import RefineConfig
 from loka_onnx.core import serde
@@ -22,8 +23,7 @@ from loka_onnx.core.evaluation import (
 )
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
-from loka_onnx.core.recipe import PER_TENSOR
+from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.refinement import HardwareRefinement, Origin, Refinement, Returned
 from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.pipeline.refining import Rounds, refine
@@ -36,58 +36,25 @@ UPPER = {"a": 0.3, "b": 0.9, "c": 0.4, "d": 0.1}
 
 
 def plan(name: str, *fp8: str) -> PrecisionPlan:
-    base = Precision.FP32 if name == "fp32" else Precision.BF16
-    decisions = tuple(
-        Decision(site, Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 1.0, (1.0,))
-        if site in fp8
-        else Decision(site, base, None, Verdict.NOT_JUDGED, "")
-        for site in SAVED
-    )
     # Kernel times say of each site that it saves 1 µs less than it does.
     known = {"gpu": {"10": 70.0 - sum(SAVED[site] - 1.0 for site in fp8)}}
-    return PrecisionPlan(name, "digest", base, decisions, {}, len(fp8) / len(SAVED), predicted_us=known)
+    base = Precision.FP32 if name == "fp32" else Precision.BF16
+    return plan_of(name, fp8, SAVED, base, predicted_us=known)
 
 
 START = PlanSet((plan("fp32"), plan("bf16"), plan("fp8-all", *SAVED), plan("fp8-safe", "a")))
 
 
-def engine(of: PrecisionPlan, status: BuildStatus = BuildStatus.READY, **more: object) -> EngineArtifact:
-    values: dict[str, object] = {
-        "backend": "trt",
-        "plan": of.id,
-        "target": "gpu",
-        "architecture": "sm90",
-        "status": status,
-        "simulated": False,
-        "path": None,
-        "bytes": 0,
-        "digest": of.id,
-        "backend_version": "",
-        "sites": (),
-        "build_seconds": 1.0,
-    }
-    return EngineArtifact(**{**values, **more})  # type: ignore[arg-type]
-
-
-@dataclass
-class Worst:
-    """Gives back the one site that costs most for what it saves; proposes what it is told."""
-
-    proposed: tuple[PrecisionPlan, ...] = ()
-    asked: list[str] = field(default_factory=list)
-
-    def revert_sites(self, of: PrecisionPlan) -> Reverted | None:
-        self.asked.append(of.id)
-        order = sorted(of.fp8_sites, key=lambda s: -(UPPER[s] / SAVED[s] if SAVED[s] > 0 else 99))
-        left = [site for site in of.fp8_sites if site != order[0]]
-        if not left:
-            return None
-        return Reverted(replace(plan(of.id, *left)), (Returned((order[0],), UPPER[order[0]], None),))
+def engine(of: PrecisionPlan, **changes: object) -> EngineArtifact:
+    return engine_of(of.id, **changes)
 
 
 @dataclass
 class SimulatedBench:
-    """Engines whose time and upper bound are sums over sites; each timing runs on a slower machine."""
+    """Engines whose time and upper bound are sums over sites; each timing runs on a slower machine.
+
+    It gives back the one site that costs most for what it saves, and proposes what it is told.
+    """
 
     plans: dict[str, PrecisionPlan] = field(default_factory=dict)
     fails: frozenset[str] = frozenset()
@@ -96,13 +63,19 @@ class SimulatedBench:
     timed: list[list[str]] = field(default_factory=list)
     judged: list[str] = field(default_factory=list)
     slowdown: float = 1.0
-    proposals: Worst = field(default_factory=Worst)
+    proposed: tuple[PrecisionPlan, ...] = ()
+    asked: list[str] = field(default_factory=list)
 
     def from_search(self, target: str) -> Sequence[PrecisionPlan]:
-        return self.proposals.proposed
+        return self.proposed
 
     def revert_sites(self, of: PrecisionPlan, evaluation: Evaluation, target: str) -> Reverted | None:
-        return self.proposals.revert_sites(of)
+        self.asked.append(of.id)
+        order = sorted(of.fp8_sites, key=lambda s: -(UPPER[s] / SAVED[s] if SAVED[s] > 0 else 99))
+        left = [site for site in of.fp8_sites if site != order[0]]
+        if not left:
+            return None
+        return Reverted(plan(of.id, *left), (Returned((order[0],), UPPER[order[0]], None),))
 
     def know(self, plans: Sequence[PrecisionPlan]) -> None:
         self.plans.update({each.id: each for each in plans})
@@ -110,13 +83,9 @@ class SimulatedBench:
     def build(self, plans: Sequence[PrecisionPlan], like: EngineArtifact) -> Sequence[EngineArtifact]:
         self.know(plans)
         self.built += [(each.id, like.backend) for each in plans]
+        failed = {"status": BuildStatus.FAILED, "detail": "signal 11"}
         return [
-            replace(
-                engine(each, backend=like.backend, architecture=like.architecture),
-                status=BuildStatus.FAILED if each.id in self.fails else BuildStatus.READY,
-                detail="signal 11" if each.id in self.fails else "",
-            )
-            for each in plans
+            engine(each, backend=like.backend, **(failed if each.id in self.fails else {})) for each in plans
         ]
 
     def time(self, engines: Sequence[EngineArtifact]) -> Interleaved:
@@ -151,7 +120,6 @@ LIMITS = RefineConfig(rounds=5, plans=2, seconds=1e8)
 def run(
     engines: Sequence[EngineArtifact] | None = None,
     bench: SimulatedBench | None = None,
-    proposals: Worst | None = None,
     limits: RefineConfig = LIMITS,
     plans: PlanSet = START,
     clock: Callable[[], float] = time.monotonic,
@@ -159,7 +127,6 @@ def run(
     bench = bench or SimulatedBench()
     bench.know(plans.plans)
     start = [engine(each) for each in plans.plans] if engines is None else engines
-    bench.proposals = proposals or Worst()
     found = refine(start, plans, bench, limits, clock)
     assert serde.loads(Refinement, serde.dumps(found.document)) == found.document
     return found, bench
@@ -187,7 +154,7 @@ def test_sites_go_until_the_fastest_engine_fits() -> None:
     assert (steps["refined-1"].is_within, steps["refined-1"].is_on_front) == (False, True)
     # d makes all of them slower and less accurate; fp32 is slower than bf16 and no better.
     assert not steps["fp8-all"].is_on_front and not steps["fp32"].is_on_front
-    assert hardware.anchor == "gpu-trt-sm90-bf16"
+    assert hardware.anchor == "gpu-maker-sm90-bf16"
     assert [e.plan for e in found.added.engines] == ["refined-1", "refined-2"]
 
 
@@ -219,11 +186,11 @@ def test_every_plan_with_fp8_is_predicted_before_its_engine_is_measured() -> Non
     assert {name: step.predicted_from for name, step in steps.items()} == {
         "fp32": "",
         "bf16": "",
-        "fp8-all": "gpu-trt-sm90-bf16",
-        "fp8-safe": "gpu-trt-sm90-bf16",
+        "fp8-all": "gpu-maker-sm90-bf16",
+        "fp8-safe": "gpu-maker-sm90-bf16",
         # Of a b c d and a, the first differs from a b c in one site; from a c it is the other.
-        "refined-1": "gpu-trt-sm90-fp8-all",
-        "refined-2": "gpu-trt-sm90-fp8-safe",
+        "refined-1": "gpu-maker-sm90-fp8-all",
+        "refined-2": "gpu-maker-sm90-fp8-safe",
     }
     # Each µs that kernel times miss is in the prediction once for each site that differs, at the pace of the
     # round, which the anchor tells.
@@ -256,26 +223,24 @@ def test_an_engine_that_dies_while_it_is_timed_is_told() -> None:
 
 
 def test_what_the_search_proposes_is_tried_once() -> None:
-    proposals = Worst((plan("x", "a", "c"), plan("y", "a"), plan("z")))
-    found, bench = run(proposals=proposals)
+    found, bench = run(bench=SimulatedBench(proposed=(plan("x", "a", "c"), plan("y", "a"), plan("z"))))
     # The second is fp8-safe, the third has nothing in FP8.
     assert [(step.plan, step.origin) for step in only(found).steps[-2:]] == [
         ("refined-1", Origin.GIVEN_BACK),
         ("refined-2", Origin.SEARCH),
     ]
     assert only(found).best == "refined-2"
-    assert bench.built == [("refined-1", "trt"), ("refined-2", "trt")]
+    assert bench.built == [("refined-1", "maker"), ("refined-2", "maker")]
 
 
 def test_rounds_plans_and_time_are_limited() -> None:
-    many = Worst(tuple(plan(f"p{i}", *sites) for i, sites in enumerate(("bc", "bd", "cd", "b", "c"))))
-    found, _ = run(proposals=many, limits=RefineConfig(rounds=1, plans=2, seconds=1e8))
+    many = tuple(plan(f"p{i}", *sites) for i, sites in enumerate(("bc", "bd", "cd", "b", "c")))
+    found, _ = run(bench=SimulatedBench(proposed=many), limits=RefineConfig(rounds=1, plans=2, seconds=1e8))
     assert len(found.added.plans) == 2
     assert only(found).ended == "the limit of 1 rounds was reached"
     clock = iter(float(t) for t in range(100))
-    found, _ = run(
-        proposals=many, limits=RefineConfig(rounds=9, plans=1, seconds=2.5), clock=lambda: next(clock)
-    )
+    limits = RefineConfig(rounds=9, plans=1, seconds=2.5)
+    found, _ = run(bench=SimulatedBench(proposed=many), limits=limits, clock=lambda: next(clock))
     assert only(found).ended == "the time limit of 2.5 s was reached"
     # It began at 0; rounds began at 1 and 2.
     assert len(found.added.plans) == 2
@@ -283,22 +248,15 @@ def test_rounds_plans_and_time_are_limited() -> None:
 
 def test_an_engine_that_is_not_faster_gives_nothing_back() -> None:
     """What misses the budget and is slower than what does not would only become slower."""
-    slow = SimulatedBench()
-    found, _ = run(
-        [engine(START.plan(name)) for name in ("bf16", "fp8-safe")]
-        + [engine(plan("fp8-all"), plan="fp8-all")],
-        slow,
-    )
+    inside = [engine_of(name) for name in ("bf16", "fp8-safe")]
+    found, _ = run([*inside, engine_of("fp8-all")])
     assert found.added.plans != ()
-    inside = Worst()
-    run([engine(START.plan(name)) for name in ("bf16", "fp8-safe")], proposals=inside)
-    assert inside.asked == []
+    _, bench = run(inside)
+    assert bench.asked == []
 
 
 def test_a_build_that_fails_costs_that_plan_only() -> None:
-    bench = SimulatedBench(fails=frozenset({"refined-1"}))
-    proposals = Worst((plan("x", "a", "c"),))
-    found, _ = run(bench=bench, proposals=proposals)
+    found, _ = run(bench=SimulatedBench(fails=frozenset({"refined-1"}), proposed=(plan("x", "a", "c"),)))
     steps = {step.plan: step for step in only(found).steps}
     assert (steps["refined-1"].status, steps["refined-1"].detail) == ("failed", "signal 11")
     assert steps["refined-1"].times is None
@@ -324,7 +282,7 @@ def test_where_there_is_nothing_to_refine(engines: list[EngineArtifact], ended: 
 
 
 def test_hardware_that_is_not_here_is_left_out() -> None:
-    away = [engine(each, BuildStatus.BUILT_NOT_RUN) for each in START.plans]
+    away = [engine(each, status=BuildStatus.BUILT_NOT_RUN) for each in START.plans]
     found, bench = run(away)
     assert found.document.hardware == ()
     assert bench.timed == []
@@ -342,7 +300,7 @@ def test_the_backend_of_the_fastest_engine_builds() -> None:
             factor = 0.5 if of.backend == "inductor" else 1.0
             return replace(taken, p50_us=taken.p50_us * factor)
 
-    both = [engine(each, backend=backend) for backend in ("trt", "inductor") for each in START.plans]
+    both = [engine(each, backend=backend) for backend in ("maker", "inductor") for each in START.plans]
     found, bench = run(both, TwoBackends())
     assert {backend for _, backend in bench.built} == {"inductor"}
     assert only(found).backend == "inductor"

@@ -7,17 +7,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from small_configs import config_of
+from small_configs import config_of, plan_of
 
 from loka_onnx.core.correction import CorrectionSet
-from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.core.plan import PlanSet
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.candidates import EngineBuilder
 from loka_onnx.pipeline.plans import check_options
 from loka_onnx.pipeline.run import run
-
-FP32 = PrecisionPlan("fp32", "", Precision.FP32, (), {}, 0.0)
 
 
 def test_options_reach_the_candidates_of_their_backend_and_device(tmp_path: Path) -> None:
@@ -30,7 +27,7 @@ def test_options_reach_the_candidates_of_their_backend_and_device(tmp_path: Path
     check_options(config)
     judging = SimpleNamespace(context=SimpleNamespace(config=config))
     builder = EngineBuilder(cast(Any, judging), CorrectionSet())
-    given = {(c.target, c.backend.name): c.options for c in builder._candidates(PlanSet((FP32,)))}
+    given = {(c.target, c.backend.name): c.options for c in builder._candidates(PlanSet((plan_of("fp32"),)))}
     assert given == {
         ("nvidia-h100", "inductor"): {"static": 0, "max_autotune": 1},
         ("nvidia-h100", "tensorrt"): {},
