@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from loka_onnx.config.choices import NullGroups, SplitBy
 from loka_onnx.config.fields import (
     EACH_ONCE,
     Batch,
     Columns,
     Fraction,
+    NullGroups,
     ResolvedPath,
     Seed,
+    SplitBy,
     Strict,
     Text,
     fault,
@@ -55,7 +56,7 @@ class OutputConfig(Strict):
     )
 
     @model_validator(mode="after")
-    def _clip_has_a_use(self) -> Self:
+    def _fits_together(self) -> Self:
         if "clip" in self.model_fields_set and self.kind is not OutputKind.PROBABILITY:
             raise fault(
                 "`clip` belongs to an output of kind 'probability'",
@@ -63,10 +64,6 @@ class OutputConfig(Strict):
                 evidence=f"output '{self.name}' is a {self.kind}",
                 remedy="remove `clip`, or correct `kind`",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
         try:
             _ = self.spec
         except ConfigError as error:
@@ -161,11 +158,10 @@ class DataConfig(Strict):
         False, description="true declares the rows generated, which is stamped on everything downstream"
     )
 
-    SPLITS: ClassVar[tuple[str, ...]] = ("calibration", "selection", "certification")
-
     @model_validator(mode="after")
     def _one_layout(self) -> Self:
-        files = [name for name in self.SPLITS if getattr(self, name) is not None]
+        splits = ("calibration", "selection", "certification")
+        files = [name for name in splits if getattr(self, name) is not None]
         if self.path is not None and files:
             raise fault(
                 f"`data.path` and `data.{files[0]}` exclude each other",
@@ -181,8 +177,8 @@ class DataConfig(Strict):
                 evidence=f"`{absent}` is not present",
                 remedy="for example `path: clicks.parquet` with `split: {by: hash, column: user_id}`",
             )
-        if self.path is None and len(files) < len(self.SPLITS):
-            absent = _listed([name for name in self.SPLITS if name not in files])
+        if self.path is None and len(files) < len(splits):
+            absent = _listed([name for name in splits if name not in files])
             raise fault(
                 "`data` needs three disjoint splits: calibration, selection and certification",
                 evidence=f"{absent} not present",

@@ -11,9 +11,20 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, JsonValue, PrivateAttr, StringConstraints, ValidationInfo, model_validator
 
-from loka_onnx.config.choices import Backend, Executor, NullGroups
 from loka_onnx.config.data_sections import BatchConfig, DataConfig, OutputConfig
-from loka_onnx.config.fields import Gigabytes, ResolvedPath, Seconds, Seed, Strict, Text, Threads, fault
+from loka_onnx.config.fields import (
+    Backend,
+    Executor,
+    Gigabytes,
+    NullGroups,
+    ResolvedPath,
+    Seconds,
+    Seed,
+    Strict,
+    Text,
+    Threads,
+    fault,
+)
 from loka_onnx.config.precision_sections import CalibrationConfig, ModsConfig, PlanConfig
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.backends import backend_names

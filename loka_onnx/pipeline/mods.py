@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loka_onnx.config import RunConfig, WeightGranularity
+from loka_onnx.config.explain import nearest
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.digests import digest_json
@@ -181,12 +181,10 @@ class ChosenMods:
 
 def _unknown(name: str, index: int, known: list[str]) -> ConfigError:
     settings = {ChooseSmoothing.name: "smoothing", SplitHighErrorChannels.name: "split_channels"}
-    close = difflib.get_close_matches(name, known, n=1)
-    remedy = f"did you mean '{close[0]}'?" if close else "remove it"
-    if name in settings:
-        remedy = f"write `mods.{settings[name]}: false`"
     return ConfigError(
         f"E1520 `mods.skip[{index}]` names no mod: '{name}'",
         evidence=f"the mods are {', '.join(known)}",
-        remedy=remedy,
+        remedy=f"write `mods.{settings[name]}: false`"
+        if name in settings
+        else nearest(name, known) or "remove it",
     )

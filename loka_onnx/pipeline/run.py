@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -163,7 +163,7 @@ def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> Ru
     ) as directory:
         directory.on_stage = options.on_stage
         settings = RunSettings(config, directory, options.progress, options.looks, options.sign)
-        return _run_stages(settings, options)
+        return next(result for stage, result in _stages(settings, options) if stage is options.until)
 
 
 def _check_no_look_is_forgotten(directory: Path) -> None:
@@ -198,8 +198,9 @@ def accepted(settings: RunSettings) -> Context:
     return Context(**vars(settings), exported=export_model(settings))
 
 
-def _run_stages(settings: RunSettings, options: RunOptions) -> RunResult:  # noqa: PLR0911 - one for each end
-    directory, until = settings.directory, options.until
+def _stages(settings: RunSettings, options: RunOptions) -> Iterator[tuple[Stage, RunResult]]:
+    """Run the stages; yields what there is at each end."""
+    directory = settings.directory
     ended = RunResult(directory.path)
 
     with directory.undone_on_error():
@@ -207,52 +208,45 @@ def _run_stages(settings: RunSettings, options: RunOptions) -> RunResult:  # noq
         with directory.watched("check data"):
             notes = check_data(context)
             added = None if options.added is None else open_added(context, options.added)
-            if until is not Stage.EXPORT:
+            if options.until is not Stage.EXPORT:
                 # `export` lists the names that a wrong pattern should have had.
                 check_plan_patterns(context)
-    if until is Stage.EXPORT:
-        return ended
+    yield Stage.EXPORT, ended
 
     probing = Probing(context)
     probed = probing.calibrate()
     if added is not None:
         probed = probing.add_rows(probed, added)
-    if until is Stage.CALIBRATE:
-        return ended
+    yield Stage.CALIBRATE, ended
 
     merged = modify_and_measure(context, probed, probing)
     modified = split_high_error(context, merged, allowed_errors(context, merged))
     profile = probing.recalibrate(modified.model, merged.model, merged.profile)
     judging = Judging(context, cut_model(context, modified.model))
-    if until is Stage.TRANSFORM:
-        return ended
+    yield Stage.TRANSFORM, ended
 
     safe = climb_ladder(context, modified.model, profile)
     plans = decide_plans(context, modified.model, profile, safe)
-    if until is Stage.PLAN:
-        return ended
+    yield Stage.PLAN, ended
 
     corrections = Correcting(context, modified.model).correct(plans)
     built = build_engines(judging, modified.model, plans, corrections)
-    if until is Stage.BUILD:
-        return ended
+    yield Stage.BUILD, ended
 
     rewrites = rewrites_of(modified, judging.split, built)
-    started = Results(modified.model, profile, plans, rewrites, built.engines, corrections)
-    results = refine_engines(judging, started)
+    results = Results(modified.model, profile, plans, rewrites, built.engines, corrections)
+    results = refine_engines(judging, results)
     results = replace(results, evaluations=judging.evaluate(results.engines, results.evaluations))
-    if until is Stage.EVALUATE:
-        return ended
+    yield Stage.EVALUATE, ended
 
     results = attempt_again(judging, results)
     choice = choose_engines(context, results)
     results = replace(results, throughput=measure_throughput(judging, results, choice))
     report = write_report(judging, results, choice, (*notes, *notes_of(judging)), options.label_rule)
     ended = RunResult(directory.path, choice, report.data, report.files)
-    if until is Stage.REPORT:
-        return ended
+    yield Stage.REPORT, ended
 
-    return replace(ended, bundle=emit_bundle(judging, results, choice, report.files))
+    yield Stage.BUNDLE, replace(ended, bundle=emit_bundle(judging, results, choice, report.files))
 
 
 def rewrites_of(modified: ModdedModel, split: ModelSplit | None, built: Built) -> dict[str, RewriteLog]:

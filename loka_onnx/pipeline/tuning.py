@@ -27,15 +27,6 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class TuningRequest:
-    """Shapes to time; known times of this very device are not measured again, unless `again`."""
-
-    shapes: tuple[Shape, ...]
-    database: Path
-    again: bool = False
-
-
-@dataclass(frozen=True)
 class TuningResult:
     """Pairs of kernel and shape that were timed now, were known before, or do not run."""
 
@@ -46,26 +37,34 @@ class TuningResult:
     seconds: float
 
 
-def tune_shapes(request: TuningRequest, timer: KernelTimer, progress: Progress = silent) -> TuningResult:
-    """Time unknown kernels, shape by shape; each time is stored as soon as it is measured.
+def tune_shapes(
+    shapes: Sequence[Shape],
+    database: Path,
+    timer: KernelTimer,
+    *,
+    again: bool = False,
+    progress: Progress = silent,
+) -> TuningResult:
+    """Time kernels of shapes that are not known of this very device, or all `again`; each time is stored as
+    soon as it is measured.
 
     Raises:
         UserError: The file is no timing database.
         OutputError: It cannot be written.
         EngineError: The device failed; what was measured before is kept.
     """
-    wanted, began = timer.wanted(request.shapes), time.perf_counter()
+    wanted, began = timer.wanted(shapes), time.perf_counter()
     refused: list[Refused] = []
     measured = 0
-    with TimingDatabase(request.database) as database, device_alone(timer.device):
-        open_pairs = wanted if request.again else database.missing(wanted, timer.device_name)
+    with TimingDatabase(database) as known, device_alone(timer.device):
+        open_pairs = wanted if again else known.missing(wanted, timer.device_name)
         by_shape = defaultdict[Shape, list[Kernel]](list)
         for kernel, shape in open_pairs:
             by_shape[shape].append(kernel)
         progress("kernels", 0, len(by_shape))
         for done, (shape, kernels) in enumerate(sorted(by_shape.items()), start=1):
             tuned = timer.measure(kernels, Operands.generated(shape, SEED))
-            database.add(tuned.measured)
+            known.add(tuned.measured)
             measured += len(tuned.measured)
             refused += tuned.refused
             progress(f"kernels {shape}", done, len(by_shape))

@@ -8,7 +8,7 @@ from test_probe_limits import HEAD, OUTPUTS, W1, artifact_of, data_of
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.config import PlanConfig, ScaleRule
-from loka_onnx.config.choices import Float8Format
+from loka_onnx.config.fields import Float8Format
 from loka_onnx.core.formats import FLOATS
 from loka_onnx.numerics.rounding import fake_quantize
 from loka_onnx.numerics.scale_choice import activation_scaling

@@ -15,7 +15,7 @@ from loka_onnx.config import (
     build_run_config,
     load_run_file,
 )
-from loka_onnx.config.choices import Float8Format
+from loka_onnx.config.fields import Float8Format
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.formats import Precision
 from loka_onnx.errors import ConfigError
