@@ -25,10 +25,7 @@ def attempt(random: Random, place: Path) -> None:
     (_write_parquet if path.suffix == ".parquet" else _write_npz)(random, path)
     if random.random() < 0.15:
         path.write_bytes(damaged(random, path.read_bytes()))
-    bindings = (
-        InputBinding("dense", ("a", "b"), "float32", 2),
-        InputBinding("item", ("item",), "int64", 1),
-    )
+    bindings = (InputBinding("dense", ("a", "b"), "float32", 2), InputBinding("item", ("item",), "int64", 1))
     if random.random() < 0.5:
         bindings = (InputBinding("a", ("a",), random.choice(("float32", "int64")), 2),)
     selection = random.choice((None, RowRange(3, 20), HashRows("group", 0.0, 0.5, 0)))

@@ -61,10 +61,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 def two_targets(place: Workplace, **build: object) -> None:
     place.write_run_file(
         plan={"plans": ["fp32", "fp8-all"]},
-        targets=[
-            {"device": "cpu", "backends": ["inductor"]},
-            {"device": AWAY, "backends": ["onnxruntime"]},
-        ],
+        targets=[{"device": "cpu", "backends": ["inductor"]}, {"device": AWAY, "backends": ["onnxruntime"]}],
         build=build,
     )
 
@@ -92,12 +89,7 @@ def test_a_run_writes_jobs_and_goes_on_with_what_it_has(place: Workplace, elsewh
     # No row of the user's data goes along unless that is asked for.
     directory = place.output / "jobs" / JOB
     job = serde.read(BuildJob, directory / "job.json")
-    assert sorted(job.files) == [
-        "data/timed-0.npy",
-        "data/timed-1.npy",
-        "model/model.onnx",
-        "sample.npz",
-    ]
+    assert sorted(job.files) == ["data/timed-0.npy", "data/timed-1.npy", "model/model.onnx", "sample.npz"]
     assert job.rows == ()
     # Latencies there are measured on generated rows, four times as many as the largest request has.
     assert job.timed is not None and (job.timed.rows, set(job.timed.inputs)) == (4 * 64, {"dense", "item"})
@@ -134,7 +126,6 @@ def test_a_job_is_executed_on_another_host_and_its_result_merged(
     result = run(place.run_file, RunOptions(resume=True))
     status, detail = engines_of(place)[JOB]
     assert status is BuildStatus.RUN_ELSEWHERE and detail.startswith("built and run on '")
-    assert result.choice is not None
     assert [t.target for t in result.choice.targets] == ["cpu", AWAY]
     assert result.choice.targets[1].engine == PLAIN
     assert (place.output / "engines" / JOB / "engine.onnx").is_file()

@@ -46,11 +46,8 @@ def made_up(self: Judging, engines: Sequence[EngineArtifact]) -> Interleaved:
 @pytest.fixture(scope="module")
 def refined(finished: RunResult, tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, RunResult]:
     """A run in which blanket FP8 just misses the budget of one output."""
-    assert finished.report is not None
     missed = finished.report.evaluation(FP8, "selection")
-    assert missed is not None
     difference = missed.outputs[0].difference
-    assert difference is not None
     place = make_workplace(tmp_path_factory.mktemp("refined"))
     ctr, cvr, spend = RUN_VALUES["outputs"]
     budget = 0.8 * difference.judged.upper
@@ -93,14 +90,12 @@ def test_sites_are_given_back_until_the_budget_holds(refined: tuple[Workplace, R
         "heads",
     } - gone
     assert added.corrections.plans[0].plan == first.plan
-    assert result.report is not None
     assert result.report.plans.plan(first.plan) == added.plans[0]
 
 
 @pytest.mark.slow
 def test_each_batch_size_has_its_engine_in_the_bundle(refined: tuple[Workplace, RunResult]) -> None:
     _, result = refined
-    assert result.choice is not None and result.bundle is not None
     (choice,) = result.choice.targets
     assert [route.batch for route in choice.routes] == [8, 64]
     assert choice.routes[0].plan == "fp32"
@@ -127,7 +122,6 @@ def test_throughput_is_measured_for_the_chosen_and_for_high_precision(
 ) -> None:
     place, result = refined
     found = serde.read(ThroughputSet, place.output / "throughput.json").measurements
-    assert result.choice is not None
     (choice,) = result.choice.targets
     assert [(m.batch, m.role, m.plan) for m in found] == [
         (8, CHOSEN, "fp32"),

@@ -75,8 +75,6 @@ def test_the_run_emits_what_it_emits_without_them(
     killer = kill_when_told(place.output / "engines" / "worker")
     result = run(place.run_file)
     killer.join()
-
-    assert result.choice is not None and result.report is not None and result.bundle is not None
     engines = {engine.backend: engine for engine in result.report.engines}
     assert list(engines) == [*faults, "onnxruntime"], "the order of the run file"
     for name in faults:

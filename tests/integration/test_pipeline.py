@@ -74,7 +74,6 @@ def test_split_by_hash_keeps_requests_together(finished: RunResult) -> None:
         requests.append(set(np.concatenate([b.columns["request"] for b in split.batches(999)]).tolist()))
         assert split.rows == 4 * len(requests[-1])
     assert sum(map(len, requests)) == len(set.union(*requests)) == 1500
-    assert finished.report is not None
     assert [split.rows for split in finished.report.data.splits] == [4 * len(r) for r in requests]
 
 
@@ -87,9 +86,7 @@ def certification_columns(directory: Path) -> dict[str, np.ndarray]:
 
 
 def of_plan(result: RunResult, plan: str) -> dict[str, OutputEvaluation]:
-    assert result.report is not None
     evaluation = result.report.evaluation(f"cpu-onnxruntime-cpu-{plan}", "certification")
-    assert evaluation is not None
     return {output.output: output for output in evaluation.outputs}
 
 
@@ -125,7 +122,6 @@ def test_each_output_is_judged_by_its_own_loss(finished: RunResult) -> None:
 
 
 def test_fp8_changes_outputs_and_never_wins_on_simulated_speed(finished: RunResult) -> None:
-    assert finished.choice is not None and finished.report is not None
     (choice,) = finished.choice.targets
     assert choice.plan == "fp32"
     assert "simulated" in next(loser.reason for loser in choice.losers if loser.engine.endswith("fp8-all"))
@@ -157,7 +153,6 @@ def test_generated_rows_are_stamped(finished: RunResult) -> None:
 
 
 def test_bundle_answers_like_the_model(finished: RunResult) -> None:
-    assert finished.bundle is not None
     engine = loka_onnx.load(finished.bundle)
     dense = np.random.default_rng(5).standard_normal((7, WIDTH)).astype(np.float32)
     item = np.arange(7) % ITEMS
@@ -174,7 +169,6 @@ def test_engines_for_large_or_small_batches_only(place: Workplace, least: int, m
     batch = {"min": least, "serve": [min(least * 8, most)], "max": most}
     place.write_run_file(plan={"plans": ["fp32"]}, batch=batch)
     bundle = run(place.run_file).bundle
-    assert bundle is not None
     loka_onnx.verify_bundle(bundle)
     with np.load(bundle / "sample.npz") as sample:
         assert {len(sample[name]) for name in sample.files} == {min(max(16, least), most)}

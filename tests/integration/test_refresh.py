@@ -48,7 +48,6 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "maker_of", {"onnxruntime": Fast8}.__getitem__)
         result = run(place.run_file)
-    assert result.choice is not None
     # Both FP8 plans are as fast; make the one that is taken certain.
     (target,) = result.choice.targets
     assert target.plan.startswith("fp8")

@@ -47,7 +47,6 @@ def requests(rows: int, seed: int = 5) -> dict[str, Array]:
 
 
 def manifest_of(result: RunResult) -> Manifest:
-    assert result.bundle is not None
     return loka_onnx.verify_bundle(result.bundle)
 
 
@@ -56,7 +55,6 @@ def test_the_cut_is_recorded_and_its_check_counted(cut: RunResult) -> None:
     assert split.check is not None and split.check.equal and split.declined is None
     # The calibration split of this file, then one row alone.
     assert split.check.batches[1:] == (1,) and 1000 < split.check.batches[0] <= 2048
-    assert split.halves is not None
     assert [(t.dtype, t.shape) for t in split.halves.cut] == [("float32", (None, WIDTH))]
     (looked_up,) = (t.name for t in split.halves.cut)
     assert [t.name for t in split.halves.lookup.inputs] == ["item"]
@@ -71,14 +69,12 @@ def test_the_cut_is_recorded_and_its_check_counted(cut: RunResult) -> None:
 def test_engines_are_of_the_dense_half_and_hold_no_table(cut: RunResult) -> None:
     (engine,) = serde.read(EngineSet, cut.directory / "engines.json").engines
     assert (engine.part, engine.status) == (Part.DENSE, BuildStatus.READY)
-    assert engine.path is not None
     graph = onnx.load(cut.directory / engine.path).graph
     assert "Gather" not in {node.op_type for node in graph.node}
     assert not [t.name for t in graph.initializer if tuple(t.dims) == (ITEMS, WIDTH)]
 
 
 def test_a_bundle_of_halves_answers_bit_for_bit_like_a_whole_one(cut: RunResult, finished: RunResult) -> None:
-    assert cut.bundle is not None and finished.bundle is not None
     halves, whole = loka_onnx.load(cut.bundle), loka_onnx.load(finished.bundle)
     assert halves.entry.part is Part.DENSE and whole.entry.part is Part.WHOLE
     assert halves.entry.plan == whole.entry.plan == "fp32"
@@ -89,7 +85,6 @@ def test_a_bundle_of_halves_answers_bit_for_bit_like_a_whole_one(cut: RunResult,
 
 
 def test_the_dense_part_alone_takes_rows_of_a_parameter_server(cut: RunResult) -> None:
-    assert cut.bundle is not None
     halves, dense = loka_onnx.load(cut.bundle), loka_onnx.load(cut.bundle, part="dense")
     asked = requests(9)
     served = weights()["table"][asked["item"]]
@@ -119,11 +114,9 @@ def test_accuracy_is_of_both_and_latency_of_the_engine_alone(cut: RunResult, fin
 
 def test_the_manifest_says_where_the_cut_is(cut: RunResult) -> None:
     manifest = manifest_of(cut)
-    assert manifest.cut is not None
     assert manifest.cut.lookup == "lookup/lookup.onnx"
     assert (manifest.cut.lookup_inputs, manifest.cut.passed) == (("item",), ("dense",))
     assert [entry.part for entry in manifest.candidates] == [Part.DENSE, Part.WHOLE]
-    assert cut.bundle is not None
     with np.load(cut.bundle / "sample.npz") as sample:
         rows, looked_up = sample["input/item"], sample[f"looked_up/{manifest.cut.tensors[0].name}"]
     np.testing.assert_array_equal(looked_up, weights()["table"][rows])
@@ -131,7 +124,6 @@ def test_the_manifest_says_where_the_cut_is(cut: RunResult) -> None:
 
 @pytest.mark.parametrize("harm", ["missing", "altered"])
 def test_a_harmed_lookup_model_is_refused(cut: RunResult, harm: str, tmp_path: Path) -> None:
-    assert cut.bundle is not None
     bundle = Path(shutil.copytree(cut.bundle, tmp_path / "bundle"))
     lookup = bundle / "lookup/lookup.onnx"
     if harm == "missing":
@@ -229,7 +221,6 @@ def test_tables_outside_the_model_are_in_the_bundle_once(
     )
     place.write_run_file(model=CUT, plan=FP32)
     result = run(place.run_file)
-    assert result.bundle is not None
     found = list(result.bundle.rglob("*.bin"))
     assert sorted(str(p.relative_to(result.bundle)) for p in found) == [
         "fallback/tables.bin",
@@ -318,7 +309,6 @@ def test_the_zoo_is_cut_for_both_backends(tmp_path: Path, command: pytest.Captur
     manifest = manifest_of(cut_run)
     assert {entry.backend for entry in manifest.engines} == {"onnxruntime", "tensorrt_rtx"}
     assert {entry.part for entry in manifest.engines} == {Part.DENSE}
-    assert cut_run.bundle is not None
     engine = loka_onnx.load(cut_run.bundle)
     assert engine.entry.backend == "onnxruntime" and engine.health().ready
     file = tmp_path / "cut" / "RUN.json"

@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 from run_files import refusal
 
-from loka_onnx.config import (
-    Executor,
-    SplitBy,
-    WeightGranularity,
-    build_run_config,
-    load_run_file,
-)
+from loka_onnx.config import Executor, SplitBy, WeightGranularity, build_run_config, load_run_file
 from loka_onnx.config.fields import Float8Format
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.formats import Precision

@@ -118,11 +118,7 @@ def test_every_path_of_every_document_is_held_inside(
 ) -> None:
     directory, _, job = written(tmp_path, data=True)
     result = execute_job(directory)
-    document = {
-        EngineSet: EngineSet((result.artifact,)),
-        JobResult: result,
-        BuildJob: job,
-    }[kind]
+    document = {EngineSet: EngineSet((result.artifact,)), JobResult: result, BuildJob: job}[kind]
     assert serde.loads(kind, serde.dumps(document)) == document
     for name in OUTSIDE:
         plain = json.loads(serde.dumps(document))

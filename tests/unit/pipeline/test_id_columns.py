@@ -67,9 +67,7 @@ def test_ids_of_a_large_table_beside_a_small_one_are_read(model, tmp_path, layou
     data.check()
     np.testing.assert_array_equal(next(data.batches(3)).inputs["ids"], ids)
     rules = _RowRules([tensor_spec(t) for t in GraphModel.load(model).inputs], {"ids": bindings[0].ids})
-    assert rules.usable(
-        {"ids": ids},
-    ).all()
+    assert rules.usable({"ids": ids}).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

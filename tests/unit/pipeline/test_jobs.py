@@ -213,7 +213,6 @@ def test_an_engine_that_fails_on_its_host_is_no_candidate(
     directory, _, job = written(tmp_path)
     assert execute_job(directory).failure == "the worker died\n  evidence: signal 11"
     result = read_result(directory, job)
-    assert result is not None
     merged = merge_result(result, directory, tmp_path / "run/engines" / NAME, tmp_path / "run")
     assert merged.status is BuildStatus.FAILED and not merged.is_built
     assert (merged.path, merged.digest, merged.bytes) == (None, "", 0)

@@ -19,12 +19,7 @@ from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
-from loka_onnx.pipeline.probing import (
-    carried,
-    changed_sites,
-    with_partners,
-    with_sites,
-)
+from loka_onnx.pipeline.probing import carried, changed_sites, with_partners, with_sites
 
 ONE = ExactSum.of([1.0])
 
@@ -34,10 +29,7 @@ def number(value: float) -> ExactSum:
 
 
 def site(name: str) -> Site:
-    operands = (
-        Operand(f"{name}.x", 0, False, 1, (None, 16)),
-        Operand(f"{name}.w", 1, True, 0, (16, 16)),
-    )
+    operands = (Operand(f"{name}.x", 0, False, 1, (None, 16)), Operand(f"{name}.w", 1, True, 0, (16, 16)))
     return Site(name, SiteKind.LINEAR, "MatMul", operands, f"{name}.y", 16, 16, 1)
 
 

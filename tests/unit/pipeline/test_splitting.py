@@ -106,7 +106,6 @@ def plan(digest: str) -> PlanSet:
 
 def test_the_stage_leaves_the_halves_with_paths_of_the_run_and_is_reused(directory: RunDirectory) -> None:
     split = cut(directory)
-    assert split is not None and split.halves is not None
     assert split.check == SplitCheck((50, 1), True)
     assert split.check.rows == 51
     assert split.halves.dense.path == directory.path / "model/dense.onnx"
@@ -162,7 +161,6 @@ def test_a_cut_that_is_not_asked_for_any_more_is_forgotten(directory: RunDirecto
 
 def test_plans_are_handed_over_to_the_dense_half(directory: RunDirectory) -> None:
     split = cut(directory)
-    assert split is not None and split.halves is not None
     model = write_whole(directory.path)
     source = source_of(model, plan(model.digest), split)
     assert (source.model, source.part) == (split.halves.dense, Part.DENSE)

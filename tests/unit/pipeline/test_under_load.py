@@ -184,11 +184,7 @@ class Counting(Runner):
 
 @pytest.mark.parametrize(
     ("wanted", "stays", "where", "counts"),
-    [
-        ("host", True, "host", (1, 0)),
-        ("device", True, "device", (0, 1)),
-        ("device", False, "host", (1, 0)),
-    ],
+    [("host", True, "host", (1, 0)), ("device", True, "device", (0, 1)), ("device", False, "host", (1, 0))],
 )
 def test_copies_of_an_engine_are_asked_as_servers_ask(
     wanted: str, stays: bool, where: str, counts: tuple[int, int]
