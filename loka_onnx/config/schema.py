@@ -86,8 +86,7 @@ class TargetConfig(Strict):
         "digits and hyphens, because it names a directory"
     )
     backends: tuple[Backend, ...] = Field(
-        min_length=1,
-        description=f"engine makers: {', '.join(backend_names())}",
+        min_length=1, description=f"engine makers: {', '.join(backend_names())}"
     )
     architectures: tuple[Text, ...] = Field(
         (), description="architectures to compile for, as the backend names them; empty for the device's own"

@@ -19,9 +19,10 @@ from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.directory import RunDirectory
-from loka_onnx.pipeline.rows import Arrays, Requests, bind_columns, bounded_by, open_splits
+from loka_onnx.pipeline.rows import Requests, bind_columns, bounded_by, open_splits
 from loka_onnx.planning.climbing import SHARES
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.sessions.runner import Arrays
 
 CHECK_ROWS = 2048
 """Rows of the calibration split that mods and export parity are held against."""

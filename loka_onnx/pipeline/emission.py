@@ -37,7 +37,7 @@ from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.job_results import choosable
 from loka_onnx.pipeline.judging import Judging
-from loka_onnx.pipeline.rows import Arrays, split_rule
+from loka_onnx.pipeline.rows import split_rule
 from loka_onnx.pipeline.versions import backend_versions
 from loka_onnx.planning.choice import ChoiceOptions, choose
 from loka_onnx.report import (
@@ -49,6 +49,7 @@ from loka_onnx.report import (
     SplitDescription,
     render,
 )
+from loka_onnx.sessions.runner import Arrays
 
 CHOOSE = Stage("choose", "choice.json", Choice)
 SAMPLE_ROWS = 16

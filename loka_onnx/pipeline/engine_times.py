@@ -25,12 +25,11 @@ from loka_onnx.evaluation.latency import (
     over_loads,
     prepared,
 )
-from loka_onnx.pipeline.rows import Arrays
 from loka_onnx.pipeline.splitting import LOOKUP, beside_lookup
 from loka_onnx.planning.choice import NOISE
 from loka_onnx.planning.speed import FIRST_LOADS, LOADS, contenders
 from loka_onnx.sessions.host_devices import device_of_architecture, is_target
-from loka_onnx.sessions.runner import Runner
+from loka_onnx.sessions.runner import Arrays, Runner
 
 PER_LOAD = LatencyOptions(warmup=4, min_repeats=5, max_repeats=40, max_seconds=1.0 / LOADS)
 """Limits of timing one engine at one batch size in one load; one second over all loads."""

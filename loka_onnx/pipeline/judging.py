@@ -22,9 +22,8 @@ from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.engine_times import TimingBench, counts_here
 from loka_onnx.pipeline.job_results import ElsewhereRuns
 from loka_onnx.pipeline.jobs import JOBS, SplitRows
-from loka_onnx.pipeline.rows import Arrays
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.runner import Runner
+from loka_onnx.sessions.runner import Arrays, Runner
 from loka_onnx.sessions.split_runner import SplitRunner
 
 EVALUATE = Stage("evaluate", "evaluation.json", EvaluationSet)

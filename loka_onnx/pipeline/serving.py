@@ -16,10 +16,9 @@ from loka_onnx.evaluation.throughput import LoadOptions, find_highest_rate
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.emission import Results
 from loka_onnx.pipeline.judging import Judging
-from loka_onnx.pipeline.rows import Arrays
 from loka_onnx.planning.evidence import Evidence
 from loka_onnx.sessions.host_devices import device_of_architecture, is_target
-from loka_onnx.sessions.runner import Runner
+from loka_onnx.sessions.runner import Arrays, Runner
 
 LOAD = Stage("throughput", "throughput.json", ThroughputSet)
 INPUT_SETS = 4

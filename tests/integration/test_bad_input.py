@@ -27,7 +27,7 @@ from synthetic_runs import (
 from loka_onnx.core import serde
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
+from loka_onnx.pipeline.run import RunOptions, Stage, run
 from loka_onnx.transforms.base import Found
 from loka_onnx.transforms.linears.pad_sites import PadSites
 from loka_onnx.transforms.sequence import STRICT
@@ -182,7 +182,7 @@ WRONG: dict[str, tuple[Callable[[Workplace], None], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_input_is_refused_and_leaves_nothing(place: Workplace, command: Command, case: str) -> None:
+def test_a_wrong_input_is_refused_and_leaves_nothing(place, command, case):
     spoil, begins = WRONG[case]
     spoil(place)
     message = refusal(command, place)
@@ -201,17 +201,13 @@ def test_a_wrong_input_is_refused_and_leaves_nothing(place: Workplace, command: 
         ("plan.force=[heds]", "plan.force: pattern 'heds' matches no site", "is 'heads'"),
     ],
 )
-def test_a_wrong_name_is_told_its_nearest(
-    place: Workplace, command: Command, setting: str, begins: str, near: str
-) -> None:
+def test_a_wrong_name_is_told_its_nearest(place, command, setting, begins, near):
     message = refusal(command, place, "--set", setting)
     assert message.startswith(f"error: {begins}") and "the nearest of " in message and near in message
 
 
 @pytest.mark.slow
-def test_a_model_that_couples_rows_goes_on_where_that_is_asked_for(
-    place: Workplace, command: Command
-) -> None:
+def test_a_model_that_couples_rows_goes_on_where_that_is_asked_for(place, command):
     couple_rows(place)
     done = command("doctor", "--model", place.path / "ranker.onnx")
     assert "✗ node 'relu2/softmax' (Softmax) couples the rows of a batch" in done.out
@@ -222,9 +218,7 @@ def test_a_model_that_couples_rows_goes_on_where_that_is_asked_for(
 
 
 @pytest.mark.slow
-def test_a_mod_that_fails_costs_the_run_nothing_but_the_mod(
-    place: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mod_that_fails_costs_the_run_nothing_but_the_mod(place, monkeypatch):
     def match(mod: PadSites, model: GraphModel) -> Found[Any]:
         model.graph.nodes.clear()
         raise RecursionError("too deep")
@@ -249,7 +243,7 @@ class _RunsCode:
         return (Path.touch, (self.trace,))
 
 
-def test_checkpoint_that_holds_more_than_weights(place: Workplace, command: Command, tmp_path: Path) -> None:
+def test_checkpoint_that_holds_more_than_weights(place, command, tmp_path):
     pytest.importorskip("torch", reason="needs torch")
     import torch
 
@@ -279,49 +273,43 @@ def test_checkpoint_that_holds_more_than_weights(place: Workplace, command: Comm
 
 
 @pytest.mark.parametrize("below", ["out", "out/run"])
-def test_a_file_in_the_way(place: Workplace, command: Command, below: str) -> None:
+def test_a_file_in_the_way(place, command, below):
     (place.path / "out").write_text("mine")
     message = refusal(command, place, "--output", place.path / below)
     assert message.startswith(f"error: cannot use the output directory 'DIR/{below}'\n")
 
 
-def test_a_place_where_nothing_can_be_made(place: Workplace, command: Command) -> None:
+def test_a_place_where_nothing_can_be_made(place, command):
     # A mode of 0o555 would not stop root; /proc stops everyone.
     message = refusal(command, place, "--output", "/proc/loka-onnx/run")
     assert message.startswith("error: cannot use the output directory '/proc/loka-onnx/run'\n")
 
 
 @pytest.mark.parametrize("option", [(), ("--force",), ("--resume",)])
-def test_a_directory_of_something_else_is_never_touched(
-    place: Workplace, command: Command, option: tuple[str, ...]
-) -> None:
+def test_a_directory_of_something_else_is_never_touched(place, command, option):
     (place.path / "thesis" / "data").mkdir(parents=True)
     (place.path / "thesis" / "report.html").write_text("ten years of work")
     message = refusal(command, place, "--output", place.path / "thesis", *option)
     assert message.startswith("error: the output directory 'DIR/thesis' is not empty and not a run directory")
 
 
-def test_a_finished_run_is_neither_extended_nor_replaced_unasked(
-    finished: RunResult, command: Command
-) -> None:
+def test_a_finished_run_is_neither_extended_nor_replaced_unasked(finished, command):
     done = command("run", finished.directory.parents[1] / "RUN.yaml", "--quiet")
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"error: the output directory '{finished.directory}' is not empty\n")
 
 
-def test_force_and_resume(place: Workplace, command: Command) -> None:
+def test_force_and_resume(place, command):
     assert "--force and --resume exclude each other" in refusal(command, place, "--force", "--resume")
 
 
-def test_an_empty_directory_of_the_user_stays(place: Workplace, command: Command) -> None:
+def test_an_empty_directory_of_the_user_stays(place, command):
     (place.path / "mine").mkdir()
     with_rows(place, d3=put(7, np.nan))
     refusal(command, place, "--output", place.path / "mine")
 
 
-def test_force_gives_the_earlier_run_back_when_the_new_input_is_wrong(
-    place: Workplace, command: Command
-) -> None:
+def test_force_gives_the_earlier_run_back_when_the_new_input_is_wrong(place, command):
     assert command("plan", place.run_file, "--quiet").code == 0
     with_rows(place, d3=put(7, np.nan))
     assert "holds NaN" in refusal(command, place, "--force")
@@ -329,7 +317,7 @@ def test_force_gives_the_earlier_run_back_when_the_new_input_is_wrong(
     assert "uses opset 10" in refusal(command, place, "--force")
 
 
-def test_debug_adds_the_traceback(place: Workplace, command: Command) -> None:
+def test_debug_adds_the_traceback(place, command):
     place.run_file.unlink()
     done = command("run", place.run_file, "--debug")
     assert done.code == 2

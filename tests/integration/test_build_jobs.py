@@ -75,7 +75,7 @@ JOB = f"{AWAY}-onnxruntime-cpu-fp8-all"
 PLAIN = f"{AWAY}-onnxruntime-cpu-fp32"
 
 
-def test_a_run_writes_jobs_and_goes_on_with_what_it_has(place: Workplace, elsewhere) -> None:
+def test_a_run_writes_jobs_and_goes_on_with_what_it_has(place, elsewhere):
     two_targets(place)
     result = run(place.run_file)
     status, detail = engines_of(place)[JOB]
@@ -100,9 +100,7 @@ def test_a_run_writes_jobs_and_goes_on_with_what_it_has(place: Workplace, elsewh
     assert f"jobs/{JOB}/job.json" in built["files"]
 
 
-def test_a_job_is_executed_on_another_host_and_its_result_merged(
-    place: Workplace, elsewhere, command: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_job_is_executed_on_another_host_and_its_result_merged(place, elsewhere, command, tmp_path):
     two_targets(place, job_data=True)
     run(place.run_file, RunOptions(until=Stage.BUILD))
     jobs = place.output / "jobs"
@@ -170,9 +168,7 @@ def executed(jobs_done: Workplace, place: Workplace, elsewhere) -> Path:
     return place.output / "jobs"
 
 
-def test_without_data_the_engine_is_built_and_its_accuracy_not_measured(
-    place: Workplace, executed: Path
-) -> None:
+def test_without_data_the_engine_is_built_and_its_accuracy_not_measured(place, executed):
     run(place.run_file, RunOptions(resume=True))
     status, detail = engines_of(place)[PLAIN]
     assert status is BuildStatus.BUILT_NOT_RUN
@@ -218,18 +214,14 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_results_that_do_not_fit_are_refused(
-    place: Workplace, executed: Path, command: pytest.CaptureFixture[str], harm: str
-) -> None:
+def test_results_that_do_not_fit_are_refused(place, executed, command, harm):
     spoil, said = HARMS[harm]
     spoil(executed / PLAIN / "result")
     done = command("build", place.run_file, "--quiet")
     assert done.code == 2 and said in done.err, done.err
 
 
-def test_a_job_that_is_not_whole_is_not_executed(
-    place: Workplace, elsewhere, command: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_is_not_whole_is_not_executed(place, elsewhere, command):
     two_targets(place, job_data=True)
     run(place.run_file, RunOptions(until=Stage.BUILD))
     elsewhere.undo()
@@ -249,7 +241,7 @@ def test_a_job_that_is_not_whole_is_not_executed(
     assert not (job / "result").exists()
 
 
-def test_a_job_that_asks_for_something_else_loses_its_result(place: Workplace, executed: Path) -> None:
+def test_a_job_that_asks_for_something_else_loses_its_result(place, executed):
     run(place.run_file, RunOptions(resume=True, until=Stage.BUILD))
     assert engines_of(place)[PLAIN][0] is BuildStatus.BUILT_NOT_RUN
     two_targets(place)
@@ -260,7 +252,7 @@ def test_a_job_that_asks_for_something_else_loses_its_result(place: Workplace, e
     assert not (executed / PLAIN / "result").exists()
 
 
-def test_a_run_in_which_everything_waits_says_what_to_do(place: Workplace, elsewhere) -> None:
+def test_a_run_in_which_everything_waits_says_what_to_do(place, elsewhere):
     place.write_run_file(plan={"plans": ["fp32"]}, targets=[{"device": AWAY, "backends": ["onnxruntime"]}])
     with pytest.raises(EngineError) as caught:
         run(place.run_file)
@@ -270,7 +262,7 @@ def test_a_run_in_which_everything_waits_says_what_to_do(place: Workplace, elsew
     assert (place.output / "jobs" / PLAIN / "job.json").is_file()
 
 
-def test_jobs_may_be_refused(place: Workplace, elsewhere) -> None:
+def test_jobs_may_be_refused(place, elsewhere):
     two_targets(place, jobs=False)
     with pytest.raises(Exception, match="no engine could be built for 'amd-mi300x'"):
         run(place.run_file)

@@ -42,9 +42,7 @@ def fresh(tmp_path: Path) -> Workplace:
 
 
 @pytest.mark.slow
-def test_sampling_stops_when_every_verdict_is_reached_and_says_so(
-    fresh: Workplace, command: pytest.CaptureFixture[str]
-) -> None:
+def test_sampling_stops_when_every_verdict_is_reached_and_says_so(fresh, command):
     place = fresh
     write_rows(place.path / "rows.parquet", make_columns(30_000))
     place.write_run_file(data={"group": None})  # rows of a request say less than as many rows
@@ -74,16 +72,14 @@ def test_sampling_stops_when_every_verdict_is_reached_and_says_so(
     assert fixed.sampling.rows == fixed.rows
 
 
-def test_where_batches_run_does_not_matter_to_a_finished_calibration(
-    planned: Workplace, command: pytest.CaptureFixture[str]
-) -> None:
+def test_where_batches_run_does_not_matter_to_a_finished_calibration(planned, command):
     done = command("calibrate", planned.run_file, "--executor", "ray")
     assert done.code == 0, done.err
     assert any("calibrate" in line and "reused" in line for line in done.err.splitlines())
 
 
 @pytest.mark.slow
-def test_another_confidence_plans_anew(place: Workplace, command: pytest.CaptureFixture[str]) -> None:
+def test_another_confidence_plans_anew(place, command):
     done = command("plan", place.run_file, "--set", "calibration.confidence=0.99")
     assert done.code == 0, done.err
     (safe,) = (p for p in serde.read(PlanSet, place.output / "plan.json").plans if p.id == "fp8-safe")
@@ -92,7 +88,7 @@ def test_another_confidence_plans_anew(place: Workplace, command: pytest.Capture
 
 
 @pytest.mark.parametrize("format", ["E4M3FNUZ", pytest.param("E5M2", marks=pytest.mark.slow)])
-def test_a_plan_in_another_format_is_built_and_run(fresh: Workplace, format: str) -> None:
+def test_a_plan_in_another_format_is_built_and_run(fresh, format):
     place = fresh
     place.write_run_file(plan={"format": format, "scale": "best"})
     run(place.run_file, RunOptions(until=Stage.BUILD))
@@ -112,9 +108,7 @@ def new_rows(place: Workplace, name: str = "new.parquet", seed: int = 2) -> Path
     return place.path / name
 
 
-def test_rows_are_added_to_the_profile_and_later_stages_follow(
-    place: Workplace, command: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_added_to_the_profile_and_later_stages_follow(place, command):
     before, lineage = profile_at(place), (place.output / "run.json").read_text()
     done = command("calibrate", place.run_file, "--update", new_rows(place))
     assert done.code == 0, done.err
@@ -165,9 +159,7 @@ def test_rows_are_added_to_the_profile_and_later_stages_follow(
         assert (place.output / "calibration/exported.json").read_bytes() == kept
 
 
-def test_a_fresh_run_whose_added_rows_are_wrong_leaves_no_trace(
-    fresh: Workplace, command: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fresh_run_whose_added_rows_are_wrong_leaves_no_trace(fresh, command):
     done = command("calibrate", fresh.run_file, "--update", fresh.path / "absent.parquet")
     assert done.code == 2
     assert not fresh.output.exists()

@@ -58,9 +58,7 @@ def deployed(finished: RunResult, tmp_path_factory: pytest.TempPathFactory) -> D
     )
 
 
-def test_the_figures_are_those_of_the_evaluation_of_the_run(
-    deployed: Deployed, command: pytest.CaptureFixture[str]
-) -> None:
+def test_the_figures_are_those_of_the_evaluation_of_the_run(deployed, command):
     done = command(
         "compare", deployed.exported, deployed.fp8, "--data", deployed.rows, *JUDGED, *INPUTS,
         "--budget", 0.01, "--no-latency", "--threads", 1, "--format", "json",
@@ -82,9 +80,7 @@ def test_the_figures_are_those_of_the_evaluation_of_the_run(
     assert "FP8 simulated" in found.b.facts[1] and done.code in {0, 3}
 
 
-def test_a_bundle_against_itself_says_who_answered_and_nothing_differs(
-    deployed: Deployed, command: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bundle_against_itself_says_who_answered_and_nothing_differs(deployed, command):
     # Columns, group and labels are those of the run that the bundle lies in.
     whole = deployed.run.directory.parents[1] / "rows.parquet"
     done = command(
@@ -100,9 +96,7 @@ def test_a_bundle_against_itself_says_who_answered_and_nothing_differs(
     assert "Latency, in turns" in done.out
 
 
-def test_a_budget_that_may_be_exceeded_ends_with_3(
-    deployed: Deployed, command: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_budget_that_may_be_exceeded_ends_with_3(deployed, command, tmp_path):
     report = tmp_path / "found.json"
     done = command(
         "compare", deployed.bundle, deployed.fp8, "--data", deployed.rows, "--no-latency",
@@ -114,9 +108,7 @@ def test_a_budget_that_may_be_exceeded_ends_with_3(
     assert "(budget 1e-07 %" in serde.read(Difference, report).beyond[0]
 
 
-def test_slices_and_missing_labels_are_in_the_text(
-    deployed: Deployed, command: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_slices_and_missing_labels_are_in_the_text(deployed, command, tmp_path):
     columns = make_columns(rows=1500, seed=9)
     columns["country"] = np.where(np.arange(1500) % 4 == 0, "BR", "DE")
     live = tmp_path / "live.parquet"
@@ -139,9 +131,7 @@ def test_slices_and_missing_labels_are_in_the_text(
     assert "is not judged: a regression is judged by its label" in held.err
 
 
-def test_inputs_that_no_column_feeds_end_with_2(
-    deployed: Deployed, command: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_inputs_that_no_column_feeds_end_with_2(deployed, command, tmp_path):
     # Away from its run a bundle does not know the columns.
     lonely = tmp_path / "lonely"
     shutil.copytree(deployed.bundle, lonely)
@@ -180,9 +170,7 @@ def test_inputs_that_no_column_feeds_end_with_2(
         (("--budget", -1), "--budget: a budget of -1.0 cannot be held"),
     ],
 )
-def test_wrong_options_end_with_2(
-    deployed: Deployed, command: pytest.CaptureFixture[str], option: tuple[object, ...], message: str
-) -> None:
+def test_wrong_options_end_with_2(deployed, command, option, message):
     done = command(
         "compare", deployed.bundle, deployed.bundle, "--data", deployed.rows, "--no-latency", *option
     )
@@ -192,9 +180,7 @@ def test_wrong_options_end_with_2(
 # bundle diff ---------------------------------------------------------------------------------------
 
 
-def test_bundle_diff_of_others_exits_with_3_only_where_that_was_asked_for(
-    deployed: Deployed, command: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_bundle_diff_of_others_exits_with_3_only_where_that_was_asked_for(deployed, command, tmp_path):
     other = tmp_path / "signed"
     shutil.copytree(deployed.bundle, other)
     done = command("bundle", "diff", deployed.bundle, other, "--exit-code")

@@ -38,7 +38,7 @@ LAYOUT = {
 }
 
 
-def test_demo(tmp_path: Path) -> None:
+def test_demo(tmp_path):
     """One test, because a worker of its own for each part would train the ranker again."""
     output = tmp_path / "runs" / "demo"
     first = finish(start("demo", "--output", output), seconds=900)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_runs import Done, make_columns, make_workplace, tree, write_rows
+from synthetic_runs import Command, Done, make_columns, make_workplace, tree, write_rows
 
 from loka_onnx.core import serde
 from loka_onnx.core.lineage import RunRecord
@@ -52,13 +51,11 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
     return Calibrated(place.output, place.path / "live.parquet", place.path / "moved.parquet")
 
 
-def drift(command: pytest.CaptureFixture[str], profile: Path, data: Path, *more: object) -> Done:
+def drift(command: Command, profile: Path, data: Path, *more: object) -> Done:
     return command("drift", "--profile", profile, "--data", data, *more)
 
 
-def test_rows_of_the_same_distribution_end_with_0(
-    ready: Calibrated, command: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_rows_of_the_same_distribution_end_with_0(ready, command, tmp_path):
     before = tree(ready.run)
     done = drift(command, ready.profile, ready.live, "--json", tmp_path / "out" / "drift.json")
     assert done.code == 0, done.err
@@ -73,9 +70,7 @@ def test_rows_of_the_same_distribution_end_with_0(
     assert [o.budget for o in report.outputs] == [0.01, 0.01, 0.01]
 
 
-def test_a_doubled_feature_ends_with_3_and_its_name(
-    ready: Calibrated, command: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_doubled_feature_ends_with_3_and_its_name(ready, command, tmp_path):
     done = drift(command, ready.profile, ready.moved, "--json", tmp_path / "drift.json")
     assert done.code == 3
     assert "moved.parquet: the data have moved away from the profile\n  evidence: " in done.err
@@ -95,9 +90,7 @@ def test_a_doubled_feature_ends_with_3_and_its_name(
     assert done.code == 3 and "predicted ΔNE: FP8's share of ΔNE on 'spend'" in done.out
 
 
-def test_too_few_rows_end_with_2_and_are_not_called_the_same(
-    ready: Calibrated, command: pytest.CaptureFixture[str]
-) -> None:
+def test_too_few_rows_end_with_2_and_are_not_called_the_same(ready, command):
     done = drift(command, ready.profile, ready.moved, "--rows", 500)
     assert done.code == 2
     assert "not judged" in done.out and "no drift" not in done.out
@@ -105,9 +98,7 @@ def test_too_few_rows_end_with_2_and_are_not_called_the_same(
 
 
 @pytest.mark.slow
-def test_a_profile_elsewhere_takes_the_run_directory_by_name(
-    ready: Calibrated, command: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_profile_elsewhere_takes_the_run_directory_by_name(ready, command, tmp_path):
     elsewhere = tmp_path / "lonely" / "p.json"
     elsewhere.parent.mkdir()
     shutil.copy(ready.profile, elsewhere)
@@ -147,13 +138,7 @@ def another_version(directory: Path) -> None:
         (another_version, "run.json: the run was recorded by another version of loka-onnx"),
     ],
 )
-def test_an_altered_run_is_refused(
-    ready: Calibrated,
-    command: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    alter: Callable[[Path], None],
-    message: str,
-) -> None:
+def test_an_altered_run_is_refused(ready, command, tmp_path, alter, message):
     directory = Path(shutil.copytree(ready.run, tmp_path / "run"))
     alter(directory)
     done = drift(command, directory / "profile.json", ready.live)
@@ -170,14 +155,12 @@ def test_an_altered_run_is_refused(
         (["--family-wise", "1"], "family-wise: a probability of false alarms lies between 0 and 1"),
     ],
 )
-def test_a_wrong_option_is_refused(
-    ready: Calibrated, command: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_a_wrong_option_is_refused(ready, command, arguments, message):
     done = drift(command, ready.profile, ready.live, *arguments)
     assert done.code == 2 and message in done.err
 
 
-def test_a_monitor_of_a_run_finds_the_change_and_refuses_ids_out_of_range(ready: Calibrated) -> None:
+def test_a_monitor_of_a_run_finds_the_change_and_refuses_ids_out_of_range(ready):
     columns = make_columns(4096, seed=6)
     dense = np.stack([columns[f"d{i}"] for i in range(16)], axis=1)
     dense[:, 3] *= 2

@@ -69,7 +69,7 @@ def refined(finished: RunResult, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 @pytest.mark.slow
-def test_sites_are_given_back_until_the_budget_holds(refined: tuple[Workplace, RunResult]) -> None:
+def test_sites_are_given_back_until_the_budget_holds(refined):
     place, result = refined
     (hardware,) = serde.read(Refinement, place.output / "refinement.json").hardware
     first, *later = [step for step in hardware.steps if step.origin is Origin.GIVEN_BACK]
@@ -94,7 +94,7 @@ def test_sites_are_given_back_until_the_budget_holds(refined: tuple[Workplace, R
 
 
 @pytest.mark.slow
-def test_each_batch_size_has_its_engine_in_the_bundle(refined: tuple[Workplace, RunResult]) -> None:
+def test_each_batch_size_has_its_engine_in_the_bundle(refined):
     _, result = refined
     (choice,) = result.choice.targets
     assert [route.batch for route in choice.routes] == [8, 64]
@@ -117,9 +117,7 @@ def test_each_batch_size_has_its_engine_in_the_bundle(refined: tuple[Workplace, 
 
 
 @pytest.mark.slow
-def test_throughput_is_measured_for_the_chosen_and_for_high_precision(
-    refined: tuple[Workplace, RunResult],
-) -> None:
+def test_throughput_is_measured_for_the_chosen_and_for_high_precision(refined):
     place, result = refined
     found = serde.read(ThroughputSet, place.output / "throughput.json").measurements
     (choice,) = result.choice.targets
@@ -135,16 +133,14 @@ def test_throughput_is_measured_for_the_chosen_and_for_high_precision(
 
 
 @pytest.mark.slow
-def test_a_finished_refinement_is_taken_over(
-    refined: tuple[Workplace, RunResult], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_refinement_is_taken_over(refined, monkeypatch):
     place, result = refined
     told = resumed(place)
     assert told["refine"] and told["evaluate"] and told["throughput"] and told["bundle"]
     assert serde.read(Choice, place.output / "choice.json") == result.choice
 
 
-def test_a_run_without_fp8_that_counts_is_not_refined(finished: RunResult) -> None:
+def test_a_run_without_fp8_that_counts_is_not_refined(finished):
     assert not (finished.directory / "refinement.json").exists()
     assert not (finished.directory / "throughput.json").exists()
     assert "## Refinement" not in Path(finished.directory / "report.md").read_text(encoding="utf-8")

@@ -41,7 +41,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, RunRe
     return place, run(place.run_file)
 
 
-def test_a_faster_engine_inside_the_budget_is_emitted(finished: tuple[Workplace, RunResult]) -> None:
+def test_a_faster_engine_inside_the_budget_is_emitted(finished):
     _, result = finished
     (chosen,) = result.choice.targets
     assert chosen.plan in {"int8-all", "int8-safe"}
@@ -59,9 +59,7 @@ def test_a_faster_engine_inside_the_budget_is_emitted(finished: tuple[Workplace,
     assert "Sites in INT8" in text and "Sites in FP8" not in text
 
 
-def test_a_fleet_host_loads_it_where_it_has_the_instructions(
-    finished: tuple[Workplace, RunResult], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fleet_host_loads_it_where_it_has_the_instructions(finished, monkeypatch):
     _, result = finished
     rows = columns_of(64, seed=5)
     inputs = {"dense": np.stack([rows[f"d{i}"] for i in range(16)], axis=1), "item": rows["item_id"]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ BUDGET = 0.02
 OUTPUTS = [{**output, "budget": BUDGET} for output in RUN_VALUES["outputs"]]
 
 
-def test_the_plan_is_the_rung_that_was_measured(tmp_path: Path) -> None:
+def test_the_plan_is_the_rung_that_was_measured(tmp_path):
     """With the constants that its plan gets. The planned model is another graph than the ladder's."""
     place = make_workplace(tmp_path / "place")
     place.write_run_file(
@@ -72,7 +71,7 @@ def fast_in_fp8(self: Judging, engines: Sequence[EngineArtifact]) -> Interleaved
 
 
 @pytest.mark.slow
-def test_a_miss_on_certification_goes_one_rung_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_miss_on_certification_goes_one_rung_back(tmp_path, monkeypatch):
     """The first plan is held to a budget on certification that nothing in FP8 is inside of."""
 
     def strict(artifact: EngineArtifact, split: Split, reference: Any, specs: Any, *rest: Any) -> Evaluation:

@@ -27,7 +27,7 @@ UNRECORDED = ("run.json", "calibration/instrumented/", "calibration/sample.npz")
 # What a run leaves ---------------------------------------------------------------------------------
 
 
-def test_layout(finished: RunResult) -> None:
+def test_layout(finished):
     wanted = {"bundle", "calibration", "choice.json", "engines", "engines.json", "evaluation.json", "model"}
     wanted |= {"plan.json", "planned", "profile.json", "report.html", "report.json", "report.md", "run.json"}
     wanted |= {"corrections.json", "ladder.json", "rewrites.json"}
@@ -36,7 +36,7 @@ def test_layout(finished: RunResult) -> None:
     assert engines == {f"cpu-onnxruntime-cpu-{plan}" for plan in ("fp32", "fp8-all", "fp8-safe")}
 
 
-def test_lineage_holds_for_every_file(finished: RunResult) -> None:
+def test_lineage_holds_for_every_file(finished):
     record = json.loads((finished.directory / "run.json").read_text())["value"]
     stages = record["stages"]
     assert [stage["stage"] for stage in stages] == STAGES
@@ -65,7 +65,7 @@ def test_lineage_holds_for_every_file(finished: RunResult) -> None:
     assert record["config"]["outputs"][0]["weight"] == "importance"
 
 
-def test_split_by_hash_keeps_requests_together(finished: RunResult) -> None:
+def test_split_by_hash_keeps_requests_together(finished):
     data = finished.directory.parents[1] / "rows.parquet"
     rule = SplitRule("hash", 0.2, 0.3, 0.5, "request", 0)
     splits = split_file(data, rule, (), ("request",))
@@ -90,7 +90,7 @@ def of_plan(result: RunResult, plan: str) -> dict[str, OutputEvaluation]:
     return {output.output: output for output in evaluation.outputs}
 
 
-def test_each_output_is_judged_by_its_own_loss(finished: RunResult) -> None:
+def test_each_output_is_judged_by_its_own_loss(finished):
     """Against losses computed here in float64 from the weights that the model was made of."""
     rows = certification_columns(finished.directory)
     dense = np.stack([rows[f"d{i}"] for i in range(WIDTH)], axis=1)
@@ -121,7 +121,7 @@ def test_each_output_is_judged_by_its_own_loss(finished: RunResult) -> None:
     assert found["ctr"].metrics.auc is not None and found["ctr"].metrics.auc > 0.6
 
 
-def test_fp8_changes_outputs_and_never_wins_on_simulated_speed(finished: RunResult) -> None:
+def test_fp8_changes_outputs_and_never_wins_on_simulated_speed(finished):
     (choice,) = finished.choice.targets
     assert choice.plan == "fp32"
     assert "simulated" in next(loser.reason for loser in choice.losers if loser.engine.endswith("fp8-all"))
@@ -131,7 +131,7 @@ def test_fp8_changes_outputs_and_never_wins_on_simulated_speed(finished: RunResu
     assert {o.budget_status for o in of_plan(finished, "fp32").values()} == {BudgetStatus.WITHIN}
 
 
-def test_a_declined_plan_is_a_result(place: Workplace, command: pytest.CaptureFixture[str]) -> None:
+def test_a_declined_plan_is_a_result(place, command):
     place.write_run_file(plan={"plans": ["fp32", "bf16"]})
     done = command("run", place.run_file, "--quiet")
     assert done.code == 0, done.err
@@ -147,12 +147,12 @@ def test_a_declined_plan_is_a_result(place: Workplace, command: pytest.CaptureFi
     loka_onnx.verify_bundle(place.output / "bundle")
 
 
-def test_generated_rows_are_stamped(finished: RunResult) -> None:
+def test_generated_rows_are_stamped(finished):
     for name in ("report.md", "report.html"):
         assert "SYNTHETIC DATA" in (finished.directory / name).read_text()
 
 
-def test_bundle_answers_like_the_model(finished: RunResult) -> None:
+def test_bundle_answers_like_the_model(finished):
     engine = loka_onnx.load(finished.bundle)
     dense = np.random.default_rng(5).standard_normal((7, WIDTH)).astype(np.float32)
     item = np.arange(7) % ITEMS
@@ -164,7 +164,7 @@ def test_bundle_answers_like_the_model(finished: RunResult) -> None:
 
 
 @pytest.mark.parametrize(("least", "most"), [(300, 512), (1, 8)])
-def test_engines_for_large_or_small_batches_only(place: Workplace, least: int, most: int) -> None:
+def test_engines_for_large_or_small_batches_only(place, least, most):
     """The rows that builds begin with, and those of a bundle's sample, are batches that engines take."""
     batch = {"min": least, "serve": [min(least * 8, most)], "max": most}
     place.write_run_file(plan={"plans": ["fp32"]}, batch=batch)
@@ -177,14 +177,14 @@ def test_engines_for_large_or_small_batches_only(place: Workplace, least: int, m
 # Resuming ------------------------------------------------------------------------------------------
 
 
-def test_a_finished_run_is_taken_over_as_it_is(finished: RunResult) -> None:
+def test_a_finished_run_is_taken_over_as_it_is(finished):
     before = tree(finished.directory)
     assert resumed(Workplace(finished.directory.parents[1])) == dict.fromkeys(STAGES, True)
     assert tree(finished.directory) == before
 
 
 @pytest.mark.slow
-def test_what_changed_is_done_again(copied: Workplace) -> None:
+def test_what_changed_is_done_again(copied):
     place, before = copied, tree(copied.output)
 
     # An altered file costs its stage, and what depends on it only if the result differs. The report tells
@@ -211,7 +211,7 @@ def test_what_changed_is_done_again(copied: Workplace) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_that_was_measured_on_other_columns_is_taken_over(copied: Workplace) -> None:
+def test_nothing_that_was_measured_on_other_columns_is_taken_over(copied):
     """A corrected `data.inputs` changes what the model sees of the same rows."""
     columns = [f"d{i}" for i in range(WIDTH)]
     swapped = [columns[1], columns[0], *columns[2:]]
@@ -224,9 +224,7 @@ def test_nothing_that_was_measured_on_other_columns_is_taken_over(copied: Workpl
 
 
 @pytest.mark.slow
-def test_stage_verbs_share_the_run_directory(
-    place: Workplace, finished: RunResult, command: pytest.CaptureFixture[str]
-) -> None:
+def test_stage_verbs_share_the_run_directory(place, finished, command):
     place.run_file.rename(place.path / "steps.yaml")
     told = {}
     for stage in Stage:
@@ -258,7 +256,7 @@ def test_stage_verbs_share_the_run_directory(
     assert "steps, cpu: certification" in told[Stage.REPORT]
 
 
-def test_force_starts_over(copied: Workplace) -> None:
+def test_force_starts_over(copied):
     place = copied
     (place.output / "notes.txt").write_text("mine")
     seen = []
@@ -270,7 +268,7 @@ def test_force_starts_over(copied: Workplace) -> None:
     assert sorted(path.name for path in place.output.iterdir()) == ["model", "notes.txt", "run.json"]
 
 
-def test_require_fp8(copied: Workplace, command: pytest.CaptureFixture[str]) -> None:
+def test_require_fp8(copied, command):
     done = command("run", copied.run_file, "--resume", "--quiet", "--require-fp8")
     assert done.code == 0, done.err
 
@@ -284,7 +282,7 @@ def test_require_fp8(copied: Workplace, command: pytest.CaptureFixture[str]) -> 
     assert "bundle" in done.out, "the high-precision engine is emitted all the same"
 
 
-def test_evaluations_are_of_both_splits(finished: RunResult) -> None:
+def test_evaluations_are_of_both_splits(finished):
     evaluations = serde.read(EvaluationSet, finished.directory / "evaluation.json").evaluations
     assert {e.split for e in evaluations} == {"selection", "certification"}
     fp8 = [e for e in evaluations if e.plan.startswith("fp8")]

@@ -96,9 +96,7 @@ def _confidences(directory: Path) -> set[float]:
     }
 
 
-def test_a_refresh_gives_what_a_full_run_gives_and_says_what_moved(
-    earlier: Workplace, tmp_path: Path
-) -> None:
+def test_a_refresh_gives_what_a_full_run_gives_and_says_what_moved(earlier, tmp_path):
     """fc1 doubled and fc2 halved, around a Relu: the same outputs by other weights and activations."""
     factors = {"fc1.w": 2.0, "fc1.b": 2.0, "fc2.w": 0.5}
     model = retrained(earlier, tmp_path / "monday.onnx", **factors)
@@ -169,9 +167,7 @@ def test_a_refresh_gives_what_a_full_run_gives_and_says_what_moved(
     assert profile.site("fc2").operands[tensor].amax == 2 * before.site("fc2").operands[tensor].amax
 
 
-def test_another_structure_is_a_full_run(
-    earlier: Workplace, tmp_path: Path, command: pytest.CaptureFixture[str]
-) -> None:
+def test_another_structure_is_a_full_run(earlier, tmp_path, command):
     model = onnx.load(earlier.path / "ranker.onnx")
     model.graph.node[3].op_type = "Tanh"
     onnx.save(model, tmp_path / "other.onnx")
@@ -192,9 +188,7 @@ def test_another_structure_is_a_full_run(
     loka_onnx.verify_bundle(tmp_path / "new" / "bundle")
 
 
-def test_failed_certification_is_a_full_run(
-    earlier: Workplace, tmp_path: Path, command: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_certification_is_a_full_run(earlier, tmp_path, command):
     model = retrained(earlier, tmp_path / "tuesday.onnx", **{"heads.w": 1.01})
     arguments = ("--run", earlier.output, "--model", model, "--output", tmp_path / "new")
     strict = ("--set", "outputs.0.budget=1e-9")
@@ -219,9 +213,7 @@ def test_failed_certification_is_a_full_run(
     assert '"refresh"' not in record and '"calibrate"' in record
 
 
-def test_fp16_that_the_new_weights_do_not_fit_is_not_kept(
-    place: Workplace, tmp_path: Path, command: pytest.CaptureFixture[str]
-) -> None:
+def test_fp16_that_the_new_weights_do_not_fit_is_not_kept(place, tmp_path, command):
     """The same outputs by activations a thousand times as large: nothing but the FP16 guard can see it."""
     place.write_run_file(plan={**PLAN, "plans": ["fp32", "fp8-all"], "base": "fp16"}, refine=NO_REFINING)
     run(place.run_file)
@@ -234,9 +226,7 @@ def test_fp16_that_the_new_weights_do_not_fit_is_not_kept(
     assert not (tmp_path / "new" / "bundle").exists()
 
 
-def test_an_interrupted_full_run_goes_on_as_the_second_look(
-    earlier: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_full_run_goes_on_as_the_second_look(earlier, tmp_path, monkeypatch, command):
     """Resumed, nothing is certified a second time by the refresh, whose engine may come out otherwise."""
     model = retrained(earlier, tmp_path / "thursday.onnx", **{"heads.w": 1.01})
     options = RefreshOptions(output=tmp_path / "new", overrides={"outputs.0.budget": 1e-9})
@@ -262,9 +252,7 @@ def test_an_interrupted_full_run_goes_on_as_the_second_look(
     assert _confidences(tmp_path / "new") == {0.98}
 
 
-def test_the_command_tells_what_moved(
-    earlier: Workplace, tmp_path: Path, command: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_tells_what_moved(earlier, tmp_path, command):
     model = retrained(earlier, tmp_path / "wednesday.onnx", **{"fc2.w": 4.0})
     done = command("refresh", "--run", earlier.output, "--model", model, "--quiet")
     assert done.code == 0, done.err
@@ -277,9 +265,7 @@ def test_the_command_tells_what_moved(
     assert "refreshed in " in done.out and "of the run before" in done.out
 
 
-def test_what_cannot_be_refreshed(
-    earlier: Workplace, tmp_path: Path, command: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_refreshed(earlier, tmp_path, command):
     model = retrained(earlier, tmp_path / "m.onnx")
     for arguments, said in (
         (("--run", tmp_path, "--model", model), "is not a finished run\n  evidence: it has no 'run.json'"),
@@ -317,9 +303,7 @@ class There(Away):
         return ""
 
 
-def test_a_target_on_another_host_waits_for_its_job(
-    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_on_another_host_waits_for_its_job(place, tmp_path, monkeypatch):
     place.write_run_file(
         plan={"plans": ["fp32", "fp8-all"]},
         refine=NO_REFINING,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from fast8_backend import NO_REFINING, Fast8
-from synthetic_runs import Workplace
 
 import loka_onnx
 from loka_onnx.core import serde
@@ -46,7 +43,7 @@ def build(tables):
 """
 
 
-def test_a_checkpoint_of_a_torch_module(place: Workplace, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_torch_module(place, tmp_path):
     """Its builder is found beside the run file of the earlier run, wherever the refresh is started.
 
     The order of the builder's arguments is kept, which may be that of the embedding tables.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 from synthetic_runs import make_workplace, tree
@@ -15,7 +14,7 @@ from loka_onnx.errors import BundleInvalid, ConfigError
 from loka_onnx.pipeline.run import RunOptions
 
 
-def test_a_run_signs_its_bundle(tmp_path: Path, command: pytest.CaptureFixture[str]) -> None:
+def test_a_run_signs_its_bundle(tmp_path, command):
     place = make_workplace(tmp_path / "place")
     ours, others = (write_key_pair(tmp_path / "keys", name) for name in ("ours", "others"))
     done = command("run", place.run_file, "--quiet", "--sign", ours.private)
@@ -39,7 +38,7 @@ def test_a_run_signs_its_bundle(tmp_path: Path, command: pytest.CaptureFixture[s
     assert {name.split("/")[0] for name in changed} <= {"bundle", "run.json"}
 
 
-def test_a_key_that_cannot_be_read_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+def test_a_key_that_cannot_be_read_is_refused_before_anything_is_done(tmp_path):
     place = make_workplace(tmp_path / "place")
     pair = write_key_pair(tmp_path / "keys")
     for wrong in (pair.public, tmp_path / "absent.key"):

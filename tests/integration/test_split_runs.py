@@ -50,7 +50,7 @@ def manifest_of(result: RunResult) -> Manifest:
     return loka_onnx.verify_bundle(result.bundle)
 
 
-def test_the_cut_is_recorded_and_its_check_counted(cut: RunResult) -> None:
+def test_the_cut_is_recorded_and_its_check_counted(cut):
     split = serde.read(ModelSplit, cut.directory / "model/split.json")
     assert split.check is not None and split.check.equal and split.declined is None
     # The calibration split of this file, then one row alone.
@@ -66,7 +66,7 @@ def test_the_cut_is_recorded_and_its_check_counted(cut: RunResult) -> None:
     assert [name for name in names if not name.endswith(HIGH_ERROR)] == ["fc1", "fc2", "heads"]
 
 
-def test_engines_are_of_the_dense_half_and_hold_no_table(cut: RunResult) -> None:
+def test_engines_are_of_the_dense_half_and_hold_no_table(cut):
     (engine,) = serde.read(EngineSet, cut.directory / "engines.json").engines
     assert (engine.part, engine.status) == (Part.DENSE, BuildStatus.READY)
     graph = onnx.load(cut.directory / engine.path).graph
@@ -74,7 +74,7 @@ def test_engines_are_of_the_dense_half_and_hold_no_table(cut: RunResult) -> None
     assert not [t.name for t in graph.initializer if tuple(t.dims) == (ITEMS, WIDTH)]
 
 
-def test_a_bundle_of_halves_answers_bit_for_bit_like_a_whole_one(cut: RunResult, finished: RunResult) -> None:
+def test_a_bundle_of_halves_answers_bit_for_bit_like_a_whole_one(cut, finished):
     halves, whole = loka_onnx.load(cut.bundle), loka_onnx.load(finished.bundle)
     assert halves.entry.part is Part.DENSE and whole.entry.part is Part.WHOLE
     assert halves.entry.plan == whole.entry.plan == "fp32"
@@ -84,7 +84,7 @@ def test_a_bundle_of_halves_answers_bit_for_bit_like_a_whole_one(cut: RunResult,
         assert {n: v.tobytes() for n, v in found.items()} == {n: v.tobytes() for n, v in expected.items()}
 
 
-def test_the_dense_part_alone_takes_rows_of_a_parameter_server(cut: RunResult) -> None:
+def test_the_dense_part_alone_takes_rows_of_a_parameter_server(cut):
     halves, dense = loka_onnx.load(cut.bundle), loka_onnx.load(cut.bundle, part="dense")
     asked = requests(9)
     served = weights()["table"][asked["item"]]
@@ -94,7 +94,7 @@ def test_the_dense_part_alone_takes_rows_of_a_parameter_server(cut: RunResult) -
         assert answer[name].tobytes() == values.tobytes()
 
 
-def test_accuracy_is_of_both_and_latency_of_the_engine_alone(cut: RunResult, finished: RunResult) -> None:
+def test_accuracy_is_of_both_and_latency_of_the_engine_alone(cut, finished):
     found = serde.read(EvaluationSet, cut.directory / "evaluation.json")
     known = serde.read(EvaluationSet, finished.directory / "evaluation.json")
     engine = "cpu-onnxruntime-cpu-fp32"
@@ -112,7 +112,7 @@ def test_accuracy_is_of_both_and_latency_of_the_engine_alone(cut: RunResult, fin
     assert "split\\_sparse" in text or "split_sparse" in text
 
 
-def test_the_manifest_says_where_the_cut_is(cut: RunResult) -> None:
+def test_the_manifest_says_where_the_cut_is(cut):
     manifest = manifest_of(cut)
     assert manifest.cut.lookup == "lookup/lookup.onnx"
     assert (manifest.cut.lookup_inputs, manifest.cut.passed) == (("item",), ("dense",))
@@ -123,7 +123,7 @@ def test_the_manifest_says_where_the_cut_is(cut: RunResult) -> None:
 
 
 @pytest.mark.parametrize("harm", ["missing", "altered"])
-def test_a_harmed_lookup_model_is_refused(cut: RunResult, harm: str, tmp_path: Path) -> None:
+def test_a_harmed_lookup_model_is_refused(cut, harm, tmp_path):
     bundle = Path(shutil.copytree(cut.bundle, tmp_path / "bundle"))
     lookup = bundle / "lookup/lookup.onnx"
     if harm == "missing":
@@ -139,9 +139,7 @@ def test_a_harmed_lookup_model_is_refused(cut: RunResult, harm: str, tmp_path: P
 # Models that stay whole, and runs that change their mind ------------------------------------------------
 
 
-def test_a_model_that_cannot_be_cut_goes_on_whole_and_says_why(
-    tmp_path: Path, command: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_cannot_be_cut_goes_on_whole_and_says_why(tmp_path, command):
     place = make_workplace(tmp_path / "work")
     write_ranker_that_reads_ids(place.path / "ranker.onnx")
     place.write_run_file(model=CUT, plan=FP32)
@@ -187,7 +185,7 @@ def write_ranker_that_reads_ids(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_may_change_its_mind(cut: RunResult, tmp_path: Path) -> None:
+def test_a_run_may_change_its_mind(cut, tmp_path):
     """Nothing of a cut is left where it is not asked for."""
     place = Workplace(Path(shutil.copytree(cut.directory.parents[1], tmp_path / "work")))
     place.write_run_file(model={"split_sparse": False}, plan=FP32)
@@ -207,9 +205,7 @@ def test_a_run_may_change_its_mind(cut: RunResult, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tables_outside_the_model_are_in_the_bundle_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_outside_the_model_are_in_the_bundle_once(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
     place = make_workplace(tmp_path / "work")
     onnx.save(
@@ -287,7 +283,7 @@ def zoo_workplace(path: Path, is_cut: bool) -> Path:
 
 
 @pytest.mark.slow
-def test_the_zoo_is_cut_for_both_backends(tmp_path: Path, command: pytest.CaptureFixture[str]) -> None:
+def test_the_zoo_is_cut_for_both_backends(tmp_path, command):
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     cut_run = run(zoo_workplace(tmp_path / "cut", True))
     whole = run(zoo_workplace(tmp_path / "whole", False), RunOptions(until=Stage.REPORT))

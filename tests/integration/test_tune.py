@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
-from synthetic_runs import Command, Workplace
+from synthetic_runs import Workplace
 
 pytest.importorskip("torch", reason="needs torch: kernels are timed with it")
 
@@ -26,17 +26,8 @@ SHAPES = (Shape(8, 32, 32), Shape(64, 32, 32))
 def tune_model(place: Workplace, *arguments: object) -> tuple[object, ...]:
     """Arguments that time the ranker on the CPU."""
     model = ("--model", place.path / "ranker.onnx", "--batch", 8, "--batch", 64)
-    return (
-        "tune",
-        *model,
-        "--device",
-        "cpu",
-        "--rounds",
-        2,
-        "--database",
-        place.path / "t.sqlite",
-        *arguments,
-    )
+    how = ("--device", "cpu", "--rounds", 2, "--database", place.path / "t.sqlite")
+    return ("tune", *model, *how, *arguments)
 
 
 def written(path: Path) -> tuple[KernelTiming, ...]:
@@ -44,7 +35,7 @@ def written(path: Path) -> tuple[KernelTiming, ...]:
         return database.read()
 
 
-def test_every_kernel_of_a_model_is_timed_once(place: Workplace, command: Command) -> None:
+def test_every_kernel_of_a_model_is_timed_once(place, command):
     done = command(*tune_model(place))
     assert done.code == 0
     assert done.err.startswith("✓ tune ")
@@ -63,9 +54,7 @@ def test_every_kernel_of_a_model_is_timed_once(place: Workplace, command: Comman
     assert "12 kernels timed" in command(*tune_model(place, "--batch", 16, "--again")).out
 
 
-def test_what_was_timed_before_a_failure_is_kept(
-    place: Workplace, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_timed_before_a_failure_is_kept(place, command, monkeypatch):
     real, shapes = KernelTimer.measure, list[Shape]()
 
     def measure(self: KernelTimer, kernels: Collection[Kernel], operands: Operands) -> Tuned:
@@ -82,7 +71,7 @@ def test_what_was_timed_before_a_failure_is_kept(
     assert "4 kernels timed on cpu, 4 known before" in command(*tune_model(place)).out
 
 
-def test_times_travel(place: Workplace, command: Command) -> None:
+def test_times_travel(place, command):
     records, there = place.path / "times.json", place.path / "there.sqlite"
     assert "8 times written to" in command(*tune_model(place, "--export", records)).out
     done = command("tune", "--import", records, "--database", there)
@@ -103,9 +92,7 @@ def test_times_travel(place: Workplace, command: Command) -> None:
         ),
     ],
 )
-def test_what_cannot_be_timed_is_refused(
-    place: Workplace, command: Command, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-) -> None:
+def test_what_cannot_be_timed_is_refused(place, command, monkeypatch, arguments, message):
     monkeypatch.chdir(place.path)
     done = command(*arguments)
     assert (done.code, done.out) == (2, "")
@@ -131,7 +118,7 @@ def records_of(path: Path, float8_us: float) -> Path:
 
 
 @pytest.mark.slow
-def test_the_plan_of_a_run_follows_its_kernel_times(place: Workplace, command: Command) -> None:
+def test_the_plan_of_a_run_follows_its_kernel_times(place, command):
     place.write_run_file(
         plan={"plans": ["fp32", "bf16", "fp8-safe", "fp8-fast"]}, mods={"split_channels": False}
     )

@@ -20,7 +20,7 @@ from loka_onnx.report import ReportData
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_every_number_of_the_page_of_a_run_is_in_its_json(finished: RunResult) -> None:
+def test_every_number_of_the_page_of_a_run_is_in_its_json(finished):
     facts = json.loads((finished.directory / "report.json").read_text())
     schema = json.loads((DOCS / "report-schema.json").read_text())
     jsonschema.Draft202012Validator(schema).validate(facts)
@@ -53,9 +53,7 @@ def later(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
 
 
 @pytest.mark.slow
-def test_two_run_directories_are_compared(
-    finished: RunResult, later: RunResult, tmp_path: Path, command: pytest.CaptureFixture[str]
-) -> None:
+def test_two_run_directories_are_compared(finished, later, tmp_path, command):
     out = tmp_path / "out"
     done = command("compare-runs", finished.directory, later.directory, "--out", out)
     assert done.code == 0
@@ -101,9 +99,7 @@ def test_two_run_directories_are_compared(
 
 
 @pytest.mark.slow
-def test_a_report_of_an_older_schema_is_written_again_from_its_run(
-    later: RunResult, tmp_path: Path, command: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_of_an_older_schema_is_written_again_from_its_run(later, tmp_path, command, monkeypatch):
     """The remedy that `compare-runs` names works in a copy, though no fact of the run is another."""
     copy = tmp_path / "copy"
     shutil.copytree(later.directory, copy)
@@ -125,9 +121,7 @@ def test_a_report_of_an_older_schema_is_written_again_from_its_run(
     assert tree(later.directory) == original
 
 
-def test_what_is_no_run_is_refused_in_one_message(
-    finished: RunResult, tmp_path: Path, command: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_run_is_refused_in_one_message(finished, tmp_path, command):
     done = command("compare-runs", finished.directory, tmp_path, "--out", tmp_path / "out")
     assert done.code == 2
     assert "there is no report of a run" in done.err and "Traceback" not in done.err

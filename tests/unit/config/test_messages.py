@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from run_files import refusal
 
@@ -12,7 +10,7 @@ from loka_onnx.errors import ConfigError
 
 
 class TestSchemaMessages:
-    def test_unknown_key(self, run_file: Path) -> None:
+    def test_unknown_key(self, run_file):
         assert refusal(run_file, old="certification", new="certfication") == (
             "DIR/ranker-fp8.yaml:10: unknown key 'certfication' in `data`\n"
             "  evidence: the keys here are calibration, selection, certification, path, split, inputs, "
@@ -47,14 +45,12 @@ class TestSchemaMessages:
             ("[256, 1024]", "[256, big]", 14, "`batch.serve[1]` must be a whole number", "'big'"),
         ],
     )
-    def test_a_wrong_value(
-        self, run_file: Path, old: str, new: str, line: int, what: str, evidence: str
-    ) -> None:
+    def test_a_wrong_value(self, run_file, old, new, line, what, evidence):
         first, second, _ = refusal(run_file, old=old, new=new).split("\n")
         assert first == f"DIR/ranker-fp8.yaml:{line}: {what}"
         assert second.startswith("  evidence: ") and evidence in second
 
-    def test_the_top_is_not_a_mapping(self, run_file: Path) -> None:
+    def test_the_top_is_not_a_mapping(self, run_file):
         run_file.write_text("- model\n")
         assert "a run file is a mapping of keys to values\n  evidence: found a list of 1" in refusal(run_file)
 
@@ -123,14 +119,14 @@ class TestRulesBetweenKeys:
             ),
         ],
     )
-    def test_refused(self, run_file: Path, key: str, value: object, where: str, what: str) -> None:
+    def test_refused(self, run_file, key, value, where, what):
         with pytest.raises(ConfigError) as caught:
             load_run_file(run_file, {key: value})
         assert caught.value.what == what
         assert caught.value.where == (f"{run_file}:{where}" if where else f"override '{key}'")
         assert caught.value.evidence and caught.value.remedy
 
-    def test_the_line_is_that_of_the_entry_at_fault(self, run_file: Path) -> None:
+    def test_the_line_is_that_of_the_entry_at_fault(self, run_file):
         batch = "batch: {min: 1, serve: [256, 1024], max: 4096}"
         new = "batch:\n  serve:\n    - 256\n    - 8192\n  max: 4096"
         assert refusal(run_file, old=batch, new=new) == (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from run_files import refusal
@@ -16,7 +15,7 @@ from loka_onnx.errors import ConfigError
 
 
 class TestMeaning:
-    def test_values_and_defaults(self, run_file: Path) -> None:
+    def test_values_and_defaults(self, run_file):
         config = load_run_file(run_file)
         here = run_file.parent
         assert config.model.onnx == here / "ranker.onnx"
@@ -47,7 +46,7 @@ class TestMeaning:
         assert config.targets[0].backends == ("inductor", "tensorrt")
         assert config.threads is None and not config.data.synthetic
 
-    def test_one_file_with_a_split(self, run_file: Path) -> None:
+    def test_one_file_with_a_split(self, run_file):
         split = {"by": "hash", "column": "user", "fractions": {"calibration": 0.1}, "seed": 3}
         data = load_run_file(run_file, {"data": {"path": "day-07.parquet", "split": split}}).data
         assert data.path == run_file.parent / "day-07.parquet"
@@ -58,7 +57,7 @@ class TestMeaning:
             "certification": 0.5,
         }
 
-    def test_an_output_without_labels_says_so(self, run_file: Path) -> None:
+    def test_an_output_without_labels_says_so(self, run_file):
         config = load_run_file(run_file, {"outputs.0.label": None})
         assert config.output_specs == (OutputSpec("ctr", OutputKind.LOGIT, None, budget=2e-4),)
         assert config.columns == ("request_id", "country")
@@ -67,7 +66,7 @@ class TestMeaning:
             "DIR/ranker-fp8.yaml:3: `outputs[0]` lacks the key 'label'\n"
         )
 
-    def test_only_a_slice_may_hold_nulls_and_a_group_where_they_are_ungrouped(self, run_file: Path) -> None:
+    def test_only_a_slice_may_hold_nulls_and_a_group_where_they_are_ungrouped(self, run_file):
         columns = {"data.slices": ["country", "request_id", "clicked"]}
         config = load_run_file(run_file, columns)
         assert config.columns == ("clicked", "request_id", "country")
@@ -78,7 +77,7 @@ class TestMeaning:
         grouped_by_label = {**columns, "data.null_groups": "ungroup", "data.group": "clicked"}
         assert "clicked" not in load_run_file(run_file, grouped_by_label).nullable_columns
 
-    def test_guards_belong_to_a_log_loss_and_auc_to_labels(self, run_file: Path) -> None:
+    def test_guards_belong_to_a_log_loss_and_auc_to_labels(self, run_file):
         spec = load_run_file(run_file, {"outputs.0.max_auc_drop": 0.001}).output_specs[0]
         assert (spec.kl_limit, spec.max_auc_drop) == (5 * spec.budget, 0.001)
         assert load_run_file(run_file, {"outputs.0.max_kl": 0.01}).output_specs[0].kl_limit == 0.01
@@ -91,7 +90,7 @@ class TestMeaning:
         assert "max_auc_drop" in str(caught.value)
         assert load_run_file(run_file, {"outputs.0.kind": "regression"}).output_specs[0].kl_limit is None
 
-    def test_what_was_understood_reads_back_the_same(self, run_file: Path) -> None:
+    def test_what_was_understood_reads_back_the_same(self, run_file):
         config = load_run_file(run_file)
         dumped = config.model_dump(mode="json")
         for output in dumped["outputs"]:
@@ -100,7 +99,7 @@ class TestMeaning:
 
 
 class TestFiles:
-    def test_a_named_file_is_missing(self, run_file: Path) -> None:
+    def test_a_named_file_is_missing(self, run_file):
         assert refusal(run_file, old="day-08.parquet", new="day-8.parquet") == (
             "DIR/ranker-fp8.yaml:9: `data.selection` names a file that does not exist\n"
             "  evidence: looked for 'DIR/day-8.parquet'\n"
@@ -115,6 +114,6 @@ class TestFiles:
             (b"\xff\xfe\x00", "the run file is not UTF-8 text"),
         ],
     )
-    def test_no_content(self, run_file: Path, content: bytes, what: str) -> None:
+    def test_no_content(self, run_file, content, what):
         run_file.write_bytes(content)
         assert f"DIR/ranker-fp8.yaml: {what}\n" in refusal(run_file)

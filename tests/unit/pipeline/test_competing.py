@@ -42,13 +42,11 @@ RTX = {"device": "nvidia-rtx-ada", "backends": ("tensorrt_rtx",)}
         ((CPU,), ("nvidia-rtx-ada",), LISTED),
     ],
 )
-def test_high_precision_competes_where_it_runs(
-    targets: tuple[dict[str, object], ...], timed: tuple[str, ...], plans: tuple[PlanId, ...]
-) -> None:
+def test_high_precision_competes_where_it_runs(targets, timed, plans):
     assert competing_plans(config(*targets), timed) == plans
 
 
-def test_integers_compete_where_they_are_asked_for() -> None:
+def test_integers_compete_where_they_are_asked_for():
     integers = config(CPU, formats=("int8",))
     listed = (PlanId.FP32, PlanId.BF16, PlanId.INT8_ALL, PlanId.INT8_SAFE)
     assert competing_plans(integers) == listed
@@ -61,7 +59,7 @@ def test_integers_compete_where_they_are_asked_for() -> None:
     assert {recipe.activation_id for recipe in planned_recipes(config(CPU).plan)} == {"e4m3fn/amax"}
 
 
-def test_integers_need_a_backend_that_multiplies_them() -> None:
+def test_integers_need_a_backend_that_multiplies_them():
     check_options(config(CPU, RTX, formats=("int8",)))
     for target in (RTX, {"device": "cpu", "backends": ("inductor",)}):
         check_options(config(target))
@@ -71,10 +69,10 @@ def test_integers_need_a_backend_that_multiplies_them() -> None:
         assert caught.value.where == "`plan.formats`"
 
 
-def test_what_the_user_lists_is_what_competes() -> None:
+def test_what_the_user_lists_is_what_competes():
     listed = (PlanId.FP32, PlanId.FP8_SAFE)
     assert competing_plans(config(RTX, plans=listed), ("nvidia-rtx-ada",)) == listed
 
 
-def test_a_cpu_gets_no_fp16_whoever_runs_it() -> None:
+def test_a_cpu_gets_no_fp16_whoever_runs_it():
     assert competing_plans(config({"device": "cpu", "backends": ("inductor",)})) == LISTED

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 from small_configs import plan_of
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
@@ -18,9 +16,7 @@ from loka_onnx.pipeline.correcting import HOPELESS, Correcting
 SPEC = OutputSpec("ctr", OutputKind.LOGIT, "clicked", budget=0.001)
 
 
-def test_a_plan_far_beyond_the_budget_is_not_simulated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_far_beyond_the_budget_is_not_simulated(tmp_path, monkeypatch):
     config: Any = SimpleNamespace(
         output_specs=(SPEC,),
         threads=1,

@@ -72,7 +72,7 @@ def bench(runners: Mapping[str, Runner], inputs: InputPlace = InputPlace.HOST) -
     )
 
 
-def test_what_fails_while_it_is_timed_is_told_and_the_others_go_on() -> None:
+def test_what_fails_while_it_is_timed_is_told_and_the_others_go_on():
     engines = [engine_of(plan, "cpu", "cpu") for plan in ("fp32", "bf16", "fp8-all")]
     engines.append(engine_of("fp16", "cpu", "cpu", status=BuildStatus.FAILED))
     timed = bench({"fp32": Adding(), "bf16": Adding(most=2)}).time(engines)
@@ -110,7 +110,7 @@ class Broken(Adding):
         (range(4, 5), "the lookup before it failed at batch 2: the table is gone"),
     ],
 )
-def test_a_lookup_that_fails_costs_the_engines_behind_it(fails: range | None, said: str) -> None:
+def test_a_lookup_that_fails_costs_the_engines_behind_it(fails, said):
     """Their times alone would be those of engines that cannot serve."""
     engine = replace(engine_of("fp32", "cpu", "cpu"), part=Part.DENSE)
 
@@ -124,7 +124,7 @@ def test_a_lookup_that_fails_costs_the_engines_behind_it(fails: range | None, sa
 
 
 @pytest.mark.parametrize(("place", "asked"), [("host", {"run"}), ("device", {"resident"})])
-def test_engines_are_asked_as_the_fleet_will_ask(place: str, asked: set[str]) -> None:
+def test_engines_are_asked_as_the_fleet_will_ask(place, asked):
     runner = Adding()
     timed = bench({"fp32": runner}, InputPlace(place)).time([engine_of("fp32", "cpu", "cpu")])
     assert runner.asked == asked
@@ -138,7 +138,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_h200")
-def test_times_of_an_h200_are_none_of_an_h100() -> None:
+def test_times_of_an_h200_are_none_of_an_h100():
     engines = [engine_of("fp32", target) for target in ("nvidia-h100", "nvidia-h200")]
     timed = bench({"fp32": Adding()}).time(engines)
     found = {
@@ -152,7 +152,7 @@ def test_times_of_an_h200_are_none_of_an_h100() -> None:
 
 
 @pytest.mark.usefixtures("on_h200")
-def test_engines_are_timed_again_where_their_target_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_timed_again_where_their_target_is(monkeypatch):
     engine = engine_of("fp32", "nvidia-h100")
     timed = bench({"fp32": Adding()}).time([engine])
     judged = Evaluation(engine.id, "maker", "fp32", "nvidia-h100", "selection", 9, (), (), "measured")

@@ -73,7 +73,7 @@ def written(
     return directory, request, write_job(directory, request, origin)
 
 
-def test_a_job_says_everything_that_the_build_depends_on(tmp_path: Path) -> None:
+def test_a_job_says_everything_that_the_build_depends_on(tmp_path):
     directory, request, job = written(tmp_path, external=True)
     assert read_job(directory) == job
     again = request_of(job, directory, tmp_path / "result" / "engine")
@@ -90,7 +90,7 @@ def test_a_job_says_everything_that_the_build_depends_on(tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "jobs").iterdir()] == [NAME]
 
 
-def test_outputs_come_back_row_by_row(tmp_path: Path) -> None:
+def test_outputs_come_back_row_by_row(tmp_path):
     """Against ONNX Runtime on the same rows at once."""
     directory, request, job = written(tmp_path, data=True)
     result = execute_job(directory)
@@ -110,7 +110,7 @@ def test_outputs_come_back_row_by_row(tmp_path: Path) -> None:
         replay({"x": ROWS[:1]})
 
 
-def test_latencies_are_measured_on_rows_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latencies_are_measured_on_rows_of_their_own(tmp_path, monkeypatch):
     """Requests that repeat rows read embedding rows from the cache that a server's would not."""
     rows = np.arange(20 * 64, dtype=np.float32).reshape(20, 64)
     timed = SplitRows("timed", 20, 20, lambda: iter([{"x": rows}]))
@@ -136,9 +136,7 @@ def test_latencies_are_measured_on_rows_of_their_own(tmp_path: Path, monkeypatch
     assert result.outputs == {}
 
 
-def test_what_another_device_takes_comes_back_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_device_takes_comes_back_as_such(tmp_path, monkeypatch):
     directory, _, _ = written(tmp_path)
     monkeypatch.setattr(job_execution, "device_of_architecture", lambda architecture: "NVIDIA H200")
     monkeypatch.setattr(job_execution, "is_target", lambda target, architecture: False)
@@ -146,7 +144,7 @@ def test_what_another_device_takes_comes_back_as_such(
     assert {(latency.device, latency.counts_for_choice) for latency in found} == {("NVIDIA H200", False)}
 
 
-def test_a_result_of_another_job_is_refused(tmp_path: Path) -> None:
+def test_a_result_of_another_job_is_refused(tmp_path):
     directory, _, job = written(tmp_path)
     assert read_result(directory, job) is None
     execute_job(directory)
@@ -164,7 +162,7 @@ def test_a_result_of_another_job_is_refused(tmp_path: Path) -> None:
     assert serde.read(BuildJob, directory / "job.json") == job
 
 
-def test_nothing_may_be_missing_extra_altered_or_elsewhere(tmp_path: Path) -> None:
+def test_nothing_may_be_missing_extra_altered_or_elsewhere(tmp_path):
     place = tmp_path / "place"
     (place / "inner").mkdir(parents=True)
     (place / "inner" / "a").write_text("a")
@@ -187,7 +185,7 @@ def test_nothing_may_be_missing_extra_altered_or_elsewhere(tmp_path: Path) -> No
     refused("'link' is neither a file nor a directory", files)
 
 
-def test_a_target_that_waits_is_left_out_of_the_choice(tmp_path: Path) -> None:
+def test_a_target_that_waits_is_left_out_of_the_choice(tmp_path):
     directory, _, _ = written(tmp_path)
     here = execute_job(directory).artifact
     waits = replace(here, target="amd-mi300x", status=BuildStatus.WAITING, detail="no device; its job waits")
@@ -201,9 +199,7 @@ def test_a_target_that_waits_is_left_out_of_the_choice(tmp_path: Path) -> None:
         choosable([waits])
 
 
-def test_an_engine_that_fails_on_its_host_is_no_candidate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_fails_on_its_host_is_no_candidate(tmp_path, monkeypatch):
     """It would otherwise be one that was built and never run, which may be chosen."""
 
     def died(*args: object, **named: object) -> None:
@@ -223,9 +219,7 @@ def test_an_engine_that_fails_on_its_host_is_no_candidate(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_short_last_batch_is_judged_elsewhere_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_last_batch_is_judged_elsewhere_as_well(tmp_path, monkeypatch):
     """23 rows in batches of 10 end with 3; the engine takes 8 or more."""
     directory, request, _ = written(tmp_path, data=True, batch=BatchRange(8, 8, 16))
     opened = OnnxRuntimeBackend.open

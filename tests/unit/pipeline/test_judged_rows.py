@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -41,9 +40,7 @@ class Strict:
 @pytest.mark.parametrize(
     ("least", "largest"), [(1, 100), (64, 100), (64, 10_000), (2_500, 4_096), (9_000, 9_000)]
 )
-def test_engines_are_asked_for_what_they_were_built_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, largest: int
-) -> None:
+def test_engines_are_asked_for_what_they_were_built_for(tmp_path, monkeypatch, least, largest):
     np.savez(tmp_path / "rows.npz", x=np.arange(ROWS, dtype=np.float32))
     data = open_dataset(
         tmp_path / "rows.npz", (InputBinding("x", ("x",), "float32", 1),), (), None, frozenset()

@@ -55,14 +55,14 @@ class Place:
 
 
 @pytest.mark.parametrize("plan", [{}, {"keep": ("a", "sum")}, {"keep": ("a",), "force": ("b",)}])
-def test_names_of_the_exported_model_need_no_mods(tmp_path: Path, plan: dict[str, Any]) -> None:
+def test_names_of_the_exported_model_need_no_mods(tmp_path, plan):
     place = Place(tmp_path, **plan)
     place.check()
     assert place.rewrites == 0
 
 
 @pytest.mark.parametrize("key", ["keep", "force"])
-def test_names_that_mods_make_are_known(tmp_path: Path, key: str) -> None:
+def test_names_that_mods_make_are_known(tmp_path, key):
     place = Place(tmp_path, **{key: ("a+b",)})
     place.check()
     assert place.rewrites == 1
@@ -70,19 +70,19 @@ def test_names_that_mods_make_are_known(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["keep", "force"])
-def test_what_neither_has_is_refused(tmp_path: Path, key: str) -> None:
+def test_what_neither_has_is_refused(tmp_path, key):
     place = Place(tmp_path, **{key: ("a", "nothing")})
     with pytest.raises(ConfigError, match=rf"^plan\.{key}: pattern 'nothing' matches no site"):
         place.check()
     assert [entry.name for entry in tmp_path.iterdir()] == ["exported.onnx"]
 
 
-def test_a_site_that_is_kept_and_forced_is_refused(tmp_path: Path) -> None:
+def test_a_site_that_is_kept_and_forced_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"site 'a.*' is both kept and forced"):
         Place(tmp_path, keep=("a",), force=("a",)).check()
 
 
-def test_names_that_depend_on_calibration_are_left_to_the_plan(tmp_path: Path) -> None:
+def test_names_that_depend_on_calibration_are_left_to_the_plan(tmp_path):
     place = Place(tmp_path, keep=("a+b.loud",))
     with pytest.raises(ConfigError):
         place.check()

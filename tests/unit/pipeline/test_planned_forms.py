@@ -51,9 +51,7 @@ def plan_models(build: EngineBuilder, *wanted: Candidate) -> list[Path]:
     return [build._planned_model(cast(Any, None), each).path for each in wanted]
 
 
-def test_backends_that_fuse_otherwise_have_models_of_their_own(
-    written: list[tuple[str, PlanForm]], tmp_path: Path
-) -> None:
+def test_backends_that_fuse_otherwise_have_models_of_their_own(written, tmp_path):
     first, second = candidate(CPU, fp8=True), candidate(RTX, fp8=True)
     assert first.base is second.base is Precision.FP32
     paths = plan_models(builder(tmp_path), first, second, first, second)
@@ -62,9 +60,7 @@ def test_backends_that_fuse_otherwise_have_models_of_their_own(
     assert [form.fusions for _, form in written] == [fusions_of(CPU), fusions_of(RTX)]
 
 
-def test_a_plan_without_fp8_is_written_once_for_all(
-    written: list[tuple[str, PlanForm]], tmp_path: Path
-) -> None:
+def test_a_plan_without_fp8_is_written_once_for_all(written, tmp_path):
     paths = plan_models(builder(tmp_path), candidate(CPU, fp8=False), candidate(RTX, fp8=False))
     assert paths[0] == paths[1]
     assert [(name, form.fusions) for name, form in written] == [("fp32-fp32", Fusions())]

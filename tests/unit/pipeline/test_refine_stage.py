@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from small_configs import engine_of, plan_of
 
 from loka_onnx.core.correction import CorrectionSet
@@ -45,9 +43,7 @@ def judging_in(directory: RunDirectory) -> Judging:
     return Judging(context, None)
 
 
-def test_what_was_refined_on_another_device_is_refined_again_on_the_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_refined_on_another_device_is_refined_again_on_the_target(tmp_path, monkeypatch):
     """No time counts on an H200 that stands in for an H100, so that no round was ever begun there."""
     here: list[CudaDevice] = []
     rounds = []

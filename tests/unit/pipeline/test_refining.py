@@ -137,7 +137,7 @@ def only(found: Rounds) -> HardwareRefinement:
     return hardware
 
 
-def test_sites_go_until_the_fastest_engine_fits() -> None:
+def test_sites_go_until_the_fastest_engine_fits():
     found, _ = run()
     hardware = only(found)
     # a b c d is beyond; d saves nothing, then b costs most: a c takes .7 of the budget and 50 of 100 µs.
@@ -158,7 +158,7 @@ def test_sites_go_until_the_fastest_engine_fits() -> None:
     assert [e.plan for e in found.added.engines] == ["refined-1", "refined-2"]
 
 
-def test_times_of_slower_rounds_are_held_against_the_anchor() -> None:
+def test_times_of_slower_rounds_are_held_against_the_anchor():
     found, bench = run()
     # Every round runs on a machine that is half slower than the one before.
     assert bench.timed == [
@@ -179,7 +179,7 @@ def test_times_of_slower_rounds_are_held_against_the_anchor() -> None:
     assert steps["refined-2"].latency_us["10"] > steps["fp8-safe"].latency_us["10"]
 
 
-def test_every_plan_with_fp8_is_predicted_before_its_engine_is_measured() -> None:
+def test_every_plan_with_fp8_is_predicted_before_its_engine_is_measured():
     # The first round runs at the pace of the kernel times, each later one on a machine that is half slower.
     found, _ = run(bench=SimulatedBench(slowdown=1 / 1.5))
     steps = {step.plan: step for step in only(found).steps}
@@ -211,7 +211,7 @@ def test_every_plan_with_fp8_is_predicted_before_its_engine_is_measured() -> Non
     assert document.median_prediction_error == pytest.approx((errors[1] + errors[2]) / 2)
 
 
-def test_an_engine_that_dies_while_it_is_timed_is_told() -> None:
+def test_an_engine_that_dies_while_it_is_timed_is_told():
     """It has figures of the batch sizes before that: they are no speed."""
     found, _ = run(bench=SimulatedBench(dies={"refined-1": "at batch 20: signal 11"}))
     dead = next(step for step in only(found).steps if step.plan == "refined-1")
@@ -222,7 +222,7 @@ def test_an_engine_that_dies_while_it_is_timed_is_told() -> None:
     assert only(found).best != "refined-1"
 
 
-def test_what_the_search_proposes_is_tried_once() -> None:
+def test_what_the_search_proposes_is_tried_once():
     found, bench = run(bench=SimulatedBench(proposed=(plan("x", "a", "c"), plan("y", "a"), plan("z"))))
     # The second is fp8-safe, the third has nothing in FP8.
     assert [(step.plan, step.origin) for step in only(found).steps[-2:]] == [
@@ -233,7 +233,7 @@ def test_what_the_search_proposes_is_tried_once() -> None:
     assert bench.built == [("refined-1", "maker"), ("refined-2", "maker")]
 
 
-def test_rounds_plans_and_time_are_limited() -> None:
+def test_rounds_plans_and_time_are_limited():
     many = tuple(plan(f"p{i}", *sites) for i, sites in enumerate(("bc", "bd", "cd", "b", "c")))
     found, _ = run(bench=SimulatedBench(proposed=many), limits=RefineConfig(rounds=1, plans=2, seconds=1e8))
     assert len(found.added.plans) == 2
@@ -246,7 +246,7 @@ def test_rounds_plans_and_time_are_limited() -> None:
     assert len(found.added.plans) == 2
 
 
-def test_an_engine_that_is_not_faster_gives_nothing_back() -> None:
+def test_an_engine_that_is_not_faster_gives_nothing_back():
     """What misses the budget and is slower than what does not would only become slower."""
     inside = [engine_of(name) for name in ("bf16", "fp8-safe")]
     found, _ = run([*inside, engine_of("fp8-all")])
@@ -255,7 +255,7 @@ def test_an_engine_that_is_not_faster_gives_nothing_back() -> None:
     assert bench.asked == []
 
 
-def test_a_build_that_fails_costs_that_plan_only() -> None:
+def test_a_build_that_fails_costs_that_plan_only():
     found, _ = run(bench=SimulatedBench(fails=frozenset({"refined-1"}), proposed=(plan("x", "a", "c"),)))
     steps = {step.plan: step for step in only(found).steps}
     assert (steps["refined-1"].status, steps["refined-1"].detail) == ("failed", "signal 11")
@@ -276,24 +276,24 @@ def test_a_build_that_fails_costs_that_plan_only() -> None:
         ([engine(START.plan("fp8-all"))], "no engine without FP8 was timed"),
     ],
 )
-def test_where_there_is_nothing_to_refine(engines: list[EngineArtifact], ended: str) -> None:
+def test_where_there_is_nothing_to_refine(engines, ended):
     found, bench = run(engines)
     assert (only(found).ended, found.added.plans, bench.built) == (ended, (), [])
 
 
-def test_hardware_that_is_not_here_is_left_out() -> None:
+def test_hardware_that_is_not_here_is_left_out():
     away = [engine(each, status=BuildStatus.BUILT_NOT_RUN) for each in START.plans]
     found, bench = run(away)
     assert found.document.hardware == ()
     assert bench.timed == []
 
 
-def test_no_rounds_measure_nothing() -> None:
+def test_no_rounds_measure_nothing():
     found, bench = run(limits=RefineConfig(rounds=0))
     assert (only(found).ended, bench.timed) == ("no round was asked for", [])
 
 
-def test_the_backend_of_the_fastest_engine_builds() -> None:
+def test_the_backend_of_the_fastest_engine_builds():
     class TwoBackends(SimulatedBench):
         def latency(self, of: EngineArtifact) -> Latency:
             taken = super().latency(of)

@@ -104,7 +104,7 @@ def plan(digest: str) -> PlanSet:
     return PlanSet((PrecisionPlan("fp32", digest, Precision.FP32, (), {}, 0.0),))
 
 
-def test_the_stage_leaves_the_halves_with_paths_of_the_run_and_is_reused(directory: RunDirectory) -> None:
+def test_the_stage_leaves_the_halves_with_paths_of_the_run_and_is_reused(directory):
     split = cut(directory)
     assert split.check == SplitCheck((50, 1), True)
     assert split.check.rows == 51
@@ -123,9 +123,7 @@ def test_the_stage_leaves_the_halves_with_paths_of_the_run_and_is_reused(directo
 
 
 @pytest.mark.parametrize("how", ["pattern", "data"])
-def test_a_refused_cut_leaves_the_reason_and_no_halves(
-    how: str, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_cut_leaves_the_reason_and_no_halves(how, directory, monkeypatch):
     refused = Declined("ctr", "the halves move it by up to 0.5 in batch 0 of 2")
     if how == "data":
         kept = splitting.verify_split
@@ -149,7 +147,7 @@ def test_a_refused_cut_leaves_the_reason_and_no_halves(
         judging.open_lookup()
 
 
-def test_a_cut_that_is_not_asked_for_any_more_is_forgotten(directory: RunDirectory) -> None:
+def test_a_cut_that_is_not_asked_for_any_more_is_forgotten(directory):
     for name in ("recalibrate", "plan"):
         directory.stage(name, {}, lambda: [], lambda: None)
     cut(directory)
@@ -159,7 +157,7 @@ def test_a_cut_that_is_not_asked_for_any_more_is_forgotten(directory: RunDirecto
     assert sorted(p.name for p in (directory.path / "model").iterdir()) == ["modified.onnx"]
 
 
-def test_plans_are_handed_over_to_the_dense_half(directory: RunDirectory) -> None:
+def test_plans_are_handed_over_to_the_dense_half(directory):
     split = cut(directory)
     model = write_whole(directory.path)
     source = source_of(model, plan(model.digest), split)
@@ -170,7 +168,7 @@ def test_plans_are_handed_over_to_the_dense_half(directory: RunDirectory) -> Non
         source_of(model, plan("0" * 64), split)
 
 
-def test_what_a_plan_keeps_wide_in_the_lookup_is_no_matter_of_the_engine(directory: RunDirectory) -> None:
+def test_what_a_plan_keeps_wide_in_the_lookup_is_no_matter_of_the_engine(directory):
     """As the pooling of a first-order term, which a logit's protection names."""
     split, model = cut(directory), write_whole(directory.path)
     wide = (Wide("look_up", "in front of the logit"), Wide("fc", "named by the user"))
@@ -189,9 +187,7 @@ class Watched(Runner):
         self.closed = True
 
 
-def test_an_engine_with_its_lookup_takes_the_inputs_of_the_whole(
-    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_with_its_lookup_takes_the_inputs_of_the_whole(directory, monkeypatch):
     runner, inputs = Watched(), Rows(6).inputs
     monkeypatch.setattr(Judging, "open_alone", lambda self, engine: runner)
     engine: Any = SimpleNamespace(part=Part.DENSE)
@@ -201,7 +197,7 @@ def test_an_engine_with_its_lookup_takes_the_inputs_of_the_whole(
     assert runner.closed
 
 
-def test_the_median_of_the_lookup_stands_beside_each_engine_and_not_among_them() -> None:
+def test_the_median_of_the_lookup_stands_beside_each_engine_and_not_among_them():
     one = Latency(8, 10.0, 11.0, 12.0, 20, "cpu", True)
     timed = {"engine": (one, replace(one, batch=64)), LOOKUP: (replace(one, p50_us=3.0),)}
     assert beside_lookup(timed) == {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from loka_onnx.pipeline.plans import check_options
 from loka_onnx.pipeline.run import run
 
 
-def test_options_reach_the_candidates_of_their_backend_and_device(tmp_path: Path) -> None:
+def test_options_reach_the_candidates_of_their_backend_and_device(tmp_path):
     gpu = {
         "device": "nvidia-h100",
         "backends": ["inductor", "tensorrt"],
@@ -36,7 +35,7 @@ def test_options_reach_the_candidates_of_their_backend_and_device(tmp_path: Path
 
 
 @pytest.mark.parametrize("options", [{"statik": 1}, {"zzz": 1}, {"static": 2}])
-def test_a_setting_that_a_backend_lacks_is_refused_at_once(options: dict[str, int], tmp_path: Path) -> None:
+def test_a_setting_that_a_backend_lacks_is_refused_at_once(options, tmp_path):
     targets = [
         {"device": "nvidia-h100", "backends": ["inductor"]},
         {"device": "cpu", "backends": ["inductor"], "options": {"inductor": options}},

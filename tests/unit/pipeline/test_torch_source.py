@@ -33,7 +33,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_pair_tells_names_types_and_widths_in_order(place: Path) -> None:
+def test_a_pair_tells_names_types_and_widths_in_order(place):
     model = build_torch_model(ModelConfig(torch="described_ranker:pair"), place)
     assert model.inputs == (
         TensorSpec("x", "float32", (None, 3)),
@@ -41,7 +41,7 @@ def test_a_pair_tells_names_types_and_widths_in_order(place: Path) -> None:
     )
 
 
-def test_a_module_alone_is_refused_and_not_promised(place: Path) -> None:
+def test_a_module_alone_is_refused_and_not_promised(place):
     with pytest.raises(ModelError) as caught:
         build_torch_model(ModelConfig(torch="described_ranker:bare"), place)
     assert caught.value.code == "E1531"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,14 +79,14 @@ def loaded(of: Evidence, chosen: Choice, batches: tuple[int, ...] = (8,)) -> lis
     return [(each.batch, each.engine.plan, each.role) for each in found]
 
 
-def test_the_chosen_and_the_best_without_fp8() -> None:
+def test_the_chosen_and_the_best_without_fp8():
     assert loaded(evidence(), choice("fp8-all")) == [(8, "fp8-all", CHOSEN), (8, "fp16", HIGH_PRECISION)]
     # One beyond the budget is not the best, however fast.
     assert loaded(evidence(fp16=BudgetStatus.BEYOND), choice("fp8-all"))[1][1] == "bf16"
     assert loaded(evidence(), choice("fp16")) == [(8, "fp16", CHOSEN)]
 
 
-def test_each_size_has_its_own_chosen_engine() -> None:
+def test_each_size_has_its_own_chosen_engine():
     routed = choice("bf16", (8, "bf16"), (64, "fp8-all"))
     assert loaded(evidence(), routed, (64, 8)) == [
         (8, "bf16", CHOSEN),
@@ -101,7 +100,7 @@ def test_each_size_has_its_own_chosen_engine() -> None:
     "change",
     [{"status": BuildStatus.BUILT_NOT_RUN}, {"status": BuildStatus.RUN_ELSEWHERE}, {"simulated": True}],
 )
-def test_what_cannot_be_loaded_here_is_not(change: dict[str, object]) -> None:
+def test_what_cannot_be_loaded_here_is_not(change):
     engines = [engine_of("fp8-all", **change), ENGINES["bf16"]]
     found = under_load(engines, evidence(), choice("fp8-all"), (8,))
     assert [(each.engine.plan, each.role) for each in found] == [("bf16", HIGH_PRECISION)]
@@ -129,13 +128,7 @@ SXM, PCIE, OTHER = "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200"
         ((OTHER, ""), [], None),
     ],
 )
-def test_another_machine_of_the_target_is_put_under_load_again(
-    devices: tuple[str, ...],
-    asked: list[str],
-    told: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_machine_of_the_target_is_put_under_load_again(devices, asked, told, tmp_path, monkeypatch):
     opened: list[str] = []
     here = ""
 
@@ -186,9 +179,7 @@ class Counting(Runner):
     ("wanted", "stays", "where", "counts"),
     [("host", True, "host", (1, 0)), ("device", True, "device", (0, 1)), ("device", False, "host", (1, 0))],
 )
-def test_copies_of_an_engine_are_asked_as_servers_ask(
-    wanted: str, stays: bool, where: str, counts: tuple[int, int]
-) -> None:
+def test_copies_of_an_engine_are_asked_as_servers_ask(wanted, stays, where, counts):
     copies = [Counting(stays), Counting(stays)]
     request = {"x": np.zeros(8)}
     served = Served.of(copies, request, InputPlace(wanted))
