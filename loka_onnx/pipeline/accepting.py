@@ -64,13 +64,9 @@ def export_model(settings: RunSettings) -> ModelArtifact:
 def check_data(context: Context) -> tuple[str, ...]:
     """Read every row once, so that what the user must correct is found before the first long stage.
 
-    Returns:
-        Facts of the model for the reader of the report.
-
-    Raises:
-        DataError: A row, a label or a weight cannot be used.
-        ConfigError: An output does not hold what its declared kind allows.
-        ModelError: The model does not run at every batch size, or its rows are not independent.
+    Returns facts of the model for the reader of the report. Raises DataError if a row, a label or a weight
+    cannot be used, ConfigError if an output does not hold what its kind allows, and ModelError if the model
+    does not run at every batch size, or its rows are not independent.
     """
     splits = context.splits
     for data in (splits.calibration, splits.selection, splits.certification):
@@ -108,9 +104,7 @@ def _preflight(context: Context) -> tuple[str, ...]:
 def open_added(context: Context, path: Path) -> Dataset:
     """Open and check a file whose rows are to be added to the profile.
 
-    Raises:
-        ConfigError: Its rows are those of selection or of certification.
-        DataError: A row, a label or a weight cannot be used.
+    Raises ConfigError if they are those of selection or certification; DataError if one cannot be used.
     """
     added = open_rows(context.config, path, context.bindings)
     ensure_disjoint(added, context.splits.selection, context.splits.certification)
@@ -138,10 +132,7 @@ def check_plan_patterns(context: Context) -> None:
 
     A user who has read a report may name what mods made, so they are applied where the exported model lacks a
     name. Which high-error channels are split off is known after calibration only: a pattern may name the
-    product of those of any linear site.
-
-    Raises:
-        ConfigError: A pattern names nothing, or a site is kept and forced.
+    product of those of any linear site. Raises ConfigError, also for a site that is kept and forced.
     """
     chosen, exported = context.config.plan, context.exported
     options = PlanOptions(keep=chosen.keep, force=chosen.force)
@@ -174,15 +165,11 @@ class TorchModel:
 
 
 def build_torch_model(config: ModelConfig, directory: Path) -> TorchModel:
-    """Call the builder and load the checkpoint.
+    """Call the builder, looked for in the run file's directory and on the import path, and load the
+    checkpoint.
 
-    Args:
-        directory: The run file's directory, where builders are looked for beside the import path.
-
-    Raises:
-        ModelError: The builder cannot be imported, fails, or does not return a module and its inputs; or
-            the checkpoint does not fit.
-        MissingPackage: PyTorch is not installed.
+    Raises ModelError if the builder cannot be imported, fails, or does not return a module and its inputs, or
+    if the checkpoint does not fit; MissingPackage if PyTorch is not installed.
     """
     import_torch()
     reference = config.torch or ""

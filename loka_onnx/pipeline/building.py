@@ -30,10 +30,8 @@ class Task(Generic[R]):
 def how_many(asked_for: int | None, limit_bytes: int, available_bytes: int | None = None) -> int:
     """Builds that may run at once: their memory limits together fit into what is free, and one always may.
 
-    Args:
-        asked_for: Most that the user wants; None for half of the cores, because compilers have threads of
-            their own.
-        available_bytes: Free memory; None to ask the system.
+    `asked_for` is the most that the user wants; None for half of the cores: compilers have threads of their
+    own. `available_bytes` of None asks the system.
     """
     wanted = max(1, len(os.sched_getaffinity(0)) // 2) if asked_for is None else asked_for
     free = available_memory() if available_bytes is None else available_bytes
@@ -43,8 +41,7 @@ def how_many(asked_for: int | None, limit_bytes: int, available_bytes: int | Non
 def available_memory(cgroup: Path = CGROUP) -> int:
     """Bytes that processes may still take: those that the machine has free, or that a container is allowed.
 
-    Args:
-        cgroup: Where the kernel shows the control group of this process (Linux, Control Group v2, "Memory").
+    `cgroup` is where the kernel shows the control group of this process (Control Group v2, "Memory").
     """
     free = int(psutil.virtual_memory().available)
     try:
@@ -65,12 +62,9 @@ def build_all(
 ) -> list[R]:
     """Do all tasks, so many at once; results are in the order of the tasks.
 
-    An error of one, or an interrupt, ends the children of all others before it is raised.
-
-    Args:
-        tasks: Taken one by one, in this thread: what makes them may be work itself.
-        workers: Most at once; with 1 everything happens in this thread.
-        on_change: Called in this thread with the names of the tasks that run and how many are done.
+    Tasks are taken one by one in this thread, which also calls `on_change` with the names of those that run
+    and how many are done; one worker is this thread. An error of one, or an interrupt, ends the children of
+    all others before it is raised.
     """
     if workers == 1:
         results: list[R] = []

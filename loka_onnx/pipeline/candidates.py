@@ -30,7 +30,7 @@ from loka_onnx.errors import EngineError, MissingPackage, TransformError
 from loka_onnx.pipeline.building import Task, build_all, how_many
 from loka_onnx.pipeline.correcting import Correcting
 from loka_onnx.pipeline.directory import Stage
-from loka_onnx.pipeline.job_cluster import execute_on_cluster
+from loka_onnx.pipeline.job_execution import execute_on_cluster
 from loka_onnx.pipeline.job_results import RESULT_DOCUMENT, merge_result, read_result
 from loka_onnx.pipeline.jobs import BUILD_JOB, JOBS, RESULT, JobOrigin, write_job
 from loka_onnx.pipeline.judging import Judging
@@ -268,12 +268,8 @@ def engine_cache(settings: BuildConfig) -> EngineCache:
 
 @dataclass
 class Additions:
-    """Engines of further plans for the modified model, beside those of a run.
-
-    Attributes:
-        corrections: Constants that were fitted to the plans that were built.
-        rewrites: Changes in their models.
-        files: Files of their engines and models.
+    """Engines of further plans for the modified model, with constants fitted to them, changes in their
+    models, and files of both.
     """
 
     judging: Judging

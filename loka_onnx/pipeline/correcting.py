@@ -63,9 +63,8 @@ def simulate(
 ) -> Simulated:
     """Run a simulated plan on a split.
 
-    Args:
-        scores: Score of each output, by name.
-        means: Mean scores of the FP32 model and of this one, by output: constants restore the former.
+    `scores` names the score of each output; constants restore the first of both mean scores, by output: that
+    of the FP32 model and that of the plan.
     """
     exact, ours = means
     predictions = predict(
@@ -80,10 +79,8 @@ def simulate(
 
 @dataclass(frozen=True)
 class Correcting:
-    """The stage that fits and judges corrections of plans for a model.
-
-    Attributes:
-        most: Rows that constants are fitted to, and that decide, at most; None for as many as a run takes.
+    """The stage that fits and judges corrections of plans for a model, on `most` rows at most; None for as
+    many as a run takes.
     """
 
     context: Context

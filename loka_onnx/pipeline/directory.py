@@ -67,12 +67,8 @@ LOCK = ".run.lock"
 
 @dataclass(frozen=True)
 class Stage(Generic[T]):
-    """A stage whose result is a document, or a dataclass of documents.
-
-    Attributes:
-        name: In `run.json`.
-        document: Path of the document below the run directory; of a dataclass the path of each field.
-        kind: Type of the result.
+    """A stage whose result is a document, or a dataclass of documents (then `document` has the path of each
+    field); its name is that in `run.json`.
     """
 
     name: str
@@ -168,9 +164,8 @@ class RunDirectory:
     ) -> RunDirectory:
         """Open and lock a directory for a run; with `force`, what an earlier run left is removed later.
 
-        Raises:
-            OutputError: Another run is at work in the directory; it is not empty and neither was asked for,
-                holds something else than a run, or cannot be written.
+        Raises OutputError if another run is at work in the directory, it is not empty and neither was asked
+        for, it holds something else than a run, or cannot be written.
         """
         path = path.absolute()
         fresh = RunRecord(config, versions, (), path)
@@ -293,10 +288,8 @@ class RunDirectory:
         *,
         again: bool | Callable[[T], bool] = False,
     ) -> T:
-        """Run a stage that leaves documents, or take them over; see `stage`.
-
-        Args:
-            files: Files of the stage, given those that `Stage.write` returns.
+        """Run a stage that leaves documents, or take them over; see `stage`. `files` returns the files of the
+        stage, given those that `Stage.write` does.
         """
         return self.stage(
             stage.name,
@@ -328,9 +321,7 @@ class RunDirectory:
         )
 
     def _place(self, name: str) -> int:
-        """Position of a stage in the record.
-
-        Stages always run in one order: a repeated one keeps its position, and one that an earlier run left
+        """Position of a stage in the record: a repeated one keeps its own, and one that an earlier run left
         out stands behind the stage that it follows.
         """
         names = [record.stage for record in self.record.stages]
@@ -344,13 +335,11 @@ class RunDirectory:
 
 
 def refuse_links(directory: Path) -> None:
-    """Make sure that nothing which a run reads, writes or removes in its directory lies elsewhere.
+    """Make sure that nothing which a run reads, writes or removes in its directory lies elsewhere; an
+    OutputError for a link that leads out.
 
     The paths in its documents stay inside as text (`core.serde.InsidePath`); with this they do as files. The
     directory itself may be reached through a link.
-
-    Raises:
-        OutputError: A link inside leads out.
     """
     home = Path(os.path.realpath(directory))
     for top in (*OWNED, EARLIER, DISCARDED):
@@ -429,11 +418,8 @@ def _remove_owned(path: Path, names: Sequence[str]) -> None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock on a run directory.
-
-    Raises:
-        OutputError: Another run, in this process or another, holds it.
-        OSError: The file cannot be written, or the file system has no locks.
+    """Hold the lock on a run directory; an OutputError where another run, in this process or another, holds
+    it.
     """
     file = directory / LOCK
     descriptor = _acquire(file)

@@ -1,12 +1,19 @@
-"""Executing a build job, on the host that has what it takes: build, first inference, latency, outputs."""
+"""Executing a build job, on the host that has what it takes: build, first inference, latency, outputs.
+
+On a Ray cluster a node offers a device as a custom resource of its name (``ray start --resources
+'{"nvidia-h100": 1}'``), of which a job takes one. As with calibration (`calibration.passes.ray_executor`),
+nodes reach the run directory under the same path, and have this package in the same version.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +26,7 @@ from loka_onnx.data import Batch
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.publishing import replace_directory, staged
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.errors import EngineError, StageError
+from loka_onnx.errors import EngineError, LokaError, MissingPackage, StageError
 from loka_onnx.evaluation.latency import LatencyOptions, measure_latency, prepared
 from loka_onnx.evaluation.predictions import padded, predict
 from loka_onnx.pipeline.job_results import RESULT_DOCUMENT
@@ -31,18 +38,15 @@ from loka_onnx.sessions.runner import Arrays, Runner
 ENGINE = "engine"
 LATENCY = LatencyOptions(max_seconds=1.0, max_repeats=200)
 _SEED = 0
+POLL_SECONDS = 1.0
 
 
 def execute_job(directory: Path, progress: Progress = silent) -> JobResult:
     """Build what a job asks for, and leave ``result/`` in it; an earlier one is replaced.
 
     A build that fails is a result. Latency is measured on generated rows, those that the job carries for it;
-    outputs are those on the rows of the splits, where it carries them.
-
-    Raises:
-        ModelError: The job is not whole.
-        EngineError: This host cannot build such an engine.
-        OutputError: The result cannot be written.
+    outputs are those on the rows of the splits, where it carries them. Raises ModelError if the job is not
+    whole, EngineError if this host cannot build such an engine, OutputError if the result cannot be written.
     """
     directory = directory.absolute()
     job = read_job(directory)
@@ -158,3 +162,93 @@ class _Execution:
             name: np.load(self.directory / file, mmap_mode="r", allow_pickle=False)
             for name, file in rows.inputs.items()
         }
+
+
+# On a cluster ----------------------------------------------------------------------------------------
+
+
+def execute_on_cluster(jobs: Mapping[Path, str], address: str | None, progress: Progress) -> dict[Path, str]:
+    """Execute jobs, each on a node that has its device; returns by directory why a job has no result.
+
+    `address` is as in ``10.0.0.5:6379``; None for the cluster that this machine belongs to. A connection that
+    this process already has is used as it is. Raises EngineError if no cluster answers; MissingPackage if Ray
+    is not installed.
+    """
+    ray = _import_ray()
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        _connect(ray, address)
+    waiting: dict[Any, Path] = {}
+    failures: dict[Path, str] = {}
+    try:
+        offered = ray.cluster_resources()
+        task = ray.remote(num_cpus=1, max_retries=0)(_execute)
+        for directory, device in jobs.items():
+            if offered.get(device, 0) < 1:
+                failures[directory] = f"no node of the Ray cluster has the resource '{device}'"
+                continue
+            waiting[task.options(resources={device: 1}).remote(str(directory))] = directory
+        total = len(waiting)
+        while waiting:
+            progress("build jobs on the cluster", total - len(waiting), total)
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=POLL_SECONDS)
+            for reference in done:
+                directory = waiting.pop(reference)
+                if failure := _failure(ray, reference):
+                    failures[directory] = failure
+    finally:
+        for reference in waiting:
+            with suppress(Exception):
+                ray.cancel(reference, force=True)
+        if is_ours:
+            ray.shutdown()
+    return failures
+
+
+def _failure(ray: Any, reference: Any) -> str:
+    """Error of a task; empty if it succeeded."""
+    try:
+        found: str = ray.get(reference)
+    except ray.exceptions.RayError as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"{type(error).__name__}: {lines[-1].strip()[:400]}"
+    return found
+
+
+def _execute(directory: str) -> str:
+    """In a worker: execute a job; returns what this node cannot do, and raises nothing of its own making."""
+    try:
+        execute_job(Path(directory))
+    except LokaError as error:
+        return str(error)
+    return ""
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise MissingPackage(
+            "E1506 Ray is not installed",
+            evidence=str(error),
+            remedy="pip install 'loka-onnx[ray]', or leave out `build.executor` and carry the jobs yourself",
+        ) from error
+    return ray
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    # Ray reports its use to its makers unless told otherwise.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    host, _, port = (address or "").rpartition(":")
+    try:
+        if port.isdecimal():
+            # Where nothing listens, Ray itself takes minutes to say so.
+            socket.create_connection((host, int(port)), timeout=10.0).close()
+        ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError) as error:
+        raise EngineError(
+            f"E1507 no Ray cluster answers at '{address or 'auto'}'",
+            evidence=(str(error).strip().splitlines() or [type(error).__name__])[0][:400],
+            remedy="correct `build.ray_address`, or leave out `build.executor`: jobs then wait in `jobs/`",
+        ) from error

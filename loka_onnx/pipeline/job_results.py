@@ -29,9 +29,8 @@ SPLITS = ("selection", "certification")
 def read_result(directory: Path, job: BuildJob) -> JobResult | None:
     """Return the result of a job; None if there is none yet.
 
-    Raises:
-        ModelError: The result is of another job, or a file is missing, extra or altered.
-        UserError: It was written by another version of this package.
+    Raises ModelError if the result is of another job, or a file is missing, extra or altered; UserError if
+    another version of this package wrote it.
     """
     place = directory / RESULT
     if not place.exists():
@@ -83,11 +82,7 @@ def _read_document(document: Path) -> JobResult:
 
 
 def merge_result(result: JobResult, directory: Path, output: Path, root: Path) -> EngineArtifact:
-    """Move a result's engine to `output` in the run directory `root`, as a candidate of the run.
-
-    Raises:
-        OutputError: The place cannot be written.
-    """
+    """Move a result's engine to `output` in the run directory `root`, as a candidate of the run."""
     artifact = result.artifact
     where = f"on '{result.host}' ({', '.join(result.devices) or 'no device'})"
     if not artifact.is_built or artifact.path is None:
@@ -121,8 +116,7 @@ class ElsewhereRuns:
     def opener(self, engine: EngineArtifact, split: str) -> Callable[[], Run] | None:
         """Return a function that replays an engine's outputs from another host; None if it ran on this host.
 
-        Raises:
-            EvaluationError: The outputs are gone, or altered.
+        Raises EvaluationError if the outputs are gone, or altered.
         """
         if engine.status is not BuildStatus.RUN_ELSEWHERE:
             return None
@@ -164,9 +158,8 @@ class ElsewhereRuns:
 
 
 def replayed(file: Path) -> Run:
-    """Return recorded outputs in place of an engine: for the same rows, in the same order.
-
-    The function raises an EvaluationError where it is asked for more rows than there are.
+    """Return recorded outputs in place of an engine, for the same rows in the same order; asked for more
+    rows, the function raises an EvaluationError.
     """
     with np.load(file, allow_pickle=False) as arrays:
         outputs = {name: np.asarray(arrays[name]) for name in arrays.files}
@@ -189,10 +182,8 @@ def replayed(file: Path) -> Run:
 def choosable(engines: Iterable[EngineArtifact], command: str = "run --resume") -> list[EngineArtifact]:
     """Return the engines to choose from now: those of targets that have one, or that never will.
 
-    A target whose engines all wait for their jobs gets its choice when the run goes on with their results.
-
-    Raises:
-        EngineError: Every target waits.
+    A target whose engines all wait for their jobs gets its choice when the run goes on with their results; if
+    all targets do, an EngineError is raised.
     """
     every = list(engines)
     waiting = {e.target for e in every if e.status is BuildStatus.WAITING}

@@ -39,10 +39,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class SplitRows:
-    """The rows of a split, as an engine takes them; every call of `batches` reads them anew, in order.
-
-    The digest is of the split, and of the columns that inputs are made of.
-    """
+    """The rows of a split, as an engine takes them; every call of `batches` reads them anew, in order."""
 
     split: str
     rows: int
@@ -70,9 +67,6 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
 
     A job that asked for something else is replaced, and its result goes with it. Limits and options of the
     request go along, its places do not.
-
-    Raises:
-        OutputError: The place cannot be written.
     """
     with staged(directory) as staging:
         new = staging / "job"
@@ -120,9 +114,8 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
 def read_job(directory: Path) -> BuildJob:
     """Read a job and hold its directory against it.
 
-    Raises:
-        ModelError: It is not a job, or a file is missing, extra or altered.
-        UserError: It was written by another version of this package.
+    Raises ModelError if it is not a job, or a file is missing, extra or altered; UserError if another version
+    of this package wrote it.
     """
     if not (directory / JOB).is_file():
         raise ModelError(
@@ -160,11 +153,7 @@ def request_of(job: BuildJob, directory: Path, output: Path) -> BuildRequest:
 
 
 def find_jobs(place: Path) -> list[Path]:
-    """Return the job at a place, or all jobs in it, in order of their names.
-
-    Raises:
-        ModelError: There is none.
-    """
+    """Return the job at a place, or all jobs in it, by name; a ModelError if there is none."""
     if (place / JOB).is_file():
         return [place]
     found = sorted(path.parent for path in place.glob(f"*/{JOB}"))
@@ -209,14 +198,10 @@ def list_files(directory: Path, document: str) -> dict[str, str]:
 def verify_files(
     directory: Path, files: Mapping[str, str], document: str, besides: Collection[str] = ()
 ) -> None:
-    """Hold a directory, in which nothing may be a link, against what its document lists.
+    """Hold a directory, in which nothing may be a link, against SHA-256 by path that its document lists.
 
-    Args:
-        files: SHA-256 by path relative to the directory.
-        besides: Names of directories at its top that are no part of it.
-
-    Raises:
-        ModelError: A path that leaves the directory, or a missing, extra, altered or special file.
+    `besides` are names of directories at its top that are no part of it. Raises ModelError for a path that
+    leaves the directory, and for a missing, extra, altered or special file.
     """
     for name in files:
         path = PurePosixPath(name)

@@ -96,10 +96,8 @@ def _modified(context: Context) -> ModdedModel:
 
 
 def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, float]) -> SplitModel:
-    """High-error channels of sites that do not fit as products of their own → `model/modified.json`.
-
-    Args:
-        left: Part of its error that each of these sites may keep.
+    """High-error channels of sites that do not fit as products of their own → `model/modified.json`; `left`
+    is the part of its error that each of these sites may keep.
     """
 
     def make() -> SplitModel:

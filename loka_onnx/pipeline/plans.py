@@ -35,10 +35,8 @@ _RULES = {
 
 
 def planned_recipes(plan: PlanConfig) -> tuple[Recipe, ...]:
-    """Both granularities of weights under each scale rule that competes.
-
-    Both granularities are measured whatever `plan.weight_granularity` lets a plan use: the profile shows
-    both, and an interaction has no channels.
+    """Both granularities of weights under each scale rule that competes, whatever `plan.weight_granularity`
+    lets a plan use: the profile shows both, and an interaction has no channels.
     """
     weights = (Granularity.PER_TENSOR, Granularity.PER_CHANNEL)
     return tuple(
@@ -51,9 +49,8 @@ def planned_recipes(plan: PlanConfig) -> tuple[Recipe, ...]:
 def check_options(config: RunConfig) -> None:
     """Check the options of every backend before any work is done.
 
-    Raises:
-        ConfigError: A backend has no such setting, or takes another value; or no backend of any target
-            multiplies INT8, which `plan.formats` asks for.
+    Raises ConfigError if a backend has no such setting, or takes another value, or if no backend of any
+    target multiplies INT8, which `plan.formats` asks for.
     """
     if Precision.INT8 in config.plan.formats and not any(
         config.plan.number_format in backend.spec.formats_on(architecture)
@@ -83,8 +80,7 @@ def buildable(config: RunConfig) -> Iterator[tuple[TargetConfig, Backend, str]]:
 def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[PlanId, ...]:
     """Plans of a run, in the order they compete: those that the run file lists, if it lists any.
 
-    Args:
-        timed: Devices that kernel times are known of: `fp8-fast` is made by them.
+    `fp8-fast` is made where kernel times are known of a device (`timed`).
     """
     if config.plan.plans is not None:
         return config.plan.plans

@@ -79,12 +79,8 @@ class Probing:
     def recalibrate(self, model: ModelArtifact, before: ModelArtifact, earlier: Profile) -> Profile:
         """Profile the modified model → `profile.json`.
 
-        Sites whose high-error channels were split off are measured, and where FP16 may be used, the
-        magnitudes of all tensors.
-
-        Args:
-            before: The model before high-error channels were split off.
-            earlier: Its profile.
+        Sites whose high-error channels were split off since `before`, whose profile is `earlier`, are
+        measured, and where FP16 may be used, the magnitudes of all tensors.
         """
         # Sites that were calibrated again must reach the profile of the modified model.
         key = {**self.key(model), "earlier": digest_json(serde.to_plain(earlier))}
@@ -94,12 +90,10 @@ class Probing:
         )
 
     def add_rows(self, earlier: Profile, added: Dataset) -> Profile:
-        """Add rows to the profile of the exported model → `calibration/exported.json`.
+        """Add rows to the profile of the exported model → `calibration/exported.json`; a ConfigError if it
+        has them.
 
         The stage keeps its key, so that later stages and later runs go on from it.
-
-        Raises:
-            ConfigError: The rows are in the profile already.
         """
         model = self.context.exported
         if added.digest in earlier.data_digest.split("+"):
@@ -128,10 +122,7 @@ class Probing:
         """Profile a retrained model under the recipes that were chosen for its sites → `profile.json`.
 
         Ranges, and the scales that follow, are from all rows. Errors and sensitivities come from few rows and
-        one draw: for the report, not for decisions.
-
-        Args:
-            planned: Id of the recipe of each site that is a product.
+        one draw: for the report, not for decisions. `planned` is the recipe's id of each product.
         """
         known = {recipe.id: recipe for recipe in planned_recipes(self.config.plan)}
         # Interactions and unplanned sites need one with per-tensor weights.
@@ -222,9 +213,8 @@ class Probing:
         )
 
     def _open_verdicts(self, model: ModelArtifact, profile: Profile) -> tuple[str, ...]:
-        """Sites whose verdict a profile leaves open.
-
-        As if nothing were kept: a profile serves any `plan.keep`, and is not taken again when that changes.
+        """Sites whose verdict a profile leaves open, as if nothing were kept: a profile serves any
+        `plan.keep`, and is not taken again when that changes.
         """
         options = PlanOptions(confidence=self.config.calibration.confidence)
         return open_verdicts(model, profile, self.specs, options)

@@ -39,8 +39,7 @@ from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.pipeline.candidates import Additions
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.emission import Results
-from loka_onnx.pipeline.engine_times import counts_here
-from loka_onnx.pipeline.judging import Judging
+from loka_onnx.pipeline.judging import Judging, counts_here
 from loka_onnx.pipeline.ladder_stage import Climbing
 from loka_onnx.pipeline.plans import search_plans
 from loka_onnx.planning.choice import NOISE, group_by_hardware
@@ -65,8 +64,7 @@ REFINE = Stage("refine", {"document": "refinement.json", "added": REFINED_NAME},
 def refine_engines(judging: Judging, results: Results) -> Results:
     """Rounds of further plans on devices here that run FP8 → `refinement.json`, `refined.json`.
 
-    Returns:
-        The results with what was added, and with what was judged of any engine on selection.
+    The results have what was added, and what was judged of any engine on selection.
     """
     context, engines = judging.context, results.engines.engines
     settings = context.config.refine
@@ -265,10 +263,7 @@ class _Loop:
         self.judged: list[_Trial] = []
 
     def run(self, names: Iterator[str]) -> HardwareRefinement | None:
-        """Time the engines, then run the rounds; None where no engine of this hardware runs here.
-
-        The result may have no round, and says why.
-        """
+        """Time the engines, then run the rounds, maybe none; None where no engine of this hardware runs here."""
         here = [t for t in self.trials if t.engine.status is BuildStatus.READY]
         if not here:
             return None

@@ -29,15 +29,10 @@ IdBounds = Mapping[str, tuple[range | None, ...]]
 def bind_columns(
     columns: Mapping[str, tuple[str, ...]], inputs: Sequence[TensorSpec], bounds: IdBounds | None = None
 ) -> tuple[InputBinding, ...]:
-    """Bind each model input to its columns.
+    """Bind each model input to its columns, or to that of its own name where `columns` leaves it out.
 
-    Args:
-        columns: Columns of each input by its name; the column of its own name where it is left out.
-        bounds: Ids that lookups take, by input; one range for each of its columns.
-
-    Raises:
-        ConfigError: An input is named that the model does not have, or the wrong number of columns.
-        ModelError: An input has more than two axes.
+    `bounds` are the ids that lookups take, a range for each column. Raises ConfigError if an input is named
+    that the model does not have, or the wrong number of columns; ModelError if one has more than two axes.
     """
     known = [spec.name for spec in inputs]
     for name in columns:
@@ -83,11 +78,10 @@ def open_rows(config: RunConfig, path: Path, bindings: Sequence[InputBinding]) -
 
 
 def open_splits(config: RunConfig, bindings: Sequence[InputBinding]) -> Splits:
-    """Open calibration, selection and certification, which must be disjoint.
+    """Open calibration, selection and certification.
 
-    Raises:
-        ConfigError: Two splits share rows.
-        DataError: A file or a column is missing or of the wrong type.
+    Raises ConfigError if two splits share rows; DataError if a file or a column is missing or of another
+    type.
     """
     data = config.data
     if data.path is not None and data.split is not None:
@@ -121,12 +115,7 @@ def split_rule(config: RunConfig) -> str:
 
 @dataclass(frozen=True)
 class Requests:
-    """Generated inputs of a model.
-
-    Attributes:
-        bindings: How inputs are made of columns, with the bounds of ids.
-        unsigned: Whether numbers are drawn without their signs.
-    """
+    """Generated inputs of a model; bindings have the bounds of ids, numbers have no signs where `unsigned`."""
 
     inputs: Sequence[TensorSpec]
     bindings: Sequence[InputBinding]

@@ -74,10 +74,7 @@ STAGES = {
 
 
 def expected_stages(config: RunConfig | None, until: Stage = Stage.BUNDLE) -> tuple[str, ...]:
-    """Names of the stages of a run, in order; ``refine`` begins only where a device here runs FP8.
-
-    A `config` of None says nothing of the stages.
-    """
+    """Names of the stages of a run, in order; ``refine`` begins only where a device here runs FP8."""
     left_out = {
         "split": config is None or not config.model.split_sparse,
         "refine": config is not None and config.refine.rounds == 0,
@@ -182,10 +179,8 @@ def _check_no_look_is_forgotten(directory: Path) -> None:
 
 
 def recorded(config: RunConfig) -> dict[str, Any]:
-    """Return a run file for the record of its run: every key, and the given ones to read it again from.
-
-    Those are JSON as text: a document sorts its keys, and the order of a builder's arguments may be
-    that of the model's embedding tables.
+    """Return a run file for the record of its run: every key, and the given ones to read it again from, as
+    text: a document sorts its keys, and the order of a builder's arguments may be that of the model's tables.
     """
     given = json.dumps(config.model_dump(mode="json", exclude_unset=True))
     return {**config.model_dump(mode="json"), GIVEN: {"directory": str(config.directory), "values": given}}

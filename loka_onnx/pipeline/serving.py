@@ -91,9 +91,8 @@ def measure_throughput(judging: Judging, results: Results, choice: Choice) -> Th
 def under_load(
     engines: Sequence[EngineArtifact], evidence: Evidence, choice: Choice, batches: Sequence[int]
 ) -> Iterator[Loaded]:
-    """Yield at each batch size the chosen engine and the best without FP8.
-
-    Engines that do not run here, and those whose FP8 is simulated, are left out.
+    """Yield at each batch size the chosen engine and the best without FP8, as far as they run here,
+    unsimulated.
     """
     here = {
         engine.id: engine for engine in engines if engine.status is BuildStatus.READY and not engine.simulated

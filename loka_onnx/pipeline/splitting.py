@@ -47,8 +47,7 @@ class Source:
 def cut_model(context: Context, model: ModelArtifact) -> ModelSplit | None:
     """Cut the modified model → `model/lookup.onnx`, `model/dense.onnx`, `model/split.json`.
 
-    Returns:
-        The cut or the reason why there is none; None if the run file does not ask for it.
+    Returns the cut or the reason why there is none; None if the run file does not ask for it.
     """
     if not context.config.model.split_sparse:
         context.directory.forget(SPLIT.name)
@@ -67,10 +66,8 @@ def cut_model(context: Context, model: ModelArtifact) -> ModelSplit | None:
 
 
 def source_of(model: ModelArtifact, plans: PlanSet, split: ModelSplit | None) -> Source:
-    """Return the dense half with its plans if the model was cut, else the whole model.
-
-    Raises:
-        TransformError: A plan was made for another model than the one that was cut.
+    """Return the dense half with its plans if the model was cut, else the whole model; a TransformError for a
+    plan that was made for another model.
     """
     if split is None or split.halves is None:
         return Source(model, plans, Part.WHOLE)

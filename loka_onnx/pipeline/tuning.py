@@ -45,13 +45,10 @@ def tune_shapes(
     again: bool = False,
     progress: Progress = silent,
 ) -> TuningResult:
-    """Time kernels of shapes that are not known of this very device, or all `again`; each time is stored as
-    soon as it is measured.
+    """Time kernels of shapes that are not known of this very device, or all `again`.
 
-    Raises:
-        UserError: The file is no timing database.
-        OutputError: It cannot be written.
-        EngineError: The device failed; what was measured before is kept.
+    Each time is stored as soon as it is measured. Raises UserError if the file is no timing database,
+    OutputError if it cannot be written, EngineError if the device failed.
     """
     wanted, began = timer.wanted(shapes), time.perf_counter()
     refused: list[Refused] = []

@@ -13,7 +13,7 @@ from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.evaluation import Choice
 from loka_onnx.engines import registry
 from loka_onnx.errors import EngineError
-from loka_onnx.pipeline.job_cluster import execute_on_cluster
+from loka_onnx.pipeline.job_execution import execute_on_cluster
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 
 # Installed in CI, where this is no expected skip (tests/conftest.py).

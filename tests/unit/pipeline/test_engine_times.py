@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +17,12 @@ from small_configs import engine_of
 
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Evaluation, InputPlace
-from loka_onnx.core.progress import silent
 from loka_onnx.core.split import Part
 from loka_onnx.errors import EngineError
 from loka_onnx.evaluation.engines import with_latencies
-from loka_onnx.pipeline import engine_times
-from loka_onnx.pipeline.engine_times import TimingBench, counts_here
+from loka_onnx.pipeline import judging
+from loka_onnx.pipeline.context import Context
+from loka_onnx.pipeline.judging import Judging, counts_here
 from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
 from loka_onnx.sessions.runner import Arrays, Resident, Runner
@@ -53,29 +53,38 @@ class Adding(Runner):
         return Resident(lambda: inputs["x"] + 1.0, lambda: None)
 
 
-def bench(runners: Mapping[str, Runner], inputs: InputPlace = InputPlace.HOST) -> TimingBench:
-    def opened(engine: EngineArtifact) -> Runner:
-        if engine.plan not in runners:
-            raise EngineError("the file is damaged")
-        return runners[engine.plan]
+@dataclass(frozen=True)
+class Bench(Judging):
+    """Engines by their plans, and a lookup."""
 
-    def no_lookup() -> Runner:
-        raise AssertionError("the model was not cut")
+    runners: Mapping[str, Runner] = field(kw_only=True)
+    lookup: Runner | None = None
 
+    def open_alone(self, engine: EngineArtifact) -> Runner:
+        return opened(self.runners.get(engine.plan))
+
+    def open_lookup(self) -> Any:
+        return opened(self.lookup)
+
+
+def opened(runner: Runner | None) -> Runner:
+    if runner is None:
+        raise EngineError("the file is damaged")
+    return runner
+
+
+def bench(runners: Mapping[str, Runner], inputs: InputPlace = InputPlace.HOST, **more: Any) -> Bench:
     config = SimpleNamespace(batch=SimpleNamespace(serve=(2, 4)), serving=SimpleNamespace(inputs=inputs))
-    return TimingBench(
-        config,  # type: ignore[arg-type] - what is read of a run file
-        silent,
-        opened,
-        no_lookup,
-        lambda rows: {"x": np.ones(rows, np.float32)},
-    )
+    context = Context(config, None, exported=None)  # type: ignore[arg-type] - what is read of a run
+    generated = SimpleNamespace(generated=lambda rows: {"x": np.ones(rows, np.float32)})
+    context.__dict__["requests"] = generated
+    return Bench(context, None, runners=runners, **more)
 
 
 def test_what_fails_while_it_is_timed_is_told_and_the_others_go_on():
     engines = [engine_of(plan, "cpu", "cpu") for plan in ("fp32", "bf16", "fp8-all")]
     engines.append(engine_of("fp16", "cpu", "cpu", status=BuildStatus.FAILED))
-    timed = bench({"fp32": Adding(), "bf16": Adding(most=2)}).time(engines)
+    timed = bench({"fp32": Adding(), "bf16": Adding(most=2)}).time_engines(engines)
     assert timed.failures == {
         "cpu-maker-cpu-bf16": "at batch 4: the worker died\n  evidence: signal 11",
         "cpu-maker-cpu-fp8-all": "it does not open: the file is damaged",
@@ -113,20 +122,15 @@ class Broken(Adding):
 def test_a_lookup_that_fails_costs_the_engines_behind_it(fails, said):
     """Their times alone would be those of engines that cannot serve."""
     engine = replace(engine_of("fp32", "cpu", "cpu"), part=Part.DENSE)
-
-    def opened() -> Runner:
-        if fails is None:
-            raise EngineError("the file is damaged")
-        return Broken(fails)
-
-    timed = replace(bench({"fp32": Adding()}), open_lookup=opened).time([engine])
+    lookup = None if fails is None else Broken(fails)
+    timed = bench({"fp32": Adding()}, lookup=lookup).time_engines([engine])
     assert timed.failures == {engine.id: said}
 
 
 @pytest.mark.parametrize(("place", "asked"), [("host", {"run"}), ("device", {"resident"})])
 def test_engines_are_asked_as_the_fleet_will_ask(place, asked):
     runner = Adding()
-    timed = bench({"fp32": runner}, InputPlace(place)).time([engine_of("fp32", "cpu", "cpu")])
+    timed = bench({"fp32": runner}, InputPlace(place)).time_engines([engine_of("fp32", "cpu", "cpu")])
     assert runner.asked == asked
     assert {x.inputs for x in timed.latencies["cpu-maker-cpu-fp32"]} == {InputPlace(place)}
 
@@ -134,13 +138,13 @@ def test_engines_are_asked_as_the_fleet_will_ask(place, asked):
 @pytest.fixture
 def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_devices, "list_cuda_devices", lambda: (CudaDevice(0, "NVIDIA H200", "sm90"),))
-    monkeypatch.setattr(engine_times, "device_alone", contextlib.nullcontext)
+    monkeypatch.setattr(judging, "device_alone", contextlib.nullcontext)
 
 
 @pytest.mark.usefixtures("on_h200")
 def test_times_of_an_h200_are_none_of_an_h100():
     engines = [engine_of("fp32", target) for target in ("nvidia-h100", "nvidia-h200")]
-    timed = bench({"fp32": Adding()}).time(engines)
+    timed = bench({"fp32": Adding()}).time_engines(engines)
     found = {
         engine: {(x.device, x.counts_for_choice) for x in latencies}
         for engine, latencies in timed.latencies.items()
@@ -154,7 +158,7 @@ def test_times_of_an_h200_are_none_of_an_h100():
 @pytest.mark.usefixtures("on_h200")
 def test_engines_are_timed_again_where_their_target_is(monkeypatch):
     engine = engine_of("fp32", "nvidia-h100")
-    timed = bench({"fp32": Adding()}).time([engine])
+    timed = bench({"fp32": Adding()}).time_engines([engine])
     judged = Evaluation(engine.id, "maker", "fp32", "nvidia-h100", "selection", 9, (), (), "measured")
     evaluations = [with_latencies(judged, timed)]
     # Here they would say no more than before, and neither would they where there is no such GPU.
@@ -164,7 +168,7 @@ def test_engines_are_timed_again_where_their_target_is(monkeypatch):
     h100 = CudaDevice(0, "NVIDIA H100 80GB HBM3", "sm90")
     monkeypatch.setattr(host_devices, "list_cuda_devices", lambda: (h100,))
     assert counts_here(evaluations, [engine])
-    there = [with_latencies(judged, bench({"fp32": Adding()}).time([engine]))]
+    there = [with_latencies(judged, bench({"fp32": Adding()}).time_engines([engine]))]
     assert not counts_here(there, [engine])
     # An H100 as well, and another machine; on an H200 nothing better can be had than what there is.
     pcie = CudaDevice(0, "NVIDIA H100 PCIe", "sm90")
