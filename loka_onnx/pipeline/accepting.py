@@ -165,8 +165,7 @@ class TorchModel:
 
 
 def build_torch_model(config: ModelConfig, directory: Path) -> TorchModel:
-    """Call the builder, looked for in the run file's directory and on the import path, and load the
-    checkpoint.
+    """Call the builder, looked for in the run file's directory too, and load the checkpoint.
 
     Raises ModelError if the builder cannot be imported, fails, or does not return a module and its inputs, or
     if the checkpoint does not fit; MissingPackage if PyTorch is not installed.

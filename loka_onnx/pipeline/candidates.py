@@ -268,9 +268,7 @@ def engine_cache(settings: BuildConfig) -> EngineCache:
 
 @dataclass
 class Additions:
-    """Engines of further plans for the modified model, with constants fitted to them, changes in their
-    models, and files of both.
-    """
+    """Engines of further plans for the modified model; corrections, rewrites and files are theirs."""
 
     judging: Judging
     model: ModelArtifact

@@ -79,9 +79,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class Correcting:
-    """The stage that fits and judges corrections of plans for a model, on `most` rows at most; None for as
-    many as a run takes.
-    """
+    """The stage that fits and judges corrections of plans, on `most` rows; all that a run takes for None."""
 
     context: Context
     model: ModelArtifact

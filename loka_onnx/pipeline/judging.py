@@ -49,9 +49,7 @@ JOB_TIMED_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Judging:
-    """Judges the engines of one run, of this host and of others; they take looked-up rows where there is a
-    cut.
-    """
+    """Judges the engines of one run, of this host and of others; after a cut they take looked-up rows."""
 
     context: Context
     split: ModelSplit | None
@@ -62,9 +60,7 @@ class Judging:
         return ElsewhereRuns(self.context.path(JOBS))
 
     def evaluate(self, engines: EngineSet, known: EvaluationSet) -> EvaluationSet:
-        """Judge on selection and certification, and time per batch size → `evaluation.json`; `known` is not
-        repeated.
-        """
+        """Judge on selection and certification, and time → `evaluation.json`; `known` is not repeated."""
         context = self.context
         reads = {
             **self.reads(engines),
@@ -96,9 +92,7 @@ class Judging:
     def judge_attempt(
         self, engines: Sequence[EngineArtifact], number: int, known: EvaluationSet | None = None
     ) -> tuple[Evaluation, ...]:
-        """Judge the reference and engines on selection and on an attempt's certification, and time them;
-        `known` is not repeated.
-        """
+        """Judge the reference and engines on selection and an attempt's certification, with latencies."""
         timed = self.time_engines(engines)
         timed.latencies.update(self.elsewhere.latencies(engines))
         splits = (self.context.selection, self.context.attempt(number))

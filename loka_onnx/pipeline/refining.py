@@ -263,7 +263,7 @@ class _Loop:
         self.judged: list[_Trial] = []
 
     def run(self, names: Iterator[str]) -> HardwareRefinement | None:
-        """Time the engines, then run the rounds, maybe none; None where no engine of this hardware runs here."""
+        """Time the engines, then run the rounds, if any; None where no engine of this hardware runs here."""
         here = [t for t in self.trials if t.engine.status is BuildStatus.READY]
         if not here:
             return None

@@ -115,7 +115,7 @@ def split_rule(config: RunConfig) -> str:
 
 @dataclass(frozen=True)
 class Requests:
-    """Generated inputs of a model; bindings have the bounds of ids, numbers have no signs where `unsigned`."""
+    """Generated inputs of a model; bindings have the bounds of ids, numbers are positive where `unsigned`."""
 
     inputs: Sequence[TensorSpec]
     bindings: Sequence[InputBinding]
