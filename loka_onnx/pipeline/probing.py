@@ -15,7 +15,7 @@ from typing import Any
 
 from loka_onnx.calibration.calibrate import OpenVerdicts, ProbeOptions, calibrate
 from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
-from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
+from loka_onnx.calibration.passes.probe import Probe, scales_of
 from loka_onnx.calibration.passes.ray_executor import RayExecutor
 from loka_onnx.calibration.updating import ProfiledModel, update
 from loka_onnx.config import Executor as ExecutorName
@@ -124,28 +124,20 @@ class Probing:
         Ranges, and the scales that follow, are from all rows. Errors and sensitivities come from few rows and
         one draw: for the report, not for decisions. `planned` is the recipe's id of each product.
         """
-        known = {recipe.id: recipe for recipe in planned_recipes(self.config.plan)}
+        known = planned_recipes(self.config.plan)
         # Interactions and unplanned sites need one with per-tensor weights.
-        plain = next(
-            name for name, recipe in known.items() if recipe.weight.granularity is Granularity.PER_TENSOR
-        )
-        recipes = tuple(recipe for name, recipe in known.items() if name in {*planned.values(), plain})
+        plain = next(recipe.id for recipe in known if recipe.weight.granularity is Granularity.PER_TENSOR)
+        recipes = tuple(recipe for recipe in known if recipe.id in {*planned.values(), plain})
 
         def measure() -> Profile:
-            began, settings = time.perf_counter(), self.config.calibration
-            few = min(REFRESH_ROWS, self.data.rows if settings.rows is None else settings.rows)
+            began, options = time.perf_counter(), self._options()
+            few = min(REFRESH_ROWS, self.data.rows if options.rows is None else options.rows)
             with self._executor() as executor:
-                passes = PassOptions(
-                    batch_size=settings.batch_size,
-                    rows=settings.rows,
-                    range_rows=settings.range_rows,
-                    seed=settings.seed,
-                )
-                probe = Probe(model, model.sites, self.data, passes, executor, self.progress)
+                probe = Probe(model, model.sites, self.data, options, executor, self.progress)
                 ranges = probe.ranges(self._scratch)
                 seconds = ExactSum.of((time.perf_counter() - began,))
                 options = replace(
-                    self._options(lambda profile: ()),
+                    options,
                     recipes=recipes,
                     planned=planned,
                     scales=scales_of(ranges, recipes),
@@ -153,7 +145,6 @@ class Probing:
                     range_rows=None,
                     error_precision=None,
                     sensitivity_rows=few,
-                    open_verdicts=None,
                     draws=1,
                     executor=executor,
                 )
@@ -182,8 +173,7 @@ class Probing:
         """The profile with the magnitudes of all tensors over all rows, where FP16 may be used."""
         if not self._may_use_fp16:
             return profile
-        settings, began = self.config.calibration, time.perf_counter()
-        options = PassOptions(batch_size=settings.batch_size, rows=settings.rows)
+        began, options = time.perf_counter(), self._options()
         with self._executor() as executor:
             tensors = Probe(model, (), self.data, options, executor, self.progress).magnitudes(self._scratch)
         seconds = ExactSum.of((time.perf_counter() - began,))
@@ -194,7 +184,7 @@ class Probing:
             options = replace(options, executor=executor)
             return calibrate(model, self.specs, self.data, self._scratch, options, self.progress)
 
-    def _options(self, still_open: OpenVerdicts) -> ProbeOptions:
+    def _options(self, still_open: OpenVerdicts | None = None) -> ProbeOptions:
         settings, plan = self.config.calibration, self.config.plan
         best = plan.weight_granularity is WeightGranularity.BEST
         return ProbeOptions(

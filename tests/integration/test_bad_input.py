@@ -104,28 +104,33 @@ def one_file_twice(place: Workplace) -> None:
     place.write_run_file(data={"path": None, "split": None, **files})
 
 
-def couple_rows(place: Workplace) -> None:
-    """The second layer is a Softmax over the batch."""
-    path = place.path / "ranker.onnx"
-    model = onnx.load(path)
-    node = next(node for node in model.graph.node if node.name == "relu2")
+def spoiled(change: Callable[[onnx.ModelProto, onnx.NodeProto], None]) -> Callable[[Workplace], None]:
+    """Changes the model at its second activation."""
+
+    def spoil(place: Workplace) -> None:
+        model = onnx.load(place.path / "ranker.onnx")
+        change(model, next(node for node in model.graph.node if node.name == "relu2"))
+        onnx.save(model, place.path / "ranker.onnx")
+
+    return spoil
+
+
+@spoiled
+def couple_rows(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
+    """A Softmax over the batch."""
     node.op_type = "Softmax"
     node.attribute.append(h.make_attribute("axis", 0))
-    onnx.save(model, path)
 
 
-def pair_rows(place: Workplace) -> None:
-    """The second layer needs an even number of rows."""
-    path = place.path / "ranker.onnx"
-    model = onnx.load(path)
-    node = next(node for node in model.graph.node if node.name == "relu2")
+@spoiled
+def pair_rows(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
+    """It needs an even number of rows."""
     node.op_type = "Reshape"
     node.input.append("pairs")
     node.output[0] = "paired"
     model.graph.node.insert(6, h.make_node("Reshape", ["paired", "flat"], ["a2"], "back"))
     shapes = {"pairs": np.array([-1, 2, HIDDEN]), "flat": np.array([-1, HIDDEN])}
     model.graph.initializer.extend(onnx.numpy_helper.from_array(v, name) for name, v in shapes.items())
-    onnx.save(model, path)
 
 
 OF_ROWS = "of 'rows.parquet'"

@@ -9,20 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 import tritonclient.http as triton
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto as T
-from onnx import helper as h
 from onnx import numpy_helper as nh
 from tritonclient.utils import InferenceServerException
 
@@ -39,33 +38,21 @@ ITEMS, NUMBERS = 50, 8
 
 def write_ranker(path: Path) -> None:
     """numbers (B, 8) and item (B,), as the ranker of the README, → ctr (B,) and parts (B, 3)."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]>'
+        f"ranker (float[batch,{NUMBERS}] numbers, int64[batch] item)"
+        "=> (float[batch] ctr, float[batch,3] parts) {"
+        "looked_up = Gather(table, item) joined = Concat<axis=1>(numbers, looked_up)"
+        "[fc] parts = MatMul(joined, w) ctr = ReduceSum<keepdims=0>(parts, one) }"
+    )
     random = np.random.default_rng(0)
     weights = {
         "table": random.standard_normal((ITEMS, 16)).astype(np.float32),
         "w": random.standard_normal((16 + NUMBERS, 3)).astype(np.float32),
         "one": np.array([1]),
     }
-    nodes = [
-        h.make_node("Gather", ["table", "item"], ["looked_up"]),
-        h.make_node("Concat", ["numbers", "looked_up"], ["joined"], axis=1),
-        h.make_node("MatMul", ["joined", "w"], ["parts"], "fc"),
-        h.make_node("ReduceSum", ["parts", "one"], ["ctr"], keepdims=0),
-    ]
-    graph = h.make_graph(
-        nodes,
-        "ranker",
-        [
-            h.make_tensor_value_info("numbers", T.FLOAT, ["batch", NUMBERS]),
-            h.make_tensor_value_info("item", T.INT64, ["batch"]),
-        ],
-        [
-            h.make_tensor_value_info("ctr", T.FLOAT, ["batch"]),
-            h.make_tensor_value_info("parts", T.FLOAT, ["batch", 3]),
-        ],
-        [nh.from_array(value, name) for name, value in weights.items()],
-    )
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10)
-    onnx.save(model, os.fspath(path))
+    model.graph.initializer.extend(nh.from_array(value, name) for name, value in weights.items())
+    onnx.save(model, path)
 
 
 def rows(count: int, seed: int = 3) -> dict[str, np.ndarray]:
@@ -321,20 +308,14 @@ def test_what_cannot_be_served_is_said_in_one_message(bundle, server, tmp_path):
         command = [sys.executable, "-c", SERVE, *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
-    done: dict[str, subprocess.CompletedProcess[str]] = {}
-    tries = {"port": (str(bundle), "--port", port), "bundle": (str(tmp_path), "--port", "0")}
-    threads = [
-        threading.Thread(target=lambda n=name, a=arguments: done.update({n: start(*a)}))
-        for name, arguments in tries.items()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert done["port"].returncode == 2
-    assert f"error: cannot listen on 127.0.0.1, port {port}\n" in done["port"].stderr
-    assert done["bundle"].returncode == 3
-    assert "Traceback" not in done["port"].stderr + done["bundle"].stderr
+    with ThreadPoolExecutor() as pool:
+        taken = pool.submit(start, str(bundle), "--port", port)
+        empty = start(str(tmp_path), "--port", "0")
+    refused = taken.result()
+    assert refused.returncode == 2
+    assert f"error: cannot listen on 127.0.0.1, port {port}\n" in refused.stderr
+    assert empty.returncode == 3
+    assert "Traceback" not in refused.stderr + empty.stderr
 
 
 @pytest.mark.slow
