@@ -129,8 +129,9 @@ def read_job(directory: Path) -> BuildJob:
     carried = (*job.rows, job.timed) if job.timed else job.rows
     for path in (job.model, job.sample, *(Path(name) for rows in carried for name in rows.inputs.values())):
         if path.as_posix() not in job.files:
-            what = f"E1517 '{JOB}' names '{path}', which is no file of the job"
-            raise ModelError(what, where=str(directory))
+            raise ModelError(
+                f"E1517 '{JOB}' names '{path}', which is no file of the job", where=str(directory)
+            )
     read_proto(directory / job.model)
     return job
 
