@@ -271,8 +271,6 @@ class _Loop:
         target = here[0].engine.target
         if not any(t.has_fp8 for t in real):
             return self._document(target, "no engine here runs FP8 at a speed that counts")
-        if self._limits.rounds == 0:
-            return self._document(target, "no round was asked for")
         self._measure(real, None)
         exact = [t for t in here if t.speed is not None and not t.has_fp8]
         timed = [t for t in real if t.speed is not None and t.has_fp8]
@@ -402,11 +400,9 @@ class _Loop:
 def _speed(timed: Interleaved, engine: EngineArtifact) -> Speed | None:
     """Latencies of an engine; None if it failed at a batch size or was timed on another device."""
     latencies = timed.latencies.get(engine.id, ())
-    if not latencies or engine.id in timed.failures:
+    if engine.id in timed.failures or not all(latency.counts_for_choice for latency in latencies):
         return None
-    if not all(latency.counts_for_choice for latency in latencies):
-        return None
-    return Speed({latency.batch: latency for latency in latencies})
+    return Speed({latency.batch: latency for latency in latencies}) if latencies else None
 
 
 def _assignment(plan: PrecisionPlan) -> tuple[frozenset[str], str]:

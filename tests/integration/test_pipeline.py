@@ -65,18 +65,6 @@ def test_lineage_holds_for_every_file(finished):
     assert record["config"]["outputs"][0]["weight"] == "importance"
 
 
-def test_split_by_hash_keeps_requests_together(finished):
-    data = finished.directory.parents[1] / "rows.parquet"
-    rule = SplitRule("hash", 0.2, 0.3, 0.5, "request", 0)
-    splits = split_file(data, rule, (), ("request",))
-    requests = []
-    for split in (splits.calibration, splits.selection, splits.certification):
-        requests.append(set(np.concatenate([b.columns["request"] for b in split.batches(999)]).tolist()))
-        assert split.rows == 4 * len(requests[-1])
-    assert sum(map(len, requests)) == len(set.union(*requests)) == 1500
-    assert [split.rows for split in finished.report.data.splits] == [4 * len(r) for r in requests]
-
-
 def certification_columns(directory: Path) -> dict[str, np.ndarray]:
     names = (*(f"d{i}" for i in range(WIDTH)), "item_id", "clicked", "bought", "amount", "importance")
     rule = SplitRule("hash", 0.2, 0.3, 0.5, "request", 0)
@@ -145,11 +133,6 @@ def test_a_declined_plan_is_a_result(place, command):
     text = " ".join((place.output / "report.md").read_text().replace("\\", "").split())
     assert f"Not chosen: declined: {reason}; Accuracy: not measured: declined." in text
     loka_onnx.verify_bundle(place.output / "bundle")
-
-
-def test_generated_rows_are_stamped(finished):
-    for name in ("report.md", "report.html"):
-        assert "SYNTHETIC DATA" in (finished.directory / name).read_text()
 
 
 def test_bundle_answers_like_the_model(finished):
@@ -280,10 +263,3 @@ def test_require_fp8(copied, command):
     assert lines[1].startswith("  evidence: cpu-onnxruntime-cpu-fp8-all, ctr: upper bound of ΔNE +")
     assert lines[2].startswith("  remedy: raise `outputs.budget`")
     assert "bundle" in done.out, "the high-precision engine is emitted all the same"
-
-
-def test_evaluations_are_of_both_splits(finished):
-    evaluations = serde.read(EvaluationSet, finished.directory / "evaluation.json").evaluations
-    assert {e.split for e in evaluations} == {"selection", "certification"}
-    fp8 = [e for e in evaluations if e.plan.startswith("fp8")]
-    assert fp8 and all(not latency.counts_for_choice for e in fp8 for latency in e.latencies)

@@ -288,11 +288,6 @@ def test_hardware_that_is_not_here_is_left_out():
     assert bench.timed == []
 
 
-def test_no_rounds_measure_nothing():
-    found, bench = run(limits=RefineConfig(rounds=0))
-    assert (only(found).ended, bench.timed) == ("no round was asked for", [])
-
-
 def test_the_backend_of_the_fastest_engine_builds():
     class TwoBackends(SimulatedBench):
         def latency(self, of: EngineArtifact) -> Latency:
