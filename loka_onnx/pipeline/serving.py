@@ -18,7 +18,7 @@ from loka_onnx.pipeline.emission import Results
 from loka_onnx.pipeline.judging import Judging
 from loka_onnx.planning.evidence import Evidence
 from loka_onnx.sessions.host_devices import device_of_architecture, is_target
-from loka_onnx.sessions.runner import Arrays, Runner
+from loka_onnx.sessions.runner import Arrays, Resident, Runner
 
 LOAD = Stage("throughput", "throughput.json", ThroughputSet)
 INPUT_SETS = 4
@@ -50,8 +50,12 @@ class Served:
         if wanted is InputPlace.DEVICE:
             residents = [runner.resident(request) for runner in runners]
             if all(resident.is_on_device for resident in residents):
-                return cls([lambda inputs, resident=resident: resident() for resident in residents], wanted)
+                return cls([_asked_again(resident) for resident in residents], wanted)
         return cls([runner.run for runner in runners], InputPlace.HOST)
+
+
+def _asked_again(resident: Resident) -> Run:
+    return lambda inputs: resident()
 
 
 def measure_throughput(judging: Judging, results: Results, choice: Choice) -> ThroughputSet:
