@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -158,10 +158,11 @@ class DataConfig(Strict):
         False, description="true declares the rows generated, which is stamped on everything downstream"
     )
 
+    SPLITS: ClassVar[tuple[str, ...]] = ("calibration", "selection", "certification")
+
     @model_validator(mode="after")
     def _one_layout(self) -> Self:
-        splits = ("calibration", "selection", "certification")
-        files = [name for name in splits if getattr(self, name) is not None]
+        files = [name for name in self.SPLITS if getattr(self, name) is not None]
         if self.path is not None and files:
             raise fault(
                 f"`data.path` and `data.{files[0]}` exclude each other",
@@ -177,8 +178,8 @@ class DataConfig(Strict):
                 evidence=f"`{absent}` is not present",
                 remedy="for example `path: clicks.parquet` with `split: {by: hash, column: user_id}`",
             )
-        if self.path is None and len(files) < len(splits):
-            absent = _listed([name for name in splits if name not in files])
+        if self.path is None and len(files) < len(self.SPLITS):
+            absent = _listed([name for name in self.SPLITS if name not in files])
             raise fault(
                 "`data` needs three disjoint splits: calibration, selection and certification",
                 evidence=f"{absent} not present",
