@@ -1,23 +1,27 @@
-"""Whole small runs: what they leave, how they resume, and what they say of each output."""
+"""Whole small runs: what they leave, how they resume, what they say of each output, how they are signed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from run_findings import STAGES, findings, resumed
 from scipy.special import expit
-from synthetic_runs import ITEMS, WIDTH, Workplace, scores, tree
+from synthetic_runs import ITEMS, WIDTH, Workplace, make_workplace, scores, tree
 
 import loka_onnx
+from loka_onnx.bundle.format.signature import verify_signature
+from loka_onnx.bundle.signing import write_key_pair
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.evaluation import BudgetStatus, EvaluationSet, OutputEvaluation
 from loka_onnx.data import SplitRule, split_file
+from loka_onnx.errors import BundleInvalid, ConfigError
 from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
 
 # What a run leaves beside its record: everything in it must come from a recorded stage, except scratch.
@@ -263,3 +267,40 @@ def test_require_fp8(copied, command):
     assert lines[1].startswith("  evidence: cpu-onnxruntime-cpu-fp8-all, ctr: upper bound of ΔNE +")
     assert lines[2].startswith("  remedy: raise `outputs.budget`")
     assert "bundle" in done.out, "the high-precision engine is emitted all the same"
+
+
+# Signing ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_signs_its_bundle(tmp_path, command):
+    place = make_workplace(tmp_path / "place")
+    ours, others = (write_key_pair(tmp_path / "keys", name) for name in ("ours", "others"))
+    done = command("run", place.run_file, "--quiet", "--sign", ours.private)
+    assert done.code == 0, done.err
+    bundle = place.output / "bundle"
+    assert verify_signature(bundle, [ours.public]) == ours.fingerprint
+    with pytest.raises(BundleInvalid):
+        verify_signature(bundle, [others.public])
+    loka_onnx.load(bundle, keys=[ours.public]).close()
+    assert command("bundle", "verify", bundle, "--key", others.public).code == 3
+
+    # Nothing is done again for the same key, and the bundle alone for another, or for none.
+    before = tree(place.output)
+    loka_onnx.run(place.run_file, RunOptions(resume=True, sign=ours.private))
+    assert tree(place.output) == before
+    loka_onnx.run(place.run_file, RunOptions(resume=True, sign=others.private))
+    assert verify_signature(bundle, [others.public]) == others.fingerprint
+    loka_onnx.run(place.run_file, RunOptions(resume=True))
+    assert not (bundle / "signature.json").exists()
+    changed = {name for name, data in tree(place.output).items() if before.get(name) != data}
+    assert {name.split("/")[0] for name in changed} <= {"bundle", "run.json"}
+
+
+def test_a_key_that_cannot_be_read_is_refused_before_anything_is_done(tmp_path):
+    place = make_workplace(tmp_path / "place")
+    pair = write_key_pair(tmp_path / "keys")
+    for wrong in (pair.public, tmp_path / "absent.key"):
+        with pytest.raises(ConfigError):
+            loka_onnx.run(place.run_file, RunOptions(sign=wrong))
+    assert not place.output.exists()
+    shutil.rmtree(place.path)

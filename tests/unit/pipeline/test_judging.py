@@ -1,14 +1,15 @@
-"""Timing the engines of a run: who is timed beside whom, on what, and what is said of those that fail."""
+"""Requests that engines are judged by; who is timed beside whom, and what is said of those that fail."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,9 @@ from small_configs import engine_of
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Evaluation, InputPlace
 from loka_onnx.core.split import Part
+from loka_onnx.data import InputBinding, open_dataset
 from loka_onnx.errors import EngineError
-from loka_onnx.evaluation.engines import with_latencies
+from loka_onnx.evaluation.engines import REQUEST_ROWS, with_latencies
 from loka_onnx.pipeline import judging
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.judging import Judging, counts_here
@@ -179,3 +181,52 @@ def test_engines_are_timed_again_where_their_target_is(monkeypatch):
             host_devices, "list_cuda_devices", lambda name=other: (CudaDevice(0, name, "sm90"),)
         )
         assert not counts_here(there, [engine])
+
+
+ROWS = 10_250
+
+
+class Strict:
+    """An engine that refuses what it was not built for, as compiled ones do."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self.least, self.most = least, most
+
+    def __enter__(self) -> Strict:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def run(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        if not self.least <= len(inputs["x"]) <= self.most:
+            raise EngineError(f"{len(inputs['x'])} rows")
+        return {"y": 2 * inputs["x"]}
+
+
+# 10 250 rows end with a request of 50, of 50 again, of 10, of 250, and of 1 250.
+@pytest.mark.parametrize(
+    ("least", "largest"), [(1, 100), (64, 100), (64, 10_000), (2_500, 4_096), (9_000, 9_000)]
+)
+def test_engines_are_asked_for_what_they_were_built_for(tmp_path, monkeypatch, least, largest):
+    np.savez(tmp_path / "rows.npz", x=np.arange(ROWS, dtype=np.float32))
+    data = open_dataset(
+        tmp_path / "rows.npz", (InputBinding("x", ("x",), "float32", 1),), (), None, frozenset()
+    )
+    config: Any = SimpleNamespace(
+        batch=SimpleNamespace(min=least, max=largest),
+        columns=(),
+        data=SimpleNamespace(group=None, slices=()),
+        threads=1,
+    )
+    context = Context(config, cast(Any, None), exported=cast(Any, None))
+    context.__dict__["splits"] = SimpleNamespace(selection=data, certification=data)
+    splits = (context.selection, context.attempt(0))
+    assert [split.name for split in splits] == ["selection", "certification"]
+    judging = Judging(context, None)
+    monkeypatch.setattr(Judging, "open_alone", lambda self, engine: Strict(least, largest))
+    for split in splits:
+        with ExitStack() as stack:
+            run = judging.open_engine(SimpleNamespace(part=Part.WHOLE), stack)  # type: ignore[arg-type]
+            found = [run(batch.inputs)["y"] for batch in split.batches()]
+        np.testing.assert_array_equal(np.concatenate(found), 2 * np.arange(ROWS))
+        assert max(map(len, found)) == max(least, min(largest, REQUEST_ROWS))

@@ -1,4 +1,4 @@
-"""A planned model is written once for each form that backends ask for, under a name of its own."""
+"""Candidates: settings of backends reach them, and a planned model is written once for each form."""
 
 from __future__ import annotations
 
@@ -8,17 +8,53 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from small_configs import plan_of
+from small_configs import config_of, plan_of
 
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.fusions import Fusions
+from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.engines.registry import get_backend
+from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline import candidates
 from loka_onnx.pipeline.candidates import Candidate, EngineBuilder
+from loka_onnx.pipeline.plans import check_options
+from loka_onnx.pipeline.run import run
 from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.transforms.precision.apply_plan import PlanForm, PlannedModel
+
+
+def test_options_reach_the_candidates_of_their_backend_and_device(tmp_path):
+    gpu = {
+        "device": "nvidia-h100",
+        "backends": ["inductor", "tensorrt"],
+        "options": {"inductor": {"static": 0, "max_autotune": 1}},
+    }
+    config = config_of(tmp_path, targets=[gpu, {"device": "cpu", "backends": ["inductor"]}])
+    check_options(config)
+    judging = SimpleNamespace(context=SimpleNamespace(config=config))
+    builder = EngineBuilder(cast(Any, judging), CorrectionSet())
+    given = {(c.target, c.backend.name): c.options for c in builder._candidates(PlanSet((plan_of("fp32"),)))}
+    assert given == {
+        ("nvidia-h100", "inductor"): {"static": 0, "max_autotune": 1},
+        ("nvidia-h100", "tensorrt"): {},
+        ("cpu", "inductor"): {},
+    }
+
+
+@pytest.mark.parametrize("options", [{"statik": 1}, {"zzz": 1}, {"static": 2}])
+def test_a_setting_that_a_backend_lacks_is_refused_at_once(options, tmp_path):
+    targets = [
+        {"device": "nvidia-h100", "backends": ["inductor"]},
+        {"device": "cpu", "backends": ["inductor"], "options": {"inductor": options}},
+    ]
+    config = config_of(tmp_path, targets=targets)
+    with pytest.raises(ConfigError) as caught:
+        run(config)
+    assert "`targets[1].options.inductor` (device 'cpu')" in caught.value.where
+    assert not config.output.exists()
+
 
 RTX, CPU = "tensorrt_rtx", "onnxruntime"
 
