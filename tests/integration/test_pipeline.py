@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_findings import STAGES, findings, resumed
+from run_findings import LAYOUT, STAGES, findings, resumed
 from scipy.special import expit
 from synthetic_runs import ITEMS, WIDTH, Workplace, make_workplace, scores, tree
 
@@ -32,10 +32,7 @@ UNRECORDED = ("run.json", "calibration/instrumented/", "calibration/sample.npz")
 
 
 def test_layout(finished):
-    wanted = {"bundle", "calibration", "choice.json", "engines", "engines.json", "evaluation.json", "model"}
-    wanted |= {"plan.json", "planned", "profile.json", "report.html", "report.json", "report.md", "run.json"}
-    wanted |= {"corrections.json", "ladder.json", "rewrites.json"}
-    assert {path.name for path in finished.directory.iterdir()} == wanted
+    assert {path.name for path in finished.directory.iterdir()} == LAYOUT
     engines = {path.name for path in (finished.directory / "engines").iterdir() if path.is_dir()}
     assert engines == {f"cpu-onnxruntime-cpu-{plan}" for plan in ("fp32", "fp8-all", "fp8-safe")}
 
