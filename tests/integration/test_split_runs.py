@@ -248,38 +248,25 @@ def zoo_workplace(path: Path, is_cut: bool) -> Path:
     columns: dict[str, Array] = {f"c{i}": random.integers(0, 20, ZOO_ROWS) for i in range(CATEGORIES)}
     columns |= {f"n{i}": random.standard_normal(ZOO_ROWS).astype(np.float32) for i in range(NUMBERS)}
     write_rows(path / "rows.parquet", {**columns, "y": (random.random(ZOO_ROWS) < 0.3).astype(np.float32)})
-    values = {
-        "model": {
-            "torch": "loka_zoo.builders:build",
-            "arguments": {
-                "architecture": "wukong",
-                "size": "tiny",
-                "categorical": {f"c{i}": 20 for i in range(CATEGORIES)},
-                "numeric": [f"n{i}" for i in range(NUMBERS)],
-            },
-            "split_sparse": is_cut,
-        },
-        "outputs": [{"name": "logit", "kind": "logit", "label": "y", "budget": 0.01}],
-        "data": {
-            "path": "rows.parquet",
-            "split": {"by": "order"},
-            "synthetic": True,
-            "inputs": {
-                "dense": [f"n{i}" for i in range(NUMBERS)],
-                "ids": [f"c{i}" for i in range(CATEGORIES)],
-            },
-        },
-        "batch": {"min": 1, "serve": [8], "max": 64},
-        "plan": {"plans": ["fp32", "fp8-all"]},
-        "targets": [
+    arguments = {
+        "architecture": "wukong",
+        "size": "tiny",
+        "categorical": {f"c{i}": 20 for i in range(CATEGORIES)},
+        "numeric": [f"n{i}" for i in range(NUMBERS)],
+    }
+    inputs = {"dense": arguments["numeric"], "ids": list(arguments["categorical"])}
+    builder = {"onnx": None, "torch": "loka_zoo.builders:build", "arguments": arguments}
+    return Workplace(path).write_run_file(
+        model={**builder, "split_sparse": is_cut},
+        outputs=[{"name": "logit", "kind": "logit", "label": "y", "budget": 0.01}],
+        data={"split": {"by": "order"}, "group": None, "inputs": inputs},
+        batch={"serve": [8], "max": 64},
+        plan={"plans": ["fp32", "fp8-all"]},
+        targets=[
             {"device": "cpu", "backends": ["onnxruntime"]},
             {"device": "nvidia-rtx-ada", "backends": ["tensorrt_rtx"]},
         ],
-        "threads": 1,
-    }
-    file = path / "RUN.json"
-    file.write_text(json.dumps(values))
-    return file
+    )
 
 
 @pytest.mark.slow
@@ -307,7 +294,7 @@ def test_the_zoo_is_cut_for_both_backends(tmp_path, command):
     assert {entry.part for entry in manifest.engines} == {Part.DENSE}
     engine = loka_onnx.load(cut_run.bundle)
     assert engine.entry.backend == "onnxruntime" and engine.health().ready
-    file = tmp_path / "cut" / "RUN.json"
+    file = tmp_path / "cut" / "RUN.yaml"
     told = command("transform", file, "--explain", "--output", cut_run.directory).out
     merged = "layers.0.fmb.project+lcb.mix+residual.mix"
     assert f"\nlayers.0.lcb.mix → {merged}\n  + merge-parallel-linears at {merged}: " in told
