@@ -83,7 +83,7 @@ class Context(RunSettings):
         # table tells.
         inputs = [replace(spec, shape=(None, *rows[spec.name].shape[1:])) for spec in self.exported.inputs]
         requests = Requests(inputs, [bounded_by(binding, rows[binding.input]) for binding in self.bindings])
-        drawn = requests.sample(max(self.config.batch.min, min(CHECK_ROWS, self.config.batch.max)))
+        drawn = requests.sample(self.as_batch(CHECK_ROWS))
         answers = self.open_exported().run(drawn).values()
         is_finite = all(np.isfinite(values).all() for values in answers if values.dtype.kind == "f")
         return requests if is_finite else replace(requests, unsigned=True)
@@ -128,19 +128,10 @@ class Context(RunSettings):
     def reference(self, split: Split, progress: Progress | None = None) -> Reference:
         """Outputs of the exported model on a split; predicted once."""
         if split.name not in self._references:
-            run = self.open_exported().run
-            self._references[split.name] = predict_reference(
-                split, run, self.specs, progress or self.progress
-            )
+            run, progress = self.open_exported().run, progress or self.progress
+            self._references[split.name] = predict_reference(split, run, self.specs, progress)
         return self._references[split.name]
 
     def _judged(self, name: str) -> Split:
-        rows = self.config.data
-        return Split(
-            name,
-            getattr(self.splits, name),
-            self.config.columns,
-            rows.group,
-            rows.slices,
-            self.as_batch(REQUEST_ROWS),
-        )
+        data, size = self.config.data, self.as_batch(REQUEST_ROWS)
+        return Split(name, getattr(self.splits, name), self.config.columns, data.group, data.slices, size)

@@ -278,10 +278,6 @@ class _Kind:
 
 
 def _kind(engine: EngineArtifact) -> _Kind:
-    device = device_of_architecture(engine.architecture)
-    return _Kind(
-        engine.target,
-        device or engine.target,
-        is_target(engine.target, engine.architecture),
-        engine.simulated,
-    )
+    device = device_of_architecture(engine.architecture) or engine.target
+    on_target = is_target(engine.target, engine.architecture)
+    return _Kind(engine.target, device, on_target, engine.simulated)

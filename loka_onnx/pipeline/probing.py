@@ -310,11 +310,6 @@ def _tensors(earlier: Profile, model: ModelArtifact) -> dict[str, TensorRange]:
 
 def _sampling(earlier: Profile, later: Profile, kept: Collection[str]) -> Sampling:
     one, two = earlier.sampling, later.sampling
-    still_open = [name for name in one.undecided if name in kept]
-    return Sampling(
-        min(one.rows, two.rows),
-        max(one.looks, two.looks),
-        two.tightest_at,
-        tuple(sorted({*still_open, *two.undecided})),
-        one.may_stop_early or two.may_stop_early,
-    )
+    undecided = tuple(sorted({*(name for name in one.undecided if name in kept), *two.undecided}))
+    may_stop, looks = one.may_stop_early or two.may_stop_early, max(one.looks, two.looks)
+    return Sampling(min(one.rows, two.rows), looks, two.tightest_at, undecided, may_stop)
