@@ -167,16 +167,12 @@ def _check(document: Document, directory: Path, default_name: str) -> RunConfig:
     for loc in _FILE_KEYS:
         file = getattr(getattr(config, str(loc[0])), str(loc[1]))
         if file is not None and not file.is_file():
-            raise _missing_file(loc, file, document, directory)
+            beside = file.parent.iterdir() if file.parent.is_dir() else ()
+            suggestion = nearest(file.name, sorted({entry.name for entry in beside} - {file.name}))
+            raise ConfigError(
+                f"E0105 `{key_path(loc)}` names a file that does not exist",
+                where=document.place(loc),
+                evidence=f"'{file}' is a directory" if file.is_dir() else f"looked for '{file}'",
+                remedy=f"{suggestion} a relative path starts at '{directory}'".lstrip(),
+            )
     return config
-
-
-def _missing_file(loc: Loc, file: Path, document: Document, directory: Path) -> ConfigError:
-    siblings = sorted(entry.name for entry in file.parent.iterdir()) if file.parent.is_dir() else []
-    suggestion = nearest(file.name, [name for name in siblings if name != file.name])
-    return ConfigError(
-        f"E0105 `{key_path(loc)}` names a file that does not exist",
-        where=document.place(loc),
-        evidence=f"'{file}' is a directory" if file.is_dir() else f"looked for '{file}'",
-        remedy=f"{suggestion} a relative path starts at '{directory}'".lstrip(),
-    )

@@ -133,8 +133,10 @@ class EngineBuilder:
             self._merged(self._jobs[c.directory], failures) if c.directory in self._jobs else engine
             for c, engine in zip(wanted, engines, strict=True)
         ]
-        if not self.is_addition:
-            self._remove_old_jobs()
+        for place in () if self.is_addition else (self._root / JOBS).glob("*"):
+            # Jobs that nothing asks for any more go; a result took somebody's time, and stays.
+            if place.is_dir() and place.name not in self._jobs and not (place / RESULT).exists():
+                shutil.rmtree(place)
         parts = tuple(replace(engine, part=source.part) for engine in engines)
         return Built(EngineSet(parts), RewriteLogs(self._logs))
 
@@ -229,12 +231,6 @@ class EngineBuilder:
         detail += f"; the cluster: {failure}" if failure else ""
         artifact = c.backend.failure(c.plan, c.target, c.architecture, detail)
         return replace(artifact, status=BuildStatus.WAITING)
-
-    def _remove_old_jobs(self) -> None:
-        """Remove jobs that nothing asks for any more; those with a result stay: it took somebody's time."""
-        for place in (self._root / JOBS).glob("*"):
-            if place.is_dir() and place.name not in self._jobs and not (place / RESULT).exists():
-                shutil.rmtree(place)
 
     def _planned_model(self, model: ModelArtifact, candidate: Candidate) -> PlannedModel:
         """Write the plan into a model in the form that the backend asks for; once for each form."""

@@ -151,9 +151,15 @@ class ChosenMods:
 
     def __init__(self, config: RunConfig) -> None:
         known = {kind.name: kind for kind in DEFAULT_MODS}
+        settings = {ChooseSmoothing.name: "smoothing", SplitHighErrorChannels.name: "split_channels"}
         for index, name in enumerate(config.mods.skip):
             if name not in known:
-                raise _unknown(name, index, list(known))
+                setting = f"write `mods.{settings[name]}: false`" if name in settings else ""
+                raise ConfigError(
+                    f"E1520 `mods.skip[{index}]` names no mod: '{name}'",
+                    evidence=f"the mods are {', '.join(known)}",
+                    remedy=setting or nearest(name, list(known)) or "remove it",
+                )
         self._kinds = tuple(kind for name, kind in known.items() if name not in config.mods.skip)
         granularity = config.plan.weight_granularity
         is_open = granularity is WeightGranularity.BEST
@@ -175,14 +181,3 @@ class ChosenMods:
         if self._rounding is not None:
             mods.append(ChooseSmoothing([rows], scratch, self._rounding))
         return mods
-
-
-def _unknown(name: str, index: int, known: list[str]) -> ConfigError:
-    settings = {ChooseSmoothing.name: "smoothing", SplitHighErrorChannels.name: "split_channels"}
-    return ConfigError(
-        f"E1520 `mods.skip[{index}]` names no mod: '{name}'",
-        evidence=f"the mods are {', '.join(known)}",
-        remedy=f"write `mods.{settings[name]}: false`"
-        if name in settings
-        else nearest(name, known) or "remove it",
-    )

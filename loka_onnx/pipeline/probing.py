@@ -270,11 +270,15 @@ def with_sites(earlier: Profile, later: Profile, model: ModelArtifact) -> Profil
         group for group in earlier.groups if again.isdisjoint(group.sites) and set(group.sites) <= set(order)
     ]
     operands = {tensor for name in order for tensor in entries[name].operands}
+    one, two = earlier.sampling, later.sampling
+    still_open = (name for name in one.undecided if name in order and name not in again)
+    undecided = tuple(sorted({*still_open, *two.undecided}))
+    may_stop, looks = one.may_stop_early or two.may_stop_early, max(one.looks, two.looks)
     return replace(
         earlier,
         model_digest=model.digest,
         error_rows=min(earlier.error_rows, later.error_rows),
-        sampling=_sampling(earlier, later, set(order) - again),
+        sampling=Sampling(min(one.rows, two.rows), looks, two.tightest_at, undecided, may_stop),
         sites=tuple(entries[name] for name in order),
         scales={
             rounding: {**earlier.scales.get(rounding, {}), **later.scales.get(rounding, {})}
@@ -306,10 +310,3 @@ def carried(earlier: Profile, model: ModelArtifact) -> Profile:
 def _tensors(earlier: Profile, model: ModelArtifact) -> dict[str, TensorRange]:
     """Return ranges of tensors; none for another model, because a mod may have changed any of them."""
     return earlier.tensors if earlier.model_digest == model.digest else {}
-
-
-def _sampling(earlier: Profile, later: Profile, kept: Collection[str]) -> Sampling:
-    one, two = earlier.sampling, later.sampling
-    undecided = tuple(sorted({*(name for name in one.undecided if name in kept), *two.undecided}))
-    may_stop, looks = one.may_stop_early or two.may_stop_early, max(one.looks, two.looks)
-    return Sampling(min(one.rows, two.rows), looks, two.tightest_at, undecided, may_stop)
