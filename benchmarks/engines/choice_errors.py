@@ -11,7 +11,7 @@ how many loads an engine gets (`planning.speed.contenders`) and who is chosen (`
   Bar: 80 % at a load-to-load deviation of 1 %.
 
 **Real.** Two engines of the same ONNX file in ONNX Runtime on the CPU, loaded and timed in turns as a run
-does it (`pipeline.engine_times.PER_LOAD`), as many pairs as the time allows. Bar: 3 % told apart.
+does it (`pipeline.judging.PER_LOAD`), as many pairs as the time allows. Bar: 3 % told apart.
 
     python -m benchmarks.engines.choice_errors --seconds 240
 """
@@ -35,7 +35,7 @@ from onnx import TensorProto, helper, numpy_helper
 from benchmarks.recording import write_record
 from loka_onnx.core.evaluation import Latency
 from loka_onnx.evaluation.latency import from_host, measure_interleaved, over_loads
-from loka_onnx.pipeline.engine_times import PER_LOAD
+from loka_onnx.pipeline.judging import PER_LOAD
 from loka_onnx.planning.choice import NOISE
 from loka_onnx.planning.speed import FIRST_LOADS, LOADS, Speed, contenders, rivals
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions

@@ -27,7 +27,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.serde import write_text
 from loka_onnx.core.timing import Shape
 from loka_onnx.engines.tuning import KernelTimer
-from loka_onnx.pipeline.tuning import TuningRequest, shapes_of, tune_shapes
+from loka_onnx.pipeline.tuning import shapes_of, tune_shapes
 from loka_onnx.planning.timings import TimingDatabase, read_records
 
 ROWS = (256, 1024, 4096)
@@ -80,7 +80,7 @@ def time_into(shapes: Iterable[Shape], options: argparse.Namespace) -> None:
     timer = KernelTimer(options.device, options.rounds)
     with TemporaryDirectory() as folder:
         database = Path(folder) / "timings.sqlite"
-        done = tune_shapes(TuningRequest(tuple(sorted(shapes)), database), timer)
+        done = tune_shapes(sorted(shapes), database, timer)
         with TimingDatabase(database) as opened:
             found = opened.read()
     for each in done.refused:

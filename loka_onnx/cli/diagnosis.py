@@ -27,8 +27,7 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.products import other_products
 from loka_onnx.graph.shape_values import tensor_spec
 from loka_onnx.graph.sites import find_sites
-from loka_onnx.pipeline.sample import generated_rows
-from loka_onnx.pipeline.splits import bind_columns
+from loka_onnx.pipeline.rows import bind_columns, generated_rows
 from loka_onnx.pipeline.survival import find_fatal_batch
 from loka_onnx.sessions.backends import BackendSpec, get_spec
 from loka_onnx.sessions.cuda import list_cuda_devices

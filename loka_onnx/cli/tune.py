@@ -17,7 +17,6 @@ from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.run import RunOptions, Stage
 from loka_onnx.pipeline.tuning import (
     TIMINGS,
-    TuningRequest,
     TuningResult,
     shapes_of,
     sites_of_file,
@@ -94,9 +93,9 @@ def tune(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
             terminal.say(f"{opened.take(take)} times taken in from {take}")
     if shapes:
         timer = KernelTimer(device, rounds)
-        request = TuningRequest(tuple(dict.fromkeys(shapes)), place, again)
+        unique = tuple(dict.fromkeys(shapes))
         with reported(terminal, "tune") as progress:
-            result = tune_shapes(request, timer, progress)
+            result = tune_shapes(unique, place, timer, again=again, progress=progress)
         _print_result(terminal, result)
     if export is not None:
         with TimingDatabase(place) as opened:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from loka_onnx.config.choices import (
+from loka_onnx.config.data_sections import BatchConfig, DataConfig, OutputConfig, SplitConfig, SplitFractions
+from loka_onnx.config.fields import (
     Backend,
     Executor,
     NullGroups,
@@ -11,7 +12,6 @@ from loka_onnx.config.choices import (
     SplitBy,
     WeightGranularity,
 )
-from loka_onnx.config.data_sections import BatchConfig, DataConfig, OutputConfig, SplitConfig, SplitFractions
 from loka_onnx.config.loading import build_run_config, load_run_file, parse_overrides
 from loka_onnx.config.precision_sections import CalibrationConfig, ModsConfig, PlanConfig
 from loka_onnx.config.schema import BuildConfig, ModelConfig, RunConfig, TargetConfig, run_file_schema

@@ -6,14 +6,15 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from loka_onnx.config.choices import NullGroups, SplitBy
 from loka_onnx.config.fields import (
     EACH_ONCE,
     Batch,
     Columns,
     Fraction,
+    NullGroups,
     ResolvedPath,
     Seed,
+    SplitBy,
     Strict,
     Text,
     fault,
@@ -55,7 +56,7 @@ class OutputConfig(Strict):
     )
 
     @model_validator(mode="after")
-    def _clip_has_a_use(self) -> Self:
+    def _fits_together(self) -> Self:
         if "clip" in self.model_fields_set and self.kind is not OutputKind.PROBABILITY:
             raise fault(
                 "`clip` belongs to an output of kind 'probability'",
@@ -63,10 +64,6 @@ class OutputConfig(Strict):
                 evidence=f"output '{self.name}' is a {self.kind}",
                 remedy="remove `clip`, or correct `kind`",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
         try:
             _ = self.spec
         except ConfigError as error:

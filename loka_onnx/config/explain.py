@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import functools
+from functools import cache, reduce
+from operator import getitem
 from typing import Any
 
 from pydantic import ValidationError
@@ -65,21 +66,18 @@ def nearest(word: str, choices: list[str]) -> str:
 
 def describe(value: Any) -> str:
     """Return a value of a run file in words."""
-    words = repr(value)
     match value:
-        case None:
-            words = "nothing (null)"
-        case bool():
-            words = "true" if value else "false"
+        case bool() | None:
+            return {True: "true", False: "false", None: "nothing (null)"}[value]
         case str():
-            words = f"the text {value!r}"
+            return f"the text {value!r}"
         case int() | float():
-            words = f"the number {value!r}"
+            return f"the number {value!r}"
         case list() | tuple():
-            words = f"a list of {len(value)}"
+            return f"a list of {len(value)}"
         case dict():
-            words = f"a mapping with the keys {', '.join(map(str, value)) or '(none)'}"
-    return words
+            return f"a mapping with the keys {', '.join(map(str, value)) or '(none)'}"
+    return repr(value)
 
 
 def _explain_one(item: ErrorDetails, document: Document) -> ConfigError:
@@ -94,11 +92,11 @@ def _explain_one(item: ErrorDetails, document: Document) -> ConfigError:
     if kind == "extra_forbidden":
         return _unknown_key(loc, document)
     if kind == "missing":
-        parent = key_path(loc[:-1])
+        parent, found = key_path(loc[:-1]), describe(reduce(getitem, loc[:-1], document.data))
         return ConfigError(
             f"E0116 {f'`{parent}`' if parent else 'the run file'} lacks the key '{loc[-1]}'",
             where=document.place(loc[:-1]),
-            evidence=f"it has {describe(_value_at(document.data, loc[:-1])).removeprefix('a mapping with ')}",
+            evidence=f"it has {found.removeprefix('a mapping with ')}",
             remedy=f"add `{loc[-1]}`: {_schema_at(loc).get('description', '')}",
         )
     wanted = f"`{key_path(loc)}` {_wanted(kind, loc, context)}"
@@ -131,16 +129,15 @@ def _remedy(item: ErrorDetails, loc: Loc) -> str:
     for end in range(len(loc), 0, -1):
         if description := _schema_at(loc[:end]).get("description"):
             return f"`{key_path(loc[:end])}`: {description}"
-    return f"the keys are {', '.join(_properties(()))}"
+    return f"the keys are {', '.join(_keys(()))}"
 
 
 def _unknown_key(loc: Loc, document: Document) -> ConfigError:
-    key, choices = str(loc[-1]), list(_properties(loc[:-1]))
-    parent = key_path(loc[:-1])
-    elsewhere = _homes(key)
+    key, choices, parent = str(loc[-1]), _keys(loc[:-1]), key_path(loc[:-1])
+    homes = [f"`{top}`" for top in _keys(()) if key in (_keys((top,)) or _keys((top, 0)))]
     suggestion = nearest(key, choices)
-    if not suggestion and elsewhere:
-        suggestion = f"'{key}' belongs under {' or '.join(f'`{home}`' for home in elsewhere)}"
+    if not suggestion and homes:
+        suggestion = f"'{key}' belongs under {' or '.join(homes)}"
     return ConfigError(
         f"E0114 unknown key '{key}'" + (f" in `{parent}`" if parent else ""),
         where=document.place(loc),
@@ -149,7 +146,7 @@ def _unknown_key(loc: Loc, document: Document) -> ConfigError:
     )
 
 
-@functools.cache
+@cache
 def _schema() -> dict[str, Any]:
     return run_file_schema()
 
@@ -180,23 +177,5 @@ def _schema_at(loc: Loc) -> dict[str, Any]:
     return _deref(node)
 
 
-def _properties(loc: Loc) -> dict[str, Any]:
-    properties: dict[str, Any] = _schema_at(loc).get("properties", {})
-    return properties
-
-
-def _homes(key: str) -> list[str]:
-    """Return top-level keys under which a key is known."""
-    homes = []
-    for top in _properties(()):
-        inner = _schema_at((top,))
-        inner = _deref(inner["items"]) if "items" in inner else inner
-        if key in inner.get("properties", {}):
-            homes.append(top)
-    return homes
-
-
-def _value_at(data: Any, loc: Loc) -> Any:
-    for part in loc:
-        data = data[part]
-    return data
+def _keys(loc: Loc) -> list[str]:
+    return list(_schema_at(loc).get("properties", {}))

@@ -1,10 +1,11 @@
-"""Base of all run-file sections: base type, kinds of fields, and `fault`."""
+"""Base of all run-file sections: base type, kinds of fields, values to choose from, and `fault`."""
 
 from __future__ import annotations
 
 import os
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -18,14 +19,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from loka_onnx.core.backends import backend_names
+from loka_onnx.core.formats import FORMATS, NumberFormat, Precision
+from loka_onnx.core.plan import quantized_precision
 from loka_onnx.core.serde import MOST_NAME_BYTES, MOST_PATH_BYTES
 
 FAULT = "loka_fault"
 """Type of the validation errors of `fault`."""
-
-
-class FaultError(PydanticCustomError):
-    """A broken rule between keys; see `fault`."""
 
 
 def fault(what: str, *, at: tuple[str | int, ...] = (), evidence: str = "", remedy: str = "") -> Exception:
@@ -33,7 +33,7 @@ def fault(what: str, *, at: tuple[str | int, ...] = (), evidence: str = "", reme
     the rule.
     """
     context = {"what": what, "at": at, "evidence": evidence, "remedy": remedy}
-    return FaultError(FAULT, "{what}", context)
+    return PydanticCustomError(FAULT, "{what}", context)
 
 
 def _resolve(path: Path, info: ValidationInfo) -> Path:
@@ -94,18 +94,12 @@ Seconds = Annotated[float, Field(ge=1e-3, le=1e8)]
 Gigabytes = Annotated[float, Field(ge=0.0, le=1e6)]
 Fraction = Annotated[float, Field(ge=CLOSEST, le=1.0 - CLOSEST)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
+_NAME = {"type": "string", "minLength": 1}
 Columns = Annotated[
     tuple[Text, ...],
     BeforeValidator(_one_or_more),
     Field(min_length=1),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-            ]
-        }
-    ),
+    WithJsonSchema({"anyOf": [_NAME, {"type": "array", "items": _NAME, "minItems": 1}]}),
 ]
 
 
@@ -115,3 +109,88 @@ class Strict(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True
     )
+
+
+# Values to choose from ------------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    Backend = str
+else:
+    Backend = Literal[backend_names()]
+    """Name of a backend."""
+
+
+class PlanId(StrEnum):
+    """A precision assignment that competes."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8_ALL = "fp8-all"
+    FP8_SAFE = "fp8-safe"
+    FP8_FAST = "fp8-fast"
+    INT8_ALL = "int8-all"
+    INT8_SAFE = "int8-safe"
+
+    @property
+    def quantized(self) -> Precision | None:
+        """FP8 or INT8, of which its quantized sites are; None without any."""
+        return quantized_precision(self)
+
+
+class Executor(StrEnum):
+    """Executor of calibration batches and build jobs."""
+
+    LOCAL = "local"
+    """Threads of this process; build jobs are left to be carried to their host."""
+    RAY = "ray"
+    """Machines of a Ray cluster."""
+
+
+class Float8Format(StrEnum):
+    """Name of an FP8 format (`core.formats`)."""
+
+    E4M3FN = "E4M3FN"
+    E4M3FNUZ = "E4M3FNUZ"
+    E5M2 = "E5M2"
+
+    @property
+    def number_format(self) -> NumberFormat:
+        """The format of that name."""
+        return FORMATS[self.lower()]
+
+
+class WeightGranularity(StrEnum):
+    """Elements of a weight that share one scale."""
+
+    PER_TENSOR = "per_tensor"
+    PER_CHANNEL = "per_channel"
+    BEST = "best"
+    """Per site, the one with the smaller measured error."""
+
+
+class ScaleRule(StrEnum):
+    """Rule from the range of an activation to its scale."""
+
+    AMAX = "amax"
+    PERCENTILE = "percentile"
+    MSE = "mse"
+    BEST = "best"
+    """Per site, the one with the smallest measured error."""
+
+
+class NullGroups(StrEnum):
+    """Treatment of rows without a group."""
+
+    REFUSE = "refuse"
+    UNGROUP = "ungroup"
+    """Each is a group of its own."""
+
+
+class SplitBy(StrEnum):
+    """Rule that divides one file."""
+
+    ORDER = "order"
+    """Contiguous rows in file order."""
+    HASH = "hash"
+    """By a hash of a key column, so that rows with one key stay together."""

@@ -108,30 +108,21 @@ def parse_overrides(assignments: Sequence[str]) -> dict[str, object]:
 def _overridden(document: Document, overrides: Mapping[str, object]) -> Document:
     data, places = copy.deepcopy(document.data), dict(document.places)
     for key, value in overrides.items():
-        place, parts = f"override '{key}'", _INDEX.sub(r".\1", key).split(".")
+        place, node = f"override '{key}'", data
         loc: Loc = ()
-        node = data
-        for part in parts[:-1]:
-            step: str | int = int(part) if isinstance(node, list) and part.isdecimal() else part
+        parts = _INDEX.sub(r".\1", key).split(".")
+        for place_in_key, part in enumerate(parts, start=1):
+            step: Any = int(part) if isinstance(node, list) and part.isdecimal() else part
             loc = (*loc, step)
-            if isinstance(node, dict):
-                if node.get(part) is None:
-                    node[part] = {}
-                    places[loc] = place
-                node = node[part]
-            elif isinstance(node, list) and isinstance(step, int) and step < len(node):
-                node = node[step]
-            else:
+            if not isinstance(node, dict) and not (isinstance(step, int) and step < len(node)):
                 raise _no_such_place(place, loc, node)
-        last: str | int = int(parts[-1]) if isinstance(node, list) and parts[-1].isdecimal() else parts[-1]
-        loc = (*loc, last)
-        if not (isinstance(node, dict) or (isinstance(last, int) and last < len(node))):
-            raise _no_such_place(place, loc, node)
-        node[last] = _plain(value)
-        stale = [known for known in places if known[: len(loc)] == loc]
-        for known in stale:
-            del places[known]
-        places[loc] = place
+            if place_in_key == len(parts):
+                node[step] = _plain(value)
+            elif isinstance(node, dict) and node.get(step) is None:
+                node[step] = {}
+                places[loc] = place
+            node = node[step]
+        places = {known: at for known, at in places.items() if known[: len(loc)] != loc} | {loc: place}
     return Document(document.source, data, places)
 
 
@@ -176,16 +167,12 @@ def _check(document: Document, directory: Path, default_name: str) -> RunConfig:
     for loc in _FILE_KEYS:
         file = getattr(getattr(config, str(loc[0])), str(loc[1]))
         if file is not None and not file.is_file():
-            raise _missing_file(loc, file, document, directory)
+            beside = file.parent.iterdir() if file.parent.is_dir() else ()
+            suggestion = nearest(file.name, sorted({entry.name for entry in beside} - {file.name}))
+            raise ConfigError(
+                f"E0105 `{key_path(loc)}` names a file that does not exist",
+                where=document.place(loc),
+                evidence=f"'{file}' is a directory" if file.is_dir() else f"looked for '{file}'",
+                remedy=f"{suggestion} a relative path starts at '{directory}'".lstrip(),
+            )
     return config
-
-
-def _missing_file(loc: Loc, file: Path, document: Document, directory: Path) -> ConfigError:
-    siblings = sorted(entry.name for entry in file.parent.iterdir()) if file.parent.is_dir() else []
-    suggestion = nearest(file.name, [name for name in siblings if name != file.name])
-    return ConfigError(
-        f"E0105 `{key_path(loc)}` names a file that does not exist",
-        where=document.place(loc),
-        evidence=f"'{file}' is a directory" if file.is_dir() else f"looked for '{file}'",
-        remedy=f"{suggestion} a relative path starts at '{directory}'".lstrip(),
-    )

@@ -6,8 +6,22 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from loka_onnx.config.choices import Executor, Float8Format, PlanId, ScaleRule, WeightGranularity
-from loka_onnx.config.fields import CLOSEST, EACH_ONCE, Batch, Count, ResolvedPath, Seed, Strict, Text, fault
+from loka_onnx.config.fields import (
+    CLOSEST,
+    EACH_ONCE,
+    Batch,
+    Count,
+    Executor,
+    Float8Format,
+    PlanId,
+    ResolvedPath,
+    ScaleRule,
+    Seed,
+    Strict,
+    Text,
+    WeightGranularity,
+    fault,
+)
 from loka_onnx.core.formats import UINT8, NumberFormat, Precision
 from loka_onnx.core.plan import Protection
 

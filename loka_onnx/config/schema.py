@@ -11,9 +11,20 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, JsonValue, PrivateAttr, StringConstraints, ValidationInfo, model_validator
 
-from loka_onnx.config.choices import Backend, Executor, NullGroups
 from loka_onnx.config.data_sections import BatchConfig, DataConfig, OutputConfig
-from loka_onnx.config.fields import Gigabytes, ResolvedPath, Seconds, Seed, Strict, Text, Threads, fault
+from loka_onnx.config.fields import (
+    Backend,
+    Executor,
+    Gigabytes,
+    NullGroups,
+    ResolvedPath,
+    Seconds,
+    Seed,
+    Strict,
+    Text,
+    Threads,
+    fault,
+)
 from loka_onnx.config.precision_sections import CalibrationConfig, ModsConfig, PlanConfig
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.backends import backend_names
@@ -75,8 +86,7 @@ class TargetConfig(Strict):
         "digits and hyphens, because it names a directory"
     )
     backends: tuple[Backend, ...] = Field(
-        min_length=1,
-        description=f"engine makers: {', '.join(backend_names())}",
+        min_length=1, description=f"engine makers: {', '.join(backend_names())}"
     )
     architectures: tuple[Text, ...] = Field(
         (), description="architectures to compile for, as the backend names them; empty for the device's own"

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+import inspect
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.config import ModelConfig
+from loka_onnx.core.artifact import ModelArtifact, TensorSpec
+from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.core.site import HIGH_ERROR, SiteKind
-from loka_onnx.data import Dataset, ensure_disjoint, open_dataset
-from loka_onnx.errors import ConfigError, DataError
+from loka_onnx.data import Dataset, ensure_disjoint
+from loka_onnx.errors import ConfigError, DataError, ModelError
 from loka_onnx.evaluation.columns import read_scores, read_truth
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.preflight import KEY, Batches, check_conversion, preflight
-from loka_onnx.export.torch_module import export_torch
+from loka_onnx.export.torch_module import export_torch, import_torch, load_builder
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest
 from loka_onnx.pipeline.context import CHECK_ROWS, Context, RunSettings
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.mods import rewrite
-from loka_onnx.pipeline.splits import bind_columns, open_splits
+from loka_onnx.pipeline.rows import bind_columns, open_rows, open_splits
 from loka_onnx.pipeline.survival import find_fatal_batch
-from loka_onnx.pipeline.torch_source import build_torch_model
 from loka_onnx.planning.policy import PlanOptions, check_patterns
+
+if TYPE_CHECKING:
+    from torch import nn
 
 EXPORT = Stage("export", "model/exported.json", ModelArtifact)
 
@@ -54,13 +64,9 @@ def export_model(settings: RunSettings) -> ModelArtifact:
 def check_data(context: Context) -> tuple[str, ...]:
     """Read every row once, so that what the user must correct is found before the first long stage.
 
-    Returns:
-        Facts of the model for the reader of the report.
-
-    Raises:
-        DataError: A row, a label or a weight cannot be used.
-        ConfigError: An output does not hold what its declared kind allows.
-        ModelError: The model does not run at every batch size, or its rows are not independent.
+    Returns facts of the model for the reader of the report. Raises DataError if a row, a label or a weight
+    cannot be used, ConfigError if an output does not hold what its kind allows, and ModelError if the model
+    does not run at every batch size, or its rows are not independent.
     """
     splits = context.splits
     for data in (splits.calibration, splits.selection, splits.certification):
@@ -98,45 +104,35 @@ def _preflight(context: Context) -> tuple[str, ...]:
 def open_added(context: Context, path: Path) -> Dataset:
     """Open and check a file whose rows are to be added to the profile.
 
-    Raises:
-        ConfigError: Its rows are those of selection or of certification.
-        DataError: A row, a label or a weight cannot be used.
+    Raises ConfigError if they are those of selection or certification; DataError if one cannot be used.
     """
-    config, splits = context.config, context.splits
-    added = open_dataset(
-        path, context.bindings, config.columns, None, config.nullable_columns, config.column_keys
-    )
-    ensure_disjoint(added, splits.selection, splits.certification)
+    added = open_rows(context.config, path, context.bindings)
+    ensure_disjoint(added, context.splits.selection, context.splits.certification)
     added.check()
     _check_labels(context, added)
     return added
 
 
 def _check_labels(context: Context, data: Dataset) -> None:
-    specs = context.specs
-    names = tuple(dict.fromkeys(n for spec in specs for n in (spec.label, spec.weight) if n is not None))
+    names = dict.fromkeys(n for spec in context.specs for n in (spec.label, spec.weight) if n is not None)
     if not names:
         return
-    batches = list(context.read_columns(data, names))
+    batches = list(context.read_columns(data, tuple(names)))
     columns = {name: np.concatenate([batch[name] for batch in batches]) for name in names}
-    for spec in specs:
+    for spec in context.specs:
         try:
             read_truth(columns, spec, None)
         except DataError as error:
-            raise DataError(
-                error.coded, where=f"'{data.name}'", evidence=error.evidence, remedy=error.remedy
-            ) from error
+            where, evidence = f"'{data.name}'", error.evidence
+            raise DataError(error.coded, where=where, evidence=evidence, remedy=error.remedy) from error
 
 
 def check_plan_patterns(context: Context) -> None:
     """Refuse patterns of `plan.keep` and `plan.force` that name nothing, before the first long stage.
 
     A user who has read a report may name what mods made, so they are applied where the exported model lacks a
-    name; that is seldom, and takes rows, but no calibration. Which high-error channels are split off is known
-    after calibration only: a pattern may name the product of those of any linear site.
-
-    Raises:
-        ConfigError: A pattern names nothing, or a site is kept and forced.
+    name. Which high-error channels are split off is known after calibration only: a pattern may name the
+    product of those of any linear site. Raises ConfigError, also for a site that is kept and forced.
     """
     chosen, exported = context.config.plan, context.exported
     options = PlanOptions(keep=chosen.keep, force=chosen.force)
@@ -154,3 +150,79 @@ def check_plan_patterns(context: Context) -> None:
                 )
                 modified = replace(modified, sites=(*modified.sites, *parts))
             check_patterns(modified, replace(options, exported=exported))
+
+
+# Torch models ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TorchModel:
+    """Module and inputs that a builder returned; the key is of its source, arguments and checkpoint."""
+
+    module: nn.Module
+    inputs: tuple[TensorSpec, ...]
+    key: str
+
+
+def build_torch_model(config: ModelConfig, directory: Path) -> TorchModel:
+    """Call the builder, looked for in the run file's directory too, and load the checkpoint.
+
+    Raises ModelError if the builder cannot be imported, fails, or does not return a module and its inputs, or
+    if the checkpoint does not fit; MissingPackage if PyTorch is not installed.
+    """
+    import_torch()
+    reference = config.torch or ""
+    with _importable(directory):
+        builder = load_builder(reference)
+        source = inspect.getsourcefile(builder)
+        try:
+            built = builder(**config.arguments)
+        except TypeError as error:
+            raise ModelError(f"E1530 the model builder '{reference}' failed", evidence=str(error)) from error
+    if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[1], Mapping)):
+        raise ModelError(
+            f"E1531 the model builder '{reference}' must return a module and its example inputs",
+            evidence=f"it returned a {type(built).__name__}",
+            remedy="return (module, {'dense': array, 'ids': array}): it tells names, types and widths",
+        )
+    module, example = built
+    if config.checkpoint is not None:
+        _load_weights(module, config.checkpoint, reference)
+    key = {
+        "builder": reference,
+        "source": digest_file(Path(source)) if source else "",
+        # As text: the order of a mapping may be that of the model's tables, and digests sort keys.
+        "arguments": json.dumps(config.arguments),
+        "checkpoint": digest_file(config.checkpoint) if config.checkpoint else "",
+    }
+    inputs = tuple(_spec(name, array) for name, array in example.items())
+    return TorchModel(module.eval(), inputs, digest_json(key))
+
+
+def _load_weights(module: nn.Module, checkpoint: Path, reference: str) -> None:
+    from loka_onnx.export.checkpoint import load_checkpoint
+
+    state = load_checkpoint(checkpoint)
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        raise ModelError(
+            f"E1532 checkpoint '{checkpoint}' does not fit the model of '{reference}'",
+            evidence=" ".join(str(error).split())[:300],
+            remedy="build the model with the sizes that the checkpoint was trained with",
+        ) from error
+
+
+def _spec(name: str, array: npt.NDArray[Any]) -> TensorSpec:
+    values = np.asarray(array)
+    return TensorSpec(name, values.dtype.name, (None, *(int(d) for d in values.shape[1:])))
+
+
+@contextlib.contextmanager
+def _importable(directory: Path) -> Iterator[None]:
+    """Let modules beside the run file be imported, as a script's own directory is."""
+    sys.path.insert(0, str(directory))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(directory))

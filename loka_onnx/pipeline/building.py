@@ -21,27 +21,17 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Task(Generic[R]):
-    """One piece of work.
-
-    Attributes:
-        name: What progress is reported as.
-        work: Does it, in a thread; whatever it runs is a child process of its own (`engines.isolation`).
-    """
+    """Work of a name, done in a thread; what it runs is a child process of its own (`engines.isolation`)."""
 
     name: str
     work: Callable[[], R]
 
 
 def how_many(asked_for: int | None, limit_bytes: int, available_bytes: int | None = None) -> int:
-    """Builds that may run at once: their memory limits together fit into what is free.
+    """Builds that may run at once: their memory limits together fit into what is free, and one always may.
 
-    Args:
-        asked_for: Most that the user wants; None for half of the cores, because compilers have threads of
-            their own.
-        available_bytes: Free memory; None to ask the system.
-
-    Returns:
-        At least 1: a single build may run into its limit, and fails alone.
+    `asked_for` is the most that the user wants; None for half of the cores: compilers have threads of their
+    own. `available_bytes` of None asks the system.
     """
     wanted = max(1, len(os.sched_getaffinity(0)) // 2) if asked_for is None else asked_for
     free = available_memory() if available_bytes is None else available_bytes
@@ -51,23 +41,18 @@ def how_many(asked_for: int | None, limit_bytes: int, available_bytes: int | Non
 def available_memory(cgroup: Path = CGROUP) -> int:
     """Bytes that processes may still take: those that the machine has free, or that a container is allowed.
 
-    Args:
-        cgroup: Where the kernel shows the control group of this process (Linux, Control Group v2, "Memory").
+    `cgroup` is where the kernel shows the control group of this process (Control Group v2, "Memory").
     """
     free = int(psutil.virtual_memory().available)
     try:
         limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
         used = int((cgroup / "memory.current").read_text(encoding="ascii"))
-        reclaimable = _inactive_bytes((cgroup / "memory.stat").read_text(encoding="ascii"))
+        lines = (cgroup / "memory.stat").read_text(encoding="ascii").splitlines()
+        # Cached files, which the kernel gives up first, count as used.
+        inactive = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
     except (OSError, ValueError):
         return free
-    return free if limit == "max" else min(free, max(0, int(limit) - used + reclaimable))
-
-
-def _inactive_bytes(statistics: str) -> int:
-    """Bytes of cached files that the kernel gives up first, which count as used."""
-    lines = (line.partition(" ") for line in statistics.splitlines())
-    return sum(int(value) for name, _, value in lines if name == "inactive_file")
+    return free if limit == "max" else min(free, max(0, int(limit) - used + inactive))
 
 
 def build_all(
@@ -77,12 +62,9 @@ def build_all(
 ) -> list[R]:
     """Do all tasks, so many at once; results are in the order of the tasks.
 
-    An error of one, or an interrupt, ends the children of all others before it is raised.
-
-    Args:
-        tasks: Taken one by one, in this thread: what makes them may be work itself.
-        workers: Most at once; with 1 everything happens in this thread.
-        on_change: Called in this thread with the names of the tasks that run and how many are done.
+    Tasks are taken one by one in this thread, which also calls `on_change` with the names of those that run
+    and how many are done; one worker is this thread. An error of one, or an interrupt, ends the children of
+    all others before it is raised.
     """
     if workers == 1:
         results: list[R] = []
@@ -111,7 +93,10 @@ def build_all(
         for task in tasks:
             names[pool.submit(work, task)] = task.name
             tell()
-            _raise_first(names)
+            for future in names:
+                if future.done():
+                    # One that has failed raises its error, while others are still being made.
+                    future.result()
         for future in as_completed(names):
             future.result()
             tell()
@@ -121,10 +106,3 @@ def build_all(
         stop.set()
         with interrupts_held():
             pool.shutdown(cancel_futures=True)
-
-
-def _raise_first(futures: Iterable[Future[R]]) -> None:
-    """Raise the error of a task that has failed, while others are still being made."""
-    for future in futures:
-        if future.done():
-            future.result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,21 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.installation import cache_directory
 from loka_onnx.core.job import BuildJob
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
-from loka_onnx.core.rewrite import ModelSplit, RewriteLog, RewriteLogs
+from loka_onnx.core.refinement import RefinedRun
+from loka_onnx.core.rewrite import RewriteLog, RewriteLogs
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.cache import EngineCache
-from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.errors import EngineError, MissingPackage, TransformError
 from loka_onnx.pipeline.building import Task, build_all, how_many
-from loka_onnx.pipeline.context import Context
+from loka_onnx.pipeline.correcting import Correcting
 from loka_onnx.pipeline.directory import Stage
-from loka_onnx.pipeline.job_cluster import execute_on_cluster
+from loka_onnx.pipeline.job_execution import execute_on_cluster
 from loka_onnx.pipeline.job_results import RESULT_DOCUMENT, merge_result, read_result
 from loka_onnx.pipeline.jobs import BUILD_JOB, JOBS, RESULT, JobOrigin, write_job
 from loka_onnx.pipeline.judging import Judging
-from loka_onnx.pipeline.splitting import Source, source_of, taken_by_engines
+from loka_onnx.pipeline.plans import buildable
+from loka_onnx.pipeline.splitting import Source, source_of
 from loka_onnx.pipeline.versions import backend_versions
 from loka_onnx.transforms.precision.apply_plan import PlanForm, PlannedModel, apply_plan
 
@@ -95,7 +97,6 @@ class EngineBuilder:
     """Builds every candidate of a run; a failure costs that candidate only.
 
     Attributes:
-        judging: Gives the rows that build jobs carry, as engines take them.
         corrections: Constants that were fitted to plans; those that were accepted are written with them.
         only: Names of the candidates to build; None for all.
         is_addition: Whether engines are added to those of an earlier builder, whose jobs stay.
@@ -110,88 +111,80 @@ class EngineBuilder:
     _jobs: dict[str, WrittenJob] = field(default_factory=dict, init=False)
 
     @property
-    def config(self) -> RunConfig:
-        """The run file."""
+    def _config(self) -> RunConfig:
         return self.judging.context.config
 
     @property
-    def root(self) -> Path:
-        """The run directory."""
+    def _root(self) -> Path:
         return self.judging.context.directory.path
 
     def build(self, source: Source) -> Built:
         """Build every candidate, or write a job for it, and take in the results of jobs."""
-        candidates = [
-            c for c in self._candidates(source.plans) if self.only is None or c.directory in self.only
-        ]
-        limits = self._limits
-        workers = min(how_many(self.config.build.parallel, limits.memory_bytes), len(candidates) or 1)
-        tasks = (Task(c.directory, self._work(source, c)) for c in candidates)
+        wanted = [c for c in self._candidates(source.plans) if self.only is None or c.directory in self.only]
+        workers = min(how_many(self._config.build.parallel, self._limits.memory_bytes), len(wanted) or 1)
+        tasks = (Task(c.directory, self._work(source, c)) for c in wanted)
 
         def on_change(running: Sequence[str], done: int) -> None:
-            self.judging.context.progress(f"build {', '.join(running)}".rstrip(), done, len(candidates))
+            self.judging.context.progress(f"build {', '.join(running)}".rstrip(), done, len(wanted))
 
         engines = build_all(tasks, workers, on_change)
         failures = self._execute_jobs()
         engines = [
             self._merged(self._jobs[c.directory], failures) if c.directory in self._jobs else engine
-            for c, engine in zip(candidates, engines, strict=True)
+            for c, engine in zip(wanted, engines, strict=True)
         ]
-        if not self.is_addition:
-            self._remove_old_jobs()
+        for place in () if self.is_addition else (self._root / JOBS).glob("*"):
+            # Jobs that nothing asks for any more go; a result took somebody's time, and stays.
+            if place.is_dir() and place.name not in self._jobs and not (place / RESULT).exists():
+                shutil.rmtree(place)
         parts = tuple(replace(engine, part=source.part) for engine in engines)
         return Built(EngineSet(parts), RewriteLogs(self._logs))
 
     @property
     def _limits(self) -> Limits:
-        limits = self.config.build
+        limits = self._config.build
         return Limits(limits.timeout_seconds, int(limits.memory_gb * 1e9))
 
     def _candidates(self, plans: PlanSet) -> Iterator[Candidate]:
-        for target in self.config.targets:
-            for name in target.backends:
-                backend = get_backend(name)
-                for architecture in target.architectures or backend.architectures(target.device):
-                    for plan in plans.plans:
-                        # A plan that rests on the speed of one device is no candidate for another.
-                        if plan.device in {"", target.device}:
-                            options = target.options.get(name, {})
-                            yield Candidate(backend, target.device, architecture, plan, dict(options))
+        for target, backend, architecture in buildable(self._config):
+            options = target.options.get(backend.name, {})
+            for plan in plans.plans:
+                # A plan that rests on the speed of one device is no candidate for another.
+                if plan.device in {"", target.device}:
+                    yield Candidate(backend, target.device, architecture, plan, dict(options))
 
     def _work(self, source: Source, candidate: Candidate) -> Callable[[], EngineArtifact]:
         """Return the build of a candidate as a function; the planned model is written here, once."""
-        backend, plan = candidate.backend, candidate.plan
-        reason = backend.decline(plan, candidate.architecture)
+        backend, plan, architecture = candidate.backend, candidate.plan, candidate.architecture
+        reason, away = backend.decline(plan, architecture), ""
+        if reason is None:
+            away = backend.build_blocker(architecture)
+            reason = away if away and not self._config.build.jobs else None
         if reason is not None:
-            return lambda: backend.refusal(plan, candidate.target, candidate.architecture, reason)
-        away = backend.build_blocker(candidate.architecture)
-        if away and not self.config.build.jobs:
-            return lambda: backend.refusal(plan, candidate.target, candidate.architecture, away)
+            return partial(backend.refusal, plan, candidate.target, architecture, reason)
         try:
             request = self._request(source.model, candidate)
         except TransformError as error:
-            failure = str(error)
-            return lambda: backend.failure(plan, candidate.target, candidate.architecture, failure)
+            return partial(backend.failure, plan, candidate.target, architecture, str(error))
         if not away:
-            cache = engine_cache(self.config.build)
-            return lambda: cache.build(backend, request)
+            return partial(engine_cache(self._config.build).build, backend, request)
         origin = JobOrigin(
-            run=self.config.name,
+            run=self._config.name,
             candidate=candidate.directory,
             backend=backend.name,
             part=source.part,
-            outputs=tuple(output.name for output in self.config.outputs),
-            rows=self.judging.job_rows() if self.config.build.job_data else (),
+            outputs=tuple(output.name for output in self._config.outputs),
+            rows=self.judging.job_rows() if self._config.build.job_data else (),
             timed=self.judging.timed_rows(),
-            inputs=self.config.serving.inputs,
+            inputs=self._config.serving.inputs,
         )
-        place = self.root / JOBS / candidate.directory
+        place = self._root / JOBS / candidate.directory
         written = WrittenJob(candidate, write_job(place, request, origin), place, away)
         self._jobs[candidate.directory] = written
-        return lambda: self._waiting(written, "")
+        return partial(self._waiting, written, "")
 
     def _request(self, model: ModelArtifact, candidate: Candidate) -> BuildRequest:
-        batch = self.config.batch
+        batch = self._config.batch
         serve = sorted(batch.serve)[len(batch.serve) // 2]
         planned = self._planned_model(model, candidate)
         return BuildRequest(
@@ -201,29 +194,25 @@ class EngineBuilder:
             target=candidate.target,
             architecture=candidate.architecture,
             batch=BatchRange(batch.min, serve, batch.max, tuple(sorted({*batch.serve}))),
-            output=self.root / "engines" / candidate.directory,
-            sample=self.root / SAMPLE,
-            relative_to=self.root,
+            output=self._root / "engines" / candidate.directory,
+            sample=self._root / SAMPLE,
+            relative_to=self._root,
             limits=self._limits,
             options=candidate.options,
         )
 
     def _execute_jobs(self) -> dict[Path, str]:
         """Hand jobs without a result to the cluster, if there is one; return why some still have none."""
-        settings = self.config.build
-        if settings.executor is not Executor.RAY:
-            return {}
+        settings = self._config.build
         missing = {
             written.directory: written.candidate.target
             for written in self._jobs.values()
-            if read_result(written.directory, written.job) is None
+            if settings.executor is Executor.RAY and read_result(written.directory, written.job) is None
         }
+        if not missing:
+            return {}
         try:
-            return (
-                execute_on_cluster(missing, settings.ray_address, self.judging.context.progress)
-                if missing
-                else {}
-            )
+            return execute_on_cluster(missing, settings.ray_address, self.judging.context.progress)
         except (EngineError, MissingPackage) as error:
             # What was built here stands; the jobs wait.
             return dict.fromkeys(missing, str(error))
@@ -233,26 +222,15 @@ class EngineBuilder:
         result = read_result(written.directory, written.job)
         if result is None:
             return self._waiting(written, failures.get(written.directory, ""))
-        output = self.root / "engines" / written.candidate.directory
-        return merge_result(result, written.directory, output, self.root)
+        output = self._root / "engines" / written.candidate.directory
+        return merge_result(result, written.directory, output, self._root)
 
     def _waiting(self, written: WrittenJob, failure: str) -> EngineArtifact:
-        candidate = written.candidate
-        place = written.directory.relative_to(self.root)
-        detail = f"{written.reason}; `{BUILD_JOB} {place}` builds it on a host with {candidate.target}"
-        artifact = candidate.backend.failure(
-            candidate.plan,
-            candidate.target,
-            candidate.architecture,
-            f"{detail}; the cluster: {failure}" if failure else detail,
-        )
+        c, place = written.candidate, written.directory.relative_to(self._root)
+        detail = f"{written.reason}; `{BUILD_JOB} {place}` builds it on a host with {c.target}"
+        detail += f"; the cluster: {failure}" if failure else ""
+        artifact = c.backend.failure(c.plan, c.target, c.architecture, detail)
         return replace(artifact, status=BuildStatus.WAITING)
-
-    def _remove_old_jobs(self) -> None:
-        """Remove jobs that nothing asks for any more; those with a result stay: it took somebody's time."""
-        for place in (self.root / JOBS).glob("*"):
-            if place.is_dir() and place.name not in self._jobs and not (place / RESULT).exists():
-                shutil.rmtree(place)
 
     def _planned_model(self, model: ModelArtifact, candidate: Candidate) -> PlannedModel:
         """Write the plan into a model in the form that the backend asks for; once for each form."""
@@ -262,7 +240,7 @@ class EngineBuilder:
             name = f"{plan.id}-{candidate.base}"
             if name in self._logs:
                 name = f"{name}-{candidate.backend.name}"
-            target = self.root / "planned" / name / "model.onnx"
+            target = self._root / "planned" / name / "model.onnx"
             form = PlanForm(candidate.base, fusions, self.corrections.accepted(plan.id))
             planned = apply_plan(model, plan, form, target)
             self._planned[key] = planned
@@ -271,8 +249,8 @@ class EngineBuilder:
 
     def files(self, built: Built) -> list[Path]:
         """Files of the engines in `only`, and of their planned models."""
-        places = [self.root / "engines" / name for name in sorted(self.only or ())]
-        return _files_below(*places, *(self.root / "planned" / name for name in sorted(built.rewrites.logs)))
+        places = [self._root / "engines" / name for name in sorted(self.only or ())]
+        return _files_below(*places, *(self._root / "planned" / name for name in sorted(built.rewrites.logs)))
 
 
 def _files_below(*places: Path) -> list[Path]:
@@ -281,16 +259,40 @@ def _files_below(*places: Path) -> list[Path]:
 
 def engine_cache(settings: BuildConfig) -> EngineCache:
     """Return the cache of engines."""
-    directory = settings.cache or cache_directory() / "engines"
-    return EngineCache(directory, int(settings.cache_gb * 1e9))
+    return EngineCache(settings.cache or cache_directory() / "engines", int(settings.cache_gb * 1e9))
 
 
-def write_build_sample(context: Context, split: ModelSplit | None) -> None:
+@dataclass
+class Additions:
+    """Engines of further plans for the modified model; corrections, rewrites and files are theirs."""
+
+    judging: Judging
+    model: ModelArtifact
+    corrections: CorrectionSet = field(default_factory=CorrectionSet)
+    rewrites: RewriteLogs = field(default_factory=lambda: RewriteLogs({}))
+    files: list[Path] = field(default_factory=list)
+
+    def build(self, plans: Sequence[PrecisionPlan], only: Collection[str]) -> tuple[EngineArtifact, ...]:
+        """Fit the constants of plans and build the engines of these names."""
+        fitted = Correcting(self.judging.context, self.model).fit(plans)
+        builder = EngineBuilder(self.judging, fitted, only, is_addition=True)
+        built = builder.build(source_of(self.model, PlanSet(tuple(plans)), self.judging.split))
+        self.corrections = replace(self.corrections, plans=(*self.corrections.plans, *fitted.plans))
+        self.rewrites = RewriteLogs({**self.rewrites.logs, **built.rewrites.logs})
+        self.files += builder.files(built)
+        return built.engines.engines
+
+    def describe(self, added: RefinedRun) -> RefinedRun:
+        """Return what was added with its corrections and rewrites."""
+        return replace(added, corrections=self.corrections, rewrites=self.rewrites)
+
+
+def write_build_sample(judging: Judging) -> None:
     """Write generated engine inputs for the first batches of builds → `calibration/sample.npz`."""
+    context, path = judging.context, judging.context.path(SAMPLE)
     rows = context.requests.sample(max(BUILD_ROWS, context.config.batch.min))
-    path = context.path(SAMPLE)
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, **taken_by_engines(rows, split, context.threads))  # type: ignore[arg-type]
+    np.savez(path, **judging.taken_by_engines(rows))  # type: ignore[arg-type]
 
 
 def build_engines(
@@ -300,13 +302,11 @@ def build_engines(
     corrections: CorrectionSet,
     only: Collection[str] | None = None,
 ) -> Built:
-    """Build, or take over, every candidate → `engines/`, `engines.json`, `rewrites.json`, `jobs/`.
-
-    Args:
-        only: Names of the candidates to build; None for all.
+    """Build, or take over, every candidate, or those in `only` → `engines/`, `engines.json`,
+    `rewrites.json`, `jobs/`.
     """
     context, config, settings = judging.context, judging.context.config, judging.context.config.build
-    write_build_sample(context, judging.split)
+    write_build_sample(judging)
     builder, source = EngineBuilder(judging, corrections, only), source_of(model, plans, judging.split)
     jobs = context.path(JOBS)
     reads: dict[str, Any] = {

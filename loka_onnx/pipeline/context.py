@@ -19,10 +19,10 @@ from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.directory import RunDirectory
-from loka_onnx.pipeline.sample import Arrays, Requests, bounded_by
-from loka_onnx.pipeline.splits import bind_columns, open_splits
+from loka_onnx.pipeline.rows import Requests, bind_columns, bounded_by, open_splits
 from loka_onnx.planning.climbing import SHARES
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.sessions.runner import Arrays
 
 CHECK_ROWS = 2048
 """Rows of the calibration split that mods and export parity are held against."""
@@ -32,11 +32,8 @@ LABEL_ROWS = 65536
 
 @dataclass(frozen=True)
 class RunSettings:
-    """A run before its model is exported.
-
-    Attributes:
-        looks: Times that certification is looked at for this model; its error is divided.
-        signing_key: Private key for the bundle; None to leave it unsigned.
+    """A run before its model is exported: `looks` at certification, which divide its error, and the private
+    key that signs its bundle.
     """
 
     config: RunConfig
@@ -67,18 +64,6 @@ class Context(RunSettings):
     exported: ModelArtifact = field(kw_only=True)
     _references: dict[str, Reference] = field(default_factory=dict, init=False, repr=False)
 
-    @classmethod
-    def of(cls, settings: RunSettings, exported: ModelArtifact) -> Context:
-        """Return a run with its exported model."""
-        return cls(
-            settings.config,
-            settings.directory,
-            settings.progress,
-            settings.looks,
-            settings.signing_key,
-            exported=exported,
-        )
-
     @cached_property
     def bindings(self) -> tuple[InputBinding, ...]:
         """Bindings of model inputs to columns, with the bounds of ids."""
@@ -94,11 +79,11 @@ class Context(RunSettings):
     def requests(self) -> Requests:
         """Generated inputs of the model."""
         rows = self.first_rows(CHECK_ROWS)
-        # How many ids or numbers a list has, where the model leaves that open, the data say; so they do which
-        # ids there are, where no table tells.
+        # The data say how long lists are, where the model leaves that open, and which ids there are, where no
+        # table tells.
         inputs = [replace(spec, shape=(None, *rows[spec.name].shape[1:])) for spec in self.exported.inputs]
         requests = Requests(inputs, [bounded_by(binding, rows[binding.input]) for binding in self.bindings])
-        drawn = requests.sample(max(self.config.batch.min, min(CHECK_ROWS, self.config.batch.max)))
+        drawn = requests.sample(self.as_batch(CHECK_ROWS))
         answers = self.open_exported().run(drawn).values()
         is_finite = all(np.isfinite(values).all() for values in answers if values.dtype.kind == "f")
         return requests if is_finite else replace(requests, unsigned=True)
@@ -115,8 +100,6 @@ class Context(RunSettings):
         """Columns of a split without its inputs, `LABEL_ROWS` at a time."""
         alone = open_dataset(data.path, (), names, data.selection)
         return (batch.columns for batch in alone.batches(LABEL_ROWS))
-
-    # Judged rows -----------------------------------------------------------------------------------
 
     @property
     def judged_rows(self) -> dict[str, int]:
@@ -145,19 +128,10 @@ class Context(RunSettings):
     def reference(self, split: Split, progress: Progress | None = None) -> Reference:
         """Outputs of the exported model on a split; predicted once."""
         if split.name not in self._references:
-            run = self.open_exported().run
-            self._references[split.name] = predict_reference(
-                split, run, self.specs, progress or self.progress
-            )
+            run, progress = self.open_exported().run, progress or self.progress
+            self._references[split.name] = predict_reference(split, run, self.specs, progress)
         return self._references[split.name]
 
     def _judged(self, name: str) -> Split:
-        rows = self.config.data
-        return Split(
-            name,
-            getattr(self.splits, name),
-            self.config.columns,
-            rows.group,
-            rows.slices,
-            self.as_batch(REQUEST_ROWS),
-        )
+        data, size = self.config.data, self.as_batch(REQUEST_ROWS)
+        return Split(name, getattr(self.splits, name), self.config.columns, data.group, data.slices, size)

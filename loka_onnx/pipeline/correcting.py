@@ -6,13 +6,11 @@ of the plan and its corrections is measured on its engine like everything else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from loka_onnx.calibration.corrections.biases import Fit, FittedBiases, fit_biases, observe
 from loka_onnx.calibration.corrections.means import MeanRows, Means
@@ -24,7 +22,7 @@ from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.errors import StageError
 from loka_onnx.evaluation.corrections import Simulated, try_corrections
 from loka_onnx.evaluation.engines import Reference, Split, predict_reference
-from loka_onnx.evaluation.predictions import predict
+from loka_onnx.evaluation.predictions import Run, predict
 from loka_onnx.graph.biases import expose_scores
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.pipeline.context import Context
@@ -50,22 +48,42 @@ def mean_rows(context: Context, most: int | None = None) -> MeanRows:
     )
 
 
+def output_names(specs: Sequence[OutputSpec], scores: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the judged outputs and of their scores, each once."""
+    return tuple(dict.fromkeys((*(spec.name for spec in specs), *scores.values())))
+
+
+def simulate(
+    context: Context,
+    run: Run,
+    split: Split,
+    scores: Mapping[str, str],
+    means: tuple[Mapping[str, float], Mapping[str, float]],
+    task: str,
+) -> Simulated:
+    """Run a simulated plan on a split.
+
+    `scores` names the score of each output; constants restore the first of both mean scores, by output: that
+    of the FP32 model and that of the plan.
+    """
+    exact, ours = means
+    predictions = predict(
+        run,
+        split.batches(),
+        output_names(context.specs, scores),
+        progress=lambda done: context.progress(task, done, split.rows),
+    )
+    constants = {name: exact[name] - ours[name] for name in scores if name in exact and name in ours}
+    return Simulated(predictions, scores, constants)
+
+
 @dataclass(frozen=True)
 class Correcting:
-    """The stage that fits and judges corrections of plans for a model.
-
-    Attributes:
-        most: Rows that constants are fitted to, and that decide, at most; None for as many as a run takes.
-    """
+    """The stage that fits and judges corrections of plans, on `most` rows; all that a run takes for None."""
 
     context: Context
     model: ModelArtifact
     most: int | None = None
-
-    @property
-    def specs(self) -> tuple[OutputSpec, ...]:
-        """The judged outputs."""
-        return self.context.specs
 
     @cached_property
     def calibration(self) -> MeanRows:
@@ -75,8 +93,7 @@ class Correcting:
     @cached_property
     def selection(self) -> Split:
         """The rows that decide."""
-        config = self.context.config
-        rows = self.context.splits.selection
+        config, rows = self.context.config, self.context.splits.selection
         return Split("selection", rows, config.columns, config.data.group, most=self.most)
 
     def correct(self, plans: PlanSet) -> CorrectionSet:
@@ -99,31 +116,25 @@ class Correcting:
         quantized = [plan for plan in plans if plan.quantized_sites]
         if not self.context.config.plan.corrections or not quantized:
             return CorrectionSet()
-        hopeless = {plan.id: why for plan in quantized if (why := self._why_hopeless(plan))}
-        able = [plan for plan in quantized if plan.id not in hopeless]
-        tried: dict[str, PlanCorrections] = {}
+        found = {plan.id: _failed(plan, why) for plan in quantized if (why := self._why_hopeless(plan))}
+        able = [plan for plan in quantized if plan.id not in found]
         if able:
-            scratch = self.context.path(SCRATCH)
-            fit = fit_biases(self.model, able, self.specs, self.calibration, scratch / "means.onnx")
-            trials = _Trials(self, fit, self._reference(), scratch)
-            tried = {plan.id: self._tried(trials, plan) for plan in able}
-        return CorrectionSet(
-            tuple(
-                tried.get(plan.id) or PlanCorrections(plan.id, 0, (), {}, (), hopeless[plan.id])
-                for plan in quantized
-            )
-        )
+            means = self.context.path(SCRATCH) / "means.onnx"
+            fit = fit_biases(self.model, able, self.context.specs, self.calibration, means)
+            reference = self._reference()
+            found |= {plan.id: self._tried(plan, fit, reference) for plan in able}
+        return CorrectionSet(tuple(found[plan.id] for plan in quantized))
 
     def _reference(self) -> Reference:
         if self.most is None:
             return self.context.reference(self.context.selection)
         # Fewer rows than a run takes need a reference of their own.
         run = self.context.open_exported().run
-        return predict_reference(self.selection, run, self.specs, self.context.progress)
+        return predict_reference(self.selection, run, self.context.specs, self.context.progress)
 
     def _why_hopeless(self, plan: PrecisionPlan) -> str:
         """Reason why no constant can bring a plan inside the budget; empty if one may."""
-        for spec in self.specs:
+        for spec in self.context.specs:
             kl = plan.predicted_kl.get(spec.name, 0.0)
             if kl > HOPELESS * spec.budget:
                 return (
@@ -132,83 +143,50 @@ class Correcting:
                 )
         return ""
 
-    def _tried(self, trials: _Trials, plan: PrecisionPlan) -> PlanCorrections:
+    def _tried(self, plan: PrecisionPlan, fit: Fit, reference: Reference) -> PlanCorrections:
         """The corrections of one plan; one that cannot be simulated (it overflows) goes without."""
+        fitted, specs = fit.plans[plan.id], self.context.specs
         try:
-            return trials.of(plan)
+            plain, simulated = self._simulated(plan, fit, Corrections())
+            biased, corrected = plain, None
+            if fitted.values:
+                uncorrected = Corrections(_described(fitted, fit.exact, plain, plain))
+                biased, corrected = self._simulated(plan, fit, uncorrected)
+            outputs = try_corrections(specs, reference, simulated, corrected)
         except StageError as error:
-            return PlanCorrections(plan.id, 0, (), {}, (), f"it could not be simulated: {error}")
+            return _failed(plan, f"it could not be simulated: {error}")
+        biases = _described(fitted, fit.exact, plain, biased)
+        return PlanCorrections(plan.id, plain.rows, biases, fitted.left_alone, outputs)
 
-    def simulate(self, path: Path, exact: Means, means: Means, task: str) -> Simulated:
-        """Run a planned model in FP32 on the selection split; `exact` are the means of the FP32 model."""
+    def _simulated(self, plan: PrecisionPlan, fit: Fit, corrections: Corrections) -> tuple[Means, Simulated]:
+        """The plan in FP32 with corrected biases: its means on calibration, and the selection split."""
+        context, how = self.context, "uncorrected" if corrections.is_empty else "corrected"
+        shapes = {site: values.shape for site, values in fit.plans[plan.id].values.items()}
+        form, path = PlanForm(Precision.FP32, corrections=corrections), context.path(SCRATCH)
+        path = apply_plan(self.model, plan, form, path / f"{plan.id}-{how}.onnx").path
+        means = observe(path, shapes, context.specs, self.calibration)
         graph = GraphModel.load(path)
-        kinds = {spec.name: spec.kind for spec in self.specs}
-        scores = expose_scores(graph, kinds)
+        scores = expose_scores(graph, {spec.name: spec.kind for spec in context.specs})
         exposed = path.with_suffix(".scores.onnx")
         graph.save(exposed)
-        names = tuple(dict.fromkeys((*kinds, *scores.values())))
-        total = self.selection.rows
-        predictions = predict(
-            OnnxSession(exposed, SessionOptions(threads=self.context.threads)).run,
-            self.selection.batches(),
-            names,
-            progress=lambda done: self.context.progress(task, done, total),
+        run = OnnxSession(exposed, SessionOptions(threads=context.threads)).run
+        both = (fit.exact.scores, means.scores)
+        return means, simulate(context, run, self.selection, scores, both, f"{plan.id} {how}")
+
+
+def _failed(plan: PrecisionPlan, why: str) -> PlanCorrections:
+    return PlanCorrections(plan.id, 0, (), {}, (), why)
+
+
+def _described(fitted: FittedBiases, exact: Means, before: Means, after: Means) -> tuple[BiasCorrection, ...]:
+    """The fitted biases, with the root mean square of the sites' mean errors before and after them."""
+
+    def error(means: Means, site: str) -> float:
+        return float(np.sqrt(np.mean(np.square(means.tensors[site] - exact.tensors[site]))))
+
+    return tuple(
+        BiasCorrection(
+            site, values.shape, tuple(values.reshape(-1).tolist()), error(before, site), error(after, site)
         )
-        constants = {
-            name: exact.scores[name] - means.scores[name]
-            for name in scores
-            if name in exact.scores and name in means.scores
-        }
-        return Simulated(predictions, scores, constants)
-
-
-@dataclass(frozen=True)
-class _Trials:
-    """Tries fitted constants, plan by plan."""
-
-    stage: Correcting
-    fit: Fit
-    reference: Reference
-    scratch: Path
-
-    def of(self, plan: PrecisionPlan) -> PlanCorrections:
-        """The corrections of one plan."""
-        stage, fitted = self.stage, self.fit.plans[plan.id]
-        shapes = {site: values.shape for site, values in fitted.values.items()}
-        plain_path = self._planned(plan, Corrections())
-        plain = observe(plain_path, shapes, stage.specs, stage.calibration)
-        simulated = stage.simulate(plain_path, self.fit.exact, plain, f"{plan.id} uncorrected")
-        if not shapes:
-            outputs = try_corrections(stage.specs, self.reference, simulated, None)
-            return PlanCorrections(plan.id, plain.rows, (), fitted.left_alone, outputs)
-        biased_path = self._planned(plan, Corrections(self._described(fitted, plain, plain)))
-        biased = observe(biased_path, shapes, stage.specs, stage.calibration)
-        corrected = stage.simulate(biased_path, self.fit.exact, biased, f"{plan.id} corrected")
-        return PlanCorrections(
-            plan.id,
-            plain.rows,
-            self._described(fitted, plain, biased),
-            fitted.left_alone,
-            try_corrections(stage.specs, self.reference, simulated, corrected),
-        )
-
-    def _planned(self, plan: PrecisionPlan, corrections: Corrections) -> Path:
-        name = f"{plan.id}-{'plain' if corrections.is_empty else 'corrected'}.onnx"
-        form = PlanForm(Precision.FP32, corrections=corrections)
-        return apply_plan(self.stage.model, plan, form, self.scratch / name).path
-
-    def _described(self, fitted: FittedBiases, before: Means, after: Means) -> tuple[BiasCorrection, ...]:
-        return tuple(
-            BiasCorrection(
-                site,
-                values.shape,
-                tuple(values.reshape(-1).tolist()),
-                _rms(before.tensors[site] - self.fit.exact.tensors[site]),
-                _rms(after.tensors[site] - self.fit.exact.tensors[site]),
-            )
-            for site, values in fitted.values.items()
-        )
-
-
-def _rms(values: npt.NDArray[np.float64]) -> float:
-    return float(np.sqrt(np.mean(np.square(values))))
+        for site, values in fitted.values.items()
+    )

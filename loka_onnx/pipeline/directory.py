@@ -7,14 +7,20 @@ again.
 
 `run.json` is written before anything else, so that a directory without one is never taken for a run. Until a
 run has accepted its inputs (`undone_on_error`) it can be taken back as a whole; `--force` sets the earlier
-run aside that long. All of this is one process's: the directory is locked for the life of the run (`lock`).
+run aside that long. All of this is one process's: the directory is locked for the life of the run.
+
+The lock is an flock on a hidden file: it ends with the process, however that ends, so that a run that was
+killed can be resumed at once. The file is removed by whoever holds the lock. It is a file of its own because
+the bundle is moved into place under an flock on the directory itself.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,7 +39,6 @@ from loka_onnx.core.rewrite import ModelSplit
 from loka_onnx.data import Dataset
 from loka_onnx.errors import CheckFailed, OutputError, UserError
 from loka_onnx.graph.storage import model_files
-from loka_onnx.pipeline.lock import DirectoryLock
 
 T = TypeVar("T")
 
@@ -56,16 +61,14 @@ OWNED = (
 """Files of a run, which `--force` may remove; the record last."""
 EARLIER, DISCARDED = ".earlier-run", ".discarded-run"
 """Directories for the earlier run: until the inputs are accepted, and during its deletion."""
+LOCK = ".run.lock"
+"""The file that is locked; a run that was killed leaves it behind."""
 
 
 @dataclass(frozen=True)
 class Stage(Generic[T]):
-    """A stage whose result is a document, or a dataclass of documents.
-
-    Attributes:
-        name: In `run.json`.
-        document: Path of the document below the run directory; of a dataclass the path of each field.
-        kind: Type of the result.
+    """A stage whose result is a document, or a dataclass of documents (then `document` has the path of each
+    field); its name is that in `run.json`.
     """
 
     name: str
@@ -149,11 +152,11 @@ class RunDirectory:
 
     path: Path
     record: RunRecord
-    lock: DirectoryLock
     on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
     is_fresh: bool = False
     made: Path | None = None
     _last: str | None = field(default=None, init=False, repr=False)
+    _lock: ExitStack = field(default_factory=ExitStack, init=False, repr=False)
 
     @classmethod
     def create(
@@ -161,51 +164,53 @@ class RunDirectory:
     ) -> RunDirectory:
         """Open and lock a directory for a run; with `force`, what an earlier run left is removed later.
 
-        Raises:
-            OutputError: Another run is at work in the directory; it is not empty and neither was asked for,
-                holds something else than a run, or cannot be written.
+        Raises OutputError if another run is at work in the directory, it is not empty and neither was asked
+        for, it holds something else than a run, or cannot be written.
         """
         path = path.absolute()
         fresh = RunRecord(config, versions, (), path)
         missing = [place for place in (path, *path.parents) if not place.exists()]
-        with ExitStack() as on_error:
+        with ExitStack() as held:
             try:
                 path.mkdir(parents=True, exist_ok=True)
-                _check_writable(path)
+                if not os.access(path, os.W_OK):
+                    raise OutputError(
+                        f"E1503 the output directory '{path}' is not writable",
+                        evidence=f"its mode is {path.stat().st_mode & 0o777:o}",
+                        remedy="choose another directory with --output",
+                    )
                 refuse_links(path)
                 # Before anything is looked at: a run at work may have set things aside for a moment.
-                lock = on_error.enter_context(DirectoryLock(path))
+                held.enter_context(locked(path))
                 _restore(path)
                 entries = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
                 _check_usable(path, entries, may_hold_run=force or resume)
                 if resume and not force and RECORD in entries:
                     earlier = serde.read(RunRecord, path / RECORD)
-                    opened = cls(path, replace(fresh, stages=earlier.stages), lock)
+                    opened = cls(path, replace(fresh, stages=earlier.stages))
                 else:
                     _set_aside(path)
                     serde.write(fresh, path / RECORD)
-                    opened = cls(path, fresh, lock, is_fresh=True, made=missing[-1] if missing else None)
+                    opened = cls(path, fresh, is_fresh=True, made=missing[-1] if missing else None)
             except OSError as error:
                 raise OutputError(
                     f"E1501 cannot use the output directory '{path}'",
                     evidence=str(error),
                     remedy="choose another directory with --output",
                 ) from error
-            on_error.pop_all()
+            opened._lock = held.pop_all()
             return opened
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.lock.release()
+        self._lock.close()
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Take back everything that a fresh run left so far when the block fails; afterwards it is kept.
-
-        Wrap the part that reads the user's inputs: an error there leaves the place as it was found. A
-        resumed run keeps the stages that it finished.
+        """Take back everything that a fresh run left so far when the block, which reads the user's inputs,
+        fails; afterwards it is kept. A resumed run keeps the stages that it finished.
         """
         try:
             yield
@@ -214,8 +219,12 @@ class RunDirectory:
                 with suppress(OSError):
                     _remove_owned(self.path, OWNED)
                     _restore(self.path)
-                    self.lock.release()
-                    _remove_made(self.path, self.made)
+                    self._lock.close()
+                    if self.made is not None:
+                        for directory in (self.path, *self.path.parents):
+                            directory.rmdir()
+                            if directory == self.made:
+                                break
             raise
         if self.is_fresh and (self.path / EARLIER).exists():
             # A rename first, so that half of it is never restored.
@@ -255,7 +264,7 @@ class RunDirectory:
                 # written by another version of the schema, or a bundle with a file too many: run again
                 pass
             else:
-                if not (again and again(value)):
+                if not again or not again(value):
                     self._last = name
                     self.on_stage(name, Outcome(name, True, 0.0))
                     return value
@@ -263,7 +272,9 @@ class RunDirectory:
         files = {file.relative_to(self.path).as_posix(): digest_file(file) for file in produce()}
         seconds = time.perf_counter() - began
         parents = {record.stage: digest_json(record.files) for record in self.before(name)}
-        self._note(StageRecord(name, key, parents, files, seconds))
+        place, others = self._place(name), [r for r in self.record.stages if r.stage != name]
+        record = StageRecord(name, key, parents, files, seconds)
+        self._write((*others[:place], record, *others[place:]))
         self._last = name
         self.on_stage(name, Outcome(name, False, seconds))
         return load()
@@ -277,10 +288,8 @@ class RunDirectory:
         *,
         again: bool | Callable[[T], bool] = False,
     ) -> T:
-        """Run a stage that leaves documents, or take them over; see `stage`.
-
-        Args:
-            files: Files of the stage, given those that `Stage.write` returns.
+        """Run a stage that leaves documents, or take them over; see `stage`. `files` returns the files of the
+        stage, given those that `Stage.write` does.
         """
         return self.stage(
             stage.name,
@@ -312,9 +321,7 @@ class RunDirectory:
         )
 
     def _place(self, name: str) -> int:
-        """Position of a stage in the record.
-
-        Stages always run in one order: a repeated one keeps its position, and one that an earlier run left
+        """Position of a stage in the record: a repeated one keeps its own, and one that an earlier run left
         out stands behind the stage that it follows.
         """
         names = [record.stage for record in self.record.stages]
@@ -322,23 +329,17 @@ class RunDirectory:
             return names.index(name)
         return names.index(self._last) + 1 if self._last in names else len(names)
 
-    def _note(self, record: StageRecord) -> None:
-        place, others = self._place(record.stage), [r for r in self.record.stages if r.stage != record.stage]
-        self._write((*others[:place], record, *others[place:]))
-
     def _write(self, stages: tuple[StageRecord, ...]) -> None:
         self.record = replace(self.record, stages=stages)
         serde.write(self.record, self.path / RECORD)
 
 
 def refuse_links(directory: Path) -> None:
-    """Make sure that nothing which a run reads, writes or removes in its directory lies elsewhere.
+    """Make sure that nothing which a run reads, writes or removes in its directory lies elsewhere; an
+    OutputError for a link that leads out.
 
     The paths in its documents stay inside as text (`core.serde.InsidePath`); with this they do as files. The
     directory itself may be reached through a link.
-
-    Raises:
-        OutputError: A link inside leads out.
     """
     home = Path(os.path.realpath(directory))
     for top in (*OWNED, EARLIER, DISCARDED):
@@ -355,15 +356,6 @@ def refuse_links(directory: Path) -> None:
                     remedy="remove the link, or put what it leads to in its place; to keep runs elsewhere, "
                     "let `output` name that place",
                 )
-
-
-def _check_writable(path: Path) -> None:
-    if not os.access(path, os.W_OK):
-        raise OutputError(
-            f"E1503 the output directory '{path}' is not writable",
-            evidence=f"its mode is {path.stat().st_mode & 0o777:o}",
-            remedy="choose another directory with --output",
-        )
 
 
 def _check_usable(path: Path, entries: Sequence[str], *, may_hold_run: bool) -> None:
@@ -405,8 +397,7 @@ def _set_aside(path: Path) -> None:
 
 def _restore(path: Path) -> None:
     """Bring back the earlier run, whether this process set it aside or one that was killed did."""
-    if (path / DISCARDED).exists():
-        shutil.rmtree(path / DISCARDED)
+    _remove_owned(path, [DISCARDED])
     if not (path / EARLIER).exists():
         return
     back = [name for name in OWNED if (path / EARLIER / name).exists()]
@@ -425,11 +416,42 @@ def _remove_owned(path: Path, names: Sequence[str]) -> None:
             target.unlink(missing_ok=True)
 
 
-def _remove_made(path: Path, made: Path | None) -> None:
-    """Remove the directories that were created for the run, as far as they are empty."""
-    if made is None:
-        return
-    for directory in (path, *path.parents):
-        directory.rmdir()
-        if directory == made:
-            return
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the lock on a run directory; an OutputError where another run, in this process or another, holds
+    it.
+    """
+    file = directory / LOCK
+    descriptor = _acquire(file)
+    try:
+        yield
+    finally:
+        # Removed while locked: who waited with this file open sees that it is no longer of that name.
+        with suppress(OSError):
+            file.unlink()
+        os.close(descriptor)
+
+
+def _acquire(file: Path) -> int:
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The last run may have removed the file.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), file.stat()):
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, f"process {os.getpid()} on '{socket.gethostname()}'".encode())
+                    return descriptor
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            raise OutputError(
+                f"E1519 the output directory '{file.parent}' is in use by another run",
+                evidence=f"{holder} holds the lock on '{file.name}'",
+                remedy="wait until that run has ended, or choose another directory with --output",
+            ) from error
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)

@@ -20,11 +20,11 @@ from loka_onnx.bundle.signing import signer_of
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.config import RunConfig
 from loka_onnx.core import serde
-from loka_onnx.core.artifact import ModelArtifact, OutputSpec
+from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
-from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet
+from loka_onnx.core.evaluation import Choice, EvaluationSet
 from loka_onnx.core.manifest import BatchRange, Manifest
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
@@ -36,8 +36,7 @@ from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.job_results import choosable
 from loka_onnx.pipeline.judging import Judging
-from loka_onnx.pipeline.sample import Arrays
-from loka_onnx.pipeline.splits import split_rule
+from loka_onnx.pipeline.rows import split_rule
 from loka_onnx.pipeline.versions import backend_versions
 from loka_onnx.planning.choice import ChoiceOptions, choose
 from loka_onnx.report import (
@@ -49,6 +48,7 @@ from loka_onnx.report import (
     SplitDescription,
     render,
 )
+from loka_onnx.sessions.runner import Arrays
 
 CHOOSE = Stage("choose", "choice.json", Choice)
 SAMPLE_ROWS = 16
@@ -82,12 +82,11 @@ class Results:
 
     def with_added(self, added: RefinedRun) -> Results:
         """Return the results with further plans, their engines and what was judged of them."""
-        plans, engines, corrections = self.plans, self.engines, self.corrections
         return replace(
             self,
-            plans=replace(plans, plans=(*plans.plans, *added.plans)),
-            engines=replace(engines, engines=(*engines.engines, *added.engines)),
-            corrections=replace(corrections, plans=(*corrections.plans, *added.corrections.plans)),
+            plans=replace(self.plans, plans=(*self.plans.plans, *added.plans)),
+            engines=EngineSet((*self.engines.engines, *added.engines)),
+            corrections=CorrectionSet((*self.corrections.plans, *added.corrections.plans)),
             rewrites={**self.rewrites, **added.rewrites.logs},
             evaluations=EvaluationSet((*self.evaluations.evaluations, *added.evaluations.evaluations)),
         )
@@ -119,13 +118,15 @@ def write_report(
 ) -> Report:
     """Collect the facts of the report and write it → `report.json`, `report.md`, `report.html`.
 
-    Args:
-        notes: Facts of the model and of the run, for the reader.
-        label_rule: What the labels mean.
+    `notes` are facts of the model and of the run for the reader; `label_rule` says what the labels mean.
     """
     context, model = judging.context, results.modified
     rule, root = split_rule(context.config), context.directory.path
     named = ((name, getattr(context.splits, name)) for name in ("calibration", "selection", "certification"))
+    labels = (
+        f"{s.name}: no labels" if s.label is None else f"{s.name}: column '{s.label}' as given"
+        for s in context.specs
+    )
     data = ReportData(
         title=context.config.name,
         exported=context.exported,
@@ -141,7 +142,7 @@ def write_report(
         throughput=results.throughput,
         data=DataDescription(
             tuple(SplitDescription(name, d.name, d.rows, d.digest, rule) for name, d in named),
-            label_rule or ", ".join(_label_rule(spec) for spec in context.specs),
+            label_rule or ", ".join(labels),
             context.config.data.synthetic,
         ),
         versions=_versions(context),
@@ -158,17 +159,15 @@ def write_report(
 
 def notes_of(judging: Judging) -> tuple[str, ...]:
     """Notes on the cut of the model and on the looks at certification, for the report."""
-    context, notes = judging.context, []
-    if judging.split is not None:
-        notes.append(judging.split.note)
-    if context.looks > 1:
-        confidence = context.certification.confidence
-        notes.append(
-            f"The certification rows may be looked at {context.looks} times for this model: to certify what "
-            "a refresh kept and, where that fails, what a full run then chooses. Their error of 5 % is "
-            f"divided (Bonferroni): intervals on certification hold with {confidence:.1%}."
-        )
-    return tuple(notes)
+    context, cut = judging.context, () if judging.split is None else (judging.split.note,)
+    if context.looks == 1:
+        return cut
+    return (
+        *cut,
+        f"The certification rows may be looked at {context.looks} times for this model: to certify what "
+        "a refresh kept and, where that fails, what a full run then chooses. Their error of 5 % is "
+        f"divided (Bonferroni): intervals on certification hold with {context.certification.confidence:.1%}.",
+    )
 
 
 def _versions(context: Context) -> dict[str, str]:
@@ -176,19 +175,13 @@ def _versions(context: Context) -> dict[str, str]:
     return context.directory.record.versions | backend_versions(context.config.targets)
 
 
-def _label_rule(spec: OutputSpec) -> str:
-    return f"{spec.name}: no labels" if spec.label is None else f"{spec.name}: column '{spec.label}' as given"
-
-
 def emit_bundle(judging: Judging, results: Results, choice: Choice, report: Sequence[Path]) -> Path:
     """Write the chosen engines, the exact model and a sample → `bundle/`."""
-    context = judging.context
-    bundle = context.path("bundle")
+    context, bundle = judging.context, judging.context.path("bundle")
 
     def produce() -> list[Path]:
-        contents = _contents(judging, results, choice, report)
-        written = write_bundle(contents, bundle, key=context.signing_key)
-        return [path for path in sorted(written.rglob("*")) if path.is_file()]
+        write_bundle(_contents(judging, results, choice, report), bundle, key=context.signing_key)
+        return [path for path in sorted(bundle.rglob("*")) if path.is_file()]
 
     def load() -> Path:
         verify_bundle(bundle)
@@ -214,8 +207,8 @@ def _contents(judging: Judging, results: Results, choice: Choice, report: Sequen
     fallback = Expectation(exact, dict.fromkeys(exact, DEFAULT_TOLERANCE))
     by_id = {engine.id: engine for engine in results.engines.engines}
     chosen = dict.fromkeys(name for target in choice.targets for name in target.engines)
-    halves, lookup = None if judging.split is None else judging.split.halves, None
-    if halves is not None:
+    lookup = None
+    if judging.split is not None and (halves := judging.split.halves) is not None:
         taken = judging.taken_by_engines(sample)
         lookup = BundleLookup(halves, {spec.name: taken[spec.name] for spec in halves.cut})
     return BundleContents(
@@ -244,12 +237,15 @@ def _bundled(
 ) -> BundleEngine:
     evaluations = results.evaluations.evaluations
     found = (e for e in evaluations if (e.engine, e.split) == (engine.id, "certification"))
-    evaluation = next(map(_without_slices, found), None)
+    if (evaluation := next(found, None)) is not None:
+        # Slices may be thousands, and a loader reads the manifest at every start.
+        outputs = (replace(output, slices=(), slices_left_out={}) for output in evaluation.outputs)
+        evaluation = replace(evaluation, outputs=tuple(outputs))
     if engine.status is BuildStatus.READY:
         with ExitStack() as stack:
-            outputs = dict(judging.open_engine(engine, stack)(sample))
-        tolerance = dict.fromkeys(outputs, DEFAULT_TOLERANCE)
-        return BundleEngine(engine, Expectation(outputs, tolerance), evaluation)
+            answers = dict(judging.open_engine(engine, stack)(sample))
+        expected = Expectation(answers, dict.fromkeys(answers, DEFAULT_TOLERANCE))
+        return BundleEngine(engine, expected, evaluation)
     # The largest change of each output in the simulation of the plan.
     moved = {
         output.output: output.difference.delta_max
@@ -262,9 +258,3 @@ def _bundled(
         name: max(FP8_TOLERANCE, SIMULATION_MARGIN * moved.get(name, 0.0)) for name in fallback.outputs
     }
     return BundleEngine(engine, Expectation(fallback.outputs, tolerance), evaluation)
-
-
-def _without_slices(evaluation: Evaluation) -> Evaluation:
-    """Drop slices, which may be thousands: a loader reads the manifest at every start."""
-    outputs = (replace(output, slices=(), slices_left_out={}) for output in evaluation.outputs)
-    return replace(evaluation, outputs=tuple(outputs))

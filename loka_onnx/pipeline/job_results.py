@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from loka_onnx.core.job import BuildJob, JobResult
 from loka_onnx.engines.isolation import replace_directory, staged
 from loka_onnx.errors import EngineError, EvaluationError, ModelError
 from loka_onnx.evaluation.predictions import Run
-from loka_onnx.pipeline.closed_world import verify_files
-from loka_onnx.pipeline.jobs import JOBS, RESULT
+from loka_onnx.pipeline.jobs import JOBS, RESULT, verify_files
 
 RESULT_DOCUMENT = "result.json"
 SPLITS = ("selection", "certification")
@@ -29,9 +29,8 @@ SPLITS = ("selection", "certification")
 def read_result(directory: Path, job: BuildJob) -> JobResult | None:
     """Return the result of a job; None if there is none yet.
 
-    Raises:
-        ModelError: The result is of another job, or a file is missing, extra or altered.
-        UserError: It was written by another version of this package.
+    Raises ModelError if the result is of another job, or a file is missing, extra or altered; UserError if
+    another version of this package wrote it.
     """
     place = directory / RESULT
     if not place.exists():
@@ -75,20 +74,17 @@ def _read_document(document: Path) -> JobResult:
             raise ModelError(
                 f"E1511 the result of job '{found.candidate}' names {what} and does not list it",
                 where=str(document),
-                evidence=f"it names '{path if what == 'the engine' else name}' and lists {len(found.files)} "
-                "files",
+                evidence=f"it names '{path if what == 'the engine' else name}' and lists "
+                f"{len(found.files)} files",
                 remedy="execute the job again (`loka-onnx build --job`)",
             )
     return found
 
 
 def merge_result(result: JobResult, directory: Path, output: Path, root: Path) -> EngineArtifact:
-    """Move a result's engine to `output` in the run directory `root`, as a candidate of the run.
-
-    Raises:
-        OutputError: The place cannot be written.
-    """
-    artifact, where = result.artifact, f"on '{result.host}' ({', '.join(result.devices) or 'no device'})"
+    """Move a result's engine to `output` in the run directory `root`, as a candidate of the run."""
+    artifact = result.artifact
+    where = f"on '{result.host}' ({', '.join(result.devices) or 'no device'})"
     if not artifact.is_built or artifact.path is None:
         return replace(artifact, detail=f"{where}: {artifact.detail}")
     if result.failure:
@@ -111,17 +107,16 @@ def merge_result(result: JobResult, directory: Path, output: Path, root: Path) -
     return replace(artifact, path=path, status=BuildStatus.BUILT_NOT_RUN, detail=detail)
 
 
+@dataclass(frozen=True)
 class ElsewhereRuns:
-    """Results of engines of a run on other hosts."""
+    """Results of engines of a run on other hosts, in the directory of its jobs."""
 
-    def __init__(self, root: Path) -> None:
-        self._jobs = root / JOBS
+    jobs: Path
 
     def opener(self, engine: EngineArtifact, split: str) -> Callable[[], Run] | None:
         """Return a function that replays an engine's outputs from another host; None if it ran on this host.
 
-        Raises:
-            EvaluationError: The outputs are gone, or altered.
+        Raises EvaluationError if the outputs are gone, or altered.
         """
         if engine.status is not BuildStatus.RUN_ELSEWHERE:
             return None
@@ -129,13 +124,13 @@ class ElsewhereRuns:
         if result is None or split not in result.outputs:
             raise EvaluationError(
                 f"E1512 the outputs of engine '{engine.id}' are gone",
-                where=str(self._jobs / engine.id / RESULT),
+                where=str(self.jobs / engine.id / RESULT),
                 remedy="bring the result of its job back",
             )
-        file = self._jobs / engine.id / RESULT / result.outputs[split]
+        file = self.jobs / engine.id / RESULT / result.outputs[split]
         if digest_file(file) != result.files[result.outputs[split]]:
             raise EvaluationError(f"E1513 the outputs of engine '{engine.id}' were altered", where=str(file))
-        return lambda: Replay(file).run
+        return partial(replayed, file)
 
     def latencies(self, engines: Iterable[EngineArtifact]) -> dict[str, tuple[Latency, ...]]:
         """Return latencies that were measured elsewhere, by engine id, each with its job."""
@@ -148,59 +143,52 @@ class ElsewhereRuns:
     def key(self, engines: Iterable[EngineArtifact]) -> dict[str, str]:
         """Return the digest of the result of each engine that has one."""
         return {
-            engine.id: digest_file(self._jobs / engine.id / RESULT / RESULT_DOCUMENT)
+            engine.id: digest_file(self.jobs / engine.id / RESULT / RESULT_DOCUMENT)
             for engine in engines
             if self._result(engine) is not None
         }
 
     def _result(self, engine: EngineArtifact) -> JobResult | None:
-        document = self._jobs / engine.id / RESULT / RESULT_DOCUMENT
-        if engine.status not in {BuildStatus.RUN_ELSEWHERE, BuildStatus.BUILT_NOT_RUN}:
-            return None
-        if not document.is_file():
+        document = self.jobs / engine.id / RESULT / RESULT_DOCUMENT
+        was_built = engine.status in {BuildStatus.RUN_ELSEWHERE, BuildStatus.BUILT_NOT_RUN}
+        if not was_built or not document.is_file():
             return None
         result = _read_document(document)
         return result if result.artifact.digest == engine.digest else None
 
 
-class Replay:
-    """Recorded outputs, (rows, …) by name, in place of an engine: for the same rows, in the same order."""
+def replayed(file: Path) -> Run:
+    """Return recorded outputs in place of an engine, for the same rows in the same order; asked for more
+    rows, the function raises an EvaluationError.
+    """
+    with np.load(file, allow_pickle=False) as arrays:
+        outputs = {name: np.asarray(arrays[name]) for name in arrays.files}
+    known, done = min(map(len, outputs.values())), 0
 
-    def __init__(self, file: Path) -> None:
-        with np.load(file, allow_pickle=False) as arrays:
-            self._outputs = {name: np.asarray(arrays[name]) for name in arrays.files}
-        self._done = 0
-
-    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """Return the outputs of the next rows, as many as the inputs have.
-
-        Raises:
-            EvaluationError: There are not as many left.
-        """
-        start, known = self._done, min(map(len, self._outputs.values()))
-        self._done += next(len(values) for values in inputs.values())
-        if self._done > known:
+    def run(inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        nonlocal done
+        start, done = done, done + next(len(values) for values in inputs.values())
+        if done > known:
             raise EvaluationError(
                 "E1514 the outputs that came back are fewer than the rows",
-                evidence=f"{known} rows came back, row {self._done} is wanted",
+                evidence=f"{known} rows came back, row {done} is wanted",
                 remedy="execute the job again",
             )
-        return {name: values[start : self._done] for name, values in self._outputs.items()}
+        return {name: values[start:done] for name, values in outputs.items()}
+
+    return run
 
 
 def choosable(engines: Iterable[EngineArtifact], command: str = "run --resume") -> list[EngineArtifact]:
     """Return the engines to choose from now: those of targets that have one, or that never will.
 
-    One that was run elsewhere was run. A target whose engines all wait for their jobs gets its choice when
-    the run goes on with their results.
-
-    Raises:
-        EngineError: Every target waits.
+    A target whose engines all wait for their jobs gets its choice when the run goes on with their results; if
+    all targets do, an EngineError is raised.
     """
     every = list(engines)
-    waiting = {engine.target for engine in every if engine.status is BuildStatus.WAITING}
-    waiting -= {engine.target for engine in every if engine.is_built}
-    if waiting and waiting == {engine.target for engine in every}:
+    waiting = {e.target for e in every if e.status is BuildStatus.WAITING}
+    waiting -= {e.target for e in every if e.is_built}
+    if waiting and waiting == {e.target for e in every}:
         raise EngineError(
             "E1515 there is no engine to choose from yet: all wait for their build jobs",
             where=", ".join(sorted(waiting)),

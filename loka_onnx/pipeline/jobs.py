@@ -2,22 +2,24 @@
 
 ``jobs/<candidate>/`` holds ``job.json``, the planned model with its weights, the generated sample and, only
 where the run file allows it (`build.job_data`), the engine's inputs for the rows that it is judged on. Labels
-never leave: the outputs come back, and are judged here.
+never leave: the outputs come back, and are judged here. Jobs and results hold exactly the files that their
+documents list.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core import serde
+from loka_onnx.core.digests import digest_file
 from loka_onnx.core.evaluation import InputPlace
 from loka_onnx.core.job import BuildJob, JobBatch, JobRows
 from loka_onnx.core.rewrite import Part
@@ -25,7 +27,6 @@ from loka_onnx.engines.isolation import replace_directory, staged
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.errors import ModelError, UserError
 from loka_onnx.graph.storage import link_or_copy, model_files, read_proto
-from loka_onnx.pipeline.closed_world import list_files, verify_files
 
 JOBS, JOB, RESULT = "jobs", "job.json", "result"
 """Names: of the directory of all jobs in a run, of a job's document, of its result."""
@@ -38,13 +39,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class SplitRows:
-    """The rows of a split, as an engine takes them.
-
-    Attributes:
-        batch_size: Rows of each batch but the last.
-        batches: Reads them, in order; every call starts anew.
-        digest: Of the split, and of the columns that inputs are made of.
-    """
+    """The rows of a split, as an engine takes them; every call of `batches` reads them anew, in order."""
 
     split: str
     rows: int
@@ -55,13 +50,7 @@ class SplitRows:
 
 @dataclass(frozen=True)
 class JobOrigin:
-    """Origin of a job: run, name of the candidate's directory, and names of the judged outputs.
-
-    Attributes:
-        rows: Rows that the job carries; empty for none.
-        timed: Generated rows that the requests of latencies are drawn from; None for those of the sample.
-        inputs: Memory of the inputs of timed requests.
-    """
+    """Fields of a job (`core.job.BuildJob`) that its build request has not, with the rows that it carries."""
 
     run: str
     candidate: str
@@ -78,9 +67,6 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
 
     A job that asked for something else is replaced, and its result goes with it. Limits and options of the
     request go along, its places do not.
-
-    Raises:
-        OutputError: The place cannot be written.
     """
     with staged(directory) as staging:
         new = staging / "job"
@@ -92,7 +78,6 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
         shutil.copyfile(request.sample, new / _SAMPLE)
         rows = tuple(_write_rows(new, split) for split in origin.rows)
         timed = None if origin.timed is None else _write_rows(new, origin.timed)
-        batch = request.batch
         job = BuildJob(
             run=origin.run,
             candidate=origin.candidate,
@@ -105,7 +90,7 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
             model=Path(_MODEL) / request.model.name,
             model_digest=request.plan.model_digest,
             sample=Path(_SAMPLE),
-            batch=JobBatch(batch.minimum, batch.serve, batch.maximum, batch.sizes),
+            batch=JobBatch(**vars(request.batch)),
             timeout_seconds=request.limits.seconds,
             memory_bytes=request.limits.memory_bytes,
             options=dict(request.options),
@@ -129,9 +114,8 @@ def write_job(directory: Path, request: BuildRequest, origin: JobOrigin) -> Buil
 def read_job(directory: Path) -> BuildJob:
     """Read a job and hold its directory against it.
 
-    Raises:
-        ModelError: It is not a job, or a file is missing, extra or altered.
-        UserError: It was written by another version of this package.
+    Raises ModelError if it is not a job, or a file is missing, extra or altered; UserError if another version
+    of this package wrote it.
     """
     if not (directory / JOB).is_file():
         raise ModelError(
@@ -142,7 +126,7 @@ def read_job(directory: Path) -> BuildJob:
         )
     job = serde.read(BuildJob, directory / JOB)
     verify_files(directory, job.files, JOB, besides=(RESULT,))
-    carried = (*job.rows, *([] if job.timed is None else [job.timed]))
+    carried = (*job.rows, job.timed) if job.timed else job.rows
     for path in (job.model, job.sample, *(Path(name) for rows in carried for name in rows.inputs.values())):
         if path.as_posix() not in job.files:
             raise ModelError(
@@ -154,14 +138,13 @@ def read_job(directory: Path) -> BuildJob:
 
 def request_of(job: BuildJob, directory: Path, output: Path) -> BuildRequest:
     """Return the build request of a job; the artifact's path is relative to the parent of `output`."""
-    batch = job.batch
     return BuildRequest(
         model=directory / job.model,
         plan=job.plan,
         sites=job.sites,
         target=job.target,
         architecture=job.architecture,
-        batch=BatchRange(batch.minimum, batch.serve, batch.maximum, batch.sizes),
+        batch=BatchRange(**vars(job.batch)),
         output=output,
         sample=directory / job.sample,
         relative_to=output.parent,
@@ -171,11 +154,7 @@ def request_of(job: BuildJob, directory: Path, output: Path) -> BuildRequest:
 
 
 def find_jobs(place: Path) -> list[Path]:
-    """Return the job at a place, or all jobs in it, in order of their names.
-
-    Raises:
-        ModelError: There is none.
-    """
+    """Return the job at a place, or all jobs in it, by name; a ModelError if there is none."""
     if (place / JOB).is_file():
         return [place]
     found = sorted(path.parent for path in place.glob(f"*/{JOB}"))
@@ -207,3 +186,55 @@ def _write_rows(directory: Path, split: SplitRows) -> JobRows:
     for file in files.values():
         file.flush()
     return JobRows(split.split, done, split.batch_size, names)
+
+
+# Closed-world directories ---------------------------------------------------------------------------
+
+
+def list_files(directory: Path, document: str) -> dict[str, str]:
+    """SHA-256 of every file below a directory but its document, by path relative to it."""
+    return {name: digest_file(directory / name) for name in sorted(_names(directory, ())) if name != document}
+
+
+def verify_files(
+    directory: Path, files: Mapping[str, str], document: str, besides: Collection[str] = ()
+) -> None:
+    """Hold a directory, in which nothing may be a link, against SHA-256 by path that its document lists.
+
+    `besides` are names of directories at its top that are no part of it. Raises ModelError for a path that
+    leaves the directory, and for a missing, extra, altered or special file.
+    """
+    for name in files:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or path.as_posix() != name:
+            _refuse(directory, f"'{document}' lists a path that leaves the directory", repr(name))
+    found = _names(directory, besides)
+    for name in sorted(found - set(files) - {document}):
+        _refuse(directory, f"file '{name}' is not listed in '{document}'", f"{len(files)} files are listed")
+    for name, digest in sorted(files.items()):
+        if name not in found:
+            _refuse(directory, f"file '{name}' is missing", f"'{document}' lists it")
+        actual = digest_file(directory / name)
+        if actual != digest:
+            evidence = f"its SHA-256 is {actual[:16]}…, '{document}' says {digest[:16]}…"
+            _refuse(directory, f"file '{name}' was altered", evidence)
+
+
+def _names(directory: Path, besides: Collection[str]) -> set[str]:
+    names = set()
+    for path in directory.rglob("*"):
+        relative = path.relative_to(directory)
+        # What is being written there has a hidden name that begins with its own (`engines.publishing`).
+        if any(relative.parts[0] == name or relative.parts[0].startswith(f".{name}.") for name in besides):
+            continue
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            _refuse(
+                directory, f"'{relative.as_posix()}' is neither a file nor a directory", "links are refused"
+            )
+        if path.is_file():
+            names.add(relative.as_posix())
+    return names
+
+
+def _refuse(directory: Path, what: str, evidence: str) -> None:
+    raise ModelError(what, where=str(directory), evidence=evidence, remedy="copy the whole directory again")

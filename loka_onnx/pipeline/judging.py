@@ -4,27 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 
-from loka_onnx.core.engine import EngineArtifact, EngineSet
-from loka_onnx.core.evaluation import Evaluation, EvaluationSet
+from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
+from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
 from loka_onnx.core.progress import Joined
 from loka_onnx.core.rewrite import ModelSplit, Part
+from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.registry import get_backend
+from loka_onnx.errors import InternalError, StageError
 from loka_onnx.evaluation.engines import Split, judge_engine, judge_reference, with_latencies
-from loka_onnx.evaluation.latency import Interleaved, LatencyOptions
+from loka_onnx.evaluation.latency import (
+    Interleaved,
+    LatencyOptions,
+    MakeInputs,
+    Prepare,
+    from_host,
+    measure_interleaved,
+    over_loads,
+    prepared,
+)
 from loka_onnx.evaluation.predictions import Run, padded
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import Stage
-from loka_onnx.pipeline.engine_times import TimingBench, counts_here
 from loka_onnx.pipeline.job_results import ElsewhereRuns
-from loka_onnx.pipeline.jobs import SplitRows
-from loka_onnx.pipeline.sample import Arrays
-from loka_onnx.pipeline.splitting import open_lookup, taken_by_engines, with_lookup
-from loka_onnx.sessions.runner import Runner
+from loka_onnx.pipeline.jobs import JOBS, SplitRows
+from loka_onnx.pipeline.splitting import LOOKUP, beside_lookup
+from loka_onnx.planning.choice import NOISE
+from loka_onnx.planning.speed import FIRST_LOADS, LOADS, contenders
+from loka_onnx.sessions.host_devices import device_of_architecture, is_target
+from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.sessions.runner import Arrays, Runner, SplitRunner
 
+PER_LOAD = LatencyOptions(warmup=4, min_repeats=5, max_repeats=40, max_seconds=1.0 / LOADS)
+"""Limits of timing one engine at one batch size in one load; one second over all loads."""
 EVALUATE = Stage("evaluate", "evaluation.json", EvaluationSet)
 JOB_TIMED_BYTES = 1 << 26
 """Most bytes of the generated rows that a build job carries for latencies; rows repeat beyond."""
@@ -32,11 +48,7 @@ JOB_TIMED_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Judging:
-    """Judges the engines of one run, those of this host and those that ran elsewhere.
-
-    Attributes:
-        split: The model cut at its embeddings, where it was: its engines take looked-up rows.
-    """
+    """Judges the engines of one run, of this host and of others; after a cut they take looked-up rows."""
 
     context: Context
     split: ModelSplit | None
@@ -44,21 +56,11 @@ class Judging:
     @cached_property
     def elsewhere(self) -> ElsewhereRuns:
         """Results of engines on other hosts."""
-        return ElsewhereRuns(self.context.directory.path)
+        return ElsewhereRuns(self.context.path(JOBS))
 
     def evaluate(self, engines: EngineSet, known: EvaluationSet) -> EvaluationSet:
-        """Judge on selection and certification, and time per batch size → `evaluation.json`.
-
-        Args:
-            known: Earlier evaluations, which are not repeated.
-        """
+        """Judge on selection and certification, and time → `evaluation.json`; `known` is not repeated."""
         context = self.context
-
-        def judge() -> EvaluationSet:
-            return EvaluationSet(
-                self._timed((context.selection, context.attempt(0)), engines.engines, known=known)
-            )
-
         reads = {
             **self.reads(engines),
             "elsewhere": self.elsewhere.key(engines.engines),
@@ -66,7 +68,10 @@ class Judging:
             "looks": context.looks,
         }
         return context.directory.document(
-            EVALUATE, reads, judge, again=lambda earlier: counts_here(earlier.evaluations, engines.engines)
+            EVALUATE,
+            reads,
+            lambda: EvaluationSet(self.judge_attempt(engines.engines, 0, known)),
+            again=lambda earlier: counts_here(earlier.evaluations, engines.engines),
         )
 
     def reads(self, engines: EngineSet) -> dict[str, object]:
@@ -83,43 +88,29 @@ class Judging:
             "inputs": config.serving.inputs,
         }
 
-    def judge_attempt(self, engines: Sequence[EngineArtifact], number: int) -> tuple[Evaluation, ...]:
-        """Judge the engines of an attempt (from 0) on selection and certification, and time them."""
-        splits = (self.context.selection, self.context.attempt(number))
-        return tuple(e for e in self._timed(splits, engines) if e.engine in {item.id for item in engines})
-
-    def _timed(
-        self, splits: Sequence[Split], engines: Sequence[EngineArtifact], known: EvaluationSet | None = None
+    def judge_attempt(
+        self, engines: Sequence[EngineArtifact], number: int, known: EvaluationSet | None = None
     ) -> tuple[Evaluation, ...]:
+        """Judge the reference and engines on selection and an attempt's certification, with latencies."""
         timed = self.time_engines(engines)
         timed.latencies.update(self.elsewhere.latencies(engines))
-        return tuple(
-            with_latencies(evaluation, timed)
-            for split in splits
-            for evaluation in self.judge(split, engines, known)
-        )
-
-    def judge_on_selection(self, engines: Sequence[EngineArtifact]) -> list[Evaluation]:
-        """Judge each engine on the selection split, without latencies."""
-        return self.judge(self.context.selection, engines)[1:]
+        splits = (self.context.selection, self.context.attempt(number))
+        judged = (evaluation for split in splits for evaluation in self.judge(split, engines, known))
+        return tuple(with_latencies(evaluation, timed) for evaluation in judged)
 
     def judge(
         self, split: Split, engines: Sequence[EngineArtifact], known: EvaluationSet | None = None
     ) -> list[Evaluation]:
-        """Judge the reference on a split, then each engine, without latencies.
-
-        Args:
-            known: Earlier evaluations, which are not repeated.
-        """
+        """Judge the reference on a split, then each engine, without latencies; `known` is not repeated."""
         specs, rows = self.context.specs, split.data.rows
-        earlier = {(e.engine, e.split): e for e in (known.evaluations if known is not None else ())}
-        run = [e for e in engines if e.was_run and (e.id, split.name) not in earlier]
+        earlier = {e.engine: e for e in (known.evaluations if known else ()) if e.split == split.name}
+        run = [e for e in engines if e.was_run and e.id not in earlier]
         progress = Joined(self.context.progress, (1 + len(run)) * rows)
         reference = self.context.reference(split, progress)
         evaluations = [judge_reference(split, reference, specs)]
         for engine in engines:
-            if (engine.id, split.name) in earlier:
-                evaluations.append(earlier[engine.id, split.name])
+            if engine.id in earlier:
+                evaluations.append(earlier[engine.id])
                 continue
             progress.skip_to_next(rows if engine.was_run else 0)
             with ExitStack() as stack:
@@ -129,33 +120,106 @@ class Judging:
 
     def open_engine(self, engine: EngineArtifact, stack: ExitStack) -> Run:
         """Load an engine until the stack closes; its inputs are the model's, in batches of any size."""
-        runner = self.open_alone(engine)
+        runner = stack.enter_context(self.open_alone(engine))
         if engine.part is Part.DENSE:
-            runner = with_lookup(runner, self.split, self.context.threads)
-        return padded(stack.enter_context(runner).run, self.context.config.batch.min)
+            runner = SplitRunner(stack.enter_context(self.open_lookup()), runner)
+        return padded(runner.run, self.context.config.batch.min)
 
     def open_alone(self, engine: EngineArtifact) -> Runner:
         """Load an engine without the lookup before it."""
         place = self.context.directory.path / (engine.path or Path())
         return get_backend(engine.backend).open(engine, place)
 
-    def time_engines(self, engines: Sequence[EngineArtifact]) -> Interleaved:
-        """Measure the latency of every engine that runs here, in turns; see `TimingBench.time`."""
-        context = self.context
-        bench = TimingBench(
-            context.config,
-            context.progress,
-            self.open_alone,
-            partial(open_lookup, self.split, context.threads),
-            context.requests.generated,
-        )
-        return bench.time(engines)
-
-    # Rows of build jobs ----------------------------------------------------------------------------
+    def open_lookup(self) -> OnnxSession:
+        """Load the lookup half; an InternalError where there is none."""
+        if self.split is None or self.split.halves is None:
+            raise InternalError("an engine takes looked-up rows, and the model was not cut")
+        return OnnxSession(self.split.halves.lookup.path, SessionOptions(threads=self.context.threads))
 
     def taken_by_engines(self, inputs: Arrays) -> Arrays:
         """Engine inputs for model inputs: looked-up rows in place of ids if the model was cut."""
-        return taken_by_engines(inputs, self.split, self.context.threads)
+        if self.split is None or self.split.halves is None:
+            return inputs
+        looked_up = self.open_lookup().run(inputs)
+        return {**{name: inputs[name] for name in self.split.halves.passed}, **looked_up}
+
+    def time_engines(self, engines: Sequence[EngineArtifact]) -> Interleaved:
+        """Measure the latency of every engine that runs here, in turns with the others of its kind.
+
+        Where the model was cut, each engine is timed alone, on looked-up rows, and the lookup beside them.
+        On another device of the target's architecture it is timed as well, and that does not count. Failures
+        are of engines that do not open or fail, or whose lookup does.
+        """
+        ready = [e for e in engines if e.status is BuildStatus.READY]
+        kinds = sorted({_kind(e) for e in ready}, key=str)
+        sizes, done = len(kinds) * FIRST_LOADS * len(self.context.config.batch.serve), count(1)
+        progress = self.context.progress
+        options = replace(PER_LOAD, on_batch=lambda: progress("latency", min(next(done), sizes), sizes))
+        progress("latency", 0, sizes)
+        found = Interleaved({}, {})
+        for kind in kinds:
+            timed = self._time_kind([e for e in ready if _kind(e) == kind], kind, options)
+            found.latencies.update(beside_lookup(timed.latencies))
+            found.failures.update(timed.failures)
+        return found
+
+    def _time_kind(
+        self, engines: Sequence[EngineArtifact], kind: _Kind, options: LatencyOptions
+    ) -> Interleaved:
+        """Time all engines in the first loads, and then those that may still be the fastest."""
+        loads: dict[str, list[tuple[Latency, ...]]] = {}
+        failures: dict[str, str] = {}
+        left = list(engines)
+        with device_alone(engines[0].architecture):
+            for index in range(LOADS if kind.counts else FIRST_LOADS):
+                if index == FIRST_LOADS:
+                    known = {name: over_loads(each) for name, each in loads.items() if name != LOOKUP}
+                    close = contenders({n: t for n, t in known.items() if n not in failures}, NOISE)
+                    left = [engine for engine in left if engine.id in close]
+                if not left:
+                    break
+                # No engine is always the first to be loaded, where memory is left.
+                turned = [*left[index % len(left) :], *left[: index % len(left)]]
+                timed = self._load(turned, kind, options)
+                failures |= timed.failures
+                for name, latencies in timed.latencies.items():
+                    loads.setdefault(name, []).append(latencies)
+                left = [engine for engine in left if engine.id not in failures]
+        return Interleaved({name: over_loads(each) for name, each in loads.items()}, failures)
+
+    def _load(self, engines: Sequence[EngineArtifact], kind: _Kind, options: LatencyOptions) -> Interleaved:
+        """Load engines once and time them in turns; one that does not open costs that engine its latency."""
+        failures: dict[str, str] = {}
+        subjects: dict[str, Prepare] = {}
+        make_inputs: MakeInputs = self.context.requests.generated
+        with ExitStack() as stack:
+            for engine in engines:
+                try:
+                    runner = stack.enter_context(self.open_alone(engine))
+                    subjects[engine.id] = prepared(runner, self.context.config.serving.inputs)
+                except StageError as error:
+                    failures[engine.id] = f"it does not open: {error}"
+            if subjects and engines[0].part is Part.DENSE:
+                try:
+                    lookup = stack.enter_context(self.open_lookup())
+                except StageError as error:
+                    failure = f"the lookup before it does not open: {error}"
+                    return Interleaved({}, failures | dict.fromkeys(subjects, failure))
+                subjects[LOOKUP] = from_host(lookup.run)
+                make_inputs = partial(self._looked_up, lookup)
+            if not subjects:
+                return Interleaved({}, failures)
+            sizes, device = self.context.config.batch.serve, kind.device
+            timed = measure_interleaved(subjects, make_inputs, sizes, options, device, kind.counts)
+        if LOOKUP in timed.failures:
+            failures |= dict.fromkeys(subjects, f"the lookup before it failed {timed.failures[LOOKUP]}")
+        failures |= timed.failures
+        failures.pop(LOOKUP, None)
+        return Interleaved(timed.latencies, failures)
+
+    def _looked_up(self, lookup: Runner, rows: int) -> Arrays:
+        inputs = self.context.requests.generated(rows)
+        return {**inputs, **lookup.run(inputs)}
 
     def job_rows(self) -> tuple[SplitRows, ...]:
         """Engine inputs of the judged rows."""
@@ -169,9 +233,8 @@ class Judging:
         )
 
     def timed_rows(self) -> SplitRows:
-        """Generated engine inputs that latencies of build jobs are measured on.
-
-        As many as the largest requests take in turns, so that no row repeats, below `JOB_TIMED_BYTES`.
+        """Generated engine inputs that latencies of build jobs are measured on: as many as the largest
+        requests take in turns, so that no row repeats, below `JOB_TIMED_BYTES`.
         """
 
         def sample(rows: int) -> Arrays:
@@ -181,3 +244,39 @@ class Judging:
         wanted = LatencyOptions().input_sets * max(self.context.config.batch.serve)
         rows = max(1, min(wanted, room))
         return SplitRows("timed", rows, rows, lambda: iter([sample(rows)]))
+
+
+def counts_here(evaluations: Sequence[Evaluation], engines: Sequence[EngineArtifact]) -> bool:
+    """Return True if this machine has the target of engines that were timed on a device of another full name.
+
+    Run files name an H100 PCIe and an H100 80GB HBM3 alike; a time belongs to one of them.
+    """
+    timed = {e.engine: {latency.device for latency in e.latencies} for e in evaluations if e.latencies}
+    return any(
+        device_of_architecture(engine.architecture)
+        and is_target(engine.target, engine.architecture)
+        and timed[engine.id] != {device_of_architecture(engine.architecture)}
+        for engine in engines
+        if engine.id in timed and engine.status is BuildStatus.READY and not engine.simulated
+    )
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Engines that are timed in turns: of one target, on one device."""
+
+    target: str
+    device: str
+    is_target: bool
+    is_simulated: bool
+
+    @property
+    def counts(self) -> bool:
+        """The latency is that of the target: its own device, nothing simulated."""
+        return self.is_target and not self.is_simulated
+
+
+def _kind(engine: EngineArtifact) -> _Kind:
+    device = device_of_architecture(engine.architecture) or engine.target
+    on_target = is_target(engine.target, engine.architecture)
+    return _Kind(engine.target, device, on_target, engine.simulated)

@@ -1,17 +1,21 @@
-"""Climbing the ladder of plans as a stage: rungs judged on the selection split, in simulation.
+"""Climbing the ladder of plans, and going down again where what was selected misses on certification.
 
 One switchable model (`calibration.effects.switchable`) holds every site that may run in FP8, exact and
 rounded. A rung is one pass of it over the selection split: nothing is built. What is not FP8 stays in FP32
 there. Constants are as an engine will have them (`correcting`): the mean error of a site depends on no other
 site, and is taken out of each; what restores the mean score of the rung is added where the upper bound is
 lower with it.
+
+Which rung a further attempt takes follows from the selection split (`planning.climbing`); certification says
+only that there is one. Its plan is built wherever the one that missed was, and judged by the same means, with
+its own part of certification's error.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import sqrt
 from typing import Any
@@ -24,39 +28,35 @@ from loka_onnx.calibration.corrections.means import MeanRows, mean_scores
 from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, write_switchable
 from loka_onnx.config import PlanId
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.evaluation import OutputEvaluation
+from loka_onnx.core.evaluation import EvaluationSet, OutputEvaluation
 from loka_onnx.core.plan import Climb, PrecisionPlan
 from loka_onnx.core.profile import Profile
+from loka_onnx.core.refinement import RefinedRun
 from loka_onnx.data import Dataset
 from loka_onnx.evaluation.accuracy import Units, evaluate_outputs
-from loka_onnx.evaluation.corrections import Simulated
-from loka_onnx.evaluation.predictions import predict
 from loka_onnx.graph.biases import expose_scores
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.intervals import CONFIDENCE
+from loka_onnx.pipeline.candidates import Additions, results_of_jobs
 from loka_onnx.pipeline.context import Context
-from loka_onnx.pipeline.correcting import mean_rows
+from loka_onnx.pipeline.correcting import mean_rows, output_names, simulate
 from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.emission import Results, choice_options
+from loka_onnx.pipeline.job_results import choosable
+from loka_onnx.pipeline.jobs import JOBS
+from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.plans import plan_options, planned_recipes
-from loka_onnx.planning.climbing import Goal, Judged, climb, design_spread
+from loka_onnx.planning.choice import not_certified
+from loka_onnx.planning.climbing import SHARES, Goal, Judged, climb, design_spread
 from loka_onnx.planning.policy import LadderStart, Planner
 
 LADDER = Stage("ladder", "ladder.json", Climb)
 SCRATCH = "calibration/instrumented/ladder.onnx"
 
 
-def start_ladder_of(
-    context: Context, modified: ModelArtifact, profile: Profile, plan: PrecisionPlan | None = None
-) -> LadderStart:
-    """Start the ladder of a plan; of all sites that may run in FP8 where there is none."""
-    recipes, options = planned_recipes(context.config.plan), plan_options(context, modified)
-    return Planner(modified, profile, context.specs, recipes, options).start_ladder(plan)
-
-
 def climb_ladder(context: Context, modified: ModelArtifact, profile: Profile) -> Climb | None:
     """The sites of `fp8-safe` or `int8-safe` → `ladder.json`; None where none competes."""
-    config, splits = context.config, context.splits
-    options, chosen = plan_options(context, modified), config.plan
+    splits, chosen, options = context.splits, context.config.plan, plan_options(context, modified)
     if not {PlanId.FP8_SAFE, PlanId.INT8_SAFE} & {*options.plans}:
         context.directory.forget(LADDER.name)
         return None
@@ -68,13 +68,63 @@ def climb_ladder(context: Context, modified: ModelArtifact, profile: Profile) ->
         "confidence": options.confidence,
         "timings": [known.key for known in options.devices],
         "data": [splits.selection, splits.certification.rows],
-        "outputs": config.outputs,
-        "group": config.data.group,
+        "outputs": context.config.outputs,
+        "group": context.config.data.group,
         "looks": context.looks,
         "corrections": chosen.corrections,
         "calibration": splits.calibration,
     }
     return context.directory.document(LADDER, reads, Climbing(context, modified, profile).climb)
+
+
+def attempt_again(judging: Judging, results: Results) -> Results:
+    """Lower rungs, one after the other, as long as what was selected misses → `attempt-<n>.json`."""
+    options = choice_options(judging.context.config)
+    for number in range(1, len(SHARES)):
+        engines = choosable(results.engines.engines)
+        missed = not_certified(engines, results.evaluations, results.plans, options)
+        # Several targets may have selected one plan.
+        plans = tuple(dict.fromkeys(engine.plan for engine in missed))
+        added = _attempt(judging, results, number, plans) if plans else RefinedRun()
+        if not added.plans:
+            break
+        results = results.with_added(added)
+    return results
+
+
+def _attempt(judging: Judging, results: Results, number: int, missed: Sequence[str]) -> RefinedRun:
+    """Plans with fewer sites, with their engines and evaluations; nothing where none would be left."""
+    context, additions = judging.context, Additions(judging, results.modified)
+    climbing = Climbing(context, results.modified, results.profile)
+
+    def make() -> RefinedRun:
+        lowered = {}
+        for plan in map(results.plans.plan, missed):
+            if (lower := climbing.lower(plan, number)) is not None:
+                name = f"{plan.id.removesuffix(f'-attempt-{number}')}-attempt-{number + 1}"
+                lowered[plan.id] = replace(lower, id=name, instead_of=plan.id)
+        if not lowered:
+            return RefinedRun()
+        only = [
+            f"{e.target}-{e.backend}-{e.architecture}-{lowered[e.plan].id}"
+            for e in results.engines.engines
+            if e.plan in lowered
+        ]
+        plans = tuple(lowered.values())
+        engines = additions.build(plans, only)
+        ids = {engine.id for engine in engines}
+        judged = tuple(e for e in judging.judge_attempt(engines, number) if e.engine in ids)
+        return additions.describe(RefinedRun(plans, engines, evaluations=EvaluationSet(judged)))
+
+    reads = {
+        "missed": missed,
+        "plans": results.plans,
+        "engines": results.engines,
+        "evaluations": results.evaluations,
+        "results": results_of_jobs(context.path(JOBS)),
+    }
+    stage = Stage(f"attempt {number + 1}", f"attempt-{number + 1}.json", RefinedRun)
+    return context.directory.document(stage, reads, make, lambda written: [*written, *additions.files])
 
 
 @dataclass(frozen=True)
@@ -85,23 +135,22 @@ class Climbing:
     modified: ModelArtifact
     profile: Profile
 
-    @cached_property
-    def _rows(self) -> MeanRows:
-        return mean_rows(self.context)
-
     def climb(self) -> Climb:
         """Return the highest rung of all sites that may run in FP8, for the first attempt."""
-        start = self._start()
+        start = self.start()
         return self._climbed(start, start.rungs, 0)
 
     def lower(self, plan: PrecisionPlan, attempt: int) -> PrecisionPlan | None:
         """Return a plan with fewer sites in FP8 for an attempt (from 0); None if no site would be left."""
-        start = self._start(plan)
+        start = self.start(plan)
         sites = self._climbed(start, start.rungs[:-1], attempt).sites
         return start.ladder.plan_of(plan, sites, plan.device) if sites else None
 
-    def _start(self, plan: PrecisionPlan | None = None) -> LadderStart:
-        return start_ladder_of(self.context, self.modified, self.profile, plan)
+    def start(self, plan: PrecisionPlan | None = None) -> LadderStart:
+        """Return the ladder of a plan; of all sites that may run in FP8 where there is none."""
+        context, recipes = self.context, planned_recipes(self.context.config.plan)
+        options = plan_options(context, self.modified)
+        return Planner(self.modified, self.profile, context.specs, recipes, options).start_ladder(plan)
 
     def _climbed(self, start: LadderStart, rungs: Sequence[frozenset[str]], attempt: int) -> Climb:
         goal = Goal.of(attempt, (1.0 - CONFIDENCE) / self.context.looks)
@@ -110,6 +159,10 @@ class Climbing:
             return Climb(0, tuple(sorted(next(iter(rungs), ()))), goal.confidence, goal.chance, ())
         judge = partial(self._judge, self._corrected(start))
         return climb(start.ladder, rungs, judge, goal, self.context.judged_rows)
+
+    @cached_property
+    def _rows(self) -> MeanRows:
+        return mean_rows(self.context)
 
     def _corrected(self, start: LadderStart) -> _Rungs:
         specs, path = self.context.specs, self.context.path(SCRATCH)
@@ -130,24 +183,20 @@ class Climbing:
         return _Rungs(file.open(self.context.threads), scores, exact)
 
     def _judge(self, rungs: _Rungs, rung: Collection[str]) -> Judged:
-        context, split = self.context, self.context.selection
-        specs = context.specs
-        names = tuple(dict.fromkeys((*(spec.name for spec in specs), *rungs.scores.values())))
+        context, split, specs = self.context, self.context.selection, self.context.specs
+        run = partial(rungs.model.run, on=tuple(rung), outputs=output_names(specs, rungs.scores))
+        means = mean_scores(run, rungs.scores, specs, self._rows) if rungs.exact else {}
         task = f"judge {len(rung)} sites in FP8 on {split.name}"
-        run = partial(rungs.model.run, on=tuple(rung), outputs=names)
-        found = predict(
-            run, split.batches(), names, progress=lambda done: context.progress(task, done, split.rows)
-        )
-        constants = rungs.constants(mean_scores(run, rungs.scores, specs, self._rows) if rungs.exact else {})
+        simulated = simulate(context, run, split, rungs.scores, (rungs.exact, means), task)
         known = context.reference(split)
         columns, grouping = known.predictions.columns, known.units.grouping
 
         def judged(variant: Mapping[str, npt.NDArray[Any]], units: Units) -> tuple[OutputEvaluation, ...]:
             return evaluate_outputs(known.predictions.outputs, variant, columns, specs, units)
 
-        variant, outputs = dict(found.outputs), judged(found.outputs, Units(grouping))
-        if constants:
-            simulated = Simulated(found, rungs.scores, constants)
+        variant = dict(simulated.predictions.outputs)
+        outputs = judged(variant, Units(grouping))
+        if simulated.constants:
             moved = {spec.name: simulated.with_constant(spec) for spec in specs}
             pairs = tuple(zip(outputs, judged(moved, Units(grouping)), strict=True))
             variant |= {after.output: moved[after.output] for before, after in pairs if _helps(before, after)}
@@ -156,13 +205,12 @@ class Climbing:
             rows = context.judged_rows
             spread = sqrt(rows["selection"] / rows["certification"])
             return Judged(outputs, {output.output: spread for output in outputs})
-        return Judged(
-            outputs,
-            {
-                ours.output: design_spread(_half(alone), _half(ours), *self._sizes)
-                for ours, alone in zip(outputs, judged(variant, Units()), strict=True)
-            },
-        )
+        alone = judged(variant, Units())
+        spreads = {
+            ours.output: design_spread(_half(theirs), _half(ours), *self._sizes)
+            for ours, theirs in zip(outputs, alone, strict=True)
+        }
+        return Judged(outputs, spreads)
 
     @cached_property
     def _sizes(self) -> tuple[list[int], list[int]]:
@@ -181,15 +229,11 @@ class Climbing:
 
 @dataclass(frozen=True)
 class _Rungs:
-    """The model that any rung is run with."""
+    """The model that any rung is run with, the names of its scores, and their means in FP32 by output."""
 
     model: SwitchableModel
     scores: Mapping[str, str]
     exact: Mapping[str, float]
-
-    def constants(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Constants that restore the mean score of FP32, by output."""
-        return {name: self.exact[name] - mean for name, mean in means.items() if name in self.exact}
 
 
 def _helps(before: OutputEvaluation, after: OutputEvaluation) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loka_onnx.config import RunConfig, WeightGranularity
+from loka_onnx.config.explain import nearest
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.digests import digest_json
@@ -96,10 +96,8 @@ def _modified(context: Context) -> ModdedModel:
 
 
 def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, float]) -> SplitModel:
-    """High-error channels of sites that do not fit as products of their own → `model/modified.json`.
-
-    Args:
-        left: Part of its error that each of these sites may keep.
+    """High-error channels of sites that do not fit as products of their own → `model/modified.json`; `left`
+    is the part of its error that each of these sites may keep.
     """
 
     def make() -> SplitModel:
@@ -153,9 +151,15 @@ class ChosenMods:
 
     def __init__(self, config: RunConfig) -> None:
         known = {kind.name: kind for kind in DEFAULT_MODS}
+        settings = {ChooseSmoothing.name: "smoothing", SplitHighErrorChannels.name: "split_channels"}
         for index, name in enumerate(config.mods.skip):
             if name not in known:
-                raise _unknown(name, index, list(known))
+                setting = f"write `mods.{settings[name]}: false`" if name in settings else ""
+                raise ConfigError(
+                    f"E1520 `mods.skip[{index}]` names no mod: '{name}'",
+                    evidence=f"the mods are {', '.join(known)}",
+                    remedy=setting or nearest(name, list(known)) or "remove it",
+                )
         self._kinds = tuple(kind for name, kind in known.items() if name not in config.mods.skip)
         granularity = config.plan.weight_granularity
         is_open = granularity is WeightGranularity.BEST
@@ -177,16 +181,3 @@ class ChosenMods:
         if self._rounding is not None:
             mods.append(ChooseSmoothing([rows], scratch, self._rounding))
         return mods
-
-
-def _unknown(name: str, index: int, known: list[str]) -> ConfigError:
-    settings = {ChooseSmoothing.name: "smoothing", SplitHighErrorChannels.name: "split_channels"}
-    close = difflib.get_close_matches(name, known, n=1)
-    remedy = f"did you mean '{close[0]}'?" if close else "remove it"
-    if name in settings:
-        remedy = f"write `mods.{settings[name]}: false`"
-    return ConfigError(
-        f"E1520 `mods.skip[{index}]` names no mod: '{name}'",
-        evidence=f"the mods are {', '.join(known)}",
-        remedy=remedy,
-    )

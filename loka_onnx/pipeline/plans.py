@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from loka_onnx.config import PlanConfig, PlanId, RunConfig, ScaleRule
+from loka_onnx.config import PlanConfig, PlanId, RunConfig, ScaleRule, TargetConfig
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Climb, PlanSet, PrecisionPlan
@@ -16,8 +16,10 @@ from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import Stage
-from loka_onnx.pipeline.tuning import device_timings
+from loka_onnx.pipeline.tuning import TIMINGS
 from loka_onnx.planning.policy import Planner, PlanOptions, make_plans
+from loka_onnx.planning.site_speed import DeviceTimings
+from loka_onnx.planning.timings import known_timings
 
 PLAN = Stage("plan", "plan.json", PlanSet)
 CPU = "cpu"
@@ -32,10 +34,8 @@ _RULES = {
 
 
 def planned_recipes(plan: PlanConfig) -> tuple[Recipe, ...]:
-    """Both granularities of weights under each scale rule that competes.
-
-    Both granularities are measured whatever `plan.weight_granularity` lets a plan use: the profile shows
-    both, and an interaction has no channels.
+    """Both granularities of weights under each scale rule that competes, whatever `plan.weight_granularity`
+    lets a plan use: the profile shows both, and an interaction has no channels.
     """
     weights = (Granularity.PER_TENSOR, Granularity.PER_CHANNEL)
     return tuple(
@@ -48,13 +48,12 @@ def planned_recipes(plan: PlanConfig) -> tuple[Recipe, ...]:
 def check_options(config: RunConfig) -> None:
     """Check the options of every backend before any work is done.
 
-    Raises:
-        ConfigError: A backend has no such setting, or takes another value; or no backend of any target
-            multiplies INT8, which `plan.formats` asks for.
+    Raises ConfigError if a backend has no such setting, or takes another value, or if no backend of any
+    target multiplies INT8, which `plan.formats` asks for.
     """
     if Precision.INT8 in config.plan.formats and not any(
         config.plan.number_format in backend.spec.formats_on(architecture)
-        for backend, architecture in _engines(config)
+        for _, backend, architecture in buildable(config)
     ):
         names = sorted({name for target in config.targets for name in target.backends})
         raise ConfigError(
@@ -69,11 +68,18 @@ def check_options(config: RunConfig) -> None:
             get_backend(name).check_options(options, where)
 
 
+def buildable(config: RunConfig) -> Iterator[tuple[TargetConfig, Backend, str]]:
+    """Yield each target with each of its backends and each architecture to build for."""
+    for target in config.targets:
+        for backend in map(get_backend, target.backends):
+            for architecture in target.architectures or backend.architectures(target.device):
+                yield target, backend, architecture
+
+
 def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[PlanId, ...]:
     """Plans of a run, in the order they compete: those that the run file lists, if it lists any.
 
-    Args:
-        timed: Devices that kernel times are known of: `fp8-fast` is made by them.
+    `fp8-fast` is made where kernel times are known of a device (`timed`).
     """
     if config.plan.plans is not None:
         return config.plan.plans
@@ -92,22 +98,14 @@ def _runs(config: RunConfig, precision: Precision) -> bool:
     plan = PrecisionPlan(str(precision), "", precision, (), {}, 0.0)
     return any(
         architecture != CPU and backend.decline(plan, architecture) is None
-        for backend, architecture in _engines(config)
+        for _, backend, architecture in buildable(config)
     )
-
-
-def _engines(config: RunConfig) -> Iterator[tuple[Backend, str]]:
-    """Yield each backend with each architecture that it builds for."""
-    for target in config.targets:
-        for backend in map(get_backend, target.backends):
-            for architecture in target.architectures or backend.architectures(target.device):
-                yield backend, architecture
 
 
 def plan_options(context: Context, model: ModelArtifact) -> PlanOptions:
     """Plan options of the run file, with the current kernel times of every target."""
     chosen = context.config.plan
-    devices = device_timings(context.config, context.directory.path, model.path)
+    devices = tuple(_device_timings(context, model))
     return PlanOptions(
         keep=chosen.keep,
         force=chosen.force,
@@ -118,6 +116,25 @@ def plan_options(context: Context, model: ModelArtifact) -> PlanOptions:
         exported=context.exported,
         devices=devices,
     )
+
+
+def _device_timings(context: Context, model: ModelArtifact) -> Iterator[DeviceTimings]:
+    """Yield the kernel times of every target.
+
+    Times of the target's own backends are preferred; those of another are better than none, because libraries
+    multiply with much the same kernels.
+    """
+    config = context.config
+    base = Precision.BF16 if config.plan.base == "auto" else config.plan.base
+    databases = (context.path(TIMINGS), *((config.plan.timings,) if config.plan.timings else ()))
+    for target in config.targets:
+        timings = known_timings(target.device, databases)
+        known = {timing.kernel.backend for timing in timings}
+        names = [str(backend) for backend in target.backends]
+        backend = next((name for name in names if name in known), min(known, default=names[0]))
+        stands_for = "" if backend in names else names[0]
+        fused = get_backend(stands_for or backend).fused_sites(model.path, base) if timings else {}
+        yield DeviceTimings(target.device, backend, timings, config.batch.serve, stands_for, fused)
 
 
 def decide_plans(context: Context, model: ModelArtifact, profile: Profile, safe: Climb | None) -> PlanSet:

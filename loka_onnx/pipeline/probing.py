@@ -1,43 +1,43 @@
-"""The calibration stages: of the exported model, of what mods changed, and of rows that came in later."""
+"""The calibration stages: of the exported model, of what mods changed, and of rows that came in later.
+
+In the profile of a model after mods, sites that are measured now stand beside those that did not change. All
+are measured on the same rows and under the same recipes; how many of the rows it took to reach a verdict may
+differ from site to site.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from loka_onnx.calibration.calibrate import OpenVerdicts, ProbeOptions, ProfiledModel, calibrate, update
 from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
-from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
+from loka_onnx.calibration.passes.probe import Probe, scales_of
 from loka_onnx.calibration.passes.ray_executor import RayExecutor
 from loka_onnx.config import Executor as ExecutorName
 from loka_onnx.config import PlanId, WeightGranularity
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.digests import digest_json
-from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.profile import Profile
+from loka_onnx.core.profile import Profile, Sampling
 from loka_onnx.core.recipe import Granularity
+from loka_onnx.core.statistics import TensorRange
 from loka_onnx.data import Dataset
 from loka_onnx.errors import ConfigError
+from loka_onnx.graph.layout import layout_root
+from loka_onnx.graph.model import GraphModel
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.plans import competing_plans, planned_recipes
-from loka_onnx.pipeline.redo import (
-    carried,
-    changed_sites,
-    with_partners,
-    with_sites,
-)
 from loka_onnx.planning.policy import PlanOptions, open_verdicts
 
-EXPORTED = "calibration/exported.json"
-"""Profile of the exported model, below the run directory."""
-MODIFIED = "profile.json"
-"""Profile of the model after mods."""
+EXPORTED, MODIFIED = "calibration/exported.json", "profile.json"
+"""Profiles of the exported model and of the model after mods, below the run directory."""
 CALIBRATE = Stage("calibrate", EXPORTED, Profile)
 RECALIBRATE = Stage("recalibrate", MODIFIED, Profile)
 REFRESH = Stage("refresh", MODIFIED, Profile)
@@ -66,17 +66,20 @@ class Probing:
             changed -= {site.name for site in before.sites if site in model.sites}
         if not changed:
             return carried(earlier, model)
-        return self._with_sites(model, earlier, with_partners(model, changed))
+        only = with_partners(model, changed)
+
+        def still_open(profile: Profile) -> tuple[str, ...]:
+            whole = with_sites(earlier, profile, model)
+            return tuple(name for name in self._open_verdicts(model, whole) if name in only)
+
+        later = self._measure(model, replace(self._options(still_open), only=only))
+        return with_sites(earlier, later, model)
 
     def recalibrate(self, model: ModelArtifact, before: ModelArtifact, earlier: Profile) -> Profile:
         """Profile the modified model → `profile.json`.
 
-        Sites whose high-error channels were split off are measured, and where FP16 may be used, the
-        magnitudes of all tensors.
-
-        Args:
-            before: The model before high-error channels were split off.
-            earlier: Its profile.
+        Sites whose high-error channels were split off since `before`, whose profile is `earlier`, are
+        measured, and where FP16 may be used, the magnitudes of all tensors.
         """
         # Sites that were calibrated again must reach the profile of the modified model.
         key = {**self.key(model), "earlier": digest_json(serde.to_plain(earlier))}
@@ -86,12 +89,10 @@ class Probing:
         )
 
     def add_rows(self, earlier: Profile, added: Dataset) -> Profile:
-        """Add rows to the profile of the exported model → `calibration/exported.json`.
+        """Add rows to the profile of the exported model → `calibration/exported.json`; a ConfigError if it
+        has them.
 
         The stage keeps its key, so that later stages and later runs go on from it.
-
-        Raises:
-            ConfigError: The rows are in the profile already.
         """
         model = self.context.exported
         if added.digest in earlier.data_digest.split("+"):
@@ -104,13 +105,9 @@ class Probing:
 
         def measure() -> Profile:
             # `calibration.rows` is about the split; whoever names a file means all of it.
-            options = replace(
-                self._options(lambda profile: self._open_verdicts(model, earlier.merge(profile))),
-                rows=None,
-                range_rows=None,
-            )
+            options = self._options(lambda profile: self._open_verdicts(model, earlier.merge(profile)))
             with self._executor() as executor:
-                options = replace(options, executor=executor)
+                options = replace(options, rows=None, range_rows=None, executor=executor)
                 subject = ProfiledModel(model, self.specs)
                 merged = update(earlier, subject, added, self._scratch, options, self.progress)
             if not self.config.calibration.stop_when_decided:
@@ -124,25 +121,22 @@ class Probing:
         """Profile a retrained model under the recipes that were chosen for its sites → `profile.json`.
 
         Ranges, and the scales that follow, are from all rows. Errors and sensitivities come from few rows and
-        one draw: for the report, not for decisions.
-
-        Args:
-            planned: Id of the recipe of each site that is a product.
+        one draw: for the report, not for decisions. `planned` is the recipe's id of each product.
         """
-        known = {recipe.id: recipe for recipe in planned_recipes(self.config.plan)}
+        known = planned_recipes(self.config.plan)
         # Interactions and unplanned sites need one with per-tensor weights.
-        plain = next(name for name, recipe in known.items() if recipe.weight is Granularity.PER_TENSOR)
-        recipes = tuple(recipe for name, recipe in known.items() if name in {*planned.values(), plain})
+        plain = next(recipe.id for recipe in known if recipe.weight is Granularity.PER_TENSOR)
+        recipes = tuple(recipe for recipe in known if recipe.id in {*planned.values(), plain})
 
         def measure() -> Profile:
-            began, settings = time.perf_counter(), self.config.calibration
-            few = min(REFRESH_ROWS, self.data.rows if settings.rows is None else settings.rows)
+            began, options = time.perf_counter(), self._options()
+            few = min(REFRESH_ROWS, self.data.rows if options.rows is None else options.rows)
             with self._executor() as executor:
-                probe = Probe(model, model.sites, self.data, self._passes, executor, self.progress)
+                probe = Probe(model, model.sites, self.data, options, executor, self.progress)
                 ranges = probe.ranges(self._scratch)
                 seconds = ExactSum.of((time.perf_counter() - began,))
                 options = replace(
-                    self._options(lambda profile: ()),
+                    options,
                     recipes=recipes,
                     planned=planned,
                     scales=scales_of(ranges, recipes),
@@ -150,7 +144,6 @@ class Probing:
                     range_rows=None,
                     error_precision=None,
                     sensitivity_rows=few,
-                    open_verdicts=None,
                     draws=1,
                     executor=executor,
                 )
@@ -159,37 +152,16 @@ class Probing:
                 replace(e, operands={name: ranges.get(name, stats) for name, stats in e.operands.items()})
                 for e in profile.sites
             )
-            seconds_by_pass = {**profile.seconds, "ranges": seconds}
-            profile = replace(profile, rows=probe.range_rows, sites=sites, seconds=seconds_by_pass)
+            by_pass = {**profile.seconds, "ranges": seconds}
+            profile = replace(profile, rows=probe.range_rows, sites=sites, seconds=by_pass)
             return self._with_magnitudes(profile, model)
 
-        return self.document(
-            REFRESH, {**self.key(model), "planned": dict(planned), "rows": REFRESH_ROWS}, measure
-        )
-
-    @property
-    def _passes(self) -> PassOptions:
-        settings = self.config.calibration
-        return PassOptions(
-            batch_size=settings.batch_size,
-            rows=settings.rows,
-            range_rows=settings.range_rows,
-            seed=settings.seed,
-        )
+        key = {**self.key(model), "planned": dict(planned), "rows": REFRESH_ROWS}
+        return self.document(REFRESH, key, measure)
 
     @property
     def _scratch(self) -> Path:
         return self.context.path("calibration/instrumented")
-
-    def _with_sites(self, model: ModelArtifact, earlier: Profile, only: frozenset[str]) -> Profile:
-        """The earlier profile with some sites measured now."""
-
-        def still_open(profile: Profile) -> tuple[str, ...]:
-            whole = with_sites(earlier, profile, model)
-            return tuple(name for name in self._open_verdicts(model, whole) if name in only)
-
-        later = self._measure(model, replace(self._options(still_open), only=only))
-        return with_sites(earlier, later, model)
 
     @property
     def _may_use_fp16(self) -> bool:
@@ -200,8 +172,7 @@ class Probing:
         """The profile with the magnitudes of all tensors over all rows, where FP16 may be used."""
         if not self._may_use_fp16:
             return profile
-        settings, began = self.config.calibration, time.perf_counter()
-        options = PassOptions(batch_size=settings.batch_size, rows=settings.rows)
+        began, options = time.perf_counter(), self._options()
         with self._executor() as executor:
             tensors = Probe(model, (), self.data, options, executor, self.progress).magnitudes(self._scratch)
         seconds = ExactSum.of((time.perf_counter() - began,))
@@ -212,7 +183,7 @@ class Probing:
             options = replace(options, executor=executor)
             return calibrate(model, self.specs, self.data, self._scratch, options, self.progress)
 
-    def _options(self, still_open: OpenVerdicts) -> ProbeOptions:
+    def _options(self, still_open: OpenVerdicts | None = None) -> ProbeOptions:
         settings, plan = self.config.calibration, self.config.plan
         best = plan.weight_granularity is WeightGranularity.BEST
         return ProbeOptions(
@@ -231,9 +202,8 @@ class Probing:
         )
 
     def _open_verdicts(self, model: ModelArtifact, profile: Profile) -> tuple[str, ...]:
-        """Sites whose verdict a profile leaves open.
-
-        As if nothing were kept: a profile serves any `plan.keep`, and is not taken again when that changes.
+        """Sites whose verdict a profile leaves open, as if nothing were kept: a profile serves any
+        `plan.keep`, and is not taken again when that changes.
         """
         options = PlanOptions(confidence=self.config.calibration.confidence)
         return open_verdicts(model, profile, self.specs, options)
@@ -256,3 +226,86 @@ class Probing:
             "group": self.config.data.group,
             "synthetic": self.config.data.synthetic,
         }
+
+
+# Profiles of a model after mods ---------------------------------------------------------------------
+
+
+def changed_sites(earlier: Profile, model: ModelArtifact) -> frozenset[str]:
+    """Return sites that a profile of the model before mods does not cover: new ones, those that a mod says it
+    replaced or changed, and those whose operands have other names (a constant that a mod writes gets one).
+    """
+    known = {entry.site: set(entry.operands) for entry in earlier.sites}
+    return frozenset(
+        site.name
+        for site in model.sites
+        if site.merged_from or known.get(site.name) != {operand.tensor for operand in site.operands}
+    )
+
+
+def with_partners(model: ModelArtifact, names: Collection[str]) -> frozenset[str]:
+    """Return sites with those that share a tensor with one of them in FP8: they are measured together."""
+    graph = GraphModel.load(model.path)
+    readers: dict[str, set[str]] = {}
+    for site in model.sites:
+        if site.is_fp8_able:
+            tensor = layout_root(graph.node(site.name).inputs[site.activation.index]).tensor
+            readers.setdefault(tensor.name, set()).add(site.name)
+    partners = (group for group in readers.values() if group & set(names))
+    return frozenset(names).union(*partners)
+
+
+def with_sites(earlier: Profile, later: Profile, model: ModelArtifact) -> Profile:
+    """Replace sites of the earlier profile by those of the later one, for a model that has them all.
+
+    Facts of all sites hold for each: rows are the fewest of both, and intervals are those that hold
+    at any number of rows where either was stopped by what it saw. The later profile has partners
+    (`with_partners`) too; the model decides which sites there are, and their order.
+    """
+    entries = {entry.site: entry for entry in (*earlier.sites, *later.sites)}
+    again = {entry.site for entry in later.sites}
+    order = [site.name for site in model.sites]
+    kept = [
+        group for group in earlier.groups if again.isdisjoint(group.sites) and set(group.sites) <= set(order)
+    ]
+    operands = {tensor for name in order for tensor in entries[name].operands}
+    one, two = earlier.sampling, later.sampling
+    still_open = (name for name in one.undecided if name in order and name not in again)
+    undecided = tuple(sorted({*still_open, *two.undecided}))
+    may_stop, looks = one.may_stop_early or two.may_stop_early, max(one.looks, two.looks)
+    return replace(
+        earlier,
+        model_digest=model.digest,
+        error_rows=min(earlier.error_rows, later.error_rows),
+        sampling=Sampling(min(one.rows, two.rows), looks, two.tightest_at, undecided, may_stop),
+        sites=tuple(entries[name] for name in order),
+        scales={
+            rounding: {**earlier.scales.get(rounding, {}), **later.scales.get(rounding, {})}
+            for rounding in sorted({*earlier.scales, *later.scales})
+        },
+        seconds={
+            name: earlier.seconds.get(name, NOTHING_ADDED).merge(later.seconds.get(name, NOTHING_ADDED))
+            for name in sorted({*earlier.seconds, *later.seconds})
+        },
+        groups=tuple(sorted((*kept, *later.groups), key=lambda group: order.index(group.sites[0]))),
+        weights=tuple(sorted({*earlier.weights, *later.weights} & operands)),
+        tensors=_tensors(earlier, model),
+    )
+
+
+def carried(earlier: Profile, model: ModelArtifact) -> Profile:
+    """Return the earlier profile for a model of which every site is known."""
+    order = [site.name for site in model.sites]
+    entries = {entry.site: entry for entry in earlier.sites}
+    return replace(
+        earlier,
+        model_digest=model.digest,
+        sites=tuple(entries[name] for name in order),
+        groups=tuple(group for group in earlier.groups if set(group.sites) <= set(order)),
+        tensors=_tensors(earlier, model),
+    )
+
+
+def _tensors(earlier: Profile, model: ModelArtifact) -> dict[str, TensorRange]:
+    """Return ranges of tensors; none for another model, because a mod may have changed any of them."""
+    return earlier.tensors if earlier.model_digest == model.digest else {}

@@ -16,76 +16,135 @@ are compared through an engine without FP8, the anchor, which is timed in turns 
 Accuracy is judged on the selection split, from the engines' own outputs; certification is not looked at here.
 
 A refinement is built by the backend whose FP8 engine is the fastest on that hardware: a build takes minutes,
-and a few sites seldom change the order of backends. Every step is in `refinement.json`.
+and a few sites seldom change the order of backends.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from math import inf
-from typing import Protocol
 
+from loka_onnx.config.schema import RefineConfig
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet, median_error
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
-from loka_onnx.core.refinement import HardwareRefinement, Origin, Refinement, Returned, Step
+from loka_onnx.core.refinement import (
+    REFINED_NAME,
+    HardwareRefinement,
+    Origin,
+    RefinedRun,
+    Refinement,
+    Returned,
+    Step,
+)
 from loka_onnx.evaluation.engines import with_latencies
 from loka_onnx.evaluation.latency import Interleaved
-from loka_onnx.planning.choice import group_by_hardware
+from loka_onnx.pipeline.candidates import Additions
+from loka_onnx.pipeline.directory import Stage
+from loka_onnx.pipeline.emission import Results
+from loka_onnx.pipeline.judging import Judging, counts_here
+from loka_onnx.pipeline.ladder_stage import Climbing
+from loka_onnx.pipeline.plans import search_plans
+from loka_onnx.planning.choice import NOISE, group_by_hardware
 from loka_onnx.planning.expected_latency import Known, Point, Prediction, front, predict
-from loka_onnx.planning.ladder import Reverted
+from loka_onnx.planning.ladder import Ladder, Reverted
 from loka_onnx.planning.speed import Speed
 
 
 @dataclass(frozen=True)
-class RefineLimits:
-    """Limits of refining on one piece of hardware.
+class Rounds:
+    """Every step of refining, and what it added to the run: engines with failures, evaluations of all."""
 
-    Attributes:
-        rounds: Most rounds.
-        plans: Most plans of one round.
-        seconds: No round begins after so much time in rounds.
-        noise: Relative difference of latency that counts for nothing.
-        clock: Monotonic clock, seconds.
+    document: Refinement
+    added: RefinedRun
+
+
+REFINE = Stage("refine", {"document": "refinement.json", "added": REFINED_NAME}, Rounds)
+
+
+def refine_engines(judging: Judging, results: Results) -> Results:
+    """Rounds of further plans on devices here that run FP8 → `refinement.json`, `refined.json`.
+
+    The results have what was added, and what was judged of any engine on selection.
     """
+    context, engines = judging.context, results.engines.engines
+    settings = context.config.refine
+    is_worth = any(
+        engine.status is BuildStatus.READY
+        and not engine.simulated
+        and results.plans.plan(engine.plan).fp8_sites
+        for engine in engines
+    )
+    if settings.rounds == 0 or not is_worth:
+        context.directory.forget(REFINE.name)
+        return results
+    bench = Bench(judging, results)
 
-    rounds: int
-    plans: int
-    seconds: float
-    noise: float = 0.01
-    clock: Callable[[], float] = field(default=time.monotonic, repr=False)
+    def make() -> Rounds:
+        rounds = refine(engines, results.plans, bench, settings)
+        return replace(rounds, added=bench.additions.describe(rounds.added))
+
+    reads = {
+        **judging.reads(results.engines),
+        "plans": results.plans,
+        "corrections": results.corrections,
+        "data": [context.splits.calibration, context.splits.selection],
+        "refine": settings,
+        "plan": context.config.plan,
+    }
+    rounds = context.directory.document(
+        REFINE,
+        reads,
+        make,
+        lambda written: [*written, *bench.additions.files],
+        # Plans that were refined on another device are refined again on a target's own.
+        again=lambda earlier: counts_here(earlier.added.evaluations.evaluations, engines),
+    )
+    return replace(results.with_added(rounds.added), refinement=rounds.document)
 
 
-class Bench(Protocol):
-    """Means to build, time and judge engines, and to find further plans."""
+class Bench:
+    """Builds, times and judges engines with the means of a run, and finds further plans."""
+
+    def __init__(self, judging: Judging, results: Results) -> None:
+        self._judging, self._results = judging, results
+        self.additions = Additions(judging, results.modified)
 
     def build(self, plans: Sequence[PrecisionPlan], like: EngineArtifact) -> Sequence[EngineArtifact]:
         """One engine for each plan, by the backend and for the architecture of another engine."""
+        prefix = f"{like.target}-{like.backend}-{like.architecture}"
+        built = self.additions.build(plans, [f"{prefix}-{plan.id}" for plan in plans])
+        by_plan = {engine.plan: engine for engine in built}
+        return [by_plan[plan.id] for plan in plans]
 
     def time(self, engines: Sequence[EngineArtifact]) -> Interleaved:
         """Latencies by engine id, all timed in turns, and what ended those that failed."""
+        return self._judging.time_engines(engines)
 
     def judge(self, engines: Sequence[EngineArtifact]) -> Sequence[Evaluation]:
         """Each engine on the selection split, without latencies."""
+        return self._judging.judge(self._judging.context.selection, engines)[1:]
+
+    @cached_property
+    def _searched(self) -> Sequence[PrecisionPlan]:
+        return search_plans(self._judging.context, self._results.modified, self._results.profile)
+
+    @cached_property
+    def _ladder(self) -> Ladder:
+        results = self._results
+        return Climbing(self._judging.context, results.modified, results.profile).start().ladder
 
     def from_search(self, target: str) -> Sequence[PrecisionPlan]:
         """Plans for a target that kernel times propose, the most telling first."""
+        return [plan for plan in self._searched if plan.device == target]
 
     def revert_sites(self, plan: PrecisionPlan, evaluation: Evaluation, target: str) -> Reverted | None:
         """A plan with fewer sites in FP8, for one whose engine misses the budget; None for none."""
-
-
-@dataclass(frozen=True)
-class Refined:
-    """Added plans, their engines (failures included), every evaluation on selection, and all steps."""
-
-    plans: tuple[PrecisionPlan, ...]
-    engines: tuple[EngineArtifact, ...]
-    evaluations: EvaluationSet
-    document: Refinement
+        return self._ladder.revert_sites(plan, evaluation, target)
 
 
 @dataclass(frozen=True)
@@ -162,10 +221,16 @@ class _Trial:
         )
 
 
-def refine(engines: Sequence[EngineArtifact], plans: PlanSet, bench: Bench, limits: RefineLimits) -> Refined:
-    """Improve plans on every piece of hardware that is here and runs FP8."""
+def refine(
+    engines: Sequence[EngineArtifact],
+    plans: PlanSet,
+    bench: Bench,
+    limits: RefineConfig,
+    clock: Callable[[], float] = time.monotonic,
+) -> Rounds:
+    """Improve plans on every piece of hardware that is here and runs FP8; `clock` tells seconds."""
     loops = [
-        _Loop(rivals, plans, bench, limits)
+        _Loop(rivals, plans, bench, limits, clock)
         for target in dict.fromkeys(engine.target for engine in engines)
         for rivals in group_by_hardware([engine for engine in engines if engine.target == target])
     ]
@@ -173,15 +238,16 @@ def refine(engines: Sequence[EngineArtifact], plans: PlanSet, bench: Bench, limi
     taken = {plan.id for plan in plans.plans}
     names = (name for name in map("refined-{}".format, count(1)) if name not in taken)
     hardware = tuple(refined for loop in loops if (refined := loop.run(names)) is not None)
-    trials = [trial for loop in loops for trial in loop.trials]
-    added = [trial for trial in trials if trial.round]
+    added = [trial for loop in loops for trial in loop.trials if trial.round]
     judged = {t.engine.id: t.evaluation for loop in loops for t in loop.judged if t.evaluation is not None}
     predictions = tuple(each for part in hardware for step in part.steps for each in step.predictions)
-    return Refined(
-        tuple(trial.plan for trial in added),
-        tuple(trial.engine for trial in added),
-        EvaluationSet(tuple(judged.values())),
+    return Rounds(
         Refinement(hardware, predictions, median_error(predictions)),
+        RefinedRun(
+            tuple(trial.plan for trial in added),
+            tuple(trial.engine for trial in added),
+            evaluations=EvaluationSet(tuple(judged.values())),
+        ),
     )
 
 
@@ -189,18 +255,20 @@ class _Loop:
     """The rounds on one piece of hardware."""
 
     def __init__(
-        self, engines: Sequence[EngineArtifact], plans: PlanSet, bench: Bench, limits: RefineLimits
+        self,
+        engines: Sequence[EngineArtifact],
+        plans: PlanSet,
+        bench: Bench,
+        limits: RefineConfig,
+        clock: Callable[[], float],
     ) -> None:
-        self._bench, self._limits = bench, limits
+        self._bench, self._limits, self._clock = bench, limits, clock
         self._first: Speed | None = None
         self.trials = [_Trial(engine, _Proposal(plans.plan(engine.plan))) for engine in engines]
         self.judged: list[_Trial] = []
 
     def run(self, names: Iterator[str]) -> HardwareRefinement | None:
-        """Time the engines, then run the rounds; None where no engine of this hardware runs here.
-
-        The result may have no round, and says why.
-        """
+        """Time the engines, then run the rounds, if any; None where no engine of this hardware runs here."""
         here = [t for t in self.trials if t.engine.status is BuildStatus.READY]
         if not here:
             return None
@@ -208,8 +276,6 @@ class _Loop:
         target = here[0].engine.target
         if not any(t.has_fp8 for t in real):
             return self._document(target, "no engine here runs FP8 at a speed that counts")
-        if self._limits.rounds == 0:
-            return self._document(target, "no round was asked for")
         self._measure(real, None)
         exact = [t for t in here if t.speed is not None and not t.has_fp8]
         timed = [t for t in real if t.speed is not None and t.has_fp8]
@@ -225,14 +291,14 @@ class _Loop:
         for trial in timed:
             trial.predicted = self._expected(trial.plan, trial.engine, exact)
         like = min(timed, key=lambda t: t.per_row_us).engine
-        began = self._limits.clock()
+        began = self._clock()
         ended = self._run_rounds(anchor, like, names, began)
-        return self._document(target, ended, like, anchor.engine.id, self._limits.clock() - began)
+        return self._document(target, ended, like, anchor.engine.id, self._clock() - began)
 
     def _run_rounds(self, anchor: _Trial, like: EngineArtifact, names: Iterator[str], began: float) -> str:
         """Round by round; returns why they ended."""
         for number in range(1, self._limits.rounds + 1):
-            if self._limits.clock() - began >= self._limits.seconds:
+            if self._clock() - began >= self._limits.seconds:
                 return f"the time limit of {self._limits.seconds:g} s was reached"
             wanted = self._wanted(names, like.target)
             if not wanted:
@@ -279,11 +345,10 @@ class _Loop:
         by_name = {trial.engine.id: trial for trial in self.trials}
         for point in self._front():
             trial = by_name[point.name]
-            too_slow = point.time >= fastest * (1.0 - self._limits.noise)
+            too_slow = point.time >= fastest * (1.0 - NOISE)
             if too_slow or trial.is_within or not trial.has_fp8 or trial.evaluation is None:
                 continue
-            reverted = self._bench.revert_sites(trial.plan, trial.evaluation, target)
-            if reverted is not None:
+            if (reverted := self._bench.revert_sites(trial.plan, trial.evaluation, target)) is not None:
                 yield _Proposal(reverted.plan, Origin.GIVEN_BACK, trial.plan.id, reverted.returned)
 
     def _expected(
@@ -341,11 +406,9 @@ class _Loop:
 def _speed(timed: Interleaved, engine: EngineArtifact) -> Speed | None:
     """Latencies of an engine; None if it failed at a batch size or was timed on another device."""
     latencies = timed.latencies.get(engine.id, ())
-    if not latencies or engine.id in timed.failures:
+    if engine.id in timed.failures or not all(latency.counts_for_choice for latency in latencies):
         return None
-    if not all(latency.counts_for_choice for latency in latencies):
-        return None
-    return Speed({latency.batch: latency for latency in latencies})
+    return Speed({latency.batch: latency for latency in latencies}) if latencies else None
 
 
 def _assignment(plan: PrecisionPlan) -> tuple[frozenset[str], str]:

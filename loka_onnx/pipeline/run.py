@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -19,14 +19,13 @@ from loka_onnx.core.rewrite import ModelSplit, RewriteLog
 from loka_onnx.errors import ConfigError
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.accepting import check_data, check_plan_patterns, export_model, open_added
-from loka_onnx.pipeline.attempts import attempt_again
 from loka_onnx.pipeline.candidates import Built, build_engines
 from loka_onnx.pipeline.context import Context, RunSettings
 from loka_onnx.pipeline.correcting import Correcting
 from loka_onnx.pipeline.directory import Outcome, RunDirectory
 from loka_onnx.pipeline.emission import Results, choose_engines, emit_bundle, notes_of, write_report
 from loka_onnx.pipeline.judging import Judging
-from loka_onnx.pipeline.ladder_stage import climb_ladder
+from loka_onnx.pipeline.ladder_stage import attempt_again, climb_ladder
 from loka_onnx.pipeline.mods import (
     ChosenMods,
     ModdedModel,
@@ -36,7 +35,7 @@ from loka_onnx.pipeline.mods import (
 )
 from loka_onnx.pipeline.plans import check_options, decide_plans
 from loka_onnx.pipeline.probing import Probing
-from loka_onnx.pipeline.refine_stage import refine_engines
+from loka_onnx.pipeline.refining import refine_engines
 from loka_onnx.pipeline.serving import measure_throughput
 from loka_onnx.pipeline.splitting import cut_model
 from loka_onnx.pipeline.versions import library_versions
@@ -73,11 +72,7 @@ STAGES = {
 
 
 def expected_stages(config: RunConfig | None, until: Stage = Stage.BUNDLE) -> tuple[str, ...]:
-    """Names of the stages of a run, in order; ``refine`` begins only where a device here runs FP8.
-
-    Args:
-        config: The run file; None for one that says nothing of the stages.
-    """
+    """Names of the stages of a run, in order; ``refine`` begins only where a device here runs FP8."""
     left_out = {
         "split": config is None or not config.model.split_sparse,
         "refine": config is not None and config.refine.rounds == 0,
@@ -120,8 +115,7 @@ class RunOptions(Reporting):
         until: Last stage to run.
         added: Data file whose rows are added to the profile; None for none.
         label_rule: What the labels mean, for the report.
-        looks: Times that the certification rows are looked at for this model, this run included; their error
-            is divided among them.
+        looks: Times that the certification rows are looked at for this model; their error is divided.
     """
 
     force: bool = False
@@ -160,15 +154,11 @@ def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> Ru
     if options.resume and options.looks == 1:
         _check_no_look_is_forgotten(config.output)
     with RunDirectory.create(
-        config.output,
-        recorded(config),
-        library_versions(),
-        force=options.force,
-        resume=options.resume,
+        config.output, recorded(config), library_versions(), force=options.force, resume=options.resume
     ) as directory:
         directory.on_stage = options.on_stage
         settings = RunSettings(config, directory, options.progress, options.looks, options.sign)
-        return _run_stages(settings, options)
+        return next(result for stage, result in _stages(settings, options) if stage is options.until)
 
 
 def _check_no_look_is_forgotten(directory: Path) -> None:
@@ -187,27 +177,23 @@ def _check_no_look_is_forgotten(directory: Path) -> None:
 
 
 def recorded(config: RunConfig) -> dict[str, Any]:
-    """Return a run file for the record of its run: every key, and the given ones to read it again from.
-
-    Those are JSON as text: a document sorts its keys, and the order of a builder's arguments may be
-    that of the model's embedding tables.
+    """Return a run file for the record of its run: every key, and the given ones to read it again from, as
+    text: a document sorts its keys, and the order of a builder's arguments may be that of the model's tables.
     """
     given = json.dumps(config.model_dump(mode="json", exclude_unset=True))
-    return {
-        **config.model_dump(mode="json"),
-        GIVEN: {"directory": str(config.directory), "values": given},
-    }
+    return {**config.model_dump(mode="json"), GIVEN: {"directory": str(config.directory), "values": given}}
 
 
 def accepted(settings: RunSettings) -> Context:
     """Export the model; the rest of a run stands on it."""
     check_options(settings.config)
     ChosenMods(settings.config)
-    return Context.of(settings, export_model(settings))
+    return Context(**vars(settings), exported=export_model(settings))
 
 
-def _run_stages(settings: RunSettings, options: RunOptions) -> RunResult:  # noqa: PLR0911 - one for each end
-    directory, until = settings.directory, options.until
+def _stages(settings: RunSettings, options: RunOptions) -> Iterator[tuple[Stage, RunResult]]:
+    """Run the stages; yields what there is at each end."""
+    directory = settings.directory
     ended = RunResult(directory.path)
 
     with directory.undone_on_error():
@@ -215,52 +201,45 @@ def _run_stages(settings: RunSettings, options: RunOptions) -> RunResult:  # noq
         with directory.watched("check data"):
             notes = check_data(context)
             added = None if options.added is None else open_added(context, options.added)
-            if until is not Stage.EXPORT:
+            if options.until is not Stage.EXPORT:
                 # `export` lists the names that a wrong pattern should have had.
                 check_plan_patterns(context)
-    if until is Stage.EXPORT:
-        return ended
+    yield Stage.EXPORT, ended
 
     probing = Probing(context)
     probed = probing.calibrate()
     if added is not None:
         probed = probing.add_rows(probed, added)
-    if until is Stage.CALIBRATE:
-        return ended
+    yield Stage.CALIBRATE, ended
 
     merged = modify_and_measure(context, probed, probing)
     modified = split_high_error(context, merged, allowed_errors(context, merged))
     profile = probing.recalibrate(modified.model, merged.model, merged.profile)
     judging = Judging(context, cut_model(context, modified.model))
-    if until is Stage.TRANSFORM:
-        return ended
+    yield Stage.TRANSFORM, ended
 
     safe = climb_ladder(context, modified.model, profile)
     plans = decide_plans(context, modified.model, profile, safe)
-    if until is Stage.PLAN:
-        return ended
+    yield Stage.PLAN, ended
 
     corrections = Correcting(context, modified.model).correct(plans)
     built = build_engines(judging, modified.model, plans, corrections)
-    if until is Stage.BUILD:
-        return ended
+    yield Stage.BUILD, ended
 
     rewrites = rewrites_of(modified, judging.split, built)
     results = Results(modified.model, profile, plans, rewrites, built.engines, corrections)
     results = refine_engines(judging, results)
     results = replace(results, evaluations=judging.evaluate(results.engines, results.evaluations))
-    if until is Stage.EVALUATE:
-        return ended
+    yield Stage.EVALUATE, ended
 
     results = attempt_again(judging, results)
     choice = choose_engines(context, results)
     results = replace(results, throughput=measure_throughput(judging, results, choice))
     report = write_report(judging, results, choice, (*notes, *notes_of(judging)), options.label_rule)
     ended = RunResult(directory.path, choice, report.data, report.files)
-    if until is Stage.REPORT:
-        return ended
+    yield Stage.REPORT, ended
 
-    return replace(ended, bundle=emit_bundle(judging, results, choice, report.files))
+    yield Stage.BUNDLE, replace(ended, bundle=emit_bundle(judging, results, choice, report.files))
 
 
 def rewrites_of(modified: ModdedModel, split: ModelSplit | None, built: Built) -> dict[str, RewriteLog]:

@@ -16,10 +16,9 @@ from loka_onnx.evaluation.throughput import LoadOptions, find_highest_rate
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.emission import Results
 from loka_onnx.pipeline.judging import Judging
-from loka_onnx.pipeline.sample import Arrays
 from loka_onnx.planning.evidence import Evidence
 from loka_onnx.sessions.host_devices import device_of_architecture, is_target
-from loka_onnx.sessions.runner import Resident, Runner
+from loka_onnx.sessions.runner import Arrays, Resident, Runner
 
 LOAD = Stage("throughput", "throughput.json", ThroughputSet)
 INPUT_SETS = 4
@@ -48,12 +47,11 @@ class Served:
 
         On the device one batch stays before each copy: another would overwrite what a request reads.
         """
-        if wanted is InputPlace.HOST:
-            return cls([runner.run for runner in runners], wanted)
-        residents = [runner.resident(request) for runner in runners]
-        if not all(resident.is_on_device for resident in residents):
-            return cls([runner.run for runner in runners], InputPlace.HOST)
-        return cls([_asked_again(resident) for resident in residents], wanted)
+        if wanted is InputPlace.DEVICE:
+            residents = [runner.resident(request) for runner in runners]
+            if all(resident.is_on_device for resident in residents):
+                return cls([_asked_again(resident) for resident in residents], wanted)
+        return cls([runner.run for runner in runners], InputPlace.HOST)
 
 
 def _asked_again(resident: Resident) -> Run:
@@ -81,25 +79,24 @@ def measure_throughput(judging: Judging, results: Results, choice: Choice) -> Th
         "engines": [(each.engine.id, each.engine.digest, each.batch, each.role) for each in wanted],
         "serving": config.serving,
     }
-    return directory.document(LOAD, reads, measure, again=lambda earlier: _counts_now(earlier, wanted))
 
+    def counts_now(earlier: ThroughputSet) -> bool:
+        """Return True if this machine has the target of an engine that was not measured on this device."""
+        known = {each.engine: each.device for each in earlier.measurements}
+        return any(
+            device_of_architecture(engine.architecture) not in {"", known.get(engine.id, "")}
+            and is_target(engine.target, engine.architecture)
+            for engine in (each.engine for each in wanted)
+        )
 
-def _counts_now(earlier: ThroughputSet, wanted: Iterable[Loaded]) -> bool:
-    """Return True if this machine has the target of an engine that was not measured on this device."""
-    known = {each.engine: each.device for each in earlier.measurements}
-    return any(
-        device_of_architecture(engine.architecture) not in {"", known.get(engine.id, "")}
-        and is_target(engine.target, engine.architecture)
-        for engine in (each.engine for each in wanted)
-    )
+    return directory.document(LOAD, reads, measure, again=counts_now)
 
 
 def under_load(
     engines: Sequence[EngineArtifact], evidence: Evidence, choice: Choice, batches: Sequence[int]
 ) -> Iterator[Loaded]:
-    """Yield at each batch size the chosen engine and the best without FP8.
-
-    Engines that do not run here, and those whose FP8 is simulated, are left out.
+    """Yield at each batch size the chosen engine and the best without FP8, as far as they run here,
+    unsimulated.
     """
     here = {
         engine.id: engine for engine in engines if engine.status is BuildStatus.READY and not engine.simulated
@@ -119,39 +116,34 @@ def best_without_fp8(
 ) -> EngineArtifact | None:
     """Return the fastest engine without FP8 that competed for a target, inside the budget if possible."""
     competed = {*target.engines, *(loser.engine for loser in target.losers)}
-    speeds = {
-        engine.id: speed
+    ranked = [
+        (not evidence.is_within_budget(engine), speed.per_row_us, engine)
         for engine in engines
         if engine.id in competed and not evidence.has_fp8(engine)
         if (speed := evidence.speed(engine)) is not None
-    }
-    return min(
-        (engine for engine in engines if engine.id in speeds),
-        key=lambda e: (not evidence.is_within_budget(e), speeds[e.id].per_row_us),
-        default=None,
-    )
+    ]
+    return min(ranked, key=lambda item: item[:2], default=(True, 0.0, None))[2]
 
 
 def _measure(judging: Judging, loaded: Loaded) -> Throughput:
     context, engine = judging.context, loaded.engine
     serving, progress = context.config.serving, context.progress
-    limit_us = 1e3 * (serving.p99_ms or 0.0)
     task, trials = f"throughput of {engine.plan} at batch {loaded.batch}", count(1)
     options = LoadOptions(
-        p99_us=limit_us,
+        p99_us=1e3 * (serving.p99_ms or 0.0),
         seconds=serving.trial_seconds,
         seed=serving.seed,
         # How many a bisection takes shows when it has ended.
         on_trial=lambda: progress(f"{task}, trial {next(trials)}", 0, 0),
     )
-    nothing = Throughput(
+    measured = Throughput(
         engine=engine.id,
         plan=engine.plan,
         target=engine.target,
         role=loaded.role,
         batch=loaded.batch,
         streams=serving.streams,
-        p99_limit_us=limit_us,
+        p99_limit_us=options.p99_us,
         confidence=options.confidence,
         seed=serving.seed,
         capacity_per_s=0.0,
@@ -166,12 +158,12 @@ def _measure(judging: Judging, loaded: Loaded) -> Throughput:
             drawn = (context.requests.generated(loaded.batch) for _ in range(INPUT_SETS))
             inputs = [judging.taken_by_engines(each) for each in drawn]
             served = Served.of(runners, inputs[0], serving.inputs)
-            nothing = replace(nothing, inputs=served.inputs)
+            measured = replace(measured, inputs=served.inputs)
             found = find_highest_rate(served.runs, inputs, options)
         except StageError as error:
-            return replace(nothing, failure=str(error))
+            return replace(measured, failure=str(error))
     return replace(
-        nothing,
+        measured,
         capacity_per_s=found.capacity_per_s,
         requests_per_s=found.requests_per_s,
         trials=found.trials,

@@ -1,4 +1,4 @@
-"""The cut at the embeddings in a run: the halves, what engines are built from, and how they are run.
+"""The cut at the embeddings in a run: the halves, and what engines are built from.
 
 Plans and profile stay those of the whole: the dense half has the same sites. What changes is the model that a
 plan is written into, the inputs that an engine takes, and that a lookup runs before it.
@@ -10,21 +10,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import numpy.typing as npt
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.evaluation import Latency
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.rewrite import Declined, ModelSplit, Part, SplitCheck
-from loka_onnx.errors import InternalError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_files
 from loka_onnx.pipeline.context import CHECK_ROWS, Context
 from loka_onnx.pipeline.directory import Stage
-from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.runner import Arrays, Runner, SplitRunner
+from loka_onnx.sessions.runner import Arrays
 from loka_onnx.transforms.lookups.split_sparse import (
     DENSE_FILE,
     LOOKUP_FILE,
@@ -51,8 +46,7 @@ class Source:
 def cut_model(context: Context, model: ModelArtifact) -> ModelSplit | None:
     """Cut the modified model → `model/lookup.onnx`, `model/dense.onnx`, `model/split.json`.
 
-    Returns:
-        The cut or the reason why there is none; None if the run file does not ask for it.
+    Returns the cut or the reason why there is none; None if the run file does not ask for it.
     """
     if not context.config.model.split_sparse:
         context.directory.forget(SPLIT.name)
@@ -63,20 +57,16 @@ def cut_model(context: Context, model: ModelArtifact) -> ModelSplit | None:
         split = _cut(model, context.first_rows(CHECK_ROWS), context.path("model"))
         return replace(split, seconds=time.perf_counter() - began)
 
+    reads = {"model": model, "data": context.splits.calibration.digest}
     # The tables are those of the modified model: its stage has written them.
     return context.directory.document(
-        SPLIT,
-        {"model": model, "data": context.splits.calibration.digest},
-        make,
-        lambda written: dict.fromkeys(file for file in written if file not in model_files(model.path)),
+        SPLIT, reads, make, lambda written: sorted({*written} - {*model_files(model.path)})
     )
 
 
 def source_of(model: ModelArtifact, plans: PlanSet, split: ModelSplit | None) -> Source:
-    """Return the dense half with its plans if the model was cut, else the whole model.
-
-    Raises:
-        TransformError: A plan was made for another model than the one that was cut.
+    """Return the dense half with its plans if the model was cut, else the whole model; a TransformError for a
+    plan that was made for another model.
     """
     if split is None or split.halves is None:
         return Source(model, plans, Part.WHOLE)
@@ -86,44 +76,10 @@ def source_of(model: ModelArtifact, plans: PlanSet, split: ModelSplit | None) ->
     # What a plan keeps wide may be a lookup, or its pooling: no engine computes that.
     nodes = {node.name for node in GraphModel.load(dense.path).nodes}
     handed = tuple(
-        replace(
-            plan,
-            model_digest=dense.digest,
-            wide=tuple(wide for wide in plan.wide if wide.node in nodes),
-        )
+        replace(plan, model_digest=dense.digest, wide=tuple(w for w in plan.wide if w.node in nodes))
         for plan in plans.plans
     )
     return Source(dense, PlanSet(handed), Part.DENSE)
-
-
-def open_lookup(split: ModelSplit | None, threads: int) -> OnnxSession:
-    """Open the lookup half in ONNX Runtime.
-
-    Raises:
-        InternalError: There is no cut.
-    """
-    if split is None or split.halves is None:
-        raise InternalError("an engine takes looked-up rows, and the model was not cut")
-    return OnnxSession(split.halves.lookup.path, SessionOptions(threads=threads))
-
-
-def with_lookup(runner: Runner, split: ModelSplit | None, threads: int) -> Runner:
-    """Put the lookup before an engine of the dense half; closes `runner` on an error."""
-    try:
-        return SplitRunner(open_lookup(split, threads), runner)
-    except BaseException:
-        runner.close()
-        raise
-
-
-def taken_by_engines(
-    inputs: Mapping[str, npt.NDArray[Any]], split: ModelSplit | None, threads: int
-) -> Arrays:
-    """Return engine inputs for model inputs: looked-up rows in place of ids if the model was cut."""
-    if split is None or split.halves is None:
-        return dict(inputs)
-    looked_up = open_lookup(split, threads).run(inputs)
-    return {**{name: inputs[name] for name in split.halves.passed}, **looked_up}
 
 
 def beside_lookup(latencies: Mapping[str, tuple[Latency, ...]]) -> dict[str, tuple[Latency, ...]]:

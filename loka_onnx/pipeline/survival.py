@@ -33,9 +33,8 @@ _BATCH = "loka-onnx: a batch of "
 def find_fatal_batch(path: Path, products: Iterable[OtherProduct], batches: Batches) -> Finding | None:
     """The first batch by which ONNX Runtime ends its process; None where it survives all of them.
 
-    Tried are all sizes, and every row in batches of the smallest size. An error that ONNX Runtime raises ends
-    the trial, and so do 120 s: the parent then runs its own preflight. A model whose other products
-    have no `ENDING_OPS` is not tried.
+    Tried are all sizes, and every row in batches of the smallest size, of a model with `ENDING_OPS`. An error
+    that ONNX Runtime raises ends the trial, and so do 120 s: the parent then runs its own preflight.
     """
     suspects = [f"'{other.name}' ({other.op_type})" for other in products if other.op_type in ENDING_OPS]
     if not suspects:

@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loka_onnx.config import RunConfig
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.formats import Precision
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.site import Site
 from loka_onnx.core.timing import Kernel, Shape
 from loka_onnx.engines.device_lock import device_alone
-from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.tuned_kernels import Operands
 from loka_onnx.engines.tuning import KernelTimer, Refused
 from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.sites import find_sites
-from loka_onnx.planning.site_speed import DeviceTimings
-from loka_onnx.planning.timings import TimingDatabase, known_timings
+from loka_onnx.planning.timings import TimingDatabase
 
 TIMINGS = "timings.sqlite"
 """The database, below the run directory."""
 SEED = 0
 """Of the operands that kernels are timed on."""
-
-
-@dataclass(frozen=True)
-class TuningRequest:
-    """Shapes to time; known times of this very device are not measured again, unless `again`."""
-
-    shapes: tuple[Shape, ...]
-    database: Path
-    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,24 +37,31 @@ class TuningResult:
     seconds: float
 
 
-def tune_shapes(request: TuningRequest, timer: KernelTimer, progress: Progress = silent) -> TuningResult:
-    """Time unknown kernels, shape by shape; each time is stored as soon as it is measured.
+def tune_shapes(
+    shapes: Sequence[Shape],
+    database: Path,
+    timer: KernelTimer,
+    *,
+    again: bool = False,
+    progress: Progress = silent,
+) -> TuningResult:
+    """Time kernels of shapes that are not known of this very device, or all `again`.
 
-    Raises:
-        UserError: The file is no timing database.
-        OutputError: It cannot be written.
-        EngineError: The device failed; what was measured before is kept.
+    Each time is stored as soon as it is measured. Raises UserError if the file is no timing database,
+    OutputError if it cannot be written, EngineError if the device failed.
     """
-    wanted, began = timer.wanted(request.shapes), time.perf_counter()
+    wanted, began = timer.wanted(shapes), time.perf_counter()
     refused: list[Refused] = []
     measured = 0
-    with TimingDatabase(request.database) as database, device_alone(timer.device):
-        open_pairs = wanted if request.again else database.missing(wanted, timer.device_name)
-        by_shape = _by_shape(open_pairs)
+    with TimingDatabase(database) as known, device_alone(timer.device):
+        open_pairs = wanted if again else known.missing(wanted, timer.device_name)
+        by_shape = defaultdict[Shape, list[Kernel]](list)
+        for kernel, shape in open_pairs:
+            by_shape[shape].append(kernel)
         progress("kernels", 0, len(by_shape))
-        for done, (shape, kernels) in enumerate(by_shape, start=1):
+        for done, (shape, kernels) in enumerate(sorted(by_shape.items()), start=1):
             tuned = timer.measure(kernels, Operands.generated(shape, SEED))
-            database.add(tuned.measured)
+            known.add(tuned.measured)
             measured += len(tuned.measured)
             refused += tuned.refused
             progress(f"kernels {shape}", done, len(by_shape))
@@ -90,38 +85,3 @@ def sites_of_run(directory: Path) -> tuple[Site, ...]:
 def sites_of_file(path: Path) -> tuple[Site, ...]:
     """Return the sites of an ONNX file, without mods."""
     return find_sites(canonicalize(path).model)
-
-
-def device_timings(
-    config: RunConfig, directory: Path, model: Path | None = None
-) -> tuple[DeviceTimings, ...]:
-    """Return kernel times of every target of a run.
-
-    Times of the target's own backends are preferred; those of another are better than none, because libraries
-    multiply with much the same kernels.
-
-    Args:
-        model: The model that plans are made for; None where it does not matter what engine makers fuse.
-    """
-    base = Precision.BF16 if config.plan.base == "auto" else config.plan.base
-    devices = []
-    databases = (directory / TIMINGS, *((config.plan.timings,) if config.plan.timings else ()))
-    for target in config.targets:
-        timings = known_timings(target.device, databases)
-        known = {timing.kernel.backend for timing in timings}
-        names = [str(backend) for backend in target.backends]
-        backend = next((name for name in names if name in known), min(known, default=names[0]))
-        stands_for = "" if backend in names else names[0]
-        serve = tuple(config.batch.serve)
-        fused: dict[str, str] = {}
-        if model is not None and timings:
-            fused = get_backend(stands_for or backend).fused_sites(model, base)
-        devices.append(DeviceTimings(target.device, backend, timings, serve, stands_for, fused))
-    return tuple(devices)
-
-
-def _by_shape(pairs: Iterable[tuple[Kernel, Shape]]) -> list[tuple[Shape, list[Kernel]]]:
-    by_shape: dict[Shape, list[Kernel]] = {}
-    for kernel, shape in pairs:
-        by_shape.setdefault(shape, []).append(kernel)
-    return sorted(by_shape.items())

@@ -75,13 +75,8 @@ BODIES = (
     }""",
 )
 SHAPES = {
-    "table": (20, 8),
-    "w1": (16, 16),
-    "bias": (16,),
-    "w2": (16, 1),
-    "w8": (8, 16),
-    "w88": (8, 8),
-    "gain": (8,),
+    **{"table": (20, 8), "w1": (16, 16), "bias": (16,), "w2": (16, 1)},
+    **{"w8": (8, 16), "w88": (8, 8), "gain": (8,)},
 }
 OPERATORS = (
     *("MatMul", "Gemm", "Add", "Gather", "Concat", "Relu", "Reshape", "Transpose", "If", "Loop", "Constant"),
@@ -89,15 +84,8 @@ OPERATORS = (
 )
 SPEC = OutputSpec("y", OutputKind.LOGIT, "label")
 REASONS = (
-    "has no sites",
-    "custom operator",
-    "no output named",
-    "no dynamic batch",
-    "uses opset",
-    "outside its directory",
-    "cannot be read",
-    "are missing",
-    "are truncated",
+    *("has no sites", "custom operator", "no output named", "no dynamic batch", "uses opset"),
+    *("outside its directory", "cannot be read", "are missing", "are truncated"),
 )
 """Words of messages about models that may be sound and are not taken."""
 
@@ -378,18 +366,8 @@ def _ends(random: Random, model: onnx.ModelProto) -> None:
 def _names(random: Random, model: onnx.ModelProto) -> None:
     node = _node(random, model)
     scopes = (
-        "[",
-        "1+1",
-        "['a'",
-        "[" * 9000,
-        "5",
-        "None",
-        "{'a': 1}",
-        "",
-        "[[1], 2]",
-        "'a'",
-        "['', '', '']",
-        "\0",
+        *("[", "1+1", "['a'", "[" * 9000, "5", "None"),
+        *("{'a': 1}", "", "[[1], 2]", "'a'", "['', '', '']", "\0"),
     )
     if random.random() < 0.6:
         key = random.choice((NAME_SCOPES, "pkg.torch.onnx.class_hierarchy"))
@@ -422,22 +400,8 @@ def _stored_outside(random: Random, model: onnx.ModelProto, place: Path) -> None
         length = len(tensor.raw_data)
         tensor.ClearField("raw_data")
         tensor.data_location = TensorProto.EXTERNAL
-        location = random.choice(
-            (
-                "w.bin",
-                "w.bin",
-                "w.bin",
-                f"../{OUTSIDE}/kept",
-                "/dev/zero",
-                "/etc/passwd",
-                "link",
-                "pipe",
-                ".",
-                "",
-                "model.onnx",
-                _text(random),
-            )
-        )
+        elsewhere = (f"../{OUTSIDE}/kept", "/dev/zero", "/etc/passwd", "link", "pipe", ".", "", "model.onnx")
+        location = random.choice((*["w.bin"] * 3, *elsewhere, _text(random)))
         tensor.external_data.add(key="location", value=location)
         for key, value in (("offset", "0"), ("length", str(length))):
             if random.random() < 0.7:

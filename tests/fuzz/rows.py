@@ -25,10 +25,7 @@ def attempt(random: Random, place: Path) -> None:
     (_write_parquet if path.suffix == ".parquet" else _write_npz)(random, path)
     if random.random() < 0.15:
         path.write_bytes(damaged(random, path.read_bytes()))
-    bindings = (
-        InputBinding("dense", ("a", "b"), "float32", 2),
-        InputBinding("item", ("item",), "int64", 1),
-    )
+    bindings = (InputBinding("dense", ("a", "b"), "float32", 2), InputBinding("item", ("item",), "int64", 1))
     if random.random() < 0.5:
         bindings = (InputBinding("a", ("a",), random.choice(("float32", "int64")), 2),)
     selection = random.choice((None, RowRange(3, 20), HashRows("group", 0.0, 0.5, 0)))
@@ -65,23 +62,11 @@ def _odd_column(random: Random) -> pa.Array:
         except pa.ArrowInvalid:
             return pa.array([[]] * n, pa.list_(pa.float32()))
     scalars: list[tuple[object, pa.DataType]] = [
-        (None, pa.null()),
-        (None, pa.float32()),
-        ({"x": 1}, pa.struct([("x", pa.int64())])),
-        (b"ab", pa.binary()),
-        (True, pa.bool_()),
-        (2**63 - 1, pa.int64()),
-        (2**64 - 1, pa.uint64()),
-        (float("nan"), pa.float64()),
-        (1e308, pa.float64()),
-        (12345, pa.timestamp("ns")),
-        (1, pa.date32()),
-        ("1.5", pa.string()),
-        (None, pa.string()),
-        ([("k", 1)], pa.map_(pa.string(), pa.int64())),
-        (5, pa.duration("s")),
-        (1, pa.decimal128(38, 2)),
-        (1, pa.time64("us")),
+        *((None, pa.null()), (None, pa.float32()), (None, pa.string()), ("1.5", pa.string())),
+        *((2**63 - 1, pa.int64()), (2**64 - 1, pa.uint64()), (1e308, pa.float64()), (b"ab", pa.binary())),
+        *((12345, pa.timestamp("ns")), (1, pa.date32()), (5, pa.duration("s")), (1, pa.time64("us"))),
+        *((True, pa.bool_()), (1, pa.decimal128(38, 2)), ({"x": 1}, pa.struct([("x", pa.int64())]))),
+        *(([("k", 1)], pa.map_(pa.string(), pa.int64())), (float("nan"), pa.float64())),
     ]
     value, type_ = random.choice(scalars)
     column = pa.array([value] * n, type_)
@@ -127,27 +112,14 @@ def _write_npz(random: Random, path: Path) -> None:
 
 def _odd_array(random: Random, values: np.ndarray) -> np.ndarray:
     record = np.dtype([("x", "<f4"), ("y", "<i8")])
+    kinds = (">f8", np.complex64, "U3", "S3", "U0", "M8[s]", object)
     return random.choice(
         (
-            np.zeros(ROWS, record),
-            np.zeros((ROWS, 0), np.float32),
-            np.zeros((0,), np.float32),
-            np.array(1.0),
-            np.zeros((ROWS, 2, 2), np.float32),
+            *(np.zeros(ROWS, kind) for kind in (record, "V0", "V3", [("x", "<f4", (2,))])),
+            *(np.zeros(shape, np.float32) for shape in ((ROWS, 0), (0,), (ROWS, 2, 2))),
             np.asfortranarray(np.zeros((ROWS, 2), np.float32)),
-            values.astype(">f8"),
-            values.astype(np.complex64),
-            values.astype("U3"),
-            values.astype("S3"),
-            values.astype("U0"),
-            values.astype("M8[s]"),
-            values.astype(object),
-            np.zeros(ROWS, "V0"),
-            np.zeros(ROWS, "V3"),
-            values > 0,
-            values[:-1],
-            np.full(ROWS, np.inf),
-            np.zeros(ROWS, [("x", "<f4", (2,))]),
+            *(values.astype(kind) for kind in kinds),
+            *(np.array(1.0), values > 0, values[:-1], np.full(ROWS, np.inf)),
         )
     )
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
-from synthetic_runs import Workplace, make_workplace
+from synthetic_runs import Command, Workplace, call, make_workplace
 
 from loka_onnx.pipeline.run import RunResult, run
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command in this process."""
+    return partial(call, capsys)
 
 
 @pytest.fixture

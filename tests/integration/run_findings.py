@@ -12,20 +12,13 @@ from loka_onnx.pipeline.directory import Outcome
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 
 STAGES = [
-    "export",
-    "calibrate",
-    "mods",
-    "loud channels",
-    "recalibrate",
-    "ladder",
-    "plan",
-    "correct",
-    "build",
-    "evaluate",
-    "choose",
-    "report",
-    "bundle",
+    *("export", "calibrate", "mods", "loud channels", "recalibrate", "ladder", "plan", "correct", "build"),
+    *("evaluate", "choose", "report", "bundle"),
 ]
+_DOCUMENTS = "choice corrections engines evaluation ladder plan profile report rewrites run"
+LAYOUT = {"bundle", "calibration", "engines", "model", "planned", "report.html", "report.md"}
+LAYOUT |= {f"{name}.json" for name in _DOCUMENTS.split()}
+"""Files of a run."""
 
 
 def resumed(place: Workplace, until: Stage = Stage.BUNDLE) -> dict[str, bool]:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,10 @@ class Done:
     code: int
     out: str
     err: str
+
+
+Command = Callable[..., Done]
+"""Runs the command in this process."""
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> Done:

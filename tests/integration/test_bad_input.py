@@ -13,24 +13,32 @@ import onnx
 import pytest
 from onnx import TensorProto as T
 from onnx import helper as h
-from synthetic_runs import HIDDEN, RUN_VALUES, Workplace, call, make_columns, tree, write_ranker, write_rows
+from synthetic_runs import (
+    HIDDEN,
+    RUN_VALUES,
+    Command,
+    Workplace,
+    make_columns,
+    tree,
+    write_ranker,
+    write_rows,
+)
 
 from loka_onnx.core import serde
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
+from loka_onnx.pipeline.run import RunOptions, Stage, run
 from loka_onnx.transforms.base import Found
 from loka_onnx.transforms.linears.pad_sites import PadSites
 from loka_onnx.transforms.sequence import STRICT
 
 CTR = {"name": "ctr", "kind": "logit", "label": "clicked"}
-Capture = pytest.CaptureFixture[str]
 
 
-def refusal(capsys: Capture, place: Workplace, *options: object) -> str:
+def refusal(command: Command, place: Workplace, *options: object) -> str:
     """The message of a run that must be refused without a trace, with its directory shortened to DIR."""
     before = tree(place.path)
-    done = call(capsys, "run", place.run_file, "--quiet", *options)
+    done = command("run", place.run_file, "--quiet", *options)
     assert (done.code, done.out) == (2, "")
     assert tree(place.path) == before
     message, code = done.err.rsplit("  code: ", 1)
@@ -96,28 +104,33 @@ def one_file_twice(place: Workplace) -> None:
     place.write_run_file(data={"path": None, "split": None, **files})
 
 
-def couple_rows(place: Workplace) -> None:
-    """The second layer is a Softmax over the batch."""
-    path = place.path / "ranker.onnx"
-    model = onnx.load(path)
-    node = next(node for node in model.graph.node if node.name == "relu2")
+def spoiled(change: Callable[[onnx.ModelProto, onnx.NodeProto], None]) -> Callable[[Workplace], None]:
+    """Changes the model at its second activation."""
+
+    def spoil(place: Workplace) -> None:
+        model = onnx.load(place.path / "ranker.onnx")
+        change(model, next(node for node in model.graph.node if node.name == "relu2"))
+        onnx.save(model, place.path / "ranker.onnx")
+
+    return spoil
+
+
+@spoiled
+def couple_rows(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
+    """A Softmax over the batch."""
     node.op_type = "Softmax"
     node.attribute.append(h.make_attribute("axis", 0))
-    onnx.save(model, path)
 
 
-def pair_rows(place: Workplace) -> None:
-    """The second layer needs an even number of rows."""
-    path = place.path / "ranker.onnx"
-    model = onnx.load(path)
-    node = next(node for node in model.graph.node if node.name == "relu2")
+@spoiled
+def pair_rows(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
+    """It needs an even number of rows."""
     node.op_type = "Reshape"
     node.input.append("pairs")
     node.output[0] = "paired"
     model.graph.node.insert(6, h.make_node("Reshape", ["paired", "flat"], ["a2"], "back"))
     shapes = {"pairs": np.array([-1, 2, HIDDEN]), "flat": np.array([-1, HIDDEN])}
     model.graph.initializer.extend(onnx.numpy_helper.from_array(v, name) for name, v in shapes.items())
-    onnx.save(model, path)
 
 
 OF_ROWS = "of 'rows.parquet'"
@@ -165,10 +178,7 @@ WRONG: dict[str, tuple[Callable[[Workplace], None], str]] = {
         "node 'relu2': 'DIR/ranker.onnx' uses the custom operator 'acme::Fancy'",
     ),
     "an old opset": (ranker(opset=10), "'DIR/ranker.onnx' uses opset 10"),
-    "rows are coupled": (
-        couple_rows,
-        "node 'relu2/softmax' (Softmax): 'DIR/ranker.onnx' couples the rows ",
-    ),
+    "rows are coupled": (couple_rows, "node 'relu2/softmax' (Softmax): 'DIR/ranker.onnx' couples the rows "),
     "fails at one row": (
         pair_rows,
         "node 'relu2/reshape' (Reshape): 'DIR/ranker.onnx' fails at a batch size",
@@ -177,10 +187,10 @@ WRONG: dict[str, tuple[Callable[[Workplace], None], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_input_is_refused_and_leaves_nothing(place: Workplace, capsys: Capture, case: str) -> None:
+def test_a_wrong_input_is_refused_and_leaves_nothing(place, command, case):
     spoil, begins = WRONG[case]
     spoil(place)
-    message = refusal(capsys, place)
+    message = refusal(command, place)
     assert message.startswith(f"error: {begins}"), message
     assert "\n  evidence: " in message and "\n  remedy: " in message
 
@@ -196,29 +206,24 @@ def test_a_wrong_input_is_refused_and_leaves_nothing(place: Workplace, capsys: C
         ("plan.force=[heds]", "plan.force: pattern 'heds' matches no site", "is 'heads'"),
     ],
 )
-def test_a_wrong_name_is_told_its_nearest(
-    place: Workplace, capsys: Capture, setting: str, begins: str, near: str
-) -> None:
-    message = refusal(capsys, place, "--set", setting)
+def test_a_wrong_name_is_told_its_nearest(place, command, setting, begins, near):
+    message = refusal(command, place, "--set", setting)
     assert message.startswith(f"error: {begins}") and "the nearest of " in message and near in message
 
 
 @pytest.mark.slow
-def test_a_model_that_couples_rows_goes_on_where_that_is_asked_for(place: Workplace, capsys: Capture) -> None:
+def test_a_model_that_couples_rows_goes_on_where_that_is_asked_for(place, command):
     couple_rows(place)
-    done = call(capsys, "doctor", "--model", place.path / "ranker.onnx")
+    done = command("doctor", "--model", place.path / "ranker.onnx")
     assert "✗ node 'relu2/softmax' (Softmax) couples the rows of a batch" in done.out
     place.write_run_file(model={"require_independent_rows": False})
     result = run(place.run_file, RunOptions(until=Stage.REPORT))
-    assert result.report is not None
     (note,) = (note for note in result.report.notes if "node 'relu2/softmax' (Softmax)" in note)
     assert "`model.require_independent_rows` is false" in note
 
 
 @pytest.mark.slow
-def test_a_mod_that_fails_costs_the_run_nothing_but_the_mod(
-    place: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mod_that_fails_costs_the_run_nothing_but_the_mod(place, monkeypatch):
     def match(mod: PadSites, model: GraphModel) -> Found[Any]:
         model.graph.nodes.clear()
         raise RecursionError("too deep")
@@ -243,7 +248,7 @@ class _RunsCode:
         return (Path.touch, (self.trace,))
 
 
-def test_checkpoint_that_holds_more_than_weights(place: Workplace, capsys: Capture, tmp_path: Path) -> None:
+def test_checkpoint_that_holds_more_than_weights(place, command, tmp_path):
     pytest.importorskip("torch", reason="needs torch")
     import torch
 
@@ -261,7 +266,7 @@ def test_checkpoint_that_holds_more_than_weights(place: Workplace, capsys: Captu
     )
     (place.path / "__pycache__").mkdir()  # importing the builder fills it
     before = tree(place.path)
-    done = call(capsys, "run", place.run_file, "--quiet")
+    done = command("run", place.run_file, "--quiet")
     left = set(tree(place.path)) - set(before)
     assert (done.code, {name for name in left if not name.startswith("__pycache__")}) == (2, set())
     assert not trace.exists()
@@ -272,59 +277,48 @@ def test_checkpoint_that_holds_more_than_weights(place: Workplace, capsys: Captu
 # The output directory ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("below", ["out", "out/run"])
-def test_a_file_in_the_way(place: Workplace, capsys: Capture, below: str) -> None:
+# A mode of 0o555 would not stop root; /proc stops everyone.
+@pytest.mark.parametrize("output", ["out", "out/run", "/proc/loka-onnx/run"])
+def test_a_place_where_nothing_can_be_made(place, command, output):
     (place.path / "out").write_text("mine")
-    message = refusal(capsys, place, "--output", place.path / below)
-    assert message.startswith(f"error: cannot use the output directory 'DIR/{below}'\n")
-
-
-def test_a_place_where_nothing_can_be_made(place: Workplace, capsys: Capture) -> None:
-    # A mode of 0o555 would not stop root; /proc stops everyone.
-    message = refusal(capsys, place, "--output", "/proc/loka-onnx/run")
-    assert message.startswith("error: cannot use the output directory '/proc/loka-onnx/run'\n")
+    message = refusal(command, place, "--output", place.path / output)
+    assert message.startswith(f"error: cannot use the output directory '{Path('DIR') / output}'\n")
 
 
 @pytest.mark.parametrize("option", [(), ("--force",), ("--resume",)])
-def test_a_directory_of_something_else_is_never_touched(
-    place: Workplace, capsys: Capture, option: tuple[str, ...]
-) -> None:
+def test_a_directory_of_something_else_is_never_touched(place, command, option):
     (place.path / "thesis" / "data").mkdir(parents=True)
     (place.path / "thesis" / "report.html").write_text("ten years of work")
-    message = refusal(capsys, place, "--output", place.path / "thesis", *option)
+    message = refusal(command, place, "--output", place.path / "thesis", *option)
     assert message.startswith("error: the output directory 'DIR/thesis' is not empty and not a run directory")
 
 
-def test_a_finished_run_is_neither_extended_nor_replaced_unasked(
-    finished: RunResult, capsys: Capture
-) -> None:
-    done = call(capsys, "run", finished.directory.parents[1] / "RUN.yaml", "--quiet")
+def test_a_finished_run_is_neither_extended_nor_replaced_unasked(finished, command):
+    done = command("run", finished.directory.parents[1] / "RUN.yaml", "--quiet")
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"error: the output directory '{finished.directory}' is not empty\n")
 
 
-def test_force_and_resume(place: Workplace, capsys: Capture) -> None:
-    assert "--force and --resume exclude each other" in refusal(capsys, place, "--force", "--resume")
+def test_force_and_resume(place, command):
+    assert "--force and --resume exclude each other" in refusal(command, place, "--force", "--resume")
 
 
-def test_an_empty_directory_of_the_user_stays(place: Workplace, capsys: Capture) -> None:
+def test_an_empty_directory_of_the_user_stays(place, command):
     (place.path / "mine").mkdir()
     with_rows(place, d3=put(7, np.nan))
-    refusal(capsys, place, "--output", place.path / "mine")
+    refusal(command, place, "--output", place.path / "mine")
 
 
-def test_force_gives_the_earlier_run_back_when_the_new_input_is_wrong(
-    place: Workplace, capsys: Capture
-) -> None:
-    assert call(capsys, "plan", place.run_file, "--quiet").code == 0
+def test_force_gives_the_earlier_run_back_when_the_new_input_is_wrong(place, command):
+    assert command("plan", place.run_file, "--quiet").code == 0
     with_rows(place, d3=put(7, np.nan))
-    assert "holds NaN" in refusal(capsys, place, "--force")
+    assert "holds NaN" in refusal(command, place, "--force")
     write_ranker(place.path / "ranker.onnx", opset=10)
-    assert "uses opset 10" in refusal(capsys, place, "--force")
+    assert "uses opset 10" in refusal(command, place, "--force")
 
 
-def test_debug_adds_the_traceback(place: Workplace, capsys: Capture) -> None:
+def test_debug_adds_the_traceback(place, command):
     place.run_file.unlink()
-    done = call(capsys, "run", place.run_file, "--debug")
+    done = command("run", place.run_file, "--debug")
     assert done.code == 2
     assert "Traceback" in done.err and done.err.endswith("writes one to start from\n  code: E0101\n")

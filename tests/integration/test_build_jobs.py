@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from run_findings import resumed
-from synthetic_runs import Workplace, call, make_workplace
+from synthetic_runs import Workplace, make_workplace
 
 import loka_onnx
 from loka_onnx.core import serde
@@ -61,10 +61,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 def two_targets(place: Workplace, **build: object) -> None:
     place.write_run_file(
         plan={"plans": ["fp32", "fp8-all"]},
-        targets=[
-            {"device": "cpu", "backends": ["inductor"]},
-            {"device": AWAY, "backends": ["onnxruntime"]},
-        ],
+        targets=[{"device": "cpu", "backends": ["inductor"]}, {"device": AWAY, "backends": ["onnxruntime"]}],
         build=build,
     )
 
@@ -78,7 +75,7 @@ JOB = f"{AWAY}-onnxruntime-cpu-fp8-all"
 PLAIN = f"{AWAY}-onnxruntime-cpu-fp32"
 
 
-def test_a_run_writes_jobs_and_goes_on_with_what_it_has(place: Workplace, elsewhere) -> None:
+def test_a_run_writes_jobs_and_goes_on_with_what_it_has(place, elsewhere):
     two_targets(place)
     result = run(place.run_file)
     status, detail = engines_of(place)[JOB]
@@ -92,12 +89,7 @@ def test_a_run_writes_jobs_and_goes_on_with_what_it_has(place: Workplace, elsewh
     # No row of the user's data goes along unless that is asked for.
     directory = place.output / "jobs" / JOB
     job = serde.read(BuildJob, directory / "job.json")
-    assert sorted(job.files) == [
-        "data/timed-0.npy",
-        "data/timed-1.npy",
-        "model/model.onnx",
-        "sample.npz",
-    ]
+    assert sorted(job.files) == ["data/timed-0.npy", "data/timed-1.npy", "model/model.onnx", "sample.npz"]
     assert job.rows == ()
     # Latencies there are measured on generated rows, four times as many as the largest request has.
     assert job.timed is not None and (job.timed.rows, set(job.timed.inputs)) == (4 * 64, {"dense", "item"})
@@ -108,19 +100,17 @@ def test_a_run_writes_jobs_and_goes_on_with_what_it_has(place: Workplace, elsewh
     assert f"jobs/{JOB}/job.json" in built["files"]
 
 
-def test_a_job_is_executed_on_another_host_and_its_result_merged(
-    place: Workplace, elsewhere, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_job_is_executed_on_another_host_and_its_result_merged(place, elsewhere, command, tmp_path):
     two_targets(place, job_data=True)
     run(place.run_file, RunOptions(until=Stage.BUILD))
     jobs = place.output / "jobs"
     assert sorted(path.name for path in jobs.iterdir()) == [PLAIN, JOB]
-    refused = call(capsys, "build", "--job", jobs / JOB)
+    refused = command("build", "--job", jobs / JOB)
     assert refused.code == 1 and f"this host cannot execute the job '{JOB}'" in refused.err
 
     elsewhere.undo()  # from here on: the other host
     away = shutil.copytree(jobs, tmp_path / "away")
-    done = call(capsys, "build", "--job", away, "--quiet")
+    done = command("build", "--job", away, "--quiet")
     assert done.code == 0, done.err
     assert f"{JOB}: built and run here\n  batch 8: " in done.out
     # The run's own inputs are gone there: labels never left.
@@ -134,7 +124,6 @@ def test_a_job_is_executed_on_another_host_and_its_result_merged(
     result = run(place.run_file, RunOptions(resume=True))
     status, detail = engines_of(place)[JOB]
     assert status is BuildStatus.RUN_ELSEWHERE and detail.startswith("built and run on '")
-    assert result.choice is not None
     assert [t.target for t in result.choice.targets] == ["cpu", AWAY]
     assert result.choice.targets[1].engine == PLAIN
     assert (place.output / "engines" / JOB / "engine.onnx").is_file()
@@ -179,9 +168,7 @@ def executed(jobs_done: Workplace, place: Workplace, elsewhere) -> Path:
     return place.output / "jobs"
 
 
-def test_without_data_the_engine_is_built_and_its_accuracy_not_measured(
-    place: Workplace, executed: Path
-) -> None:
+def test_without_data_the_engine_is_built_and_its_accuracy_not_measured(place, executed):
     run(place.run_file, RunOptions(resume=True))
     status, detail = engines_of(place)[PLAIN]
     assert status is BuildStatus.BUILT_NOT_RUN
@@ -227,24 +214,20 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_results_that_do_not_fit_are_refused(
-    place: Workplace, executed: Path, capsys: pytest.CaptureFixture[str], harm: str
-) -> None:
+def test_results_that_do_not_fit_are_refused(place, executed, command, harm):
     spoil, said = HARMS[harm]
     spoil(executed / PLAIN / "result")
-    done = call(capsys, "build", place.run_file, "--quiet")
+    done = command("build", place.run_file, "--quiet")
     assert done.code == 2 and said in done.err, done.err
 
 
-def test_a_job_that_is_not_whole_is_not_executed(
-    place: Workplace, elsewhere, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_is_not_whole_is_not_executed(place, elsewhere, command):
     two_targets(place, job_data=True)
     run(place.run_file, RunOptions(until=Stage.BUILD))
     elsewhere.undo()
     job = place.output / "jobs" / PLAIN
     (job / "more").touch()
-    done = call(capsys, "build", "--job", job)
+    done = command("build", "--job", job)
     assert done.code == 2 and "file 'more' is not listed in 'job.json'" in done.err
     (job / "more").unlink()
     rows = job / "data" / "selection-0.npy"
@@ -254,11 +237,11 @@ def test_a_job_that_is_not_whole_is_not_executed(
     (job / "job.json").write_text((job / "job.json").read_text().replace('"sample.npz"', '"../x"'))
     with pytest.raises(UserError, match="leads out of the directory"):
         execute_job(job)
-    assert call(capsys, "build", "--job", place.path).code == 2
+    assert command("build", "--job", place.path).code == 2
     assert not (job / "result").exists()
 
 
-def test_a_job_that_asks_for_something_else_loses_its_result(place: Workplace, executed: Path) -> None:
+def test_a_job_that_asks_for_something_else_loses_its_result(place, executed):
     run(place.run_file, RunOptions(resume=True, until=Stage.BUILD))
     assert engines_of(place)[PLAIN][0] is BuildStatus.BUILT_NOT_RUN
     two_targets(place)
@@ -269,7 +252,7 @@ def test_a_job_that_asks_for_something_else_loses_its_result(place: Workplace, e
     assert not (executed / PLAIN / "result").exists()
 
 
-def test_a_run_in_which_everything_waits_says_what_to_do(place: Workplace, elsewhere) -> None:
+def test_a_run_in_which_everything_waits_says_what_to_do(place, elsewhere):
     place.write_run_file(plan={"plans": ["fp32"]}, targets=[{"device": AWAY, "backends": ["onnxruntime"]}])
     with pytest.raises(EngineError) as caught:
         run(place.run_file)
@@ -279,7 +262,7 @@ def test_a_run_in_which_everything_waits_says_what_to_do(place: Workplace, elsew
     assert (place.output / "jobs" / PLAIN / "job.json").is_file()
 
 
-def test_jobs_may_be_refused(place: Workplace, elsewhere) -> None:
+def test_jobs_may_be_refused(place, elsewhere):
     two_targets(place, jobs=False)
     with pytest.raises(Exception, match="no engine could be built for 'amd-mi300x'"):
         run(place.run_file)

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from synthetic_runs import Workplace, call, make_columns, make_workplace, write_rows
+from synthetic_runs import Workplace, make_columns, make_workplace, write_rows
 
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
@@ -42,13 +42,11 @@ def fresh(tmp_path: Path) -> Workplace:
 
 
 @pytest.mark.slow
-def test_sampling_stops_when_every_verdict_is_reached_and_says_so(
-    fresh: Workplace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sampling_stops_when_every_verdict_is_reached_and_says_so(fresh, command):
     place = fresh
     write_rows(place.path / "rows.parquet", make_columns(30_000))
     place.write_run_file(data={"group": None})  # rows of a request say less than as many rows
-    done = call(capsys, "calibrate", place.run_file)
+    done = command("calibrate", place.run_file)
     assert done.code == 0, done.err
     stopped = profile_at(place)
     assert stopped.sampling.may_stop_early and stopped.sampling.undecided == ()
@@ -61,30 +59,28 @@ def test_sampling_stops_when_every_verdict_is_reached_and_says_so(
     ctr = [stopped.site(name).sensitivities[0] for name in ("fc1", "fc2")]
     costs = [item.kl_moments.value * item.draws.kl_growth for item in ctr if item.draws is not None]
     budget = 2 * max(costs) / (1 - LABELLED_ALLOWANCE)
-    done = call(capsys, "calibrate", place.run_file, "--set", f"outputs.0.budget={budget}")
+    done = command("calibrate", place.run_file, "--set", f"outputs.0.budget={budget}")
     assert done.code == 0, done.err
     ended = profile_at(place)
     assert ended.sampling.rows == ended.rows and ended.sampling.looks > 1
     (still_open,) = ended.sampling.undecided
     assert f"after {ended.rows:,}: {still_open}. More rows may decide them" in done.out
 
-    done = call(capsys, "calibrate", place.run_file, "--set", "calibration.stop_when_decided=false")
+    done = command("calibrate", place.run_file, "--set", "calibration.stop_when_decided=false")
     fixed = profile_at(place)
     assert (fixed.sampling.looks, fixed.sampling.may_stop_early) == (1, False)
     assert fixed.sampling.rows == fixed.rows
 
 
-def test_where_batches_run_does_not_matter_to_a_finished_calibration(
-    planned: Workplace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = call(capsys, "calibrate", planned.run_file, "--executor", "ray")
+def test_where_batches_run_does_not_matter_to_a_finished_calibration(planned, command):
+    done = command("calibrate", planned.run_file, "--executor", "ray")
     assert done.code == 0, done.err
     assert any("calibrate" in line and "reused" in line for line in done.err.splitlines())
 
 
 @pytest.mark.slow
-def test_another_confidence_plans_anew(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
-    done = call(capsys, "plan", place.run_file, "--set", "calibration.confidence=0.99")
+def test_another_confidence_plans_anew(place, command):
+    done = command("plan", place.run_file, "--set", "calibration.confidence=0.99")
     assert done.code == 0, done.err
     (safe,) = (p for p in serde.read(PlanSet, place.output / "plan.json").plans if p.id == "fp8-safe")
     levels = [re.search(r"at ([0-9.]+) %, corrected for 2 bounds", d.reason) for d in safe.decisions]
@@ -92,7 +88,7 @@ def test_another_confidence_plans_anew(place: Workplace, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("format", ["E4M3FNUZ", pytest.param("E5M2", marks=pytest.mark.slow)])
-def test_a_plan_in_another_format_is_built_and_run(fresh: Workplace, format: str) -> None:
+def test_a_plan_in_another_format_is_built_and_run(fresh, format):
     place = fresh
     place.write_run_file(plan={"format": format, "scale": "best"})
     run(place.run_file, RunOptions(until=Stage.BUILD))
@@ -112,11 +108,9 @@ def new_rows(place: Workplace, name: str = "new.parquet", seed: int = 2) -> Path
     return place.path / name
 
 
-def test_rows_are_added_to_the_profile_and_later_stages_follow(
-    place: Workplace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_added_to_the_profile_and_later_stages_follow(place, command):
     before, lineage = profile_at(place), (place.output / "run.json").read_text()
-    done = call(capsys, "calibrate", place.run_file, "--update", new_rows(place))
+    done = command("calibrate", place.run_file, "--update", new_rows(place))
     assert done.code == 0, done.err
     assert "Calibration rows were added to those of the split: digest " in done.out
     after = profile_at(place)
@@ -137,7 +131,7 @@ def test_rows_are_added_to_the_profile_and_later_stages_follow(
     assert (place.output / "run.json").read_text() != lineage
 
     # The calibration stands, what follows is done again.
-    done = call(capsys, "plan", place.run_file)
+    done = command("plan", place.run_file)
     assert done.code == 0, done.err
     fresh = [line for line in done.err.splitlines() if "reused" not in line and "check data" not in line]
     assert [line.split()[1] for line in fresh] == ["mods", "recalibrate", "ladder", "plan"]
@@ -160,14 +154,12 @@ def test_rows_are_added_to_the_profile_and_later_stages_follow(
         ),
         (["--update", place.path / "broken.parquet"], "'broken.parquet'"),
     ):
-        done = call(capsys, "calibrate", place.run_file, *arguments)
+        done = command("calibrate", place.run_file, *arguments)
         assert done.code == 2 and message in done.err, (arguments, done.err)
         assert (place.output / "calibration/exported.json").read_bytes() == kept
 
 
-def test_a_fresh_run_whose_added_rows_are_wrong_leaves_no_trace(
-    fresh: Workplace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = call(capsys, "calibrate", fresh.run_file, "--update", fresh.path / "absent.parquet")
+def test_a_fresh_run_whose_added_rows_are_wrong_leaves_no_trace(fresh, command):
+    done = command("calibrate", fresh.run_file, "--update", fresh.path / "absent.parquet")
     assert done.code == 2
     assert not fresh.output.exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_runs import WIDTH, call, make_columns, write_rows
+from synthetic_runs import WIDTH, make_columns, write_rows
 
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
 from loka_onnx.core import serde
@@ -42,7 +42,6 @@ def deployed(finished: RunResult, tmp_path_factory: pytest.TempPathFactory) -> D
     """Do not write into its directories."""
     engines = serde.read(EngineSet, finished.directory / "engines.json").engines
     path = next(engine.path for engine in engines if engine.plan == "fp8-all")
-    assert finished.bundle is not None and path is not None
     columns = make_columns()
     rule = SplitRule("hash", 0.2, 0.3, 0.5, "request", 0)
     whole = finished.directory.parents[1] / "rows.parquet"
@@ -59,11 +58,9 @@ def deployed(finished: RunResult, tmp_path_factory: pytest.TempPathFactory) -> D
     )
 
 
-def test_the_figures_are_those_of_the_evaluation_of_the_run(
-    deployed: Deployed, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = call(
-        capsys, "compare", deployed.exported, deployed.fp8, "--data", deployed.rows, *JUDGED, *INPUTS,
+def test_the_figures_are_those_of_the_evaluation_of_the_run(deployed, command):
+    done = command(
+        "compare", deployed.exported, deployed.fp8, "--data", deployed.rows, *JUDGED, *INPUTS,
         "--budget", 0.01, "--no-latency", "--threads", 1, "--format", "json",
     )  # fmt: skip
     found = serde.loads(Difference, done.out)
@@ -72,9 +69,7 @@ def test_the_figures_are_those_of_the_evaluation_of_the_run(
     assert found.basis.startswith(f"{known.rows:,} rows of ") and known.rows > 2000
     rows = {item.what: item for item in found.rows("accuracy")}
     for output in known.outputs:
-        assert output.difference is not None
         ours, theirs = rows[f"{output.output}: NE ({output.kind})"], output.difference.judged
-        assert ours.after is not None and ours.verdict is not None
         assert ours.after.numbers == (output.metrics.normalized_entropy,)
         value, lower, upper = ours.verdict.numbers
         # Certification's first attempt is held to a wider interval than a comparison.
@@ -85,13 +80,11 @@ def test_the_figures_are_those_of_the_evaluation_of_the_run(
     assert "FP8 simulated" in found.b.facts[1] and done.code in {0, 3}
 
 
-def test_a_bundle_against_itself_says_who_answered_and_nothing_differs(
-    deployed: Deployed, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bundle_against_itself_says_who_answered_and_nothing_differs(deployed, command):
     # Columns, group and labels are those of the run that the bundle lies in.
     whole = deployed.run.directory.parents[1] / "rows.parquet"
-    done = call(
-        capsys, "compare", deployed.bundle, deployed.bundle, "--data", whole, "--batch", 8, "--budget", 0.001,
+    done = command(
+        "compare", deployed.bundle, deployed.bundle, "--data", whole, "--batch", 8, "--budget", 0.001,
         *QUICK,
     )  # fmt: skip
     assert done.code == 0, done.err
@@ -103,12 +96,10 @@ def test_a_bundle_against_itself_says_who_answered_and_nothing_differs(
     assert "Latency, in turns" in done.out
 
 
-def test_a_budget_that_may_be_exceeded_ends_with_3(
-    deployed: Deployed, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_budget_that_may_be_exceeded_ends_with_3(deployed, command, tmp_path):
     report = tmp_path / "found.json"
-    done = call(
-        capsys, "compare", deployed.bundle, deployed.fp8, "--data", deployed.rows, "--no-latency",
+    done = command(
+        "compare", deployed.bundle, deployed.fp8, "--data", deployed.rows, "--no-latency",
         "--budget", 1e-9, "--format", "json", "--out", report,
     )  # fmt: skip
     assert done.code == 3
@@ -117,15 +108,13 @@ def test_a_budget_that_may_be_exceeded_ends_with_3(
     assert "(budget 1e-07 %" in serde.read(Difference, report).beyond[0]
 
 
-def test_slices_and_missing_labels_are_in_the_text(
-    deployed: Deployed, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_slices_and_missing_labels_are_in_the_text(deployed, command, tmp_path):
     columns = make_columns(rows=1500, seed=9)
     columns["country"] = np.where(np.arange(1500) % 4 == 0, "BR", "DE")
     live = tmp_path / "live.parquet"
     write_rows(live, {k: v for k, v in columns.items() if k not in {"clicked", "bought", "amount"}})
-    done = call(
-        capsys, "compare", deployed.bundle, deployed.fp8, "--data", live, "--no-latency",
+    done = command(
+        "compare", deployed.bundle, deployed.fp8, "--data", live, "--no-latency",
         "--slices", "country",
     )  # fmt: skip
     assert done.code == 0, done.err
@@ -135,25 +124,23 @@ def test_slices_and_missing_labels_are_in_the_text(
     assert "  ctr: KL (logit): " in done.out and "KL over the mean entropy, no labels" in done.out
     assert "country = DE, 1,125 rows: +" in done.out
     assert "not judged: a regression is judged by its label, and there is none" in done.out
-    held = call(
-        capsys, "compare", deployed.bundle, deployed.bundle, "--data", live, "--no-latency", "--budget", 0.1
+    held = command(
+        "compare", deployed.bundle, deployed.bundle, "--data", live, "--no-latency", "--budget", 0.1
     )
     assert held.code == 3
     assert "is not judged: a regression is judged by its label" in held.err
 
 
-def test_inputs_that_no_column_feeds_end_with_2(
-    deployed: Deployed, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_inputs_that_no_column_feeds_end_with_2(deployed, command, tmp_path):
     # Away from its run a bundle does not know the columns.
     lonely = tmp_path / "lonely"
     shutil.copytree(deployed.bundle, lonely)
-    done = call(capsys, "compare", lonely, lonely, "--data", deployed.rows, "--no-latency")
+    done = command("compare", lonely, lonely, "--data", deployed.rows, "--no-latency")
     assert done.code == 2 and "column 'dense' of 'certification.parquet' does not exist" in done.err
-    given = call(capsys, "compare", lonely, lonely, "--data", deployed.rows, "--no-latency", *INPUTS)
+    given = command("compare", lonely, lonely, "--data", deployed.rows, "--no-latency", *INPUTS)
     assert given.code == 0 and "independent rows; columns as asked for" in given.out
-    named = call(
-        capsys, "compare", lonely, lonely, "--data", deployed.rows, "--no-latency",
+    named = command(
+        "compare", lonely, lonely, "--data", deployed.rows, "--no-latency",
         "--run", deployed.run.directory,
     )  # fmt: skip
     assert named.code == 0 and "rows of one 'request' belong together" in named.out
@@ -165,7 +152,7 @@ def test_inputs_that_no_column_feeds_end_with_2(
     text = (foreign / "run.json").read_text(encoding="utf-8")
     known = json.loads(text)["value"]["stages"][-1]["files"]["bundle/manifest.json"]
     (foreign / "run.json").write_text(text.replace(known, "0" * 64), encoding="utf-8")
-    done = call(capsys, "compare", foreign / "bundle", lonely, "--data", deployed.rows, "--no-latency")
+    done = command("compare", foreign / "bundle", lonely, "--data", deployed.rows, "--no-latency")
     assert done.code == 2 and "column 'dense'" in done.err
 
 
@@ -183,11 +170,9 @@ def test_inputs_that_no_column_feeds_end_with_2(
         (("--budget", -1), "--budget: a budget of -1.0 cannot be held"),
     ],
 )
-def test_wrong_options_end_with_2(
-    deployed: Deployed, capsys: pytest.CaptureFixture[str], option: tuple[object, ...], message: str
-) -> None:
-    done = call(
-        capsys, "compare", deployed.bundle, deployed.bundle, "--data", deployed.rows, "--no-latency", *option
+def test_wrong_options_end_with_2(deployed, command, option, message):
+    done = command(
+        "compare", deployed.bundle, deployed.bundle, "--data", deployed.rows, "--no-latency", *option
     )
     assert done.code == 2 and message in done.err and "remedy: " in done.err
 
@@ -195,22 +180,20 @@ def test_wrong_options_end_with_2(
 # bundle diff ---------------------------------------------------------------------------------------
 
 
-def test_bundle_diff_of_others_exits_with_3_only_where_that_was_asked_for(
-    deployed: Deployed, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_bundle_diff_of_others_exits_with_3_only_where_that_was_asked_for(deployed, command, tmp_path):
     other = tmp_path / "signed"
     shutil.copytree(deployed.bundle, other)
-    done = call(capsys, "bundle", "diff", deployed.bundle, other, "--exit-code")
+    done = command("bundle", "diff", deployed.bundle, other, "--exit-code")
     assert done.code == 0 and done.out.endswith("the bundles are equal\n")
     keys = write_key_pair(tmp_path)
     sign_bundle(other, keys.private)
-    done = call(capsys, "bundle", "diff", deployed.bundle, other)
+    done = command("bundle", "diff", deployed.bundle, other)
     assert done.code == 0 and "\nsignature: 1 changed\n  ~ signed with: [] → [" in done.out
     assert f"signed with {keys.fingerprint}" in done.out
-    done = call(capsys, "bundle", "diff", deployed.bundle, other, "--exit-code", "--format", "json")
+    done = command("bundle", "diff", deployed.bundle, other, "--exit-code", "--format", "json")
     assert (done.code, done.err) == (3, "")
     found = serde.loads(Difference, done.out)
     assert found.is_different and keys.fingerprint in found.b.facts[1]
     (other / "extra").write_text("x")
-    done = call(capsys, "bundle", "diff", deployed.bundle, other)
+    done = command("bundle", "diff", deployed.bundle, other)
     assert done.code == 3 and "file 'extra' is not listed in the manifest" in done.err

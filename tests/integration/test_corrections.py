@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 from run_findings import resumed
-from synthetic_runs import Workplace
 
 from loka_onnx.core import serde
 from loka_onnx.core.correction import CorrectionSet, Variant
 from loka_onnx.core.rewrite import RewriteLogs
 from loka_onnx.errors import CalibrationError
-from loka_onnx.pipeline.run import RunOptions, RunResult, run
+from loka_onnx.pipeline.run import RunOptions, run
 
 FP8 = ("fp8-all", "fp8-safe")
 
 
-def test_every_plan_with_fp8_is_tried_on_every_output(finished: RunResult) -> None:
+def test_every_plan_with_fp8_is_tried_on_every_output(finished):
     found = serde.read(CorrectionSet, finished.directory / "corrections.json")
     assert [plan.plan for plan in found.plans] == [*FP8]
     for plan in found.plans:
@@ -30,11 +29,10 @@ def test_every_plan_with_fp8_is_tried_on_every_output(finished: RunResult) -> No
         # The mean error of the sites went down on the rows that it was fitted to.
         assert all(bias.error_after < bias.error_before for bias in plan.bias)
     assert {bias.site for bias in found.plans[0].bias} >= {"fc1", "fc2"}
-    assert finished.report is not None
     assert finished.report.corrections == found
 
 
-def test_engines_carry_what_was_accepted(finished: RunResult) -> None:
+def test_engines_carry_what_was_accepted(finished):
     found = serde.read(CorrectionSet, finished.directory / "corrections.json")
     logs = serde.read(RewriteLogs, finished.directory / "rewrites.json").logs
     for plan in found.plans:
@@ -47,24 +45,18 @@ def test_engines_carry_what_was_accepted(finished: RunResult) -> None:
     assert not any(record.transform == "correct" for record in logs["fp32-fp32"].records)
 
 
-def test_the_engine_does_on_selection_what_the_simulation_did(finished: RunResult) -> None:
+def test_the_engine_does_on_selection_what_the_simulation_did(finished):
     """The CPU engine runs the plan in FP32 as the simulation does, with the constants inside."""
     found = serde.read(CorrectionSet, finished.directory / "corrections.json")
-    assert finished.report is not None
     for plan in found.plans:
         evaluation = finished.report.evaluation(f"cpu-onnxruntime-cpu-{plan.plan}", "selection")
-        assert evaluation is not None
         for output, measured in zip(plan.outputs, evaluation.outputs, strict=True):
-            assert measured.difference is not None and measured.difference.delta_ne is not None
-            assert output.after.delta_ne is not None and output.before.delta_ne is not None
             # A value on the edge of two FP8 numbers may fall to the other side.
             width = output.before.delta_ne.upper - output.before.delta_ne.lower
             assert abs(measured.difference.delta_ne.value - output.after.delta_ne.value) < 0.02 * width
 
 
-def test_a_plan_that_cannot_be_simulated_goes_without(
-    copied: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_cannot_be_simulated_goes_without(copied, monkeypatch):
     """As when it divides by what FP8 has rounded to 0: the run goes on."""
     from loka_onnx.pipeline import correcting
 
@@ -86,7 +78,7 @@ def test_a_plan_that_cannot_be_simulated_goes_without(
 
 
 @pytest.mark.slow
-def test_the_run_file_can_leave_them_out(copied: Workplace) -> None:
+def test_the_run_file_can_leave_them_out(copied):
     copied.write_run_file(plan={"corrections": False})
     reused = resumed(copied)
     assert serde.read(CorrectionSet, copied.output / "corrections.json") == CorrectionSet()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_runs import Done, call, make_columns, make_workplace, tree, write_rows
+from synthetic_runs import Command, Done, make_columns, make_workplace, tree, write_rows
 
 from loka_onnx.core import serde
 from loka_onnx.core.lineage import RunRecord
@@ -52,15 +51,13 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
     return Calibrated(place.output, place.path / "live.parquet", place.path / "moved.parquet")
 
 
-def drift(capsys: pytest.CaptureFixture[str], profile: Path, data: Path, *more: object) -> Done:
-    return call(capsys, "drift", "--profile", profile, "--data", data, *more)
+def drift(command: Command, profile: Path, data: Path, *more: object) -> Done:
+    return command("drift", "--profile", profile, "--data", data, *more)
 
 
-def test_rows_of_the_same_distribution_end_with_0(
-    ready: Calibrated, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_rows_of_the_same_distribution_end_with_0(ready, command, tmp_path):
     before = tree(ready.run)
-    done = drift(capsys, ready.profile, ready.live, "--json", tmp_path / "out" / "drift.json")
+    done = drift(command, ready.profile, ready.live, "--json", tmp_path / "out" / "drift.json")
     assert done.code == 0, done.err
     assert "6,000 live rows (93 batches of 64) against 1,204 of the profile (18 batches)" in done.out
     assert "no drift" in done.out and "(plan fp8-safe, label-free part)" in done.out
@@ -73,10 +70,8 @@ def test_rows_of_the_same_distribution_end_with_0(
     assert [o.budget for o in report.outputs] == [0.01, 0.01, 0.01]
 
 
-def test_a_doubled_feature_ends_with_3_and_its_name(
-    ready: Calibrated, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    done = drift(capsys, ready.profile, ready.moved, "--json", tmp_path / "drift.json")
+def test_a_doubled_feature_ends_with_3_and_its_name(ready, command, tmp_path):
+    done = drift(command, ready.profile, ready.moved, "--json", tmp_path / "drift.json")
     assert done.code == 3
     assert "moved.parquet: the data have moved away from the profile\n  evidence: " in done.err
     assert "remedy: find out whether the change is meant; if it is, calibrate and plan again" in done.err
@@ -89,36 +84,32 @@ def test_a_doubled_feature_ends_with_3_and_its_name(
     # Thresholds that nothing reaches, and a budget that is wide enough.
     wide = [f"{name}=9" for name in ("rms", "column", "stability_index", "range_growth", "saturated_share")]
     relaxed = [part for item in wide for part in ("--relevance", item)]
-    done = drift(capsys, ready.profile, ready.moved, *relaxed, "--max-predicted-delta-ne", "0.5")
+    done = drift(command, ready.profile, ready.moved, *relaxed, "--max-predicted-delta-ne", "0.5")
     assert done.code == 0 and "changed for certain, but too little to matter" in done.out
-    done = drift(capsys, ready.profile, ready.moved, *relaxed, "--max-predicted-delta-ne", "0.000001")
+    done = drift(command, ready.profile, ready.moved, *relaxed, "--max-predicted-delta-ne", "0.000001")
     assert done.code == 3 and "predicted ΔNE: FP8's share of ΔNE on 'spend'" in done.out
 
 
-def test_too_few_rows_end_with_2_and_are_not_called_the_same(
-    ready: Calibrated, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = drift(capsys, ready.profile, ready.moved, "--rows", 500)
+def test_too_few_rows_end_with_2_and_are_not_called_the_same(ready, command):
+    done = drift(command, ready.profile, ready.moved, "--rows", 500)
     assert done.code == 2
     assert "not judged" in done.out and "no drift" not in done.out
     assert "moved.parquet: drift was not judged" in done.err and "give at least 512 rows" in done.err
 
 
 @pytest.mark.slow
-def test_a_profile_elsewhere_takes_the_run_directory_by_name(
-    ready: Calibrated, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_profile_elsewhere_takes_the_run_directory_by_name(ready, command, tmp_path):
     elsewhere = tmp_path / "lonely" / "p.json"
     elsewhere.parent.mkdir()
     shutil.copy(ready.profile, elsewhere)
-    done = drift(capsys, elsewhere, ready.live)
+    done = drift(command, elsewhere, ready.live)
     assert done.code == 2
     assert "--profile: there is no run directory that says how the model's inputs are made of" in done.err
     assert f"evidence: no run.json in {elsewhere.parent} or {tmp_path}" in done.err
-    assert drift(capsys, elsewhere, ready.live, "--run", ready.run).code == 0
+    assert drift(command, elsewhere, ready.live, "--run", ready.run).code == 0
     # The exported model's own profile lies one level down.
-    assert drift(capsys, ready.run / "calibration/exported.json", ready.live).code == 0
-    done = drift(capsys, elsewhere, ready.live, "--run", tmp_path)
+    assert drift(command, ready.run / "calibration/exported.json", ready.live).code == 0
+    done = drift(command, elsewhere, ready.live, "--run", tmp_path)
     assert done.code == 2 and "--run: there is no run directory" in done.err
 
 
@@ -147,16 +138,10 @@ def another_version(directory: Path) -> None:
         (another_version, "run.json: the run was recorded by another version of loka-onnx"),
     ],
 )
-def test_an_altered_run_is_refused(
-    ready: Calibrated,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    alter: Callable[[Path], None],
-    message: str,
-) -> None:
+def test_an_altered_run_is_refused(ready, command, tmp_path, alter, message):
     directory = Path(shutil.copytree(ready.run, tmp_path / "run"))
     alter(directory)
-    done = drift(capsys, directory / "profile.json", ready.live)
+    done = drift(command, directory / "profile.json", ready.live)
     assert done.code == 2 and message in done.err
 
 
@@ -170,14 +155,12 @@ def test_an_altered_run_is_refused(
         (["--family-wise", "1"], "family-wise: a probability of false alarms lies between 0 and 1"),
     ],
 )
-def test_a_wrong_option_is_refused(
-    ready: Calibrated, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    done = drift(capsys, ready.profile, ready.live, *arguments)
+def test_a_wrong_option_is_refused(ready, command, arguments, message):
+    done = drift(command, ready.profile, ready.live, *arguments)
     assert done.code == 2 and message in done.err
 
 
-def test_a_monitor_of_a_run_finds_the_change_and_refuses_ids_out_of_range(ready: Calibrated) -> None:
+def test_a_monitor_of_a_run_finds_the_change_and_refuses_ids_out_of_range(ready):
     columns = make_columns(4096, seed=6)
     dense = np.stack([columns[f"d{i}"] for i in range(16)], axis=1)
     dense[:, 3] *= 2

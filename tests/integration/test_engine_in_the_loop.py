@@ -45,11 +45,8 @@ def made_up(self: Judging, engines: Sequence[EngineArtifact]) -> Interleaved:
 @pytest.fixture(scope="module")
 def refined(finished: RunResult, tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, RunResult]:
     """A run in which blanket FP8 just misses the budget of one output."""
-    assert finished.report is not None
     missed = finished.report.evaluation(FP8, "selection")
-    assert missed is not None
     difference = missed.outputs[0].difference
-    assert difference is not None
     place = make_workplace(tmp_path_factory.mktemp("refined"))
     ctr, cvr, spend = RUN_VALUES["outputs"]
     budget = 0.8 * difference.judged.upper
@@ -71,7 +68,7 @@ def refined(finished: RunResult, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 @pytest.mark.slow
-def test_sites_are_given_back_until_the_budget_holds(refined: tuple[Workplace, RunResult]) -> None:
+def test_sites_are_given_back_until_the_budget_holds(refined):
     place, result = refined
     (hardware,) = serde.read(Refinement, place.output / "refinement.json").hardware
     first, *later = [step for step in hardware.steps if step.origin is Origin.GIVEN_BACK]
@@ -92,14 +89,12 @@ def test_sites_are_given_back_until_the_budget_holds(refined: tuple[Workplace, R
         "heads",
     } - gone
     assert added.corrections.plans[0].plan == first.plan
-    assert result.report is not None
     assert result.report.plans.plan(first.plan) == added.plans[0]
 
 
 @pytest.mark.slow
-def test_each_batch_size_has_its_engine_in_the_bundle(refined: tuple[Workplace, RunResult]) -> None:
+def test_each_batch_size_has_its_engine_in_the_bundle(refined):
     _, result = refined
-    assert result.choice is not None and result.bundle is not None
     (choice,) = result.choice.targets
     assert [route.batch for route in choice.routes] == [8, 64]
     assert choice.routes[0].plan == "fp32"
@@ -121,12 +116,9 @@ def test_each_batch_size_has_its_engine_in_the_bundle(refined: tuple[Workplace, 
 
 
 @pytest.mark.slow
-def test_throughput_is_measured_for_the_chosen_and_for_high_precision(
-    refined: tuple[Workplace, RunResult],
-) -> None:
+def test_throughput_is_measured_for_the_chosen_and_for_high_precision(refined):
     place, result = refined
     found = serde.read(ThroughputSet, place.output / "throughput.json").measurements
-    assert result.choice is not None
     (choice,) = result.choice.targets
     assert [(m.batch, m.role, m.plan) for m in found] == [
         (8, CHOSEN, "fp32"),
@@ -140,16 +132,14 @@ def test_throughput_is_measured_for_the_chosen_and_for_high_precision(
 
 
 @pytest.mark.slow
-def test_a_finished_refinement_is_taken_over(
-    refined: tuple[Workplace, RunResult], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_refinement_is_taken_over(refined, monkeypatch):
     place, result = refined
     told = resumed(place)
     assert told["refine"] and told["evaluate"] and told["throughput"] and told["bundle"]
     assert serde.read(Choice, place.output / "choice.json") == result.choice
 
 
-def test_a_run_without_fp8_that_counts_is_not_refined(finished: RunResult) -> None:
+def test_a_run_without_fp8_that_counts_is_not_refined(finished):
     assert not (finished.directory / "refinement.json").exists()
     assert not (finished.directory / "throughput.json").exists()
     assert "## Refinement" not in Path(finished.directory / "report.md").read_text(encoding="utf-8")

@@ -11,14 +11,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from synthetic_runs import Workplace
 
 import loka_onnx
 from loka_onnx.core.engine import BuildStatus
 from loka_onnx.engines import registry
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
-from loka_onnx.pipeline.run import RunResult, run
+from loka_onnx.pipeline.run import run
 
 pytestmark = pytest.mark.slow
 
@@ -56,9 +55,7 @@ def kill_when_told(place: Path) -> threading.Thread:
     return thread
 
 
-def test_the_run_emits_what_it_emits_without_them(
-    place: Workplace, finished: RunResult, faulty: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_emits_what_it_emits_without_them(place, finished, faulty, monkeypatch):
     faults: dict[str, type[Backend]] = {
         "tensorrt": faulty.Segfaults,
         "tensorrt_rtx": faulty.Hangs,
@@ -75,8 +72,6 @@ def test_the_run_emits_what_it_emits_without_them(
     killer = kill_when_told(place.output / "engines" / "worker")
     result = run(place.run_file)
     killer.join()
-
-    assert result.choice is not None and result.report is not None and result.bundle is not None
     engines = {engine.backend: engine for engine in result.report.engines}
     assert list(engines) == [*faults, "onnxruntime"], "the order of the run file"
     for name in faults:

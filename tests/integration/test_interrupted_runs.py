@@ -7,21 +7,19 @@ import random
 import signal
 import socket
 import time
-from pathlib import Path
 
 import pytest
 from run_findings import findings, resumed
-from synthetic_runs import Workplace, call, finish, start, tree
+from synthetic_runs import finish, start, tree
 
 import loka_onnx
 from loka_onnx.errors import OutputError
-from loka_onnx.pipeline.directory import Outcome
-from loka_onnx.pipeline.lock import DirectoryLock
-from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
+from loka_onnx.pipeline.directory import Outcome, locked
+from loka_onnx.pipeline.run import RunOptions, Stage, run
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_resumes_to_the_same_results(place: Workplace, finished: RunResult) -> None:
+def test_a_run_that_is_killed_resumes_to_the_same_results(place, finished):
     moments = random.Random(0)
     after = []
     for attempt in range(4):
@@ -39,7 +37,7 @@ def test_a_run_that_is_killed_resumes_to_the_same_results(place: Workplace, fini
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_build_is_cleaned_up(place: Workplace, number: signal.Signals, code: int) -> None:
+def test_an_interrupted_build_is_cleaned_up(place, number, code):
     # Another test may have built the same engines: an engine from the cache is not interrupted.
     process = start("run", place.run_file, "--set", "build.cache_gb=0")
     deadline = time.monotonic() + 60
@@ -57,7 +55,7 @@ def test_an_interrupted_build_is_cleaned_up(place: Workplace, number: signal.Sig
     assert resumed(place, Stage.CALIBRATE)["calibrate"]
 
 
-def test_a_run_killed_while_it_replaces_another_gives_it_back(copied: Workplace) -> None:
+def test_a_run_killed_while_it_replaces_another_gives_it_back(copied):
     """SIGKILL between setting the earlier run aside and accepting the new input."""
     place, before = copied, tree(copied.output)
     aside = place.output / ".earlier-run"
@@ -73,9 +71,7 @@ def test_a_run_killed_while_it_replaces_another_gives_it_back(copied: Workplace)
 # Two runs in one directory -------------------------------------------------------------------------
 
 
-def test_a_second_run_is_kept_out_as_long_as_the_first_lives(
-    place: Workplace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_run_is_kept_out_as_long_as_the_first_lives(place, command):
     first = start("run", place.run_file)
     deadline = time.monotonic() + 60
     while not (place.output / "model" / "exported.json").exists():
@@ -84,7 +80,7 @@ def test_a_second_run_is_kept_out_as_long_as_the_first_lives(
     first.send_signal(signal.SIGSTOP)
     before = tree(place.output)
     for options in (["run"], ["run", "--resume"], ["run", "--force"], ["plan"]):
-        done = call(capsys, options[0], place.run_file, "--quiet", *options[1:])
+        done = command(options[0], place.run_file, "--quiet", *options[1:])
         assert (done.code, done.out) == (2, "")
         assert done.err == (
             f"error: the output directory '{place.output}' is in use by another run\n"
@@ -97,11 +93,11 @@ def test_a_second_run_is_kept_out_as_long_as_the_first_lives(
     first.kill()
     first.communicate()
     assert (place.output / ".run.lock").exists()
-    assert call(capsys, "plan", place.run_file, "--quiet").code == 0
+    assert command("plan", place.run_file, "--quiet").code == 0
     assert not (place.output / ".run.lock").exists()
 
 
-def test_the_lock_ends_with_the_run_however_it_ends(place: Workplace) -> None:
+def test_the_lock_ends_with_the_run_however_it_ends(place):
     def fail(stage: str, outcome: Outcome | None) -> None:
         if stage == "calibrate":
             raise KeyboardInterrupt
@@ -112,7 +108,7 @@ def test_the_lock_ends_with_the_run_however_it_ends(place: Workplace) -> None:
     assert run(place.run_file, RunOptions(resume=True, until=Stage.EXPORT)).directory == place.output
 
 
-def test_a_lock_is_not_taken_on_a_file_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_is_not_taken_on_a_file_that_is_gone(tmp_path, monkeypatch):
     """The last run removes the file between a second one's opening and locking it."""
     flock, taken = fcntl.flock, []
 
@@ -123,8 +119,8 @@ def test_a_lock_is_not_taken_on_a_file_that_is_gone(tmp_path: Path, monkeypatch:
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
-    with DirectoryLock(tmp_path):
+    with locked(tmp_path):
         assert len(taken) == 2
-        with pytest.raises(OutputError, match="is in use by another run"):
-            DirectoryLock(tmp_path)
+        with pytest.raises(OutputError, match="is in use by another run"), locked(tmp_path):
+            pass
     assert list(tmp_path.iterdir()) == []

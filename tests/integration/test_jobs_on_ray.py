@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from run_findings import resumed
-from synthetic_runs import Workplace
 from test_build_jobs import AWAY, JOB, PLAIN, Both, NotHere, engines_of, two_targets
 
 from loka_onnx.core import serde
@@ -15,7 +13,7 @@ from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.evaluation import Choice
 from loka_onnx.engines import registry
 from loka_onnx.errors import EngineError
-from loka_onnx.pipeline.job_cluster import execute_on_cluster
+from loka_onnx.pipeline.job_execution import execute_on_cluster
 from loka_onnx.pipeline.run import RunOptions, Stage, run
 
 # Installed in CI, where this is no expected skip (tests/conftest.py).
@@ -37,7 +35,7 @@ def not_here(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "maker_of", {"onnxruntime": NotHere, "inductor": Both}.__getitem__)
 
 
-def test_a_run_sends_its_jobs_to_the_node_with_the_device(place: Workplace) -> None:
+def test_a_run_sends_its_jobs_to_the_node_with_the_device(place):
     two_targets(place, executor="ray", job_data=True)
     run(place.run_file)
     found = engines_of(place)
@@ -47,7 +45,7 @@ def test_a_run_sends_its_jobs_to_the_node_with_the_device(place: Workplace) -> N
     assert resumed(place)["build"]
 
 
-def test_a_device_that_no_node_has_leaves_its_job_waiting(place: Workplace) -> None:
+def test_a_device_that_no_node_has_leaves_its_job_waiting(place):
     NotHere.devices = {**NotHere.devices, "amd-mi355x": ("cpu",)}
     place.write_run_file(
         plan={"plans": ["fp32"]},
@@ -62,12 +60,12 @@ def test_a_device_that_no_node_has_leaves_its_job_waiting(place: Workplace) -> N
     assert not resumed(place, Stage.BUILD)["build"]
 
 
-def test_what_a_node_cannot_read_is_told(tmp_path: Path) -> None:
+def test_what_a_node_cannot_read_is_told(tmp_path):
     failures = execute_on_cluster({tmp_path: AWAY}, None, lambda task, done, total: None)
     assert failures[tmp_path].startswith(f"{tmp_path}: there is no build job here")
 
 
-def test_a_cluster_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_does_not_answer_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(EngineError) as caught:
         execute_on_cluster({tmp_path: AWAY}, "127.0.0.1:1", lambda task, done, total: None)

@@ -1,12 +1,12 @@
-"""The ladder in a whole run: `fp8-safe` is the rung that was measured, and a miss goes one rung back."""
+"""Ladder and base precision in whole runs: a miss of the rung that was measured goes one rung back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from run_findings import resumed
 from synthetic_runs import RUN_VALUES, make_workplace
@@ -18,6 +18,7 @@ from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, Latency
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.plan import Climb, PlanSet
+from loka_onnx.core.profile import Profile
 from loka_onnx.core.refinement import RefinedRun
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.evaluation.engines import Split, judge_engine
@@ -30,7 +31,7 @@ BUDGET = 0.02
 OUTPUTS = [{**output, "budget": BUDGET} for output in RUN_VALUES["outputs"]]
 
 
-def test_the_plan_is_the_rung_that_was_measured(tmp_path: Path) -> None:
+def test_the_plan_is_the_rung_that_was_measured(tmp_path):
     """With the constants that its plan gets. The planned model is another graph than the ladder's."""
     place = make_workplace(tmp_path / "place")
     place.write_run_file(
@@ -71,7 +72,7 @@ def fast_in_fp8(self: Judging, engines: Sequence[EngineArtifact]) -> Interleaved
 
 
 @pytest.mark.slow
-def test_a_miss_on_certification_goes_one_rung_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_miss_on_certification_goes_one_rung_back(tmp_path, monkeypatch):
     """The first plan is held to a budget on certification that nothing in FP8 is inside of."""
 
     def strict(artifact: EngineArtifact, split: Split, reference: Any, specs: Any, *rest: Any) -> Evaluation:
@@ -108,8 +109,34 @@ def test_a_miss_on_certification_goes_one_rung_back(tmp_path: Path, monkeypatch:
     )
     first = serde.read(EvaluationSet, place.output / "evaluation.json")
     assert not first.of("cpu-onnxruntime-cpu-fp8-safe", "certification").is_within_budget
-    assert result.bundle is not None
     manifest = serde.read(Manifest, result.bundle / "manifest.json")
     assert [engine.plan for engine in manifest.engines] == ["fp8-safe-attempt-2"]
     stages = resumed(place)
     assert stages["attempt 2"] and all(stages.values())
+
+
+@pytest.mark.slow
+def test_fp16_where_the_rows_show_that_it_fits(tmp_path, finished):
+    place = make_workplace(tmp_path / "place")
+    settings = {"rows": 1000, "draws": 1}
+    plan = {"base": "auto", "plans": ["fp32", "bf16", "fp16", "fp8-all"], "keep": ["relu2"]}
+    place.write_run_file(plan={**plan, "protect": ["logits"]}, calibration=settings)
+    run(place.run_file, RunOptions(until=Stage.PLAN))
+    profile = serde.read(Profile, place.output / "profile.json")
+    model = onnx.load(place.output / "model" / "modified.onnx")
+    floats = {
+        i.name for i in (*model.graph.input, *model.graph.value_info) if i.type.tensor_type.elem_type == 1
+    }
+    assert floats <= profile.tensors.keys() and "cvr" in profile.tensors
+    assert 0.1 < profile.tensors["cvr"].amax < 1.0 and profile.tensors["dense"].amax > 3
+    assert profile.seconds["magnitudes"].value > 0
+    plans = serde.read(PlanSet, place.output / "plan.json")
+    assert [p.base for p in plans.plans] == [Precision.FP32, Precision.BF16, Precision.FP16, Precision.FP16]
+    assert plans.plan("fp8-all").base_reason == "8 times what was measured fits fp16"
+    for name in ("bf16", "fp16", "fp8-all"):
+        assert {wide.node: wide.reason for wide in plans.plan(name).wide} == {
+            "relu2/relu": "kept by 'relu2'",
+            "sigmoid/sigmoid": "is computed behind the last product of output 'cvr'",
+        }
+    # Nothing of it is measured where nothing asks for it.
+    assert serde.read(Profile, finished.directory / "profile.json").tensors == {}

@@ -1,23 +1,27 @@
-"""Whole small runs: what they leave, how they resume, and what they say of each output."""
+"""Whole small runs: what they leave, how they resume, what they say of each output, how they are signed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from run_findings import STAGES, findings, resumed
+from run_findings import LAYOUT, STAGES, findings, resumed
 from scipy.special import expit
-from synthetic_runs import ITEMS, WIDTH, Workplace, call, scores, tree
+from synthetic_runs import ITEMS, WIDTH, Workplace, make_workplace, scores, tree
 
 import loka_onnx
+from loka_onnx.bundle.format.signature import verify_signature
+from loka_onnx.bundle.signing import write_key_pair
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.evaluation import BudgetStatus, EvaluationSet, OutputEvaluation
 from loka_onnx.data import SplitRule, split_file
+from loka_onnx.errors import BundleInvalid, ConfigError
 from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
 
 # What a run leaves beside its record: everything in it must come from a recorded stage, except scratch.
@@ -27,16 +31,13 @@ UNRECORDED = ("run.json", "calibration/instrumented/", "calibration/sample.npz")
 # What a run leaves ---------------------------------------------------------------------------------
 
 
-def test_layout(finished: RunResult) -> None:
-    wanted = {"bundle", "calibration", "choice.json", "engines", "engines.json", "evaluation.json", "model"}
-    wanted |= {"plan.json", "planned", "profile.json", "report.html", "report.json", "report.md", "run.json"}
-    wanted |= {"corrections.json", "ladder.json", "rewrites.json"}
-    assert {path.name for path in finished.directory.iterdir()} == wanted
+def test_layout(finished):
+    assert {path.name for path in finished.directory.iterdir()} == LAYOUT
     engines = {path.name for path in (finished.directory / "engines").iterdir() if path.is_dir()}
     assert engines == {f"cpu-onnxruntime-cpu-{plan}" for plan in ("fp32", "fp8-all", "fp8-safe")}
 
 
-def test_lineage_holds_for_every_file(finished: RunResult) -> None:
+def test_lineage_holds_for_every_file(finished):
     record = json.loads((finished.directory / "run.json").read_text())["value"]
     stages = record["stages"]
     assert [stage["stage"] for stage in stages] == STAGES
@@ -65,19 +66,6 @@ def test_lineage_holds_for_every_file(finished: RunResult) -> None:
     assert record["config"]["outputs"][0]["weight"] == "importance"
 
 
-def test_split_by_hash_keeps_requests_together(finished: RunResult) -> None:
-    data = finished.directory.parents[1] / "rows.parquet"
-    rule = SplitRule("hash", 0.2, 0.3, 0.5, "request", 0)
-    splits = split_file(data, rule, (), ("request",))
-    requests = []
-    for split in (splits.calibration, splits.selection, splits.certification):
-        requests.append(set(np.concatenate([b.columns["request"] for b in split.batches(999)]).tolist()))
-        assert split.rows == 4 * len(requests[-1])
-    assert sum(map(len, requests)) == len(set.union(*requests)) == 1500
-    assert finished.report is not None
-    assert [split.rows for split in finished.report.data.splits] == [4 * len(r) for r in requests]
-
-
 def certification_columns(directory: Path) -> dict[str, np.ndarray]:
     names = (*(f"d{i}" for i in range(WIDTH)), "item_id", "clicked", "bought", "amount", "importance")
     rule = SplitRule("hash", 0.2, 0.3, 0.5, "request", 0)
@@ -87,13 +75,11 @@ def certification_columns(directory: Path) -> dict[str, np.ndarray]:
 
 
 def of_plan(result: RunResult, plan: str) -> dict[str, OutputEvaluation]:
-    assert result.report is not None
     evaluation = result.report.evaluation(f"cpu-onnxruntime-cpu-{plan}", "certification")
-    assert evaluation is not None
     return {output.output: output for output in evaluation.outputs}
 
 
-def test_each_output_is_judged_by_its_own_loss(finished: RunResult) -> None:
+def test_each_output_is_judged_by_its_own_loss(finished):
     """Against losses computed here in float64 from the weights that the model was made of."""
     rows = certification_columns(finished.directory)
     dense = np.stack([rows[f"d{i}"] for i in range(WIDTH)], axis=1)
@@ -124,8 +110,7 @@ def test_each_output_is_judged_by_its_own_loss(finished: RunResult) -> None:
     assert found["ctr"].metrics.auc is not None and found["ctr"].metrics.auc > 0.6
 
 
-def test_fp8_changes_outputs_and_never_wins_on_simulated_speed(finished: RunResult) -> None:
-    assert finished.choice is not None and finished.report is not None
+def test_fp8_changes_outputs_and_never_wins_on_simulated_speed(finished):
     (choice,) = finished.choice.targets
     assert choice.plan == "fp32"
     assert "simulated" in next(loser.reason for loser in choice.losers if loser.engine.endswith("fp8-all"))
@@ -135,9 +120,9 @@ def test_fp8_changes_outputs_and_never_wins_on_simulated_speed(finished: RunResu
     assert {o.budget_status for o in of_plan(finished, "fp32").values()} == {BudgetStatus.WITHIN}
 
 
-def test_a_declined_plan_is_a_result(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_declined_plan_is_a_result(place, command):
     place.write_run_file(plan={"plans": ["fp32", "bf16"]})
-    done = call(capsys, "run", place.run_file, "--quiet")
+    done = command("run", place.run_file, "--quiet")
     assert done.code == 0, done.err
     reason = "the CPU provider has no BF16 products: it would run plan 'bf16' in FP32 between casts"
     assert f"– cpu-onnxruntime-cpu-bf16 declined: {reason}\n" in done.out
@@ -151,13 +136,7 @@ def test_a_declined_plan_is_a_result(place: Workplace, capsys: pytest.CaptureFix
     loka_onnx.verify_bundle(place.output / "bundle")
 
 
-def test_generated_rows_are_stamped(finished: RunResult) -> None:
-    for name in ("report.md", "report.html"):
-        assert "SYNTHETIC DATA" in (finished.directory / name).read_text()
-
-
-def test_bundle_answers_like_the_model(finished: RunResult) -> None:
-    assert finished.bundle is not None
+def test_bundle_answers_like_the_model(finished):
     engine = loka_onnx.load(finished.bundle)
     dense = np.random.default_rng(5).standard_normal((7, WIDTH)).astype(np.float32)
     item = np.arange(7) % ITEMS
@@ -169,12 +148,11 @@ def test_bundle_answers_like_the_model(finished: RunResult) -> None:
 
 
 @pytest.mark.parametrize(("least", "most"), [(300, 512), (1, 8)])
-def test_engines_for_large_or_small_batches_only(place: Workplace, least: int, most: int) -> None:
+def test_engines_for_large_or_small_batches_only(place, least, most):
     """The rows that builds begin with, and those of a bundle's sample, are batches that engines take."""
     batch = {"min": least, "serve": [min(least * 8, most)], "max": most}
     place.write_run_file(plan={"plans": ["fp32"]}, batch=batch)
     bundle = run(place.run_file).bundle
-    assert bundle is not None
     loka_onnx.verify_bundle(bundle)
     with np.load(bundle / "sample.npz") as sample:
         assert {len(sample[name]) for name in sample.files} == {min(max(16, least), most)}
@@ -183,14 +161,14 @@ def test_engines_for_large_or_small_batches_only(place: Workplace, least: int, m
 # Resuming ------------------------------------------------------------------------------------------
 
 
-def test_a_finished_run_is_taken_over_as_it_is(finished: RunResult) -> None:
+def test_a_finished_run_is_taken_over_as_it_is(finished):
     before = tree(finished.directory)
     assert resumed(Workplace(finished.directory.parents[1])) == dict.fromkeys(STAGES, True)
     assert tree(finished.directory) == before
 
 
 @pytest.mark.slow
-def test_what_changed_is_done_again(copied: Workplace) -> None:
+def test_what_changed_is_done_again(copied):
     place, before = copied, tree(copied.output)
 
     # An altered file costs its stage, and what depends on it only if the result differs. The report tells
@@ -217,7 +195,7 @@ def test_what_changed_is_done_again(copied: Workplace) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_that_was_measured_on_other_columns_is_taken_over(copied: Workplace) -> None:
+def test_nothing_that_was_measured_on_other_columns_is_taken_over(copied):
     """A corrected `data.inputs` changes what the model sees of the same rows."""
     columns = [f"d{i}" for i in range(WIDTH)]
     swapped = [columns[1], columns[0], *columns[2:]]
@@ -230,15 +208,13 @@ def test_nothing_that_was_measured_on_other_columns_is_taken_over(copied: Workpl
 
 
 @pytest.mark.slow
-def test_stage_verbs_share_the_run_directory(
-    place: Workplace, finished: RunResult, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stage_verbs_share_the_run_directory(place, finished, command):
     place.run_file.rename(place.path / "steps.yaml")
     told = {}
     for stage in Stage:
         if stage is not Stage.BUNDLE:
             options = ["--explain"] if stage is Stage.TRANSFORM else []
-            done = call(capsys, stage, place.path / "steps.yaml", *options)
+            done = command(stage, place.path / "steps.yaml", *options)
             assert done.code == 0, done.err
             # Only its own stage was left to do: every earlier one is reused.
             fresh = [
@@ -246,7 +222,7 @@ def test_stage_verbs_share_the_run_directory(
             ]
             assert len(fresh) <= (3 if stage is Stage.TRANSFORM else 2), done.err
             told[stage] = done.out
-    done = call(capsys, "run", place.path / "steps.yaml", "--resume", "--quiet")
+    done = command("run", place.path / "steps.yaml", "--resume", "--quiet")
     assert done.code == 0 and done.err == ""
     assert findings(place.path / "runs" / "steps") == findings(finished.directory)
     assert told[Stage.EXPORT].splitlines()[:5] == [
@@ -264,7 +240,7 @@ def test_stage_verbs_share_the_run_directory(
     assert "steps, cpu: certification" in told[Stage.REPORT]
 
 
-def test_force_starts_over(copied: Workplace) -> None:
+def test_force_starts_over(copied):
     place = copied
     (place.output / "notes.txt").write_text("mine")
     seen = []
@@ -276,12 +252,12 @@ def test_force_starts_over(copied: Workplace) -> None:
     assert sorted(path.name for path in place.output.iterdir()) == ["model", "notes.txt", "run.json"]
 
 
-def test_require_fp8(copied: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
-    done = call(capsys, "run", copied.run_file, "--resume", "--quiet", "--require-fp8")
+def test_require_fp8(copied, command):
+    done = command("run", copied.run_file, "--resume", "--quiet", "--require-fp8")
     assert done.code == 0, done.err
 
     tight = [arg for i in range(3) for arg in ("--set", f"outputs.{i}.budget=1e-9")]
-    done = call(capsys, "run", copied.run_file, "--resume", "--quiet", "--require-fp8", *tight)
+    done = command("run", copied.run_file, "--resume", "--quiet", "--require-fp8", *tight)
     assert done.code == 3
     lines = done.err.splitlines()
     assert lines[0] == "error: RUN: no FP8 plan is inside the budget"
@@ -290,8 +266,38 @@ def test_require_fp8(copied: Workplace, capsys: pytest.CaptureFixture[str]) -> N
     assert "bundle" in done.out, "the high-precision engine is emitted all the same"
 
 
-def test_evaluations_are_of_both_splits(finished: RunResult) -> None:
-    evaluations = serde.read(EvaluationSet, finished.directory / "evaluation.json").evaluations
-    assert {e.split for e in evaluations} == {"selection", "certification"}
-    fp8 = [e for e in evaluations if e.plan.startswith("fp8")]
-    assert fp8 and all(not latency.counts_for_choice for e in fp8 for latency in e.latencies)
+# Signing ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_signs_its_bundle(tmp_path, command):
+    place = make_workplace(tmp_path / "place")
+    ours, others = (write_key_pair(tmp_path / "keys", name) for name in ("ours", "others"))
+    done = command("run", place.run_file, "--quiet", "--sign", ours.private)
+    assert done.code == 0, done.err
+    bundle = place.output / "bundle"
+    assert verify_signature(bundle, [ours.public]) == ours.fingerprint
+    with pytest.raises(BundleInvalid):
+        verify_signature(bundle, [others.public])
+    loka_onnx.load(bundle, keys=[ours.public]).close()
+    assert command("bundle", "verify", bundle, "--key", others.public).code == 3
+
+    # Nothing is done again for the same key, and the bundle alone for another, or for none.
+    before = tree(place.output)
+    loka_onnx.run(place.run_file, RunOptions(resume=True, sign=ours.private))
+    assert tree(place.output) == before
+    loka_onnx.run(place.run_file, RunOptions(resume=True, sign=others.private))
+    assert verify_signature(bundle, [others.public]) == others.fingerprint
+    loka_onnx.run(place.run_file, RunOptions(resume=True))
+    assert not (bundle / "signature.json").exists()
+    changed = {name for name, data in tree(place.output).items() if before.get(name) != data}
+    assert {name.split("/")[0] for name in changed} <= {"bundle", "run.json"}
+
+
+def test_a_key_that_cannot_be_read_is_refused_before_anything_is_done(tmp_path):
+    place = make_workplace(tmp_path / "place")
+    pair = write_key_pair(tmp_path / "keys")
+    for wrong in (pair.public, tmp_path / "absent.key"):
+        with pytest.raises(ConfigError):
+            loka_onnx.run(place.run_file, RunOptions(sign=wrong))
+    assert not place.output.exists()
+    shutil.rmtree(place.path)

@@ -31,7 +31,7 @@ def is_made(block: Block) -> bool:
 
 
 @pytest.mark.slow
-def test_the_example_runs_as_printed(tmp_path: Path) -> None:
+def test_the_example_runs_as_printed(tmp_path):
     with PageRunner(tmp_path) as runner:
         printed = [runner.run(block) for block in blocks_of(README) if block.is_run and not is_made(block)]
     for name in ("report.html", "report.md", "report.json", "run.json", "bundle/manifest.json"):
@@ -46,7 +46,7 @@ def test_the_example_runs_as_printed(tmp_path: Path) -> None:
     assert inside == {"fp32": True, "fp8-all": False, "fp8-safe": True}, "what the README says of it"
 
 
-def test_the_way_to_the_demo_is_the_one_that_the_release_is_tested_by() -> None:
+def test_the_way_to_the_demo_is_the_one_that_the_release_is_tested_by():
     """`tests/release.sh` takes its commands out of docs/index.md; the README has the same ones."""
     from loka_zoo import movielens100k
 
@@ -64,7 +64,7 @@ def test_the_way_to_the_demo_is_the_one_that_the_release_is_tested_by() -> None:
     assert set(remedies) == set(taken[1:-1]), "what the demo asks for where it is missing"
 
 
-def test_commands_that_are_named_exist() -> None:
+def test_commands_that_are_named_exist():
     text = README.read_text(encoding="utf-8")
     from typer.main import get_command
 
@@ -80,7 +80,7 @@ def test_commands_that_are_named_exist() -> None:
         assert f"\n{target}:" in makefile
 
 
-def test_the_page_of_the_run_directory_names_all_that_a_run_leaves() -> None:
+def test_the_page_of_the_run_directory_names_all_that_a_run_leaves():
     from loka_onnx.pipeline.directory import OWNED
 
     rows = LAYOUT.read_text(encoding="utf-8").partition("\n## ")[0]
@@ -89,7 +89,7 @@ def test_the_page_of_the_run_directory_names_all_that_a_run_leaves() -> None:
     assert LAYOUT.relative_to(ROOT).as_posix() in README.read_text(encoding="utf-8")
 
 
-def test_links_lead_to_what_is_in_the_repository() -> None:
+def test_links_lead_to_what_is_in_the_repository():
     """Pages that the site generates are not there; the results and the command line among them."""
     links = re.findall(r"\]\(([^)\s]+)\)", README.read_text(encoding="utf-8"))
     assert {"docs/tutorial/index.md", "docs/reference/index.md"} <= set(links)
@@ -104,7 +104,7 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_extras_are_those_of_the_package() -> None:
+def test_extras_are_those_of_the_package():
     import tomllib
 
     project = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]
@@ -112,7 +112,7 @@ def test_extras_are_those_of_the_package() -> None:
     assert sorted(listed) == sorted(project["optional-dependencies"])
 
 
-def test_the_annotated_run_file_names_every_key_with_its_default(tmp_path: Path) -> None:
+def test_the_annotated_run_file_names_every_key_with_its_default(tmp_path):
     text = (README.parent / "examples" / "every-key.yaml").read_text(encoding="utf-8")
     (tmp_path / "every-key.yaml").write_text(text)
     for name in ("ranker.onnx", "day-07.parquet", "day-08.parquet", "day-09.parquet"):

@@ -13,10 +13,11 @@ import pytest
 from fast8_backend import NO_REFINING, Fast8
 from onnx import numpy_helper as nh
 from scipy.special import ndtri
-from synthetic_runs import Workplace, call, make_workplace
+from synthetic_runs import Workplace, make_workplace
 
 import loka_onnx
 from loka_onnx.core import serde
+from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet
 from loka_onnx.core.job import BuildJob
@@ -32,7 +33,7 @@ from loka_onnx.operations.refresh import refreshing
 from loka_onnx.operations.refresh.refreshing import RefreshOptions, refresh
 from loka_onnx.pipeline.job_execution import execute_job
 from loka_onnx.pipeline.jobs import find_jobs
-from loka_onnx.pipeline.run import RunOptions, run
+from loka_onnx.pipeline.run import RunOptions, Stage, run
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +49,6 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "maker_of", {"onnxruntime": Fast8}.__getitem__)
         result = run(place.run_file)
-    assert result.choice is not None
     # Both FP8 plans are as fast; make the one that is taken certain.
     (target,) = result.choice.targets
     assert target.plan.startswith("fp8")
@@ -97,9 +97,7 @@ def _confidences(directory: Path) -> set[float]:
     }
 
 
-def test_a_refresh_gives_what_a_full_run_gives_and_says_what_moved(
-    earlier: Workplace, tmp_path: Path
-) -> None:
+def test_a_refresh_gives_what_a_full_run_gives_and_says_what_moved(earlier, tmp_path):
     """fc1 doubled and fc2 halved, around a Relu: the same outputs by other weights and activations."""
     factors = {"fc1.w": 2.0, "fc1.b": 2.0, "fc2.w": 0.5}
     model = retrained(earlier, tmp_path / "monday.onnx", **factors)
@@ -170,18 +168,16 @@ def test_a_refresh_gives_what_a_full_run_gives_and_says_what_moved(
     assert profile.site("fc2").operands[tensor].amax == 2 * before.site("fc2").operands[tensor].amax
 
 
-def test_another_structure_is_a_full_run(
-    earlier: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_structure_is_a_full_run(earlier, tmp_path, command):
     model = onnx.load(earlier.path / "ranker.onnx")
     model.graph.node[3].op_type = "Tanh"
     onnx.save(model, tmp_path / "other.onnx")
     arguments = ("--run", earlier.output, "--model", tmp_path / "other.onnx", "--output", tmp_path / "new")
-    refused = call(capsys, "refresh", *arguments, "--no-fallback", "--quiet")
+    refused = command("refresh", *arguments, "--no-fallback", "--quiet")
     assert refused.code == 2
     said = "the structure of the model differs: node 'relu1/relu' is gone; node 'relu1/tanh' is new"
     assert said in refused.err
-    done = call(capsys, "refresh", *arguments, "--force", "--quiet")
+    done = command("refresh", *arguments, "--force", "--quiet")
     assert done.code == 0, done.err
     assert f"everything was done anew: {said}" in done.out
     found = read(Refresh, tmp_path / "new", "refresh.json")
@@ -193,17 +189,15 @@ def test_another_structure_is_a_full_run(
     loka_onnx.verify_bundle(tmp_path / "new" / "bundle")
 
 
-def test_failed_certification_is_a_full_run(
-    earlier: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_certification_is_a_full_run(earlier, tmp_path, command):
     model = retrained(earlier, tmp_path / "tuesday.onnx", **{"heads.w": 1.01})
     arguments = ("--run", earlier.output, "--model", model, "--output", tmp_path / "new")
     strict = ("--set", "outputs.0.budget=1e-9")
-    refused = call(capsys, "refresh", *arguments, *strict, "--no-fallback", "--quiet")
+    refused = command("refresh", *arguments, *strict, "--no-fallback", "--quiet")
     assert refused.code == 3
     assert f"certification failed: engine '{CHOSEN}', output 'ctr': " in refused.err
     assert "upper bound of ΔNE +" in refused.err and "max_kl" in refused.err
-    done = call(capsys, "refresh", *arguments, *strict, "--force", "--quiet")
+    done = command("refresh", *arguments, *strict, "--force", "--quiet")
     assert done.code == 0, done.err
     assert "everything was done anew: certification failed: engine" in done.out
     assert "which counts both looks at the certification rows" in refused.err
@@ -220,24 +214,20 @@ def test_failed_certification_is_a_full_run(
     assert '"refresh"' not in record and '"calibrate"' in record
 
 
-def test_fp16_that_the_new_weights_do_not_fit_is_not_kept(
-    place: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fp16_that_the_new_weights_do_not_fit_is_not_kept(place, tmp_path, command):
     """The same outputs by activations a thousand times as large: nothing but the FP16 guard can see it."""
     place.write_run_file(plan={**PLAN, "plans": ["fp32", "fp8-all"], "base": "fp16"}, refine=NO_REFINING)
     run(place.run_file)
     factors = {"fc1.w": 1e4, "fc1.b": 1e4, "fc2.w": 1e-4}
     model = retrained(place, tmp_path / "large.onnx", **factors)
     arguments = ("--run", place.output, "--model", model, "--output", tmp_path / "new")
-    refused = call(capsys, "refresh", *arguments, "--no-fallback", "--quiet")
+    refused = command("refresh", *arguments, "--no-fallback", "--quiet")
     assert refused.code == 2
     assert "plan 'fp8-all' runs " in refused.err and "in fp16" in refused.err
     assert not (tmp_path / "new" / "bundle").exists()
 
 
-def test_an_interrupted_full_run_goes_on_as_the_second_look(
-    earlier: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_full_run_goes_on_as_the_second_look(earlier, tmp_path, monkeypatch, command):
     """Resumed, nothing is certified a second time by the refresh, whose engine may come out otherwise."""
     model = retrained(earlier, tmp_path / "thursday.onnx", **{"heads.w": 1.01})
     options = RefreshOptions(output=tmp_path / "new", overrides={"outputs.0.budget": 1e-9})
@@ -251,7 +241,7 @@ def test_an_interrupted_full_run_goes_on_as_the_second_look(
             refresh(earlier.output, model, options)
     left = read(Refresh, tmp_path / "new", "refresh.json")
     assert "certification failed" in left.fallback and left.confidence == 0.975
-    forgetful = call(capsys, "run", earlier.run_file, "--output", tmp_path / "new", "--resume", "--quiet")
+    forgetful = command("run", earlier.run_file, "--output", tmp_path / "new", "--resume", "--quiet")
     assert forgetful.code == 2 and "has looked at the certification rows once" in forgetful.err
     assert "remedy: go on with `loka-onnx refresh --resume`" in forgetful.err
 
@@ -263,11 +253,9 @@ def test_an_interrupted_full_run_goes_on_as_the_second_look(
     assert _confidences(tmp_path / "new") == {0.98}
 
 
-def test_the_command_tells_what_moved(
-    earlier: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_tells_what_moved(earlier, tmp_path, command):
     model = retrained(earlier, tmp_path / "wednesday.onnx", **{"fc2.w": 4.0})
-    done = call(capsys, "refresh", "--run", earlier.output, "--model", model, "--quiet")
+    done = command("refresh", "--run", earlier.output, "--model", model, "--quiet")
     assert done.code == 0, done.err
     made = earlier.output.with_name("RUN-wednesday")
     assert (made / "bundle" / "manifest.json").is_file()
@@ -278,9 +266,7 @@ def test_the_command_tells_what_moved(
     assert "refreshed in " in done.out and "of the run before" in done.out
 
 
-def test_what_cannot_be_refreshed(
-    earlier: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_refreshed(earlier, tmp_path, command):
     model = retrained(earlier, tmp_path / "m.onnx")
     for arguments, said in (
         (("--run", tmp_path, "--model", model), "is not a finished run\n  evidence: it has no 'run.json'"),
@@ -294,7 +280,7 @@ def test_what_cannot_be_refreshed(
             "a refresh needs a directory of its own",
         ),
     ):
-        done = call(capsys, "refresh", *arguments)
+        done = command("refresh", *arguments)
         assert done.code == 2 and said in done.err, done.err
 
 
@@ -318,9 +304,7 @@ class There(Away):
         return ""
 
 
-def test_a_target_on_another_host_waits_for_its_job(
-    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_on_another_host_waits_for_its_job(place, tmp_path, monkeypatch):
     place.write_run_file(
         plan={"plans": ["fp32", "fp8-all"]},
         refine=NO_REFINING,
@@ -366,3 +350,83 @@ def test_a_target_on_another_host_waits_for_its_job(
     plan = read(Choice, tmp_path / "new", "choice.json").targets[1].plan
     judged = evaluations.of(f"cpu-onnxruntime-cpu-{plan}", "certification")
     assert judged.status == "measured" and judged.is_within_budget
+
+
+# Of a PyTorch module, from a checkpoint -------------------------------------------------------------
+
+
+BUILDER = """
+import numpy as np
+import torch
+
+
+class Ranker(torch.nn.Module):
+    def __init__(self, tables):
+        super().__init__()
+        self.tables = torch.nn.ModuleList([torch.nn.Embedding(rows, 16) for rows in tables.values()])
+        self.fc1 = torch.nn.Linear(16 * len(tables), 32)
+        self.head = torch.nn.Linear(32, 1)
+
+    def forward(self, ids):
+        rows = [table(ids[:, place]) for place, table in enumerate(self.tables)]
+        return self.head(torch.relu(self.fc1(torch.cat(rows, 1)))).squeeze(-1)
+
+
+def build(tables):
+    torch.manual_seed(0)
+    return Ranker(tables), {"ids": np.zeros((2, len(tables)), np.int64)}
+"""
+
+
+def test_a_checkpoint_of_a_torch_module(place, tmp_path):
+    """Its builder is found beside the run file of the earlier run, wherever the refresh is started.
+
+    The order of the builder's arguments is kept, which may be that of the embedding tables.
+    """
+    torch = pytest.importorskip("torch", reason="needs torch")
+    from safetensors.torch import save_file
+
+    (place.path / "my_ranker.py").write_text(BUILDER)
+    layers = {
+        "tables.0": torch.nn.Embedding(40, 16),
+        "tables.1": torch.nn.Embedding(6000, 16),
+        "fc1": torch.nn.Linear(32, 32),
+        "head": torch.nn.Linear(32, 1),
+    }
+    state = {
+        f"{layer}.{name}": value
+        for layer, part in layers.items()
+        for name, value in part.state_dict().items()
+    }
+    save_file(state, place.path / "sunday.safetensors")
+    monday = {name: value * (2.0 if name == "fc1.weight" else 1.0) for name, value in state.items()}
+    save_file(monday, tmp_path / "monday.safetensors")
+    place.write_run_file(
+        model={
+            "onnx": None,
+            "torch": "my_ranker:build",
+            "arguments": {"tables": {"wide": 40, "narrow": 6000}},
+            "checkpoint": "sunday.safetensors",
+        },
+        outputs=[{"name": "ctr", "kind": "logit", "label": "clicked", "budget": 0.05}],
+        data={"inputs": {"ids": ["item_id", "request"]}},
+        plan={"plans": ["fp32", "fp8-all"]},
+        refine=NO_REFINING,
+        # Which moves range between weights and activations, by what it measures on each model.
+        mods={"smoothing": False},
+    )
+    run(place.run_file)
+    result = refresh(place.output, tmp_path / "monday.safetensors", RefreshOptions(output=tmp_path / "new"))
+    assert result.refresh.fallback == ""
+    (moved,) = {move.weight for move in result.refresh.sites if "fc1" in move.site}
+    assert moved == pytest.approx(2.0)
+    # Weights were put into the earlier graph: the bytes that the exporter gives.
+    anew = loka_onnx.load_run_file(
+        place.run_file,
+        {"output": str(tmp_path / "full"), "model.checkpoint": str(tmp_path / "monday.safetensors")},
+    )
+    run(anew, RunOptions(until=Stage.EXPORT))
+    digests = {
+        serde.read(ModelArtifact, tmp_path / name / "model/exported.json").digest for name in ("new", "full")
+    }
+    assert len(digests) == 1

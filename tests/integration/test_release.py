@@ -46,7 +46,7 @@ def wheel(dist: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def test_what_a_registry_would_say(dist: Path) -> None:
+def test_what_a_registry_would_say(dist):
     checked = subprocess.run(
         [sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir()],
         capture_output=True,
@@ -57,7 +57,7 @@ def test_what_a_registry_would_say(dist: Path) -> None:
     assert checked.stdout.count("PASSED") == 2
 
 
-def test_the_wheel_is_the_package_and_nothing_else(wheel: zipfile.ZipFile, tracked: list[str]) -> None:
+def test_the_wheel_is_the_package_and_nothing_else(wheel, tracked):
     names = [name for name in wheel.namelist() if not name.endswith("/")]
     packaged = {name for name in names if ".dist-info/" not in name}
     assert packaged == {name for name in tracked if name.startswith(PACKAGE)}
@@ -67,7 +67,7 @@ def test_the_wheel_is_the_package_and_nothing_else(wheel: zipfile.ZipFile, track
         assert wheel.read(name) == (ROOT / name).read_bytes(), name
 
 
-def test_the_source_distribution_builds_the_same(dist: Path, wheel: zipfile.ZipFile) -> None:
+def test_the_source_distribution_builds_the_same(dist, wheel):
     (path,) = dist.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         (top,) = {name.partition("/")[0] for name in archive.getnames()}
@@ -78,7 +78,7 @@ def test_the_source_distribution_builds_the_same(dist: Path, wheel: zipfile.ZipF
     assert not [name for name in files if name.startswith((".", "runs/", "build/", "shared/"))]
 
 
-def test_the_metadata_is_whole(wheel: zipfile.ZipFile) -> None:
+def test_the_metadata_is_whole(wheel):
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     metadata = Parser().parsestr(wheel.read(name).decode())
     assert metadata["Name"] == "loka-onnx"

@@ -9,20 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 import tritonclient.http as triton
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto as T
-from onnx import helper as h
 from onnx import numpy_helper as nh
 from tritonclient.utils import InferenceServerException
 
@@ -39,33 +38,21 @@ ITEMS, NUMBERS = 50, 8
 
 def write_ranker(path: Path) -> None:
     """numbers (B, 8) and item (B,), as the ranker of the README, → ctr (B,) and parts (B, 3)."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]>'
+        f"ranker (float[batch,{NUMBERS}] numbers, int64[batch] item)"
+        "=> (float[batch] ctr, float[batch,3] parts) {"
+        "looked_up = Gather(table, item) joined = Concat<axis=1>(numbers, looked_up)"
+        "[fc] parts = MatMul(joined, w) ctr = ReduceSum<keepdims=0>(parts, one) }"
+    )
     random = np.random.default_rng(0)
     weights = {
         "table": random.standard_normal((ITEMS, 16)).astype(np.float32),
         "w": random.standard_normal((16 + NUMBERS, 3)).astype(np.float32),
         "one": np.array([1]),
     }
-    nodes = [
-        h.make_node("Gather", ["table", "item"], ["looked_up"]),
-        h.make_node("Concat", ["numbers", "looked_up"], ["joined"], axis=1),
-        h.make_node("MatMul", ["joined", "w"], ["parts"], "fc"),
-        h.make_node("ReduceSum", ["parts", "one"], ["ctr"], keepdims=0),
-    ]
-    graph = h.make_graph(
-        nodes,
-        "ranker",
-        [
-            h.make_tensor_value_info("numbers", T.FLOAT, ["batch", NUMBERS]),
-            h.make_tensor_value_info("item", T.INT64, ["batch"]),
-        ],
-        [
-            h.make_tensor_value_info("ctr", T.FLOAT, ["batch"]),
-            h.make_tensor_value_info("parts", T.FLOAT, ["batch", 3]),
-        ],
-        [nh.from_array(value, name) for name, value in weights.items()],
-    )
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10)
-    onnx.save(model, os.fspath(path))
+    model.graph.initializer.extend(nh.from_array(value, name) for name, value in weights.items())
+    onnx.save(model, path)
 
 
 def rows(count: int, seed: int = 3) -> dict[str, np.ndarray]:
@@ -117,9 +104,7 @@ def check(answer: triton.InferResult, expected: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("count", [1, 7, 64, 1000])
 @pytest.mark.parametrize(("sent", "returned"), [(True, True), (True, False), (False, True), (False, False)])
-def test_answers_are_those_of_the_runtime(
-    client: triton.InferenceServerClient, engine: Engine, count: int, sent: bool, returned: bool
-) -> None:
+def test_answers_are_those_of_the_runtime(client, engine, count, sent, returned):
     request = rows(count)
     outputs = [triton.InferRequestedOutput(name, binary_data=returned) for name in ("parts", "ctr")]
     answer = client.infer("bundle", tensors(request, sent), outputs=outputs, request_id="a 1")
@@ -129,7 +114,7 @@ def test_answers_are_those_of_the_runtime(
     assert [output["name"] for output in response["outputs"]] == ["parts", "ctr"]
 
 
-def test_the_client_as_it_comes(client: triton.InferenceServerClient, engine: Engine) -> None:
+def test_the_client_as_it_comes(client, engine):
     request = rows(5)
     for packing in (None, "gzip", "deflate"):
         answer = client.infer(
@@ -150,9 +135,7 @@ def test_the_client_as_it_comes(client: triton.InferenceServerClient, engine: En
         (lambda t: [t[0].set_shape([2, 8]), t[1]], "the shape [2, 8] takes 64 bytes"),
     ],
 )
-def test_the_client_is_told_what_is_wrong(
-    client: triton.InferenceServerClient, spoil: object, message: str
-) -> None:
+def test_the_client_is_told_what_is_wrong(client, spoil, message):
     with pytest.raises(InferenceServerException) as caught:
         client.infer("bundle", spoil(tensors(rows(1))))
     assert (caught.value.status(), message in caught.value.message()) == ("400", True), caught.value
@@ -160,9 +143,7 @@ def test_the_client_is_told_what_is_wrong(
         client.infer("other", tensors(rows(1)))
 
 
-def test_values_that_the_engine_fails_on(
-    client: triton.InferenceServerClient, server: Served, engine: Engine
-) -> None:
+def test_values_that_the_engine_fails_on(client, server, engine):
     request = rows(2) | {"item": np.array([1, 10**9])}
     with pytest.raises(InferenceServerException) as caught:
         client.infer("bundle", tensors(request))
@@ -223,22 +204,19 @@ BROKEN = {
     "a NUL in the path": (b"GET /v2/models/\0 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
     "an odd path": (b"GET /v2/models/%ff%00%2e%2e HTTP/1.1\r\nHost: x\r\n\r\n", 404),
     "no such method": (b"BREW /v2 HTTP/1.1\r\nHost: x\r\n\r\n", 405),
-    "a websocket": (
-        b"GET /v2 HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
-        200,
-    ),
+    "a websocket": (b"GET /v2 HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n", 200),
     "a header of other digits": (post(GOOD, "Inference-Header-Content-Length: \xb2"), 400),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_broken_gets_its_status(server: Served, engine: Engine, name: str) -> None:
+def test_what_is_broken_gets_its_status(server, engine, name):
     data, status = BROKEN[name]
     assert raw(server, data).startswith(f"HTTP/1.1 {status} ".encode())
     assert_well(server, engine)
 
 
-def test_a_body_that_is_cut_off_leaves_nothing(server: Served, engine: Engine) -> None:
+def test_a_body_that_is_cut_off_leaves_nothing(server, engine):
     for half_close in (True, False):
         raw(server, post(GOOD, length=1000), half_close=half_close, wait=0.2)
     assert_well(server, engine)
@@ -248,19 +226,19 @@ def test_a_body_that_is_cut_off_leaves_nothing(server: Served, engine: Engine) -
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.binary(max_size=2000), length=st.none() | st.integers(0, 2100))
-def test_random_bytes_get_4xx(server: Served, body: bytes, length: int | None) -> None:
+def test_random_bytes_get_4xx(server, body, length):
     headers = [] if length is None else [f"Inference-Header-Content-Length: {length}"]
     assert re.match(rb"HTTP/1.1 4\d\d ", raw(server, post(body, *headers)))
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(min_size=1, max_size=500))
-def test_random_bytes_in_place_of_http_are_refused_or_ignored(server: Served, data: bytes) -> None:
+def test_random_bytes_in_place_of_http_are_refused_or_ignored(server, data):
     found = raw(server, data + b"\r\n\r\n", wait=0.5)
     assert found == b"" or re.match(rb"HTTP/1.1 4\d\d ", found)
 
 
-def test_curl_as_documented(server: Served, engine: Engine) -> None:
+def test_curl_as_documented(server, engine):
     blocks = re.findall(r"^```console\n\$ (curl .*?)^```$", DOCS.read_text(encoding="utf-8"), re.S | re.M)
     assert len(blocks) == 1
     command = blocks[0].replace("127.0.0.1:8000", server.host)
@@ -271,14 +249,14 @@ def test_curl_as_documented(server: Served, engine: Engine) -> None:
     assert (answer["id"], answer["outputs"][0]["data"]) == ("42", expected.tolist())
 
 
-def test_python_as_documented(server: Served, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_as_documented(server, engine, capsys):
     (code,) = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text(encoding="utf-8"), re.S | re.M)
     exec(compile(code.replace("127.0.0.1:8000", server.host), os.fspath(DOCS), "exec"), {})
     inputs = {"numbers": np.zeros((2, 8), np.float32), "item": np.array([7, 12])}
     assert capsys.readouterr().out == f"{engine.infer(inputs)['ctr']}\n"
 
 
-def test_a_signal_ends_it_once_its_requests_are_answered(bundle: Path, tmp_path: Path) -> None:
+def test_a_signal_ends_it_once_its_requests_are_answered(bundle, tmp_path):
     found: list[int] = []
     with served(bundle, "--name", "my ranker") as server:
         assert server.url.endswith("/v2/models/my%20ranker")
@@ -304,12 +282,11 @@ def test_a_signal_ends_it_once_its_requests_are_answered(bundle: Path, tmp_path:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_ends_it_at_once_and_without_a_traceback(bundle: Path, times: int) -> None:
+def test_ctrl_c_ends_it_at_once_and_without_a_traceback(bundle, times):
     """A body that stands still has a second, and a second Ctrl-C changes nothing."""
     command = [sys.executable, "-c", SERVE, str(bundle), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
         port = int(re.findall(r"127\.0\.0\.1:(\d+)", process.stdout.readline())[0])
         with socket.create_connection(("127.0.0.1", port), timeout=10) as stuck:
             stuck.sendall(post(b"{", length=1000))
@@ -324,31 +301,25 @@ def test_ctrl_c_ends_it_at_once_and_without_a_traceback(bundle: Path, times: int
         process.kill()
 
 
-def test_what_cannot_be_served_is_said_in_one_message(bundle: Path, server: Served, tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_said_in_one_message(bundle, server, tmp_path):
     port = server.host.rpartition(":")[2]
 
     def start(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", SERVE, *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
-    done: dict[str, subprocess.CompletedProcess[str]] = {}
-    tries = {"port": (str(bundle), "--port", port), "bundle": (str(tmp_path), "--port", "0")}
-    threads = [
-        threading.Thread(target=lambda n=name, a=arguments: done.update({n: start(*a)}))
-        for name, arguments in tries.items()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert done["port"].returncode == 2
-    assert f"error: cannot listen on 127.0.0.1, port {port}\n" in done["port"].stderr
-    assert done["bundle"].returncode == 3
-    assert "Traceback" not in done["port"].stderr + done["bundle"].stderr
+    with ThreadPoolExecutor() as pool:
+        taken = pool.submit(start, str(bundle), "--port", port)
+        empty = start(str(tmp_path), "--port", "0")
+    refused = taken.result()
+    assert refused.returncode == 2
+    assert f"error: cannot listen on 127.0.0.1, port {port}\n" in refused.stderr
+    assert empty.returncode == 3
+    assert "Traceback" not in refused.stderr + empty.stderr
 
 
 @pytest.mark.slow
-def test_many_clients_at_once(bundle: Path) -> None:
+def test_many_clients_at_once(bundle):
     """The benchmark's soak, shorter; that one runs for a minute (`benchmarks/records/serve_soak.json`)."""
     with served(bundle) as server:
         answers, memory = soak(server, bundle, clients=64, seconds=8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from synthetic_runs import (
     WIDTH,
     Done,
     Workplace,
-    call,
     finish,
     make_columns,
     make_workplace,
@@ -54,7 +52,6 @@ class Unlabelled:
 
     def output(self, plan: str, name: str, split: str = "certification") -> OutputEvaluation:
         evaluation = self.report.evaluation(f"cpu-onnxruntime-cpu-{plan}", split)
-        assert evaluation is not None
         return next(output for output in evaluation.outputs if output.output == name)
 
 
@@ -119,7 +116,7 @@ def kl_over_entropy(run: Unlabelled, rows: np.ndarray, confidence: float) -> tup
     return ratio, ratio - half, ratio + half + float(influence.max())
 
 
-def test_the_run_needs_no_label_and_invents_none(unlabelled: Unlabelled) -> None:
+def test_the_run_needs_no_label_and_invents_none(unlabelled):
     assert unlabelled.done.code == 0, unlabelled.done.err
     report = unlabelled.report
     for evaluation in report.evaluations.evaluations:
@@ -135,9 +132,8 @@ def test_the_run_needs_no_label_and_invents_none(unlabelled: Unlabelled) -> None
     assert report.data.label_rule == "ctr: no labels, cvr: no labels"
 
 
-def test_kl_is_that_of_the_engine_and_its_upper_bound_decides(unlabelled: Unlabelled) -> None:
+def test_kl_is_that_of_the_engine_and_its_upper_bound_decides(unlabelled):
     ctr, cvr = (unlabelled.output("fp8-all", name) for name in ("ctr", "cvr"))
-    assert ctr.difference is not None and cvr.difference is not None
     kl = ctr.difference.kl
     everything = np.arange(kl.rows)
     # Logits of FP32: KL, of second order in a change of 1e-2, keeps four digits.
@@ -152,7 +148,7 @@ def test_kl_is_that_of_the_engine_and_its_upper_bound_decides(unlabelled: Unlabe
     assert lost["cpu-onnxruntime-cpu-fp8-all"].startswith("accuracy beyond")
 
 
-def test_what_was_judged_is_named_wherever_it_is_told(unlabelled: Unlabelled) -> None:
+def test_what_was_judged_is_named_wherever_it_is_told(unlabelled):
     markdown = (unlabelled.place.output / "report.md").read_text()
     page = (unlabelled.place.output / "report.html").read_text()
     for text in (" ".join(markdown.split()), page):
@@ -168,13 +164,13 @@ def test_what_was_judged_is_named_wherever_it_is_told(unlabelled: Unlabelled) ->
     loka_onnx.verify_bundle(unlabelled.place.output / "bundle")
 
 
-def test_asking_for_fp8_names_it_too(unlabelled: Unlabelled, capsys: pytest.CaptureFixture[str]) -> None:
-    done = call(capsys, "run", unlabelled.place.run_file, "--resume", "--quiet", "--require-fp8")
+def test_asking_for_fp8_names_it_too(unlabelled, command):
+    done = command("run", unlabelled.place.run_file, "--resume", "--quiet", "--require-fp8")
     assert done.code == 3
     assert "cpu-onnxruntime-cpu-fp8-all, ctr: upper bound of KL over the mean entropy +" in done.err
 
 
-def test_every_value_of_every_slice_column_is_accounted_for(unlabelled: Unlabelled) -> None:
+def test_every_value_of_every_slice_column_is_accounted_for(unlabelled):
     columns = certification(unlabelled)
     output = unlabelled.output("fp8-all", "ctr")
     judged = [item for item in output.slices if item.judged is not None]
@@ -193,7 +189,7 @@ def test_every_value_of_every_slice_column_is_accounted_for(unlabelled: Unlabell
     assert {item.status for item in unlabelled.output("fp8-all", "cvr").slices} == {"within", "not judged"}
 
 
-def test_slices_are_in_the_report_and_do_not_enter_the_choice(unlabelled: Unlabelled) -> None:
+def test_slices_are_in_the_report_and_do_not_enter_the_choice(unlabelled):
     text = " ".join((unlabelled.place.output / "report.md").read_text().split())
     assert "Worst slices of cpu-onnxruntime-cpu-fp8-all, ctr, on certification" in text
     assert "| country | LI |" in text and "(null)" in text
@@ -202,7 +198,7 @@ def test_slices_are_in_the_report_and_do_not_enter_the_choice(unlabelled: Unlabe
 
 
 @pytest.mark.slow
-def test_other_slices_cost_an_evaluation_and_no_calibration(unlabelled: Unlabelled, tmp_path: Path) -> None:
+def test_other_slices_cost_an_evaluation_and_no_calibration(unlabelled, tmp_path):
     place = Workplace(tmp_path / "copy")
     shutil.copytree(unlabelled.place.path, place.path)
     values = yaml.safe_load(place.run_file.read_text())

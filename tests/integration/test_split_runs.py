@@ -13,16 +13,7 @@ import pytest
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
-from synthetic_runs import (
-    ITEMS,
-    WIDTH,
-    Workplace,
-    call,
-    make_workplace,
-    weights,
-    write_ranker,
-    write_rows,
-)
+from synthetic_runs import ITEMS, WIDTH, Workplace, make_workplace, weights, write_ranker, write_rows
 
 import loka_onnx
 from loka_onnx.core import serde
@@ -56,16 +47,14 @@ def requests(rows: int, seed: int = 5) -> dict[str, Array]:
 
 
 def manifest_of(result: RunResult) -> Manifest:
-    assert result.bundle is not None
     return loka_onnx.verify_bundle(result.bundle)
 
 
-def test_the_cut_is_recorded_and_its_check_counted(cut: RunResult) -> None:
+def test_the_cut_is_recorded_and_its_check_counted(cut):
     split = serde.read(ModelSplit, cut.directory / "model/split.json")
     assert split.check is not None and split.check.equal and split.declined is None
     # The calibration split of this file, then one row alone.
     assert split.check.batches[1:] == (1,) and 1000 < split.check.batches[0] <= 2048
-    assert split.halves is not None
     assert [(t.dtype, t.shape) for t in split.halves.cut] == [("float32", (None, WIDTH))]
     (looked_up,) = (t.name for t in split.halves.cut)
     assert [t.name for t in split.halves.lookup.inputs] == ["item"]
@@ -77,17 +66,15 @@ def test_the_cut_is_recorded_and_its_check_counted(cut: RunResult) -> None:
     assert [name for name in names if not name.endswith(HIGH_ERROR)] == ["fc1", "fc2", "heads"]
 
 
-def test_engines_are_of_the_dense_half_and_hold_no_table(cut: RunResult) -> None:
+def test_engines_are_of_the_dense_half_and_hold_no_table(cut):
     (engine,) = serde.read(EngineSet, cut.directory / "engines.json").engines
     assert (engine.part, engine.status) == (Part.DENSE, BuildStatus.READY)
-    assert engine.path is not None
     graph = onnx.load(cut.directory / engine.path).graph
     assert "Gather" not in {node.op_type for node in graph.node}
     assert not [t.name for t in graph.initializer if tuple(t.dims) == (ITEMS, WIDTH)]
 
 
-def test_a_bundle_of_halves_answers_bit_for_bit_like_a_whole_one(cut: RunResult, finished: RunResult) -> None:
-    assert cut.bundle is not None and finished.bundle is not None
+def test_a_bundle_of_halves_answers_bit_for_bit_like_a_whole_one(cut, finished):
     halves, whole = loka_onnx.load(cut.bundle), loka_onnx.load(finished.bundle)
     assert halves.entry.part is Part.DENSE and whole.entry.part is Part.WHOLE
     assert halves.entry.plan == whole.entry.plan == "fp32"
@@ -97,8 +84,7 @@ def test_a_bundle_of_halves_answers_bit_for_bit_like_a_whole_one(cut: RunResult,
         assert {n: v.tobytes() for n, v in found.items()} == {n: v.tobytes() for n, v in expected.items()}
 
 
-def test_the_dense_part_alone_takes_rows_of_a_parameter_server(cut: RunResult) -> None:
-    assert cut.bundle is not None
+def test_the_dense_part_alone_takes_rows_of_a_parameter_server(cut):
     halves, dense = loka_onnx.load(cut.bundle), loka_onnx.load(cut.bundle, part="dense")
     asked = requests(9)
     served = weights()["table"][asked["item"]]
@@ -108,7 +94,7 @@ def test_the_dense_part_alone_takes_rows_of_a_parameter_server(cut: RunResult) -
         assert answer[name].tobytes() == values.tobytes()
 
 
-def test_accuracy_is_of_both_and_latency_of_the_engine_alone(cut: RunResult, finished: RunResult) -> None:
+def test_accuracy_is_of_both_and_latency_of_the_engine_alone(cut, finished):
     found = serde.read(EvaluationSet, cut.directory / "evaluation.json")
     known = serde.read(EvaluationSet, finished.directory / "evaluation.json")
     engine = "cpu-onnxruntime-cpu-fp32"
@@ -126,21 +112,18 @@ def test_accuracy_is_of_both_and_latency_of_the_engine_alone(cut: RunResult, fin
     assert "split\\_sparse" in text or "split_sparse" in text
 
 
-def test_the_manifest_says_where_the_cut_is(cut: RunResult) -> None:
+def test_the_manifest_says_where_the_cut_is(cut):
     manifest = manifest_of(cut)
-    assert manifest.cut is not None
     assert manifest.cut.lookup == "lookup/lookup.onnx"
     assert (manifest.cut.lookup_inputs, manifest.cut.passed) == (("item",), ("dense",))
     assert [entry.part for entry in manifest.candidates] == [Part.DENSE, Part.WHOLE]
-    assert cut.bundle is not None
     with np.load(cut.bundle / "sample.npz") as sample:
         rows, looked_up = sample["input/item"], sample[f"looked_up/{manifest.cut.tensors[0].name}"]
     np.testing.assert_array_equal(looked_up, weights()["table"][rows])
 
 
 @pytest.mark.parametrize("harm", ["missing", "altered"])
-def test_a_harmed_lookup_model_is_refused(cut: RunResult, harm: str, tmp_path: Path) -> None:
-    assert cut.bundle is not None
+def test_a_harmed_lookup_model_is_refused(cut, harm, tmp_path):
     bundle = Path(shutil.copytree(cut.bundle, tmp_path / "bundle"))
     lookup = bundle / "lookup/lookup.onnx"
     if harm == "missing":
@@ -156,13 +139,11 @@ def test_a_harmed_lookup_model_is_refused(cut: RunResult, harm: str, tmp_path: P
 # Models that stay whole, and runs that change their mind ------------------------------------------------
 
 
-def test_a_model_that_cannot_be_cut_goes_on_whole_and_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_cannot_be_cut_goes_on_whole_and_says_why(tmp_path, command):
     place = make_workplace(tmp_path / "work")
     write_ranker_that_reads_ids(place.path / "ranker.onnx")
     place.write_run_file(model=CUT, plan=FP32)
-    done = call(capsys, "transform", place.run_file, "--explain")
+    done = command("transform", place.run_file, "--explain")
     assert done.code == 0, done.err
     reason = "it reads the ids 'item', and is no lookup"
     assert "split_sparse: 0 applied, 1 declined\n" in done.out
@@ -204,7 +185,7 @@ def write_ranker_that_reads_ids(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_may_change_its_mind(cut: RunResult, tmp_path: Path) -> None:
+def test_a_run_may_change_its_mind(cut, tmp_path):
     """Nothing of a cut is left where it is not asked for."""
     place = Workplace(Path(shutil.copytree(cut.directory.parents[1], tmp_path / "work")))
     place.write_run_file(model={"split_sparse": False}, plan=FP32)
@@ -224,9 +205,7 @@ def test_a_run_may_change_its_mind(cut: RunResult, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tables_outside_the_model_are_in_the_bundle_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_outside_the_model_are_in_the_bundle_once(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
     place = make_workplace(tmp_path / "work")
     onnx.save(
@@ -238,7 +217,6 @@ def test_tables_outside_the_model_are_in_the_bundle_once(
     )
     place.write_run_file(model=CUT, plan=FP32)
     result = run(place.run_file)
-    assert result.bundle is not None
     found = list(result.bundle.rglob("*.bin"))
     assert sorted(str(p.relative_to(result.bundle)) for p in found) == [
         "fallback/tables.bin",
@@ -270,42 +248,29 @@ def zoo_workplace(path: Path, is_cut: bool) -> Path:
     columns: dict[str, Array] = {f"c{i}": random.integers(0, 20, ZOO_ROWS) for i in range(CATEGORIES)}
     columns |= {f"n{i}": random.standard_normal(ZOO_ROWS).astype(np.float32) for i in range(NUMBERS)}
     write_rows(path / "rows.parquet", {**columns, "y": (random.random(ZOO_ROWS) < 0.3).astype(np.float32)})
-    values = {
-        "model": {
-            "torch": "loka_zoo.builders:build",
-            "arguments": {
-                "architecture": "wukong",
-                "size": "tiny",
-                "categorical": {f"c{i}": 20 for i in range(CATEGORIES)},
-                "numeric": [f"n{i}" for i in range(NUMBERS)],
-            },
-            "split_sparse": is_cut,
-        },
-        "outputs": [{"name": "logit", "kind": "logit", "label": "y", "budget": 0.01}],
-        "data": {
-            "path": "rows.parquet",
-            "split": {"by": "order"},
-            "synthetic": True,
-            "inputs": {
-                "dense": [f"n{i}" for i in range(NUMBERS)],
-                "ids": [f"c{i}" for i in range(CATEGORIES)],
-            },
-        },
-        "batch": {"min": 1, "serve": [8], "max": 64},
-        "plan": {"plans": ["fp32", "fp8-all"]},
-        "targets": [
+    arguments = {
+        "architecture": "wukong",
+        "size": "tiny",
+        "categorical": {f"c{i}": 20 for i in range(CATEGORIES)},
+        "numeric": [f"n{i}" for i in range(NUMBERS)],
+    }
+    inputs = {"dense": arguments["numeric"], "ids": list(arguments["categorical"])}
+    builder = {"onnx": None, "torch": "loka_zoo.builders:build", "arguments": arguments}
+    return Workplace(path).write_run_file(
+        model={**builder, "split_sparse": is_cut},
+        outputs=[{"name": "logit", "kind": "logit", "label": "y", "budget": 0.01}],
+        data={"split": {"by": "order"}, "group": None, "inputs": inputs},
+        batch={"serve": [8], "max": 64},
+        plan={"plans": ["fp32", "fp8-all"]},
+        targets=[
             {"device": "cpu", "backends": ["onnxruntime"]},
             {"device": "nvidia-rtx-ada", "backends": ["tensorrt_rtx"]},
         ],
-        "threads": 1,
-    }
-    file = path / "RUN.json"
-    file.write_text(json.dumps(values))
-    return file
+    )
 
 
 @pytest.mark.slow
-def test_the_zoo_is_cut_for_both_backends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_zoo_is_cut_for_both_backends(tmp_path, command):
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx")
     cut_run = run(zoo_workplace(tmp_path / "cut", True))
     whole = run(zoo_workplace(tmp_path / "whole", False), RunOptions(until=Stage.REPORT))
@@ -327,11 +292,10 @@ def test_the_zoo_is_cut_for_both_backends(tmp_path: Path, capsys: pytest.Capture
     manifest = manifest_of(cut_run)
     assert {entry.backend for entry in manifest.engines} == {"onnxruntime", "tensorrt_rtx"}
     assert {entry.part for entry in manifest.engines} == {Part.DENSE}
-    assert cut_run.bundle is not None
     engine = loka_onnx.load(cut_run.bundle)
     assert engine.entry.backend == "onnxruntime" and engine.health().ready
-    file = tmp_path / "cut" / "RUN.json"
-    told = call(capsys, "transform", file, "--explain", "--output", cut_run.directory).out
+    file = tmp_path / "cut" / "RUN.yaml"
+    told = command("transform", file, "--explain", "--output", cut_run.directory).out
     merged = "layers.0.fmb.project+lcb.mix+residual.mix"
     assert f"\nlayers.0.lcb.mix → {merged}\n  + merge-parallel-linears at {merged}: " in told
     assert "\n  + split_sparse at embeddings." in told.partition("\nelsewhere\n")[2]

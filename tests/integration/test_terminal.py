@@ -7,13 +7,12 @@ import os
 import re
 import sys
 from datetime import datetime
-from pathlib import Path
 
 import jsonschema
 import pytest
 from pseudo_terminal import Session, screen, start
 from run_findings import STAGES as RECORDED
-from synthetic_runs import BIN, Done, Workplace, call, finish
+from synthetic_runs import BIN, Done, finish
 from synthetic_runs import start as start_in_pipes
 
 from loka_onnx.cli.log_lines import LogLine, line_schema
@@ -66,7 +65,7 @@ def frames(text: str) -> list[str]:
     return [line for line in re.split(r"[\r\n]+", plain) if re.search(r":\d\d +[-\d:]+ *$", line)]
 
 
-def test_a_terminal_shows_the_place_the_share_and_the_time_left(failed: dict[int, str]) -> None:
+def test_a_terminal_shows_the_place_the_share_and_the_time_left(failed):
     seen = [frame for frame in frames(failed[100]) if "1 of 3 first: rows" in frame]
     left = [frame.split()[-1] for frame in seen]
     assert left[0] == "-:--:--", "nobody knows at first"
@@ -77,18 +76,18 @@ def test_a_terminal_shows_the_place_the_share_and_the_time_left(failed: dict[int
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_an_error_leaves_nothing_but_its_message(failed: dict[int, str], columns: int) -> None:
+def test_an_error_leaves_nothing_but_its_message(failed, columns):
     assert "first" in failed[columns]
     assert screen(failed[columns]) == ["error: the stage broke"]
     assert failed[columns].count("\x1b[?25l") == failed[columns].count("\x1b[?25h") == 1, "the cursor is back"
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_the_line_that_moves_never_wraps(failed: dict[int, str], columns: int) -> None:
+def test_the_line_that_moves_never_wraps(failed, columns):
     assert max(map(len, frames(failed[columns]))) <= columns
 
 
-def test_ctrl_c_leaves_the_finished_stages_and_one_message(place: Workplace) -> None:
+def test_ctrl_c_leaves_the_finished_stages_and_one_message(place):
     session = start([BIN / "loka-onnx", "run", place.run_file])
     assert session.read_until(lambda text: "3 of 14" in text), session.text
     session.type("\x03")
@@ -102,7 +101,7 @@ def test_ctrl_c_leaves_the_finished_stages_and_one_message(place: Workplace) -> 
 
 
 @pytest.mark.parametrize("columns", [60, 100])
-def test_the_end_of_a_run_fits_the_terminal(finished: RunResult, columns: int) -> None:
+def test_the_end_of_a_run_fits_the_terminal(finished, columns):
     run_file = finished.directory.parent.parent / "RUN.yaml"
     session = start([BIN / "loka-onnx", "run", run_file, "--resume"], columns=columns)
     assert session.end() == 0
@@ -123,14 +122,14 @@ def resumed(finished: RunResult, *flags: str, **environment: str) -> Done:
     return finish(process)
 
 
-def test_a_pipe_gets_text_and_no_escapes(finished: RunResult) -> None:
+def test_a_pipe_gets_text_and_no_escapes(finished):
     done = resumed(finished)
     assert done.code == 0 and ESCAPE not in done.out + done.err
     assert [line.split("  ")[0] for line in done.err.splitlines()] == [f"✓ {stage}" for stage in STAGES]
     assert "* emitted" in done.out and "✓" not in done.out
 
 
-def test_every_stage_is_in_the_json_log(place: Workplace) -> None:
+def test_every_stage_is_in_the_json_log(place):
     done = finish(start_in_pipes("run", place.run_file, "--log", "json"))
     assert done.code == 0
     lines = [json.loads(line) for line in done.err.splitlines()]
@@ -156,7 +155,7 @@ def test_every_stage_is_in_the_json_log(place: Workplace) -> None:
     assert done.out.rstrip().splitlines()[-1].startswith("bundle "), "standard output is the result"
 
 
-def test_an_error_is_a_record(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_a_record(place, command):
     place.write_run_file(batch={"min": 9, "max": 3})
     environment = {**os.environ, "LOKA_ONNX_LOG": "json"}
     done = finish(start_in_pipes("run", place.run_file, environment=environment))
@@ -164,10 +163,10 @@ def test_an_error_is_a_record(place: Workplace, capsys: pytest.CaptureFixture[st
     assert done.code == 2 and done.out == ""
     assert (error["event"], error["kind"], error["exit_code"]) == ("error", "ConfigError", 2)
     assert (ended["event"], ended["exit_code"]) == ("ended", 2)
-    assert f"error: {error['message']}\n" == call(capsys, "run", place.run_file).err, "as text says it"
+    assert f"error: {error['message']}\n" == command("run", place.run_file).err, "as text says it"
 
 
-def test_bash_completes(tmp_path: Path) -> None:
+def test_bash_completes(tmp_path):
     """A shell as a user has it: verbs, files, options and values by the Tab key."""
     (tmp_path / "ranker.yaml").touch()
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"

@@ -22,7 +22,7 @@ print(engine.entry.backend, engine.entry.architecture, engine.health().ready)
 """
 
 
-def test_a_package_that_does_not_import_costs_doctor_nothing(tmp_path: Path) -> None:
+def test_a_package_that_does_not_import_costs_doctor_nothing(tmp_path):
     place = tmp_path / "broken-1.0.dist-info"
     place.mkdir()
     (place / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
@@ -33,7 +33,7 @@ def test_a_package_that_does_not_import_costs_doctor_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_run_builds_judges_ships_and_loads_engines_of_a_foreign_backend(tmp_path: Path) -> None:
+def test_a_run_builds_judges_ships_and_loads_engines_of_a_foreign_backend(tmp_path):
     place = make_workplace(tmp_path / "place")
     place.write_run_file(
         targets=[{"device": "toy-board", "backends": ["toy"]}], plan={"plans": ["fp32", "fp8-safe"]}

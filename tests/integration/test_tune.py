@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
-from synthetic_runs import Workplace, call
+from synthetic_runs import Workplace
 
 pytest.importorskip("torch", reason="needs torch: kernels are timed with it")
 
@@ -19,7 +19,6 @@ from loka_onnx.engines.tuning import KernelTimer, Tuned, device_name
 from loka_onnx.errors import EngineError
 from loka_onnx.planning.timings import TimingDatabase
 
-Capture = pytest.CaptureFixture[str]
 SHAPES = (Shape(8, 32, 32), Shape(64, 32, 32))
 """Of fc1 and fc2, at the batch sizes of the run file; heads has too few columns."""
 
@@ -27,17 +26,8 @@ SHAPES = (Shape(8, 32, 32), Shape(64, 32, 32))
 def tune_model(place: Workplace, *arguments: object) -> tuple[object, ...]:
     """Arguments that time the ranker on the CPU."""
     model = ("--model", place.path / "ranker.onnx", "--batch", 8, "--batch", 64)
-    return (
-        "tune",
-        *model,
-        "--device",
-        "cpu",
-        "--rounds",
-        2,
-        "--database",
-        place.path / "t.sqlite",
-        *arguments,
-    )
+    how = ("--device", "cpu", "--rounds", 2, "--database", place.path / "t.sqlite")
+    return ("tune", *model, *how, *arguments)
 
 
 def written(path: Path) -> tuple[KernelTiming, ...]:
@@ -45,8 +35,8 @@ def written(path: Path) -> tuple[KernelTiming, ...]:
         return database.read()
 
 
-def test_every_kernel_of_a_model_is_timed_once(place: Workplace, capsys: Capture) -> None:
-    done = call(capsys, *tune_model(place))
+def test_every_kernel_of_a_model_is_timed_once(place, command):
+    done = command(*tune_model(place))
     assert done.code == 0
     assert done.err.startswith("✓ tune ")
     assert "8 kernels timed on cpu\n" in done.out
@@ -57,16 +47,14 @@ def test_every_kernel_of_a_model_is_timed_once(place: Workplace, capsys: Capture
         for kernel in kernels_of("cpu")
         for shape in (casts if kernel.name == QUANTIZE else SHAPES)
     }
-    again = call(capsys, *tune_model(place, "--batch", 16))
+    again = command(*tune_model(place, "--batch", 16))
     assert "4 kernels timed on cpu, 8 known before\n" in again.out
     later = written(place.path / "t.sqlite")
     assert [t for t in later if t.shape in (*SHAPES, *casts)] == list(found)
-    assert "12 kernels timed" in call(capsys, *tune_model(place, "--batch", 16, "--again")).out
+    assert "12 kernels timed" in command(*tune_model(place, "--batch", 16, "--again")).out
 
 
-def test_what_was_timed_before_a_failure_is_kept(
-    place: Workplace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_timed_before_a_failure_is_kept(place, command, monkeypatch):
     real, shapes = KernelTimer.measure, list[Shape]()
 
     def measure(self: KernelTimer, kernels: Collection[Kernel], operands: Operands) -> Tuned:
@@ -76,17 +64,17 @@ def test_what_was_timed_before_a_failure_is_kept(
         return real(self, kernels, operands)
 
     monkeypatch.setattr(KernelTimer, "measure", measure)
-    done = call(capsys, *tune_model(place))
+    done = command(*tune_model(place))
     assert (done.code, "the device failed" in done.err) == (1, True)
     assert {t.shape for t in written(place.path / "t.sqlite")} == {*shapes}
     monkeypatch.setattr(KernelTimer, "measure", real)
-    assert "4 kernels timed on cpu, 4 known before" in call(capsys, *tune_model(place)).out
+    assert "4 kernels timed on cpu, 4 known before" in command(*tune_model(place)).out
 
 
-def test_times_travel(place: Workplace, capsys: Capture) -> None:
+def test_times_travel(place, command):
     records, there = place.path / "times.json", place.path / "there.sqlite"
-    assert "8 times written to" in call(capsys, *tune_model(place, "--export", records)).out
-    done = call(capsys, "tune", "--import", records, "--database", there)
+    assert "8 times written to" in command(*tune_model(place, "--export", records)).out
+    done = command("tune", "--import", records, "--database", there)
     assert (done.code, "8 times taken in from" in done.out) == (0, True)
     assert written(there) == written(place.path / "t.sqlite")
 
@@ -104,11 +92,9 @@ def test_times_travel(place: Workplace, capsys: Capture) -> None:
         ),
     ],
 )
-def test_what_cannot_be_timed_is_refused(
-    place: Workplace, capsys: Capture, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-) -> None:
+def test_what_cannot_be_timed_is_refused(place, command, monkeypatch, arguments, message):
     monkeypatch.chdir(place.path)
-    done = call(capsys, *arguments)
+    done = command(*arguments)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"error: {message}")
     assert not (place.path / "timings.sqlite").exists()
@@ -132,11 +118,11 @@ def records_of(path: Path, float8_us: float) -> Path:
 
 
 @pytest.mark.slow
-def test_the_plan_of_a_run_follows_its_kernel_times(place: Workplace, capsys: Capture) -> None:
+def test_the_plan_of_a_run_follows_its_kernel_times(place, command):
     place.write_run_file(
         plan={"plans": ["fp32", "bf16", "fp8-safe", "fp8-fast"]}, mods={"split_channels": False}
     )
-    assert call(capsys, "plan", place.run_file).code == 0
+    assert command("plan", place.run_file).code == 0
     plans = serde.read(PlanSet, place.output / "plan.json")
     assert [plan.id for plan in plans.plans] == ["fp32", "bf16", "fp8-safe"]
     assert plans.notes == (
@@ -145,9 +131,9 @@ def test_the_plan_of_a_run_follows_its_kernel_times(place: Workplace, capsys: Ca
 
     # Everything is known beforehand, so that nothing is timed.
     fast = records_of(place.path / "fast.json", 4.0)
-    done = call(capsys, "tune", place.run_file, "--device", "cpu", "--import", fast)
+    done = command("tune", place.run_file, "--device", "cpu", "--import", fast)
     assert (done.code, "0 kernels timed on cpu, 8 known before" in done.out) == (0, True), done.err
-    assert call(capsys, "plan", place.run_file).code == 0
+    assert command("plan", place.run_file).code == 0
     plans = serde.read(PlanSet, place.output / "plan.json")
     chosen = plans.plan("fp8-fast")
     assert set(chosen.fp8_sites) == {"fc1", "fc2"}
@@ -157,7 +143,7 @@ def test_the_plan_of_a_run_follows_its_kernel_times(place: Workplace, capsys: Ca
     assert "(measured on cpu with kernels of inductor)" in chosen.decision("fc1").reason
     assert {speed.verdict for speed in plans.speeds} == {SpeedVerdict.FAST}
 
-    done = call(capsys, "run", place.run_file, "--resume")
+    done = command("run", place.run_file, "--resume")
     assert done.code == 0, done.err
     evaluated = serde.read(EvaluationSet, place.output / "evaluation.json").evaluations
     assert "cpu-onnxruntime-cpu-fp8-fast" in {evaluation.engine for evaluation in evaluated}
@@ -166,8 +152,8 @@ def test_the_plan_of_a_run_follows_its_kernel_times(place: Workplace, capsys: Ca
 
     # Other times, another plan: the stage is not taken over.
     slow = records_of(place.path / "slow.json", 9.5)
-    assert call(capsys, "tune", place.run_file, "--device", "cpu", "--import", slow).code == 0
-    assert call(capsys, "plan", place.run_file).code == 0
+    assert command("tune", place.run_file, "--device", "cpu", "--import", slow).code == 0
+    assert command("plan", place.run_file).code == 0
     plans = serde.read(PlanSet, place.output / "plan.json")
     assert "fp8-fast" not in [plan.id for plan in plans.plans]
     assert {speed.verdict for speed in plans.speeds} == {SpeedVerdict.SLOW}

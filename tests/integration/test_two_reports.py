@@ -10,7 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from page_numbers import NUMBER, check_numbers, tables_of
-from synthetic_runs import call, make_workplace, tree
+from synthetic_runs import make_workplace, tree
 
 from loka_onnx.core import serde
 from loka_onnx.operations.compare.difference import Difference
@@ -20,7 +20,7 @@ from loka_onnx.report import ReportData
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_every_number_of_the_page_of_a_run_is_in_its_json(finished: RunResult) -> None:
+def test_every_number_of_the_page_of_a_run_is_in_its_json(finished):
     facts = json.loads((finished.directory / "report.json").read_text())
     schema = json.loads((DOCS / "report-schema.json").read_text())
     jsonschema.Draft202012Validator(schema).validate(facts)
@@ -53,11 +53,9 @@ def later(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
 
 
 @pytest.mark.slow
-def test_two_run_directories_are_compared(
-    finished: RunResult, later: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_run_directories_are_compared(finished, later, tmp_path, command):
     out = tmp_path / "out"
-    done = call(capsys, "compare-runs", finished.directory, later.directory, "--out", out)
+    done = command("compare-runs", finished.directory, later.directory, "--out", out)
     assert done.code == 0
     found = serde.read(Difference, out / "comparison.json")
     facts = json.loads((out / "comparison.json").read_text())
@@ -87,7 +85,6 @@ def test_two_run_directories_are_compared(
     costs = {tuple(item.what.split(" · ")[1:3]): item for item in found.rows("cost")}
     assert costs["cvr", "selection"].note == "it was not measured in the new run"
     both = costs["ctr", "selection"]
-    assert both.before is not None and both.after is not None
     assert (0.01 in both.before.numbers, 0.02 in both.after.numbers) == (True, True)
     assert {item.what.split(" · ")[1] for item in found.rows("latency")} == {"batch 8", "batch 64"}
     assert all(item.verdict is not None and item.verdict.numbers[0] > 0 for item in found.rows("latency"))
@@ -98,41 +95,34 @@ def test_two_run_directories_are_compared(
     ]
     assert sum(checked) > 30
     # Another engine is no failure, unless that is asked for.
-    assert (
-        call(capsys, "compare-runs", finished.directory, later.directory, "--out", out, "--exit-code").code
-        == 0
-    )
+    assert command("compare-runs", finished.directory, later.directory, "--out", out, "--exit-code").code == 0
 
 
 @pytest.mark.slow
-def test_a_report_of_an_older_schema_is_written_again_from_its_run(
-    later: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_of_an_older_schema_is_written_again_from_its_run(later, tmp_path, command, monkeypatch):
     """The remedy that `compare-runs` names works in a copy, though no fact of the run is another."""
     copy = tmp_path / "copy"
     shutil.copytree(later.directory, copy)
     file, run_file = copy / "report.json", later.directory.parents[1] / "RUN.yaml"
     before, original = file.read_text(), tree(later.directory)
     monkeypatch.setattr(ReportData, "SCHEMA", "report/1000")
-    refused = call(capsys, "compare-runs", later.directory, later.directory)
+    refused = command("compare-runs", later.directory, later.directory)
     assert refused.code == 2
     assert "an older version of loka-onnx" in refused.err
     assert "`loka-onnx report RUN.yaml --output COPY`" in refused.err
-    done = call(capsys, "report", run_file, "--output", copy)
+    done = command("report", run_file, "--output", copy)
     assert done.code == 0
     assert done.err.count("reused") > 5  # of one version, nothing is measured again
     after = file.read_text()
     assert after.replace("report/1000", "report/7").replace(str(copy), str(later.directory)) == before
     monkeypatch.undo()
-    assert call(capsys, "report", run_file, "--output", copy).code == 0
+    assert command("report", run_file, "--output", copy).code == 0
     assert file.read_text().replace(str(copy), str(later.directory)) == before
     assert tree(later.directory) == original
 
 
-def test_what_is_no_run_is_refused_in_one_message(
-    finished: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = call(capsys, "compare-runs", finished.directory, tmp_path, "--out", tmp_path / "out")
+def test_what_is_no_run_is_refused_in_one_message(finished, tmp_path, command):
+    done = command("compare-runs", finished.directory, tmp_path, "--out", tmp_path / "out")
     assert done.code == 2
     assert "there is no report of a run" in done.err and "Traceback" not in done.err
     assert not (tmp_path / "out").exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 import onnxruntime
@@ -35,7 +33,7 @@ EACH_TRAP = tuple(pytest.param(name, marks=() if name in FAST else pytest.mark.s
 
 
 @pytest.mark.parametrize("name", EACH_TRAP)
-def test_a_trap_goes_through_or_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_trap_goes_through_or_is_refused(name, tmp_path):
     trap = TRAPS[name]()
     passage = pass_through(trap, tmp_path, Stage.BUNDLE if name.startswith(TO_THE_END) else Stage.BUILD)
     assert passage.seconds < LIMIT_SECONDS
@@ -49,7 +47,7 @@ def test_a_trap_goes_through_or_is_refused(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_traps_are_valid() -> None:
+def test_the_traps_are_valid():
     """And ONNX Runtime computes what ONNX's own evaluator does, where that follows the standard."""
     assert len(TRAPS) >= 60
     settings = onnxruntime.SessionOptions()

@@ -38,22 +38,11 @@ CONSTANTS: dict[str, np.ndarray] = {
     "fone": np.array(1.0, np.float32),
     "yes": np.array(True),
     "no": np.array(False),
-    "i0": np.array(0),
-    "i1": np.array(1),
-    "i2": np.array(2),
-    "i3": np.array(3),
-    "i16": np.array(16),
-    "a0": np.array([0]),
-    "a1": np.array([1]),
-    "m1": np.array([-1]),
-    "empty": np.array([], np.int64),
-    "s88": np.array([8, 8]),
-    "s160": np.array([16, 0]),
-    "flat": np.array([-1, 16]),
-    "image": np.array([-1, 16, 1, 1]),
-    "line": np.array([-1, 16, 1]),
+    **{f"i{value}": np.array(value) for value in (0, 1, 2, 3, 8, 16)},
+    **{f"a{value}": np.array([value]) for value in (0, 1, 4)},
+    **{"m1": np.array([-1]), "s88": np.array([8, 8]), "s160": np.array([16, 0]), "odd": np.array([-1, 32])},
+    **{"flat": np.array([-1, 16]), "line": np.array([-1, 16, 1]), "image": np.array([-1, 16, 1, 1])},
     "seq": np.array([-1, 4, 4]),
-    "odd": np.array([-1, 32]),
     "scalar5": np.array(5.0, np.float32),
     "scalar3": np.array(3.0, np.float32),
     "conv1": _floats(16, 16, 1),
@@ -214,7 +203,7 @@ body(
        { p = MatMul(e, w4) z = Add(a, p) o = Tanh(z) }>
     k = Reshape(so, flat)""",
 )
-CONSTANTS |= {"w4": _floats(4, 4), "a4": np.array([4])}
+CONSTANTS["w4"] = _floats(4, 4)
 
 # Sequences, optionals ------------------------------------------------------------------------------
 
@@ -257,7 +246,6 @@ def _sequence_map() -> onnx.ModelProto:
     return between(text)
 
 
-CONSTANTS["i8"] = np.array(8)
 trap("sequence-map")(_sequence_map)
 
 # Functions -----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from loka_onnx.graph.storage import read_proto
 from loka_onnx.operations.compare.sides import Side
 from loka_onnx.operations.recorded import recorded_settings
 from loka_onnx.pipeline.directory import RECORD
-from loka_onnx.pipeline.splits import bind_columns
+from loka_onnx.pipeline.rows import bind_columns
 from loka_onnx.report import numbers
 
 ONLY = ""

@@ -33,7 +33,7 @@ from loka_onnx.operations.drift.monitor import Monitor, MonitorOptions
 from loka_onnx.operations.drift.report import DriftOptions, DriftReport
 from loka_onnx.operations.recorded import recorded_settings
 from loka_onnx.pipeline.directory import RECORD, refuse_links
-from loka_onnx.pipeline.splits import bind_columns
+from loka_onnx.pipeline.rows import bind_columns
 
 SAFE_PLAN = "fp8-safe"
 MODELS = ("modified", "exported")

@@ -15,7 +15,7 @@ from loka_onnx.cli.main import main
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.errors import ModelError
 from loka_onnx.export.onnx_model import import_onnx
-from loka_onnx.pipeline.splits import bind_columns
+from loka_onnx.pipeline.rows import bind_columns
 
 SPEC = OutputSpec("y", OutputKind.LOGIT, None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ VALUES: dict[str, Any] = {
         ("name", "x" * 300),
     ],
 )
-def test_a_value_beyond_its_bound_is_refused_at_its_key(key: str, value: object, tmp_path: Path) -> None:
+def test_a_value_beyond_its_bound_is_refused_at_its_key(key, value, tmp_path):
     build_run_config(VALUES, tmp_path)
     with pytest.raises(ConfigError) as caught:
         build_run_config(VALUES, tmp_path, overrides={key: value})
@@ -54,7 +53,7 @@ def test_a_value_beyond_its_bound_is_refused_at_its_key(key: str, value: object,
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5])
-def test_looks_end_at_every_limit(limit: int) -> None:
+def test_looks_end_at_every_limit(limit):
     looks = StoppingSchedule(limit, may_stop=True)
     for done in range(1, limit + 2):
         if looks.is_due(done):

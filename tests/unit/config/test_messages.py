@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from run_files import refusal
 
@@ -11,130 +9,101 @@ from loka_onnx.config import load_run_file
 from loka_onnx.errors import ConfigError
 
 
-class TestSchemaMessages:
-    def test_unknown_key(self, run_file: Path) -> None:
-        assert refusal(run_file, old="certification", new="certfication") == (
-            "DIR/ranker-fp8.yaml:10: unknown key 'certfication' in `data`\n"
-            "  evidence: the keys here are calibration, selection, certification, path, split, inputs, "
-            "group, null_groups, slices, synthetic\n"
-            "  remedy: did you mean 'certification'?"
-        )
-
-    @pytest.mark.parametrize(
-        ("old", "new", "line", "what", "evidence"),
-        [
-            ("max: 4096", "max: lots", 14, "`batch.max` must be a whole number", "found the text 'lots'"),
-            ("max: 4096", "max: 4096.5", 14, "`batch.max` must be a whole number", "found the number 4096.5"),
-            ("max: 4096", "max: true", 14, "`batch.max` must be a whole number", "found true"),
-            ("max: 4096", "max: '4096'", 14, "`batch.max` must be a whole number", "found the text '4096'"),
-            ("min: 1", "min: 0", 14, "`batch.min` must be at least 1", "found the number 0"),
-            ("2e-4", "0", 6, "`outputs[0].budget` must be greater than 0", "found the number 0"),
-            ("2e-4", ".inf", 6, "`outputs[0].budget` must be a finite number", "found the number inf"),
-            ("2e-4", "tiny", 6, "`outputs[0].budget` must be a number", "found the text 'tiny'"),
-            ("name: ctr", "name: [ctr]", 3, "`outputs[0].name` must be text", "found a list of 1"),
-            ("label: clicked", "label: 3", 5, "`outputs[0].label` must be text", "found the number 3"),
-            ("name: ctr", "name:", 3, "`outputs[0].name` must be text", "found nothing (null)"),
-            ("slices: [country]", "slices: a", 13, "`data.slices` must be a list", "found the text 'a'"),
-            ("[age, price]", "[]", 11, "`data.inputs.dense` must be a list with at least one entry", "of 0"),
-            ("country_id", "7", 11, "an input is fed from a column or from a list of columns", "found 7"),
-            (
-                "{onnx: ranker.onnx}",
-                "x",
-                1,
-                "`model` must be a mapping of keys to values",
-                "found the text 'x'",
-            ),
-            ("[256, 1024]", "[256, big]", 14, "`batch.serve[1]` must be a whole number", "'big'"),
-        ],
+def test_unknown_key(run_file):
+    assert refusal(run_file, old="certification", new="certfication") == (
+        "DIR/ranker-fp8.yaml:10: unknown key 'certfication' in `data`\n"
+        "  evidence: the keys here are calibration, selection, certification, path, split, inputs, "
+        "group, null_groups, slices, synthetic\n"
+        "  remedy: did you mean 'certification'?"
     )
-    def test_a_wrong_value(
-        self, run_file: Path, old: str, new: str, line: int, what: str, evidence: str
-    ) -> None:
-        first, second, _ = refusal(run_file, old=old, new=new).split("\n")
-        assert first == f"DIR/ranker-fp8.yaml:{line}: {what}"
-        assert second.startswith("  evidence: ") and evidence in second
-
-    def test_the_top_is_not_a_mapping(self, run_file: Path) -> None:
-        run_file.write_text("- model\n")
-        assert "a run file is a mapping of keys to values\n  evidence: found a list of 1" in refusal(run_file)
 
 
-class TestRulesBetweenKeys:
-    @pytest.mark.parametrize(
-        ("key", "value", "where", "what"),
-        [
-            ("model", {"onnx": "a", "torch": "a:b"}, "", "`model` needs exactly one of `onnx` and `torch`"),
-            ("model", {}, "", "`model` needs exactly one of `onnx` and `torch`"),
-            ("model.checkpoint", "w", "", "`model.checkpoint` belongs to a torch model"),
-            ("outputs.0.clip", 1e-3, "", "`clip` belongs to an output of kind 'probability'"),
-            ("data.path", "x", "8", "`data.path` and `data.calibration` exclude each other"),
-            ("data", {"path": "x"}, "", "`data.path` needs `data.split`"),
-            ("data", {"split": {"by": "order"}}, "", "`data.split` needs `data.path`"),
-            (
-                "data",
-                {"calibration": "x", "selection": "y"},
-                "",
-                "`data` needs three disjoint splits: calibration, selection and certification",
-            ),
-            (
-                "data",
-                {"path": "x", "split": {"by": "order", "fractions": {"calibration": 0.5}}},
-                "",
-                "the fractions of a split sum to more than 1",
-            ),
-            ("data", {"path": "x", "split": {"by": "hash"}}, "", "a split by hash needs a key column"),
-            (
-                "data",
-                {"path": "x", "split": {"by": "order", "seed": 1}},
-                "",
-                "`seed` belongs to a split by hash",
-            ),
-            (
-                "batch.max",
-                512,
-                "14",
-                "the serving batch 1024 is outside of the range that engines are built for",
-            ),
-            ("batch.min", 8192, "", "`batch.min` is larger than `batch.max`"),
-            ("batch.serve", [8, 8], "", "`serve` lists '8' twice"),
-            ("calibration.ray_address", "auto", "", "`ray_address` belongs to the executor 'ray'"),
-            ("plan.force", ["a.*", "*.calibrator"], "", "the pattern '*.calibrator' is both kept and forced"),
-            ("plan.plans", ["fp8-safe"], "", "the plan 'fp32' must compete"),
-            ("plan.plans", ["fp32", "bf16", "bf16"], "", "`plans` lists 'bf16' twice"),
-            ("plan.plans", ["fp32", "int8-safe"], "", "the plan 'int8-safe' needs int8 in `formats`"),
-            (
-                "outputs.0",
-                {"name": "spend", "kind": "regression", "label": None},
-                "",
-                "a regression needs a label, and output 'spend' has none",
-            ),
-            ("data.slices", ["country", "country"], "", "`slices` lists 'country' twice"),
-            (
-                "targets",
-                [{"device": "cpu", "backends": ["onnxruntime"]}] * 2,
-                "",
-                "the device 'cpu' is given twice",
-            ),
-            (
-                "outputs",
-                [{"name": "ctr", "kind": "logit", "label": "a"}] * 2,
-                "",
-                "the name 'ctr' is given twice",
-            ),
-        ],
+@pytest.mark.parametrize(
+    ("old", "new", "line", "what", "evidence"),
+    [
+        ("max: 4096", "max: lots", 14, "`batch.max` must be a whole number", "found the text 'lots'"),
+        ("max: 4096", "max: 4096.5", 14, "`batch.max` must be a whole number", "found the number 4096.5"),
+        ("max: 4096", "max: true", 14, "`batch.max` must be a whole number", "found true"),
+        ("max: 4096", "max: '4096'", 14, "`batch.max` must be a whole number", "found the text '4096'"),
+        ("min: 1", "min: 0", 14, "`batch.min` must be at least 1", "found the number 0"),
+        ("2e-4", "0", 6, "`outputs[0].budget` must be greater than 0", "found the number 0"),
+        ("2e-4", ".inf", 6, "`outputs[0].budget` must be a finite number", "found the number inf"),
+        ("2e-4", "tiny", 6, "`outputs[0].budget` must be a number", "found the text 'tiny'"),
+        ("name: ctr", "name: [ctr]", 3, "`outputs[0].name` must be text", "found a list of 1"),
+        ("label: clicked", "label: 3", 5, "`outputs[0].label` must be text", "found the number 3"),
+        ("name: ctr", "name:", 3, "`outputs[0].name` must be text", "found nothing (null)"),
+        ("slices: [country]", "slices: a", 13, "`data.slices` must be a list", "found the text 'a'"),
+        ("[age, price]", "[]", 11, "`data.inputs.dense` must be a list with at least one entry", "of 0"),
+        ("country_id", "7", 11, "an input is fed from a column or from a list of columns", "found 7"),
+        ("{onnx: ranker.onnx}", "x", 1, "`model` must be a mapping of keys to values", "found the text 'x'"),
+        ("[256, 1024]", "[256, big]", 14, "`batch.serve[1]` must be a whole number", "'big'"),
+    ],
+)
+def test_a_wrong_value(run_file, old, new, line, what, evidence):
+    first, second, _ = refusal(run_file, old=old, new=new).split("\n")
+    assert first == f"DIR/ranker-fp8.yaml:{line}: {what}"
+    assert second.startswith("  evidence: ") and evidence in second
+
+
+def test_the_top_is_not_a_mapping(run_file):
+    run_file.write_text("- model\n")
+    assert "a run file is a mapping of keys to values\n  evidence: found a list of 1" in refusal(run_file)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        ("model", {"onnx": "a", "torch": "a:b"}, "`model` needs exactly one of `onnx` and `torch`"),
+        ("model", {}, "`model` needs exactly one of `onnx` and `torch`"),
+        ("model.checkpoint", "w", "`model.checkpoint` belongs to a torch model"),
+        ("outputs.0.clip", 1e-3, "`clip` belongs to an output of kind 'probability'"),
+        ("data.path", "x", "`data.path` and `data.calibration` exclude each other"),
+        ("data", {"path": "x"}, "`data.path` needs `data.split`"),
+        ("data", {"split": {"by": "order"}}, "`data.split` needs `data.path`"),
+        (
+            "data",
+            {"calibration": "x", "selection": "y"},
+            "`data` needs three disjoint splits: calibration, selection and certification",
+        ),
+        (
+            "data",
+            {"path": "x", "split": {"by": "order", "fractions": {"calibration": 0.5}}},
+            "the fractions of a split sum to more than 1",
+        ),
+        ("data", {"path": "x", "split": {"by": "hash"}}, "a split by hash needs a key column"),
+        ("data", {"path": "x", "split": {"by": "order", "seed": 1}}, "`seed` belongs to a split by hash"),
+        ("batch.max", 512, "the serving batch 1024 is outside of the range that engines are built for"),
+        ("batch.min", 8192, "`batch.min` is larger than `batch.max`"),
+        ("batch.serve", [8, 8], "`serve` lists '8' twice"),
+        ("calibration.ray_address", "auto", "`ray_address` belongs to the executor 'ray'"),
+        ("plan.force", ["a.*", "*.calibrator"], "the pattern '*.calibrator' is both kept and forced"),
+        ("plan.plans", ["fp8-safe"], "the plan 'fp32' must compete"),
+        ("plan.plans", ["fp32", "bf16", "bf16"], "`plans` lists 'bf16' twice"),
+        ("plan.plans", ["fp32", "int8-safe"], "the plan 'int8-safe' needs int8 in `formats`"),
+        (
+            "outputs.0",
+            {"name": "spend", "kind": "regression", "label": None},
+            "a regression needs a label, and output 'spend' has none",
+        ),
+        ("data.slices", ["country", "country"], "`slices` lists 'country' twice"),
+        ("targets", [{"device": "cpu", "backends": ["onnxruntime"]}] * 2, "the device 'cpu' is given twice"),
+        ("outputs", [{"name": "ctr", "kind": "logit", "label": "a"}] * 2, "the name 'ctr' is given twice"),
+    ],
+)
+def test_refused(run_file, key, value, what):
+    with pytest.raises(ConfigError) as caught:
+        load_run_file(run_file, {key: value})
+    assert caught.value.what == what
+    line = {"data.path": 8, "batch.max": 14}.get(key)
+    assert caught.value.where == (f"{run_file}:{line}" if line else f"override '{key}'")
+    assert caught.value.evidence and caught.value.remedy
+
+
+def test_the_line_is_that_of_the_entry_at_fault(run_file):
+    batch = "batch: {min: 1, serve: [256, 1024], max: 4096}"
+    new = "batch:\n  serve:\n    - 256\n    - 8192\n  max: 4096"
+    assert refusal(run_file, old=batch, new=new) == (
+        "DIR/ranker-fp8.yaml:17: the serving batch 8192 is outside of the range that engines are "
+        "built for\n  evidence: min is 1, max is 4096\n"
+        "  remedy: remove it, or widen `batch.min` and `batch.max`"
     )
-    def test_refused(self, run_file: Path, key: str, value: object, where: str, what: str) -> None:
-        with pytest.raises(ConfigError) as caught:
-            load_run_file(run_file, {key: value})
-        assert caught.value.what == what
-        assert caught.value.where == (f"{run_file}:{where}" if where else f"override '{key}'")
-        assert caught.value.evidence and caught.value.remedy
-
-    def test_the_line_is_that_of_the_entry_at_fault(self, run_file: Path) -> None:
-        batch = "batch: {min: 1, serve: [256, 1024], max: 4096}"
-        new = "batch:\n  serve:\n    - 256\n    - 8192\n  max: 4096"
-        assert refusal(run_file, old=batch, new=new) == (
-            "DIR/ranker-fp8.yaml:17: the serving batch 8192 is outside of the range that engines are "
-            "built for\n  evidence: min is 1, max is 4096\n"
-            "  remedy: remove it, or widen `batch.min` and `batch.max`"
-        )

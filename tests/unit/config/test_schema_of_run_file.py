@@ -5,14 +5,14 @@ from __future__ import annotations
 from loka_onnx.config import RunConfig, run_file_schema
 
 
-def test_every_key_is_described() -> None:
+def test_every_key_is_described():
     schema = run_file_schema()
     for definition in [schema, *schema["$defs"].values()]:
         for key, value in definition.get("properties", {}).items():
             assert value.get("description"), f"{definition['title']}.{key}"
 
 
-def test_the_schema_is_closed_and_names_what_is_required() -> None:
+def test_the_schema_is_closed_and_names_what_is_required():
     schema = run_file_schema()
     assert schema["required"] == ["model", "outputs", "data", "targets"]
     assert set(schema["properties"]) == set(RunConfig.model_fields)

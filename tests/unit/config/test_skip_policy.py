@@ -47,21 +47,21 @@ def run_suite(
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("-n", "1"), marks=pytest.mark.slow)])
-def test_an_unexpected_skip_fails_the_run(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_an_unexpected_skip_fails_the_run(tmp_path, options):
     result = run_suite(tmp_path, SUITE + LATER, *options, LOKA_ONNX_EXPECT_NO_SKIP="1")
     assert result.returncode == 1, result.stdout + result.stderr
     assert "test_suite.py::test_later: later\n" in result.stdout
     assert "::test_expected: " not in result.stdout and "::test_known: " not in result.stdout
 
 
-def test_expected_skips_pass_and_are_printed(tmp_path: Path) -> None:
+def test_expected_skips_pass_and_are_printed(tmp_path):
     result = run_suite(tmp_path, SUITE, LOKA_ONNX_EXPECT_NO_SKIP="1")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "needs a GPU with FP8" in result.stdout
 
 
 @pytest.mark.slow
-def test_a_skipped_module_counts(tmp_path: Path) -> None:
+def test_a_skipped_module_counts(tmp_path):
     suite = 'import pytest\npytest.importorskip("no_such_package")\n'
     result = run_suite(tmp_path, suite, LOKA_ONNX_EXPECT_NO_SKIP="1")
     assert result.returncode == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -43,16 +42,16 @@ from loka_onnx.errors import ConfigError
         ("12345678901234567890123", 12345678901234567890123.0),
     ],
 )
-def test_scalars_are_those_of_yaml_1_2(text: str, value: object) -> None:
+def test_scalars_are_those_of_yaml_1_2(text, value):
     found = read_yaml(text, "x").data
     assert found == value and type(found) is type(value)
 
 
-def test_not_a_number() -> None:
+def test_not_a_number():
     assert math.isnan(read_yaml(".nan", "x").data)
 
 
-def test_every_key_and_item_has_its_line() -> None:
+def test_every_key_and_item_has_its_line():
     document = read_yaml("a: 1\nb:\n  - x\n  - {c: 2,\n     d: 3}\n", "run.yaml")
     assert document.data == {"a": 1, "b": ["x", {"c": 2, "d": 3}]}
     assert document.places == {
@@ -67,7 +66,7 @@ def test_every_key_and_item_has_its_line() -> None:
     assert document.place(("absent",)) == "run.yaml"
 
 
-def test_a_repeated_key_is_refused() -> None:
+def test_a_repeated_key_is_refused():
     with pytest.raises(ConfigError) as caught:
         read_yaml("data:\n  group: a\n  slices: []\n  group: b\n", "run.yaml")
     assert str(caught.value) == (
@@ -96,7 +95,7 @@ def test_a_repeated_key_is_refused() -> None:
         ("a: &a [*a]", 1, "the run file repeats itself without end"),
     ],
 )
-def test_refused(text: str, line: int, what: str) -> None:
+def test_refused(text, line, what):
     with pytest.raises(ConfigError) as caught:
         read_yaml(text, "run.yaml")
     assert caught.value.what.startswith(what)
@@ -105,18 +104,18 @@ def test_refused(text: str, line: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["\x00", "[" * 5000, "a: !!float x"])
-def test_hostile_text_is_a_user_error(text: str) -> None:
+def test_hostile_text_is_a_user_error(text):
     with pytest.raises(ConfigError):
         read_yaml(text, "run.yaml")
 
 
-def test_aliases_of_aliases_are_bounded() -> None:
+def test_aliases_of_aliases_are_bounded():
     lines = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
     with pytest.raises(ConfigError, match="more than 100000 values"):
         read_yaml("\n".join(lines), "run.yaml")
 
 
-def test_an_alias_may_stand_twice() -> None:
+def test_an_alias_may_stand_twice():
     assert read_yaml("a: &x [1]\nb: *x", "x").data == {"a": [1], "b": [1]}
 
 
@@ -136,6 +135,6 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_json_is_yaml(value: Any) -> None:
+def test_json_is_yaml(value):
     """JSON is a subset of YAML 1.2, which makes the standard library's writer an independent reference."""
     assert read_yaml(json.dumps(value), "x").data == value

@@ -1,13 +1,19 @@
-"""A run file over empty files, for tests of what is read of it."""
+"""Run files over empty files, plans and engines, for tests of what is read of them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from loka_onnx.config import RunConfig, load_run_file
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.recipe import PER_TENSOR
 
 
 def config_of(folder: Path, **sections: Any) -> RunConfig:
@@ -23,3 +29,26 @@ def config_of(folder: Path, **sections: Any) -> RunConfig:
     }
     (folder / "run.yaml").write_text(yaml.safe_dump({**document, **sections}))
     return load_run_file(folder / "run.yaml")
+
+
+def plan_of(
+    name: str,
+    fp8: Collection[str] = (),
+    sites: Collection[str] = ("fc",),
+    base: Precision = Precision.BF16,
+    **changes: Any,
+) -> PrecisionPlan:
+    """A plan with some of its sites in FP8."""
+    decisions = tuple(
+        Decision(site, Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 1.0, (1.0,))
+        if site in fp8
+        else Decision(site, base, None, Verdict.NOT_JUDGED, "")
+        for site in sites
+    )
+    return replace(PrecisionPlan(name, "digest", base, decisions, {}, len(fp8) / len(sites)), **changes)
+
+
+def engine_of(plan: str, target: str = "gpu", architecture: str = "sm90", **changes: Any) -> EngineArtifact:
+    """An engine that runs here."""
+    ready = (BuildStatus.READY, False, None, 0, plan, "", (), 1.0)
+    return replace(EngineArtifact("maker", plan, target, architecture, *ready), **changes)

@@ -48,14 +48,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 @pytest.mark.parametrize("name", ["tensorrt", "tensorrt-cu12", "tensorrt-cu13", "TensorRT_CU14"])
-def test_a_distribution_is_found_by_the_module_that_it_provides(install: Install, name: str) -> None:
+def test_a_distribution_is_found_by_the_module_that_it_provides(install, name):
     assert versions_of(["tensorrt"]) == {}
     install(name, "10.16.1", "tensorrt")
     assert versions_of(["tensorrt"]) == {name.lower().replace("_", "-"): "10.16.1"}
 
 
 @pytest.mark.parametrize("name", [backend.name for backend in all_backends()])
-def test_every_backend_notices_its_library_under_any_name(install: Install, name: str) -> None:
+def test_every_backend_notices_its_library_under_any_name(install, name):
     backend = get_backend(name)
     assert backend.spec.modules
     for module in backend.spec.modules:
@@ -66,9 +66,7 @@ def test_every_backend_notices_its_library_under_any_name(install: Install, name
         assert len({str(sorted(found.items())) for found in (before, installed, backend.versions())}) == 3
 
 
-def test_builds_of_migraphx_that_tell_no_version_differ_by_their_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_builds_of_migraphx_that_tell_no_version_differ_by_their_library(tmp_path, monkeypatch):
     library, module = tmp_path / "libmigraphx.so.2016000.0", SimpleNamespace(__version__="dev")
     maps = tmp_path / "maps"
     monkeypatch.setattr(migraphx_api, "MAPS", maps)
@@ -87,9 +85,7 @@ def test_builds_of_migraphx_that_tell_no_version_differ_by_their_library(
     assert migraphx_api.version_of(module) == "2.16.0"
 
 
-def test_a_resumed_run_builds_again_with_another_library(
-    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_builds_again_with_another_library(install, tmp_path, monkeypatch):
     targets = [{"device": "nvidia-h100", "backends": ["tensorrt"]}]
     config, builds, model = (
         config_of(tmp_path, targets=targets),
@@ -102,7 +98,7 @@ def test_a_resumed_run_builds_again_with_another_library(
         return Built(EngineSet(()), RewriteLogs({}))
 
     monkeypatch.setattr(EngineBuilder, "build", build)
-    monkeypatch.setattr(candidates, "write_build_sample", lambda context, split: None)
+    monkeypatch.setattr(candidates, "write_build_sample", lambda judging: None)
 
     def resume() -> int:
         with RunDirectory.create(tmp_path / "out", {}, {}, force=False, resume=True) as directory:

@@ -28,13 +28,11 @@ GIB = 1 << 30
         (None, GIB, 700 * GIB, max(1, len(os.sched_getaffinity(0)) // 2)),
     ],
 )
-def test_limits_never_add_up_to_more_than_is_free(
-    asked_for: int | None, limit: int, free: int, expected: int
-) -> None:
+def test_limits_never_add_up_to_more_than_is_free(asked_for, limit, free, expected):
     assert how_many(asked_for, limit, free) == expected
 
 
-def test_a_container_has_what_it_is_allowed(tmp_path: Path) -> None:
+def test_a_container_has_what_it_is_allowed(tmp_path):
     free = psutil.virtual_memory().available
     # Not in a control group, or in one without a limit.
     assert available_memory(tmp_path) == pytest.approx(free, rel=0.2)
@@ -46,7 +44,7 @@ def test_a_container_has_what_it_is_allowed(tmp_path: Path) -> None:
     assert available_memory(tmp_path) == 1000 - 700 + 200
 
 
-def test_results_keep_the_order_of_the_tasks_and_run_at_once() -> None:
+def test_results_keep_the_order_of_the_tasks_and_run_at_once():
     met, told = threading.Barrier(3), []
 
     def work(number: int) -> int:
@@ -63,7 +61,7 @@ def test_results_keep_the_order_of_the_tasks_and_run_at_once() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_error_ends_the_others(workers: int) -> None:
+def test_an_error_ends_the_others(workers):
     begun: list[int] = []
 
     def work(number: int) -> int:
@@ -102,7 +100,7 @@ build_all([task(i) for i in range(5)], 2)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_no_child_and_no_directory(tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupt_leaves_no_child_and_no_directory(tmp_path, number):
     contract = Path(__file__).parents[2] / "contract"
     program = PROGRAM
     if number is signal.SIGTERM:

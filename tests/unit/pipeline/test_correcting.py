@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
+from small_configs import plan_of
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.correction import PlanCorrections
-from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
-from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.pipeline import correcting
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.correcting import HOPELESS, Correcting
@@ -20,14 +16,7 @@ from loka_onnx.pipeline.correcting import HOPELESS, Correcting
 SPEC = OutputSpec("ctr", OutputKind.LOGIT, "clicked", budget=0.001)
 
 
-def plan(name: str, kl: float) -> PrecisionPlan:
-    decision = Decision("fc", Precision.FP8, PER_TENSOR, Verdict.UNSAFE, "", 1.0, (1.0,))
-    return PrecisionPlan(name, "digest", Precision.BF16, (decision,), {"ctr": kl}, 1.0)
-
-
-def test_a_plan_far_beyond_the_budget_is_not_simulated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_far_beyond_the_budget_is_not_simulated(tmp_path, monkeypatch):
     config: Any = SimpleNamespace(
         output_specs=(SPEC,),
         threads=1,
@@ -47,9 +36,13 @@ def test_a_plan_far_beyond_the_budget_is_not_simulated(
         correcting, "fit_biases", lambda model, plans, *rest: fitted.extend(each.id for each in plans)
     )
     monkeypatch.setattr(
-        Correcting, "_tried", lambda self, trials, each: PlanCorrections(each.id, 9, (), {}, ())
+        Correcting, "_tried", lambda self, each, *fit: PlanCorrections(each.id, 9, (), {}, ())
     )
     limit = HOPELESS * SPEC.budget
-    found = stage.fit((plan("far", 1.01 * limit), plan("near", limit))).plans
+    plans = [
+        plan_of(name, ["fc"], predicted_kl={"ctr": kl})
+        for name, kl in (("far", 1.01 * limit), ("near", limit))
+    ]
+    found = stage.fit(plans).plans
     assert fitted == ["near"]
     assert [(each.plan, bool(each.failure)) for each in found] == [("far", True), ("near", False)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,9 +49,7 @@ def a_run(path: Path, files: dict[str, str]) -> Path:
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_a_record_that_lists_a_file_elsewhere_is_refused_before_anything_is_removed(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_record_that_lists_a_file_elsewhere_is_refused_before_anything_is_removed(tmp_path, name):
     precious = tmp_path / "precious"
     precious.write_text("kept")
     run = a_run(tmp_path / "run", {})
@@ -66,7 +63,7 @@ def test_a_record_that_lists_a_file_elsewhere_is_refused_before_anything_is_remo
     assert sorted(path.name for path in run.iterdir()) == before
 
 
-def test_an_absolute_path_of_the_run_itself_is_no_exception(tmp_path: Path) -> None:
+def test_an_absolute_path_of_the_run_itself_is_no_exception(tmp_path):
     run = tmp_path / "run"
     with pytest.raises(UserError):
         opened(a_run(run, {str(run / "plan.json"): "0"}))
@@ -74,9 +71,7 @@ def test_an_absolute_path_of_the_run_itself_is_no_exception(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("place", ["model", "engines/a", "plan.json", ".earlier-run", ".discarded-run"])
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_link_out_of_a_run_directory_is_refused_and_not_followed(
-    tmp_path: Path, place: str, resume: bool
-) -> None:
+def test_a_link_out_of_a_run_directory_is_refused_and_not_followed(tmp_path, place, resume):
     precious = tmp_path / "elsewhere"
     precious.mkdir()
     for name in OWNED:
@@ -90,7 +85,7 @@ def test_a_link_out_of_a_run_directory_is_refused_and_not_followed(
     assert {path.name for path in precious.iterdir()} == set(OWNED)
 
 
-def test_links_that_stay_inside_and_one_to_the_run_itself_are_followed(tmp_path: Path) -> None:
+def test_links_that_stay_inside_and_one_to_the_run_itself_are_followed(tmp_path):
     run = a_run(tmp_path / "run", {"model/plan.json": "0"})
     (run / "model").mkdir()
     (run / "model" / "plan.json").write_text("{}")
@@ -113,16 +108,10 @@ def test_links_that_stay_inside_and_one_to_the_run_itself_are_followed(tmp_path:
         (BuildJob, lambda value, name: value["rows"][0]["inputs"].update(x=name)),
     ],
 )
-def test_every_path_of_every_document_is_held_inside(
-    tmp_path: Path, kind: type, change: Callable[[dict[str, object], str], None]
-) -> None:
+def test_every_path_of_every_document_is_held_inside(tmp_path, kind, change):
     directory, _, job = written(tmp_path, data=True)
     result = execute_job(directory)
-    document = {
-        EngineSet: EngineSet((result.artifact,)),
-        JobResult: result,
-        BuildJob: job,
-    }[kind]
+    document = {EngineSet: EngineSet((result.artifact,)), JobResult: result, BuildJob: job}[kind]
     assert serde.loads(kind, serde.dumps(document)) == document
     for name in OUTSIDE:
         plain = json.loads(serde.dumps(document))
@@ -132,7 +121,7 @@ def test_every_path_of_every_document_is_held_inside(
 
 
 @pytest.mark.parametrize("part", ["target", "backend", "architecture", "plan"])
-def test_what_directories_are_named_after_is_one_name(tmp_path: Path, part: str) -> None:
+def test_what_directories_are_named_after_is_one_name(tmp_path, part):
     directory, _, _ = written(tmp_path)
     artifact = execute_job(directory).artifact
     for name in (*OUTSIDE, "a/b"):
@@ -140,7 +129,7 @@ def test_what_directories_are_named_after_is_one_name(tmp_path: Path, part: str)
             serde.loads(EngineSet, serde.dumps(EngineSet((replace(artifact, **{part: name}),))))
 
 
-def test_what_is_copied_of_a_result_is_what_it_lists(tmp_path: Path) -> None:
+def test_what_is_copied_of_a_result_is_what_it_lists(tmp_path):
     """`engine` of a result is copied as a whole: its path decides what."""
     directory, _, job = written(tmp_path, data=True)
     result = execute_job(directory)
@@ -163,7 +152,7 @@ def test_what_is_copied_of_a_result_is_what_it_lists(tmp_path: Path) -> None:
     assert merged.path == Path("engines/a/engine.onnx")
 
 
-def test_a_document_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_document_that_is_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "plan.json")
     with pytest.raises(UserError):
         serde.read(EngineSet, tmp_path / "plan.json")
@@ -175,7 +164,7 @@ def test_a_document_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["123", 123.0, True, None, [123]])
-def test_a_number_of_a_document_is_a_number(tmp_path: Path, value: object) -> None:
+def test_a_number_of_a_document_is_a_number(tmp_path, value):
     """Another reader of the same document must not see another value."""
     directory, _, job = written(tmp_path)
     for at in (("batch", "serve"), ("memory_bytes",)):
@@ -189,7 +178,7 @@ def test_a_number_of_a_document_is_a_number(tmp_path: Path, value: object) -> No
             read_job(directory)
 
 
-def test_a_model_of_a_document_is_placed_inside(tmp_path: Path) -> None:
+def test_a_model_of_a_document_is_placed_inside(tmp_path):
     for name in OUTSIDE:
         with pytest.raises(UserError):
             ModelArtifact(Path(name), "0" * 64, 21, (), (), (), "").placed(tmp_path)
@@ -197,7 +186,7 @@ def test_a_model_of_a_document_is_placed_inside(tmp_path: Path) -> None:
     assert inside.path == tmp_path / "model/a.onnx"
 
 
-def test_a_circle_of_links_is_refused_whatever_it_stands_for(tmp_path: Path) -> None:
+def test_a_circle_of_links_is_refused_whatever_it_stands_for(tmp_path):
     """`Path.resolve` raises RuntimeError there before Python 3.13."""
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")

@@ -16,8 +16,7 @@ from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.shape_values import tensor_spec
 from loka_onnx.operations.drift.monitor import _RowRules
-from loka_onnx.pipeline.sample import generated_rows
-from loka_onnx.pipeline.splits import bind_columns
+from loka_onnx.pipeline.rows import bind_columns, generated_rows
 
 SIZES = (1000, 2, 30)
 TABLES = {
@@ -68,9 +67,7 @@ def test_ids_of_a_large_table_beside_a_small_one_are_read(model, tmp_path, layou
     data.check()
     np.testing.assert_array_equal(next(data.batches(3)).inputs["ids"], ids)
     rules = _RowRules([tensor_spec(t) for t in GraphModel.load(model).inputs], {"ids": bindings[0].ids})
-    assert rules.usable(
-        {"ids": ids},
-    ).all()
+    assert rules.usable({"ids": ids}).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -22,10 +22,18 @@ from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.errors import EngineError, EvaluationError, ModelError
 from loka_onnx.pipeline import job_execution
-from loka_onnx.pipeline.closed_world import list_files, verify_files
 from loka_onnx.pipeline.job_execution import execute_job
-from loka_onnx.pipeline.job_results import Replay, choosable, merge_result, read_result
-from loka_onnx.pipeline.jobs import JobOrigin, SplitRows, find_jobs, read_job, request_of, write_job
+from loka_onnx.pipeline.job_results import choosable, merge_result, read_result, replayed
+from loka_onnx.pipeline.jobs import (
+    JobOrigin,
+    SplitRows,
+    find_jobs,
+    list_files,
+    read_job,
+    request_of,
+    verify_files,
+    write_job,
+)
 from loka_onnx.sessions.onnx_session import OnnxSession
 
 NAME = "cpu-onnxruntime-cpu-fp32"
@@ -65,7 +73,7 @@ def written(
     return directory, request, write_job(directory, request, origin)
 
 
-def test_a_job_says_everything_that_the_build_depends_on(tmp_path: Path) -> None:
+def test_a_job_says_everything_that_the_build_depends_on(tmp_path):
     directory, request, job = written(tmp_path, external=True)
     assert read_job(directory) == job
     again = request_of(job, directory, tmp_path / "result" / "engine")
@@ -82,7 +90,7 @@ def test_a_job_says_everything_that_the_build_depends_on(tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "jobs").iterdir()] == [NAME]
 
 
-def test_outputs_come_back_row_by_row(tmp_path: Path) -> None:
+def test_outputs_come_back_row_by_row(tmp_path):
     """Against ONNX Runtime on the same rows at once."""
     directory, request, job = written(tmp_path, data=True)
     result = execute_job(directory)
@@ -93,16 +101,16 @@ def test_outputs_come_back_row_by_row(tmp_path: Path) -> None:
     assert merged.status is BuildStatus.RUN_ELSEWHERE
     assert merged.path == Path("engines") / NAME / "engine.onnx"
     assert (tmp_path / "run" / merged.path).read_bytes() == request.model.read_bytes()
-    replay = Replay(directory / "result" / result.outputs["selection"])
-    found = np.concatenate([replay.run({"x": ROWS[s : s + 9]})["out"] for s in range(0, 23, 9)])
+    replay = replayed(directory / "result" / result.outputs["selection"])
+    found = np.concatenate([replay({"x": ROWS[s : s + 9]})["out"] for s in range(0, 23, 9)])
     expected = OnnxSession(request.model).run({"x": ROWS})["out"]
     # Batches of another size may sum in another order.
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
     with pytest.raises(EvaluationError, match="23 rows came back, row 24 is wanted"):
-        replay.run({"x": ROWS[:1]})
+        replay({"x": ROWS[:1]})
 
 
-def test_latencies_are_measured_on_rows_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latencies_are_measured_on_rows_of_their_own(tmp_path, monkeypatch):
     """Requests that repeat rows read embedding rows from the cache that a server's would not."""
     rows = np.arange(20 * 64, dtype=np.float32).reshape(20, 64)
     timed = SplitRows("timed", 20, 20, lambda: iter([{"x": rows}]))
@@ -128,9 +136,7 @@ def test_latencies_are_measured_on_rows_of_their_own(tmp_path: Path, monkeypatch
     assert result.outputs == {}
 
 
-def test_what_another_device_takes_comes_back_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_device_takes_comes_back_as_such(tmp_path, monkeypatch):
     directory, _, _ = written(tmp_path)
     monkeypatch.setattr(job_execution, "device_of_architecture", lambda architecture: "NVIDIA H200")
     monkeypatch.setattr(job_execution, "is_target", lambda target, architecture: False)
@@ -138,7 +144,7 @@ def test_what_another_device_takes_comes_back_as_such(
     assert {(latency.device, latency.counts_for_choice) for latency in found} == {("NVIDIA H200", False)}
 
 
-def test_a_result_of_another_job_is_refused(tmp_path: Path) -> None:
+def test_a_result_of_another_job_is_refused(tmp_path):
     directory, _, job = written(tmp_path)
     assert read_result(directory, job) is None
     execute_job(directory)
@@ -156,7 +162,7 @@ def test_a_result_of_another_job_is_refused(tmp_path: Path) -> None:
     assert serde.read(BuildJob, directory / "job.json") == job
 
 
-def test_nothing_may_be_missing_extra_altered_or_elsewhere(tmp_path: Path) -> None:
+def test_nothing_may_be_missing_extra_altered_or_elsewhere(tmp_path):
     place = tmp_path / "place"
     (place / "inner").mkdir(parents=True)
     (place / "inner" / "a").write_text("a")
@@ -179,7 +185,7 @@ def test_nothing_may_be_missing_extra_altered_or_elsewhere(tmp_path: Path) -> No
     refused("'link' is neither a file nor a directory", files)
 
 
-def test_a_target_that_waits_is_left_out_of_the_choice(tmp_path: Path) -> None:
+def test_a_target_that_waits_is_left_out_of_the_choice(tmp_path):
     directory, _, _ = written(tmp_path)
     here = execute_job(directory).artifact
     waits = replace(here, target="amd-mi300x", status=BuildStatus.WAITING, detail="no device; its job waits")
@@ -193,9 +199,7 @@ def test_a_target_that_waits_is_left_out_of_the_choice(tmp_path: Path) -> None:
         choosable([waits])
 
 
-def test_an_engine_that_fails_on_its_host_is_no_candidate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_fails_on_its_host_is_no_candidate(tmp_path, monkeypatch):
     """It would otherwise be one that was built and never run, which may be chosen."""
 
     def died(*args: object, **named: object) -> None:
@@ -205,7 +209,6 @@ def test_an_engine_that_fails_on_its_host_is_no_candidate(
     directory, _, job = written(tmp_path)
     assert execute_job(directory).failure == "the worker died\n  evidence: signal 11"
     result = read_result(directory, job)
-    assert result is not None
     merged = merge_result(result, directory, tmp_path / "run/engines" / NAME, tmp_path / "run")
     assert merged.status is BuildStatus.FAILED and not merged.is_built
     assert (merged.path, merged.digest, merged.bytes) == (None, "", 0)
@@ -216,9 +219,7 @@ def test_an_engine_that_fails_on_its_host_is_no_candidate(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_short_last_batch_is_judged_elsewhere_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_last_batch_is_judged_elsewhere_as_well(tmp_path, monkeypatch):
     """23 rows in batches of 10 end with 3; the engine takes 8 or more."""
     directory, request, _ = written(tmp_path, data=True, batch=BatchRange(8, 8, 16))
     opened = OnnxRuntimeBackend.open
@@ -238,6 +239,6 @@ def test_a_short_last_batch_is_judged_elsewhere_as_well(
     monkeypatch.setattr(OnnxRuntimeBackend, "open", strict)
     result = execute_job(directory)
     assert result.failure == ""
-    replay = Replay(directory / "result" / result.outputs["certification"])
+    replay = replayed(directory / "result" / result.outputs["certification"])
     expected = OnnxSession(request.model).run({"x": ROWS})["out"]
-    np.testing.assert_allclose(replay.run({"x": ROWS})["out"], expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(replay({"x": ROWS})["out"], expected, rtol=1e-6, atol=1e-6)

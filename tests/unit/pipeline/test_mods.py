@@ -20,16 +20,16 @@ def names(config: RunConfig, folder: Path) -> list[str]:
     return [mod.name for mod in ChosenMods(config).make({"x": np.zeros((1, 1))}, folder)]
 
 
-def test_by_default_every_mod_and_then_smoothing(tmp_path: Path) -> None:
+def test_by_default_every_mod_and_then_smoothing(tmp_path):
     assert names(config_of(tmp_path), tmp_path) == [*ALL, "smooth-by-error"]
 
 
-def test_what_is_skipped_is_not_run(tmp_path: Path) -> None:
+def test_what_is_skipped_is_not_run(tmp_path):
     config = config_of(tmp_path, mods={"skip": ["pad-sites", "fuse-layer-norm"], "smoothing": False})
     assert names(config, tmp_path) == [name for name in ALL if name not in {"pad-sites", "fuse-layer-norm"}]
 
 
-def test_the_key_follows_what_is_run_and_what_is_measured(tmp_path: Path) -> None:
+def test_the_key_follows_what_is_run_and_what_is_measured(tmp_path):
     keys = [
         ChosenMods(config_of(tmp_path, **sections)).key
         for sections in (
@@ -50,7 +50,7 @@ def test_the_key_follows_what_is_run_and_what_is_measured(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("skip", [["pad-sites", "fuse-layernorm"], ["smooth-by-error"], ["zzz"]])
-def test_an_unknown_name_is_refused(tmp_path: Path, skip: list[str]) -> None:
+def test_an_unknown_name_is_refused(tmp_path, skip):
     with pytest.raises(ConfigError) as caught:
         ChosenMods(config_of(tmp_path, mods={"skip": skip}))
     assert caught.value.code == "E1520"

@@ -27,12 +27,7 @@ from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
-from loka_onnx.pipeline.redo import (
-    carried,
-    changed_sites,
-    with_partners,
-    with_sites,
-)
+from loka_onnx.pipeline.probing import carried, changed_sites, with_partners, with_sites
 
 ONE = ExactSum.of([1.0])
 
@@ -42,10 +37,7 @@ def number(value: float) -> ExactSum:
 
 
 def site(name: str) -> Site:
-    operands = (
-        Operand(f"{name}.x", 0, False, 1, (None, 16)),
-        Operand(f"{name}.w", 1, True, 0, (16, 16)),
-    )
+    operands = (Operand(f"{name}.x", 0, False, 1, (None, 16)), Operand(f"{name}.w", 1, True, 0, (16, 16)))
     return Site(name, SiteKind.LINEAR, "MatMul", operands, f"{name}.y", 16, 16, 1)
 
 
@@ -95,11 +87,11 @@ def group(*names: str, value: float = 1.0) -> SiteGroup:
 # Sites ------------------------------------------------------------------------------------------------
 
 
-def test_what_a_mod_left_alone_is_not_measured_again() -> None:
+def test_what_a_mod_left_alone_is_not_measured_again():
     assert changed_sites(profile_of(("a", "b")), model_of("b", "a", digest="n")) == frozenset()
 
 
-def test_sites_that_a_mod_changed_are_measured_again() -> None:
+def test_sites_that_a_mod_changed_are_measured_again():
     """New ones, ones that replace themselves or others, and ones whose weight was written anew."""
     model = model_of("a", "b", "c", "d")
     replaced = replace(model.sites[1], merged_from=("b",))
@@ -109,7 +101,7 @@ def test_sites_that_a_mod_changed_are_measured_again() -> None:
     assert changed_sites(profile_of(("a", "b", "c")), model) == {"b", "c", "d"}
 
 
-def test_the_later_sites_take_the_place_of_the_earlier_ones_in_the_models_order() -> None:
+def test_the_later_sites_take_the_place_of_the_earlier_ones_in_the_models_order():
     earlier, later = profile_of(("a", "b", "c")), profile_of(("b",), 2.0)
     found = with_sites(earlier, later, model_of("c", "b", "a"))
     assert [entry.site for entry in found.sites] == ["c", "b", "a"]
@@ -119,7 +111,7 @@ def test_the_later_sites_take_the_place_of_the_earlier_ones_in_the_models_order(
     assert found.baseline_loss == earlier.baseline_loss
 
 
-def test_sites_that_the_model_lacks_are_left_out_with_their_weights_and_groups() -> None:
+def test_sites_that_the_model_lacks_are_left_out_with_their_weights_and_groups():
     earlier = profile_of(("a", "b", "c", "d"), groups=(group("a", "b"), group("c", "d")))
     later = profile_of(("ab",), 2.0)
     found = with_sites(earlier, later, model_of("ab", "c", "d", digest="modified"))
@@ -129,7 +121,7 @@ def test_sites_that_the_model_lacks_are_left_out_with_their_weights_and_groups()
     assert found.groups == (group("c", "d"),)
 
 
-def test_groups_that_hold_a_site_that_was_measured_again_are_the_later_ones() -> None:
+def test_groups_that_hold_a_site_that_was_measured_again_are_the_later_ones():
     earlier = profile_of(("a", "b", "c", "d"), groups=(group("a", "b"), group("c", "d")))
     later = profile_of(("a", "b"), groups=(group("a", "b", value=2.0),))
     found = with_sites(earlier, later, model_of("a", "b", "c", "d"))
@@ -142,7 +134,7 @@ def test_groups_that_hold_a_site_that_was_measured_again_are_the_later_ones() ->
     assert [g.sites for g in turned.groups] == [("c", "d"), ("a", "b")]
 
 
-def test_what_is_said_of_all_sites_is_true_of_each() -> None:
+def test_what_is_said_of_all_sites_is_true_of_each():
     fixed = profile_of(("a", "b"), error_rows=60, sampling=Sampling(100, 1, 16384, ("a", "b")))
     stopped = profile_of(("b",), error_rows=80, sampling=Sampling(40, 1, 16384, may_stop_early=True))
     for earlier, later in ((fixed, stopped), (replace(fixed, sampling=stopped.sampling), fixed)):
@@ -153,7 +145,7 @@ def test_what_is_said_of_all_sites_is_true_of_each() -> None:
     assert found.sampling.undecided == ("a",)  # b was left open, and then decided
 
 
-def test_a_model_whose_sites_are_all_known_carries_the_profile() -> None:
+def test_a_model_whose_sites_are_all_known_carries_the_profile():
     earlier = profile_of(("a", "b", "c"), groups=(group("a", "b"), group("b", "c")))
     found = carried(earlier, model_of("c", "b", digest="modified"))
     assert (found.model_digest, [entry.site for entry in found.sites]) == ("modified", ["c", "b"])
@@ -197,7 +189,5 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> ModelArtifact:
         (set(), set()),
     ],
 )
-def test_sites_that_share_a_tensor_in_fp8_come_along(
-    shared: ModelArtifact, chosen: set[str], found: set[str]
-) -> None:
+def test_sites_that_share_a_tensor_in_fp8_come_along(shared, chosen, found):
     assert with_partners(shared, chosen) == found

@@ -1,18 +1,25 @@
-"""The rounds of refining, over a bench whose engines' times and errors are known."""
+"""The rounds of refining, over a bench whose engines' times and errors are known; when results stand."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from small_configs import engine_of, plan_of
 
+from loka_onnx.config.schema import RefineConfig
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind
-from loka_onnx.core.engine import BuildStatus, EngineArtifact
+from loka_onnx.core.correction import CorrectionSet
+from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import (
     BudgetStatus,
     Evaluation,
+    EvaluationSet,
     Latency,
     OutputEvaluation,
     PairedDifference,
@@ -20,12 +27,18 @@ from loka_onnx.core.evaluation import (
 )
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
-from loka_onnx.core.recipe import PER_TENSOR
-from loka_onnx.core.refinement import HardwareRefinement, Origin, Refinement, Returned
+from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.core.refinement import HardwareRefinement, Origin, RefinedRun, Refinement, Returned
 from loka_onnx.evaluation.latency import Interleaved
-from loka_onnx.pipeline.refining import Refined, RefineLimits, refine
+from loka_onnx.pipeline import refining
+from loka_onnx.pipeline.context import Context
+from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.emission import Results
+from loka_onnx.pipeline.judging import Judging
+from loka_onnx.pipeline.refining import Rounds, refine, refine_engines
 from loka_onnx.planning.ladder import Reverted
+from loka_onnx.sessions import host_devices
+from loka_onnx.sessions.cuda import CudaDevice
 
 SAVED = {"a": 30.0, "b": 10.0, "c": 20.0, "d": -5.0}
 """Microseconds that a site in FP8 saves of 100."""
@@ -34,58 +47,25 @@ UPPER = {"a": 0.3, "b": 0.9, "c": 0.4, "d": 0.1}
 
 
 def plan(name: str, *fp8: str) -> PrecisionPlan:
-    base = Precision.FP32 if name == "fp32" else Precision.BF16
-    decisions = tuple(
-        Decision(site, Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 1.0, (1.0,))
-        if site in fp8
-        else Decision(site, base, None, Verdict.NOT_JUDGED, "")
-        for site in SAVED
-    )
     # Kernel times say of each site that it saves 1 µs less than it does.
     known = {"gpu": {"10": 70.0 - sum(SAVED[site] - 1.0 for site in fp8)}}
-    return PrecisionPlan(name, "digest", base, decisions, {}, len(fp8) / len(SAVED), predicted_us=known)
+    base = Precision.FP32 if name == "fp32" else Precision.BF16
+    return plan_of(name, fp8, SAVED, base, predicted_us=known)
 
 
 START = PlanSet((plan("fp32"), plan("bf16"), plan("fp8-all", *SAVED), plan("fp8-safe", "a")))
 
 
-def engine(of: PrecisionPlan, status: BuildStatus = BuildStatus.READY, **more: object) -> EngineArtifact:
-    values: dict[str, object] = {
-        "backend": "trt",
-        "plan": of.id,
-        "target": "gpu",
-        "architecture": "sm90",
-        "status": status,
-        "simulated": False,
-        "path": None,
-        "bytes": 0,
-        "digest": of.id,
-        "backend_version": "",
-        "sites": (),
-        "build_seconds": 1.0,
-    }
-    return EngineArtifact(**{**values, **more})  # type: ignore[arg-type]
-
-
-@dataclass
-class Worst:
-    """Gives back the one site that costs most for what it saves; proposes what it is told."""
-
-    proposed: tuple[PrecisionPlan, ...] = ()
-    asked: list[str] = field(default_factory=list)
-
-    def revert_sites(self, of: PrecisionPlan) -> Reverted | None:
-        self.asked.append(of.id)
-        order = sorted(of.fp8_sites, key=lambda s: -(UPPER[s] / SAVED[s] if SAVED[s] > 0 else 99))
-        left = [site for site in of.fp8_sites if site != order[0]]
-        if not left:
-            return None
-        return Reverted(replace(plan(of.id, *left)), (Returned((order[0],), UPPER[order[0]], None),))
+def engine(of: PrecisionPlan, **changes: object) -> EngineArtifact:
+    return engine_of(of.id, **changes)
 
 
 @dataclass
 class SimulatedBench:
-    """Engines whose time and upper bound are sums over sites; each timing runs on a slower machine."""
+    """Engines whose time and upper bound are sums over sites; each timing runs on a slower machine.
+
+    It gives back the one site that costs most for what it saves, and proposes what it is told.
+    """
 
     plans: dict[str, PrecisionPlan] = field(default_factory=dict)
     fails: frozenset[str] = frozenset()
@@ -94,13 +74,19 @@ class SimulatedBench:
     timed: list[list[str]] = field(default_factory=list)
     judged: list[str] = field(default_factory=list)
     slowdown: float = 1.0
-    proposals: Worst = field(default_factory=Worst)
+    proposed: tuple[PrecisionPlan, ...] = ()
+    asked: list[str] = field(default_factory=list)
 
     def from_search(self, target: str) -> Sequence[PrecisionPlan]:
-        return self.proposals.proposed
+        return self.proposed
 
     def revert_sites(self, of: PrecisionPlan, evaluation: Evaluation, target: str) -> Reverted | None:
-        return self.proposals.revert_sites(of)
+        self.asked.append(of.id)
+        order = sorted(of.fp8_sites, key=lambda s: -(UPPER[s] / SAVED[s] if SAVED[s] > 0 else 99))
+        left = [site for site in of.fp8_sites if site != order[0]]
+        if not left:
+            return None
+        return Reverted(plan(of.id, *left), (Returned((order[0],), UPPER[order[0]], None),))
 
     def know(self, plans: Sequence[PrecisionPlan]) -> None:
         self.plans.update({each.id: each for each in plans})
@@ -108,13 +94,9 @@ class SimulatedBench:
     def build(self, plans: Sequence[PrecisionPlan], like: EngineArtifact) -> Sequence[EngineArtifact]:
         self.know(plans)
         self.built += [(each.id, like.backend) for each in plans]
+        failed = {"status": BuildStatus.FAILED, "detail": "signal 11"}
         return [
-            replace(
-                engine(each, backend=like.backend, architecture=like.architecture),
-                status=BuildStatus.FAILED if each.id in self.fails else BuildStatus.READY,
-                detail="signal 11" if each.id in self.fails else "",
-            )
-            for each in plans
+            engine(each, backend=like.backend, **(failed if each.id in self.fails else {})) for each in plans
         ]
 
     def time(self, engines: Sequence[EngineArtifact]) -> Interleaved:
@@ -143,36 +125,35 @@ class SimulatedBench:
         return Evaluation(of.id, of.backend, of.plan, of.target, "selection", 1000, (output,), (), "measured")
 
 
-LIMITS = RefineLimits(rounds=5, plans=2, seconds=1e9)
+LIMITS = RefineConfig(rounds=5, plans=2, seconds=1e8)
 
 
 def run(
     engines: Sequence[EngineArtifact] | None = None,
     bench: SimulatedBench | None = None,
-    proposals: Worst | None = None,
-    limits: RefineLimits = LIMITS,
+    limits: RefineConfig = LIMITS,
     plans: PlanSet = START,
-) -> tuple[Refined, SimulatedBench]:
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Rounds, SimulatedBench]:
     bench = bench or SimulatedBench()
     bench.know(plans.plans)
     start = [engine(each) for each in plans.plans] if engines is None else engines
-    bench.proposals = proposals or Worst()
-    found = refine(start, plans, bench, limits)
+    found = refine(start, plans, bench, limits, clock)
     assert serde.loads(Refinement, serde.dumps(found.document)) == found.document
     return found, bench
 
 
-def only(found: Refined) -> HardwareRefinement:
+def only(found: Rounds) -> HardwareRefinement:
     (hardware,) = found.document.hardware
     return hardware
 
 
-def test_sites_go_until_the_fastest_engine_fits() -> None:
+def test_sites_go_until_the_fastest_engine_fits():
     found, _ = run()
     hardware = only(found)
     # a b c d is beyond; d saves nothing, then b costs most: a c takes .7 of the budget and 50 of 100 µs.
-    assert [plan.id for plan in found.plans] == ["refined-1", "refined-2"]
-    assert [set(plan.fp8_sites) for plan in found.plans] == [{"a", "b", "c"}, {"a", "c"}]
+    assert [plan.id for plan in found.added.plans] == ["refined-1", "refined-2"]
+    assert [set(plan.fp8_sites) for plan in found.added.plans] == [{"a", "b", "c"}, {"a", "c"}]
     assert (hardware.best, hardware.ended) == ("refined-2", "there is nothing left to try")
     steps = {step.plan: step for step in hardware.steps}
     assert [(s.round, s.origin, s.parent) for s in found.document.hardware[0].steps[-2:]] == [
@@ -184,11 +165,11 @@ def test_sites_go_until_the_fastest_engine_fits() -> None:
     assert (steps["refined-1"].is_within, steps["refined-1"].is_on_front) == (False, True)
     # d makes all of them slower and less accurate; fp32 is slower than bf16 and no better.
     assert not steps["fp8-all"].is_on_front and not steps["fp32"].is_on_front
-    assert hardware.anchor == "gpu-trt-sm90-bf16"
-    assert [e.plan for e in found.engines] == ["refined-1", "refined-2"]
+    assert hardware.anchor == "gpu-maker-sm90-bf16"
+    assert [e.plan for e in found.added.engines] == ["refined-1", "refined-2"]
 
 
-def test_times_of_slower_rounds_are_held_against_the_anchor() -> None:
+def test_times_of_slower_rounds_are_held_against_the_anchor():
     found, bench = run()
     # Every round runs on a machine that is half slower than the one before.
     assert bench.timed == [
@@ -209,18 +190,18 @@ def test_times_of_slower_rounds_are_held_against_the_anchor() -> None:
     assert steps["refined-2"].latency_us["10"] > steps["fp8-safe"].latency_us["10"]
 
 
-def test_every_plan_with_fp8_is_predicted_before_its_engine_is_measured() -> None:
+def test_every_plan_with_fp8_is_predicted_before_its_engine_is_measured():
     # The first round runs at the pace of the kernel times, each later one on a machine that is half slower.
     found, _ = run(bench=SimulatedBench(slowdown=1 / 1.5))
     steps = {step.plan: step for step in only(found).steps}
     assert {name: step.predicted_from for name, step in steps.items()} == {
         "fp32": "",
         "bf16": "",
-        "fp8-all": "gpu-trt-sm90-bf16",
-        "fp8-safe": "gpu-trt-sm90-bf16",
+        "fp8-all": "gpu-maker-sm90-bf16",
+        "fp8-safe": "gpu-maker-sm90-bf16",
         # Of a b c d and a, the first differs from a b c in one site; from a c it is the other.
-        "refined-1": "gpu-trt-sm90-fp8-all",
-        "refined-2": "gpu-trt-sm90-fp8-safe",
+        "refined-1": "gpu-maker-sm90-fp8-all",
+        "refined-2": "gpu-maker-sm90-fp8-safe",
     }
     # Each µs that kernel times miss is in the prediction once for each site that differs, at the pace of the
     # round, which the anchor tells.
@@ -241,65 +222,58 @@ def test_every_plan_with_fp8_is_predicted_before_its_engine_is_measured() -> Non
     assert document.median_prediction_error == pytest.approx((errors[1] + errors[2]) / 2)
 
 
-def test_an_engine_that_dies_while_it_is_timed_is_told() -> None:
+def test_an_engine_that_dies_while_it_is_timed_is_told():
     """It has figures of the batch sizes before that: they are no speed."""
     found, _ = run(bench=SimulatedBench(dies={"refined-1": "at batch 20: signal 11"}))
     dead = next(step for step in only(found).steps if step.plan == "refined-1")
     assert dead.detail == "failed while it was timed: at batch 20: signal 11"
     assert (dead.latency_us, dead.times, dead.is_on_front) == ({}, None, False)
-    judged = next(e for e in found.evaluations.evaluations if e.plan == "refined-1")
+    judged = next(e for e in found.added.evaluations.evaluations if e.plan == "refined-1")
     assert judged.latency_failure == "at batch 20: signal 11"
     assert only(found).best != "refined-1"
 
 
-def test_what_the_search_proposes_is_tried_once() -> None:
-    proposals = Worst((plan("x", "a", "c"), plan("y", "a"), plan("z")))
-    found, bench = run(proposals=proposals)
+def test_what_the_search_proposes_is_tried_once():
+    found, bench = run(bench=SimulatedBench(proposed=(plan("x", "a", "c"), plan("y", "a"), plan("z"))))
     # The second is fp8-safe, the third has nothing in FP8.
     assert [(step.plan, step.origin) for step in only(found).steps[-2:]] == [
         ("refined-1", Origin.GIVEN_BACK),
         ("refined-2", Origin.SEARCH),
     ]
     assert only(found).best == "refined-2"
-    assert bench.built == [("refined-1", "trt"), ("refined-2", "trt")]
+    assert bench.built == [("refined-1", "maker"), ("refined-2", "maker")]
 
 
-def test_rounds_plans_and_time_are_limited() -> None:
-    many = Worst(tuple(plan(f"p{i}", *sites) for i, sites in enumerate(("bc", "bd", "cd", "b", "c"))))
-    found, _ = run(proposals=many, limits=RefineLimits(rounds=1, plans=2, seconds=1e9))
-    assert len(found.plans) == 2
+def test_rounds_plans_and_time_are_limited():
+    many = tuple(plan(f"p{i}", *sites) for i, sites in enumerate(("bc", "bd", "cd", "b", "c")))
+    found, _ = run(bench=SimulatedBench(proposed=many), limits=RefineConfig(rounds=1, plans=2, seconds=1e8))
+    assert len(found.added.plans) == 2
     assert only(found).ended == "the limit of 1 rounds was reached"
     clock = iter(float(t) for t in range(100))
-    found, _ = run(proposals=many, limits=RefineLimits(9, 1, 2.5, clock=lambda: next(clock)))
+    limits = RefineConfig(rounds=9, plans=1, seconds=2.5)
+    found, _ = run(bench=SimulatedBench(proposed=many), limits=limits, clock=lambda: next(clock))
     assert only(found).ended == "the time limit of 2.5 s was reached"
     # It began at 0; rounds began at 1 and 2.
-    assert len(found.plans) == 2
+    assert len(found.added.plans) == 2
 
 
-def test_an_engine_that_is_not_faster_gives_nothing_back() -> None:
+def test_an_engine_that_is_not_faster_gives_nothing_back():
     """What misses the budget and is slower than what does not would only become slower."""
-    slow = SimulatedBench()
-    found, _ = run(
-        [engine(START.plan(name)) for name in ("bf16", "fp8-safe")]
-        + [engine(plan("fp8-all"), plan="fp8-all")],
-        slow,
-    )
-    assert found.plans != ()
-    inside = Worst()
-    run([engine(START.plan(name)) for name in ("bf16", "fp8-safe")], proposals=inside)
-    assert inside.asked == []
+    inside = [engine_of(name) for name in ("bf16", "fp8-safe")]
+    found, _ = run([*inside, engine_of("fp8-all")])
+    assert found.added.plans != ()
+    _, bench = run(inside)
+    assert bench.asked == []
 
 
-def test_a_build_that_fails_costs_that_plan_only() -> None:
-    bench = SimulatedBench(fails=frozenset({"refined-1"}))
-    proposals = Worst((plan("x", "a", "c"),))
-    found, _ = run(bench=bench, proposals=proposals)
+def test_a_build_that_fails_costs_that_plan_only():
+    found, _ = run(bench=SimulatedBench(fails=frozenset({"refined-1"}), proposed=(plan("x", "a", "c"),)))
     steps = {step.plan: step for step in only(found).steps}
     assert (steps["refined-1"].status, steps["refined-1"].detail) == ("failed", "signal 11")
     assert steps["refined-1"].times is None
     assert only(found).best == "refined-2"
     # What failed is not tried again.
-    assert len({frozenset(p.fp8_sites) for p in found.plans}) == len(found.plans)
+    assert len({frozenset(p.fp8_sites) for p in found.added.plans}) == len(found.added.plans)
 
 
 @pytest.mark.parametrize(
@@ -313,32 +287,75 @@ def test_a_build_that_fails_costs_that_plan_only() -> None:
         ([engine(START.plan("fp8-all"))], "no engine without FP8 was timed"),
     ],
 )
-def test_where_there_is_nothing_to_refine(engines: list[EngineArtifact], ended: str) -> None:
+def test_where_there_is_nothing_to_refine(engines, ended):
     found, bench = run(engines)
-    assert (only(found).ended, found.plans, bench.built) == (ended, (), [])
+    assert (only(found).ended, found.added.plans, bench.built) == (ended, (), [])
 
 
-def test_hardware_that_is_not_here_is_left_out() -> None:
-    away = [engine(each, BuildStatus.BUILT_NOT_RUN) for each in START.plans]
+def test_hardware_that_is_not_here_is_left_out():
+    away = [engine(each, status=BuildStatus.BUILT_NOT_RUN) for each in START.plans]
     found, bench = run(away)
     assert found.document.hardware == ()
     assert bench.timed == []
 
 
-def test_no_rounds_measure_nothing() -> None:
-    found, bench = run(limits=replace(LIMITS, rounds=0))
-    assert (only(found).ended, bench.timed) == ("no round was asked for", [])
-
-
-def test_the_backend_of_the_fastest_engine_builds() -> None:
+def test_the_backend_of_the_fastest_engine_builds():
     class TwoBackends(SimulatedBench):
         def latency(self, of: EngineArtifact) -> Latency:
             taken = super().latency(of)
             factor = 0.5 if of.backend == "inductor" else 1.0
             return replace(taken, p50_us=taken.p50_us * factor)
 
-    both = [engine(each, backend=backend) for backend in ("trt", "inductor") for each in START.plans]
+    both = [engine(each, backend=backend) for backend in ("maker", "inductor") for each in START.plans]
     found, bench = run(both, TwoBackends())
     assert {backend for _, backend in bench.built} == {"inductor"}
     assert only(found).backend == "inductor"
-    assert {e.plan for e in found.engines} == {p.id for p in found.plans}
+    assert {e.plan for e in found.added.engines} == {p.id for p in found.added.plans}
+
+
+MODEL: Any = SimpleNamespace(digest="model")
+ENGINE = engine_of("fp8-all", "nvidia-h100")
+PLANS = PlanSet((plan_of("fp8-all", ["fc"]),))
+
+
+def judging_in(directory: RunDirectory) -> Judging:
+    """What the stage reads of a run."""
+    config: Any = SimpleNamespace(
+        refine=SimpleNamespace(rounds=1, plans=1, seconds=9.0),
+        outputs=(),
+        data=SimpleNamespace(group=None, slices=()),
+        batch={},
+        plan={},
+        serving=SimpleNamespace(inputs="host"),
+    )
+    split = SimpleNamespace(digest="data")
+    context = Context(config, directory, exported=MODEL)
+    context.__dict__["splits"] = SimpleNamespace(calibration=split, selection=split)
+    return Judging(context, None)
+
+
+def test_what_was_refined_on_another_device_is_refined_again_on_the_target(tmp_path, monkeypatch):
+    """No time counts on an H200 that stands in for an H100, so that no round was ever begun there."""
+    here: list[CudaDevice] = []
+    rounds = []
+
+    def refined(*inputs: object) -> Rounds:
+        device = here[-1].name
+        rounds.append(device)
+        latency = Latency(8, 1.0, 1.0, 1.0, 9, device, counts_for_choice="H100" in device)
+        judged = Evaluation(
+            ENGINE.id, "maker", "fp8-all", "nvidia-h100", "selection", 9, (), (latency,), "measured"
+        )
+        return Rounds(Refinement(), RefinedRun(evaluations=EvaluationSet((judged,))))
+
+    monkeypatch.setattr(refining, "refine", refined)
+    monkeypatch.setattr(host_devices, "list_cuda_devices", lambda: tuple(here[-1:]))
+    results = Results(MODEL, MODEL, PLANS, {}, EngineSet((ENGINE,)), CorrectionSet())
+    h200, h100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+    pcie = "NVIDIA H100 PCIe"
+    for device in (h200, h200, h100, h100, h200, pcie, pcie):
+        here.append(CudaDevice(0, device, "sm90"))
+        with RunDirectory.create(tmp_path / "run", {}, {}, force=False, resume=True) as directory:
+            refine_engines(judging_in(directory), results)
+    # Nothing is lost where the run goes on on another device later; another H100 is another machine.
+    assert rounds == [h200, h100, pcie]

@@ -14,7 +14,7 @@ from loka_onnx.data import InputBinding
 from loka_onnx.pipeline.accepting import check_data, export_model
 from loka_onnx.pipeline.context import Context, RunSettings
 from loka_onnx.pipeline.directory import RunDirectory
-from loka_onnx.pipeline.sample import bounded_by, generated_rows
+from loka_onnx.pipeline.rows import bounded_by, generated_rows
 
 WEIGHTS = {
     "w": np.random.default_rng(0).standard_normal((6, 1)).astype(np.float32),
@@ -52,23 +52,23 @@ def drawn(body: str, folder: Path, width: str = "2") -> dict[str, np.ndarray]:
     )
     with RunDirectory.create(config.output, {}, {}, force=False, resume=False) as directory:
         settings = RunSettings(config, directory)
-        context = Context.of(settings, export_model(settings))
+        context = Context(**vars(settings), exported=export_model(settings))
         check_data(context)
         return context.requests.sample(32)
 
 
-def test_numbers_have_both_signs_where_the_model_takes_them(tmp_path: Path) -> None:
+def test_numbers_have_both_signs_where_the_model_takes_them(tmp_path):
     found = drawn("l = Relu(x)", tmp_path)
     assert (found["x"] < 0).any()
     assert found["x"].shape == (32, 2)
 
 
-def test_numbers_are_positive_where_the_model_answers_others_with_nan(tmp_path: Path) -> None:
+def test_numbers_are_positive_where_the_model_answers_others_with_nan(tmp_path):
     found = drawn("l = Log(x)", tmp_path)
     assert (found["x"] > 0).all()
 
 
-def test_integers_that_no_table_bounds_are_in_the_range_of_the_data() -> None:
+def test_integers_that_no_table_bounds_are_in_the_range_of_the_data():
     random = np.random.default_rng(0)
     rows = random.integers(-5, 40, (500, 3))
     spec = TensorSpec("i", "int64", (None, 3))
@@ -85,7 +85,7 @@ def test_integers_that_no_table_bounds_are_in_the_range_of_the_data() -> None:
     assert bounded_by(floats, rows.astype(np.float32)) is floats
 
 
-def test_lists_are_as_long_as_those_of_the_data(tmp_path: Path) -> None:
+def test_lists_are_as_long_as_those_of_the_data(tmp_path):
     found = drawn("l = Relu(x)", tmp_path)
     assert found["ids"].shape == (32, 5)
     assert found["ids"].dtype == np.int64

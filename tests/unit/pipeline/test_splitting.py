@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,15 +27,8 @@ from loka_onnx.graph.storage import model_digest
 from loka_onnx.pipeline import splitting
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import RunDirectory
-from loka_onnx.pipeline.splitting import (
-    LOOKUP,
-    beside_lookup,
-    cut_model,
-    open_lookup,
-    source_of,
-    taken_by_engines,
-    with_lookup,
-)
+from loka_onnx.pipeline.judging import Judging
+from loka_onnx.pipeline.splitting import LOOKUP, beside_lookup, cut_model, source_of
 from loka_onnx.sessions.runner import Arrays, Runner
 
 RANKER = """
@@ -88,21 +82,29 @@ def directory(tmp_path: Path) -> Any:
         yield opened
 
 
-def cut(directory: RunDirectory, asked_for: bool = True) -> ModelSplit | None:
-    config: Any = SimpleNamespace(model=SimpleNamespace(split_sparse=asked_for))
-    model = write_whole(directory.path)
-    context = Context(config, directory, exported=model)
+def context_of(directory: RunDirectory, asked_for: bool = True) -> Context:
+    batch = SimpleNamespace(min=1)
+    config: Any = SimpleNamespace(model=SimpleNamespace(split_sparse=asked_for), threads=1, batch=batch)
+    context = Context(config, directory, exported=write_whole(directory.path))
     context.__dict__["splits"] = SimpleNamespace(calibration=Rows())
-    return cut_model(context, model)
+    return context
+
+
+def judging_of(directory: RunDirectory, split: ModelSplit | None) -> Judging:
+    return Judging(context_of(directory), split)
+
+
+def cut(directory: RunDirectory, asked_for: bool = True) -> ModelSplit | None:
+    context = context_of(directory, asked_for)
+    return cut_model(context, context.exported)
 
 
 def plan(digest: str) -> PlanSet:
     return PlanSet((PrecisionPlan("fp32", digest, Precision.FP32, (), {}, 0.0),))
 
 
-def test_the_stage_leaves_the_halves_with_paths_of_the_run_and_is_reused(directory: RunDirectory) -> None:
+def test_the_stage_leaves_the_halves_with_paths_of_the_run_and_is_reused(directory):
     split = cut(directory)
-    assert split is not None and split.halves is not None
     assert split.check == SplitCheck((50, 1), True)
     assert split.check.rows == 51
     assert split.halves.dense.path == directory.path / "model/dense.onnx"
@@ -120,9 +122,7 @@ def test_the_stage_leaves_the_halves_with_paths_of_the_run_and_is_reused(directo
 
 
 @pytest.mark.parametrize("how", ["pattern", "data"])
-def test_a_refused_cut_leaves_the_reason_and_no_halves(
-    how: str, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_cut_leaves_the_reason_and_no_halves(how, directory, monkeypatch):
     refused = Declined("ctr", "the halves move it by up to 0.5 in batch 0 of 2")
     if how == "data":
         kept = splitting.verify_split
@@ -140,12 +140,13 @@ def test_a_refused_cut_leaves_the_reason_and_no_halves(
     model = write_whole(directory.path)
     assert source_of(model, plan(model.digest), split).part is Part.WHOLE
     inputs = Rows().inputs
-    assert taken_by_engines(inputs, split, 1) == inputs
+    judging = judging_of(directory, split)
+    assert judging.taken_by_engines(inputs) == inputs
     with pytest.raises(InternalError, match="an engine takes looked-up rows, and the model was not cut"):
-        open_lookup(split, 1)
+        judging.open_lookup()
 
 
-def test_a_cut_that_is_not_asked_for_any_more_is_forgotten(directory: RunDirectory) -> None:
+def test_a_cut_that_is_not_asked_for_any_more_is_forgotten(directory):
     for name in ("recalibrate", "plan"):
         directory.stage(name, {}, lambda: [], lambda: None)
     cut(directory)
@@ -155,9 +156,8 @@ def test_a_cut_that_is_not_asked_for_any_more_is_forgotten(directory: RunDirecto
     assert sorted(p.name for p in (directory.path / "model").iterdir()) == ["modified.onnx"]
 
 
-def test_plans_are_handed_over_to_the_dense_half(directory: RunDirectory) -> None:
+def test_plans_are_handed_over_to_the_dense_half(directory):
     split = cut(directory)
-    assert split is not None and split.halves is not None
     model = write_whole(directory.path)
     source = source_of(model, plan(model.digest), split)
     assert (source.model, source.part) == (split.halves.dense, Part.DENSE)
@@ -167,7 +167,7 @@ def test_plans_are_handed_over_to_the_dense_half(directory: RunDirectory) -> Non
         source_of(model, plan("0" * 64), split)
 
 
-def test_what_a_plan_keeps_wide_in_the_lookup_is_no_matter_of_the_engine(directory: RunDirectory) -> None:
+def test_what_a_plan_keeps_wide_in_the_lookup_is_no_matter_of_the_engine(directory):
     """As the pooling of a first-order term, which a logit's protection names."""
     split, model = cut(directory), write_whole(directory.path)
     wide = (Wide("look_up", "in front of the logit"), Wide("fc", "named by the user"))
@@ -177,8 +177,7 @@ def test_what_a_plan_keeps_wide_in_the_lookup_is_no_matter_of_the_engine(directo
 
 
 class Watched(Runner):
-    def __init__(self) -> None:
-        self.closed = False
+    closed = False
 
     def run(self, inputs: Any) -> Arrays:
         return {"ctr": inputs["items"][:, :1]}
@@ -187,15 +186,17 @@ class Watched(Runner):
         self.closed = True
 
 
-def test_an_engine_with_its_lookup_takes_the_inputs_of_the_whole(directory: RunDirectory) -> None:
+def test_an_engine_with_its_lookup_takes_the_inputs_of_the_whole(directory, monkeypatch):
     runner, inputs = Watched(), Rows(6).inputs
-    joined = with_lookup(runner, cut(directory), 1)
-    np.testing.assert_array_equal(joined.run(inputs)["ctr"], TABLE[inputs["item"]][:, :1])
-    joined.close()
+    monkeypatch.setattr(Judging, "open_alone", lambda self, engine: runner)
+    engine: Any = SimpleNamespace(part=Part.DENSE)
+    with ExitStack() as stack:
+        run = judging_of(directory, cut(directory)).open_engine(engine, stack)
+        np.testing.assert_array_equal(run(inputs)["ctr"], TABLE[inputs["item"]][:, :1])
     assert runner.closed
 
 
-def test_the_median_of_the_lookup_stands_beside_each_engine_and_not_among_them() -> None:
+def test_the_median_of_the_lookup_stands_beside_each_engine_and_not_among_them():
     one = Latency(8, 10.0, 11.0, 12.0, 20, "cpu", True)
     timed = {"engine": (one, replace(one, batch=64)), LOOKUP: (replace(one, p50_us=3.0),)}
     assert beside_lookup(timed) == {

@@ -57,7 +57,7 @@ def batches(ids: list[int], smallest: int = 1) -> Batches:
 
 
 @pytest.mark.parametrize("op", LAYERS)
-def test_the_batch_that_ends_the_process_is_named(tmp_path: Path, op: str) -> None:
+def test_the_batch_that_ends_the_process_is_named(tmp_path, op):
     model = ranker(tmp_path, op)
     finding = find_fatal_batch(model.path, model.other_products, batches([0, 1, 1, 1]))
     assert finding is not None and finding.fault is Fault.FAILS
@@ -69,9 +69,7 @@ def test_the_batch_that_ends_the_process_is_named(tmp_path: Path, op: str) -> No
     assert last is not None and last.evidence.startswith("a batch of 2 rows, from row 4 on: ")
 
 
-def test_a_layer_that_always_has_rows_and_errors_that_are_raised_are_left_to_preflight(
-    tmp_path: Path,
-) -> None:
+def test_a_layer_that_always_has_rows_and_errors_that_are_raised_are_left_to_preflight(tmp_path):
     always = ranker(tmp_path, "GRU", "some = Identity(x)")
     # Its ScatterND fails, by an exception, where an id is 0.
     assert find_fatal_batch(always.path, always.other_products, batches([1, 1])) is None

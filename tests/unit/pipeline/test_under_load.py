@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from small_configs import engine_of, plan_of
 
 from loka_onnx.config.schema import ServingConfig
 from loka_onnx.core.artifact import OutputKind
@@ -30,9 +29,8 @@ from loka_onnx.core.evaluation import (
     Why,
 )
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
+from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.progress import silent
-from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, ThroughputSet
 from loka_onnx.errors import EngineError
 from loka_onnx.pipeline.directory import RunDirectory
@@ -42,28 +40,15 @@ from loka_onnx.sessions import host_devices
 from loka_onnx.sessions.cuda import CudaDevice
 from loka_onnx.sessions.runner import Arrays, Resident, Runner
 
-
-def plan(name: str, base: Precision, products_us: float = 0.0) -> PrecisionPlan:
-    precision = Precision.FP8 if name.startswith("fp8") else base
-    recipe = PER_TENSOR if precision is Precision.FP8 else None
-    decision = Decision("fc", precision, recipe, Verdict.SAFE, "")
-    times = {"gpu": {"8": products_us}} if products_us else {}
-    return PrecisionPlan(name, "d", base, (decision,), {}, 0.0, predicted_us=times)
-
-
 PLANS = PlanSet(
     (
-        plan("fp32", Precision.FP32),
-        plan("bf16", Precision.BF16, 60.0),
-        plan("fp16", Precision.FP16),
-        plan("fp8-all", Precision.BF16, 25.0),
+        plan_of("fp32", base=Precision.FP32),
+        plan_of("bf16", predicted_us={"gpu": {"8": 60.0}}),
+        plan_of("fp16", base=Precision.FP16),
+        plan_of("fp8-all", ["fc"], predicted_us={"gpu": {"8": 25.0}}),
     )
 )
 US = {"fp32": 300.0, "bf16": 100.0, "fp16": 90.0, "fp8-all": 70.0}
-
-
-def engine(of: str, status: BuildStatus = BuildStatus.READY, simulated: bool = False) -> EngineArtifact:
-    return EngineArtifact("trt", of, "gpu", "sm90", status, simulated, None, 0, of, "", (), 0.0)
 
 
 def evaluation(of: EngineArtifact, status: str) -> Evaluation:
@@ -74,7 +59,7 @@ def evaluation(of: EngineArtifact, status: str) -> Evaluation:
     return Evaluation(of.id, "trt", of.plan, "gpu", "selection", 10, (output,), (latency,), "measured")
 
 
-ENGINES = {name: engine(name) for name in US}
+ENGINES = {name: engine_of(name) for name in US}
 
 
 def evidence(**accuracy: str) -> Evidence:
@@ -94,14 +79,14 @@ def loaded(of: Evidence, chosen: Choice, batches: tuple[int, ...] = (8,)) -> lis
     return [(each.batch, each.engine.plan, each.role) for each in found]
 
 
-def test_the_chosen_and_the_best_without_fp8() -> None:
+def test_the_chosen_and_the_best_without_fp8():
     assert loaded(evidence(), choice("fp8-all")) == [(8, "fp8-all", CHOSEN), (8, "fp16", HIGH_PRECISION)]
     # One beyond the budget is not the best, however fast.
     assert loaded(evidence(fp16=BudgetStatus.BEYOND), choice("fp8-all"))[1][1] == "bf16"
     assert loaded(evidence(), choice("fp16")) == [(8, "fp16", CHOSEN)]
 
 
-def test_each_size_has_its_own_chosen_engine() -> None:
+def test_each_size_has_its_own_chosen_engine():
     routed = choice("bf16", (8, "bf16"), (64, "fp8-all"))
     assert loaded(evidence(), routed, (64, 8)) == [
         (8, "bf16", CHOSEN),
@@ -115,15 +100,15 @@ def test_each_size_has_its_own_chosen_engine() -> None:
     "change",
     [{"status": BuildStatus.BUILT_NOT_RUN}, {"status": BuildStatus.RUN_ELSEWHERE}, {"simulated": True}],
 )
-def test_what_cannot_be_loaded_here_is_not(change: dict[str, object]) -> None:
-    engines = [engine("fp8-all", **change), ENGINES["bf16"]]  # type: ignore[arg-type]
+def test_what_cannot_be_loaded_here_is_not(change):
+    engines = [engine_of("fp8-all", **change), ENGINES["bf16"]]
     found = under_load(engines, evidence(), choice("fp8-all"), (8,))
     assert [(each.engine.plan, each.role) for each in found] == [("bf16", HIGH_PRECISION)]
 
 
 def h100s() -> tuple[list[EngineArtifact], Evidence, Choice]:
     """Two engines for an H100, of which the one in FP8 is chosen."""
-    made = [replace(engine(of), target="nvidia-h100") for of in ("bf16", "fp8-all")]
+    made = [engine_of(of, "nvidia-h100") for of in ("bf16", "fp8-all")]
     judged = Evidence(EvaluationSet(tuple(evaluation(e, BudgetStatus.WITHIN) for e in made)), PLANS)
     losers = (Rejection(made[0].id, Why.SLOWER, ""),)
     return made, judged, Choice((TargetChoice("nvidia-h100", made[1].id, "fp8-all", "", "", losers),))
@@ -143,13 +128,7 @@ SXM, PCIE, OTHER = "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200"
         ((OTHER, ""), [], None),
     ],
 )
-def test_another_machine_of_the_target_is_put_under_load_again(
-    devices: tuple[str, ...],
-    asked: list[str],
-    told: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_machine_of_the_target_is_put_under_load_again(devices, asked, told, tmp_path, monkeypatch):
     opened: list[str] = []
     here = ""
 
@@ -198,15 +177,9 @@ class Counting(Runner):
 
 @pytest.mark.parametrize(
     ("wanted", "stays", "where", "counts"),
-    [
-        ("host", True, "host", (1, 0)),
-        ("device", True, "device", (0, 1)),
-        ("device", False, "host", (1, 0)),
-    ],
+    [("host", True, "host", (1, 0)), ("device", True, "device", (0, 1)), ("device", False, "host", (1, 0))],
 )
-def test_copies_of_an_engine_are_asked_as_servers_ask(
-    wanted: str, stays: bool, where: str, counts: tuple[int, int]
-) -> None:
+def test_copies_of_an_engine_are_asked_as_servers_ask(wanted, stays, where, counts):
     copies = [Counting(stays), Counting(stays)]
     request = {"x": np.zeros(8)}
     served = Served.of(copies, request, InputPlace(wanted))

@@ -1,4 +1,4 @@
-"""Patterns are held against the exported model, and against what mods make of it, before calibration."""
+"""What a torch builder returns, and patterns that name sites, both before the first long stage."""
 
 from __future__ import annotations
 
@@ -12,13 +12,47 @@ import onnx.parser
 import pytest
 from onnx import numpy_helper
 
-from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.errors import ConfigError
+from loka_onnx.config.schema import ModelConfig
+from loka_onnx.core.artifact import ModelArtifact, TensorSpec
+from loka_onnx.errors import ConfigError, ModelError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.pipeline import accepting
-from loka_onnx.pipeline.accepting import check_plan_patterns
+from loka_onnx.pipeline.accepting import build_torch_model, check_plan_patterns
 from loka_onnx.transforms.sequence import Rewritten, apply_mods
+
+SOURCE = """
+import numpy as np
+import torch
+
+def pair():
+    return torch.nn.Linear(3, 1), {"x": np.zeros((2, 3), np.float32), "ids": np.zeros(2, np.int64)}
+
+def bare():
+    return torch.nn.Linear(3, 1)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    pytest.importorskip("torch", reason="needs torch")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "described_ranker.py").write_text(SOURCE)
+    return tmp_path
+
+
+def test_a_pair_tells_names_types_and_widths_in_order(place):
+    model = build_torch_model(ModelConfig(torch="described_ranker:pair"), place)
+    assert model.inputs == (
+        TensorSpec("x", "float32", (None, 3)),
+        TensorSpec("ids", np.dtype(np.int64).name, (None,)),
+    )
+
+
+def test_a_module_alone_is_refused_and_not_promised(place):
+    with pytest.raises(ModelError) as caught:
+        build_torch_model(ModelConfig(torch="described_ranker:bare"), place)
+    assert caught.value.code == "E1531"
 
 
 class Place:
@@ -55,14 +89,14 @@ class Place:
 
 
 @pytest.mark.parametrize("plan", [{}, {"keep": ("a", "sum")}, {"keep": ("a",), "force": ("b",)}])
-def test_names_of_the_exported_model_need_no_mods(tmp_path: Path, plan: dict[str, Any]) -> None:
+def test_names_of_the_exported_model_need_no_mods(tmp_path, plan):
     place = Place(tmp_path, **plan)
     place.check()
     assert place.rewrites == 0
 
 
 @pytest.mark.parametrize("key", ["keep", "force"])
-def test_names_that_mods_make_are_known(tmp_path: Path, key: str) -> None:
+def test_names_that_mods_make_are_known(tmp_path, key):
     place = Place(tmp_path, **{key: ("a+b",)})
     place.check()
     assert place.rewrites == 1
@@ -70,19 +104,19 @@ def test_names_that_mods_make_are_known(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["keep", "force"])
-def test_what_neither_has_is_refused(tmp_path: Path, key: str) -> None:
+def test_what_neither_has_is_refused(tmp_path, key):
     place = Place(tmp_path, **{key: ("a", "nothing")})
     with pytest.raises(ConfigError, match=rf"^plan\.{key}: pattern 'nothing' matches no site"):
         place.check()
     assert [entry.name for entry in tmp_path.iterdir()] == ["exported.onnx"]
 
 
-def test_a_site_that_is_kept_and_forced_is_refused(tmp_path: Path) -> None:
+def test_a_site_that_is_kept_and_forced_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"site 'a.*' is both kept and forced"):
         Place(tmp_path, keep=("a",), force=("a",)).check()
 
 
-def test_names_that_depend_on_calibration_are_left_to_the_plan(tmp_path: Path) -> None:
+def test_names_that_depend_on_calibration_are_left_to_the_plan(tmp_path):
     place = Place(tmp_path, keep=("a+b.loud",))
     with pytest.raises(ConfigError):
         place.check()

@@ -1,4 +1,4 @@
-"""A planned model is written once for each form that backends ask for, under a name of its own."""
+"""Candidates: settings of backends reach them, and a planned model is written once for each form."""
 
 from __future__ import annotations
 
@@ -8,17 +8,53 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from small_configs import config_of, plan_of
 
 from loka_onnx.core.backends import Fusions
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.engines.registry import get_backend
+from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline import candidates
 from loka_onnx.pipeline.candidates import Candidate, EngineBuilder
+from loka_onnx.pipeline.plans import check_options
+from loka_onnx.pipeline.run import run
 from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.transforms.precision.apply_plan import PlanForm, PlannedModel
+
+
+def test_options_reach_the_candidates_of_their_backend_and_device(tmp_path):
+    gpu = {
+        "device": "nvidia-h100",
+        "backends": ["inductor", "tensorrt"],
+        "options": {"inductor": {"static": 0, "max_autotune": 1}},
+    }
+    config = config_of(tmp_path, targets=[gpu, {"device": "cpu", "backends": ["inductor"]}])
+    check_options(config)
+    judging = SimpleNamespace(context=SimpleNamespace(config=config))
+    builder = EngineBuilder(cast(Any, judging), CorrectionSet())
+    given = {(c.target, c.backend.name): c.options for c in builder._candidates(PlanSet((plan_of("fp32"),)))}
+    assert given == {
+        ("nvidia-h100", "inductor"): {"static": 0, "max_autotune": 1},
+        ("nvidia-h100", "tensorrt"): {},
+        ("cpu", "inductor"): {},
+    }
+
+
+@pytest.mark.parametrize("options", [{"statik": 1}, {"zzz": 1}, {"static": 2}])
+def test_a_setting_that_a_backend_lacks_is_refused_at_once(options, tmp_path):
+    targets = [
+        {"device": "nvidia-h100", "backends": ["inductor"]},
+        {"device": "cpu", "backends": ["inductor"], "options": {"inductor": options}},
+    ]
+    config = config_of(tmp_path, targets=targets)
+    with pytest.raises(ConfigError) as caught:
+        run(config)
+    assert "`targets[1].options.inductor` (device 'cpu')" in caught.value.where
+    assert not config.output.exists()
+
 
 RTX, CPU = "tensorrt_rtx", "onnxruntime"
 
@@ -43,8 +79,7 @@ def builder(folder: Path) -> EngineBuilder:
 
 
 def candidate(backend: str, *, fp8: bool, base: Precision = Precision.FP32) -> Candidate:
-    decision = Decision("fc", Precision.FP8 if fp8 else base, None, Verdict.SAFE, "test")
-    plan = PrecisionPlan("fp8-all" if fp8 else "fp32", "", base, (decision,), {}, 0.0)
+    plan = plan_of("fp8-all", ["fc"], base=base) if fp8 else plan_of("fp32", base=base)
     return Candidate(get_backend(backend), "device", "sm89", plan)
 
 
@@ -52,9 +87,7 @@ def plan_models(build: EngineBuilder, *wanted: Candidate) -> list[Path]:
     return [build._planned_model(cast(Any, None), each).path for each in wanted]
 
 
-def test_backends_that_fuse_otherwise_have_models_of_their_own(
-    written: list[tuple[str, PlanForm]], tmp_path: Path
-) -> None:
+def test_backends_that_fuse_otherwise_have_models_of_their_own(written, tmp_path):
     first, second = candidate(CPU, fp8=True), candidate(RTX, fp8=True)
     assert first.base is second.base is Precision.FP32
     paths = plan_models(builder(tmp_path), first, second, first, second)
@@ -63,9 +96,7 @@ def test_backends_that_fuse_otherwise_have_models_of_their_own(
     assert [form.fusions for _, form in written] == [fusions_of(CPU), fusions_of(RTX)]
 
 
-def test_a_plan_without_fp8_is_written_once_for_all(
-    written: list[tuple[str, PlanForm]], tmp_path: Path
-) -> None:
+def test_a_plan_without_fp8_is_written_once_for_all(written, tmp_path):
     paths = plan_models(builder(tmp_path), candidate(CPU, fp8=False), candidate(RTX, fp8=False))
     assert paths[0] == paths[1]
     assert [(name, form.fusions) for name, form in written] == [("fp32-fp32", Fusions())]
