@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from loka_onnx.data.binding import InputBinding
+from loka_onnx.data.batch import InputBinding
 from loka_onnx.data.dataset import Dataset
-from loka_onnx.data.opening import open_dataset
 from loka_onnx.data.selection import RowRange
+from loka_onnx.data.splits import open_dataset
 from loka_onnx.errors import ConfigError, DataError, OutputError
 
 SPLITS = ("train", "calibration", "selection", "certification")

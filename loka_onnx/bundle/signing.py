@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loka_onnx.bundle.format.documents import read_document
+from loka_onnx.bundle.format.documents import pinned, read_document
 from loka_onnx.bundle.format.files import verify_directory
-from loka_onnx.bundle.format.pinned import pinned
 from loka_onnx.bundle.format.replace import staged_file
 from loka_onnx.bundle.format.signature import (
     MAX_SIGNATURE_BYTES,

@@ -17,10 +17,12 @@ several names (hard links), so that a bundle holds each table once.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,16 +30,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.bundle.contents import BundleContents, BundleEngine, Expectation
-from loka_onnx.bundle.copies import Copies
-from loka_onnx.bundle.format.files import external_data_locations, verify_bundle
+from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.format.replace import check_replaceable, staged_directory
 from loka_onnx.bundle.format.signature import SIGNATURE_NAME
 from loka_onnx.bundle.signing import read_private_key, signature_text
 from loka_onnx.core import serde
-from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec, TensorSpec
 from loka_onnx.core.devices import CPU
-from loka_onnx.core.digests import digest_file, digest_files
+from loka_onnx.core.digests import CHUNK_BYTES, digest_file, digest_files
+from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.core.evaluation import Choice, Evaluation
+from loka_onnx.core.lineage import StageRecord
 from loka_onnx.core.manifest import (
     INSTRUCTIONS,
     MANIFEST_NAME,
@@ -45,6 +48,7 @@ from loka_onnx.core.manifest import (
     MAX_MANIFEST_BYTES,
     PLANS_NAME,
     SAMPLE_NAME,
+    BatchRange,
     BundleFile,
     EngineEntry,
     Manifest,
@@ -57,9 +61,29 @@ from loka_onnx.core.manifest import (
 )
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.seal import seal
-from loka_onnx.core.split import Part
+from loka_onnx.core.split import Halves, Part
 from loka_onnx.errors import BundleError
 from loka_onnx.sessions.backends import get_spec
+from loka_onnx.sessions.model_files import data_locations, read_model
+
+ArrayMap = Mapping[str, npt.NDArray[Any]]
+
+DEFAULT_TOLERANCE = 1e-4
+"""For engines without FP8, absolute, on a logit.
+
+Sums in another order move a logit by a few ulp of its terms: input moved by 3e-7 moved the logits of
+16-32-16-1 and 256-512-256-1 MLPs by 4.5e-6 at most in 4000 rows. The rest is room for other hosts.
+"""
+
+FP8_TOLERANCE = 0.05
+"""For engines with FP8, absolute, on a logit.
+
+An activation on a rounding boundary may fall to the other side on another host, and moves by an eighth of
+itself: the same experiment with FP8 in two layers moved one row in 4000 by 0.018, and a batch of one row
+differed from the whole by 0.0025. This is about the error of FP8 itself, so the self-test finds a broken
+engine and not one that runs another precision; `EngineArtifact.sites` is what says the precision.
+"""
+
 
 FALLBACK_ID = "fallback-fp32"
 LEAST_DRIVER: Mapping[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580"}
@@ -67,6 +91,67 @@ LEAST_DRIVER: Mapping[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580"}
 
 NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1; CUDA Toolkit Release Notes, table 2.
 """
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Answers of an engine on the sample, and the largest absolute difference that a self-test accepts per
+    output.
+    """
+
+    outputs: ArrayMap
+    tolerance: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class BundleEngine:
+    """An engine to ship, with a path relative to `BundleContents.root`.
+
+    `expectation` is its own answer; where this host cannot run it, the fallback's, with a tolerance that
+    covers the plan's error.
+    """
+
+    artifact: EngineArtifact
+    expectation: Expectation
+    evaluation: Evaluation | None = None
+
+
+@dataclass(frozen=True)
+class BundleLookup:
+    """The lookup half of a model that was cut at its embeddings; `looked_up` has one array per cut tensor."""
+
+    halves: Halves
+    looked_up: ArrayMap
+
+
+@dataclass(frozen=True)
+class BundleContents:
+    """Everything a bundle is made of; paths of artifacts are relative to `root`, the run directory.
+
+    Attributes:
+        model: The exported FP32 model; becomes the fallback.
+        engines: Emitted engines, the preferred one of each target first.
+        fallback: The FP32 model's outputs on the sample.
+        sample: One array per graph input. These rows are shipped: pass only rows that may be given away.
+        plans: Plans of the run; those of the engines are shipped.
+        report: Report files to ship, absolute or relative to the working directory.
+        versions: Version of every library that took part.
+        lookup: None where every engine is of the whole.
+    """
+
+    root: Path
+    model: ModelArtifact
+    judged: tuple[OutputSpec, ...]
+    batch: BatchRange
+    engines: tuple[BundleEngine, ...]
+    fallback: Expectation
+    sample: ArrayMap
+    plans: PlanSet
+    choice: Choice
+    report: tuple[Path, ...]
+    lineage: tuple[StageRecord, ...]
+    versions: dict[str, str]
+    lookup: BundleLookup | None = None
 
 
 def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None = None) -> Path:
@@ -132,6 +217,34 @@ def requirements_of(
     if least is None:
         return (library, Requirement("NVIDIA driver", Need.NOT_STATED))
     return (library, Requirement("NVIDIA driver", Need.AT_LEAST, least))
+
+
+class Copies:
+    """Copies files in chunks; a source that was copied before becomes a hard link to that copy."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[Path, str]] = {}
+
+    def copy(self, source: Path, target: Path) -> str:
+        """Copy a file and return its SHA-256."""
+        state = hashlib.sha256()
+        with source.open("rb") as reader:
+            status = source.stat()
+            file = (status.st_dev, status.st_ino)
+            if file in self._known:
+                earlier, digest = self._known[file]
+                try:
+                    target.hardlink_to(earlier)
+                    return digest
+                except OSError:
+                    # No links here, no more of them, or the name is taken.
+                    pass
+            with target.open("wb") as writer:
+                while chunk := reader.read(CHUNK_BYTES):
+                    writer.write(chunk)
+                    state.update(chunk)
+        self._known.setdefault(file, (target, state.hexdigest()))
+        return state.hexdigest()
 
 
 class _Stage:
@@ -304,7 +417,7 @@ def _copy_with_external_data(
 ) -> list[BundleFile]:
     # The model first: a file that is not one must fail before its weights are copied.
     file = stage.copy(source, f"{folder}/{source.name}")
-    data = external_data_locations(source) if source.suffix == ".onnx" else ()
+    data = data_locations(read_model(source)) if source.suffix == ".onnx" else ()
     return [file, *(stage.copy(source.parent / name, f"{folder}/{name}") for name in (*data, *beside))]
 
 

@@ -9,14 +9,13 @@ import json
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from loka_onnx.data.batch import Array, Batch
-from loka_onnx.data.binding import InputBinding
+from loka_onnx.data.batch import Array, Batch, InputBinding
 from loka_onnx.data.checks import ColumnRule, Fault, RawColumn, find_fault
 from loka_onnx.data.selection import HashRows, RowRange, RowSelection
 from loka_onnx.errors import ConfigError, DataError
@@ -206,10 +205,24 @@ class Dataset(ABC):
         """Return the rule of each column that is read; checks names and types."""
         nullable = self.layout.nullable
         rules = {
-            name: self._typed(ColumnRule(name, nullable=name in nullable, if_null=self._if_null(name)))
+            name: self._typed(
+                ColumnRule(
+                    name,
+                    nullable=name in nullable,
+                    if_null=_IF_NO_GROUP if self.layout.keys.get(name) == "data.group" else "",
+                )
+            )
             for name in self.layout.columns
         }
-        self._refuse_lists(name for name in self.layout.columns if name in nullable)
+        for name in (name for name in self.layout.columns if name in nullable):
+            if self._known[name].width != 0:
+                key = self.layout.keys.get(name, "data.slices")
+                what = f"column '{name}' of '{self.path.name}' holds lists, where one value a row is wanted"
+                raise DataError(
+                    f"E0212 {what}",
+                    evidence=f"its stored type is {self._known[name].stored}",
+                    remedy=f"name a column of numbers, strings or timestamps under `{key}`",
+                )
         for binding in self.layout.bindings:
             sources = self._sources(binding)
             for position, name in enumerate(sources):
@@ -227,9 +240,6 @@ class Dataset(ABC):
                 remedy="bind the model's inputs, or name columns",
             )
         return rules
-
-    def _if_null(self, name: str) -> str:
-        return _IF_NO_GROUP if self.layout.keys.get(name) == "data.group" else ""
 
     def _typed(self, rule: ColumnRule) -> ColumnRule:
         info = self._known.get(rule.column)
@@ -259,17 +269,6 @@ class Dataset(ABC):
             remedy = f"name an existing column in `{key}`"
         evidence = f"{count} {names}" if near else "the file has no columns"
         return DataError(f"E0211 {where} does not exist", evidence=evidence, remedy=remedy)
-
-    def _refuse_lists(self, names: Iterable[str]) -> None:
-        for name in names:
-            if self._known[name].width != 0:
-                key = self.layout.keys.get(name, "data.slices")
-                raise DataError(
-                    f"E0212 column '{name}' of '{self.path.name}' holds lists, where one value a row is "
-                    "wanted",
-                    evidence=f"its stored type is {self._known[name].stored}",
-                    remedy=f"name a column of numbers, strings or timestamps under `{key}`",
-                )
 
     def _fits(self, binding: InputBinding, name: str, sources: int) -> None:
         """Check that a column can be one of the sources of an input, by its width."""
@@ -404,9 +403,7 @@ class Dataset(ABC):
 
     def _input(self, binding: InputBinding, chunk: _Chunk) -> Array:
         stored = [chunk.columns[name].values for name in self._sources(binding)]
-        if binding.rank == 1:
-            return np.ascontiguousarray(stored[0], dtype=binding.dtype)
-        if stored[0].ndim == 2:
+        if binding.rank == 1 or stored[0].ndim == 2:
             return np.ascontiguousarray(stored[0], dtype=binding.dtype)
         stacked: Array = np.empty((chunk.file_rows.size, len(stored)), dtype=binding.dtype)
         for position, values in enumerate(stored):

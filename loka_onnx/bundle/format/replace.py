@@ -17,19 +17,16 @@ import errno
 import fcntl
 import os
 import shutil
-import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from loka_onnx.bundle.format.documents import read_document, states_manifest
+from loka_onnx.bundle.format.documents import read_document, read_entry, states_manifest
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from loka_onnx.errors import BundleInvalid, OutputError
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_ZIP_ENTRY = struct.Struct("<4s18xIHH")
-"""Start of an entry of a zip archive: signature, size, bytes of its name and of its extra fields."""
 
 
 @contextlib.contextmanager
@@ -83,7 +80,7 @@ def check_replaceable(destination: Path) -> None:
 
 def check_replaceable_file(destination: Path) -> None:
     """Raise `OutputError` unless a path is free, or a file that begins with the manifest of a bundle."""
-    if destination.is_file() and begins_as_archive(destination):
+    if destination.is_file() and _begins_as_archive(destination):
         return
     if os.path.lexists(destination):
         raise in_the_way(destination, "it exists and is not a single-file bundle, so it is not replaced")
@@ -112,20 +109,14 @@ def _is_bundle(directory: Path) -> bool:
         return False
 
 
-def begins_as_archive(file: Path) -> bool:
+def _begins_as_archive(file: Path) -> bool:
     """Return True for a zip archive whose first entry is a manifest, also if the rest is cut off."""
-    name = MANIFEST_NAME.encode()
     try:
         with file.open("rb") as stream:
-            head = stream.read(_ZIP_ENTRY.size)
-            if len(head) < _ZIP_ENTRY.size or stream.read(len(name)) != name:
-                return False
-            signature, size, name_bytes, extra_bytes = _ZIP_ENTRY.unpack(head)
-            if (signature, name_bytes, extra_bytes) != (b"PK\x03\x04", len(name), 0):
-                return False
-            return size <= MAX_MANIFEST_BYTES and states_manifest(stream.read(size))
-    except OSError:
+            manifest = read_entry(stream, MANIFEST_NAME, MAX_MANIFEST_BYTES, file)
+    except (OSError, BundleInvalid):
         return False
+    return manifest is not None and states_manifest(manifest)
 
 
 @contextlib.contextmanager

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from loka_onnx.bundle.format.documents import parse_document, read_document, refuse
-from loka_onnx.bundle.format.pinned import pinned
+from loka_onnx.bundle.format.documents import parse_document, pinned, read_document, refuse
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from loka_onnx.core.seal import UNSEALED

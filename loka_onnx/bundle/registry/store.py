@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from loka_onnx.bundle.format.documents import printable
 from loka_onnx.bundle.format.replace import staged_file
-from loka_onnx.bundle.registry.layout import UPLOADS
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.errors import BundleError, BundleInvalid, LokaError, MissingPackage, OutputError, UserError
 
@@ -23,6 +22,8 @@ _NETWORK = frozenset(
     {errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET}
 )
 """Numbers of errors that a network makes, not the place that is written."""
+UPLOADS = "uploads"
+"""Folder of a local registry with files that are being written."""
 PUSH_AGAIN = "push the bundle again with --again, from where it verifies"
 
 
@@ -31,7 +32,7 @@ class TransferOptions:
     """Options of moving bundles.
 
     Attributes:
-        threads: Parts that are under way at once; each takes `layout.PART_BYTES` of memory.
+        threads: Parts that are under way at once; each takes `names.PART_BYTES` of memory.
         storage: fsspec's `storage_options`.
         progress: Called with bytes done and to do.
     """

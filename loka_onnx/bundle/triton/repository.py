@@ -16,28 +16,24 @@ that are one file in the bundle are one file here too, under several names.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import stat
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
-from loka_onnx.bundle.copies import Copies
 from loka_onnx.bundle.format.archive import as_directory
-from loka_onnx.bundle.format.files import Sample, read_sample, verify_bundle
+from loka_onnx.bundle.format.files import read_sample, verify_bundle
 from loka_onnx.bundle.format.replace import in_the_way, staged_directory
-from loka_onnx.bundle.triton.record import (
-    RECORD_NAME,
-    DeclinedEngine,
-    RepositoryModel,
-    TritonRepository,
-    files_of,
-    why_in_the_way,
-)
+from loka_onnx.bundle.writer import Copies
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_file
-from loka_onnx.core.manifest import MANIFEST_NAME, EngineEntry, Manifest, SparseCut
+from loka_onnx.core.manifest import MANIFEST_NAME, BundleFile, EngineEntry, Manifest, SparseCut
+from loka_onnx.core.serde import STRICT
 from loka_onnx.core.split import Part
 from loka_onnx.engines.inductor.triton import rename_program
 from loka_onnx.engines.triton.forms import Form, Refusal, Source, form_of
@@ -56,12 +52,73 @@ from loka_onnx.errors import (
     BundleInvalid,
     ConfigError,
     EngineError,
+    LokaError,
     OutputError,
     UserError,
 )
 
 LOOKED_UP = "looked_up/"
 """Prefix of the names of tensors between the steps of an ensemble."""
+RECORD_NAME = "loka-onnx.json"
+"""File of a repository that says what this project wrote into it."""
+BYTE_CODE = "__pycache__"
+"""Directory that Python writes beside the models of the Python backend when a server runs them."""
+
+
+@dataclass(frozen=True)
+class RepositoryModel:
+    """A model that clients call with the bundle's own inputs.
+
+    `backend` is Triton's name; `runs` are the models that it consists of, itself alone unless it is an
+    ensemble; `remarks` say what Triton does otherwise than `load`, and what the host must have.
+    """
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    engine: str
+    backend: str
+    runs: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeclinedEngine:
+    """An engine of the bundle that is not in the repository, and why."""
+
+    __pydantic_config__ = STRICT
+
+    engine: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class TritonRepository:
+    """A repository that was written (`loka-onnx.json`).
+
+    Attributes:
+        bundle: SHA-256 of the manifest of the bundle that it was made from.
+        model: Digest of the exported model.
+        name: The model that clients call.
+        preferred: Id of the engine behind it.
+        models: Models that take the bundle's own inputs, the preferred first.
+        directories: The directory of every model, sorted.
+        files: Every file but this document, by its path.
+        remarks: What holds for the repository as a whole.
+    """
+
+    SCHEMA: ClassVar[str] = "triton-repository/1"
+    __pydantic_config__ = STRICT
+
+    bundle: str
+    model: str
+    name: str
+    preferred: str
+    models: tuple[RepositoryModel, ...]
+    directories: tuple[str, ...]
+    files: tuple[BundleFile, ...]
+    declined: tuple[DeclinedEngine, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> TritonRepository:
@@ -84,7 +141,7 @@ def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> Tri
                 writer.add(model.name, model.config(options), model.files)
             for ensemble in plan.ensembles:
                 writer.add(ensemble.name, ensemble.config(), ())
-            record = replace(plan.record, files=tuple(files_of(stage)))
+            record = replace(plan.record, files=_files_of(stage))
             serde.write(record, stage / RECORD_NAME)
     return record
 
@@ -94,7 +151,7 @@ class _Plan:
 
     def __init__(self, bundle: Path, manifest: Manifest, options: TritonOptions) -> None:
         self._bundle, self._manifest, self._options = bundle, manifest, options
-        self._sample: Sample = read_sample(bundle, manifest, manifest.fallback)
+        self._sample = read_sample(bundle, manifest, manifest.fallback)
         self._digest = digest_file(bundle / MANIFEST_NAME)
         self.models: list[BackendModel] = []
         self.ensembles: list[Ensemble] = []
@@ -328,6 +385,53 @@ def _check_destination(destination: Path, bundle: Path) -> None:
             evidence="a bundle holds exactly the files that its manifest lists",
             remedy="choose another directory",
         )
-    problem = why_in_the_way(destination) if os.path.lexists(destination) else ""
+    problem = _why_in_the_way(destination) if os.path.lexists(destination) else ""
     if problem:
         raise in_the_way(destination, problem)
+
+
+def _files_of(root: Path) -> tuple[BundleFile, ...]:
+    paths = sorted(path for path in root.rglob("*") if path.is_file())
+    return tuple(BundleFile(p.relative_to(root).as_posix(), p.stat().st_size, digest_file(p)) for p in paths)
+
+
+def _why_in_the_way(destination: Path) -> str:
+    """Why what is at a place may not be replaced by a repository; empty where it may.
+
+    An empty directory may, and a repository in which everything is as this project wrote it, or missing.
+    """
+    try:
+        if not destination.is_dir():
+            return "it is not a directory"
+        if not any(destination.iterdir()):
+            return ""
+        record = serde.read(TritonRepository, destination / RECORD_NAME)
+        return next(_additions(destination, record), "") or next(_changes(destination, record), "")
+    except (LokaError, OSError) as error:
+        reason = error.what if isinstance(error, LokaError) else str(error)
+        return f"it exists and is no repository that this project wrote, so it is not replaced: {reason}"
+
+
+def _additions(root: Path, record: TritonRepository) -> Iterator[str]:
+    """Yield files and directories beside those of the record; links are not followed."""
+    files = {RECORD_NAME, *(file.path for file in record.files)}
+    folders = {parent.as_posix() for path in files for parent in Path(path).parents}
+    folders |= {f"{name}{end}" for name in record.directories for end in ("", f"/{VERSION}")}
+    for path in sorted(root.rglob("*")):
+        name, mode = path.relative_to(root).as_posix(), path.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            is_known = name in folders or path.name == BYTE_CODE
+        else:
+            is_code = path.parent.name == BYTE_CODE and path.suffix == ".pyc"
+            is_known = stat.S_ISREG(mode) and (name in files or is_code)
+        if not is_known:
+            yield f"it holds '{name}', which this project did not write"
+
+
+def _changes(root: Path, record: TritonRepository) -> Iterator[str]:
+    """Files of the record that are there with another content, the sizes of all first."""
+    present = [file for file in record.files if os.path.lexists(root / file.path)]
+    sizes = (file for file in present if (root / file.path).lstat().st_size != file.bytes)
+    contents = (file for file in present if digest_file(root / file.path) != file.sha256)
+    for file in itertools.chain(sizes, contents):
+        yield f"'{file.path}' was changed after this project wrote it"

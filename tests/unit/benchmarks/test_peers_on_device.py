@@ -120,7 +120,7 @@ def form_of(proto: onnx.ModelProto, directory: Path) -> Form:
     return formed(directory / "written.onnx", directory / "form.onnx", "foreign")
 
 
-def test_a_product_is_fp8_where_both_operands_are_dequantized(tmp_path: Path) -> None:
+def test_a_product_is_fp8_where_both_operands_are_dequantized(tmp_path):
     form = form_of(foreign_graph(), tmp_path)
     plan = {decision.site: decision for decision in form.plan.decisions}
     assert {name: d.precision for name, d in plan.items()} == {
@@ -138,7 +138,7 @@ def test_a_product_is_fp8_where_both_operands_are_dequantized(tmp_path: Path) ->
     assert [(site.k, site.n) for site in form.model.sites] == [(WIDTH, WIDTH)] * 3 + [(WIDTH, 1)]
 
 
-def test_scales_stay_to_the_bit_in_a_bf16_graph(tmp_path: Path) -> None:
+def test_scales_stay_to_the_bit_in_a_bf16_graph(tmp_path):
     form_of(foreign_graph(), tmp_path)
     graph = onnx.load(tmp_path / "form.onnx").graph
     stored = {tensor.name: tensor for tensor in graph.initializer}
@@ -159,9 +159,7 @@ def test_scales_stay_to_the_bit_in_a_bf16_graph(tmp_path: Path) -> None:
         (Precision.BF16, 0.11),
     ],
 )
-def test_the_lowering_multiplies_fp8_and_gives_what_the_graph_says(
-    base: Precision, most: float, tmp_path: Path
-) -> None:
+def test_the_lowering_multiplies_fp8_and_gives_what_the_graph_says(base, most, tmp_path):
     import torch
     from onnx.reference import ReferenceEvaluator
 
@@ -177,7 +175,7 @@ def test_the_lowering_multiplies_fp8_and_gives_what_the_graph_says(
     assert error < most
 
 
-def test_integers_at_an_activation_are_refused(tmp_path: Path) -> None:
+def test_integers_at_an_activation_are_refused(tmp_path):
     proto = foreign_graph()
     zero = next(tensor for tensor in proto.graph.initializer if tensor.name == "zero")
     zero.CopyFrom(numpy_helper.from_array(np.array(0, np.int8), "zero"))

@@ -53,7 +53,7 @@ def weight(name: str) -> onnx.NodeProto:
     return helper.make_node("DequantizeLinear", [name, "scale", "zero8"], [f"{name}.dq"])
 
 
-def test_both_operands_must_come_from_fp8() -> None:
+def test_both_operands_must_come_from_fp8():
     model = graph(
         *pair("x8", "x"),
         weight("w"),
@@ -67,7 +67,7 @@ def test_both_operands_must_come_from_fp8() -> None:
     assert quantized_products(model) == ("both", "bias stays wide")
 
 
-def test_movement_is_followed_and_arithmetic_is_not() -> None:
+def test_movement_is_followed_and_arithmetic_is_not():
     model = graph(
         *pair("x8", "x"),
         weight("w"),
@@ -84,7 +84,7 @@ def test_movement_is_followed_and_arithmetic_is_not() -> None:
     assert quantized_products(model) == ("moved",)
 
 
-def test_the_share_counts_fp8_able_flops_only() -> None:
+def test_the_share_counts_fp8_able_flops_only():
     # 2·64·64 and 2·64·32 operations can be FP8; K = 8 cannot be, though it is quantized here.
     exported = artifact(site("big", 64, 64), site("small", 64, 32), site("narrow", 8, 64))
     model = graph(
@@ -105,7 +105,7 @@ def test_the_share_counts_fp8_able_flops_only() -> None:
     assert found.pairs == 1
 
 
-def test_a_merged_site_counts_for_those_that_it_replaces() -> None:
+def test_a_merged_site_counts_for_those_that_it_replaces():
     exported = artifact(site("query", 64, 64), site("key", 64, 64), site("head", 64, 128))
     model = graph(
         *pair("x8", "x"),

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from sample_run import SampleRun
 
-from loka_onnx.bundle.contents import BundleContents, BundleEngine, BundleLookup, Expectation
+from loka_onnx.bundle.writer import BundleContents, BundleEngine, BundleLookup, Expectation
 from loka_onnx.core.artifact import ModelArtifact, TensorSpec
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.split import Part

@@ -11,9 +11,8 @@ import pytest
 from sample_run import make_run
 
 from loka_onnx import runtime
-from loka_onnx.bundle.contents import BundleContents
 from loka_onnx.bundle.format.files import verify_bundle
-from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.bundle.writer import BundleContents, write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_files
 from loka_onnx.engines.migraphx.session import (
@@ -77,7 +76,7 @@ def contents(tmp_path: Path, backend: str) -> BundleContents:
     return replace(run.contents, engines=(replace(first, artifact=artifact),))
 
 
-def test_they_are_shipped_and_verified(contents: BundleContents, backend: str, tmp_path: Path) -> None:
+def test_they_are_shipped_and_verified(contents, backend, tmp_path):
     bundle = write_bundle(contents, tmp_path / "bundle")
     (entry,) = verify_bundle(bundle).engines
     _, beside_of, beside = BESIDE[backend]
@@ -89,17 +88,13 @@ def test_they_are_shipped_and_verified(contents: BundleContents, backend: str, t
         verify_bundle(bundle)
 
 
-def test_one_that_was_altered_since_the_build_is_not_shipped(
-    contents: BundleContents, backend: str, tmp_path: Path
-) -> None:
+def test_one_that_was_altered_since_the_build_is_not_shipped(contents, backend, tmp_path):
     (contents.root / "engines/built" / BESIDE[backend][2][-1]).write_bytes(b"other")
     with pytest.raises(BundleError, match="altered since it was built"):
         write_bundle(contents, tmp_path / "bundle")
 
 
-def test_somebody_has_to_vouch_for_programs(
-    contents: BundleContents, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_somebody_has_to_vouch_for_programs(contents, backend, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "migraphx", None)
     bundle = write_bundle(contents, tmp_path / "bundle")
     (skipped,) = runtime.load(bundle).skipped
@@ -108,7 +103,7 @@ def test_somebody_has_to_vouch_for_programs(
     assert "is a program" not in skipped.reason
 
 
-def test_other_files_have_nothing_beside_them(tmp_path: Path) -> None:
+def test_other_files_have_nothing_beside_them(tmp_path):
     assert programs_beside(tmp_path / "engine.trt") == ()
     assert settings_beside(tmp_path / "engine.onnx") == ()
     (tmp_path / SETTINGS_FILE).write_text("{}", encoding="utf-8")

@@ -10,7 +10,6 @@ import pytest
 from altered import put
 from cut_models import cut_contents
 from onnx import TensorProto, helper
-from sample_run import SampleRun
 
 from loka_onnx.bundle.format import files as bundle_files
 from loka_onnx.bundle.format.archive import unpack, verify_path, write_archive
@@ -96,9 +95,7 @@ def refuses(bundle: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_tensor_outside_the_bundle_is_found_wherever_it_stands(
-    bundle: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_outside_the_bundle_is_found_wherever_it_stands(bundle, place, monkeypatch):
     path = "fallback/model.onnx"
     data = (bundle / path).read_bytes()
     for location in LOCATIONS:
@@ -110,15 +107,13 @@ def test_a_tensor_outside_the_bundle_is_found_wherever_it_stands(
 
 
 @pytest.mark.parametrize("name", ["model.ONNX", "model.bin", "model.onnx.bak", "model.ort", "model"])
-def test_onnx_runtime_is_given_files_of_one_suffix_only(
-    bundle: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_onnx_runtime_is_given_files_of_one_suffix_only(bundle, name, monkeypatch):
     data = attacked(onnx.load(bundle / "fallback/model.onnx"), "initializer", "/etc/passwd")
     put(bundle, "fallback/model.onnx", data, f"fallback/{name}")
     refuses(bundle, rf"engine 'fallback-fp32' is not a file '\*\.onnx'\n.*'fallback/{name}'", monkeypatch)
 
 
-def test_the_lookup_model_too(sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lookup_model_too(sample, tmp_path, monkeypatch):
     bundle = write_bundle(cut_contents(sample, tmp_path / "run"), tmp_path / "bundle")
     data = (bundle / "lookup/lookup.onnx").read_bytes()
     put(bundle, "lookup/lookup.onnx", data, "lookup/lookup.bin")
@@ -126,7 +121,7 @@ def test_the_lookup_model_too(sample: SampleRun, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "onnxruntime_tensorrt", "onnxruntime_of_tomorrow"])
-def test_every_backend_of_onnx_runtime(bundle: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_backend_of_onnx_runtime(bundle, backend, monkeypatch):
     manifest = json.loads((bundle / "manifest.json").read_text())["value"]
     entry = next(e for e in manifest["engines"] if e["path"].endswith(".onnx"))
     document = (bundle / "manifest.json").read_text()

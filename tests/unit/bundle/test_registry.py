@@ -261,7 +261,7 @@ def test_a_bundle_that_does_not_verify_is_not_pushed(one, url):
 
 
 def test_a_file_that_changes_during_the_push_is_noticed(one, url, monkeypatch):
-    from loka_onnx.bundle.registry import push as registry_push
+    from loka_onnx.bundle.registry import transfer as registry_push
 
     verify = registry_push.verify_bundle
 

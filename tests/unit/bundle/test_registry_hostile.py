@@ -137,9 +137,7 @@ def grow(path: Path, size: int = 1 << 42) -> None:
         (lambda s: grow(s.registry / "names/prod.json"), r"'names/prod\.json' in the registry is too large"),
     ],
 )
-def test_what_is_altered_missing_or_too_large(
-    scene: Scene, change: Callable[[Scene], object], message: str
-) -> None:
+def test_what_is_altered_missing_or_too_large(scene, change, message):
     change(scene)
     scene.refuses(message)
 

@@ -18,19 +18,12 @@ from cut_models import LOOKED_UP, cut_contents
 from sample_run import SampleRun, make_run
 from triton_rules import check_repository, parameters, pb
 
-from loka_onnx.bundle.contents import BundleContents, BundleEngine
-from loka_onnx.bundle.triton.record import TritonRepository
-from loka_onnx.bundle.triton.repository import export_triton
-from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.bundle.triton.repository import TritonRepository, export_triton
+from loka_onnx.bundle.writer import BundleContents, BundleEngine, write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.evaluation import Evaluation
-from loka_onnx.engines.inductor.package import (
-    InductorEngine,
-    InputPort,
-    OutputPort,
-    Program,
-)
+from loka_onnx.engines.inductor.package import InductorEngine, InputPort, OutputPort, Program
 from loka_onnx.engines.migraphx.session import MigraphxEngine, ProgramFile, ProgramInput, ProgramOutput
 from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
 from loka_onnx.engines.triton.models import TritonOptions
@@ -56,9 +49,8 @@ def package(engine: InductorEngine) -> bytes:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
         for program in engine.programs:
-            archive.writestr(
-                f"engine/data/aotinductor/{program.name}/x.wrapper.so", f"code of {program.name}"
-            )
+            path = f"engine/data/aotinductor/{program.name}/x.wrapper.so"
+            archive.writestr(path, f"code of {program.name}")
         archive.writestr("engine/extra/engine.json", serde.dumps(engine))
         archive.writestr("engine/byteorder", "little")
     return stream.getvalue()
@@ -110,9 +102,7 @@ def accelerators(config: Any) -> dict[str, dict[str, str]]:
     return {each.name: dict(each.parameters) for each in found}
 
 
-def test_the_cuda_provider_keeps_fp32_and_no_graphs(
-    sample: SampleRun, with_engine: Callable[..., TritonRepository], tmp_path: Path
-) -> None:
+def test_the_cuda_provider_keeps_fp32_and_no_graphs(sample, with_engine, tmp_path):
     told = {"enable_cuda_graph": "1", "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
     files = {"engine.onnx": graph(sample), SETTINGS_FILE: settings("cuda", told, (64, 256))}
     record = with_engine("onnxruntime", "sm90", files)
@@ -126,9 +116,7 @@ def test_the_cuda_provider_keeps_fp32_and_no_graphs(
     assert not (tmp_path / "repository" / config.name / "1" / SETTINGS_FILE).exists()
 
 
-def test_the_tensorrt_provider_gets_its_profile(
-    sample: SampleRun, with_engine: Callable[..., TritonRepository], tmp_path: Path
-) -> None:
+def test_the_tensorrt_provider_gets_its_profile(sample, with_engine, tmp_path):
     told = {
         "trt_cuda_graph_enable": "1",
         "trt_builder_optimization_level": "3",
@@ -151,9 +139,7 @@ def test_the_tensorrt_provider_gets_its_profile(
     assert any("TensorRT compiles as the server loads" in remark for remark in record.models[0].remarks)
 
 
-def test_an_engine_of_tensorrt_is_a_plan_with_cuda_graphs(
-    with_engine: Callable[..., TritonRepository], tmp_path: Path
-) -> None:
+def test_an_engine_of_tensorrt_is_a_plan_with_cuda_graphs(with_engine, tmp_path):
     record = with_engine("tensorrt", "sm90", {"engine.trt": b"a plan"})
     config = check_repository(tmp_path / "repository")["ranker-gpu-tensorrt-sm90-fp8-safe"]
     assert (config.platform, config.backend) == ("tensorrt_plan", "tensorrt")
@@ -203,9 +189,7 @@ def test_engines_that_no_backend_runs_are_declined(
     assert parameters(configs["ranker"])["loka_onnx.engine"] == "fallback-fp32"
 
 
-def test_a_package_with_one_program_is_run_by_the_pytorch_backend(
-    with_engine: Callable[..., TritonRepository], tmp_path: Path
-) -> None:
+def test_a_package_with_one_program_is_run_by_the_pytorch_backend(with_engine, tmp_path):
     record = with_engine("inductor", "sm90", {"engine.pt2": package(DYNAMIC)})
     configs = check_repository(tmp_path / "repository")
     name = "ranker-gpu-inductor-sm90-fp8-safe"
@@ -235,9 +219,7 @@ def test_a_package_with_one_program_is_run_by_the_pytorch_backend(
         (replace(DYNAMIC, minimum=4, programs=(Program("rows", 4, 4096),)), "smaller than the 4 rows"),
     ],
 )
-def test_other_packages_are_run_by_the_python_backend(
-    with_engine: Callable[..., TritonRepository], tmp_path: Path, engine: InductorEngine, reason: str
-) -> None:
+def test_other_packages_are_run_by_the_python_backend(with_engine, tmp_path, engine, reason):
     content = package(engine)
     record = with_engine("inductor", "sm90", {"engine.pt2": content})
     config = check_repository(tmp_path / "repository")["ranker-gpu-inductor-sm90-fp8-safe"]
@@ -251,7 +233,7 @@ def test_other_packages_are_run_by_the_python_backend(
     assert reason in record.models[0].remarks[0]
 
 
-def test_a_dense_engine_by_position_stands_behind_the_lookup(sample: SampleRun, tmp_path: Path) -> None:
+def test_a_dense_engine_by_position_stands_behind_the_lookup(sample, tmp_path):
     contents = cut_contents(sample, tmp_path / "run")
     ports = (InputPort(LOOKED_UP, "float32", (4,)), InputPort("x", "float32", (3,)))
     path = contents.root / "engines/e/engine.pt2"
@@ -275,13 +257,13 @@ def test_a_dense_engine_by_position_stands_behind_the_lookup(sample: SampleRun, 
     assert shapes == [("INPUT__0", [4]), ("INPUT__1", [3])]
 
 
-def test_a_document_of_another_model_is_declined(with_engine: Callable[..., TritonRepository]) -> None:
+def test_a_document_of_another_model_is_declined(with_engine):
     engine = replace(DYNAMIC, inputs=(InputPort("other", "float32", (16,)),))
     (declined,) = with_engine("inductor", "sm90", {"engine.pt2": package(engine)}).declined
     assert declined.reason == "its document has other inputs or outputs than the bundle: ['ctr', 'other']"
 
 
-def test_a_file_that_is_no_package_is_declined(with_engine: Callable[..., TritonRepository]) -> None:
+def test_a_file_that_is_no_package_is_declined(with_engine):
     (declined,) = with_engine("inductor", "sm90", {"engine.pt2": b"no package"}).declined
     assert "not an engine of the inductor backend" in declined.reason
 
@@ -349,7 +331,7 @@ def exported_package(sample: SampleRun, root: Path, *, static: int) -> Path:
 
 
 @pytest.mark.slow
-def test_the_pytorch_backend_can_open_and_run_a_package(sample: SampleRun, tmp_path: Path) -> None:
+def test_the_pytorch_backend_can_open_and_run_a_package(sample, tmp_path):
     """With the arguments and the checks of `src/pt2/model_state.cc`."""
     import torch
 
@@ -369,9 +351,7 @@ def test_the_pytorch_backend_can_open_and_run_a_package(sample: SampleRun, tmp_p
 
 
 @pytest.mark.slow
-def test_the_model_of_the_python_backend_answers_batched_requests(
-    sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_of_the_python_backend_answers_batched_requests(sample, tmp_path, monkeypatch):
     folder = exported_package(sample, tmp_path, static=1) / "ranker-cpu-inductor-cpu-fp32"
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", server_module())
     scope: dict[str, Any] = {"__name__": "model"}

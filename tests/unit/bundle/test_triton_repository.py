@@ -14,11 +14,9 @@ from cut_models import answer, cut_contents, request
 from sample_run import SampleRun, expectation, make_run
 from triton_rules import check_repository, check_session, infer, open_session, parameters, pb
 
-from loka_onnx.bundle.contents import BundleEngine
 from loka_onnx.bundle.format.files import read_sample, verify_bundle
-from loka_onnx.bundle.triton.record import RECORD_NAME, TritonRepository
-from loka_onnx.bundle.triton.repository import export_triton
-from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.bundle.triton.repository import RECORD_NAME, TritonRepository, export_triton
+from loka_onnx.bundle.writer import BundleEngine, write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.manifest import Manifest
@@ -56,7 +54,7 @@ def cut_bundle(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> P
     return write_bundle(cut_contents(sample, root / "run"), root / "bundle")
 
 
-def test_every_model_follows_the_rules_of_the_server(repository: Path) -> None:
+def test_every_model_follows_the_rules_of_the_server(repository):
     configs = check_repository(repository)
     assert set(configs) == {"ranker", FP32, FP8, "ranker-fallback-fp32"}
     for name in (FP32, FP8, "ranker-fallback-fp32"):
@@ -69,9 +67,7 @@ def test_every_model_follows_the_rules_of_the_server(repository: Path) -> None:
     assert (given.name, given.data_type, list(given.dims)) == ("dense", pb.TYPE_FP32, [16])
 
 
-def test_models_open_with_what_they_declare_and_answer_the_sample(
-    repository: Path, bundle: Path, manifest: Manifest
-) -> None:
+def test_models_open_with_what_they_declare_and_answer_the_sample(repository, bundle, manifest):
     configs = check_repository(repository)
     behind = {FP32: manifest.engines[1], FP8: manifest.engines[2], "ranker-fallback-fp32": manifest.fallback}
     for name, entry in {**behind, "ranker": manifest.engines[1]}.items():
@@ -83,7 +79,7 @@ def test_models_open_with_what_they_declare_and_answer_the_sample(
             check_session(open_session(repository, configs[name]), configs[name])
 
 
-def test_what_cannot_be_served_is_declined_with_the_reason(repository: Path) -> None:
+def test_what_cannot_be_served_is_declined_with_the_reason(repository):
     record = serde.read(TritonRepository, repository / RECORD_NAME)
     (declined,) = record.declined
     assert declined.engine == "rtx-tensorrt_rtx-sm89-fp8-safe"
@@ -96,7 +92,7 @@ def test_what_cannot_be_served_is_declined_with_the_reason(repository: Path) -> 
     assert (record.name, record.preferred) == ("ranker", "cpu-onnxruntime-cpu-fp32")
 
 
-def test_the_bias_of_an_fp8_product_keeps_its_value(sample: SampleRun, tmp_path: Path) -> None:
+def test_the_bias_of_an_fp8_product_keeps_its_value(sample, tmp_path):
     """BASIC would round it to multiples of the product of the scales, unless a session is told otherwise."""
     run = make_run(tmp_path / "run")
     path = run.contents.root / "engines/cpu-onnxruntime-fp8-safe/engine.onnx"
@@ -144,7 +140,7 @@ def test_the_bias_of_an_fp8_product_keeps_its_value(sample: SampleRun, tmp_path:
     assert np.abs(lost - exact).max() > 0.2
 
 
-def test_the_ensemble_gives_the_expected_outputs(cut_bundle: Path, tmp_path: Path) -> None:
+def test_the_ensemble_gives_the_expected_outputs(cut_bundle, tmp_path):
     repository = tmp_path / "repository"
     export_triton(cut_bundle, repository, OPTIONS)
     configs = check_repository(repository)
@@ -160,9 +156,7 @@ def test_the_ensemble_gives_the_expected_outputs(cut_bundle: Path, tmp_path: Pat
         np.testing.assert_allclose(infer(repository, configs, name, asked)["ctr"], answer(other), atol=1e-5)
 
 
-def test_tables_are_in_a_repository_once(
-    sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_are_in_a_repository_once(sample, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
     bundle = write_bundle(cut_contents(sample, tmp_path / "run", is_external=True), tmp_path / "bundle")
     repository = tmp_path / "repository"
@@ -190,9 +184,7 @@ def test_tables_are_in_a_repository_once(
         ),
     ],
 )
-def test_an_engine_that_was_named_must_be_served(
-    bundle: Path, tmp_path: Path, engine: str, message: str
-) -> None:
+def test_an_engine_that_was_named_must_be_served(bundle, tmp_path, engine, message):
     with pytest.raises(ConfigError, match=message):
         export_triton(bundle, tmp_path / "repository", replace(OPTIONS, engines=(engine,)))
     assert not (tmp_path / "repository").exists()
@@ -208,12 +200,12 @@ def test_an_engine_that_was_named_must_be_served(
         ({"queue_delay_us": -1}, "requests cannot wait -1 µs"),
     ],
 )
-def test_options_out_of_range_are_refused(changed: dict[str, object], message: str) -> None:
+def test_options_out_of_range_are_refused(changed, message):
     with pytest.raises(ConfigError, match=message):
         replace(OPTIONS, **changed)
 
 
-def test_a_bundle_that_does_not_verify_is_not_exported(bundle: Path, tmp_path: Path) -> None:
+def test_a_bundle_that_does_not_verify_is_not_exported(bundle, tmp_path):
     copy = Path(shutil.copytree(bundle, tmp_path / "bundle"))
     (copy / "plans.json").write_bytes((copy / "plans.json").read_bytes().replace(b"fp8", b"fp9", 1))
     with pytest.raises(BundleInvalid, match=r"file 'plans\.json' was altered"):
@@ -221,7 +213,7 @@ def test_a_bundle_that_does_not_verify_is_not_exported(bundle: Path, tmp_path: P
     assert not (tmp_path / "repository").exists()
 
 
-def test_an_old_repository_is_replaced_as_a_whole(bundle: Path, cut_bundle: Path, tmp_path: Path) -> None:
+def test_an_old_repository_is_replaced_as_a_whole(bundle, cut_bundle, tmp_path):
     place = tmp_path / "repository"
     export_triton(bundle, place, OPTIONS)
     export_triton(cut_bundle, place, replace(OPTIONS, name="cut"))
@@ -229,9 +221,7 @@ def test_an_old_repository_is_replaced_as_a_whole(bundle: Path, cut_bundle: Path
     assert [path.name for path in tmp_path.iterdir()] == ["repository"]
 
 
-def test_a_failure_leaves_the_old_repository(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_leaves_the_old_repository(bundle, tmp_path, monkeypatch):
     place = tmp_path / "repository"
     export_triton(bundle, place, OPTIONS)
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
@@ -246,7 +236,7 @@ def test_a_failure_leaves_the_old_repository(
     assert [path.name for path in tmp_path.iterdir()] == ["repository"]
 
 
-def test_what_is_no_repository_of_ours_is_not_replaced(bundle: Path, tmp_path: Path) -> None:
+def test_what_is_no_repository_of_ours_is_not_replaced(bundle, tmp_path):
     place = tmp_path / "repository"
     place.mkdir()
     (place / "theirs").mkdir()
@@ -269,14 +259,15 @@ def test_what_is_no_repository_of_ours_is_not_replaced(bundle: Path, tmp_path: P
         ("ranker/2/model.onnx", "it holds 'ranker/2', which this project did not write"),
         ("ranker/1/notes.txt", "it holds 'ranker/1/notes.txt', which this project did not write"),
         ("ranker/labels.txt", "it holds 'ranker/labels.txt', which this project did not write"),
-        ("ranker/__pycache__/mine.py", "it holds 'ranker/__pycache__', which this project did not write"),
+        (
+            "ranker/__pycache__/mine.py",
+            "it holds 'ranker/__pycache__/mine.py', which this project did not write",
+        ),
         ("ranker/config.pbtxt", "'ranker/config.pbtxt' was changed after this project wrote it"),
         (f"{FP32}/1/model.onnx", f"'{FP32}/1/model.onnx' was changed after this project wrote it"),
     ],
 )
-def test_what_a_user_put_into_a_model_is_not_deleted(
-    bundle: Path, tmp_path: Path, path: str, evidence: str
-) -> None:
+def test_what_a_user_put_into_a_model_is_not_deleted(bundle, tmp_path, path, evidence):
     place = tmp_path / "repository"
     export_triton(bundle, place, OPTIONS)
     theirs = place / path
@@ -290,7 +281,7 @@ def test_what_a_user_put_into_a_model_is_not_deleted(
     assert theirs.read_bytes() == content
 
 
-def test_links_of_a_user_are_neither_followed_nor_deleted(bundle: Path, tmp_path: Path) -> None:
+def test_links_of_a_user_are_neither_followed_nor_deleted(bundle, tmp_path):
     place = tmp_path / "repository"
     export_triton(bundle, place, OPTIONS)
     shutil.move(place / FP32, tmp_path / "elsewhere")
@@ -305,7 +296,7 @@ def test_links_of_a_user_are_neither_followed_nor_deleted(bundle: Path, tmp_path
         export_triton(bundle, place, OPTIONS)
 
 
-def test_a_repository_is_not_written_into_its_bundle(bundle: Path) -> None:
+def test_a_repository_is_not_written_into_its_bundle(bundle):
     for place in (bundle, bundle / "triton"):
         with pytest.raises(OutputError, match="is in the bundle"):
             export_triton(bundle, place, OPTIONS)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import typer
-from sample_run import SampleRun
 from triton_rules import pb
 from typer.testing import CliRunner
 
@@ -23,14 +20,14 @@ text_format = pytest.importorskip(
 @pytest.mark.parametrize(
     "text", ["", "plain", 'a "quote"', "back\\slash", "two\nlines\t", "naïve → 100 %", "\0\x7f7"]
 )
-def test_strings_come_back_as_they_went_in(text: str) -> None:
+def test_strings_come_back_as_they_went_in(text):
     written = render((("name", text), *entries("parameters", {"k": (("string_value", text),)})))
     read = text_format.Parse(written, pb.ModelConfig())
     assert read.name == text
     assert read.parameters["k"].string_value == text
 
 
-def test_messages_numbers_flags_and_repeated_fields_are_read_by_protobuf() -> None:
+def test_messages_numbers_flags_and_repeated_fields_are_read_by_protobuf():
     fields = (
         ("max_batch_size", 7),
         ("version_policy", (("all", ()),)),
@@ -47,13 +44,13 @@ def test_messages_numbers_flags_and_repeated_fields_are_read_by_protobuf() -> No
     assert (read.optimization.cuda.graphs, read.optimization.cuda.busy_wait_events) == (True, False)
 
 
-def test_maps_are_sorted_so_that_equal_values_give_equal_text() -> None:
+def test_maps_are_sorted_so_that_equal_values_give_equal_text():
     one, other = ({"b": 1, "a": 2}, {"a": 2, "b": 1})
     assert render(entries("m", one)) == render(entries("m", other))
     assert render(entries("m", one)).index('"a"') < render(entries("m", one)).index('"b"')
 
 
-def test_every_element_type_is_one_of_the_servers() -> None:
+def test_every_element_type_is_one_of_the_servers():
     assert set(DATA_TYPES.values()) <= set(pb.DataType.keys())
 
 
@@ -65,9 +62,7 @@ def app() -> typer.Typer:
     return made
 
 
-def test_the_verb_says_what_it_wrote_and_what_it_left_out(
-    app: typer.Typer, sample: SampleRun, tmp_path: Path
-) -> None:
+def test_the_verb_says_what_it_wrote_and_what_it_left_out(app, sample, tmp_path):
     bundle = write_bundle(sample.contents, tmp_path / "nightly")
     place = tmp_path / "repository"
     done = CliRunner().invoke(app, ["export-triton", str(bundle), str(place), "--instances", "3"])

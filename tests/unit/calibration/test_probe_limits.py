@@ -16,8 +16,8 @@ import pytest
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.recipe import PER_TENSOR
-from loka_onnx.data.binding import InputBinding
-from loka_onnx.data.opening import open_dataset
+from loka_onnx.data.batch import InputBinding
+from loka_onnx.data.splits import open_dataset
 from loka_onnx.errors import CalibrationError
 from loka_onnx.export.onnx_model import import_onnx
 
@@ -127,7 +127,7 @@ MEMORY = textwrap.dedent(
     import numpy as np
     from test_probe_limits import BINDINGS, HEAD, OUTPUTS, W1, artifact_of
     from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-    from loka_onnx.data.opening import open_dataset
+    from loka_onnx.data.splits import open_dataset
 
     folder, batches = Path(sys.argv[2]), int(sys.argv[3])
     artifact = artifact_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from loka_onnx.bundle.contents import BundleContents
+from loka_onnx.bundle.writer import BundleContents
 from loka_onnx.core.evaluation import Choice, Route
 
 FP32, FP8 = 1, 2

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from sample_run import SampleRun, expectation
 
-from loka_onnx.bundle.contents import BundleEngine
-from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.bundle.writer import BundleEngine, write_bundle
 from loka_onnx.engines.inductor.backend import InductorBackend
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.runtime import load

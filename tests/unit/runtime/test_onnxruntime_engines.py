@@ -25,7 +25,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def entry(backend: str, architecture: str) -> Any:
-    return SimpleNamespace(backend=backend, architecture=architecture, version="1.31.1", path="engine.onnx")
+    return SimpleNamespace(
+        id="e", backend=backend, architecture=architecture, version="1.31.1", path="engine.onnx"
+    )
 
 
 def open_entry(bundle: Path, entry: Any, options: SessionOptions | None) -> None:
@@ -33,7 +35,7 @@ def open_entry(bundle: Path, entry: Any, options: SessionOptions | None) -> None
     get_spec(entry.backend).open(bundle / entry.path, entry.architecture, entry.version, options)
 
 
-def test_a_graph_on_cuda_is_data(opened: list[tuple[Any, ...]], tmp_path: Path) -> None:
+def test_a_graph_on_cuda_is_data(opened, tmp_path):
     cuda = entry("onnxruntime", "sm90")
     assert not is_program(cuda)
     open_entry(tmp_path, cuda, SessionOptions(threads=3))
@@ -45,9 +47,7 @@ def test_a_graph_on_cuda_is_data(opened: list[tuple[Any, ...]], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("backend", "architecture"), [("onnxruntime_tensorrt", "sm90"), ("onnxruntime", "gfx942")]
 )
-def test_what_a_provider_compiled_is_a_program(
-    backend: str, architecture: str, opened: list[tuple[Any, ...]], tmp_path: Path
-) -> None:
+def test_what_a_provider_compiled_is_a_program(backend, architecture, opened, tmp_path):
     compiled = entry(backend, architecture)
     found = obstacle(compiled, Part.WHOLE, is_trusted=False)
     assert found is not None and found.cause is Cause.UNTRUSTED

@@ -12,8 +12,7 @@ import pytest
 from altered import put
 from sample_run import SampleRun, expectation, make_run
 
-from loka_onnx.bundle.contents import BundleContents
-from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.bundle.writer import BundleContents, write_bundle
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.engines.tensorrt import spec as tensorrt

@@ -78,72 +78,26 @@ def test_this_device_first_then_its_architecture_then_the_processor_then_the_fp3
     ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "gpus", "libraries", "cause", "said"),
-    [
-        ({"backend": "tensorrt"}, (H100,), {"tensorrt": "10.9"}, None, ""),
-        (
-            {"backend": "tensorrt"},
-            (H100,),
-            {"tensorrt": "10.8"},
-            Cause.VERSION,
-            "built by another version of TensorRT: by 10.9, this host has 10.8",
-        ),
-        (
-            {"backend": "tensorrt"},
-            (("RTX 4090", "sm89"),),
-            {"tensorrt": "10.9"},
-            Cause.DEVICE,
-            "cannot run here: the engine is for sm90 and this host has RTX 4090 (sm89)",
-        ),
-        (
-            {"backend": "tensorrt"},
-            (),
-            {},
-            Cause.LIBRARY,
-            "TensorRT is not installed; pip install 'loka-onnx[tensorrt]'; cannot run here: the engine is "
-            "for sm90 and this host has no NVIDIA GPU",
-        ),
-        ({"backend": "inductor", "version": "2.13.0+cu130"}, (H100,), {"torch": "2.13.1"}, None, ""),
-        (
-            {"backend": "inductor", "version": "2.12.0"},
-            (H100,),
-            {"torch": "2.13.1"},
-            Cause.VERSION,
-            "built by another version of PyTorch: by 2.12.0, this host has 2.13.1",
-        ),
-        (
-            {"backend": "onnxruntime"},
-            (H100,),
-            {},
-            Cause.DEVICE,
-            "this build of ONNX Runtime has no CUDAExecutionProvider",
-        ),
-        (
-            {"backend": "coreml"},
-            (H100,),
-            {},
-            Cause.BACKEND,
-            "this loader runs no engine of coreml on sm90",
-        ),
-        (
-            {"backend": "onnxruntime", "architecture": "npu9"},
-            (),
-            {},
-            Cause.BACKEND,
-            "this loader runs no engine of onnxruntime on npu9",
-        ),
-    ],
+RTX = ("RTX 4090", "sm89")
+NO_GPU = (
+    "TensorRT is not installed; pip install 'loka-onnx[tensorrt]'; cannot run here: the engine is for sm90"
 )
-def test_what_keeps_an_engine_from_being_tried(  # noqa: PLR0917 — a table of cases
-    manifest: Manifest,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, str],
-    gpus: tuple[tuple[str, str], ...],
-    libraries: dict[str, str],
-    cause: Cause | None,
-    said: str,
-) -> None:
+OBSTACLES: list[tuple[dict[str, str], tuple[Any, ...], dict[str, str], Cause | None, str]] = [
+    ({"backend": "tensorrt"}, (H100,), {"tensorrt": "10.9"}, None, ""),
+    ({"backend": "tensorrt"}, (H100,), {"tensorrt": "10.8"}, Cause.VERSION, "by 10.9, this host has 10.8"),
+    ({"backend": "tensorrt"}, (RTX,), {"tensorrt": "10.9"}, Cause.DEVICE, "this host has RTX 4090 (sm89)"),
+    ({"backend": "tensorrt"}, (), {}, Cause.LIBRARY, f"{NO_GPU} and this host has no NVIDIA GPU"),
+    ({"backend": "inductor", "version": "2.13.0+cu130"}, (H100,), {"torch": "2.13.1"}, None, ""),
+    ({"backend": "inductor", "version": "2.12.0"}, (H100,), {"torch": "2.13.1"}, Cause.VERSION, "by 2.12.0,"),
+    ({"backend": "onnxruntime"}, (H100,), {}, Cause.DEVICE, "has no CUDAExecutionProvider"),
+    ({"backend": "coreml"}, (H100,), {}, Cause.BACKEND, "this loader runs no engine of coreml on sm90"),
+    ({"backend": "onnxruntime", "architecture": "npu9"}, (), {}, Cause.BACKEND, "of onnxruntime on npu9"),
+]
+
+
+@pytest.mark.parametrize("case", OBSTACLES)
+def test_what_keeps_an_engine_from_being_tried(manifest, monkeypatch, case):
+    changes, gpus, libraries, cause, said = case
     host(monkeypatch, *gpus, **libraries)
     made = entry(manifest, "engine", **{"architecture": "sm90", "version": "10.9", **changes})
     found = obstacle(made, Part.WHOLE, is_trusted=True)
@@ -154,9 +108,7 @@ def test_what_keeps_an_engine_from_being_tried(  # noqa: PLR0917 — a table of 
 @pytest.mark.parametrize(
     ("here", "runs"), [(("amx_int8", "avx512_vnni"), True), (("i8mm",), False), ((), False)]
 )
-def test_an_engine_of_integers_runs_on_its_instructions_only(
-    manifest: Manifest, monkeypatch: pytest.MonkeyPatch, here: tuple[str, ...], runs: bool
-) -> None:
+def test_an_engine_of_integers_runs_on_its_instructions_only(manifest, monkeypatch, here, runs):
     monkeypatch.setattr(selection, "integer_instructions", lambda: here)
     needed = (Requirement(INSTRUCTIONS, Need.EXACTLY, "avx512_vnni"),)
     cpu = {"backend": "onnxruntime", "architecture": "cpu", "target": "cpu"}

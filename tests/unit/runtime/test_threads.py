@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,9 +205,7 @@ def engine_on(manifest: Manifest, runner: Runner) -> Engine:
 
 
 @pytest.mark.parametrize("make", RUNNERS, ids=lambda make: make.__name__)
-def test_sixteen_threads_get_what_one_gets(
-    make: Callable[..., Runner], manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sixteen_threads_get_what_one_gets(make, manifest, tmp_path, monkeypatch):
     engine = engine_on(manifest, make(tmp_path, monkeypatch))
     # Sizes that are served, that are padded, that run as they come, and that take several programs.
     asked = [rows(1 + (number * 7) % 70, number) for number in range(THREADS * REQUESTS)]
@@ -230,7 +227,7 @@ def test_sixteen_threads_get_what_one_gets(
     engine.close()
 
 
-def test_a_cut_model_is_looked_up_in_many_threads(sample: SampleRun, tmp_path: Path) -> None:
+def test_a_cut_model_is_looked_up_in_many_threads(sample, tmp_path):
     engine = load(write_bundle(cut_contents(sample, tmp_path / "run"), tmp_path / "bundle"))
     asked = [request(1 + number % 9, seed=number) for number in range(64)]
     expected = [engine.infer(each)["ctr"] for each in asked]
@@ -257,7 +254,7 @@ class Slow(Runner):
         self.closed += 1
 
 
-def test_closing_waits_for_requests_and_refuses_new_ones(manifest: Manifest) -> None:
+def test_closing_waits_for_requests_and_refuses_new_ones(manifest):
     runner = Slow()
     engine = engine_on(manifest, runner)
     with ThreadPoolExecutor(4) as pool:

@@ -46,7 +46,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_sizes_that_were_timed_are_run_before_the_engine_is_ready(bundle: Path, ran: list[int]) -> None:
+def test_sizes_that_were_timed_are_run_before_the_engine_is_ready(bundle, ran):
     engine = load(bundle)
     assert engine.entry.evaluation is not None
     assert [latency.batch for latency in engine.entry.evaluation.latencies] == [1024]
@@ -55,9 +55,7 @@ def test_sizes_that_were_timed_are_run_before_the_engine_is_ready(bundle: Path, 
     assert engine.health().warm == (1024,)
 
 
-def test_an_engine_that_fails_at_a_size_that_it_serves_is_passed_over(
-    sample: SampleRun, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_fails_at_a_size_that_it_serves_is_passed_over(sample, bundle, monkeypatch):
     class Fails(OnnxSession):
         def run(self, inputs: Any, *arguments: Any) -> Arrays:
             if len(inputs["dense"]) == 1024:
@@ -72,9 +70,7 @@ def test_an_engine_that_fails_at_a_size_that_it_serves_is_passed_over(
     assert "no memory for 1024 rows" in skipped.reason
 
 
-def test_a_request_is_padded_to_the_next_size_and_the_answer_is_cut(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_is_padded_to_the_next_size_and_the_answer_is_cut(bundle, monkeypatch):
     sizes = (16, 64)
     launched: list[int] = []
 

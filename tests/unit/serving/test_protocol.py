@@ -55,7 +55,7 @@ def same(got: np.ndarray, expected: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-def test_what_the_client_sends_as_bytes_arrives(dtype: str, data: st.DataObject) -> None:
+def test_what_the_client_sends_as_bytes_arrives(dtype, data):
     value, other = data.draw(arrays(dtype)), data.draw(arrays("uint8"))
     inputs = []
     for name, array, kind in (("a", other, "UINT8"), ("b", value, NAMES[dtype])):
@@ -72,7 +72,7 @@ def test_what_the_client_sends_as_bytes_arrives(dtype: str, data: st.DataObject)
 
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "bfloat16"])
 @given(data=st.data())
-def test_what_the_client_sends_as_json_arrives(dtype: str, data: st.DataObject) -> None:
+def test_what_the_client_sends_as_json_arrives(dtype, data):
     value = data.draw(arrays(dtype))
     if np.dtype(dtype).kind == "f":
         value = np.where(np.isfinite(value), value, np.dtype(dtype).type(0.1))
@@ -89,7 +89,7 @@ def test_what_the_client_sends_as_json_arrives(dtype: str, data: st.DataObject) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data(), binary=st.booleans())
-def test_the_client_reads_our_answers(dtype: str, data: st.DataObject, binary: bool) -> None:
+def test_the_client_reads_our_answers(dtype, data, binary):
     value = data.draw(arrays(dtype))
     if not binary and np.dtype(dtype).kind in "fV":
         value = np.where(np.isfinite(value), value, np.zeros_like(value))
@@ -107,7 +107,7 @@ def test_the_client_reads_our_answers(dtype: str, data: st.DataObject, binary: b
     assert [output["name"] for output in response["outputs"]] == ["second", "first"]
 
 
-def test_the_metadata_names_types_and_dynamic_sizes() -> None:
+def test_the_metadata_names_types_and_dynamic_sizes():
     model = card(TensorSpec("ids", "int64", (None, 26)), TensorSpec("flag", "bool", (None, None)))
     assert model.metadata() == {
         "name": "ranker",
@@ -122,7 +122,7 @@ def test_the_metadata_names_types_and_dynamic_sizes() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["object", "float8_e4m3fn", "int4", "complex64"])
-def test_a_type_that_the_protocol_lacks_is_refused_when_the_server_starts(dtype: str) -> None:
+def test_a_type_that_the_protocol_lacks_is_refused_when_the_server_starts(dtype):
     with pytest.raises(ConfigError, match=f"cannot carry 'x'\n  evidence: its type is {dtype}"):
         card(TensorSpec("x", dtype, (None,)))
 
@@ -136,13 +136,13 @@ def document(*tensors: Any, **more: Any) -> bytes:
     return json.dumps({"inputs": list(tensors), **more}).encode()
 
 
-def test_data_may_be_nested_as_the_shape_is() -> None:
+def test_data_may_be_nested_as_the_shape_is():
     nested = tensor(shape=[2, 3], data=[[1, 2, 3], [4, 5, 6]])
     value = read_request(document(nested), None, card()).inputs["dense"]
     np.testing.assert_array_equal(value, np.array([[1, 2, 3], [4, 5, 6]], np.float32))
 
 
-def test_unknown_keys_and_parameters_are_ignored() -> None:
+def test_unknown_keys_and_parameters_are_ignored():
     body = document(
         tensor(parameters={"mine": 1}), model_name="ranker", parameters={"priority": 3, "x": "y"}, outputs=[]
     )
@@ -151,7 +151,7 @@ def test_unknown_keys_and_parameters_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_an_output_overrides_what_holds_for_all(binary: bool) -> None:
+def test_an_output_overrides_what_holds_for_all(binary):
     body = document(
         tensor(),
         parameters={"binary_data_output": not binary},
@@ -240,7 +240,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_request_is_refused_with_its_reason(name: str) -> None:
+def test_a_bad_request_is_refused_with_its_reason(name):
     body, message = BAD[name]
     with pytest.raises(DataError) as caught:
         read_request(body, None, card())
@@ -260,7 +260,7 @@ BINARY_BAD = {
 
 
 @pytest.mark.parametrize("name", BINARY_BAD)
-def test_bytes_that_do_not_fit_are_refused(name: str) -> None:
+def test_bytes_that_do_not_fit_are_refused(name):
     size, payload, message = BINARY_BAD[name]
     header = document(tensor(data=..., parameters={"binary_data_size": size}))
     with pytest.raises(DataError) as caught:
@@ -268,7 +268,7 @@ def test_bytes_that_do_not_fit_are_refused(name: str) -> None:
     assert message in str(caught.value)
 
 
-def test_a_header_longer_than_the_body_is_refused() -> None:
+def test_a_header_longer_than_the_body_is_refused():
     body = document(tensor())
     with pytest.raises(DataError, match="larger than the body"):
         read_request(body, len(body) + 1, card())
@@ -276,7 +276,7 @@ def test_a_header_longer_than_the_body_is_refused() -> None:
         read_request(body, len(body) - 1, card())
 
 
-def test_data_in_both_places_is_refused() -> None:
+def test_data_in_both_places_is_refused():
     header = document(tensor(parameters={"binary_data_size": 12}))
     with pytest.raises(DataError, match="both `data` and `binary_data_size`"):
         read_request(header + b"\0" * 12, len(header), card())
@@ -295,7 +295,7 @@ def test_data_in_both_places_is_refused() -> None:
         ("bfloat16", [1, 2, 3], "JSON cannot hold BF16 exactly"),
     ],
 )
-def test_json_elements_that_a_type_cannot_hold(dtype: str, data: list[Any], message: str) -> None:
+def test_json_elements_that_a_type_cannot_hold(dtype, data, message):
     body = document(tensor(datatype=NAMES[dtype], data=data))
     with pytest.raises(DataError, match=message):
         read_request(body, None, card(TensorSpec("dense", dtype, (None, 3))))
@@ -303,19 +303,19 @@ def test_json_elements_that_a_type_cannot_hold(dtype: str, data: list[Any], mess
 
 @pytest.mark.parametrize("shape", [[0, 10**30], [2**62, 0], [0, 2**31, 2**31]])
 @pytest.mark.parametrize("more", [{"data": []}, {"data": ..., "parameters": {"binary_data_size": 0}}])
-def test_an_empty_shape_that_numpy_cannot_have_is_refused(shape: list[int], more: dict[str, Any]) -> None:
+def test_an_empty_shape_that_numpy_cannot_have_is_refused(shape, more):
     spec = TensorSpec("dense", "float32", (None,) * len(shape))
     with pytest.raises(DataError, match="`shape` is too large"):
         read_request(document(tensor(shape=shape, **more)), None, card(spec))
 
 
-def test_a_bool_byte_is_0_or_1() -> None:
+def test_a_bool_byte_is_0_or_1():
     header = document(tensor(datatype="BOOL", data=..., parameters={"binary_data_size": 3}))
     with pytest.raises(DataError, match="a BOOL is a byte of 0 or 1\n  evidence: a byte is 2"):
         read_request(header + b"\1\2\0", len(header), card(TensorSpec("dense", "bool", (None, 3))))
 
 
-def test_nan_goes_out_as_bytes_and_not_as_json() -> None:
+def test_nan_goes_out_as_bytes_and_not_as_json():
     value = np.array([[np.nan], [1]], np.float32)
     request = InferRequest(None, {}, {"ctr": False})
     with pytest.raises(DataError, match="JSON cannot hold output 'ctr'\n  evidence: 1 of its 2 elements"):
@@ -324,14 +324,14 @@ def test_nan_goes_out_as_bytes_and_not_as_json() -> None:
     assert answer.body.endswith(value.tobytes())
 
 
-def test_bf16_in_json_is_exact() -> None:
+def test_bf16_in_json_is_exact():
     value = np.array([[0.1], [3.0]], ml_dtypes.bfloat16)
     model = Card("m", "1", "p", (), (TensorSpec("y", "bfloat16", (None, 1)),))
     answer = write_answer(InferRequest(None, {}, {"y": False}), {"y": value}, model)
     assert json.loads(answer.body)["outputs"][0]["data"] == [0.10009765625, 3.0]
 
 
-def test_a_lone_surrogate_comes_back_as_it_came() -> None:
+def test_a_lone_surrogate_comes_back_as_it_came():
     body = document(tensor()).replace(b"{", b'{"id": "\\ud800", ', 1)
     request = read_request(body, None, card())
     answer = write_answer(request, {"ctr": np.zeros((1, 1), np.float32)}, card())
@@ -346,7 +346,7 @@ JSON = st.recursive(
 
 
 @given(body=st.binary(max_size=400), length=st.none() | st.integers(0, 500))
-def test_random_bytes_are_refused_and_nothing_else_happens(body: bytes, length: int | None) -> None:
+def test_random_bytes_are_refused_and_nothing_else_happens(body, length):
     with pytest.raises(DataError):
         read_request(body, length, card())
 
@@ -356,9 +356,7 @@ def test_random_bytes_are_refused_and_nothing_else_happens(body: bytes, length: 
     more=st.dictionaries(st.sampled_from(["id", "outputs", "parameters"]), JSON),
     tail=st.binary(max_size=16),
 )
-def test_a_request_is_read_or_refused_whatever_it_holds(
-    changes: dict[str, Any], more: dict[str, Any], tail: bytes
-) -> None:
+def test_a_request_is_read_or_refused_whatever_it_holds(changes, more, tail):
     header = document(tensor(**changes), **more)
     try:
         request = read_request(header + tail, len(header), card())
