@@ -7,8 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
-
 from benchmarks.peers.processes import ChildLimits, ChildResult, run_job
 
 CHILDREN = Path(__file__).parents[3] / "benchmarks" / "peers" / "children"

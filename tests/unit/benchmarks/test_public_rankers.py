@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import pytest
 from onnx import TensorProto, helper
 
 pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks.public_rankers.catalog import RANKERS, Inputs, Library
 from benchmarks.public_rankers.libraries import LIBRARIES_ENVIRONMENT, is_installed

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks.engines.trained import key_of, weighed
 

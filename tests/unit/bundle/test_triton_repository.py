@@ -259,10 +259,7 @@ def test_what_is_no_repository_of_ours_is_not_replaced(bundle, tmp_path):
         ("ranker/2/model.onnx", "it holds 'ranker/2', which this project did not write"),
         ("ranker/1/notes.txt", "it holds 'ranker/1/notes.txt', which this project did not write"),
         ("ranker/labels.txt", "it holds 'ranker/labels.txt', which this project did not write"),
-        (
-            "ranker/__pycache__/mine.py",
-            "it holds 'ranker/__pycache__/mine.py', which this project did not write",
-        ),
+        ("ranker/__pycache__/x.py", "it holds 'ranker/__pycache__/x.py', which this project did not write"),
         ("ranker/config.pbtxt", "'ranker/config.pbtxt' was changed after this project wrote it"),
         (f"{FP32}/1/model.onnx", f"'{FP32}/1/model.onnx' was changed after this project wrote it"),
     ],

@@ -29,8 +29,8 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx
 
 
 @pytest.fixture(scope="module")
-def engine(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with load(write_bundle(sample.contents, tmp_path_factory.mktemp("arrays") / "bundle")) as engine:
+def engine(original: Path) -> Iterator[Engine]:
+    with load(original) as engine:
         yield engine
 
 

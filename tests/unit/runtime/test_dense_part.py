@@ -70,9 +70,7 @@ def test_the_dense_part_takes_looked_up_rows_and_opens_no_table(bundle, opened):
     ("change", "message"),
     [
         ({LOOKED_UP: None}, r"does not hold the dense part's inputs\n.*missing \['embeddings.item'\]"),
-        ({"item": np.zeros(2, np.int64)}, r"unknown \['item'\]"),
         ({LOOKED_UP: np.zeros((2, 5), np.float32)}, r"float32\(2, 5\), the model takes float32\(None, 4\)"),
-        ({LOOKED_UP: np.zeros((2, 4))}, r"float64\(2, 4\), the model takes float32\(None, 4\)"),
         ({LOOKED_UP: np.zeros((3, 4), np.float32)}, r"rows \{'x': 2, 'embeddings.item': 3\}"),
     ],
 )

@@ -16,9 +16,8 @@ import onnx.parser
 import pytest
 from cut_models import cut_contents, request
 from fake_cuda_driver import FakeDriver
-from sample_run import SampleRun
 
-from loka_onnx.bundle.format.files import Sample, verify_bundle
+from loka_onnx.bundle.format.files import Sample
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.manifest import BatchRange, Manifest
@@ -191,11 +190,6 @@ def on_migraphx(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
 
 
 RUNNERS = (on_onnxruntime, on_fixed_buffers, on_inductor, on_inductor_graphs, on_tensorrt, on_migraphx)
-
-
-@pytest.fixture(scope="module")
-def manifest(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    return verify_bundle(write_bundle(sample.contents, tmp_path_factory.mktemp("threads") / "bundle"))
 
 
 def engine_on(manifest: Manifest, runner: Runner) -> Engine:
