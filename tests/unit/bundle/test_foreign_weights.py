@@ -21,16 +21,8 @@ from loka_onnx.runtime import load
 
 LOCATIONS = ("../../secret.bin", "/etc/passwd", "*/_ORT_MEM_ADDR_/*", "secret.bin")
 PLACES = (
-    "initializer",
-    "attribute",
-    "attributes",
-    "sparse initializer",
-    "sparse attribute",
-    "sparse attributes",
-    "subgraph",
-    "function body",
-    "function default",
-    "training",
+    *("initializer", "attribute", "attributes", "sparse initializer", "sparse attribute"),
+    *("sparse attributes", "subgraph", "function body", "function default", "training"),
 )
 
 

@@ -5,6 +5,7 @@ import typer
 from altered import tree, with_files
 from typer.testing import CliRunner
 
+from loka_onnx.bundle.signing import sign_bundle, write_key_pair
 from loka_onnx.cli.bundle_registry import add_registry_verbs
 from loka_onnx.core.digests import digest_file
 from loka_onnx.errors import BundleInvalid, CheckFailed, UserError
@@ -38,20 +39,14 @@ def test_the_verbs(one, tmp_path):
     assert f"sha256:{digest} pulled and verified; not signed\nread " in out
     assert tree(tmp_path / "x") == tree(one)
     assert "is there already, whole" in run("pull", f"{registry}#canary", tmp_path / "x")
-
-
-def test_a_key_is_asked_for(one, tmp_path):
-    from loka_onnx.bundle.signing import sign_bundle, write_key_pair
-
     pair = write_key_pair(tmp_path / "keys")
-    url = f"{tmp_path / 'registry'}#prod"
-    run("push", one, url)
     with pytest.raises(BundleInvalid, match="the bundle is not signed"):
-        run("pull", url, tmp_path / "x", "--key", pair.public)
+        run("pull", f"{registry}#prod", tmp_path / "y", "--key", pair.public)
     sign_bundle(one, pair.private)
-    run("push", one, url)
-    assert f"signed with key {pair.fingerprint}" in run("pull", url, tmp_path / "x", "--key", pair.public)
-    assert "by whom was not checked (--key)" in run("pull", url, tmp_path / "x")
+    run("push", one, f"{registry}#prod")
+    out = run("pull", f"{registry}#prod", tmp_path / "y", "--key", pair.public)
+    assert f"signed with key {pair.fingerprint}" in out
+    assert "by whom was not checked (--key)" in run("pull", f"{registry}#prod", tmp_path / "y")
 
 
 def test_damaged_names_end_with_3(one, tmp_path):

@@ -19,14 +19,9 @@ from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.registry import TransferOptions, list_names, pull_bundle, push_bundle, resolve
 from loka_onnx.bundle.registry.names import write_pointer
 from loka_onnx.bundle.registry.store import Store
+from loka_onnx.bundle.signing import sign_bundle, write_key_pair
 from loka_onnx.core.manifest import MAX_MANIFEST_BYTES, BundleFile
-from loka_onnx.errors import (
-    BundleError,
-    BundleInvalid,
-    LokaError,
-    OutputError,
-    UserError,
-)
+from loka_onnx.errors import BundleError, BundleInvalid, LokaError, OutputError, UserError
 
 FAST = TransferOptions(threads=4)
 PART = 10_000
@@ -111,28 +106,25 @@ def grow(path: Path, size: int = 1 << 42) -> None:
     ("change", "message"),
     [
         *(
-            (
-                lambda s, n=number: alter(s.part(n), flipped),
-                f"file '{LARGE}' was altered\n  evidence: sha256 ",
-            )
-            for number in (0, 1, 3)
+            (lambda s, n=n: alter(s.part(n), flipped), f"file '{LARGE}' was altered\n.*sha256 ")
+            for n in (0, 1, 3)
         ),
         (swap_blobs, f"file '{LARGE}' was altered"),
         (lambda s: s.part(2).unlink(), r"'blobs/sha256/\w+\.2' is missing in the registry"),
         (lambda s: os.truncate(s.part(2), 9_999), r"'blobs/sha256/\w+\.2' has 9999 bytes of 10000"),
         (lambda s: grow(s.part(3)), r"'blobs/sha256/\w+\.3' in the registry is too large\n.*5,000 bytes"),
         (
-            lambda s: alter(s.manifest, lambda data: data.replace(b"fp32", b"fp16", 1)),
-            "the manifest in the registry was altered\n  evidence: sha256 .*, asked for ",
+            lambda s: alter(s.manifest, flipped),
+            "the registry was altered\n.*sha256 .*, asked for ",
         ),
         (lambda s: s.manifest.unlink(), r"manifest\.json' is missing in the registry"),
         (
             lambda s: grow(s.manifest, MAX_MANIFEST_BYTES + 1),
-            "is too large\n  evidence: the limit is 16,777,216",
+            "too large\n.*the limit is 16,777,216",
         ),
         (
             lambda s: grow(s.manifest.parent / "signature.json"),
-            r"signature\.json' in the registry is too large",
+            r"signature\.json' in the registry is too la",
         ),
         (lambda s: grow(s.registry / "names/prod.json"), r"'names/prod\.json' in the registry is too large"),
     ],
@@ -236,8 +228,6 @@ def test_a_pipe_in_the_place_of_a_pointer_does_not_hold_a_pull_up(scene):
 
 
 def test_a_signature_of_another_bundle(scene, tmp_path):
-    from loka_onnx.bundle.signing import sign_bundle, write_key_pair
-
     pair = write_key_pair(tmp_path / "keys")
     sign_bundle(scene.old, pair.private)
     signature = (scene.old / "signature.json").read_bytes()
@@ -247,8 +237,6 @@ def test_a_signature_of_another_bundle(scene, tmp_path):
 
 
 def test_a_signed_bundle_swapped_for_an_unsigned_one_is_read_no_further(scene, tmp_path, monkeypatch):
-    from loka_onnx.bundle.signing import write_key_pair
-
     pair = write_key_pair(tmp_path / "keys")
     read_keys, ask = [], Store.read
 

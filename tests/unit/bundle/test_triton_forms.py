@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import json
 import sys
-import types
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from sample_run import SampleRun, make_run
 from triton_rules import check_repository, parameters, pb
 
 from loka_onnx.bundle.triton.repository import TritonRepository, export_triton
-from loka_onnx.bundle.writer import BundleContents, BundleEngine, write_bundle
+from loka_onnx.bundle.writer import BundleEngine, write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.evaluation import Evaluation
@@ -57,13 +57,13 @@ def package(engine: InductorEngine) -> bytes:
 
 
 @pytest.fixture
-def with_engine(tmp_path: Path) -> Callable[..., TritonRepository]:
-    """Exports a bundle with one engine, made of files that nothing here can run."""
+def with_engine(tmp_path: Path) -> Callable[..., tuple[TritonRepository, dict[str, Any]]]:
+    """Exports a bundle with one engine, made of files that nothing here can run; its record and configs."""
     run = make_run(tmp_path / "run")
     (first, *_) = run.contents.engines
     measured = next(e for e in run.report.evaluations.evaluations if e.latencies)
 
-    def export(backend: str, architecture: str, files: Files, **changes: Any) -> TritonRepository:
+    def export(backend: str, architecture: str, files: Files) -> tuple[TritonRepository, dict[str, Any]]:
         folder = run.contents.root / "engines" / "e"
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -80,11 +80,10 @@ def with_engine(tmp_path: Path) -> Callable[..., TritonRepository]:
             digest=digest_files(paths) if len(paths) > 1 else digest_file(paths[0]),
         )
         evaluation: Evaluation = replace(measured, engine=artifact.id)
-        contents: BundleContents = replace(
-            run.contents, engines=(BundleEngine(artifact, first.expectation, evaluation),), **changes
-        )
-        bundle = write_bundle(contents, tmp_path / "bundle")
-        return export_triton(bundle, tmp_path / "repository", OPTIONS)
+        engine = BundleEngine(artifact, first.expectation, evaluation)
+        bundle = write_bundle(replace(run.contents, engines=(engine,)), tmp_path / "bundle")
+        record = export_triton(bundle, tmp_path / "repository", OPTIONS)
+        return record, check_repository(tmp_path / "repository")
 
     return export
 
@@ -105,8 +104,8 @@ def accelerators(config: Any) -> dict[str, dict[str, str]]:
 def test_the_cuda_provider_keeps_fp32_and_no_graphs(sample, with_engine, tmp_path):
     told = {"enable_cuda_graph": "1", "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
     files = {"engine.onnx": graph(sample), SETTINGS_FILE: settings("cuda", told, (64, 256))}
-    record = with_engine("onnxruntime", "sm90", files)
-    config = check_repository(tmp_path / "repository")["ranker-gpu-onnxruntime-sm90-fp8-safe"]
+    record, configs = with_engine("onnxruntime", "sm90", files)
+    config = configs["ranker-gpu-onnxruntime-sm90-fp8-safe"]
     assert accelerators(config) == {"cuda": {"use_tf32": "0"}}
     assert config.optimization.graph.level == 0, "no FP8 in this graph"
     assert config.instance_group[0].kind == pb.ModelInstanceGroup.KIND_GPU
@@ -129,8 +128,8 @@ def test_the_tensorrt_provider_gets_its_profile(sample, with_engine, tmp_path):
         SETTINGS_FILE: settings("tensorrt", told, (64,), programs=True),
         f"{PROGRAMS}/a.engine": b"compiled",
     }
-    record = with_engine("onnxruntime_tensorrt", "sm90", files)
-    config = check_repository(tmp_path / "repository")["ranker-gpu-onnxruntime_tensorrt-sm90-fp8-safe"]
+    record, configs = with_engine("onnxruntime_tensorrt", "sm90", files)
+    config = configs["ranker-gpu-onnxruntime_tensorrt-sm90-fp8-safe"]
     del told["trt_cuda_graph_enable"]
     assert accelerators(config) == {"tensorrt": told, "cuda": {"use_tf32": "0"}}
     names = [each.name for each in config.optimization.execution_accelerators.gpu_execution_accelerator]
@@ -140,8 +139,8 @@ def test_the_tensorrt_provider_gets_its_profile(sample, with_engine, tmp_path):
 
 
 def test_an_engine_of_tensorrt_is_a_plan_with_cuda_graphs(with_engine, tmp_path):
-    record = with_engine("tensorrt", "sm90", {"engine.trt": b"a plan"})
-    config = check_repository(tmp_path / "repository")["ranker-gpu-tensorrt-sm90-fp8-safe"]
+    record, configs = with_engine("tensorrt", "sm90", {"engine.trt": b"a plan"})
+    config = configs["ranker-gpu-tensorrt-sm90-fp8-safe"]
     assert (config.platform, config.backend) == ("tensorrt_plan", "tensorrt")
     assert (tmp_path / "repository" / config.name / "1/model.plan").read_bytes() == b"a plan"
     assert config.optimization.cuda.graphs
@@ -180,18 +179,16 @@ def test_engines_that_no_backend_runs_are_declined(
         "tensorrt_rtx": {"engine.bin": b"engine"},
         "migraphx": {"engine.json": serde.dumps(document).encode(), "rows-8.mxr": b"program"},
     }[backend]
-    record = with_engine(backend, architecture, files)
+    record, configs = with_engine(backend, architecture, files)
     (declined,) = record.declined
     assert reason in declined.reason
     assert record.preferred == "fallback-fp32", "the FP32 model stands in"
-    configs = check_repository(tmp_path / "repository")
     assert set(configs) == {"ranker", "ranker-fallback-fp32"}
     assert parameters(configs["ranker"])["loka_onnx.engine"] == "fallback-fp32"
 
 
 def test_a_package_with_one_program_is_run_by_the_pytorch_backend(with_engine, tmp_path):
-    record = with_engine("inductor", "sm90", {"engine.pt2": package(DYNAMIC)})
-    configs = check_repository(tmp_path / "repository")
+    record, configs = with_engine("inductor", "sm90", {"engine.pt2": package(DYNAMIC)})
     name = "ranker-gpu-inductor-sm90-fp8-safe"
     program = configs[f"{name}-program"]
     assert (program.platform, program.backend) == ("torch_aoti", "pytorch")
@@ -221,8 +218,8 @@ def test_a_package_with_one_program_is_run_by_the_pytorch_backend(with_engine, t
 )
 def test_other_packages_are_run_by_the_python_backend(with_engine, tmp_path, engine, reason):
     content = package(engine)
-    record = with_engine("inductor", "sm90", {"engine.pt2": content})
-    config = check_repository(tmp_path / "repository")["ranker-gpu-inductor-sm90-fp8-safe"]
+    record, configs = with_engine("inductor", "sm90", {"engine.pt2": content})
+    config = configs["ranker-gpu-inductor-sm90-fp8-safe"]
     assert (config.backend, config.platform) == ("python", "")
     assert config.instance_group[0].kind == pb.ModelInstanceGroup.KIND_MODEL, "the session picks the GPU"
     assert parameters(config)["loka_onnx.architecture"] == "sm90"
@@ -257,41 +254,33 @@ def test_a_dense_engine_by_position_stands_behind_the_lookup(sample, tmp_path):
     assert shapes == [("INPUT__0", [4]), ("INPUT__1", [3])]
 
 
-def test_a_document_of_another_model_is_declined(with_engine):
-    engine = replace(DYNAMIC, inputs=(InputPort("other", "float32", (16,)),))
-    (declined,) = with_engine("inductor", "sm90", {"engine.pt2": package(engine)}).declined
-    assert declined.reason == "its document has other inputs or outputs than the bundle: ['ctr', 'other']"
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (
+            package(replace(DYNAMIC, inputs=(InputPort("other", "float32", (16,)),))),
+            "its document has other inputs or outputs than the bundle: ['ctr', 'other']",
+        ),
+        (b"no package", "not an engine of the inductor backend"),
+    ],
+)
+def test_a_package_of_another_model_and_none_are_declined(with_engine, content, reason):
+    (declined,) = with_engine("inductor", "sm90", {"engine.pt2": content})[0].declined
+    assert reason in declined.reason
 
 
-def test_a_file_that_is_no_package_is_declined(with_engine):
-    (declined,) = with_engine("inductor", "sm90", {"engine.pt2": b"no package"}).declined
-    assert "not an engine of the inductor backend" in declined.reason
+def tensor_of(name: str, value: np.ndarray) -> Any:
+    return SimpleNamespace(name=name, as_numpy=lambda: value)
 
 
-class _Response:
-    def __init__(self, output_tensors: list[Any], error: Any = None) -> None:
-        self.output_tensors, self.error = output_tensors, error
-
-
-class _Tensor:
-    def __init__(self, name: str, value: np.ndarray) -> None:
-        self.name, self._value = name, value
-
-    def as_numpy(self) -> np.ndarray:
-        return self._value
-
-
-class _Error:
-    def __init__(self, message: str) -> None:
-        self.message = message
-
-
-def server_module() -> types.ModuleType:
+def server_module() -> Any:
     """What the server's Python backend offers to models (python_backend, README)."""
-    module: Any = types.ModuleType("triton_python_backend_utils")
-    module.Tensor, module.InferenceResponse, module.TritonError = _Tensor, _Response, _Error
-    module.get_input_tensor_by_name = lambda request, name: request[name]
-    return module
+    return SimpleNamespace(
+        Tensor=tensor_of,
+        InferenceResponse=lambda tensors, error=None: SimpleNamespace(output_tensors=tensors, error=error),
+        TritonError=lambda message: SimpleNamespace(message=message),
+        get_input_tensor_by_name=lambda request, name: request[name],
+    )
 
 
 def exported_package(sample: SampleRun, root: Path, *, static: int) -> Path:
@@ -363,13 +352,13 @@ def test_the_model_of_the_python_backend_answers_batched_requests(sample, tmp_pa
     )
     rows, exact = sample.contents.sample["dense"], sample.contents.fallback.outputs["ctr"]
     parts = ((0, 1), (1, 4), (4, 8))
-    answers = model.execute([{"dense": _Tensor("dense", rows[start:end])} for start, end in parts])
+    answers = model.execute([{"dense": tensor_of("dense", rows[start:end])} for start, end in parts])
     for (start, end), response in zip(parts, answers, strict=True):
         assert response.error is None
         (tensor,) = response.output_tensors
         assert tensor.name == "ctr"
         np.testing.assert_allclose(tensor.as_numpy(), exact[start:end], atol=1e-5)
-    many = _Tensor("dense", np.zeros((17, 16), np.float32))
+    many = tensor_of("dense", np.zeros((17, 16), np.float32))
     (refused,) = model.execute([{"dense": many}])
     assert "17 rows; it takes 1 to 16" in refused.error.message
     model.finalize()

@@ -41,15 +41,9 @@ ORT_LEVELS = {
 }
 """What the backend makes of `optimization.graph.level`."""
 TENSORRT_KEYS = {
-    "precision_mode",
-    "max_workspace_size_bytes",
-    "trt_builder_optimization_level",
-    "trt_cuda_graph_enable",
-    "trt_engine_cache_enable",
-    "trt_engine_cache_path",
-    "trt_profile_max_shapes",
-    "trt_profile_min_shapes",
-    "trt_profile_opt_shapes",
+    *("precision_mode", "max_workspace_size_bytes", "trt_builder_optimization_level"),
+    *("trt_cuda_graph_enable", "trt_engine_cache_enable", "trt_engine_cache_path"),
+    *("trt_profile_max_shapes", "trt_profile_min_shapes", "trt_profile_opt_shapes"),
 }
 """Some of the keys that the backend knows for TensorRT; it refuses a model with any other."""
 NUMPY = {
