@@ -94,7 +94,7 @@ def test_a_signature_vouches_for_no_other_bundle(signed, spare, pair, monkeypatc
 
 
 def test_a_directory_that_is_replaced_stays_the_one_that_was_verified(
-    signed: Path, other: Path, pair: KeyPair, sessions: list[os.stat_result], monkeypatch: pytest.MonkeyPatch
+    signed: Path, spare: Path, pair: KeyPair, sessions: list[os.stat_result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every file is opened in the directory that was verified, though another has its name by then."""
     models = {path: path.stat() for path in signed.rglob("*.onnx")}
