@@ -76,9 +76,7 @@ class PreparedData:
 
 
 def data_root(root: str | Path | None = None) -> Path:
-    """The directory of data that cannot be shipped: the argument, else `$LOKA_ONNX_DATA`; `DataError` without
-    one.
-    """
+    """The directory of data that is not shipped: the argument, else `$LOKA_ONNX_DATA` (`DataError`)."""
     given = root if root is not None else os.environ.get(DATA_ENVIRONMENT)
     if given and Path(given).is_dir():
         return Path(given)

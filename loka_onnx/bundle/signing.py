@@ -44,9 +44,7 @@ _LOG = logging.getLogger("loka_onnx.bundle")
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A key pair on disk, as PEM files: private (PKCS8, for its owner only) and public
-    (SubjectPublicKeyInfo).
-    """
+    """A key pair on disk, as PEM files: PKCS8, for its owner only, and SubjectPublicKeyInfo."""
 
     private: Path
     public: Path

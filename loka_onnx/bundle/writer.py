@@ -95,9 +95,7 @@ NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1; CUDA Toolkit
 
 @dataclass(frozen=True)
 class Expectation:
-    """Answers of an engine on the sample, and the largest absolute difference that a self-test accepts per
-    output.
-    """
+    """Answers of an engine on the sample, and the largest absolute difference that a self-test accepts."""
 
     outputs: ArrayMap
     tolerance: Mapping[str, float]
@@ -201,9 +199,7 @@ def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None 
 def requirements_of(
     backend: str, version: str, architecture: str, instructions: str = ""
 ) -> tuple[Requirement, ...]:
-    """Libraries, drivers and instruction set that a host needs for an engine, whose library had this
-    version.
-    """
+    """Libraries, drivers and instructions that an engine needs, whose library had this version."""
     spec = get_spec(backend)
     library = Requirement(spec.title, *spec.requirement(version, architecture))
     if architecture == CPU:
@@ -256,9 +252,7 @@ class _Stage:
         self._copies = Copies()
 
     def copy(self, source: Path, path: str) -> BundleFile:
-        """Copy a file in chunks; a source that was copied before, under any name, becomes a link to that
-        copy.
-        """
+        """Copy a file; a source that was copied before, under any name, becomes a link to that copy."""
         target = self._place(path)
         try:
             return self._record(path, self._copies.copy(source, target))

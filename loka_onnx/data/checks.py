@@ -17,9 +17,7 @@ _NAMED_RANGES = 3
 
 @dataclass(frozen=True)
 class RawColumn:
-    """Some rows of a column as stored, (rows,) or (rows, width), with the mask of nulls (rows,), None without
-    any.
-    """
+    """Some rows of a column as stored, (rows,) or (rows, width), and the mask of nulls (rows,)."""
 
     values: Array
     nulls: Mask | None = None
@@ -45,9 +43,7 @@ class ColumnRule:
 
 @dataclass(frozen=True)
 class Fault:
-    """Rows that break a rule; `what` ends a sentence that starts with the column, `first_row` counts in the
-    file.
-    """
+    """Rows that break a rule: `what` says how, of the column; `first_row` counts in the file."""
 
     rule: ColumnRule
     what: str

@@ -87,14 +87,6 @@ class _Chunk:
         return _Chunk(columns, self.file_rows[rows])
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """A row of the file, and the number of selected rows before it."""
-
-    file_row: int
-    rows: int
-
-
 class Dataset(ABC):
     """Some rows of a file, in file order; all rows without a `selection`.
 
@@ -127,7 +119,8 @@ class Dataset(ABC):
             )
         self._rules = self._plan()
         self._start, self._stop = self._resolve()
-        self._marks: list[_Mark] = []
+        # Rows of the file, and the number of selected rows before each.
+        self._marks: list[tuple[int, int]] = []
         self._kept: tuple[_Chunk, ...] = ()
         self.rows = self._count()
 
@@ -306,7 +299,7 @@ class Dataset(ABC):
             return self._stop - self._start
         column, rows, file_row = self.selection.column, 0, self._start
         for piece in self._read((column,), range(self._start, self._stop), 8 * _CHUNK_ROWS):
-            self._marks.append(_Mark(file_row, rows))
+            self._marks.append((file_row, rows))
             rows += int(self.selection.mask(piece[column].values).sum())
             file_row += _rows(piece)
         if rows == 0:
@@ -353,8 +346,7 @@ class Dataset(ABC):
     def _filtered(self, selection: HashRows, start: int, stop: int, size: int) -> Iterator[_Chunk]:
         names = tuple(dict.fromkeys((*self._rules, selection.column)))
         # Rows before the last mark up to `start` can be skipped.
-        mark = self._marks[bisect_right(self._marks, start, key=lambda mark: mark.rows) - 1]
-        row, taken = mark.file_row, mark.rows
+        row, taken = self._marks[bisect_right(self._marks, start, key=lambda mark: mark[1]) - 1]
         for piece in self._read(names, range(row, self.file_rows), size):
             indices = np.flatnonzero(selection.mask(piece[selection.column].values))
             keep = indices[max(start - taken, 0) : max(stop - taken, 0)]

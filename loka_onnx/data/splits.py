@@ -91,9 +91,7 @@ class SplitRule:
             )
 
     def selections(self, rows: int) -> tuple[RowSelection, ...]:
-        """Return the rows of calibration, selection and certification; `ConfigError` if a split would hold no
-        row.
-        """
+        """Return the rows of the three splits; `ConfigError` if a split would hold no row."""
         edges = (0.0, *itertools.accumulate((self.calibration, self.selection, self.certification)))
         if self.column is not None:
             column, ends = self.column, [min(edge, 1.0) for edge in edges]

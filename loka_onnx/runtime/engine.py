@@ -98,12 +98,7 @@ class Engine(AbstractContextManager["Engine"]):
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        entry: EngineEntry,
-        runner: Runner,
-        sample: Sample,
-        part: Part = Part.WHOLE,
+        self, manifest: Manifest, entry: EngineEntry, runner: Runner, sample: Sample, part: Part = Part.WHOLE
     ) -> None:
         self.entry, self.part = entry, part
         self.inputs, self.outputs = manifest.inputs_of(part), manifest.outputs
@@ -161,17 +156,13 @@ class Engine(AbstractContextManager["Engine"]):
             raise
 
     def set_routes(self, routes: Sequence[tuple[int, Engine]]) -> None:
-        """Route requests to engines by their largest number of rows, ascending; this engine owns the
-        others.
-        """
+        """Route requests by their largest number of rows, ascending; this engine owns the others."""
         self._routes = tuple(routes)
         self._route_sizes = tuple(rows for rows, _ in routes)
         self._describe()
 
     def set_origin(self, skipped: Sequence[Skipped], order: tuple[str, ...], trust: str) -> None:
-        """Store the results of loading: skipped engines, ids in the order of trial, and the reason why
-        programs may be loaded.
-        """
+        """Store results of loading: the order of trial, and why programs may be loaded."""
         self.skipped, self._order, self._trust = tuple(skipped), order, trust
         self._describe()
 

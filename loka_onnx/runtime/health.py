@@ -98,9 +98,7 @@ def differences(
     answer: Mapping[str, npt.NDArray[Any]],
     expected: Mapping[str, npt.NDArray[Any]],
 ) -> dict[str, float]:
-    """Largest absolute difference of each output; NaN where one side is, `EngineError` for another type or
-    shape.
-    """
+    """Largest absolute difference of each output, NaN for NaN; `EngineError` for another type or shape."""
     moved = {}
     for spec in outputs:
         if spec.name not in answer:

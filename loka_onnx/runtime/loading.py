@@ -94,12 +94,12 @@ def load(
             evidence=f"{keys!r}",
             remedy="write `keys=[…]`",
         )
-    bundle, keys = Path(bundle), tuple(Path(key) for key in keys or ())
+    bundle, accepted = Path(bundle), tuple(Path(key) for key in keys or ())
     for _ in range(ATTEMPTS):
         with ExitStack() as stack:
             pin = stack.enter_context(pinned(stack.enter_context(as_directory(bundle))))
             try:
-                verified = verify_directory(pin.path, keys)
+                verified = verify_directory(pin.path, accepted)
                 trusted_by = verified.signer or (CALLER if trust else "")
                 opener = _Opener(
                     pin, str(bundle), verified.manifest, trusted_by, options, wanted, serving.warm_up
@@ -126,9 +126,7 @@ def load(
 
 @dataclass
 class _Opener:
-    """Loads engines of one verified bundle, whose name is for messages, and records those that do not run
-    here.
-    """
+    """Loads engines of one verified bundle, and records those that do not run here."""
 
     pin: Pin
     name: str

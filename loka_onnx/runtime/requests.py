@@ -78,9 +78,7 @@ def plain_tensors(inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]] | No
 
 
 def to_host(value: Any, kind: Kind) -> npt.NDArray[Any]:
-    """Return a NumPy view of an array in host memory, or a copy of one elsewhere; `DataError` if it cannot be
-    read.
-    """
+    """View an array in host memory, or copy one from elsewhere; `DataError` if it cannot be read."""
     if isinstance(value, np.ma.MaskedArray):
         raise DataError(
             "E1301 an array is masked",

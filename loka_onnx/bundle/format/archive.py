@@ -214,7 +214,8 @@ def _opened(path: Path) -> Iterator[_Archive]:
         if text is None:
             evidence = f"it does not begin with '{MANIFEST_NAME}'"
             refuse(path, "this is not a single-file bundle", evidence, f"name one; {_NOT_OURS}")
-        manifest, claimed = parse_manifest(text, path), ()
+        manifest = parse_manifest(text, path)
+        claimed: tuple[str, ...] = ()
         signature = read_entry(stream, SIGNATURE_NAME, MAX_SIGNATURE_BYTES, path)
         if signature is not None:
             claimed = parse_signature(signature, text, path).keys

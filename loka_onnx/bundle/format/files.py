@@ -163,9 +163,7 @@ def check_models(manifest: Manifest, where: Path, load: Callable[[str], onnx.Mod
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows for the self-test of an engine: inputs, the engine's answer during evaluation, and rows of cut
-    tensors.
-    """
+    """Rows for the self-test of an engine: inputs, its answer during evaluation, rows of cut tensors."""
 
     inputs: Arrays
     expected: Arrays

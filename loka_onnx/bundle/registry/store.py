@@ -82,9 +82,7 @@ class Store:
         return info["size"] if info and info["type"] == "file" else None
 
     def read(self, key: str, limit: int) -> bytes | None:
-        """The file under a key; None where there is none, `BundleInvalid` if it is larger than
-        `limit` bytes.
-        """
+        """The file under a key, None where there is none; `BundleInvalid` beyond `limit` bytes."""
 
         def ask(path: str) -> bytes:
             if self._is_local and Path(path).exists() and not Path(path).is_file():

@@ -162,12 +162,7 @@ def test_engines_of_several_architectures_stand_side_by_side(sample, tmp_path):
         ("tensorrt", "10.13.3", "sm90", "TensorRT exactly 10.13.3; NVIDIA driver (?)"),
         ("migraphx", "2.15.0", "gfx942", "MIGraphX exactly 2.15.0; AMD GPU driver (?)"),
         ("onnxruntime", "1.31.1", "cpu", "ONNX Runtime (?)"),
-        (
-            "onnxruntime_tensorrt",
-            "1.3",
-            "sm90",
-            "ONNX Runtime exactly 1.3; NVIDIA driver (?)",
-        ),
+        ("onnxruntime_tensorrt", "1.3", "sm90", "ONNX Runtime exactly 1.3; NVIDIA driver (?)"),
         ("tensorrt", "", "sm90", "TensorRT (?); NVIDIA driver (?)"),
     ],
 )

@@ -113,19 +113,10 @@ def grow(path: Path, size: int = 1 << 42) -> None:
         (lambda s: s.part(2).unlink(), r"'blobs/sha256/\w+\.2' is missing in the registry"),
         (lambda s: os.truncate(s.part(2), 9_999), r"'blobs/sha256/\w+\.2' has 9999 bytes of 10000"),
         (lambda s: grow(s.part(3)), r"'blobs/sha256/\w+\.3' in the registry is too large\n.*5,000 bytes"),
-        (
-            lambda s: alter(s.manifest, flipped),
-            "the registry was altered\n.*sha256 .*, asked for ",
-        ),
+        (lambda s: alter(s.manifest, flipped), "the registry was altered\n.*sha256 .*, asked for "),
         (lambda s: s.manifest.unlink(), r"manifest\.json' is missing in the registry"),
-        (
-            lambda s: grow(s.manifest, MAX_MANIFEST_BYTES + 1),
-            "too large\n.*the limit is 16,777,216",
-        ),
-        (
-            lambda s: grow(s.manifest.parent / "signature.json"),
-            r"signature\.json' in the registry is too la",
-        ),
+        (lambda s: grow(s.manifest, MAX_MANIFEST_BYTES + 1), "too large\n.*the limit is 16,777,216"),
+        (lambda s: grow(s.manifest.parent / "signature.json"), r"signature\.json' in the registry is too la"),
         (lambda s: grow(s.registry / "names/prod.json"), r"'names/prod\.json' in the registry is too large"),
     ],
 )
