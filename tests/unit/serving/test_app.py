@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -81,10 +80,6 @@ def client(engine: Engine) -> Iterator[Client]:
         yield found
 
 
-def expected(engine: Engine, rows: int = 1) -> list[float]:
-    return engine.infer({"dense": np.full((rows, 16), 0.5, np.float32)})["ctr"].ravel().tolist()
-
-
 def test_metadata_and_health(client):
     server = client.get("/v2").json()
     assert (server["name"], server["extensions"]) == ("loka-onnx", ["binary_tensor_data"])
@@ -95,25 +90,6 @@ def test_metadata_and_health(client):
         metadata = client.get(path).json()
         assert metadata["versions"] == ["1"] and metadata["platform"] == "onnxruntime_onnx"
         assert metadata["inputs"] == [{"name": "dense", "datatype": "FP32", "shape": [-1, 16]}]
-
-
-def test_an_answer_in_json(client, engine):
-    response = client.infer(request(3, id="42"))
-    assert response.status_code == 200 and response.headers["content-type"] == "application/json"
-    assert response.json() == {
-        "model_name": "ranker",
-        "model_version": "1",
-        "id": "42",
-        "outputs": [{"name": "ctr", "datatype": "FP32", "shape": [3, 1], "data": expected(engine, 3)}],
-    }
-
-
-def test_an_answer_in_bytes(client, engine):
-    response = client.infer(request(2, parameters={"binary_data_output": True}))
-    assert response.headers["content-type"] == "application/octet-stream"
-    length = int(response.headers["inference-header-content-length"])
-    assert json.loads(response.content[:length])["outputs"][0]["parameters"] == {"binary_data_size": 8}
-    assert np.frombuffer(response.content[length:], "<f4").tolist() == expected(engine, 2)
 
 
 @pytest.mark.parametrize(
