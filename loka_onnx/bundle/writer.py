@@ -153,8 +153,7 @@ class BundleContents:
 
 
 def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None = None) -> Path:
-    """Write a bundle atomically, signed with a private `key` where one is given; return it with links
-    resolved.
+    """Write a bundle atomically, signed where there is a private `key`; return it with links resolved.
 
     The bundle is staged beside `directory`, verified as a loader would, synced and moved into place; a reader
     sees the old bundle or the new one. Leftovers of an interrupted write are removed by the next. Equal
@@ -189,7 +188,7 @@ def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None 
             )
         writer.write_unlisted(text, MANIFEST_NAME)
         if signer is not None:
-            writer.write_unlisted(signature_text(text.encode(), [signer]), SIGNATURE_NAME)
+            writer.write_unlisted(signature_text(text.encode(), signer), SIGNATURE_NAME)
         # What was just copied is read back: a bundle that does not verify never takes the place of one
         # that does.
         verify_bundle(stage)
@@ -203,9 +202,8 @@ def requirements_of(
     spec = get_spec(backend)
     library = Requirement(spec.title, *spec.requirement(version, architecture))
     if architecture == CPU:
-        return (
-            (library, Requirement(INSTRUCTIONS, Need.EXACTLY, instructions)) if instructions else (library,)
-        )
+        needed = (Requirement(INSTRUCTIONS, Need.EXACTLY, instructions),) if instructions else ()
+        return (library, *needed)
     if not architecture.startswith("sm"):
         return (library, Requirement("AMD GPU driver", Need.NOT_STATED))
     toolkit = re.search(r"\+cu(\d+)\d$", version)

@@ -144,7 +144,7 @@ def parts_of(digest: str, size: int) -> Iterator[BlobPart]:
 def resolve(place: str, options: TransferOptions | None = None) -> str:
     """Digest of the manifest of the bundle that ``URL#name`` stands for now; raises as `resolve_in`."""
     reference = parse_reference(place)
-    return resolve_in(Store(reference.url, options or TransferOptions()), reference)
+    return resolve_in(Store(reference.url, options), reference)
 
 
 def list_names(url: str, options: TransferOptions | None = None) -> tuple[NamedBundle, ...]:
@@ -156,7 +156,7 @@ def list_names(url: str, options: TransferOptions | None = None) -> tuple[NamedB
         raise ConfigError(
             f"E1249 {what}", where=reference.shown, evidence="the URL names one bundle", remedy=remedy
         )
-    store = Store(reference.url, options or TransferOptions())
+    store = Store(reference.url, options)
     files = store.names(NAMES)
     if not files and not store.names(BUNDLES, "directory"):
         evidence = f"there is neither '{NAMES}/' nor '{BUNDLES}/'"
@@ -175,7 +175,7 @@ def promote(place: str, name: str, options: TransferOptions | None = None) -> st
     """
     check_name(name)
     reference = parse_reference(place)
-    store = Store(reference.url, options or TransferOptions())
+    store = Store(reference.url, options)
     digest = resolve_in(store, reference)
     if store.size(bundle_key(digest)) is None:
         what, evidence = "the registry has no bundle of this digest", f"there is no '{bundle_key(digest)}'"

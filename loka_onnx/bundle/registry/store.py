@@ -58,13 +58,13 @@ class Store:
         UserError: No such kind of URL.
     """
 
-    def __init__(self, url: str, options: TransferOptions) -> None:
-        self.url = url
+    def __init__(self, url: str, options: TransferOptions | None) -> None:
+        self.url, self.options = url, options or TransferOptions()
         try:
             import fsspec.core
             from fsspec.implementations.local import LocalFileSystem
 
-            self._fs, root = fsspec.core.url_to_fs(url, **options.storage)
+            self._fs, root = fsspec.core.url_to_fs(url, **self.options.storage)
         except ImportError as error:
             remedy = "pip install 'loka-onnx[registry]', s3fs for s3://, gcsfs for gs://, adlfs for az://"
             what = f"'{url}' needs a package that is not installed"

@@ -63,8 +63,7 @@ class PushResult:
 def push_bundle(
     bundle: Path, place: str, options: TransferOptions | None = None, *, again: bool = False
 ) -> PushResult:
-    """Copy a bundle, a directory or an archive, into the registry ``URL``, and point a name at it with
-    ``URL#name``.
+    """Copy a bundle, a directory or an archive, into a registry, and point a name at it with ``URL#name``.
 
     `again` sends parts that the registry has as well, to mend one that is damaged but has its size.
 
@@ -79,15 +78,13 @@ def push_bundle(
         what, evidence = "a bundle cannot be pushed to a digest", "the digest is that of its manifest"
         remedy = "give URL#name, or the URL alone"
         raise ConfigError(f"E1255 {what}", where=reference.shown, evidence=evidence, remedy=remedy)
-    options = options or TransferOptions()
     store = Store(reference.url, options)
     with as_directory(bundle) as directory:
-        return _push(directory, reference, store, options, again=again)
+        return _push(directory, reference, store, again=again)
 
 
-def _push(
-    directory: Path, reference: Reference, store: Store, options: TransferOptions, *, again: bool
-) -> PushResult:
+def _push(directory: Path, reference: Reference, store: Store, *, again: bool) -> PushResult:
+    threads = store.options.threads
     text = read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
     signature = signature_bytes(directory)
     manifest = verify_bundle(directory)
@@ -96,11 +93,14 @@ def _push(
     digest = digest_bytes(text)
     blobs = {file.sha256: file for file in manifest.files}.values()
     parts = [part for file in blobs for part in parts_of(file.sha256, file.bytes)]
-    kept = set() if again else _present(store, parts, options.threads)
+    kept: set[BlobPart] = set()
+    if not again:
+        sizes = in_order((partial(store.size, part.key) for part in parts), threads)
+        kept = {part for part, size in zip(parts, sizes, strict=True) if size == part.bytes}
     total, sent = sum(part.bytes for part in parts if part not in kept), 0
-    for size in in_order(_sending(store, directory, blobs, kept), options.threads):
+    for size in in_order(_sending(store, directory, blobs, kept), threads):
         sent += size
-        options.progress("push", sent, total)
+        store.options.progress("push", sent, total)
     if signature is not None:
         store.write(bundle_key(digest, SIGNATURE_NAME), signature)
     store.write(bundle_key(digest), text)
@@ -108,12 +108,6 @@ def _push(
         write_pointer(store, reference.name, digest)
     kept_bytes = sum(part.bytes for part in kept)
     return PushResult(digest, reference.name, len(parts) - len(kept), total, len(kept), kept_bytes)
-
-
-def _present(store: Store, parts: Sequence[BlobPart], threads: int) -> set[BlobPart]:
-    """Parts that the registry has in their size."""
-    sizes = in_order((partial(store.size, part.key) for part in parts), threads)
-    return {part for part, size in zip(parts, sizes, strict=True) if size == part.bytes}
 
 
 def _sending(
@@ -198,7 +192,7 @@ def pull_bundle(
         OutputError: The directory holds something that is no bundle, or there is no room.
         BundleError: The registry cannot be reached.
     """
-    reference, options = parse_reference(place), options or TransferOptions()
+    reference = parse_reference(place)
     store = Store(reference.url, options)
     destination = Path(os.path.realpath(directory))
     try:
@@ -207,7 +201,7 @@ def pull_bundle(
         check_replaceable(destination)
         is_unchanged, read, kept = _is_there(destination, listed), 0, listed.manifest.total_bytes
         if not is_unchanged:
-            read, kept = _pull(store, listed, destination, options)
+            read, kept = _pull(store, listed, destination)
     except BundleInvalid as error:
         remedy = PUSH_AGAIN if error.remedy == COPY_AGAIN else error.remedy
         raise BundleInvalid(
@@ -243,7 +237,7 @@ def _is_there(destination: Path, listed: _Listed) -> bool:
     return signature == listed.signature
 
 
-def _pull(store: Store, listed: _Listed, destination: Path, options: TransferOptions) -> tuple[int, int]:
+def _pull(store: Store, listed: _Listed, destination: Path) -> tuple[int, int]:
     """Write the bundle; return bytes that were read, and bytes that the old bundle had."""
     blobs = distinct_files(listed.manifest)
     old = _old_files(destination, {file.sha256 for file in blobs})
@@ -256,7 +250,7 @@ def _pull(store: Store, listed: _Listed, destination: Path, options: TransferOpt
             (stage / SIGNATURE_NAME).write_bytes(listed.signature)
         parts = (part for file in missing for part in parts_of(file.sha256, file.bytes))
         calls = (partial(store.need, part.key, part.bytes) for part in parts)
-        with contextlib.closing(in_order(calls, options.threads)) as contents:
+        with contextlib.closing(in_order(calls, store.options.threads)) as contents:
             for file in missing:
                 with _target(stage, file).open("xb") as stream:
                     for part in parts_of(file.sha256, file.bytes):
@@ -268,7 +262,7 @@ def _pull(store: Store, listed: _Listed, destination: Path, options: TransferOpt
                                 f"E1253 {what}", where=store.url, evidence=evidence, remedy=PUSH_AGAIN
                             )
                         done += stream.write(data)
-                        options.progress("pull", done, total)
+                        store.options.progress("pull", done, total)
         for file in blobs:
             if file.sha256 in old:
                 target = _target(stage, file)

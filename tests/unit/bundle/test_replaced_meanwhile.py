@@ -13,7 +13,7 @@ import pytest
 from cut_models import cut_contents, request
 from sample_run import SampleRun
 
-from loka_onnx.bundle.format import documents
+from loka_onnx.bundle.format import documents, replace
 from loka_onnx.bundle.format import files as bundle_files
 from loka_onnx.bundle.format import signature as bundle_signature
 from loka_onnx.bundle.format.archive import pack_bundle, verify_path
@@ -23,7 +23,7 @@ from loka_onnx.bundle.format.signature import verify_signature
 from loka_onnx.bundle.signing import KeyPair, sign_bundle, write_key_pair
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import Manifest
-from loka_onnx.errors import BundleInvalid
+from loka_onnx.errors import BundleError, BundleInvalid
 from loka_onnx.graph import storage
 from loka_onnx.runtime import load, loading
 from loka_onnx.sessions import onnx_session
@@ -182,8 +182,11 @@ def test_onnx_runtime_opens_external_data_through_the_pin(sample, tmp_path, monk
         np.testing.assert_array_equal(engine.infer(request(5))["ctr"].shape, (5, 1))
 
 
-def test_signing_signs_what_was_verified(signed, spare, pair, monkeypatch):
-    swap(monkeypatch, bundle_files, "check_models", lambda: move_into_place(spare, signed))
-    with pytest.raises(Exception, match="was replaced while it was being signed"):
+@pytest.mark.parametrize(("module", "name"), [(bundle_files, "check_models"), (replace, "_sync")])
+def test_a_bundle_that_is_replaced_meanwhile_is_not_signed(signed, spare, pair, monkeypatch, module, name):
+    """After it was verified, or when its signature is about to take its place."""
+    swap(monkeypatch, module, name, lambda: move_into_place(spare, signed))
+    with pytest.raises(BundleError, match="was replaced while it was being signed"):
         sign_bundle(signed, pair.private)
     assert not (signed / "signature.json").exists()
+    assert sorted(p.name for p in signed.parent.iterdir()) == ["bundle", "keys", "spare"]

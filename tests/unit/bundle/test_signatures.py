@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import sys
@@ -13,7 +12,6 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 
 from loka_onnx.bundle import signing
-from loka_onnx.bundle.format import replace
 from loka_onnx.bundle.format.archive import verify_path
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.format.signature import SIGNATURE_NAME, verify_signature
@@ -180,23 +178,6 @@ def test_what_does_not_verify_is_not_signed(bundle, pair):
     with pytest.raises(BundleInvalid, match="'extra' is not listed"):
         sign_bundle(bundle, pair.private)
     assert not (bundle / SIGNATURE_NAME).exists()
-
-
-def test_a_bundle_that_is_replaced_meanwhile_is_not_signed(sample, bundle, pair, monkeypatch):
-    fewer = dataclasses.replace(sample.contents, engines=sample.contents.engines[1:2])
-    sync = replace._sync
-
-    def replaced(path: Path) -> None:
-        monkeypatch.setattr(replace, "_sync", sync)
-        sync(path)
-        write_bundle(fewer, bundle)
-
-    monkeypatch.setattr(replace, "_sync", replaced)
-    with pytest.raises(BundleError, match="was replaced while it was being signed"):
-        sign_bundle(bundle, pair.private)
-    assert len(verify_bundle(bundle).engines) == 1
-    assert not (bundle / SIGNATURE_NAME).exists()
-    assert sorted(p.name for p in bundle.parent.iterdir()) == ["bundle", "keys"]
 
 
 def test_a_write_signs_before_the_bundle_takes_its_place(sample, pair, tmp_path):

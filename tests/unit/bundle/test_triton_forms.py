@@ -18,7 +18,7 @@ from cut_models import LOOKED_UP, cut_contents
 from sample_run import SampleRun, make_run
 from triton_rules import check_repository, parameters, pb
 
-from loka_onnx.bundle.triton.repository import TritonRepository, export_triton
+from loka_onnx.bundle.triton import TritonRepository, export_triton
 from loka_onnx.bundle.writer import BundleEngine, write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file, digest_files

@@ -15,7 +15,7 @@ from sample_run import SampleRun, expectation, make_run
 from triton_rules import check_repository, check_session, infer, open_session, parameters, pb
 
 from loka_onnx.bundle.format.files import read_sample, verify_bundle
-from loka_onnx.bundle.triton.repository import RECORD_NAME, TritonRepository, export_triton
+from loka_onnx.bundle.triton import RECORD_NAME, TritonRepository, export_triton
 from loka_onnx.bundle.writer import BundleEngine, write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file

@@ -12,8 +12,8 @@ from sample_run import expectation
 from loka_onnx.bundle.writer import BundleContents, write_bundle
 from loka_onnx.engines.tensorrt import spec as tensorrt
 from loka_onnx.errors import DataError, EngineError
-from loka_onnx.runtime import Cause, load
-from loka_onnx.sessions import backends, cuda, host_devices
+from loka_onnx.runtime import load
+from loka_onnx.sessions import cuda, host_devices
 from loka_onnx.sessions.cuda import CudaDevice
 from loka_onnx.sessions.runner import Runner
 
@@ -85,24 +85,6 @@ def test_a_program_is_loaded_only_from_a_trusted_origin(sample, bundle, monkeypa
     assert opened == [("engine.bin", "sm89", "1.5")]
     engine.close()
     assert engine._runner.closed
-
-
-def test_a_trusted_program_without_its_gpu_is_passed_over(bundle, monkeypatch):
-    monkeypatch.setattr(cuda, "list_cuda_devices", lambda: ())
-    monkeypatch.setattr(backends, "is_installed", lambda module: True)
-    (skipped,) = load(bundle, trust=True).skipped
-    assert (skipped.cause, skipped.reason) == (
-        Cause.DEVICE,
-        "cannot run here: the engine is for sm89 and this host has no NVIDIA GPU",
-    )
-    monkeypatch.setattr(backends, "is_installed", lambda module: False)
-    (skipped,) = load(bundle, trust=True).skipped
-    assert skipped.cause is Cause.LIBRARY
-    # Both at once: who installs the library should know that it will not help.
-    assert skipped.reason.startswith(
-        "TensorRT for RTX is not installed; pip install 'loka-onnx[tensorrt-rtx]' ("
-    )
-    assert skipped.reason.endswith("this host has no NVIDIA GPU")
 
 
 def test_answers_are_those_of_the_model_that_was_evaluated(sample, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 
 from loka_onnx.core.manifest import INSTRUCTIONS, EngineEntry, Manifest, Need, Requirement
 from loka_onnx.core.split import Part
-from loka_onnx.engines.onnxruntime import providers
+from loka_onnx.engines.onnxruntime import providers, spec
 from loka_onnx.runtime import Cause, selection
-from loka_onnx.runtime.selection import in_order, obstacle
+from loka_onnx.runtime.selection import in_order, is_program, obstacle
 from loka_onnx.sessions import backends, cuda, host_devices
+from loka_onnx.sessions.backends import get_spec
 from loka_onnx.sessions.cuda import CudaDevice
+from loka_onnx.sessions.onnx_session import SessionOptions
 
 ort = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
 
@@ -93,3 +96,44 @@ def test_an_engine_of_integers_runs_on_its_instructions_only(manifest, monkeypat
     found = obstacle(entry(manifest, "int8", requires=needed, **cpu), Part.WHOLE, is_trusted=False)
     assert (found is None) == runs
     assert found is None or (found.cause is Cause.DEVICE and "avx512_vnni" in found.reason)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What was asked of `open_io_binding`."""
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(spec, "open_io_binding", lambda *arguments: asked.append(arguments))
+    return asked
+
+
+def untrusted(backend: str, architecture: str) -> Any:
+    return SimpleNamespace(
+        id="e", backend=backend, architecture=architecture, version="1.31.1", path="engine.onnx"
+    )
+
+
+def open_entry(bundle: Path, entry: Any, options: SessionOptions | None) -> None:
+    """As the runtime opens an engine."""
+    get_spec(entry.backend).open(bundle / entry.path, entry.architecture, entry.version, options)
+
+
+def test_a_graph_on_cuda_is_data(opened, tmp_path):
+    cuda = untrusted("onnxruntime", "sm90")
+    assert not is_program(cuda)
+    open_entry(tmp_path, cuda, SessionOptions(threads=3))
+    open_entry(tmp_path, cuda, None)
+    asked = (tmp_path / "engine.onnx", "onnxruntime", "sm90", "1.31.1")
+    assert opened == [(*asked, 3), (*asked, 0)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "architecture"), [("onnxruntime_tensorrt", "sm90"), ("onnxruntime", "gfx942")]
+)
+def test_what_a_provider_compiled_is_a_program(backend, architecture, opened, tmp_path):
+    compiled = untrusted(backend, architecture)
+    found = obstacle(compiled, Part.WHOLE, is_trusted=False)
+    assert found is not None and found.cause is Cause.UNTRUSTED
+    assert f"engine of {backend} on {architecture} is a program" in found.reason
+    assert "`trust=True`" in found.reason
+    open_entry(tmp_path, compiled, None)
+    assert opened == [(tmp_path / "engine.onnx", backend, architecture, "1.31.1", 0)]
