@@ -1,7 +1,5 @@
 """Formulas over the records, for the numbers of README and docs (`numbers.yaml`); of plain JSON alone."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Callable, Mapping

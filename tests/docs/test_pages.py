@@ -1,7 +1,5 @@
 """Every code block of README and docs that claims to run, run; and none that says nothing about it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

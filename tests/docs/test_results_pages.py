@@ -1,7 +1,5 @@
 """The results pages: every figure is one of a record, misses are said, and any record can be shown."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

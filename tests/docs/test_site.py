@@ -1,7 +1,5 @@
 """The documentation site: built strictly, whole, free of other hosts, and looked at in a browser."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

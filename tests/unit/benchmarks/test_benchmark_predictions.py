@@ -1,7 +1,5 @@
 """What kernel times say of plans, beside what engines took, on a model of the zoo."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Kernel times out of build logs."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch", reason="needs torch")

@@ -1,7 +1,5 @@
 """The public library's models behind the inputs and the output of the zoo's."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Graphs of other tools: which sites are FP8, told from the graph alone, and what is executed of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tools in processes of their own: answers, failures and limits."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

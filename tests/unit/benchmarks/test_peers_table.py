@@ -1,7 +1,5 @@
 """The peers table: every tool has its row, failures too, and device times find theirs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The sweep over public rankers: its rows, its shares, its table, and three rankers from export to a run."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The benchmark of `Engine.infer` measures what it says, and the engine stays cheap."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

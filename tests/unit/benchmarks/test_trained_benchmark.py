@@ -1,7 +1,5 @@
 """What `benchmarks.engines.trained` chooses, compares, and goes on from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

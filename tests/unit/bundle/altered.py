@@ -1,7 +1,5 @@
 """Bundles that were altered, with a manifest that is sealed as somebody could who may write all of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

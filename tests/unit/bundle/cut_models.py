@@ -1,7 +1,5 @@
 """A ranker with one table, cut at its embeddings, as the contents of a bundle."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

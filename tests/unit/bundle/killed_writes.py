@@ -6,8 +6,6 @@ The child is forked from a process that has imported everything, so that a round
 kills fall into writes. Prints what happened as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

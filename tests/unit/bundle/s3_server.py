@@ -3,8 +3,6 @@
 moto's own server needs Flask. Its request handlers do not: this hands them what arrives on the socket.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

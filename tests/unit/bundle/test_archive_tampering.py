@@ -1,7 +1,5 @@
 """Archives that somebody made or changed: each is refused with its own message, and nothing is written."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

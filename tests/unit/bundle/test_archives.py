@@ -1,7 +1,5 @@
 """The single-file form: what it holds, that it is determined, and that it comes back as it was."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os

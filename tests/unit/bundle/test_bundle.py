@@ -1,7 +1,5 @@
 """Writing of a bundle: what it lists and refuses, several architectures side by side, and equal bytes."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import time

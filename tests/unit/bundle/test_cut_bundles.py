@@ -1,7 +1,5 @@
 """Bundles of a model that was cut at its embeddings."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

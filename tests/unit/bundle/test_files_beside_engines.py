@@ -1,7 +1,5 @@
 """Documents, settings and compiled programs beside an engine: all are shipped, and vouched for."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

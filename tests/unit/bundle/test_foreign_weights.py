@@ -1,7 +1,5 @@
 """Models that read weights from files of the host, or from memory: refused wherever they name them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

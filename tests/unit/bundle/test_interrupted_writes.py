@@ -1,7 +1,5 @@
 """Writes that are cut off at any moment, or run out of disk, leave the old bundle or the new one, whole."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

@@ -1,7 +1,5 @@
 """What a bundle holds is never executed or unpickled by reading it, whoever made it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

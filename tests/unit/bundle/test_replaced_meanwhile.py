@@ -1,7 +1,5 @@
 """A bundle that is replaced while it is read: who signed it and what is loaded are of one bundle."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable, Iterator

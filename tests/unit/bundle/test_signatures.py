@@ -1,7 +1,5 @@
 """Who made a bundle: keys, signing, and every way in which a signature does not hold."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

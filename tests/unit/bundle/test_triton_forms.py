@@ -1,7 +1,5 @@
 """What each backend of Triton is told: engines for GPUs, of TensorRT and of Inductor."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """Model repositories of Triton: what the server would check, and what its backends would answer."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Text format against the parser of protobuf, and the verb."""
 
-from __future__ import annotations
-
 import pytest
 import typer
 from triton_rules import pb

@@ -7,8 +7,6 @@ of triton-inference-server/onnxruntime_backend, `src/onnxruntime.cc`. Messages a
 package `tritonclient`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping

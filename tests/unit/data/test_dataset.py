@@ -1,7 +1,5 @@
 """Reading rows: binding, batching, checks; Parquet and npz through one suite."""
 
-from __future__ import annotations
-
 import dataclasses
 import tracemalloc
 from typing import Any

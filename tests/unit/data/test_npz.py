@@ -1,7 +1,5 @@
 """Rows of .npz files: whatever is read in turns, and from wherever, is what numpy.load reads."""
 
-from __future__ import annotations
-
 import io
 import os
 import tracemalloc

@@ -1,7 +1,5 @@
 """Built-in data: MovieLens 100K and 1M, generated rows."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 

@@ -1,7 +1,5 @@
 """Disjoint splits."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 

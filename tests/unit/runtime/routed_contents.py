@@ -1,7 +1,5 @@
 """Contents of a bundle whose requests go to two engines of this host by their size."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from loka_onnx.bundle.writer import BundleContents

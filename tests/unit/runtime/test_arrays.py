@@ -1,7 +1,5 @@
 """Requests in arrays of other libraries: taken where they lie, answered in kind."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Engines and samples of which nothing can be made: each is passed over, and the next one serves."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from collections.abc import Callable

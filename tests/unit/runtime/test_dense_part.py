@@ -1,7 +1,5 @@
 """Loading a bundle of a model that was cut at its embeddings: the whole, or the dense part alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An engine of the inductor backend in a bundle: a program, loaded from a trusted origin only."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

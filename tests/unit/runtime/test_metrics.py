@@ -1,7 +1,5 @@
 """What a loaded engine counts, with and without prometheus_client."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

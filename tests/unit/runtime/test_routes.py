@@ -1,7 +1,5 @@
 """Requests of different sizes to different engines of one bundle."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The order in which engines are tried, and why one is not tried at all; nothing is opened for that."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Many threads get what one gets, from every kind of session; closing waits for whoever is inside."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import threading

@@ -1,7 +1,5 @@
 """Who vouches for programs, and the single-file form, which needs a place while the engine lives."""
 
-from __future__ import annotations
-
 import gc
 import tempfile
 from pathlib import Path

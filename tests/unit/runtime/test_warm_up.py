@@ -1,7 +1,5 @@
 """Every batch size that is served has run before a request comes, and smaller requests are padded to one."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The application without a socket: its routes, what it refuses, and what it takes on at once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

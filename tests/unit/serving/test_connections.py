@@ -1,7 +1,5 @@
 """Bodies that are refused and connections that stand still, over real sockets."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

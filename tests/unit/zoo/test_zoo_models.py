@@ -1,7 +1,5 @@
 """The formulas of the models against plain NumPy, their sizes, names and export."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

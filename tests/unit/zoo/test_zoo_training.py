@@ -1,7 +1,5 @@
 """Training learns, repeats, and refuses; checkpoints come back and cannot run code."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import sys
