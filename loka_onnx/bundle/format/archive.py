@@ -27,12 +27,7 @@ import onnx
 
 from loka_onnx.bundle.format.documents import pinned, read_entry, refuse
 from loka_onnx.bundle.format.files import Verified, check_models, parse_manifest, verify_directory
-from loka_onnx.bundle.format.replace import (
-    check_replaceable,
-    check_replaceable_file,
-    staged_directory,
-    staged_file,
-)
+from loka_onnx.bundle.format.replace import check_replaceable, staged_directory, staged_file
 from loka_onnx.bundle.format.signature import (
     MAX_SIGNATURE_BYTES,
     SIGNATURE_NAME,
@@ -77,7 +72,7 @@ def pack_bundle(directory: Path, archive: Path, progress: Progress = silent) -> 
         OutputError: The place cannot be written, or holds something that is not a bundle.
     """
     destination = Path(os.path.realpath(archive))
-    check_replaceable_file(destination)
+    check_replaceable(destination, is_file=True)
     with staged_file(destination) as file:
         write_archive(directory, file, progress)
         verify_path(file, progress=progress)

@@ -31,6 +31,10 @@ _ANY_MANIFEST = serde.schema_id(Manifest).rpartition("/")[0] + "/"
 OPEN_PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 DESCRIPTORS = Path("/proc/self/fd")
 """Linux's links to the open files of a process, followed without their names."""
+_SPECIAL = {
+    **{"l": "a symbolic link", "d": "a directory", "p": "a named pipe", "s": "a socket"},
+    **{"b": "a block device", "c": "a character device"},
+}
 _ZIP_ENTRY = struct.Struct("<4s18xIHH")
 """Start of an entry of a zip archive: signature, size, bytes of its name and of its extra fields."""
 
@@ -130,17 +134,7 @@ def states_manifest(data: bytes) -> bool:
 
 def kind_of(mode: int) -> str:
     """Name the type of a special file from its mode."""
-    for test, name in (
-        (stat.S_ISLNK, "a symbolic link"),
-        (stat.S_ISDIR, "a directory"),
-        (stat.S_ISFIFO, "a named pipe"),
-        (stat.S_ISSOCK, "a socket"),
-        (stat.S_ISBLK, "a block device"),
-        (stat.S_ISCHR, "a character device"),
-    ):
-        if test(mode):
-            return name
-    return "a special file"
+    return _SPECIAL.get(stat.filemode(mode)[0], "a special file")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -99,29 +99,26 @@ def verify_directory(directory: Path, keys: Sequence[Path] = (), progress: Progr
         MissingPackage: There are keys, but `cryptography` is not installed.
     """
     with pinned(directory) as pin:
-        return _verify(pin.path, keys, progress)
-
-
-def _verify(directory: Path, keys: Sequence[Path], progress: Progress) -> Verified:
-    data = read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
-    signature = signature_bytes(directory)
-    signer = check_signature(signature, data, keys, directory) if keys else None
-    manifest = parse_manifest(data, directory)
-    claimed = () if signature is None else parse_signature(signature, data, directory).keys
-    present = set(_walk(directory)) - {MANIFEST_NAME, SIGNATURE_NAME}
-    listed = {f.path for f in manifest.files}
-    for path in sorted(present - listed):
-        refuse(directory, f"file {path!r} is not listed in the manifest", f"{len(listed)} files are listed")
-    for path in sorted(listed - present):
-        refuse(directory, f"file {path!r} is missing", f"{len(present)} files are there")
-    digests: dict[tuple[int, int], str] = {}
-    done = 0
-    for entry in manifest.files:
-        _verify_file(directory, entry, digests)
-        done += entry.bytes
-        progress("verify", done, manifest.total_bytes)
-    check_models(manifest, directory, lambda path: read_model(directory / path))
-    return Verified(manifest, claimed, signer)
+        directory = pin.path
+        data = read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        signature = signature_bytes(directory)
+        signer = check_signature(signature, data, keys, directory) if keys else None
+        manifest = parse_manifest(data, directory)
+        claimed = () if signature is None else parse_signature(signature, data, directory).keys
+        present = set(_walk(directory)) - {MANIFEST_NAME, SIGNATURE_NAME}
+        listed = {f.path for f in manifest.files}
+        for path in sorted(present - listed):
+            refuse(directory, f"file {path!r} is not listed in the manifest", f"{len(listed)} are listed")
+        for path in sorted(listed - present):
+            refuse(directory, f"file {path!r} is missing", f"{len(present)} files are there")
+        digests: dict[tuple[int, int], str] = {}
+        done = 0
+        for entry in manifest.files:
+            _verify_file(directory, entry, digests)
+            done += entry.bytes
+            progress("verify", done, manifest.total_bytes)
+        check_models(manifest, directory, lambda path: read_model(directory / path))
+        return Verified(manifest, claimed, signer)
 
 
 def check_models(manifest: Manifest, where: Path, load: Callable[[str], onnx.ModelProto]) -> None:
