@@ -167,8 +167,9 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
         # Beside ValueError and TypeError, OpenSSL's kinds of failure differ from version to version.
         remedy = "make a key with `bundle keygen`"
         remedy = f"set {PASSWORD_VARIABLE} to its password" if is_encrypted else remedy
-        what = f"E1224 private key '{path}' cannot be read"
-        raise ConfigError(what, evidence=str(error)[:200], remedy=remedy) from None
+        raise ConfigError(
+            f"E1224 private key '{path}' cannot be read", evidence=str(error)[:200], remedy=remedy
+        ) from None
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(
             f"E1225 '{path}' is not an Ed25519 key",

@@ -210,9 +210,9 @@ class Dataset(ABC):
         for name in (name for name in self.layout.columns if name in nullable):
             if self._known[name].width != 0:
                 key = self.layout.keys.get(name, "data.slices")
-                what = f"column '{name}' of '{self.path.name}' holds lists, where one value a row is wanted"
+                where = f"column '{name}' of '{self.path.name}'"
                 raise DataError(
-                    f"E0212 {what}",
+                    f"E0212 {where} holds lists, where one value a row is wanted",
                     evidence=f"its stored type is {self._known[name].stored}",
                     remedy=f"name a column of numbers, strings or timestamps under `{key}`",
                 )
