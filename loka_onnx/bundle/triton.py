@@ -30,7 +30,6 @@ from loka_onnx.bundle.format.files import read_sample, verify_bundle
 from loka_onnx.bundle.format.replace import in_the_way, staged_directory
 from loka_onnx.bundle.writer import Copies
 from loka_onnx.core import serde
-from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.manifest import MANIFEST_NAME, BundleFile, EngineEntry, Manifest, SparseCut
 from loka_onnx.core.serde import STRICT
@@ -135,12 +134,17 @@ def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> Tri
     with as_directory(bundle) as directory:
         manifest = verify_bundle(directory)
         plan = _Plan(directory, manifest, options)
+        configs = {model.name: model.config(options) for model in plan.models}
+        configs |= {ensemble.name: ensemble.config() for ensemble in plan.ensembles}
         with staged_directory(destination) as stage:
-            writer = _Writer(directory, manifest, stage)
+            for name, config in configs.items():
+                # The server wants the directory of the version of an ensemble too.
+                (stage / name / VERSION).mkdir(parents=True)
+                (stage / name / "config.pbtxt").write_text(config, encoding="utf-8")
+            copies = Copies()
             for model in plan.models:
-                writer.add(model.name, model.config(options), model.files)
-            for ensemble in plan.ensembles:
-                writer.add(ensemble.name, ensemble.config(), ())
+                for file in model.files:
+                    _write_file(file, stage / model.name / file.path, directory, manifest, copies)
             record = replace(plan.record, files=_files_of(stage))
             serde.write(record, stage / RECORD_NAME)
     return record
@@ -159,11 +163,16 @@ class _Plan:
         declined: list[DeclinedEngine] = []
         for entry in _asked(manifest, options):
             form = self._form(entry)
-            if isinstance(form, Refusal):
-                declined.append(DeclinedEngine(entry.id, form.reason))
-            else:
+            if isinstance(form, Form):
                 called.append(self._add(entry, form))
-        _check_asked(options, declined)
+                continue
+            if entry.id in options.engines:
+                raise ConfigError(
+                    f"E1230 Triton cannot serve engine '{entry.id}'",
+                    evidence=form.reason,
+                    remedy="leave it out of `--engine`",
+                )
+            declined.append(DeclinedEngine(entry.id, form.reason))
         self._add_preferred(called[0])
         names = [*(model.name for model in self.models), *(ensemble.name for ensemble in self.ensembles)]
         # Systems that ignore case would lay two models over one another.
@@ -241,7 +250,7 @@ class _Plan:
         )
         entry = replace(entry, batch=replace(entry.batch, max=maximum))
         inputs = tuple(spec for spec in self._manifest.inputs if spec.name in cut.lookup_inputs)
-        form = form_of(self._source(entry, name, inputs, cut.tensors))
+        form = form_of(replace(self._source(entry, name), inputs=inputs, outputs=cut.tensors))
         if isinstance(form, Refusal):
             raise BundleError(f"E1227 Triton cannot serve the lookup model: {form.reason}")
         # Requests wait in front of the engine; waiting in front of the lookup as well would be twice.
@@ -262,19 +271,13 @@ class _Plan:
             )
         )
 
-    def _source(
-        self,
-        entry: EngineEntry,
-        name: str,
-        inputs: tuple[TensorSpec, ...] | None = None,
-        outputs: tuple[TensorSpec, ...] | None = None,
-    ) -> Source:
+    def _source(self, entry: EngineEntry, name: str) -> Source:
         return Source(
             bundle=self._bundle,
             entry=entry,
             name=name,
-            inputs=self._manifest.inputs_of(entry.part) if inputs is None else inputs,
-            outputs=self._manifest.outputs if outputs is None else outputs,
+            inputs=self._manifest.inputs_of(entry.part),
+            outputs=self._manifest.outputs,
             sample={**self._sample.inputs, **self._sample.looked_up},
             parameters=self._lineage(entry),
             instances=self._options.instances,
@@ -298,41 +301,22 @@ class _Plan:
         return f"{self._options.name}-{re.sub(r'[^A-Za-z0-9_.-]', '_', entry.id)}"
 
 
-class _Writer:
-    """A repository being filled."""
-
-    def __init__(self, bundle: Path, manifest: Manifest, root: Path) -> None:
-        self._bundle, self._manifest, self._root = bundle, manifest, root
-        self._copies = Copies()
-
-    def add(self, name: str, config: str, files: tuple[ModelFile, ...]) -> None:
-        """Writes a model."""
-        folder = self._root / name
-        # The server wants the directory of the version of an ensemble too.
-        (folder / VERSION).mkdir(parents=True)
-        (folder / "config.pbtxt").write_text(config, encoding="utf-8")
-        for file in files:
-            target = folder / file.path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if not file.source:
-                target.write_bytes(file.content)
-            elif file.program:
-                rename_program(self._bundle / file.source, file.program, target)
-            else:
-                self._copy(file.source, target)
-            target.chmod(0o644)
-        for path in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
-            path.chmod(0o755)
-
-    def _copy(self, path: str, target: Path) -> None:
-        digest = self._copies.copy(self._bundle / path, target)
-        if digest != self._manifest.file(path).sha256:
+def _write_file(file: ModelFile, target: Path, bundle: Path, manifest: Manifest, copies: Copies) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not file.source:
+        target.write_bytes(file.content)
+    elif file.program:
+        rename_program(bundle / file.source, file.program, target)
+    else:
+        digest = copies.copy(bundle / file.source, target)
+        if digest != manifest.file(file.source).sha256:
             raise BundleInvalid(
-                f"E1228 file '{path}' changed while it was copied",
-                where=str(self._bundle),
+                f"E1228 file '{file.source}' changed while it was copied",
+                where=str(bundle),
                 evidence=f"sha256 {digest[:16]}…",
                 remedy="copy the bundle again from where it was written",
             )
+    target.chmod(0o644)
 
 
 def _asked(manifest: Manifest, options: TritonOptions) -> tuple[EngineEntry, ...]:
@@ -347,16 +331,6 @@ def _asked(manifest: Manifest, options: TritonOptions) -> tuple[EngineEntry, ...
         )
     chosen = {*options.engines} or known
     return tuple(e for e in manifest.candidates if e.id in chosen or e == manifest.fallback)
-
-
-def _check_asked(options: TritonOptions, declined: list[DeclinedEngine]) -> None:
-    for each in declined:
-        if each.engine in options.engines:
-            raise ConfigError(
-                f"E1230 Triton cannot serve engine '{each.engine}'",
-                evidence=each.reason,
-                remedy="leave it out of `--engine`",
-            )
 
 
 def _remarks(manifest: Manifest, engines: list[str]) -> Iterator[str]:

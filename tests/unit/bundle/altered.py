@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sample_run import SampleRun
 
+from loka_onnx.bundle.writer import BundleEngine
 from loka_onnx.core import serde
+from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.manifest import BundleFile, Manifest
 from loka_onnx.core.seal import UNSEALED, seal
 
@@ -72,3 +75,24 @@ def rewrite(bundle: Path, manifest: Manifest) -> str:
 
 def tree(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def engine_of(
+    run: SampleRun, backend: str, architecture: str, files: dict[str, bytes], **changes: Any
+) -> BundleEngine:
+    """An engine made of files that nothing here can run, the main one first."""
+    folder = run.contents.root / "engines" / "e"
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    paths = [folder / name for name in files]
+    artifact = dataclasses.replace(
+        run.contents.engines[0].artifact,
+        backend=backend,
+        architecture=architecture,
+        path=paths[0].relative_to(run.contents.root),
+        bytes=sum(map(len, files.values())),
+        digest=digest_files(paths) if len(paths) > 1 else digest_file(paths[0]),
+        **changes,
+    )
+    return dataclasses.replace(run.contents.engines[0], artifact=artifact)

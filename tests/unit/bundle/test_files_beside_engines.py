@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from altered import engine_of
 from sample_run import make_run
 
 from loka_onnx import runtime
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.writer import BundleContents, write_bundle
 from loka_onnx.core import serde
-from loka_onnx.core.digests import digest_files
 from loka_onnx.engines.migraphx.session import (
     MigraphxEngine,
     ProgramFile,
@@ -46,32 +46,18 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def contents(tmp_path: Path, backend: str) -> BundleContents:
     run = make_run(tmp_path / "run")
-    folder = run.contents.root / "engines" / "built"
-    (folder / PROGRAMS / "b").mkdir(parents=True)
     architecture, _, beside = BESIDE[backend]
-    for name in beside:
-        (folder / name).write_bytes(name.encode())
+    files = {name: name.encode() for name in beside}
     if backend == "migraphx":
         programs = (ProgramFile(8, beside[0]), ProgramFile(64, beside[1]))
         inputs, outputs = (ProgramInput("x", "float32", (4,)),), (ProgramOutput("y", True),)
-        engine = folder / "engine.json"
-        serde.write(MigraphxEngine("gfx942", "2.15.0", programs, inputs, outputs), engine)
+        document = MigraphxEngine("gfx942", "2.15.0", programs, inputs, outputs)
+        files = {"engine.json": serde.dumps(document).encode()} | files
     else:
-        engine = folder / "engine.onnx"
-        engine.write_bytes((run.contents.root / run.contents.model.path).read_bytes())
         settings = IoBindingSettings("tensorrt", "1.31.1", sizes=(8,), programs=True)
-        serde.write(settings, folder / SETTINGS_FILE)
-    files = [engine, *(folder / name for name in beside)]
-    (first, *_) = run.contents.engines
-    artifact = replace(
-        first.artifact,
-        backend=backend,
-        architecture=architecture,
-        path=engine.relative_to(run.contents.root),
-        bytes=sum(file.stat().st_size for file in files),
-        digest=digest_files(files),
-    )
-    return replace(run.contents, engines=(replace(first, artifact=artifact),))
+        model = (run.contents.root / run.contents.model.path).read_bytes()
+        files = {"engine.onnx": model} | files | {SETTINGS_FILE: serde.dumps(settings).encode()}
+    return replace(run.contents, engines=(engine_of(run, backend, architecture, files),))
 
 
 def test_they_are_shipped_and_verified(contents, backend, tmp_path):
@@ -87,7 +73,7 @@ def test_they_are_shipped_and_verified(contents, backend, tmp_path):
 
 
 def test_one_that_was_altered_since_the_build_is_not_shipped(contents, backend, tmp_path):
-    (contents.root / "engines/built" / BESIDE[backend][2][-1]).write_bytes(b"other")
+    (contents.root / "engines/e" / BESIDE[backend][2][-1]).write_bytes(b"other")
     with pytest.raises(BundleError, match="altered since it was built"):
         write_bundle(contents, tmp_path / "bundle")
 

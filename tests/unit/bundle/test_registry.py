@@ -293,16 +293,14 @@ def test_references_that_mean_no_bundle(place, message, tmp_path):
 @pytest.mark.parametrize(
     "url",
     [
-        "s3://AKIAuser:SECRET@bucket/x",
-        "s3://AKIAuser:SEC/RET@bucket/x",
-        "https://host/x?sig=SECRET&v=1",
-        "sftp://me:SECRET@host:22/x#prod",
-        "s3://user:SEC#RETPART@bucket/x",
-        "s3://user:SEC?RETPART@bucket/x#prod",
-        "s3://user:SEC/X#RETPART@bucket",
-        "s3://user:SEC#sha256:RETPART@bucket/x",
-        "http://me:SEC?RETPART@host::x",
-        "http://me:SEC\nRETPART@host",
+        *("s3://AKIAuser:SECRET@bucket/x", "s3://AKIAuser:SEC/RET@bucket/x", "https://host/x?sig=SECRET&v=1"),
+        *(
+            "sftp://me:SECRET@host:22/x#prod",
+            "s3://user:SEC#RETPART@bucket/x",
+            "s3://user:SEC/X#RETPART@bucket",
+        ),
+        *("s3://user:SEC?RETPART@bucket/x#prod", "s3://user:SEC#sha256:RETPART@bucket/x"),
+        *("http://me:SEC?RETPART@host::x", "http://me:SEC\nRETPART@host"),
     ],
 )
 def test_a_url_with_a_secret_is_refused_and_not_shown(url, tmp_path):

@@ -106,22 +106,14 @@ def test_another_size_is_noticed_before_the_content_is_read(bundle):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("../../etc/passwd", r"leaves or repeats a directory with '\.' or '\.\.'"),
-        ("engines/../../x", "leaves or repeats a directory"),
-        ("./x", "leaves or repeats a directory"),
-        ("/etc/passwd", "is absolute"),
-        ("C:/x", "is absolute"),
+        *((path, "leaves or repeats a directory") for path in ("../../etc/passwd", "engines/../../x", "./x")),
+        *((path, "is absolute") for path in ("/etc/passwd", "C:/x")),
         ("engines\\\\x", "has a backslash"),
-        ("engines//x", "has characters other than"),
-        ("", "has characters other than"),
-        (".hidden", "has characters other than"),
-        ("a b", "has characters other than"),
-        ("a\n", "has characters other than"),
-        ("a\0", "has characters other than"),
-        ("größe", "has characters other than"),
-        ("x.", "has characters other than"),
-        ("NUL", "is a reserved device name"),
-        ("a/com1.txt", "is a reserved device name"),
+        *(
+            (path, "has characters other than")
+            for path in ("engines//x", "", ".hidden", "a b", "a\n", "a\0", "größe", "x.")
+        ),
+        *((path, "is a reserved device name") for path in ("NUL", "a/com1.txt")),
         ("a" * 401, "is longer than 400 characters"),
         ("a/" * 8 + "a", "deeper than 8 directories"),
     ],
@@ -154,11 +146,8 @@ def test_a_manifest_without_its_seal(bundle):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"{", "the manifest is not valid JSON"),
-        (b"", "the manifest is not valid JSON"),
+        *((text, "the manifest is not valid JSON") for text in (b"{", b"", b"[" * 200_000, b"9" * 5000)),
         (b"\xff\xfe", "cannot be read as UTF-8"),
-        (b"[" * 200_000, "the manifest is not valid JSON"),
-        (b"9" * 5000, "the manifest is not valid JSON"),
         (b'{"schema": 1, "schema": 2}', "key 'schema' stands twice in one object"),
         (b"[]", "unknown schema"),
         (b"null", "unknown schema"),

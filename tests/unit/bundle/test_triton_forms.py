@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from altered import engine_of
 from cut_models import LOOKED_UP, cut_contents
 from sample_run import SampleRun, make_run
 from triton_rules import check_repository, parameters, pb
@@ -19,8 +20,7 @@ from triton_rules import check_repository, parameters, pb
 from loka_onnx.bundle.triton import TritonRepository, export_triton
 from loka_onnx.bundle.writer import BundleEngine, write_bundle
 from loka_onnx.core import serde
-from loka_onnx.core.digests import digest_file, digest_files
-from loka_onnx.core.evaluation import Evaluation
+from loka_onnx.core.digests import digest_file
 from loka_onnx.engines.inductor.package import InductorEngine, InputPort, OutputPort, Program
 from loka_onnx.engines.migraphx.session import MigraphxEngine, ProgramFile, ProgramInput, ProgramOutput
 from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
@@ -58,27 +58,11 @@ def package(engine: InductorEngine) -> bytes:
 def with_engine(tmp_path: Path) -> Callable[..., tuple[TritonRepository, dict[str, Any]]]:
     """Exports a bundle with one engine, made of files that nothing here can run; its record and configs."""
     run = make_run(tmp_path / "run")
-    (first, *_) = run.contents.engines
     measured = next(e for e in run.report.evaluations.evaluations if e.latencies)
 
     def export(backend: str, architecture: str, files: Files) -> tuple[TritonRepository, dict[str, Any]]:
-        folder = run.contents.root / "engines" / "e"
-        for name, content in files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-        paths = [folder / name for name in files]
-        artifact = replace(
-            first.artifact,
-            backend=backend,
-            architecture=architecture,
-            target="gpu",
-            backend_version="10.16.1",
-            path=Path("engines/e") / next(iter(files)),
-            bytes=sum(path.stat().st_size for path in paths),
-            digest=digest_files(paths) if len(paths) > 1 else digest_file(paths[0]),
-        )
-        evaluation: Evaluation = replace(measured, engine=artifact.id)
-        engine = BundleEngine(artifact, first.expectation, evaluation)
+        engine = engine_of(run, backend, architecture, files, target="gpu", backend_version="10.16.1")
+        engine = replace(engine, evaluation=replace(measured, engine=engine.artifact.id))
         bundle = write_bundle(replace(run.contents, engines=(engine,)), tmp_path / "bundle")
         record = export_triton(bundle, tmp_path / "repository", OPTIONS)
         return record, check_repository(tmp_path / "repository")

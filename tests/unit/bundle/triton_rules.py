@@ -45,15 +45,9 @@ TENSORRT_KEYS = {
 }
 """Some of the keys that the backend knows for TensorRT; it refuses a model with any other."""
 NUMPY = {
-    pb.TYPE_BOOL: np.bool_,
-    pb.TYPE_UINT8: np.uint8,
-    pb.TYPE_INT8: np.int8,
-    pb.TYPE_INT16: np.int16,
-    pb.TYPE_INT32: np.int32,
-    pb.TYPE_INT64: np.int64,
-    pb.TYPE_FP16: np.float16,
-    pb.TYPE_FP32: np.float32,
-    pb.TYPE_FP64: np.float64,
+    **{pb.TYPE_BOOL: np.bool_, pb.TYPE_UINT8: np.uint8, pb.TYPE_INT8: np.int8, pb.TYPE_INT16: np.int16},
+    **{pb.TYPE_INT32: np.int32, pb.TYPE_INT64: np.int64, pb.TYPE_FP16: np.float16},
+    **{pb.TYPE_FP32: np.float32, pb.TYPE_FP64: np.float64},
 }
 ORT_TYPES = {np.int64: "tensor(int64)", np.float32: "tensor(float)", np.int32: "tensor(int32)"}
 

@@ -93,18 +93,13 @@ def test_metadata_and_health(client):
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
-        ("GET", "/v2/", 404),
-        ("GET", "/v2/models", 404),
-        ("GET", "/v2/models/other", 404),
-        ("GET", "/v2/models/ranker/versions/2", 404),
-        ("GET", "/v2/models/other/ready", 404),
-        ("POST", "/v2/models/other/infer", 404),
-        ("POST", "/v2/models/ranker/versions/2/infer", 404),
-        ("POST", "/v2/models/..%2franker/infer", 404),
-        ("GET", INFER, 405),
-        ("DELETE", "/v2/models/ranker", 405),
-        ("POST", "/v2/health/live", 405),
+        *(("GET", path, 404) for path in ("/", "/v2/", "/v2/models", "/v2/models/other")),
+        *(("GET", f"/v2/models/{path}", 404) for path in ("ranker/versions/2", "other/ready")),
+        *(
+            ("POST", f"/v2/models/{path}/infer", 404)
+            for path in ("other", "ranker/versions/2", "..%2franker")
+        ),
+        *(("GET", INFER, 405), ("DELETE", "/v2/models/ranker", 405), ("POST", "/v2/health/live", 405)),
     ],
 )
 def test_what_is_not_there_is_said_in_an_error_object(client, method, path, status):
