@@ -76,7 +76,7 @@ def test_a_lookup_model_that_is_no_model_is_refused(bundle):
         verify_bundle(bundle)
 
 
-def test_tables_are_in_a_bundle_once(sample, tmp_path, monkeypatch):
+def test_tables_are_in_a_bundle_once_and_listed(sample, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
     contents = cut_contents(sample, tmp_path / "run", is_external=True)
     place = write_bundle(contents, tmp_path / "bundle")
@@ -86,15 +86,9 @@ def test_tables_are_in_a_bundle_once(sample, tmp_path, monkeypatch):
     assert TABLE.tobytes() in lookup.read_bytes()
     manifest = verify_bundle(place)
     assert manifest.file("lookup/tables.bin").sha256 == manifest.file("fallback/tables.bin").sha256
-    fallback.unlink()
-    with pytest.raises(BundleInvalid, match=r"file 'fallback/tables.bin' is missing"):
+    lookup.unlink()
+    with pytest.raises(BundleInvalid, match=r"file 'lookup/tables.bin' is missing"):
         verify_bundle(place)
-
-
-def test_a_table_that_the_lookup_needs_must_be_listed(sample, tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
-    place = write_bundle(cut_contents(sample, tmp_path / "run", is_external=True), tmp_path / "bundle")
-    (place / "lookup/tables.bin").unlink()
     edit(place, lambda m: m.update(files=[f for f in m["files"] if f["path"] != "lookup/tables.bin"]))
     with pytest.raises(BundleInvalid, match="the lookup model reads weights from a file that is not listed"):
         verify_bundle(place)

@@ -2,14 +2,36 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from routed_contents import FP8, FP32, routed
 from sample_run import SampleRun
 
-from loka_onnx.bundle.writer import write_bundle
-from loka_onnx.runtime import load
+from loka_onnx.bundle.writer import BundleContents, write_bundle
+from loka_onnx.core.evaluation import Choice, Route
+from loka_onnx.errors import EngineError
+from loka_onnx.runtime import Cause, Engine, load, loading
+from loka_onnx.sessions import onnx_session
+from loka_onnx.sessions.onnx_session import OnnxSession
+from loka_onnx.sessions.runner import Arrays
+
+FP32, FP8 = 1, 2
+"""Places of two engines for this host among those of the sample; they answer differently."""
+
+
+def routed(
+    contents: BundleContents, *routes: tuple[int, int], places: tuple[int, ...] = (FP32, FP8)
+) -> BundleContents:
+    """The contents with the engines of these places, the first one main, and routes of (rows, place)."""
+    artifacts = [engine.artifact for engine in contents.engines]
+    table = tuple(Route(rows, artifacts[place].id, artifacts[place].plan) for rows, place in routes)
+    main = artifacts[places[0]]
+    choice = dataclasses.replace(
+        contents.choice.targets[0], target=main.target, engine=main.id, plan=main.plan, routes=table
+    )
+    engines = tuple(contents.engines[place] for place in places)
+    return dataclasses.replace(contents, engines=engines, choice=Choice((choice,)))
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +71,75 @@ def test_sizes_of_an_engine_that_does_not_run_here_stay_with_the_main_one(sample
     assert engine.health().routes == {}
     assert [skipped.engine for skipped in engine.skipped] == [sample.contents.engines[gpu].artifact.id]
     assert engine.infer({"dense": rows(2)})["ctr"].shape == (2, 1)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """Engines that were made, loaded or not."""
+    seen: list[Engine] = []
+
+    class Watched(Engine):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            seen.append(self)
+
+    monkeypatch.setattr(loading, "Engine", Watched)
+    return seen
+
+
+def fails_at(monkeypatch: pytest.MonkeyPatch, rows: int, folder: str, error: type[Exception]) -> None:
+    """Engines whose directory's name ends so fail on batches of so many rows."""
+
+    class Fails(OnnxSession):
+        def __init__(self, path: Path, *arguments: Any) -> None:
+            super().__init__(path, *arguments)
+            self.fails = path.parent.name.endswith(folder)
+
+        def run(self, inputs: Any, *arguments: Any) -> Arrays:
+            if self.fails and len(inputs["dense"]) == rows:
+                raise error(f"no memory for {rows} rows")
+            return super().run(inputs, *arguments)
+
+    monkeypatch.setattr(onnx_session, "OnnxSession", Fails)
+
+
+@pytest.mark.parametrize("error", [EngineError, RuntimeError])
+def test_an_engine_that_fails_at_the_size_of_its_route_loses_its_routes(
+    sample: SampleRun,
+    tmp_path: Path,
+    made: list[Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
+) -> None:
+    fails_at(monkeypatch, 300, "fp8-safe", error)
+    place = write_bundle(routed(sample.contents, (16, FP32), (300, FP8)), tmp_path / "bundle")
+    with load(place) as engine:
+        fp32, fp8 = (sample.contents.engines[each].artifact.id for each in (FP32, FP8))
+        health = engine.health()
+        assert (health.ready, health.engine, health.routes) == (True, fp32, {})
+        # What went to the other one has run on this one instead.
+        assert health.warm == (16, 300)
+        (skipped,) = health.skipped
+        assert (skipped.engine, skipped.cause) == (fp8, Cause.SELF_TEST)
+        assert skipped.reason.startswith("300 rows: ")
+        assert engine.infer({"dense": np.zeros((300, 16), np.float32)})["ctr"].shape == (300, 1)
+        assert [each.entry.id for each in made if not each._gate.is_closed] == [fp32]
+
+
+def test_a_main_engine_that_fails_at_its_route_is_passed_over_and_nothing_stays_open(
+    sample: SampleRun, tmp_path: Path, made: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails_at(monkeypatch, 16, "fp32", EngineError)
+    place = write_bundle(routed(sample.contents, (16, FP32), (300, FP8)), tmp_path / "bundle")
+    with load(place) as engine:
+        assert engine.entry.id == sample.contents.engines[FP8].artifact.id
+        assert engine.health().ready
+        assert [each for each in made if not each._gate.is_closed] == [engine]
+
+
+def test_what_stops_loading_frees_the_engines_that_are_open(sample, tmp_path, made, monkeypatch):
+    fails_at(monkeypatch, 300, "fp8-safe", KeyboardInterrupt)  # type: ignore[arg-type]
+    place = write_bundle(routed(sample.contents, (16, FP32), (300, FP8)), tmp_path / "bundle")
+    with pytest.raises(KeyboardInterrupt):
+        load(place)
+    assert [each._gate.is_closed for each in made] == [True, True]
