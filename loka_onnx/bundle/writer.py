@@ -168,11 +168,11 @@ def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None 
     """
     destination = Path(os.path.realpath(directory))
     check_replaceable(destination)
-    _check_sample(contents)
+    sample = _checked_sample(contents)
     signer = None if key is None else read_private_key(key)
     with staged_directory(destination) as stage:
         writer = _Stage(stage)
-        manifest = _write_files(contents, writer)
+        manifest = _write_files(contents, sample, writer)
         if len(manifest.files) > MAX_FILES:
             raise BundleError(
                 "E1232 the bundle has too many files",
@@ -299,7 +299,7 @@ class _Stage:
         return self.files[path]
 
 
-def _write_files(contents: BundleContents, stage: _Stage) -> Manifest:
+def _write_files(contents: BundleContents, sample: ArrayMap, stage: _Stage) -> Manifest:
     engines = tuple(_write_engine(contents, engine, stage) for engine in contents.engines)
     fallback = _write_fallback(contents, stage)
     cut = _write_lookup(contents, stage)
@@ -311,7 +311,7 @@ def _write_files(contents: BundleContents, stage: _Stage) -> Manifest:
             evidence=f"engines {sorted(shipped)}, plans {[p.id for p in contents.plans.plans]}",
         )
     stage.write_text(serde.dumps(plans), PLANS_NAME)
-    stage.write_arrays(_sample_arrays(contents), SAMPLE_NAME)
+    stage.write_arrays(sample, SAMPLE_NAME)
     report = tuple(stage.copy(path, f"report/{path.name}").path for path in contents.report)
     return Manifest(
         created_by=f"loka-onnx {metadata.version('loka-onnx')}",
@@ -413,48 +413,40 @@ def _copy_with_external_data(
     return [file, *(stage.copy(source.parent / name, f"{folder}/{name}") for name in (*data, *beside))]
 
 
-def _sample_arrays(contents: BundleContents) -> dict[str, npt.NDArray[Any]]:
-    arrays = {sample_key("input", name): np.asarray(value) for name, value in contents.sample.items()}
-    if contents.lookup is not None:
-        for name, value in contents.lookup.looked_up.items():
-            arrays[sample_key("looked_up", name)] = np.asarray(value)
-    for engine, expectation in _expectations(contents):
-        for name, value in expectation.outputs.items():
-            arrays[sample_key("expected", engine, name)] = np.asarray(value)
-    return arrays
+def _checked_sample(contents: BundleContents) -> dict[str, npt.NDArray[Any]]:
+    """Arrays of the sample by their keys; `BundleError` where they do not fit the model or one another."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
 
+    def add(what: str, values: ArrayMap, specs: tuple[TensorSpec, ...], *prefix: str) -> None:
+        _check_arrays(what, values, specs)
+        arrays.update({sample_key(*prefix, name): np.asarray(value) for name, value in values.items()})
 
-def _expectations(contents: BundleContents) -> list[tuple[str, Expectation]]:
-    engines = [(e.artifact.id, e.expectation) for e in contents.engines]
-    return [*engines, (FALLBACK_ID, contents.fallback)]
-
-
-def _check_sample(contents: BundleContents) -> None:
-    _check_arrays("sample", contents.sample, contents.model.inputs)
-    if contents.lookup is not None:
-        _check_arrays("looked-up rows of the sample", contents.lookup.looked_up, contents.lookup.halves.cut)
+    add("sample", contents.sample, contents.model.inputs, "input")
+    lookup, outputs = contents.lookup, contents.model.outputs
+    if lookup is not None:
+        add("looked-up rows of the sample", lookup.looked_up, lookup.halves.cut, "looked_up")
     elif any(engine.artifact.part is Part.DENSE for engine in contents.engines):
         raise BundleError(
             "E1240 an engine takes looked-up rows, and there is no lookup model to ship",
             remedy="pass the halves of the cut as `lookup`",
         )
-    looked_up = {} if contents.lookup is None else contents.lookup.looked_up
-    rows = {value.shape[0] for arrays in (contents.sample, looked_up) for value in arrays.values()}
+    rows = {value.shape[0] for value in arrays.values()}
     if len(rows) != 1 or not contents.batch.min <= min(rows) <= contents.batch.max:
         raise BundleError(
             "E1241 the sample is not one batch that the engines accept",
             evidence=f"{sorted(rows)} rows, batches of {contents.batch.min} to {contents.batch.max}",
             remedy="pass as many rows of every input as one request may have",
         )
-    for engine, expectation in _expectations(contents):
-        _check_arrays(f"expected outputs of '{engine}'", expectation.outputs, contents.model.outputs)
-        names = {o.name for o in contents.model.outputs}
-        bounds = expectation.tolerance
+    expectations = [(e.artifact.id, e.expectation) for e in contents.engines]
+    for engine, expectation in (*expectations, (FALLBACK_ID, contents.fallback)):
+        add(f"expected outputs of '{engine}'", expectation.outputs, outputs, "expected", engine)
+        names, bounds = {o.name for o in outputs}, expectation.tolerance
         if set(bounds) != names or not all(math.isfinite(t) and t >= 0 for t in bounds.values()):
             raise BundleError(
                 f"E1242 engine '{engine}' needs one finite tolerance for each output",
                 evidence=f"tolerances {dict(bounds)}, outputs {sorted(names)}",
             )
+    return arrays
 
 
 def _check_arrays(what: str, arrays: Mapping[str, npt.NDArray[Any]], specs: tuple[TensorSpec, ...]) -> None:

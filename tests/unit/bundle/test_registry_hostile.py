@@ -8,9 +8,8 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from unittest.mock import Mock
 
-import fsspec
 import pytest
 from altered import read, rewrite, tree, with_files
 from fsspec.implementations.memory import MemoryFileSystem
@@ -241,40 +240,10 @@ def test_a_signed_bundle_swapped_for_an_unsigned_one_is_read_no_further(scene, t
     assert [key.partition("/")[0] for key in read_keys] == ["names", "bundles", "bundles"]
 
 
-class Broken(MemoryFileSystem):
-    """Fails as often as it is told to, with what it is told to."""
-
-    protocol = "broken"
-    store: ClassVar[dict] = {}
-    pseudo_dirs: ClassVar[list[str]] = [""]
-    failures: ClassVar[list[Exception]] = []
-    endless = False
-
-    def _maybe(self):
-        if self.failures:
-            raise self.failures.pop()
-
-    def info(self, path, **kwargs):
-        self._maybe()
-        return super().info(path, **kwargs)
-
-    def pipe_file(self, path, value, mode="overwrite", **kwargs):
-        self._maybe()
-        return super().pipe_file(path, value, mode=mode, **kwargs)
-
-    def open(self, path, mode="rb", **kwargs):
-        self._maybe()
-        found = super().open(path, mode, **kwargs)
-        return Endless(found) if self.endless and "blobs" in path else found
-
-
 class Endless:
     """Goes on for ever, and gives more than it is asked for."""
 
     given = 0
-
-    def __init__(self, stream):
-        self._stream = stream
 
     def __enter__(self):
         return self
@@ -290,19 +259,16 @@ class Endless:
         return b"x" * (size + 5)
 
 
-@pytest.fixture
-def broken():
-    fsspec.register_implementation("broken", Broken, clobber=True)
-    Broken.store.clear()
-    Broken.failures, Broken.endless, Endless.given = [], False, 0
-    return "broken://here"
+def test_a_remote_that_never_ends_is_cut_off(scene, tmp_path, monkeypatch):
+    push_bundle(scene.new, "memory://endless#prod", FAST)
+    ask, Endless.given = MemoryFileSystem.open, 0
 
+    def endless(fs, path, *more, **named):
+        return Endless() if "blobs" in path else ask(fs, path, *more, **named)
 
-def test_a_remote_that_never_ends_is_cut_off(scene, broken, tmp_path):
-    push_bundle(scene.new, f"{broken}#prod", FAST)
-    Broken.endless = True
+    monkeypatch.setattr(MemoryFileSystem, "open", endless)
     with pytest.raises(BundleInvalid, match="in the registry is too large"):
-        pull_bundle(f"{broken}#prod", tmp_path / "x", FAST)
+        pull_bundle("memory://endless#prod", tmp_path / "x", FAST)
     assert Endless.given <= 2 * FAST.threads * (PART + 6)
     assert not (tmp_path / "x").exists()
 
@@ -316,14 +282,14 @@ def test_a_remote_that_never_ends_is_cut_off(scene, broken, tmp_path):
         (ConnectionError("\x1b[2J\n  remedy: run"), BundleError, r"ConnectionError: \\x1b\[2J remedy: run\n"),
     ],
 )
-def test_failures_of_a_remote_are_named(broken, error, kind, message):
-    Broken.failures = [error]
+def test_failures_of_a_remote_are_named(monkeypatch, error, kind, message):
+    monkeypatch.setattr(MemoryFileSystem, "open", Mock(side_effect=error))
     with pytest.raises(kind, match=message) as caught:
-        resolve(f"{broken}#prod", FAST)
+        resolve("memory://here#prod", FAST)
     assert "cannot read 'names/prod.json' from the registry" in str(caught.value)
 
 
-def test_a_remote_that_may_not_be_written_is_named(scene, broken):
-    Broken.failures = [OSError(errno.EACCES, "read-only")]
+def test_a_remote_that_may_not_be_written_is_named(scene, monkeypatch):
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", Mock(side_effect=OSError(errno.EACCES, "read-only")))
     with pytest.raises(OutputError, match=r"cannot write 'names/prod\.json' to the registry"):
-        write_pointer(Store(broken, FAST), "prod", scene.digest)
+        write_pointer(Store("memory://here", FAST), "prod", scene.digest)
