@@ -24,32 +24,19 @@ def bundle(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_bundle(cut_contents(sample, root / "run"), root / "bundle")
 
 
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the models that sessions were opened for."""
-    seen: list[str] = []
-
-    def open_session(path: Path, *arguments: Any) -> OnnxSession:
-        seen.append(path.name)
-        return OnnxSession(path, *arguments)
-
-    monkeypatch.setattr(onnx_session, "OnnxSession", open_session)
-    return seen
-
-
-def test_the_whole_takes_ids_and_answers_by_its_definition(bundle, opened):
+def test_the_whole_takes_ids_and_answers_by_its_definition(bundle, sessions):
     engine = load(bundle)
     assert engine.part is Part.WHOLE and engine.entry.part is Part.DENSE
     assert [spec.name for spec in engine.inputs] == ["x", "item"]
     asked = request(5, seed=3)
     np.testing.assert_allclose(engine.infer(asked)["ctr"], answer(asked), rtol=1e-6)
-    assert sorted(opened) == ["dense.onnx", "lookup.onnx"]
+    assert sorted(sessions.opened) == ["dense.onnx", "lookup.onnx"]
     assert engine.health().ready and engine.skipped == ()
 
 
-def test_the_dense_part_takes_looked_up_rows_and_opens_no_table(bundle, opened):
+def test_the_dense_part_takes_looked_up_rows_and_opens_no_table(bundle, sessions):
     engine = load(bundle, part="dense")
-    assert opened == ["dense.onnx"]
+    assert sessions.opened == ["dense.onnx"]
     assert engine.part is Part.DENSE
     assert engine.inputs == (
         TensorSpec("x", "float32", (None, 3)),
@@ -110,7 +97,7 @@ def test_a_lookup_that_does_not_open_frees_the_engine_and_the_whole_model_serves
     np.testing.assert_allclose(engine.infer(asked)["ctr"], answer(asked), rtol=1e-6)
 
 
-def test_a_lookup_lives_on_when_an_engine_behind_it_is_closed(bundle, opened, monkeypatch):
+def test_a_lookup_lives_on_when_an_engine_behind_it_is_closed(bundle, sessions, monkeypatch):
     open_engine = loading._Opener._open
 
     def twice(opener: Any, entry: EngineEntry) -> Engine | None:
@@ -123,4 +110,4 @@ def test_a_lookup_lives_on_when_an_engine_behind_it_is_closed(bundle, opened, mo
     with load(bundle) as engine:
         asked = request(3)
         np.testing.assert_allclose(engine.infer(asked)["ctr"], answer(asked), rtol=1e-6)
-    assert sorted(opened) == ["dense.onnx", "dense.onnx", "lookup.onnx"]
+    assert sorted(sessions.opened) == ["dense.onnx", "dense.onnx", "lookup.onnx"]

@@ -12,9 +12,6 @@ from loka_onnx.bundle.writer import BundleContents, write_bundle
 from loka_onnx.core.evaluation import Choice, Route
 from loka_onnx.errors import EngineError
 from loka_onnx.runtime import Cause, Engine, load, loading
-from loka_onnx.sessions import onnx_session
-from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.sessions.runner import Arrays
 
 FP32, FP8 = 1, 2
 """Places of two engines for this host among those of the sample; they answer differently."""
@@ -87,31 +84,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     return seen
 
 
-def fails_at(monkeypatch: pytest.MonkeyPatch, rows: int, folder: str, error: type[Exception]) -> None:
-    """Engines whose directory's name ends so fail on batches of so many rows."""
-
-    class Fails(OnnxSession):
-        def __init__(self, path: Path, *arguments: Any) -> None:
-            super().__init__(path, *arguments)
-            self.fails = path.parent.name.endswith(folder)
-
-        def run(self, inputs: Any, *arguments: Any) -> Arrays:
-            if self.fails and len(inputs["dense"]) == rows:
-                raise error(f"no memory for {rows} rows")
-            return super().run(inputs, *arguments)
-
-    monkeypatch.setattr(onnx_session, "OnnxSession", Fails)
-
-
 @pytest.mark.parametrize("error", [EngineError, RuntimeError])
-def test_an_engine_that_fails_at_the_size_of_its_route_loses_its_routes(
-    sample: SampleRun,
-    tmp_path: Path,
-    made: list[Engine],
-    monkeypatch: pytest.MonkeyPatch,
-    error: type[Exception],
-) -> None:
-    fails_at(monkeypatch, 300, "fp8-safe", error)
+def test_an_engine_that_fails_at_the_size_of_its_route_loses_it(sample, tmp_path, made, sessions, error):
+    sessions.fail_at(300, "fp8-safe", error)
     place = write_bundle(routed(sample.contents, (16, FP32), (300, FP8)), tmp_path / "bundle")
     with load(place) as engine:
         fp32, fp8 = (sample.contents.engines[each].artifact.id for each in (FP32, FP8))
@@ -126,10 +101,8 @@ def test_an_engine_that_fails_at_the_size_of_its_route_loses_its_routes(
         assert [each.entry.id for each in made if not each._gate.is_closed] == [fp32]
 
 
-def test_a_main_engine_that_fails_at_its_route_is_passed_over_and_nothing_stays_open(
-    sample: SampleRun, tmp_path: Path, made: list[Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fails_at(monkeypatch, 16, "fp32", EngineError)
+def test_a_main_engine_that_fails_at_its_route_is_passed_over(sample, tmp_path, made, sessions):
+    sessions.fail_at(16, "fp32", EngineError)
     place = write_bundle(routed(sample.contents, (16, FP32), (300, FP8)), tmp_path / "bundle")
     with load(place) as engine:
         assert engine.entry.id == sample.contents.engines[FP8].artifact.id
@@ -137,8 +110,8 @@ def test_a_main_engine_that_fails_at_its_route_is_passed_over_and_nothing_stays_
         assert [each for each in made if not each._gate.is_closed] == [engine]
 
 
-def test_what_stops_loading_frees_the_engines_that_are_open(sample, tmp_path, made, monkeypatch):
-    fails_at(monkeypatch, 300, "fp8-safe", KeyboardInterrupt)  # type: ignore[arg-type]
+def test_what_stops_loading_frees_the_engines_that_are_open(sample, tmp_path, made, sessions):
+    sessions.fail_at(300, "fp8-safe", KeyboardInterrupt)
     place = write_bundle(routed(sample.contents, (16, FP32), (300, FP8)), tmp_path / "bundle")
     with pytest.raises(KeyboardInterrupt):
         load(place)
