@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -219,9 +219,8 @@ class _Opener:
         """Reference to the lookup model, which engines share because tables are large."""
         cut = self.manifest.cut
         if cut is None:
-            raise InternalError(
-                "an engine takes looked-up rows, and the manifest has no cut", where=self.name
-            )
+            what = "an engine takes looked-up rows, and the manifest has no cut"
+            raise InternalError(what, where=self.name)
         if self.lookup is None:
             threads = 0 if self.options is None else self.options.threads
             # Tables stay on the CPU whatever runs the dense part.
@@ -239,7 +238,8 @@ class _Opener:
             return True
         entries = {entry.id: entry for entry in manifest.engines}
         opened: dict[str, Engine] = {main: engine}
-        try:
+        with ExitStack() as undone:
+            undone.callback(_close_all, opened)
             for name in choice.engines:
                 if name in opened or self._was_skipped(entries[name]):
                     continue
@@ -253,12 +253,9 @@ class _Opener:
                 if failing is None:
                     break
                 opened.pop(failing.entry.id).close()
-        except BaseException:
-            _close_all(opened.values())
-            raise
-        if main not in opened:
-            _close_all(opened.values())
-            return False
+            if main not in opened:
+                return False
+            undone.pop_all()
         if len(opened) > 1:
             _LOG.info("%s: requests go by their size to %s", self.name, ", ".join(opened))
         else:
@@ -303,7 +300,7 @@ def _check_names(names: Names | None, inputs: Iterable[TensorSpec], outputs: Ite
         )
 
 
-def _close_all(engines: Iterable[Engine]) -> None:
+def _close_all(engines: Mapping[str, Engine]) -> None:
     with ExitStack() as stack:
-        for engine in engines:
+        for engine in engines.values():
             stack.callback(engine.close)

@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -121,11 +122,8 @@ def test_a_signature_may_be_as_long_as_a_reader_accepts(bundle, pair, monkeypatc
     size = (bundle / SIGNATURE_NAME).stat().st_size
     (bundle / SIGNATURE_NAME).unlink()
     monkeypatch.setattr(signing, "MAX_SIGNATURE_BYTES", size + room)
-    if fits:
+    with nullcontext() if fits else pytest.raises(BundleError, match="too many signatures"):
         sign_bundle(bundle, pair.private)
-    else:
-        with pytest.raises(BundleError, match="too many signatures"):
-            sign_bundle(bundle, pair.private)
     assert (bundle / SIGNATURE_NAME).exists() is fits
 
 
