@@ -133,35 +133,38 @@ def test_an_engine_of_tensorrt_is_a_plan_with_cuda_graphs(with_engine, tmp_path)
     assert "needs TensorRT 10.16.1 and a GPU of sm90" in record.models[0].remarks[0]
 
 
-@pytest.mark.parametrize(
-    ("backend", "architecture", "reason"),
-    [
-        ("onnxruntime", "gfx942", "has the providers CPU, CUDA, TensorRT and OpenVINO, and not MIGraphX"),
-        ("tensorrt_rtx", "sm89", "does not load engines of TensorRT for RTX"),
-        ("migraphx", "gfx942", "Triton has no MIGraphX backend"),
-    ],
-)
-def test_engines_that_no_backend_runs_are_declined(
-    sample: SampleRun,
-    with_engine: Callable[..., TritonRepository],
-    tmp_path: Path,
-    backend: str,
-    architecture: str,
-    reason: str,
-) -> None:
-    document = MigraphxEngine(
+PROGRAM = {
+    "engine.json": serde.dumps(
+        MigraphxEngine(
+            "gfx942",
+            "2.15.0",
+            (ProgramFile(8, "rows-8.mxr"),),
+            (ProgramInput("dense", "float32", (16,)),),
+            (ProgramOutput("ctr", True),),
+        )
+    ).encode(),
+    "rows-8.mxr": b"program",
+}
+PROVIDER = {"engine.onnx": None, SETTINGS_FILE: settings("migraphx", {}, (8,))}
+FOREIGN = {"engine.pt2": package(replace(DYNAMIC, inputs=(InputPort("other", "float32", (16,)),)))}
+DECLINED: list[tuple[str, str, dict[str, bytes | None], str]] = [
+    (
+        "onnxruntime",
         "gfx942",
-        "2.15.0",
-        (ProgramFile(8, "rows-8.mxr"),),
-        (ProgramInput("dense", "float32", (16,)),),
-        (ProgramOutput("ctr", True),),
-    )
-    files: Files = {
-        "onnxruntime": {"engine.onnx": graph(sample), SETTINGS_FILE: settings("migraphx", {}, (8,))},
-        "tensorrt_rtx": {"engine.bin": b"engine"},
-        "migraphx": {"engine.json": serde.dumps(document).encode(), "rows-8.mxr": b"program"},
-    }[backend]
-    record, configs = with_engine(backend, architecture, files)
+        PROVIDER,
+        "has the providers CPU, CUDA, TensorRT and OpenVINO, and not MIGraphX",
+    ),
+    ("tensorrt_rtx", "sm89", {"engine.bin": b"engine"}, "does not load engines of TensorRT for RTX"),
+    ("migraphx", "gfx942", PROGRAM, "Triton has no MIGraphX backend"),
+    ("inductor", "sm90", FOREIGN, "has other inputs or outputs than the bundle: ['ctr', 'other']"),
+    ("inductor", "sm90", {"engine.pt2": b"no package"}, "not an engine of the inductor backend"),
+]
+
+
+@pytest.mark.parametrize(("backend", "architecture", "files", "reason"), DECLINED)
+def test_engines_that_no_backend_runs_are_declined(sample, with_engine, backend, architecture, files, reason):
+    held = {name: graph(sample) if content is None else content for name, content in files.items()}
+    record, configs = with_engine(backend, architecture, held)
     (declined,) = record.declined
     assert reason in declined.reason
     assert record.preferred == "fallback-fp32", "the FP32 model stands in"
@@ -234,21 +237,6 @@ def test_a_dense_engine_by_position_stands_behind_the_lookup(sample, tmp_path):
     assert dict(dense.output_map) == {"OUTPUT__0": "ctr"}
     shapes = [(io.name, list(io.dims)) for io in configs[f"{name}-dense"].input]
     assert shapes == [("INPUT__0", [4]), ("INPUT__1", [3])]
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (
-            package(replace(DYNAMIC, inputs=(InputPort("other", "float32", (16,)),))),
-            "its document has other inputs or outputs than the bundle: ['ctr', 'other']",
-        ),
-        (b"no package", "not an engine of the inductor backend"),
-    ],
-)
-def test_a_package_of_another_model_and_none_are_declined(with_engine, content, reason):
-    (declined,) = with_engine("inductor", "sm90", {"engine.pt2": content})[0].declined
-    assert reason in declined.reason
 
 
 def tensor_of(name: str, value: np.ndarray) -> Any:
