@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle.writer import BundleEngine
+from loka_onnx.bundle.writer import BundleContents, BundleEngine
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.manifest import BundleFile, Manifest
@@ -96,3 +97,35 @@ def engine_of(
         **changes,
     )
     return dataclasses.replace(run.contents.engines[0], artifact=artifact)
+
+
+def built_by_inductor(
+    sample: SampleRun, root: Path, batch: tuple[int, int, int, tuple[int, ...]], **options: Any
+) -> BundleContents:
+    """The contents with one engine, which Inductor builds for the CPU."""
+    pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
+    from loka_onnx.engines.inductor.backend import InductorBackend
+    from loka_onnx.engines.request import BatchRange, BuildRequest
+
+    known = sample.contents
+    np.savez(root / "sample.npz", dense=known.sample["dense"])
+    (root / "run/model").mkdir(parents=True)
+    (root / "run" / known.model.path).write_bytes((sample.directory / known.model.path).read_bytes())
+    built = InductorBackend().build(
+        BuildRequest(
+            model=sample.directory / known.model.path,
+            plan=next(plan for plan in known.plans.plans if plan.id == "fp32"),
+            sites=known.model.sites,
+            target="cpu",
+            architecture="cpu",
+            batch=BatchRange(*batch),
+            output=root / "run/engines/e",
+            sample=root / "sample.npz",
+            relative_to=root / "run",
+            options=options,
+        )
+    )
+    assert built.is_built, built.detail
+    largest = dataclasses.replace(known.batch, max=batch[2])
+    engines = (BundleEngine(built, known.fallback),)
+    return dataclasses.replace(known, root=root / "run", engines=engines, batch=largest)

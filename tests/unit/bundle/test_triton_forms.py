@@ -6,19 +6,20 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from altered import engine_of
+from altered import built_by_inductor, engine_of
 from cut_models import LOOKED_UP, cut_contents
 from sample_run import SampleRun, make_run
 from triton_rules import check_repository, parameters, pb
 
 from loka_onnx.bundle.triton import TritonRepository, export_triton
-from loka_onnx.bundle.writer import BundleEngine, write_bundle
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file
 from loka_onnx.engines.inductor.package import InductorEngine, InputPort, OutputPort, Program
@@ -247,7 +248,7 @@ def server_module() -> Any:
     """What the server's Python backend offers to models (python_backend, README)."""
     return SimpleNamespace(
         Tensor=tensor_of,
-        InferenceResponse=lambda tensors, error=None: SimpleNamespace(output_tensors=tensors, error=error),
+        InferenceResponse=partial(SimpleNamespace, error=None),
         TritonError=lambda message: SimpleNamespace(message=message),
         get_input_tensor_by_name=lambda request, name: request[name],
     )
@@ -255,35 +256,7 @@ def server_module() -> Any:
 
 def exported_package(sample: SampleRun, root: Path, *, static: int) -> Path:
     """A repository with an engine that Inductor built for the CPU, for 1 to 16 rows."""
-    pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
-    from loka_onnx.engines.inductor.backend import InductorBackend
-    from loka_onnx.engines.request import BatchRange, BuildRequest
-
-    known = sample.contents
-    np.savez(root / "sample.npz", dense=known.sample["dense"])
-    (root / "run/model").mkdir(parents=True)
-    (root / "run" / known.model.path).write_bytes((sample.directory / known.model.path).read_bytes())
-    built = InductorBackend().build(
-        BuildRequest(
-            model=sample.directory / known.model.path,
-            plan=next(plan for plan in known.plans.plans if plan.id == "fp32"),
-            sites=known.model.sites,
-            target="cpu",
-            architecture="cpu",
-            batch=BatchRange(1, 8, 16, (4, 8)),
-            output=root / "run/engines/e",
-            sample=root / "sample.npz",
-            relative_to=root / "run",
-            options={"static": static},
-        )
-    )
-    assert built.is_built, built.detail
-    contents = replace(
-        known,
-        root=root / "run",
-        engines=(BundleEngine(built, known.fallback),),
-        batch=replace(known.batch, max=16),
-    )
+    contents = built_by_inductor(sample, root, (1, 8, 16, (4, 8)), static=static)
     export_triton(write_bundle(contents, root / "bundle"), root / "repository", OPTIONS)
     check_repository(root / "repository")
     return root / "repository"

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from altered import built_by_inductor
 from sample_run import SampleRun
 
 from loka_onnx.bundle.format.archive import pack_bundle
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
+from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import EngineEntry
 from loka_onnx.engines.tensorrt import spec as tensorrt
 from loka_onnx.errors import BundleInvalid, EngineError
@@ -101,3 +103,15 @@ def test_a_single_file_leaves_nothing_when_it_does_not_load_or_is_forgotten(bund
     del engine
     gc.collect()
     assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_trusted_bundle_is_served_by_a_package_of_inductor(sample, tmp_path):
+    bundle = write_bundle(built_by_inductor(sample, tmp_path, (1, 8, 4096, ())), tmp_path / "bundle")
+    rows, exact = sample.contents.sample["dense"], sample.contents.fallback.outputs["ctr"]
+    with load(bundle, trust=True) as engine:
+        assert engine.entry.backend == "inductor"
+        assert engine.health().ready
+        for count in (1, 3, 8):
+            np.testing.assert_allclose(engine.infer({"dense": rows[:count]})["ctr"], exact[:count], atol=1e-4)
+    assert load(bundle).entry.backend == "onnxruntime"
