@@ -19,9 +19,8 @@ from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import E4M3FN, Precision
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
-from loka_onnx.core.rewrite import Declined
+from loka_onnx.core.rewrite import Declined, ModelSplit
 from loka_onnx.core.site import SiteKind
-from loka_onnx.core.split import ModelSplit
 from loka_onnx.engines.inductor.compile import FUSE, STATIC
 from loka_onnx.engines.onnxruntime.io_binding_settings import CUDA_GRAPH
 from loka_onnx.engines.registry import get_backend

@@ -57,6 +57,8 @@ class Comparison:
         directory: Where the other engines go.
         options: Of the command: `target`, `serve`, `memory_gb`, `turns`.
         module: Opens the PyTorch module compiled in ``bf16`` or ``fp16``; None where there is none.
+        precisions: What the module and the export are compiled in.
+        builds_export: Whether the export is compiled as well; by max-autotune that takes minutes.
         judge: The upper end of the loss's change over its budget, of outputs on `rows` and
             the FP32 model's; None for no judge.
     """
@@ -66,6 +68,8 @@ class Comparison:
     directory: Path
     options: argparse.Namespace
     module: Callable[[str], Runner] | None = None
+    precisions: tuple[Precision, ...] = TODAY
+    builds_export: bool = True
     judge: Callable[[Arrays, Arrays], float] | None = None
 
     def figures(self) -> dict[str, Any]:
@@ -91,8 +95,9 @@ class Comparison:
     @cached_property
     def untouched(self) -> tuple[EngineArtifact, ...]:
         """The exported model as it is, compiled by Inductor in BF16 and FP16."""
-        wanted = [(precision, tuned) for precision in TODAY for tuned in (False, True)]
-        with ThreadPoolExecutor(len(wanted)) as pool:
+        wanted = [(precision, tuned) for precision in self.precisions for tuned in (False, True)]
+        wanted = wanted if self.builds_export else []
+        with ThreadPoolExecutor(len(wanted) or 1) as pool:
             return tuple(pool.map(lambda each: self._build(*each), wanted))
 
     def _opened(self) -> Iterator[tuple[str, Runner]]:
@@ -101,7 +106,7 @@ class Comparison:
                 place = self.directory / engine.plan / "engine" / str(engine.path)
                 yield engine.plan, get_backend(engine.backend).open(engine, place)
         if self.module is not None:
-            for precision in TODAY:
+            for precision in self.precisions:
                 yield f"today-{TORCH}-{precision}", self.module(str(precision))
 
     def _build(self, precision: Precision, is_tuned: bool) -> EngineArtifact:

@@ -163,6 +163,10 @@ def save_program(built: Built, columns: Mapping[str, np.ndarray], outputs: Seque
         print(f"no program: {str(error)[:200]}", flush=True)
         return
     program = exported.module(check_guards=False)
+    for node in program.graph.find_nodes(
+        op="call_function", target=torch.ops.aten._assert_tensor_metadata.default
+    ):
+        program.graph.erase_node(node)
     program.graph.set_codegen(torch.fx.CodeGen())
     # What else the exported module holds cannot be pickled.
     program = torch.fx.GraphModule(program, program.graph)

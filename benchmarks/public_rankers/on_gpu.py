@@ -35,6 +35,7 @@ from benchmarks.engines.zoo_today import Comparison
 from benchmarks.public_rankers.prepare import PROGRAM, names_of
 from benchmarks.recording import write_record
 from loka_onnx.config import OutputConfig, load_run_file
+from loka_onnx.core.formats import Precision
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.pipeline.splits import bind_columns, open_splits
@@ -156,9 +157,25 @@ def compared(name: str, options: argparse.Namespace) -> Comparison:
 
     def module(precision: str) -> TorchCompiled:
         saved = torch.load(options.to / name / PROGRAM, weights_only=False)
-        return TorchCompiled(saved["program"], saved["inputs"], saved["outputs"], precision)
+        return TorchCompiled(moved(saved["program"]), saved["inputs"], saved["outputs"], precision)
 
-    return Comparison(finished, batch.inputs, work / "today", options, module, judge)
+    precisions = tuple(map(Precision, options.precisions))
+    today = work / "today"
+    return Comparison(finished, batch.inputs, today, options, module, precisions, options.export, judge)
+
+
+def moved(program: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A program whose constants are made on the GPU, where there is one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def move(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for node in program.graph.nodes:
+        node.args = torch.fx.node.map_aggregate(node.args, move)
+        node.kwargs = torch.fx.node.map_aggregate(node.kwargs, move)
+    program.recompile()
+    return program
 
 
 BEGAN = time.perf_counter()
@@ -212,6 +229,10 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/public-gpu"))
     parser.add_argument("--target", default="nvidia-h200")
     parser.add_argument("--serve", nargs="+", type=int, default=[256, 2048])
+    parser.add_argument("--precisions", nargs="+", default=["bf16", "fp16"], help="of today's engines")
+    parser.add_argument(
+        "--export", action=argparse.BooleanOptionalAction, default=True, help="compile it too"
+    )
     parser.add_argument("--memory-gb", type=float, default=10.0)
     parser.add_argument("--threads", type=int, default=3)
     parser.add_argument("--turns", type=int, default=25)

@@ -37,7 +37,7 @@ from loka_onnx.bundle.signing import read_private_key, signature_text
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec, TensorSpec
 from loka_onnx.core.devices import CPU
-from loka_onnx.core.digests import CHUNK_BYTES, digest_file, digest_files
+from loka_onnx.core.digests import CHUNK_BYTES, digest_file, digest_files, seal
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import Choice, Evaluation
 from loka_onnx.core.lineage import StageRecord
@@ -60,8 +60,7 @@ from loka_onnx.core.manifest import (
     sample_key,
 )
 from loka_onnx.core.plan import PlanSet
-from loka_onnx.core.seal import seal
-from loka_onnx.core.split import Halves, Part
+from loka_onnx.core.rewrite import Halves, Part
 from loka_onnx.errors import BundleError
 from loka_onnx.sessions.backends import get_spec
 from loka_onnx.sessions.model_files import data_locations, read_model

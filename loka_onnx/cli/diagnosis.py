@@ -15,7 +15,7 @@ import psutil
 
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.backends import backend_names
-from loka_onnx.core.distributions import versions_of
+from loka_onnx.core.installation import versions_of
 from loka_onnx.engines.base import Availability
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import LokaError, MissingPackage

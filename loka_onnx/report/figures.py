@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.products import product_flops
+from loka_onnx.core.site import product_flops
 from loka_onnx.report import numbers
 
 
@@ -164,5 +164,5 @@ FORMULAS: dict[str, Callable[..., float]] = {
 * ``product_flops(sites,others)`` the sum over all sites, and of ``flops_per_example`` of the others
 * ``relative_error(error)`` √(noise ÷ signal), each the first of its ``parts``
 * ``interval_value``, ``interval_lower``, ``interval_upper`` ``(moments,sampling)`` the confidence sequence of
-  a ratio of sums (`core.ratio_moments`)
+  a ratio of sums (`core.intervals`)
 """

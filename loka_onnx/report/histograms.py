@@ -124,7 +124,7 @@ def activation_table(data: ReportData, plan: PrecisionPlan | None) -> Table:
 def histogram_data(data: ReportData, plan: PrecisionPlan | None) -> dict[str, Any]:
     """Return histogram data of the page: each tensor once, and overlays by site.
 
-    Magnitudes are logarithms to base 2. Bins are those of `core.histogram`.
+    Magnitudes are logarithms to base 2. Bins are those of `core.statistics`.
     """
     tensors: dict[str, dict[str, Any]] = {}
     sites: dict[str, list[dict[str, Any]]] = {site.name: [] for site in data.modified.sites}

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.intervals import Interval
+from loka_onnx.core.intervals import Interval, RatioMoments
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
-from loka_onnx.core.profile import Profile
-from loka_onnx.core.ratio_moments import RatioMoments
-from loka_onnx.core.sensitivity import ENTROPY, LOSS, Sensitivity
+from loka_onnx.core.profile import ENTROPY, LOSS, Profile, Sensitivity
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats
 from loka_onnx.report import numbers

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from loka_onnx.core.devices import CPU, device_called
 from loka_onnx.core.manifest import INSTRUCTIONS, EngineEntry, Manifest
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.errors import MissingPackage
 from loka_onnx.runtime.health import Cause, Skipped
 from loka_onnx.sessions.backends import get_spec, has_spec, in_line

@@ -50,7 +50,7 @@ from loka_onnx.core.manifest import (
     sample_key,
 )
 from loka_onnx.core.progress import Progress, silent
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.errors import ModelError
 from loka_onnx.sessions.dlpack import DTYPES
 from loka_onnx.sessions.model_files import data_locations, read_model

@@ -6,9 +6,9 @@ from math import log
 
 from loka_onnx.core.evaluation import EvaluationSet
 from loka_onnx.core.intervals import Interval
+from loka_onnx.core.lineage import OutputMove, SiteMove
 from loka_onnx.core.plan import Decision, PlanSet
 from loka_onnx.core.profile import Profile
-from loka_onnx.core.refresh import OutputMove, SiteMove
 from loka_onnx.operations.refresh.earlier import EarlierRun
 
 CERTIFICATION = "certification"

@@ -14,9 +14,8 @@ from sample_run import SampleRun
 
 from loka_onnx.bundle.writer import BundleContents, BundleEngine
 from loka_onnx.core import serde
-from loka_onnx.core.digests import digest_file, digest_files
+from loka_onnx.core.digests import UNSEALED, digest_file, digest_files, seal
 from loka_onnx.core.manifest import BundleFile, Manifest
-from loka_onnx.core.seal import UNSEALED, seal
 
 
 def with_files(bundle: Path, place: Path, sizes: tuple[int, ...], seed: int) -> Path:

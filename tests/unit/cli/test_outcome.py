@@ -30,7 +30,7 @@ from loka_onnx.core.evaluation import (
 )
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import PlanSet
-from loka_onnx.core.sensitivity import LOSS
+from loka_onnx.core.profile import LOSS
 from loka_onnx.pipeline.run import RunResult
 from loka_onnx.report import DataDescription, ReportData
 

@@ -13,11 +13,19 @@ from loka_onnx.cli.main import main
 from loka_onnx.cli.schema import Document, schema_text
 from loka_onnx.core import serde
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.histogram import MagnitudeHistogram
-from loka_onnx.core.profile import Profile, Sampling, SiteProfile, WeightedMean
-from loka_onnx.core.ratio_moments import RatioMoments
-from loka_onnx.core.sensitivity import DeltaSums, Draws, Sensitivity, SensitivityName, SiteGroup
-from loka_onnx.core.statistics import BatchSpread, BatchSums, ErrorStats, RangeStats
+from loka_onnx.core.intervals import RatioMoments
+from loka_onnx.core.profile import (
+    DeltaSums,
+    Draws,
+    Profile,
+    Sampling,
+    Sensitivity,
+    SensitivityName,
+    SiteGroup,
+    SiteProfile,
+    WeightedMean,
+)
+from loka_onnx.core.statistics import BatchSpread, BatchSums, ErrorStats, MagnitudeHistogram, RangeStats
 
 DOCS = Path(__file__).parents[3] / "docs"
 ONE, NONE = ExactSum.of([1.0]), ExactSum()

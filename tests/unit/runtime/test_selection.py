@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loka_onnx.core.manifest import INSTRUCTIONS, EngineEntry, Manifest, Need, Requirement
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.engines.onnxruntime import providers, spec
 from loka_onnx.runtime import Cause, selection
 from loka_onnx.runtime.selection import in_order, is_program, obstacle
