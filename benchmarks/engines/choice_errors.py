@@ -3,7 +3,7 @@
 **Simulated.** Times of loads are drawn: the logarithm of each engine's time is its true one, plus what slowed
 the machine in that load (2 %), plus a load-to-load deviation of the engine. The package's own functions
 decide
-how many loads an engine gets (`planning.speed.contenders`) and who is chosen (`planning.routing.alike`).
+how many loads an engine gets (`planning.speed.contenders`) and who is chosen (`planning.choice`).
 
 - *Equal*: all engines take the same. `told_apart`: some engine is surely slower than the fastest. `costs
   precision`: the most exact engine is not among those alike, so that an equal one wins.

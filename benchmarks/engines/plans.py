@@ -27,7 +27,7 @@ from loka_onnx.engines.registry import get_backend
 from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.numerics.scales import amax_scale
 from loka_onnx.pipeline.splitting import Source, source_of
-from loka_onnx.planning.flops import useful_flops
+from loka_onnx.planning.costs import useful_flops
 from loka_onnx.sessions.onnx_session import OnnxSession
 from loka_onnx.transforms.lookups.split_sparse import (
     DENSE_FILE,

@@ -25,7 +25,7 @@ from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.planning.flops import useful_flops
+from loka_onnx.planning.costs import useful_flops
 from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.sessions.runner import Resident, Runner
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan

@@ -47,7 +47,7 @@ from benchmarks.pipeline.site_effects import (
 )
 from benchmarks.pipeline.training import GROUP, TRAINING
 from benchmarks.recording import write_record
-from loka_onnx.calibration.effects.perturbation import draw_factors
+from loka_onnx.calibration.observers.arithmetic import draw_factors
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.profile import Profile, Sensitivity

@@ -1,14 +1,19 @@
-"""The Probe stage: ranges, then FP8 error under the scales of those ranges, then sensitivity.
+"""The Probe stage: ranges, then FP8 error under the scales of those ranges, then sensitivity; further rows.
 
 FP8 error depends on the scale and the scale on the final range, so the passes run in turn. Each one streams:
 only sums are kept, so memory does not grow with the rows.
+
+Rows are added to a profile by measuring them alone under its own scales, and merging exactly; errors under
+different scales do not add up. New rows beyond the old range widen the profile's range; they saturate, are
+counted as saturated and are part of the measured error, as in the quantized model. Where that costs too much,
+calibrate again on all rows for new scales.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,25 +22,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.effects.perturbation import draw_factors
-from loka_onnx.calibration.effects.sensitivity import (
-    Sensitivities,
-    SensitivityPass,
-    SwitchedModel,
-)
+from loka_onnx.calibration.effects.sensitivity import Sensitivities, SensitivityPass, SwitchedModel
 from loka_onnx.calibration.effects.switchable import Switch
+from loka_onnx.calibration.observers.arithmetic import NORM_PRECISION, draw_factors
 from loka_onnx.calibration.observers.site_observers import recipes_for
 from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.profile import Profile, SiteProfile
+from loka_onnx.core.profile import ENTROPY, LOSS, Profile, SiteProfile
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.recipe import Granularity, Recipe, Scales
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
 from loka_onnx.data import Dataset
-from loka_onnx.errors import InternalError
+from loka_onnx.errors import CalibrationError, InternalError
 from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.numerics.histograms import count_magnitudes, histogram_of
 
@@ -99,33 +100,24 @@ def calibrate(
     draw_factors(options.draws)
     sites = tuple(s for s in model.sites if options.only is None or s.name in options.only)
     executor = options.executor or LocalExecutor(options.threads)
-    clock = _Clock()
+    seconds: dict[str, ExactSum] = {}
     probe = Probe(model, sites, data, options, executor, progress)
-    with clock.times("ranges"):
+    with _timed(seconds, "ranges"):
         ranges = probe.ranges(scratch)
     tensors: dict[str, TensorRange] = {}
     if options.magnitudes:
-        with clock.times("magnitudes"):
+        with _timed(seconds, "magnitudes"):
             tensors = probe.magnitudes(scratch)
     scales = (
         scales_of(ranges, options.recipes)
         if options.scales is None
         else {rounding: dict(known) for rounding, known in options.scales.items()}
     )
-    with clock.times("errors"):
+    with _timed(seconds, "errors"):
         errors = probe.errors(scratch, ranges, scales)
     switches = tuple(Switch(s, _planned_recipe(s, options, errors.by_site[s.name])) for s in sites)
     graph = GraphModel.load(model.path)
-    entries = tuple(
-        SiteProfile(
-            site=site.name,
-            operands=_operand_ranges(graph, site, ranges),
-            errors=tuple(errors.by_site[site.name]),
-            sensitivities=(),
-            origins=site.merged_from,
-        )
-        for site in sites
-    )
+    operands = {site.name: _operand_ranges(graph, site, ranges) for site in sites}
     weights = tuple(sorted({o.tensor for site in sites for o in site.operands if o.constant}))
 
     def profile_of(measured: Sensitivities) -> Profile:
@@ -136,10 +128,19 @@ def calibrate(
             error_rows=errors.rows,
             sampling=measured.sampling,
             synthetic=options.synthetic,
-            sites=tuple(replace(e, sensitivities=measured.by_site[e.site]) for e in entries),
+            sites=tuple(
+                SiteProfile(
+                    site=site.name,
+                    operands=operands[site.name],
+                    errors=tuple(errors.by_site[site.name]),
+                    sensitivities=measured.by_site[site.name],
+                    origins=site.merged_from,
+                )
+                for site in sites
+            ),
             baseline_loss=measured.baseline_loss,
             scales=scales,
-            seconds=clock.seconds,
+            seconds=dict(seconds),
             groups=measured.groups,
             weights=weights,
             tensors=tensors,
@@ -147,32 +148,23 @@ def calibrate(
 
     ask = options.open_verdicts
     sensitivity = SensitivityPass(
-        SwitchedModel(model.path, switches, scales, outputs),
-        data,
-        options,
-        executor,
-        progress,
+        SwitchedModel(model.path, switches, scales, outputs), data, options, executor, progress
     )
-    with clock.times("draws"):
+    with _timed(seconds, "draws"):
         drawn = sensitivity.draws(scratch)
-    with clock.times("sensitivity"):
+    with _timed(seconds, "sensitivity"):
         measured = sensitivity.measure(
             scratch, drawn, None if ask is None else lambda interim: ask(profile_of(interim))
         )
     return profile_of(measured)
 
 
-class _Clock:
-    """Wall time of passes, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, ExactSum] = {}
-
-    @contextmanager
-    def times(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.seconds = {**self.seconds, name: ExactSum.of((time.perf_counter() - began,))}
+@contextmanager
+def _timed(seconds: dict[str, ExactSum], name: str) -> Iterator[None]:
+    """Add the wall time of a pass."""
+    began = time.perf_counter()
+    yield
+    seconds[name] = ExactSum.of((time.perf_counter() - began,))
 
 
 def _planned_recipe(site: Site, options: ProbeOptions, errors: Sequence[ErrorStats]) -> Recipe:
@@ -217,3 +209,86 @@ def _weight_range(values: npt.NDArray[Any]) -> RangeStats:
         if wide.ndim
         else (),
     )
+
+
+_AGAIN = "calibrate again on all rows"
+
+
+@dataclass(frozen=True)
+class ProfiledModel:
+    """A model and its judged outputs, as a profile was measured on them."""
+
+    model: ModelArtifact
+    outputs: tuple[OutputSpec, ...]
+
+
+def update(
+    profile: Profile,
+    subject: ProfiledModel,
+    data: Dataset,
+    scratch: Path,
+    options: ProbeOptions,
+    progress: Progress = silent,
+) -> Profile:
+    """Measure further rows and merge them into a profile.
+
+    Groups of rows (`ProbeOptions.group`) must not be split between both sets. Of `options`, recipes, scales,
+    sites and batch size are replaced by the profile's. Raises CalibrationError if the rows are already in the
+    profile; the profile is of another model, of other outputs or of recipes that the options lack; or a value
+    is not finite.
+    """
+    _check(profile, subject, data)
+    changed = _options(profile, options)
+    later = calibrate(subject.model, subject.outputs, data, scratch, changed, progress)
+    return profile.merge(later)
+
+
+def _options(profile: Profile, options: ProbeOptions) -> ProbeOptions:
+    measured = {e.recipe for entry in profile.sites for e in entry.errors} - {NORM_PRECISION}
+    recipes = tuple(recipe for recipe in options.recipes if recipe.id in measured)
+    if missing := measured - {recipe.id for recipe in recipes}:
+        raise CalibrationError(
+            "E0513 rows cannot be added in other recipes than the profile's",
+            evidence=f"it was measured in {_listed(measured)}, and {_listed(missing)} is not asked for",
+            remedy=f"set `plan.format` and `plan.scale` back, or {_AGAIN}",
+        )
+    # A profile without activations does not constrain the batch size.
+    sizes = [s.spread.rows for entry in profile.sites for s in entry.operands.values() if s.spread.batches]
+    return replace(
+        options,
+        recipes=recipes,
+        planned={entry.site: s.recipe for entry in profile.sites for s in entry.sensitivities},
+        scales=profile.scales,
+        only=frozenset(entry.site for entry in profile.sites),
+        batch_size=sizes[0] if sizes else options.batch_size,
+        magnitudes=bool(profile.tensors),
+    )
+
+
+def _check(profile: Profile, subject: ProfiledModel, data: Dataset) -> None:
+    if profile.model_digest != subject.model.digest:
+        raise CalibrationError(
+            "E0514 the profile is of another model",
+            evidence=f"it was measured on {profile.model_digest[:12]}, and this one is "
+            f"{subject.model.digest[:12]}",
+            remedy="name the model of the profile, or calibrate this one",
+        )
+    if data.digest in profile.data_digest.split("+"):
+        raise CalibrationError(
+            f"E0515 the rows of '{data.name}' are in the profile already, and would count twice",
+            evidence=f"their digest is {data.digest[:12]}",
+            remedy="give rows that it has not seen",
+        )
+    was = {(s.output, s.denominator) for entry in profile.sites for s in entry.sensitivities}
+    now = {(spec.name, LOSS if spec.label is not None else ENTROPY) for spec in subject.outputs}
+    if was != now:
+        raise CalibrationError(
+            "E0516 rows cannot be added for other outputs than the profile's, or relative to something else",
+            evidence=f"it has {_listed(f'{o} relative to {d}' for o, d in was)}; "
+            f"asked for is {_listed(f'{o} relative to {d}' for o, d in now)}",
+            remedy=f"name the same outputs and labels, or {_AGAIN}",
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

@@ -301,7 +301,8 @@ class Profile:
         """Merge the profiles of both sets of rows; associative to the last bit.
 
         The scales must be the same: measure new rows under the scales of this profile
-        (`calibration.updating`). Groups of rows count as different ones; a tensor missing in one is dropped.
+        (`calibration.calibrate`). Groups of rows count as different ones. A tensor missing in one is dropped.
+
         Raises ValueError if they are of different models, sites, recipes, scales or outputs.
         """
         if self.model_digest != other.model_digest:

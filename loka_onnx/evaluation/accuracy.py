@@ -20,7 +20,7 @@ from loka_onnx.core.evaluation import Basis, BudgetStatus, OutputEvaluation, Pai
 from loka_onnx.core.intervals import Interval
 from loka_onnx.errors import EvaluationError
 from loka_onnx.evaluation.budget import judge
-from loka_onnx.evaluation.columns import Groups, Rows, Scores, Truth, read_scores, read_truth, refuse_no_rows
+from loka_onnx.evaluation.columns import Groups, Scores, Truth, read_scores, read_truth, refuse_no_rows
 from loka_onnx.evaluation.paired import PairedRows, loss_rows, paired_rows
 from loka_onnx.evaluation.slices import SliceColumn, read_slices, slice_differences
 from loka_onnx.numerics.intervals import CONFIDENCE, ratio_interval
@@ -105,11 +105,36 @@ def evaluate_outputs(
     Raises as `read_truth` and `read_scores` do, and EvaluationError where the reference's loss (without
     labels, its entropy) is 0.
     """
-    units = units or Units()
-    return tuple(
-        _against(spec, reference, candidate, read_truth(columns, spec, units.groups), units, confidence)
-        for spec in specs
-    )
+    units, evaluations = units or Units(), []
+    for spec in specs:
+        truth = read_truth(columns, spec, units.groups)
+        before = _reference_scores(spec, reference, truth)
+        after = read_scores(candidate, spec, before.raw.size, is_reference=False)
+        paired = paired_rows(spec, before, after, truth)
+        if weighted_mean(paired.base, paired.weights) == 0.0:
+            raise _nothing_to_relate_to(spec, paired)
+        difference = _difference(spec, before, after, truth, paired, confidence)
+        slices, left_out = slice_differences(paired, units.slices, spec, confidence)
+        basis = units.basis(paired)
+        judgement = judge(spec, difference, basis)
+        evaluations.append(
+            OutputEvaluation(
+                output=spec.name,
+                kind=spec.kind,
+                metrics=_metrics(spec, after, truth),
+                difference=difference,
+                budget=spec.budget,
+                budget_status=judgement.budget_status,
+                rows_to_decide=judgement.rows_to_decide,
+                slices=slices,
+                slices_left_out=left_out,
+                because=judgement.because,
+                guards=judgement.guards,
+                basis=basis,
+                remarks=judgement.remarks,
+            )
+        )
+    return tuple(evaluations)
 
 
 def _reference_scores(spec: OutputSpec, reference: Mapping[str, Array], truth: Truth) -> Scores:
@@ -118,48 +143,13 @@ def _reference_scores(spec: OutputSpec, reference: Mapping[str, Array], truth: T
     return scores
 
 
-def _against(
-    spec: OutputSpec,
-    reference: Mapping[str, Array],
-    candidate: Mapping[str, Array],
-    truth: Truth,
-    units: Units,
-    confidence: float,
-) -> OutputEvaluation:
-    before = _reference_scores(spec, reference, truth)
-    after = read_scores(candidate, spec, before.raw.size, is_reference=False)
-    paired = paired_rows(spec, before, after, truth)
-    if weighted_mean(paired.base, paired.weights) == 0.0:
-        raise _nothing_to_relate_to(spec, paired)
-    difference = _difference(spec, before, after, truth, paired, confidence)
-    table = slice_differences(paired, units.slices, spec, confidence)
-    basis = units.basis(paired)
-    judgement = judge(spec, difference, basis)
-    return OutputEvaluation(
-        output=spec.name,
-        kind=spec.kind,
-        metrics=_metrics(spec, after, truth),
-        difference=difference,
-        budget=spec.budget,
-        budget_status=judgement.budget_status,
-        rows_to_decide=judgement.rows_to_decide,
-        slices=table.slices,
-        slices_left_out=dict(table.left_out),
-        because=judgement.because,
-        guards=judgement.guards,
-        basis=basis,
-        remarks=judgement.remarks,
-    )
-
-
 def _nothing_to_relate_to(spec: OutputSpec, paired: PairedRows) -> EvaluationError:
-    rows = paired.base.size
+    rows, what = paired.base.size, "loss"
+    evidence = f"{rows} rows fit their labels exactly"
+    remedy = "check that the label is not an input of the model"
     if paired.labelled is None:
         what, evidence = "entropy", f"it predicts 0 or 1 for certain on {rows} rows"
         remedy = "check the kind of the output, or give labels"
-    else:
-        what, evidence = "loss", f"{rows} rows fit their labels exactly"
-        remedy = "check that the label is not an input of the model"
     return EvaluationError(
         f"E1001 the {what} of the FP32 reference on output '{spec.name}' is 0, so no change "
         "is relative to it",
@@ -189,7 +179,12 @@ def _difference(
     delta = after.scores - before.scores
     area = moved = None
     if truth.labels is not None:
-        moved = _prediction_ratio_change(before, after, truth.labels, paired)
+        shift = after.predictions - before.predictions
+        moved = (
+            ratio_interval(shift, truth.labels, paired.weights, paired.groups)
+            if weighted_mean(truth.labels, paired.weights) != 0.0
+            else Interval(math.nan, -math.inf, math.inf, CONFIDENCE, truth.labels.size)
+        )
         if spec.kind is not OutputKind.REGRESSION:
             area = auc_difference(before.raw, after.raw, truth.labels, truth.weights, truth.groups)
     return PairedDifference(
@@ -202,10 +197,3 @@ def _difference(
         delta_rmse=math.sqrt(weighted_mean(np.square(delta), truth.weights)),
         delta_max=float(np.abs(delta).max()),
     )
-
-
-def _prediction_ratio_change(before: Scores, after: Scores, labels: Rows, paired: PairedRows) -> Interval:
-    if weighted_mean(labels, paired.weights) == 0.0:
-        return Interval(math.nan, -math.inf, math.inf, CONFIDENCE, labels.size)
-    moved = after.predictions - before.predictions
-    return ratio_interval(moved, labels, paired.weights, paired.groups)

@@ -41,17 +41,22 @@ class BudgetVerdict:
 
 def judge(spec: OutputSpec, difference: PairedDifference, basis: Basis) -> BudgetVerdict:
     """Compare the measured difference of one output, on its statistical basis, with its budget and guards."""
-    guards = tuple(_guards(spec, difference))
+    guards = []
+    for name, limit in ((Because.MAX_KL, spec.kl_limit), (Because.MAX_AUC_DROP, spec.max_auc_drop)):
+        if limit is not None:
+            measured = difference.guarded(name)
+            held = BudgetStatus.UNDECIDED if measured is None else budget_status(measured, limit)
+            guards.append(Guard(name, limit, held))
     remarks = [*_guard_remarks(guards, difference), *_basis_remarks(difference.judged.rows, basis)]
     missed = tuple(guard for guard in guards if guard.status != BudgetStatus.WITHIN)
     if basis.units < LEAST_UNITS:
         because = (Because.FEW_UNITS, *(guard.name for guard in missed))
-        return BudgetVerdict(BudgetStatus.UNDECIDED, because, guards, None, tuple(remarks))
+        return BudgetVerdict(BudgetStatus.UNDECIDED, because, tuple(guards), None, tuple(remarks))
     status = worst([budget_status(difference.judged, spec.budget), *(guard.status for guard in guards)])
     return BudgetVerdict(
         status,
         tuple(guard.name for guard in missed),
-        guards,
+        tuple(guards),
         _rows_to_decide(spec, difference, guards) if status == BudgetStatus.UNDECIDED else None,
         tuple(remarks),
     )
@@ -63,14 +68,6 @@ def too_few(rows: int, units: int, *, is_grouped: bool) -> str:
         return ""
     named = f"{rows} rows in {units} groups" if is_grouped else f"{rows} rows"
     return f"{named}, an interval needs {LEAST_UNITS} {'groups' if is_grouped else 'rows'}"
-
-
-def _guards(spec: OutputSpec, difference: PairedDifference) -> Iterator[Guard]:
-    for name, limit in ((Because.MAX_KL, spec.kl_limit), (Because.MAX_AUC_DROP, spec.max_auc_drop)):
-        if limit is not None:
-            measured = difference.guarded(name)
-            held = BudgetStatus.UNDECIDED if measured is None else budget_status(measured, limit)
-            yield Guard(name, limit, held)
 
 
 def _guard_remarks(guards: Sequence[Guard], difference: PairedDifference) -> Iterator[str]:
@@ -113,17 +110,16 @@ def _basis_remarks(rows: int, basis: Basis) -> Iterator[str]:
 
 def _rows_to_decide(spec: OutputSpec, difference: PairedDifference, guards: Sequence[Guard]) -> int | None:
     """Return rows that settle every undecided verdict; None where unknown for some of them."""
-    held = [(difference.judged, spec.budget)]
-    for guard in guards:
-        measured = difference.guarded(guard.name)
+    held = [
+        (difference.judged, spec.budget),
+        *((difference.guarded(guard.name), guard.limit) for guard in guards),
+    ]
+    needed = []
+    for measured, limit in held:
         if measured is None:
             return None
-        held.append((measured, guard.limit))
-    needed = [
-        rows_to_decide(measured, limit)
-        for measured, limit in held
-        if budget_status(measured, limit) == BudgetStatus.UNDECIDED
-    ]
+        if budget_status(measured, limit) == BudgetStatus.UNDECIDED:
+            needed.append(rows_to_decide(measured, limit))
     known = [rows for rows in needed if rows is not None]
     return max(known) if known and len(known) == len(needed) else None
 

@@ -81,8 +81,18 @@ def read_truth(columns: Mapping[str, Array], spec: OutputSpec, groups: npt.NDArr
 
     Raises DataError for a column that is missing, empty, not numeric, not finite, or out of range.
     """
-    labels = None if spec.label is None else _labels(columns, spec, spec.label)
-    weights = None
+    labels = weights = None
+    if spec.label is not None:
+        labels = _column(columns, spec.label, f"the label of output '{spec.name}'")
+        refuse_no_rows(labels.size, spec)
+        if spec.kind is not OutputKind.REGRESSION:
+            _refuse(
+                (labels < 0) | (labels > 1),
+                spec.label,
+                labels,
+                f"holds labels outside [0, 1], but output '{spec.name}' is a {spec.kind}",
+                "map the labels to [0, 1], or declare `kind: regression` for this output",
+            )
     if spec.weight is not None:
         weights = _column(columns, spec.weight, f"the weight of output '{spec.name}'")
         refuse_no_rows(weights.size, spec)
@@ -156,20 +166,6 @@ def read_scores(
         return Scores(raw, raw, raw)
     _refuse_probabilities(raw, spec, whose, is_reference=is_reference)
     return Scores(raw, logits_from_probabilities(raw, spec.clip), raw)
-
-
-def _labels(columns: Mapping[str, Array], spec: OutputSpec, name: str) -> Rows:
-    labels = _column(columns, name, f"the label of output '{spec.name}'")
-    refuse_no_rows(labels.size, spec)
-    if spec.kind is not OutputKind.REGRESSION:
-        _refuse(
-            (labels < 0) | (labels > 1),
-            name,
-            labels,
-            f"holds labels outside [0, 1], but output '{spec.name}' is a {spec.kind}",
-            "map the labels to [0, 1], or declare `kind: regression` for this output",
-        )
-    return labels
 
 
 def _refuse_probabilities(raw: Rows, spec: OutputSpec, whose: str, *, is_reference: bool) -> None:

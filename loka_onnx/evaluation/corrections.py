@@ -9,13 +9,12 @@ arithmetic. Each variant is paired with the FP32 reference, row by row, like an 
   Biases belong to all outputs: they are kept where every output has an admitted variant with them whose upper
   end is no higher than its best without them, and one has a lower one.
 
-The lowest of several upper ends is slightly optimistic, so the effect of a correction is read from the engine
-on the certification split.
+The lowest of several upper ends is slightly optimistic: the effect is read from the engine on certification.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,10 +65,9 @@ def try_corrections(
     for spec in specs:
         truth = read_truth(columns, spec, groups)
         before = read_scores(reference.predictions.outputs, spec, truth.rows, is_reference=True)
-        judge = _Judge(spec, before, truth)
-        trials = [*judge.trials(plain, Variant.NONE, Variant.CONSTANT)]
+        trials = [*_trials(spec, before, truth, plain, Variant.NONE, Variant.CONSTANT)]
         if biased is not None:
-            trials += judge.trials(biased, Variant.BIAS, Variant.BOTH)
+            trials += _trials(spec, before, truth, biased, Variant.BIAS, Variant.BOTH)
         tried[spec.name] = tuple(trials)
     return decide(tried, {spec.name: spec.kind for spec in specs})
 
@@ -97,38 +95,37 @@ def decide(
     )
 
 
-@dataclass(frozen=True)
-class _Judge:
-    """Compares the variants of one output with the FP32 reference."""
-
-    spec: OutputSpec
-    before: Scores
-    truth: Truth
-
-    def trials(self, simulated: Simulated, plain: Variant, with_constant: Variant) -> Iterable[Trial]:
-        """Yield the trial of the output as it is, and with its constant where it has one."""
-        spec, outputs = self.spec, simulated.predictions.outputs
-        after = read_scores(outputs, spec, self.before.raw.size, is_reference=False)
-        yield self._trial(plain, 0.0, after)
-        if spec.name not in simulated.constants:
-            return
+def _trials(
+    spec: OutputSpec,
+    before: Scores,
+    truth: Truth,
+    simulated: Simulated,
+    plain: Variant,
+    with_constant: Variant,
+) -> Iterator[Trial]:
+    """Yield the trial of an output as it is, and with its constant where it has one."""
+    outputs = simulated.predictions.outputs
+    variants = [(plain, 0.0, outputs)]
+    if spec.name in simulated.constants:
         moved = {**outputs, spec.name: simulated.with_constant(spec)}
-        after = read_scores(moved, spec, self.before.raw.size, is_reference=False)
-        yield self._trial(with_constant, simulated.constants[spec.name], after)
-
-    def _trial(self, variant: Variant, constant: float, after: Scores) -> Trial:
-        change = paired_rows(self.spec, self.before, after, self.truth).relative()
-        moved = weighted_mean(after.scores - self.before.scores, self.truth.weights)
-        return Trial(variant, constant, moved, change.delta_ne, change.kl, change.labelled)
-
-
-def _is_admitted(trial: Trial, none: Trial) -> bool:
-    return trial.judged.upper < none.judged.upper and trial.kl.value <= none.kl.value
+        variants.append((with_constant, simulated.constants[spec.name], moved))
+    for variant, constant, changed in variants:
+        after = read_scores(changed, spec, before.raw.size, is_reference=False)
+        change = paired_rows(spec, before, after, truth).relative()
+        shift = weighted_mean(after.scores - before.scores, truth.weights)
+        yield Trial(variant, constant, shift, change.delta_ne, change.kl, change.labelled)
 
 
 def _best(trials: Sequence[Trial], *, has_bias: bool) -> Trial | None:
     """Return the admitted variant with the lowest upper end."""
-    admitted = [t for t in trials[1:] if t.variant.has_bias is has_bias and _is_admitted(t, trials[0])]
+    none = trials[0]
+    admitted = [
+        trial
+        for trial in trials[1:]
+        if trial.variant.has_bias is has_bias
+        and trial.judged.upper < none.judged.upper
+        and trial.kl.value <= none.kl.value
+    ]
     return min(admitted, key=lambda trial: trial.judged.upper, default=None)
 
 
@@ -136,8 +133,9 @@ def _reason(trials: Sequence[Trial], kept: Trial | None, refused: Trial | None) 
     """Return why a variant is kept, or none; the trials have the numbers of the others."""
     none = trials[0]
     if kept is not None:
+        name = KL_NAME if none.delta_ne is None else DELTA_NE_NAME
         return (
-            f"{kept.variant}: {_name(none)} at most {_percent(kept.judged.upper)} instead of "
+            f"{kept.variant}: {name} at most {_percent(kept.judged.upper)} instead of "
             f"{_percent(none.judged.upper)}, KL {_percent(kept.kl.value)} instead of "
             f"{_percent(none.kl.value)}"
         )
@@ -146,10 +144,6 @@ def _reason(trials: Sequence[Trial], kept: Trial | None, refused: Trial | None) 
     if refused is not None:
         return f"{refused.variant} would help here, and not do as well as without on another output"
     return "nothing helps on the selection rows"
-
-
-def _name(trial: Trial) -> str:
-    return KL_NAME if trial.delta_ne is None else DELTA_NE_NAME
 
 
 def _percent(value: float) -> str:

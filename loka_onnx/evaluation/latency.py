@@ -1,13 +1,12 @@
 """Latency per request, by wall clock around the call that a server would make.
 
-A request comes either as arrays in host memory, as for a loaded bundle, and the copies to the device and back
-are timed; or as inputs that already lie on the device, handed over before the clock starts, and only the
-engine is timed.
+A request comes either as arrays in host memory, and the copies to the device and back are timed; or as inputs
+that already lie on the device, handed over before the clock starts.
 
 Several engines are timed in turns, one request each, so that clock drift and neighbours affect all of them
 alike. The order rotates by one engine every round, so that no engine always runs in the cache state left by
-the same other one. One load of an engine does not give the confidence of a comparison, however many requests
-it answers, because loads differ. `over_loads` combines several; each is a unit.
+the same other one. One load of an engine does not give the confidence of a comparison, because loads differ:
+`over_loads` combines several; each is a unit.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import numpy.typing as npt
 
 from loka_onnx.core.evaluation import InputPlace, Latency
 from loka_onnx.core.progress import collector_paused
-from loka_onnx.errors import InternalError, StageError
+from loka_onnx.errors import StageError
 from loka_onnx.sessions.runner import Runner
 
 Array = npt.NDArray[Any]
@@ -81,10 +80,6 @@ class LatencyOptions:
     input_sets: int = 4
     clock_ns: Callable[[], int] = field(default=time.perf_counter_ns, repr=False)
     on_batch: Callable[[], None] = field(default=lambda: None, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.warmup < 0 or not 1 <= self.min_repeats <= self.max_repeats or self.input_sets < 1:
-            raise InternalError("latency options ask for no measurement", evidence=repr(self))
 
 
 @dataclass(frozen=True)
@@ -156,22 +151,21 @@ def over_loads(loads: Sequence[Sequence[Latency]]) -> tuple[Latency, ...]:
 
     Batch sizes that were not measured in every loading are left out; `loads_us` keeps each loading's p50.
     """
-    by_batch = [{latency.batch: latency for latency in load} for load in loads]
-    common = set.intersection(*map(set, by_batch)) if by_batch else set()
-    medians = []
-    for batch in sorted(common):
-        each = [load[batch] for load in by_batch]
-        medians.append(
-            replace(
-                each[0],
-                p50_us=median(load.p50_us for load in each),
-                p90_us=median(load.p90_us for load in each),
-                p99_us=median(load.p99_us for load in each),
-                repeats=sum(load.repeats for load in each),
-                loads_us=tuple(load.p50_us for load in each),
-            )
+    by_batch: dict[int, list[Latency]] = {}
+    for latency in (latency for load in loads for latency in load):
+        by_batch.setdefault(latency.batch, []).append(latency)
+    return tuple(
+        replace(
+            each[0],
+            p50_us=median(load.p50_us for load in each),
+            p90_us=median(load.p90_us for load in each),
+            p99_us=median(load.p99_us for load in each),
+            repeats=sum(load.repeats for load in each),
+            loads_us=tuple(load.p50_us for load in each),
         )
-    return tuple(medians)
+        for _, each in sorted(by_batch.items())
+        if len(each) == len(loads)
+    )
 
 
 @dataclass
@@ -181,6 +175,20 @@ class _Turns:
     nanoseconds: dict[str, list[int]]
     failures: dict[str, StageError]
     inputs: dict[str, InputPlace] = field(default_factory=dict)
+
+    def add(
+        self, engine: str, prepare: Prepare, inputs: Mapping[str, Array], clock_ns: Callable[[], int]
+    ) -> None:
+        """Time one request of an engine."""
+        try:
+            request = prepare(inputs)
+            start = clock_ns()
+            request.call()
+            self.nanoseconds[engine].append(clock_ns() - start)
+        except StageError as failure:
+            self.failures[engine] = failure
+        else:
+            self.inputs[engine] = request.inputs
 
     def latency(self, engine: str, batch: int, device: str, counts_for_choice: bool) -> Latency:
         times_us = np.asarray(self.nanoseconds[engine], dtype=np.float64) / 1e3
@@ -199,31 +207,11 @@ def _time_in_turns(
     with collector_paused():  # as `timeit` does: collections would show in the tail percentiles
         for phase, least, most in phases:
             start = options.clock_ns()
-            for round_index in range(most):
-                _one_round(engines, requests, round_index, phase, options.clock_ns)
-                if options.clock_ns() - start > limit_ns and round_index + 1 >= least:
+            for number in range(most):
+                left = [engine for engine in engines if engine not in turns.failures]
+                for position in range(len(left)):
+                    engine = left[(position + number) % len(left)]
+                    phase.add(engine, engines[engine], requests[number % len(requests)], options.clock_ns)
+                if options.clock_ns() - start > limit_ns and number + 1 >= least:
                     break
     return turns
-
-
-def _one_round(
-    engines: Mapping[str, Prepare],
-    requests: list[Mapping[str, Array]],
-    round_index: int,
-    turns: _Turns,
-    clock_ns: Callable[[], int],
-) -> None:
-    """Time one request of each engine that has not failed; appends to `turns`."""
-    left = [engine for engine in engines if engine not in turns.failures]
-    inputs = requests[round_index % len(requests)]
-    for position in range(len(left)):
-        engine = left[(position + round_index) % len(left)]
-        try:
-            request = engines[engine](inputs)
-            start = clock_ns()
-            request.call()
-            turns.nanoseconds[engine].append(clock_ns() - start)
-        except StageError as failure:
-            turns.failures[engine] = failure
-        else:
-            turns.inputs[engine] = request.inputs

@@ -1,9 +1,8 @@
 """Accuracy of rows with one value of a column: country, device, a segment of users.
 
 A budget may hold on average but fail for a few. Each slice is judged like the whole, on its own rows and
-relative to its own FP32 loss. But one of forty slices lies outside its 95 % interval by chance alone most of
-the time. With m slices judged, over all columns, each interval has the confidence 1 − 0.05/m; by Bonferroni's
-inequality all m hold together at 95 % or more, under any dependence (a row is in one slice of every column).
+relative to its own FP32 loss. With m slices judged, over all columns, each interval has the confidence
+1 − 0.05/m; by Bonferroni's inequality all m hold together at 95 % or more, under any dependence.
 
 **Order.** By the lower end, falling: it asks where harm is sure, so a small slice with a wild estimate does
 not precede a large one with a certain loss. The status ``undecided`` says where harm cannot be excluded.
@@ -12,8 +11,7 @@ not precede a large one with a certain loss. The status ``undecided`` says where
 units (groups, or rows) and, for a log loss, `LEAST_EVENTS` rows of the rarer class expected under the FP32
 model. Below, Student's t is overconfident: on simulated logits with FP8-like noise, at 2 % clicks, m = 50 and
 300 rows (6 clicks) a tail was missed 16 times as often as stated; at 3000 rows (60 clicks) at most 2.5 times.
-Neither number depends on the labels, so the selection of slices is independent of their results. A slice that
-is not judged is reported as such.
+Neither number depends on the labels, so the selection of slices is independent of their results.
 """
 
 from __future__ import annotations
@@ -49,14 +47,6 @@ class SliceColumn:
 
 
 @dataclass(frozen=True)
-class SliceTable:
-    """Judged slices by falling lower end, then the others by falling rows; values left out, by column."""
-
-    slices: tuple[SliceDifference, ...]
-    left_out: Mapping[str, int]
-
-
-@dataclass(frozen=True)
 class _Slice:
     """One value of a column: indices of its rows, and their changes without rows of weight 0."""
 
@@ -69,6 +59,11 @@ class _Slice:
     def units(self) -> int:
         groups = self.paired.groups
         return int(self.paired.base.size if groups is None else np.unique(groups).size)
+
+    @property
+    def known(self) -> tuple[str, str | None, int, int]:
+        """Column, value, rows and units."""
+        return (self.column, self.value, self.rows.size, self.units)
 
     @property
     def why_not_judged(self) -> str:
@@ -107,18 +102,26 @@ def read_slices(columns: Mapping[str, Array], names: Sequence[str]) -> tuple[Sli
 
 def slice_differences(
     paired: PairedRows, columns: Sequence[SliceColumn], spec: OutputSpec, together: float = CONFIDENCE
-) -> SliceTable:
-    """Return the difference on every slice, worst first, with intervals of that confidence together."""
+) -> tuple[tuple[SliceDifference, ...], dict[str, int]]:
+    """Return the difference on every slice, with intervals of that confidence together.
+
+    Judged slices by falling lower end, then the others by falling rows; and the number of values left out, by
+    column.
+    """
     candidates = [item for column in columns for item in _largest(paired, column)]
     reasons = [item.why_not_judged for item in candidates]
     judged = [item for item, reason in zip(candidates, reasons, strict=True) if not reason]
     confidence = 1.0 - (1.0 - together) / max(len(judged), 1)
     differences = [_difference(item, confidence, spec) for item in judged]
-    others = [_not_judged(item, reason) for item, reason in zip(candidates, reasons, strict=True) if reason]
+    others = [
+        SliceDifference(*item.known, None, None, None, BudgetStatus.NOT_JUDGED, reason)
+        for item, reason in zip(candidates, reasons, strict=True)
+        if reason
+    ]
     left_out = {c.name: len(c.values) - LARGEST for c in columns if len(c.values) > LARGEST}
     # Sorting keeps the order of ties: that of the columns, then of falling number of rows.
     differences.sort(key=lambda item: -item.judged.lower if item.judged is not None else 0.0)
-    return SliceTable((*differences, *sorted(others, key=lambda item: -item.rows)), left_out)
+    return (*differences, *sorted(others, key=lambda item: -item.rows)), left_out
 
 
 def _numbered(name: str, stored: Array) -> SliceColumn:
@@ -143,14 +146,12 @@ def _largest(paired: PairedRows, column: SliceColumn) -> list[_Slice]:
     chosen = np.argsort(-counts, kind="stable")[:LARGEST]
     order = np.argsort(column.codes, kind="stable")
     ends = np.cumsum(counts)
-    return [
-        _slice(paired, column, int(code), order[ends[code] - counts[code] : ends[code]]) for code in chosen
-    ]
-
-
-def _slice(paired: PairedRows, column: SliceColumn, code: int, rows: npt.NDArray[np.intp]) -> _Slice:
-    counted = rows if paired.weights is None else rows[paired.weights[rows] > 0]
-    return _Slice(column.name, column.values[code], rows, paired.take(counted))
+    slices = []
+    for code in chosen:
+        rows = order[ends[code] - counts[code] : ends[code]]
+        counted = rows if paired.weights is None else rows[paired.weights[rows] > 0]
+        slices.append(_Slice(column.name, column.values[code], rows, paired.take(counted)))
+    return slices
 
 
 def _difference(item: _Slice, confidence: float, spec: OutputSpec) -> SliceDifference:
@@ -159,10 +160,4 @@ def _difference(item: _Slice, confidence: float, spec: OutputSpec) -> SliceDiffe
     guard = BudgetStatus.WITHIN if limit is None else budget_status(change.kl, limit)
     status = worst([budget_status(judged, spec.budget), guard])
     reason = "" if guard == BudgetStatus.WITHIN else f"KL is at most {change.kl.upper:.3%}: {guard} `max_kl`"
-    known = (item.column, item.value, item.rows.size, item.units)
-    return SliceDifference(*known, change.delta_ne, change.kl, change.labelled, status, reason)
-
-
-def _not_judged(item: _Slice, reason: str) -> SliceDifference:
-    known = (item.column, item.value, item.rows.size, item.units)
-    return SliceDifference(*known, None, None, None, BudgetStatus.NOT_JUDGED, reason)
+    return SliceDifference(*item.known, change.delta_ne, change.kl, change.labelled, status, reason)

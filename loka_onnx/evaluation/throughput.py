@@ -2,23 +2,18 @@
 
 **Open loop.** Requests arrive whether or not earlier ones are answered: gaps are exponential (a Poisson
 process, as of many independent users), drawn beforehand. A request's latency counts from its intended
-arrival. A generator that waits for an answer before the next request measures no queue, and slows its own
-load down exactly when the engine is slow ("coordinated omission": Gil Tene, "How NOT to Measure Latency",
-2013; open and closed systems: Schroeder, Wierman, Harchol-Balter, "Open Versus Closed: A Cautionary Tale",
-NSDI 2006).
-
-**Streams.** Each has a loaded copy of the engine and a thread. A free stream takes the next arrival in order:
-a first-come, first-served queue with as many servers as streams.
+arrival; a generator that waits for answers slows its own load down exactly when the engine is slow
+("coordinated omission": Gil Tene, "How NOT to Measure Latency", 2013; Schroeder, Wierman, Harchol-Balter,
+"Open Versus Closed: A Cautionary Tale", NSDI 2006). A free stream, which has a loaded copy of the engine and
+a thread, takes the next arrival in order: a first-come, first-served queue with as many servers as streams.
 
 **The verdict on a rate.** The 99th percentile is under the limit if at most 1 % of requests take longer.
-Latencies of neighbours in a queue are alike, so an interval for independent ones is too narrow: the upper end
-of that share uses means of consecutive batches of requests (Law, *Simulation Modeling and Analysis*, 5th
-edition, section 9.5.3), and is never below the exact binomial one (Clopper and Pearson, 1934). The first part
-of a trial, while the queue fills, is left out.
+Latencies of neighbours in a queue are alike, so the upper end of that share uses means of consecutive batches
+of requests (Law, *Simulation Modeling and Analysis*, 5th edition, section 9.5.3), and is never below the
+exact binomial one (Clopper and Pearson, 1934). The first part of a trial, while the queue fills, is left out.
 
-**The highest rate** is found by bisection. All trials have the same arrivals, stretched in time, so only the
-rate differs. As the best of several noisy trials, the result is confirmed under other arrivals, and lowered
-until it holds there.
+**The highest rate** is found by bisection; all trials have the same arrivals, stretched in time. As the best
+of several noisy trials, it is confirmed under other arrivals, and lowered until it holds there.
 """
 
 from __future__ import annotations
@@ -36,7 +31,6 @@ from scipy.special import betaincinv, stdtrit
 
 from loka_onnx.core.progress import collector_paused
 from loka_onnx.core.throughput import Trial
-from loka_onnx.errors import InternalError
 from loka_onnx.evaluation.latency import Run
 
 Array = npt.NDArray[Any]
@@ -76,9 +70,7 @@ class WallClock:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of the measurement: limit of the 99th percentile, size of a trial, bisections, confidence
-    (one-sided, of each verdict). Ones that ask for nothing are an InternalError.
-    """
+    """Limit of the 99th percentile, size of a trial, bisections, confidence (one-sided, of each verdict)."""
 
     p99_us: float
     requests: int = 5000
@@ -89,10 +81,6 @@ class LoadOptions:
     seed: int = 0
     clock: WallClock = field(default_factory=WallClock, repr=False)
     on_trial: Callable[[], None] = field(default=lambda: None, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.p99_us <= 0.0 or self.requests < FEWEST or self.steps < 1 or self.seconds <= 0.0:
-            raise InternalError("load options ask for no measurement", evidence=repr(self))
 
 
 @dataclass(frozen=True)
@@ -152,9 +140,7 @@ def offer(
 
 
 def over_limit(latency_us: Floats, limit_us: float, confidence: float) -> tuple[float, float]:
-    """Return the share of requests (in order of arrival) that take longer than a limit, and its one-sided
-    upper end.
-    """
+    """Return the share of requests (in order of arrival) beyond a limit, and its one-sided upper end."""
     over = latency_us > limit_us
     count, total = int(over.sum()), over.size
     binomial = 1.0 if count == total else float(betaincinv(count + 1, total - count, confidence))

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.corrections.biases import Fit, FittedBiases, SiteMeans, fit_biases, observe
-from loka_onnx.calibration.corrections.means import MeanRows
+from loka_onnx.calibration.corrections.biases import Fit, FittedBiases, fit_biases, observe
+from loka_onnx.calibration.corrections.means import MeanRows, Means
 from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.correction import BiasCorrection, Corrections, CorrectionSet, PlanCorrections
@@ -139,7 +139,7 @@ class Correcting:
         except StageError as error:
             return PlanCorrections(plan.id, 0, (), {}, (), f"it could not be simulated: {error}")
 
-    def simulate(self, path: Path, exact: SiteMeans, means: SiteMeans, task: str) -> Simulated:
+    def simulate(self, path: Path, exact: Means, means: Means, task: str) -> Simulated:
         """Run a planned model in FP32 on the selection split; `exact` are the means of the FP32 model."""
         graph = GraphModel.load(path)
         kinds = {spec.name: spec.kind for spec in self.specs}
@@ -197,16 +197,14 @@ class _Trials:
         form = PlanForm(Precision.FP32, corrections=corrections)
         return apply_plan(self.stage.model, plan, form, self.scratch / name).path
 
-    def _described(
-        self, fitted: FittedBiases, before: SiteMeans, after: SiteMeans
-    ) -> tuple[BiasCorrection, ...]:
+    def _described(self, fitted: FittedBiases, before: Means, after: Means) -> tuple[BiasCorrection, ...]:
         return tuple(
             BiasCorrection(
                 site,
                 values.shape,
                 tuple(values.reshape(-1).tolist()),
-                _rms(before.sites[site] - self.fit.exact.sites[site]),
-                _rms(after.sites[site] - self.fit.exact.sites[site]),
+                _rms(before.tensors[site] - self.fit.exact.tensors[site]),
+                _rms(after.tensors[site] - self.fit.exact.tensors[site]),
             )
             for site, values in fitted.values.items()
         )

@@ -39,7 +39,7 @@ from loka_onnx.pipeline.correcting import mean_rows
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.plans import plan_options, planned_recipes
 from loka_onnx.planning.climbing import Goal, Judged, climb, design_spread
-from loka_onnx.planning.policy import LadderStart, start_ladder
+from loka_onnx.planning.policy import LadderStart, Planner
 
 LADDER = Stage("ladder", "ladder.json", Climb)
 SCRATCH = "calibration/instrumented/ladder.onnx"
@@ -50,7 +50,7 @@ def start_ladder_of(
 ) -> LadderStart:
     """Start the ladder of a plan; of all sites that may run in FP8 where there is none."""
     recipes, options = planned_recipes(context.config.plan), plan_options(context, modified)
-    return start_ladder(modified, profile, context.specs, recipes, options, plan)
+    return Planner(modified, profile, context.specs, recipes, options).start_ladder(plan)
 
 
 def climb_ladder(context: Context, modified: ModelArtifact, profile: Profile) -> Climb | None:
@@ -124,7 +124,7 @@ class Climbing:
         switches = [
             Switch(site, recipe)
             for site in self.modified.sites
-            if site.name in start.sites and (recipe := recipes[site.name]) is not None
+            if site.name in start.plan.quantized_sites and (recipe := recipes[site.name]) is not None
         ]
         file = write_switchable(graph, switches, self.profile.scales, path, biases=biases)
         return _Rungs(file.open(self.context.threads), scores, exact)

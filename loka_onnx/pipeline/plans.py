@@ -17,7 +17,7 @@ from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.tuning import device_timings
-from loka_onnx.planning.policy import PlanOptions, make_plans, refine_fast_plans
+from loka_onnx.planning.policy import Planner, PlanOptions, make_plans
 
 PLAN = Stage("plan", "plan.json", PlanSet)
 CPU = "cpu"
@@ -142,4 +142,5 @@ def decide_plans(context: Context, model: ModelArtifact, profile: Profile, safe:
 def search_plans(context: Context, model: ModelArtifact, profile: Profile) -> tuple[PrecisionPlan, ...]:
     """Plans beside the best one of the search over kernel times, for every device with such times."""
     recipes = planned_recipes(context.config.plan)
-    return refine_fast_plans(model, profile, context.specs, recipes, plan_options(context, model))
+    options = plan_options(context, model)
+    return Planner(model, profile, context.specs, recipes, options).refinements()

@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loka_onnx.calibration.calibrate import OpenVerdicts, ProbeOptions, calibrate
+from loka_onnx.calibration.calibrate import OpenVerdicts, ProbeOptions, ProfiledModel, calibrate, update
 from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.calibration.passes.ray_executor import RayExecutor
-from loka_onnx.calibration.updating import ProfiledModel, update
 from loka_onnx.config import Executor as ExecutorName
 from loka_onnx.config import PlanId, WeightGranularity
 from loka_onnx.core import serde

@@ -11,7 +11,7 @@ what was found, in rounds:
 
 Before an engine is built, its latency is predicted from earlier measurements (`planning.expected_latency`).
 
-What is worth a step is on the Pareto front of time and upper bound (`planning.pareto`). Times of rounds
+What is worth a step is on the Pareto front of time and upper bound (`expected_latency`). Times of rounds
 are compared through an engine without FP8, the anchor, which is timed in turns with the others each time.
 Accuracy is judged on the selection split, from the engines' own outputs; certification is not looked at here.
 
@@ -35,10 +35,8 @@ from loka_onnx.core.refinement import HardwareRefinement, Origin, Refinement, Re
 from loka_onnx.evaluation.engines import with_latencies
 from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.planning.choice import group_by_hardware
-from loka_onnx.planning.evidence import worst_upper
-from loka_onnx.planning.expected_latency import Known, Prediction, predict
+from loka_onnx.planning.expected_latency import Known, Point, Prediction, front, predict
 from loka_onnx.planning.ladder import Reverted
-from loka_onnx.planning.pareto import Point, front
 from loka_onnx.planning.speed import Speed
 
 
@@ -157,7 +155,7 @@ class _Trial:
             predicted_us={str(b): us * pace.get(b, 1.0) for b, us in predicted_us.items()},
             predicted_from="" if predicted is None else predicted.start,
             times=None if speed is None or self.anchor is None else speed.over(self.anchor),
-            upper=worst_upper(self.evaluation),
+            upper=None if self.evaluation is None else self.evaluation.upper,
             is_within=self.is_within,
             is_on_front=is_on_front,
             not_predicted="" if predicted is None else predicted.why_not,
@@ -308,12 +306,13 @@ class _Loop:
         return {b: x.p50_us / first[b].p50_us for b, x in trial.anchor.latencies.items() if b in first}
 
     def _front(self) -> tuple[Point, ...]:
-        bounds = ((trial, trial.time, worst_upper(trial.evaluation)) for trial in self.trials)
         return front(
             [
-                Point(trial.engine.id, ratio, upper)
-                for trial, ratio, upper in bounds
-                if ratio is not None and upper is not None
+                Point(trial.engine.id, trial.time, trial.evaluation.upper)
+                for trial in self.trials
+                if trial.time is not None
+                and trial.evaluation is not None
+                and trial.evaluation.upper is not None
             ]
         )
 

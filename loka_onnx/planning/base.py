@@ -1,16 +1,22 @@
-"""Base precision of a plan: that of everything not in FP8, and the nodes that stay in FP32 beside it."""
+"""Base precision of a plan: of everything not in FP8, and nodes that stay in FP32; scales of its sites."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, Protection
+from loka_onnx.core.profile import Profile
+from loka_onnx.core.recipe import Recipe, Scaling
+from loka_onnx.core.site import Operand, Site
 from loka_onnx.core.statistics import TensorRange
 from loka_onnx.errors import PlanningError
-from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.graph.protected import logit_ends, residual_streams
+from loka_onnx.graph.sites import channel_axis
+from loka_onnx.numerics.scales import weight_scales
 from loka_onnx.planning.fp16 import FEW, MARGIN, Unproven, count_places, scale_fits, unproven_places
 
 
@@ -28,6 +34,8 @@ class Base:
 
 class Bases:
     """Base precisions of one model.
+
+    `protected` nodes stay in FP32 in BF16 and FP16 plans alike, each with the reason.
 
     Args:
         model: The model after mods.
@@ -47,17 +55,11 @@ class Bases:
     ) -> None:
         self._model, self._tensors = model, tensors
         # Of several reasons the first counts: the user's own.
-        self._protected = {node: f"kept by '{pattern}'" for node, pattern in named.items()}
+        self.protected = {node: f"kept by '{pattern}'" for node, pattern in named.items()}
         for wanted, find in ((Protection.LOGITS, logit_ends), (Protection.RESIDUAL, residual_streams)):
             for place in find(model) if wanted in protect else ():
                 if place.node not in forced:
-                    self._protected.setdefault(place.node, place.reason)
-        self._places: tuple[Unproven, ...] | None = None
-
-    @property
-    def protected(self) -> Mapping[str, str]:
-        """Nodes that stay in FP32 in BF16 and FP16 plans alike, each with the reason."""
-        return self._protected
+                    self.protected.setdefault(place.node, place.reason)
 
     def fixed(self, precision: Precision) -> Base:
         """Return the base that the user asked for.
@@ -67,33 +69,33 @@ class Bases:
         if precision is Precision.FP32:
             return Base(precision, {})
         if precision is Precision.BF16:
-            return Base(precision, self._protected)
-        wide = dict(self._protected)
-        for place in self._unproven():
+            return Base(precision, self.protected)
+        wide = dict(self.protected)
+        for place in self._unproven:
             for node in place.nodes:
                 wide.setdefault(node, place.reason)
         return Base(precision, wide)
 
     def chosen(self, quantized: Iterable[Decision]) -> Base:
-        """Return FP16 where the profile shows that it fits, scales of the `quantized` sites included, else
-        BF16.
+        """Return FP16 where the profile shows that it fits, scales of `quantized` sites included, else BF16.
 
         Raises PlanningError if the profile has no magnitudes.
         """
-        places = self._unproven()
+        places = self._unproven
         count = count_places(places)
         if count > FEW:
             reason = f"{count} places are not shown to fit fp16, first of them: {places[0].reason}"
-            return Base(Precision.BF16, self._protected, reason)
+            return Base(Precision.BF16, self.protected, reason)
         for decision in quantized:
             for scale in decision.scales:
                 if not scale_fits(scale):
                     reason = f"site '{decision.site}' has a scale of {scale:.4g}, which fp16 does not hold"
-                    return Base(Precision.BF16, self._protected, reason)
+                    return Base(Precision.BF16, self.protected, reason)
         but = f"; what does not ({count} of at most {FEW} places) stays in fp32" if count else ""
         reason = f"{MARGIN:g} times what was measured fits fp16{but}"
         return Base(Precision.FP16, self.fixed(Precision.FP16).wide, reason)
 
+    @cached_property
     def _unproven(self) -> tuple[Unproven, ...]:
         if not self._tensors:
             raise PlanningError(
@@ -101,6 +103,36 @@ class Bases:
                 evidence="it holds magnitudes of no tensor",
                 remedy="calibrate this model again, with fp16 among `plan.plans` or as `plan.base`",
             )
-        if self._places is None:
-            self._places = unproven_places(self._model, self._tensors, self._protected)
-        return self._places
+        return unproven_places(self._model, self._tensors, self.protected)
+
+
+def with_scales(
+    decision: Decision, site: Site, recipe: Recipe, graph: GraphModel, profile: Profile
+) -> Decision:
+    """Return a decision with the scales of its first activation and of its other operand.
+
+    The latter are one per output channel or one for the weight, or that of the second activation. Raises
+    PlanningError if the profile holds none for an activation of the site.
+    """
+
+    def scaling_of(operand: Operand) -> Scaling:
+        known = profile.scales.get(recipe.activation_id, {})
+        if operand.tensor not in known:
+            raise PlanningError(
+                f"E0708 the profile has no scale of tensor '{operand.tensor}' for the recipe {recipe.id}",
+                evidence=f"under '{recipe.activation_id}' it has scales of {len(known)} tensors",
+                remedy="calibrate this model with this recipe again",
+            )
+        return recipe.scaling(profile.scales, operand.tensor)
+
+    first = scaling_of(site.activation)
+    other = next(operand for operand in site.operands if operand is not site.activation)
+    scaled = replace(
+        decision, recipe=recipe, activation_scale=first.scale, activation_zero_point=first.zero_point
+    )
+    if not other.constant:
+        second = scaling_of(other)
+        return replace(scaled, weight_scale=(second.scale,), weight_zero_point=second.zero_point)
+    values = values_of(graph.node(site.name).inputs[other.index])
+    scales = weight_scales(values, recipe.weight, channel_axis(other), recipe.format.of_weights)
+    return replace(scaled, weight_scale=tuple(float(scale) for scale in scales.reshape(-1)))

@@ -2,31 +2,28 @@
 
 Accuracy is judged by the upper end of its interval, speed by latencies on the target. The selection split
 decides. Certification is used once, on rows that took no part in selection. An engine that misses there is
-replaced by a lower rung of its own ladder, which selection fixed (`climbing`: at most three certification
-attempts, which share its error), then by the exact model; never by the runner-up, which would make
-certification a second selection. High precision always competes: where FP8 is slower or outside the budget,
-the best high-precision engine is emitted, and FP32 when nothing is inside. An engine that is faster only by
-noise loses to one in higher precision (`planning.speed`). Where no engine could run on this host, or only on
+replaced by a lower rung of its own ladder, which selection fixed (`climbing`), then by the exact model; never
+by the runner-up, which would make certification a second selection. An engine that is faster only by noise
+loses to one in higher precision (`planning.speed`). Where no engine could run on this host, or only on
 another device of the architecture, the choice is provisional and says so.
 
 The fallback is the exact model in FP32. Where that was not built, it is the most exact engine without FP8, if
-it is inside the budget on both splits. An engine seen outside the budget is never emitted: a user accepts it
-with a larger budget.
+it is inside the budget on both splits. An engine seen outside the budget is never emitted.
 
-Where different engines are fastest at different batch sizes, by more than a margin, each size gets its own
-(`planning.routing`). The main engine is the best over all sizes. A routed engine that misses on certification
-loses its sizes to the main engine; this was fixed before certification, so nothing is selected there.
+**By batch size.** At one size another engine may be faster than the best over all sizes. It costs device
+memory and a start, so a size gets its own only where the whole interval of the gain lies above a margin. A
+routed engine that misses on certification loses its sizes to the main engine.
 
-There is one choice per piece of hardware. A target is one piece, on which all its engines compete, although
-backends name the device differently (``cuda``, ``sm90``). Only where one backend builds a target for several
-architectures is there a choice for each; an engine of another backend with none of those architectures
-competes in all of them.
+There is one choice per piece of hardware. A target is one piece, although backends name the device
+differently (``cuda``, ``sm90``). Only where one backend builds a target for several architectures is there a
+choice for each; an engine of another backend with none of those architectures competes in all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import Choice, EvaluationSet, Rejection, Route, TargetChoice, Why, median_error
@@ -35,7 +32,6 @@ from loka_onnx.core.plan import PlanSet
 from loka_onnx.errors import PlanningError
 from loka_onnx.planning.evidence import FASTER_FIRST, Evidence
 from loka_onnx.planning.rejections import Outcome, not_built, rejections
-from loka_onnx.planning.routing import alike, main_of, pick, routes
 from loka_onnx.planning.speed import Speed
 
 MEASURED = "measured on the target"
@@ -50,7 +46,7 @@ MARGIN = 0.03
 
 @dataclass(frozen=True)
 class ChoiceOptions:
-    """Options of choosing engines; a negative margin is a ValueError.
+    """Options of choosing engines.
 
     Attributes:
         by_batch: Whether batch sizes may get engines of their own.
@@ -61,10 +57,6 @@ class ChoiceOptions:
     by_batch: bool = True
     margin: float = MARGIN
     noise: float = NOISE
-
-    def __post_init__(self) -> None:
-        if self.margin < 0.0 or self.noise < 0.0:
-            raise ValueError(f"margins are at least 0: {self}")
 
 
 def choose(
@@ -78,10 +70,10 @@ def choose(
     `engines` are all candidates, declined and failed ones included. Raises PlanningError if a target has no
     engine that could be emitted.
     """
-    evidence, options = Evidence(evaluations, plans), options or ChoiceOptions()
-    predictions = evidence.predictions(engines)
-    targets = tuple(_choose_one(rivals, evidence, options) for rivals in _contests(engines))
-    return Choice(targets, predictions, median_error(predictions), evidence.not_predicted(engines))
+    evidence = Evidence(evaluations, plans)
+    predictions, not_predicted = evidence.predictions(engines)
+    targets = tuple(contest.choose() for contest in _contests(engines, evidence, options))
+    return Choice(targets, predictions, median_error(predictions), not_predicted)
 
 
 def not_certified(
@@ -94,29 +86,23 @@ def not_certified(
 
     Arguments are those of `choose`.
     """
-    evidence, options = Evidence(evaluations, plans), options or ChoiceOptions()
-    missed: list[EngineArtifact | None] = []
-    for rivals in _contests(engines):
-        if _was_measured(rivals, evidence):
-            missed.append(_Measured(rivals, evidence, options).missed())
-            continue
-        tried = _provisional_attempts([e for e in rivals if e.is_built], evidence)
-        is_missed = tried and all(evidence.certified_status(e.plan) is False for e in tried)
-        missed.append(tried[-1] if is_missed else None)
+    evidence = Evidence(evaluations, plans)
+    missed = (contest.missed() for contest in _contests(engines, evidence, options))
     return tuple(engine for engine in missed if engine is not None and evidence.has_fp8(engine))
 
 
-def _contests(engines: Sequence[EngineArtifact]) -> Iterator[list[EngineArtifact]]:
-    """Yield the engines that compete, target by target and one group per piece of hardware."""
+def _contests(
+    engines: Sequence[EngineArtifact], evidence: Evidence, options: ChoiceOptions | None
+) -> Iterator[_Measured | _Provisional]:
+    """Yield the choice on each piece of hardware, target by target."""
     for target in dict.fromkeys(engine.target for engine in engines):
-        yield from group_by_hardware([e for e in engines if e.target == target])
-
-
-def _was_measured(engines: Sequence[EngineArtifact], evidence: Evidence) -> bool:
-    """True if some engine ran here, on the target or with nothing known of another device."""
-    judged = [e for e in engines if e.is_built and e.was_run]
-    was_elsewhere = any(map(evidence.was_elsewhere, judged))
-    return bool(judged) and not (was_elsewhere and not any(map(evidence.speed, judged)))
+        for rivals in group_by_hardware([e for e in engines if e.target == target]):
+            judged = [e for e in rivals if e.is_built and e.was_run]
+            was_elsewhere = any(map(evidence.was_elsewhere, judged))
+            if judged and not (was_elsewhere and not any(map(evidence.speed, judged))):
+                yield _Measured(rivals, evidence, options or ChoiceOptions())
+            else:
+                yield _Provisional(rivals, evidence, OTHER_DEVICE if was_elsewhere else PROVISIONAL)
 
 
 def group_by_hardware(engines: Sequence[EngineArtifact]) -> list[list[EngineArtifact]]:
@@ -132,22 +118,6 @@ def group_by_hardware(engines: Sequence[EngineArtifact]) -> list[list[EngineArti
     ]
 
 
-def _choose_one(
-    engines: Sequence[EngineArtifact], evidence: Evidence, options: ChoiceOptions
-) -> TargetChoice:
-    built = [e for e in engines if e.is_built]
-    if not built:
-        raise PlanningError(
-            f"E0702 no engine could be built for '{engines[0].target}'",
-            evidence="; ".join(f"{e.id} {e.status}: {e.detail}" for e in engines),
-            remedy="`loka-onnx doctor` says what this machine can build",
-        )
-    if _was_measured(engines, evidence):
-        return _Measured(engines, evidence, options).choose()
-    was_elsewhere = any(evidence.was_elsewhere(e) for e in built if e.was_run)
-    return _choose_provisional(engines, built, evidence, OTHER_DEVICE if was_elsewhere else PROVISIONAL)
-
-
 class _Measured:
     """The choice on hardware that some engine ran on."""
 
@@ -158,14 +128,14 @@ class _Measured:
         self.inside = [
             e
             for e in self.ready
-            if e.id in self.speeds and evidence.is_within_budget(e) and not evidence.timing_failure(e)
+            if e.id in self.speeds
+            and evidence.is_within_budget(e)
+            and not evidence.by_engine[e.id].latency_failure
         ]
         self.competing = [e for e in self.inside if evidence.competes(e)]
 
     def missed(self) -> EngineArtifact | None:
-        """Return the last attempt where the selected engine missed on certification
-        and no lower rung passed.
-        """
+        """Return the last attempt where the selected engine missed and no lower rung passed."""
         if not self.competing:
             return None
         tried = self.evidence.attempts(self._selected()[0], self.ready)
@@ -174,23 +144,55 @@ class _Measured:
     def _holds(self, engine: EngineArtifact) -> bool:
         return engine in self.inside and self.evidence.is_certified(engine)
 
+    def _alike(self, engines: Sequence[EngineArtifact], speeds: Mapping[str, Speed]) -> list[EngineArtifact]:
+        """Return the fastest of one or more engines, then those not surely slower."""
+        fastest = min(engines, key=lambda e: speeds[e.id].per_row_us)
+        others = (engine for engine in engines if engine is not fastest)
+        noise = self.options.noise
+        return [fastest, *(e for e in others if not speeds[e.id].is_slower(speeds[fastest.id], noise))]
+
+    def _pick(self, engines: Sequence[EngineArtifact], speeds: Mapping[str, Speed]) -> EngineArtifact:
+        """Return the fastest engine; of those within noise of it, the most exact."""
+        alike = self._alike(engines, speeds)
+        return min(alike, key=lambda e: (self.evidence.exactness(e), speeds[e.id].per_row_us))
+
     def _selected(self) -> tuple[EngineArtifact, tuple[Route, ...]]:
         """Return the main engine, and the routes by batch size where one engine does not serve all."""
-        evidence, options = self.evidence, self.options
-        table: tuple[Route, ...] = ()
-        if options.by_batch:
-            table = routes(self.competing, self.speeds, evidence, options.noise, options.margin)
-        if table:
-            main = main_of(table)
-            return next(e for e in self.competing if e.id == main), table
-        return pick(self.competing, self.speeds, evidence, options.noise), table
+        main = self._pick(self.competing, self.speeds)
+        if not self.options.by_batch:
+            return main, ()
+        best = {}
+        for batch in self.speeds[main.id].batches:
+            at_size = {engine.id: self.speeds[engine.id].at(batch) for engine in self.competing}
+            # An engine timed apart from the main one has no interval, and gets no size.
+            beside = [e for e in self.competing if at_size[e.id].over(at_size[main.id]) is not None]
+            best[batch] = self._pick(beside, at_size)
+        table = self._table(main, best)
+        serving = [engine for engine in self.competing if engine.id in {route.engine for route in table}]
+        if not table or main in serving:
+            return main, table
+        # Beaten at every size: the best serving engine becomes the main one.
+        other = self._pick(serving, self.speeds)
+        table = self._table(other, best)
+        return other if table else main, table
+
+    def _table(self, main: EngineArtifact, best: Mapping[int, EngineArtifact]) -> tuple[Route, ...]:
+        """Return the engine of each batch size; empty where the main one serves all."""
+        table = []
+        for batch, other in best.items():
+            gain = self.speeds[main.id].at(batch).over(self.speeds[other.id].at(batch))
+            if other is not main and gain is not None and gain.lower > 1.0 + self.options.margin:
+                table.append(Route(batch, other.id, other.plan, gain))
+            else:
+                table.append(Route(batch, main.id, main.plan))
+        return tuple(table) if any(route.engine != main.id for route in table) else ()
 
     def choose(self) -> TargetChoice:
         if self.competing:
             return self._fastest()
-        winner = _high_precision(self.ready, self.evidence, self.engines[0].target)
+        winner = self._high_precision(self.ready)
         reason = f"no engine with a measured speed is inside the budget: the exact model, {winner.plan}"
-        if self.evidence.base(winner) is not Precision.FP32:
+        if self.evidence.plan(winner).base is not Precision.FP32:
             reason = (
                 "no engine with a measured speed is inside the budget, and FP32 was not built: the most "
                 f"exact engine, {winner.plan}, which is inside it"
@@ -200,7 +202,7 @@ class _Measured:
     def _fastest(self) -> TargetChoice:
         evidence, options = self.evidence, self.options
         winner, table = self._selected()
-        same = alike(self.competing, self.speeds, options.noise)
+        same = self._alike(self.competing, self.speeds)
         by_id = {engine.id: engine for engine in self.competing}
         if not evidence.is_certified(winner):
             return self._fall_back(winner)
@@ -252,12 +254,35 @@ class _Measured:
             tried = tried[: tried.index(winner)]
         else:
             others = [e for e in self.ready if e is not missed or self.evidence.is_exact(e)]
-            winner = _high_precision(others, self.evidence, missed.target, missed)
+            winner = self._high_precision(others)
         # Engines beyond the budget on selection were not compared with certification.
         judged = tuple(e for e in tried if e in self.inside)
         reason = f"{_missed_in_words(judged)}: {winner.plan} instead"
         outcome = Outcome(winner, frozenset({winner.id}), judged)
         return replace(self._choice(outcome, reason), missed=tuple(e.id for e in judged))
+
+    def _high_precision(self, engines: Sequence[EngineArtifact]) -> EngineArtifact:
+        """Return the engine without FP8 that is closest to the exact model; the faster of two alike.
+
+        Raises PlanningError if every candidate was seen outside the budget.
+        """
+        evidence = self.evidence
+
+        def rank(engine: EngineArtifact) -> tuple[int, float]:
+            speed = evidence.speed(engine)
+            return (
+                -FASTER_FIRST.index(evidence.plan(engine).base),
+                inf if speed is None else speed.per_row_us,
+            )
+
+        able = [e for e in engines if not evidence.has_fp8(e) and not e.simulated and not evidence.failure(e)]
+        best = min(able, key=rank, default=None)
+        # Certification does not select the engine; it only decides whether it passes.
+        if best is not None and (
+            evidence.is_exact(best) or (evidence.is_within_budget(best) and evidence.is_certified(best))
+        ):
+            return best
+        raise _nothing_to_emit(self.ready, evidence, self.engines[0].target)
 
     def _choice(self, outcome: Outcome, reason: str, table: tuple[Route, ...] = ()) -> TargetChoice:
         winner = outcome.winner
@@ -282,32 +307,7 @@ def _revert_routes(
     return kept if any(route.engine != main.id for route in kept) else ()
 
 
-def _high_precision(
-    engines: Sequence[EngineArtifact], evidence: Evidence, target: str, missed: EngineArtifact | None = None
-) -> EngineArtifact:
-    """Return the engine without FP8 that is closest to the exact model; the faster of two alike.
-
-    `missed` is the selected engine that missed on certification. Raises PlanningError if every candidate was
-    seen outside the budget.
-    """
-
-    def rank(engine: EngineArtifact) -> tuple[int, float]:
-        speed = evidence.speed(engine)
-        precision = FASTER_FIRST.index(evidence.base(engine))
-        return (-precision, float("inf") if speed is None else speed.per_row_us)
-
-    able = [e for e in engines if not evidence.has_fp8(e) and not e.simulated and not evidence.failure(e)]
-    best = min(able, key=rank, default=None)
-    # Certification does not select the engine; it only decides whether it passes.
-    if best is not None and (
-        evidence.is_exact(best) or (evidence.is_within_budget(best) and evidence.is_certified(best))
-    ):
-        return best
-    seen = {engine.id: engine for engine in (*engines, *([missed] if missed is not None else []))}
-    raise _nothing_to_emit(seen.values(), evidence, target)
-
-
-def _nothing_to_emit(engines: Iterable[EngineArtifact], evidence: Evidence, target: str) -> PlanningError:
+def _nothing_to_emit(engines: Sequence[EngineArtifact], evidence: Evidence, target: str) -> PlanningError:
     return PlanningError(
         f"E0703 no engine of '{target}' can be emitted: FP32 was not built or failed, and no other engine "
         "without FP8 is inside the budget",
@@ -317,89 +317,103 @@ def _nothing_to_emit(engines: Iterable[EngineArtifact], evidence: Evidence, targ
     )
 
 
-def _choose_provisional(
-    engines: Sequence[EngineArtifact], built: Sequence[EngineArtifact], evidence: Evidence, basis: str
-) -> TargetChoice:
-    """Choose by the accuracy of the same plans on this host."""
-    sound = _sound(built, evidence)
-    tried = _provisional_attempts(built, evidence)
-    selected = tried[0] if tried else None
-    how = "measured" if basis == OTHER_DEVICE else "simulated"
-    holding = next((e for e in tried if evidence.certified_status(e.plan) is not False), None)
-    if holding is not None:
-        winner, tried = holding, tried[: tried.index(holding)]
-        reason = f"the {how} accuracy of '{winner.plan}' is inside the budget"
-        reason += f"; {_missed_in_words(tried)}" if tried else ""
-    else:
-        able = [e for e in sound if not evidence.has_fp8(e) and not _is_outside(e, evidence)]
-        # None was seen outside the budget, except possibly the exact model, which comes last.
-        best = min(able, key=lambda e: FASTER_FIRST.index(evidence.base(e)), default=None)
-        if best is None:
-            raise _nothing_to_emit(built, evidence, engines[0].target)
-        winner = best
-        # Another FP8 plan would be selected by the certification rows.
-        reason = (
-            f"no {evidence.plans.quantized} plan is inside the budget "
-            f"{'as measured' if how == 'measured' else 'in simulation'}: high precision"
-            if selected is None
-            else f"{_missed_in_words(tried)}: high precision"
+class _Provisional:
+    """The choice by the accuracy of the same plans on this host."""
+
+    def __init__(self, engines: Sequence[EngineArtifact], evidence: Evidence, basis: str) -> None:
+        self.engines, self.evidence, self.basis = engines, evidence, basis
+        self.built = [e for e in engines if e.is_built]
+        # Simulated FP8 would not be fast on the device either.
+        self.sound = [e for e in self.built if not e.simulated and not evidence.failure(e)]
+        fp8 = [e for e in self.sound if evidence.has_fp8(e) and evidence.plan_status(e.plan)]
+        # More FP8 is expected to be faster; then fewer departures from the plan.
+        selected = max(
+            filter(evidence.competes, fp8),
+            key=lambda e: (evidence.plan(e).fp8_share, -len(e.fallbacks)),
+            default=None,
         )
-    reason += "; evaluate it on the device before deploying"
-    others = tuple(_provisional_rejection(e, winner, evidence) for e in engines if e is not winner)
-    missed = tuple(e.id for e in tried)
-    return TargetChoice(winner.target, winner.id, winner.plan, reason, basis, others, missed=missed)
+        self.tried = [] if selected is None else evidence.attempts(selected, fp8)
 
+    def missed(self) -> EngineArtifact | None:
+        """Return the last attempt where none passed."""
+        return self.tried[-1] if self.tried and all(map(self._has_missed, self.tried)) else None
 
-def _provisional_attempts(built: Sequence[EngineArtifact], evidence: Evidence) -> list[EngineArtifact]:
-    """Return the selected engine and its replacements, among engines that cannot run here."""
-    sound = _sound(built, evidence)
-    fp8 = [e for e in sound if evidence.has_fp8(e) and evidence.plan_status(e.plan)]
-    competing = (e for e in fp8 if evidence.competes(e))
-    # More FP8 is expected to be faster; then fewer departures from the plan.
-    selected = max(competing, key=lambda e: (evidence.fp8_share(e), -len(e.fallbacks)), default=None)
-    return [] if selected is None else evidence.attempts(selected, fp8)
+    def _has_missed(self, engine: EngineArtifact) -> bool:
+        return self.evidence.plan_status(engine.plan, "certification") is False
 
+    def choose(self) -> TargetChoice:
+        if not self.built:
+            raise PlanningError(
+                f"E0702 no engine could be built for '{self.engines[0].target}'",
+                evidence="; ".join(f"{e.id} {e.status}: {e.detail}" for e in self.engines),
+                remedy="`loka-onnx doctor` says what this machine can build",
+            )
+        tried, is_measured = self.tried, self.basis == OTHER_DEVICE
+        winner = next((e for e in tried if not self._has_missed(e)), None)
+        if winner is not None:
+            tried = tried[: tried.index(winner)]
+            how = "measured" if is_measured else "simulated"
+            reason = f"the {how} accuracy of '{winner.plan}' is inside the budget"
+            reason += f"; {_missed_in_words(tried)}" if tried else ""
+        else:
+            winner = self._high_precision()
+            # Another FP8 plan would be selected by the certification rows.
+            reason = (
+                _missed_in_words(tried)
+                if tried
+                else (
+                    f"no {self.evidence.plans.quantized} plan is inside the budget "
+                    f"{'as measured' if is_measured else 'in simulation'}"
+                )
+            )
+            reason += ": high precision"
+        reason += "; evaluate it on the device before deploying"
+        others = tuple(self._rejection(e, winner) for e in self.engines if e is not winner)
+        missed = tuple(e.id for e in tried)
+        return TargetChoice(winner.target, winner.id, winner.plan, reason, self.basis, others, missed=missed)
 
-def _sound(built: Sequence[EngineArtifact], evidence: Evidence) -> list[EngineArtifact]:
-    """Return engines without failure or simulated FP8, which would not be fast on the device either."""
-    return [e for e in built if not e.simulated and not evidence.failure(e)]
+    def _high_precision(self) -> EngineArtifact:
+        """Return the engine without FP8 expected to be fastest, of those not seen outside the budget."""
+        evidence = self.evidence
+        able = [
+            e
+            for e in self.sound
+            if evidence.is_exact(e)
+            or not (evidence.has_fp8(e) or evidence.plan_status(e.plan) is False or self._has_missed(e))
+        ]
+        best = min(able, key=lambda e: FASTER_FIRST.index(evidence.plan(e).base), default=None)
+        if best is None:
+            raise _nothing_to_emit(self.built, evidence, self.engines[0].target)
+        return best
 
+    def _rejection(self, engine: EngineArtifact, winner: EngineArtifact) -> Rejection:
+        if not engine.is_built:
+            return not_built(engine)
+        failure = self.evidence.failure(engine)
+        if failure:
+            return Rejection(engine.id, Why.FAILED, failure)
+        why, known = Why.NOT_RUN, "built, not run"
+        if engine.was_run:
+            why, known = Why.OTHER_DEVICE, "run on another device"
+            evaluation = self.evidence.by_engine.get(engine.id)
+            if evaluation is not None and evaluation.latencies:
+                known = f"run on {evaluation.latencies[0].device}, which is not the target"
+        if engine.simulated:
+            why = Why.SIMULATED
+        reason = f"{known}: {self._why_not(engine, winner)}"
+        return Rejection(engine.id, why, reason, upper=self.evidence.upper(engine))
 
-def _is_outside(engine: EngineArtifact, evidence: Evidence) -> bool:
-    """True if a plan other than the exact model's was seen outside the budget."""
-    if evidence.is_exact(engine):
-        return False
-    return evidence.plan_status(engine.plan) is False or evidence.certified_status(engine.plan) is False
-
-
-def _provisional_rejection(engine: EngineArtifact, winner: EngineArtifact, evidence: Evidence) -> Rejection:
-    if not engine.is_built:
-        return not_built(engine)
-    failure = evidence.failure(engine)
-    if failure:
-        return Rejection(engine.id, Why.FAILED, failure)
-    why, known = Why.NOT_RUN, "built, not run"
-    if engine.was_run:
-        why, known = Why.OTHER_DEVICE, "run on another device"
-        evaluation = evidence.by_engine.get(engine.id)
-        if evaluation is not None and evaluation.latencies:
-            known = f"run on {evaluation.latencies[0].device}, which is not the target"
-    if engine.simulated:
-        why = Why.SIMULATED
-    reason = f"{known}: {_why_not_provisional(engine, winner, evidence)}"
-    return Rejection(engine.id, why, reason, upper=evidence.upper(engine))
-
-
-def _why_not_provisional(engine: EngineArtifact, winner: EngineArtifact, evidence: Evidence) -> str:
-    if engine.simulated:
-        return "its FP8 is simulated, its speed never counts"
-    status = evidence.plan_status(engine.plan)
-    if status is False:
-        return "the accuracy of its plan on this host is not inside the budget"
-    if evidence.has_fp8(engine) and status is None:
-        return "the accuracy of its plan was not simulated"
-    if engine.plan == winner.plan:
-        return f"the same plan as '{winner.id}', which has no more fallbacks"
-    if not evidence.has_fp8(winner):
-        return f"{evidence.base(winner)} is expected to be faster"
-    return f"'{winner.plan}' has no less in FP8, at an accuracy inside the budget"
+    def _why_not(self, engine: EngineArtifact, winner: EngineArtifact) -> str:
+        evidence = self.evidence
+        if engine.simulated:
+            return "its FP8 is simulated, its speed never counts"
+        status = evidence.plan_status(engine.plan)
+        if status is False:
+            return "the accuracy of its plan on this host is not inside the budget"
+        if evidence.has_fp8(engine) and status is None:
+            return "the accuracy of its plan was not simulated"
+        if engine.plan == winner.plan:
+            return f"the same plan as '{winner.id}', which has no more fallbacks"
+        if not evidence.has_fp8(winner):
+            return f"{evidence.plan(winner).base} is expected to be faster"
+        return f"'{winner.plan}' has no less in FP8, at an accuracy inside the budget"

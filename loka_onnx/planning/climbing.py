@@ -1,10 +1,9 @@
 """Climb the ladder: find the highest rung that certification is expected to pass.
 
 A rung was judged on the selection split: its estimate d̂, with the standard error s, is inside the budget B
-by its upper end. Where the labelled part λ̂ = d̂ − KL makes d̂ smaller, λ̂ is multiplied by max(0, 1 −
-s²/λ̂²): the labelled part of a calibrated model is 0 on average, so a gain within its noise is luck, and the
-highest of several rungs has most luck. Certification will compare its own estimate with B, from n' rows
-instead of n:
+by its upper end. A labelled part λ̂ = d̂ − KL below 0 is multiplied by max(0, 1 − s²/λ̂²): it is 0 on average
+for a calibrated model, so a gain within its noise is luck. Certification will compare its own estimate with
+B, from n' rows instead of n:
 
     its standard error     s' = s · √(n/n' · D'/D)
     its estimate           N(d̂, s² + s'²)           (predictive distribution under a flat prior)
@@ -14,23 +13,20 @@ instead of n:
 
 with z the quantile of certification's interval. D is the design effect of grouped rows, 1 + (m − 1)·ρ, with m
 = Σ mᵢ²/Σ mᵢ over the group sizes; ρ follows from the two standard errors of the selection split, with groups
-and without. A rung with several outputs passes at least with 1 − Σ(1 − P(pass)) (Bonferroni). Sources: the
-predictive distribution is Gelman et al., "Bayesian Data Analysis" (third edition), section 2.5; the factor of
-a gain is the positive part of James and Stein's (1961), for one dimension; the design effect is Kish, "Survey
-Sampling" (1965), with the mean group size of Holt, "Methodology Issues" (Biometrics 1980).
+and without. A rung with several outputs passes at least with 1 − Σ(1 − P(pass)) (Bonferroni). Sources: Gelman
+et al., "Bayesian Data Analysis" (third edition), section 2.5; James and Stein (1961), the positive part in
+one dimension; Kish, "Survey Sampling" (1965), with the mean group size of Holt, "Methodology Issues"
+(Biometrics 1980).
 
-**Climbing.** KL grows along the ladder, so its crossing of the budget is bracketed by a rung that fits and
-one that does not. Each judged rung predicts the others (`ladder`: KL follows the predicted KL, everything
-else its root). The highest rung expected to fit is judged next, or the middle of the bracket where the same
-end moved twice. At most `MOST` rungs are judged. `tests/unit/planning/test_climbing.py` counts how many of
-the taken rungs then pass.
+**Climbing.** KL grows along the ladder, so a rung that fits and one that does not bracket the budget. Each
+judged rung predicts the others (`ladder`: KL follows the predicted KL, everything else its root). The highest
+rung expected to fit is judged next, or the middle of the bracket where the same end moved twice, `MOST` rungs
+at most. `tests/unit/planning/test_climbing.py` counts how many of the taken rungs then pass.
 
 **Certification attempts.** Where certification is missed, a lower rung is held against the same rows, and
-then a third. `SHARES` divides the error of certification among the attempts beforehand (Bonferroni with
-unequal weights, valid under any dependence): the first attempt, which nearly always decides, pays little for
-the others (2.05 standard errors instead of 1.96). The later rungs are expected to pass with 99 % and 99.9 %
-at their own, stricter intervals. All three follow from the selection split; certification decides only which
-is the last.
+then a third. `SHARES` divides the error of certification among them beforehand (Bonferroni with unequal
+weights, valid under any dependence). All three follow from the selection split; certification decides only
+which is the last.
 """
 
 from __future__ import annotations
@@ -59,9 +55,7 @@ WORTH = 0.005
 
 @dataclass(frozen=True)
 class Judged:
-    """A rung on the selection split; `spread` is s'/s, standard error on certification over that on
-    selection.
-    """
+    """A rung on the selection split; `spread` is s'/s of each output (`design_spread`)."""
 
     outputs: tuple[OutputEvaluation, ...]
     spread: Mapping[str, float]
@@ -69,9 +63,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Goal:
-    """Goal of a rung: to pass certification's two-sided interval of `confidence` with
-    probability `chance`.
-    """
+    """To pass certification's two-sided interval of `confidence` with probability `chance`."""
 
     confidence: float
     chance: float
@@ -167,7 +159,20 @@ class _Climber:
     def _fits(self, rung: Unit, number: int) -> bool:
         judged = self.judge(rung)
         is_fit = fits(judged, self.goal)
-        self.seen.append(_described(self.ladder, rung, number, judged, self.goal, is_fit))
+        worst = max(judged.outputs, key=_upper_over_budget, default=None)
+        change = None if worst is None else worst.difference
+        self.seen.append(
+            JudgedRung(
+                rung=number,
+                sites=len(rung),
+                fp8_share=self.ladder.share(rung),
+                output="" if worst is None else worst.output,
+                change=None if change is None else change.judged,
+                kl=None if change is None else change.kl.value,
+                chance=chance_to_pass(judged, self.goal.confidence),
+                fits=is_fit,
+            )
+        )
         self.readings[rung] = [_Reading.of(output, judged.spread) for output in judged.outputs]
         return is_fit
 
@@ -236,11 +241,9 @@ class _Reading:
     def chance(self, quantile: float) -> float:
         room = self.budget - self.kl - self.rest - quantile * self.later
         spread = sqrt(self.error**2 + self.later**2)
-        if not isfinite(spread):
-            return 0.0
         if spread == 0.0:
             return 1.0 if room >= 0.0 else 0.0
-        return float(ndtr(room / spread))
+        return float(ndtr(room / spread)) if isfinite(spread) else 0.0
 
 
 def _chance(readings: Sequence[_Reading], confidence: float) -> float:
@@ -253,12 +256,9 @@ def expected_rung(ladder: Ladder, rungs: Sequence[Unit], goal: Goal, rows: Mappi
 
     `rungs` are nested and ascending; `rows` are those of ``selection`` and ``certification``.
     """
-    budgets = {name: affordable_kl(ladder.budget(name), goal, rows) for name in ladder.outputs}
-    fitting = [
-        at
-        for at, rung in enumerate(rungs)
-        if all(kl <= budgets[name] for name, kl in ladder.predicted_kl(rung).items())
-    ]
+    most = {name: affordable_kl(spec.budget, goal, rows) for name, spec in ladder.outputs.items()}
+    costs = (ladder.predicted_kl(rung).items() for rung in rungs)
+    fitting = [at for at, kls in enumerate(costs) if all(kl <= most[name] for name, kl in kls)]
     return max(fitting, default=0)
 
 
@@ -277,24 +277,5 @@ def affordable_kl(budget: float, goal: Goal, rows: Mapping[str, int]) -> float:
     return float((sqrt(a * a / 4.0 + budget) - a / 2.0) ** 2)
 
 
-def _described(
-    ladder: Ladder, rung: Unit, number: int, judged: Judged, goal: Goal, is_fit: bool
-) -> JudgedRung:
-    worst = max(judged.outputs, key=_upper_over_budget, default=None)
-    change = None if worst is None or worst.difference is None else worst.difference
-    return JudgedRung(
-        rung=number,
-        sites=len(rung),
-        fp8_share=ladder.share(rung),
-        output="" if worst is None else worst.output,
-        change=None if change is None else change.judged,
-        kl=None if change is None else change.kl.value,
-        chance=chance_to_pass(judged, goal.confidence),
-        fits=is_fit,
-    )
-
-
 def _upper_over_budget(output: OutputEvaluation) -> float:
-    if output.difference is None:
-        return -inf
-    return output.difference.judged.upper / output.budget
+    return -inf if output.difference is None else output.difference.judged.upper / output.budget

@@ -1,14 +1,13 @@
-"""Costs of sites: their part of the budget, with bounds at the risk of a verdict.
+"""Costs of sites: their part of the budget, with bounds at the risk of a verdict; and their arithmetic.
 
 Every cost is a KL over the loss (or entropy), with a two-sided interval that fails with a given risk; its
 upper end alone fails with half of it. Where rows were added until verdicts were reached, the interval holds
 at every number of rows (`Sampling.interval_of`).
 
-**Noise seeds.** A profile measures sites under its own scales, with which a plan runs: the rounding of
-weights is exactly the measured one. But earlier sites of a plan move the input a little, so each value falls
-elsewhere on the grid, and a later calibration moves the scales. Where perturbed scales were measured, the
-interval is therefore multiplied by the largest KL of a noise seed over that of the profile's own scales, on
-the same rows. This is conservative: it takes the worst of several seeds, at every site at once.
+**Noise seeds.** A profile measures sites under its own scales. But earlier sites of a plan move the input a
+little, so each value falls elsewhere on the grid, and a later calibration moves the scales. Where perturbed
+scales were measured, the interval is therefore multiplied by the largest KL of a noise seed over that of the
+profile's own scales, on the same rows: the worst of several seeds, at every site at once.
 
 **Sites that share a quantized tensor** and were measured together have a cost of their own (`SiteGroup`). Of
 a subset only the single costs are known. With δ the change of the logit, KL ≈ ½E[p(1 − p)δ²] is the square of
@@ -16,22 +15,23 @@ a norm of δ, and to first order the changes add, so by the triangle inequality
 
     √KL(a and b) ≤ √KL(a) + √KL(b),
 
-whatever the correlation of their errors. Such sites count (Σ√KL)². The bound is of first order only: KL is no
-squared norm where |δ| is not small, and a joint KL of 2.7 times as much was constructed (two of δ = 2 at p =
-.002; 1.01 times at δ = .03). It is a starting point and proves nothing of a plan: the joint measurement does,
-of rungs on the selection split (`climbing`) and of the engine on certification.
+whatever the correlation of their errors. Such sites count (Σ√KL)². The bound is of first order only: a joint
+KL of 2.7 times as much was constructed (two of δ = 2 at p = .002; 1.01 times at δ = .03). The joint
+measurement decides, of rungs on the selection split (`climbing`) and of the engine on certification.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum, inf, isnan, sqrt
 
-from loka_onnx.core.artifact import OutputSpec
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.profile import Profile, Sensitivity
-from loka_onnx.errors import PlanningError
+from loka_onnx.core.site import Site
+from loka_onnx.errors import InternalError, PlanningError
+from loka_onnx.graph.model import GraphModel, values_of
 
 LABELLED_ALLOWANCE = 0.5
 """Part of the budget that is left to the labelled first-order term and to what selection adds to it."""
@@ -142,15 +142,10 @@ class Costs:
         return tuple(self._cost(sites, spec, risk) for spec in self.outputs)
 
     def _cost(self, sites: frozenset[str], spec: OutputSpec, risk: float) -> Cost:
-        if len(sites) == 1:
-            (site,) = sites
-            return self._of_one(self.of_site(site, spec), spec, risk)
-        if sites in self._groups:
-            return self._of_one(self.of_group(sites, spec), spec, risk)
-        # The order of a sum must not depend on the order of a set.
-        return _at_most([self._of_one(self.of_site(name, spec), spec, risk) for name in sorted(sites)])
-
-    def _of_one(self, measured: Sensitivity, spec: OutputSpec, risk: float) -> Cost:
+        if not self.is_measured(sites):
+            # The order of a sum must not depend on the order of a set.
+            return _at_most([self._cost(frozenset({name}), spec, risk) for name in sorted(sites)])
+        measured = self.of_group(sites, spec) if len(sites) > 1 else self.of_site(next(iter(sites)), spec)
         kl = self._sampling.interval_of(measured.kl_moments, 1.0 - risk)
         draws, few = measured.draws, measured.kl_moments.is_carried_by_few
         if draws is None or draws.kl_growth <= 1.0:
@@ -169,13 +164,34 @@ class Costs:
 def _at_most(costs: Sequence[Cost]) -> Cost:
     """Return (Σ√KL)², end by end."""
 
-    def bound(ends: Iterable[float]) -> float:
+    def bound(*ends: float) -> float:
         return sum(sqrt(max(end, 0.0)) for end in ends) ** 2
 
-    kl = replace(
-        costs[0].kl,
-        value=bound(cost.kl.value for cost in costs),
-        lower=bound(cost.kl.lower for cost in costs),
-        upper=bound(cost.kl.upper for cost in costs),
-    )
+    value, lower, upper = map(bound, *((cost.kl.value, cost.kl.lower, cost.kl.upper) for cost in costs))
+    kl = replace(costs[0].kl, value=value, lower=lower, upper=upper)
     return replace(costs[0], kl=kl, draws=max(cost.draws for cost in costs), is_bound=True)
+
+
+def useful_flops(graph: GraphModel, site: Site) -> int:
+    """Return 2·M·N·K of one example over the nonzero rows and columns of a linear site's weight.
+
+    Mods pad with zeros, and put them where they split channels off; shares count only the exported model's
+    arithmetic.
+    """
+    if site.weight is None:
+        raise InternalError(f"site '{site.name}' has no weight")
+    used = values_of(graph.node(site.name).inputs[site.weight.index]) != 0
+    # K and N are the last two axes of a weight, in either order.
+    return round(site.flops_per_example * float(used.any(axis=-1).mean()) * float(used.any(axis=-2).mean()))
+
+
+def share_of(sites: Iterable[str], flops: Mapping[str, int]) -> float:
+    """Return the part of the FP8-able operations that sites make."""
+    able = sum(flops.values())
+    return sum(flops.get(site, 0) for site in sites) / able if able else 0.0
+
+
+def able_share(model: ModelArtifact, useful: int) -> float:
+    """Return the part of all products' operations, sites or not, made by FP8-able sites (`useful`)."""
+    others = model.product_flops - model.fp8_able_flops
+    return useful / (useful + others) if useful else 0.0

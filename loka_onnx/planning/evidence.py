@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +11,7 @@ from scipy.special import stdtrit
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import BudgetStatus, Evaluation, EvaluationSet, OutputEvaluation, PredictedTime
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.planning.expected_latency import expected_us, why_not_expected
 from loka_onnx.planning.speed import Speed, rivals
 
@@ -59,10 +59,9 @@ class Evidence:
         return evaluation is not None and evaluation.is_within_budget
 
     def upper(self, engine: EngineArtifact) -> float | None:
-        """Return the worst upper bound over budget of an engine's outputs on selection; None where not
-        measured.
-        """
-        return worst_upper(self.by_engine.get(engine.id))
+        """Return the worst upper bound over its limit on selection, guards included; None where unknown."""
+        evaluation = self.by_engine.get(engine.id)
+        return None if evaluation is None else evaluation.upper
 
     def speed(self, engine: EngineArtifact) -> Speed | None:
         """Return the engine's speed on the target; None where unknown."""
@@ -75,16 +74,9 @@ class Evidence:
             return False
         return not any(latency.counts_for_choice for latency in evaluation.latencies)
 
-    def timing_failure(self, engine: EngineArtifact) -> str:
-        """Return the error that ended the engine while it was timed, at some batch size; empty for none."""
-        evaluation = self.by_engine.get(engine.id)
-        return "" if evaluation is None else evaluation.latency_failure
-
     def failure(self, engine: EngineArtifact) -> str:
         """Return the error that ended the engine while it was timed or judged; empty for none."""
-        evaluations = [
-            e for e in (self.by_engine.get(engine.id), self.certified.get(engine.id)) if e is not None
-        ]
+        evaluations = [split[engine.id] for split in (self.by_engine, self.certified) if engine.id in split]
         timed = [f"failed while it was timed: {e.latency_failure}" for e in evaluations if e.latency_failure]
         judged = [e.status for e in evaluations if e.has_failed]
         return next(iter((*timed, *judged)), "")
@@ -98,50 +90,40 @@ class Evidence:
         sizes = {batch for speed in found.values() for batch in speed.batches}
         return rivals({name: speed for name, speed in found.items() if set(speed.batches) == sizes})
 
-    def plan_status(self, plan: str) -> bool | None:
-        """True if every engine of a plan that was judged here was inside the budget; None without any."""
-        return _all_within(self.by_engine.values(), plan)
+    def plan_status(self, plan: str, split: str = "selection") -> bool | None:
+        """True if every engine of a plan judged on a split was inside the budget; None without any."""
+        of_plan = (e for e in self.evaluations.evaluations if e.plan == plan and e.split == split)
+        judged = [e.is_within_budget for e in of_plan if e.outputs]
+        return all(judged) if judged else None
 
-    def certified_status(self, plan: str) -> bool | None:
-        """The same on certification, which only decides whether the selected engine passes."""
-        return _all_within(self.certified.values(), plan)
+    def plan(self, engine: EngineArtifact) -> PrecisionPlan:
+        """Return the engine's plan."""
+        return self.plans.plan(engine.plan)
 
     def has_fp8(self, engine: EngineArtifact) -> bool:
         """True if the engine's plan has sites in FP8."""
-        return bool(self.plans.plan(engine.plan).quantized_sites)
-
-    def fp8_share(self, engine: EngineArtifact) -> float:
-        """Share of the FP8-able FLOPs that the engine's plan has in FP8."""
-        return self.plans.plan(engine.plan).fp8_share
-
-    def base(self, engine: EngineArtifact) -> Precision:
-        """Return the base precision of the engine's plan."""
-        return self.plans.plan(engine.plan).base
+        return bool(self.plan(engine).quantized_sites)
 
     def is_exact(self, engine: EngineArtifact) -> bool:
         """True if the engine's plan is the exact model: FP32 throughout."""
-        return self.base(engine) is Precision.FP32 and not self.has_fp8(engine)
+        return self.plan(engine).base is Precision.FP32 and not self.has_fp8(engine)
 
     def competes(self, engine: EngineArtifact) -> bool:
         """True if the engine may be selected; a replacement of a plan that missed may not."""
-        return not self.plans.plan(engine.plan).instead_of
+        return not self.plan(engine).instead_of
 
     def attempts(self, selected: EngineArtifact, among: Collection[EngineArtifact]) -> list[EngineArtifact]:
         """Return the selected engine and its replacements by the same backend and architecture, in order."""
-        found, made_by = [selected], (selected.backend, selected.architecture)
-        while True:
-            last = found[-1].plan
-            after = next(
-                (
-                    e
-                    for e in among
-                    if self.plans.plan(e.plan).instead_of == last and (e.backend, e.architecture) == made_by
-                ),
-                None,
-            )
-            if after is None:
-                return found
+        made_by = (selected.backend, selected.architecture)
+        instead_of = {
+            self.plan(e).instead_of: e
+            for e in reversed(tuple(among))  # the first one counts
+            if (e.backend, e.architecture) == made_by
+        }
+        found = [selected]
+        while (after := instead_of.get(found[-1].plan)) is not None:
             found.append(after)
+        return found
 
     def standing(self, engine: EngineArtifact) -> str:
         """Return the verdict on an engine in a few words, for a message."""
@@ -159,79 +141,50 @@ class Evidence:
 
     def exactness(self, engine: EngineArtifact) -> tuple[bool, float, int]:
         """Return a sort key, the most exact engine first: no FP8, less FP8, a wider base."""
-        return (self.has_fp8(engine), self.fp8_share(engine), -FASTER_FIRST.index(self.base(engine)))
+        return (
+            self.has_fp8(engine),
+            self.plan(engine).fp8_share,
+            -FASTER_FIRST.index(self.plan(engine).base),
+        )
 
-    def predictions(self, engines: Collection[EngineArtifact]) -> tuple[PredictedTime, ...]:
-        """Return predicted and measured times of engines with FP8, where both are known.
+    def predictions(
+        self, engines: Collection[EngineArtifact]
+    ) -> tuple[tuple[PredictedTime, ...], dict[str, str]]:
+        """Return predicted and measured times of engines with FP8; and by engine id why there are none.
 
         A plan's prediction covers its products; the rest is taken from an engine without FP8 of the same
         backend and base precision (`expected_latency.expected_us`).
         """
-        found = []
+        found, why_not = [], {}
         for engine, exact in self._of_fp8(engines):
-            speed = self.speed(engine)
+            speed, measured = self.speed(engine), self.speed(exact)
             if speed is None:
                 continue
-            measured = self.speed(exact)
+            ours, theirs = self.plan(engine), self.plan(exact)
+            if why := why_not_expected(ours, theirs, engine.target):
+                why_not[engine.id] = why
             known = {} if measured is None else {b: x.p50_us for b, x in measured.latencies.items()}
-            ours, theirs = self.plans.plan(engine.plan), self.plans.plan(exact.plan)
             for batch, us in expected_us(ours, theirs, known, engine.target).items():
                 if batch in speed.latencies:
                     taken = speed.latencies[batch].p50_us
                     found.append(PredictedTime(engine.id, engine.plan, batch, us, taken))
-        return tuple(found)
-
-    def not_predicted(self, engines: Collection[EngineArtifact]) -> dict[str, str]:
-        """Return by engine id why kernel times do not predict engines with FP8, where there is a reason."""
-        reasons = {
-            engine.id: why_not_expected(
-                self.plans.plan(engine.plan), self.plans.plan(exact.plan), engine.target
-            )
-            for engine, exact in self._of_fp8(engines)
-            if self.speed(engine) is not None
-        }
-        return {engine: reason for engine, reason in reasons.items() if reason}
+        return tuple(found), why_not
 
     def _of_fp8(self, engines: Collection[EngineArtifact]) -> Iterator[tuple[EngineArtifact, EngineArtifact]]:
-        """Yield engines with FP8, each with the one that differs in that alone."""
+        """Yield engines with FP8, each with the first one that differs in that alone."""
+
+        def kind(engine: EngineArtifact) -> tuple[str, str, str, Precision]:
+            return (engine.target, engine.backend, engine.architecture, self.plan(engine).base)
+
+        exact = {kind(engine): engine for engine in reversed(tuple(engines)) if not self.has_fp8(engine)}
         for engine in engines:
-            exact = self._without_fp8(engine, engines)
-            if exact is not None and self.has_fp8(engine):
-                yield engine, exact
-
-    def _without_fp8(
-        self, engine: EngineArtifact, engines: Collection[EngineArtifact]
-    ) -> EngineArtifact | None:
-        """Return the engine that differs from another in FP8 alone; None for none."""
-        base = self.base(engine)
-        return next(
-            (
-                other
-                for other in engines
-                if (other.target, other.backend, other.architecture)
-                == (engine.target, engine.backend, engine.architecture)
-                and not self.has_fp8(other)
-                and self.base(other) is base
-            ),
-            None,
-        )
-
-
-def worst_upper(evaluation: Evaluation | None) -> float | None:
-    """Largest upper bound over its limit, guards included; None where nothing was measured."""
-    return None if evaluation is None else evaluation.upper
+            if self.has_fp8(engine) and kind(engine) in exact:
+                yield engine, exact[kind(engine)]
 
 
 def _widening(output: OutputEvaluation, together: int) -> float:
-    """Return the factor of an interval's width at a divided error, by Student's t over the fewest trusted
-    units.
-    """
+    """Return the factor of an interval's width at a divided error, by Student's t over the fewest units."""
     if output.difference is None:
         return 1.0
     tail = (1.0 - output.difference.judged.confidence) / 2.0
     return float(stdtrit(FEWEST_UNITS - 1, 1.0 - tail / together) / stdtrit(FEWEST_UNITS - 1, 1.0 - tail))
-
-
-def _all_within(evaluations: Iterable[Evaluation], plan: str) -> bool | None:
-    judged = [e.is_within_budget for e in evaluations if e.plan == plan and e.outputs]
-    return all(judged) if judged else None

@@ -1,16 +1,18 @@
-"""Expected latency of a plan, from the measured engine whose plan is most like it.
+"""Expected latency of a plan, and the Pareto front of engines that were measured.
 
-Common parts of two plans take the same time and cancel; the difference is predicted by single kernel times,
-which show neither an engine's fusions nor concurrency. The fewer sites differ, the less the prediction rests
-on them. Nothing is predicted across a kernel that only one of two plans breaks up.
+The latency is that of the measured engine whose plan is most like it: common parts of two plans cancel; the
+difference is predicted by single kernel times, which show neither an engine's fusions nor concurrency. The
+fewer sites differ, the less rests on them. Nothing is predicted across a kernel that only one plan breaks up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 
 from loka_onnx.core.plan import PrecisionPlan
+from loka_onnx.errors import InternalError
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Expected latency by batch size in microseconds, from the measured engine `start`; empty where
-    `why_not`.
-    """
+    """Expected latency by batch size in microseconds, from the engine `start`; empty where `why_not`."""
 
     start: str
     us: Mapping[int, float]
@@ -70,9 +70,7 @@ def expected_us(
 
 
 def why_not_expected(plan: PrecisionPlan, reference: PrecisionPlan, device: str) -> str:
-    """Return why kernel times do not compare two plans: only one breaks up some
-    kernel; empty where they may.
-    """
+    """Return why kernel times do not compare two plans: only one breaks up a kernel; empty if they do."""
     ours, theirs = (p.breaks_up.get(device, {}) for p in (plan, reference))
     apart = {**ours, **theirs}
     unlike = sorted(ours.keys() ^ theirs.keys())
@@ -85,3 +83,28 @@ def why_not_expected(plan: PrecisionPlan, reference: PrecisionPlan, device: str)
     return (
         f"FP8 at '{unlike[0]}'{others}{whose} breaks up the {named}, and what the parts take was not measured"
     )
+
+
+@dataclass(frozen=True)
+class Point:
+    """An engine, its time in any unit, and its worst upper bound over budget; infinite without a bound."""
+
+    name: str
+    time: float
+    loss: float
+
+
+def front(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Return the points that no other dominates, by rising time; equal points are all on it.
+
+    Raises InternalError if a time or a loss is NaN, which has no order.
+    """
+    for point in points:
+        if isnan(point.time) or isnan(point.loss):
+            raise InternalError(f"'{point.name}' has no place among the others", evidence=repr(point))
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.time, p.loss)):
+        best = kept[-1] if kept else None
+        if best is None or point.loss < best.loss or (point.time, point.loss) == (best.time, best.loss):
+            kept.append(point)
+    return tuple(kept)

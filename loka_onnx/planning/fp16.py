@@ -66,8 +66,7 @@ class Unproven:
 def unproven_places(
     model: GraphModel, ranges: Mapping[str, TensorRange], wide: Collection[str] = ()
 ) -> tuple[Unproven, ...]:
-    """Return every place that is not shown to fit FP16, except those of nodes that stay in FP32 anyway
-    (`wide`).
+    """Return every place not shown to fit FP16, except of nodes that stay in FP32 anyway (`wide`).
 
     `ranges` are magnitudes of the model's tensors on the calibration rows.
     """
@@ -77,9 +76,7 @@ def unproven_places(
 
 
 def count_places(places: Sequence[Unproven]) -> int:
-    """Count the places that concern nodes of no earlier place, so that a constant and
-    its result count once.
-    """
+    """Count the places with nodes of no earlier place, so that a constant and its result count once."""
     seen: set[str] = set()
     count = 0
     for place in places:
@@ -186,9 +183,7 @@ def _is_fp32(tensor: Tensor) -> bool:
 
 
 def _touching(tensor: Tensor) -> tuple[str, ...]:
-    """Return the nodes that must be in FP32 when a tensor is: its producer, and
-    readers that need its type.
-    """
+    """Return the nodes in FP32 when a tensor is: its producer, and readers that need its type."""
     maker = producer(tensor)
     readers = [node for node in consumers(tensor) if node.op not in _READS_ANY_TYPE]
     return tuple(dict.fromkeys(node.name for node in ([] if maker is None else [maker]) + readers))

@@ -18,7 +18,7 @@ from loka_onnx.core.recipe import Recipe
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.climbing import Goal, affordable_kl, expected_rung
 from loka_onnx.planning.patterns import find_places
-from loka_onnx.planning.policy import PlanOptions, start_ladder
+from loka_onnx.planning.policy import Planner, PlanOptions
 
 SURE = 0.99
 """Chance to pass from which on a site is left whole: one that misses is lost, a cut costs few channels."""
@@ -47,10 +47,15 @@ def errors_to_leave(
     gone = find_places((*options.keep, *options.force), model.sites, nodes).nothing
     keep = tuple(pattern for pattern in options.keep if pattern not in gone)
     force = tuple(pattern for pattern in options.force if pattern not in gone)
-    start = start_ladder(model, profile, outputs, recipes, replace(options, keep=keep, force=force))
+    options = replace(options, keep=keep, force=force)
+    start = Planner(model, profile, outputs, recipes, options).start_ladder()
     goal = Goal.of(0, 1.0 - CONFIDENCE)
     fitting = start.rungs[expected_rung(start.ladder, start.rungs, replace(goal, chance=SURE), rows)]
-    above = [s for s in model.sites if s.name in start.sites and s.name not in fitting and s.is_fp8_able]
+    above = [
+        s
+        for s in model.sites
+        if s.name in start.plan.quantized_sites and s.name not in fitting and s.is_fp8_able
+    ]
     wide = [site.name for site in above if site.k >= FEWEST_CHANNELS]
     spent = start.ladder.predicted_kl(fitting)
     most = {spec.name: affordable_kl(spec.budget, goal, rows) for spec in outputs}

@@ -1,30 +1,26 @@
 """Judge which sites are safe.
 
 The null hypothesis is "unsafe". All products together may cost the budget less an allowance for the labelled
-first-order term. That term is judged on the whole plan (selection split): one site's labelled term has far
-more noise than its KL. Costs are parts of the allowance, on the output where they are largest, so the parts
-of a set of sites sum to at most 1 where it is inside every budget.
+first-order term, which is judged on the whole plan (selection split). Costs are parts of the allowance, on
+the output where they are largest, so the parts of a set of sites sum to at most 1 where it is inside every
+budget. They add: KL is quadratic in the logit change, and the changes of different sites are nearly
+uncorrelated (`benchmarks.pipeline.additivity`). Sites that share a quantized tensor are one unit.
 
-Costs add: KL is quadratic in the logit change, and the changes of different sites are nearly uncorrelated
-(`benchmarks.pipeline.additivity` compares their sum with the cost of a plan). Sites that share a quantized
-tensor share its rounding: they are one unit.
+**Shares.** Every unit has a share fixed beforehand: its part of the floating-point operations. `step_down`
+finds the units whose cost is inside their share; these are safe.
 
-**Shares.** Every unit has a share fixed beforehand: its part of the floating-point operations.
-`holm.step_down` finds the units whose cost is inside their share; these are safe.
-
-**Unused budget is reallocated.** A unit seldom costs all of its share. The allowance that safe units leave
-goes to the unit with the least cost per operation, then to the next, as long as the cost fits. A unit that
-does not fit is out; of a unit with several sites the one with the highest cost per operation leaves, and the
-rest counts the bound of `costs`. The remainder depends on the data, so its costs are upper bounds that hold
-simultaneously: one for each measured unit, and for each site of several that share a tensor one per output,
-at equal risk (Bonferroni).
+**Unused budget is reallocated.** The allowance that safe units leave goes to the unit with the least cost per
+operation, then to the next, as long as the cost fits. A unit that does not fit is out; of a unit with several
+sites the one with the highest cost per operation leaves, and the rest counts the bound of `costs`. The
+remainder depends on the data, so its costs are upper bounds that hold simultaneously: one for each measured
+unit, and for each site of several that share a tensor one per output, at equal risk (Bonferroni).
 
 **Risk.** Half of it goes to the step-down, over products and norms, half to the bounds of reallocation. They
 fail with the requested risk, half of it at the upper ends: at 95 % confidence the chance is at most 2.5 %
 that any site counts as inside its share though it costs more, or that the safe products together exceed the
 allowance. The outputs of one unit need no correction among themselves: to underestimate its cost, the bound
 must fail at the one output where it is largest. "Unsafe" (beyond share and remainder even by the lower end)
-carries no such guarantee; it says that more rows would hardly help.
+carries no such guarantee.
 
 A norm is safe in the base precision when its KL there is inside its part of an extra tenth that norms have
 beside the products. Products that do not compete (kept by the user, too thin for FP8, of two activations) are
@@ -33,16 +29,16 @@ compared with the share that they would have had, outside of that guarantee.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Generic, TypeVar
 
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.plan import Verdict
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.planning.costs import Cost, Costs, allowed_kl
-from loka_onnx.planning.holm import step_down
 
 NORM_ALLOWANCE = 0.1
 """What all norms together may spend, as a part of what the products may."""
@@ -51,6 +47,7 @@ HANDED_ON = 0.5
 
 Unit = frozenset[str]
 """Names of sites that are judged together."""
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -78,20 +75,54 @@ def judge(
     flops = {name: count for name, count in able.items() if name not in kept}
     norms = [site.name for site in sites if site.kind is SiteKind.NORM and site.name not in kept]
     judges = _Judges(costs, flops, norms, 1.0 - confidence)
-    return {**judges.products(), **judges.norms(), **judges.others(_would_have_had(sites, able, flops))}
-
-
-def _would_have_had(
-    sites: Iterable[Site], able: Mapping[str, int], competing: Collection[str]
-) -> dict[str, float]:
-    """Return the share of each product that does not compete."""
-    shares: dict[str, float] = {}
+    verdicts = {**judges.products(), **judges.norms()}
     for site in sites:
-        if site.kind is SiteKind.NORM or site.name in competing:
-            continue
-        whole = sum(able.values()) + (0 if site.name in able else site.flops_per_example)
-        shares[site.name] = site.flops_per_example / whole if whole else 0.0
-    return shares
+        if site.kind is not SiteKind.NORM and site.name not in flops:
+            # The share that a product would have had if it competed.
+            whole = sum((able | {site.name: site.flops_per_example}).values())
+            verdicts[site.name] = judges.beside(site.name, site.flops_per_example / whole if whole else 0.0)
+    return verdicts
+
+
+@dataclass(frozen=True)
+class StepDown(Generic[C]):
+    """Shown claims with the risk of their tests, and the risk of the last test of the others."""
+
+    shown: dict[C, float]
+    risk: float
+
+
+def step_down(claims: Collection[C], risk: float, is_shown: Callable[[C, float], bool]) -> StepDown[C]:
+    """Test many claims at a joint risk α of showing a false one (Holm's step-down).
+
+    Each of n claims says that an unknown θ_u is at most a limit c_u fixed before the data were seen; it is
+    shown when an upper bound U_u(r), which fails with risk r, is inside c_u: `is_shown(claim, risk)`, which a
+    larger risk must not undo. All are tested at α/n each; shown ones pass their risk to the others, which are
+    tested at α/(number left), until no further one is shown. All at once but for the risk α,
+
+        θ_u ≤ c_u                     where the claim was shown,
+        θ_u ≤ U_u(α/number left)      where it was not.
+
+    Let F be the set of false claims (θ_u > c_u). With F empty, the first line is true, and so is the second:
+    a bound that did not show its claim is above c_u. Otherwise, but for the risk α, U_u(α/|F|) ≥ θ_u > c_u
+    for all u in F at once. Then no claim of F is ever shown: before the first of them at most n − |F| others
+    were shown, so it was tested at no more than α/|F|. Hence at least |F| claims are left, α/number left is
+    at most α/|F|, and the bounds of F hold; claims outside F are at most their limits, which either line
+    allows. The price of passing on risk: for a shown claim only the limit is known, however small U_u is.
+
+    Sources: Holm, "A Simple Sequentially Rejective Multiple Test Procedure" (Scandinavian Journal of
+    Statistics 1979); Strassburger and Bretz, "Compatible simultaneous lower confidence bounds for the Holm
+    procedure and other Bonferroni-based closed tests" (Statistics in Medicine 2008).
+    """
+    left, shown, each = list(claims), dict[C, float](), risk
+    while left:
+        each = risk / len(left)
+        now = [claim for claim in left if is_shown(claim, each)]
+        if not now:
+            break
+        shown |= dict.fromkeys(now, each)
+        left = [claim for claim in left if claim not in shown]
+    return StepDown(shown, each)
 
 
 def units_of(names: Collection[str], groups: Iterable[Unit]) -> tuple[Unit, ...]:
@@ -108,9 +139,7 @@ def units_of(names: Collection[str], groups: Iterable[Unit]) -> tuple[Unit, ...]
 
 @dataclass
 class _Rest:
-    """Remaining allowance: `surely` at the upper bounds of reallocated costs,
-    `at_best` at their lower ends.
-    """
+    """Remaining allowance: `surely` by the upper ends of reallocated costs, `at_best` by the lower ones."""
 
     surely: float = 1.0
     at_best: float = 1.0
@@ -186,9 +215,9 @@ class _Judges:
             for name in unit
         }
 
-    def others(self, shares: Mapping[str, float]) -> dict[str, SiteVerdict]:
-        """Judge products that do not compete, each against its share."""
-        return {name: self._outside_share(name, share, self._bounds_risk) for name, share in shares.items()}
+    def beside(self, site: str, share: float) -> SiteVerdict:
+        """Judge a product that does not compete against its share."""
+        return self._outside_share(site, share, self._bounds_risk)
 
     def _share(self, unit: Unit) -> float:
         return sum(self._flops[name] for name in unit) / self._operations
@@ -237,7 +266,7 @@ class _Judges:
         )
 
     def _kl_of(self, part: float, cost: Cost) -> str:
-        return _percent(part * allowed_kl(cost.spec))
+        return percent(part * allowed_kl(cost.spec))
 
     def _in_words(self, cost: Cost, unit: Unit, site: str) -> str:
         others = ", ".join(f"'{name}'" for name in sorted(unit - {site}))
@@ -245,8 +274,8 @@ class _Judges:
         corrected = f", corrected for {self._corrected_for} bounds" if self._corrected_for > 1 else ""
         level = f"{100.0 * cost.kl.confidence:.3f}".rstrip("0").rstrip(".")
         return (
-            f"KL {'at most ' if cost.is_bound else ''}{_percent(cost.kl.value)}{worst_of} "
-            f"(upper bound {_percent(cost.kl.upper)} at {level} %{corrected}) "
+            f"KL {'at most ' if cost.is_bound else ''}{percent(cost.kl.value)}{worst_of} "
+            f"(upper bound {percent(cost.kl.upper)} at {level} %{corrected}) "
             f"of the {cost.denominator} of '{cost.spec.name}'"
             f"{f' together with {others} on the same tensor' if others else ''}"
             f"{', which few rows carry: the bound may be too low' if cost.is_carried_by_few else ''}"
@@ -275,5 +304,6 @@ def _worst(costs: Sequence[Cost], room: float = inf) -> Cost:
     return max(costs, key=lambda cost: (cost.least > room, cost.most))
 
 
-def _percent(value: float) -> str:
+def percent(value: float) -> str:
+    """Format a part of 1."""
     return f"{100.0 * value:.3g} %"

@@ -1,18 +1,16 @@
 """The ladder of plans: nested sets of FP8 sites, climbed and descended by measurements.
 
 Sites are ordered once, by KL per microsecond saved, or per operation where no kernel times are known; rung k
-has the first k of them. KL needs no label, so no label decides the order, and one number is searched: how far
-to go. Where times are known, sites that read one quantized tensor share its quantize step and stay together.
-A site whose KL alone exceeds the budget stands last: no rung with it fits.
+has the first k of them. No label decides the order. Where times are known, sites that read one quantized
+tensor share its quantize step and stay together. A site whose KL alone exceeds the budget stands last.
 
-The cost of sites together is expected to be the sum of single costs. This is a first-order statement, as is
-the bound (Σ√KL)² of `costs`: both are starting points, and the joint measurement decides (`climbing`).
+The cost of sites together is expected to be the sum of single costs, to first order: a starting point, and
+the joint measurement decides (`climbing`).
 
 **From one rung to another.** On each output the KL of a rung and the upper bound U of the judged change were
-measured. Each site's contribution is known from calibration, up to a common factor. With f the part of the
-predicted KL that another rung has, the logit change is √f times as large: KL is quadratic in it, and the rest
-of U (the labelled first-order term, and the half width of the interval) is linear in it. So the expected
-upper bound is
+measured. With f the part of the predicted KL that another rung has, the logit change is √f times as large: KL
+is quadratic in it, and the rest of U (the labelled first-order term, and the half width of the interval) is
+linear in it. So the expected upper bound is
 
     U(f) = KL·f + (U − KL)·√f.
 
@@ -28,13 +26,12 @@ from itertools import accumulate
 from math import fsum, inf, sqrt
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
-from loka_onnx.core.evaluation import Evaluation, OutputEvaluation
+from loka_onnx.core.evaluation import Evaluation
 from loka_onnx.core.plan import Decision, PrecisionPlan, SiteSpeed
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refinement import Returned
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.planning.costs import Costs, allowed_kl
-from loka_onnx.planning.flops import share_of, useful_flops
+from loka_onnx.planning.costs import Costs, allowed_kl, share_of, useful_flops
 from loka_onnx.planning.judging import Unit, units_of
 
 ROOM = 0.9
@@ -53,7 +50,7 @@ class Reverted:
 class Ladder:
     """Costs and savings of the sites of one model, and the order that follows.
 
-    `forced` sites are in FP8 whatever they cost.
+    `forced` sites are in FP8 whatever they cost. `outputs` are the judged ones, by name.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class Ladder:
         forced: Collection[str] = (),
     ) -> None:
         graph = GraphModel.load(model.path)
-        self._outputs = {spec.name: spec for spec in outputs}
+        self.outputs = {spec.name: spec for spec in outputs}
         self._costs = Costs(profile, outputs)
         self._flops = {site.name: useful_flops(graph, site) for site in model.sites if site.is_fp8_able}
         self._speeds, self._forced = tuple(speeds), frozenset(forced)
@@ -76,21 +73,24 @@ class Ladder:
         `evaluation` is the engine's on the selection split. None where no FP8 site would be left, or nothing
         is expected to help.
         """
-        measured = {output.output: output for output in evaluation.outputs if output.difference is not None}
-        *lower, top = self.rungs(plan.quantized_sites, device)
-        for left in reversed([rung for rung in lower if rung]):
-            parts = {name: self.part(left, top, name) for name in measured}
-            if all(
-                _expected(output, parts[name]) <= ROOM * output.budget for name, output in measured.items()
-            ):
-                break
-        else:
+        sites = plan.quantized_sites
+        *lower, top = self.rungs(sites, device)
+
+        def fits(rung: Unit) -> bool:
+            for output in evaluation.outputs:
+                if output.difference is not None:
+                    part, kl = self.part(rung, top, output.output), max(output.difference.kl.value, 0.0)
+                    expected = kl * part + (output.difference.judged.upper - kl) * sqrt(max(part, 0.0))
+                    if expected > ROOM * output.budget:
+                        return False
+            return True
+
+        left = next((rung for rung in reversed(lower) if rung and fits(rung)), None)
+        if left is None:
             return None
-        gone = [unit for unit in reversed(self._ordered(plan.quantized_sites, device)) if not unit <= left]
+        gone = [unit for unit in reversed(self._ordered(sites, device)) if not unit <= left]
         returned = tuple(
-            Returned(
-                tuple(sorted(unit)), self._cost(unit), self._saved_us(unit, plan.quantized_sites, device)
-            )
+            Returned(tuple(sorted(unit)), self._cost(unit), self._saved_us(unit, sites, device))
             for unit in gone
         )
         return Reverted(self.plan_of(plan, left, device), returned)
@@ -110,16 +110,7 @@ class Ladder:
 
     def predicted_kl(self, sites: Collection[str]) -> dict[str, float]:
         """Return the expected KL over the loss of sites together, by output."""
-        return {name: self._kl_of(sites, name) for name in self._outputs}
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Names of the judged outputs."""
-        return tuple(self._outputs)
-
-    def budget(self, output: str) -> float:
-        """Return the largest accepted relative loss increase of an output."""
-        return self._outputs[output].budget
+        return {name: self._kl_of(sites, name) for name in self.outputs}
 
     def share(self, sites: Collection[str]) -> float:
         """Return the part of the FP8-able floating-point operations that sites make."""
@@ -132,18 +123,15 @@ class Ladder:
         units = units_of(free, self._costs.groups if self._is_timed(device) else ())
 
         def order(unit: Unit) -> tuple[bool, float, float, list[str]]:
+            # A unit that alone costs the whole budget of an output comes last.
             return (
-                self._is_beyond(unit),
+                any(self._kl_of(unit, name) >= spec.budget for name, spec in self.outputs.items()),
                 self._rate(unit, sites, device),
                 self._rate(unit, sites, ""),
                 sorted(unit),
             )
 
         return sorted(units, key=order)
-
-    def _is_beyond(self, unit: Unit) -> bool:
-        """True if the unit alone costs the whole budget of an output."""
-        return any(self._kl_of(unit, name) >= spec.budget for name, spec in self._outputs.items())
 
     def _rate(self, unit: Unit, sites: Collection[str], device: str) -> float:
         """Return the cost per microsecond saved beside the others; per operation without kernel times."""
@@ -155,18 +143,18 @@ class Ladder:
     def _cost(self, unit: Unit) -> float:
         return max(
             self._kl_of(unit, name) / allowed_kl(spec) if spec.budget > 0.0 else inf
-            for name, spec in self._outputs.items()
+            for name, spec in self.outputs.items()
         )
 
     def _kl_of(self, sites: Collection[str], output: str) -> float:
         """Return the predicted KL of sites, together where they were measured together."""
-        return self._costs.predicted(sites, self._outputs[output])
+        return self._costs.predicted(sites, self.outputs[output])
 
     def _on(self, device: str) -> list[SiteSpeed]:
         return [speed for speed in self._speeds if speed.device == device]
 
     def _is_timed(self, device: str) -> bool:
-        return any(speed.device == device and speed.saved_us for speed in self._speeds)
+        return any(speed.saved_us for speed in self._on(device))
 
     def _saved_us(self, unit: Unit, sites: Collection[str], device: str) -> float | None:
         """Return microseconds per row that a unit saves while the others stay in FP8, mean over batch sizes.
@@ -184,7 +172,11 @@ class Ladder:
     def plan_of(self, plan: PrecisionPlan, left: Collection[str], device: str = "") -> PrecisionPlan:
         """Return the plan with only these of its sites in FP8."""
         gone = set(plan.quantized_sites).difference(left)
-        decisions = tuple(_in_base(d, plan) if d.site in gone else d for d in plan.decisions)
+        why = f"given back: the engine of '{plan.id}' is not inside the budget"
+        decisions = tuple(
+            Decision(d.site, plan.base, None, d.verdict, f"{why}; {d.reason}") if d.site in gone else d
+            for d in plan.decisions
+        )
         return replace(
             plan,
             decisions=decisions,
@@ -203,26 +195,15 @@ class Ladder:
         self, plan: PrecisionPlan, left: Collection[str], device: str
     ) -> dict[str, dict[str, float]]:
         """Return the plan's times corrected for the sites and quantize steps that are gone."""
-        predicted, known = plan.predicted_us.get(device, {}), self._on(device)
-        if not predicted or not {*plan.quantized_sites} <= {speed.site for speed in known}:
+        predicted, known, sites = plan.predicted_us.get(device, {}), self._on(device), plan.quantized_sites
+        if not predicted or not {*sites} <= {speed.site for speed in known}:
             return {}
         return {
             device: {
-                batch: us
-                + _quantized_us(known, left, batch)
-                - _quantized_us(known, plan.quantized_sites, batch)
+                batch: us + _quantized_us(known, left, batch) - _quantized_us(known, sites, batch)
                 for batch, us in predicted.items()
             }
         }
-
-
-def _expected(output: OutputEvaluation, left: float) -> float:
-    """Return the expected upper bound when this part of the predicted KL is left."""
-    difference = output.difference
-    if difference is None:
-        return 0.0
-    kl = max(difference.kl.value, 0.0)
-    return kl * left + (difference.judged.upper - kl) * sqrt(max(left, 0.0))
 
 
 def _quantized_us(known: Sequence[SiteSpeed], sites: Collection[str], batch: str) -> float:
@@ -239,13 +220,3 @@ def _quantized_us(known: Sequence[SiteSpeed], sites: Collection[str], batch: str
         for speed in chosen
     }
     return fsum([*casts.values(), *(-speed.saved_us.get(batch, 0.0) for speed in chosen)])
-
-
-def _in_base(decision: Decision, plan: PrecisionPlan) -> Decision:
-    return Decision(
-        decision.site,
-        plan.base,
-        None,
-        decision.verdict,
-        f"given back: the engine of '{plan.id}' is not inside the budget; {decision.reason}",
-    )

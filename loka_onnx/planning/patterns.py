@@ -43,8 +43,16 @@ def named_places(
     named = find_places(patterns, sites, nodes or ())
     known = list(earlier) if named.nothing else []
     for pattern in named.nothing:
-        if not any(_names(pattern, name) for name in known):
-            raise _nothing(pattern, sites, key, "no site" if nodes is None else "no site and no node")
+        if any(_names(pattern, name) for name in known):
+            continue
+        names = [name for site in sites for name in (site.name, *site.merged_from)]
+        near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"E0706 pattern '{pattern}' matches {'no site' if nodes is None else 'no site and no node'}",
+            where=key,
+            evidence=f"the nearest of {len(sites)} sites is '{near[0]}'" if near else "there are no sites",
+            remedy="`loka-onnx export` lists the sites of a model",
+        )
     return named
 
 
@@ -81,7 +89,10 @@ def wishes(
     products = [site for site in model.sites if site.kind is not SiteKind.NORM]
     nodes = (node.name for node in graph.nodes)
     earlier = () if exported is None else (s.name for s in exported.sites if s.kind is not SiteKind.NORM)
-    kept = named_places(keep, model.sites, nodes, "plan.keep", _names_of(exported))
+    # Generators: the exported model is loaded when a pattern matches nothing.
+    models = () if exported is None else (exported.path,)
+    before = (node.name for path in models for node in GraphModel.load(path).nodes)
+    kept = named_places(keep, model.sites, nodes, "plan.keep", before)
     forced = named_places(force, products, None, "plan.force", earlier)
     both = sorted(set(kept.sites) & set(forced.sites))
     if both:
@@ -101,32 +112,9 @@ def nothing_left(key: str, patterns: Sequence[str]) -> Iterator[str]:
     )
 
 
-def _names_of(model: ModelArtifact | None) -> Iterator[str]:
-    """Yield names of all nodes, sites among them; loads the model when first asked."""
-    if model is not None:
-        yield from (node.name for node in GraphModel.load(model.path).nodes)
-
-
 def _names(pattern: str, name: str) -> bool:
-    return any(fnmatchcase(each, pattern) for each in _with_modules(name))
-
-
-def _with_modules(name: str) -> Iterator[str]:
-    yield name
+    """True if a pattern matches a name or a module that contains it."""
     module, slash, _ = name.rpartition("/")
-    if not slash:
-        module = name.rpartition(".")[0]
-    while module:
-        yield module
-        module = module.rpartition(".")[0]
-
-
-def _nothing(pattern: str, sites: Sequence[Site], key: str, what: str) -> ConfigError:
-    names = [name for site in sites for name in (site.name, *site.merged_from)]
-    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-    return ConfigError(
-        f"E0706 pattern '{pattern}' matches {what}",
-        where=key,
-        evidence=f"the nearest of {len(sites)} sites is '{near[0]}'" if near else "there are no sites",
-        remedy="`loka-onnx export` lists the sites of a model",
-    )
+    parts = (module if slash else name.rpartition(".")[0]).split(".")
+    modules = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return any(fnmatchcase(each, pattern) for each in (name, *modules) if each)

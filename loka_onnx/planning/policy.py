@@ -25,15 +25,12 @@ from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel, values_of
-from loka_onnx.planning.base import Base, Bases
-from loka_onnx.planning.costs import Costs
-from loka_onnx.planning.fast import REFINEMENTS, FastSearch
-from loka_onnx.planning.flops import able_share, share_of, useful_flops
+from loka_onnx.planning.base import Base, Bases, with_scales
+from loka_onnx.planning.costs import Costs, able_share, share_of, useful_flops
 from loka_onnx.planning.judging import judge
 from loka_onnx.planning.ladder import Ladder
 from loka_onnx.planning.patterns import named_places, nothing_left, wishes
-from loka_onnx.planning.scales import ScaleReader
-from loka_onnx.planning.search import Sites
+from loka_onnx.planning.search import FastSearch, Sites
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 
 _QUANTIZED = tuple(f"{precision}-{which}" for precision in ("fp8", "int8") for which in ("all", "safe"))
@@ -82,11 +79,6 @@ class LadderStart:
     rungs: tuple[frozenset[str], ...]
     plan: PrecisionPlan
 
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """All sites on it."""
-        return self.plan.quantized_sites
-
 
 def make_plans(
     model: ModelArtifact,
@@ -102,52 +94,15 @@ def make_plans(
     magnitudes for FP16.
     """
     options = options or PlanOptions()
-    planner = _Planner(model, profile, outputs, tuple(recipes), options)
+    planner = Planner(model, profile, outputs, recipes, options)
     plans = tuple(plan for plan_id in options.plans for plan in planner.plans(plan_id))
     share = able_share(model, sum(planner.flops.values()))
-    return PlanSet(plans, (*planner.notes, *planner.left_out), planner.speeds, share)
-
-
-def start_ladder(
-    model: ModelArtifact,
-    profile: Profile,
-    outputs: tuple[OutputSpec, ...],
-    recipes: Sequence[Recipe],
-    options: PlanOptions,
-    plan: PrecisionPlan | None = None,
-) -> LadderStart:
-    """Return the ladder over the sites that may be quantized, or over those of a plan.
-
-    Kernel times of the plan's device order it; without a plan those of the first device that has any. Other
-    arguments and errors are those of `make_plans`.
-    """
-    return _Planner(model, profile, outputs, tuple(recipes), options).start(plan)
+    return PlanSet(plans, tuple(planner.notes), planner.speeds, share)
 
 
 def check_patterns(model: ModelArtifact, options: PlanOptions) -> None:
-    """Refuse patterns that `make_plans` would refuse, without a profile.
-
-    Raises ConfigError if a pattern matches nothing in this model nor in the exported one, or a site is kept
-    and forced.
-    """
+    """Refuse the patterns that `make_plans` would refuse, without a profile; raises ConfigError."""
     wishes(model, GraphModel.load(model.path), options.keep, options.force, options.exported)
-
-
-def refine_fast_plans(
-    model: ModelArtifact,
-    profile: Profile,
-    outputs: tuple[OutputSpec, ...],
-    recipes: Sequence[Recipe],
-    options: PlanOptions,
-) -> tuple[PrecisionPlan, ...]:
-    """Return refinements of `fp8-fast` worth building and timing, the most informative first: ``fp8-fast-1``,
-    ….
-
-    Each toggles the sites of one tensor and is otherwise the best inside the budget (`search.neighbours`).
-    Arguments and errors are those of `make_plans`.
-    """
-    planner = _Planner(model, profile, outputs, tuple(recipes), options)
-    return tuple(plan for known in options.devices for plan in planner.refinements(known, REFINEMENTS))
 
 
 def open_verdicts(
@@ -158,8 +113,7 @@ def open_verdicts(
 ) -> tuple[str, ...]:
     """Return the sites whose verdict more rows could still change, in the model's order.
 
-    Raises ConfigError if a pattern matches nothing; PlanningError if the profile lacks a site of the model,
-    or an output.
+    Errors are those of `make_plans`.
     """
     options = options or PlanOptions()
     nodes = (node.name for node in GraphModel.load(model.path).nodes) if options.keep else ()
@@ -174,28 +128,28 @@ def open_verdicts(
     )
 
 
-class _Planner:
+class Planner:
+    """Makes plans of one model; arguments and errors are those of `make_plans`."""
+
     def __init__(
         self,
         model: ModelArtifact,
         profile: Profile,
         outputs: tuple[OutputSpec, ...],
-        recipes: tuple[Recipe, ...],
+        recipes: Sequence[Recipe],
         options: PlanOptions,
     ) -> None:
         self.model, self.profile, self.outputs, self.options = model, profile, outputs, options
         self.recipes = {recipe.id: recipe for recipe in recipes}
         self.precision = recipes[0].precision
         graph = self.graph = GraphModel.load(model.path)
-        self.scales = ScaleReader(graph, profile)
         self.flops = {site.name: useful_flops(graph, site) for site in model.sites if site.is_fp8_able}
         self.costs = Costs(profile, outputs)
         named, forced = wishes(model, graph, options.keep, options.force, options.exported)
         self.kept, self.forced = named.sites, forced.sites
-        self.notes = (*nothing_left("plan.keep", named.nothing), *nothing_left("plan.force", forced.nothing))
+        self.notes = [*nothing_left("plan.keep", named.nothing), *nothing_left("plan.force", forced.nothing)]
         self.judgements = judge(model.sites, self.kept, profile, outputs, options.confidence)
         self.bases = Bases(graph, profile.tensors, options.protect, named.nodes, self.forced)
-        self.left_out: list[str] = []
 
     def plans(self, plan_id: str) -> Iterator[PrecisionPlan]:
         """Yield the plans of that id: one, or of `FAST` one for each device on which it saves time."""
@@ -210,42 +164,50 @@ class _Planner:
                 continue
             search = self._searches[known.device]
             if search.note:
-                self.left_out.append(f"plan {FAST}: {search.note}")
+                self.notes.append(f"plan {FAST}: {search.note}")
             if search.saves:
                 yield self._fast_plan(self._fast_id(known.device), search, search.best)
             else:
                 self._leave_out(search.why_nothing())
 
     def _leave_out(self, reason: str) -> None:
-        self.left_out.append(f"plan {FAST} is left out: {reason}")
+        self.notes.append(f"plan {FAST} is left out: {reason}")
 
-    def refinements(self, known: DeviceTimings, count: int) -> Iterator[PrecisionPlan]:
-        """Yield numbered refinements for one device; none without kernel times of it."""
-        if known.timings:
-            search = self._searches[known.device]
-            for number, chosen in enumerate(search.refinements(count), start=1):
-                yield self._fast_plan(f"{self._fast_id(known.device)}-{number}", search, chosen)
+    def refinements(self) -> tuple[PrecisionPlan, ...]:
+        """Return refinements of `fp8-fast` worth building and timing, the most informative first, by device.
+
+        Each, ``fp8-fast-1``, …, toggles the sites of one tensor and is otherwise the best inside the budget
+        (`search.neighbours`).
+        """
+        return tuple(
+            self._fast_plan(f"{self._fast_id(device)}-{number}", search, chosen)
+            for device, search in self._searches.items()
+            for number, chosen in enumerate(search.refinements(), start=1)
+        )
 
     @property
     def speeds(self) -> tuple[SiteSpeed, ...]:
         """Savings at each site that could be quantized, on each device with kernel times."""
         return tuple(speeds.speed(site) for speeds in self._site_speeds.values() for site in speeds.sources)
 
-    def start(self, plan: PrecisionPlan | None) -> LadderStart:
-        """Return the ladder over the sites of a plan, or over all that may be quantized."""
-        ladder = Ladder(self.model, self.profile, self.outputs, self.speeds, self.forced)
-        timed = next((known.device for known in self.options.devices if known.timings), "")
+    def start_ladder(self, plan: PrecisionPlan | None = None) -> LadderStart:
+        """Return the ladder over the sites of a plan, or over all that may be quantized.
+
+        Kernel times of the plan's device order it; without a plan those of the first device that has any.
+        """
         if plan is None:
-            plan = self._quantized_plan(
-                f"{self.precision}-safe", {site.name: self._kept_out(site) for site in self.model.sites}
-            )
-        return LadderStart(ladder, ladder.rungs(plan.quantized_sites, plan.device or timed), plan)
+            obstacles = {site.name: self._kept_out(site) for site in self.model.sites}
+            plan = self._quantized_plan(f"{self.precision}-safe", obstacles)
+        ladder = Ladder(self.model, self.profile, self.outputs, self.speeds, self.forced)
+        device = plan.device or next(iter(self._site_speeds), "")
+        return LadderStart(ladder, ladder.rungs(plan.quantized_sites, device), plan)
 
     def _plan_of(self, plan_id: str) -> PrecisionPlan:
         simple = {"fp32": Precision.FP32, "bf16": Precision.BF16, "fp16": Precision.FP16}
         if plan_id in simple:
             base = self.bases.fixed(simple[plan_id])
-            return self._plan(plan_id, base, tuple(self._base_decision(s, base) for s in self.model.sites))
+            decisions = (self._decision(s, base, is_judged=False) for s in self.model.sites)
+            return self._plan(plan_id, base, tuple(decisions))
         if plan_id not in _QUANTIZED:
             raise ConfigError(
                 f"E0707 unknown plan '{plan_id}'",
@@ -260,15 +222,17 @@ class _Planner:
         """Return the plan with every site quantized that has no obstacle."""
         climb = self.options.safe if plan_id.endswith("-safe") else None
         quantized = {s.name: self._quantized(s, climb) for s in self.model.sites if obstacles[s.name] is None}
-        base = self._base_of(quantized)
-        decisions = tuple(
-            self._site_decision(s, quantized.get(s.name), obstacles[s.name], base) for s in self.model.sites
-        )
-        return self._plan(plan_id, base, decisions)
+        return self._judged_plan(plan_id, quantized, obstacles)
 
-    def _base_of(self, quantized: Mapping[str, Decision]) -> Base:
+    def _judged_plan(
+        self, plan_id: str, quantized: Mapping[str, Decision], obstacles: Mapping[str, str | None]
+    ) -> PrecisionPlan:
         wanted = self.options.base
-        return self.bases.chosen(quantized.values()) if wanted is None else self.bases.fixed(wanted)
+        base = self.bases.chosen(quantized.values()) if wanted is None else self.bases.fixed(wanted)
+        decisions = (
+            self._decision(s, base, quantized.get(s.name), obstacles[s.name]) for s in self.model.sites
+        )
+        return self._plan(plan_id, base, tuple(decisions))
 
     def _plan(self, plan_id: str, base: Base, decisions: tuple[Decision, ...]) -> PrecisionPlan:
         chosen = {d.site for d in decisions if d.precision.is_quantized}
@@ -314,30 +278,19 @@ class _Planner:
         forced = tuple(site.name for site in self.model.sites if site.name in self.forced)
         risk = 1.0 - self.options.confidence
         return {
-            device: FastSearch(
-                [n for n in free if n not in self._fused(device)], forced, speeds, self.costs, risk
-            )
+            device: FastSearch([n for n in free if n not in speeds.fused], forced, speeds, self.costs, risk)
             for device, speeds in self._site_speeds.items()
         }
-
-    def _fused(self, device: str) -> Mapping[str, str]:
-        """Return the sites that are faster inside a larger kernel, by name with that kernel's."""
-        return next(known.fused for known in self.options.devices if known.device == device)
 
     def _fast_id(self, device: str) -> str:
         """Return `FAST`, with the device where there are several."""
         return FAST if len(self._site_speeds) == 1 else f"{FAST}-{device}"
 
     def _fast_plan(self, plan_id: str, search: FastSearch, chosen: Sites) -> PrecisionPlan:
-        quantized = {
-            site.name: self._chosen(site, search, chosen) for site in self.model.sites if site.name in chosen
-        }
-        base = self._base_of(quantized)
-        decisions = tuple(
-            self._site_decision(site, quantized.get(site.name), self._why_out(site, search, chosen), base)
-            for site in self.model.sites
-        )
-        return replace(self._plan(plan_id, base, decisions), device=search.speeds.device)
+        sites = self.model.sites
+        quantized = {s.name: self._chosen(s, search, chosen) for s in sites if s.name in chosen}
+        why_out = {s.name: self._why_out(s, search, chosen) for s in sites}
+        return replace(self._judged_plan(plan_id, quantized, why_out), device=search.speeds.device)
 
     def _chosen(self, site: Site, search: FastSearch, chosen: Sites) -> Decision:
         decision, why = self._quantized(site), search.why_in(site.name, chosen)
@@ -351,45 +304,46 @@ class _Planner:
         obstacle = self._obstacle(site, FAST)
         if obstacle or site.name not in self.flops or site.name in self.kept:
             return obstacle or ""
-        kernel = self._fused(search.speeds.device).get(site.name)
+        kernel = search.speeds.fused.get(site.name)
         if kernel is not None:
             return f"slow: FP8 would break up the kernel '{kernel}', which computes it with its neighbours; "
         return f"{search.why_out(site.name, chosen)}; "
 
-    def _base_decision(self, site: Site, base: Base) -> Decision:
-        if site.name in base.wide:
-            return Decision(site.name, Precision.FP32, None, Verdict.NOT_JUDGED, base.wide[site.name])
-        if site.kind is SiteKind.NORM and base.precision is not Precision.FP32:
-            return self._norm_decision(site, base)
-        reason = f"the plan runs everything in {base.precision}"
-        return Decision(site.name, base.precision, None, Verdict.NOT_JUDGED, reason)
-
-    def _norm_decision(self, site: Site, base: Base) -> Decision:
-        if site.name in self.kept:
-            return Decision(
-                site.name, Precision.FP32, None, Verdict.NOT_JUDGED, f"kept by '{self.kept[site.name]}'"
-            )
-        judgement = self.judgements[site.name]
-        precision = base.precision if judgement.verdict is Verdict.SAFE else Precision.FP32
-        tried = self.costs.of_site(site.name, self.outputs[0]).recipe
-        reason = judgement.reason if tried == base.precision else f"{judgement.reason}; measured in {tried}"
-        return Decision(site.name, precision, None, judgement.verdict, reason)
-
-    def _site_decision(
-        self, site: Site, quantized: Decision | None, obstacle: str | None, base: Base
+    def _decision(
+        self,
+        site: Site,
+        base: Base,
+        quantized: Decision | None = None,
+        obstacle: str | None = None,
+        *,
+        is_judged: bool = True,
     ) -> Decision:
-        if site.name in base.wide:
-            return Decision(site.name, Precision.FP32, None, Verdict.NOT_JUDGED, base.wide[site.name])
-        if site.kind is SiteKind.NORM:
-            return self._norm_decision(site, base)
+        """Return the decision of a site: `quantized`, or the base precision; in `fp32`, `bf16` and `fp16` it
+        is not judged, unless it is a norm.
+        """
+        name, precision = site.name, base.precision
+        if name in base.wide:
+            return Decision(name, Precision.FP32, None, Verdict.NOT_JUDGED, base.wide[name])
+        if site.kind is SiteKind.NORM and (is_judged or precision is not Precision.FP32):
+            return self._norm_decision(name, precision)
+        if not is_judged:
+            reason = f"the plan runs everything in {precision}"
+            return Decision(name, precision, None, Verdict.NOT_JUDGED, reason)
         if quantized is not None:
             return quantized
-        judgement = self.judgements[site.name]
-        if site.name in self.kept:
-            obstacle = f"kept in {base.precision} by '{self.kept[site.name]}'; "
-        return Decision(
-            site.name, base.precision, None, judgement.verdict, f"{obstacle or ''}{judgement.reason}"
-        )
+        judgement = self.judgements[name]
+        if name in self.kept:
+            obstacle = f"kept in {precision} by '{self.kept[name]}'; "
+        return Decision(name, precision, None, judgement.verdict, f"{obstacle or ''}{judgement.reason}")
+
+    def _norm_decision(self, name: str, base: Precision) -> Decision:
+        if name in self.kept:
+            return Decision(name, Precision.FP32, None, Verdict.NOT_JUDGED, f"kept by '{self.kept[name]}'")
+        judgement = self.judgements[name]
+        tried = self.costs.of_site(name, self.outputs[0]).recipe
+        reason = judgement.reason if tried == base else f"{judgement.reason}; measured in {tried}"
+        precision = base if judgement.verdict is Verdict.SAFE else Precision.FP32
+        return Decision(name, precision, None, judgement.verdict, reason)
 
     def _obstacle(self, site: Site, plan_id: str) -> str | None:
         """Return why a site is not quantized, as a prefix of its verdict; None when it is."""
@@ -400,12 +354,14 @@ class _Planner:
         climb = self.options.safe if plan_id.endswith("-safe") else None
         if climb is None:
             return None if self.judgements[site.name].verdict is Verdict.SAFE else ""
-        return None if site.name in climb.sites else f"{_beyond_rung(climb)}; "
+        if site.name in climb.sites:
+            return None
+        if climb.rung == 0:
+            return "no rung of the ladder that was judged on the selection split fits; "
+        return f"above rung {climb.rung} of the ladder, the highest that certification is expected to pass; "
 
     def _kept_out(self, site: Site, *, takes_thin: bool = False) -> str | None:
-        """Return why a site may not be quantized whatever it costs, as a prefix of its verdict; None where it
-        may.
-        """
+        """Return why a site may not be quantized whatever it costs, as a prefix; None where it may."""
         name, no_integers = self.precision.upper(), self._no_integers(site)
         if no_integers or site.name in self.forced:
             return no_integers
@@ -420,9 +376,7 @@ class _Planner:
         return None
 
     def _no_integers(self, site: Site) -> str | None:
-        """Return why ONNX Runtime does not multiply a site in INT8, as a prefix; None where it does, and in
-        FP8.
-        """
+        """Return why ONNX Runtime does not multiply a site in INT8, as a prefix; None else, and in FP8."""
         weight = site.weight
         if weight is None or self.precision is not Precision.INT8:
             return None
@@ -442,7 +396,7 @@ class _Planner:
             # Together with these sites it is inside the budget, whatever its verdict among all sites.
             verdict, reason = Verdict.SAFE, f"{_on_rung(climb)}; {reason}"
         decision = Decision(site.name, recipe.precision, recipe, verdict, reason)
-        return self.scales.scaled(decision, site, recipe)
+        return with_scales(decision, site, recipe, self.graph, self.profile)
 
     def _recipe(self, site: Site) -> Recipe:
         return self.recipes[self.costs.of_site(site.name, self.outputs[0]).recipe]
@@ -457,9 +411,3 @@ def _on_rung(climb: Climb) -> str:
         f"on rung {climb.rung} of the ladder, whose {taken.sites} sites together change the loss of "
         f"'{taken.output}' by at most {100.0 * taken.change.upper:.3g} % on selection rows, in simulation"
     )
-
-
-def _beyond_rung(climb: Climb) -> str:
-    if climb.rung == 0:
-        return "no rung of the ladder that was judged on the selection split fits"
-    return f"above rung {climb.rung} of the ladder, the highest that certification is expected to pass"

@@ -55,20 +55,10 @@ class Estimate:
     error_us: float
 
 
-@dataclass(frozen=True)
-class Compared:
-    """Comparable times of one product, in the base precision and quantized."""
-
-    base: Estimate
-    quantized: Estimate
-
-
 class KernelModel:
-    """Times of one kernel over all shapes, each measured once; other timings or none are a ValueError."""
+    """Times of one kernel over all shapes, each measured once."""
 
     def __init__(self, timings: Sequence[KernelTiming]) -> None:
-        if len({timing.kernel for timing in timings}) != 1:
-            raise ValueError("a model of times is of one kernel")
         self.kernel = timings[0].kernel
         self._measured = {timing.shape: timing for timing in timings}
 
@@ -94,14 +84,7 @@ class TimeTable:
         by_kernel: dict[Kernel, dict[Shape, KernelTiming]] = {}
         for timing in timings:
             by_kernel.setdefault(timing.kernel, {})[timing.shape] = timing
-        self._models = {
-            kernel: KernelModel(list(by_shape.values())) for kernel, by_shape in by_kernel.items()
-        }
-
-    @property
-    def models(self) -> tuple[KernelModel, ...]:
-        """One for each kernel."""
-        return tuple(self._models.values())
+        self.models = {kernel: KernelModel(list(each.values())) for kernel, each in by_kernel.items()}
 
     def product(
         self, backend: str, precision: Precision, shape: Shape, scales: Granularity | None = None
@@ -110,12 +93,12 @@ class TimeTable:
 
         A kernel with one scale per channel serves one scale of the weight as well.
         """
-        of_product = self._kernels(backend, precision, scales)
-        return self._best(shape, (kernel for kernel in of_product if kernel.name != PRODUCT))
+        return self._best(shape, self._kernels(backend, precision, scales, are_built=False))
 
-    def compared(self, backend: str, base: Precision, shape: Shape, recipe: Recipe) -> Compared | None:
-        """Return a product's time in the base precision and under a recipe, measured alike; None where one is
-        unknown.
+    def compared(
+        self, backend: str, base: Precision, shape: Shape, recipe: Recipe
+    ) -> tuple[Estimate, Estimate] | None:
+        """Return a product's time in the base precision and under a recipe, measured alike; None if unknown.
 
         Either both are the kernels of engines (`PRODUCT`) or both products alone: a time with the following
         operations is not comparable to one without. The former only where both were measured: the following
@@ -127,24 +110,27 @@ class TimeTable:
         precision, scales = recipe.precision, recipe.weight
         built8 = self._built(backend, precision, shape, scales)
         if built is not None and built8 is not None:
-            return Compared(built, built8)
+            return built, built8
         alone = _first(self.product(backend, each, shape) for each in half)
         alone8 = self.product(backend, precision, shape, scales)
-        return None if alone is None or alone8 is None else Compared(alone, alone8)
+        return None if alone is None or alone8 is None else (alone, alone8)
 
     def _built(
         self, backend: str, precision: Precision, shape: Shape, scales: Granularity | None
     ) -> Estimate | None:
-        of_product = self._kernels(backend, precision, scales)
-        fastest = self._best(shape, (kernel for kernel in of_product if kernel.name == PRODUCT))
+        fastest = self._best(shape, self._kernels(backend, precision, scales, are_built=True))
         return fastest if fastest is not None and fastest.is_measured else None
 
-    def _kernels(self, backend: str, precision: Precision, scales: Granularity | None) -> Iterable[Kernel]:
+    def _kernels(
+        self, backend: str, precision: Precision, scales: Granularity | None, *, are_built: bool
+    ) -> Iterable[Kernel]:
+        """Yield the kernels of a product: those of engines (`PRODUCT`), or of products alone."""
         wanted = {scales, Granularity.PER_CHANNEL} if scales is Granularity.PER_TENSOR else {scales}
         return (
             kernel
-            for kernel in self._models
+            for kernel in self.models
             if kernel.name != QUANTIZE
+            and (kernel.name == PRODUCT) is are_built
             and not kernel.fused_quantize
             and (kernel.backend, kernel.precision) == (backend, precision)
             and kernel.scales in wanted
@@ -153,12 +139,12 @@ class TimeTable:
     def quantize(self, backend: str, precision: Precision, rows: int, columns: int) -> Estimate | None:
         """Return the fastest cast of an activation by itself."""
         of_backend = (
-            k for k in self._models if (k.name, k.backend, k.precision) == (QUANTIZE, backend, precision)
+            k for k in self.models if (k.name, k.backend, k.precision) == (QUANTIZE, backend, precision)
         )
         return self._best(Shape(rows, 0, columns), of_backend)
 
     def _best(self, shape: Shape, kernels: Iterable[Kernel]) -> Estimate | None:
-        estimates = [self._models[kernel].estimate(shape) for kernel in kernels]
+        estimates = [self.models[kernel].estimate(shape) for kernel in kernels]
         known = [estimate for estimate in estimates if estimate is not None]
         return min(known, key=lambda estimate: (not estimate.is_measured, estimate.us), default=None)
 
@@ -195,14 +181,14 @@ class _Fit:
 
     def _resemblance(self) -> tuple[float, float]:
         """Return the correlation length with the smallest leave-one-out error, and its variance."""
-        tried = []
-        for length in LENGTHS:
+
+        def errors(length: float) -> tuple[float, float, float]:
             inverse = np.linalg.inv(self._covariance(length))
             diagonal = np.diag(inverse)
-            errors = (inverse @ self._left) / diagonal
-            variance = float(np.mean(errors**2 * diagonal))
-            tried.append((float(np.mean(errors**2)), length, variance))
-        _, length, variance = min(tried)
+            squares = ((inverse @ self._left) / diagonal) ** 2
+            return float(np.mean(squares)), length, float(np.mean(squares * diagonal))
+
+        _, length, variance = min(map(errors, LENGTHS))
         return length, variance
 
     def _covariance(self, length: float) -> Floats:
@@ -212,9 +198,7 @@ class _Fit:
 
 
 def _bytes_moved(kernel: Kernel, shape: Shape) -> int:
-    """Return the bytes of both operands and the result, each touched once; results have two bytes unless
-    FP32.
-    """
+    """Return the bytes of both operands and the result, which has two bytes unless FP32, touched once."""
     one = 4 if kernel.precision is Precision.FP32 else 1 if kernel.precision.is_quantized else 2
     if kernel.name == QUANTIZE:
         return shape.m * shape.k * (2 + one)

@@ -80,7 +80,12 @@ def _rejection(
     times, compared = None, ""
     if not (engine.simulated or ours is None or theirs is None):
         times = ours.over(theirs)
-        compared = _compared(times) if times is not None else _apart(ours.ratio(theirs))
+        compared = (
+            f"{_in_percent(ours.ratio(theirs))} by its median, timed elsewhere than the chosen engine: how "
+            "sure is not known"
+            if times is None
+            else _compared(times)
+        )
     if failure:
         why, said = Why.FAILED, f"{failure}; {accuracy(evaluation)}"
     elif engine in outcome.missed:
@@ -124,13 +129,6 @@ def _unknown_speed(evaluation: Evaluation, *, is_elsewhere: bool) -> tuple[Why, 
     if not counted or len(counted) < len(evaluation.latencies):
         return Why.NO_SPEED, "its speed on the target was not measured"
     return Why.NO_SPEED, f"it was timed at batch {', '.join(map(str, counted))} only, and failed beyond"
-
-
-def _apart(ratio: float) -> str:
-    """Format ``slower by 12.3 % by its median, timed elsewhere``: not in turns with the chosen engine."""
-    return (
-        f"{_in_percent(ratio)} by its median, timed elsewhere than the chosen engine: how sure is not known"
-    )
 
 
 def _in_percent(ratio: float) -> str:

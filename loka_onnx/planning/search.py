@@ -1,7 +1,7 @@
-"""Search the FP8 sites that save the most time inside the accuracy budget.
+"""Search the FP8 sites that save the most time inside the accuracy budget: the plan `fp8-fast` of a device.
 
-Values and costs belong to groups. Each site saves the time of its product; each quantized tensor costs its
-quantize step once, whoever reads it, or nothing where the kernel in front of it quantizes as well:
+Each site saves the time of its product; each quantized tensor costs its quantize step once, whoever reads it,
+or nothing where the kernel in front of it quantizes as well:
 
     value(S) = Σ_{i ∈ S} saved(i) − Σ_{t read by S} quantize(t),
 
@@ -17,28 +17,38 @@ and y ≥ Σ z of each site that reads a tensor (less Σ z of the site that make
 which HiGHS solves exactly (`scipy.optimize.milp`, gap 0), or as far as it gets in `SECONDS`: `Solution` says
 which. A unit of more than `LARGEST_UNIT` sites has a variable for each site and one for all of them: (Σ√c)² ≤
 |S|·Σc (Cauchy, Schwarz) bounds the cost of a part.
+
+Costs are upper ends that hold simultaneously (Bonferroni: one bound for each measured unit and, in units of
+several sites, for each site and output), on the output where the cost is largest. So the chance that the
+chosen sites exceed the allowance is at most half of the risk, and the search may see all bounds first. Sites
+that do not pay spend nothing, so a site beyond its share in `fp8-safe` may be chosen here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations
 from math import fsum, sqrt
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from loka_onnx.core.plan import SpeedVerdict
 from loka_onnx.errors import InternalError
+from loka_onnx.planning.costs import Costs
+from loka_onnx.planning.judging import percent, units_of
+from loka_onnx.planning.site_speed import SiteSpeeds
 
 Sites = frozenset[str]
 CostOf = Callable[[Sites], float]
 
 LARGEST_UNIT = 8
 """Sites of a unit up to which each of its subsets has a variable: 255 of them."""
+REFINEMENTS = 4
+"""Plans beside `fp8-fast` that are worth building and timing."""
 SECONDS = 30.0
 """Time limit of one search; what was found by then stands."""
 _LIMIT_REACHED = 1
@@ -65,7 +75,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Problem:
-    """Items to choose from, and their costs; a site in no unit or in two is an InternalError.
+    """Items to choose from, and their costs.
 
     Attributes:
         quantize: Time of the quantize step of each tensor; 0 where it is missing.
@@ -81,13 +91,6 @@ class Problem:
     cost: CostOf
     room: float = 1.0
     makers: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        named = sorted(item.site for item in self.items)
-        if named != sorted(site for unit in self.units for site in unit):
-            raise InternalError(
-                "every site must be in exactly one unit", evidence=f"sites {named}, units {self.units}"
-            )
 
     @cached_property
     def by_site(self) -> Mapping[str, Item]:
@@ -127,12 +130,6 @@ class Solution:
     is_proven: bool = True
 
 
-def solve(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Sites | None:
-    """Return the sites of `search`, or None."""
-    solution = search(problem, fixed)
-    return None if solution is None else solution.sites
-
-
 def search(problem: Problem, fixed: Mapping[str, bool] | None = None) -> Solution | None:
     """Return the sites that save the most time inside the budget, as far as `SECONDS` go.
 
@@ -161,53 +158,32 @@ def neighbours(
     save time. Sure losses are not tried, nor `fixed` sites toggled.
     """
     fixed = dict(fixed or {})
+
+    def prospect(tensor: str) -> tuple[bool, float]:
+        """Whether the net saving has an uncertain sign; uncertainty over saving if so, else the saving."""
+        items = [problem.by_site[site] for site in sorted(problem.readers[tensor])]
+        gains = [item for item in items if item.saved > 0.0] or [max(items, key=lambda item: item.saved)]
+        net = fsum(item.saved for item in gains) - problem.paid(tensor, chosen)
+        error = sqrt(fsum(item.error**2 for item in gains))
+        is_open = abs(net) < error
+        return is_open, error / max(abs(net), 1e-12) if is_open else net
+
     choices: list[Sites] = []
-    prospects = {tensor: _Prospect.of(problem, tensor, chosen) for tensor in problem.readers}
-    for tensor in sorted(prospects, key=lambda tensor: prospects[tensor].order):
+    prospects = {tensor: prospect(tensor) for tensor in problem.readers}
+    # Names settle ties.
+    for tensor in sorted(prospects, key=lambda t: (not prospects[t][0], -prospects[t][1], t)):
+        is_open, telling = prospects[tensor]
         readers = problem.readers[tensor] - set(fixed)
-        if len(choices) == count or not readers or not prospects[tensor].may_save:
+        if len(choices) == count or not readers or not (is_open or telling > 0.0):
             continue
         if readers & chosen:
             toggled = dict.fromkeys(sorted(readers), False)
         else:
             toggled = {max(sorted(readers), key=lambda site: problem.by_site[site].saved): True}
-        other = solve(problem, {**fixed, **toggled})
-        if other is not None and other != chosen and other not in choices:
-            choices.append(other)
+        other = search(problem, {**fixed, **toggled})
+        if other is not None and other.sites != chosen and other.sites not in choices:
+            choices.append(other.sites)
     return tuple(choices)
-
-
-@dataclass(frozen=True)
-class _Prospect:
-    """Net saving of the sites of one tensor that save time, less the quantize step,
-    and its standard error.
-    """
-
-    tensor: str
-    net: float
-    error: float
-
-    @classmethod
-    def of(cls, problem: Problem, tensor: str, chosen: Sites) -> _Prospect:
-        items = [problem.by_site[site] for site in sorted(problem.readers[tensor])]
-        gains = [item for item in items if item.saved > 0.0] or [max(items, key=lambda item: item.saved)]
-        net = fsum(item.saved for item in gains) - problem.paid(tensor, chosen)
-        return cls(tensor, net, sqrt(fsum(item.error**2 for item in gains)))
-
-    @property
-    def is_open(self) -> bool:
-        """True if the sign is uncertain by one standard error."""
-        return abs(self.net) < self.error
-
-    @property
-    def may_save(self) -> bool:
-        return self.is_open or self.net > 0.0
-
-    @property
-    def order(self) -> tuple[bool, float, str]:
-        """Sort key: most informative first; names settle ties."""
-        telling = self.error / max(abs(self.net), 1e-12) if self.is_open else self.net
-        return (not self.is_open, -telling, self.tensor)
 
 
 @dataclass(frozen=True)
@@ -217,6 +193,15 @@ class _Column:
     unit: int
     sites: Sites
     cost: float
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Limits of a sum of variables; one without entries that cannot hold makes the whole infeasible."""
+
+    entries: Mapping[int, float]
+    least: float
+    most: float
 
 
 def _columns(problem: Problem) -> list[_Column]:
@@ -239,7 +224,7 @@ def _solve_once(
     problem: Problem, columns: Sequence[_Column], fixed: Mapping[str, bool], room: float
 ) -> Solution | None:
     tensors = [tensor for tensor in problem.readers if problem.quantize.get(tensor, 0.0) > 0.0]
-    rows = _Rows(len(columns) + len(tensors))
+    rows: list[_Row] = []
     with_site = {
         item.site: [at for at, column in enumerate(columns) if item.site in column.sites]
         for item in problem.items
@@ -247,19 +232,21 @@ def _solve_once(
     for number, unit in enumerate(problem.units):
         mine = {at: 1.0 for at, column in enumerate(columns) if column.unit == number}
         if len(unit) <= LARGEST_UNIT:
-            rows.add(mine, 0.0, 1.0)
+            rows.append(_Row(mine, 0.0, 1.0))
         else:  # all sites together have their measured cost, not the sum of parts
-            rows.add({at: 1.0 for at in mine if columns[at].sites != unit}, 0.0, len(unit) - 1.0)
+            parts = {at: 1.0 for at in mine if columns[at].sites != unit}
+            rows.append(_Row(parts, 0.0, len(unit) - 1.0))
     for site, places in with_site.items():
         least = 1.0 if fixed.get(site) is True else 0.0
-        rows.add(dict.fromkeys(places, 1.0), least, 0.0 if fixed.get(site) is False else 1.0)
+        most = 0.0 if fixed.get(site) is False else 1.0
+        rows.append(_Row(dict.fromkeys(places, 1.0), least, most))
     for position, tensor in enumerate(tensors, start=len(columns)):
         for site in sorted(problem.readers[tensor]):
             row = {**dict.fromkeys(with_site[site], 1.0), position: -1.0}
             for at in with_site.get(problem.makers.get(tensor, ""), ()):
                 row[at] = row.get(at, 0.0) - 1.0
-            rows.add(row, -2.0, 0.0)
-    rows.add({at: column.cost for at, column in enumerate(columns)}, 0.0, max(room, 0.0))
+            rows.append(_Row(row, -2.0, 0.0))
+    rows.append(_Row({at: column.cost for at, column in enumerate(columns)}, 0.0, max(room, 0.0)))
 
     saved = [fsum(problem.by_site[site].saved for site in sorted(column.sites)) for column in columns]
     values = np.array([*(-value for value in saved), *(problem.quantize[tensor] for tensor in tensors)])
@@ -270,7 +257,7 @@ def _solve_once(
         values * scale,
         integrality=np.array([1] * len(columns) + [0] * len(tensors)),
         bounds=Bounds(0.0, 1.0),
-        constraints=rows.constraint(),
+        constraints=_constraint(rows, len(columns) + len(tensors)),
         options={"mip_rel_gap": 0.0, "time_limit": SECONDS},
     )
     is_proven = result.status != _LIMIT_REACHED
@@ -290,22 +277,116 @@ def _without_idle(problem: Problem, chosen: Sites, fixed: Mapping[str, bool]) ->
     return chosen
 
 
-class _Rows:
-    def __init__(self, width: int) -> None:
-        self._width = width
-        self._entries: list[tuple[int, int]] = []
-        self._values: list[float] = []
-        self._limits: list[tuple[float, float]] = []
+def _constraint(rows: Sequence[_Row], width: int) -> LinearConstraint:
+    entries = [(at, *entry) for at, row in enumerate(rows) for entry in row.entries.items()]
+    places, columns, values = np.array(entries).reshape(-1, 3).T
+    at = (places.astype(np.int64), columns.astype(np.int64))
+    matrix = csr_array((values, at), shape=(len(rows), width))
+    return LinearConstraint(matrix, [row.least for row in rows], [row.most for row in rows])
 
-    def add(self, row: Mapping[int, float], least: float, most: float) -> None:
-        """Add a row; one without entries that cannot hold makes the whole infeasible."""
-        self._entries += [(len(self._limits), at) for at in row]
-        self._values += row.values()
-        self._limits.append((least, most))
 
-    def constraint(self) -> LinearConstraint:
-        at: npt.NDArray[np.int64] = np.array(self._entries, dtype=np.int64).reshape(-1, 2)
-        shape = (len(self._limits), self._width)
-        matrix = csr_array((np.array(self._values), (at[:, 0], at[:, 1])), shape=shape)
-        limits = np.array(self._limits)
-        return LinearConstraint(matrix, limits[:, 0], limits[:, 1])
+class FastSearch:
+    """The search over the sites of one model, on one device; `risk`: that any interval of costs fails."""
+
+    def __init__(
+        self, free: Sequence[str], forced: Sequence[str], speeds: SiteSpeeds, costs: Costs, risk: float
+    ) -> None:
+        self.speeds, self._costs = speeds, costs
+        timed = [site for site in free if site in speeds.known]
+        self._forced: Sites = frozenset(forced)
+        self._fixed = dict.fromkeys(sorted(self._forced), True)
+        sites = list(dict.fromkeys([*timed, *forced]))
+        units = units_of(sites, costs.groups)
+        measured = sum(costs.is_measured(unit) for unit in units)
+        parting = sum(len(unit) for unit in units if len(unit) > 1)
+        self._risk = risk / max(measured + parting * len(costs.outputs), 1)
+        self.problem = Problem(
+            items=tuple(
+                Item(
+                    site, speeds.saved_per_row(site), speeds.error_per_row(site), speeds.sources[site].tensor
+                )
+                if site in speeds.known
+                # Forced: it spends budget; its saving is unknown.
+                else Item(site, 0.0, 0.0, site)
+                for site in sites
+            ),
+            quantize={
+                speeds.sources[site].tensor: speeds.quantize_per_row(site)
+                for site in sites
+                if site in speeds.known
+            },
+            units=units,
+            cost=cache(self._cost),
+            makers={
+                source.tensor: source.made_by
+                for site, source in speeds.sources.items()
+                if site in sites and source.made_by in sites
+            },
+        )
+
+    @cached_property
+    def _found(self) -> Solution:
+        # The forced sites alone where those exceed the budget.
+        return search(self.problem, self._fixed) or Solution(self._forced)
+
+    @property
+    def best(self) -> Sites:
+        """Sites that save the most time."""
+        return self._found.sites
+
+    @property
+    def note(self) -> str:
+        """Caveat of `best`; empty where it is proven optimal."""
+        if self._found.is_proven:
+            return ""
+        return (
+            f"the search for {self.speeds.device} ended at its limit of {SECONDS:g} s: other sites inside of "
+            "the budget may save more time"
+        )
+
+    @property
+    def saves(self) -> bool:
+        """True if the best choice saves time at all."""
+        return bool(self.best) and self.problem.value(self.best) > 0.0
+
+    def refinements(self) -> tuple[Sites, ...]:
+        """Return other choices worth building."""
+        return neighbours(self.problem, self.best, REFINEMENTS, self._fixed)
+
+    def why_in(self, site: str, chosen: Sites) -> str:
+        """Return why a site is chosen."""
+        beside = len(chosen) - 1
+        together = (
+            f", at most {percent(self.problem.spent(chosen))} together with the {beside} other"
+            f"{'s' if beside > 1 else ''} of this plan"
+            if beside
+            else ""
+        )
+        speed = self.speeds.speed(site).reason if site in self.speeds.known else "its time is not known"
+        return f"{speed}; {self._cost_in_words(site)}{together}"
+
+    def why_out(self, site: str, chosen: Sites) -> str:
+        """Return why a site is not chosen."""
+        speed = self.speeds.speed(site)
+        if speed.verdict is not SpeedVerdict.FAST:
+            return f"{'slow' if speed.verdict is SpeedVerdict.SLOW else 'not timed'}: {speed.reason}"
+        if not self.problem.fits(frozenset({site})):
+            return f"fast, but {self._cost_in_words(site)}; {speed.reason}"
+        if not self.problem.fits(chosen | {site}):
+            cost = self._cost_in_words(site)
+            return f"fast, but there is no room beside the sites that save more: {cost}; {speed.reason}"
+        return f"pays only together with others that read the tensor: {speed.reason}"
+
+    def why_nothing(self) -> str:
+        """Return the note of a plan that is left out."""
+        verdicts = [self.speeds.speed(item.site).verdict for item in self.problem.items]
+        fast = sum(verdict is SpeedVerdict.FAST for verdict in verdicts)
+        inside = "none of them fits the budget" if fast else "at none of them FP8 saves time"
+        count = f"of {len(verdicts)} sites with known times {fast} {'is' if fast == 1 else 'are'} fast"
+        return f"no set of sites inside of the budget saves time on {self.speeds.device}: {count}, {inside}"
+
+    def _cost(self, sites: Sites) -> float:
+        return max(cost.most for cost in self._costs.of(sites, self._risk))
+
+    def _cost_in_words(self, site: str) -> str:
+        return f"its KL is at most {percent(self.problem.cost(frozenset({site})))} of what is allowed"

@@ -57,48 +57,34 @@ class DeviceTimings:
     @property
     def key(self) -> dict[str, Any]:
         """Plain data that plans by these times depend on."""
-        records = serde.to_plain(TimingRecords.of(self.timings))
-        backends = [self.backend, self.stands_for]
         return {
             "device": self.device,
-            "backends": backends,
+            "backends": [self.backend, self.stands_for],
             "serve": self.serve,
-            "times": records,
+            "times": serde.to_plain(TimingRecords.of(self.timings)),
             "fused": dict(self.fused),
         }
 
 
 @dataclass(frozen=True)
 class SiteTime:
-    """One site at one batch size: its product in the base precision and in FP8, and the cast of its input.
+    """Microseconds of one site at one batch size: its product in the base precision and in FP8, and the cast.
 
-    `beside` is the product of its high-error channels, part of the site's own where it is not in FP8.
+    In FP8 the product of its high-error channels is included. `error_us` is the standard error of what the
+    product saves, `relative_error` that of its time in FP8. `is_measured` if nothing is predicted.
     """
 
-    base: Estimate
-    quantized: Estimate
-    quantize: Estimate | None
-    beside: Estimate | None = None
-
-    @property
-    def quantized_us(self) -> float:
-        """Microseconds of the product in FP8, with that of its high-error channels."""
-        return self.quantized.us + (self.beside.us if self.beside is not None else 0.0)
+    base_us: float
+    quantized_us: float
+    quantize_us: float
+    error_us: float
+    relative_error: float
+    is_measured: bool
 
     @property
     def saved_us(self) -> float:
         """Microseconds that the product saves, the cast not counted."""
-        return self.base.us - self.quantized_us
-
-    @property
-    def quantize_us(self) -> float:
-        """Microseconds of the cast."""
-        return self.quantize.us if self.quantize is not None else 0.0
-
-    @property
-    def is_measured(self) -> bool:
-        """True if nothing of it is predicted."""
-        return all(e.is_measured for e in (self.base, self.quantized, self.quantize) if e is not None)
+        return self.base_us - self.quantized_us
 
 
 @dataclass(frozen=True)
@@ -128,7 +114,7 @@ class SiteSpeeds:
         base: Precision,
         recipes: Mapping[str, Recipe],
     ) -> None:
-        self.device, self.serve = known.device, tuple(sorted({*known.serve}))
+        self.device, self.serve, self.fused = known.device, tuple(sorted({*known.serve})), known.fused
         self._known, self._base, self._recipes = known, base, recipes
         self._table, self._high_error = TimeTable(known.timings), set[str]()
         fused = fusions_of(known.stands_for or known.backend).quantized_in_place
@@ -142,9 +128,11 @@ class SiteSpeeds:
         }
         for name, part in high_error_parts(able).items():
             if name in self._times and part in self._times:
+                # Part of the site's own product where it is not in FP8.
                 beside = self._times[part]
                 self._times[name] = {
-                    b: replace(t, beside=beside[b].base) for b, t in self._times[name].items()
+                    b: replace(t, quantized_us=t.quantized_us + beside[b].base_us)
+                    for b, t in self._times[name].items()
                 }
                 self._high_error.add(part)
 
@@ -154,15 +142,12 @@ class SiteSpeeds:
         return self._times.keys()
 
     def saved_per_row(self, site: str) -> float:
-        """Return nanoseconds per row that the product saves in FP8, the cast not counted; mean over batch
-        sizes.
-        """
+        """Return nanoseconds per row that the product saves in FP8, a mean over batch sizes."""
         return self._per_row({b: time.saved_us for b, time in self._times[site].items()})
 
     def error_per_row(self, site: str) -> float:
         """Return the standard error of `saved_per_row`."""
-        times = self._times[site]
-        return self._per_row({b: hypot(t.base.error_us, t.quantized.error_us) for b, t in times.items()})
+        return self._per_row({b: time.error_us for b, time in self._times[site].items()})
 
     def quantize_per_row(self, site: str) -> float:
         """Return nanoseconds per row of the cast of a site's input."""
@@ -172,9 +157,11 @@ class SiteSpeeds:
         """Return the verdict of a site, with its reason."""
         source = self.sources[site]
         if site not in self._times:
-            reason = self._unknown.get(site) or self._no_timing()
-            unknown = SpeedVerdict.UNKNOWN
-            return SiteSpeed(site, self.device, unknown, {}, {}, source.tensor, False, reason)
+            reason = self._unknown.get(site) or (
+                f"too few kernel timings of {self._known.backend} on {self.device} to predict its time; run "
+                "`loka-onnx tune`"
+            )
+            return SiteSpeed(site, self.device, SpeedVerdict.UNKNOWN, {}, {}, source.tensor, False, reason)
         times = self._times[site]
         gains = [self.saved_per_row(other) for other in self._readers(source.tensor)]
         together = fsum(gain for gain in gains if gain > 0.0) - self.quantize_per_row(site)
@@ -210,7 +197,7 @@ class SiteSpeeds:
                     # In the base precision its time is part of the site that it was split from.
                     products.append(-time.saved_us if site in quantized else 0.0)
                 else:
-                    products.append(time.quantized_us if site in quantized else time.base.us)
+                    products.append(time.quantized_us if site in quantized else time.base_us)
                 if site in quantized:
                     source = self.sources[site]
                     casts[source.tensor] = 0.0 if source.made_by in quantized else time.quantize_us
@@ -218,11 +205,9 @@ class SiteSpeeds:
         return predicted
 
     def broken_up(self, decisions: Sequence[Decision]) -> dict[str, str]:
-        """Return a plan's FP8 sites that would otherwise be computed inside a larger
-        kernel, with its name.
-        """
-        fused = self._known.fused
-        return {d.site: fused[d.site] for d in decisions if d.precision.is_quantized and d.site in fused}
+        """Return a plan's FP8 sites that are otherwise computed inside a larger kernel, with its name."""
+        quantized = [d.site for d in decisions if d.precision.is_quantized]
+        return {site: self.fused[site] for site in quantized if site in self.fused}
 
     def _readers(self, tensor: str) -> Iterator[str]:
         return (site for site in self._times if self.sources[site].tensor == tensor)
@@ -231,7 +216,7 @@ class SiteSpeeds:
         return NS * fsum(us[batch] / batch for batch in self.serve) / len(self.serve)
 
     def _why_unknown(self, site: Site) -> str:
-        kernel = self._known.fused.get(site.name)
+        kernel = self.fused.get(site.name)
         if kernel is not None:
             return f"it is a part of the kernel '{kernel}', and what the parts of that take was not measured"
         weight = site.weight
@@ -241,32 +226,33 @@ class SiteSpeeds:
             return f"K = {site.k}, N = {site.n}: FP8 kernels want multiples of {ALIGNMENT}"
         return ""
 
-    def _no_timing(self) -> str:
-        return (
-            f"too few kernel timings of {self._known.backend} on {self.device} to predict its time; run "
-            "`loka-onnx tune`"
-        )
-
     def _times_of(self, site: Site) -> dict[int, SiteTime] | None:
-        times = {}
+        times, table, backend = {}, self._table, self._known.backend
+        recipe = self._recipes[site.name]
         for batch in self.serve:
             shape = Shape(site.rows * batch, site.n, site.k)
-            product = self._table.compared(self._known.backend, self._base, shape, self._recipes[site.name])
-            quantize = None
+            product = table.compared(backend, self._base, shape, recipe)
+            casts: list[Estimate | None] = []
             if not self.sources[site.name].fused_into:
-                precision = self._recipes[site.name].precision
-                quantize = self._table.quantize(self._known.backend, precision, shape.m, shape.k)
-                if quantize is None:
-                    return None
-            if product is None:
+                casts = [table.quantize(backend, recipe.precision, shape.m, shape.k)]
+            known = [cast for cast in casts if cast is not None]
+            if product is None or len(known) < len(casts):
                 return None
-            times[batch] = SiteTime(product.base, product.quantized, quantize)
+            base, quantized = product
+            times[batch] = SiteTime(
+                base.us,
+                quantized.us,
+                sum(cast.us for cast in known),
+                hypot(base.error_us, quantized.error_us),
+                quantized.error_us / quantized.us,
+                all(each.is_measured for each in (base, quantized, *known)),
+            )
         return times
 
     def _in_words(self, site: str) -> str:
         times, source, precision = self._times[site], self.sources[site], self._recipes[site].precision
         products = ", ".join(
-            f"{time.base.us:.3g} µs in {self._base} and {time.quantized_us:.3g} in {precision} at batch {b}"
+            f"{time.base_us:.3g} µs in {self._base} and {time.quantized_us:.3g} in {precision} at batch {b}"
             for b, time in times.items()
         )
         if source.fused_into:
@@ -280,8 +266,7 @@ class SiteSpeeds:
         if all(time.is_measured for time in times.values()):
             known = "measured"
         else:
-            errors = (t.quantized.error_us / t.quantized.us for t in times.values())
-            known = f"predicted, ± {100.0 * max(errors):.0f} %"
+            known = f"predicted, ± {100.0 * max(time.relative_error for time in times.values()):.0f} %"
         whose = f" with kernels of {self._known.backend}" if self._known.stands_for else ""
         return f"the product takes {products}, {cast} ({known} on {self.device}{whose})"
 

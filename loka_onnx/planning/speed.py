@@ -13,13 +13,11 @@ least squares over all engines timed together gives s², the variance of ε, wit
 values less fitted means; a slow load slows all engines and cancels. Two engines with n loads in common differ
 by the mean of their n differences ± t·s·√(2/n), with t the quantile of Student's distribution for `risk`,
 divided by the number of pairs of engines (Bonferroni), of batch sizes judged one by one, and of analyses:
-engines that differ after `FIRST_LOADS` need no further loads.
+engines that differ after `FIRST_LOADS` need no further loads. Engines timed apart have only the ratio of
+medians, without an interval: it contains differences of machines and days.
 
-Engines timed apart, in build jobs of their own, have only the ratio of medians: it contains differences of
-machines and days, so there is no interval.
-
-Sources: the additive model of randomized blocks, and Bonferroni's comparisons of all pairs, are in
-Montgomery, "Design and Analysis of Experiments" (8th edition, sections 4.1 and 3.5.7).
+Sources: Montgomery, "Design and Analysis of Experiments" (8th edition), sections 4.1 (the additive model of
+randomized blocks) and 3.5.7 (Bonferroni's comparisons of all pairs).
 """
 
 from __future__ import annotations
@@ -78,18 +76,12 @@ class Speed:
         return _per_row(self.latencies, self.batches)
 
     def at(self, batch: int) -> Speed:
-        """Return the speed at one batch size; among rivals each size is a contest of its own.
-
-        Raises KeyError if it was not timed at that size.
-        """
+        """Return the speed at one batch size; among rivals each size is a contest of its own."""
         contests = len(self.latencies) if self.rivals else 1
         return replace(self, latencies={batch: self.latencies[batch]}, contests=contests)
 
     def ratio(self, other: Speed) -> float:
-        """Return this engine's time over another's by their medians, wherever they were timed.
-
-        Raises KeyError if they have no batch size in common.
-        """
+        """Return this engine's time over another's by their medians, wherever they were timed."""
         batches = self._in_common(other)
         return _per_row(self.latencies, batches) / _per_row(other.latencies, batches)
 
@@ -105,8 +97,9 @@ class Speed:
         ratio = self.ratio(other)
         ours, theirs = _loads(self.latencies, batches), _loads(other.latencies, batches)
         loads = min(len(ours), len(theirs))
-        risk, rivals = self._risk(loads), [ours, theirs]
+        risk, rivals = RISK, [ours, theirs]
         if self.rivals:
+            risk = FIRST_RISK if loads <= FIRST_LOADS else LAST_RISK
             place = _timed_in(self.latencies, batches)
             timed = [rival for rival in self.rivals if set(batches) <= rival.keys()]
             rivals = [_loads(rival, batches) for rival in timed if _timed_in(rival, batches) == place]
@@ -114,7 +107,7 @@ class Speed:
             return Interval(ratio, ratio, ratio, 1.0 - risk, 0)
         middle = fmean(a - b for a, b in zip(ours[:loads], theirs[:loads], strict=True))
         pairs = max(1, len(rivals) * (len(rivals) - 1) // 2)
-        half = _spread(rivals).margin(loads, risk / pairs / self.contests)
+        half = _margin(rivals, loads, risk / pairs / self.contests)
         if half < _ROUNDING:
             return Interval(ratio, ratio, ratio, 1.0 - risk, loads)
         # The ratio of two medians may lie beside the mean over loads.
@@ -122,18 +115,11 @@ class Speed:
         return Interval(ratio, lower, upper, 1.0 - risk, loads)
 
     def is_slower(self, other: Speed, noise: float) -> bool:
-        """True if this engine is surely slower than another, by more than `noise`; timed apart, medians
-        decide.
-        """
+        """True if this engine is surely slower, by more than `noise`; timed apart, medians decide."""
         times = self.over(other)
         if times is None:
             return self.ratio(other) > 1.0 + noise
         return times.value > 1.0 + noise and times.lower > 1.0
-
-    def _risk(self, loads: int) -> float:
-        if not self.rivals:
-            return RISK
-        return FIRST_RISK if loads <= FIRST_LOADS else LAST_RISK
 
     def _in_common(self, other: Speed) -> tuple[int, ...]:
         batches = tuple(batch for batch in self.batches if batch in other.latencies)
@@ -149,8 +135,7 @@ def rivals(speeds: Mapping[str, Speed]) -> dict[str, Speed]:
 
 
 def contenders(timed: Mapping[str, Sequence[Latency]], noise: float) -> tuple[str, ...]:
-    """Return the ids of engines, timed in turns, not surely slower than the fastest, over all sizes or at
-    one.
+    """Return ids of engines, timed in turns, not surely slower than the fastest over all sizes or at one.
 
     `noise` is the relative difference that counts for nothing. Empty where the fastest has no rival.
     """
@@ -163,46 +148,31 @@ def contenders(timed: Mapping[str, Sequence[Latency]], noise: float) -> tuple[st
             name: timed[name] for name, speed in speeds.items() if most and speed.latencies.keys() == most
         }
         return contenders(left, noise) if 1 < len(left) < len(timed) else ()
-    contests = [speeds]
-    contests += [{name: speed.at(batch) for name, speed in speeds.items()} for batch in batches]
-    close_ones: dict[str, None] = {}
-    for contest in contests:
-        fastest = min(contest, key=lambda name: contest[name].per_row_us)
-        close = [
-            name
-            for name, speed in contest.items()
-            if name != fastest and not speed.is_slower(contest[fastest], noise)
-        ]
-        close_ones |= dict.fromkeys((fastest, *close) if close else ())
+    close_ones: set[str] = set()
+    for contest in (speeds, *({name: speed.at(b) for name, speed in speeds.items()} for b in batches)):
+        fastest = contest[min(contest, key=lambda name: contest[name].per_row_us)]
+        close = {name for name, speed in contest.items() if not speed.is_slower(fastest, noise)}
+        close_ones |= close if len(close) > 1 else set()
     return tuple(name for name in timed if name in close_ones)
 
 
-@dataclass(frozen=True)
-class _Spread:
-    """Variance of one load's logarithm of the time, pooled over engines."""
+def _margin(engines: Sequence[Sequence[float]], loads: int, risk: float) -> float:
+    """Return the two-sided half width of the difference of two engines over so many loads.
 
-    variance: float
-    freedom: int
-
-    def margin(self, loads: int, risk: float) -> float:
-        """Return the two-sided half width of the difference of two engines over so many loads."""
-        if self.freedom < 1:
-            return inf
-        return float(stdtrit(self.freedom, 1.0 - risk / 2.0)) * sqrt(2.0 * self.variance / loads)
-
-
-def _spread(engines: Sequence[Sequence[float]]) -> _Spread:
-    """Return the spread of the additive model's residuals, of (engines, loads) logarithms of times."""
+    `engines` are (engines, loads) logarithms of times; residuals of the additive model are pooled over them.
+    """
     cells = [(e, load, value) for e, values in enumerate(engines) for load, value in enumerate(values)]
-    loads = max(map(len, engines))
-    design = np.zeros((len(cells), len(engines) + loads))
+    design = np.zeros((len(cells), len(engines) + max(map(len, engines))))
     for row, (engine, load, _) in enumerate(cells):
         design[row, engine] = design[row, len(engines) + load] = 1.0
     values = np.array([value for *_, value in cells])
     fitted, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
     freedom = len(cells) - int(rank)
+    if freedom < 1:
+        return inf
     residual = values - design @ fitted
-    return _Spread(float(residual @ residual) / freedom if freedom else inf, freedom)
+    variance = float(residual @ residual) / freedom
+    return float(stdtrit(freedom, 1.0 - risk / 2.0)) * sqrt(2.0 * variance / loads)
 
 
 def _timed_in(latencies: Mapping[int, Latency], batches: Sequence[int]) -> list[tuple[str, str]]:

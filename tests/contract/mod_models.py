@@ -107,7 +107,8 @@ MOD_MODELS: dict[str, ModModel] = {
     ),
     "sum-experts": ModModel(
         "[fc1] a = MatMul(x, w1) c = Unsqueeze(a, last) [fc2] b = MatMul(x, w2) d = Unsqueeze(b, last)"
-        " s = Concat<axis=2>(c, d) e = Unsqueeze(x, last) t = Slice(e, zero, two, one) g = Softmax<axis=1>(t) y = MatMul(s, g)",
+        " s = Concat<axis=2>(c, d) e = Unsqueeze(x, last) t = Slice(e, zero, two, one)"
+        " g = Softmax<axis=1>(t) y = MatMul(s, g)",
         {"w1": (8, 8), "w2": (8, 8)},
         {"last": np.array([-1]), "zero": np.array([0]), "one": np.array([1]), "two": np.array([2])},
         output="8,1",

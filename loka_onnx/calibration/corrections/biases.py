@@ -6,17 +6,14 @@ activation, so its mean needs only the means of x and x̂ along K::
     E[ŷ − y] = E[x̂]·Ŵ − E[x]·W
 
 Means are over rows and over all other axes that the product does not sum; separate axes of the weight
-(experts) are kept. The correction is −E[ŷ − y], one constant for each output channel. Rounding to nearest is
-unbiased, but a channel of W has few values, and an activation may have few too: their mean error is the same
-for every row.
+(experts) are kept. The correction is −E[ŷ − y], one constant for each output channel.
 
 The error is **local**: x is the exact model's value, x̂ that value rounded. The effect of earlier rounding
-through nonlinear functions stays, about half of the mean error of deep sites. Restoring the means in the
-quantized model instead, with a pass for each site, removes all of it and was no better (Wukong on MovieLens
-1M, every site in FP8, selection rows: ΔNE .361 % against .370 %). The constant on the output takes the rest.
-Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv
-1906.04721), section 4.2, with measured means in place of those derived from BatchNorm, and with the rounding
-of activations too.
+through nonlinear functions stays, about half of the mean error of deep sites; the constant on the output
+takes it. Restoring the means in the quantized model instead, with a pass for each site, was no better (Wukong
+on MovieLens 1M, every site in FP8, selection rows: ΔNE .361 % against .370 %). Source: Nagel et al.,
+"Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv 1906.04721), section 4.2, with
+measured means in place of those derived from BatchNorm, and with the rounding of activations too.
 
 A product of two activations has no such bias: the mean of its error is no product of means.
 """
@@ -57,22 +54,14 @@ class FittedBiases:
 
 
 @dataclass(frozen=True)
-class SiteMeans:
-    """Means over `rows` rows: of each site's output, bias included, in the shape of its correction; of each
-    score.
+class Fit:
+    """Biases of every plan (by plan id), and the means of sites in FP32 that they restore.
+
+    Means are of outputs, biases included, in the shape of the corrections.
     """
 
-    sites: dict[str, Values]
-    scores: dict[str, float]
-    rows: int
-
-
-@dataclass(frozen=True)
-class Fit:
-    """Biases of every plan (by plan id), and the FP32 model's means that they restore."""
-
     plans: dict[str, FittedBiases]
-    exact: SiteMeans
+    exact: Means
 
 
 def fit_biases(
@@ -107,7 +96,11 @@ def fit_biases(
 
     def correction(plan: PrecisionPlan, name: str) -> Values:
         product, decision = products[name], plan.decision(name)
-        low = product.times(means.tensors[rounded[plan.id, name]], product.rounded_weight(decision))
+        recipe = _recipe_of(decision)
+        axis = channel_axis(product.operand) if recipe.weight is Granularity.PER_CHANNEL else None
+        scales = np.array(decision.weight_scale if axis is not None else decision.weight_scale[0], np.float32)
+        weight = fake_quantize(product.weight, scales, recipe.format.of_weights, axis)
+        low = product.times(means.tensors[rounded[plan.id, name]], weight)
         high = product.times(means.tensors[exact[name]], product.weight)
         return np.asarray(high - low)
 
@@ -118,13 +111,13 @@ def fit_biases(
         )
         for plan in plans
     }
-    return Fit(fitted, _site_means(means, outputs))
+    return Fit(fitted, means.named(outputs))
 
 
 def observe(
     path: Path, shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OutputSpec], rows: MeanRows
-) -> SiteMeans:
-    """Return the means of a planned FP32 model, corrected or not, on the rows of the fit.
+) -> Means:
+    """Return the means of sites' outputs in a planned FP32 model, corrected or not, on the rows of the fit.
 
     `shapes` are those of the corrections by site; the instrumented model is written beside `path`. Raises
     CalibrationError if a mean is not finite.
@@ -137,13 +130,7 @@ def observe(
         for name, node in nodes.items()
     }
     means = observers.measure(rows, path.with_suffix(".means.onnx"), "mean of the planned model")
-    return _site_means(means, outputs)
-
-
-def _site_means(means: Means, outputs: Mapping[str, str]) -> SiteMeans:
-    return SiteMeans(
-        {name: means.tensors[observer] for name, observer in outputs.items()}, means.scores, means.rows
-    )
+    return means.named(outputs)
 
 
 class _NoBias(Exception):
@@ -184,12 +171,6 @@ class _Product:
         axes = tuple(axis for axis in range(rank) if axis != contracting and axis not in own)
         return cls(node, site.weight, source, weight, axes)
 
-    def rounded_weight(self, decision: Decision) -> npt.NDArray[np.float32]:
-        recipe = _recipe_of(decision)
-        axis = channel_axis(self.operand) if recipe.weight is Granularity.PER_CHANNEL else None
-        scales = np.array(decision.weight_scale if axis is not None else decision.weight_scale[0], np.float32)
-        return fake_quantize(self.weight, scales, recipe.format.of_weights, axis)
-
     def times(self, mean: Values, weight: npt.NDArray[np.float32]) -> Values:
         """Return the mean activation times a weight, in float64."""
         factors = [mean, weight.astype(np.float64)]
@@ -211,9 +192,7 @@ class _Product:
 
 
 def _axes_of(graph: GraphModel, node: Node, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the axes of a site's output, its bias included, along which a correction of that shape is
-    constant.
-    """
+    """Return the axes of a site's output along which a correction of that shape is constant."""
     rank = len(shape_of(biased(graph, node)))
     padded = [1] * (rank - len(shape)) + list(shape)
     return tuple(axis for axis, length in enumerate(padded) if length == 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from loka_onnx.calibration.passes.executors import (
     Executor,
     LocalExecutor,
     Span,
+    first_rows,
+    rows_of,
     spans_in_random_order,
 )
-from loka_onnx.calibration.passes.row_order import first_rows, rows_of
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.data import Batch, Dataset
@@ -62,21 +63,18 @@ class MeanRows:
         # In file order: reading without jumps is faster.
         return tuple(sorted(drawn, key=lambda span: span.start))
 
-    @property
-    def count(self) -> int:
-        """Number of rows."""
-        return rows_of(self.spans)
-
 
 @dataclass(frozen=True)
 class Means:
-    """Means over `rows` rows: of tensors by observer, averaged axes of length 1; of scores (weighted) by
-    output.
-    """
+    """Means over `rows` rows: of tensors, averaged axes of length 1; of scores (weighted) by output."""
 
     tensors: dict[str, Values]
     scores: dict[str, float]
     rows: int
+
+    def named(self, names: Mapping[str, str]) -> Means:
+        """Return the means of some tensors under other names, which map to those of their observers."""
+        return replace(self, tensors={name: self.tensors[observer] for name, observer in names.items()})
 
 
 class MeanObservers:
@@ -88,9 +86,7 @@ class MeanObservers:
     def __init__(self, model: GraphModel, specs: Sequence[OutputSpec] = ()) -> None:
         self.model, self.specs = model, tuple(specs)
         scores = expose_scores(model, {spec.name: spec.kind for spec in specs})
-        self._scores = [
-            _ScoreObserver(spec.name, scores[spec.name], spec.weight) for spec in specs if spec.name in scores
-        ]
+        self._scores = _score_observers(specs, scores)
         kept = {observer.tensor for observer in self._scores}
         model.graph.outputs = [tensor for tensor in model.graph.outputs if tensor.name in kept]
         self._observers: dict[tuple[str, tuple[int, ...]], str] = {}
@@ -116,37 +112,37 @@ class MeanObservers:
         self.model.save(path)
         work = _MeanWork(path, tuple(self._observers.values()), tuple(self._scores))
         tensors: dict[str, Values] = {}
-        totals = {observer.output: np.zeros(2) for observer in self._scores}
-        done = 0
+        totals: dict[str, Values] = {}
+        done, total = 0, rows_of(rows.spans)
         with closing(rows.executor.run(work, rows.data, rows.spans, rows.batch_size)) as results:
             for result in results:
-                for name, mean in result.value.tensors.items():
+                of_tensors, of_scores = result.value
+                for name, mean in of_tensors.items():
                     _check_finite(name, mean, rows.data, done)
                     tensors[name] = tensors.get(name, 0.0) + result.rows * mean
-                for name, sums in result.value.scores.items():
+                for name, sums in of_scores.items():
                     _check_finite(name, sums, rows.data, done)
-                    totals[name] += sums
+                    totals[name] = totals.get(name, 0.0) + sums
                 done += result.rows
-                rows.progress(task, done, rows.count)
-        scores = {name: float(total / weight) for name, (total, weight) in totals.items() if weight > 0.0}
-        return Means({name: total / done for name, total in tensors.items()}, scores, done)
+                rows.progress(task, done, total)
+        return Means({name: total / done for name, total in tensors.items()}, _means_of(totals), done)
 
 
 def mean_scores(
     run: Run, scores: Mapping[str, str], specs: Sequence[OutputSpec], rows: MeanRows
 ) -> dict[str, float]:
-    """Return the weighted mean of each output's score, whose name among the outputs
-    of `run` is in `scores`.
-    """
-    observers = [
-        _ScoreObserver(spec.name, scores[spec.name], spec.weight) for spec in specs if spec.name in scores
-    ]
+    """Return the weighted mean of each output's score, an output of `run` by its name in `scores`."""
+    observers = _score_observers(specs, scores)
     totals = {observer.output: np.zeros(2) for observer in observers}
     for span in rows.spans:
         for batch in rows.data.batches(rows.batch_size, start=span.start, stop=span.stop):
             outputs = run(batch.inputs)
             for observer in observers:
                 totals[observer.output] += observer.sums(outputs, batch)
+    return _means_of(totals)
+
+
+def _means_of(totals: Mapping[str, Values]) -> dict[str, float]:
     return {name: float(total / weight) for name, (total, weight) in totals.items() if weight > 0.0}
 
 
@@ -165,12 +161,12 @@ class _ScoreObserver:
         return np.array([(weight * score).sum(), weight.sum()], np.float64)
 
 
-@dataclass(frozen=True)
-class _BatchMeans:
-    """Means of one batch, and by output the weighted sum of its score and the sum of the weights."""
+def _score_observers(specs: Sequence[OutputSpec], scores: Mapping[str, str]) -> list[_ScoreObserver]:
+    return [_ScoreObserver(s.name, scores[s.name], s.weight) for s in specs if s.name in scores]
 
-    tensors: Mapping[str, Values]
-    scores: Mapping[str, Values]
+
+_BatchMeans = tuple[Mapping[str, Values], Mapping[str, Values]]
+"""Means of one batch, and by output the weighted sum of its score and the sum of the weights."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +180,7 @@ class _MeanWork(BatchWork[_BatchMeans]):
         def run(batch: Batch) -> _BatchMeans:
             outputs = session.run(batch.inputs)
             sums = {observer.output: observer.sums(outputs, batch) for observer in self.scores}
-            return _BatchMeans({name: outputs[name] for name in self.observers}, sums)
+            return {name: outputs[name] for name in self.observers}, sums
 
         return run
 

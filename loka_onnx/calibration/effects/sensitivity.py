@@ -1,20 +1,19 @@
 """Effect of each site, alone in low precision, on the model's outputs; sites that share a tensor also
 together.
 
-The loss change of a row is exactly KL(p ‖ p′) + (p − y)·δ (`effects.loss_rows`). A site is judged on the
+The loss change of a row is exactly KL(p ‖ p′) + (p − y)·δ (`effects.loss_totals`). A site is judged on the
 first term, which needs no label; the second is reported beside it.
 
 Batches of rows in random order run through one switchable model, once exact and once for every unit of sites,
 and leave their sums (`effects.loss_totals`). At each interim analysis the caller names the undecided sites;
 with none left the pass ends. Before that, the first rows run under slightly moved scales
-(`effects.perturbation`).
+(`observers.arithmetic`).
 
 **Stopping.** The first analysis is after 4096 rows, each next one after half as many rows more, so a verdict
-takes at most half again the rows it needs, and a million rows take fifteen analyses. The intervals hold at
-every number of rows at once (`RatioMoments.anytime_interval`), so frequent analyses cost width only once.
-They are tightest at 16384 rows; this is fixed because it must depend neither on the data nor on the number of
-rows. Fewer rows than the first analysis needs, or a pass that nobody stops, have one analysis at a fixed
-number of rows.
+takes at most half again the rows it needs. The intervals hold at every number of rows at once
+(`RatioMoments.anytime_interval`). They are tightest at 16384 rows; this is fixed because it must depend
+neither on the data nor on the number of rows. Fewer rows than the first analysis needs, or a pass that nobody
+stops, have one analysis at a fixed number of rows.
 """
 
 from __future__ import annotations
@@ -27,19 +26,21 @@ from pathlib import Path
 
 import numpy as np
 
-from loka_onnx.calibration.effects.loss_rows import Rows, as_scores, denominator_of, loss_rows
 from loka_onnx.calibration.effects.loss_totals import (
     BatchLoss,
     BucketTotals,
     OutputTotals,
+    Rows,
     RowTotals,
+    as_scores,
+    denominator_of,
+    loss_rows,
     sum_batch,
 )
-from loka_onnx.calibration.effects.perturbation import DRAW_ROWS, draw_factors
 from loka_onnx.calibration.effects.switchable import Switch, SwitchableFile, Unit, units_of, write_switchable
-from loka_onnx.calibration.passes.executors import BatchResult, BatchWork, Executor, Span
+from loka_onnx.calibration.observers.arithmetic import DRAW_ROWS, draw_factors
+from loka_onnx.calibration.passes.executors import BatchWork, Executor, Span, first_rows, rows_of, scattered
 from loka_onnx.calibration.passes.probe import PassOptions
-from loka_onnx.calibration.passes.row_order import first_rows, rows_of, scattered
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.profile import (
     LOSS,
@@ -176,9 +177,8 @@ class SensitivityPass:
         for number, factor in enumerate(self._factors[1:] if units else (), 1):
             work = self._work(scratch / f"switchable-{number}.onnx", units, factor)
             totals, done = self._new_totals(), (number - 1) * rows
-            for result in self._run(work, self._drawn_spans):
-                _add(totals, result)
-                done += result.rows
+            for added in self._add_batches(work, self._drawn_spans, totals):
+                done += added
                 self.progress("moved scales", done, rows * (len(self._factors) - 1))
             self._check_denominators(totals)
             by_factor.append(tuple(total.relative() for total in totals))
@@ -199,10 +199,9 @@ class SensitivityPass:
         done = 0
         sensitivities: Sensitivities | None = None
         work = self._work(scratch / "switchable.onnx", self.units)
-        with closing(self._run(work, self._spans)) as results:
-            for result in results:
-                _add(totals, result)
-                done += result.rows
+        with closing(self._add_batches(work, self._spans, totals)) as batches:
+            for added in batches:
+                done += added
                 self.progress(task, done, limit)
                 if done == drawn_rows:
                     draws = self._draws_of(totals, drawn)
@@ -229,10 +228,15 @@ class SensitivityPass:
         )
         return SensitivityWork(path, file, tuple(u.sites for u in units), subject.outputs, self.options.group)
 
-    def _run(
-        self, work: SensitivityWork, spans: Iterable[Span]
-    ) -> Generator[BatchResult[tuple[BatchLoss, ...]]]:
-        return self.executor.run(work, self.data, spans, self.options.batch_size)
+    def _add_batches(
+        self, work: SensitivityWork, spans: Iterable[Span], totals: Sequence[OutputTotals]
+    ) -> Generator[int]:
+        """Add every batch to the totals of the outputs; yield its number of rows."""
+        with closing(self.executor.run(work, self.data, spans, self.options.batch_size)) as results:
+            for result in results:
+                for total, loss in zip(totals, result.value, strict=True):
+                    total.add(loss)
+                yield result.rows
 
     def _new_totals(self) -> list[OutputTotals]:
         kind = RowTotals if self.options.group is None else BucketTotals
@@ -244,10 +248,11 @@ class SensitivityPass:
         self._check_denominators(totals)
         by_unit = [
             tuple(
-                _sensitivity(
+                Sensitivity.of(
                     SensitivityName(unit.recipe, spec.name, self._denominators[output]),
-                    totals[output],
-                    position,
+                    totals[output].delta(position),
+                    totals[output].moments(KL, position),
+                    totals[output].moments(LABELLED, position) if spec.label is not None else None,
                     draws.get((output, position)),
                 )
                 for output, spec in enumerate(self.subject.outputs)
@@ -257,22 +262,13 @@ class SensitivityPass:
         measured = list(zip(self.units, by_unit, strict=True))
         return Sensitivities(
             {unit.sites[0]: items for unit, items in measured if unit.tensor is None},
-            tuple(
-                SiteGroup(unit.tensor, unit.sites, items)
-                for unit, items in measured
-                if unit.tensor is not None
-            ),
-            {
-                spec.name: total.mean_denominator
-                for spec, total in zip(self.subject.outputs, totals, strict=True)
-            },
+            tuple(SiteGroup(u.tensor, u.sites, items) for u, items in measured if u.tensor is not None),
+            {s.name: t.mean_denominator for s, t in zip(self.subject.outputs, totals, strict=True)},
             sampling,
         )
 
     def _draws_of(self, totals: Sequence[OutputTotals], drawn: MovedScales) -> dict[tuple[int, int], Draws]:
-        """Return the spread by output and unit; `totals` must hold exactly the rows that ran under moved
-        scales.
-        """
+        """Return the spread by output and unit; `totals` hold the very rows that ran under moved scales."""
         if not drawn:
             return {}
         self._check_denominators(totals)
@@ -298,9 +294,7 @@ class SensitivityPass:
 
 
 def spread_of_draws(terms: Rows) -> Draws:
-    """Return the spread over noise seeds of (seeds, terms) loss changes; the first seed has the profile's own
-    scales.
-    """
+    """Return the spread over noise seeds of (seeds, terms) loss changes; the first has the own scales."""
     kl = terms[:, KL]
     low, high, own = float(kl.min()), float(kl.max()), float(kl[0])
     growth = high / own if own > 0.0 else (inf if high > 0.0 else 1.0)
@@ -308,19 +302,3 @@ def spread_of_draws(terms: Rows) -> Draws:
         return Draws(len(terms), low, high, growth)
     labelled = terms[:, LABELLED]
     return Draws(len(terms), low, high, growth, float(labelled.min()), float(labelled.max()))
-
-
-def _add(totals: Sequence[OutputTotals], result: BatchResult[tuple[BatchLoss, ...]]) -> None:
-    for total, loss in zip(totals, result.value, strict=True):
-        total.add(loss)
-
-
-def _sensitivity(name: SensitivityName, totals: OutputTotals, unit: int, draws: Draws | None) -> Sensitivity:
-    has_labels = name.denominator == LOSS
-    return Sensitivity.of(
-        name,
-        totals.delta(unit),
-        totals.moments(KL, unit),
-        totals.moments(LABELLED, unit) if has_labels else None,
-        draws,
-    )

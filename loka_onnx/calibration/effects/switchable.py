@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.effects.perturbation import moved_activations
-from loka_onnx.calibration.observers.arithmetic import NORM_PRECISION, low_precision
+from loka_onnx.calibration.observers.arithmetic import NORM_PRECISION, low_precision, moved_activations
 from loka_onnx.core.recipe import Recipe, Scales
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.graph.layout import layout_root
@@ -59,7 +58,7 @@ def write_switchable(
     """Write the model that runs any subset of its sites in low precision; `model` is consumed.
 
     Args:
-        factor: Multiplies every scale, those of weights included (`effects.perturbation`).
+        factor: Multiplies every scale, those of weights included (`observers.arithmetic`).
         biases: Added to a low-precision site, by its name; broadcasts to its output.
     """
     outputs = tuple(tensor.name for tensor in model.outputs)
@@ -144,24 +143,19 @@ def units_of(model: GraphModel, switches: Sequence[Switch]) -> tuple[Unit, ...]:
     Only linear sites that a plan may run in FP8 share: a norm is rounded otherwise, and a product too small
     for FP8 reads the exact tensor.
     """
-    return (*(_alone(switch) for switch in switches), *_sharing(model, switches))
-
-
-def _alone(switch: Switch) -> Unit:
-    is_norm = switch.site.kind is SiteKind.NORM
-    recipe = NORM_PRECISION if is_norm else switch.recipe.id
-    return Unit((switch.site.name,), recipe, has_scales=not is_norm)
-
-
-def _sharing(model: GraphModel, switches: Sequence[Switch]) -> list[Unit]:
+    units: list[Unit] = []
     readers: dict[tuple[str, str], list[str]] = {}
     for switch in switches:
-        site = switch.site
+        site, is_norm = switch.site, switch.site.kind is SiteKind.NORM
+        units.append(
+            Unit((site.name,), NORM_PRECISION if is_norm else switch.recipe.id, has_scales=not is_norm)
+        )
         if site.is_fp8_able:
             tensor = layout_root(model.node(site.name).inputs[site.activation.index]).tensor
             readers.setdefault((tensor.name, switch.recipe.activation_id), []).append(site.name)
-    return [
+    together = (
         Unit(tuple(sites), rounding, tensor)
         for (tensor, rounding), sites in readers.items()
         if len(sites) > 1
-    ]
+    )
+    return (*units, *together)

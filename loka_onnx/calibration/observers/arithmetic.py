@@ -1,27 +1,54 @@
-"""Low-precision sites in FP32 arithmetic, for the error pass and the sensitivity pass."""
+"""Low-precision sites in FP32 arithmetic, for the error pass and the sensitivity pass.
+
+**Noise seeds.** A value's position on the grid depends on its scale, and the scale on the largest value of
+some rows. Other rows would give another scale, and every error another sign and size. One profile shows one
+seed of this noise, and an interval over rows says nothing of the others. So the first rows run again under
+scales times 2^(1/5), 2^(2/5), ….
+
+- A factor matters only by its fraction of an octave: a power of two moves no value on the grid (except at
+  underflow). So the factors are evenly spaced inside one octave.
+- Fifths, because errors under scales so far apart correlate least: for normal values up to .15 in E4M3 and
+  .26 in E5M2 among four seeds (eighths: .29 and .44; quarters: .11 and .39).
+- An integer grid has no octaves: a larger scale only makes it coarser. Its scales take the eighth root of the
+  factors, so that the noise grows by less than a sixth; that moves all values of more than some six steps.
+- Factors are above 1: below it, values beyond the format's range would saturate, which is another kind of
+  error. The largest, 2^(4/5), costs less than one of E4M3's 18 binades.
+- Moved scales are rounded up to BF16, like every scale (`numerics.scales`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
-from loka_onnx.calibration.effects.perturbation import moved
-from loka_onnx.core.formats import NumberFormat
-from loka_onnx.core.recipe import Granularity, Recipe, Scales, Scaling
-from loka_onnx.core.site import Operand, Site, SiteKind
+from loka_onnx.core.formats import FORMATS, NumberFormat
+from loka_onnx.core.recipe import ZERO_POINT, Granularity, Recipe, Scales, Scaling
+from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.core.statistics import RangeStats
+from loka_onnx.errors import ConfigError
 from loka_onnx.graph.fake_quantize import Bounds, FakeQuantized, fake_quantize, round_to_bfloat16
 from loka_onnx.graph.layout import layout_root, reapply
 from loka_onnx.graph.model import GraphModel, Tensor, is_constant, values_of
 from loka_onnx.graph.sites import channel_axis
 from loka_onnx.numerics.rounding import fake_quantize as fake_quantize_array
-from loka_onnx.numerics.scales import weight_scales
+from loka_onnx.numerics.scales import round_up_to_bfloat16, weight_scales
 
 NORM_PRECISION = "bf16"
 """What a norm is tried in: BF16 operands and results, FP32 statistics."""
+DRAW_ROWS = 4096
+"""Rows that are run under moved scales."""
+STEPS_IN_OCTAVE = 5
+UNIFORM_SHARE = 1 / 8
+"""Exponent of the factors on an integer grid."""
+MOST_DRAWS = 8
+"""More would only be near each other."""
+
+Array = npt.NDArray[Any]
 
 
 @dataclass
@@ -69,18 +96,25 @@ def quantized_product(
 ) -> Tensor:
     """Add the product of a linear or interaction site with both operands rounded; return its output.
 
-    `weight_factor` multiplies the scales of the weight (`calibration.effects.perturbation`).
+    `weight_factor` multiplies the scales of the weight (`moved`).
     """
     model = quantizer.model
     node = model.node(site.name)
     inputs = list(node.inputs)
     for operand in site.operands:
         tensor = node.inputs[operand.index]
-        inputs[operand.index] = (
-            _rounded_weight(model, site, operand, recipe, weight_factor)
-            if operand.constant
-            else quantizer.values(tensor, f"{site.name}.in{operand.index}")
+        if not operand.constant:
+            inputs[operand.index] = quantizer.values(tensor, f"{site.name}.in{operand.index}")
+            continue
+        weight, format, axis = (
+            values_of(tensor).astype(np.float32),
+            recipe.format.of_weights,
+            channel_axis(operand),
         )
+        scales = weight_scales(weight, recipe.weight, axis, format)
+        per_channel = axis if recipe.weight is Granularity.PER_CHANNEL else None
+        rounded = fake_quantize_array(weight, moved(scales, weight_factor, format), format, per_channel)
+        inputs[operand.index] = model.constant(f"{site.name}.weight_quantized", rounded)
     return model.add_like(node, inputs, f"{site.name}.quantized")
 
 
@@ -111,11 +145,38 @@ def low_precision(
     return quantized_product(quantizer, site, recipe, weight_factor)
 
 
-def _rounded_weight(model: GraphModel, site: Site, operand: Operand, recipe: Recipe, factor: float) -> Tensor:
-    weight = values_of(model.node(site.name).inputs[operand.index]).astype(np.float32)
-    axis = channel_axis(operand)
-    format = recipe.format.of_weights
-    scales = moved(weight_scales(weight, recipe.weight, axis, format), factor, format)
-    per_channel = axis if recipe.weight is Granularity.PER_CHANNEL else None
-    rounded = fake_quantize_array(weight, scales, format, per_channel)
-    return model.constant(f"{site.name}.weight_quantized", rounded)
+def draw_factors(draws: int) -> tuple[float, ...]:
+    """Return the factor of the scales for each noise seed; the first is 1.
+
+    Raises ConfigError if `draws` is not between 1 and `MOST_DRAWS`.
+    """
+    if not 1 <= draws <= MOST_DRAWS:
+        raise ConfigError(
+            f"E0503 rounding noise can be drawn 1 to {MOST_DRAWS} times",
+            evidence=f"{draws} draws are asked for",
+            remedy="1 measures under the profile's own scales only; 4 is the default",
+        )
+    return tuple(2.0 ** (step / max(draws, STEPS_IN_OCTAVE)) for step in range(draws))
+
+
+def moved(scales: Array, factor: float, format: NumberFormat) -> Array:
+    """Return scales of any shape times a factor, on the BF16 grid; unchanged for the factor 1."""
+    if factor == 1.0:
+        return scales
+    if not format.is_float:
+        factor **= UNIFORM_SHARE
+    return round_up_to_bfloat16(scales.astype(np.float64) * factor).astype(scales.dtype)
+
+
+def moved_activations(scales: Scales, factor: float) -> dict[str, dict[str, float]]:
+    """Return activation scales times a factor; zero points stay, as both ends of a range move."""
+
+    def again(rounding: str, scale: float) -> float:
+        if rounding.endswith(f"/{ZERO_POINT}"):
+            return scale
+        return float(moved(np.array(scale), factor, FORMATS[rounding.partition("/")[0]]))
+
+    return {
+        rounding: {tensor: again(rounding, scale) for tensor, scale in known.items()}
+        for rounding, known in scales.items()
+    }

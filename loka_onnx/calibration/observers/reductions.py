@@ -75,23 +75,11 @@ class Reductions:
         self._first = model.constant("loka.first_axis", np.array([0], dtype=np.int64))
         self._one = model.constant("loka.one", np.array([1], dtype=np.int64))
 
-    def total(self, tensor: Tensor, name: str) -> Slot:
-        """Add the sum over all elements."""
-        return self._reduce(tensor, name, Reduction.SUM)
-
     def squares(self, tensor: Tensor, name: str) -> Slot:
         """Add the sum of squares over all elements; ReduceSumSquare is slower than a product and a sum."""
         square = self.model.add("Mul", [tensor, tensor], f"{name}.square")
         square.shape = tensor.shape
-        return self.total(square, name)
-
-    def maximum(self, tensor: Tensor, name: str) -> Slot:
-        """Add the largest element."""
-        return self._reduce(tensor, name, Reduction.MAX)
-
-    def minimum(self, tensor: Tensor, name: str) -> Slot:
-        """Add the smallest element."""
-        return self._reduce(tensor, name, Reduction.MIN)
+        return self.add(square, name)
 
     def count(self, tensor: Tensor, name: str) -> Count:
         """Add the number of elements."""
@@ -119,7 +107,8 @@ class Reductions:
                 values = self.model.add("Concat", scalars, f"loka.{kind}.scalars", np.float64, {"axis": 0})
                 self._emit(values, _scalar_name(kind), len(scalars))
 
-    def _reduce(self, tensor: Tensor, name: str, kind: Reduction) -> Slot:
+    def add(self, tensor: Tensor, name: str, kind: Reduction = Reduction.SUM) -> Slot:
+        """Add a reduction over all elements."""
         if not self._is_batch_first(tensor):
             values = self.model.add(
                 f"Reduce{kind}", [self._wide(tensor, name)], f"{name}.{kind}", np.float64, {"keepdims": 0}

@@ -1,13 +1,14 @@
-"""Observers of sites: ranges of activations, and output errors under recipes."""
+"""Observers of sites: ranges of activations, and output errors under recipes; magnitudes of all tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx
+from onnx import TensorProto
 
 from loka_onnx.calibration.observers.arithmetic import (
     NORM_PRECISION,
@@ -15,15 +16,16 @@ from loka_onnx.calibration.observers.arithmetic import (
     bfloat16_norm,
     quantized_product,
 )
-from loka_onnx.calibration.observers.reductions import BatchTotals, Count, Reductions, Slot
+from loka_onnx.calibration.observers.reductions import BatchTotals, Count, Reduction, Reductions, Slot
 from loka_onnx.calibration.observers.sampling import SampleObserver, add_sample
 from loka_onnx.core.recipe import Granularity, Recipe, Scales
 from loka_onnx.core.site import Site, SiteKind
-from loka_onnx.core.statistics import ErrorStats, RangeStats
+from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.fake_quantize import TINY
 from loka_onnx.graph.layout import layout_root
-from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer
+from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, producer
+from loka_onnx.graph.protected import divisors
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,6 @@ class RangeObserver:
     slots: RangeSlots
     is_layout: bool
 
-    def read(self, totals: BatchTotals) -> RangeStats:
-        """Return the range over all batches, without magnitudes and spread, which are not `Reductions`."""
-        low, high = totals.extreme(self.slots.minimum), totals.extreme(self.slots.maximum)
-        return RangeStats(
-            count=totals.count(self.slots.count),
-            amax=max(abs(low), abs(high)),
-            minimum=low,
-            maximum=high,
-            total=totals.sum(self.slots.total),
-            total_squares=totals.sum(self.slots.squares),
-        )
-
 
 def observe_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) -> tuple[RangeObserver, ...]:
     """Observe the range of every activation that a site reads; layouts of one tensor share an observer.
@@ -81,9 +71,9 @@ def observe_ranges(model: GraphModel, sites: Sequence[Site], stride: int = 1) ->
             if root.name not in roots:
                 roots[root.name] = RangeSlots(
                     reductions.count(root, name),
-                    reductions.minimum(root, f"{name}.min"),
-                    reductions.maximum(root, f"{name}.max"),
-                    reductions.total(root, f"{name}.sum"),
+                    reductions.add(root, f"{name}.min", Reduction.MIN),
+                    reductions.add(root, f"{name}.max", Reduction.MAX),
+                    reductions.add(root, f"{name}.sum"),
                     reductions.squares(root, f"{name}.squares"),
                     add_sample(model, root, stride, name),
                 )
@@ -122,20 +112,10 @@ class ActivationSlots:
     survived: Slot
     smallest: float
 
-    def nonzeros(self, totals: BatchTotals) -> int:
-        """Return the number of nonzero elements."""
-        return round(totals.sum(self.nonzero).value / TINY)
-
-    def underflowed(self, totals: BatchTotals) -> int:
-        """Return the number of nonzero elements that became zero."""
-        return self.nonzeros(totals) - round(totals.sum(self.survived).value / self.smallest)
-
 
 @dataclass(frozen=True)
 class ErrorObserver:
-    """Error of one site under one recipe, or of a norm, which has a precision as
-    `recipe` and no activation.
-    """
+    """Error of one site under one recipe; a norm has a precision as `recipe`, and no activation."""
 
     site: str
     recipe: str
@@ -145,9 +125,13 @@ class ErrorObserver:
 
     def read(self, totals: BatchTotals) -> ErrorStats:
         """Return the error over all batches."""
-        activation = self.activation
-        saturated = activation.saturated if activation is not None else None
-        elements = totals.count(activation.count) if activation is not None else 0
+        saturated = elements = nonzero = survived = 0
+        if (activation := self.activation) is not None:
+            elements = totals.count(activation.count)
+            nonzero = round(totals.sum(activation.nonzero).value / TINY)
+            survived = round(totals.sum(activation.survived).value / activation.smallest)
+            if activation.saturated is not None:
+                saturated = round(totals.sum(activation.saturated).value)
         return ErrorStats(
             recipe=self.recipe,
             activation_scale=self.activation_scale,
@@ -156,9 +140,9 @@ class ErrorObserver:
             noise=totals.sum(self.output.noise),
             quantized=totals.sum(self.output.quantized),
             activation_count=elements,
-            saturated=round(totals.sum(saturated).value) if saturated is not None else 0,
-            underflowed=activation.underflowed(totals) if activation is not None else 0,
-            zeros=elements - activation.nonzeros(totals) if activation is not None else 0,
+            saturated=saturated,
+            underflowed=nonzero - survived,
+            zeros=elements - nonzero,
         )
 
 
@@ -184,24 +168,14 @@ class ErrorObserverBuilder:
             scalings = {tensor: recipe.scaling(self.scales, tensor) for tensor in scales}
             self._quantizers[rounding] = ActivationQuantizer(self.model, recipe.format, scalings, self.ranges)
         product = quantized_product(self._quantizers[rounding], site, recipe)
-        name = f"{site.name}.{recipe.id}"
-        self.found.append(
-            ErrorObserver(
-                site.name,
-                recipe.id,
-                scales[site.activation.tensor],
-                self._output(site, product, name),
-                self._activation(site, recipe, name),
-            )
-        )
+        name, scale = f"{site.name}.{recipe.id}", scales[site.activation.tensor]
+        output, activation = self._output(site, product, name), self._activation(site, recipe, name)
+        self.found.append(ErrorObserver(site.name, recipe.id, scale, output, activation))
 
     def add_norm(self, site: Site) -> None:
         """Observe a norm in BF16."""
-        name = f"{site.name}.{NORM_PRECISION}"
-        output = bfloat16_norm(self.model, site)
-        self.found.append(
-            ErrorObserver(site.name, NORM_PRECISION, None, self._output(site, output, name), None)
-        )
+        output = self._output(site, bfloat16_norm(self.model, site), f"{site.name}.{NORM_PRECISION}")
+        self.found.append(ErrorObserver(site.name, NORM_PRECISION, None, output, None))
 
     def _output(self, site: Site, quantized: Tensor, name: str) -> OutputSlots:
         exact = self.model.node(site.name).outputs[0]
@@ -210,8 +184,12 @@ class ErrorObserverBuilder:
                 self.reductions.count(exact, site.name),
                 self.reductions.squares(exact, f"{site.name}.signal"),
             )
-        if site.kind is not SiteKind.NORM and _repeats_a_constant(self.model.node(site.name), site):
-            difference = self._wide_difference(self.model.node(site.name), quantized, name)
+        node = self.model.node(site.name)
+        source = producer(layout_root(node.inputs[site.activation.index]).tensor)
+        is_repeated = source is not None and source.op == "Expand" and is_constant(source.inputs[0])
+        if site.kind is not SiteKind.NORM and is_repeated:
+            # One parameter for every example, as learned queries are.
+            difference = self._wide_difference(node, quantized, name)
         else:
             difference = self.model.add("Sub", [quantized, exact], f"{name}.difference")
         difference.shape = quantized.shape = exact.shape
@@ -262,13 +240,11 @@ class ErrorObserverBuilder:
         return self._activations[key]
 
     def _capped(self, values: Tensor, cap: float, name: str, is_signed: bool) -> Slot:
-        """Add the sum of min(|values|, cap): `cap` times the number of elements that are at least `cap`,
-        exactly.
-        """
+        """Add the sum of min(|values|, cap): exactly `cap` times the number of elements of at least `cap`."""
         magnitude = self._like(values, "Abs", [values], f"{name}.magnitude") if is_signed else values
         bounds = [self.model.constant(f"{name}.bound", np.array(b, dtype=np.float32)) for b in (0.0, cap)]
         capped = self._like(values, "Clip", [magnitude, *bounds], f"{name}.capped")
-        return self.reductions.total(capped, name)
+        return self.reductions.add(capped, name)
 
     def _changed(self, before: Tensor, after: Tensor, name: str) -> Slot:
         """Add the number of elements that clipping changes."""
@@ -277,7 +253,7 @@ class ErrorObserverBuilder:
         to = {"to": onnx.TensorProto.FLOAT}
         as_float = self.model.add("Cast", [beyond], f"{name}.as_float", np.float32, to)
         as_float.shape = before.shape
-        return self.reductions.total(as_float, f"{name}.saturated")
+        return self.reductions.add(as_float, f"{name}.saturated")
 
     def _like(self, tensor: Tensor, op: str, inputs: list[Tensor], name: str) -> Tensor:
         result = self.model.add(op, inputs, name)
@@ -292,15 +268,18 @@ def observe_errors(
     scales: Scales,
     ranges: Mapping[str, RangeStats],
 ) -> tuple[ErrorObserver, ...]:
-    """Observe the output error of every site under every applicable recipe; of recipes with equal scales, the
-    first.
-    """
+    """Observe the error of every site under every applicable recipe; of equal recipes, the first."""
     builder = ErrorObserverBuilder(model, scales, ranges)
     for site in sites:
         if site.kind is SiteKind.NORM:
             builder.add_norm(site)
             continue
-        for recipe in _distinct(site, recipes_for(site, recipes), scales):
+        activations = [operand.tensor for operand in site.operands if not operand.constant]
+        distinct: dict[tuple[object, ...], Recipe] = {}
+        for recipe in recipes_for(site, recipes):
+            known = (recipe.scaling(scales, tensor) for tensor in activations)
+            distinct.setdefault((recipe.format, recipe.weight, *known), recipe)
+        for recipe in distinct.values():
             builder.add_product(site, recipe)
     builder.reductions.finish()
     return tuple(builder.found)
@@ -313,18 +292,67 @@ def recipes_for(site: Site, recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
     return tuple(recipes)
 
 
-def _repeats_a_constant(node: Node, site: Site) -> bool:
-    """True if a site's activation is one parameter repeated for every example, as learned queries are."""
-    source = producer(layout_root(node.inputs[site.activation.index]).tensor)
-    return source is not None and source.op == "Expand" and is_constant(source.inputs[0])
+LARGEST = float(np.finfo(np.float32).max)
 
 
-def _distinct(site: Site, recipes: Sequence[Recipe], scales: Scales) -> tuple[Recipe, ...]:
-    """Return recipes that differ at a site by their operands or by scales of its activations."""
-    activations = [operand.tensor for operand in site.operands if not operand.constant]
-    by_key: dict[tuple[object, ...], Recipe] = {}
-    for recipe in recipes:
-        known = (recipe.scaling(scales, tensor) for tensor in activations)
-        key = (recipe.format, recipe.weight, *known)
-        by_key.setdefault(key, recipe)
-    return tuple(by_key.values())
+@dataclass(frozen=True)
+class MagnitudeObserver:
+    """Slots of one tensor's smallest and largest element.
+
+    `smallest` is the smallest nonzero magnitude, or `LARGEST`; None for a tensor that is no divisor.
+    """
+
+    tensor: str
+    low: Slot
+    high: Slot
+    smallest: Slot | None
+
+    def read(self, totals: BatchTotals) -> TensorRange:
+        """Return the magnitudes over all batches."""
+        amax = max(abs(totals.extreme(self.low)), abs(totals.extreme(self.high)))
+        smallest = LARGEST if self.smallest is None else totals.extreme(self.smallest)
+        return TensorRange(min(amax, LARGEST), None if smallest == LARGEST else smallest)
+
+
+def observe_magnitudes(model: GraphModel) -> tuple[MagnitudeObserver, ...]:
+    """Observe every non-constant FP32 tensor of the main graph, which decide whether it fits FP16.
+
+    The graph's outputs become the largest and smallest element; layouts of one tensor share its observer.
+    """
+    tensors = list(_tensors(model))
+    divided_by = {divisor.tensor.name for divisor in divisors(model)}
+    reductions = Reductions(model)
+    extremes: dict[str, tuple[Slot, Slot]] = {}
+    observers = []
+    for position, tensor in enumerate(tensors):
+        root, name = layout_root(tensor).tensor, f"magnitude{position}"
+        if root.name not in extremes:
+            extremes[root.name] = (
+                reductions.add(root, f"{name}.min", Reduction.MIN),
+                reductions.add(root, f"{name}.max", Reduction.MAX),
+            )
+        smallest = None
+        if tensor.name in divided_by:
+            magnitudes = _nonzero_magnitude(model, tensor, name)
+            smallest = reductions.add(magnitudes, f"{name}.smallest", Reduction.MIN)
+        observers.append(MagnitudeObserver(tensor.name, *extremes[root.name], smallest))
+    reductions.finish()
+    return tuple(observers)
+
+
+def _tensors(model: GraphModel) -> Iterator[Tensor]:
+    computed = (tensor for node in model.sorted_nodes() for tensor in node.outputs)
+    for tensor in (*model.inputs, *computed):
+        if tensor.name and tensor.dtype is not None and element_type(tensor.dtype) == TensorProto.FLOAT:
+            yield tensor
+
+
+def _nonzero_magnitude(model: GraphModel, tensor: Tensor, name: str) -> Tensor:
+    """Add the magnitudes of a tensor, with `LARGEST` in place of 0."""
+    zero = model.constant(f"{name}.zero", np.array(0, np.float32))
+    largest = model.constant(f"{name}.largest", np.array(LARGEST, np.float32))
+    magnitude = model.add("Abs", [tensor], f"{name}.magnitude")
+    is_zero = model.add("Equal", [magnitude, zero], f"{name}.is_zero", np.bool_)
+    nonzero = model.add("Where", [is_zero, largest, magnitude], f"{name}.nonzero", np.float32)
+    nonzero.shape = tensor.shape
+    return nonzero

@@ -1,7 +1,6 @@
 """The range, magnitude and error passes over the calibration split.
 
-Ranges come before errors because FP8 error depends on the scale and the scale on the final range. All passes
-stream: a batch leaves a few numbers per site and counts of magnitudes (`observers.sampling`).
+All passes stream: a batch leaves a few numbers per site and counts of magnitudes (`observers.sampling`).
 """
 
 from __future__ import annotations
@@ -11,12 +10,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-from loka_onnx.calibration.observers.magnitudes import observe_magnitudes
+import numpy as np
+
+from loka_onnx.calibration.observers.reductions import BatchTotals
 from loka_onnx.calibration.observers.sampling import sampling_stride
-from loka_onnx.calibration.observers.site_observers import observe_errors, observe_ranges
-from loka_onnx.calibration.passes.error_pass import ErrorTotals
+from loka_onnx.calibration.observers.site_observers import observe_errors, observe_magnitudes, observe_ranges
 from loka_onnx.calibration.passes.executors import (
     BatchResult,
     BatchWork,
@@ -24,18 +24,18 @@ from loka_onnx.calibration.passes.executors import (
     LocalExecutor,
     ReductionWork,
     Span,
-    batch_numbers,
+    rows_of,
     spans_in_order,
     spans_in_random_order,
 )
-from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork, TensorRangeTotals
-from loka_onnx.calibration.passes.row_order import rows_of
+from loka_onnx.calibration.passes.totals import ErrorTotals, RangeTotals, RangeWork
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.progress import UNTIL, Progress, silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe, Scales
 from loka_onnx.core.site import Site
 from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
 from loka_onnx.data import Dataset
+from loka_onnx.errors import CalibrationError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.scale_choice import activation_scaling
 
@@ -59,7 +59,7 @@ class PassOptions:
         seed: Of the random order.
         sensitivity_rows: Most rows of the sensitivity pass; None for all.
         group: Column of rows that belong together; None where rows are independent.
-        draws: Noise seeds of the rounding (`effects.perturbation`); 1 for the scales themselves only.
+        draws: Noise seeds of the rounding (`observers.arithmetic`); 1 for the scales themselves only.
     """
 
     recipes: tuple[Recipe, ...] = (PER_TENSOR, PER_CHANNEL_WEIGHT)
@@ -105,15 +105,6 @@ def scales_of(ranges: Mapping[str, RangeStats], recipes: Sequence[Recipe]) -> di
     return scales
 
 
-@dataclass(frozen=True)
-class _Step(Generic[R]):
-    """One batch of a pass, which messages call `where`; `ends_span` if it is the last of its span."""
-
-    result: BatchResult[R]
-    where: str
-    ends_span: bool
-
-
 class Probe:
     """The passes over the calibration split.
 
@@ -150,8 +141,8 @@ class Probe:
         totals = RangeTotals(observe_ranges(graph, self.sites, sampling_stride(size)), size)
         path = scratch / "ranges.onnx"
         graph.save(path)
-        for step in self._run(RangeWork(path, totals.samples), self._range_spans, "ranges"):
-            totals.add(step.result, step.where)
+        for result, where in self._run(RangeWork(path, totals.samples), self._range_spans, "ranges"):
+            totals.add(result, where)
         return totals.read()
 
     def magnitudes(self, scratch: Path) -> dict[str, TensorRange]:
@@ -160,13 +151,23 @@ class Probe:
         Raises CalibrationError if a tensor holds NaN.
         """
         graph = GraphModel.load(self.model.path)
-        totals = TensorRangeTotals(observe_magnitudes(graph))
+        observers, totals = observe_magnitudes(graph), BatchTotals()
         path = scratch / "magnitudes.onnx"
         graph.save(path)
         spans = spans_in_order(self.rows, self.options.batch_size)
-        for step in self._run(ReductionWork(path), spans, "magnitudes"):
-            totals.add(step.result, step.where)
-        return totals.read()
+        for result, where in self._run(ReductionWork(path), spans, "magnitudes"):
+            values = result.value
+            if any(np.isnan(vector).any() for vector in values.values()):  # infinities are magnitudes
+                extremes = {o.tensor: [o.low.read(values), o.high.read(values)] for o in observers}
+                first = next(name for name, ends in extremes.items() if np.isnan(ends).any())
+                raise CalibrationError(
+                    f"E0507 tensor '{first}' is not a number in {where}",
+                    evidence=f"of {len(observers)} tensors it is the first",
+                    remedy="a model that makes NaN of these rows cannot be served: drop them, or mend the "
+                    "model",
+                )
+            totals.add(values, result.rows)
+        return {observer.tensor: observer.read(totals) for observer in observers}
 
     def errors(self, scratch: Path, ranges: Mapping[str, RangeStats], scales: Scales) -> MeasuredErrors:
         """Return the output error of every site under every recipe, over as many rows as the precision needs.
@@ -185,11 +186,12 @@ class Probe:
             if precision is None
             else spans_in_random_order(self.rows, size, self.options.seed)
         )
+        ends = set(accumulate(span.rows for span in spans))
         task = "fp8 error" if precision is None else f"fp8 error{UNTIL}precise"
         with closing(self._run(ReductionWork(path), spans, task)) as steps:
-            for step in steps:
-                totals.add(step.result, step.where)
-                if precision is None or not step.ends_span:
+            for result, where in steps:
+                totals.add(result, where)
+                if precision is None or totals.rows not in ends:
                     continue
                 totals.end_span()
                 if totals.is_precise(precision):
@@ -198,13 +200,15 @@ class Probe:
         by_site = totals.read()
         return MeasuredErrors({site.name: by_site.get(site.name, []) for site in self.sites}, totals.rows)
 
-    def _run(self, work: BatchWork[R], spans: Sequence[Span], task: str) -> Generator[_Step[R]]:
+    def _run(
+        self, work: BatchWork[R], spans: Sequence[Span], task: str
+    ) -> Generator[tuple[BatchResult[R], str]]:
+        """Yield each batch, and what messages call it."""
         size, done = self.options.batch_size, 0
         batches, total = -(-self.rows // size), rows_of(spans)
-        last = {(span.stop - 1) // size for span in spans}
+        numbers = (n for span in spans for n in range(span.start // size, -(-span.stop // size)))
         with closing(self.executor.run(work, self.data, spans, size)) as results:
-            for result, number in zip(results, batch_numbers(spans, size), strict=True):
-                where = f"batch {number + 1} of {batches} of '{self.data.name}'"
-                yield _Step(result, where, number in last)
+            for result, number in zip(results, numbers, strict=True):
+                yield result, f"batch {number + 1} of {batches} of '{self.data.name}'"
                 done += result.rows
                 self.progress(task, done, total)

@@ -7,7 +7,7 @@ from itertools import chain
 from math import inf
 from statistics import NormalDist
 
-from loka_onnx.calibration.observers.batch_spread import COLUMN
+from loka_onnx.calibration.observers.sampling import COLUMN
 from loka_onnx.operations.drift.report import (
     Alarm,
     DriftOptions,

@@ -21,17 +21,17 @@ from loka_onnx.calibration.observers.site_observers import (
     RangeObserver,
     observe_ranges,
 )
-from loka_onnx.calibration.passes.error_pass import ErrorTotals
 from loka_onnx.calibration.passes.executors import (
     BatchResult,
     BatchWork,
     LocalExecutor,
     ReductionWork,
     Span,
+    first_rows,
+    scattered,
     spans_in_order,
 )
-from loka_onnx.calibration.passes.range_pass import RangeBatch, RangeTotals, RangeWork
-from loka_onnx.calibration.passes.row_order import first_rows, scattered
+from loka_onnx.calibration.passes.totals import ErrorTotals, RangeBatch, RangeTotals, RangeWork
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.data import Dataset

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.effects.loss_rows import as_scores
+from loka_onnx.calibration.effects.loss_totals import as_scores
 from loka_onnx.calibration.effects.switchable import SwitchableFile
 from loka_onnx.calibration.passes.executors import BatchResult, BatchWork
 from loka_onnx.core.artifact import OutputKind, OutputSpec

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import inf, sqrt
 from pathlib import Path
 
-from loka_onnx.calibration.observers.batch_spread import COLUMN
+from loka_onnx.calibration.observers.sampling import COLUMN
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.statistics import BatchSums, ErrorStats, RangeStats
 from loka_onnx.data import Dataset

@@ -30,9 +30,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.calibration.passes.error_pass import ErrorTotals
 from loka_onnx.calibration.passes.executors import BatchResult, ReductionWork
-from loka_onnx.calibration.passes.range_pass import RangeWork
+from loka_onnx.calibration.passes.totals import ErrorTotals, RangeWork
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.data import Batch

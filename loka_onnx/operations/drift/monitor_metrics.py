@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from loka_onnx.calibration.observers.batch_spread import COLUMN
+from loka_onnx.calibration.observers.sampling import COLUMN
 from loka_onnx.errors import MissingPackage
 from loka_onnx.operations.drift.report import DriftReport
 

@@ -10,10 +10,9 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Protection
 from loka_onnx.core.profile import Profile
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.planning.base import Bases
+from loka_onnx.planning.base import Bases, with_scales
 from loka_onnx.planning.costs import Costs
 from loka_onnx.planning.fp16 import scale_fits
-from loka_onnx.planning.scales import ScaleReader
 
 
 def planned_recipe_ids(profile: Profile) -> dict[str, str]:
@@ -33,13 +32,12 @@ def replan(
         PlanningError: The profile lacks a scale or a site.
     """
     graph = GraphModel.load(model.path)
-    reader = ScaleReader(graph, profile)
     sites = {site.name: site for site in model.sites}
 
     def again(decision: Decision) -> Decision:
         if decision.recipe is None:
             return decision
-        return reader.scaled(decision, sites[decision.site], decision.recipe)
+        return with_scales(decision, sites[decision.site], decision.recipe, graph, profile)
 
     return replace(
         plan,
@@ -70,11 +68,11 @@ def unproven_reason(
         new = {node: why for node, why in bases.fixed(Precision.FP16).wide.items() if node not in wide}
         for node, why in new.items():
             return f"plan '{plan.id}' runs '{node}' in fp16, which is not shown to fit any more: {why}"
-        reader = ScaleReader(graph, profile)
         for decision in plan.decisions:
             if decision.recipe is None:
                 continue
-            for scale in reader.scaled(decision, model.site(decision.site), decision.recipe).scales:
+            site = model.site(decision.site)
+            for scale in with_scales(decision, site, decision.recipe, graph, profile).scales:
                 if not scale_fits(scale):
                     return (
                         f"plan '{plan.id}' needs a scale of {scale:.4g} at site '{decision.site}' now, which "

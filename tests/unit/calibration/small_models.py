@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from loka_onnx.export.onnx_model import import_onnx
 
 LOGIT = OutputSpec("y", OutputKind.LOGIT, "label")
 SHARED = ("left", "right")
+BINDINGS = (InputBinding("x", ("x",), "float32", 2),)
 BODY = """
     [left] a = MatMul(x, w_left)
     [right] b = MatMul(x, w_right)
@@ -27,20 +29,26 @@ BODY = """
 """
 
 
-def artifact_of(folder: Path, body: str = BODY, outputs: tuple[OutputSpec, ...] = (LOGIT,)) -> ModelArtifact:
-    """The model, or another one of the same weights."""
+TWO_SITES = "[fc1] h = MatMul(x, w1)  r = Relu(h)  [fc2] y = MatMul(r, head)"
+W1 = np.random.default_rng(0).standard_normal((16, 16))
+HEAD = np.ones((16, 1))
+
+
+def artifact_of(folder: Path, body: str = BODY, **weights: np.ndarray) -> ModelArtifact:
+    """The model, or another one of the same weights and others, floating ones in FP32."""
     model = onnx.parser.parse_model(
         f'<ir_version: 10, opset_import: ["" : 21]> g (float[b,16] x) => (float[] y) {{ {body} }}'
     )
     random = np.random.default_rng(0)
-    weights = {name: random.standard_normal((16, 16)) / 4 for name in ("w_left", "w_right", "w_deep")}
-    weights |= {"w_head": random.standard_normal((16, 1)), "gain": np.ones(16), "bias": np.zeros(16)}
-    for name, values in weights.items():
-        if name in body:
-            model.graph.initializer.append(onnx.numpy_helper.from_array(values.astype(np.float32), name))
+    known = {name: random.standard_normal((16, 16)) / 4 for name in ("w_left", "w_right", "w_deep")}
+    known |= {"w_head": random.standard_normal((16, 1)), "gain": np.ones(16), "bias": np.zeros(16)}
+    for name, values in (known | {"w1": W1, "head": HEAD} | weights).items():
+        if re.search(rf"\b{name}\b[,)]", body):
+            stored = values.astype(np.float32) if values.dtype.kind == "f" else values
+            model.graph.initializer.append(onnx.numpy_helper.from_array(stored, name))
     folder.mkdir(parents=True, exist_ok=True)
     onnx.save(model, folder / "source.onnx")
-    return import_onnx(folder / "source.onnx", folder / "model.onnx", outputs)
+    return import_onnx(folder / "source.onnx", folder / "model.onnx", (LOGIT,))
 
 
 def columns_of(rows: int, seed: int = 1) -> dict[str, np.ndarray]:
@@ -61,6 +69,10 @@ def dataset_of(folder: Path, columns: dict[str, np.ndarray]) -> Dataset:
     """The rows as a data set."""
     folder.mkdir(parents=True, exist_ok=True)
     np.savez(folder / "clicks-0412.npz", **columns)
-    bindings = (InputBinding("x", ("x",), "float32", 2),)
     names = tuple(name for name in columns if name != "x")
-    return open_dataset(folder / "clicks-0412.npz", bindings, names)
+    return open_dataset(folder / "clicks-0412.npz", BINDINGS, names)
+
+
+def data_of(folder: Path, x: np.ndarray) -> Dataset:
+    """Rows of x, with labels in turns."""
+    return dataset_of(folder, {"x": x.astype(np.float32), "label": np.arange(len(x)) % 2})

@@ -8,22 +8,19 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
 from small_models import LOGIT, artifact_of, columns_of, dataset_of
 
 from loka_onnx.calibration.corrections.biases import Fit, fit_biases
 from loka_onnx.calibration.corrections.means import MeanRows
+from loka_onnx.calibration.passes.executors import rows_of
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.errors import CalibrationError
-from loka_onnx.export.onnx_model import import_onnx
 
 ROWS = 700
-Y = OutputSpec("y", OutputKind.LOGIT, "label")
-ONE = onnx.numpy_helper.from_array(np.array([1]), "one")
 
 
 @dataclass(frozen=True)
@@ -69,20 +66,16 @@ CASES = {
 
 def model_of(folder: Path, case: Case) -> ModelArtifact:
     """The case; the score is the mean over everything but the rows, whose axis the experts have second."""
-    axes = "0, 2" if "e = " in case.body else "1" if len(case.shape) == 1 else "1, 2"
-    text = (
-        '<ir_version: 10, opset_import: ["" : 21]> g (float[b,16] x) => (float[] y) '
-        f"<int64[3] tokens = {{-1, 4, 4}}, int64[{axes.count(',') + 1}] axes = {{{axes}}}> "
-        f"{{ {case.body} y = ReduceMean<keepdims=0>(z, axes) }}"
-    )
-    model = onnx.parser.parse_model(text)
+    axes = [0, 2] if "e = " in case.body else [1] if len(case.shape) == 1 else [1, 2]
     random = np.random.default_rng(5)
-    weights = {"w": random.standard_normal(case.weight) / 3, "b": random.standard_normal(8)}
-    for name, values in weights.items():
-        if f"{name}," in case.body or f", {name}" in case.body:
-            model.graph.initializer.append(onnx.numpy_helper.from_array(values.astype(np.float32), name))
-    onnx.save(model, folder / "source.onnx")
-    return import_onnx(folder / "source.onnx", folder / "model.onnx", (Y,))
+    return artifact_of(
+        folder,
+        f"{case.body} y = ReduceMean<keepdims=0>(z, axes)",
+        w=random.standard_normal(case.weight) / 3,
+        b=random.standard_normal(8),
+        tokens=np.array([-1, 4, 4]),
+        axes=np.array(axes),
+    )
 
 
 def plan_of(model: ModelArtifact, recipe: Recipe, scales: dict[str, float]) -> PrecisionPlan:
@@ -106,14 +99,12 @@ def rounded(values: np.ndarray, scale: np.ndarray | float) -> np.ndarray:
 
 @pytest.mark.parametrize("recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=lambda r: r.weight)
 @pytest.mark.parametrize("name", CASES)
-def test_the_correction_is_the_mean_error_of_the_whole_product(
-    name: str, recipe: Recipe, tmp_path: Path
-) -> None:
+def test_the_correction_is_the_mean_error_of_the_whole_product(name, recipe, tmp_path):
     case, columns = CASES[name], columns_of(ROWS)
     model = model_of(tmp_path, case)
     plan = plan_of(model, recipe, {"fc": 0.05})
     data = dataset_of(tmp_path, columns)
-    fit = fit_biases(model, [plan], (Y,), MeanRows(data, batch_size=256), tmp_path / "means.onnx")
+    fit = fit_biases(model, [plan], (LOGIT,), MeanRows(data, batch_size=256), tmp_path / "means.onnx")
 
     x = columns["x"].reshape(ROWS, *case.shape)
     w = onnx.numpy_helper.to_array(
@@ -157,19 +148,19 @@ def test_the_mean_score_is_weighted_and_sites_are_averaged(tmp_path: Path) -> No
     assert abs(wanted - y.mean()) > 1e-4, "the weights matter"
     w = {t.name: onnx.numpy_helper.to_array(t).astype(np.float64) for t in proto.graph.initializer}
     left = columns["x"].astype(np.float64) @ w["w_left"]
-    np.testing.assert_allclose(fit.exact.sites["left"], left.mean(axis=0)[None], atol=1e-6)
+    np.testing.assert_allclose(fit.exact.tensors["left"], left.mean(axis=0)[None], atol=1e-6)
     assert set(fit.plans["fp8-all"].values) == {"left", "right", "deep"}, "the head is not planned"
 
 
 def test_rows_are_drawn_up_to_a_number(tmp_path: Path) -> None:
     data = dataset_of(tmp_path, columns_of(9000))
     rows = MeanRows(data, most=5000, batch_size=512, seed=3)
-    assert rows.count == sum(span.stop - span.start for span in rows.spans) == 5000
+    assert rows_of(rows.spans) == 5000
     assert [span.start for span in rows.spans] == sorted(span.start for span in rows.spans)
-    assert MeanRows(data, most=10**6).count == 9000
+    assert rows_of(MeanRows(data, most=10**6).spans) == 9000
     firsts = {MeanRows(data, most=4096, seed=seed).spans[0].start for seed in range(8)}
     assert len(firsts) > 1, "not always the first rows of the file"
-    assert MeanRows(data, most=5000, first=700).spans[-1].stop == MeanRows(data, first=700).count == 700
+    assert MeanRows(data, most=5000, first=700).spans[-1].stop == 700
 
 
 def test_an_interaction_is_left_alone(tmp_path: Path) -> None:
@@ -177,16 +168,10 @@ def test_an_interaction_is_left_alone(tmp_path: Path) -> None:
         "t = Unsqueeze(x, one) u = Transpose<perm=[0,2,1]>(t) [dot] d = MatMul(t, u) "
         "f = Flatten(d) [head] y = Gemm(f, w)"
     )
-    model = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 21]> g (float[b,16] x) => (float[] y) {{ {body} }}'
-    )
-    w = onnx.numpy_helper.from_array(np.full((1, 1), 0.3, np.float32), "w")
-    model.graph.initializer.extend([ONE, w])
-    onnx.save(model, tmp_path / "source.onnx")
-    artifact = import_onnx(tmp_path / "source.onnx", tmp_path / "model.onnx", (Y,))
+    artifact = artifact_of(tmp_path, body, one=np.array([1]), w=np.full((1, 1), 0.3))
     plan = plan_of(artifact, PER_TENSOR, {"dot": 0.05, "head": 0.5})
     rows = MeanRows(dataset_of(tmp_path, columns_of(50)))
-    found = fit_biases(artifact, [plan], (Y,), rows, tmp_path / "means.onnx").plans["fp8-all"]
+    found = fit_biases(artifact, [plan], (LOGIT,), rows, tmp_path / "means.onnx").plans["fp8-all"]
     assert found.left_alone == {"dot": "a product of two activations has no bias"}
     assert set(found.values) == {"head"}
 

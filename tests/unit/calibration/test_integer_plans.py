@@ -10,14 +10,12 @@ import onnx
 import pytest
 from small_models import LOGIT, artifact_of, columns_of, dataset_of
 
-from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.updating import ProfiledModel, update
+from loka_onnx.calibration.calibrate import ProbeOptions, ProfiledModel, calibrate, update
 from loka_onnx.core import serde
 from loka_onnx.core.formats import E4M3FN, INT8, UINT8, NumberFormat, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import MSE, Granularity, Recipe
-from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.planning.policy import PlanOptions, make_plans
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
@@ -37,11 +35,8 @@ class Integers:
         w, decision = self.weights[PRODUCTS[site]], self.decisions.get(site)
         if decision is None:
             return x @ w
-        scale, zero, columns = (
-            decision.activation_scale,
-            decision.activation_zero_point,
-            decision.weight_scale,
-        )
+        scale, zero = decision.activation_scale, decision.activation_zero_point
+        columns = decision.weight_scale
         low, high = (0, 255) if decision.recipe.format == UINT8 else (-128, 127)
         a = np.clip(np.rint(np.float32(x) / np.float32(scale)).astype(np.int64) + zero, low, high) - zero
         b = np.rint(np.float32(w) / np.float32(columns)).astype(np.int64)
@@ -143,16 +138,8 @@ def test_products_without_an_integer_kernel_stay_out_even_where_forced(tmp_path:
         [plain] g = MatMul(f, w_deep)
         [head] y = MatMul(g, w_head)
     """
-    proto = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 21]> g (float[b,16] x) => (float[] y) {{ {body} }}'
-    )
-    random = np.random.default_rng(0)
-    shapes = {"w_batched": (1, 16, 16), "w_left": (16, 16), "w_deep": (16, 16), "w_head": (16, 1)}
-    weights = {name: random.standard_normal(shape).astype(np.float32) / 4 for name, shape in shapes.items()}
-    for name, values in (weights | {"one": np.array([1])}).items():
-        proto.graph.initializer.append(onnx.numpy_helper.from_array(values, name))
-    onnx.save(proto, tmp_path / "source.onnx")
-    artifact = import_onnx(tmp_path / "source.onnx", tmp_path / "model.onnx", (LOGIT,))
+    w_batched = np.random.default_rng(0).standard_normal((1, 16, 16)) / 4
+    artifact = artifact_of(tmp_path, body, w_batched=w_batched, one=np.array([1]))
     recipes = tuple(Recipe.of(UINT8, weight, MSE) for weight in Granularity)
     data = dataset_of(tmp_path / "data", columns_of(256))
     profile = calibrate(artifact, (LOGIT,), data, tmp_path, ProbeOptions(recipes, threads=1, draws=1))

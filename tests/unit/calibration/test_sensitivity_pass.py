@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from small_models import LOGIT, SHARED, artifact_of, columns_of, dataset_of
+from small_models import BODY, LOGIT, SHARED, artifact_of, columns_of, dataset_of
 
 from loka_onnx.calibration.effects.loss_totals import buckets_of
-from loka_onnx.calibration.effects.perturbation import draw_factors
 from loka_onnx.calibration.effects.sensitivity import (
-    OpenSites,
     Sensitivities,
     SensitivityPass,
+    StoppingSchedule,
     SwitchedModel,
 )
-from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, write_switchable
+from loka_onnx.calibration.effects.switchable import Switch, units_of, write_switchable
+from loka_onnx.calibration.observers.arithmetic import draw_factors
 from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.core.profile import Sensitivity
 from loka_onnx.core.progress import silent
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.errors import CalibrationError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.intervals import ratio_interval
@@ -50,38 +48,24 @@ class World:
         columns = columns_of(rows) if columns is None else columns
         return cls(folder, SwitchedModel(artifact.path, switches, scales, (LOGIT,)), columns)
 
-    def passes(
-        self, spec: OutputSpec = LOGIT, threads: int = 2, progress=silent, **options
-    ) -> SensitivityPass:
-        chosen = PassOptions(sensitivity_rows=options.pop("most", None), **options)
-        return SensitivityPass(
+    def measure(self, spec=LOGIT, open_sites=None, threads=2, progress=silent, **options):
+        found = SensitivityPass(
             replace(self.subject, outputs=(spec,)),
             dataset_of(self.folder / "data", self.columns),
-            chosen,
+            PassOptions(**{"draws": 1, "batch_size": 512, **options}),
             LocalExecutor(threads),
             progress,
         )
-
-    def measure(
-        self, spec: OutputSpec = LOGIT, open_sites: OpenSites | None = None, **options
-    ) -> Sensitivities:
-        options = {"draws": 1, "batch_size": 512, **options}
-        found = self.passes(spec, **options)
         return found.measure(self.folder, found.draws(self.folder), open_sites)
 
     def scores(self, on: tuple[str, ...] = (), factor: float = 1.0) -> np.ndarray:
         """Logits in extended precision, by batches of the same size: the last bit depends on it."""
-        path = self.folder / f"reference-{factor}.onnx"
-        subject = self.subject
-        file = write_switchable(
-            GraphModel.load(subject.model), subject.switches, subject.scales, path, factor
-        )
-        return batched(file.open(), self.columns["x"], on)
-
-
-def batched(model: SwitchableModel, x: np.ndarray, on: tuple[str, ...]) -> np.ndarray:
-    parts = [model.run({"x": x[i : i + 512]}, on)["y"].reshape(-1) for i in range(0, len(x), 512)]
-    return np.concatenate(parts).astype(np.longdouble)
+        path, subject = self.folder / f"reference-{factor}.onnx", self.subject
+        graph = GraphModel.load(subject.model)
+        model = write_switchable(graph, subject.switches, subject.scales, path, factor).open()
+        x = self.columns["x"]
+        parts = [model.run({"x": x[i : i + 512]}, on)["y"].reshape(-1) for i in range(0, len(x), 512)]
+        return np.concatenate(parts).astype(np.longdouble)
 
 
 def sigmoid(z: np.ndarray) -> np.ndarray:
@@ -103,9 +87,6 @@ def world(tmp_path):
     return World.of(tmp_path)
 
 
-# What is measured ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("weighted", [False, True])
 def test_logit_terms_are_the_change_of_the_loss(weighted, world):
     spec = OutputSpec("y", OutputKind.LOGIT, "label", "weight" if weighted else None)
@@ -124,7 +105,6 @@ def test_logit_terms_are_the_change_of_the_loss(weighted, world):
         assert item.delta.mean == pytest.approx(float((w * delta).sum() / w.sum()), rel=1e-9)
         assert item.kl.value == pytest.approx(float((w * kl).sum() / (w * loss).sum()), rel=1e-6)
         whole = (w * (cross_entropy(changed, y) - loss)).sum() / (w * loss).sum()
-        assert item.labelled is not None
         assert item.kl.value + item.labelled.value == pytest.approx(float(whole), rel=1e-6, abs=1e-12)
         reference = ratio_interval((w * kl).astype(float), (w * loss).astype(float))
         assert (item.kl.lower, item.kl.upper) == pytest.approx((reference.lower, reference.upper), rel=1e-5)
@@ -137,7 +117,6 @@ def test_regression_terms_are_the_change_of_the_squared_error(world):
     (item,) = result.by_site["head"]
     loss = np.square(f - y)
     assert item.kl.value == pytest.approx(float(np.square(changed - f).mean() / loss.mean()), rel=1e-9)
-    assert item.labelled is not None
     total = float((np.square(changed - y) - loss).mean() / loss.mean())
     assert item.kl.value + item.labelled.value == pytest.approx(total, rel=1e-6)
 
@@ -182,9 +161,6 @@ def test_groups_widen_the_interval_and_leave_the_value(group, world):
     assert mine.kl.upper != other.kl.upper
 
 
-# Draws ---------------------------------------------------------------------------------------------
-
-
 def test_draws_are_the_same_rows_under_moved_scales(world):
     """1500 rows: fewer than are drawn, so that every row is in."""
     result = world.measure(draws=3)
@@ -211,32 +187,28 @@ def test_draws_are_the_same_rows_under_moved_scales(world):
     assert result.by_site["norm"][0].draws is None
 
 
-# Stopping ------------------------------------------------------------------------------------------
-
-
 def test_the_pass_stops_when_nothing_is_open(tmp_path):
     world = World.of(tmp_path, 30_000)
     asked: list[Sensitivities] = []
     seen: list[tuple[str, int, int]] = []
 
-    def until(rows: int) -> Callable[[Sensitivities], tuple[str, ...]]:
-        def open_sites(found: Sensitivities) -> tuple[str, ...]:
-            asked.append(found)
-            return () if found.sampling.rows >= rows else ("left", "deep")
+    def open_sites(found: Sensitivities) -> tuple[str, ...]:
+        asked.append(found)
+        item = found.by_site["head"][0]
+        # Not by an interval for a number of rows that is fixed.
+        interval = found.sampling.interval_of(item.kl_moments)
+        assert interval == item.kl_moments.anytime_interval(16384) and interval.upper > item.kl.upper
+        return () if found.sampling.rows >= 9000 else ("left", "deep")
 
-        return open_sites
-
-    found = world.passes(progress=lambda *step: seen.append(step), batch_size=512, draws=1)
-    stopped = found.measure(tmp_path, found.draws(tmp_path), until(9000))
-    assert [each.sampling.rows for each in asked] == [4096, 6144, 9216]
-    assert [each.sampling.looks for each in asked] == [1, 2, 3]
+    stopped = world.measure(open_sites=open_sites, progress=lambda *step: seen.append(step))
+    assert [(each.sampling.rows, each.sampling.looks) for each in asked] == [(4096, 1), (6144, 2), (9216, 3)]
     assert all(each.sampling.is_sequential and each.sampling.tightest_at == 16384 for each in asked)
     assert stopped.sampling == replace(asked[-1].sampling, undecided=())
     assert stopped.by_site["left"][0].kl.rows == 9216
     task = "sensitivity, until decided"
     assert seen[-2:] == [(task, 9216, 30_000), (task, 9216, 9216)]
     # The rows are those that the same order begins with.
-    same = world.measure(batch_size=512, most=9216)
+    same = world.measure(sensitivity_rows=9216)
     assert same.by_site == stopped.by_site and same.sampling.looks == 1
     assert not same.sampling.is_sequential
 
@@ -245,26 +217,8 @@ def test_sites_that_stay_open_are_named_when_the_rows_end(tmp_path):
     world = World.of(tmp_path, 5000)
     found = world.measure(open_sites=lambda found: ("deep",))
     assert (found.sampling.rows, found.sampling.looks, found.sampling.undecided) == (5000, 2, ("deep",))
-    few = world.measure(open_sites=lambda found: ("deep",), most=700)
+    few = world.measure(open_sites=lambda found: ("deep",), sensitivity_rows=700)
     assert (few.sampling.rows, few.sampling.looks, few.sampling.is_sequential) == (700, 1, False)
-
-
-def test_the_first_look_decides_nothing_by_an_interval_for_fixed_rows(tmp_path):
-    world = World.of(tmp_path, 5000)
-    moments: list[Sensitivity] = []
-
-    def open_sites(found: Sensitivities) -> tuple[str, ...]:
-        item = found.by_site["head"][0]
-        interval = found.sampling.interval_of(item.kl_moments)
-        assert interval == item.kl_moments.anytime_interval(16384) and interval.upper > item.kl.upper
-        moments.append(item)
-        return ()
-
-    stopped = world.measure(open_sites=open_sites)
-    assert len(moments) == 1 and stopped.sampling.looks == 1 and stopped.sampling.is_sequential
-
-
-# What must not show --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", [None, "user"])
@@ -273,13 +227,77 @@ def test_threads_do_not_show_to_the_last_bit(group, world):
     assert one == many
 
 
-# Refusals ------------------------------------------------------------------------------------------
-
-
 def test_a_loss_of_zero_is_refused(tmp_path):
     columns = columns_of(600)
     columns["weight"][:] = 0
     world = World.of(tmp_path, columns=columns)
     with pytest.raises(CalibrationError) as caught:
         world.measure(OutputSpec("y", OutputKind.LOGIT, "label", "weight"))
-    assert "loss on output 'y' is 0" in caught.value.what
+    assert caught.value.code == "E0504" and "loss on output 'y' is 0" in caught.value.what
+
+
+# When verdicts are looked at
+
+
+def looked_at(limit: int, batch: int, may_stop: bool = True) -> list[int]:
+    looks, found, done = StoppingSchedule(limit, may_stop), [], 0
+    while done < limit:
+        done = min(done + batch, limit)
+        if looks.is_due(done):
+            looks.take(done)
+            found.append(done)
+    assert looks.taken == len(found)
+    return found
+
+
+def test_looks_come_at_4096_rows_and_then_at_half_as_many_again():
+    assert looked_at(30_000, 512) == [4096, 6144, 9216, 13824, 20992, 30_000]
+    # A million rows take fifteen.
+    assert len(looked_at(1_000_000, 512)) == 15
+    # A batch that is larger than the step between looks takes one for all.
+    assert looked_at(100_000, 20_000) == [20_000, 40_000, 60_000, 80_000, 100_000]
+
+
+def test_there_is_one_look_where_nobody_stops_or_the_data_end_first():
+    assert looked_at(30_000, 512, may_stop=False) == [30_000]
+    assert looked_at(4096, 512) == looked_at(4096, 4096) == [4096]
+    assert looked_at(300, 512) == [300]
+    assert not StoppingSchedule(4096, may_stop=True).may_stop_early
+    assert not StoppingSchedule(30_000, may_stop=False).may_stop_early
+    assert StoppingSchedule(4097, may_stop=True).may_stop_early
+
+
+# Which sites are switched on together
+
+
+def units(folder, body: str = BODY, **recipes: Recipe):
+    artifact = artifact_of(folder, body)
+    switches = [Switch(site, recipes.get(site.name, PER_TENSOR)) for site in artifact.sites]
+    return units_of(GraphModel.load(artifact.path), switches)
+
+
+def shared(folder, body: str = BODY, **recipes: Recipe) -> list[tuple[str | None, tuple[str, ...], str]]:
+    return [(u.tensor, u.sites, u.recipe) for u in units(folder, body, **recipes) if len(u.sites) > 1]
+
+
+def test_each_site_alone_and_then_those_that_read_one_tensor(tmp_path):
+    found = units(tmp_path)
+    alone = [("left",), ("right",), ("norm",), ("deep",), ("head",)]
+    assert [u.sites for u in found] == [*alone, ("left", "right")]
+    assert [u.tensor for u in found] == [None] * 5 + ["x"]
+    assert [u.recipe for u in found][2:] == ["bf16", PER_TENSOR.id, PER_TENSOR.id, "e4m3fn/amax"]
+    assert [u.sites for u in found if not u.has_scales] == [("norm",)]
+
+
+def test_the_weights_may_be_rounded_otherwise_but_not_the_tensor(tmp_path):
+    assert shared(tmp_path, left=PER_CHANNEL_WEIGHT) == [("x", ("left", "right"), "e4m3fn/amax")]
+    assert shared(tmp_path, left=replace(PER_TENSOR, scale="mse")) == []
+
+
+def test_layouts_of_a_tensor_are_that_tensor(tmp_path):
+    body = """
+        t = Transpose <perm = [1, 0]> (x)  u = Transpose <perm = [1, 0]> (t)
+        [left] a = MatMul(x, w_left)  [right] b = MatMul(u, w_right)
+        c = Mul(a, b)  [head] y = MatMul(c, w_head)
+    """
+    assert shared(tmp_path, body) == [("x", ("left", "right"), "e4m3fn/amax")]

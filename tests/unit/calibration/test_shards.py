@@ -14,10 +14,9 @@ from zoo_runs import BATCH, EACH_MODEL, FAST_MODEL, ROWS, ZooRun, capture_from, 
 
 from loka_onnx.calibration.observers.sampling import sampling_stride
 from loka_onnx.calibration.observers.site_observers import observe_errors, observe_ranges
-from loka_onnx.calibration.passes.error_pass import ErrorTotals
 from loka_onnx.calibration.passes.executors import BatchResult, LocalExecutor, ReductionWork
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
-from loka_onnx.calibration.passes.range_pass import RangeTotals, RangeWork
+from loka_onnx.calibration.passes.totals import ErrorTotals, RangeTotals, RangeWork
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.site import Site
 from loka_onnx.core.statistics import ErrorStats, RangeStats

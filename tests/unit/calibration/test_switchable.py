@@ -51,10 +51,8 @@ def make(name: str, folder: Path) -> World:
     run = zoo_run(name)
     tensors = [o.tensor for s in run.artifact.sites for o in s.operands if not o.constant]
     values = capture(run.graph(), tensors, inputs_of(run), folder)
-    nothing = ExactSum()
-    ranges = {
-        t: RangeStats(v.size, float(np.abs(v).max()), 0, 0, nothing, nothing) for t, v in values.items()
-    }
+    sums = ExactSum(), ExactSum()
+    ranges = {t: RangeStats(v.size, float(np.abs(v).max()), 0, 0, *sums) for t, v in values.items()}
     scales = scales_of(ranges, (PER_TENSOR,))
     switches = [Switch(site, recipe_of(site, number)) for number, site in enumerate(run.artifact.sites)]
     file = write_switchable(run.graph(), switches, scales, folder / "switchable.onnx")
@@ -66,18 +64,11 @@ def decision(run: ZooRun, site: Site, recipe: Recipe, scales: dict[str, float]) 
     second = next(o for o in site.operands if o is not site.activation)
     if second.constant:
         weight = values_of(run.graph().node(site.name).inputs[second.index])
-        other = weight_scales(weight, recipe.weight, channel_axis(second), recipe.format).reshape(-1)
+        other = weight_scales(weight, recipe.weight, channel_axis(second), recipe.format)
     else:
         other = np.array([scales[second.tensor]])
-    return Decision(
-        site.name,
-        Precision.FP8,
-        recipe,
-        Verdict.NOT_JUDGED,
-        "test",
-        scales[site.activation.tensor],
-        tuple(float(s) for s in other),
-    )
+    scale = scales[site.activation.tensor], tuple(other.reshape(-1).tolist())
+    return Decision(site.name, Precision.FP8, recipe, Verdict.NOT_JUDGED, "test", *scale)
 
 
 def planned(run: ZooRun, decisions: list[Decision], folder: Path) -> np.ndarray:

@@ -6,30 +6,25 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_probe_limits import HEAD, OUTPUTS, W1, artifact_of, data_of
+from small_models import LOGIT, TWO_SITES, W1, artifact_of, data_of
 
-from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.calibration.updating import ProfiledModel, update
+from loka_onnx.calibration.calibrate import ProbeOptions, ProfiledModel, calibrate, update
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.formats import E4M3FN, E5M2
 from loka_onnx.core.recipe import PER_TENSOR, Recipe
 from loka_onnx.errors import CalibrationError
 
-pytest.importorskip("onnxruntime")
-
-BODY = "[fc1] h = MatMul(x, w1)  r = Relu(h)  [fc2] y = MatMul(r, head)"
 SIZE = 128
 OPTIONS = ProbeOptions(batch_size=SIZE, threads=1, draws=1, error_precision=None)
 
 
 def world(folder, name, rows):
-    (folder / name).mkdir()
     return data_of(folder / name, rows)
 
 
 @pytest.fixture
 def subject(tmp_path):
-    return ProfiledModel(artifact_of(tmp_path, BODY, w1=W1, head=HEAD), OUTPUTS)
+    return ProfiledModel(artifact_of(tmp_path, TWO_SITES), (LOGIT,))
 
 
 @pytest.fixture
@@ -41,10 +36,10 @@ def rows():
 
 
 def test_parts_add_up_to_all_rows_to_the_last_bit(subject, rows, tmp_path):
-    whole = calibrate(subject.model, OUTPUTS, world(tmp_path, "all", rows), tmp_path, OPTIONS)
+    whole = calibrate(subject.model, (LOGIT,), world(tmp_path, "all", rows), tmp_path, OPTIONS)
     parts = [rows[: 4 * SIZE], rows[4 * SIZE : 7 * SIZE], rows[7 * SIZE :]]
     scaled = replace(OPTIONS, scales=whole.scales)
-    profile = calibrate(subject.model, OUTPUTS, world(tmp_path, "0", parts[0]), tmp_path, scaled)
+    profile = calibrate(subject.model, (LOGIT,), world(tmp_path, "0", parts[0]), tmp_path, scaled)
     for number, part in enumerate(parts[1:], 1):
         # The size of a batch is that of the profile, whatever is asked for.
         asked = replace(OPTIONS, batch_size=50)
@@ -58,7 +53,7 @@ def test_parts_add_up_to_all_rows_to_the_last_bit(subject, rows, tmp_path):
 
 
 def test_what_reaches_beyond_the_scales_saturates_and_is_counted(subject, rows, tmp_path):
-    profile = calibrate(subject.model, OUTPUTS, world(tmp_path, "a", rows[: 6 * SIZE]), tmp_path, OPTIONS)
+    profile = calibrate(subject.model, (LOGIT,), world(tmp_path, "a", rows[: 6 * SIZE]), tmp_path, OPTIONS)
     assert all(error.saturated == 0 for entry in profile.sites for error in entry.errors)
     more = update(profile, subject, world(tmp_path, "b", rows[6 * SIZE :]), tmp_path, OPTIONS)
     scale = profile.scales[PER_TENSOR.activation_id]["x"]
@@ -75,19 +70,19 @@ def test_what_reaches_beyond_the_scales_saturates_and_is_counted(subject, rows, 
 @pytest.fixture
 def measured(subject, rows, tmp_path):
     data = world(tmp_path, "a", rows[: 4 * SIZE])
-    return calibrate(subject.model, OUTPUTS, data, tmp_path, OPTIONS), data
+    return calibrate(subject.model, (LOGIT,), data, tmp_path, OPTIONS), data
 
 
 def test_what_is_of_something_else_is_refused(measured, subject, rows, tmp_path):
-    (tmp_path / "other").mkdir()
-    model = ProfiledModel(artifact_of(tmp_path / "other", BODY, w1=2 * W1, head=HEAD), OUTPUTS)
+    model = ProfiledModel(artifact_of(tmp_path / "other", TWO_SITES, w1=2 * W1), (LOGIT,))
     unlabelled = replace(subject, outputs=(OutputSpec("y", OutputKind.LOGIT, None),))
     other = replace(OPTIONS, recipes=(Recipe.of(E5M2),))
     more = world(tmp_path, "b", rows)
-    for asked, options, said in (
-        (model, OPTIONS, "the profile is of another model"),
-        (unlabelled, OPTIONS, "other outputs than the profile's"),
-        (subject, other, "in other recipes than the profile's"),
+    for asked, options, code in (
+        (model, OPTIONS, "E0514"),
+        (unlabelled, OPTIONS, "E0516"),
+        (subject, other, "E0513"),
     ):
-        with pytest.raises(CalibrationError, match=said):
+        with pytest.raises(CalibrationError) as caught:
             update(measured[0], asked, more, tmp_path, options)
+        assert caught.value.code == code

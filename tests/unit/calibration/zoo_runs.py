@@ -31,20 +31,6 @@ EACH_MODEL = tuple(
 )
 """Values of a parameter."""
 
-__all__ = [
-    "BATCH",
-    "EACH_MODEL",
-    "FAST_MODEL",
-    "MODEL_NAMES",
-    "OUTPUTS",
-    "ROWS",
-    "ZooRun",
-    "capture",
-    "capture_from",
-    "prepared",
-    "zoo_run",
-]
-
 
 @dataclass(frozen=True)
 class ZooRun:

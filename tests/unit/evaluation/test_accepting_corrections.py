@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from judged_rows import LOGIT, UNLABELLED, kl_of, losses, sigmoid
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.core.correction import OutputCorrection, Trial, Variant
+from loka_onnx.core.correction import Trial, Variant
 from loka_onnx.core.intervals import Interval
 from loka_onnx.errors import EvaluationError
 from loka_onnx.evaluation.accuracy import Units
@@ -16,16 +17,10 @@ from loka_onnx.evaluation.corrections import Simulated, decide, try_corrections
 from loka_onnx.evaluation.engines import Reference
 from loka_onnx.evaluation.predictions import Predictions
 
-LOGIT = OutputSpec("ctr", OutputKind.LOGIT, "clicked")
-UNLABELLED = OutputSpec("ctr", OutputKind.LOGIT, None)
 PROBABILITY = OutputSpec("p", OutputKind.PROBABILITY, "clicked")
 REGRESSION = OutputSpec("spend", OutputKind.REGRESSION, "amount")
 NONE, CONSTANT, BIAS, BOTH = Variant
 ROWS = 4000
-
-
-def sigmoid(z: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-z))
 
 
 def columns(seed: int = 1) -> dict[str, np.ndarray]:
@@ -53,9 +48,7 @@ def simulated(spec: OutputSpec, score: np.ndarray, constant: float | None) -> Si
     return Simulated(Predictions(outputs, {}, ROWS), dict.fromkeys(has, "score"), has)
 
 
-def try_one(
-    spec: OutputSpec, shift: float, constant: float | None, biased: Simulated | None = None
-) -> OutputCorrection:
+def try_one(spec, shift, constant, biased=None):
     """One output whose score is off by `shift` and noise, and the constant that calibration found."""
     data = columns()
     plain = simulated(spec, data["z"] + shift + data["noise"], constant)
@@ -83,24 +76,16 @@ def test_a_trial_is_that_of_the_formulas() -> None:
     data, found = columns(), try_one(LOGIT, 0.3, -0.25)
     z, y = data["z"], data["clicked"]
     moved = z + 0.05 + data["noise"]
-    losses = [np.log1p(np.exp(s)) - y * s for s in (z, moved)]
-    p, q = sigmoid(z), sigmoid(moved)
-    kl = (p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))).mean() / losses[0].mean()
+    base = losses(z, y).mean()
     trial = found.trial(CONSTANT)
     assert trial.delta_ne is not None and trial.labelled is not None
-    assert trial.delta_ne.value == pytest.approx(losses[1].mean() / losses[0].mean() - 1, rel=1e-9)
-    assert trial.kl.value == pytest.approx(kl, rel=1e-9)
-    assert trial.labelled.value == pytest.approx(trial.delta_ne.value - kl, rel=1e-9)
+    assert trial.delta_ne.value == pytest.approx(losses(moved, y).mean() / base - 1, rel=1e-9)
+    assert trial.kl.value == pytest.approx(kl_of(z, moved).mean() / base, rel=1e-9)
+    assert trial.labelled.value == pytest.approx(trial.delta_ne.value - trial.kl.value, rel=1e-9)
     assert trial.constant == -0.25
-
-
-def test_probabilities_move_in_front_of_the_sigmoid() -> None:
-    data, found = columns(), try_one(PROBABILITY, 0.3, -0.3)
-    p, q = sigmoid(data["z"]), sigmoid(data["z"] + data["noise"])
-    y = data["clicked"]
-    before, after = (-(y * np.log(v) + (1 - y) * np.log(1 - v)) for v in (p, q))
-    assert found.after.delta_ne is not None
-    assert found.after.delta_ne.value == pytest.approx(after.mean() / before.mean() - 1, rel=1e-8)
+    # Probabilities move in front of the sigmoid.
+    after = try_one(PROBABILITY, 0.3, -0.3).after.delta_ne
+    assert after.value == pytest.approx(losses(z + data["noise"], y).mean() / base - 1, rel=1e-8)
 
 
 def test_rows_that_contradict_calibration_refuse_the_constant() -> None:
@@ -129,11 +114,9 @@ def test_corrected_biases_compete_with_the_constant() -> None:
 def test_an_output_that_is_not_finite_is_an_error() -> None:
     data = columns()
     broken = simulated(LOGIT, np.full(ROWS, np.nan), 0.0)
-    with pytest.raises(EvaluationError, match="output 'ctr' of the candidate is not finite"):
+    with pytest.raises(EvaluationError) as caught:
         try_corrections((LOGIT,), reference(LOGIT, data), broken, None)
-
-
-# The rule ---------------------------------------------------------------------------------------------
+    assert caught.value.code == "E1007"
 
 
 def trial(variant: Variant, upper: float, kl: float = 1.0) -> Trial:
@@ -161,9 +144,7 @@ def trials(none: float, constant: float, bias: float, both: float) -> tuple[Tria
         ((4.0, 2.0, 2.0, 3.0), CONSTANT),
     ],
 )
-def test_the_lowest_upper_end_wins_and_less_is_kept_where_it_is_as_good(
-    uppers: tuple[float, float, float, float], kept: Variant
-) -> None:
+def test_the_lowest_upper_end_wins_and_less_is_kept_where_it_is_as_good(uppers, kept):
     assert decided(y=trials(*uppers)) == {"y": kept}
 
 

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from judged_rows import LOGIT, kl_of, losses, one, sample, sigmoid
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.evaluation import Because, BudgetStatus
 from loka_onnx.errors import ConfigError
-from loka_onnx.evaluation.accuracy import Units, evaluate_outputs
 from loka_onnx.evaluation.columns import Groups
 
 BUDGET = 2e-4
 
 
-def sigmoid(z):
-    return 1 / (1 + np.exp(-z))
-
-
-def judged(z, z_prime, columns, spec, users=None):
-    units = Units() if users is None else Units(Groups.of("user", users))
-    (found,) = evaluate_outputs({spec.name: z}, {spec.name: z_prime}, columns, (spec,), units)
-    return found
-
-
-def logits(rows=4000, noise=0.05, seed=0):
-    random = np.random.default_rng(seed)
-    z = random.normal(-1, 1.2, rows)
-    y = (random.random(rows) < sigmoid(z)).astype(np.float64)
-    return z, z + noise * random.normal(size=rows), y
+def logits(rows=4000, noise=0.05):
+    return sample(rows, noise, seed=0)
 
 
 def lucky(rows=20_000):
@@ -41,7 +30,7 @@ def lucky(rows=20_000):
 
 def test_a_lucky_labelled_part_does_not_hide_large_changes():
     z, z_prime, y = lucky()
-    found = judged(z, z_prime, {"y": y}, OutputSpec("ctr", OutputKind.LOGIT, "y", budget=BUDGET))
+    found = one(z, z_prime, {"clicked": y}, replace(LOGIT, budget=BUDGET))
     assert found.difference.delta_ne.upper < 0
     assert found.difference.kl.lower > 5 * BUDGET
     assert found.budget_status == BudgetStatus.BEYOND
@@ -49,23 +38,23 @@ def test_a_lucky_labelled_part_does_not_hide_large_changes():
     assert found.verdict == "beyond: max_kl"
     assert found.upper == pytest.approx(found.difference.kl.upper / (5 * BUDGET))
     assert any("max_kl" in remark for remark in found.remarks)
-    accepted = OutputSpec("ctr", OutputKind.LOGIT, "y", budget=BUDGET, max_kl=1.0)
-    assert judged(z, z_prime, {"y": y}, accepted).budget_status == BudgetStatus.WITHIN
+    accepted = replace(LOGIT, budget=BUDGET, max_kl=1.0)
+    assert one(z, z_prime, {"clicked": y}, accepted).budget_status == BudgetStatus.WITHIN
 
 
 @pytest.mark.parametrize("kind", [OutputKind.LOGIT, OutputKind.PROBABILITY])
-@pytest.mark.parametrize("label", ["y", None])
+@pytest.mark.parametrize("label", ["clicked", None])
 def test_the_upper_end_of_kl_is_held_against_its_limit(kind, label):
     z, z_prime, y = logits()
     if kind is OutputKind.PROBABILITY:
         z, z_prime = sigmoid(z), sigmoid(z_prime)
-    kl = judged(z, z_prime, {"y": y}, OutputSpec("p", kind, label)).difference.kl
+    kl = one(z, z_prime, {"clicked": y}, OutputSpec("p", kind, label)).difference.kl
     for limit, status in (
         (kl.upper * 1.001, BudgetStatus.WITHIN),
         (kl.upper * 0.999, BudgetStatus.UNDECIDED),
         (kl.lower * 0.999, BudgetStatus.BEYOND),
     ):
-        found = judged(z, z_prime, {"y": y}, OutputSpec("p", kind, label, budget=1.0, max_kl=limit))
+        found = one(z, z_prime, {"clicked": y}, OutputSpec("p", kind, label, budget=1.0, max_kl=limit))
         assert found.budget_status == found.guards[0].status == status
         assert (found.rows_to_decide is not None) == (status == BudgetStatus.UNDECIDED)
 
@@ -73,8 +62,8 @@ def test_the_upper_end_of_kl_is_held_against_its_limit(kind, label):
 def test_the_decrease_of_auc_is_held_against_its_limit_and_warned_of():
     z, _, y = logits(20_000)
     z_prime = z + 0.4 * np.random.default_rng(3).normal(size=z.size)
-    free = OutputSpec("ctr", OutputKind.LOGIT, "y", budget=1.0, max_kl=1.0)
-    found = judged(z, z_prime, {"y": y}, free)
+    free = replace(LOGIT, budget=1.0, max_kl=1.0)
+    found = one(z, z_prime, {"clicked": y}, free)
     change = found.difference.delta_auc
     assert change.upper < -1e-4
     assert found.budget_status == BudgetStatus.WITHIN
@@ -84,17 +73,17 @@ def test_the_decrease_of_auc_is_held_against_its_limit_and_warned_of():
         (-change.lower * 0.999, BudgetStatus.UNDECIDED),
         (-change.upper * 0.999, BudgetStatus.BEYOND),
     ):
-        spec = OutputSpec("ctr", OutputKind.LOGIT, "y", budget=1.0, max_kl=1.0, max_auc_drop=limit)
-        held = judged(z, z_prime, {"y": y}, spec)
+        spec = replace(LOGIT, budget=1.0, max_kl=1.0, max_auc_drop=limit)
+        held = one(z, z_prime, {"clicked": y}, spec)
         assert held.budget_status == status
         assert held.because == (() if status == BudgetStatus.WITHIN else (Because.MAX_AUC_DROP,))
-    assert not judged(z, z.copy(), {"y": y}, free).remarks
+    assert not one(z, z.copy(), {"clicked": y}, free).remarks
 
 
 def test_without_an_auc_its_limit_cannot_be_held():
     z, z_prime, _ = logits(400, noise=1e-4)
-    spec = OutputSpec("ctr", OutputKind.LOGIT, "y", budget=1.0, max_kl=1.0, max_auc_drop=0.5)
-    found = judged(z, z_prime, {"y": np.zeros(400)}, spec)
+    spec = replace(LOGIT, budget=1.0, max_kl=1.0, max_auc_drop=0.5)
+    found = one(z, z_prime, {"clicked": np.zeros(400)}, spec)
     assert (found.budget_status, found.because) == (BudgetStatus.UNDECIDED, (Because.MAX_AUC_DROP,))
     assert found.rows_to_decide is None
 
@@ -102,9 +91,9 @@ def test_without_an_auc_its_limit_cannot_be_held():
 @pytest.mark.parametrize("limit", ["max_kl", "max_auc_drop"])
 def test_a_regression_has_no_guards(limit):
     with pytest.raises(ConfigError):
-        OutputSpec("spend", OutputKind.REGRESSION, "y", **{limit: 0.1})
+        OutputSpec("spend", OutputKind.REGRESSION, "clicked", **{limit: 0.1})
     z, z_prime, y = logits(400, noise=1e-4)
-    assert judged(z, z_prime, {"y": y}, OutputSpec("s", OutputKind.REGRESSION, "y")).guards == ()
+    assert one(z, z_prime, {"clicked": y}, OutputSpec("s", OutputKind.REGRESSION, "clicked")).guards == ()
 
 
 @pytest.mark.parametrize("noise", [1e-6, 3.0])
@@ -113,7 +102,7 @@ def test_below_a_hundred_units_nothing_is_decided(noise, is_grouped):
     for units, is_open in ((99, True), (100, False)):
         z, z_prime, y = logits(units * (20 if is_grouped else 1), noise)
         users = np.arange(z.size) % units if is_grouped else None
-        found = judged(z, z_prime, {"y": y}, OutputSpec("ctr", OutputKind.LOGIT, "y"), users)
+        found = one(z, z_prime, {"clicked": y}, LOGIT, users)
         assert found.basis.units == units
         assert (Because.FEW_UNITS in found.because) == is_open
         assert found.remarks
@@ -122,30 +111,24 @@ def test_below_a_hundred_units_nothing_is_decided(noise, is_grouped):
     assert (found.budget_status == BudgetStatus.WITHIN) == (noise < 1)
 
 
-def test_up_to_a_thousand_units_carry_a_warning():
+def test_up_to_a_thousand_units_carry_a_warning_and_a_unit_without_weight_is_none():
     z, z_prime, y = logits(3000, 1e-6)
     for units, is_warned in ((999, True), (1000, False)):
-        found = judged(
-            z, z_prime, {"y": y}, OutputSpec("ctr", OutputKind.LOGIT, "y"), np.arange(3000) % units
-        )
+        found = one(z, z_prime, {"clicked": y}, LOGIT, np.arange(3000) % units)
         assert found.budget_status == BudgetStatus.WITHIN
         assert bool(found.remarks) == is_warned
-
-
-def test_a_unit_without_weight_is_none():
-    z, z_prime, y = logits(400, 1e-6)
-    spec = OutputSpec("ctr", OutputKind.LOGIT, "y", weight="w")
-    found = judged(z, z_prime, {"y": y, "w": (np.arange(400) < 99).astype(float)}, spec)
+    w = (np.arange(3000) < 99).astype(float)
+    found = one(z, z_prime, {"clicked": y, "w": w}, replace(LOGIT, weight="w"))
     assert (found.basis.units, found.budget_status) == (99, BudgetStatus.UNDECIDED)
 
 
 def test_a_group_with_a_tenth_of_the_rows_is_named():
     z, z_prime, y = logits(20_000, 1e-6)
-    spec = OutputSpec("ctr", OutputKind.LOGIT, "y")
+    spec = LOGIT
     users = np.arange(20_000) % 2000
-    assert not judged(z, z_prime, {"y": y}, spec, users).remarks
+    assert not one(z, z_prime, {"clicked": y}, spec, users).remarks
     users[:2200] = 17
-    found = judged(z, z_prime, {"y": y}, spec, users)
+    found = one(z, z_prime, {"clicked": y}, spec, users)
     assert (found.basis.largest, found.basis.largest_share) == ("user 17", pytest.approx(0.11, abs=0.01))
     assert any("user 17" in remark for remark in found.remarks)
 
@@ -168,16 +151,14 @@ def test_rows_without_a_group_are_groups_of_their_own(users):
 
 def test_heavy_tails_take_wider_intervals_and_say_so():
     z, z_prime, y = logits(20_000, noise=0.02)
-    spec = OutputSpec("ctr", OutputKind.LOGIT, "y", budget=1.0)
-    light = judged(z, z_prime, {"y": y}, spec)
+    spec = replace(LOGIT, budget=1.0)
+    light = one(z, z_prime, {"clicked": y}, spec)
     assert not light.basis.is_heavy and not light.remarks
     z_prime[::1000] += 0.6
-    heavy = judged(z, z_prime, {"y": y}, spec)
+    heavy = one(z, z_prime, {"clicked": y}, spec)
     assert heavy.basis.is_heavy and heavy.basis.top_share > 0.3
     assert any("tail" in remark for remark in heavy.remarks)
-    p = sigmoid(z)
-    kl = p * np.log(p / sigmoid(z_prime)) + (1 - p) * np.log((1 - p) / (1 - sigmoid(z_prime)))
-    loss = np.logaddexp(0, z) - y * z
+    kl, loss = kl_of(z, z_prime), losses(z, y)
     influence = (kl - kl.mean() / loss.mean() * loss) / loss.sum()
     log = np.log(80.0)
     half = np.sqrt(2 * log * np.var(influence * z.size, ddof=1) / z.size)
@@ -189,9 +170,9 @@ def test_heavy_tails_take_wider_intervals_and_say_so():
 
 def test_an_engine_that_changes_nothing_has_no_tail():
     z, _, y = logits(400)
-    found = judged(z, z.copy(), {"y": y}, OutputSpec("ctr", OutputKind.LOGIT, "y", budget=0.1))
+    found = one(z, z.copy(), {"clicked": y}, replace(LOGIT, budget=0.1))
     assert (found.basis.is_heavy, found.basis.top_share) == (False, 0.0)
     assert found.difference.kl.upper == 0.0
     few = z.copy()
     few[:3] += 0.1
-    assert judged(z, few, {"y": y}, OutputSpec("ctr", OutputKind.LOGIT, "y")).basis.is_heavy
+    assert one(z, few, {"clicked": y}, LOGIT).basis.is_heavy

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loka_onnx.core.evaluation import InputPlace
-from loka_onnx.errors import EngineError, InternalError
+from loka_onnx.errors import EngineError
 from loka_onnx.evaluation.latency import (
     LatencyOptions,
     from_host,
@@ -69,30 +69,21 @@ def test_percentiles_of_known_times_without_the_warmup():
     # Calls 1 and 2 are the warm-up; 3…12 take 3…12 µs.
     run = machine.engine("a", lambda call, batch: 1e6 if call <= 2 else call)
     (got,) = measure_latency(run, Inputs(), (8,), machine.options(), "cpu", False)
-    assert got.repeats == 10
-    assert (got.p50_us, got.p90_us, got.p99_us) == pytest.approx(
-        np.percentile(np.arange(3, 13), [50, 90, 99])
-    )
-    assert (got.batch, got.device, got.counts_for_choice) == (8, "cpu", False)
+    expected = np.percentile(np.arange(3, 13), [50, 90, 99])
+    assert (got.p50_us, got.p90_us, got.p99_us) == pytest.approx(expected)
+    assert (got.repeats, got.batch, got.device, got.counts_for_choice) == (10, 8, "cpu", False)
     assert [x for _, _, x in machine.calls[:4]] == [1.0, 2.0, 1.0, 2.0]
 
 
-def test_one_entry_per_batch_size_in_order():
-    machine = Machine()
-    run = machine.engine("a", lambda call, batch: batch)
-    got = measure_latency(run, Inputs(), (64, 1), machine.options(), "gpu", True)
-    assert [(x.batch, x.p50_us) for x in got] == [(64, 64.0), (1, 1.0)]
-
-
-def test_every_batch_size_that_is_done_is_told():
-    machine = Machine()
-    told = []
+def test_batch_sizes_come_in_order_and_each_is_told():
+    machine, told = Machine(), []
     options = machine.options(on_batch=lambda: told.append(machine.calls[-1][1]))
-    runs = {"a": machine.engine("a", 1), "b": machine.engine("b", 2)}
+    run = machine.engine("a", lambda call, batch: batch)
+    got = measure_latency(run, Inputs(), (64, 1), options, "gpu", True)
+    assert [(x.batch, x.p50_us) for x in got] == [(64, 64.0), (1, 1.0)]
+    runs = {"a": run, "b": machine.engine("b", 2)}
     measure_interleaved(runs, Inputs(), (4, 2, 8), options, "cpu", True)
-    assert told == [4, 2, 8]
-    measure_latency(runs["a"], Inputs(), (16,), options, "cpu", True)
-    assert told == [4, 2, 8, 16]
+    assert told == [64, 1, 4, 2, 8]
 
 
 def test_the_time_limit_stops_but_not_before_the_least_repeats():
@@ -141,20 +132,17 @@ def test_an_engine_that_fails_drops_out_and_the_others_go_on():
     assert [x.batch for x in got.latencies["good"]] == [1, 2, 4]
     assert [x.batch for x in got.latencies["bad"]] == [1]
     assert got.failures == {"bad": "at batch 2: the worker died\n  evidence: signal 11"}
-    with pytest.raises(EngineError, match="the worker died"):
+    with pytest.raises(EngineError):
         measure_latency(from_host(bad), Inputs(), (2,), machine.options(), "cpu", True)
 
 
-def test_a_bug_is_not_taken_for_a_failing_engine():
+def test_a_bug_is_not_taken_for_a_failing_engine_and_the_collector_sleeps_while_timing_only():
     def broken(inputs):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         measure_interleaved({"a": from_host(broken)}, Inputs(), (1,), LatencyOptions(), "cpu", True)
     assert gc.isenabled()
-
-
-def test_the_collector_sleeps_while_timing_only():
     states = []
     options = LatencyOptions(warmup=0, min_repeats=1, max_repeats=2)
     watching = from_host(lambda inputs: states.append(gc.isenabled()))
@@ -162,21 +150,12 @@ def test_the_collector_sleeps_while_timing_only():
     assert (states, gc.isenabled()) == ([False, False], True)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"min_repeats": 0}, {"min_repeats": 9, "max_repeats": 8}, {"input_sets": 0}]
-)
-def test_options_that_measure_nothing_are_refused(changes):
-    with pytest.raises(InternalError, match="latency options ask for no measurement"):
-        LatencyOptions(**changes)
-
-
 def test_loads_are_put_together_by_their_medians_at_the_sizes_that_all_finished():
     machine = Machine()
     runs = {"a": machine.engine("a", lambda call, batch: 100.0 + call)}
+    options = machine.options(max_repeats=25)
     loads = [
-        measure_interleaved(runs, Inputs(), batches, machine.options(max_repeats=25), "cpu", True).latencies[
-            "a"
-        ]
+        measure_interleaved(runs, Inputs(), batches, options, "cpu", True).latencies["a"]
         for batches in ((4, 8), (4, 8), (8, 4, 2))
     ]
     assert [len(each.loads_us) for load in loads for each in load] == [1] * 7
@@ -193,24 +172,25 @@ class Copying(Runner):
     """Takes 100 µs to hand a batch over and 30 µs to compute it; up to 8 rows it can stay on the device."""
 
     def __init__(self, machine):
-        self.machine, self.there, self.answered = machine, None, []
+        self.machine, self.answered = machine, []
 
-    def _compute(self):
-        self.machine.now_ns += 30_000
-        self.answered.append(self.there)
+    def _taken(self, inputs):
+        self.machine.now_ns += 100_000
+
+        def compute():
+            self.machine.now_ns += 30_000
+            self.answered.append(float(inputs["x"][0]))
+
+        return compute
 
     def run(self, inputs):
-        self.machine.now_ns += 100_000
-        self.there = float(inputs["x"][0])
-        self._compute()
+        self._taken(inputs)()
         return {}
 
     def resident(self, inputs):
         if len(inputs["x"]) > 8:
             return super().resident(inputs)
-        self.machine.now_ns += 100_000
-        self.there = float(inputs["x"][0])
-        return Resident(self._compute, lambda: None)
+        return Resident(self._taken(inputs), lambda: None)
 
 
 def test_copies_are_timed_where_inputs_come_from_the_host_and_only_there():

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from judged_rows import LOGIT, UNLABELLED, entropy_of, kl_of, losses, one, sigmoid
 from scipy import stats
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.evaluation import BudgetStatus
 from loka_onnx.errors import DataError
-from loka_onnx.evaluation.accuracy import Units, evaluate_outputs
+from loka_onnx.evaluation.accuracy import Units
 from loka_onnx.evaluation.budget import LEAST_UNITS
 from loka_onnx.evaluation.slices import LARGEST, LEAST_EVENTS, read_slices
 
-LOGIT = OutputSpec("ctr", OutputKind.LOGIT, "clicked")
-UNLABELLED = OutputSpec("ctr", OutputKind.LOGIT, None)
 ROWS = 6000
-
-
-def sigmoid(z):
-    return 1 / (1 + np.exp(-z))
+WEIGHTED = replace(LOGIT, weight="w")
 
 
 def make_rows(seed=3, rows=ROWS):
@@ -39,16 +36,12 @@ def make_rows(seed=3, rows=ROWS):
 
 
 def judge(z, z_prime, columns, slices, spec=LOGIT, group=None, **options):
-    units = Units.of(columns, group, slices)
-    (result,) = evaluate_outputs({"ctr": z}, {"ctr": z_prime}, columns, (spec,), units, **options)
-    return result
+    return one(z, z_prime, columns, spec, units=Units.of(columns, group, slices), **options)
 
 
 def parts(z, z_prime, y):
     """KL, labelled part and FP32 loss of each row."""
-    p, p_prime = sigmoid(z), sigmoid(z_prime)
-    kl = p * np.log(p / p_prime) + (1 - p) * np.log((1 - p) / (1 - p_prime))
-    return kl, (p - y) * (z_prime - z), -(y * np.log(p) + (1 - y) * np.log(1 - p))
+    return kl_of(z, z_prime), (sigmoid(z) - y) * (z_prime - z), losses(z, y)
 
 
 def by_hand(numerator, base, units, confidence):
@@ -67,39 +60,28 @@ def by_hand(numerator, base, units, confidence):
     return ratio, ratio - half, ratio + half + beyond
 
 
-@pytest.mark.parametrize("group", [None, "user"])
-def test_each_slice_against_its_own_rows_with_a_corrected_quantile(group):
+@pytest.mark.parametrize(("group", "confidence"), [(None, 0.95), ("user", 0.95), (None, 0.975)])
+def test_each_slice_against_its_own_rows_with_a_corrected_quantile(group, confidence):
     z, z_prime, columns = make_rows()
-    spec = OutputSpec("ctr", OutputKind.LOGIT, "clicked", weight="w")
-    result = judge(z, z_prime, columns, ("country", "device"), spec, group)
+    result = judge(z, z_prime, columns, ("country", "device"), WEIGHTED, group, confidence=confidence)
     units = np.arange(ROWS) if group is None else columns[group]
     kl, labelled, base = (part * columns["w"] for part in parts(z, z_prime, columns["clicked"]))
+    got = result.difference.delta_ne
+    expected = by_hand(kl + labelled, base, units, confidence)
+    assert (got.value, got.lower, got.upper) == pytest.approx(expected, rel=1e-6)
+    assert got.confidence == result.difference.kl.confidence == confidence
+    # Seven slices of two columns share the error.
+    each = 1 - (1 - confidence) / 7
     wanted = {("country", v) for v in ("BR", "DE", "JP")} | {("device", v) for v in "0123"}
     assert {(item.column, item.value) for item in result.slices} == wanted
     for item in result.slices:
         mask = columns[item.column].astype(str) == item.value
         assert (item.rows, item.units) == (mask.sum(), len(set(units[mask].tolist())))
         for got, numerator in ((item.delta_ne, kl + labelled), (item.kl, kl), (item.labelled, labelled)):
-            # Seven slices of two columns share the 5 %.
-            expected = by_hand(numerator[mask], base[mask], units[mask], 1 - 0.05 / 7)
+            expected = by_hand(numerator[mask], base[mask], units[mask], each)
             assert (got.value, got.lower, got.upper) == pytest.approx(expected, rel=1e-6)
-            assert got.confidence == pytest.approx(1 - 0.05 / 7, rel=1e-12)
+            assert got.confidence == pytest.approx(each, rel=1e-12)
             assert got.rows == mask.sum()
-
-
-def test_another_confidence_is_that_of_the_whole_and_of_all_slices_together():
-    z, z_prime, columns = make_rows()
-    result = judge(z, z_prime, columns, ("country",), confidence=0.975)
-    kl, labelled, base = parts(z, z_prime, columns["clicked"])
-    units = np.arange(ROWS)
-    got = result.difference.delta_ne
-    expected = by_hand(kl + labelled, base, units, 0.975)
-    assert (got.value, got.lower, got.upper) == pytest.approx(expected, rel=1e-6)
-    assert got.confidence == result.difference.kl.confidence == 0.975
-    for item in result.slices:
-        mask = columns["country"].astype(str) == item.value
-        expected = by_hand((kl + labelled)[mask], base[mask], units[mask], 1 - 0.025 / 3)
-        assert (item.delta_ne.lower, item.delta_ne.upper) == pytest.approx(expected[1:], rel=1e-6)
 
 
 def test_without_labels_a_slice_is_relative_to_its_own_entropy():
@@ -108,9 +90,7 @@ def test_without_labels_a_slice_is_relative_to_its_own_entropy():
     result = judge(z, z_prime, columns, ("country",), UNLABELLED)
     for item in result.slices:
         mask = columns["country"] == item.value
-        kl, _, _ = parts(z[mask], z_prime[mask], 0)
-        p = sigmoid(z[mask])
-        entropy = -(p * np.log(p) + (1 - p) * np.log(1 - p))
+        kl, entropy = kl_of(z[mask], z_prime[mask]), entropy_of(z[mask])
         expected = by_hand(kl, entropy, np.arange(mask.sum()), 1 - 0.05 / 3)
         assert (item.kl.value, item.kl.lower, item.kl.upper) == pytest.approx(expected, rel=1e-6)
         assert (item.delta_ne, item.labelled) == (None, None)
@@ -122,7 +102,7 @@ def test_harm_to_one_country_is_found_behind_an_average_inside_the_budget():
     hurt = (columns["country"] == "JP") & (columns["device"] == 2)
     columns["place"] = np.where(hurt, "JP-2", columns["country"])
     z_prime = z + np.where(hurt, 0.6, 0.01) * (z_prime - z) / 0.05
-    spec = OutputSpec("ctr", OutputKind.LOGIT, "clicked", budget=0.03)
+    spec = replace(LOGIT, budget=0.03)
     result = judge(z, z_prime, columns, ("place",), spec)
     assert result.budget_status == BudgetStatus.WITHIN
     worst, *others = result.slices
@@ -151,12 +131,14 @@ def test_the_surest_harm_comes_first_and_what_is_not_judged_last():
     assert last.reason == f"3 rows, an interval needs {LEAST_UNITS} rows"
 
 
-def test_slices_that_are_not_judged_take_nothing_from_the_others():
+def test_slices_that_are_not_judged_take_nothing_from_the_others_nor_from_the_whole():
     z, z_prime, columns = make_rows()
-    before = judge(z, z_prime, columns, ("country",)).slices
+    before, without = judge(z, z_prime, columns, ("country",)), judge(z, z_prime, columns, ())
     columns["country"] = np.where(np.arange(ROWS) < 3, "??", columns["country"])
-    assert judge(z, z_prime, columns, ("country",)).slices[0].delta_ne.confidence == 1 - 0.05 / 3
-    assert before[0].delta_ne.confidence == 1 - 0.05 / 3
+    after = judge(z, z_prime, columns, ("country",))
+    assert after.slices[0].delta_ne.confidence == before.slices[0].delta_ne.confidence == 1 - 0.05 / 3
+    assert without.slices == () and without.slices_left_out == {}
+    assert (before.difference, before.budget_status) == (without.difference, without.budget_status)
 
 
 def test_few_groups_or_few_events_give_no_interval():
@@ -184,8 +166,7 @@ def test_few_groups_or_few_events_give_no_interval():
 def test_rows_without_weight_are_no_evidence():
     z, z_prime, columns = make_rows()
     columns["w"] = np.where((columns["country"] == "DE") & (np.arange(ROWS) > 200), 0.0, 1.0)
-    spec = OutputSpec("ctr", OutputKind.LOGIT, "clicked", weight="w")
-    german = next(i for i in judge(z, z_prime, columns, ("country",), spec).slices if i.value == "DE")
+    german = next(i for i in judge(z, z_prime, columns, ("country",), WEIGHTED).slices if i.value == "DE")
     counted = int(((columns["country"] == "DE") & (columns["w"] > 0)).sum())
     assert (german.rows, german.units) == ((columns["country"] == "DE").sum(), counted)
     assert german.reason == f"{counted} rows, an interval needs {LEAST_UNITS} rows"
@@ -212,14 +193,6 @@ def test_an_id_column_is_cut_to_its_most_frequent_values():
     assert result.slices_left_out == {"ad": len(values) - LARGEST}
     assert sorted(item.rows for item in ads) == sorted(counts)[-LARGEST:]
     assert len(result.slices) == LARGEST + 3
-
-
-def test_slices_do_not_touch_the_verdict_on_the_whole():
-    z, z_prime, columns = make_rows()
-    with_slices = judge(z, z_prime, columns, ("country",))
-    without = judge(z, z_prime, columns, ())
-    assert without.slices == () and without.slices_left_out == {}
-    assert (with_slices.difference, with_slices.budget_status) == (without.difference, without.budget_status)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import binom
 from virtual_clock import Server, VirtualClock, exponential
 
-from loka_onnx.errors import EngineError, InternalError
+from loka_onnx.errors import EngineError
 from loka_onnx.evaluation.throughput import (
     ALLOWED,
     FEWEST,
@@ -94,8 +94,6 @@ def test_latency_counts_from_the_arrival_that_was_intended():
 
 
 def test_without_pause_the_rate_is_the_capacity():
-    answers = load(1.0, 1, lambda: 1e-3)
-    assert answers.latency_us.size == 1
     clock = VirtualClock(2)
     found = offer([Server(clock, lambda: 0.004) for _ in range(2)], INPUTS, np.zeros(100), clock)
     assert 100 / found.seconds == pytest.approx(500.0, rel=1e-6)
@@ -126,27 +124,18 @@ def test_the_highest_rate_of_a_random_server_is_that_of_theory():
     assert last.p99_us < 10_000 and last.over_upper <= ALLOWED
 
 
-class Slow:
-    """Takes 1 ms on a virtual clock, and 50 ms for some of the requests."""
-
-    def __init__(self, clock, stalls) -> None:
-        self.clock, self.stalls, self.asked = clock, stalls, 0
-
-    def __call__(self, inputs) -> None:
-        self.asked += 1
-        self.clock.sleep_until(self.clock.now() + (0.05 if self.asked in self.stalls else 0.001))
-
-
 @pytest.mark.parametrize(("share", "passes"), [(0.05, True), (0.15, False)])
 def test_the_queue_may_fill_for_a_tenth_of_a_trial(share, passes):
     """A slow start within the first tenth does not count; one that reaches beyond it does."""
     clock = VirtualClock()
     found = options(clock, requests=2000, p99_us=5000.0)
     before = 20 + 2000
-    server = Slow(clock, range(before + 1, before + 1 + int(share * 2000), 4))
+    stalls, asked = range(before, before + int(share * 2000), 4), iter(range(10_000_000))
+    # 1 ms, and 50 for some of the requests.
+    server = Server(clock, lambda: 0.05 if next(asked) in stalls else 0.001)
     search = _Search([server], INPUTS, found)
     search.capacity()
-    assert server.asked == before
+    assert len(server.served) == before
     # 40 requests a second: the queue is empty again before the next one.
     assert search._try(15.0, 0).passed is passes
 
@@ -167,18 +156,15 @@ def test_no_rate_below_a_twentieth_of_the_capacity_is_tried():
     assert len(found.trials) == 14, "0.95 of it is below"
 
 
-def test_what_is_slower_than_the_limit_alone_has_no_rate():
+@pytest.mark.parametrize(("seconds", "limit_us", "rate"), [(0.02, 10_000.0, 0.0), (0.001, 1e9, 1000.0)])
+def test_what_is_slower_than_the_limit_alone_has_no_rate_and_without_a_queue_it_is_the_capacity(
+    seconds, limit_us, rate
+):
     clock = VirtualClock()
-    found = find_highest_rate([Server(clock, lambda: 0.02)], INPUTS, options(clock, requests=FEWEST))
-    assert (found.requests_per_s, found.trials) == (0.0, ())
-    assert found.capacity_per_s == pytest.approx(50.0)
-
-
-def test_a_limit_that_no_queue_reaches_leaves_the_capacity():
-    clock = VirtualClock()
-    limit = options(clock, p99_us=1e9, requests=FEWEST)
-    found = find_highest_rate([Server(clock, lambda: 0.001)], INPUTS, limit)
-    assert found.requests_per_s == pytest.approx(1000.0) == found.capacity_per_s
+    limit = options(clock, p99_us=limit_us, requests=FEWEST)
+    found = find_highest_rate([Server(clock, lambda: seconds)], INPUTS, limit)
+    assert found.requests_per_s == pytest.approx(rate) and bool(found.trials) is bool(rate)
+    assert found.capacity_per_s == pytest.approx(1 / seconds)
 
 
 def test_a_result_of_luck_is_not_confirmed():
@@ -235,17 +221,11 @@ def test_an_engine_that_fails_ends_the_trial():
         if len(started) == 5:
             raise EngineError("the worker died", evidence="signal 11")
 
-    with pytest.raises(EngineError, match="the worker died"):
+    with pytest.raises(EngineError):
         offer([bad, bad], INPUTS, np.zeros(500), WallClock())
     assert len(started) < 20
     assert not [t for t in threading.enumerate() if t.name.startswith("stream-")]
     assert gc.isenabled()
-
-
-@pytest.mark.parametrize("changes", [{"p99_us": 0.0}, {"requests": 10}, {"steps": 0}, {"seconds": 0.0}])
-def test_options_that_measure_nothing_are_refused(changes):
-    with pytest.raises(InternalError, match="load options ask for no measurement"):
-        LoadOptions(**{"p99_us": 1.0, **changes})
 
 
 def test_the_wall_clock_does_not_wake_early():

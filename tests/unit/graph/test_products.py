@@ -16,7 +16,7 @@ from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.products import other_products
 from loka_onnx.graph.sites import find_sites
-from loka_onnx.planning.flops import able_share, useful_flops
+from loka_onnx.planning.costs import able_share, useful_flops
 
 
 def graph_of(body: str, weights: dict[str, tuple[int, ...]], inputs: str, output: str) -> GraphModel:

@@ -61,7 +61,6 @@ class Candidate:
     detail: str = ""
 
     def engine(self) -> EngineArtifact:
-        sites = tuple(SitePrecision(f"s{i}", "fp8", (), False, "") for i in range(self.fallbacks))
         return EngineArtifact(
             backend=self.backend,
             plan=self.plan,
@@ -73,35 +72,24 @@ class Candidate:
             bytes=0,
             digest="",
             backend_version="",
-            sites=sites,
+            sites=tuple(SitePrecision(f"s{i}", "fp8", (), False, "") for i in range(self.fallbacks)),
             build_seconds=0.0,
             detail=self.detail,
         )
 
     def evaluation(self, split: str) -> Evaluation:
-        measured = self.status is BuildStatus.READY
-        outputs = tuple(output(status) for status in self.accuracy) if measured else ()
+        outputs = tuple(map(output, self.accuracy)) if self.status is BuildStatus.READY else ()
         latencies = () if self.us is None else (latency(self.us, self.counts),)
-        return Evaluation(
-            self.engine().id,
-            self.backend,
-            self.plan,
-            self.target,
-            split,
-            1000,
-            outputs,
-            latencies,
-            "measured",
-        )
+        known = (self.engine().id, self.backend, self.plan, self.target, split, 1000)
+        return Evaluation(*known, outputs, latencies, "measured")
 
 
 SPLITS = ("selection", "certification")
 
 
 def output(status: str) -> OutputEvaluation:
-    return OutputEvaluation(
-        "ctr", OutputKind.LOGIT, TaskMetrics(0.5, 0.9, 0.8, 1.0), None, 2e-4, status, None
-    )
+    metrics = TaskMetrics(0.5, 0.9, 0.8, 1.0)
+    return OutputEvaluation("ctr", OutputKind.LOGIT, metrics, None, 2e-4, status, None)
 
 
 def latency(us: float, counts: bool = True, batch: int = 100) -> Latency:
@@ -116,8 +104,7 @@ def chosen(*candidates: Candidate) -> Choice:
 
 def only(*candidates: Candidate) -> TargetChoice:
     choice = chosen(*candidates)
-    assert len(choice.targets) == 1
-    target = choice.targets[0]
+    (target,) = choice.targets
     ids = [c.engine().id for c in candidates]
     # Every candidate but the winner is a loser, once, with a reason.
     assert sorted([target.engine, *(loser.engine for loser in target.losers)]) == sorted(ids)
@@ -127,13 +114,10 @@ def only(*candidates: Candidate) -> TargetChoice:
 
 
 def on_both(selection: list[Candidate], certification: list[Candidate]) -> TargetChoice:
-    evaluations = EvaluationSet(
-        (
-            *(c.evaluation("selection") for c in selection),
-            *(c.evaluation("certification") for c in certification),
-        )
-    )
-    return choose([c.engine() for c in selection], evaluations, PLANS).targets[0]
+    judged = [
+        c.evaluation(s) for s, seen in zip(SPLITS, (selection, certification), strict=True) for c in seen
+    ]
+    return choose([c.engine() for c in selection], EvaluationSet(tuple(judged)), PLANS).targets[0]
 
 
 def reasons(target: TargetChoice) -> dict[str, str]:

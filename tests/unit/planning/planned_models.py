@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx.parser
 from onnx import numpy_helper
@@ -13,6 +14,7 @@ from onnx import numpy_helper
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.intervals import RatioMoments
+from loka_onnx.core.plan import Verdict
 from loka_onnx.core.profile import (
     DeltaSums,
     Draws,
@@ -28,11 +30,13 @@ from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.core.statistics import TensorRange
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
+from loka_onnx.planning.costs import LABELLED_ALLOWANCE
+from loka_onnx.planning.judging import SiteVerdict, judge
 
 CTR = OutputSpec("ctr", OutputKind.LOGIT, "clicked", budget=0.001)
 CVR = OutputSpec("cvr", OutputKind.LOGIT, "bought", budget=0.001)
 
-BODY = """
+TEXT = """(float[batch,32] x) => (float[batch,1] ctr) {
     [fc0] h = MatMul(x, w0)
     [ln] n = LayerNormalization(h, g)
     [fc1] a = MatMul(n, w1)
@@ -42,7 +46,7 @@ BODY = """
     f = Flatten(d)
     [fc2] b = MatMul(f, w2)
     [thin] ctr = MatMul(b, w3)
-"""
+}"""
 WEIGHTS = {"w0": (32, 64), "w1": (64, 16), "w2": (256, 16), "w3": (16, 1)}
 FLOPS = {"fc0": 2 * 32 * 64, "fc1": 2 * 64 * 16, "fc2": 2 * 256 * 16}
 """Per example, of the sites that can run in FP8."""
@@ -51,23 +55,29 @@ UNITS = 2**20
 FIXED = Sampling(UNITS, 1, UNITS)
 
 
+def graph_of(path: Path, text: str, constants: Mapping[str, npt.ArrayLike]) -> GraphModel:
+    """Write a model given as text; floating constants in FP32, ``__`` in a node's name stands for a slash."""
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> g {text}')
+    for name, given in constants.items():
+        values = np.asarray(given)
+        stored = values.astype(np.float32) if values.dtype == np.float64 else values
+        proto.graph.initializer.append(numpy_helper.from_array(stored, name))
+    for node in proto.graph.node:
+        node.name = node.name.replace("__", "/") or f"inner/{node.output[0]}"
+    onnx.save(proto, path)
+    return GraphModel.load(path)
+
+
+def artifact_of(path: Path, text: str, constants: Mapping[str, npt.ArrayLike]) -> ModelArtifact:
+    graph = graph_of(path, text, constants)
+    return ModelArtifact(path, graph.save(path), 21, (), (), find_sites(graph), "test")
+
+
 def write_model(folder: Path) -> ModelArtifact:
     """Sites fc0, ln, fc1, dot (an interaction), fc2 and thin (N = 1)."""
-    text = (
-        f'<ir_version: 10, opset_import: ["" : 21]> g (float[batch,32] x) => (float[batch,1] ctr) {{{BODY}}}'
-    )
-    proto = onnx.parser.parse_model(text)
     random = np.random.default_rng(0)
-    constants = {name: random.normal(size=shape).astype(np.float32) for name, shape in WEIGHTS.items()}
-    constants |= {"g": np.ones(64, np.float32)}
-    proto.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in constants.items())
-    proto.graph.initializer.append(numpy_helper.from_array(np.array([1]), "one"))
-    for node in proto.graph.node:
-        node.name = node.name or f"inner/{node.output[0]}"
-    path = folder / "model.onnx"
-    onnx.save(proto, path)
-    graph = GraphModel.load(path)
-    return ModelArtifact(path, graph.save(path), 21, (), (), find_sites(graph), "test")
+    constants = {name: random.normal(size=shape) for name, shape in WEIGHTS.items()}
+    return artifact_of(folder / "model.onnx", TEXT, constants | {"g": np.ones(64), "one": np.array([1])})
 
 
 def kl_of(value: float, error: float = 0.0, units: int = UNITS) -> RatioMoments:
@@ -144,3 +154,30 @@ def bare_profile(
         for name, by in kl.items()
     )
     return Profile("model", "data", 1, 1, sampling, False, entries, {}, {}, {}, tuple(groups))
+
+
+ALLOWED = CTR.budget * (1 - LABELLED_ALLOWANCE)
+
+Moments = Mapping[str, Mapping[str, RatioMoments]]
+
+
+def judged(
+    sites: Sequence[Site],
+    profile: Profile,
+    outputs: tuple[OutputSpec, ...] = (CTR,),
+    confidence: float = 0.95,
+) -> dict[str, SiteVerdict]:
+    return judge(sites, (), profile, outputs, confidence)
+
+
+def safe(sites: Sequence[Site], profile: Profile, outputs: tuple[OutputSpec, ...] = (CTR,)) -> set[str]:
+    return {name for name, found in judged(sites, profile, outputs).items() if found.verdict is Verdict.SAFE}
+
+
+def exactly(parts: Mapping[str, float]) -> Moments:
+    """KL without error, in parts of what is allowed."""
+    return {name: {"ctr": kl_of(part * ALLOWED)} for name, part in parts.items()}
+
+
+def moments_of(estimated: Mapping[str, tuple[float, float]]) -> Moments:
+    return {n: {"ctr": kl_of(v * ALLOWED, e * ALLOWED)} for n, (v, e) in estimated.items()}

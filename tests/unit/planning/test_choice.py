@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from choice_cases import (
     BEYOND,
@@ -21,118 +23,85 @@ from choice_cases import (
 )
 
 from loka_onnx.core.engine import BuildStatus
-from loka_onnx.core.evaluation import (
-    Evaluation,
-    EvaluationSet,
-    Latency,
-)
+from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
 from loka_onnx.errors import PlanningError
 from loka_onnx.planning.choice import MEASURED, ChoiceOptions, choose, group_by_hardware
+
+NO_FP8 = ONLY + "; none of them runs FP8"
+EXACT = "no engine with a measured speed is inside the budget: the exact model, fp32"
+INSIDE, OUTSIDE = "accuracy inside the budget; ", "accuracy beyond the budget; "
+SIMULATED = "FP8 is simulated here, its speed never counts"
+ABSENT = Candidate("fp8-all", None, (), BuildStatus.BUILT_NOT_RUN, "rtx", "sm89", detail="no sm89 here")
 
 TABLE = {
     "fp8_faster_and_inside": (
         (FP32, BF16, Candidate("fp8-safe", 100)),
-        "fp8-safe",
-        FASTEST.format(3),
-        {
-            "fp32": "accuracy inside the budget; slower by 300.0 %",
-            "bf16": "accuracy inside the budget; slower by 100.0 %",
-        },
+        ("fp8-safe", FASTEST.format(3)),
+        {"fp32": INSIDE + "slower by 300.0 %", "bf16": INSIDE + "slower by 100.0 %"},
     ),
     "fp8_slower": (
         (FP32, BF16, Candidate("fp8-safe", 250)),
-        "bf16",
-        FASTEST.format(3) + "; FP8 is slower",
-        {"fp8-safe": "accuracy inside the budget; slower by 25.0 %"},
+        ("bf16", FASTEST.format(3) + "; FP8 is slower"),
+        {"fp8-safe": INSIDE + "slower by 25.0 %"},
     ),
     "fp8_beyond": (
         (FP32, BF16, Candidate("fp8-all", 50, (BEYOND,))),
-        "bf16",
-        FASTEST.format(2) + "; none of them runs FP8",
-        {"fp8-all": "accuracy beyond the budget; faster by 75.0 %"},
+        ("bf16", FASTEST.format(2) + "; none of them runs FP8"),
+        {"fp8-all": OUTSIDE + "faster by 75.0 %"},
     ),
     "fp8_undecided": (
-        (FP32, BF16, Candidate("fp8-all", 50, (WITHIN, UNDECIDED))),
-        "bf16",
-        FASTEST.format(2) + "; none of them runs FP8",
-        {"fp8-all": "accuracy undecided: the budget lies inside the interval; faster by 75.0 %"},
+        (FP32, Candidate("fp8-all", 50, (WITHIN, UNDECIDED))),
+        ("fp32", NO_FP8),
+        {"fp8-all": "accuracy undecided: the budget lies inside the interval; faster by 87.5 %"},
     ),
     "beyond_outweighs_undecided": (
         (FP32, Candidate("fp8-all", 50, (UNDECIDED, BEYOND))),
-        "fp32",
-        ONLY + "; none of them runs FP8",
-        {"fp8-all": "accuracy beyond the budget; faster by 87.5 %"},
-    ),
-    "only_fp32_inside": (
-        (FP32, Candidate("bf16", 200, (BEYOND,)), Candidate("fp8-safe", 100, (BEYOND,))),
-        "fp32",
-        ONLY + "; none of them runs FP8",
-        {
-            "bf16": "accuracy beyond the budget; faster by 50.0 %",
-            "fp8-safe": "accuracy beyond the budget; faster by 75.0 %",
-        },
+        ("fp32", NO_FP8),
+        {"fp8-all": OUTSIDE + "faster by 87.5 %"},
     ),
     "none_inside": (
         (Candidate("bf16", 200, (BEYOND,)), Candidate("fp32", 400, (UNDECIDED,))),
-        "fp32",
-        "no engine with a measured speed is inside the budget: the exact model, fp32",
-        {"bf16": "accuracy beyond the budget; faster by 50.0 %"},
+        ("fp32", EXACT),
+        {"bf16": OUTSIDE + "faster by 50.0 %"},
     ),
     "a_simulation_never_wins_on_speed": (
         (FP32, Candidate("fp8-all", 1, simulated=True), Candidate("fp8-safe", 1, (BEYOND,), simulated=True)),
-        "fp32",
-        ONLY + "; none of them runs FP8",
-        {
-            "fp8-all": "accuracy inside the budget; FP8 is simulated here, its speed never counts",
-            "fp8-safe": "accuracy beyond the budget; FP8 is simulated here, its speed never counts",
-        },
+        ("fp32", NO_FP8),
+        {"fp8-all": INSIDE + SIMULATED, "fp8-safe": OUTSIDE + SIMULATED},
     ),
     "a_latency_that_does_not_count": (
         (FP32, Candidate("fp8-all", 1, counts=False)),
-        "fp32",
-        ONLY + "; none of them runs FP8",
-        {
-            "fp8-all": "accuracy inside the budget; timed on device, which is not the target: its speed does "
-            "not count"
-        },
+        ("fp32", NO_FP8),
+        {"fp8-all": INSIDE + "timed on device, which is not the target: its speed does not count"},
     ),
     "no_latency": (
         (FP32, Candidate("fp8-all", None)),
-        "fp32",
-        ONLY + "; none of them runs FP8",
-        {"fp8-all": "accuracy inside the budget; its speed on the target was not measured"},
+        ("fp32", NO_FP8),
+        {"fp8-all": INSIDE + "its speed on the target was not measured"},
     ),
     "never_evaluated": (
         (FP32, Candidate("fp8-all", None, (), detail="the first inference timed out")),
-        "fp32",
-        ONLY + "; none of them runs FP8",
+        ("fp32", NO_FP8),
         {"fp8-all": "not measured: the first inference timed out"},
     ),
     "failed": (
         (FP32, Candidate("fp8-all", None, (), BuildStatus.FAILED, detail="signal 11 (SIGSEGV)")),
-        "fp32",
-        ONLY + "; none of them runs FP8",
+        ("fp32", NO_FP8),
         {"fp8-all": "failed: signal 11 (SIGSEGV)"},
     ),
     "declined": (
         (FP32, Candidate("bf16", None, (), BuildStatus.DECLINED, detail="no BF16 products")),
-        "fp32",
-        ONLY + "; none of them runs FP8",
+        ("fp32", NO_FP8),
         {"bf16": "declined: no BF16 products"},
     ),
     "one_that_cannot_run_beside_one_that_can": (
-        (
-            FP32,
-            Candidate("fp8-all", None, (), BuildStatus.BUILT_NOT_RUN, "rtx", "sm89", detail="no sm89 here"),
-        ),
-        "fp32",
-        ONLY + "; none of them runs FP8",
+        (FP32, ABSENT),
+        ("fp32", NO_FP8),
         {"fp8-all": "not measured: no sm89 here"},
     ),
     "nothing_measured": (
         (Candidate("bf16", None, ()), Candidate("fp32", None, ())),
-        "fp32",
-        "no engine with a measured speed is inside the budget: the exact model, fp32",
+        ("fp32", EXACT),
         {"bf16": "not measured: built and run here"},
     ),
 }
@@ -140,9 +109,9 @@ TABLE = {
 
 @pytest.mark.parametrize("case", TABLE)
 def test_engines_that_ran_here(case: str) -> None:
-    candidates, winner, reason, others = TABLE[case]
+    candidates, expected, others = TABLE[case]
     target = only(*candidates)
-    assert (target.plan, target.reason, target.basis) == (winner, reason, MEASURED)
+    assert (target.plan, target.reason, target.basis) == (*expected, MEASURED)
     assert reasons(target).items() >= others.items()
 
 
@@ -153,9 +122,9 @@ def test_the_faster_of_two_fp32_engines_is_the_fallback() -> None:
 
 def test_a_target_without_any_engine_is_an_error() -> None:
     failed = Candidate("fp32", None, (), BuildStatus.FAILED, detail="no memory")
-    with pytest.raises(PlanningError, match="no engine could be built for 'gpu'") as caught:
+    with pytest.raises(PlanningError) as caught:
         chosen(failed, Candidate("bf16", None, (), BuildStatus.DECLINED, detail="no BF16 products"))
-    assert "gpu-trt-sm90-fp32 failed: no memory" in caught.value.evidence
+    assert caught.value.code == "E0702" and "gpu-trt-sm90-fp32 failed: no memory" in caught.value.evidence
 
 
 def test_what_selection_chose_must_hold_on_certification() -> None:
@@ -167,26 +136,22 @@ def test_what_selection_chose_must_hold_on_certification() -> None:
         "'fp8-all' was selected and is not inside the budget on certification: fp32 instead"
     )
     assert reasons(target) == {
-        "bf16": "accuracy inside the budget; faster by 50.0 %; "
-        "certification does not choose among the others",
+        "bf16": INSIDE + "faster by 50.0 %; certification does not choose among the others",
         "fp8-all": "selected; on certification accuracy beyond the budget",
     }
-    assert on_both([FP32, spoiled], [FP32, fp8]).plan == "fp32"
-    assert on_both([FP32, fp8], [FP32, fp8]).plan == "fp8-all"
-
-
-def test_what_was_never_certified_is_not_emitted() -> None:
-    assert on_both([FP32, Candidate("fp8-all", 100)], [FP32]).plan == "fp32"
+    for selection, certification, plan in (
+        ([FP32, spoiled], [FP32, fp8], "fp32"),
+        ([FP32, fp8], [FP32, fp8], "fp8-all"),
+        ([FP32, fp8], [FP32], "fp32"),  # never certified
+    ):
+        assert on_both(selection, certification).plan == plan
 
 
 def test_speed_is_the_mean_time_per_row_over_the_batch_sizes() -> None:
     """10 µs at 10 rows weigh as much as 100 µs at 100."""
 
     def evaluation(candidate: Candidate, *latencies: Latency) -> Evaluation:
-        whole = candidate.evaluation("selection")
-        return Evaluation(
-            whole.engine, "trt", whole.plan, "gpu", whole.split, 1000, whole.outputs, latencies, "measured"
-        )
+        return replace(candidate.evaluation("selection"), latencies=latencies)
 
     at_small = evaluation(BF16, latency(10, batch=10), latency(130, batch=100))
     at_large = evaluation(FP32, latency(15, batch=10), latency(100, batch=100))
@@ -197,45 +162,23 @@ def test_speed_is_the_mean_time_per_row_over_the_batch_sizes() -> None:
     assert choice.targets[0].losers[0].reason.endswith("slower by 8.7 %")
 
 
-# One choice for each piece of hardware ----------------------------------------------------------------
-
-GROUPS: dict[str, tuple[list[tuple[str, str]], list[list[str]]]] = {
-    "one_backend": ([("trt", "sm90")], [["trt sm90"]]),
-    "two_backends_that_name_it_differently": (
-        [("ort", "cuda"), ("trt", "sm90")],
-        [["ort cuda", "trt sm90"]],
-    ),
-    "one_backend_for_two_architectures": (
-        [("rtx", "sm89"), ("rtx", "sm120")],
-        [["rtx sm89"], ["rtx sm120"]],
-    ),
-    "a_general_engine_competes_everywhere": (
-        [("rtx", "sm89"), ("rtx", "sm120"), ("ort", "cuda")],
-        [["rtx sm89", "ort cuda"], ["rtx sm120", "ort cuda"]],
-    ),
-    "an_engine_for_one_of_them_competes_there": (
-        [("rtx", "sm89"), ("rtx", "sm120"), ("trt", "sm120")],
-        [["rtx sm89"], ["rtx sm120", "trt sm120"]],
-    ),
-    "two_backends_for_the_same_two": (
-        [("rtx", "sm89"), ("trt", "sm89"), ("rtx", "sm120"), ("trt", "sm120")],
-        [["rtx sm89", "trt sm89"], ["rtx sm120", "trt sm120"]],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", GROUPS)
-def test_groups(case: str) -> None:
-    made, expected = GROUPS[case]
-    engines = [Candidate("fp32", backend=b, architecture=a).engine() for b, a in made]
-    found = [[f"{e.backend} {e.architecture}" for e in group] for group in group_by_hardware(engines)]
-    assert found == expected
-
-
-def test_two_backends_of_one_device_give_one_choice() -> None:
-    ort = Candidate("fp8-safe", 300, backend="ort", architecture="cuda")
-    target = only(FP32, BF16, ort, Candidate("fp8-safe", 150))
-    assert target.engine == "gpu-trt-sm90-fp8-safe"
+@pytest.mark.parametrize(
+    ("engines", "groups"),
+    [
+        ("trt:sm90", ["trt:sm90"]),
+        # Backends name one device differently.
+        ("ort:cuda trt:sm90", ["ort:cuda trt:sm90"]),
+        ("rtx:sm89 rtx:sm120", ["rtx:sm89", "rtx:sm120"]),
+        # A general engine competes everywhere, one for an architecture there.
+        ("rtx:sm89 rtx:sm120 ort:cuda", ["rtx:sm89 ort:cuda", "rtx:sm120 ort:cuda"]),
+        ("rtx:sm89 rtx:sm120 trt:sm120", ["rtx:sm89", "rtx:sm120 trt:sm120"]),
+        ("rtx:sm89 trt:sm89 rtx:sm120 trt:sm120", ["rtx:sm89 trt:sm89", "rtx:sm120 trt:sm120"]),
+    ],
+)
+def test_one_choice_for_each_piece_of_hardware(engines: str, groups: list[str]) -> None:
+    names = (name.split(":") for name in engines.split())
+    found = group_by_hardware([Candidate("fp32", backend=b, architecture=a).engine() for b, a in names])
+    assert [" ".join(f"{e.backend}:{e.architecture}" for e in group) for group in found] == groups
 
 
 def test_targets_do_not_compete_with_one_another() -> None:

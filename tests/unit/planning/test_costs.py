@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from math import inf, nan, sqrt
+from pathlib import Path
 
 import numpy as np
 import pytest
-from planned_models import CTR, CVR, UNITS, bare_profile, group, kl_of
+from planned_models import CTR, CVR, UNITS, bare_profile, graph_of, group, kl_of
 from scipy import stats
 
+from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.intervals import anytime_quantile
 from loka_onnx.core.profile import Draws, Sampling
 from loka_onnx.errors import PlanningError
-from loka_onnx.planning.costs import LABELLED_ALLOWANCE, Cost, Costs, allowed_kl
+from loka_onnx.graph.sites import find_sites
+from loka_onnx.planning.costs import LABELLED_ALLOWANCE, Cost, Costs, allowed_kl, useful_flops
 
 MEASURED = {"a": {"ctr": kl_of(4e-5, 1e-6)}, "b": {"ctr": kl_of(9e-5, 2e-6)}}
 A, BOTH = frozenset("a"), frozenset("ab")
@@ -44,11 +47,8 @@ def test_the_worst_draw_scales_value_and_bounds() -> None:
         (1.5 * 4e-5, 1.5 * plain.kl.lower, 1.5 * plain.kl.upper)
     )
     assert (plain.draws, grown.draws) == (0, 4)
-
-
-def test_draws_that_are_all_better_do_not_make_a_site_cheaper() -> None:
-    assert cost_of(A, draws=Draws(4, 3e-5, 4e-5, 1.0)) == cost_of(A)
-    assert cost_of(A, draws=Draws(4, 3e-5, 4e-5, 0.7)) == cost_of(A)
+    # Draws that are all better do not make a site cheaper.
+    assert cost_of(A, draws=Draws(4, 3e-5, 4e-5, 1.0)) == cost_of(A, draws=Draws(4, 3e-5, 4e-5, 0.7)) == plain
 
 
 def test_sites_that_were_measured_together_cost_what_was_measured() -> None:
@@ -99,14 +99,13 @@ def test_the_bound_holds_to_first_order_only(change: float, times: float) -> Non
     assert kl(2 * change) / (2 * sqrt(kl(change))) ** 2 == pytest.approx(times, abs=0.005)
 
 
-def test_what_was_not_measured_is_refused() -> None:
-    with pytest.raises(PlanningError, match="nothing of site 'z' and output 'ctr'"):
-        cost_of(frozenset("z"))
+@pytest.mark.parametrize(("sites", "spec"), [(frozenset("z"), CTR), (BOTH, CTR), (A, CVR)])
+def test_what_was_not_measured_is_refused(sites: frozenset[str], spec: OutputSpec) -> None:
     profile = bare_profile(MEASURED, (group("x", "ab", {"cvr": kl_of(0.0)}),))
-    with pytest.raises(PlanningError, match="nothing of the sites 'a', 'b' together and output 'ctr'"):
-        Costs(profile, (CTR,)).of(BOTH, 0.05)
-    with pytest.raises(PlanningError, match="site 'a' and output 'cvr'"):
-        Costs(profile, (CVR,)).of(A, 0.05)
+    with pytest.raises(PlanningError) as caught:
+        Costs(profile, (spec,)).of(sites, 0.05)
+    assert caught.value.code == "E0704"
+    assert all(f"'{name}'" in caught.value.what for name in (*sites, spec.name))
 
 
 @pytest.mark.parametrize(
@@ -120,9 +119,7 @@ def test_what_was_not_measured_is_refused() -> None:
         (1e-9, 0.0, 7, inf, 0.0),  # too few units for an interval
     ],
 )
-def test_ends_as_parts_of_the_budget_less_the_allowance(
-    value: float, error: float, units: int, most: float, least: float
-) -> None:
+def test_ends_as_parts_of_the_budget_less_the_allowance(value, error, units, most, least):
     assert allowed_kl(CTR) == CTR.budget * (1 - LABELLED_ALLOWANCE) == 5e-4
     (cost,) = Costs(bare_profile({"a": {"ctr": kl_of(value, error, units)}}), (CTR,)).of(A, 0.05)
     assert (cost.most, cost.least) == pytest.approx((most, least), rel=1e-4)
@@ -133,3 +130,20 @@ def test_of_a_kl_that_is_not_a_number_nothing_is_known() -> None:
         profile = bare_profile({"a": {"ctr": kl_of(0.0)}}, draws=Draws(4, 0.0, 1.0, growth))
         (cost,) = Costs(profile, (CTR,)).of(A, 0.05)
         assert (cost.most, cost.least) == (inf, 0.0)
+
+
+def test_rows_and_columns_of_zeros_are_no_arithmetic_of_the_model(tmp_path: Path) -> None:
+    text = """(float[batch,32] x, float[batch,2,32] z) => (float[batch,48] y, float[batch,2,48] u) {
+        [fc] y = Gemm<transB=1>(x, wt) [towers] u = MatMul(z, w)
+    }"""
+    w = np.ones((32, 48), np.float32)
+    for zeros, used in (
+        ((), 32 * 48),
+        ((5, 7), 32 * 48),
+        (slice(16, None), 16 * 48),
+        (np.s_[:, 40:], 16 * 40),
+    ):
+        w[zeros] = 0 if zeros != () else 1
+        graph = graph_of(tmp_path / "m.onnx", text, {"w": w, "wt": np.ascontiguousarray(w.T)})
+        found = {site.name: useful_flops(graph, site) for site in find_sites(graph)}
+        assert found == {"fc": 2 * used, "towers": 2 * 2 * used}

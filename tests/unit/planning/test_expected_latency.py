@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from math import inf, nan
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
-from loka_onnx.planning.expected_latency import Known, predict, why_not_expected
+from loka_onnx.errors import InternalError
+from loka_onnx.planning.expected_latency import Known, Point, front, predict, why_not_expected
 
 SAVED = {"a": 30.0, "b": 10.0, "c": 20.0}
 
@@ -33,17 +38,14 @@ BOTH = Known("both", plan("a", "b"), {10: 70.0, 20: 130.0})
 
 def test_the_difference_between_plans_is_added_to_what_was_measured() -> None:
     found = predict(plan("a"), (BF16,), "gpu")
-    assert found is not None
     assert (found.start, dict(found.us)) == ("bf16", {10: pytest.approx(70.0), 20: pytest.approx(120.0)})
 
 
-def test_it_starts_from_the_plan_that_differs_in_fewest_sites() -> None:
-    # Two sites differ from BF16, one from the other.
+def test_it_starts_from_the_plan_that_differs_in_fewest_sites():
     found = predict(plan("a", "b", "c"), (BF16, BOTH), "gpu")
-    assert found is not None
     assert (found.start, found.us[10]) == ("both", pytest.approx(50.0))
     nearer = predict(plan("c"), (BF16, BOTH), "gpu")
-    assert nearer is not None and nearer.start == "bf16"
+    assert nearer.start == "bf16"
 
 
 def test_nothing_is_predicted_without_a_like_engine_or_kernel_times() -> None:
@@ -52,29 +54,52 @@ def test_nothing_is_predicted_without_a_like_engine_or_kernel_times() -> None:
     assert predict(plan("a"), (BF16,), "another") is None
     unknown = Known("near", replace(plan("a"), predicted_us={}), {10: 1.0})
     found = predict(plan("a"), (unknown, BF16), "gpu")
-    assert found is not None and found.start == "bf16"
-
-
-def broken(known: PrecisionPlan, **sites: str) -> PrecisionPlan:
-    return replace(known, breaks_up={"gpu": sites})
+    assert found.start == "bf16"
 
 
 def test_nothing_is_predicted_across_a_kernel_that_one_plan_breaks_up() -> None:
-    alone = broken(plan("a"), a="token-residual-norm")
+    alone = replace(plan("a"), breaks_up={"gpu": {"a": "token-residual-norm"}})
     found = predict(alone, (BF16,), "gpu")
-    assert found is not None
-    assert (found.start, found.us) == ("", {})
-    assert found.why_not == (
-        "FP8 at 'a' breaks up the kernel 'token-residual-norm', and what the parts take was not measured"
-    )
+    why = "FP8 at 'a' breaks up the kernel 'token-residual-norm', and what the parts take was not measured"
+    assert (found.start, found.us, found.why_not) == ("", {}, why)
     # On another device it is no kernel.
     assert why_not_expected(alone, BF16.plan, "another") == ""
     # The other way round as well.
-    measured = Known("parted", alone, {10: 90.0})
-    found = predict(plan("b"), (measured,), "gpu")
-    assert found is not None and found.us == {}
+    found = predict(plan("b"), (Known("parted", alone, {10: 90.0}),), "gpu")
+    assert found.us == {}
     assert found.why_not.startswith("FP8 at 'a' of plan 'p' breaks up the kernel 'token-residual-norm'")
     # An engine that differs in more sites, and not by a kernel, is what it starts from.
     further = predict(plan("a", "b"), (Known("near", alone, {10: 1.0}), BF16), "gpu")
-    assert further is not None
     assert (further.start, further.why_not) == ("bf16", "")
+
+
+# The front against its definition, tried on every pair
+
+
+# Few values, so that ties in one and in both come up.
+VALUES = st.sampled_from([0.5, 1.0, 1.5, 2.0, inf])
+
+
+def dominates(a: Point, b: Point) -> bool:
+    no_worse = a.time <= b.time and a.loss <= b.loss
+    return no_worse and (a.time < b.time or a.loss < b.loss)
+
+
+@given(st.lists(st.tuples(VALUES, VALUES), max_size=12))
+def test_it_is_what_no_other_point_dominates(places: list[tuple[float, float]]) -> None:
+    points = [Point(f"p{i}", time, loss) for i, (time, loss) in enumerate(places)]
+    found = front(points)
+    by_definition = {p.name for p in points if not any(dominates(other, p) for other in points)}
+    assert {p.name for p in found} == by_definition
+    assert [p.time for p in found] == sorted(p.time for p in found)
+    assert all(a.loss >= b.loss for a, b in pairwise(found))
+
+
+def test_equal_points_are_both_on_it() -> None:
+    a, b = Point("a", 1.0, 1.0), Point("b", 1.0, 1.0)
+    assert front([a, b]) == (a, b)
+
+
+def test_what_is_no_number_is_refused() -> None:
+    with pytest.raises(InternalError):
+        front([Point("a", nan, 1.0)])

@@ -7,24 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import onnx
-import onnx.parser
 import pytest
-from onnx import numpy_helper
-from planned_models import CTR, kl_of, profile_of, write_model
+from planned_models import CTR, graph_of, kl_of, profile_of
 
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.intervals import RatioMoments
-from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, SpeedVerdict, Verdict
+from loka_onnx.core.plan import Decision, PlanSet, SpeedVerdict, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
 from loka_onnx.planning.expected_latency import expected_us
-from loka_onnx.planning.policy import PlanOptions, make_plans, refine_fast_plans
+from loka_onnx.planning.policy import Planner, PlanOptions, make_plans
 from loka_onnx.planning.site_speed import DeviceTimings, SiteSpeeds
 
 ALLOWED = CTR.budget * (1 - LABELLED_ALLOWANCE)
@@ -56,28 +52,12 @@ def timings(us: Mapping[str, Us], backend: str = PLAIN, device: str = DEVICE) ->
     return DeviceTimings(device, backend, tuple(kernels()), (BATCH,))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelArtifact:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-def plans_of(
-    model: ModelArtifact,
-    devices: tuple[DeviceTimings, ...],
-    kl: Mapping[str, RatioMoments] | None = None,
-    plans: tuple[str, ...] = ("fp8-fast",),
-    **options: object,
-) -> PlanSet:
+def plans_of(model, devices, kl=None, plans=("fp8-fast",), **options):
     chosen = PlanOptions(plans=plans, devices=devices, **options)  # type: ignore[arg-type]
     return make_plans(model, profile_of(model, kl or {}), (CTR,), [PER_CHANNEL_WEIGHT], chosen)
 
 
-def plan_of(
-    model: ModelArtifact,
-    us: Mapping[str, Us],
-    kl: Mapping[str, RatioMoments] | None = None,
-    **options: object,
-) -> PrecisionPlan:
+def plan_of(model, us, kl=None, **options):
     return plans_of(model, (timings(us),), kl, **options).plan("fp8-fast")  # type: ignore[arg-type]
 
 
@@ -94,19 +74,14 @@ def test_sites_that_save_time_run_in_fp8(model: ModelArtifact) -> None:
     assert "takes 10 µs in bf16 and 5 in fp8 at batch 100, quantizing takes 1 µs" in decision.reason
 
 
-def test_what_an_engine_maker_fuses_stays_as_it_is(model: ModelArtifact) -> None:
-    known = replace(timings(ALL_FAST), fused={"fc1": "factorization-norm"})
-    plan = plans_of(model, (known,)).plan("fp8-fast")
-    assert plan_of(model, ALL_FAST).fp8_sites == ("fc0", "fc1", "fc2")
-    assert plan.fp8_sites == ("fc0", "fc2")
-    assert plan.decision("fc1").precision is Precision.BF16
-    assert "break up the kernel 'factorization-norm'" in plan.decision("fc1").reason
-
-
-def test_a_plan_that_breaks_up_a_kernel_has_no_expected_time(model: ModelArtifact) -> None:
+def test_what_an_engine_maker_fuses_stays_and_breaking_it_up_has_no_expected_time(model):
     known = replace(timings(ALL_FAST), fused={"fc1": "factorization-norm"})
     found = plans_of(model, (known,), plans=("bf16", "fp8-all", "fp8-fast"))
     bf16, everything, fast = (found.plan(name) for name in ("bf16", "fp8-all", "fp8-fast"))
+    assert plan_of(model, ALL_FAST).fp8_sites == ("fc0", "fc1", "fc2")
+    assert fast.fp8_sites == ("fc0", "fc2")
+    assert fast.decision("fc1").precision is Precision.BF16
+    assert "break up the kernel 'factorization-norm'" in fast.decision("fc1").reason
     assert everything.breaks_up == {DEVICE: {"fc1": "factorization-norm"}}
     assert (bf16.breaks_up, fast.breaks_up) == ({}, {})
     assert expected_us(everything, bf16, {BATCH: 50.0}, DEVICE) == {}
@@ -202,25 +177,17 @@ def test_every_plan_has_a_predicted_time(model: ModelArtifact) -> None:
         ((10.0, 10.5, 1e-9), SpeedVerdict.SLOW),
     ],
 )
-def test_fp8_is_fast_where_it_saves_more_than_its_cast(
-    model: ModelArtifact, us: Us, verdict: SpeedVerdict
-) -> None:
+def test_fp8_is_fast_where_it_saves_more_than_its_cast(model, us, verdict):
     found = {speed.site: speed.verdict for speed in plans_of(model, (timings({"fc0": us}),)).speeds}
     assert found["fc0"] == verdict
 
 
 def test_refinements_toggle_sites_and_are_numbered(model: ModelArtifact) -> None:
     options = PlanOptions(devices=(timings(ALL_FAST),))
-    profile = profile_of(model, {"fc0": kl_of(0.6 * ALLOWED), "fc1": kl_of(0.5 * ALLOWED)})
-    best = make_plans(
-        model,
-        profile,
-        (CTR,),
-        [PER_CHANNEL_WEIGHT],
-        PlanOptions(plans=("fp8-fast",), devices=options.devices),
-    ).plan("fp8-fast")
-    assert best.fp8_sites == ("fc0", "fc2")
-    found = refine_fast_plans(model, profile, (CTR,), [PER_CHANNEL_WEIGHT], options)
+    kl = {"fc0": kl_of(0.6 * ALLOWED), "fc1": kl_of(0.5 * ALLOWED)}
+    profile = profile_of(model, kl)
+    assert plan_of(model, ALL_FAST, kl).fp8_sites == ("fc0", "fc2")
+    found = Planner(model, profile, (CTR,), [PER_CHANNEL_WEIGHT], options).refinements()
     assert [(plan.id, plan.fp8_sites) for plan in found] == [
         ("fp8-fast-1", ("fc1", "fc2")),
         ("fp8-fast-2", ("fc0",)),
@@ -229,12 +196,9 @@ def test_refinements_toggle_sites_and_are_numbered(model: ModelArtifact) -> None
     assert all(plan.predicted_kl["ctr"] <= ALLOWED for plan in found)
 
 
-# What FP8 saves at a site -----------------------------------------------------------------------------
-
-SHARED = """
-<ir_version: 10, opset_import: ["" : 21]>
-g (float[batch,32] x, float[batch,4,32] e) => (float[batch,64] a, float[batch,64] b, float[batch,4,64] c,
-                                              float[2,batch,32] t) {
+SHARED = """(float[batch,32] x, float[batch,4,32] e) => (
+    float[batch,64] a, float[batch,64] b, float[batch,4,64] c, float[2,batch,32] t
+) {
     h = Relu(x)
     u = Unsqueeze(h, one)
     [fa] a = MatMul(h, wa)
@@ -242,22 +206,14 @@ g (float[batch,32] x, float[batch,4,32] e) => (float[batch,64] a, float[batch,64
     b = Squeeze(v, one)
     [fc] c = MatMul(e, wc)
     [towers] t = MatMul(x, we)
-}
-"""
+}"""
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> GraphModel:
-    proto = onnx.parser.parse_model(SHARED)
-    weights = {"wa": (32, 64), "wb": (32, 64), "wc": (32, 64), "we": (2, 32, 32)}
-    constants = {name: np.ones(shape, np.float32) for name, shape in weights.items()}
-    proto.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in constants.items())
-    proto.graph.initializer.append(numpy_helper.from_array(np.array([1]), "one"))
-    for node in proto.graph.node:
-        node.name = node.name or f"inner/{node.output[0]}"
-    path: Path = tmp_path_factory.mktemp("shared") / "model.onnx"
-    onnx.save(proto, path)
-    return GraphModel.load(path)
+    constants = {name: np.ones((32, 64)) for name in ("wa", "wb", "wc")}
+    constants |= {"we": np.ones((2, 32, 32)), "one": np.array([1])}
+    return graph_of(tmp_path_factory.mktemp("shared") / "model.onnx", SHARED, constants)
 
 
 def speeds_of(shared: GraphModel, backend: str, serve: tuple[int, ...] = (10,)) -> SiteSpeeds:
@@ -296,26 +252,16 @@ def test_an_activation_that_quantizes_makes_it_free(shared: GraphModel) -> None:
 
 
 def test_a_product_in_fp8_quantizes_for_the_next_one(tmp_path: Path) -> None:
-    proto = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 21]> g (float[batch,32] x) => (float[batch,64] b) '
-        "{ [down] a = MatMul(x, wd) [up] b = MatMul(a, wu) }"
-    )
-    weights = {"wd": np.ones((32, 32), np.float32), "wu": np.ones((32, 64), np.float32)}
-    proto.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in weights.items())
-    onnx.save(proto, tmp_path / "model.onnx")
-    graph = GraphModel.load(tmp_path / "model.onnx")
+    text = "(float[batch,32] x) => (float[batch,64] b) { [down] a = MatMul(x, wd) [up] b = MatMul(a, wu) }"
+    weights = {"wd": np.ones((32, 32)), "wu": np.ones((32, 64))}
+    graph = graph_of(tmp_path / "model.onnx", text, weights)
     assert speeds_of(graph, FUSING).sources["up"].made_by == "down"
     assert speeds_of(graph, PLAIN).sources["up"].made_by == ""
     speeds = speeds_of(graph, FUSING)
     assert (speeds.speed("up").made_by, speeds.speed("down").made_by) == ("down", "")
-    assert (speeds.speed("up").made_by, speeds.speed("down").made_by) == ("down", "")
     # Of `down` no time is known here: alone, `up` has its cast.
     assert speeds.quantize_per_row("up") > 0.0
     assert "nothing behind 'down' in fp8" in speeds.speed("up").reason
-
-    assert speeds.predicted_us(Precision.BF16, in_float8("up")) == {"10": 6.0}
-    assert speeds.predicted_us(Precision.BF16, in_float8("up", "down")) == {"10": 3.0}
-
-
-def in_float8(*sites: str) -> list[Decision]:
-    return [Decision(site, Precision.FP8, None, Verdict.SAFE, "") for site in sites]
+    for sites, us in ((["up"], 6.0), (["up", "down"], 3.0)):
+        quantized = [Decision(site, Precision.FP8, None, Verdict.SAFE, "") for site in sites]
+        assert speeds.predicted_us(Precision.BF16, quantized) == {"10": us}

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planned_models import CTR, FLOPS, kl_of, profile_of, write_model
+from planned_models import CTR, FLOPS, kl_of, profile_of
 
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.intervals import RatioMoments
-from loka_onnx.core.plan import PlanSet, PrecisionPlan, Verdict
+from loka_onnx.core.plan import PlanSet, Verdict
 from loka_onnx.core.profile import Sampling
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
 from loka_onnx.errors import ConfigError
@@ -26,14 +25,7 @@ SCALE = 0.0078125
 """Of every activation in `profile_of`."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelArtifact:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-def plan_of(
-    model: ModelArtifact, kl: dict[str, RatioMoments], plan_id: str = "fp8-safe", **options: object
-) -> PrecisionPlan:
+def plan_of(model, kl, plan_id="fp8-safe", **options):
     chosen = PlanOptions(plans=(plan_id,), **options)  # type: ignore[arg-type]
     return make_plans(model, profile_of(model, kl), (CTR,), [PER_CHANNEL_WEIGHT], chosen).plan(plan_id)
 
@@ -43,24 +35,14 @@ def share(name: str) -> float:
     return ALLOWED * FLOPS[name] / TOTAL
 
 
-# Verdicts ---------------------------------------------------------------------------------------------
-
-
-def test_harmless_sites_are_safe(model: ModelArtifact) -> None:
-    plan = plan_of(model, {})
-    assert plan.fp8_sites == ("fc0", "fc1", "fc2")
-    assert plan.decision("fc0").verdict is Verdict.SAFE
-    assert plan.fp8_share == 1.0
-
-
-def test_the_shares_follow_the_operations_and_sum_to_the_budget_less_the_allowance(
-    model: ModelArtifact,
-) -> None:
+def test_the_shares_follow_the_operations_and_sum_to_the_budget_less_the_allowance(model):
     almost = {name: kl_of(share(name) * (1 - 1e-9)) for name in FLOPS}
     assert sum(kl.value for kl in almost.values()) == pytest.approx(ALLOWED)
-    assert plan_of(model, almost).fp8_sites == tuple(FLOPS)
+    plan = plan_of(model, almost)
+    assert (plan.fp8_sites, plan.fp8_share) == (tuple(FLOPS), 1.0)
+    assert plan.decision("fc0").verdict is Verdict.SAFE
     # Three products and a norm, of which all are shown at once.
-    assert "at 99.375 %, corrected for 4 bounds" in plan_of(model, almost).decision("fc1").reason
+    assert "at 99.375 %, corrected for 4 bounds" in plan.decision("fc1").reason
 
 
 def test_a_site_beyond_what_the_others_leave_is_unsafe(model: ModelArtifact) -> None:
@@ -76,9 +58,6 @@ def test_an_unsafe_norm_stays_in_fp32_in_every_plan(model: ModelArtifact, plan_i
     assert plan.decision("ln").precision is Precision.FP32
     assert plan.decision("ln").reason.endswith("; measured in bf16") is (plan_id == "fp16")
     assert plan.decision("fc0").precision is plan.base
-
-
-# Open verdicts ----------------------------------------------------------------------------------------
 
 
 def test_verdicts_are_open_where_more_rows_could_change_them(model: ModelArtifact) -> None:
@@ -107,9 +86,6 @@ def test_verdicts_close_as_rows_come_in(model: ModelArtifact) -> None:
     assert sorted(found, key=len, reverse=True) == found
 
 
-# Plans ------------------------------------------------------------------------------------------------
-
-
 def test_fp8_all_takes_every_linear_site_and_no_interaction(model: ModelArtifact) -> None:
     plan = plan_of(model, {"fc0": kl_of(1.0)}, "fp8-all")
     assert plan.fp8_sites == ("fc0", "fc1", "fc2", "thin")
@@ -118,9 +94,7 @@ def test_fp8_all_takes_every_linear_site_and_no_interaction(model: ModelArtifact
     assert plan.decision("dot").reason.startswith("a product of two activations runs in FP8 only when forced")
 
 
-def test_predicted_kl_sums_the_chosen_sites_and_the_share_counts_their_operations(
-    model: ModelArtifact,
-) -> None:
+def test_predicted_kl_sums_the_chosen_sites_and_the_share_counts_their_operations(model):
     kl = {"fc0": kl_of(1e-5, 5e-7), "fc2": kl_of(2e-5), "fc1": kl_of(1.0), "thin": kl_of(3e-5)}
     safe, every = plan_of(model, kl), plan_of(model, kl, "fp8-all")
     assert safe.predicted_kl == {"ctr": pytest.approx(3e-5)}
@@ -147,9 +121,6 @@ def test_the_default_plans_in_order_and_as_json(model: ModelArtifact) -> None:
     assert serde.loads(PlanSet, serde.dumps(plans)) == plans
 
 
-# What users ask for -----------------------------------------------------------------------------------
-
-
 def test_a_kept_site_stays_and_leaves_its_share_to_the_others(model: ModelArtifact) -> None:
     """fc0 and fc2 need all of what is allowed but fc1's share, and a little more."""
     kl = {
@@ -173,19 +144,15 @@ def test_a_forced_site_runs_in_fp8_whatever_its_verdict(model: ModelArtifact) ->
     assert plan.predicted_kl["ctr"] == pytest.approx(1.0)
 
 
-def test_a_pattern_that_matches_nothing_names_the_nearest_site(model: ModelArtifact) -> None:
+@pytest.mark.parametrize(
+    ("plan_id", "keep", "force", "code", "evidence"),
+    [
+        ("fp8-safe", ("dott",), (), "E0706", "the nearest of 6 sites is 'dot'"),
+        ("fp8-safe", ("fc*",), ("*2",), "E0705", "plan.keep has 'fc*', plan.force has '*2'"),
+        ("fp8-most", (), (), "E0707", "known are fp32, bf16, fp16, fp8-all, "),
+    ],
+)
+def test_what_cannot_be_is_refused(model, plan_id, keep, force, code, evidence):
     with pytest.raises(ConfigError) as caught:
-        plan_of(model, {}, keep=("dott",))
-    assert caught.value.evidence == "the nearest of 6 sites is 'dot'"
-
-
-def test_a_site_both_kept_and_forced_is_refused(model: ModelArtifact) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan_of(model, {}, keep=("fc*",), force=("*2",))
-    assert caught.value.evidence == "plan.keep has 'fc*', plan.force has '*2'"
-
-
-def test_an_unknown_plan_is_refused(model: ModelArtifact) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan_of(model, {}, "fp8-most")
-    assert "unknown plan 'fp8-most'" in caught.value.what
+        plan_of(model, {}, plan_id, keep=keep, force=force)
+    assert caught.value.code == code and caught.value.evidence.startswith(evidence)

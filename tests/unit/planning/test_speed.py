@@ -27,12 +27,11 @@ DRIFT = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9]
 
 def test_what_slows_both_cancels() -> None:
     ratio = speed(b8=[100 * d for d in DRIFT]).over(speed(b8=[80 * d for d in DRIFT]))
-    assert ratio is not None
     assert (ratio.value, ratio.lower, ratio.upper) == pytest.approx((1.25, 1.25, 1.25))
     assert ratio.rows == 10
     # The same times in another order are no longer the same machine: nothing cancels.
     apart = speed(b8=[100 * d for d in DRIFT]).over(speed(b8=[80 * d for d in reversed(DRIFT)]))
-    assert apart is not None and apart.lower < 1.0 < apart.upper
+    assert apart.lower < 1.0 < apart.upper
 
 
 def test_the_interval_holds_what_it_should() -> None:
@@ -41,7 +40,6 @@ def test_the_interval_holds_what_it_should() -> None:
     for _ in range(1000):
         ours, theirs = (100 * np.exp(rng.normal(0, 0.05, 6)) for _ in range(2))
         ratio = speed(b1=ours.tolist()).over(speed(b1=(theirs * 1.1).tolist()))
-        assert ratio is not None
         inside += ratio.lower <= 1 / 1.1 <= ratio.upper
     # 95 % of 1,000 draws, three standard errors down.
     assert inside / 1000 > 0.929
@@ -51,7 +49,6 @@ def test_of_two_engines_it_is_the_paired_t_interval_of_the_logarithms() -> None:
     rng = np.random.default_rng(5)
     ours, theirs = np.exp(rng.normal(4, 0.05, (2, 7)))
     found = speed(b8=(8 * ours).tolist()).over(speed(b8=(8 * theirs).tolist()))
-    assert found is not None
     change = np.log(ours / theirs)
     half = stats.t.ppf(0.975, 6) * change.std(ddof=1) / np.sqrt(7)
     lower, upper = np.exp(change.mean() - half), np.exp(change.mean() + half)
@@ -63,7 +60,6 @@ def test_the_variance_is_pooled_over_rivals_and_the_risk_divided_among_their_pai
     times = np.exp(rng.normal(4, 0.01, (4, 6)) + rng.normal(0, 0.2, 6))
     speeds = rivals({f"e{n}": speed(b1=row.tolist()) for n, row in enumerate(times)})
     found = speeds["e0"].over(speeds["e1"])
-    assert found is not None
     # Two-way analysis of variance, written out.
     logs = np.log(times)
     residual = logs - logs.mean(axis=1, keepdims=True) - logs.mean(axis=0) + logs.mean()
@@ -76,7 +72,6 @@ def test_the_variance_is_pooled_over_rivals_and_the_risk_divided_among_their_pai
     both = rivals({f"e{n}": speed(b1=row.tolist(), b2=row.tolist()) for n, row in enumerate(times)})
     one, other = both["e0"].at(1), both["e1"].at(1)
     apart = one.over(other)
-    assert apart is not None
     half = stats.t.ppf(1 - LAST_RISK / 6 / 2 / 2, 15) * sd * np.sqrt(2 / 6)
     assert apart.upper == pytest.approx(max(np.exp(middle + half), apart.value))
 
@@ -138,4 +133,4 @@ def test_engines_that_were_timed_apart_have_a_ratio_and_no_interval() -> None:
         assert again.over(apart) == ours.over(theirs)
     noisy = speed(b1=[70.0 * d for d in DRIFT])
     times = ours.over(noisy)
-    assert times is not None and times.lower < 1.0 < times.upper and not noisy.is_slower(ours, 0.01)
+    assert times.lower < 1.0 < times.upper and not noisy.is_slower(ours, 0.01)
