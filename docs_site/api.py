@@ -105,7 +105,7 @@ GROUPS = (
             "transforms.precision.apply_plan.PlannedModel",
             "data.dataset.Dataset",
             "engines.base.Backend",
-            "bundle.contents.BundleContents",
+            "bundle.writer.BundleContents",
         ),
     ),
     Group(

@@ -214,9 +214,7 @@ def build_ratings(
 
 
 def build_columns(catalog: Catalog, ratings: Ratings) -> dict[str, Array]:
-    """All columns of all ratings: categorical (int64), standardized numeric (float32), label (int8), each
-    (ratings,).
-    """
+    """All columns, each (ratings,): categorical int64, standardized numeric float32, label int8."""
     columns = {name: ids[ratings.user] for name, ids in catalog.users.items()}
     columns |= {name: ids[ratings.item] for name, ids in catalog.items.items()}
     columns = {name: columns[name].astype(np.int64) for name in catalog.cardinalities}

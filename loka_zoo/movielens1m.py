@@ -36,9 +36,7 @@ SELECTION_ROWS = 100_000
 
 
 def movielens_1m(root: str | Path | None = None) -> PreparedData:
-    """Describe the four splits in `<root>/movielens-1m/`; `DataError` when a file is missing or
-    unreadable.
-    """
+    """Describe the four splits in `<root>/movielens-1m/`; `DataError` when a file is unreadable."""
     directory = data_root(root) / "movielens-1m"
     train = directory / "train.parquet"
     try:

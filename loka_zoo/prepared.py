@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from loka_onnx.data.binding import InputBinding
+from loka_onnx.data.batch import InputBinding
 from loka_onnx.data.dataset import Dataset
-from loka_onnx.data.opening import open_dataset
 from loka_onnx.data.selection import RowRange
+from loka_onnx.data.splits import open_dataset
 from loka_onnx.errors import ConfigError, DataError, OutputError
 
 SPLITS = ("train", "calibration", "selection", "certification")
@@ -76,9 +76,7 @@ class PreparedData:
 
 
 def data_root(root: str | Path | None = None) -> Path:
-    """The directory of data that cannot be shipped: the argument, else `$LOKA_ONNX_DATA`; `DataError` without
-    one.
-    """
+    """The directory of data that is not shipped: the argument, else `$LOKA_ONNX_DATA` (`DataError`)."""
     given = root if root is not None else os.environ.get(DATA_ENVIRONMENT)
     if given and Path(given).is_dir():
         return Path(given)

@@ -59,9 +59,7 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of training: mean binary cross entropy (nats) of each epoch over rows as trained on, wall-clock
-    time.
-    """
+    """Mean binary cross entropy (nats) of each epoch over rows as trained on, and wall-clock time."""
 
     losses: tuple[float, ...]
     seconds: float

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.recipe import PER_TENSOR
-from loka_onnx.data.binding import InputBinding
+from loka_onnx.data.batch import InputBinding
 from loka_onnx.export.torch_module import export_torch
 from loka_zoo import FeatureSpec, create
 from loka_zoo.layers import MLP, tokens_of

@@ -35,10 +35,8 @@ import psutil
 
 from benchmarks.pipeline.calibration_cost import SPEC, make_case
 from benchmarks.recording import write_record
-from loka_onnx.bundle.contents import DEFAULT_TOLERANCE, BundleContents, Expectation
-from loka_onnx.bundle.format.files import read_sample
-from loka_onnx.bundle.format.manifest import read_manifest
-from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.bundle.format.files import read_manifest, read_sample
+from loka_onnx.bundle.writer import DEFAULT_TOLERANCE, BundleContents, Expectation, write_bundle
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.evaluation import Choice
 from loka_onnx.core.manifest import BatchRange

@@ -8,19 +8,13 @@ from pathlib import Path
 from loka_onnx.bundle.format.archive import verify_path
 from loka_onnx.bundle.format.documents import printable
 from loka_onnx.core.evaluation import Evaluation
-from loka_onnx.core.manifest import Manifest
 from loka_onnx.core.rewrite import Part
 
 
 def inspect_bundle(path: Path) -> str:
     """Verify a bundle, a directory or an archive, and describe it for a terminal."""
     verified = verify_path(path)
-    signed = "".join(f"signed    claims key {key}, not verified\n" for key in verified.claimed)
-    return describe(verified.manifest) + (signed or "signed    no\n")
-
-
-def describe(manifest: Manifest) -> str:
-    """Describe a manifest, one line per fact, ending with a newline."""
+    manifest, cut = verified.manifest, verified.manifest.cut
     lines = [
         f"bundle written by {manifest.created_by}",
         f"bundle    sha256 {manifest.seal}",
@@ -29,7 +23,8 @@ def describe(manifest: Manifest) -> str:
         f"files     {len(manifest.files)}, {manifest.total_bytes:,} bytes",
         *(f"input     {t.name}: {t.dtype}{_shape(t.shape)}" for t in manifest.inputs),
         *(f"output    {t.name}: {t.dtype}{_shape(t.shape)}" for t in manifest.outputs),
-        *_cut(manifest),
+        *([f"lookup    {cut.lookup} reads {', '.join(cut.lookup_inputs)}"] if cut else []),
+        *(f"looked up {t.name}: {t.dtype}{_shape(t.shape)}" for t in (cut.tensors if cut else ())),
         *(f"target    {t.target}: {t.engine}: {t.reason}" for t in manifest.choice.targets),
         *(
             f"requests  {t.target}: to {r.batch} rows: {r.engine}"
@@ -50,6 +45,7 @@ def describe(manifest: Manifest) -> str:
             *(["            takes looked-up rows"] if entry.part is Part.DENSE else []),
         ]
     lines += [f"file      {f.sha256[:16]}… {f.bytes:>14,} {f.path}" for f in manifest.files]
+    lines += [f"signed    claims key {key}, not verified" for key in verified.claimed] or ["signed    no"]
     return "\n".join(map(printable, lines)) + "\n"
 
 
@@ -73,16 +69,6 @@ def _measured(evaluation: Evaluation | None) -> Iterator[str]:
             f"            {latency.batch} rows: p50 {latency.p50_us:.1f} µs, p99 {latency.p99_us:.1f} µs "
             f"on {latency.device}"
         )
-
-
-def _cut(manifest: Manifest) -> list[str]:
-    cut = manifest.cut
-    if cut is None:
-        return []
-    return [
-        f"lookup    {cut.lookup} reads {', '.join(cut.lookup_inputs)}",
-        *(f"looked up {t.name}: {t.dtype}{_shape(t.shape)}" for t in cut.tensors),
-    ]
 
 
 def _shape(shape: tuple[int | None, ...]) -> str:

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loka_onnx.bundle.format.documents import read_document
+from loka_onnx.bundle.format.documents import pinned, read_document
 from loka_onnx.bundle.format.files import verify_directory
-from loka_onnx.bundle.format.pinned import pinned
 from loka_onnx.bundle.format.replace import staged_file
 from loka_onnx.bundle.format.signature import (
     MAX_SIGNATURE_BYTES,
@@ -44,9 +43,7 @@ _LOG = logging.getLogger("loka_onnx.bundle")
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A key pair on disk, as PEM files: private (PKCS8, for its owner only) and public
-    (SubjectPublicKeyInfo).
-    """
+    """A key pair on disk, as PEM files: PKCS8, for its owner only, and SubjectPublicKeyInfo."""
 
     private: Path
     public: Path
@@ -112,7 +109,7 @@ def sign_bundle(directory: Path, key: Path) -> str:
     if set(claimed) - {name}:
         others = ", ".join(sorted(set(claimed) - {name}))
         _LOG.warning("'%s' keeps signatures that nothing was checked of: key %s", place, others)
-    text = signature_text(signed, [signer], earlier)
+    text = signature_text(signed, signer, earlier)
     if len(text.encode()) > MAX_SIGNATURE_BYTES:
         raise BundleError(
             "E1221 the bundle has too many signatures to add one",
@@ -134,14 +131,10 @@ def sign_bundle(directory: Path, key: Path) -> str:
     return name
 
 
-def signature_text(
-    manifest: bytes, keys: Sequence[Ed25519PrivateKey], earlier: Sequence[KeySignature] = ()
-) -> str:
-    """Sign the bytes of a manifest; signatures of `earlier` stay, unless a key among `keys` made them."""
-    by_key = {entry.key: entry for entry in earlier}
-    for key in keys:
-        name = fingerprint(key.public_key())
-        by_key[name] = KeySignature(name, key.sign(manifest).hex())
+def signature_text(manifest: bytes, key: Ed25519PrivateKey, earlier: Sequence[KeySignature] = ()) -> str:
+    """Sign the bytes of a manifest; signatures of `earlier` stay, unless the key made them."""
+    name, by_key = fingerprint(key.public_key()), {entry.key: entry for entry in earlier}
+    by_key[name] = KeySignature(name, key.sign(manifest).hex())
     signatures = tuple(by_key[name] for name in sorted(by_key))
     return seal(serde.dumps(BundleSignature(digest_bytes(manifest), signatures)))
 
@@ -162,15 +155,17 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
             f"E1223 '{path}' is not a private key in PEM",
             remedy="name the private half of a key pair of `loka-onnx bundle keygen`",
         )
-    _warn_of_readers(path)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        message = "private key '%s' can be read or written by others (mode %o): chmod 600 %s"
+        _LOG.warning(message, path, mode, path)
     is_encrypted = b"ENCRYPTED" in data
     try:
         key = load_pem_private_key(data, password if is_encrypted else None)
     except Exception as error:
         # Beside ValueError and TypeError, OpenSSL's kinds of failure differ from version to version.
-        remedy = (
-            f"set {PASSWORD_VARIABLE} to its password" if is_encrypted else "make a key with `bundle keygen`"
-        )
+        remedy = "make a key with `bundle keygen`"
+        remedy = f"set {PASSWORD_VARIABLE} to its password" if is_encrypted else remedy
         raise ConfigError(
             f"E1224 private key '{path}' cannot be read", evidence=str(error)[:200], remedy=remedy
         ) from None
@@ -186,17 +181,6 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
 def signer_of(path: Path) -> str:
     """Fingerprint of the key pair that a private key belongs to; raises as `read_private_key`."""
     return fingerprint(read_private_key(path).public_key())
-
-
-def _warn_of_readers(path: Path) -> None:
-    mode = path.stat().st_mode
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        _LOG.warning(
-            "private key '%s' can be read or written by others (mode %o): chmod 600 %s",
-            path,
-            stat.S_IMODE(mode),
-            path,
-        )
 
 
 def _password() -> bytes | None:

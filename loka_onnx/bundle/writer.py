@@ -17,10 +17,12 @@ several names (hard links), so that a bundle holds each table once.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,16 +30,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.bundle.contents import BundleContents, BundleEngine, Expectation
-from loka_onnx.bundle.copies import Copies
-from loka_onnx.bundle.format.files import external_data_locations, verify_bundle
+from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.format.replace import check_replaceable, staged_directory
 from loka_onnx.bundle.format.signature import SIGNATURE_NAME
 from loka_onnx.bundle.signing import read_private_key, signature_text
 from loka_onnx.core import serde
-from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.artifact import ModelArtifact, OutputSpec, TensorSpec
 from loka_onnx.core.devices import CPU
-from loka_onnx.core.digests import digest_file, digest_files, seal
+from loka_onnx.core.digests import CHUNK_BYTES, digest_file, digest_files, seal
+from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.core.evaluation import Choice, Evaluation
+from loka_onnx.core.lineage import StageRecord
 from loka_onnx.core.manifest import (
     INSTRUCTIONS,
     MANIFEST_NAME,
@@ -45,6 +48,7 @@ from loka_onnx.core.manifest import (
     MAX_MANIFEST_BYTES,
     PLANS_NAME,
     SAMPLE_NAME,
+    BatchRange,
     BundleFile,
     EngineEntry,
     Manifest,
@@ -56,9 +60,29 @@ from loka_onnx.core.manifest import (
     sample_key,
 )
 from loka_onnx.core.plan import PlanSet
-from loka_onnx.core.rewrite import Part
+from loka_onnx.core.rewrite import Halves, Part
 from loka_onnx.errors import BundleError
 from loka_onnx.sessions.backends import get_spec
+from loka_onnx.sessions.model_files import data_locations, read_model
+
+ArrayMap = Mapping[str, npt.NDArray[Any]]
+
+DEFAULT_TOLERANCE = 1e-4
+"""For engines without FP8, absolute, on a logit.
+
+Sums in another order move a logit by a few ulp of its terms: input moved by 3e-7 moved the logits of
+16-32-16-1 and 256-512-256-1 MLPs by 4.5e-6 at most in 4000 rows. The rest is room for other hosts.
+"""
+
+FP8_TOLERANCE = 0.05
+"""For engines with FP8, absolute, on a logit.
+
+An activation on a rounding boundary may fall to the other side on another host, and moves by an eighth of
+itself: the same experiment with FP8 in two layers moved one row in 4000 by 0.018, and a batch of one row
+differed from the whole by 0.0025. This is about the error of FP8 itself, so the self-test finds a broken
+engine and not one that runs another precision; `EngineArtifact.sites` is what says the precision.
+"""
+
 
 FALLBACK_ID = "fallback-fp32"
 LEAST_DRIVER: Mapping[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580"}
@@ -68,9 +92,67 @@ NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1; CUDA Toolkit
 """
 
 
+@dataclass(frozen=True)
+class Expectation:
+    """Answers of an engine on the sample, and the largest absolute difference that a self-test accepts."""
+
+    outputs: ArrayMap
+    tolerance: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class BundleEngine:
+    """An engine to ship, with a path relative to `BundleContents.root`.
+
+    `expectation` is its own answer; where this host cannot run it, the fallback's, with a tolerance that
+    covers the plan's error.
+    """
+
+    artifact: EngineArtifact
+    expectation: Expectation
+    evaluation: Evaluation | None = None
+
+
+@dataclass(frozen=True)
+class BundleLookup:
+    """The lookup half of a model that was cut at its embeddings; `looked_up` has one array per cut tensor."""
+
+    halves: Halves
+    looked_up: ArrayMap
+
+
+@dataclass(frozen=True)
+class BundleContents:
+    """Everything a bundle is made of; paths of artifacts are relative to `root`, the run directory.
+
+    Attributes:
+        model: The exported FP32 model; becomes the fallback.
+        engines: Emitted engines, the preferred one of each target first.
+        fallback: The FP32 model's outputs on the sample.
+        sample: One array per graph input. These rows are shipped: pass only rows that may be given away.
+        plans: Plans of the run; those of the engines are shipped.
+        report: Report files to ship, absolute or relative to the working directory.
+        versions: Version of every library that took part.
+        lookup: None where every engine is of the whole.
+    """
+
+    root: Path
+    model: ModelArtifact
+    judged: tuple[OutputSpec, ...]
+    batch: BatchRange
+    engines: tuple[BundleEngine, ...]
+    fallback: Expectation
+    sample: ArrayMap
+    plans: PlanSet
+    choice: Choice
+    report: tuple[Path, ...]
+    lineage: tuple[StageRecord, ...]
+    versions: dict[str, str]
+    lookup: BundleLookup | None = None
+
+
 def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None = None) -> Path:
-    """Write a bundle atomically, signed with a private `key` where one is given; return it with links
-    resolved.
+    """Write a bundle atomically, signed where there is a private `key`; return it with links resolved.
 
     The bundle is staged beside `directory`, verified as a loader would, synced and moved into place; a reader
     sees the old bundle or the new one. Leftovers of an interrupted write are removed by the next. Equal
@@ -85,11 +167,11 @@ def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None 
     """
     destination = Path(os.path.realpath(directory))
     check_replaceable(destination)
-    _check_sample(contents)
+    sample = _checked_sample(contents)
     signer = None if key is None else read_private_key(key)
     with staged_directory(destination) as stage:
         writer = _Stage(stage)
-        manifest = _write_files(contents, writer)
+        manifest = _write_files(contents, sample, writer)
         if len(manifest.files) > MAX_FILES:
             raise BundleError(
                 "E1232 the bundle has too many files",
@@ -105,7 +187,7 @@ def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None 
             )
         writer.write_unlisted(text, MANIFEST_NAME)
         if signer is not None:
-            writer.write_unlisted(signature_text(text.encode(), [signer]), SIGNATURE_NAME)
+            writer.write_unlisted(signature_text(text.encode(), signer), SIGNATURE_NAME)
         # What was just copied is read back: a bundle that does not verify never takes the place of one
         # that does.
         verify_bundle(stage)
@@ -115,15 +197,12 @@ def write_bundle(contents: BundleContents, directory: Path, *, key: Path | None 
 def requirements_of(
     backend: str, version: str, architecture: str, instructions: str = ""
 ) -> tuple[Requirement, ...]:
-    """Libraries, drivers and instruction set that a host needs for an engine, whose library had this
-    version.
-    """
+    """Libraries, drivers and instructions that an engine needs, whose library had this version."""
     spec = get_spec(backend)
     library = Requirement(spec.title, *spec.requirement(version, architecture))
     if architecture == CPU:
-        return (
-            (library, Requirement(INSTRUCTIONS, Need.EXACTLY, instructions)) if instructions else (library,)
-        )
+        needed = (Requirement(INSTRUCTIONS, Need.EXACTLY, instructions),) if instructions else ()
+        return (library, *needed)
     if not architecture.startswith("sm"):
         return (library, Requirement("AMD GPU driver", Need.NOT_STATED))
     toolkit = re.search(r"\+cu(\d+)\d$", version)
@@ -131,6 +210,34 @@ def requirements_of(
     if least is None:
         return (library, Requirement("NVIDIA driver", Need.NOT_STATED))
     return (library, Requirement("NVIDIA driver", Need.AT_LEAST, least))
+
+
+class Copies:
+    """Copies files in chunks; a source that was copied before becomes a hard link to that copy."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[Path, str]] = {}
+
+    def copy(self, source: Path, target: Path) -> str:
+        """Copy a file and return its SHA-256."""
+        state = hashlib.sha256()
+        with source.open("rb") as reader:
+            status = source.stat()
+            file = (status.st_dev, status.st_ino)
+            if file in self._known:
+                earlier, digest = self._known[file]
+                try:
+                    target.hardlink_to(earlier)
+                    return digest
+                except OSError:
+                    # No links here, no more of them, or the name is taken.
+                    pass
+            with target.open("wb") as writer:
+                while chunk := reader.read(CHUNK_BYTES):
+                    writer.write(chunk)
+                    state.update(chunk)
+        self._known.setdefault(file, (target, state.hexdigest()))
+        return state.hexdigest()
 
 
 class _Stage:
@@ -142,9 +249,7 @@ class _Stage:
         self._copies = Copies()
 
     def copy(self, source: Path, path: str) -> BundleFile:
-        """Copy a file in chunks; a source that was copied before, under any name, becomes a link to that
-        copy.
-        """
+        """Copy a file; a source that was copied before, under any name, becomes a link to that copy."""
         target = self._place(path)
         try:
             return self._record(path, self._copies.copy(source, target))
@@ -193,7 +298,7 @@ class _Stage:
         return self.files[path]
 
 
-def _write_files(contents: BundleContents, stage: _Stage) -> Manifest:
+def _write_files(contents: BundleContents, sample: ArrayMap, stage: _Stage) -> Manifest:
     engines = tuple(_write_engine(contents, engine, stage) for engine in contents.engines)
     fallback = _write_fallback(contents, stage)
     cut = _write_lookup(contents, stage)
@@ -205,7 +310,7 @@ def _write_files(contents: BundleContents, stage: _Stage) -> Manifest:
             evidence=f"engines {sorted(shipped)}, plans {[p.id for p in contents.plans.plans]}",
         )
     stage.write_text(serde.dumps(plans), PLANS_NAME)
-    stage.write_arrays(_sample_arrays(contents), SAMPLE_NAME)
+    stage.write_arrays(sample, SAMPLE_NAME)
     report = tuple(stage.copy(path, f"report/{path.name}").path for path in contents.report)
     return Manifest(
         created_by=f"loka-onnx {metadata.version('loka-onnx')}",
@@ -303,52 +408,44 @@ def _copy_with_external_data(
 ) -> list[BundleFile]:
     # The model first: a file that is not one must fail before its weights are copied.
     file = stage.copy(source, f"{folder}/{source.name}")
-    data = external_data_locations(source) if source.suffix == ".onnx" else ()
+    data = data_locations(read_model(source)) if source.suffix == ".onnx" else ()
     return [file, *(stage.copy(source.parent / name, f"{folder}/{name}") for name in (*data, *beside))]
 
 
-def _sample_arrays(contents: BundleContents) -> dict[str, npt.NDArray[Any]]:
-    arrays = {sample_key("input", name): np.asarray(value) for name, value in contents.sample.items()}
-    if contents.lookup is not None:
-        for name, value in contents.lookup.looked_up.items():
-            arrays[sample_key("looked_up", name)] = np.asarray(value)
-    for engine, expectation in _expectations(contents):
-        for name, value in expectation.outputs.items():
-            arrays[sample_key("expected", engine, name)] = np.asarray(value)
-    return arrays
+def _checked_sample(contents: BundleContents) -> dict[str, npt.NDArray[Any]]:
+    """Arrays of the sample by their keys; `BundleError` where they do not fit the model or one another."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
 
+    def add(what: str, values: ArrayMap, specs: tuple[TensorSpec, ...], *prefix: str) -> None:
+        _check_arrays(what, values, specs)
+        arrays.update({sample_key(*prefix, name): np.asarray(value) for name, value in values.items()})
 
-def _expectations(contents: BundleContents) -> list[tuple[str, Expectation]]:
-    engines = [(e.artifact.id, e.expectation) for e in contents.engines]
-    return [*engines, (FALLBACK_ID, contents.fallback)]
-
-
-def _check_sample(contents: BundleContents) -> None:
-    _check_arrays("sample", contents.sample, contents.model.inputs)
-    if contents.lookup is not None:
-        _check_arrays("looked-up rows of the sample", contents.lookup.looked_up, contents.lookup.halves.cut)
+    add("sample", contents.sample, contents.model.inputs, "input")
+    lookup, outputs = contents.lookup, contents.model.outputs
+    if lookup is not None:
+        add("looked-up rows of the sample", lookup.looked_up, lookup.halves.cut, "looked_up")
     elif any(engine.artifact.part is Part.DENSE for engine in contents.engines):
         raise BundleError(
             "E1240 an engine takes looked-up rows, and there is no lookup model to ship",
             remedy="pass the halves of the cut as `lookup`",
         )
-    looked_up = {} if contents.lookup is None else contents.lookup.looked_up
-    rows = {value.shape[0] for arrays in (contents.sample, looked_up) for value in arrays.values()}
+    rows = {value.shape[0] for value in arrays.values()}
     if len(rows) != 1 or not contents.batch.min <= min(rows) <= contents.batch.max:
         raise BundleError(
             "E1241 the sample is not one batch that the engines accept",
             evidence=f"{sorted(rows)} rows, batches of {contents.batch.min} to {contents.batch.max}",
             remedy="pass as many rows of every input as one request may have",
         )
-    for engine, expectation in _expectations(contents):
-        _check_arrays(f"expected outputs of '{engine}'", expectation.outputs, contents.model.outputs)
-        names = {o.name for o in contents.model.outputs}
-        bounds = expectation.tolerance
+    expectations = [(e.artifact.id, e.expectation) for e in contents.engines]
+    for engine, expectation in (*expectations, (FALLBACK_ID, contents.fallback)):
+        add(f"expected outputs of '{engine}'", expectation.outputs, outputs, "expected", engine)
+        names, bounds = {o.name for o in outputs}, expectation.tolerance
         if set(bounds) != names or not all(math.isfinite(t) and t >= 0 for t in bounds.values()):
             raise BundleError(
                 f"E1242 engine '{engine}' needs one finite tolerance for each output",
                 evidence=f"tolerances {dict(bounds)}, outputs {sorted(names)}",
             )
+    return arrays
 
 
 def _check_arrays(what: str, arrays: Mapping[str, npt.NDArray[Any]], specs: tuple[TensorSpec, ...]) -> None:

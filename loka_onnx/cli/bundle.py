@@ -12,7 +12,7 @@ from loka_onnx.bundle.format.archive import name_of, pack_bundle, verify_path
 from loka_onnx.bundle.format.archive import unpack as unpack_bundle
 from loka_onnx.bundle.inspection import inspect_bundle
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
-from loka_onnx.bundle.triton.repository import export_triton as write_repository
+from loka_onnx.bundle.triton import export_triton as write_repository
 from loka_onnx.cli.bundle_registry import add_registry_verbs
 from loka_onnx.cli.compare import diff
 from loka_onnx.cli.outcome import shown

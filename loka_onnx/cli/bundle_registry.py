@@ -17,7 +17,7 @@ from loka_onnx.bundle.registry import (
     push_bundle,
     resolve,
 )
-from loka_onnx.bundle.registry.layout import name_problem
+from loka_onnx.bundle.registry.names import name_problem
 from loka_onnx.cli.outcome import shown
 from loka_onnx.cli.progress import reported
 from loka_onnx.cli.terminal import terminal_of

@@ -3,12 +3,10 @@
 Nothing here imports a deep-learning framework.
 """
 
-from loka_onnx.data.batch import Batch
-from loka_onnx.data.binding import InputBinding
+from loka_onnx.data.batch import Batch, InputBinding
 from loka_onnx.data.dataset import Dataset
-from loka_onnx.data.opening import open_dataset
 from loka_onnx.data.selection import HashRows, RowRange, RowSelection
-from loka_onnx.data.splits import SplitRule, Splits, ensure_disjoint, split_file
+from loka_onnx.data.splits import SplitRule, Splits, ensure_disjoint, open_dataset, split_file
 
 __all__ = [
     "Batch",

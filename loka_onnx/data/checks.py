@@ -17,9 +17,7 @@ _NAMED_RANGES = 3
 
 @dataclass(frozen=True)
 class RawColumn:
-    """Some rows of a column as stored, (rows,) or (rows, width), with the mask of nulls (rows,), None without
-    any.
-    """
+    """Some rows of a column as stored, (rows,) or (rows, width), and the mask of nulls (rows,)."""
 
     values: Array
     nulls: Mask | None = None
@@ -45,9 +43,7 @@ class ColumnRule:
 
 @dataclass(frozen=True)
 class Fault:
-    """Rows that break a rule; `what` ends a sentence that starts with the column, `first_row` counts in the
-    file.
-    """
+    """Rows that break a rule: `what` says how, of the column; `first_row` counts in the file."""
 
     rule: ColumnRule
     what: str
@@ -87,16 +83,10 @@ def find_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | No
     if values.dtype.kind == "f":
         finite = np.isfinite(values)
         if not finite.all():
-            bad = ~_per_row(finite, all_of=True)
+            bad = ~_whole_rows(finite)
             nan = bool(np.isnan(values[int(np.argmax(bad))]).any())
-            return _fault(
-                rule,
-                raw,
-                bad,
-                file_rows,
-                f"holds {'NaN' if nan else 'infinity'}",
-                rule.if_null or "drop or fill the rows; model inputs and labels must be finite",
-            )
+            remedy = rule.if_null or "drop or fill the rows; model inputs and labels must be finite"
+            return _fault(rule, raw, bad, file_rows, f"holds {'NaN' if nan else 'infinity'}", remedy)
     if rule.dtype is None:
         return None
     return _conversion_fault(rule, raw, file_rows) or _id_fault(rule, raw, file_rows)
@@ -106,14 +96,9 @@ def _conversion_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fau
     target, values = np.dtype(rule.dtype), raw.values
     if target.kind in "iu":
         if values.dtype.kind == "f" and not (whole := values == np.trunc(values)).all():
-            return _fault(
-                rule,
-                raw,
-                ~_per_row(whole, all_of=True),
-                file_rows,
-                f"holds numbers that are not whole, where the model takes ids ({target})",
-                "store ids as integers, or bind a float input to this column",
-            )
+            what = f"holds numbers that are not whole, where the model takes ids ({target})"
+            remedy = "store ids as integers, or bind a float input to this column"
+            return _fault(rule, raw, ~_whole_rows(whole), file_rows, what, remedy)
         limits = np.iinfo(target)
         inside = (values >= limits.min) & (values <= limits.max)
         # float64(2**63 - 1) rounds up to 2**63, which no int64 holds.
@@ -125,14 +110,9 @@ def _conversion_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fau
         return None
     if inside.all():
         return None
-    return _fault(
-        rule,
-        raw,
-        ~_per_row(inside, all_of=True),
-        file_rows,
-        f"holds values outside the range of {target}",
-        "clip or rescale the values when the data are prepared",
-    )
+    remedy = "clip or rescale the values when the data are prepared"
+    what = f"holds values outside the range of {target}"
+    return _fault(rule, raw, ~_whole_rows(inside), file_rows, what, remedy)
 
 
 def _id_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | None:
@@ -142,14 +122,9 @@ def _id_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | Non
         return None
     values = raw.values if raw.values.ndim == 2 else raw.values[:, np.newaxis]
     if len(bounds) not in {1, values.shape[1]}:
-        return _fault(
-            rule,
-            raw,
-            np.ones(len(values), np.bool_),
-            file_rows,
-            f"holds {values.shape[1]} values a row, where the model takes {len(bounds)}",
-            "export the model for rows of this length, or pad or cut them when the data are prepared",
-        )
+        what = f"holds {values.shape[1]} values a row, where the model takes {len(bounds)}"
+        remedy = "export the model for rows of this length, or pad or cut them when the data are prepared"
+        return _fault(rule, raw, np.ones(len(values), np.bool_), file_rows, what, remedy)
     least = np.array([0 if ids is None else ids.start for ids in bounds])
     end = np.array([0 if ids is None else ids.stop for ids in bounds])
     outside = ((values < least) | (values >= end)) & np.array([ids is not None for ids in bounds])
@@ -157,14 +132,9 @@ def _id_fault(rule: ColumnRule, raw: RawColumn, file_rows: Array) -> Fault | Non
         return None
     ranges = [_text(ids) for ids in known[:_NAMED_RANGES]]
     others = f", and {len(known) - len(ranges)} other ranges" if len(known) > len(ranges) else ""
-    fault = _fault(
-        rule,
-        raw,
-        outside.any(axis=1),
-        file_rows,
-        f"holds ids outside its embedding table, which takes {' or '.join(ranges)}{others}",
-        "map unknown ids to a reserved row when the data are prepared, or export a model with a larger table",
-    )
+    what = f"holds ids outside its embedding table, which takes {' or '.join(ranges)}{others}"
+    remedy = "map unknown ids to a reserved row in the data, or export a model with a larger table"
+    fault = _fault(rule, raw, outside.any(axis=1), file_rows, what, remedy)
     if raw.values.ndim == 1:
         return fault
     row, position = divmod(int(np.argmax(outside)), outside.shape[1])
@@ -177,10 +147,9 @@ def _text(ids: range | None) -> str:
     return "any" if ids is None else f"{ids.start} to {ids.stop - 1}"
 
 
-def _per_row(mask: Mask, *, all_of: bool) -> Mask:
-    if mask.ndim == 1:
-        return mask
-    return np.asarray(mask.all(axis=1) if all_of else mask.any(axis=1))
+def _whole_rows(mask: Mask) -> Mask:
+    """Mask (rows,) of rows all of whose values are in a mask (rows,) or (rows, width)."""
+    return mask if mask.ndim == 1 else np.asarray(mask.all(axis=1))
 
 
 def _fault(rule: ColumnRule, raw: RawColumn, bad: Mask, file_rows: Array, what: str, remedy: str) -> Fault:

@@ -9,14 +9,13 @@ import json
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from loka_onnx.data.batch import Array, Batch
-from loka_onnx.data.binding import InputBinding
+from loka_onnx.data.batch import Array, Batch, InputBinding
 from loka_onnx.data.checks import ColumnRule, Fault, RawColumn, find_fault
 from loka_onnx.data.selection import HashRows, RowRange, RowSelection
 from loka_onnx.errors import ConfigError, DataError
@@ -88,14 +87,6 @@ class _Chunk:
         return _Chunk(columns, self.file_rows[rows])
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """A row of the file, and the number of selected rows before it."""
-
-    file_row: int
-    rows: int
-
-
 class Dataset(ABC):
     """Some rows of a file, in file order; all rows without a `selection`.
 
@@ -128,7 +119,8 @@ class Dataset(ABC):
             )
         self._rules = self._plan()
         self._start, self._stop = self._resolve()
-        self._marks: list[_Mark] = []
+        # Rows of the file, and the number of selected rows before each.
+        self._marks: list[tuple[int, int]] = []
         self._kept: tuple[_Chunk, ...] = ()
         self.rows = self._count()
 
@@ -206,10 +198,24 @@ class Dataset(ABC):
         """Return the rule of each column that is read; checks names and types."""
         nullable = self.layout.nullable
         rules = {
-            name: self._typed(ColumnRule(name, nullable=name in nullable, if_null=self._if_null(name)))
+            name: self._typed(
+                ColumnRule(
+                    name,
+                    nullable=name in nullable,
+                    if_null=_IF_NO_GROUP if self.layout.keys.get(name) == "data.group" else "",
+                )
+            )
             for name in self.layout.columns
         }
-        self._refuse_lists(name for name in self.layout.columns if name in nullable)
+        for name in (name for name in self.layout.columns if name in nullable):
+            if self._known[name].width != 0:
+                key = self.layout.keys.get(name, "data.slices")
+                where = f"column '{name}' of '{self.path.name}'"
+                raise DataError(
+                    f"E0212 {where} holds lists, where one value a row is wanted",
+                    evidence=f"its stored type is {self._known[name].stored}",
+                    remedy=f"name a column of numbers, strings or timestamps under `{key}`",
+                )
         for binding in self.layout.bindings:
             sources = self._sources(binding)
             for position, name in enumerate(sources):
@@ -227,9 +233,6 @@ class Dataset(ABC):
                 remedy="bind the model's inputs, or name columns",
             )
         return rules
-
-    def _if_null(self, name: str) -> str:
-        return _IF_NO_GROUP if self.layout.keys.get(name) == "data.group" else ""
 
     def _typed(self, rule: ColumnRule) -> ColumnRule:
         info = self._known.get(rule.column)
@@ -259,17 +262,6 @@ class Dataset(ABC):
             remedy = f"name an existing column in `{key}`"
         evidence = f"{count} {names}" if near else "the file has no columns"
         return DataError(f"E0211 {where} does not exist", evidence=evidence, remedy=remedy)
-
-    def _refuse_lists(self, names: Iterable[str]) -> None:
-        for name in names:
-            if self._known[name].width != 0:
-                key = self.layout.keys.get(name, "data.slices")
-                raise DataError(
-                    f"E0212 column '{name}' of '{self.path.name}' holds lists, where one value a row is "
-                    "wanted",
-                    evidence=f"its stored type is {self._known[name].stored}",
-                    remedy=f"name a column of numbers, strings or timestamps under `{key}`",
-                )
 
     def _fits(self, binding: InputBinding, name: str, sources: int) -> None:
         """Check that a column can be one of the sources of an input, by its width."""
@@ -307,7 +299,7 @@ class Dataset(ABC):
             return self._stop - self._start
         column, rows, file_row = self.selection.column, 0, self._start
         for piece in self._read((column,), range(self._start, self._stop), 8 * _CHUNK_ROWS):
-            self._marks.append(_Mark(file_row, rows))
+            self._marks.append((file_row, rows))
             rows += int(self.selection.mask(piece[column].values).sum())
             file_row += _rows(piece)
         if rows == 0:
@@ -354,8 +346,7 @@ class Dataset(ABC):
     def _filtered(self, selection: HashRows, start: int, stop: int, size: int) -> Iterator[_Chunk]:
         names = tuple(dict.fromkeys((*self._rules, selection.column)))
         # Rows before the last mark up to `start` can be skipped.
-        mark = self._marks[bisect_right(self._marks, start, key=lambda mark: mark.rows) - 1]
-        row, taken = mark.file_row, mark.rows
+        row, taken = self._marks[bisect_right(self._marks, start, key=lambda mark: mark[1]) - 1]
         for piece in self._read(names, range(row, self.file_rows), size):
             indices = np.flatnonzero(selection.mask(piece[selection.column].values))
             keep = indices[max(start - taken, 0) : max(stop - taken, 0)]
@@ -404,9 +395,7 @@ class Dataset(ABC):
 
     def _input(self, binding: InputBinding, chunk: _Chunk) -> Array:
         stored = [chunk.columns[name].values for name in self._sources(binding)]
-        if binding.rank == 1:
-            return np.ascontiguousarray(stored[0], dtype=binding.dtype)
-        if stored[0].ndim == 2:
+        if binding.rank == 1 or stored[0].ndim == 2:
             return np.ascontiguousarray(stored[0], dtype=binding.dtype)
         stacked: Array = np.empty((chunk.file_rows.size, len(stored)), dtype=binding.dtype)
         for position, values in enumerate(stored):

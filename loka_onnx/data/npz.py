@@ -19,8 +19,7 @@ from typing import IO
 
 import numpy as np
 
-from loka_onnx.data.batch import Array
-from loka_onnx.data.binding import InputBinding
+from loka_onnx.data.batch import Array, InputBinding
 from loka_onnx.data.checks import RawColumn
 from loka_onnx.data.dataset import ColumnInfo, Dataset
 from loka_onnx.errors import DataError

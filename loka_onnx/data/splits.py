@@ -1,4 +1,4 @@
-"""The three disjoint splits: calibration, selection, certification."""
+"""Opening a data file of any format, as a whole or as the three disjoint splits."""
 
 from __future__ import annotations
 
@@ -9,16 +9,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from loka_onnx.data.binding import InputBinding
-from loka_onnx.data.dataset import Dataset
-from loka_onnx.data.opening import open_dataset
+from loka_onnx.data.batch import InputBinding
+from loka_onnx.data.dataset import Dataset, Layout
+from loka_onnx.data.npz import NpzDataset
+from loka_onnx.data.parquet import ParquetDataset
 from loka_onnx.data.selection import HashRows, RowRange, RowSelection
-from loka_onnx.errors import ConfigError
+from loka_onnx.errors import ConfigError, DataError
 
 _WHY = {
     "calibration": "ranges that have seen a split's rows make its accuracy look better than it is",
     "selection": "plans are chosen on selection, so that it cannot also judge the choice",
 }
+
+
+def open_dataset(
+    path: str | Path,
+    bindings: Sequence[InputBinding],
+    columns: Sequence[str] = (),
+    rows: RowSelection | None = None,
+    nullable: Collection[str] = (),
+    keys: Mapping[str, str] | None = None,
+) -> Dataset:
+    """Open a Parquet or npz file, by its suffix; see `Layout` and `Dataset` for arguments and errors.
+
+    Types and names are checked now; values as they are read, or by `Dataset.check`.
+    """
+    path, layout = Path(path), Layout(tuple(bindings), tuple(columns), frozenset(nullable), dict(keys or {}))
+    if path.suffix in (".parquet", ".pq"):
+        return ParquetDataset(path, layout, rows)
+    if path.suffix == ".npz":
+        return NpzDataset(path, layout, rows)
+    raise DataError(
+        "E0220 the format of the data file is not known",
+        where=str(path),
+        evidence=f"its suffix is '{path.suffix}'",
+        remedy="give a .parquet or an .npz file",
+    )
 
 
 @dataclass(frozen=True)
@@ -65,9 +91,7 @@ class SplitRule:
             )
 
     def selections(self, rows: int) -> tuple[RowSelection, ...]:
-        """Return the rows of calibration, selection and certification; `ConfigError` if a split would hold no
-        row.
-        """
+        """Return the rows of the three splits; `ConfigError` if a split would hold no row."""
         edges = (0.0, *itertools.accumulate((self.calibration, self.selection, self.certification)))
         if self.column is not None:
             column, ends = self.column, [min(edge, 1.0) for edge in edges]

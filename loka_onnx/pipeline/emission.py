@@ -7,17 +7,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from loka_onnx.bundle.contents import (
+from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.signing import signer_of
+from loka_onnx.bundle.writer import (
     DEFAULT_TOLERANCE,
     FP8_TOLERANCE,
     BundleContents,
     BundleEngine,
     BundleLookup,
     Expectation,
+    write_bundle,
 )
-from loka_onnx.bundle.format.files import verify_bundle
-from loka_onnx.bundle.signing import signer_of
-from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.config import RunConfig
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact

@@ -6,6 +6,7 @@ buffers (CUDA graphs, TensorRT, MIGraphX, AOTInductor packages) run them one aft
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -17,21 +18,23 @@ from loka_onnx.bundle.format.files import Sample
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.rewrite import Part
 from loka_onnx.errors import DataError, EngineError, LokaError
-from loka_onnx.runtime.arrays import (
+from loka_onnx.runtime.health import Health, Skipped, differences, in_line
+from loka_onnx.runtime.metrics import EngineSeries, Metrics
+from loka_onnx.runtime.requests import (
     HOST,
+    NOT_PLAIN,
     TORCH_HOST,
     Kind,
+    Layout,
     allocator,
     common_kind,
     from_host,
     kind_of,
     plain_tensors,
+    repeated,
     to_host,
+    typed,
 )
-from loka_onnx.runtime.gate import Closed, Gate
-from loka_onnx.runtime.health import Health, Skipped, differences, in_line
-from loka_onnx.runtime.metrics import EngineSeries, Metrics
-from loka_onnx.runtime.requests import NOT_PLAIN, Layout, repeated, typed
 from loka_onnx.sessions.dlpack import CUDA, borrow
 from loka_onnx.sessions.runner import Arrays, Runner
 
@@ -52,35 +55,54 @@ class Serving:
     warm_up: bool = True
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Results of loading: skipped engines, ids in the order of trial, and the reason why programs may be
-    loaded.
+class _Closed(EngineError):
+    """The engine was closed; a request to it is the caller's mistake."""
+
+
+class _Gate:
+    """Admits requests until an engine is closed, and waits for the running ones; thread-safe.
+
+    `inside` is the number of running requests.
     """
 
-    skipped: tuple[Skipped, ...] = ()
-    order: tuple[str, ...] = ()
-    trust: str = ""
+    def __init__(self) -> None:
+        self._state = threading.Condition(threading.Lock())
+        self.inside, self.is_closed = 0, False
+
+    def __enter__(self) -> None:
+        with self._state:
+            if self.is_closed:
+                raise _Closed("the engine is closed", remedy="load the bundle again")
+            self.inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._state:
+            self.inside -= 1
+            if self.is_closed and not self.inside:
+                self._state.notify_all()
+
+    def close(self) -> bool:
+        """Admit no more requests and wait for the running ones; True for the call that closed it."""
+        with self._state:
+            is_first, self.is_closed = not self.is_closed, True
+            self._state.wait_for(lambda: not self.inside)
+        return is_first
 
 
 class Engine(AbstractContextManager["Engine"]):
     """A loaded engine of a bundle; made by `load`. A context manager that closes it.
 
-    `inputs` and `outputs` are those of a request, of `part` of the model. `metrics` is also a collector of
-    `prometheus_client`; `release` is called once the engine is closed.
+    `inputs` and `outputs` are those of a request, of `part` of the model. `skipped` are engines that were
+    preferred to it. `metrics` is also a collector of `prometheus_client`; `release` is called once the engine
+    is closed.
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        entry: EngineEntry,
-        runner: Runner,
-        sample: Sample,
-        part: Part = Part.WHOLE,
+        self, manifest: Manifest, entry: EngineEntry, runner: Runner, sample: Sample, part: Part = Part.WHOLE
     ) -> None:
         self.entry, self.part = entry, part
         self.inputs, self.outputs = manifest.inputs_of(part), manifest.outputs
-        self.origin = Origin()
+        self.skipped: tuple[Skipped, ...] = ()
         self.metrics = Metrics()
         self._manifest, self._runner = manifest, runner
         self._request = typed({**sample.inputs, **sample.looked_up}, self.inputs)
@@ -88,17 +110,14 @@ class Engine(AbstractContextManager["Engine"]):
         whose = "model" if part is Part.WHOLE else "dense part"
         self._layout = Layout(self.inputs, entry.batch, whose)
         self._series = EngineSeries(entry.id, runner.served_sizes, entry.batch.max)
-        self._gate = Gate()
+        self._gate = _Gate()
+        self._order: tuple[str, ...] = ()
+        self._trust = ""
         self._routes: tuple[tuple[int, Engine], ...] = ()
         self._route_sizes: tuple[int, ...] = ()
         self.release: Callable[[], object] = lambda: None
         self._warm: tuple[int, ...] = ()
         self._describe()
-
-    @property
-    def skipped(self) -> tuple[Skipped, ...]:
-        """Engines that were preferred to it."""
-        return self.origin.skipped
 
     @property
     def served_sizes(self) -> tuple[int, ...]:
@@ -137,16 +156,14 @@ class Engine(AbstractContextManager["Engine"]):
             raise
 
     def set_routes(self, routes: Sequence[tuple[int, Engine]]) -> None:
-        """Route requests to engines by their largest number of rows, ascending; this engine owns the
-        others.
-        """
+        """Route requests by their largest number of rows, ascending; this engine owns the others."""
         self._routes = tuple(routes)
         self._route_sizes = tuple(rows for rows, _ in routes)
         self._describe()
 
-    def set_origin(self, origin: Origin) -> None:
-        """Store the results of loading."""
-        self.origin = origin
+    def set_origin(self, skipped: Sequence[Skipped], order: tuple[str, ...], trust: str) -> None:
+        """Store results of loading: the order of trial, and why programs may be loaded."""
+        self.skipped, self._order, self._trust = tuple(skipped), order, trust
         self._describe()
 
     def engine_for(self, rows: int) -> Engine:
@@ -199,24 +216,25 @@ class Engine(AbstractContextManager["Engine"]):
 
     def health(self) -> Health:
         """Run the self-test: the sample through the engine, compared with its expected outputs."""
-        detail, moved = "", {}
+        details, moved = list[str](), {}
         try:
             self._layout.rows_of(self._request)
             with self._gate:
                 answer = self._runner.run(self._request)
             moved = differences(self.outputs, answer, self._expected)
             # A NaN difference is a failure too.
-            wrong = [n for n, value in moved.items() if not value <= self.entry.tolerance[n]]
-            detail = "; ".join(
-                f"output '{n}' is off by {moved[n]:.3g}, the tolerance is {self.entry.tolerance[n]:.3g}"
-                for n in wrong
-            )
+            details += [
+                f"output '{n}' is off by {value:.3g}, the tolerance is {self.entry.tolerance[n]:.3g}"
+                for n, value in moved.items()
+                if not value <= self.entry.tolerance[n]
+            ]
         except LokaError as error:
-            detail = in_line(error)
-        detail = "; ".join([*([detail] if detail else []), *self._ailing()])
+            details.append(in_line(error))
+        healths = (engine.health() for engine in self._others)
+        details += [f"engine '{health.engine}': {health.detail}" for health in healths if not health.ready]
         return Health(
-            ready=not detail,
-            detail=detail,
+            ready=not details,
+            detail="; ".join(details),
             engine=self.entry.id,
             backend=self.entry.backend,
             plan=self.entry.plan,
@@ -226,12 +244,12 @@ class Engine(AbstractContextManager["Engine"]):
             model_digest=self._manifest.model_digest,
             max_abs=moved,
             tolerance=dict(self.entry.tolerance),
-            skipped=self.origin.skipped,
+            skipped=self.skipped,
             routes={rows: engine.entry.id for rows, engine in self._routes},
-            order=self.origin.order,
+            order=self._order,
             served_sizes=self.served_sizes,
             warm=self._warm,
-            trust=self.origin.trust,
+            trust=self._trust,
         )
 
     @property
@@ -288,23 +306,18 @@ class Engine(AbstractContextManager["Engine"]):
         engine = self.engine_for(rows)
         return engine if engine._runner.device == kind.device else None
 
-    def _ailing(self) -> list[str]:
-        """Failures of the other engines."""
-        healths = (engine.health() for engine in self._others)
-        return [f"engine '{health.engine}': {health.detail}" for health in healths if not health.ready]
-
     def _describe(self) -> None:
         """Pass the serving engines to the metrics."""
         engines = [
             (each._series, (each.entry.id, each.entry.backend, each.entry.plan, each.entry.architecture))
             for each in (self, *self._others)
         ]
-        causes = [skipped.cause for skipped in self.origin.skipped]
-        self.metrics.describe_engines(engines, causes, self._gate, is_fallback=self._is_fallback)
+        causes, gate = [skipped.cause for skipped in self.skipped], self._gate
+        self.metrics.describe_engines(engines, causes, lambda: gate.inside, is_fallback=self._is_fallback)
 
 
 def _kind_of_error(error: BaseException) -> str:
-    if isinstance(error, Closed):
+    if isinstance(error, _Closed):
         return "closed"
     if isinstance(error, DataError):
         return "request"

@@ -98,23 +98,20 @@ def differences(
     answer: Mapping[str, npt.NDArray[Any]],
     expected: Mapping[str, npt.NDArray[Any]],
 ) -> dict[str, float]:
-    """Largest absolute difference of each output; NaN where one side is, `EngineError` for another type or
-    shape.
-    """
-    missing = [spec.name for spec in outputs if spec.name not in answer]
-    if missing:
-        raise EngineError(
-            f"E1304 the engine has no output '{missing[0]}'", evidence=f"outputs {sorted(answer)}"
+    """Largest absolute difference of each output, NaN for NaN; `EngineError` for another type or shape."""
+    moved = {}
+    for spec in outputs:
+        if spec.name not in answer:
+            raise EngineError(
+                f"E1304 the engine has no output '{spec.name}'", evidence=f"outputs {sorted(answer)}"
+            )
+        got, wanted = answer[spec.name], expected[spec.name]
+        if (got.dtype, got.shape) != (wanted.dtype, wanted.shape):
+            raise EngineError(
+                f"E1305 output '{spec.name}' has another type or shape",
+                evidence=f"{got.dtype}{got.shape}, expected {wanted.dtype}{wanted.shape}",
+            )
+        moved[spec.name] = float(
+            np.max(np.abs(got.astype(np.float64) - wanted.astype(np.float64)), initial=0)
         )
-    return {spec.name: _max_abs(answer[spec.name], expected[spec.name], spec.name) for spec in outputs}
-
-
-def _max_abs(got: npt.NDArray[Any], expected: npt.NDArray[Any], name: str) -> float:
-    if (got.dtype, got.shape) != (expected.dtype, expected.shape):
-        raise EngineError(
-            f"E1305 output '{name}' has another type or shape",
-            evidence=f"{got.dtype}{got.shape}, expected {expected.dtype}{expected.shape}",
-        )
-    if not got.size:
-        return 0.0
-    return float(np.max(np.abs(got.astype(np.float64) - expected.astype(np.float64))))
+    return moved

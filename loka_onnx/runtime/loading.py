@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 
 from loka_onnx.bundle.format.archive import as_directory
+from loka_onnx.bundle.format.documents import Pin, pinned
 from loka_onnx.bundle.format.files import read_sample, verify_directory
-from loka_onnx.bundle.format.pinned import Pin, pinned
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.rewrite import Part
 from loka_onnx.errors import BundleInvalid, ConfigError, EngineError, InternalError, LokaError
-from loka_onnx.runtime.engine import Engine, Origin, Serving
+from loka_onnx.runtime.engine import Engine, Serving
 from loka_onnx.runtime.health import Cause, Skipped, in_line
 from loka_onnx.runtime.selection import in_order, obstacle
 from loka_onnx.sessions import onnx_session
@@ -82,16 +82,28 @@ def load(
         EngineError: Nothing in it runs here, not even the FP32 model.
         ConfigError: There is no such part, a key cannot be read, or `keys` is a single path.
     """
-    wanted = _part(part)
-    bundle, keys = Path(bundle), _paths(keys)
+    try:
+        wanted = Part(part)
+    except ValueError:
+        known = " and ".join(f"'{part}'" for part in Part)
+        raise ConfigError(f"E1312 there is no part '{part}' to load", evidence=f"there are {known}") from None
+    if isinstance(keys, str | bytes | PathLike):
+        raise ConfigError(
+            "E1311 `keys` is one path, and not a list of paths",
+            evidence=f"{keys!r}",
+            remedy="write `keys=[…]`",
+        )
+    bundle, accepted = Path(bundle), tuple(Path(key) for key in keys or ())
     for _ in range(ATTEMPTS):
         with ExitStack() as stack:
             pin = stack.enter_context(pinned(stack.enter_context(as_directory(bundle))))
             try:
-                verified = verify_directory(pin.path, keys)
+                verified = verify_directory(pin.path, accepted)
                 trusted_by = verified.signer or (CALLER if trust else "")
-                source = _Source(pin.path, verified.manifest, str(bundle), trusted_by, pin)
-                engine = _first(_Opener(source, options, wanted, serving))
+                opener = _Opener(
+                    pin, str(bundle), verified.manifest, trusted_by, options, wanted, serving.warm_up
+                )
+                engine = opener.first()
             except LokaError:
                 # A bundle's replacement removes the old one file by file.
                 if pin.is_current:
@@ -111,145 +123,126 @@ def load(
     )
 
 
-def _first(opener: _Opener) -> Engine:
-    """Return the first engine that serves, warm, with the engines of its routes."""
-    source = opener.source
-    for entry in opener.candidates():
-        engine = None if opener.was_skipped(entry) else opener.open(entry)
-        if engine is None or not opener.add_routes(engine):
-            continue
-        if entry == source.manifest.fallback:
-            _LOG.warning("%s: no emitted engine runs here; serving the FP32 model", source.name)
-        engine.set_origin(Origin(tuple(opener.skipped), opener.order, source.trusted_by))
-        _LOG.info("%s: engine '%s' is ready", source.name, entry.id)
-        return engine
-    raise EngineError(
-        "E1307 no engine of the bundle runs here",
-        where=source.name,
-        evidence="; ".join(f"'{s.engine}': {s.reason}" for s in opener.skipped),
-        remedy="see `loka-onnx doctor` for what this host can run",
-    )
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A verified bundle."""
-
-    directory: Path
-    manifest: Manifest
-    name: str
-    trusted_by: str
-    pin: Pin
-
-
+@dataclass
 class _Opener:
-    """Loads engines of one bundle and records those that do not run here."""
+    """Loads engines of one verified bundle, and records those that do not run here."""
 
-    def __init__(
-        self, source: _Source, options: SessionOptions | None, wanted: Part, serving: Serving
-    ) -> None:
-        self.source, self._options = source, options
-        self._wanted, self._serving = wanted, serving
-        self.skipped: list[Skipped] = []
-        self.order: tuple[str, ...] = ()
-        self._lookup: OnnxSession | None = None
+    pin: Pin
+    name: str
+    manifest: Manifest
+    trusted_by: str
+    options: SessionOptions | None
+    wanted: Part
+    warms_up: bool
+    skipped: list[Skipped] = field(default_factory=list)
+    lookup: OnnxSession | None = None
 
-    def was_skipped(self, entry: EngineEntry) -> bool:
-        return any(skipped.engine == entry.id for skipped in self.skipped)
-
-    def candidates(self) -> tuple[EngineEntry, ...]:
-        """Engines that may run here, in the order of trial; records the others as skipped."""
+    def first(self) -> Engine:
+        """Return the first engine that serves, warm, with the engines of its routes."""
         usable, out = [], []
-        for entry in self.source.manifest.candidates:
-            problem = obstacle(entry, self._wanted, is_trusted=bool(self.source.trusted_by))
+        for entry in self.manifest.candidates:
+            problem = obstacle(entry, self.wanted, is_trusted=bool(self.trusted_by))
             if problem is None:
                 usable.append(entry)
             else:
                 out.append(entry.id)
-                self._skip(entry, problem.cause, problem.reason)
-        ordered = in_order(self.source.manifest, usable)
-        self.order = (*(entry.id for entry in ordered), *out)
-        return ordered
+                self._skip(problem)
+        ordered = in_order(self.manifest, usable)
+        for entry in ordered:
+            engine = None if self._was_skipped(entry) else self._open(entry)
+            if engine is None or not self._add_routes(engine):
+                continue
+            if entry == self.manifest.fallback:
+                _LOG.warning("%s: no emitted engine runs here; serving the FP32 model", self.name)
+            order = (*(entry.id for entry in ordered), *out)
+            engine.set_origin(self.skipped, order, self.trusted_by)
+            _LOG.info("%s: engine '%s' is ready", self.name, entry.id)
+            return engine
+        raise EngineError(
+            "E1307 no engine of the bundle runs here",
+            where=self.name,
+            evidence="; ".join(f"'{s.engine}': {s.reason}" for s in self.skipped),
+            remedy="see `loka-onnx doctor` for what this host can run",
+        )
 
-    def open(self, entry: EngineEntry) -> Engine | None:
+    def _was_skipped(self, entry: EngineEntry) -> bool:
+        return any(skipped.engine == entry.id for skipped in self.skipped)
+
+    def _open(self, entry: EngineEntry) -> Engine | None:
         """Open an engine that reproduces its expected outputs; None where it does not run here."""
-        directory, manifest = self.source.directory, self.source.manifest
         cause = Cause.OPEN
         try:
-            sample = read_sample(directory, manifest, entry)
+            sample = read_sample(self.pin.path, self.manifest, entry)
             runner = self._runner(entry)
             cause = Cause.SELF_TEST
             try:
-                engine = Engine(manifest, entry, runner, sample, self._wanted)
+                engine = Engine(self.manifest, entry, runner, sample, self.wanted)
                 health = engine.health()
                 if not health.ready:
                     raise EngineError("E1308 the self-test fails", evidence=health.detail)
-                if self._serving.warm_up:
+                if self.warms_up:
                     engine.warm_up()
             except BaseException:
                 runner.close()
                 raise
         except Exception as error:
             # Libraries raise errors of any type for a bad file; the next engine serves.
-            self._skip(entry, cause, in_line(error))
+            self._skip(Skipped(entry.id, in_line(error), cause))
             return None
         return engine
 
     def _runner(self, entry: EngineEntry) -> Runner:
         """Open an engine's session, behind the lookup where requests hold ids and it takes looked-up rows."""
-        manifest = self.source.manifest
-        if not self.source.trusted_by:
-            _refuse_programs(self.source.directory / entry.path, entry, self._options)
-        spec, path = get_spec(entry.backend), self.source.directory / entry.path
-        runner = spec.open(path, entry.architecture, entry.version, self._options)
+        path, manifest = self.pin.path / entry.path, self.manifest
+        if not self.trusted_by:
+            _refuse_programs(path, entry, self.options)
+        runner = get_spec(entry.backend).open(path, entry.architecture, entry.version, self.options)
         try:
             _check_names(runner.names, manifest.inputs_of(entry.part), manifest.outputs)
-            if entry.part is Part.DENSE and self._wanted is Part.WHOLE:
+            if entry.part is Part.DENSE and self.wanted is Part.WHOLE:
                 return SplitRunner(self._shared_lookup(), runner)
         except BaseException:
             runner.close()
             raise
         return runner
 
-    def _skip(self, entry: EngineEntry, cause: Cause, reason: str) -> None:
-        reason = self.source.pin.worded(reason)
-        self.skipped.append(Skipped(entry.id, reason, cause))
+    def _skip(self, skipped: Skipped) -> None:
+        skipped = replace(skipped, reason=self.pin.worded(skipped.reason))
+        self.skipped.append(skipped)
         # Expected: a bundle has engines for other devices, and a request for the dense part excludes engines
         # with ids.
-        level = logging.INFO if cause in {Cause.DEVICE, Cause.PART} else logging.WARNING
-        _LOG.log(level, "%s: engine '%s' is not used: %s", self.source.name, entry.id, reason)
+        level = logging.INFO if skipped.cause in {Cause.DEVICE, Cause.PART} else logging.WARNING
+        _LOG.log(level, "%s: engine '%s' is not used: %s", self.name, skipped.engine, skipped.reason)
 
     def _shared_lookup(self) -> OnnxSession:
         """Reference to the lookup model, which engines share because tables are large."""
-        cut = self.source.manifest.cut
+        cut = self.manifest.cut
         if cut is None:
-            raise InternalError(
-                "an engine takes looked-up rows, and the manifest has no cut", where=self.source.name
-            )
-        if self._lookup is None:
-            threads = 0 if self._options is None else self._options.threads
+            what = "an engine takes looked-up rows, and the manifest has no cut"
+            raise InternalError(what, where=self.name)
+        if self.lookup is None:
+            threads = 0 if self.options is None else self.options.threads
             # Tables stay on the CPU whatever runs the dense part.
-            lookup = onnx_session.OnnxSession(
-                self.source.directory / cut.lookup, SessionOptions(threads=threads)
-            )
-            asked = [spec for spec in self.source.manifest.inputs if spec.name in cut.lookup_inputs]
+            lookup = onnx_session.OnnxSession(self.pin.path / cut.lookup, SessionOptions(threads=threads))
+            asked = [spec for spec in self.manifest.inputs if spec.name in cut.lookup_inputs]
             _check_names(lookup.names, asked, cut.tensors)
-            self._lookup = lookup
-        return self._lookup.shared()
+            self.lookup = lookup
+        return self.lookup.shared()
 
-    def add_routes(self, engine: Engine) -> bool:
+    def _add_routes(self, engine: Engine) -> bool:
         """Load the engines that take other sizes in the engine's place, and warm up all of them."""
-        main, manifest = engine.entry.id, self.source.manifest
+        main, manifest = engine.entry.id, self.manifest
         choice = next((t for t in manifest.choice.targets if t.routes and main in t.engines), None)
         if choice is None:
             return True
         entries = {entry.id: entry for entry in manifest.engines}
         opened: dict[str, Engine] = {main: engine}
-        try:
+        with ExitStack() as undone:
+            undone.callback(_close_all, opened)
             for name in choice.engines:
-                if name in opened or self.was_skipped(entries[name]):
+                if name in opened or self._was_skipped(entries[name]):
                     continue
-                other = self.open(entries[name])
+                other = self._open(entries[name])
                 if other is not None:
                     opened[name] = other
             is_routed = len(opened) > 1
@@ -259,26 +252,23 @@ class _Opener:
                 if failing is None:
                     break
                 opened.pop(failing.entry.id).close()
-        except BaseException:
-            _close_all(opened.values())
-            raise
-        if main not in opened:
-            _close_all(opened.values())
-            return False
+            if main not in opened:
+                return False
+            undone.pop_all()
         if len(opened) > 1:
-            _LOG.info("%s: requests go by their size to %s", self.source.name, ", ".join(opened))
+            _LOG.info("%s: requests go by their size to %s", self.name, ", ".join(opened))
         else:
             engine.set_routes([])
         return True
 
     def _failing(self, engine: Engine) -> Engine | None:
         """Return the first engine that fails at a routed size, after recording it as skipped."""
-        for size in engine.sizes if self._serving.warm_up else ():
+        for size in engine.sizes if self.warms_up else ():
             try:
                 engine.warm_up([size])
             except Exception as error:
                 failing = engine.engine_for(size)
-                self._skip(failing.entry, Cause.SELF_TEST, f"{size} rows: {in_line(error)}")
+                self._skip(Skipped(failing.entry.id, f"{size} rows: {in_line(error)}", Cause.SELF_TEST))
                 return failing
         return None
 
@@ -309,25 +299,7 @@ def _check_names(names: Names | None, inputs: Iterable[TensorSpec], outputs: Ite
         )
 
 
-def _close_all(engines: Iterable[Engine]) -> None:
+def _close_all(engines: Mapping[str, Engine]) -> None:
     with ExitStack() as stack:
-        for engine in engines:
+        for engine in engines.values():
             stack.callback(engine.close)
-
-
-def _paths(keys: Iterable[Path | str] | None) -> tuple[Path, ...]:
-    if isinstance(keys, str | bytes | PathLike):
-        raise ConfigError(
-            "E1311 `keys` is one path, and not a list of paths",
-            evidence=f"{keys!r}",
-            remedy="write `keys=[…]`",
-        )
-    return tuple(Path(key) for key in keys or ())
-
-
-def _part(name: Part | str) -> Part:
-    try:
-        return Part(name)
-    except ValueError:
-        known = " and ".join(f"'{part}'" for part in Part)
-        raise ConfigError(f"E1312 there is no part '{name}' to load", evidence=f"there are {known}") from None

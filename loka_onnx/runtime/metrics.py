@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from loka_onnx.errors import MissingPackage
-from loka_onnx.runtime.gate import Gate
 from loka_onnx.runtime.health import Cause
 
 LATENCY_BOUNDS_S = (
@@ -129,7 +129,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._engines: tuple[tuple[EngineSeries, tuple[str, str, str, str]], ...] = ()
         self._errors = dict.fromkeys(ERROR_KINDS, 0)
-        self._gate: Gate | None = None
+        self._running: Callable[[], int] = lambda: 0
         self._host_copies = 0
         self._skipped = {cause.value: 0 for cause in Cause}
         self._is_fallback = False
@@ -138,13 +138,13 @@ class Metrics:
         self,
         engines: Sequence[tuple[EngineSeries, tuple[str, str, str, str]]],
         causes: Sequence[Cause],
-        gate: Gate,
+        running: Callable[[], int],
         *,
         is_fallback: bool,
     ) -> None:
         """Set the serving engines (id, backend, plan and architecture), and the cause of each skipped one."""
         with self._lock:
-            self._engines, self._gate, self._is_fallback = tuple(engines), gate, is_fallback
+            self._engines, self._running, self._is_fallback = tuple(engines), running, is_fallback
             self._skipped = {cause.value: list(causes).count(cause) for cause in Cause}
 
     def answered(self, series: _Series, rows: int, seconds: float) -> None:
@@ -171,7 +171,7 @@ class Metrics:
             return Snapshot(
                 latency=tuple(each for series, _ in self._engines for each in series.histograms()),
                 errors=dict(self._errors),
-                running=0 if self._gate is None else self._gate.inside,
+                running=self._running(),
                 host_copies=self._host_copies,
                 skipped=dict(self._skipped),
                 is_fallback=self._is_fallback,
@@ -197,8 +197,10 @@ class Metrics:
         seconds = metrics_core.HistogramMetricFamily(
             "loka_onnx_request_seconds", "From the call to the answer, waiting included", labels=_SERIES
         )
+        bounds = (*map(str, LATENCY_BOUNDS_S), "+Inf")
         for each in now.latency:
-            seconds.add_metric((each.engine, each.batch), _cumulative(each.counts), each.seconds)
+            buckets = list(zip(bounds, map(float, accumulate(each.counts)), strict=True))
+            seconds.add_metric((each.engine, each.batch), buckets, each.seconds)
         yield seconds
         values: dict[str, dict[tuple[str, ...], float]] = {
             "rows_total": {(each.engine, each.batch): each.rows for each in now.latency},
@@ -222,12 +224,3 @@ def _thinned(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Select at most `MOST_SIZES` of ascending sizes, evenly spaced, including the largest."""
     step = -(-len(sizes) // MOST_SIZES)
     return sizes if step <= 1 else sizes[::-1][::step][::-1]
-
-
-def _cumulative(counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Cumulative buckets of Prometheus, the last one for all requests."""
-    total, buckets = 0, []
-    for bound, count in zip((*map(str, LATENCY_BOUNDS_S), "+Inf"), counts, strict=True):
-        total += count
-        buckets.append((bound, float(total)))
-    return buckets

@@ -206,11 +206,10 @@ class _Service:
             # The next probe tests it again, whatever the last one found.
             self._tested = float("-inf")
             raise
-        answer = write_answer(request, values, self._card)
-        if answer.header_length is None:
-            return Response(answer.body, media_type="application/json")
-        headers = {_HEADER_LENGTH: str(answer.header_length)}
-        return Response(answer.body, headers=headers, media_type="application/octet-stream")
+        answer, length = write_answer(request, values, self._card)
+        if length is None:
+            return Response(answer, media_type="application/json")
+        return Response(answer, 200, {_HEADER_LENGTH: str(length)}, "application/octet-stream")
 
     def _self_test(self) -> Health:
         with self._testing:
@@ -308,12 +307,8 @@ def _busy(message: str) -> NoReturn:
     _refuse(503, f"{message}; try again later", {"Retry-After": "1"})
 
 
-async def _on_refusal(request: Request, error: Exception) -> Response:
-    """Return an error of HTTP, the router's included, as the protocol's error object."""
-    from starlette.exceptions import HTTPException
-
-    if not isinstance(error, HTTPException):
-        raise error
+async def _on_refusal(request: Request, error: Any) -> Response:
+    """Return an `HTTPException`, the router's included, as the protocol's error object."""
     return _json({"error": error.detail}, error.status_code, error.headers)
 
 

@@ -22,7 +22,7 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -95,17 +95,8 @@ class InferRequest:
     outputs: dict[str, bool]
 
 
-class InferAnswer(NamedTuple):
-    """JSON with the bytes of tensors behind it; the length of the JSON, None where nothing is behind it."""
-
-    body: bytes
-    header_length: int | None
-
-
 def read_request(body: bytes | bytearray, header_length: int | None, card: Card) -> InferRequest:
-    """Read a request of `header_length` bytes of JSON, None for all; check all of it but the number
-    of rows.
-    """
+    """Read a request with so many bytes of JSON, None for all; check all but the number of rows."""
     if header_length is not None and header_length > len(body):
         raise DataError(
             "E1401 Inference-Header-Content-Length is larger than the body",
@@ -120,8 +111,13 @@ def read_request(body: bytes | bytearray, header_length: int | None, card: Card)
         raise DataError("E1402 the JSON is nested too deeply") from None
 
 
-def write_answer(request: InferRequest, values: Mapping[str, npt.NDArray[Any]], card: Card) -> InferAnswer:
-    """Write the answer to a request, of one array per output; `DataError` for NaN or infinity in JSON."""
+def write_answer(
+    request: InferRequest, values: Mapping[str, npt.NDArray[Any]], card: Card
+) -> tuple[bytes, int | None]:
+    """Write the answer to a request, of one array per output; `DataError` for NaN or infinity in JSON.
+
+    Returns JSON with the bytes of tensors behind it, and the length of the JSON, None where it is all.
+    """
     specs = {spec.name: spec for spec in card.outputs}
     outputs: list[dict[str, Any]] = []
     payload: list[bytes] = []
@@ -142,7 +138,7 @@ def write_answer(request: InferRequest, values: Mapping[str, npt.NDArray[Any]], 
     if request.id is not None:
         document["id"] = request.id
     header = to_text(document)
-    return InferAnswer(b"".join([header, *payload]), len(header) if payload else None)
+    return b"".join([header, *payload]), len(header) if payload else None
 
 
 def to_text(document: Any) -> bytes:
@@ -335,7 +331,11 @@ def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> npt.NDArray[
     """Return a tensor of a JSON array, flat or nested as its shape."""
     if datatype == "BF16":
         raise DataError("E1422 JSON cannot hold BF16 exactly", remedy="send it as binary data")
-    elements = _elements(data, shape)
+    array = np.array(_expected(data, list, "`data`"), object)
+    if array.shape not in {shape, (math.prod(shape),)}:
+        evidence = f"it has the shape {list(array.shape)}, which is neither {list(shape)} nor flat"
+        raise DataError("E1425 `data` does not fill the shape", evidence=evidence)
+    elements: list[Any] = array.ravel().tolist()
     dtype = _TYPES[datatype]
     allowed = _JSON_TYPES.get(dtype.kind, (int, float))
     # By their types, because a bool is an int to isinstance.
@@ -371,15 +371,6 @@ def _to_json(value: npt.NDArray[Any], name: str) -> list[Any]:
             remedy="ask for it as binary data: `binary_data` of the output, or `binary_data_output`",
         )
     elements: list[Any] = plain.ravel().tolist()
-    return elements
-
-
-def _elements(data: Any, shape: tuple[int, ...]) -> list[Any]:
-    array = np.array(_expected(data, list, "`data`"), object)
-    if array.shape not in {shape, (math.prod(shape),)}:
-        evidence = f"it has the shape {list(array.shape)}, which is neither {list(shape)} nor flat"
-        raise DataError("E1425 `data` does not fill the shape", evidence=evidence)
-    elements: list[Any] = array.ravel().tolist()
     return elements
 
 

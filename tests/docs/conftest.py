@@ -1,7 +1,5 @@
 """What the tests of the documentation share."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Formulas over the records, for the numbers of README and docs (`numbers.yaml`); of plain JSON alone."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Callable, Mapping
@@ -47,17 +45,6 @@ def over(name: str, batch: int, other: str) -> float:
     return float(figure(name, "batches", str(batch), "ratios", f"chosen over {other}"))
 
 
-def part(name: str, batch: int, floor: str) -> float:
-    """Part of the chosen engine's time that its products take at a limit of the device."""
-    found = figure(name, "batches", str(batch))
-    return float(found["floors"][f"{floor}_us"] / found["times"][found["chosen"]]["median_us"])
-
-
-def us(name: str, batch: int, engine: str) -> float:
-    """Median microseconds."""
-    return float(figure(name, "batches", str(batch), "times", engine, "median_us"))
-
-
 def change(name: str, engine: str, split: str = "certification") -> list[float]:
     """ΔNE in percent, with its ends."""
     return list(figure(name, "engines", engine, split, "delta_ne_percent"))
@@ -75,12 +62,7 @@ def _zoo(model: str, batch: int, inputs: str) -> Any:
 
 def zoo(model: str, batch: int, inputs: str, other: str = "today") -> float:
     """Time of another engine over that of what `run` chose; `host` counts the copies of a request."""
-    place = {"host": "request from host memory", "device": "inputs on the device"}[inputs]
-    return float(
-        figure("zoo-engines", model, "beside today", "batches", str(batch), place, "chosen over")[other][
-            "ratio"
-        ]
-    )
+    return float(_zoo(model, batch, inputs)["chosen over"][other]["ratio"])
 
 
 def zoo_us(model: str, batch: int, inputs: str) -> float:
@@ -92,12 +74,6 @@ def zoo_change(model: str, plan: str) -> list[float]:
     """ΔNE in percent on certification, with its ends."""
     engine = f"nvidia-h100-inductor-sm90-{plan}"
     return list(figure("zoo-engines", model, "engines", engine, "certification", "delta_ne_percent"))
-
-
-def limits(key: str) -> list[float]:
-    """A measured limit of the device, of every record of speed."""
-    names = sorted(path.stem for path in RECORDS.glob("speed-*.json"))
-    return [float(figure(name, "limits", key)) for name in names]
 
 
 @dataclass(frozen=True)
@@ -247,21 +223,13 @@ def mantissa(format: str) -> int:
     return int(format[3])
 
 
-def constant(path: str, name: str) -> float:
-    """The number that a name of the sources stands for, read from the text of the file."""
-    return float(_assigned(path, name))
-
-
-def constants(path: str, name: str, index: int) -> float:
-    """One of the numbers of a tuple, read likewise."""
-    return float(_assigned(path, name)[index])
-
-
-def _assigned(path: str, name: str) -> Any:
+def constant(path: str, name: str, index: int | None = None) -> float:
+    """The number that a name of the sources stands for, or one of a tuple, read from the text of the file."""
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if name in [ast.unparse(t) for t in targets if t is not None]:
-            return ast.literal_eval(node.value)  # type: ignore[attr-defined]
+            value = ast.literal_eval(node.value)  # type: ignore[attr-defined]
+            return float(value if index is None else value[index])
     raise KeyError(f"'{path}' has no '{name}'")
 
 

@@ -6,8 +6,6 @@ at here; the demo's table is, because nothing reruns it. `python tests/docs/publ
 number with what it is bound to, in `numbers.yaml`.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """The collector of code blocks, the runner of pages, and the comparison of what a page shows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

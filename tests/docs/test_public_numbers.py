@@ -1,7 +1,5 @@
 """Every number of README and docs is recomputed from a record, or is of a kind that measures nothing."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

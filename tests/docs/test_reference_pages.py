@@ -1,7 +1,5 @@
 """The generated reference: complete, and as the sources say it."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import re

@@ -1,7 +1,5 @@
 """The documentation site: built strictly, whole, free of other hosts, and looked at in a browser."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -18,17 +16,9 @@ import loka_onnx
 ROOT = Path(__file__).parents[2]
 CHROMIUM = Path("/usr/bin/chromium")
 PAGES = (
-    "index.html",
-    "tutorial/index.html",
-    "reference/command-line.html",
-    "reference/run-file.html",
-    "reference/schemas.html",
-    "reference/api/index.html",
-    "results/index.html",
-    "results/engines.html",
-    "bundle.html",
-    "architecture.html",
-    "development/changelog.html",
+    *("index.html", "tutorial/index.html", "bundle.html", "architecture.html"),
+    *("reference/command-line.html", "reference/run-file.html", "reference/schemas.html"),
+    *("reference/api/index.html", "results/index.html", "results/engines.html", "development/changelog.html"),
 )
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "object": "data"}
 """Elements that a browser fetches something for, and where they say what."""

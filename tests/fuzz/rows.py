@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from loka_onnx.data.binding import InputBinding
-from loka_onnx.data.opening import open_dataset
+from loka_onnx.data.batch import InputBinding
 from loka_onnx.data.selection import HashRows, RowRange
+from loka_onnx.data.splits import open_dataset
 from tests.fuzz.values import damaged
 
 ROWS = 50

@@ -4,7 +4,8 @@ Entries are the manifest, the signature where there is one, and the files in the
 files with one content only the first is there. Entries are stored uncompressed and dated 1980-01-01, so an
 archive follows byte for byte from the bundle. A reader checks that: the entries must be those that the
 manifest lists, with its sizes and digests, and `zipfile`, which writes them again, must give every byte of
-the archive. Contents are copied to a staged directory, which takes its place last.
+the archive; no header of it is followed. Contents are copied to a staged directory, which takes its place
+last.
 """
 
 from __future__ import annotations
@@ -15,27 +16,18 @@ import io
 import os
 import shutil
 import stat
-import struct
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import onnx
 
-from loka_onnx.bundle.format.documents import refuse
-from loka_onnx.bundle.format.files import Verified, check_models, verify_directory
-from loka_onnx.bundle.format.manifest import parse_manifest
-from loka_onnx.bundle.format.pinned import pinned
-from loka_onnx.bundle.format.replace import (
-    begins_as_archive,
-    check_replaceable,
-    check_replaceable_file,
-    staged_directory,
-    staged_file,
-)
+from loka_onnx.bundle.format.documents import pinned, read_entry, refuse
+from loka_onnx.bundle.format.files import Verified, check_models, parse_manifest, verify_directory
+from loka_onnx.bundle.format.replace import check_replaceable, staged_directory, staged_file
 from loka_onnx.bundle.format.signature import (
     MAX_SIGNATURE_BYTES,
     SIGNATURE_NAME,
@@ -43,27 +35,13 @@ from loka_onnx.bundle.format.signature import (
     parse_signature,
 )
 from loka_onnx.core.digests import CHUNK_BYTES, digest_bytes
-from loka_onnx.core.manifest import (
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    BundleFile,
-    Manifest,
-)
+from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, BundleFile, Manifest
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.errors import ModelError, OutputError
 from loka_onnx.sessions.model_files import read_model
 
 _NOT_OURS = "an archive of a bundle is written by `loka-onnx bundle pack` and by nothing else"
 _MODE = 0o100644 << 16
-_MAX_READ_BYTES = 16 << 20
-"""More than the directory of entries of a bundle with the most files, and less than a memory."""
-_BROKEN = (zipfile.BadZipFile, struct.error, OSError, EOFError, ValueError, ArithmeticError, RuntimeError)
-"""Errors that zipfile raises for an altered archive."""
-
-
-def is_archive(path: Path) -> bool:
-    """Return True for a file, which can only be a bundle in its single-file form."""
-    return path.is_file()
 
 
 def name_of(bundle: Path) -> str:
@@ -74,10 +52,10 @@ def name_of(bundle: Path) -> str:
 
 def verify_path(path: Path, keys: Sequence[Path] = (), progress: Progress = silent) -> Verified:
     """Check a bundle in either form; see `verify_directory`."""
-    if is_archive(path):
+    if path.is_file():
         with _opened(path) as archive:
-            _copy(archive, None, progress)
-            check_models(archive.manifest, path, archive.model)
+            places = _copy(archive, None, progress)
+            check_models(archive.manifest, path, lambda name: archive.model(name, places))
             signer = check_signature(archive.signature, archive.text, keys, path) if keys else None
             return Verified(archive.manifest, archive.claimed, signer)
     return verify_directory(path, keys, progress)
@@ -94,7 +72,7 @@ def pack_bundle(directory: Path, archive: Path, progress: Progress = silent) -> 
         OutputError: The place cannot be written, or holds something that is not a bundle.
     """
     destination = Path(os.path.realpath(archive))
-    check_replaceable_file(destination)
+    check_replaceable(destination, is_file=True)
     with staged_file(destination) as file:
         write_archive(directory, file, progress)
         verify_path(file, progress=progress)
@@ -116,30 +94,23 @@ def unpack(archive: Path, directory: Path, progress: Progress = silent) -> Path:
 
 
 @contextlib.contextmanager
-def unpacked(archive: Path, parent: Path | None = None) -> Iterator[Path]:
-    """Yield the bundle of an archive as a verified directory in `parent`, and remove it afterwards."""
-    with _opened(archive) as opened, contextlib.ExitStack() as stack:
+def as_directory(bundle: Path) -> Iterator[Path]:
+    """Yield the directory of a bundle; an archive is unpacked and verified for the block."""
+    if not bundle.is_file():
+        yield bundle
+        return
+    with _opened(bundle) as opened, contextlib.ExitStack() as stack:
         try:
-            temporary = tempfile.TemporaryDirectory(prefix="loka-onnx-", dir=parent)
+            temporary = tempfile.TemporaryDirectory(prefix="loka-onnx-")
             directory = Path(stack.enter_context(temporary)) / "bundle"
             directory.mkdir()
             _extract(opened, directory)
         except OSError as error:
             raise OutputError(
-                f"E1201 cannot unpack '{archive}'",
+                f"E1201 cannot unpack '{bundle}'",
                 evidence=str(error),
                 remedy="set TMPDIR to a place with room, or unpack it with `loka-onnx bundle unpack`",
             ) from error
-        yield directory
-
-
-@contextlib.contextmanager
-def as_directory(bundle: Path) -> Iterator[Path]:
-    """Yield the directory of a bundle; an archive is `unpacked` for the block."""
-    if not is_archive(bundle):
-        yield bundle
-        return
-    with unpacked(bundle) as directory:
         yield directory
 
 
@@ -177,47 +148,41 @@ def _entry(archive: zipfile.ZipFile, path: str, size: int) -> IO[bytes]:
 
 @dataclass(frozen=True)
 class _Archive:
-    """An archive with the entries that its manifest lists; headers and contents are checked by `_copy`."""
+    """An archive whose documents are checked; `_copy` checks the rest."""
 
     path: Path
-    stream: io.FileIO
-    zip: zipfile.ZipFile
+    stream: BinaryIO
     manifest: Manifest
     text: bytes
     signature: bytes | None
     claimed: tuple[str, ...]
 
-    def model(self, path: str) -> onnx.ModelProto:
-        digest = self.manifest.file(path).sha256
-        held = next(file.path for file in distinct_files(self.manifest) if file.sha256 == digest)
-        data = b"".join(_chunks(self.path, self.zip, self.zip.getinfo(held)))
+    def model(self, path: str, places: dict[str, int]) -> onnx.ModelProto:
+        """Read an ONNX model by the places that `_copy` returned."""
+        file = self.manifest.file(path)
+        self.stream.seek(places[file.sha256])
         try:
-            return onnx.load_model_from_string(data)
+            return onnx.load_model_from_string(self.stream.read(file.bytes))
         except Exception as error:
             # google.protobuf's DecodeError has no stable import path across its implementations.
             raise ModelError(f"E1202 '{path}' is not an ONNX model", evidence=str(error)[:200]) from error
 
 
-class _Bounded(io.FileIO):
-    """A file of which no large piece is read at once, whatever sizes it states."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        if size is None or size > _MAX_READ_BYTES:
-            raise zipfile.BadZipFile(f"it states a directory of {size} bytes")
-        return super().read(size) or b""
-
-
 class _Compared(io.RawIOBase):
     """A file that is not written but compared; `wrong` holds the places of the pieces that differ."""
 
-    def __init__(self, stream: io.FileIO) -> None:
+    def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._place = stream, 0
         self.wrong: set[int] = set()
 
-    def write(self, data: Any, /) -> int:
+    def ahead(self, size: int) -> bytes:
+        """Bytes that are compared next."""
         self._stream.seek(self._place)
+        return self._stream.read(size)
+
+    def write(self, data: Any, /) -> int:
         # A header is written twice: without the checksum first, and with it behind the content.
-        change = self.wrong.discard if self._stream.read(len(data)) == data else self.wrong.add
+        change = self.wrong.discard if self.ahead(len(data)) == data else self.wrong.add
         change(self._place)
         self._place += len(data)
         return len(data)
@@ -236,104 +201,64 @@ def _opened(path: Path) -> Iterator[_Archive]:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         refuse(path, "the archive cannot be read", str(error), "name a single-file bundle")
-    with _Bounded(descriptor) as stream:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    with os.fdopen(descriptor, "rb") as stream:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             refuse(path, "there is no bundle here", "not a file", "name a single-file bundle")
-        try:
-            opened = zipfile.ZipFile(stream)
-        except _BROKEN as error:
-            if begins_as_archive(path):
-                refuse(path, "the archive is cut short, or its end is damaged", str(error))
-            refuse(path, "this is not a single-file bundle", str(error), f"name one; {_NOT_OURS}")
-        entries = opened.infolist()
-        if not entries or entries[0].orig_filename != MANIFEST_NAME or entries[0].header_offset:
-            evidence = f"it begins with {entries[0].orig_filename!r}" if entries else "it is empty"
+        text = read_entry(stream, MANIFEST_NAME, MAX_MANIFEST_BYTES, path)
+        if text is None:
+            evidence = f"it does not begin with '{MANIFEST_NAME}'"
             refuse(path, "this is not a single-file bundle", evidence, f"name one; {_NOT_OURS}")
-        for entry in entries:
-            if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-                evidence = f"method {entry.compress_type}"
-                refuse(path, f"entry {entry.orig_filename!r} is compressed", evidence, _NOT_OURS)
-        text = _document(path, opened, entries[0], MAX_MANIFEST_BYTES)
-        manifest, signature = parse_manifest(text, path), None
+        manifest = parse_manifest(text, path)
         claimed: tuple[str, ...] = ()
-        expected = [(MANIFEST_NAME, len(text)), *((f.path, f.bytes) for f in distinct_files(manifest))]
-        if len(entries) > 1 and entries[1].orig_filename == SIGNATURE_NAME:
-            signature = _document(path, opened, entries[1], MAX_SIGNATURE_BYTES)
+        signature = read_entry(stream, SIGNATURE_NAME, MAX_SIGNATURE_BYTES, path)
+        if signature is not None:
             claimed = parse_signature(signature, text, path).keys
-            expected.insert(1, (SIGNATURE_NAME, len(signature)))
-        _check_listing(path, entries, expected)
-        size = sum(entry.file_size for entry in entries)
-        if size > os.fstat(descriptor).st_size:
-            refuse(path, "the archive is cut short", f"its entries have {size} bytes")
-        yield _Archive(path, stream, opened, manifest, text, signature, claimed)
+        size = len(text) + len(signature or b"") + sum(file.bytes for file in distinct_files(manifest))
+        if size > status.st_size:
+            refuse(path, "the archive is cut short", f"{status.st_size} bytes, its files have {size}")
+        yield _Archive(path, stream, manifest, text, signature, claimed)
 
 
-def _check_listing(path: Path, entries: Sequence[zipfile.ZipInfo], expected: list[tuple[str, int]]) -> None:
-    """Refuse entries that are not those of the manifest, in their order and sizes."""
-    listed = {name for name, _ in expected}
-    extra = next((entry.filename for entry in entries if entry.filename not in listed), None)
-    if extra is not None:
-        what = f"file {extra!r} is not listed in the manifest, or is there under another name"
-        refuse(path, what, f"{len(expected)} entries are expected")
-    if len(entries) > len(expected):
-        refuse(path, "a file is in the archive twice", f"{len(expected)} entries are expected", _NOT_OURS)
-    for number, (name, size) in enumerate(expected):
-        if number == len(entries) or entries[number].filename != name:
-            actual = repr(entries[number].filename) if number < len(entries) else "nothing"
-            refuse(path, f"file {name!r} is missing, or out of order", f"{actual} is in its place")
-        if entries[number].file_size != size:
-            evidence = f"{entries[number].file_size} bytes, the manifest says {size}"
-            refuse(path, f"file '{name}' has another size", evidence)
+def _copy(archive: _Archive, target: Path | None, progress: Progress) -> dict[str, int]:
+    """Check every byte of an archive, and write its files to a directory where one is given.
 
-
-def _document(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo, limit: int) -> bytes:
-    if entry.file_size > limit:
-        kind = Path(entry.filename).stem
-        refuse(path, f"the {kind} is too large", f"{entry.file_size} bytes, the limit is {limit}")
-    return b"".join(_chunks(path, archive, entry))
-
-
-def _chunks(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[bytes]:
-    try:
-        with archive.open(entry) as content:
-            while chunk := content.read(CHUNK_BYTES):
-                yield chunk
-    except _BROKEN as error:
-        refuse(path, f"file '{entry.filename}' was altered", str(error))
-
-
-def _copy(archive: _Archive, target: Path | None, progress: Progress) -> None:
-    """Check every byte of an archive, and write its files to a directory where one is given."""
-    digests = {file.path: file.sha256 for file in archive.manifest.files}
-    digests |= {
-        MANIFEST_NAME: digest_bytes(archive.text),
-        SIGNATURE_NAME: digest_bytes(archive.signature or b""),
-    }
-    total, done = sum(entry.file_size for entry in archive.zip.infolist()), 0
-    compared = _Compared(archive.stream)
+    Returns the places of contents by their digests.
+    """
+    entries = [(MANIFEST_NAME, len(archive.text), digest_bytes(archive.text))]
+    if archive.signature is not None:
+        entries.append((SIGNATURE_NAME, len(archive.signature), digest_bytes(archive.signature)))
+    entries += [(file.path, file.bytes, file.sha256) for file in distinct_files(archive.manifest)]
+    total, done = sum(size for _, size, _ in entries), 0
+    places, compared = dict[str, int](), _Compared(archive.stream)
     with zipfile.ZipFile(compared, "w") as again:
-        for entry in archive.zip.infolist():
-            state, name = hashlib.sha256(), entry.filename
+        for name, size, digest in entries:
+            state = hashlib.sha256()
             with contextlib.ExitStack() as stack:
-                copies = [stack.enter_context(_entry(again, name, entry.file_size))]
+                copies = [stack.enter_context(_entry(again, name, size))]
+                places[digest] = compared.tell()
                 if target is not None:
                     (target / name).parent.mkdir(parents=True, exist_ok=True)
                     copies.append(stack.enter_context((target / name).open("xb")))
-                for chunk in _chunks(archive.path, archive.zip, entry):
+                for start in range(0, size, CHUNK_BYTES):
+                    chunk = compared.ahead(min(CHUNK_BYTES, size - start))
                     state.update(chunk)
                     for copy in copies:
                         copy.write(chunk)
                     done += len(chunk)
                     progress("verify" if target is None else "unpack", done, total)
-            if state.hexdigest() != digests[name]:
-                evidence = f"sha256 {state.hexdigest()[:16]}…, the manifest says {digests[name][:16]}…"
-                refuse(archive.path, f"file '{name}' was altered", evidence)
+            if state.hexdigest() != digest:
+                evidence = f"sha256 {state.hexdigest()[:16]}…, the manifest says {digest[:16]}…"
+                refuse(archive.path, f"file '{name}' was altered, or is not in its place", evidence)
+    after = os.fstat(archive.stream.fileno()).st_size - compared.tell()
+    if after < 0:
+        refuse(archive.path, "the archive is cut short", f"{-after} bytes are missing")
     if compared.wrong:
         what, place = "the archive is not as it was packed", min(compared.wrong)
         refuse(archive.path, what, f"a header at or after byte {place}, or the room around it", _NOT_OURS)
-    after = os.fstat(archive.stream.fileno()).st_size - compared.tell()
     if after:
         refuse(archive.path, "the archive goes on after its end", f"{after} bytes", _NOT_OURS)
+    return places
 
 
 def _extract(archive: _Archive, directory: Path, progress: Progress = silent) -> None:

@@ -1,17 +1,27 @@
-"""Reading of an untrusted bundle's sealed documents."""
+"""Reading of an untrusted bundle: its documents, and its directory, which another may replace meanwhile.
+
+Bundles are replaced by exchanging directories, so that two files opened by path in turn may belong to two
+bundles. Linux resolves paths below an open directory through ``/proc/self/fd`` whatever its current name:
+everything read through a pin is of one directory.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from loka_onnx.core import serde
 from loka_onnx.core.digests import seal_problem
 from loka_onnx.core.manifest import Manifest
-from loka_onnx.errors import BundleInvalid, UserError
+from loka_onnx.errors import BundleInvalid, LokaError, UserError
 
 T = TypeVar("T")
 
@@ -19,6 +29,14 @@ COPY_AGAIN = "copy the bundle again from where it was written, or write it again
 _ANY_MANIFEST = serde.schema_id(Manifest).rpartition("/")[0] + "/"
 # Refuses a link that appeared after the walk, and does not wait for a pipe.
 OPEN_PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+DESCRIPTORS = Path("/proc/self/fd")
+"""Linux's links to the open files of a process, followed without their names."""
+_SPECIAL = {
+    **{"l": "a symbolic link", "d": "a directory", "p": "a named pipe", "s": "a socket"},
+    **{"b": "a block device", "c": "a character device"},
+}
+_ZIP_ENTRY = struct.Struct("<4s18xIHH")
+"""Start of an entry of a zip archive: signature, size, bytes of its name and of its extra fields."""
 
 
 def refuse(where: Path, what: str, evidence: str, remedy: str = COPY_AGAIN) -> NoReturn:
@@ -54,6 +72,22 @@ def read_document(directory: Path, name: str, limit: int) -> bytes:
             return stream.read(limit)
     except OSError as error:
         refuse(directory, f"the {kind} cannot be read", str(error))
+
+
+def read_entry(stream: BinaryIO, name: str, limit: int, where: Path) -> bytes | None:
+    """Read the document that is the entry of an archive (`where`) at the stream's place; None for another."""
+    head, encoded = stream.read(_ZIP_ENTRY.size), name.encode()
+    if len(head) < _ZIP_ENTRY.size or stream.read(len(encoded)) != encoded:
+        return None
+    signature, size, name_bytes, extra_bytes = _ZIP_ENTRY.unpack(head)
+    if (signature, name_bytes, extra_bytes) != (b"PK\x03\x04", len(encoded), 0):
+        return None
+    if size > limit:
+        refuse(where, f"the {Path(name).stem} is too large", f"{size} bytes, the limit is {limit}")
+    content = stream.read(size)
+    if len(content) < size:
+        refuse(where, "the archive is cut short", f"{len(content)} of {size} bytes of '{name}' are there")
+    return content
 
 
 def parse_document(kind: type[T], data: bytes, name: str, where: Path) -> T:
@@ -100,17 +134,7 @@ def states_manifest(data: bytes) -> bool:
 
 def kind_of(mode: int) -> str:
     """Name the type of a special file from its mode."""
-    for test, name in (
-        (stat.S_ISLNK, "a symbolic link"),
-        (stat.S_ISDIR, "a directory"),
-        (stat.S_ISFIFO, "a named pipe"),
-        (stat.S_ISSOCK, "a socket"),
-        (stat.S_ISBLK, "a block device"),
-        (stat.S_ISCHR, "a character device"),
-    ):
-        if test(mode):
-            return name
-    return "a special file"
+    return _SPECIAL.get(stat.filemode(mode)[0], "a special file")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -119,3 +143,63 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} stands twice in one object")
     return keys
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A directory that stays open.
+
+    `path` opens its files, in this process and its forks until the pin ends; `name` is for messages.
+    """
+
+    path: Path
+    name: Path
+    status: os.stat_result
+
+    @property
+    def is_current(self) -> bool:
+        """True if the directory still has its name."""
+        return _is_at(self.name, self.status)
+
+    def worded(self, text: str) -> str:
+        """Replace the pin's path in a text by its name."""
+        return re.sub(re.escape(str(self.path)) + r"(?!\d)", lambda _: printable(str(self.name)), text)
+
+
+@contextlib.contextmanager
+def pinned(directory: Path) -> Iterator[Pin]:
+    """Pin a directory for a block; errors of this package that leave the block show its name.
+
+    Raises:
+        BundleInvalid: There is no directory, or it cannot be read.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except (OSError, ValueError) as error:
+        evidence = str(error) if directory.is_dir() else "not a directory"
+        refuse(directory, "there is no bundle here", evidence, "name the directory of a bundle")
+    try:
+        status = os.fstat(descriptor)
+        pin = Pin(DESCRIPTORS / str(descriptor), directory, status)
+        if not _is_at(pin.path, status):
+            refuse(directory, "the bundle cannot be held open", f"no '{DESCRIPTORS}'", "mount /proc")
+        try:
+            yield pin
+        except LokaError as error:
+            LokaError.__init__(
+                error,
+                pin.worded(error.what),
+                where=pin.worded(error.where),
+                evidence=pin.worded(error.evidence),
+                remedy=pin.worded(error.remedy),
+            )
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _is_at(path: Path, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), status)  # noqa: PTH116 — status of whatever is there
+    except OSError:
+        return False

@@ -1,4 +1,4 @@
-"""Verification of an untrusted bundle: its files against its manifest (`bundle.format.manifest`).
+"""Verification of an untrusted bundle: its manifest, and its files against it.
 
 A bundle is closed-world: it holds exactly the files that its manifest lists, unaltered. Nothing in it is
 unpickled, followed or executed before that check. Digests protect against accidents and against tampering by
@@ -8,62 +8,63 @@ anyone who cannot rewrite the manifest; a signature (`bundle.format.signature`) 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import re
 import stat
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 
-from loka_onnx.bundle.format.documents import OPEN_PLAIN, kind_of, read_document, refuse
-from loka_onnx.bundle.format.manifest import parse_manifest
-from loka_onnx.bundle.format.pinned import pinned
+from loka_onnx.bundle.format.documents import (
+    OPEN_PLAIN,
+    kind_of,
+    parse_document,
+    pinned,
+    read_document,
+    refuse,
+)
 from loka_onnx.bundle.format.signature import (
     SIGNATURE_NAME,
     check_signature,
     parse_signature,
     signature_bytes,
 )
-from loka_onnx.core.digests import CHUNK_BYTES
 from loka_onnx.core.manifest import (
     MANIFEST_NAME,
+    MAX_FILES,
     MAX_MANIFEST_BYTES,
     MAX_PATH_DEPTH,
     BundleFile,
     EngineEntry,
     Manifest,
+    digest_lineage,
+    paths_problem,
     sample_key,
 )
 from loka_onnx.core.progress import Progress, silent
+from loka_onnx.core.rewrite import Part
 from loka_onnx.errors import ModelError
+from loka_onnx.sessions.dlpack import DTYPES
 from loka_onnx.sessions.model_files import data_locations, read_model
 
 Arrays = dict[str, npt.NDArray[Any]]
 
-MODEL_SUFFIX = ".onnx"
-ONNX_RUNTIME = "onnxruntime"
-"""Prefix of backends whose engines ONNX Runtime opens."""
-_WRITE_AGAIN = "write the bundle again with a model of that name"
+MAX_FILE_BYTES = 1 << 50
+"""Larger than any file, and valid in every size field of a header or system call."""
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 MAX_SAMPLE_BYTES = 256 << 20
 """Largest unpacked sample; a few rows of every input and output are far smaller."""
-_NO_SAMPLE = (
-    OSError,
-    ValueError,
-    EOFError,
-    MemoryError,
-    zipfile.BadZipFile,
-    zlib.error,
-    # An encrypted member, or (NotImplementedError) an unknown compression.
-    RuntimeError,
-)
-"""Errors of NumPy and zipfile for an altered sample."""
+_NO_SAMPLE = (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error, RuntimeError)
+"""Errors of NumPy and zipfile for an altered sample; RuntimeError for an encryption or compression."""
 
 
 def verify_bundle(directory: Path) -> Manifest:
@@ -98,29 +99,26 @@ def verify_directory(directory: Path, keys: Sequence[Path] = (), progress: Progr
         MissingPackage: There are keys, but `cryptography` is not installed.
     """
     with pinned(directory) as pin:
-        return _verify(pin.path, keys, progress)
-
-
-def _verify(directory: Path, keys: Sequence[Path], progress: Progress) -> Verified:
-    data = read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
-    signature = signature_bytes(directory)
-    signer = check_signature(signature, data, keys, directory) if keys else None
-    manifest = parse_manifest(data, directory)
-    claimed = () if signature is None else parse_signature(signature, data, directory).keys
-    present = set(_walk(directory)) - {MANIFEST_NAME, SIGNATURE_NAME}
-    listed = {f.path for f in manifest.files}
-    for path in sorted(present - listed):
-        refuse(directory, f"file {path!r} is not listed in the manifest", f"{len(listed)} files are listed")
-    for path in sorted(listed - present):
-        refuse(directory, f"file {path!r} is missing", f"{len(present)} files are there")
-    digests: dict[tuple[int, int], str] = {}
-    done = 0
-    for entry in manifest.files:
-        _verify_file(directory, entry, digests)
-        done += entry.bytes
-        progress("verify", done, manifest.total_bytes)
-    check_models(manifest, directory, lambda path: read_model(directory / path))
-    return Verified(manifest, claimed, signer)
+        directory = pin.path
+        data = read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        signature = signature_bytes(directory)
+        signer = check_signature(signature, data, keys, directory) if keys else None
+        manifest = parse_manifest(data, directory)
+        claimed = () if signature is None else parse_signature(signature, data, directory).keys
+        present = set(_walk(directory)) - {MANIFEST_NAME, SIGNATURE_NAME}
+        listed = {f.path for f in manifest.files}
+        for path in sorted(present - listed):
+            refuse(directory, f"file {path!r} is not listed in the manifest", f"{len(listed)} are listed")
+        for path in sorted(listed - present):
+            refuse(directory, f"file {path!r} is missing", f"{len(present)} files are there")
+        digests: dict[tuple[int, int], str] = {}
+        done = 0
+        for entry in manifest.files:
+            _verify_file(directory, entry, digests)
+            done += entry.bytes
+            progress("verify", done, manifest.total_bytes)
+        check_models(manifest, directory, lambda path: read_model(directory / path))
+        return Verified(manifest, claimed, signer)
 
 
 def check_models(manifest: Manifest, where: Path, load: Callable[[str], onnx.ModelProto]) -> None:
@@ -133,12 +131,19 @@ def check_models(manifest: Manifest, where: Path, load: Callable[[str], onnx.Mod
     """
     files = {f.path: f for f in manifest.files}
     locations: dict[str, tuple[str, ...]] = {}
-    for what, path, is_run in _models(manifest):
-        if not path.endswith(MODEL_SUFFIX):
+    # Name for messages, path, and whether ONNX Runtime opens it.
+    models = [
+        (f"engine '{entry.id}'", entry.path, entry.backend.startswith("onnxruntime"))
+        for entry in manifest.candidates
+    ]
+    models += [("the lookup model", manifest.cut.lookup, True)] if manifest.cut is not None else []
+    for what, path, is_run in models:
+        if not path.endswith(".onnx"):
             # ONNX Runtime decides by the suffix: it could take such a file for another format, or for a
             # model.
-            if is_run or path.lower().endswith(MODEL_SUFFIX):
-                refuse(where, f"{what} is not a file '*{MODEL_SUFFIX}'", f"it names '{path}'", _WRITE_AGAIN)
+            if is_run or path.lower().endswith(".onnx"):
+                remedy = "write the bundle again with a model of that name"
+                refuse(where, f"{what} is not a file '*.onnx'", f"it names '{path}'", remedy)
             continue
         digest = files[path].sha256
         try:
@@ -149,26 +154,13 @@ def check_models(manifest: Manifest, where: Path, load: Callable[[str], onnx.Mod
         folder = path.rpartition("/")[0]
         for location in locations[digest]:
             if (f"{folder}/{location}" if folder else location) not in files:
-                refuse(
-                    where,
-                    f"{what} reads weights from a file that is not listed",
-                    f"external data at {location!r}",
-                )
-
-
-def _models(manifest: Manifest) -> Iterator[tuple[str, str, bool]]:
-    """Possible ONNX models: name for messages, path, and whether ONNX Runtime opens them."""
-    for entry in manifest.candidates:
-        yield f"engine '{entry.id}'", entry.path, entry.backend.startswith(ONNX_RUNTIME)
-    if manifest.cut is not None:
-        yield "the lookup model", manifest.cut.lookup, True
+                problem = f"{what} reads weights from a file that is not listed"
+                refuse(where, problem, f"external data at {location!r}")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows for the self-test of an engine: inputs, the engine's answer during evaluation, and rows of cut
-    tensors.
-    """
+    """Rows for the self-test of an engine: inputs, its answer during evaluation, rows of cut tensors."""
 
     inputs: Arrays
     expected: Arrays
@@ -216,11 +208,6 @@ def _rows_of(arrays: Mapping[str, Any], key: str) -> npt.NDArray[Any]:
     return value
 
 
-def external_data_locations(model: Path) -> tuple[str, ...]:
-    """External data files of an ONNX model, as it names them, sorted."""
-    return data_locations(read_model(model))
-
-
 def _walk(directory: Path) -> Iterator[str]:
     """Yield all files, relative to the bundle; refuse everything but plain files and directories."""
     pending = [""]
@@ -249,33 +236,129 @@ def _walk(directory: Path) -> Iterator[str]:
 def _verify_file(directory: Path, entry: BundleFile, digests: dict[tuple[int, int], str]) -> None:
     """Check size and digest of a file; one with several names is read once (`digests`)."""
     try:
-        descriptor = os.open(directory / entry.path, OPEN_PLAIN)
-        with os.fdopen(descriptor, "rb") as stream:
+        with os.fdopen(os.open(directory / entry.path, OPEN_PLAIN), "rb") as stream:
             status = os.fstat(stream.fileno())
             if status.st_size != entry.bytes:
-                refuse(
-                    directory,
-                    f"file '{entry.path}' has another size",
-                    f"{status.st_size} bytes, the manifest says {entry.bytes}",
-                )
+                evidence = f"{status.st_size} bytes, the manifest says {entry.bytes}"
+                refuse(directory, f"file '{entry.path}' has another size", evidence)
             file = (status.st_dev, status.st_ino)
             # Inode numbers are unreliable on some file systems, so that only files with several names share
             # digests.
             digest = digests.get(file, "") if status.st_nlink > 1 else ""
-            digest = digest or _digest_of(stream)
+            digest = digest or hashlib.file_digest(stream, "sha256").hexdigest()
             digests[file] = digest
     except OSError as error:
         refuse(directory, f"file '{entry.path}' cannot be read", str(error))
     if digest != entry.sha256:
-        refuse(
-            directory,
-            f"file '{entry.path}' was altered",
-            f"sha256 {digest[:16]}…, the manifest says {entry.sha256[:16]}…",
-        )
+        evidence = f"sha256 {digest[:16]}…, the manifest says {entry.sha256[:16]}…"
+        refuse(directory, f"file '{entry.path}' was altered", evidence)
 
 
-def _digest_of(stream: BinaryIO) -> str:
-    state = hashlib.sha256()
-    while chunk := stream.read(CHUNK_BYTES):
-        state.update(chunk)
-    return state.hexdigest()
+def read_manifest(directory: Path) -> Manifest:
+    """Read a manifest and check its consistency (`BundleInvalid`), but not the files."""
+    with pinned(directory) as pin:
+        return parse_manifest(read_document(pin.path, MANIFEST_NAME, MAX_MANIFEST_BYTES), pin.path)
+
+
+def parse_manifest(data: bytes, where: Path) -> Manifest:
+    """Parse a manifest and check its consistency (`BundleInvalid`); `where` names the bundle in messages."""
+    manifest = parse_document(Manifest, data, MANIFEST_NAME, where)
+    if len(manifest.files) > MAX_FILES:
+        refuse(where, "the manifest lists too many files", f"{len(manifest.files)}, the limit is {MAX_FILES}")
+    problem = paths_problem([MANIFEST_NAME, SIGNATURE_NAME, *(f.path for f in manifest.files)])
+    if problem is not None:
+        refuse(where, f"the manifest lists a forbidden path: {problem}", MANIFEST_NAME)
+    _check_consistency(where, manifest)
+    return manifest
+
+
+def _check_consistency(where: Path, manifest: Manifest) -> None:
+    files = {f.path: f for f in manifest.files}
+    named = [("plans", manifest.plans), ("sample", manifest.sample)]
+    named += [("report", path) for path in manifest.report]
+    named += [(f"engine '{entry.id}'", entry.path) for entry in manifest.candidates]
+    named += [("lookup model", manifest.cut.lookup)] if manifest.cut is not None else []
+    for role, path in named:
+        if path not in files:
+            refuse(where, f"the manifest names {role} '{path}' but does not list it", MANIFEST_NAME)
+    _check_cut(where, manifest)
+    _check_tensors(where, manifest)
+    _check_routes(where, manifest)
+    _check_digests(where, manifest)
+    ids = [e.id for e in manifest.candidates]
+    if len(set(ids)) != len(ids):
+        refuse(where, "two engines of the manifest have one id", ", ".join(sorted(ids)))
+    outputs = {o.name for o in manifest.outputs}
+    for entry in manifest.candidates:
+        listed = files[entry.path]
+        if (listed.sha256, listed.bytes) != (entry.digest, entry.bytes):
+            sizes = f"{entry.bytes} bytes, sha256 {entry.digest[:12]}…"
+            evidence = f"{sizes} against {listed.bytes} bytes, sha256 {listed.sha256[:12]}…"
+            refuse(where, f"engine '{entry.id}' and the list of files disagree on '{entry.path}'", evidence)
+        if not 1 <= entry.batch.min <= entry.batch.max:
+            refuse(where, f"engine '{entry.id}' has an empty batch range", f"{entry.batch}")
+        # The self-test would pass any answer under a NaN or infinite tolerance.
+        is_finite = all(math.isfinite(t) and t >= 0 for t in entry.tolerance.values())
+        if set(entry.tolerance) != outputs or not is_finite:
+            what = f"engine '{entry.id}' needs one finite tolerance for each output"
+            refuse(where, what, f"tolerances {entry.tolerance}, outputs {sorted(outputs)}")
+
+
+def _check_tensors(where: Path, manifest: Manifest) -> None:
+    cut = () if manifest.cut is None else manifest.cut.tensors
+    for what, specs in (("inputs", manifest.inputs), ("outputs", manifest.outputs), ("cut tensors", cut)):
+        names = [spec.name for spec in specs]
+        if len(set(names)) != len(names):
+            refuse(where, f"two {what} of the manifest have one name", f"{names}")
+        for spec in specs:
+            if spec.dtype not in DTYPES:
+                known = ", ".join(sorted(DTYPES))
+                refuse(where, f"'{spec.name}' has type {spec.dtype[:80]!r}, which is none", known)
+
+
+def _check_digests(where: Path, manifest: Manifest) -> None:
+    sizes: dict[str, BundleFile] = {}
+    for file in manifest.files:
+        if not 0 <= file.bytes <= MAX_FILE_BYTES or not _DIGEST.fullmatch(file.sha256):
+            evidence = f"{file.bytes} bytes, sha256 {file.sha256[:80]!r}"
+            refuse(where, f"'{file.path}' is listed with a size or digest that no file has", evidence)
+        other = sizes.setdefault(file.sha256, file)
+        if other.bytes != file.bytes:
+            evidence = f"'{other.path}' and '{file.path}': {other.bytes} and {file.bytes} bytes"
+            refuse(where, "two files of the manifest have one digest and two sizes", evidence)
+    digest = digest_lineage(manifest.lineage)
+    if digest != manifest.lineage_digest:
+        evidence = f"sha256 {digest[:12]}… against {manifest.lineage_digest[:12]}…"
+        refuse(where, "the lineage of the manifest is not that of its digest", evidence)
+
+
+def _check_routes(where: Path, manifest: Manifest) -> None:
+    """Every route must name an engine of the bundle, for ascending batch sizes."""
+    ids = {entry.id for entry in manifest.engines}
+    for choice in manifest.choice.targets:
+        missing = [name for name in choice.engines if name not in ids] if choice.routes else []
+        if missing:
+            refuse(where, f"requests are routed to engine '{missing[0]}', which is not there", choice.target)
+        sizes = [route.batch for route in choice.routes]
+        if sizes != sorted({size for size in sizes if size >= 1}):
+            refuse(where, f"the routes of '{choice.target}' are out of order", f"batch sizes {sizes}")
+
+
+def _check_cut(where: Path, manifest: Manifest) -> None:
+    cut = manifest.cut
+    dense = [entry.id for entry in manifest.candidates if entry.part is Part.DENSE]
+    if manifest.fallback.part is not Part.WHOLE:
+        refuse(where, "the fallback is not the whole model", f"its part is '{manifest.fallback.part}'")
+    if cut is None:
+        if dense:
+            what = f"engine '{dense[0]}' takes looked-up rows, and the manifest has no cut"
+            refuse(where, what, f"its part is '{Part.DENSE}'")
+        return
+    inputs = {spec.name for spec in manifest.inputs}
+    unknown = sorted({*cut.lookup_inputs, *cut.passed} - inputs)
+    if unknown:
+        refuse(where, f"the cut reads '{unknown[0]}', which is no input", f"inputs {sorted(inputs)}")
+    names = [spec.name for spec in cut.tensors]
+    if not names or inputs & set(names):
+        what = "the cut needs tensors whose names differ from those of the inputs"
+        refuse(where, what, f"tensors {names}, inputs {sorted(inputs)}")

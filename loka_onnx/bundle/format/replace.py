@@ -17,19 +17,16 @@ import errno
 import fcntl
 import os
 import shutil
-import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from loka_onnx.bundle.format.documents import read_document, states_manifest
+from loka_onnx.bundle.format.documents import read_document, read_entry, states_manifest
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from loka_onnx.errors import BundleInvalid, OutputError
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_ZIP_ENTRY = struct.Struct("<4s18xIHH")
-"""Start of an entry of a zip archive: signature, size, bytes of its name and of its extra fields."""
 
 
 @contextlib.contextmanager
@@ -73,20 +70,23 @@ def staged_file(
         _sync(destination.parent)
 
 
-def check_replaceable(destination: Path) -> None:
-    """Raise `OutputError` unless a path is free, an empty directory, or a bundle by its manifest's schema."""
-    if destination.is_dir() and (_is_empty(destination) or _is_bundle(destination)):
-        return
-    if os.path.lexists(destination):
-        raise in_the_way(destination, "it exists and is not a bundle, so it is not replaced")
+def check_replaceable(destination: Path, *, is_file: bool = False) -> None:
+    """Raise `OutputError` unless a path is free, an empty directory, or a bundle in this form.
 
-
-def check_replaceable_file(destination: Path) -> None:
-    """Raise `OutputError` unless a path is free, or a file that begins with the manifest of a bundle."""
-    if destination.is_file() and begins_as_archive(destination):
-        return
-    if os.path.lexists(destination):
-        raise in_the_way(destination, "it exists and is not a single-file bundle, so it is not replaced")
+    The schema of its manifest tells a bundle, whether the rest of it verifies or not.
+    """
+    manifest = None
+    with contextlib.suppress(OSError, BundleInvalid):
+        if is_file:
+            with os.fdopen(os.open(destination, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
+                manifest = read_entry(stream, MANIFEST_NAME, MAX_MANIFEST_BYTES, destination)
+        elif any(destination.iterdir()):
+            manifest = read_document(destination, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        else:
+            return
+    if os.path.lexists(destination) and not (manifest is not None and states_manifest(manifest)):
+        kind = "single-file bundle" if is_file else "bundle"
+        raise in_the_way(destination, f"it exists and is not a {kind}, so it is not replaced")
 
 
 def in_the_way(destination: Path, evidence: str) -> OutputError:
@@ -98,62 +98,27 @@ def in_the_way(destination: Path, evidence: str) -> OutputError:
     )
 
 
-def _is_empty(directory: Path) -> bool:
-    try:
-        return not any(directory.iterdir())
-    except OSError:
-        return False
-
-
-def _is_bundle(directory: Path) -> bool:
-    try:
-        return states_manifest(read_document(directory, MANIFEST_NAME, MAX_MANIFEST_BYTES))
-    except BundleInvalid:
-        return False
-
-
-def begins_as_archive(file: Path) -> bool:
-    """Return True for a zip archive whose first entry is a manifest, also if the rest is cut off."""
-    name = MANIFEST_NAME.encode()
-    try:
-        with file.open("rb") as stream:
-            head = stream.read(_ZIP_ENTRY.size)
-            if len(head) < _ZIP_ENTRY.size or stream.read(len(name)) != name:
-                return False
-            signature, size, name_bytes, extra_bytes = _ZIP_ENTRY.unpack(head)
-            if (signature, name_bytes, extra_bytes) != (b"PK\x03\x04", len(name), 0):
-                return False
-            return size <= MAX_MANIFEST_BYTES and states_manifest(stream.read(size))
-    except OSError:
-        return False
-
-
 @contextlib.contextmanager
 def _stage(destination: Path) -> Iterator[Path]:
     """Yield a new locked directory beside `destination`; removed at the end with its contents."""
-    stage: Path | None = None
-    lock: int | None = None
     prefix = f".{destination.name}.staged-"
-    try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        # The parent stays locked until the stage is, so that no other writer takes the stage for a leftover.
-        with _locked(destination.parent):
-            _remove_leftovers(destination, prefix)
-            stage = Path(tempfile.mkdtemp(dir=destination.parent, prefix=prefix))
-            lock = _lock(stage, wait=False)
-        yield stage
-    except OSError as error:
-        raise OutputError(
-            f"E1205 cannot write '{destination}'",
-            evidence=str(error),
-            remedy="choose a place that can be written and has room",
-        ) from error
-    finally:
-        if stage is not None:
+    with contextlib.ExitStack() as stack:
+        try:
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            # The parent stays locked until the stage is, so that no other writer takes it for a leftover.
+            with _locked(destination.parent):
+                _remove_leftovers(destination, prefix)
+                stage = Path(tempfile.mkdtemp(dir=destination.parent, prefix=prefix))
+                stack.enter_context(_locked(stage))
             # After an exchange, this is the old directory.
-            shutil.rmtree(stage, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+            stack.callback(shutil.rmtree, stage, ignore_errors=True)
+            yield stage
+        except OSError as error:
+            raise OutputError(
+                f"E1205 cannot write '{destination}'",
+                evidence=str(error),
+                remedy="choose a place that can be written and has room",
+            ) from error
 
 
 def move_into_place(stage: Path, destination: Path) -> None:
@@ -186,37 +151,23 @@ def _remove_leftovers(destination: Path, prefix: str) -> None:
     for path in sorted(destination.parent.iterdir()):
         if not path.name.startswith(prefix) or path.is_symlink() or not path.is_dir():
             continue
-        try:
-            lock = _lock(path, wait=False)
-        except (BlockingIOError, FileNotFoundError, PermissionError):
-            # At work, gone, or another user's.
-            continue
-        try:
+        # At work, gone, or another user's.
+        is_kept = contextlib.suppress(BlockingIOError, FileNotFoundError, PermissionError)
+        with is_kept, _locked(path, wait=False):
             # Interrupted between the two renames: restore the old directory, which is whole.
             if (path / destination.name).is_dir() and not destination.exists():
                 (path / destination.name).rename(destination)
             shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(lock)
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    lock = _lock(directory, wait=True)
-    try:
-        yield
-    finally:
-        os.close(lock)
-
-
-def _lock(directory: Path, *, wait: bool) -> int:
+def _locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BaseException:
+        yield
+    finally:
         os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _sync_tree(directory: Path) -> None:

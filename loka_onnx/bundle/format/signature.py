@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from loka_onnx.bundle.format.documents import parse_document, read_document, refuse
-from loka_onnx.bundle.format.pinned import pinned
+from loka_onnx.bundle.format.documents import parse_document, pinned, read_document, refuse
 from loka_onnx.core.digests import UNSEALED, digest_bytes
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from loka_onnx.core.serde import STRICT
@@ -114,9 +113,7 @@ def check_signature(signature: bytes | None, manifest: bytes, keys: Sequence[Pat
 
 
 def parse_signature(data: bytes, manifest: bytes, where: Path) -> BundleSignature:
-    """Parse a signature and check it as far as possible without a key; `where` names the bundle in
-    messages.
-    """
+    """Parse a signature of a bundle (`where`) and check it as far as possible without a key."""
     document = parse_document(BundleSignature, data, SIGNATURE_NAME, where)
     keys = list(document.keys)
     for entry in document.signatures:
@@ -136,9 +133,7 @@ def parse_signature(data: bytes, manifest: bytes, where: Path) -> BundleSignatur
 
 
 def read_public_key(path: Path) -> Ed25519PublicKey:
-    """Read an Ed25519 public key from a PEM file (SubjectPublicKeyInfo, RFC 8410); `ConfigError` for
-    others.
-    """
+    """Read an Ed25519 public key, PEM (SubjectPublicKeyInfo, RFC 8410); `ConfigError` for others."""
     require_cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from loka_onnx.bundle.format.documents import printable
 from loka_onnx.bundle.format.replace import staged_file
-from loka_onnx.bundle.registry.layout import UPLOADS
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.errors import BundleError, BundleInvalid, LokaError, MissingPackage, OutputError, UserError
 
@@ -23,6 +22,8 @@ _NETWORK = frozenset(
     {errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET}
 )
 """Numbers of errors that a network makes, not the place that is written."""
+UPLOADS = "uploads"
+"""Folder of a local registry with files that are being written."""
 PUSH_AGAIN = "push the bundle again with --again, from where it verifies"
 
 
@@ -31,7 +32,7 @@ class TransferOptions:
     """Options of moving bundles.
 
     Attributes:
-        threads: Parts that are under way at once; each takes `layout.PART_BYTES` of memory.
+        threads: Parts that are under way at once; each takes `names.PART_BYTES` of memory.
         storage: fsspec's `storage_options`.
         progress: Called with bytes done and to do.
     """
@@ -57,13 +58,13 @@ class Store:
         UserError: No such kind of URL.
     """
 
-    def __init__(self, url: str, options: TransferOptions) -> None:
-        self.url = url
+    def __init__(self, url: str, options: TransferOptions | None) -> None:
+        self.url, self.options = url, options or TransferOptions()
         try:
             import fsspec.core
             from fsspec.implementations.local import LocalFileSystem
 
-            self._fs, root = fsspec.core.url_to_fs(url, **options.storage)
+            self._fs, root = fsspec.core.url_to_fs(url, **self.options.storage)
         except ImportError as error:
             remedy = "pip install 'loka-onnx[registry]', s3fs for s3://, gcsfs for gs://, adlfs for az://"
             what = f"'{url}' needs a package that is not installed"
@@ -81,9 +82,7 @@ class Store:
         return info["size"] if info and info["type"] == "file" else None
 
     def read(self, key: str, limit: int) -> bytes | None:
-        """The file under a key; None where there is none, `BundleInvalid` if it is larger than
-        `limit` bytes.
-        """
+        """The file under a key, None where there is none; `BundleInvalid` beyond `limit` bytes."""
 
         def ask(path: str) -> bytes:
             if self._is_local and Path(path).exists() and not Path(path).is_file():

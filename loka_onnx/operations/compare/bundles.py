@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from loka_onnx.bundle.format.archive import is_archive, unpacked
+from loka_onnx.bundle.format.archive import as_directory
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.format.signature import read_signature
 from loka_onnx.core import serde
@@ -130,7 +130,7 @@ def _counts(rows: Sequence[Row]) -> str:
 
 
 def _read(path: Path, stack: ExitStack) -> BundleFacts:
-    directory = stack.enter_context(unpacked(path)) if is_archive(path) else path
+    directory = stack.enter_context(as_directory(path))
     manifest = verify_bundle(directory)
     signature = read_signature(directory)
     plans = serde.read(PlanSet, directory / manifest.plans)

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from loka_onnx.bundle.format.archive import unpacked
-from loka_onnx.bundle.format.manifest import read_manifest
+from loka_onnx.bundle.format.archive import as_directory
+from loka_onnx.bundle.format.files import read_manifest
 from loka_onnx.core.artifact import OutputSpec, TensorSpec
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import MANIFEST_NAME, EngineEntry, Manifest
@@ -153,11 +153,9 @@ def open_side(path: Path, name: str, opening: Opening, place: ExitStack, engines
             remedy="name the directory of a bundle, a bundle in a single file, or an .onnx file",
         )
     try:
-        if path.is_dir():
-            return _open_bundle(path, path, name, opening, engines)
-        if path.suffix == ".onnx":
+        if path.suffix == ".onnx" and not path.is_dir():
             return _open_model(path, name, opening, engines)
-        return _open_bundle(place.enter_context(unpacked(path)), path, name, opening, engines)
+        return _open_bundle(place.enter_context(as_directory(path)), path, name, opening, engines)
     except LokaError as error:
         # Both paths may be alike: say which side it is.
         raise type(error)(

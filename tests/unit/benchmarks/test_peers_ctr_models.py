@@ -1,9 +1,6 @@
 """The public library's models behind the inputs and the output of the zoo's."""
 
-from __future__ import annotations
-
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +9,6 @@ import pytest
 pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 import torch
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks.peers.ctr_models import (
     CTR_MODELS,

@@ -1,13 +1,9 @@
 """Tools in processes of their own: answers, failures and limits."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks.peers.processes import ChildLimits, ChildResult, run_job
 

@@ -1,14 +1,9 @@
 """The peers table: every tool has its row, failures too, and device times find theirs."""
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
 pytest.importorskip("torch", reason="needs torch")
 
 from benchmarks.peers.device_times import DeviceTimesDoNotFit, merged
@@ -18,55 +13,31 @@ ORDER = ["fp32", "ours", "theirs", "crashed"]
 
 
 def accuracy(delta: float) -> dict[str, Any]:
-    return {
-        "rows": 1000,
-        "delta_ne_percent": [delta, delta - 0.01, delta + 0.01],
-        "delta_auc": [-delta * 1e-4, -2e-4, 1e-4],
-    }
+    ends = [delta, delta - 0.01, delta + 0.01]
+    return {"rows": 1000, "delta_ne_percent": ends, "delta_auc": [-delta * 1e-4, -2e-4, 1e-4]}
 
 
 def sites(*names: str, pairs: int = 4) -> dict[str, Any]:
-    return {
-        "sites": list(names),
-        "linear_sites": 8,
-        "share": len(names) / 8,
-        "products": list(names),
-        "pairs": pairs,
-    }
+    share = {"sites": list(names), "linear_sites": 8, "share": len(names) / 8}
+    return {**share, "products": list(names), "pairs": pairs}
 
 
 def figures() -> dict[str, Any]:
     ours = {
-        "label": "Ours",
-        "accuracy": accuracy(0.0033),
-        "sites": sites("a", "b"),
-        "calibration_seconds": 1.52,
-        "seconds": 6.04,
-        "cpu_seconds": 8.21,
-        "peak_anonymous_mib": 479.4,
+        **{"label": "Ours", "accuracy": accuracy(0.0033), "sites": sites("a", "b")},
+        **{"calibration_seconds": 1.52, "seconds": 6.04, "cpu_seconds": 8.21, "peak_anonymous_mib": 479.4},
         "cpu": {"microseconds": 70414.4, "iqr": [70001.0, 70999.6], "simulated": True},
     }
     theirs = {
-        "label": "Theirs | by default",
-        "accuracy": accuracy(0.1209),
-        "sites": sites(),
-        "seconds": 31.6,
-        "peak_anonymous_mib": 307.0,
-        "cpu": {"not_run": "no kernel"},
+        **{"label": "Theirs | by default", "accuracy": accuracy(0.1209), "sites": sites()},
+        **{"seconds": 31.6, "peak_anonymous_mib": 307.0, "cpu": {"not_run": "no kernel"}},
     }
     crashed = {"label": "Crashed", "failure": "RuntimeError: cannot", "log_tail": "…", "seconds": 1.0}
-    exact = {
-        "label": "FP32",
-        "accuracy": accuracy(0.0),
-        "sites": sites(pairs=0),
-        "cpu": {"microseconds": 1961.0, "iqr": [1950.2, 1970.0], "simulated": False},
-    }
-    variants = {"crashed": crashed, "theirs": theirs, "ours": ours, "fp32": exact}
+    cpu = {"microseconds": 1961.0, "iqr": [1950.2, 1970.0], "simulated": False}
+    exact = {"label": "FP32", "accuracy": accuracy(0.0), "sites": sites(pairs=0), "cpu": cpu}
     return {
-        "certification_rows": 299280,
-        "linear_sites": 8,
-        "reference": {"ne": 0.74541, "auc": 0.82544},
-        "variants": variants,
+        **{"certification_rows": 299280, "linear_sites": 8, "reference": {"ne": 0.74541, "auc": 0.82544}},
+        "variants": {"crashed": crashed, "theirs": theirs, "ours": ours, "fp32": exact},
     }
 
 
@@ -146,14 +117,9 @@ def test_the_fastest_of_each_is_inside_the_budget_or_marked() -> None:
 
 def test_means_are_of_the_cells_where_all_have_an_engine() -> None:
     def all_of(scale: float) -> dict[str, Any]:
-        sides = {
-            "bf16": "none",
-            "blanket": "loka-onnx",
-            "a": "model-optimizer",
-            "b": "onnxruntime",
-            "c": "quark",
-        }
-        rows = {name: timed(peer, 0.5, 20.0 * scale) for name, peer in sides.items()}
+        peers = ("none", "loka-onnx", "model-optimizer", "onnxruntime", "quark")
+        sides = zip(("bf16", "blanket", "a", "b", "c"), peers, strict=True)
+        rows = {name: timed(peer, 0.5, 20.0 * scale) for name, peer in sides}
         return {"variants": rows | {"loka": timed("loka-onnx", 0.0, 10.0, fp8_products_engaged=2)}}
 
     lacking = all_of(8.0)

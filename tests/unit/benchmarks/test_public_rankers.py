@@ -1,9 +1,6 @@
 """The sweep over public rankers: its rows, its shares, its table, and three rankers from export to a run."""
 
-from __future__ import annotations
-
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,6 @@ from onnx import TensorProto, helper
 
 pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
-
 from benchmarks.public_rankers.catalog import RANKERS, Inputs, Library
 from benchmarks.public_rankers.libraries import LIBRARIES_ENVIRONMENT, is_installed
 from benchmarks.public_rankers.prepare import prepare
@@ -25,14 +20,14 @@ from benchmarks.public_rankers.sweep import run_one
 from benchmarks.public_rankers.table import is_certified_at_once, shares
 
 
-def test_the_list_is_as_wide_as_the_issue_asks() -> None:
+def test_the_list_is_as_wide_as_the_issue_asks():
     assert len({ranker.name for ranker in RANKERS}) == len(RANKERS) >= 20
     assert {ranker.library for ranker in RANKERS} == set(Library)
     assert {ranker.inputs for ranker in RANKERS} == set(Inputs)
     assert sum(len(ranker.outputs) > 1 for ranker in RANKERS) >= 2
 
 
-def test_a_history_is_of_the_user_and_never_the_rows_own_item() -> None:
+def test_a_history_is_of_the_user_and_never_the_rows_own_item():
     rng = np.random.default_rng(0)
     users, items = rng.integers(0, 40, 900), rng.integers(0, 50, 900)
     positives = np.flatnonzero((users != 7) & (rng.random(900) < 0.5))
@@ -70,15 +65,13 @@ def _model(path: Path, nodes: list[Any], inputs: dict[str, list[Any]], weights: 
         (helper.make_node("Einsum", ["x", "w"], ["y"], "p", equation="bi,i->bi"), [2, 5], (5,), 0),
     ],
 )
-def test_operations_of_a_product_are_those_of_the_formula(
-    tmp_path: Path, node: Any, shape: list[int], weight: tuple[int, ...], expected: int
-) -> None:
+def test_operations_of_a_product_are_those_of_the_formula(tmp_path, node, shape, weight, expected):
     path = _model(tmp_path / "m.onnx", [node], {"x": ["N", *shape[1:]]}, {"w": np.ones(weight)})
     (product,) = products_of(path, {"x": np.ones(shape, np.float32)})
     assert (product.node, product.flops) == ("p", expected)
 
 
-def test_operations_of_a_recurrent_cell_are_those_of_its_gates(tmp_path: Path) -> None:
+def test_operations_of_a_recurrent_cell_are_those_of_its_gates(tmp_path):
     node = helper.make_node("GRU", ["x", "w", "r"], ["", "y"], "p", hidden_size=4)
     weights = {"w": np.ones((1, 12, 6)), "r": np.ones((1, 12, 4))}
     path = _model(tmp_path / "m.onnx", [node], {"x": [5, "N", 6]}, weights)
@@ -109,13 +102,13 @@ def _run(selection: str = "within", certification: str = "within", **changes: An
     } | changes
 
 
-def test_shares_are_of_a_plan_that_was_certified() -> None:
+def test_shares_are_of_a_plan_that_was_certified():
     assert shares(_run()) == (0.5, 0.25)
     assert shares(_run(certification="undecided")) == (0.0, 0.0)
     assert shares({**_run(), "plans": {}}) == (0.0, 0.0)
 
 
-def test_a_plan_that_selection_admits_and_certification_does_not_is_a_second_attempt() -> None:
+def test_a_plan_that_selection_admits_and_certification_does_not_is_a_second_attempt():
     assert is_certified_at_once(_run())
     assert not is_certified_at_once(_run(certification="beyond"))
     both = _run(selection="undecided", certification="undecided")
@@ -145,7 +138,7 @@ def _few_rows(size: int = 6000) -> Rows:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the libraries and of what they import
 @pytest.mark.parametrize("name", ["rechub-edcn", "deepctr-ccpm", "fuxictr-finalmlp"])
-def test_a_public_ranker_runs_from_its_librarys_constructor(name: str, tmp_path: Path) -> None:
+def test_a_public_ranker_runs_from_its_librarys_constructor(name, tmp_path):
     (ranker,) = (one for one in RANKERS if one.name == name)
     directory = os.environ.get(LIBRARIES_ENVIRONMENT)
     if not directory or not is_installed(ranker.library, Path(directory)):

@@ -1,13 +1,8 @@
 """The benchmark of `Engine.infer` measures what it says, and the engine stays cheap."""
 
-from __future__ import annotations
-
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks.micro.runtime_overhead import MODELS, Watch, compare
 

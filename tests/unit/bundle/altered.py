@@ -1,7 +1,5 @@
 """Bundles that were altered, with a manifest that is sealed as somebody could who may write all of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -11,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from sample_run import SampleRun
 
+from loka_onnx.bundle.writer import BundleContents, BundleEngine
 from loka_onnx.core import serde
-from loka_onnx.core.digests import UNSEALED, seal
+from loka_onnx.core.digests import UNSEALED, digest_file, digest_files, seal
 from loka_onnx.core.manifest import BundleFile, Manifest
 
 
@@ -74,3 +75,56 @@ def rewrite(bundle: Path, manifest: Manifest) -> str:
 
 def tree(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def engine_of(
+    run: SampleRun, backend: str, architecture: str, files: dict[str, bytes], **changes: Any
+) -> BundleEngine:
+    """An engine made of files that nothing here can run, the main one first."""
+    folder = run.contents.root / "engines" / "e"
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    paths = [folder / name for name in files]
+    artifact = dataclasses.replace(
+        run.contents.engines[0].artifact,
+        backend=backend,
+        architecture=architecture,
+        path=paths[0].relative_to(run.contents.root),
+        bytes=sum(map(len, files.values())),
+        digest=digest_files(paths) if len(paths) > 1 else digest_file(paths[0]),
+        **changes,
+    )
+    return dataclasses.replace(run.contents.engines[0], artifact=artifact)
+
+
+def built_by_inductor(
+    sample: SampleRun, root: Path, batch: tuple[int, int, int, tuple[int, ...]], **options: Any
+) -> BundleContents:
+    """The contents with one engine, which Inductor builds for the CPU."""
+    pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
+    from loka_onnx.engines.inductor.backend import InductorBackend
+    from loka_onnx.engines.request import BatchRange, BuildRequest
+
+    known = sample.contents
+    np.savez(root / "sample.npz", dense=known.sample["dense"])
+    (root / "run/model").mkdir(parents=True)
+    (root / "run" / known.model.path).write_bytes((sample.directory / known.model.path).read_bytes())
+    built = InductorBackend().build(
+        BuildRequest(
+            model=sample.directory / known.model.path,
+            plan=next(plan for plan in known.plans.plans if plan.id == "fp32"),
+            sites=known.model.sites,
+            target="cpu",
+            architecture="cpu",
+            batch=BatchRange(*batch),
+            output=root / "run/engines/e",
+            sample=root / "sample.npz",
+            relative_to=root / "run",
+            options=options,
+        )
+    )
+    assert built.is_built, built.detail
+    largest = dataclasses.replace(known.batch, max=batch[2])
+    engines = (BundleEngine(built, known.fallback),)
+    return dataclasses.replace(known, root=root / "run", engines=engines, batch=largest)

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 
 from sample_run import SampleRun, make_run
 
-from loka_onnx.bundle.registry import layout
+from loka_onnx.bundle.registry import names
 from loka_onnx.bundle.writer import write_bundle
 
 
@@ -33,4 +33,4 @@ def bundle(original: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blobs of a registry are cut into parts of 10,000 bytes."""
-    monkeypatch.setattr(layout, "PART_BYTES", 10_000)
+    monkeypatch.setattr(names, "PART_BYTES", 10_000)

@@ -1,7 +1,5 @@
 """A ranker with one table, cut at its embeddings, as the contents of a bundle."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import numpy as np
 import onnx
 from sample_run import SampleRun
 
-from loka_onnx.bundle.contents import BundleContents, BundleEngine, BundleLookup, Expectation
+from loka_onnx.bundle.writer import BundleContents, BundleEngine, BundleLookup, Expectation
 from loka_onnx.core.artifact import ModelArtifact, TensorSpec
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.rewrite import Part

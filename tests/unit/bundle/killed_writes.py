@@ -6,8 +6,6 @@ The child is forked from a process that has imported everything, so that a round
 kills fall into writes. Prints what happened as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -21,12 +19,12 @@ from pathlib import Path
 from loka_onnx.bundle.format.archive import pack_bundle, unpack, verify_path
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.registry import TransferOptions, pull_bundle, push_bundle, resolve
-from loka_onnx.bundle.registry import layout as registry_layout
+from loka_onnx.bundle.registry import names as registry_names
 from loka_onnx.bundle.signing import sign_bundle
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.digests import digest_file
 
-registry_layout.PART_BYTES = 2_000
+registry_names.PART_BYTES = 2_000
 OPTIONS = TransferOptions(threads=3)
 job, place, kills, contents, old, new, key = sys.argv[1], *map(Path, sys.argv[2:])
 one, two = pickle.loads(contents.read_bytes())

@@ -1,13 +1,9 @@
 """Bundles of a model that was cut at its embeddings."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +32,7 @@ def bundle(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "bundle"))
 
 
-def test_the_manifest_records_the_cut(written: Path) -> None:
+def test_the_manifest_records_the_cut(written):
     manifest = verify_bundle(written)
     rows = TensorSpec(LOOKED_UP, "float32", (None, 4))
     assert manifest.cut == SparseCut("lookup/lookup.onnx", ("item",), ("x",), (rows,))
@@ -59,24 +55,19 @@ def test_the_manifest_records_the_cut(written: Path) -> None:
         (lambda m: m["cut"].update(passed=["nobody"]), r"the cut reads 'nobody', which is no input"),
         (lambda m: m["cut"].update(lookup_inputs=["nobody"]), r"the cut reads 'nobody', which is no input"),
         (lambda m: m["cut"].update(tensors=[]), r"the cut needs tensors whose names differ"),
-        (lambda m: m["cut"]["tensors"].append(m["cut"]["tensors"][0]), r"names differ from one another"),
+        (lambda m: m["cut"]["tensors"].append(m["cut"]["tensors"][0]), r"two cut tensors of the manifest"),
         (lambda m: m["cut"]["tensors"][0].update(name="item"), r"from those of the inputs"),
-        (
-            lambda m: m["engines"][0].update(part="half"),
-            r"is not a loka-onnx/bundle-format/1 document",
-        ),
+        (lambda m: m["engines"][0].update(part="half"), r"is not a loka-onnx/bundle-format/1 document"),
     ],
 )
-def test_a_cut_that_contradicts_itself_is_refused(
-    bundle: Path, change: Callable[[dict[str, Any]], object], message: str
-) -> None:
+def test_a_cut_that_contradicts_itself_is_refused(bundle, change, message):
     edit(bundle, change)
     with pytest.raises(BundleInvalid, match=message) as caught:
         verify_bundle(bundle)
     assert str(bundle) in str(caught.value)
 
 
-def test_a_lookup_model_that_is_no_model_is_refused(bundle: Path) -> None:
+def test_a_lookup_model_that_is_no_model_is_refused(bundle):
     content = b"\xff\xff\xff\xff"
     file = {"path": "lookup/text.onnx", "bytes": len(content), "sha256": digest_bytes(content)}
     (bundle / "lookup/text.onnx").write_bytes(content)
@@ -85,9 +76,7 @@ def test_a_lookup_model_that_is_no_model_is_refused(bundle: Path) -> None:
         verify_bundle(bundle)
 
 
-def test_tables_are_in_a_bundle_once(
-    sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_are_in_a_bundle_once_and_listed(sample, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
     contents = cut_contents(sample, tmp_path / "run", is_external=True)
     place = write_bundle(contents, tmp_path / "bundle")
@@ -97,23 +86,15 @@ def test_tables_are_in_a_bundle_once(
     assert TABLE.tobytes() in lookup.read_bytes()
     manifest = verify_bundle(place)
     assert manifest.file("lookup/tables.bin").sha256 == manifest.file("fallback/tables.bin").sha256
-    fallback.unlink()
-    with pytest.raises(BundleInvalid, match=r"file 'fallback/tables.bin' is missing"):
+    lookup.unlink()
+    with pytest.raises(BundleInvalid, match=r"file 'lookup/tables.bin' is missing"):
         verify_bundle(place)
-
-
-def test_a_table_that_the_lookup_needs_must_be_listed(
-    sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
-    place = write_bundle(cut_contents(sample, tmp_path / "run", is_external=True), tmp_path / "bundle")
-    (place / "lookup/tables.bin").unlink()
     edit(place, lambda m: m.update(files=[f for f in m["files"] if f["path"] != "lookup/tables.bin"]))
     with pytest.raises(BundleInvalid, match="the lookup model reads weights from a file that is not listed"):
         verify_bundle(place)
 
 
-def test_contents_that_contradict_themselves_are_refused(sample: SampleRun, tmp_path: Path) -> None:
+def test_contents_that_contradict_themselves_are_refused(sample, tmp_path):
     contents = cut_contents(sample, tmp_path / "run")
     assert contents.lookup is not None
     few = dataclasses.replace(contents.lookup, looked_up={LOOKED_UP: TABLE[:3]})

@@ -1,21 +1,18 @@
 """Documents, settings and compiled programs beside an engine: all are shipped, and vouched for."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from altered import engine_of
 from sample_run import make_run
 
 from loka_onnx import runtime
-from loka_onnx.bundle.contents import BundleContents
 from loka_onnx.bundle.format.files import verify_bundle
-from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.bundle.writer import BundleContents, write_bundle
 from loka_onnx.core import serde
-from loka_onnx.core.digests import digest_files
 from loka_onnx.engines.migraphx.session import (
     MigraphxEngine,
     ProgramFile,
@@ -49,35 +46,21 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def contents(tmp_path: Path, backend: str) -> BundleContents:
     run = make_run(tmp_path / "run")
-    folder = run.contents.root / "engines" / "built"
-    (folder / PROGRAMS / "b").mkdir(parents=True)
     architecture, _, beside = BESIDE[backend]
-    for name in beside:
-        (folder / name).write_bytes(name.encode())
+    files = {name: name.encode() for name in beside}
     if backend == "migraphx":
         programs = (ProgramFile(8, beside[0]), ProgramFile(64, beside[1]))
         inputs, outputs = (ProgramInput("x", "float32", (4,)),), (ProgramOutput("y", True),)
-        engine = folder / "engine.json"
-        serde.write(MigraphxEngine("gfx942", "2.15.0", programs, inputs, outputs), engine)
+        document = MigraphxEngine("gfx942", "2.15.0", programs, inputs, outputs)
+        files = {"engine.json": serde.dumps(document).encode()} | files
     else:
-        engine = folder / "engine.onnx"
-        engine.write_bytes((run.contents.root / run.contents.model.path).read_bytes())
         settings = IoBindingSettings("tensorrt", "1.31.1", sizes=(8,), programs=True)
-        serde.write(settings, folder / SETTINGS_FILE)
-    files = [engine, *(folder / name for name in beside)]
-    (first, *_) = run.contents.engines
-    artifact = replace(
-        first.artifact,
-        backend=backend,
-        architecture=architecture,
-        path=engine.relative_to(run.contents.root),
-        bytes=sum(file.stat().st_size for file in files),
-        digest=digest_files(files),
-    )
-    return replace(run.contents, engines=(replace(first, artifact=artifact),))
+        model = (run.contents.root / run.contents.model.path).read_bytes()
+        files = {"engine.onnx": model} | files | {SETTINGS_FILE: serde.dumps(settings).encode()}
+    return replace(run.contents, engines=(engine_of(run, backend, architecture, files),))
 
 
-def test_they_are_shipped_and_verified(contents: BundleContents, backend: str, tmp_path: Path) -> None:
+def test_they_are_shipped_and_verified(contents, backend, tmp_path):
     bundle = write_bundle(contents, tmp_path / "bundle")
     (entry,) = verify_bundle(bundle).engines
     _, beside_of, beside = BESIDE[backend]
@@ -89,17 +72,13 @@ def test_they_are_shipped_and_verified(contents: BundleContents, backend: str, t
         verify_bundle(bundle)
 
 
-def test_one_that_was_altered_since_the_build_is_not_shipped(
-    contents: BundleContents, backend: str, tmp_path: Path
-) -> None:
-    (contents.root / "engines/built" / BESIDE[backend][2][-1]).write_bytes(b"other")
+def test_one_that_was_altered_since_the_build_is_not_shipped(contents, backend, tmp_path):
+    (contents.root / "engines/e" / BESIDE[backend][2][-1]).write_bytes(b"other")
     with pytest.raises(BundleError, match="altered since it was built"):
         write_bundle(contents, tmp_path / "bundle")
 
 
-def test_somebody_has_to_vouch_for_programs(
-    contents: BundleContents, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_somebody_has_to_vouch_for_programs(contents, backend, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "migraphx", None)
     bundle = write_bundle(contents, tmp_path / "bundle")
     (skipped,) = runtime.load(bundle).skipped
@@ -108,7 +87,7 @@ def test_somebody_has_to_vouch_for_programs(
     assert "is a program" not in skipped.reason
 
 
-def test_other_files_have_nothing_beside_them(tmp_path: Path) -> None:
+def test_other_files_have_nothing_beside_them(tmp_path):
     assert programs_beside(tmp_path / "engine.trt") == ()
     assert settings_beside(tmp_path / "engine.onnx") == ()
     (tmp_path / SETTINGS_FILE).write_text("{}", encoding="utf-8")

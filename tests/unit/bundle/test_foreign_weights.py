@@ -1,7 +1,5 @@
 """Models that read weights from files of the host, or from memory: refused wherever they name them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import pytest
 from altered import put
 from cut_models import cut_contents
 from onnx import TensorProto, helper
-from sample_run import SampleRun
 
 from loka_onnx.bundle.format import files as bundle_files
 from loka_onnx.bundle.format.archive import unpack, verify_path, write_archive
@@ -22,16 +19,8 @@ from loka_onnx.runtime import load
 
 LOCATIONS = ("../../secret.bin", "/etc/passwd", "*/_ORT_MEM_ADDR_/*", "secret.bin")
 PLACES = (
-    "initializer",
-    "attribute",
-    "attributes",
-    "sparse initializer",
-    "sparse attribute",
-    "sparse attributes",
-    "subgraph",
-    "function body",
-    "function default",
-    "training",
+    *("initializer", "attribute", "attributes", "sparse initializer", "sparse attribute"),
+    *("sparse attributes", "subgraph", "function body", "function default", "training"),
 )
 
 
@@ -96,9 +85,7 @@ def refuses(bundle: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_tensor_outside_the_bundle_is_found_wherever_it_stands(
-    bundle: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_outside_the_bundle_is_found_wherever_it_stands(bundle, place, monkeypatch):
     path = "fallback/model.onnx"
     data = (bundle / path).read_bytes()
     for location in LOCATIONS:
@@ -110,15 +97,13 @@ def test_a_tensor_outside_the_bundle_is_found_wherever_it_stands(
 
 
 @pytest.mark.parametrize("name", ["model.ONNX", "model.bin", "model.onnx.bak", "model.ort", "model"])
-def test_onnx_runtime_is_given_files_of_one_suffix_only(
-    bundle: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_onnx_runtime_is_given_files_of_one_suffix_only(bundle, name, monkeypatch):
     data = attacked(onnx.load(bundle / "fallback/model.onnx"), "initializer", "/etc/passwd")
     put(bundle, "fallback/model.onnx", data, f"fallback/{name}")
     refuses(bundle, rf"engine 'fallback-fp32' is not a file '\*\.onnx'\n.*'fallback/{name}'", monkeypatch)
 
 
-def test_the_lookup_model_too(sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lookup_model_too(sample, tmp_path, monkeypatch):
     bundle = write_bundle(cut_contents(sample, tmp_path / "run"), tmp_path / "bundle")
     data = (bundle / "lookup/lookup.onnx").read_bytes()
     put(bundle, "lookup/lookup.onnx", data, "lookup/lookup.bin")
@@ -126,7 +111,7 @@ def test_the_lookup_model_too(sample: SampleRun, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "onnxruntime_tensorrt", "onnxruntime_of_tomorrow"])
-def test_every_backend_of_onnx_runtime(bundle: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_backend_of_onnx_runtime(bundle, backend, monkeypatch):
     manifest = json.loads((bundle / "manifest.json").read_text())["value"]
     entry = next(e for e in manifest["engines"] if e["path"].endswith(".onnx"))
     document = (bundle / "manifest.json").read_text()

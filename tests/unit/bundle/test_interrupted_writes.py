@@ -1,7 +1,5 @@
 """Writes that are cut off at any moment, or run out of disk, leave the old bundle or the new one, whole."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno
@@ -21,12 +19,11 @@ from typing import Any
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle.contents import BundleContents
 from loka_onnx.bundle.format.archive import pack_bundle, unpack, verify_path
 from loka_onnx.bundle.format.files import Verified
 from loka_onnx.bundle.registry import TransferOptions, pull_bundle, push_bundle
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
-from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.bundle.writer import BundleContents, write_bundle
 from loka_onnx.errors import OutputError
 
 KILLS = 100
@@ -39,9 +36,7 @@ def fewer(sample: SampleRun) -> BundleContents:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["write", "write signed", "pack", "unpack", "sign", "push", "pull"])
-def test_killed_at_any_moment_one_whole_bundle_is_there(
-    sample: SampleRun, fewer: BundleContents, tmp_path: Path, job: str
-) -> None:
+def test_killed_at_any_moment_one_whole_bundle_is_there(sample, fewer, tmp_path, job):
     (tmp_path / "contents").write_bytes(pickle.dumps((sample.contents, fewer)))
     key = write_key_pair(tmp_path / "keys").private
     bundles = [write_bundle(c, tmp_path / f"source-{i}") for i, c in enumerate((sample.contents, fewer))]
@@ -164,7 +159,7 @@ class FullDisk:
         self.left -= 1
 
 
-def test_a_full_disk_at_any_call_leaves_a_bundle(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_any_call_leaves_a_bundle(place, monkeypatch):
     before = place.look()
     disk = FullDisk(monkeypatch)
     place.act()
@@ -200,7 +195,7 @@ def file_limit(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("size", [0, 100, 300])
-def test_the_kernel_refusing_to_write_leaves_the_old_bundle(place: Place, size: int) -> None:
+def test_the_kernel_refusing_to_write_leaves_the_old_bundle(place, size):
     """Not simulated: the limit on the size of files ends the write in the system call (EFBIG)."""
     before = place.look()
     with (

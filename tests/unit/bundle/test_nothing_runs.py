@@ -1,7 +1,5 @@
 """What a bundle holds is never executed or unpickled by reading it, whoever made it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -40,14 +38,14 @@ def attack(sample: SampleRun, tmp_path: Path) -> Path:
     return place
 
 
-def test_the_attack_is_one(attack: Path, tmp_path: Path) -> None:
+def test_the_attack_is_one(attack, tmp_path):
     """Read the careless way, it runs: otherwise the tests below would show nothing."""
     with np.load(attack / "sample.npz", allow_pickle=True) as arrays:
         arrays["input/dense"]
     assert (tmp_path / "executed").exists()
 
 
-def test_a_pickled_sample_is_refused_and_not_unpickled(attack: Path, tmp_path: Path) -> None:
+def test_a_pickled_sample_is_refused_and_not_unpickled(attack, tmp_path):
     manifest = verify_path(attack).manifest
     for entry in manifest.candidates:
         with pytest.raises(BundleInvalid, match=r"'sample\.npz' is not an npz of plain arrays") as caught:
@@ -58,11 +56,12 @@ def test_a_pickled_sample_is_refused_and_not_unpickled(attack: Path, tmp_path: P
 
 READER = """
 import sys
+import tempfile
 from pathlib import Path
 
 bundle, archive, out = map(Path, sys.argv[1:])
 from loka_onnx.bundle.inspection import inspect_bundle
-from loka_onnx.bundle.format.archive import unpack, unpacked, verify_path
+from loka_onnx.bundle.format.archive import as_directory, unpack, verify_path
 from loka_onnx.bundle.format.files import read_sample
 from loka_onnx.errors import LokaError
 from loka_onnx import runtime
@@ -94,7 +93,8 @@ manifest = verify_path(bundle).manifest
 verify_path(archive)
 inspect_bundle(bundle)
 unpack(archive, out)
-with unpacked(archive, out.parent) as directory:
+tempfile.tempdir = str(out.parent)
+with as_directory(archive) as directory:
     verify_path(directory)
 for entry in manifest.candidates:
     try:
@@ -110,9 +110,7 @@ print("nothing ran")
 """
 
 
-def test_no_audit_event_of_unpickling_or_running_is_raised(
-    sample: SampleRun, attack: Path, tmp_path: Path
-) -> None:
+def test_no_audit_event_of_unpickling_or_running_is_raised(sample, attack, tmp_path):
     good = write_bundle(sample.contents, tmp_path / "good")
     for number, bundle in enumerate((attack, good)):
         around = tmp_path / f"around-{number}"

@@ -1,13 +1,15 @@
 import hashlib
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
 import pytest
+import typer
 from altered import read, tree, with_files
+from typer.testing import CliRunner
 
-from loka_onnx.bundle.format.files import verify_bundle
+from loka_onnx.bundle.format.archive import write_archive
 from loka_onnx.bundle.registry import (
     TransferOptions,
     list_names,
@@ -15,8 +17,21 @@ from loka_onnx.bundle.registry import (
     pull_bundle,
     push_bundle,
     resolve,
+    transfer,
 )
-from loka_onnx.errors import BundleError, BundleInvalid, ConfigError, MissingPackage, OutputError, UserError
+from loka_onnx.bundle.registry.store import Store
+from loka_onnx.bundle.signing import sign_bundle, write_key_pair
+from loka_onnx.cli.bundle_registry import add_registry_verbs
+from loka_onnx.core.digests import digest_file
+from loka_onnx.errors import (
+    BundleError,
+    BundleInvalid,
+    CheckFailed,
+    ConfigError,
+    MissingPackage,
+    OutputError,
+    UserError,
+)
 
 FAST = TransferOptions(threads=4)
 PART = 10_000
@@ -89,9 +104,7 @@ def test_a_second_push_sends_only_what_is_new(one, two, url):
 
 
 def test_a_push_that_lost_the_line_goes_on(one, url, monkeypatch):
-    from loka_onnx.bundle.registry import store as registry_store
-
-    write, calls = registry_store.Store.write, []
+    write, calls = Store.write, []
 
     def cut(store, key, data):
         calls.append(key)
@@ -99,10 +112,10 @@ def test_a_push_that_lost_the_line_goes_on(one, url, monkeypatch):
             raise BundleError("the line is cut")
         write(store, key, data)
 
-    monkeypatch.setattr(registry_store.Store, "write", cut)
+    monkeypatch.setattr(Store, "write", cut)
     with pytest.raises(BundleError, match="the line is cut"):
         push_bundle(one, f"{url}#prod", FAST)
-    monkeypatch.setattr(registry_store.Store, "write", write)
+    monkeypatch.setattr(Store, "write", write)
     with pytest.raises(UserError, match="the registry has no bundle 'prod'"):
         resolve(f"{url}#prod", FAST)
     done = push_bundle(one, f"{url}#prod", FAST)
@@ -127,9 +140,7 @@ def test_a_pull_reads_only_what_the_old_bundle_lacks(one, two, url, tmp_path):
     push_bundle(two, f"{url}#prod", FAST)
     pulled = pull_bundle(f"{url}#prod", place, FAST)
     assert (pulled.read_bytes, pulled.is_unchanged) == (95_000 + 20_001, False)
-    assert (
-        pulled.kept_bytes == sum({f.sha256: f.bytes for f in verify_bundle(place).files}.values()) - 115_001
-    )
+    assert pulled.kept_bytes == sum({f.sha256: f.bytes for f in read(place).files}.values()) - 115_001
     assert tree(place) == tree(two)
     # No file is shared with what was replaced, but files of one content are one file.
     digests = [f.sha256 for f in read(place).files]
@@ -137,26 +148,20 @@ def test_a_pull_reads_only_what_the_old_bundle_lacks(one, two, url, tmp_path):
         assert (place / file.path).stat().st_nlink == digests.count(file.sha256)
 
 
-def test_a_damaged_old_bundle_is_mended(one, url, tmp_path):
+@pytest.mark.parametrize("damage", ["a bit", "a link"])
+def test_a_damaged_old_bundle_is_mended(one, url, tmp_path, damage):
     push_bundle(one, f"{url}#prod", FAST)
-    place = tmp_path / "bundle"
+    place, file = tmp_path / "bundle", tmp_path / "bundle/report/extra-1.bin"
     pull_bundle(f"{url}#prod", place, FAST)
-    data = bytearray((place / "report/extra-1.bin").read_bytes())
-    data[7] ^= 1
-    (place / "report/extra-1.bin").write_bytes(data)
-    pulled = pull_bundle(f"{url}#prod", place, FAST)
-    assert pulled.read_bytes == 10_000
-    assert tree(place) == tree(one)
-
-
-def test_a_link_in_the_old_bundle_is_replaced_by_a_file(one, url, tmp_path):
-    push_bundle(one, f"{url}#prod", FAST)
-    place, aside = tmp_path / "bundle", tmp_path / "aside"
-    pull_bundle(f"{url}#prod", place, FAST)
-    (place / "report/extra-1.bin").rename(aside)
-    (place / "report/extra-1.bin").symlink_to(aside)
+    if damage == "a link":
+        file.rename(tmp_path / "aside")
+        file.symlink_to(tmp_path / "aside")
+    else:
+        data = bytearray(file.read_bytes())
+        data[7] ^= 1
+        file.write_bytes(data)
     assert pull_bundle(f"{url}#prod", place, FAST).read_bytes == 10_000
-    assert not (place / "report/extra-1.bin").is_symlink() and tree(place) == tree(one)
+    assert not file.is_symlink() and tree(place) == tree(one)
 
 
 @pytest.mark.parametrize("has_old", [False, True])
@@ -193,10 +198,8 @@ def test_names_are_listed_resolved_and_promoted(one, two, url):
     assert promote(f"{url}#staging", "prod", FAST) == first
     assert promote(f"{url}#sha256:{second.digest}", "staging", FAST) == second.digest
     named = list_names(url, FAST)
-    assert [(n.name, n.digest, n.problem) for n in named] == [
-        ("prod", first, ""),
-        ("staging", second.digest, ""),
-    ]
+    expected = [("prod", first, ""), ("staging", second.digest, "")]
+    assert [(n.name, n.digest, n.problem) for n in named] == expected
     with pytest.raises(UserError, match="the registry has no bundle of this digest"):
         promote(f"{url}#sha256:{'0' * 64}", "prod", FAST)
     with pytest.raises(UserError, match="the registry has no bundle 'nobody'\n"):
@@ -207,8 +210,6 @@ def test_names_are_listed_resolved_and_promoted(one, two, url):
 
 
 def test_signatures_travel_and_are_checked_when_asked_for(one, url, tmp_path):
-    from loka_onnx.bundle.signing import sign_bundle, write_key_pair
-
     pairs = {name: write_key_pair(tmp_path / "keys", name) for name in ("ours", "theirs")}
     keys = {name: pair.public for name, pair in pairs.items()}
     unsigned = push_bundle(one, f"{url}#prod", FAST)
@@ -229,8 +230,6 @@ def test_signatures_travel_and_are_checked_when_asked_for(one, url, tmp_path):
 
 
 def test_a_bundle_in_its_single_file_form_can_be_pushed(one, url, tmp_path):
-    from loka_onnx.bundle.format.archive import write_archive
-
     write_archive(one, tmp_path / "one.zip")
     assert push_bundle(tmp_path / "one.zip", f"{url}#prod", FAST).sent_parts == parts(one)
     pull_bundle(f"{url}#prod", tmp_path / "x", FAST)
@@ -238,13 +237,8 @@ def test_a_bundle_in_its_single_file_form_can_be_pushed(one, url, tmp_path):
 
 
 def test_pushes_at_the_same_time_leave_one_whole_bundle(one, two, url, tmp_path):
-    threads = [
-        threading.Thread(target=push_bundle, args=(bundle, f"{url}#prod", FAST)) for bundle in (one, two) * 3
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda bundle: push_bundle(bundle, f"{url}#prod", FAST), (one, two) * 3))
     pull_bundle(f"{url}#prod", tmp_path / "x", FAST)
     assert tree(tmp_path / "x") in (tree(one), tree(two))
 
@@ -256,14 +250,12 @@ def test_a_bundle_that_does_not_verify_is_not_pushed(one, url):
         push_bundle(one, f"{url}#prod", FAST)
     with pytest.raises(UserError, match="there is no registry here"):
         list_names(url, FAST)
-    push_nothing = fsspec.core.url_to_fs(url)
-    assert not push_nothing[0].exists(f"{push_nothing[1]}/blobs")
+    fs, root = fsspec.core.url_to_fs(url)
+    assert not fs.exists(f"{root}/blobs")
 
 
 def test_a_file_that_changes_during_the_push_is_noticed(one, url, monkeypatch):
-    from loka_onnx.bundle.registry import push as registry_push
-
-    verify = registry_push.verify_bundle
+    verify = transfer.verify_bundle
 
     def then_change(directory):
         manifest = verify(directory)
@@ -272,7 +264,7 @@ def test_a_file_that_changes_during_the_push_is_noticed(one, url, monkeypatch):
             stream.write(b"\0\0\0\0")
         return manifest
 
-    monkeypatch.setattr(registry_push, "verify_bundle", then_change)
+    monkeypatch.setattr(transfer, "verify_bundle", then_change)
     with pytest.raises(BundleInvalid, match=r"'report/extra-0\.bin' was altered while it was pushed"):
         push_bundle(one, f"{url}#prod", FAST)
     fs, root = fsspec.core.url_to_fs(url)
@@ -313,16 +305,14 @@ def test_references_that_mean_no_bundle(place, message, tmp_path):
 @pytest.mark.parametrize(
     "url",
     [
-        "s3://AKIAuser:SECRET@bucket/x",
-        "s3://AKIAuser:SEC/RET@bucket/x",
-        "https://host/x?sig=SECRET&v=1",
-        "sftp://me:SECRET@host:22/x#prod",
-        "s3://user:SEC#RETPART@bucket/x",
-        "s3://user:SEC?RETPART@bucket/x#prod",
-        "s3://user:SEC/X#RETPART@bucket",
-        "s3://user:SEC#sha256:RETPART@bucket/x",
-        "http://me:SEC?RETPART@host::x",
-        "http://me:SEC\nRETPART@host",
+        *("s3://AKIAuser:SECRET@bucket/x", "s3://AKIAuser:SEC/RET@bucket/x", "https://host/x?sig=SECRET&v=1"),
+        *(
+            "sftp://me:SECRET@host:22/x#prod",
+            "s3://user:SEC#RETPART@bucket/x",
+            "s3://user:SEC/X#RETPART@bucket",
+        ),
+        *("s3://user:SEC?RETPART@bucket/x#prod", "s3://user:SEC#sha256:RETPART@bucket/x"),
+        *("http://me:SEC?RETPART@host::x", "http://me:SEC\nRETPART@host"),
     ],
 )
 def test_a_url_with_a_secret_is_refused_and_not_shown(url, tmp_path):
@@ -337,3 +327,66 @@ def test_without_fsspec_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(MissingPackage, match=r"pip install 'loka-onnx\[registry\]'"):
         resolve(f"{tmp_path}#prod")
+
+
+app = typer.Typer()
+add_registry_verbs(app)
+
+
+def run(*arguments: object) -> str:
+    done = CliRunner().invoke(app, [str(a) for a in arguments])
+    if done.exception is not None:
+        raise done.exception
+    return done.stdout
+
+
+def test_the_verbs(one, tmp_path):
+    registry, digest = tmp_path / "registry", digest_file(one / "manifest.json")
+    out = run("push", one, f"{registry}#prod")
+    assert f"pushed to {registry}#prod as sha256:{digest}\nsent " in out
+    assert "sent 0 parts, 0 bytes" in run("push", one, f"{registry}#staging")
+    assert "0 parts, 0 bytes were there" in run("push", one, f"{registry}#prod", "--again")
+    assert run("resolve", f"{registry}#prod") == f"sha256:{digest}\n"
+    assert run("list", registry).split() == ["prod", f"sha256:{digest}", "staging", f"sha256:{digest}"]
+    assert run("promote", f"{registry}#prod", "canary") == f"canary is now sha256:{digest}\n"
+    out = run("pull", f"{registry}#canary", tmp_path / "x")
+    assert f"sha256:{digest} pulled and verified; not signed\nread " in out
+    assert tree(tmp_path / "x") == tree(one)
+    assert "is there already, whole" in run("pull", f"{registry}#canary", tmp_path / "x")
+    pair = write_key_pair(tmp_path / "keys")
+    with pytest.raises(BundleInvalid, match="the bundle is not signed"):
+        run("pull", f"{registry}#prod", tmp_path / "y", "--key", pair.public)
+    sign_bundle(one, pair.private)
+    run("push", one, f"{registry}#prod")
+    out = run("pull", f"{registry}#prod", tmp_path / "y", "--key", pair.public)
+    assert f"signed with key {pair.fingerprint}" in out
+    assert "by whom was not checked (--key)" in run("pull", f"{registry}#prod", tmp_path / "y")
+
+
+def test_damaged_names_end_with_3(one, tmp_path):
+    registry = tmp_path / "registry"
+    run("push", one, f"{registry}#prod")
+    (registry / "names" / "prod.json").write_text("{}")
+    with pytest.raises(CheckFailed, match="1 of 1 names are damaged"):
+        run("list", registry)
+
+
+def test_names_that_somebody_laid_there_are_quoted(one, tmp_path):
+    registry = tmp_path / "registry"
+    run("push", one, f"{registry}#prod")
+    forged = f"prod  sha256:{'0' * 64} \x1b[2K\x1b]0;owned\x07"
+    (registry / "names" / f"{forged}.json").write_text("{}")
+    done = CliRunner().invoke(app, ["list", str(registry)])
+    assert isinstance(done.exception, CheckFailed)
+    assert "\x1b" not in done.stdout + str(done.exception)
+    assert f"'prod  sha256:{'0' * 64} \\x1b[2K\\x1b]0;owned\\x07' ✗ the name has" in done.stdout.replace(
+        "\n", ""
+    )
+
+
+def test_a_registry_that_is_none_is_not_an_empty_one(one, tmp_path):
+    with pytest.raises(UserError, match="there is no registry here"):
+        run("list", tmp_path / "mistyped")
+    run("push", one, tmp_path / "registry")
+    done = CliRunner().invoke(app, ["list", str(tmp_path / "registry")])
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "no bundle has a name here\n")

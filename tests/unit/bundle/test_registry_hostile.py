@@ -8,9 +8,8 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from unittest.mock import Mock
 
-import fsspec
 import pytest
 from altered import read, rewrite, tree, with_files
 from fsspec.implementations.memory import MemoryFileSystem
@@ -19,14 +18,9 @@ from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.registry import TransferOptions, list_names, pull_bundle, push_bundle, resolve
 from loka_onnx.bundle.registry.names import write_pointer
 from loka_onnx.bundle.registry.store import Store
+from loka_onnx.bundle.signing import sign_bundle, write_key_pair
 from loka_onnx.core.manifest import MAX_MANIFEST_BYTES, BundleFile
-from loka_onnx.errors import (
-    BundleError,
-    BundleInvalid,
-    LokaError,
-    OutputError,
-    UserError,
-)
+from loka_onnx.errors import BundleError, BundleInvalid, LokaError, OutputError, UserError
 
 FAST = TransferOptions(threads=4)
 PART = 10_000
@@ -111,35 +105,21 @@ def grow(path: Path, size: int = 1 << 42) -> None:
     ("change", "message"),
     [
         *(
-            (
-                lambda s, n=number: alter(s.part(n), flipped),
-                f"file '{LARGE}' was altered\n  evidence: sha256 ",
-            )
-            for number in (0, 1, 3)
+            (lambda s, n=n: alter(s.part(n), flipped), f"file '{LARGE}' was altered\n.*sha256 ")
+            for n in (0, 1, 3)
         ),
         (swap_blobs, f"file '{LARGE}' was altered"),
         (lambda s: s.part(2).unlink(), r"'blobs/sha256/\w+\.2' is missing in the registry"),
         (lambda s: os.truncate(s.part(2), 9_999), r"'blobs/sha256/\w+\.2' has 9999 bytes of 10000"),
         (lambda s: grow(s.part(3)), r"'blobs/sha256/\w+\.3' in the registry is too large\n.*5,000 bytes"),
-        (
-            lambda s: alter(s.manifest, lambda data: data.replace(b"fp32", b"fp16", 1)),
-            "the manifest in the registry was altered\n  evidence: sha256 .*, asked for ",
-        ),
+        (lambda s: alter(s.manifest, flipped), "the registry was altered\n.*sha256 .*, asked for "),
         (lambda s: s.manifest.unlink(), r"manifest\.json' is missing in the registry"),
-        (
-            lambda s: grow(s.manifest, MAX_MANIFEST_BYTES + 1),
-            "is too large\n  evidence: the limit is 16,777,216",
-        ),
-        (
-            lambda s: grow(s.manifest.parent / "signature.json"),
-            r"signature\.json' in the registry is too large",
-        ),
+        (lambda s: grow(s.manifest, MAX_MANIFEST_BYTES + 1), "too large\n.*the limit is 16,777,216"),
+        (lambda s: grow(s.manifest.parent / "signature.json"), r"signature\.json' in the registry is too la"),
         (lambda s: grow(s.registry / "names/prod.json"), r"'names/prod\.json' in the registry is too large"),
     ],
 )
-def test_what_is_altered_missing_or_too_large(
-    scene: Scene, change: Callable[[Scene], object], message: str
-) -> None:
+def test_what_is_altered_missing_or_too_large(scene, change, message):
     change(scene)
     scene.refuses(message)
 
@@ -238,8 +218,6 @@ def test_a_pipe_in_the_place_of_a_pointer_does_not_hold_a_pull_up(scene):
 
 
 def test_a_signature_of_another_bundle(scene, tmp_path):
-    from loka_onnx.bundle.signing import sign_bundle, write_key_pair
-
     pair = write_key_pair(tmp_path / "keys")
     sign_bundle(scene.old, pair.private)
     signature = (scene.old / "signature.json").read_bytes()
@@ -249,8 +227,6 @@ def test_a_signature_of_another_bundle(scene, tmp_path):
 
 
 def test_a_signed_bundle_swapped_for_an_unsigned_one_is_read_no_further(scene, tmp_path, monkeypatch):
-    from loka_onnx.bundle.signing import write_key_pair
-
     pair = write_key_pair(tmp_path / "keys")
     read_keys, ask = [], Store.read
 
@@ -264,40 +240,10 @@ def test_a_signed_bundle_swapped_for_an_unsigned_one_is_read_no_further(scene, t
     assert [key.partition("/")[0] for key in read_keys] == ["names", "bundles", "bundles"]
 
 
-class Broken(MemoryFileSystem):
-    """Fails as often as it is told to, with what it is told to."""
-
-    protocol = "broken"
-    store: ClassVar[dict] = {}
-    pseudo_dirs: ClassVar[list[str]] = [""]
-    failures: ClassVar[list[Exception]] = []
-    endless = False
-
-    def _maybe(self):
-        if self.failures:
-            raise self.failures.pop()
-
-    def info(self, path, **kwargs):
-        self._maybe()
-        return super().info(path, **kwargs)
-
-    def pipe_file(self, path, value, mode="overwrite", **kwargs):
-        self._maybe()
-        return super().pipe_file(path, value, mode=mode, **kwargs)
-
-    def open(self, path, mode="rb", **kwargs):
-        self._maybe()
-        found = super().open(path, mode, **kwargs)
-        return Endless(found) if self.endless and "blobs" in path else found
-
-
 class Endless:
     """Goes on for ever, and gives more than it is asked for."""
 
     given = 0
-
-    def __init__(self, stream):
-        self._stream = stream
 
     def __enter__(self):
         return self
@@ -313,19 +259,16 @@ class Endless:
         return b"x" * (size + 5)
 
 
-@pytest.fixture
-def broken():
-    fsspec.register_implementation("broken", Broken, clobber=True)
-    Broken.store.clear()
-    Broken.failures, Broken.endless, Endless.given = [], False, 0
-    return "broken://here"
+def test_a_remote_that_never_ends_is_cut_off(scene, tmp_path, monkeypatch):
+    push_bundle(scene.new, "memory://endless#prod", FAST)
+    ask, Endless.given = MemoryFileSystem.open, 0
 
+    def endless(fs, path, *more, **named):
+        return Endless() if "blobs" in path else ask(fs, path, *more, **named)
 
-def test_a_remote_that_never_ends_is_cut_off(scene, broken, tmp_path):
-    push_bundle(scene.new, f"{broken}#prod", FAST)
-    Broken.endless = True
+    monkeypatch.setattr(MemoryFileSystem, "open", endless)
     with pytest.raises(BundleInvalid, match="in the registry is too large"):
-        pull_bundle(f"{broken}#prod", tmp_path / "x", FAST)
+        pull_bundle("memory://endless#prod", tmp_path / "x", FAST)
     assert Endless.given <= 2 * FAST.threads * (PART + 6)
     assert not (tmp_path / "x").exists()
 
@@ -339,14 +282,14 @@ def test_a_remote_that_never_ends_is_cut_off(scene, broken, tmp_path):
         (ConnectionError("\x1b[2J\n  remedy: run"), BundleError, r"ConnectionError: \\x1b\[2J remedy: run\n"),
     ],
 )
-def test_failures_of_a_remote_are_named(broken, error, kind, message):
-    Broken.failures = [error]
+def test_failures_of_a_remote_are_named(monkeypatch, error, kind, message):
+    monkeypatch.setattr(MemoryFileSystem, "open", Mock(side_effect=error))
     with pytest.raises(kind, match=message) as caught:
-        resolve(f"{broken}#prod", FAST)
+        resolve("memory://here#prod", FAST)
     assert "cannot read 'names/prod.json' from the registry" in str(caught.value)
 
 
-def test_a_remote_that_may_not_be_written_is_named(scene, broken):
-    Broken.failures = [OSError(errno.EACCES, "read-only")]
+def test_a_remote_that_may_not_be_written_is_named(scene, monkeypatch):
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", Mock(side_effect=OSError(errno.EACCES, "read-only")))
     with pytest.raises(OutputError, match=r"cannot write 'names/prod\.json' to the registry"):
-        write_pointer(Store(broken, FAST), "prod", scene.digest)
+        write_pointer(Store("memory://here", FAST), "prod", scene.digest)

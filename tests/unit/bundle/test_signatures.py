@@ -1,21 +1,16 @@
 """Who made a bundle: keys, signing, and every way in which a signature does not hold."""
 
-from __future__ import annotations
-
-import dataclasses
 import json
 import logging
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
-from sample_run import SampleRun
 
 from loka_onnx.bundle import signing
-from loka_onnx.bundle.format import replace
 from loka_onnx.bundle.format.archive import verify_path
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.format.signature import SIGNATURE_NAME, verify_signature
@@ -38,7 +33,7 @@ def refused(bundle: Path, key: Path, message: str) -> None:
     assert caught.value.exit_code == 3
 
 
-def test_a_signed_bundle_verifies_with_the_public_key(bundle: Path, pair: KeyPair) -> None:
+def test_a_signed_bundle_verifies_with_the_public_key(bundle, pair):
     assert sign_bundle(bundle, pair.private) == pair.fingerprint
     assert verify_signature(bundle, [pair.public]) == pair.fingerprint
     verified = verify_path(bundle, [pair.public])
@@ -49,7 +44,7 @@ def test_a_signed_bundle_verifies_with_the_public_key(bundle: Path, pair: KeyPai
     assert verify_path(bundle).claimed == (pair.fingerprint,)
 
 
-def test_the_signature_is_ed25519_over_the_bytes_of_the_manifest(bundle: Path, pair: KeyPair) -> None:
+def test_the_signature_is_ed25519_over_the_bytes_of_the_manifest(bundle, pair):
     """Checked with the cryptography package alone, as another implementation would."""
     sign_bundle(bundle, pair.private)
     public = serialization.load_pem_public_key(pair.public.read_bytes())
@@ -61,9 +56,7 @@ def test_the_signature_is_ed25519_over_the_bytes_of_the_manifest(bundle: Path, p
     assert entry["key"] == digest_bytes(public.public_bytes_raw()) == pair.fingerprint
 
 
-def test_unsigned_other_key_and_altered_have_their_own_messages(
-    bundle: Path, pair: KeyPair, tmp_path: Path
-) -> None:
+def test_unsigned_other_key_and_altered_have_their_own_messages(bundle, pair, tmp_path):
     other = write_key_pair(tmp_path / "other")
     refused(bundle, pair.public, r"the bundle is not signed\n  evidence: there is no 'signature.json'")
     sign_bundle(bundle, pair.private)
@@ -83,7 +76,7 @@ def test_unsigned_other_key_and_altered_have_their_own_messages(
     verify_path(bundle, [pair.public])
 
 
-def test_several_keys_may_sign_and_one_is_enough(bundle: Path, pair: KeyPair, tmp_path: Path) -> None:
+def test_several_keys_may_sign_and_one_is_enough(bundle, pair, tmp_path):
     other, third = write_key_pair(tmp_path / "other"), write_key_pair(tmp_path / "third")
     for key in (pair, other, pair):
         sign_bundle(bundle, key.private)
@@ -103,9 +96,7 @@ def with_signatures(bundle: Path, *entries: tuple[str, str]) -> None:
     path.write_text(seal(json.dumps(document, indent=1)))
 
 
-def test_signatures_that_anybody_put_there_stay_and_count_for_nothing(
-    bundle: Path, pair: KeyPair, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_signatures_that_anybody_put_there_stay_and_count_for_nothing(bundle, pair, tmp_path, caplog):
     other, third = write_key_pair(tmp_path / "other"), write_key_pair(tmp_path / "third")
     sign_bundle(bundle, third.private)
     with_signatures(bundle, (other.fingerprint, "ab" * 64))
@@ -125,18 +116,13 @@ def test_signatures_that_anybody_put_there_stay_and_count_for_nothing(
 
 
 @pytest.mark.parametrize(("room", "fits"), [(0, True), (-1, False)])
-def test_a_signature_may_be_as_long_as_a_reader_accepts(
-    bundle: Path, pair: KeyPair, monkeypatch: pytest.MonkeyPatch, room: int, fits: bool
-) -> None:
+def test_a_signature_may_be_as_long_as_a_reader_accepts(bundle, pair, monkeypatch, room, fits):
     sign_bundle(bundle, pair.private)
     size = (bundle / SIGNATURE_NAME).stat().st_size
     (bundle / SIGNATURE_NAME).unlink()
     monkeypatch.setattr(signing, "MAX_SIGNATURE_BYTES", size + room)
-    if fits:
+    with nullcontext() if fits else pytest.raises(BundleError, match="too many signatures"):
         sign_bundle(bundle, pair.private)
-    else:
-        with pytest.raises(BundleError, match="too many signatures"):
-            sign_bundle(bundle, pair.private)
     assert (bundle / SIGNATURE_NAME).exists() is fits
 
 
@@ -148,7 +134,7 @@ def test_a_signature_may_be_as_long_as_a_reader_accepts(
         ("x" * 70_000, "the signature is too large\n  evidence: 70000 bytes"),
     ],
 )
-def test_documents_that_are_no_signature(bundle: Path, text: str, message: str) -> None:
+def test_documents_that_are_no_signature(bundle, text, message):
     (bundle / SIGNATURE_NAME).write_text(text)
     with pytest.raises(BundleInvalid, match=message):
         verify_bundle(bundle)
@@ -165,7 +151,7 @@ def test_documents_that_are_no_signature(bundle: Path, text: str, message: str) 
         ),
     ],
 )
-def test_entries_that_are_no_signature(bundle: Path, pair: KeyPair, change: Any, message: str) -> None:
+def test_entries_that_are_no_signature(bundle, pair, change, message):
     sign_bundle(bundle, pair.private)
     path = bundle / SIGNATURE_NAME
     document = json.loads(path.read_text())
@@ -175,42 +161,21 @@ def test_entries_that_are_no_signature(bundle: Path, pair: KeyPair, change: Any,
         verify_bundle(bundle)
 
 
-def test_a_signature_that_is_a_link_is_refused(bundle: Path, pair: KeyPair, tmp_path: Path) -> None:
+def test_a_signature_that_is_a_link_is_refused(bundle, pair, tmp_path):
     sign_bundle(bundle, pair.private)
     (bundle / SIGNATURE_NAME).rename(tmp_path / "elsewhere")
     (bundle / SIGNATURE_NAME).symlink_to(tmp_path / "elsewhere")
     refused(bundle, pair.public, "'signature.json' is not a regular file\n  evidence: a symbolic link")
 
 
-def test_what_does_not_verify_is_not_signed(bundle: Path, pair: KeyPair) -> None:
+def test_what_does_not_verify_is_not_signed(bundle, pair):
     (bundle / "extra").write_text("x")
     with pytest.raises(BundleInvalid, match="'extra' is not listed"):
         sign_bundle(bundle, pair.private)
     assert not (bundle / SIGNATURE_NAME).exists()
 
 
-def test_a_bundle_that_is_replaced_meanwhile_is_not_signed(
-    sample: SampleRun, bundle: Path, pair: KeyPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fewer = dataclasses.replace(sample.contents, engines=sample.contents.engines[1:2])
-    sync = replace._sync
-
-    def replaced(path: Path) -> None:
-        monkeypatch.setattr(replace, "_sync", sync)
-        sync(path)
-        write_bundle(fewer, bundle)
-
-    monkeypatch.setattr(replace, "_sync", replaced)
-    with pytest.raises(BundleError, match="was replaced while it was being signed"):
-        sign_bundle(bundle, pair.private)
-    assert len(verify_bundle(bundle).engines) == 1
-    assert not (bundle / SIGNATURE_NAME).exists()
-    assert sorted(p.name for p in bundle.parent.iterdir()) == ["bundle", "keys"]
-
-
-def test_a_write_signs_before_the_bundle_takes_its_place(
-    sample: SampleRun, pair: KeyPair, tmp_path: Path
-) -> None:
+def test_a_write_signs_before_the_bundle_takes_its_place(sample, pair, tmp_path):
     place = write_bundle(sample.contents, tmp_path / "new", key=pair.private)
     assert verify_signature(place, [pair.public]) == pair.fingerprint
     unsigned = write_bundle(sample.contents, tmp_path / "unsigned")
@@ -220,15 +185,13 @@ def test_a_write_signs_before_the_bundle_takes_its_place(
     assert verify_path(place).claimed == ()
 
 
-def test_a_bad_key_fails_before_anything_is_written(sample: SampleRun, tmp_path: Path) -> None:
+def test_a_bad_key_fails_before_anything_is_written(sample, tmp_path):
     with pytest.raises(ConfigError, match=r"key '.*none\.key' cannot be read"):
         write_bundle(sample.contents, tmp_path / "new", key=tmp_path / "none.key")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_private_keys_are_for_their_owner_and_never_overwritten(
-    pair: KeyPair, bundle: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_private_keys_are_for_their_owner_and_never_overwritten(pair, bundle, caplog):
     assert pair.private.stat().st_mode & 0o777 == 0o600
     before = pair.private.read_bytes()
     with pytest.raises(OutputError, match="is there already"):
@@ -242,9 +205,7 @@ def test_private_keys_are_for_their_owner_and_never_overwritten(
     assert "can be read or written by others (mode 644)" in caplog.text
 
 
-def test_an_encrypted_key_needs_its_password(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_encrypted_key_needs_its_password(bundle, tmp_path, monkeypatch):
     monkeypatch.setenv(PASSWORD_VARIABLE, "correct horse")
     pair = write_key_pair(tmp_path / "keys", "release")
     assert pair.private.name == "release.key"
@@ -262,7 +223,7 @@ def test_an_encrypted_key_needs_its_password(
     assert sign_bundle(bundle, plain.private) == plain.fingerprint
 
 
-def test_keys_of_openssl_are_keys(bundle: Path, tmp_path: Path) -> None:
+def test_keys_of_openssl_are_keys(bundle, tmp_path):
     """What `openssl genpkey -algorithm ed25519` writes, for key 1 of RFC 8032, section 7.1."""
     private, public = tmp_path / "k.pem", tmp_path / "k.pub"
     private.write_text(
@@ -281,7 +242,7 @@ def test_keys_of_openssl_are_keys(bundle: Path, tmp_path: Path) -> None:
     assert verify_signature(bundle, [public]) == digest_bytes(raw)
 
 
-def test_files_that_are_no_such_key(bundle: Path, pair: KeyPair, tmp_path: Path) -> None:
+def test_files_that_are_no_such_key(bundle, pair, tmp_path):
     text, large = tmp_path / "text", tmp_path / "large"
     text.write_text("-----BEGIN PUBLIC KEY-----\nnonsense\n-----END PUBLIC KEY-----\n")
     large.write_bytes(b"x" * 70_000)
@@ -315,9 +276,7 @@ def test_files_that_are_no_such_key(bundle: Path, pair: KeyPair, tmp_path: Path)
         verify_signature(bundle, [])
 
 
-def test_without_cryptography_signatures_say_what_to_install(
-    bundle: Path, pair: KeyPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_cryptography_signatures_say_what_to_install(bundle, pair, monkeypatch):
     sign_bundle(bundle, pair.private)
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric.ed25519", None)
     with pytest.raises(MissingPackage, match=r"pip install 'loka-onnx\[sign\]'"):
@@ -331,7 +290,7 @@ def ended(*arguments: str | Path) -> int:
     return int(caught.value.code or 0)
 
 
-def test_the_verbs(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verbs(bundle, tmp_path, capsys):
     public = tmp_path / "k/bundle.pub"
     assert ended("bundle", "keygen", tmp_path / "k") == 0
     assert ended("bundle", "verify", bundle, "--key", public) == 3

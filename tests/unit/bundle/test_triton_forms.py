@@ -1,36 +1,28 @@
 """What each backend of Triton is told: engines for GPUs, of TensorRT and of Inductor."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
-import types
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from altered import built_by_inductor, engine_of
 from cut_models import LOOKED_UP, cut_contents
 from sample_run import SampleRun, make_run
 from triton_rules import check_repository, parameters, pb
 
-from loka_onnx.bundle.contents import BundleContents, BundleEngine
-from loka_onnx.bundle.triton.record import TritonRepository
-from loka_onnx.bundle.triton.repository import export_triton
+from loka_onnx.bundle.triton import TritonRepository, export_triton
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core import serde
-from loka_onnx.core.digests import digest_file, digest_files
-from loka_onnx.core.evaluation import Evaluation
-from loka_onnx.engines.inductor.package import (
-    InductorEngine,
-    InputPort,
-    OutputPort,
-    Program,
-)
+from loka_onnx.core.digests import digest_file
+from loka_onnx.engines.inductor.package import InductorEngine, InputPort, OutputPort, Program
 from loka_onnx.engines.migraphx.session import MigraphxEngine, ProgramFile, ProgramInput, ProgramOutput
 from loka_onnx.engines.onnxruntime.io_binding_settings import PROGRAMS, SETTINGS_FILE, IoBindingSettings
 from loka_onnx.engines.triton.models import TritonOptions
@@ -56,43 +48,25 @@ def package(engine: InductorEngine) -> bytes:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
         for program in engine.programs:
-            archive.writestr(
-                f"engine/data/aotinductor/{program.name}/x.wrapper.so", f"code of {program.name}"
-            )
+            path = f"engine/data/aotinductor/{program.name}/x.wrapper.so"
+            archive.writestr(path, f"code of {program.name}")
         archive.writestr("engine/extra/engine.json", serde.dumps(engine))
         archive.writestr("engine/byteorder", "little")
     return stream.getvalue()
 
 
 @pytest.fixture
-def with_engine(tmp_path: Path) -> Callable[..., TritonRepository]:
-    """Exports a bundle with one engine, made of files that nothing here can run."""
+def with_engine(tmp_path: Path) -> Callable[..., tuple[TritonRepository, dict[str, Any]]]:
+    """Exports a bundle with one engine, made of files that nothing here can run; its record and configs."""
     run = make_run(tmp_path / "run")
-    (first, *_) = run.contents.engines
     measured = next(e for e in run.report.evaluations.evaluations if e.latencies)
 
-    def export(backend: str, architecture: str, files: Files, **changes: Any) -> TritonRepository:
-        folder = run.contents.root / "engines" / "e"
-        for name, content in files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-        paths = [folder / name for name in files]
-        artifact = replace(
-            first.artifact,
-            backend=backend,
-            architecture=architecture,
-            target="gpu",
-            backend_version="10.16.1",
-            path=Path("engines/e") / next(iter(files)),
-            bytes=sum(path.stat().st_size for path in paths),
-            digest=digest_files(paths) if len(paths) > 1 else digest_file(paths[0]),
-        )
-        evaluation: Evaluation = replace(measured, engine=artifact.id)
-        contents: BundleContents = replace(
-            run.contents, engines=(BundleEngine(artifact, first.expectation, evaluation),), **changes
-        )
-        bundle = write_bundle(contents, tmp_path / "bundle")
-        return export_triton(bundle, tmp_path / "repository", OPTIONS)
+    def export(backend: str, architecture: str, files: Files) -> tuple[TritonRepository, dict[str, Any]]:
+        engine = engine_of(run, backend, architecture, files, target="gpu", backend_version="10.16.1")
+        engine = replace(engine, evaluation=replace(measured, engine=engine.artifact.id))
+        bundle = write_bundle(replace(run.contents, engines=(engine,)), tmp_path / "bundle")
+        record = export_triton(bundle, tmp_path / "repository", OPTIONS)
+        return record, check_repository(tmp_path / "repository")
 
     return export
 
@@ -110,13 +84,11 @@ def accelerators(config: Any) -> dict[str, dict[str, str]]:
     return {each.name: dict(each.parameters) for each in found}
 
 
-def test_the_cuda_provider_keeps_fp32_and_no_graphs(
-    sample: SampleRun, with_engine: Callable[..., TritonRepository], tmp_path: Path
-) -> None:
+def test_the_cuda_provider_keeps_fp32_and_no_graphs(sample, with_engine, tmp_path):
     told = {"enable_cuda_graph": "1", "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
     files = {"engine.onnx": graph(sample), SETTINGS_FILE: settings("cuda", told, (64, 256))}
-    record = with_engine("onnxruntime", "sm90", files)
-    config = check_repository(tmp_path / "repository")["ranker-gpu-onnxruntime-sm90-fp8-safe"]
+    record, configs = with_engine("onnxruntime", "sm90", files)
+    config = configs["ranker-gpu-onnxruntime-sm90-fp8-safe"]
     assert accelerators(config) == {"cuda": {"use_tf32": "0"}}
     assert config.optimization.graph.level == 0, "no FP8 in this graph"
     assert config.instance_group[0].kind == pb.ModelInstanceGroup.KIND_GPU
@@ -126,9 +98,7 @@ def test_the_cuda_provider_keeps_fp32_and_no_graphs(
     assert not (tmp_path / "repository" / config.name / "1" / SETTINGS_FILE).exists()
 
 
-def test_the_tensorrt_provider_gets_its_profile(
-    sample: SampleRun, with_engine: Callable[..., TritonRepository], tmp_path: Path
-) -> None:
+def test_the_tensorrt_provider_gets_its_profile(sample, with_engine, tmp_path):
     told = {
         "trt_cuda_graph_enable": "1",
         "trt_builder_optimization_level": "3",
@@ -141,8 +111,8 @@ def test_the_tensorrt_provider_gets_its_profile(
         SETTINGS_FILE: settings("tensorrt", told, (64,), programs=True),
         f"{PROGRAMS}/a.engine": b"compiled",
     }
-    record = with_engine("onnxruntime_tensorrt", "sm90", files)
-    config = check_repository(tmp_path / "repository")["ranker-gpu-onnxruntime_tensorrt-sm90-fp8-safe"]
+    record, configs = with_engine("onnxruntime_tensorrt", "sm90", files)
+    config = configs["ranker-gpu-onnxruntime_tensorrt-sm90-fp8-safe"]
     del told["trt_cuda_graph_enable"]
     assert accelerators(config) == {"tensorrt": told, "cuda": {"use_tf32": "0"}}
     names = [each.name for each in config.optimization.execution_accelerators.gpu_execution_accelerator]
@@ -151,11 +121,9 @@ def test_the_tensorrt_provider_gets_its_profile(
     assert any("TensorRT compiles as the server loads" in remark for remark in record.models[0].remarks)
 
 
-def test_an_engine_of_tensorrt_is_a_plan_with_cuda_graphs(
-    with_engine: Callable[..., TritonRepository], tmp_path: Path
-) -> None:
-    record = with_engine("tensorrt", "sm90", {"engine.trt": b"a plan"})
-    config = check_repository(tmp_path / "repository")["ranker-gpu-tensorrt-sm90-fp8-safe"]
+def test_an_engine_of_tensorrt_is_a_plan_with_cuda_graphs(with_engine, tmp_path):
+    record, configs = with_engine("tensorrt", "sm90", {"engine.trt": b"a plan"})
+    config = configs["ranker-gpu-tensorrt-sm90-fp8-safe"]
     assert (config.platform, config.backend) == ("tensorrt_plan", "tensorrt")
     assert (tmp_path / "repository" / config.name / "1/model.plan").read_bytes() == b"a plan"
     assert config.optimization.cuda.graphs
@@ -166,48 +134,47 @@ def test_an_engine_of_tensorrt_is_a_plan_with_cuda_graphs(
     assert "needs TensorRT 10.16.1 and a GPU of sm90" in record.models[0].remarks[0]
 
 
-@pytest.mark.parametrize(
-    ("backend", "architecture", "reason"),
-    [
-        ("onnxruntime", "gfx942", "has the providers CPU, CUDA, TensorRT and OpenVINO, and not MIGraphX"),
-        ("tensorrt_rtx", "sm89", "does not load engines of TensorRT for RTX"),
-        ("migraphx", "gfx942", "Triton has no MIGraphX backend"),
-    ],
-)
-def test_engines_that_no_backend_runs_are_declined(
-    sample: SampleRun,
-    with_engine: Callable[..., TritonRepository],
-    tmp_path: Path,
-    backend: str,
-    architecture: str,
-    reason: str,
-) -> None:
-    document = MigraphxEngine(
+PROGRAM = {
+    "engine.json": serde.dumps(
+        MigraphxEngine(
+            "gfx942",
+            "2.15.0",
+            (ProgramFile(8, "rows-8.mxr"),),
+            (ProgramInput("dense", "float32", (16,)),),
+            (ProgramOutput("ctr", True),),
+        )
+    ).encode(),
+    "rows-8.mxr": b"program",
+}
+PROVIDER = {"engine.onnx": None, SETTINGS_FILE: settings("migraphx", {}, (8,))}
+FOREIGN = {"engine.pt2": package(replace(DYNAMIC, inputs=(InputPort("other", "float32", (16,)),)))}
+DECLINED: list[tuple[str, str, dict[str, bytes | None], str]] = [
+    (
+        "onnxruntime",
         "gfx942",
-        "2.15.0",
-        (ProgramFile(8, "rows-8.mxr"),),
-        (ProgramInput("dense", "float32", (16,)),),
-        (ProgramOutput("ctr", True),),
-    )
-    files: Files = {
-        "onnxruntime": {"engine.onnx": graph(sample), SETTINGS_FILE: settings("migraphx", {}, (8,))},
-        "tensorrt_rtx": {"engine.bin": b"engine"},
-        "migraphx": {"engine.json": serde.dumps(document).encode(), "rows-8.mxr": b"program"},
-    }[backend]
-    record = with_engine(backend, architecture, files)
+        PROVIDER,
+        "has the providers CPU, CUDA, TensorRT and OpenVINO, and not MIGraphX",
+    ),
+    ("tensorrt_rtx", "sm89", {"engine.bin": b"engine"}, "does not load engines of TensorRT for RTX"),
+    ("migraphx", "gfx942", PROGRAM, "Triton has no MIGraphX backend"),
+    ("inductor", "sm90", FOREIGN, "has other inputs or outputs than the bundle: ['ctr', 'other']"),
+    ("inductor", "sm90", {"engine.pt2": b"no package"}, "not an engine of the inductor backend"),
+]
+
+
+@pytest.mark.parametrize(("backend", "architecture", "files", "reason"), DECLINED)
+def test_engines_that_no_backend_runs_are_declined(sample, with_engine, backend, architecture, files, reason):
+    held = {name: graph(sample) if content is None else content for name, content in files.items()}
+    record, configs = with_engine(backend, architecture, held)
     (declined,) = record.declined
     assert reason in declined.reason
     assert record.preferred == "fallback-fp32", "the FP32 model stands in"
-    configs = check_repository(tmp_path / "repository")
     assert set(configs) == {"ranker", "ranker-fallback-fp32"}
     assert parameters(configs["ranker"])["loka_onnx.engine"] == "fallback-fp32"
 
 
-def test_a_package_with_one_program_is_run_by_the_pytorch_backend(
-    with_engine: Callable[..., TritonRepository], tmp_path: Path
-) -> None:
-    record = with_engine("inductor", "sm90", {"engine.pt2": package(DYNAMIC)})
-    configs = check_repository(tmp_path / "repository")
+def test_a_package_with_one_program_is_run_by_the_pytorch_backend(with_engine, tmp_path):
+    record, configs = with_engine("inductor", "sm90", {"engine.pt2": package(DYNAMIC)})
     name = "ranker-gpu-inductor-sm90-fp8-safe"
     program = configs[f"{name}-program"]
     assert (program.platform, program.backend) == ("torch_aoti", "pytorch")
@@ -235,12 +202,10 @@ def test_a_package_with_one_program_is_run_by_the_pytorch_backend(
         (replace(DYNAMIC, minimum=4, programs=(Program("rows", 4, 4096),)), "smaller than the 4 rows"),
     ],
 )
-def test_other_packages_are_run_by_the_python_backend(
-    with_engine: Callable[..., TritonRepository], tmp_path: Path, engine: InductorEngine, reason: str
-) -> None:
+def test_other_packages_are_run_by_the_python_backend(with_engine, tmp_path, engine, reason):
     content = package(engine)
-    record = with_engine("inductor", "sm90", {"engine.pt2": content})
-    config = check_repository(tmp_path / "repository")["ranker-gpu-inductor-sm90-fp8-safe"]
+    record, configs = with_engine("inductor", "sm90", {"engine.pt2": content})
+    config = configs["ranker-gpu-inductor-sm90-fp8-safe"]
     assert (config.backend, config.platform) == ("python", "")
     assert config.instance_group[0].kind == pb.ModelInstanceGroup.KIND_MODEL, "the session picks the GPU"
     assert parameters(config)["loka_onnx.architecture"] == "sm90"
@@ -251,7 +216,7 @@ def test_other_packages_are_run_by_the_python_backend(
     assert reason in record.models[0].remarks[0]
 
 
-def test_a_dense_engine_by_position_stands_behind_the_lookup(sample: SampleRun, tmp_path: Path) -> None:
+def test_a_dense_engine_by_position_stands_behind_the_lookup(sample, tmp_path):
     contents = cut_contents(sample, tmp_path / "run")
     ports = (InputPort(LOOKED_UP, "float32", (4,)), InputPort("x", "float32", (3,)))
     path = contents.root / "engines/e/engine.pt2"
@@ -275,81 +240,30 @@ def test_a_dense_engine_by_position_stands_behind_the_lookup(sample: SampleRun, 
     assert shapes == [("INPUT__0", [4]), ("INPUT__1", [3])]
 
 
-def test_a_document_of_another_model_is_declined(with_engine: Callable[..., TritonRepository]) -> None:
-    engine = replace(DYNAMIC, inputs=(InputPort("other", "float32", (16,)),))
-    (declined,) = with_engine("inductor", "sm90", {"engine.pt2": package(engine)}).declined
-    assert declined.reason == "its document has other inputs or outputs than the bundle: ['ctr', 'other']"
+def tensor_of(name: str, value: np.ndarray) -> Any:
+    return SimpleNamespace(name=name, as_numpy=lambda: value)
 
 
-def test_a_file_that_is_no_package_is_declined(with_engine: Callable[..., TritonRepository]) -> None:
-    (declined,) = with_engine("inductor", "sm90", {"engine.pt2": b"no package"}).declined
-    assert "not an engine of the inductor backend" in declined.reason
-
-
-class _Response:
-    def __init__(self, output_tensors: list[Any], error: Any = None) -> None:
-        self.output_tensors, self.error = output_tensors, error
-
-
-class _Tensor:
-    def __init__(self, name: str, value: np.ndarray) -> None:
-        self.name, self._value = name, value
-
-    def as_numpy(self) -> np.ndarray:
-        return self._value
-
-
-class _Error:
-    def __init__(self, message: str) -> None:
-        self.message = message
-
-
-def server_module() -> types.ModuleType:
+def server_module() -> Any:
     """What the server's Python backend offers to models (python_backend, README)."""
-    module: Any = types.ModuleType("triton_python_backend_utils")
-    module.Tensor, module.InferenceResponse, module.TritonError = _Tensor, _Response, _Error
-    module.get_input_tensor_by_name = lambda request, name: request[name]
-    return module
+    return SimpleNamespace(
+        Tensor=tensor_of,
+        InferenceResponse=partial(SimpleNamespace, error=None),
+        TritonError=lambda message: SimpleNamespace(message=message),
+        get_input_tensor_by_name=lambda request, name: request[name],
+    )
 
 
 def exported_package(sample: SampleRun, root: Path, *, static: int) -> Path:
     """A repository with an engine that Inductor built for the CPU, for 1 to 16 rows."""
-    pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
-    from loka_onnx.engines.inductor.backend import InductorBackend
-    from loka_onnx.engines.request import BatchRange, BuildRequest
-
-    known = sample.contents
-    np.savez(root / "sample.npz", dense=known.sample["dense"])
-    (root / "run/model").mkdir(parents=True)
-    (root / "run" / known.model.path).write_bytes((sample.directory / known.model.path).read_bytes())
-    built = InductorBackend().build(
-        BuildRequest(
-            model=sample.directory / known.model.path,
-            plan=next(plan for plan in known.plans.plans if plan.id == "fp32"),
-            sites=known.model.sites,
-            target="cpu",
-            architecture="cpu",
-            batch=BatchRange(1, 8, 16, (4, 8)),
-            output=root / "run/engines/e",
-            sample=root / "sample.npz",
-            relative_to=root / "run",
-            options={"static": static},
-        )
-    )
-    assert built.is_built, built.detail
-    contents = replace(
-        known,
-        root=root / "run",
-        engines=(BundleEngine(built, known.fallback),),
-        batch=replace(known.batch, max=16),
-    )
+    contents = built_by_inductor(sample, root, (1, 8, 16, (4, 8)), static=static)
     export_triton(write_bundle(contents, root / "bundle"), root / "repository", OPTIONS)
     check_repository(root / "repository")
     return root / "repository"
 
 
 @pytest.mark.slow
-def test_the_pytorch_backend_can_open_and_run_a_package(sample: SampleRun, tmp_path: Path) -> None:
+def test_the_pytorch_backend_can_open_and_run_a_package(sample, tmp_path):
     """With the arguments and the checks of `src/pt2/model_state.cc`."""
     import torch
 
@@ -369,9 +283,7 @@ def test_the_pytorch_backend_can_open_and_run_a_package(sample: SampleRun, tmp_p
 
 
 @pytest.mark.slow
-def test_the_model_of_the_python_backend_answers_batched_requests(
-    sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_of_the_python_backend_answers_batched_requests(sample, tmp_path, monkeypatch):
     folder = exported_package(sample, tmp_path, static=1) / "ranker-cpu-inductor-cpu-fp32"
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", server_module())
     scope: dict[str, Any] = {"__name__": "model"}
@@ -383,13 +295,13 @@ def test_the_model_of_the_python_backend_answers_batched_requests(
     )
     rows, exact = sample.contents.sample["dense"], sample.contents.fallback.outputs["ctr"]
     parts = ((0, 1), (1, 4), (4, 8))
-    answers = model.execute([{"dense": _Tensor("dense", rows[start:end])} for start, end in parts])
+    answers = model.execute([{"dense": tensor_of("dense", rows[start:end])} for start, end in parts])
     for (start, end), response in zip(parts, answers, strict=True):
         assert response.error is None
         (tensor,) = response.output_tensors
         assert tensor.name == "ctr"
         np.testing.assert_allclose(tensor.as_numpy(), exact[start:end], atol=1e-5)
-    many = _Tensor("dense", np.zeros((17, 16), np.float32))
+    many = tensor_of("dense", np.zeros((17, 16), np.float32))
     (refused,) = model.execute([{"dense": many}])
     assert "17 rows; it takes 1 to 16" in refused.error.message
     model.finalize()

@@ -7,8 +7,6 @@ of triton-inference-server/onnxruntime_backend, `src/onnxruntime.cc`. Messages a
 package `tritonclient`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -41,27 +39,15 @@ ORT_LEVELS = {
 }
 """What the backend makes of `optimization.graph.level`."""
 TENSORRT_KEYS = {
-    "precision_mode",
-    "max_workspace_size_bytes",
-    "trt_builder_optimization_level",
-    "trt_cuda_graph_enable",
-    "trt_engine_cache_enable",
-    "trt_engine_cache_path",
-    "trt_profile_max_shapes",
-    "trt_profile_min_shapes",
-    "trt_profile_opt_shapes",
+    *("precision_mode", "max_workspace_size_bytes", "trt_builder_optimization_level"),
+    *("trt_cuda_graph_enable", "trt_engine_cache_enable", "trt_engine_cache_path"),
+    *("trt_profile_max_shapes", "trt_profile_min_shapes", "trt_profile_opt_shapes"),
 }
 """Some of the keys that the backend knows for TensorRT; it refuses a model with any other."""
 NUMPY = {
-    pb.TYPE_BOOL: np.bool_,
-    pb.TYPE_UINT8: np.uint8,
-    pb.TYPE_INT8: np.int8,
-    pb.TYPE_INT16: np.int16,
-    pb.TYPE_INT32: np.int32,
-    pb.TYPE_INT64: np.int64,
-    pb.TYPE_FP16: np.float16,
-    pb.TYPE_FP32: np.float32,
-    pb.TYPE_FP64: np.float64,
+    **{pb.TYPE_BOOL: np.bool_, pb.TYPE_UINT8: np.uint8, pb.TYPE_INT8: np.int8, pb.TYPE_INT16: np.int16},
+    **{pb.TYPE_INT32: np.int32, pb.TYPE_INT64: np.int64, pb.TYPE_FP16: np.float16},
+    **{pb.TYPE_FP32: np.float32, pb.TYPE_FP64: np.float64},
 }
 ORT_TYPES = {np.int64: "tensor(int64)", np.float32: "tensor(float)", np.int32: "tensor(int32)"}
 

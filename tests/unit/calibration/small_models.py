@@ -10,9 +10,9 @@ import onnx
 import onnx.parser
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
-from loka_onnx.data.binding import InputBinding
+from loka_onnx.data.batch import InputBinding
 from loka_onnx.data.dataset import Dataset
-from loka_onnx.data.opening import open_dataset
+from loka_onnx.data.splits import open_dataset
 from loka_onnx.export.onnx_model import import_onnx
 
 LOGIT = OutputSpec("y", OutputKind.LOGIT, "label")

@@ -25,9 +25,8 @@ from loka_onnx.calibration.passes.executors import (
     spans_in_random_order,
 )
 from loka_onnx.calibration.passes.ray_executor import RayExecutor
-from loka_onnx.data.batch import Batch
-from loka_onnx.data.binding import InputBinding
-from loka_onnx.data.opening import open_dataset
+from loka_onnx.data.batch import Batch, InputBinding
+from loka_onnx.data.splits import open_dataset
 from loka_onnx.errors import CalibrationError, MissingPackage
 
 ROWS = 20_000

@@ -83,7 +83,7 @@ MEMORY = textwrap.dedent(
     import numpy as np
     from small_models import BINDINGS, LOGIT, TWO_SITES, artifact_of
     from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-    from loka_onnx.data.opening import open_dataset
+    from loka_onnx.data.splits import open_dataset
 
     folder, batches = Path(sys.argv[2]), int(sys.argv[3])
     artifact = artifact_of(folder, TWO_SITES)

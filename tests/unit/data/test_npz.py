@@ -1,7 +1,5 @@
 """Rows of .npz files: whatever is read in turns, and from wherever, is what numpy.load reads."""
 
-from __future__ import annotations
-
 import io
 import os
 import tracemalloc
@@ -119,28 +117,6 @@ def test_a_changed_byte_of_a_stored_array_is_found_where_all_rows_are_read(tmp_p
     assert sum(batch.rows for batch in data.batches(3000, start=50)) == ROWS - 50
 
 
-def test_what_an_array_cannot_be(tmp_path):
-    path = tmp_path / "rows.npz"
-    np.savez(path, dense=np.asfortranarray(np.ones((4, 3))))
-    with pytest.raises(DataError, match="array 'dense' cannot be streamed by rows"):
-        open_dataset(path, [])
-    np.savez(path, dense=np.ones((4, 0)))
-    with pytest.raises(DataError, match="array 'dense' cannot be streamed by rows"):
-        open_dataset(path, [])
-    np.savez(path, a=np.ones(4), b=np.ones(5))
-    with pytest.raises(DataError, match="'a' has 4, 'b' has 5"):
-        open_dataset(path, [])
-    for values, kind in [
-        (np.array([{}, {}], dtype=object), "Python objects"),
-        (np.zeros(2, [("a", "i4"), ("b", "f4")]), "a type that cannot be read"),
-        (np.zeros(2, np.complex64), "a type that cannot be read"),
-        (np.array([b"1", b"x"]), "byte strings"),
-    ]:
-        np.savez(path, x=values)
-        with pytest.raises(DataError, match=f"holds (values of )?{kind}"):
-            open_dataset(path, [InputBinding("x", ("x",), "float32", 1)])
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_a_damaged_header_is_a_data_error(tmp_path, seed):
     """NumPy gives the header to Python's parser, which has errors of its own."""
@@ -148,27 +124,12 @@ def test_a_damaged_header_is_a_data_error(tmp_path, seed):
     held = io.BytesIO()
     np.save(held, np.zeros((5, 3), np.float32))
     good, path, refused = held.getvalue(), tmp_path / "rows.npz", 0
-    pieces = [
-        b"(",
-        b")",
-        b"{",
-        b"'",
-        b"-",
-        b"9" * 30,
-        b"[",
-        b"None",
-        b"'O'",
-        b"\n",
-        b"'''",
-        b"\0",
-        b"f'{",
-        b"-5",
-    ]
+    odd = [b"9" * 30, b"None", b"'O'", b"'''", b"f'{", b"-5", *(bytes([char]) for char in b"(){'-[\n\0")]
     for _ in range(150):
         data = bytearray(good)
         for _ in range(random.integers(1, 5)):
             at, length = random.integers(0, 120), random.integers(0, 6)
-            data[at : at + length] = pieces[random.integers(len(pieces))]
+            data[at : at + length] = odd[random.integers(len(odd))]
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("x.npy", bytes(data))
         with warnings.catch_warnings():

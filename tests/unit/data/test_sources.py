@@ -1,7 +1,5 @@
 """Built-in data: MovieLens 100K and 1M, generated rows."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 
@@ -133,9 +131,7 @@ def test_attributes_are_encoded_with_zero_for_none():
 
 
 def test_a_rating_of_an_unknown_item_is_refused():
-    with pytest.raises(
-        DataError, match=r"a rating names a user or an item that has no attributes(?s:.*)id '9'"
-    ):
+    with pytest.raises(DataError, match=r"names a user or an item that has no attributes(?s:.*)id '9'"):
         ml.build_ratings(USERS, ITEMS, [{"user_id": "1", "item_id": "9", "rating": "3"}], np.arange(1))
 
 
@@ -192,9 +188,7 @@ def test_movielens_1m_in_place(data_root):
 
 def test_movielens_1m_without_the_variable(monkeypatch):
     monkeypatch.delenv("LOKA_ONNX_DATA", raising=False)
-    with pytest.raises(
-        DataError, match=r"\$LOKA_ONNX_DATA(?s:.*)the variable is not set(?s:.*)movielens-1m/"
-    ):
+    with pytest.raises(DataError, match=r"\$LOKA_ONNX_DATA(?s:.*)variable is not set(?s:.*)movielens-1m/"):
         movielens_1m()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from loka_onnx.bundle.contents import BundleContents, BundleEngine, Expectation
+from loka_onnx.bundle.writer import BundleContents, BundleEngine, Expectation
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec, Parity, TensorSpec
 from loka_onnx.core.digests import digest_bytes, digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision

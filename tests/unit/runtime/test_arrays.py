@@ -1,7 +1,5 @@
 """Requests in arrays of other libraries: taken where they lie, answered in kind."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,12 +14,11 @@ import onnx.parser
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.bundle.contents import BundleContents, BundleEngine, Expectation
-from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.bundle.writer import BundleContents, BundleEngine, Expectation, write_bundle
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_file
 from loka_onnx.errors import DataError
-from loka_onnx.runtime import Engine, arrays, load
+from loka_onnx.runtime import Engine, load, requests
 from loka_onnx.sessions import dlpack
 from loka_onnx.sessions.dlpack import CUDA, Borrowed
 from loka_onnx.sessions.runner import Allocate, Arrays, Runner
@@ -30,8 +27,8 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx
 
 
 @pytest.fixture(scope="module")
-def engine(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with load(write_bundle(sample.contents, tmp_path_factory.mktemp("arrays") / "bundle")) as engine:
+def engine(original: Path) -> Iterator[Engine]:
+    with load(original) as engine:
         yield engine
 
 
@@ -53,7 +50,7 @@ def rows(count: int) -> np.ndarray:
     return np.random.default_rng(4).standard_normal((count, 16)).astype(np.float32)
 
 
-def test_a_tensor_is_read_where_it_lies_and_answered_by_tensors(engine: Engine, seen: list[Arrays]) -> None:
+def test_a_tensor_is_read_where_it_lies_and_answered_by_tensors(engine, seen):
     tensor = torch.from_numpy(rows(5))
     expected = engine.infer({"dense": rows(5)})["ctr"]
     answer = engine.infer({"dense": tensor})["ctr"]
@@ -64,7 +61,7 @@ def test_a_tensor_is_read_where_it_lies_and_answered_by_tensors(engine: Engine, 
     np.testing.assert_array_equal(engine.infer({"dense": tensor})["ctr"].numpy(), expected)
 
 
-def test_an_array_of_an_unknown_library_is_answered_by_numpy(engine: Engine, seen: list[Arrays]) -> None:
+def test_an_array_of_an_unknown_library_is_answered_by_numpy(engine, seen):
     class Foreign:
         """Speaks DLPack and nothing else."""
 
@@ -96,7 +93,7 @@ def test_an_array_of_an_unknown_library_is_answered_by_numpy(engine: Engine, see
         (lambda x: x.to(torch.float8_e4m3fn), "cannot be read|has a type that NumPy lacks"),
     ],
 )
-def test_what_is_not_taken_says_why(engine: Engine, make: Any, message: str) -> None:
+def test_what_is_not_taken_says_why(engine, make, message):
     with pytest.raises(DataError, match=message):
         engine.infer({"dense": make(torch.zeros(2, 16))})
 
@@ -132,12 +129,12 @@ def brain_float(sample: SampleRun, root: Path) -> BundleContents:
     )
 
 
-def test_bf16_goes_in_and_comes_out() -> None:
+def test_bf16_goes_in_and_comes_out():
     tensor = torch.arange(6.0).bfloat16().reshape(2, 3)
     array = dlpack.on_host(tensor)
     assert array.dtype == ml_dtypes.bfloat16
     assert array.ctypes.data == tensor.data_ptr()
-    back = arrays.from_host(array * array, arrays.kind_of(tensor))
+    back = requests.from_host(array * array, requests.kind_of(tensor))
     assert back.dtype == torch.bfloat16
     torch.testing.assert_close(back, tensor * tensor)
     # The view keeps what it looks at.
@@ -145,7 +142,7 @@ def test_bf16_goes_in_and_comes_out() -> None:
     assert float(pointer.astype(np.float32).sum()) == 3000.0
 
 
-def test_a_model_of_bf16_is_served(sample: SampleRun, tmp_path: Path) -> None:
+def test_a_model_of_bf16_is_served(sample, tmp_path):
     place = write_bundle(brain_float(sample, tmp_path / "run"), tmp_path / "bundle")
     with load(place) as engine:
         tensor = torch.linspace(-3, 3, 32).bfloat16().reshape(2, 16)
@@ -203,11 +200,11 @@ def on_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> DeviceRunner:
 
     stand_in = SimpleNamespace(empty=empty, float32=torch.float32)
     stand_in.device = lambda *place: torch.device("cpu")
-    monkeypatch.setitem(arrays.sys.modules, "torch", stand_in)  # type: ignore[arg-type]
+    monkeypatch.setitem(requests.sys.modules, "torch", stand_in)  # type: ignore[arg-type]
     return runner
 
 
-def test_a_request_on_the_device_stays_there(engine: Engine, on_device: DeviceRunner) -> None:
+def test_a_request_on_the_device_stays_there(engine, on_device):
     tensor = torch.from_numpy(rows(3)).as_subclass(OnDevice)
     before = engine.metrics.snapshot()
     answer = engine.infer({"dense": tensor})["ctr"]
@@ -220,15 +217,13 @@ def test_a_request_on_the_device_stays_there(engine: Engine, on_device: DeviceRu
     assert (now.requests - before.requests, now.host_copies - before.host_copies) == (1, 0)
 
 
-def test_a_request_on_a_device_is_checked_like_any(engine: Engine, on_device: DeviceRunner) -> None:
+def test_a_request_on_a_device_is_checked_like_any(engine, on_device):
     with pytest.raises(DataError, match=r"float32\(3, 4\), the model takes"):
         engine.infer({"dense": torch.zeros(3, 4).as_subclass(OnDevice)})
     assert on_device.addresses == []
 
 
-def test_an_engine_of_the_host_gets_a_copy_which_is_counted(
-    engine: Engine, on_device: DeviceRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_of_the_host_gets_a_copy_which_is_counted(engine, on_device, monkeypatch):
     monkeypatch.setattr(on_device, "device", None, raising=False)
     before = engine.metrics.snapshot().host_copies
     answer = engine.infer({"dense": torch.from_numpy(rows(3)).as_subclass(OnDevice)}, like=np.empty(0))["ctr"]
@@ -238,20 +233,20 @@ def test_an_engine_of_the_host_gets_a_copy_which_is_counted(
     assert engine.metrics.snapshot().host_copies == before + 1
 
 
-def test_a_masked_array_is_refused(engine: Engine) -> None:
+def test_a_masked_array_is_refused(engine):
     with pytest.raises(DataError, match="an array is masked"):
         engine.infer({"dense": np.ma.masked_array(rows(3), mask=rows(3) > 0)})
 
 
 @pytest.mark.parametrize("request_", [None, 3, [rows(2)], "x", {"dense"}, rows(1)])
-def test_a_request_that_is_no_mapping_is_refused(engine: Engine, request_: Any) -> None:
+def test_a_request_that_is_no_mapping_is_refused(engine, request_):
     for named in ({}, {"like": np.empty(0)}):
         with pytest.raises(DataError, match="a request is a mapping of names to arrays"):
             engine.infer(request_, **named)
 
 
 @pytest.mark.parametrize("place", [(1,), 5, ("a", 0), RuntimeError("boom")])
-def test_an_object_that_does_not_say_where_it_lies_is_no_array(engine: Engine, place: Any) -> None:
+def test_an_object_that_does_not_say_where_it_lies_is_no_array(engine, place):
     class Strange:
         def __dlpack_device__(self) -> Any:
             if isinstance(place, Exception):

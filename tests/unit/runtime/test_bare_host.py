@@ -1,7 +1,5 @@
 """A fleet host without the packages that a pipeline needs: an ONNX Runtime bundle loads and answers there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

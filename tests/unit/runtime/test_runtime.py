@@ -1,32 +1,26 @@
 import dataclasses
-import io
 import logging
-import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from altered import put
-from sample_run import SampleRun, expectation, make_run
+from sample_run import expectation
 
-from loka_onnx.bundle.contents import BundleContents
-from loka_onnx.bundle.writer import write_bundle
-from loka_onnx.core.digests import digest_file
-from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.bundle.writer import BundleContents, write_bundle
 from loka_onnx.engines.tensorrt import spec as tensorrt
 from loka_onnx.errors import DataError, EngineError
-from loka_onnx.runtime import Cause, load
-from loka_onnx.sessions import backends, cuda, host_devices
+from loka_onnx.runtime import load
+from loka_onnx.sessions import cuda, host_devices
 from loka_onnx.sessions.cuda import CudaDevice
 from loka_onnx.sessions.runner import Runner
 
 
-@pytest.fixture(scope="module")
-def bundle(sample: SampleRun, tmp_path_factory) -> Path:
-    return write_bundle(sample.contents, tmp_path_factory.mktemp("deployed") / "bundle")
+@pytest.fixture
+def bundle(original: Path) -> Path:
+    return original
 
 
 def rows(count: int) -> np.ndarray:
@@ -93,24 +87,6 @@ def test_a_program_is_loaded_only_from_a_trusted_origin(sample, bundle, monkeypa
     assert engine._runner.closed
 
 
-def test_a_trusted_program_without_its_gpu_is_passed_over(bundle, monkeypatch):
-    monkeypatch.setattr(cuda, "list_cuda_devices", lambda: ())
-    monkeypatch.setattr(backends, "is_installed", lambda module: True)
-    (skipped,) = load(bundle, trust=True).skipped
-    assert (skipped.cause, skipped.reason) == (
-        Cause.DEVICE,
-        "cannot run here: the engine is for sm89 and this host has no NVIDIA GPU",
-    )
-    monkeypatch.setattr(backends, "is_installed", lambda module: False)
-    (skipped,) = load(bundle, trust=True).skipped
-    assert skipped.cause is Cause.LIBRARY
-    # Both at once: who installs the library should know that it will not help.
-    assert skipped.reason.startswith(
-        "TensorRT for RTX is not installed; pip install 'loka-onnx[tensorrt-rtx]' ("
-    )
-    assert skipped.reason.endswith("this host has no NVIDIA GPU")
-
-
 def test_answers_are_those_of_the_model_that_was_evaluated(sample, tmp_path):
     engine = load(write_bundle(with_engines(sample.contents, 2), tmp_path / "bundle"))
     assert engine.entry.simulated
@@ -145,24 +121,6 @@ def test_an_engine_that_answers_wrong_is_never_ready(sample, tmp_path, caplog):
         load(write_bundle(broken, tmp_path / "broken"))
 
 
-def test_an_engine_that_cannot_be_read_is_passed_over(sample, tmp_path):
-    run = make_run(tmp_path / "run")
-    engine = run.contents.engines[1]
-    path = run.directory / str(engine.artifact.path)
-    import onnx
-
-    model = onnx.load(path)
-    model.graph.node[0].op_type = "NoSuchOperator"
-    path.write_bytes(model.SerializeToString())
-    artifact: EngineArtifact = dataclasses.replace(
-        engine.artifact, digest=digest_file(path), bytes=path.stat().st_size
-    )
-    contents = dataclasses.replace(run.contents, engines=(dataclasses.replace(engine, artifact=artifact),))
-    loaded = load(write_bundle(contents, tmp_path / "bundle"))
-    assert loaded.health().is_fallback
-    assert "ONNX Runtime refuses" in loaded.skipped[0].reason
-
-
 def test_health_notices_an_engine_that_goes_wrong(bundle, monkeypatch):
     engine = load(bundle)
     monkeypatch.setattr(engine._runner, "run", lambda inputs: {"ctr": np.full((8, 1), np.nan, np.float32)})
@@ -170,11 +128,8 @@ def test_health_notices_an_engine_that_goes_wrong(bundle, monkeypatch):
     assert not health.ready
     assert "output 'ctr' is off by nan" in health.detail
 
-    def fail(inputs):
-        raise EngineError("ONNX Runtime failed on a batch")
-
-    monkeypatch.setattr(engine._runner, "run", fail)
-    assert engine.health().detail == "ONNX Runtime failed on a batch"
+    monkeypatch.setattr(engine._runner, "run", Mock(side_effect=EngineError("ONNX Runtime failed")))
+    assert engine.health().detail == "ONNX Runtime failed"
 
 
 @pytest.mark.parametrize(
@@ -192,35 +147,3 @@ def test_health_notices_an_engine_that_goes_wrong(bundle, monkeypatch):
 def test_requests_that_the_engine_was_not_built_for(bundle, request_, message):
     with pytest.raises(DataError, match=message):
         load(bundle).infer(request_)
-
-
-def test_a_sample_that_unpacks_to_gigabytes_is_refused(sample, tmp_path):
-    place = write_bundle(sample.contents, tmp_path / "bundle")
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("input/dense.npy", b"\0" * (257 << 20))
-    assert len(buffer.getvalue()) < 1 << 20
-    put(place, "sample.npz", buffer.getvalue())
-    with pytest.raises(EngineError, match="the sample is too large"):
-        load(place)
-
-
-def test_a_sample_without_an_output_is_refused(sample, tmp_path):
-    place = write_bundle(sample.contents, tmp_path / "bundle")
-    buffer = io.BytesIO()
-    np.savez(buffer, **{"input/dense": rows(8)})
-    put(place, "sample.npz", buffer.getvalue())
-    with pytest.raises(EngineError, match="lacks an array"):
-        load(place)
-
-
-def test_the_runtime_imports_nothing_heavy():
-    code = (
-        "import sys, loka_onnx.runtime\n"
-        "heavy = {'torch', 'plotly', 'rich', 'jinja2', 'pyarrow', 'scipy', 'pandas', 'typer'}\n"
-        "found = [m.split('.')[1:] for m in sys.modules if m.startswith('loka_onnx.')]\n"
-        "rooms = {'.'.join(m[:2]) if m[0] == 'bundle' else m[0] for m in found} - {'bundle'}\n"
-        "print(sorted(heavy & set(sys.modules)), sorted(rooms))"
-    )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.strip() == "[] ['bundle.format', 'core', 'errors', 'runtime', 'sessions']"

@@ -1,32 +1,24 @@
 """The order in which engines are tried, and why one is not tried at all; nothing is opened for that."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sample_run import SampleRun
 
-from loka_onnx.bundle.format.files import verify_bundle
-from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import INSTRUCTIONS, EngineEntry, Manifest, Need, Requirement
 from loka_onnx.core.rewrite import Part
-from loka_onnx.engines.onnxruntime import providers
+from loka_onnx.engines.onnxruntime import providers, spec
 from loka_onnx.runtime import Cause, selection
-from loka_onnx.runtime.selection import in_order, obstacle
+from loka_onnx.runtime.selection import in_order, is_program, obstacle
 from loka_onnx.sessions import backends, cuda, host_devices
+from loka_onnx.sessions.backends import get_spec
 from loka_onnx.sessions.cuda import CudaDevice
+from loka_onnx.sessions.onnx_session import SessionOptions
 
 ort = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
-
-
-@pytest.fixture(scope="module")
-def manifest(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    return verify_bundle(write_bundle(sample.contents, tmp_path_factory.mktemp("order") / "bundle"))
 
 
 def host(monkeypatch: pytest.MonkeyPatch, *gpus: tuple[str, str], **libraries: str) -> None:
@@ -47,10 +39,6 @@ def entry(manifest: Manifest, name: str, **changes: Any) -> EngineEntry:
 H100 = ("NVIDIA H100 80GB HBM3", "sm90")
 
 
-def ids(entries: Sequence[EngineEntry]) -> list[str]:
-    return [each.id for each in entries]
-
-
 def test_this_device_first_then_its_architecture_then_the_processor_then_the_fp32_model(
     manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,83 +55,28 @@ def test_this_device_first_then_its_architecture_then_the_processor_then_the_fp3
         entry(manifest, "h100-second", target="nvidia-h100", **gpu),
         entry(manifest, "h100-third", target="nvidia-h100", **gpu),
     )
-    assert ids(in_order(manifest, engines)) == [
-        "h100-second",
-        "h100-third",
-        "h200",
-        "cpu",
-        "cpu-second",
-        "cpu-old",
-        manifest.fallback.id,
-    ]
+    expected = ["h100-second", "h100-third", "h200", "cpu", "cpu-second", "cpu-old", manifest.fallback.id]
+    assert [each.id for each in in_order(manifest, engines)] == expected
 
 
-@pytest.mark.parametrize(
-    ("changes", "gpus", "libraries", "cause", "said"),
-    [
-        ({"backend": "tensorrt"}, (H100,), {"tensorrt": "10.9"}, None, ""),
-        (
-            {"backend": "tensorrt"},
-            (H100,),
-            {"tensorrt": "10.8"},
-            Cause.VERSION,
-            "built by another version of TensorRT: by 10.9, this host has 10.8",
-        ),
-        (
-            {"backend": "tensorrt"},
-            (("RTX 4090", "sm89"),),
-            {"tensorrt": "10.9"},
-            Cause.DEVICE,
-            "cannot run here: the engine is for sm90 and this host has RTX 4090 (sm89)",
-        ),
-        (
-            {"backend": "tensorrt"},
-            (),
-            {},
-            Cause.LIBRARY,
-            "TensorRT is not installed; pip install 'loka-onnx[tensorrt]'; cannot run here: the engine is "
-            "for sm90 and this host has no NVIDIA GPU",
-        ),
-        ({"backend": "inductor", "version": "2.13.0+cu130"}, (H100,), {"torch": "2.13.1"}, None, ""),
-        (
-            {"backend": "inductor", "version": "2.12.0"},
-            (H100,),
-            {"torch": "2.13.1"},
-            Cause.VERSION,
-            "built by another version of PyTorch: by 2.12.0, this host has 2.13.1",
-        ),
-        (
-            {"backend": "onnxruntime"},
-            (H100,),
-            {},
-            Cause.DEVICE,
-            "this build of ONNX Runtime has no CUDAExecutionProvider",
-        ),
-        (
-            {"backend": "coreml"},
-            (H100,),
-            {},
-            Cause.BACKEND,
-            "this loader runs no engine of coreml on sm90",
-        ),
-        (
-            {"backend": "onnxruntime", "architecture": "npu9"},
-            (),
-            {},
-            Cause.BACKEND,
-            "this loader runs no engine of onnxruntime on npu9",
-        ),
-    ],
-)
-def test_what_keeps_an_engine_from_being_tried(  # noqa: PLR0917 — a table of cases
-    manifest: Manifest,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, str],
-    gpus: tuple[tuple[str, str], ...],
-    libraries: dict[str, str],
-    cause: Cause | None,
-    said: str,
-) -> None:
+RTX = ("RTX 4090", "sm89")
+NO_GPU = "pip install 'loka-onnx[tensorrt]'; cannot run here: the engine is for sm90 and this host has no"
+OBSTACLES: list[tuple[dict[str, str], tuple[Any, ...], dict[str, str], Cause | None, str]] = [
+    ({"backend": "tensorrt"}, (H100,), {"tensorrt": "10.9"}, None, ""),
+    ({"backend": "tensorrt"}, (H100,), {"tensorrt": "10.8"}, Cause.VERSION, "by 10.9, this host has 10.8"),
+    ({"backend": "tensorrt"}, (RTX,), {"tensorrt": "10.9"}, Cause.DEVICE, "this host has RTX 4090 (sm89)"),
+    ({"backend": "tensorrt"}, (), {}, Cause.LIBRARY, f"{NO_GPU} NVIDIA GPU"),
+    ({"backend": "inductor", "version": "2.13.0+cu130"}, (H100,), {"torch": "2.13.1"}, None, ""),
+    ({"backend": "inductor", "version": "2.12.0"}, (H100,), {"torch": "2.13.1"}, Cause.VERSION, "by 2.12.0,"),
+    ({"backend": "onnxruntime"}, (H100,), {}, Cause.DEVICE, "has no CUDAExecutionProvider"),
+    ({"backend": "coreml"}, (H100,), {}, Cause.BACKEND, "this loader runs no engine of coreml on sm90"),
+    ({"backend": "onnxruntime", "architecture": "npu9"}, (), {}, Cause.BACKEND, "of onnxruntime on npu9"),
+]
+
+
+@pytest.mark.parametrize("case", OBSTACLES)
+def test_what_keeps_an_engine_from_being_tried(manifest, monkeypatch, case):
+    changes, gpus, libraries, cause, said = case
     host(monkeypatch, *gpus, **libraries)
     made = entry(manifest, "engine", **{"architecture": "sm90", "version": "10.9", **changes})
     found = obstacle(made, Part.WHOLE, is_trusted=True)
@@ -154,12 +87,51 @@ def test_what_keeps_an_engine_from_being_tried(  # noqa: PLR0917 — a table of 
 @pytest.mark.parametrize(
     ("here", "runs"), [(("amx_int8", "avx512_vnni"), True), (("i8mm",), False), ((), False)]
 )
-def test_an_engine_of_integers_runs_on_its_instructions_only(
-    manifest: Manifest, monkeypatch: pytest.MonkeyPatch, here: tuple[str, ...], runs: bool
-) -> None:
+def test_an_engine_of_integers_runs_on_its_instructions_only(manifest, monkeypatch, here, runs):
     monkeypatch.setattr(selection, "integer_instructions", lambda: here)
     needed = (Requirement(INSTRUCTIONS, Need.EXACTLY, "avx512_vnni"),)
     cpu = {"backend": "onnxruntime", "architecture": "cpu", "target": "cpu"}
     found = obstacle(entry(manifest, "int8", requires=needed, **cpu), Part.WHOLE, is_trusted=False)
     assert (found is None) == runs
     assert found is None or (found.cause is Cause.DEVICE and "avx512_vnni" in found.reason)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What was asked of `open_io_binding`."""
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(spec, "open_io_binding", lambda *arguments: asked.append(arguments))
+    return asked
+
+
+def untrusted(backend: str, architecture: str) -> Any:
+    return SimpleNamespace(
+        id="e", backend=backend, architecture=architecture, version="1.31.1", path="engine.onnx"
+    )
+
+
+def open_entry(bundle: Path, entry: Any, options: SessionOptions | None) -> None:
+    """As the runtime opens an engine."""
+    get_spec(entry.backend).open(bundle / entry.path, entry.architecture, entry.version, options)
+
+
+def test_a_graph_on_cuda_is_data(opened, tmp_path):
+    cuda = untrusted("onnxruntime", "sm90")
+    assert not is_program(cuda)
+    open_entry(tmp_path, cuda, SessionOptions(threads=3))
+    open_entry(tmp_path, cuda, None)
+    asked = (tmp_path / "engine.onnx", "onnxruntime", "sm90", "1.31.1")
+    assert opened == [(*asked, 3), (*asked, 0)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "architecture"), [("onnxruntime_tensorrt", "sm90"), ("onnxruntime", "gfx942")]
+)
+def test_what_a_provider_compiled_is_a_program(backend, architecture, opened, tmp_path):
+    compiled = untrusted(backend, architecture)
+    found = obstacle(compiled, Part.WHOLE, is_trusted=False)
+    assert found is not None and found.cause is Cause.UNTRUSTED
+    assert f"engine of {backend} on {architecture} is a program" in found.reason
+    assert "`trust=True`" in found.reason
+    open_entry(tmp_path, compiled, None)
+    assert opened == [(tmp_path / "engine.onnx", backend, architecture, "1.31.1", 0)]

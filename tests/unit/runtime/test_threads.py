@@ -1,12 +1,9 @@
 """Many threads get what one gets, from every kind of session; closing waits for whoever is inside."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +14,8 @@ import onnx.parser
 import pytest
 from cut_models import cut_contents, request
 from fake_cuda_driver import FakeDriver
-from sample_run import SampleRun
 
-from loka_onnx.bundle.format.files import Sample, verify_bundle
+from loka_onnx.bundle.format.files import Sample
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.manifest import BatchRange, Manifest
@@ -194,11 +190,6 @@ def on_migraphx(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
 RUNNERS = (on_onnxruntime, on_fixed_buffers, on_inductor, on_inductor_graphs, on_tensorrt, on_migraphx)
 
 
-@pytest.fixture(scope="module")
-def manifest(sample: SampleRun, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    return verify_bundle(write_bundle(sample.contents, tmp_path_factory.mktemp("threads") / "bundle"))
-
-
 def engine_on(manifest: Manifest, runner: Runner) -> Engine:
     entry = dataclasses.replace(manifest.engines[1], batch=BatchRange(1, 4096))
     held = rows(8, 0)
@@ -206,9 +197,7 @@ def engine_on(manifest: Manifest, runner: Runner) -> Engine:
 
 
 @pytest.mark.parametrize("make", RUNNERS, ids=lambda make: make.__name__)
-def test_sixteen_threads_get_what_one_gets(
-    make: Callable[..., Runner], manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sixteen_threads_get_what_one_gets(make, manifest, tmp_path, monkeypatch):
     engine = engine_on(manifest, make(tmp_path, monkeypatch))
     # Sizes that are served, that are padded, that run as they come, and that take several programs.
     asked = [rows(1 + (number * 7) % 70, number) for number in range(THREADS * REQUESTS)]
@@ -230,7 +219,7 @@ def test_sixteen_threads_get_what_one_gets(
     engine.close()
 
 
-def test_a_cut_model_is_looked_up_in_many_threads(sample: SampleRun, tmp_path: Path) -> None:
+def test_a_cut_model_is_looked_up_in_many_threads(sample, tmp_path):
     engine = load(write_bundle(cut_contents(sample, tmp_path / "run"), tmp_path / "bundle"))
     asked = [request(1 + number % 9, seed=number) for number in range(64)]
     expected = [engine.infer(each)["ctr"] for each in asked]
@@ -257,7 +246,7 @@ class Slow(Runner):
         self.closed += 1
 
 
-def test_closing_waits_for_requests_and_refuses_new_ones(manifest: Manifest) -> None:
+def test_closing_waits_for_requests_and_refuses_new_ones(manifest):
     runner = Slow()
     engine = engine_on(manifest, runner)
     with ThreadPoolExecutor(4) as pool:

@@ -1,7 +1,5 @@
 """Every batch size that is served has run before a request comes, and smaller requests are padded to one."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,6 @@ from loka_onnx.errors import EngineError
 from loka_onnx.runtime import Cause, load
 from loka_onnx.runtime.engine import WARM_UPS
 from loka_onnx.sessions import onnx_session
-from loka_onnx.sessions.onnx_session import OnnxSession
-from loka_onnx.sessions.runner import Arrays
 
 ort = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
 
@@ -32,39 +28,17 @@ def bundle(sample: SampleRun, tmp_path: Path) -> Path:
     return write_bundle(dataclasses.replace(sample.contents, engines=engines), tmp_path / "bundle")
 
 
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each batch that the backend ran."""
-    sizes: list[int] = []
-
-    class Watched(OnnxSession):
-        def run(self, inputs: Any, *arguments: Any) -> Arrays:
-            sizes.append(len(inputs["dense"]))
-            return super().run(inputs, *arguments)
-
-    monkeypatch.setattr(onnx_session, "OnnxSession", Watched)
-    return sizes
-
-
-def test_sizes_that_were_timed_are_run_before_the_engine_is_ready(bundle: Path, ran: list[int]) -> None:
+def test_sizes_that_were_timed_are_run_before_the_engine_is_ready(bundle, sessions):
     engine = load(bundle)
     assert engine.entry.evaluation is not None
     assert [latency.batch for latency in engine.entry.evaluation.latencies] == [1024]
     # The self-test first: an engine that is wrong is not warmed up.
-    assert ran == [8, *[1024] * WARM_UPS]
+    assert sessions.ran == [8, *[1024] * WARM_UPS]
     assert engine.health().warm == (1024,)
 
 
-def test_an_engine_that_fails_at_a_size_that_it_serves_is_passed_over(
-    sample: SampleRun, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Fails(OnnxSession):
-        def run(self, inputs: Any, *arguments: Any) -> Arrays:
-            if len(inputs["dense"]) == 1024:
-                raise EngineError("no memory for 1024 rows")
-            return super().run(inputs, *arguments)
-
-    monkeypatch.setattr(onnx_session, "OnnxSession", Fails)
+def test_an_engine_that_fails_at_a_size_that_it_serves_is_passed_over(sample, bundle, sessions):
+    sessions.fail_at(1024, "", EngineError)
     engine = load(bundle)
     # The next engine was not timed, so that it does not run the size.
     assert engine.entry.id == sample.contents.engines[2].artifact.id
@@ -72,9 +46,7 @@ def test_an_engine_that_fails_at_a_size_that_it_serves_is_passed_over(
     assert "no memory for 1024 rows" in skipped.reason
 
 
-def test_a_request_is_padded_to_the_next_size_and_the_answer_is_cut(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_is_padded_to_the_next_size_and_the_answer_is_cut(bundle, monkeypatch):
     sizes = (16, 64)
     launched: list[int] = []
 

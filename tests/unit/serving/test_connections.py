@@ -1,7 +1,5 @@
 """Bodies that are refused and connections that stand still, over real sockets."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading
@@ -93,47 +91,34 @@ def infer(rows: int = 1, **more: Any) -> bytes:
         (post(b"0\r\n\r\n", "Content-Length: 5", "Transfer-Encoding: chunked"), 400),
     ],
 )
-def test_a_connection_whose_next_request_is_in_doubt_is_closed(
-    engine: Engine, data: bytes, status: int
-) -> None:
+def test_a_connection_whose_next_request_is_in_doubt_is_closed(engine, data, status):
     with running(engine, Limits(body_bytes=MIB, body_seconds=0.2)) as server, server.connect(data) as client:
         found = all_of(client)
         assert found.startswith(f"HTTP/1.1 {status} ".encode()) and b"\r\nconnection: close\r\n" in found
         assert found.count(b"HTTP/1.1") == 1
 
 
-def test_who_sends_too_much_is_told_so_and_not_reset(engine: Engine) -> None:
+def test_who_sends_too_much_is_told_so_and_not_reset(engine):
     with running(engine, Limits(body_bytes=MIB)) as server:
         response = httpx.post(f"{server.url}/v2/models/ranker/infer", content=bytes(20 * MIB), timeout=10)
         assert response.status_code == 413
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"",
-        b"GET /v2/health/live HTT",
-        b"no http at all\r\n\r\n",
-        b"POST /v2/models/ranker/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{",
-        b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{",
-        b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\n\r\nGET /v2 HT",
-        b"POST /v2/models/ranker/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 900000000\r\n\r\n{",
-    ],
-    ids=[
-        "nothing",
-        "half a head",
-        "no http",
-        "half a body",
-        "an answer",
-        "a body behind its answer",
-        "a head behind an answer",
-        "a body that is too large",
-    ],
-)
-def test_no_connection_holds_up_the_end_or_fills_the_log(
-    engine: Engine, sent: bytes, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\n"
+SENT = {
+    "nothing": b"",
+    "half a head": b"GET /v2/health/live HTT",
+    "no http": b"no http at all\r\n\r\n",
+    "half a body": post(b"{", "Content-Length: 1000"),
+    "an answer": LIVE + b"\r\n",
+    "a body behind its answer": LIVE + b"Content-Length: 1000\r\n\r\n{",
+    "a head behind an answer": LIVE + b"\r\nGET /v2 HT",
+    "a body that is too large": post(b"{", "Content-Length: 900000000"),
+}
+
+
+@pytest.mark.parametrize("sent", SENT.values(), ids=SENT)
+def test_no_connection_holds_up_the_end_or_fills_the_log(engine, sent, caplog, capfd):
     """A body that stands still is not a request under way."""
     with running(engine, Limits(closing_seconds=0.3)) as it:
         connection = it.connect(sent)

@@ -1,7 +1,5 @@
 """What is settled before a server listens: its packages, its name, its address, and whom it trusts."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -12,8 +12,7 @@ from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
 
-from loka_onnx.bundle.contents import BundleContents, BundleEngine, Expectation
-from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.bundle.writer import BundleContents, BundleEngine, Expectation, write_bundle
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec, TensorSpec
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact

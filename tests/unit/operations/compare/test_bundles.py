@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_run import SampleRun
 
-from loka_onnx.bundle.contents import BundleEngine
 from loka_onnx.bundle.format.archive import pack_bundle
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
-from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.bundle.writer import BundleEngine, write_bundle
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import Evaluation
 from loka_onnx.core.formats import Precision

@@ -16,29 +16,24 @@ that are one file in the bundle are one file here too, under several names.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import stat
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
-from loka_onnx.bundle.copies import Copies
 from loka_onnx.bundle.format.archive import as_directory
-from loka_onnx.bundle.format.files import Sample, read_sample, verify_bundle
+from loka_onnx.bundle.format.files import read_sample, verify_bundle
 from loka_onnx.bundle.format.replace import in_the_way, staged_directory
-from loka_onnx.bundle.triton.record import (
-    RECORD_NAME,
-    DeclinedEngine,
-    RepositoryModel,
-    TritonRepository,
-    files_of,
-    why_in_the_way,
-)
+from loka_onnx.bundle.writer import Copies
 from loka_onnx.core import serde
-from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_file
-from loka_onnx.core.manifest import MANIFEST_NAME, EngineEntry, Manifest, SparseCut
+from loka_onnx.core.manifest import MANIFEST_NAME, BundleFile, EngineEntry, Manifest, SparseCut
 from loka_onnx.core.rewrite import Part
+from loka_onnx.core.serde import STRICT
 from loka_onnx.engines.inductor.triton import rename_program
 from loka_onnx.engines.triton.forms import Form, Refusal, Source, form_of
 from loka_onnx.engines.triton.models import (
@@ -56,12 +51,73 @@ from loka_onnx.errors import (
     BundleInvalid,
     ConfigError,
     EngineError,
+    LokaError,
     OutputError,
     UserError,
 )
 
 LOOKED_UP = "looked_up/"
 """Prefix of the names of tensors between the steps of an ensemble."""
+RECORD_NAME = "loka-onnx.json"
+"""File of a repository that says what this project wrote into it."""
+BYTE_CODE = "__pycache__"
+"""Directory that Python writes beside the models of the Python backend when a server runs them."""
+
+
+@dataclass(frozen=True)
+class RepositoryModel:
+    """A model that clients call with the bundle's own inputs.
+
+    `backend` is Triton's name; `runs` are the models that it consists of, itself alone unless it is an
+    ensemble; `remarks` say what Triton does otherwise than `load`, and what the host must have.
+    """
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    engine: str
+    backend: str
+    runs: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeclinedEngine:
+    """An engine of the bundle that is not in the repository, and why."""
+
+    __pydantic_config__ = STRICT
+
+    engine: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class TritonRepository:
+    """A repository that was written (`loka-onnx.json`).
+
+    Attributes:
+        bundle: SHA-256 of the manifest of the bundle that it was made from.
+        model: Digest of the exported model.
+        name: The model that clients call.
+        preferred: Id of the engine behind it.
+        models: Models that take the bundle's own inputs, the preferred first.
+        directories: The directory of every model, sorted.
+        files: Every file but this document, by its path.
+        remarks: What holds for the repository as a whole.
+    """
+
+    SCHEMA: ClassVar[str] = "triton-repository/1"
+    __pydantic_config__ = STRICT
+
+    bundle: str
+    model: str
+    name: str
+    preferred: str
+    models: tuple[RepositoryModel, ...]
+    directories: tuple[str, ...]
+    files: tuple[BundleFile, ...]
+    declined: tuple[DeclinedEngine, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> TritonRepository:
@@ -78,13 +134,18 @@ def export_triton(bundle: Path, repository: Path, options: TritonOptions) -> Tri
     with as_directory(bundle) as directory:
         manifest = verify_bundle(directory)
         plan = _Plan(directory, manifest, options)
+        configs = {model.name: model.config(options) for model in plan.models}
+        configs |= {ensemble.name: ensemble.config() for ensemble in plan.ensembles}
         with staged_directory(destination) as stage:
-            writer = _Writer(directory, manifest, stage)
+            for name, config in configs.items():
+                # The server wants the directory of the version of an ensemble too.
+                (stage / name / VERSION).mkdir(parents=True)
+                (stage / name / "config.pbtxt").write_text(config, encoding="utf-8")
+            copies = Copies()
             for model in plan.models:
-                writer.add(model.name, model.config(options), model.files)
-            for ensemble in plan.ensembles:
-                writer.add(ensemble.name, ensemble.config(), ())
-            record = replace(plan.record, files=tuple(files_of(stage)))
+                for file in model.files:
+                    _write_file(file, stage / model.name / file.path, directory, manifest, copies)
+            record = replace(plan.record, files=_files_of(stage))
             serde.write(record, stage / RECORD_NAME)
     return record
 
@@ -94,7 +155,7 @@ class _Plan:
 
     def __init__(self, bundle: Path, manifest: Manifest, options: TritonOptions) -> None:
         self._bundle, self._manifest, self._options = bundle, manifest, options
-        self._sample: Sample = read_sample(bundle, manifest, manifest.fallback)
+        self._sample = read_sample(bundle, manifest, manifest.fallback)
         self._digest = digest_file(bundle / MANIFEST_NAME)
         self.models: list[BackendModel] = []
         self.ensembles: list[Ensemble] = []
@@ -102,11 +163,16 @@ class _Plan:
         declined: list[DeclinedEngine] = []
         for entry in _asked(manifest, options):
             form = self._form(entry)
-            if isinstance(form, Refusal):
-                declined.append(DeclinedEngine(entry.id, form.reason))
-            else:
+            if isinstance(form, Form):
                 called.append(self._add(entry, form))
-        _check_asked(options, declined)
+                continue
+            if entry.id in options.engines:
+                raise ConfigError(
+                    f"E1230 Triton cannot serve engine '{entry.id}'",
+                    evidence=form.reason,
+                    remedy="leave it out of `--engine`",
+                )
+            declined.append(DeclinedEngine(entry.id, form.reason))
         self._add_preferred(called[0])
         names = [*(model.name for model in self.models), *(ensemble.name for ensemble in self.ensembles)]
         # Systems that ignore case would lay two models over one another.
@@ -184,7 +250,7 @@ class _Plan:
         )
         entry = replace(entry, batch=replace(entry.batch, max=maximum))
         inputs = tuple(spec for spec in self._manifest.inputs if spec.name in cut.lookup_inputs)
-        form = form_of(self._source(entry, name, inputs, cut.tensors))
+        form = form_of(replace(self._source(entry, name), inputs=inputs, outputs=cut.tensors))
         if isinstance(form, Refusal):
             raise BundleError(f"E1227 Triton cannot serve the lookup model: {form.reason}")
         # Requests wait in front of the engine; waiting in front of the lookup as well would be twice.
@@ -205,19 +271,13 @@ class _Plan:
             )
         )
 
-    def _source(
-        self,
-        entry: EngineEntry,
-        name: str,
-        inputs: tuple[TensorSpec, ...] | None = None,
-        outputs: tuple[TensorSpec, ...] | None = None,
-    ) -> Source:
+    def _source(self, entry: EngineEntry, name: str) -> Source:
         return Source(
             bundle=self._bundle,
             entry=entry,
             name=name,
-            inputs=self._manifest.inputs_of(entry.part) if inputs is None else inputs,
-            outputs=self._manifest.outputs if outputs is None else outputs,
+            inputs=self._manifest.inputs_of(entry.part),
+            outputs=self._manifest.outputs,
             sample={**self._sample.inputs, **self._sample.looked_up},
             parameters=self._lineage(entry),
             instances=self._options.instances,
@@ -241,41 +301,22 @@ class _Plan:
         return f"{self._options.name}-{re.sub(r'[^A-Za-z0-9_.-]', '_', entry.id)}"
 
 
-class _Writer:
-    """A repository being filled."""
-
-    def __init__(self, bundle: Path, manifest: Manifest, root: Path) -> None:
-        self._bundle, self._manifest, self._root = bundle, manifest, root
-        self._copies = Copies()
-
-    def add(self, name: str, config: str, files: tuple[ModelFile, ...]) -> None:
-        """Writes a model."""
-        folder = self._root / name
-        # The server wants the directory of the version of an ensemble too.
-        (folder / VERSION).mkdir(parents=True)
-        (folder / "config.pbtxt").write_text(config, encoding="utf-8")
-        for file in files:
-            target = folder / file.path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if not file.source:
-                target.write_bytes(file.content)
-            elif file.program:
-                rename_program(self._bundle / file.source, file.program, target)
-            else:
-                self._copy(file.source, target)
-            target.chmod(0o644)
-        for path in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
-            path.chmod(0o755)
-
-    def _copy(self, path: str, target: Path) -> None:
-        digest = self._copies.copy(self._bundle / path, target)
-        if digest != self._manifest.file(path).sha256:
+def _write_file(file: ModelFile, target: Path, bundle: Path, manifest: Manifest, copies: Copies) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not file.source:
+        target.write_bytes(file.content)
+    elif file.program:
+        rename_program(bundle / file.source, file.program, target)
+    else:
+        digest = copies.copy(bundle / file.source, target)
+        if digest != manifest.file(file.source).sha256:
             raise BundleInvalid(
-                f"E1228 file '{path}' changed while it was copied",
-                where=str(self._bundle),
+                f"E1228 file '{file.source}' changed while it was copied",
+                where=str(bundle),
                 evidence=f"sha256 {digest[:16]}…",
                 remedy="copy the bundle again from where it was written",
             )
+    target.chmod(0o644)
 
 
 def _asked(manifest: Manifest, options: TritonOptions) -> tuple[EngineEntry, ...]:
@@ -290,16 +331,6 @@ def _asked(manifest: Manifest, options: TritonOptions) -> tuple[EngineEntry, ...
         )
     chosen = {*options.engines} or known
     return tuple(e for e in manifest.candidates if e.id in chosen or e == manifest.fallback)
-
-
-def _check_asked(options: TritonOptions, declined: list[DeclinedEngine]) -> None:
-    for each in declined:
-        if each.engine in options.engines:
-            raise ConfigError(
-                f"E1230 Triton cannot serve engine '{each.engine}'",
-                evidence=each.reason,
-                remedy="leave it out of `--engine`",
-            )
 
 
 def _remarks(manifest: Manifest, engines: list[str]) -> Iterator[str]:
@@ -328,6 +359,53 @@ def _check_destination(destination: Path, bundle: Path) -> None:
             evidence="a bundle holds exactly the files that its manifest lists",
             remedy="choose another directory",
         )
-    problem = why_in_the_way(destination) if os.path.lexists(destination) else ""
+    problem = _why_in_the_way(destination) if os.path.lexists(destination) else ""
     if problem:
         raise in_the_way(destination, problem)
+
+
+def _files_of(root: Path) -> tuple[BundleFile, ...]:
+    paths = sorted(path for path in root.rglob("*") if path.is_file())
+    return tuple(BundleFile(p.relative_to(root).as_posix(), p.stat().st_size, digest_file(p)) for p in paths)
+
+
+def _why_in_the_way(destination: Path) -> str:
+    """Why what is at a place may not be replaced by a repository; empty where it may.
+
+    An empty directory may, and a repository in which everything is as this project wrote it, or missing.
+    """
+    try:
+        if not destination.is_dir():
+            return "it is not a directory"
+        if not any(destination.iterdir()):
+            return ""
+        record = serde.read(TritonRepository, destination / RECORD_NAME)
+        return next(_additions(destination, record), "") or next(_changes(destination, record), "")
+    except (LokaError, OSError) as error:
+        reason = error.what if isinstance(error, LokaError) else str(error)
+        return f"it exists and is no repository that this project wrote, so it is not replaced: {reason}"
+
+
+def _additions(root: Path, record: TritonRepository) -> Iterator[str]:
+    """Yield files and directories beside those of the record; links are not followed."""
+    files = {RECORD_NAME, *(file.path for file in record.files)}
+    folders = {parent.as_posix() for path in files for parent in Path(path).parents}
+    folders |= {f"{name}{end}" for name in record.directories for end in ("", f"/{VERSION}")}
+    for path in sorted(root.rglob("*")):
+        name, mode = path.relative_to(root).as_posix(), path.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            is_known = name in folders or path.name == BYTE_CODE
+        else:
+            is_code = path.parent.name == BYTE_CODE and path.suffix == ".pyc"
+            is_known = stat.S_ISREG(mode) and (name in files or is_code)
+        if not is_known:
+            yield f"it holds '{name}', which this project did not write"
+
+
+def _changes(root: Path, record: TritonRepository) -> Iterator[str]:
+    """Files of the record that are there with another content, the sizes of all first."""
+    present = [file for file in record.files if os.path.lexists(root / file.path)]
+    sizes = (file for file in present if (root / file.path).lstat().st_size != file.bytes)
+    contents = (file for file in present if digest_file(root / file.path) != file.sha256)
+    for file in itertools.chain(sizes, contents):
+        yield f"'{file.path}' was changed after this project wrote it"

@@ -1,1 +1,0 @@
-"""A model repository of NVIDIA Triton Inference Server, made from a bundle."""

@@ -1,0 +1,6 @@
+"""Makes `benchmarks`, a package of the root, importable."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
