@@ -27,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import yaml
-from loka_onnx.pipeline.splits import bind_columns, open_splits
 
 from benchmarks.engines.timing import device_facts
 from benchmarks.engines.torch_compiled import TorchCompiled
@@ -39,6 +38,7 @@ from loka_onnx.config import OutputConfig, load_run_file
 from loka_onnx.core.formats import Precision
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
+from loka_onnx.pipeline.rows import bind_columns, open_splits
 
 Array = npt.NDArray[np.float64]
 Arrays = Mapping[str, npt.NDArray[Any]]

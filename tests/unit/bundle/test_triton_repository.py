@@ -11,7 +11,6 @@ import pytest
 import typer
 from cut_models import answer, cut_contents, request
 from google.protobuf import text_format
-from loka_onnx.engines.triton.text_format import Symbol, entries, render
 from sample_run import SampleRun, expectation, make_run
 from triton_rules import check_repository, check_session, infer, open_session, parameters, pb
 from typer.testing import CliRunner
@@ -23,7 +22,7 @@ from loka_onnx.cli.bundle import export_triton as export_triton_command
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.manifest import Manifest
-from loka_onnx.engines.triton.models import DATA_TYPES, TritonOptions
+from loka_onnx.engines.triton.models import DATA_TYPES, Symbol, TritonOptions, entries, render
 from loka_onnx.errors import BundleInvalid, ConfigError, OutputError
 from loka_onnx.graph import storage
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from loka_onnx.config.choices import Float8Format
 from small_models import LOGIT, SHARED, TWO_SITES, W1, artifact_of, columns_of, data_of, dataset_of
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.config import PlanConfig, ScaleRule
+from loka_onnx.config.fields import Float8Format
 from loka_onnx.core import serde
 from loka_onnx.core.formats import FLOATS
 from loka_onnx.core.profile import Profile
