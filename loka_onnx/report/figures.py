@@ -1,12 +1,9 @@
-"""Numbers with their origin.
+"""Numbers with their origin: those of report.json, and results of named formulas over these.
 
-A report shows numbers of report.json, and results of named formulas over these; nothing else. `Told` is text
-with the `Figure` behind each of its numbers, in order. `report.provenance` finds a figure's position in
-report.json when the whole document is known, so that tables need no index of the facts.
-
-A source is a list of terms separated by spaces, one for each number of the text. A term is a JSON pointer in
-its URI fragment form (RFC 6901, section 6), ``#/value/engines/0/bytes``, or a formula of terms,
-``ratio(#/value/a,#/value/b)``. `FORMULAS` has all of them.
+`Told` is text with the `Figure` behind each of its numbers, in order. `report.provenance` finds the position
+of each in report.json when the whole document is known: a source has one term for each number, a JSON pointer
+in its URI fragment form (RFC 6901, section 6), ``#/value/engines/0/bytes``, or a formula of `FORMULAS` over
+terms, ``ratio(#/value/a,#/value/b)``.
 """
 
 from __future__ import annotations
@@ -58,8 +55,7 @@ class Figure:
 class Told(str):
     """Text with the figures of its numbers, in order, and their source once the document is located.
 
-    Equal to the bare text and used like it; slices and formatted results are bare again (`told` joins without
-    loss).
+    Slices and formatted results are bare text again; `told` and `joined` lose nothing.
     """
 
     figures: tuple[Figure, ...]
@@ -121,16 +117,13 @@ def metric_interval(interval: Interval | None) -> Told:
 
 def told(template: str, *parts: object) -> Told:
     """Return `template` with each ``{}`` replaced by a part, keeping the parts' figures."""
-    return Told(template.format(*parts), _figures(parts))
+    figures = (figure for part in parts if isinstance(part, Told) for figure in part.figures)
+    return Told(template.format(*parts), tuple(figures))
 
 
 def joined(separator: str, parts: Sequence[object]) -> Told:
     """`separator.join` that keeps the figures."""
-    return Told(separator.join(map(str, parts)), _figures(parts))
-
-
-def _figures(parts: Sequence[object]) -> tuple[Figure, ...]:
-    return tuple(figure for part in parts if isinstance(part, Told) for figure in part.figures)
+    return told(separator.join(["{}"] * len(parts)), *parts)
 
 
 def _count(entries: Sequence[object] | Mapping[str, object], **where: str | bool) -> int:
@@ -155,14 +148,4 @@ FORMULAS: dict[str, Callable[..., float]] = {
     "interval_lower": lambda moments, sampling: float(sampling.interval_of(moments).lower),
     "interval_upper": lambda moments, sampling: float(sampling.interval_of(moments).upper),
 }
-"""Every formula of a report.
-
-* ``ratio(a,b)`` a ÷ b; ``product(a,b)``; ``sum(…)``; ``max(…)``; ``next(a)`` a + 1
-* ``entries(…)`` number of named places
-* ``count(list,field=value)`` entries of a list or mapping with all of these values
-* ``flops(site)`` 2·rows·n·k; ``fp8_able_flops(sites)`` their sum over the linear sites with k, n ≥ 16
-* ``product_flops(sites,others)`` the sum over all sites, and of ``flops_per_example`` of the others
-* ``relative_error(error)`` √(noise ÷ signal), each the first of its ``parts``
-* ``interval_value``, ``interval_lower``, ``interval_upper`` ``(moments,sampling)`` the confidence sequence of
-  a ratio of sums (`core.ratio_moments`)
-"""
+"""Every formula of a report; `docs/reference/report-json.md` tells readers what each is."""

@@ -17,7 +17,7 @@ from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
-from loka_onnx.report.document import Cell, Field, Table, Tone, cell, number, table_of, text
+from loka_onnx.report.document import Cell, Column, Table, Tone, number, table_of, text
 from loka_onnx.report.figures import Figure, Place, Told, at, derive, formed, shown
 
 
@@ -34,8 +34,9 @@ class Activation:
 
     @property
     def bounds(self) -> tuple[float, float, float] | None:
-        """Upper ends of magnitudes that round to zero, are subnormal, do not saturate; None without a
-        rounding scale, and with a zero point, as each sign then ends elsewhere.
+        """Upper ends of magnitudes that round to zero, are subnormal, do not saturate; None without a scale.
+
+        Also None with a zero point, as each sign then ends elsewhere.
         """
         scale, spec = self.scale.value, self.recipe.format if self.recipe is not None else None
         if spec is None or spec.has_zero_point or scale is None or not isfinite(scale) or scale <= 0:
@@ -69,13 +70,10 @@ def activations(data: ReportData, plan: PrecisionPlan | None) -> Iterator[Activa
         wanted = judged_recipe(decisions.get(site.name), profile)
         error = next((e for e in profile.errors if e.recipe == wanted), None)
         recipe = _recipe(error)
-        for operand in site.operands:
-            if operand.constant or operand.tensor not in profile.operands:
-                continue
-            scale = _scale(data, recipe, operand.tensor, error)
-            yield Activation(
-                site.name, operand.tensor, profile.operands[operand.tensor], recipe, scale, error
-            )
+        tensors = (operand.tensor for operand in site.operands if not operand.constant)
+        for tensor in (name for name in tensors if name in profile.operands):
+            scale = _scale(data, recipe, tensor, error)
+            yield Activation(site.name, tensor, profile.operands[tensor], recipe, scale, error)
             # Of an interaction, only the first activation was counted.
             error = None
 
@@ -101,10 +99,10 @@ def _recipe(error: ErrorStats | None) -> Recipe | None:
 
 def _saturated(activation: Activation) -> Cell:
     is_any = activation.error is not None and activation.error.saturated > 0
-    return cell(activation.counted("saturated"), Tone.WARN if is_any else Tone.PLAIN)
+    return Cell(activation.counted("saturated"), Tone.WARN if is_any else Tone.PLAIN)
 
 
-_FIELDS: tuple[Field[Activation], ...] = (
+_COLUMNS: tuple[Column[Activation], ...] = (
     text("Site", "site"),
     text("Activation", "tensor"),
     text("Format", lambda item: item.recipe.format.name if item.recipe is not None else numbers.NONE),
@@ -118,7 +116,7 @@ _FIELDS: tuple[Field[Activation], ...] = (
 
 def activation_table(data: ReportData, plan: PrecisionPlan | None) -> Table:
     """Return shares of each activation where the format is coarse or ends."""
-    return table_of("Activations and the range of the format", _FIELDS, activations(data, plan))
+    return table_of("Activations and the range of the format", _COLUMNS, activations(data, plan))
 
 
 def histogram_data(data: ReportData, plan: PrecisionPlan | None) -> dict[str, Any]:
@@ -130,30 +128,16 @@ def histogram_data(data: ReportData, plan: PrecisionPlan | None) -> dict[str, An
     sites: dict[str, list[dict[str, Any]]] = {site.name: [] for site in data.modified.sites}
     for item in activations(data, plan):
         histogram = item.stats.histogram
-        tensors[item.tensor] = {
-            "first": histogram.first,
-            "counts": histogram.counts,
-            "total": histogram.total,
-        }
-        facts = ((field.column.title, field.show(item)) for field in _FIELDS[1:])
-        sites[item.site].append(
-            {
-                "tensor": item.tensor,
-                "bounds": [log2(bound) for bound in item.bounds] if item.bounds is not None else None,
-                "facts": [[title, str(getattr(fact, "text", fact))] for title, fact in facts],
-            }
-        )
-    decisions = _decisions(plan)
-    return {
-        "tensors": tensors,
-        "sites": [
-            {"name": name, "activations": overlays, **_decided(decisions.get(name))}
-            for name, overlays in sites.items()
-        ],
+        tensors[item.tensor] = {name: getattr(histogram, name) for name in ("first", "counts", "total")}
+        bounds = None if item.bounds is None else [log2(bound) for bound in item.bounds]
+        facts = ((column.title, column.show(item)) for column in _COLUMNS[1:])
+        texts = [[title, str(getattr(fact, "text", fact))] for title, fact in facts]
+        sites[item.site].append({"tensor": item.tensor, "bounds": bounds, "facts": texts})
+    decided = {"verdict": Verdict.NOT_JUDGED.value, "precision": numbers.NONE, "reason": ""}
+    decisions = {
+        name: {key: getattr(decision, key) for key in decided} for name, decision in _decisions(plan).items()
     }
-
-
-def _decided(decision: Decision | None) -> dict[str, str]:
-    if decision is None:
-        return {"verdict": Verdict.NOT_JUDGED, "precision": numbers.NONE, "reason": ""}
-    return {"verdict": decision.verdict, "precision": decision.precision, "reason": decision.reason}
+    overlays = [
+        {"name": name, "activations": drawn, **decisions.get(name, decided)} for name, drawn in sites.items()
+    ]
+    return {"tensors": tensors, "sites": overlays}

@@ -17,7 +17,7 @@ from loka_onnx.report import ReportData
 from loka_onnx.report.chart import charts
 from loka_onnx.report.histograms import activation_table, histogram_data
 from loka_onnx.report.site_tables import sites_section
-from loka_onnx.report.speed_tables import speed_texts
+from loka_onnx.report.site_tables import speed_texts
 
 
 def test_shares_are_those_of_one_model_whatever_mods_padded(sample: SampleRun) -> None:
