@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from loka_onnx.config.data_sections import BatchConfig
-from loka_onnx.core.artifact import OutputKind, OutputSpec
+from loka_onnx.core.artifact import OutputKind
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.evaluation import BudgetStatus, OutputEvaluation, PairedDifference
 from loka_onnx.core.intervals import Interval
@@ -189,7 +189,7 @@ def _batches(a: Side, b: Side, wanted: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Moved:
-    """Change of an output: root mean square of B less A, in the unit ``logit`` or ``value``, and the largest."""
+    """Root mean square of B less A on an output, and the largest; `unit` is ``logit`` or ``value``."""
 
     output: str
     unit: str

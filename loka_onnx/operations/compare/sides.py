@@ -48,12 +48,9 @@ class EngineUsed:
     """One engine that answered.
 
     Attributes:
-        id: Its id in the bundle; the file name of an ONNX model.
+        id: Its id in the bundle; the file name of an ONNX model, whose plan is empty.
         version: Version of the library that built it; of a model, of the one that loaded it.
-        plan: Empty for an ONNX model.
-        target: Device that it was built for.
-        device: Device that it ran on here, as the driver names it.
-        simulated: Its FP8 is simulated, so that its latency is not meaningful.
+        target: Device that it was built for; `device` is the one that it ran on, as the driver names it.
         digest: SHA-256 of the engine file; of a model, over its graph and its weights.
         is_fallback: It is the FP32 model of the bundle, because no emitted engine runs here.
     """
@@ -82,7 +79,7 @@ class EngineUsed:
 
 @dataclass(frozen=True)
 class Side:
-    """One side (``A`` or ``B``), ready to answer.
+    """One side (``A`` or ``B``), ready to answer requests of `least_rows` to `most_rows`.
 
     Attributes:
         kind: Kind of deployment, in words.
@@ -90,7 +87,6 @@ class Side:
         engines: Engines that answered, the main one first.
         routes: Engines by the rows of a request, ascending; empty where one takes all.
         skipped: Why engines that were preferred do not run here, by engine.
-        least_rows: Fewest rows of a request; `most_rows` likewise.
         run: Answers one request of the model's inputs, while it is open.
         load: Loads it once more until the stack closes, and returns what answers a request.
         judged: Outputs that its accuracy was judged on, as it records them; empty for a model.
@@ -225,14 +221,13 @@ def _open_bundle(directory: Path, path: Path, name: str, opening: Opening, stack
     routes = dict(sorted(engine.health().routes.items()))
     expected = _answering(engine, routes)
     entries = {entry.id: entry for entry in manifest.candidates}
+    used = dict.fromkeys((engine.entry.id, *routes.values()))
     return Side(
         name=name,
         path=path,
         kind="bundle" if path.is_dir() else "bundle in a single file",
         digest=manifest.model_digest,
-        engines=tuple(
-            _used(entries[id_], manifest) for id_ in dict.fromkeys((engine.entry.id, *routes.values()))
-        ),
+        engines=tuple(_used(entries[id_], manifest) for id_ in used),
         least_rows=engine.entry.batch.min,
         most_rows=engine.entry.batch.max,
         run=engine.infer,

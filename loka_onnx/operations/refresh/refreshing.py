@@ -28,8 +28,14 @@ from loka_onnx.errors import BudgetMissed, ConfigError, ModelError
 from loka_onnx.graph.structure import differences
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.operations.refresh.earlier import EarlierRun
-from loka_onnx.operations.refresh.moves import output_moves, site_moves
-from loka_onnx.operations.refresh.replanning import planned_recipe_ids, replan, unproven_reason
+from loka_onnx.operations.refresh.replanning import (
+    CERTIFICATION,
+    output_moves,
+    planned_recipe_ids,
+    replan,
+    site_moves,
+    unproven_reason,
+)
 from loka_onnx.pipeline.accepting import check_data
 from loka_onnx.pipeline.candidates import build_engines
 from loka_onnx.pipeline.context import Context, RunSettings
@@ -45,7 +51,6 @@ from loka_onnx.pipeline.splitting import cut_model
 from loka_onnx.pipeline.versions import library_versions
 
 REPLAN = Stage("replan", "plan.json", PlanSet)
-CERTIFICATION = "certification"
 STAGES = (
     "export",
     "check data",

@@ -19,7 +19,7 @@ from small_models import LOGIT, artifact_of, columns_of, dataset_of
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.data import Dataset
-from loka_onnx.operations.drift.baseline import Baseline
+from loka_onnx.operations.drift.live import Baseline
 from loka_onnx.operations.drift.measure import measure_drift
 from loka_onnx.operations.drift.report import DriftOptions, DriftReport
 
