@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from loka_onnx.calibration.observers.batch_spread import COLUMN
@@ -87,30 +86,36 @@ def exposition(tally: Tally, report: DriftReport | None, labels: dict[str, str])
             evidence=str(error),
             remedy="pip install 'loka-onnx[serve]'",
         ) from error
-    families = list(_families(tally, [("monitor_info", 1.0, labels), *(_gauges(report) if report else ())]))
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(SimpleNamespace(collect=lambda: families))
+    registry.register(
+        _Collector(tally, [("monitor_info", 1.0, labels), *(_gauges(report) if report else ())])
+    )
     return generate_latest(registry).decode()
 
 
-def _families(tally: Tally, samples: list[_Sample]) -> Iterator[Any]:
-    """Yield the metric families that have samples."""
-    from prometheus_client.core import CounterMetricFamily as Counters
-    from prometheus_client.core import GaugeMetricFamily
+@dataclass(frozen=True, eq=False)
+class _Collector:
+    tally: Tally
+    samples: list[_Sample]
 
-    for attribute, name, text in _COUNTERS:
-        yield Counters(f"{PREFIX}monitor_{name}", text, value=getattr(tally, attribute))
-    for attribute, name, label, text in _COUNTERS_BY_NAME:
-        family = Counters(PREFIX + name, text, labels=[label])
-        for key, count in sorted(getattr(tally, attribute).items()):
-            family.add_metric([key], count)
-        if family.samples:
-            yield family
-    gauges: dict[str, Any] = {}
-    for name, value, labels in samples:
-        new = GaugeMetricFamily(PREFIX + name, _GAUGES[name], labels=list(labels))
-        gauges.setdefault(name, new).add_metric(list(labels.values()), value)
-    yield from gauges.values()
+    def collect(self) -> Iterator[Any]:
+        """Yield the metric families that have samples."""
+        from prometheus_client.core import CounterMetricFamily as Counters
+        from prometheus_client.core import GaugeMetricFamily
+
+        for attribute, name, text in _COUNTERS:
+            yield Counters(f"{PREFIX}monitor_{name}", text, value=getattr(self.tally, attribute))
+        for attribute, name, label, text in _COUNTERS_BY_NAME:
+            family = Counters(PREFIX + name, text, labels=[label])
+            for key, count in sorted(getattr(self.tally, attribute).items()):
+                family.add_metric([key], count)
+            if family.samples:
+                yield family
+        gauges: dict[str, Any] = {}
+        for name, value, labels in self.samples:
+            new = GaugeMetricFamily(PREFIX + name, _GAUGES[name], labels=list(labels))
+            gauges.setdefault(name, new).add_metric(list(labels.values()), value)
+        yield from gauges.values()
 
 
 def _gauges(report: DriftReport) -> Iterator[_Sample]:
