@@ -159,8 +159,7 @@ def export_triton(  # noqa: PLR0913, PLR0917 - typer reads one parameter for eac
         Path, typer.Argument(metavar="REPOSITORY", help="The repository to write.", show_default=False)
     ],
     name: Annotated[
-        str,
-        typer.Option(metavar="N", help="Model that clients call.  [default: name of the bundle]"),
+        str, typer.Option(metavar="N", help="Model that clients call.  [default: name of the bundle]")
     ] = "",
     engine: Annotated[
         list[str] | None,

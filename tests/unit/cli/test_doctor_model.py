@@ -10,7 +10,7 @@ import onnx.parser
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from loka_onnx.cli.diagnosis import describe_model
+from loka_onnx.cli.doctor import describe_model
 from loka_onnx.cli.main import main
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.errors import ModelError
