@@ -42,11 +42,8 @@ def decided(base: ReportData) -> ReportData:
     evaluations.append(dataclasses.replace(_evaluation(base, emitted, DELTA.value), split="certification"))
     why = {"fp32": Why.SLOWER, "bf16": Why.SLOWER, "fp8-all": Why.BEYOND}
     times = {"fp32": OVER_FP32, "bf16": OVER_BF16, "fp8-all": None}
-    losers = tuple(
-        Rejection(e.id, why[e.plan], f"{why[e.plan]}", times[e.plan], 0.4)
-        for e in engines
-        if e is not emitted
-    )
+    others = (e for e in engines if e is not emitted)
+    losers = tuple(Rejection(e.id, why[e.plan], f"{why[e.plan]}", times[e.plan], 0.4) for e in others)
     choice = TargetChoice("gpu", emitted.id, "fp8-safe", "fastest inside", "measured on the target", losers)
     return dataclasses.replace(
         base,
@@ -71,17 +68,10 @@ def _evaluation(base: ReportData, engine: EngineArtifact, value: float) -> Evalu
     delta = Interval(value, value - half, value + half, 0.95, 1600)
     status = "within" if delta.upper <= output.budget else "beyond"
     difference = dataclasses.replace(output.difference, delta_ne=delta)
-    return Evaluation(
-        engine.id,
-        engine.backend,
-        engine.plan,
-        engine.target,
-        "selection",
-        2400,
-        (dataclasses.replace(output, difference=difference, budget_status=status, rows_to_decide=None),),
-        (Latency(BATCH, LATENCIES_US[engine.plan], 150.0, 190.0, 200, "H100", True),),
-        "measured",
-    )
+    output = dataclasses.replace(output, difference=difference, budget_status=status, rows_to_decide=None)
+    latency = Latency(BATCH, LATENCIES_US[engine.plan], 150.0, 190.0, 200, "H100", True)
+    names = (engine.id, engine.backend, engine.plan, engine.target, "selection")
+    return Evaluation(*names, 2400, (output,), (latency,), "measured")
 
 
 def _speeds(base: ReportData) -> tuple[SiteSpeed, ...]:
@@ -106,17 +96,12 @@ def histogram(seed: int) -> MagnitudeHistogram:
 
 
 def _with_histograms(profile: Profile) -> Profile:
-    sites = tuple(
-        dataclasses.replace(
-            entry,
-            operands={
-                name: dataclasses.replace(stats, histogram=histogram(seed))
-                for name, stats in entry.operands.items()
-            },
-        )
-        for seed, entry in enumerate(profile.sites)
-    )
-    return dataclasses.replace(profile, sites=sites)
+    def drawn(entry: SiteProfile, seed: int) -> SiteProfile:
+        changes = {"histogram": histogram(seed)}
+        operands = {name: dataclasses.replace(s, **changes) for name, s in entry.operands.items()}
+        return dataclasses.replace(entry, operands=operands)
+
+    return dataclasses.replace(profile, sites=tuple(map(drawn, profile.sites, range(len(profile.sites)))))
 
 
 def large(base: ReportData, sites: int) -> ReportData:

@@ -146,10 +146,7 @@ def write_deployment(  # noqa: PLR0917
     """
     model = write_model(root / "model.onnx", exported or next(iter(plans.values())))
     digest = digest_file(model)
-    sample = {
-        "dense": np.ones((2, WIDTH), np.float32) / 8,
-        "item": np.zeros(2, np.int64),
-    }
+    sample = {"dense": np.ones((2, WIDTH), np.float32) / 8, "item": np.zeros(2, np.int64)}
     artifacts = {plan: _artifact(root, plan, weights) for plan, weights in plans.items()}
     engines = tuple(
         BundleEngine(

@@ -16,8 +16,7 @@ from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.statistics import NO_BATCHES
 from loka_onnx.errors import CalibrationError, ConfigError, UserError
 from loka_onnx.numerics.two_sample import exceedance_probability, holm
-from loka_onnx.operations.drift.live import Baseline
-from loka_onnx.operations.drift.live import measure_live
+from loka_onnx.operations.drift.live import Baseline, measure_live
 from loka_onnx.operations.drift.report import DriftOptions, DriftReport, Measure, Relevance
 
 EVERYTHING = Relevance(*[0.0] * 8)
