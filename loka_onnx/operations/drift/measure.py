@@ -124,16 +124,14 @@ def _too_few(baseline: Baseline, ours: int, theirs: int) -> str:
 
 def _compare_tensor(baseline: Baseline, live: Live, name: str, *, is_judged: bool) -> TensorDrift:
     before, after, beyond = baseline.ranges[name], live.ranges[name], live.beyond[name]
-    shifts: tuple[Shift, ...] = ()
-    p_beyond = 1.0
+    batches, p_beyond = after.spread.batches, 1.0
     if is_judged:
-        shifts = _shifts(before, after)
-        p_beyond = exceedance_probability(beyond, after.spread.batches, before.spread.batches)
+        p_beyond = exceedance_probability(beyond, batches, before.spread.batches)
     return TensorDrift(
         tensor=name,
         sites=tuple(entry.site for entry in baseline.profile.sites if name in entry.operands),
-        range=RangeShift(before.amax, after.amax, beyond, after.spread.batches, p_beyond),
-        shifts=shifts,
+        range=RangeShift(before.amax, after.amax, beyond, batches, p_beyond),
+        shifts=_shifts(before, after) if is_judged else (),
         stability_index=stability_index(before.histogram, after.histogram),
         columns=baseline.columns.get(name, ()),
     )
@@ -304,7 +302,7 @@ def _of_tensor(tensor: TensorDrift, relevance: Relevance) -> Iterator[Alarm]:
     for measure in (Measure.MEAN, Measure.RMS, Measure.ZEROS):
         shift, threshold = tensor.shift(measure.value), getattr(relevance, measure.value)
         if shift is not None and abs(shift.effect) >= threshold:
-            sentence = f"{_described(shift, name)}{_certainty(shift)}"
+            sentence = _described(shift, name)
             yield Alarm(tensor.tensor, measure, abs(shift.effect), threshold, shift.adjusted, sentence)
     index, threshold = tensor.stability_index, relevance.stability_index
     shares = [s for s in tensor.shifts if s.statistic == "zeros" or s.statistic.startswith(_OCTAVE)]
@@ -327,13 +325,10 @@ def _of_tensor(tensor: TensorDrift, relevance: Relevance) -> Iterator[Alarm]:
 def _of_columns(tensor: TensorDrift, options: DriftOptions) -> Iterator[Alarm]:
     """The worst column, and how many others there are."""
     threshold = options.relevance.column
-    shifts = [
-        shift
-        for shift in tensor.shifts
-        if shift.statistic.startswith(COLUMN)
-        and shift.adjusted <= options.family_wise
-        and abs(shift.effect) >= threshold
-    ]
+    certain = (
+        s for s in tensor.shifts if s.statistic.startswith(COLUMN) and s.adjusted <= options.family_wise
+    )
+    shifts = [shift for shift in certain if abs(shift.effect) >= threshold]
     if not shifts:
         return
     worst = max(shifts, key=lambda shift: abs(shift.effect))
@@ -342,7 +337,7 @@ def _of_columns(tensor: TensorDrift, options: DriftOptions) -> Iterator[Alarm]:
     if column < len(tensor.columns) and tensor.columns[column]:
         name = f"'{tensor.columns[column]}' (column {column} of '{tensor.tensor}')"
     more = f", and so did {others} other column{'s' * (others > 1)}" if others else ""
-    sentence = f"{_described(worst, name)}{_certainty(worst)}{more}"
+    sentence = f"{_described(worst, name)}{more}"
     yield Alarm(tensor.tensor, Measure.COLUMN, abs(worst.effect), threshold, worst.adjusted, sentence)
 
 
@@ -384,19 +379,16 @@ def _of_outputs(
 
 
 def _described(shift: Shift, name: str) -> str:
-    """The shift of a mean, an rms or a share of zeros."""
+    """The shift of a mean, an rms or a share of zeros, and how certain it is."""
     kind = shift.statistic.rpartition(".")[2]
+    what = f"{shift.live:.1%} of {name} are zero, {shift.profile:.1%} in the profile"
     if kind == "mean":
-        return (
-            f"the mean of {name} moved by {shift.effect:+.2f} standard deviations, "
-            f"from {shift.profile:.4g} to {shift.live:.4g}"
-        )
-    if kind == "rms":
-        return (
-            f"the rms of {name} is {1.0 + shift.effect:.2f} times the profile's, "
-            f"{shift.live:.4g} instead of {shift.profile:.4g}"
-        )
-    return f"{shift.live:.1%} of {name} are zero, {shift.profile:.1%} in the profile"
+        move = f"moved by {shift.effect:+.2f} standard deviations"
+        what = f"the mean of {name} {move}, from {shift.profile:.4g} to {shift.live:.4g}"
+    elif kind == "rms":
+        move = f"is {1.0 + shift.effect:.2f} times the profile's"
+        what = f"the rms of {name} {move}, {shift.live:.4g} instead of {shift.profile:.4g}"
+    return f"{what}{_certainty(shift)}"
 
 
 def _certainty(shift: Shift) -> str:

@@ -106,7 +106,7 @@ def site_moves(before: EarlierRun, profile: Profile, plans: PlanSet) -> tuple[Si
         for decision in plan.decisions:
             if decision.recipe is not None and decision.site not in moves:
                 moves[decision.site] = _site_move(before, profile, earlier.decision(decision.site), decision)
-    return tuple(sorted(moves.values(), key=lambda move: -_distance(move)))
+    return tuple(sorted(moves.values(), key=lambda m: -max(abs(log(m.activation)), abs(log(m.weight)))))
 
 
 def output_moves(before: EvaluationSet, now: EvaluationSet) -> tuple[OutputMove, ...]:
@@ -128,12 +128,9 @@ def output_moves(before: EvaluationSet, now: EvaluationSet) -> tuple[OutputMove,
 
 
 def _earlier(before: EvaluationSet, engine: str, output: str) -> Interval | None:
-    try:
-        outputs = before.of(engine, CERTIFICATION).outputs
-    except KeyError:
-        return None
-    difference = next((item.difference for item in outputs if item.output == output), None)
-    return None if difference is None else difference.judged
+    same = (e for e in before.evaluations if (e.engine, e.split) == (engine, CERTIFICATION))
+    changes = (item.difference for e in same for item in e.outputs if item.output == output)
+    return next((change.judged for change in changes if change is not None), None)
 
 
 def _site_move(before: EarlierRun, profile: Profile, was: Decision, now: Decision) -> SiteMove:
@@ -151,7 +148,3 @@ def _kl(profile: Profile, decision: Decision) -> dict[str, Interval]:
     recipe = decision.recipe.id if decision.recipe is not None else ""
     items = profile.site(decision.site).sensitivities
     return {item.output: item.kl for item in items if item.recipe == recipe}
-
-
-def _distance(move: SiteMove) -> float:
-    return max(abs(log(move.activation)), abs(log(move.weight)))
