@@ -5,9 +5,19 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+from changed_run import with_target
 
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, Latency, Rejection, TargetChoice, Why
+from loka_onnx.core.evaluation import (
+    Choice,
+    Evaluation,
+    EvaluationSet,
+    Latency,
+    Rejection,
+    Route,
+    TargetChoice,
+    Why,
+)
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.histogram import MagnitudeHistogram
 from loka_onnx.core.intervals import Interval
@@ -25,6 +35,8 @@ LATENCIES_US = {"fp32": 246.0, "bf16": 190.0, "fp8-safe": 117.0, "fp8-all": 109.
 """Median at batch 1,024 of each plan's engine on the target ``gpu``."""
 BATCH = 1024
 SCALE = 6.0 / 448
+MAIN, ROUTED = "gpu-onnxruntime-sm90-bf16", "gpu-onnxruntime-sm90-fp8-safe"
+HARM = Interval(0.0006, 0.0003, 0.0009, 0.999, 100)
 
 
 def decided(base: ReportData) -> ReportData:
@@ -54,6 +66,12 @@ def decided(base: ReportData) -> ReportData:
         profile=_with_histograms(dataclasses.replace(base.profile, synthetic=False)),
         data=dataclasses.replace(base.data, synthetic=False),
     )
+
+
+def routed(base: ReportData, plan: str = "fp8-safe") -> ReportData:
+    """The main engine is BF16; requests of more than 256 rows go to one in FP8."""
+    routes = (Route(256, MAIN, "bf16"), Route(1024, f"gpu-onnxruntime-sm90-{plan}", plan, OVER_FP32))
+    return with_target(decided(base), engine=MAIN, plan="bf16", routes=routes)
 
 
 def _engine(base: ReportData, plan: str) -> EngineArtifact:

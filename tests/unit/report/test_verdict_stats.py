@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 from changed_run import with_outputs, with_target
-from decided_run import decided
+from decided_run import HARM, MAIN, ROUTED, decided, routed
 from sample_run import BUDGET, SampleRun
 
-from loka_onnx.core.evaluation import EvaluationSet, Route, SliceDifference, Why
+from loka_onnx.core.evaluation import EvaluationSet, SliceDifference, Why
 from loka_onnx.core.intervals import Interval
 from loka_onnx.report import ReportData
 from loka_onnx.report.document import BudgetBar, Tone, Verdict
@@ -108,16 +108,6 @@ def test_a_bar_keeps_the_order_of_what_is_on_it(made: BudgetBar) -> None:
     places = made.places
     assert sorted(values, key=values.get) == sorted(places, key=places.get)
     assert all(0 < place < 100 for place in places.values())
-
-
-MAIN, ROUTED = "gpu-onnxruntime-sm90-bf16", "gpu-onnxruntime-sm90-fp8-safe"
-HARM = Interval(0.0006, 0.0003, 0.0009, 0.999, 100)
-
-
-def routed(base: ReportData, plan: str = "fp8-safe") -> ReportData:
-    """The main engine is BF16; requests of more than 256 rows go to one in FP8."""
-    routes = (Route(256, MAIN, "bf16"), Route(1024, f"gpu-onnxruntime-sm90-{plan}", plan, TIMES))
-    return with_target(decided(base), engine=MAIN, plan="bf16", routes=routes)
 
 
 def first_verdict(data: ReportData) -> Verdict:
