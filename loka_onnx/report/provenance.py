@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
 from typing import Any
 from urllib.parse import quote
 
@@ -92,10 +91,15 @@ def _is_container(value: object) -> bool:
     return isinstance(value, Mapping | tuple | list) or bool(_names(type(value)))
 
 
-@cache  # A report asks a million times.
+_NAMES: dict[type[Any], tuple[str, ...]] = {}
+"""Field names of dataclasses; a report asks a million times."""
+
+
 def _names(kind: type[Any]) -> tuple[str, ...]:
     """Return the field names of a dataclass; none for another type."""
-    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+    if kind not in _NAMES:
+        _NAMES[kind] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+    return _NAMES[kind]
 
 
 def _token(name: str) -> str:

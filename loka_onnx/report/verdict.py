@@ -96,8 +96,8 @@ def _verdict(data: ReportData, choice: TargetChoice) -> Verdict:
     has_fp8 = any(plan.quantized_sites for name in choice.plans if (plan := data.plan(name)) is not None)
     headline = f"{choice.target}: emit {' and '.join(f'{e.engine} (plan {e.plan})' for e in engines)}"
     tone = Tone.GOOD if has_fp8 and all(_is_within(data, e.engine) for e in engines) else Tone.WARN
-    facts, plan = tuple(_facts(data, choice, engines, has_fp8)), _plan_stat(data, choice)
-    stats = (plan, *_speed_stats(data, choice), *_cost_stats(data, choice), _latency_stat(data, choice))
+    facts, speeds = tuple(_facts(data, choice, engines, has_fp8)), _speed_stats(data, choice)
+    stats = (_plan_stat(data, choice), *speeds, *_cost_stats(data, choice), _latency_stat(data, choice))
     return Verdict(choice.target, headline, facts, tone, stats, _bars(data, choice))
 
 
