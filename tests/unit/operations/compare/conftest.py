@@ -1,4 +1,4 @@
-"""Makes `sample_run` importable, and builds one run for all tests."""
+"""Makes `sample_run` importable, and builds one run and two deployments for all tests."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "report"))
 
+from compared_deployments import Place, make_place
 from sample_run import SampleRun, make_run
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """Do not write into its directories."""
+    return make_place(tmp_path_factory.mktemp("compare"))
 
 
 @pytest.fixture(scope="session")
