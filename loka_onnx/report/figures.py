@@ -8,6 +8,7 @@ terms, ``ratio(#/value/a,#/value/b)``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,9 +111,10 @@ def percent_interval(interval: Interval | None, budget: float | None = None) -> 
 
 
 def metric_interval(interval: Interval | None) -> Told:
-    """Return `numbers.metric_interval` of an interval of the facts."""
-    text = numbers.metric_interval(interval)
-    return Told(text) if interval is None or text == numbers.NONE else Told(text, ends(interval))
+    """Return `numbers.metric_interval` of an interval of the facts; a dash for none."""
+    if interval is None or not math.isfinite(interval.value):
+        return Told(numbers.NONE)
+    return Told(numbers.metric_interval(interval), ends(interval))
 
 
 def told(template: str, *parts: object) -> Told:
