@@ -93,6 +93,6 @@ def _lines(refresh: Refresh) -> Iterator[str]:
     if refresh.fallback:
         yield f"everything was done anew: {refresh.fallback}"
         return
-    before = refresh.earlier_seconds
-    share = f"{refresh.seconds / before if before else 0.0:.0%} of the {before:.1f} s"
+    took = refresh.earlier_seconds
+    share = f"{refresh.seconds / took if took else 0.0:.0%} of the {took:.1f} s"
     yield f"refreshed in {refresh.seconds:.1f} s, {share} of the run before"

@@ -114,13 +114,12 @@ def show_engines(terminal: Terminal, result: RunResult) -> None:
     print_written(terminal, result, "engines.json")
 
 
-def _show_evaluation(terminal: Terminal, result: RunResult) -> None:
-    print_written(terminal, result, "evaluation.json")
-
-
 _VERBS: dict[Stage, tuple[str, Show]] = {
     Stage.EXPORT: ("Bring the model into canonical ONNX with named sites.", _show_model),
     Stage.PLAN: ("Decide the precision of each site.", _show_plans),
-    Stage.EVALUATE: ("Measure accuracy and latency of the engines.", _show_evaluation),
+    Stage.EVALUATE: (
+        "Measure accuracy and latency of the engines.",
+        lambda terminal, result: print_written(terminal, result, "evaluation.json"),
+    ),
     Stage.REPORT: ("Choose the engines and write the report.", print_outcome),
 }

@@ -137,11 +137,6 @@ class ReportData:
         """Return the choice that selects an engine; None if not selected."""
         return next((t for t in self.choice.targets if engine_id in t.engines), None)
 
-    def why_lost(self, engine_id: str) -> str:
-        """Return why a candidate was rejected; empty when it was chosen."""
-        losers = (loser for t in self.choice.targets for loser in t.losers if loser.engine == engine_id)
-        return "; ".join(dict.fromkeys(loser.reason for loser in losers))
-
 
 def confidence_text(data: ReportData, split: str) -> str:
     """Return the confidence of the judged intervals on a split, and of all slices together: ``95 %``."""

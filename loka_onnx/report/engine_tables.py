@@ -273,7 +273,8 @@ def _outcome(data: ReportData, row: _Row) -> str:
     """Return prose: reasons and remarks have numbers of their own, so none of them has a source here."""
     if row.engine is None:
         return "The exported FP32 model that every engine is compared with."
-    chosen, reason = data.chosen(row.name), data.why_lost(row.name)
+    chosen, losers = data.chosen(row.name), (loser for t in data.choice.targets for loser in t.losers)
+    reason = "; ".join(dict.fromkeys(loser.reason for loser in losers if loser.engine == row.name))
     parts = [f"Emitted for {chosen.target}: {chosen.reason}"] if chosen is not None else []
     parts += [f"Not chosen: {reason}"] if reason and chosen is None else []
     # For an engine that was not built, the reason equals its detail.

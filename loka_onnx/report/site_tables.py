@@ -68,7 +68,10 @@ def _tables(data: ReportData, plan: PrecisionPlan | None) -> Iterator[Table]:
         yield activation_table(data, plan)
     if len(data.plans.plans) > 1:
         yield _plan_table(data)
-    yield from _speed_tables(data)
+    for device in dict.fromkeys(speed.device for speed in data.plans.speeds):
+        speeds = [speed for speed in data.plans.speeds if speed.device == device]
+        caption = f"What FP8 saves on {device} by kernel times; sites of one tensor quantize it once"
+        yield table_of(caption, _speed_columns(speeds), speeds)
 
 
 def calibration_facts(profile: Profile) -> list[str]:
@@ -267,14 +270,6 @@ def speed_texts(data: ReportData) -> dict[str, str]:
         site: "; ".join(form.format(device, texts.get((site, device), unknown)) for device in devices)
         for site, _ in texts
     }
-
-
-def _speed_tables(data: ReportData) -> Iterator[Table]:
-    """Yield savings by site, of each device with kernel times."""
-    for device in dict.fromkeys(speed.device for speed in data.plans.speeds):
-        speeds = [speed for speed in data.plans.speeds if speed.device == device]
-        caption = f"What FP8 saves on {device} by kernel times; sites of one tensor quantize it once"
-        yield table_of(caption, _speed_columns(speeds), speeds)
 
 
 def _speed_columns(speeds: list[SiteSpeed]) -> tuple[Column[SiteSpeed], ...]:

@@ -30,17 +30,12 @@ _LONGEST_WORD = len("undecided,")
 _Cells = tuple[Text, ...]
 
 
-def plain_table(title: str) -> Table:
-    """Return an empty table without lines, as narrow as its content and its title."""
-    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.min_width = len(title)
-    return table
-
-
 def summary_table(data: ReportData, target: str, split: str) -> Table:
     """Return one row per engine of a target and output, the reference first; emitted engines have a ``*``."""
     judged = delta_heading(data)
-    table = plain_table(f"{data.title}, {target}: {split or numbers.NOT_MEASURED}")
+    title = Text(f"{data.title}, {target}: {split or numbers.NOT_MEASURED}")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.min_width = len(title)
     is_said = (True, bool(label_free_outputs(data)), data.is_synthetic)
     caption = compress(("* emitted", NO_LABELS, SYNTHETIC_BANNER), is_said)
     table.caption, table.caption_justify = "\n".join(caption), "left"

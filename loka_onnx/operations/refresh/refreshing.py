@@ -244,7 +244,9 @@ class _Attempt:
         plans = self.plans = _replanned(context, before, modified.model, profile)
         corrections = Correcting(context, modified.model, CORRECTION_ROWS).correct(plans)
         built = build_engines(judging, modified.model, plans, corrections, before.wanted)
-        _check_built(before, built.engines)
+        for engine in _chosen(before, built.engines):
+            if not engine.is_built and engine.status is not BuildStatus.WAITING:
+                raise _Outdated(f"engine '{engine.id}' {engine.status}: {engine.detail}", ModelError)
         evaluations = self.evaluations = _certify(judging, before, built.engines)
         _check_certified(before, built.engines, evaluations)
 
@@ -290,12 +292,6 @@ def _replanned(context: Context, before: EarlierRun, modified: ModelArtifact, pr
         return PlanSet(again, before.plans.notes, able_share=before.plans.able_share)
 
     return context.directory.document(REPLAN, {"plans": wanted, "profile": profile}, make)
-
-
-def _check_built(before: EarlierRun, engines: EngineSet) -> None:
-    for engine in _chosen(before, engines):
-        if not engine.is_built and engine.status is not BuildStatus.WAITING:
-            raise _Outdated(f"engine '{engine.id}' {engine.status}: {engine.detail}", ModelError)
 
 
 def _chosen(before: EarlierRun, engines: EngineSet) -> list[EngineArtifact]:

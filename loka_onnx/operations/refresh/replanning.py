@@ -48,12 +48,11 @@ def replan(
             return decision
         return reader.scaled(decision, sites[decision.site], decision.recipe)
 
-    return replace(
-        plan,
-        model_digest=model.digest,
-        decisions=tuple(again(decision) for decision in plan.decisions),
-        predicted_kl=_predicted(plan, profile, outputs),
-    )
+    # Of sites in FP8, together where they were measured together.
+    costs = Costs(profile, outputs) if plan.predicted_kl else None
+    kl = {spec.name: costs.predicted(plan.quantized_sites, spec) for spec in outputs} if costs else {}
+    decisions = tuple(map(again, plan.decisions))
+    return replace(plan, model_digest=model.digest, decisions=decisions, predicted_kl=kl)
 
 
 def unproven_reason(
@@ -85,14 +84,6 @@ def unproven_reason(
                         "fp16 does not hold"
                     )
     return ""
-
-
-def _predicted(plan: PrecisionPlan, profile: Profile, outputs: Sequence[OutputSpec]) -> dict[str, float]:
-    """Sum of what the sites in FP8 cost, together where they were measured together, by output."""
-    if not plan.predicted_kl:
-        return {}
-    costs = Costs(profile, outputs)
-    return {spec.name: costs.predicted(plan.quantized_sites, spec) for spec in outputs}
 
 
 # Changes ----------------------------------------------------------------------------------------
