@@ -12,18 +12,7 @@ from loka_onnx.core.throughput import Throughput, ThroughputSet
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Cell, Column, Section, Table, Tone, fact, number, prose, table_of, text
-from loka_onnx.report.figures import (
-    Place,
-    Told,
-    at,
-    counted,
-    derive,
-    ends,
-    formed,
-    percent_interval,
-    shown,
-    told,
-)
+from loka_onnx.report.figures import Place, Told, counted, derive, ends, formed, percent_interval, shown, told
 
 _TONES = {Why.BEYOND: Tone.BAD, Why.NOT_CERTIFIED: Tone.BAD, Why.FAILED: Tone.BAD} | dict.fromkeys(
     (Why.UNDECIDED, Why.NOT_RUN, Why.NO_SPEED, Why.OTHER_DEVICE), Tone.WARN
@@ -70,7 +59,7 @@ def times_text(times: Interval | None, missing: str = numbers.NOT_MEASURED) -> T
 
 def upper_text(judged: Rejection | Step) -> Told:
     """The upper bound over the budget, ``0.42×``."""
-    return formed("{:.2f}×".format, at(judged, "upper"), numbers.NOT_MEASURED)
+    return formed("{:.2f}×".format, Place(judged, "upper"), numbers.NOT_MEASURED)
 
 
 def _tables(data: ReportData) -> Iterator[Table]:
@@ -106,7 +95,7 @@ def _sizes(target: TargetChoice, index: int) -> str:
     is_last = index == len(target.routes) - 1
     if index == 0:
         return "every size" if is_last else told("up to {}", most)
-    least = formed(numbers.count, derive("next", at(target.routes[index - 1], "batch")))
+    least = formed(numbers.count, derive("next", Place(target.routes[index - 1], "batch")))
     return told("{} and more", least) if is_last else told("{} to {}", least, most)
 
 
@@ -137,7 +126,7 @@ def refinement_sections(data: ReportData) -> tuple[Section, ...]:
 
 def _summary(hardware: HardwareRefinement) -> str:
     best = f"'{hardware.best}' is the fastest" if hardware.best else "none is"
-    rounds = derive("max", *(at(step, "round") for step in hardware.steps)) if hardware.steps else None
+    rounds = derive("max", *(Place(step, "round") for step in hardware.steps)) if hardware.steps else None
     return told(
         "{}, {} {}: {} rounds in {}, ended because {}; {} inside the budget. Anchor: {}",
         hardware.target,
@@ -266,7 +255,7 @@ def _rate(measured: Throughput) -> Cell:
 
 
 def _rows(measured: Throughput) -> str:
-    rows = derive("product", at(measured, "requests_per_s"), at(measured, "batch"))
+    rows = derive("product", Place(measured, "requests_per_s"), Place(measured, "batch"))
     return formed("{:,.0f}".format, rows) if measured.requests_per_s else numbers.NONE
 
 
@@ -295,6 +284,9 @@ def _gains(throughput: ThroughputSet) -> Iterator[str]:
             "{} at batch {}: the chosen engine answers {}× the requests of {}",
             gain.target,
             shown(numbers.count, ours, "batch"),
-            formed("{:.2f}".format, derive("ratio", at(ours, "requests_per_s"), at(other, "requests_per_s"))),
+            formed(
+                "{:.2f}".format,
+                derive("ratio", Place(ours, "requests_per_s"), Place(other, "requests_per_s")),
+            ),
             gain.other,
         )

@@ -36,7 +36,6 @@ from loka_onnx.report.document import (
 from loka_onnx.report.figures import (
     Place,
     Told,
-    at,
     counted,
     derive,
     formed,
@@ -202,7 +201,7 @@ def _accuracy_table(data: ReportData, split: str) -> Table:
 
     caption = "Candidates"
     if evaluated := [e for e in data.evaluations.evaluations if e.split == split]:
-        rows_of_split = derive("max", *(at(evaluation, "rows") for evaluation in evaluated))
+        rows_of_split = derive("max", *(Place(evaluation, "rows") for evaluation in evaluated))
         caption = told("Candidates on {}, {} rows", split, formed(numbers.count, rows_of_split))
     judged = f"{delta_heading(data)} [{confidence_text(data, split)} interval]"
     columns: tuple[Column[_Row], ...] = (

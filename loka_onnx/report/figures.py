@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from loka_onnx.core.intervals import Interval
@@ -35,22 +35,16 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Derived:
-    """Result of a formula of `FORMULAS` over places; `where` restricts by field name, for `count`."""
+    """Result of a formula of `FORMULAS` over figures; `where` restricts by field name, for `count`."""
 
     formula: str
-    of: tuple[Origin, ...]
-    where: dict[str, str | bool] = field(default_factory=dict)
-
-
-Origin = Place | Derived
-
-
-@dataclass(frozen=True, eq=False)
-class Figure:
-    """One number, unrounded; None for none."""
-
+    of: tuple[Figure, ...]
+    where: dict[str, str | bool]
     value: float | None
-    origin: Origin
+
+
+Figure = Place | Derived
+"""One number with its origin; its `value` is unrounded, None for none."""
 
 
 class Told(str):
@@ -69,18 +63,11 @@ class Told(str):
         return self
 
 
-def at(owner: object, name: str) -> Figure:
-    """Return the number of a field or key."""
-    place = Place(owner, name)
-    return Figure(place.value, place)
-
-
-def derive(formula: str, *of: Figure | Place, **where: str | bool) -> Figure:
+def derive(formula: str, *of: Figure, **where: str | bool) -> Derived:
     """Return the result of a formula of `FORMULAS`; None where an argument is."""
     values = [item.value for item in of]
-    origins = tuple(item.origin if isinstance(item, Figure) else item for item in of)
     value = None if any(v is None for v in values) else FORMULAS[formula](*values, **where)
-    return Figure(value, Derived(formula, origins, where))
+    return Derived(formula, of, where, value)
 
 
 def counted(owner: object, name: str, **where: str | bool) -> Told:
@@ -90,7 +77,7 @@ def counted(owner: object, name: str, **where: str | bool) -> Told:
 
 def shown(form: Callable[[Any], str], owner: object, name: str) -> Told:
     """Return the number of a field as text; a dash for None."""
-    return formed(form, at(owner, name))
+    return formed(form, Place(owner, name))
 
 
 def formed(form: Callable[[Any], str], figure: Figure, missing: str = numbers.NONE) -> Told:
@@ -100,7 +87,7 @@ def formed(form: Callable[[Any], str], figure: Figure, missing: str = numbers.NO
 
 def ends(interval: Interval) -> tuple[Figure, Figure, Figure]:
     """Return estimate, lower and upper end, in printing order."""
-    return at(interval, "value"), at(interval, "lower"), at(interval, "upper")
+    return Place(interval, "value"), Place(interval, "lower"), Place(interval, "upper")
 
 
 def percent_interval(interval: Interval | None, budget: float | None = None) -> Told:

@@ -18,7 +18,7 @@ from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Cell, Column, Table, Tone, number, table_of, text
-from loka_onnx.report.figures import Figure, Place, Told, at, derive, formed, shown
+from loka_onnx.report.figures import Figure, Place, Told, derive, formed, shown
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Activation:
         """Return the share of elements of a kind, as counted by the error pass: ``saturated``, ``zeros``."""
         if self.error is None or not self.error.activation_count:
             return Told(numbers.NOT_MEASURED)
-        share = derive("ratio", at(self.error, elements), at(self.error, "activation_count"))
+        share = derive("ratio", Place(self.error, elements), Place(self.error, "activation_count"))
         return formed(numbers.error_percent, share)
 
 
@@ -81,8 +81,8 @@ def activations(data: ReportData, plan: PrecisionPlan | None) -> Iterator[Activa
 def _scale(data: ReportData, recipe: Recipe | None, tensor: str, error: ErrorStats | None) -> Figure:
     scales = data.profile.scales.get(recipe.activation_id, {}) if recipe is not None else {}
     if tensor in scales:
-        return at(scales, tensor)
-    return at(error, "activation_scale") if error is not None else Figure(None, Place(data))
+        return Place(scales, tensor)
+    return Place(error, "activation_scale") if error is not None else Place(None)
 
 
 def _decisions(plan: PrecisionPlan | None) -> dict[str, Decision]:

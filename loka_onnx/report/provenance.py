@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from loka_onnx.errors import InternalError
-from loka_onnx.report.figures import Derived, Figure, Origin, Told
+from loka_onnx.report.figures import Derived, Figure, Told
 
 _ROOT = "#/value"
 """Position of a document's value, as written by `core.serde`."""
@@ -36,9 +36,9 @@ class Pointers:
 
     def source(self, figures: Sequence[Figure]) -> str:
         """Return the terms of figures; InternalError for one whose object is not in the facts."""
-        return " ".join(self._term(figure.origin) for figure in figures)
+        return " ".join(map(self._term, figures))
 
-    def _term(self, origin: Origin) -> str:
+    def _term(self, origin: Figure) -> str:
         if isinstance(origin, Derived):
             where = (f"{name}={_literal(value)}" for name, value in origin.where.items())
             return f"{origin.formula}({','.join((*map(self._term, origin.of), *where))})"

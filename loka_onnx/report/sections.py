@@ -30,7 +30,7 @@ from loka_onnx.report.document import (
     text,
 )
 from loka_onnx.report.engine_tables import engines_section, fallbacks_section
-from loka_onnx.report.figures import Figure, Place, at, counted, derive, formed, shown, told
+from loka_onnx.report.figures import Figure, Place, counted, derive, formed, shown, told
 from loka_onnx.report.provenance import Pointers, located
 from loka_onnx.report.site_tables import calibration_facts, sites_section
 from loka_onnx.report.slice_tables import slices_sections
@@ -80,7 +80,7 @@ def _rewrites_section(data: ReportData) -> Section:
 
 
 def _seconds(record: RewriteRecord) -> Figure:
-    return derive("sum", at(record, "seconds"), at(record, "check_seconds"))
+    return derive("sum", Place(record, "seconds"), Place(record, "check_seconds"))
 
 
 def _entries(records: list[RewriteRecord]) -> Table:
@@ -168,10 +168,10 @@ def _other_products(model: ModelArtifact) -> Iterator[Table]:
     whole = _product_flops(model)
 
     def flops(product: OtherProduct) -> str:
-        return formed(numbers.count, at(product, "flops_per_example"), numbers.NOT_KNOWN)
+        return formed(numbers.count, Place(product, "flops_per_example"), numbers.NOT_KNOWN)
 
     def share(product: OtherProduct) -> str:
-        figure = derive("ratio", at(product, "flops_per_example"), whole)
+        figure = derive("ratio", Place(product, "flops_per_example"), whole)
         return formed(numbers.share, figure, numbers.NOT_KNOWN)
 
     columns: tuple[Column[OtherProduct], ...] = (

@@ -17,7 +17,7 @@ from loka_onnx.core.statistics import ErrorStats
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Cell, Column, Section, Table, Tone, number, prose, table_of, text
-from loka_onnx.report.figures import Place, Told, at, derive, formed, joined, percent_interval, shown, told
+from loka_onnx.report.figures import Place, Told, derive, formed, joined, percent_interval, shown, told
 from loka_onnx.report.histograms import activation_table, judged_recipe
 
 _SAFE_PLAN = "fp8-safe"
@@ -209,7 +209,7 @@ def _relative_error(row: _Row) -> str:
 def _rows_measured(row: _Row) -> str:
     if not row.sensitivities:
         return numbers.NONE
-    return formed(numbers.count, derive("max", *(at(s.kl_moments, "rows") for s in row.sensitivities)))
+    return formed(numbers.count, derive("max", *(Place(s.kl_moments, "rows") for s in row.sensitivities)))
 
 
 def _interval(sampling: Sampling, moments: RatioMoments | None, fixed: Interval | None) -> Told:
@@ -239,8 +239,8 @@ def _plan_table(data: ReportData) -> Table:
             cells.append(_precision_cell(decided.get(name, plan.base)))
     rows[f"{low} share of FP8-able FLOPs"] = [shown(numbers.share, plan, "fp8_share") for plan in plans]
     if data.plans.able_share is not None:
-        able = at(data.plans, "able_share")
-        parts = (derive("product", at(plan, "fp8_share"), able) for plan in plans)
+        able = Place(data.plans, "able_share")
+        parts = (derive("product", Place(plan, "fp8_share"), able) for plan in plans)
         rows[f"{low} share of the FLOPs of all products"] = [formed(numbers.share, part) for part in parts]
 
     def of_plan(place: int) -> Column[tuple[str, list[Cell | str]]]:

@@ -24,8 +24,8 @@ from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import BUDGET_TONES, BudgetBar, Cell, Stat, Tone, Verdict, can_be_drawn
 from loka_onnx.report.figures import (
+    Place,
     Told,
-    at,
     counted,
     derive,
     ends,
@@ -296,7 +296,7 @@ def _cost_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
     yield Stat(change.judged_name, Cell(value, BUDGET_TONES.get(worst.budget_status, Tone.PLAIN)), note)
     verdict: str = worst.verdict
     if worst.budget > 0:
-        part = derive("ratio", at(change.judged, "upper"), at(worst, "budget"))
+        part = derive("ratio", Place(change.judged, "upper"), Place(worst, "budget"))
         verdict = told("{}; the upper end is at {} of it", verdict, formed(numbers.error_percent, part))
     yield Stat("Budget", Cell(shown(numbers.budget_percent, worst, "budget")), verdict)
     guards = {guard.name: guard for guard in worst.guards}

@@ -16,7 +16,7 @@ from loka_onnx.core.evaluation import Latency
 from loka_onnx.report import document as report
 from loka_onnx.report import numbers
 from loka_onnx.report.document import Tone
-from loka_onnx.report.figures import Figure, Place, Told, formed, told
+from loka_onnx.report.figures import Place, Told, formed, told
 from loka_onnx.report.markdown import to_markdown
 from loka_onnx.report.webpage import Exhibits, to_html
 
@@ -119,7 +119,7 @@ def row(what: str, *sides: str | None, verdict: str = "", tone: Tone = Tone.PLAI
 
 def number(form: Callable[[Any], str], value: float | None) -> Told:
     """A number as text; a dash for None."""
-    return formed(form, Figure(value, Place(value)))
+    return formed(form, Place(value))
 
 
 def times(latency: Latency) -> Told:
@@ -242,7 +242,7 @@ def _cells(section: Section, pointer: str, name: str) -> Callable[[int], report.
         if value is None:
             return report.Cell("" if name == "verdict" else numbers.NONE)
         sources = (f"{pointer}/{at}/{name}/numbers/{place}" for place in range(len(value.numbers)))
-        figures = [Figure(number, Place(value, "numbers")) for number in value.numbers]
+        figures = [Place(number) for number in value.numbers]
         tone = section.rows[at].tone if name == "verdict" else Tone.PLAIN
         return report.Cell(Told(value.text, figures, " ".join(sources)), tone)
 

@@ -21,7 +21,7 @@ from loka_onnx.core import serde
 from loka_onnx.errors import InternalError
 from loka_onnx.report import HTML_NAME, MARKDOWN_NAME, ReportData, numbers
 from loka_onnx.report.document import Cell, Column, Document, Section, Table
-from loka_onnx.report.figures import FORMULAS, Place, Told, at, derive, formed, shown, told
+from loka_onnx.report.figures import FORMULAS, Place, Told, derive, formed, shown, told
 from loka_onnx.report.provenance import Pointers, located
 from loka_onnx.report.sections import build_document
 
@@ -285,7 +285,7 @@ def test_pointers_are_escaped_as_the_specification_says(run: ReportData) -> None
     nasty = "a/b~c d,(e)=%25é#"
     left_out = {nasty: 7}
     data = with_outputs(run, lambda o: dataclasses.replace(o, slices_left_out=left_out))
-    figure = derive("sum", at(left_out, nasty), at(left_out, nasty))
+    figure = derive("sum", Place(left_out, nasty), Place(left_out, nasty))
     text = located((told("{} of {}", formed(numbers.count, figure), "x"),), Pointers(data))[0]
     document = json.loads(serde.dumps(data))
     assert " " not in Cell(text).source
@@ -298,8 +298,5 @@ def test_pointers_are_escaped_as_the_specification_says(run: ReportData) -> None
 def test_joined_text_keeps_the_order_of_its_figures(run: ReportData) -> None:
     a, b = shown(numbers.count, run.profile, "rows"), shown(numbers.count, run.profile, "error_rows")
     text = told("{} ({})", told("{} then {}", b, a), "words")
-    assert [figure.origin.name for figure in text.figures if isinstance(figure.origin, Place)] == [
-        "error_rows",
-        "rows",
-    ]
+    assert [figure.name for figure in text.figures if isinstance(figure, Place)] == ["error_rows", "rows"]
     assert evaluate({"value": {"profile": {"rows": 3}}}, "next(#/value/profile/rows)") == 4
