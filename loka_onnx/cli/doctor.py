@@ -102,11 +102,7 @@ _PACKAGES = (
 
 
 def diagnose(model: Path | None = None) -> Diagnosis:
-    """Look at this machine, and at a model when one is given.
-
-    Raises:
-        ModelError: The model cannot be read.
-    """
+    """Look at this machine, and at a model when one is given."""
     return Diagnosis(
         machine=_machine(),
         backends={name: _availability(name) for name in backend_names()},

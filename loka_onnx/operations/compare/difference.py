@@ -197,11 +197,7 @@ def _line(item: Row, *, is_cut: bool) -> Text:
 
 
 def write_difference(difference: Difference, directory: Path) -> tuple[Path, ...]:
-    """Write comparison.json, comparison.md and comparison.html, each atomically, and return their paths.
-
-    Raises:
-        OutputError: The place cannot be written.
-    """
+    """Write comparison.json, comparison.md and comparison.html, each atomically, and return their paths."""
     document = page(difference)
     texts = (serde.dumps(difference), to_markdown(document), to_html(document, Exhibits()))
     paths = tuple(directory / name for name in FILES)

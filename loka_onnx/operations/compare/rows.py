@@ -108,12 +108,8 @@ class JudgedRows:
 def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
     """Settle which outputs are judged, and open the rows, a Parquet or npz file.
 
-    Raises:
-        ConfigError: An option names an output or input that is not there; A and B were judged differently,
-            and no option says what holds.
-        DataError: The file or a column cannot be used.
-        ModelError: The tables of the model cannot be read.
-        UserError: The run directory is of another version.
+    Raises ConfigError where an option names what is not there, or A and B were judged differently and no
+    option says what holds; DataError, ModelError and UserError where a file or the run cannot be read.
     """
     recorded, run = _recorded((a, b), options.run)
     bindings = bind_columns({**recorded.inputs, **options.inputs}, a.inputs, _bounds(a, b))

@@ -133,13 +133,8 @@ def open_side(path: Path, name: str, opening: Opening, place: ExitStack, engines
     """Load a bundle, in a directory or in a single file, or an ONNX model.
 
     `engines` frees what is loaded; `place` removes what a single file is unpacked to, and until then it can
-    be loaded once more.
-
-    Raises:
-        ConfigError: There is nothing at the path.
-        BundleInvalid: The bundle does not verify.
-        EngineError: Nothing in the bundle runs here.
-        ModelError: The model cannot be read or run.
+    be loaded once more. Raises ConfigError where there is nothing, BundleInvalid where a bundle does not
+    verify, EngineError or ModelError where nothing can be run here.
     """
     if not path.exists():
         raise ConfigError(
@@ -162,11 +157,7 @@ def open_side(path: Path, name: str, opening: Opening, place: ExitStack, engines
 
 
 def refuse_different_requests(a: Side, b: Side) -> None:
-    """Check that both sides answer the same requests with the same outputs.
-
-    Raises:
-        ConfigError: An input or an output is missing on one side, or of another type or shape.
-    """
+    """Raise ConfigError for an input or output that is missing on one side, or of another type or shape."""
     for what, ours, theirs in (("input", a.inputs, b.inputs), ("output", a.outputs, b.outputs)):
         mine, other = ({spec.name: spec for spec in specs} for specs in (ours, theirs))
         for name in sorted({*mine, *other}):

@@ -170,11 +170,7 @@ class RangeWatch:
         self._rows = 0
 
     def add(self, result: BatchResult[RangeBatch], where: str) -> None:
-        """Add one batch.
-
-        Raises:
-            CalibrationError: An activation is not finite.
-        """
+        """Add one batch; CalibrationError where an activation is not finite."""
         self.totals.add(result, where)
         self._rows += result.rows
         if result.rows != self._batch_rows:
@@ -196,8 +192,7 @@ def measure_live(
 ) -> Live:
     """Run all passes; `scratch` is for instrumented models, on the file system of the model.
 
-    Raises:
-        CalibrationError: An activation or an output is not finite.
+    Raises CalibrationError where an activation or an output is not finite.
     """
     size = baseline.batch_rows or DEFAULT_BATCH_ROWS
     rows = data.rows if options.rows is None else min(options.rows, data.rows)
@@ -294,11 +289,7 @@ def _means(spec: OutputSpec, scores: Sequence[Mapping[str, npt.NDArray[Any]]], b
 
 
 def total_kl(work: KlWork, batches: Iterable[tuple[str, BatchResult[Values]]]) -> dict[str, LiveKl]:
-    """KL of every output, from results of `work` with the names of their batches.
-
-    Raises:
-        CalibrationError: An output is not finite.
-    """
+    """KL of every output, from results of `work` with the names of their batches; all must be finite."""
     tables, rows = list[Values](), list[int]()
     for where, result in batches:
         if not np.isfinite(result.value).all():

@@ -69,14 +69,9 @@ _Sample = tuple[str, float, dict[str, str]]
 
 
 def exposition(tally: Tally, report: DriftReport | None, labels: dict[str, str]) -> str:
-    """All metrics in the text format of Prometheus.
+    """All metrics in the text format of Prometheus, or MissingPackage where its client is not installed.
 
-    Args:
-        report: The window against the profile; None before the first batch.
-        labels: Digests of the model and the profile.
-
-    Raises:
-        MissingPackage: `prometheus_client` is not installed.
+    `report` is of the window, None before the first batch; `labels` are digests of the model and the profile.
     """
     try:
         from prometheus_client import CollectorRegistry, generate_latest

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 from sample_run import SampleRun
 
-from loka_onnx.core import serde
 from loka_onnx.core.model_graph import GraphEdge, GraphNode, ModelGraph, NodeKind
 from loka_onnx.core.plan import PlanSet, Verdict
-from loka_onnx.report import HTML_NAME, ReportData, render
+from loka_onnx.report import ReportData, render
 from loka_onnx.report.graph_view import graph_view
 
 NASTY = "</script><script>alert(1)</script>&lt;<!--"
@@ -83,12 +82,6 @@ def test_a_name_cannot_leave_its_place(data):
     assert drawn[0]["name"] == drawn[1]["lines"][-1] == NASTY
 
 
-def test_the_report_holds_the_graph_and_reads_it_back(data, tmp_path):
-    json_path, _, html_path = render(data, tmp_path)
-    assert serde.read(ReportData, json_path).graph == data.graph
-    assert html_path.name == HTML_NAME
-    html = html_path.read_text(encoding="utf-8")
-    assert len(payload(html)) == len(data.graph.nodes)
-    # The first rendering is not remembered by anything: equal facts give equal bytes.
-    render(data, tmp_path / "again")
-    assert (tmp_path / "again" / HTML_NAME).read_text(encoding="utf-8") == html
+def test_the_page_holds_the_graph(data, tmp_path):
+    *_, page = render(data, tmp_path)
+    assert len(payload(page.read_text(encoding="utf-8"))) == len(data.graph.nodes)
