@@ -14,6 +14,8 @@ from typing import Any
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.profile import SiteProfile
 from loka_onnx.core.recipe import Recipe
+from loka_onnx.core.sensitivity import Sensitivity
+from loka_onnx.core.site import Site
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
@@ -52,28 +54,52 @@ class Activation:
         return formed(numbers.error_percent, share)
 
 
-def judged_recipe(decision: Decision | None, profile: SiteProfile | None) -> str | None:
-    """Return the id of the recipe of a decision; of a site outside FP8 that of its verdict."""
-    if decision is not None and decision.recipe is not None:
-        return decision.recipe.id
-    return profile.judged_recipe if profile is not None else None
+@dataclass(frozen=True)
+class SiteRow:
+    """One site with its decision in a plan, and what was measured under the recipe of that."""
+
+    site: Site
+    decision: Decision | None
+    profile: SiteProfile | None
+
+    @property
+    def recipe(self) -> str | None:
+        """Id of the recipe of the decision; of a site outside FP8 that of its verdict."""
+        if self.decision is not None and self.decision.recipe is not None:
+            return self.decision.recipe.id
+        return self.profile.judged_recipe if self.profile is not None else None
+
+    @property
+    def error(self) -> ErrorStats | None:
+        """Error under that recipe."""
+        return (
+            next((e for e in self.profile.errors if e.recipe == self.recipe), None) if self.profile else None
+        )
+
+    @property
+    def sensitivities(self) -> tuple[Sensitivity, ...]:
+        """Sensitivities under that recipe."""
+        known = self.profile.sensitivities if self.profile is not None else ()
+        return tuple(sensitivity for sensitivity in known if sensitivity.recipe == self.recipe)
+
+
+def site_rows(data: ReportData, plan: PrecisionPlan | None) -> Iterator[SiteRow]:
+    """Yield every site in model order."""
+    decisions = {} if plan is None else {decision.site: decision for decision in plan.decisions}
+    profiles = {profile.site: profile for profile in data.profile.sites}
+    for site in data.modified.sites:
+        yield SiteRow(site, decisions.get(site.name), profiles.get(site.name))
 
 
 def activations(data: ReportData, plan: PrecisionPlan | None) -> Iterator[Activation]:
     """Yield every activation of every calibrated site under the recipes of a plan, in model order."""
-    profiles = {entry.site: entry for entry in data.profile.sites}
-    decisions = _decisions(plan)
-    for site in data.modified.sites:
-        if site.name not in profiles:
-            continue
-        profile = profiles[site.name]
-        wanted = judged_recipe(decisions.get(site.name), profile)
-        error = next((e for e in profile.errors if e.recipe == wanted), None)
-        recipe = _recipe(error)
-        tensors = (operand.tensor for operand in site.operands if not operand.constant)
-        for tensor in (name for name in tensors if name in profile.operands):
+    for row in site_rows(data, plan):
+        error, recipe = row.error, _recipe(row.error)
+        ranges = row.profile.operands if row.profile is not None else {}
+        tensors = (operand.tensor for operand in row.site.operands if not operand.constant)
+        for tensor in (name for name in tensors if name in ranges):
             scale = _scale(data, recipe, tensor, error)
-            yield Activation(site.name, tensor, profile.operands[tensor], recipe, scale, error)
+            yield Activation(row.site.name, tensor, ranges[tensor], recipe, scale, error)
             # Of an interaction, only the first activation was counted.
             error = None
 
@@ -83,10 +109,6 @@ def _scale(data: ReportData, recipe: Recipe | None, tensor: str, error: ErrorSta
     if tensor in scales:
         return Place(scales, tensor)
     return Place(error, "activation_scale") if error is not None else Place(None)
-
-
-def _decisions(plan: PrecisionPlan | None) -> dict[str, Decision]:
-    return {d.site: d for d in plan.decisions} if plan is not None else {}
 
 
 def _recipe(error: ErrorStats | None) -> Recipe | None:
@@ -134,10 +156,9 @@ def histogram_data(data: ReportData, plan: PrecisionPlan | None) -> dict[str, An
         texts = [[title, str(getattr(fact, "text", fact))] for title, fact in facts]
         sites[item.site].append({"tensor": item.tensor, "bounds": bounds, "facts": texts})
     decided = {"verdict": Verdict.NOT_JUDGED.value, "precision": numbers.NONE, "reason": ""}
-    decisions = {
-        name: {key: getattr(decision, key) for key in decided} for name, decision in _decisions(plan).items()
-    }
     overlays = [
-        {"name": name, "activations": drawn, **decisions.get(name, decided)} for name, drawn in sites.items()
+        {"name": row.site.name, "activations": sites[row.site.name]}
+        | {key: getattr(row.decision, key, default) for key, default in decided.items()}
+        for row in site_rows(data, plan)
     ]
     return {"tensors": tensors, "sites": overlays}

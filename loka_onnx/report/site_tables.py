@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.plan import Decision, PrecisionPlan, SiteSpeed, SpeedVerdict, Verdict
+from loka_onnx.core.plan import PrecisionPlan, SiteSpeed, SpeedVerdict, Verdict
 from loka_onnx.core.profile import Profile, Sampling
 from loka_onnx.core.ratio_moments import RatioMoments
 from loka_onnx.core.sensitivity import ENTROPY, LOSS, Sensitivity
-from loka_onnx.core.site import Site, SiteKind
-from loka_onnx.core.statistics import ErrorStats
+from loka_onnx.core.site import SiteKind
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
 from loka_onnx.report.document import Cell, Column, Section, Table, Tone, number, prose, table_of, text
 from loka_onnx.report.figures import Place, Told, derive, formed, joined, percent_interval, shown, told
-from loka_onnx.report.histograms import activation_table, judged_recipe
+from loka_onnx.report.histograms import SiteRow, activation_table, site_rows
 
 _SAFE_PLAN = "fp8-safe"
 _VERDICT_TONES = {
@@ -111,59 +109,37 @@ def shown_plan(data: ReportData) -> PrecisionPlan | None:
     return next((p for p in known if p.quantized_sites), known[0] if known else None)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One site with its decision in the shown plan, and what was measured under the recipe of that."""
-
-    site: Site
-    decision: Decision | None
-    recipe: str | None
-    error: ErrorStats | None
-    sensitivities: tuple[Sensitivity, ...]
-
-
-def _rows(data: ReportData, plan: PrecisionPlan) -> Iterator[_Row]:
-    decisions = {decision.site: decision for decision in plan.decisions}
-    profiles = {profile.site: profile for profile in data.profile.sites}
-    for site in data.modified.sites:
-        decision, profile = decisions.get(site.name), profiles.get(site.name)
-        recipe = judged_recipe(decision, profile)
-        error = next((e for e in profile.errors if e.recipe == recipe), None) if profile else None
-        sensitivities = tuple(s for s in profile.sensitivities if s.recipe == recipe) if profile else ()
-        yield _Row(site, decision, recipe, error, sensitivities)
-
-
 def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
     able = derive("fp8_able_flops", Place(data.modified, "sites"))
     speeds, sampling = speed_texts(data), data.profile.sampling
 
-    def size(title: str, name: str) -> Column[_Row]:
+    def size(title: str, name: str) -> Column[SiteRow]:
         return number(
             title, lambda row: shown(numbers.count, row.site, name) if getattr(row.site, name) else "–"
         )
 
-    def flop_share(row: _Row) -> str:
+    def flop_share(row: SiteRow) -> str:
         if not row.site.is_fp8_able or not able.value:
             return numbers.NONE
         return formed(numbers.share, derive("ratio", derive("flops", Place(row.site)), able))
 
-    def verdict(row: _Row) -> Cell:
+    def verdict(row: SiteRow) -> Cell:
         judged = row.decision.verdict if row.decision is not None else Verdict.NOT_JUDGED
         return Cell(judged, _VERDICT_TONES[judged])
 
-    def speed(row: _Row) -> Cell:
+    def speed(row: SiteRow) -> Cell:
         if row.site.kind is SiteKind.NORM:
             return Cell(numbers.NONE)
         text = speeds.get(row.site.name, numbers.NOT_MEASURED)
         return Cell(text, _SPEED_TONES.get(text, Tone.MUTED if text == numbers.NOT_MEASURED else Tone.PLAIN))
 
-    def reason(row: _Row) -> str:
+    def reason(row: SiteRow) -> str:
         merged = row.site.merged_from
         why = row.decision.reason if row.decision is not None else f"plan {plan.id} does not name it"
         return f"{why} (merged from {', '.join(merged)})" if set(merged) - {row.site.name} else why
 
-    def by_output(show: Callable[[Sensitivity], Told]) -> Callable[[_Row], Told]:
-        def shown_of(row: _Row) -> Told:
+    def by_output(show: Callable[[Sensitivity], Told]) -> Callable[[SiteRow], Told]:
+        def shown_of(row: SiteRow) -> Told:
             values = [(s.output, show(s)) for s in row.sensitivities]
             if not values:
                 return Told(numbers.NOT_MEASURED)
@@ -173,7 +149,7 @@ def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
 
         return shown_of
 
-    columns: tuple[Column[_Row], ...] = (
+    columns: tuple[Column[SiteRow], ...] = (
         text("Site", "site.name"),
         text("Kind", lambda row: f"{row.site.kind} ({row.site.op_type})"),
         size("K", "k"),
@@ -197,16 +173,16 @@ def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
     )
     rows_measured = shown(numbers.count, data.profile, "rows")
     caption = told("Sites in plan {}, measured on {} calibration rows", plan.id, rows_measured)
-    return table_of(caption, columns, _rows(data, plan))
+    return table_of(caption, columns, site_rows(data, plan))
 
 
-def _relative_error(row: _Row) -> str:
+def _relative_error(row: SiteRow) -> str:
     if row.error is None:
         return numbers.NOT_MEASURED
     return formed(numbers.error_percent, derive("relative_error", Place(row.error)))
 
 
-def _rows_measured(row: _Row) -> str:
+def _rows_measured(row: SiteRow) -> str:
     if not row.sensitivities:
         return numbers.NONE
     return formed(numbers.count, derive("max", *(Place(s.kl_moments, "rows") for s in row.sensitivities)))
