@@ -77,12 +77,9 @@ def test_bounds_are_those_at_which_the_format_rounds(found: dict[str, Any]) -> N
     assert rounded(largest) == float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
 
 
-def test_each_tensor_is_once_in_the_page_and_every_site_is_named(
-    sample: SampleRun, found: dict[str, Any]
-) -> None:
+def test_every_site_is_named_with_what_is_known_of_it(sample: SampleRun, found: dict[str, Any]) -> None:
     assert [site["name"] for site in found["sites"]] == [site.name for site in sample.report.modified.sites]
     assert found["tensors"]["dense"] == {"first": 1000, "counts": (3, 0, 2), "total": 10}
-    assert set(found["tensors"]) == {"dense", "r0"}
     assert found["sites"][2]["activations"] == []
     assert found["sites"][1]["verdict"] == "unsafe"
     json.dumps(found, allow_nan=False)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from changed_run import with_latencies, with_target
+from changed_run import with_latencies, with_plans, with_target
 from page_numbers import NUMBER, check_numbers, tables_of
 from rich_run import rich
 from sample_run import SampleRun
@@ -37,15 +37,10 @@ def new(old: ReportData) -> ReportData:
     engine = next(e for e in data.engines if e.plan == "fp8-safe" and e.target == "cpu")
     choice = emitting(data, engine.id, "fp8-safe").choice
     renamed = dataclasses.replace(data.modified.sites[2], name="over_arch.last", merged_from=("a", "b"))
-    safe = data.plans.plan("fp8-safe")
-    harmful = dataclasses.replace(
-        safe.decisions[0], verdict=Verdict.UNSAFE, reason="KL is now beyond its part"
-    )
-    plans = tuple(
-        dataclasses.replace(p, decisions=(harmful, *p.decisions[1:])) if p.id == "fp8-safe" else p
-        for p in data.plans.plans
-        if p.id != "fp8-all"
-    )
+    safe, fp32 = data.plans.plan("fp8-safe"), data.plans.plan("fp32")
+    unsafe = {"verdict": Verdict.UNSAFE, "reason": "KL is now beyond its part"}
+    decisions = (dataclasses.replace(safe.decisions[0], **unsafe), *safe.decisions[1:])
+    plans = (fp32, dataclasses.replace(safe, decisions=decisions))
     merged, *others = data.rewrites["mods"].records
     left_alone = Declined(merged.applied[0].at, "its input has one consumer now")
     declined = dataclasses.replace(merged, applied=(), declined=(*merged.declined, left_alone))
@@ -53,11 +48,10 @@ def new(old: ReportData) -> ReportData:
         dataclasses.replace(s, digest="e" * 64) if s.split == "certification" else s for s in data.data.splits
     )
     return dataclasses.replace(
-        data,
+        with_plans(data, plans=plans),
         title="Ranker, day 08",
         modified=dataclasses.replace(data.modified, sites=(*data.modified.sites[:2], renamed)),
         choice=dataclasses.replace(choice, targets=choice.targets[:1]),
-        plans=dataclasses.replace(data.plans, plans=plans),
         rewrites={"mods": RewriteLog((declined, *others))},
         data=dataclasses.replace(data.data, splits=splits),
         versions={**data.versions, "onnxruntime": "1.32.0", "torch": "2.13.0"},
@@ -187,10 +181,11 @@ def test_plans_rewrites_data_versions_and_settings(found: Difference) -> None:
         ("selection", "the same"),
         ("certification", "another file, selection or columns"),
     ]
-    assert [(item.what, *texts(item)[:2]) for item in found.rows("versions")] == [
-        ("onnxruntime", "1.31.1", "1.32.0"), ("torch", None, "2.13.0")
-    ]  # fmt: skip
-    assert [(item.what, *texts(item)[:2]) for item in found.rows("settings")] == [
+    versions, settings = (
+        [(item.what, *texts(item)[:2]) for item in found.rows(name)] for name in ("versions", "settings")
+    )
+    assert versions == [("onnxruntime", "1.31.1", "1.32.0"), ("torch", None, "2.13.0")]
+    assert settings == [
         ("budget", "0.001", None), ("calibration.batch_size", "512", "256"), ("mods", None, '["a"]')
     ]  # fmt: skip
 
