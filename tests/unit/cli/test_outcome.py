@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
-
 from changed_run import with_outputs
 from decided_run import HARM, ROUTED, routed
-from sample_run import DECLINED, make_run
+from rich.console import Console
+from sample_run import DECLINED, SampleRun
 
 from loka_onnx.cli.outcome import first_line, print_outcome
 from loka_onnx.cli.terminal import Terminal
@@ -42,10 +38,11 @@ def test_other_details_are_told_as_they_are(tmp_path: Path) -> None:
     assert first_line(other, tmp_path) == "declined: jobs/x"
 
 
-def test_a_slice_that_any_emitted_engine_harms_is_told(tmp_path: Path) -> None:
+def test_a_slice_that_any_emitted_engine_harms_is_told(sample: SampleRun, tmp_path: Path) -> None:
     harmed = SliceDifference("country", "BR", 100, 100, HARM, HARM, HARM, BudgetStatus.BEYOND)
-    data = routed(make_run(tmp_path / "run").report)
-    data = with_outputs(data, lambda o: dataclasses.replace(o, slices=(harmed,)), "certification", ROUTED)
+    data = with_outputs(
+        routed(sample.report), lambda o: dataclasses.replace(o, slices=(harmed,)), "certification", ROUTED
+    )
     stream = io.StringIO()
     console = Console(file=stream, width=120)
     print_outcome(Terminal(console, console), RunResult(tmp_path, report=data))

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
-
 from rich_run import rich
-from sample_run import make_run
+from sample_run import SampleRun
 
 from loka_onnx.cli.main import main
 from loka_onnx.cli.schema import Document, schema_text
@@ -41,9 +37,9 @@ def test_the_run_file_is_what_is_asked_for_without_a_word(capsys: pytest.Capture
     assert printed(["schema"], capsys) == printed(["schema", "run"], capsys)
 
 
-def test_a_profile_fits_its_schema_and_nothing_strange_does(tmp_path: Path) -> None:
+def test_a_profile_fits_its_schema_and_nothing_strange_does(sample: SampleRun) -> None:
     schema = jsonschema.Draft202012Validator(json.loads(schema_text(Document.PROFILE)))
-    profile = serde.dumps(rich(make_run(tmp_path / "run").report, sequential=True).profile)
+    profile = serde.dumps(rich(sample.report, sequential=True).profile)
     schema.validate(json.loads(profile))
 
     def broken(change: Any) -> dict[str, Any]:
