@@ -192,23 +192,12 @@ SKIPPED = {"seal", "lineage_digest"}
 """They follow from the rest (`difference.DERIVED`)."""
 
 
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths of all scalars of dicts and lists."""
-    if isinstance(value, dict):
-        return [p for key, item in value.items() for p in leaves(item, (*path, key))]
-    if isinstance(value, list):
-        return [p for index, item in enumerate(value) for p in leaves(item, (*path, index))]
-    return [path]
-
-
-def put(value: Any, path: tuple[Any, ...], change: Any) -> Any:
-    """A copy with one scalar replaced by what `change` makes of it."""
-    if not path:
-        return change(value)
-    head, rest = path[0], path[1:]
-    if isinstance(value, dict):
-        return {k: put(v, rest, change) if k == head else v for k, v in value.items()}
-    return [put(v, rest, change) if i == head else v for i, v in enumerate(value)]
+def slots(value: Any) -> list[tuple[Any, Any]]:
+    """Container and key of each scalar of dicts and lists."""
+    found = []
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        found += slots(item) if isinstance(item, (dict, list)) else [(value, key)]
+    return found
 
 
 def other_value(value: Any) -> Any:
@@ -222,15 +211,13 @@ def other_value(value: Any) -> Any:
 
 def change_any(facts: BundleFacts, seed: int) -> BundleFacts:
     """One scalar of the manifest or of the plans changed, if its type takes another value."""
-    manifest = [p for p in leaves(serde.to_plain(facts.manifest)) if p[0] not in SKIPPED]
-    paths = [("manifest", p) for p in manifest] + [
-        ("plans", p) for p in leaves(serde.to_plain(facts.plans))
-    ] * 2
-    part, path = random.Random(seed).choice(paths)
-    document = getattr(facts, part)
-    plain = put(serde.to_plain(document), path, other_value)
+    plain = {part: serde.to_plain(getattr(facts, part)) for part in ("manifest", "plans")}
+    choices = [(part, *slot) for part in ("manifest", "plans", "plans") for slot in slots(plain[part])]
+    pick = [choice for choice in choices if choice[2] not in SKIPPED]
+    part, container, key = random.Random(seed).choice(pick)
+    container[key] = other_value(container[key])
     try:
-        found = serde._adapter(type(document)).validate_python(plain, strict=False)
+        found = serde._adapter(type(getattr(facts, part))).validate_python(plain[part], strict=False)
     except ValueError:
         return facts
     return dataclasses.replace(facts, **{part: found})
