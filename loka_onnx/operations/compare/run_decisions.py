@@ -75,12 +75,11 @@ def sites(old: ReportData, new: ReportData) -> Iterator[Section]:
     """Sites that a plan treats differently, that one model lacks, and that have another shape."""
     before, after = ({site.name: site for site in data.modified.sites} for data in (old, new))
     common = [name for name in after if name in before]
-    decisions = [
-        item
-        for place, was, now in _compared_plans(old, new)
-        for name in common
-        for item in _decided(f"{place} · {name}", _decision(was, name), _decision(now, name))
-    ]
+    decisions = list[Row]()
+    for place, *both in _compared_plans(old, new):
+        was, now = ({decision.site: decision for decision in plan.decisions} for plan in both)
+        for name in common:
+            decisions += _decided(f"{place} · {name}", was.get(name), now.get(name))
     yield Section("sites", "Sites with another precision or verdict", tuple(decisions))
     gone, came = (
         [s for s in ours.values() if s.name not in theirs]
@@ -115,10 +114,6 @@ def _compared_plans(old: ReportData, new: ReportData) -> Iterator[tuple[str, Pre
 def _plan_of(data: ReportData, engine: str | None) -> PrecisionPlan | None:
     artifact = None if engine is None else data.engine(engine)
     return None if artifact is None else data.plan(artifact.plan)
-
-
-def _decision(plan: PrecisionPlan, site: str) -> Decision | None:
-    return next((decision for decision in plan.decisions if decision.site == site), None)
 
 
 def _decided(what: str, *sides: Decision | None) -> Iterator[Row]:

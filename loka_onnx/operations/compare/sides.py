@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,6 +213,9 @@ def _open_bundle(directory: Path, path: Path, name: str, opening: Opening, stack
     expected = _answering(engine, routes)
     entries = {entry.id: entry for entry in manifest.candidates}
     used = dict.fromkeys((engine.entry.id, *routes.values()))
+    records = (entry.evaluation for entry in manifest.engines if entry.evaluation is not None)
+    timed = (latency.batch for record in records for latency in record.latencies)
+    routed = (route.batch for choice in manifest.choice.targets for route in choice.routes)
     return Side(
         name=name,
         path=path,
@@ -230,7 +233,7 @@ def _open_bundle(directory: Path, path: Path, name: str, opening: Opening, stack
         routes=routes,
         skipped={skipped.engine: skipped.reason for skipped in engine.skipped},
         judged=manifest.judged,
-        timed_at=frozenset(_timed_at(manifest)),
+        timed_at=frozenset((*timed, *routed)),
     )
 
 
@@ -253,13 +256,6 @@ def _used(entry: EngineEntry, manifest: Manifest) -> EngineUsed:
         digest=entry.digest,
         is_fallback=entry.id == manifest.fallback.id,
     )
-
-
-def _timed_at(manifest: Manifest) -> Iterator[int]:
-    for entry in manifest.engines:
-        yield from (latency.batch for latency in (entry.evaluation.latencies if entry.evaluation else ()))
-    for choice in manifest.choice.targets:
-        yield from (route.batch for route in choice.routes)
 
 
 def _open_model(path: Path, name: str, opening: Opening, stack: ExitStack) -> Side:
