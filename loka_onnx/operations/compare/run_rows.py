@@ -188,8 +188,8 @@ def _properties(side: _Emitted | None) -> dict[str, str]:
 
 def _costs(old: ReportData, new: ReportData, pair: HardwarePair) -> Iterator[_Finding]:
     """Cost of the emitted engines that answer requests of one size, by output and split."""
-    others, of_other_model = other_splits(old, new), ["relative to another FP32 model"]
-    of_other_model = [] if old.exported.digest == new.exported.digest else of_other_model
+    others, is_other_model = other_splits(old, new), old.exported.digest != new.exported.digest
+    of_model = ["relative to another FP32 model"] if is_other_model else []
     for engines in pair.engines:
         before, after = (
             {
@@ -202,8 +202,8 @@ def _costs(old: ReportData, new: ReportData, pair: HardwarePair) -> Iterator[_Fi
         )
         for output, split in dict.fromkeys((*before, *after)):
             sides = before.get((output, split)), after.get((output, split))
-            remarks = ["measured on another file, another selection of rows or other columns of them"]
-            remarks = [*(remarks if split in others else []), *of_other_model]
+            of_rows = ["measured on another file, another selection of rows or other columns of them"]
+            remarks = [*of_rows, *of_model] if split in others else [*of_model]
             names = _both(*(engine if side else None for engine, side in zip(engines, sides, strict=True)))
             yield _cost(pair.name, f"{output} · {split} · {names}", sides, remarks)
 
