@@ -64,7 +64,7 @@ GROUPS = (
             "sessions.onnx_session.SessionOptions",
             "core.manifest.Manifest",
             "core.manifest.EngineEntry",
-            "core.split.Part",
+            "core.rewrite.Part",
         ),
     ),
     Group(

@@ -16,8 +16,8 @@ from urllib.parse import unquote
 
 from pydantic import TypeAdapter
 
+from loka_onnx.core.intervals import RatioMoments
 from loka_onnx.core.profile import Sampling
-from loka_onnx.core.ratio_moments import RatioMoments
 
 NUMBER = re.compile(r"(?<![\w.\-])[+-]?(?:\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)(?!\w)")
 UNITS = {"%": 1e-2, "B": 1.0, "KiB": 1024.0, "MiB": 1024.0**2, "GiB": 1024.0**3}

@@ -53,7 +53,7 @@ from loka_onnx.engines.inductor.compile import torch_device
 from loka_onnx.engines.inductor.fusions.attention import LEAST, OP, is_short
 from loka_onnx.engines.inductor.lowering.model import lower
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.numerics.medians import is_tie
+from loka_onnx.numerics.intervals import is_tie
 from loka_onnx.sessions.runner import Resident
 from loka_zoo.spec import config_of
 

@@ -135,6 +135,13 @@ def export_case(case: Case, directory: Path) -> Exported:
     data = prepare_synthetic(directory / "data", SyntheticOptions(ROWS, ids, numeric=13))
     if case.history:
         data = _with_history(data, case.categorical)
+    module = module_of(case, data)
+    example = next(data.open("calibration").batches(64)).inputs
+    return Exported(export_torch(module, example, directory / "exported.onnx", (SPEC,)), data)
+
+
+def module_of(case: Case, data: PreparedData) -> nn.Module:
+    """The module of a case, with the same weights each time."""
     first, _ = data.categorical[0]
     history = (first, case.history) if case.history else None
     module = create(case.model, FeatureSpec(data.categorical, data.numeric, history=history), case.preset)
@@ -145,8 +152,7 @@ def export_case(case: Case, directory: Path) -> Exported:
             width = (1 + case.categorical) * next(embeddings.parameters()).shape[1] // case.towers
             module = WithTowers(module, case.towers, width).eval()
         _draw_weights(module)
-    example = next(data.open("calibration").batches(64)).inputs
-    return Exported(export_torch(module, example, directory / "exported.onnx", (SPEC,)), data)
+    return module
 
 
 def _with_history(data: PreparedData, categorical: int) -> WithHistory:

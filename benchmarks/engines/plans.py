@@ -1,6 +1,6 @@
 """The models, plans and engines that are compared for one case.
 
-Every plan is of the part of the model that follows the embeddings: untouched, and with all mods.
+Every plan is of the whole model or of the part that follows the embeddings: untouched, and with all mods.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import E4M3FN, Precision
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
-from loka_onnx.core.rewrite import Declined
+from loka_onnx.core.rewrite import Declined, ModelSplit
 from loka_onnx.core.site import SiteKind
-from loka_onnx.core.split import ModelSplit
 from loka_onnx.engines.inductor.compile import FUSE, STATIC
 from loka_onnx.engines.onnxruntime.io_binding_settings import CUDA_GRAPH
 from loka_onnx.engines.registry import get_backend
@@ -53,6 +52,8 @@ NAMES = {
 }
 TODAY = "today"
 """How the names of engines of the untouched model begin."""
+TORCH = "torch.compile"
+"""In place of a backend: the PyTorch module, compiled where it is timed."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,12 @@ class Variant:
     """A model that plans are written into.
 
     Attributes:
-        source: The part that follows the embeddings, and its plans.
-        lookup: What gives its inputs.
+        source: The whole model, or the part that follows the embeddings, and its plans.
+        lookup: What gives its inputs; None for the whole model.
     """
 
     source: Source
-    lookup: Path
+    lookup: Path | None
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,13 @@ class Wanted:
         today: Precisions of the untouched model.
         onnxruntime: Whether ONNX Runtime runs it as well.
         static: Whether each batch size gets a program of its own.
+        whole: Whether engines look embeddings up, in tables of a few rows.
     """
 
     today: tuple[str, ...] = ("bf16", "fp16")
     onnxruntime: bool = False
     static: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Engine:
         name: What it is, for the record.
         variant: Its model.
         plan: Its plan.
-        backend: Its maker.
+        backend: Its maker, or `TORCH`.
         options: Of the build.
     """
 
@@ -104,6 +107,11 @@ class Engine:
     def __str__(self) -> str:
         """With its share of the operations that could run in FP8."""
         return f"{self.name} ({self.plan.fp8_share:.0%} FP8)"
+
+
+def whole(model: ModelArtifact, plans: PlanSet) -> Variant:
+    """A model that looks its embeddings up, with its plans."""
+    return Variant(source_of(model, plans, None), None)
 
 
 def cut(model: ModelArtifact, plans: PlanSet, directory: Path) -> Variant:
@@ -185,16 +193,26 @@ def engines_of(case: Case, exported: Exported, directory: Path, wanted: Wanted) 
     """
     rows = [exported.rows(FEW)]
     fixed = (STATIC, int(wanted.static))
-    plain = cut(exported.model, high_precision_plans(exported.model, wanted.today), directory / "plain")
-    plans = plain.source.plans.plans
-    engines = [Engine(f"{TODAY}, {plan.id}", plain, plan, options=((FUSE, 0), fixed)) for plan in plans]
+    variant = (lambda model, plans, _: whole(model, plans)) if wanted.whole else cut
+    wide = high_precision_plans(exported.model, wanted.today)
+    plain = variant(exported.model, wide, directory / "plain")
+    tuned = ((FUSE, 0), (STATIC, 1), ("max_autotune", 1))
+    engines = []
+    for plan in plain.source.plans.plans:
+        engines += [
+            Engine(f"{TODAY}, {plan.id}", plain, plan, options=((FUSE, 0), fixed)),
+            Engine(f"{TODAY}, {plan.id} max-autotune", plain, plan, options=tuned),
+        ]
+    if wanted.whole:
+        engines += [Engine(f"{TODAY}, {TORCH} {plan.id}", plain, plan, TORCH) for plan in wide.plans]
     if wanted.onnxruntime:
-        other = cut(exported.model, high_precision_plans(exported.model, ["fp16"]), directory / "onnxruntime")
+        fp16 = high_precision_plans(exported.model, ["fp16"])
+        other = variant(exported.model, fp16, directory / "onnxruntime")
         (plan,) = other.source.plans.plans
         name = f"{TODAY}, onnxruntime fp16"
         engines.append(Engine(name, other, plan, "onnxruntime", ((CUDA_GRAPH, 1),)))
     modified = apply_mods(exported.model, rows, directory / "modified.onnx").model
-    ours = cut(modified, our_plans(modified, exported, directory / "ours"), directory / "ours")
+    ours = variant(modified, our_plans(modified, exported, directory / "ours"), directory / "ours")
     engines += [Engine(NAMES[plan.id], ours, plan, options=(fixed,)) for plan in ours.source.plans.plans]
     return engines
 
@@ -202,7 +220,7 @@ def engines_of(case: Case, exported: Exported, directory: Path, wanted: Wanted) 
 def inputs_of(variant: Variant, rows: Arrays, count: int) -> dict[str, npt.NDArray[Any]]:
     """What an engine takes, of so many rows."""
     few = {name: value[: min(count, len(value))] for name, value in rows.items()}
-    looked_up = OnnxSession(variant.lookup).run(few)
+    looked_up = {} if variant.lookup is None else OnnxSession(variant.lookup).run(few)
     names = [spec.name for spec in variant.source.model.inputs]
     taken = {name: looked_up[name] if name in looked_up else few[name] for name in names}
     return {name: np.resize(value, (count, *value.shape[1:])) for name, value in taken.items()}

@@ -1,9 +1,11 @@
 """How fast engines of one model are on a GPU, as ratios within one run.
 
 Four kinds of engines of the same weights, which are random (speed only), all of the part of the model that
-follows the embeddings:
+follows the embeddings, or with ``--whole`` of the model with tables of a few rows:
 
-- **today**: the exported model untouched, in BF16 and in FP16, compiled as PyTorch does by default;
+- **today**: the strongest that a user has without this project, in BF16 and in FP16: the exported model
+  untouched, through Inductor by its defaults and by max-autotune for each batch size; with ``--whole`` also
+  `torch.compile` (max-autotune) of the PyTorch module in a CUDA graph; with ``--onnxruntime`` ONNX Runtime;
 - **BF16**: with all mods, and with the kernels of this project; and FP16 likewise;
 - **blanket FP8**: every linear site, with the same mods and kernels;
 - **chosen**: FP8 where it pays, which is what the timings of this run say.
@@ -21,6 +23,7 @@ record as soon as it is done.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import shutil
@@ -40,9 +43,10 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 
-from benchmarks.engines.cases import CASES, Case, Exported, export_case
+from benchmarks.engines.cases import CASES, SPEC, Case, Exported, export_case, module_of
 from benchmarks.engines.plans import (
     TODAY,
+    TORCH,
     WORTH,
     Arrays,
     Engine,
@@ -72,6 +76,7 @@ from benchmarks.engines.timing import (
     timed_in_turns,
     why_not_timed,
 )
+from benchmarks.engines.torch_compiled import TorchCompiled
 from benchmarks.recording import write_record
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.engines.onnxruntime.providers import CUDA, why_no_provider
@@ -116,6 +121,7 @@ def main() -> None:
     parser.add_argument("--onnxruntime", action="store_true", help="ONNX Runtime on CUDA, FP16, as well")
     parser.add_argument("--batches", nargs="+", type=int, help="in place of those of the case")
     parser.add_argument("--static", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--whole", action="store_true", help="engines look embeddings up themselves")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--jobs", type=int, default=_jobs(), help="processes at a time")
     parser.add_argument("--out", type=Path, help="directory of the records, and of the logs of builds")
@@ -185,7 +191,9 @@ def start_all(names: Collection[str], options: argparse.Namespace, directory: Pa
             rows, place = each.exported.rows(CHECK_ROWS), each.directory / "engines"
             work = partial(built_or_not, case=each.case, rows=rows, target=options.target, directory=place)
             prepared[each.name] = each
-            building[each.name] = {engine.name: pool.submit(work, engine) for engine in each.engines}
+            building[each.name] = {
+                engine.name: pool.submit(work, engine) for engine in each.engines if engine.backend != TORCH
+            }
 
         for future in as_completed(preparing):
             attempt(preparing[future], partial(go_on, future))
@@ -210,7 +218,7 @@ def prepare(name: str, options: argparse.Namespace, directory: Path) -> Started:
         case = replace(case, batches=tuple(sorted(options.batches)))
     directory.mkdir()
     exported = export_case(case, directory)
-    wanted = Wanted(tuple(options.today), options.onnxruntime, options.static)
+    wanted = Wanted(tuple(options.today), options.onnxruntime, options.static, options.whole)
     return Started(name, case, directory, exported, tuple(engines_of(case, exported, directory, wanted)))
 
 
@@ -229,6 +237,7 @@ def finish(started: Started, options: argparse.Namespace, best: Mapping[str, flo
         "launches": LAUNCHES,
         "weights": "random",
         "program for each batch size": options.static,
+        "embeddings are looked up": options.whole,
     }
     record = write_record(f"speed-{started.name}", figures, settings, options.out)
     tell(str(record))
@@ -256,7 +265,7 @@ def measure(started: Started, options: argparse.Namespace, best: Mapping[str, fl
         RuntimeError: No batch size could be timed.
     """
     case = started.case
-    engines = [engine for engine in started.engines if engine.name in started.made]
+    engines = [engine for engine in started.engines if engine.backend == TORCH or engine.name in started.made]
     checked = started.exported.rows(CHECK_ROWS)
     # As many rows as are timed at most: the same kernels then, and the same CUDA graph.
     rows = _resized(checked, max(case.batches))
@@ -265,16 +274,20 @@ def measure(started: Started, options: argparse.Namespace, best: Mapping[str, fl
     with ExitStack() as stack:
         runners: dict[str, Runner] = {}
         for engine in engines:
-            made = started.made[engine.name]
+            made = started.made.get(engine.name)
             runner, off = None, None
-            if made.artifact.is_built:
+            if made is None:
+                runner = attempt(engine.name, partial(compiled, started, engine))
+            elif made.artifact.is_built:
                 runner = attempt(engine.name, partial(open_engine, engine, made))
             if runner is not None:
                 stack.enter_context(runner)
                 off = attempt(engine.name, partial(difference, engine, runner, rows, exact))
-            reason = why_not_timed(made.artifact, off)
-            found["engines"][engine.name] = _facts(engine, made.artifact, off, reason)
-            tell(f"{started.name}, {engine.name}: {made.artifact.status} {made.artifact.detail[-800:]}")
+            artifact = None if made is None else made.artifact
+            reason = why_not_timed(artifact, off)
+            found["engines"][engine.name] = _facts(engine, artifact, off, reason)
+            if artifact is not None:
+                tell(f"{started.name}, {engine.name}: {artifact.status} {artifact.detail[-800:]}")
             tell(f"  off by {off}" + (f", not timed: {reason}" if reason else ""))
             if runner is not None and not reason:
                 runners[engine.name] = runner
@@ -297,15 +310,25 @@ def measure(started: Started, options: argparse.Namespace, best: Mapping[str, fl
     return found
 
 
+def compiled(started: Started, engine: Engine) -> Runner:
+    """The PyTorch module of a case, as `torch.compile` runs it."""
+    module = module_of(started.case, started.exported.data)
+    names = list(inspect.signature(module.forward).parameters)
+    return TorchCompiled(module, names, [SPEC.name], engine.plan.id)
+
+
 def _facts(
-    engine: Engine, artifact: EngineArtifact, off: Mapping[str, float] | None, reason: str
+    engine: Engine, artifact: EngineArtifact | None, off: Mapping[str, float] | None, reason: str
 ) -> dict[str, Any]:
-    return {
+    built = artifact and {
         "status": str(artifact.status),
-        "fp8_share": engine.plan.fp8_share,
         "fallbacks": [site.site for site in artifact.fallbacks],
         "build_seconds": artifact.build_seconds,
         "detail": artifact.detail[-400:],
+    }
+    return {
+        **(built or {}),
+        "fp8_share": engine.plan.fp8_share,
         "difference": None if off is None else {name: _number(value) for name, value in off.items()},
         "not_timed": reason,
     }

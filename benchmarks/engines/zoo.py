@@ -20,18 +20,22 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from benchmarks.engines.timing import device_facts
+from benchmarks.engines.torch_compiled import TorchCompiled
 from benchmarks.engines.zoo_figures import Finished
 from benchmarks.engines.zoo_today import Comparison
 from benchmarks.pipeline.training import GROUP, TRAINING, arguments_of, checkpoint_path, trained
 from benchmarks.recording import write_record
 from loka_onnx.config import DataConfig
 from loka_onnx.data.parquet import write_parquet
+from loka_onnx.export.checkpoint import load_checkpoint
+from loka_zoo.builders import build
 from loka_zoo.demo import BUILDER
 from loka_zoo.movielens1m import CATEGORICAL, RULE, movielens_1m
 from loka_zoo.movielens100k import LABEL, NUMERIC
@@ -133,6 +137,14 @@ def verb(arguments: Sequence[str]) -> float:
     return time.perf_counter() - began
 
 
+def module_of(model: str, data: PreparedData, options: argparse.Namespace, precision: str) -> TorchCompiled:
+    """A trained model, as `torch.compile` runs it."""
+    module, _ = build(**arguments_of(model, data))
+    module.load_state_dict(load_checkpoint(checkpoint_path(model, options.checkpoints.absolute())))
+    names = [binding.input for binding in data.bindings]
+    return TorchCompiled(module.eval(), names, ["logit"], precision)
+
+
 def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
     """Everything that the record holds of one model."""
     directory = (options.directory / model).absolute()
@@ -148,7 +160,11 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
     found = finished.figures()
     found["seconds"] = {"verbs": verbs, "stages": finished.stage_seconds}
     tell(f"{model}: chosen {found['choice']['engine']}")
-    compared = Comparison(finished, prepared(options.data), directory / "today", options)
+    data = prepared(options.data)
+    rows = next(data.open("selection").batches(2 * max(options.serve))).inputs
+    compared = Comparison(
+        finished, rows, directory / "today", options, partial(module_of, model, data, options)
+    )
     found["beside today"] = compared.figures()
     found["seconds"]["all"] = time.perf_counter() - began
     tell(f"{model}: {json.dumps(found['beside today']['batches'])}")

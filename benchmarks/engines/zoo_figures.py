@@ -16,10 +16,9 @@ from loka_onnx.core.engine import EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, TargetChoice
 from loka_onnx.core.lineage import RunRecord
 from loka_onnx.core.plan import PlanSet
-from loka_onnx.core.refined_run import read_refined
-from loka_onnx.core.refinement import Refinement
+from loka_onnx.core.refinement import Refinement, read_refined
 from loka_onnx.core.throughput import ThroughputSet
-from loka_onnx.numerics.medians import median_interval
+from loka_onnx.numerics.intervals import median_interval
 from loka_onnx.planning.evidence import Evidence
 from loka_onnx.sessions.onnx_session import OnnxSession
 

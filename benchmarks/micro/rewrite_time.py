@@ -27,7 +27,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks.recording import write_record
-from loka_onnx.graph.garbage import collector_paused
+from loka_onnx.core.progress import collector_paused
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.transforms.sequence import DEFAULT_MODS
 

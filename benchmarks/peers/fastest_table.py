@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.peers.fastest import BLANKET_SIDE, PLAIN, Timed, fastest
 from benchmarks.peers.variants import OWN, SAME_GRAPH
-from loka_onnx.numerics.medians import is_tie
+from loka_onnx.numerics.intervals import is_tie
 
 NAMES = {
     "dlrm": "DLRM",

@@ -23,9 +23,9 @@ from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.config import build_run_config
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.backends import Fusions
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.plan import PlanSet, PrecisionPlan, Wide
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.graph.model import GraphModel

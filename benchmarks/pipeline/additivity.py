@@ -50,8 +50,7 @@ from benchmarks.recording import write_record
 from loka_onnx.calibration.effects.perturbation import draw_factors
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.core.profile import Profile
-from loka_onnx.core.sensitivity import Sensitivity
+from loka_onnx.core.profile import Profile, Sensitivity
 from loka_onnx.core.site import SiteKind
 from loka_onnx.numerics.intervals import ratio_interval
 from loka_onnx.planning.policy import PlanOptions, make_plans

@@ -49,8 +49,7 @@ from benchmarks.recording import write_record
 from loka_onnx.calibration.effects.loss_totals import BUCKETS, buckets_of
 from loka_onnx.calibration.effects.sensitivity import TIGHTEST_AT_ROWS, StoppingSchedule
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.intervals import Interval
-from loka_onnx.core.ratio_moments import RatioMoments
+from loka_onnx.core.intervals import Interval, RatioMoments
 from loka_zoo.movielens1m import movielens_1m
 from loka_zoo.prepared import PreparedData
 

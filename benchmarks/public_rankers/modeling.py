@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +128,54 @@ def export(built: Built, exporter: Exporter, columns: Mapping[str, np.ndarray], 
         return
     names = {"input_names": [one.name for one in built.inputs], "output_names": list(built.kinds)}
     if exporter is Exporter.DYNAMO:
-        batch = torch.export.Dim("batch", min=1, max=1 << 16)
-        shapes: tuple[Any, ...] = tuple({0: batch} for _ in example)
-        if any(p.kind is p.VAR_POSITIONAL for p in signature(built.module.forward).parameters.values()):
-            shapes = (shapes,)
+        shapes = _batch_axes(built, example, minimum=1)
         torch.onnx.export(built.module, example, path, dynamo=True, dynamic_shapes=shapes, **names)
         return
     axes = {name: {0: "batch"} for group in names.values() for name in group}
     torch.onnx.export(built.module, example, path, dynamo=False, dynamic_axes=axes, **names)
+
+
+def _batch_axes(built: Built, example: tuple[Tensor, ...], minimum: int) -> tuple[Any, ...]:
+    batch = torch.export.Dim("batch", min=minimum, max=1 << 16)
+    shapes: tuple[Any, ...] = tuple({0: batch} for _ in example)
+    kinds = {parameter.kind for parameter in signature(built.module.forward).parameters.values()}
+    return (shapes,) if Parameter.VAR_POSITIONAL in kinds else shapes
+
+
+def save_program(built: Built, columns: Mapping[str, np.ndarray], outputs: Sequence[str], path: Path) -> None:
+    """Write the module as a graph of PyTorch's operators, which a host without the library can compile.
+
+    Nothing is written of a module that `torch.export` cannot follow, such as one with loops over data.
+
+    Args:
+        built: In evaluation mode.
+        columns: Rows to trace with.
+        outputs: Names in the exported model, in order.
+        path: A pickle of ``program`` (takes tensors in the order of ``inputs``, returns a tuple), ``inputs``,
+            ``outputs``, and ``columns`` of each input.
+    """
+    example = feed(built.inputs, columns, np.arange(EXPORT_ROWS))
+    try:
+        exported = torch.export.export(
+            built.module, example, dynamic_shapes=_batch_axes(built, example, minimum=2), strict=False
+        )
+    except Exception as error:
+        print(f"no program: {str(error)[:200]}", flush=True)
+        return
+    program = exported.module(check_guards=False)
+    for node in program.graph.find_nodes(
+        op="call_function", target=torch.ops.aten._assert_tensor_metadata.default
+    ):
+        program.graph.erase_node(node)
+    program.graph.set_codegen(torch.fx.CodeGen())
+    # What else the exported module holds cannot be pickled.
+    program = torch.fx.GraphModule(program, program.graph)
+    # A reader traces the code again, by the tracer that is named here.
+    program._tracer_cls = None
+    saved = {
+        "program": program,
+        "inputs": [one.name for one in built.inputs],
+        "outputs": list(outputs),
+        "columns": {one.name: list(one.columns) for one in built.inputs},
+    }
+    torch.save(saved, path)

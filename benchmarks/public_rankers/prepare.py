@@ -2,9 +2,9 @@
 
     python -m benchmarks.public_rankers.prepare --cache DIRECTORY --libraries DIRECTORY [--rankers NAME …]
 
-The cache holds ``<ranker>/model.onnx`` and ``<ranker>/run.yaml``. Rows are in ``rows.parquet`` (one column a
-feature, histories as lists) or, for models that take one float matrix, in ``<ranker>/rows.npz``. Nothing
-is committed: the terms of MovieLens forbid it.
+The cache holds ``<ranker>/model.onnx``, ``run.yaml``, and for `on_gpu` the module as ``program.pt``. Rows are
+in ``rows.parquet`` (one column a feature, histories as lists) or, for models that take one float matrix, in
+``<ranker>/rows.npz``. Nothing is committed: the terms of MovieLens forbid it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from benchmarks.public_rankers.modeling import (
     Built,
     array_of,
     export,
+    save_program,
     train,
 )
 from benchmarks.public_rankers.rows import Rows, read_rows, write_rows
@@ -38,7 +39,7 @@ from benchmarks.public_rankers.rows import Rows, read_rows, write_rows
 BUDGET = 0.0002
 FRACTIONS = {"calibration": 0.02, "selection": 0.15, "certification": 0.3}
 """Of users: about 12,000, 93,000 and 185,000 rows."""
-DONE = "prepared.json"
+DONE, PROGRAM = "prepared.json", "program.pt"
 
 
 def build(ranker: Ranker, rows: Rows, libraries: Path) -> Built:
@@ -82,6 +83,7 @@ def prepare(ranker: Ranker, cache: Path, libraries: Path, rows: Rows, steps: int
     loss = train(built, rows.train, steps, batch)
     trained = time.perf_counter() - began
     export(built, ranker.exporter, rows.train, home / "model.onnx")
+    save_program(built, rows.train, names_of(home / "model.onnx")[1], home / PROGRAM)
     data = "../rows.parquet"
     if ranker.inputs is Inputs.MIXED:
         data = "rows.npz"

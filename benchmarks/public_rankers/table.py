@@ -1,6 +1,8 @@
 """The sweep's results as a table, and its record.
 
-python -m benchmarks.public_rankers.table --results DIRECTORY [--record]
+python -m benchmarks.public_rankers.table --results DIRECTORY [--before DIRECTORY] [--record NAME]
+
+With `--before`, results of an earlier tree on the same machine: the seconds of both, and their ratio.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 from benchmarks.public_rankers.catalog import RANKERS
@@ -132,6 +134,34 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def wall_times(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Seconds of `run` by ranker, of those that finished under both trees, and the geometric mean ratio."""
+    earlier = {(run["ranker"], run["seed"]): run for run in before if run["exit_code"] == 0}
+    pairs = [
+        (earlier[key], run)
+        for run in after
+        if (key := (run["ranker"], run["seed"])) in earlier and run["exit_code"] == 0
+    ]
+    rankers = {
+        new["ranker"]: {
+            "before": {name: old[name] for name in ("wall_seconds", "cpu_seconds", "stages")},
+            "after": {name: new[name] for name in ("wall_seconds", "cpu_seconds", "stages")},
+            "ratio": new["wall_seconds"] / old["wall_seconds"],
+        }
+        for old, new in pairs
+    }
+    return {"rankers": rankers, "geometric mean": geometric_mean(one["ratio"] for one in rankers.values())}
+
+
+def walls_markdown(figures: Mapping[str, Any]) -> str:
+    """A row for each ranker."""
+    lines = ["| ranker | before, s | after, s | ratio |", "| --- | --- | --- | --- |"]
+    for name, one in figures["rankers"].items():
+        seconds = [f"{one[when]['wall_seconds']:.0f}" for when in ("before", "after")]
+        lines.append(f"| {name} | {' | '.join(seconds)} | {one['ratio']:.2f} |")
+    return "\n".join([*lines, "", f"Geometric mean of the ratios: {figures['geometric mean']:.2f}."])
+
+
 def recorded(run: Mapping[str, Any]) -> dict[str, Any]:
     """A run without what names the machine: of an error, its kind and its first line with bare file names."""
     error = run["error"]
@@ -155,10 +185,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--before", type=Path, help="results of an earlier tree")
     parser.add_argument("--record", help="name of the record to write")
     parser.add_argument("--commit", default="", help="commit of the tree that was run, for the record")
     options = parser.parse_args()
     runs = read(options.results)
+    if options.before:
+        walls = wall_times(read(options.before), runs)
+        print(walls_markdown(walls))
+        if options.record:
+            print(write_record(options.record, walls, {"commits": options.commit}))
+        return
     print(markdown(runs))
     if options.record:
         from benchmarks.public_rankers.prepare import BUDGET, FRACTIONS  # needs PyTorch

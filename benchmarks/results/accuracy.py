@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.public_rankers.table import markdown
+from benchmarks.public_rankers.table import markdown, walls_markdown
 from benchmarks.results.formats import (
     Bar,
     chart,
@@ -21,6 +21,11 @@ BUDGETS_SHOWN = 4
 def public_rankers(record: Record) -> str:
     """A row for each ranker, and what is said of all of them."""
     return markdown(record.figures["runs"])
+
+
+def run_wall(record: Record) -> str:
+    """Seconds of `run` before and after."""
+    return walls_markdown(record.figures)
 
 
 def movielens(record: Record) -> str:

@@ -155,6 +155,13 @@ ENTRIES = (
         accuracy.public_rankers,
     ),
     Entry(
+        "run_wall",
+        ACCURACY,
+        "Time of a run, before and after the ladder of plans",
+        "benchmarks.public_rankers.table",
+        accuracy.run_wall,
+    ),
+    Entry(
         "interval_tails",
         ACCURACY,
         "Ends of intervals where tails are heavy or groups few",

@@ -21,7 +21,7 @@ from benchmarks.results.formats import (
     times,
 )
 from benchmarks.results.records import Record
-from loka_onnx.numerics.medians import is_tie
+from loka_onnx.numerics.intervals import is_tie
 
 BUDGETS_SHOWN = 4
 """The axis of an accuracy chart ends at so many budgets."""

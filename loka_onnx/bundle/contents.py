@@ -15,7 +15,7 @@ from loka_onnx.core.evaluation import Choice, Evaluation
 from loka_onnx.core.lineage import StageRecord
 from loka_onnx.core.manifest import BatchRange
 from loka_onnx.core.plan import PlanSet
-from loka_onnx.core.split import Halves
+from loka_onnx.core.rewrite import Halves
 
 ArrayMap = Mapping[str, npt.NDArray[Any]]
 

@@ -9,7 +9,7 @@ from loka_onnx.bundle.format.archive import verify_path
 from loka_onnx.bundle.format.documents import printable
 from loka_onnx.core.evaluation import Evaluation
 from loka_onnx.core.manifest import Manifest
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 
 
 def inspect_bundle(path: Path) -> str:

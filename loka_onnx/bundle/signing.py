@@ -29,9 +29,8 @@ from loka_onnx.bundle.format.signature import (
     require_cryptography,
 )
 from loka_onnx.core import serde
-from loka_onnx.core.digests import digest_bytes
+from loka_onnx.core.digests import digest_bytes, seal
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
-from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleError, ConfigError, OutputError
 
 if TYPE_CHECKING:

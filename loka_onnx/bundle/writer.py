@@ -37,7 +37,7 @@ from loka_onnx.bundle.signing import read_private_key, signature_text
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.devices import CPU
-from loka_onnx.core.digests import digest_file, digest_files
+from loka_onnx.core.digests import digest_file, digest_files, seal
 from loka_onnx.core.manifest import (
     INSTRUCTIONS,
     MANIFEST_NAME,
@@ -56,8 +56,7 @@ from loka_onnx.core.manifest import (
     sample_key,
 )
 from loka_onnx.core.plan import PlanSet
-from loka_onnx.core.seal import seal
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.errors import BundleError
 from loka_onnx.sessions.backends import get_spec
 

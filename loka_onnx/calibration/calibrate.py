@@ -74,7 +74,7 @@ class ProbeOptions(PassOptions):
     executor: Executor | None = None
 
     def __post_init__(self) -> None:
-        if not any(recipe.weight.granularity is Granularity.PER_TENSOR for recipe in self.recipes):
+        if not any(recipe.weight is Granularity.PER_TENSOR for recipe in self.recipes):
             raise InternalError(
                 "calibration needs a recipe with per-tensor weights: interactions have no other",
                 evidence=f"recipes {', '.join(recipe.id for recipe in self.recipes) or '(none)'}",
@@ -186,7 +186,7 @@ def _planned_recipe(site: Site, options: ProbeOptions, errors: Sequence[ErrorSta
                 evidence=f"'{wanted}' is not among {', '.join(known)}",
             )
         return known[wanted]
-    allowed = [r for r in applicable if options.weight in (None, r.weight.granularity)] or list(applicable)
+    allowed = [r for r in applicable if options.weight in (None, r.weight)] or list(applicable)
     measured = {error.recipe: error.relative_error for error in errors}
     return min(allowed, key=lambda recipe: measured.get(recipe.id, math.inf))
 

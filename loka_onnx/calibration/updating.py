@@ -14,9 +14,8 @@ from pathlib import Path
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.calibration.observers.arithmetic import NORM_PRECISION
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
-from loka_onnx.core.profile import Profile
+from loka_onnx.core.profile import ENTROPY, LOSS, Profile
 from loka_onnx.core.progress import Progress, silent
-from loka_onnx.core.sensitivity import ENTROPY, LOSS
 from loka_onnx.data import Dataset
 from loka_onnx.errors import CalibrationError
 

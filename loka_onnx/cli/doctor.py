@@ -20,7 +20,7 @@ from rich.text import Text
 from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.backends import backend_names
-from loka_onnx.core.distributions import versions_of
+from loka_onnx.core.installation import versions_of
 from loka_onnx.engines.base import Availability
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import LokaError, MissingPackage

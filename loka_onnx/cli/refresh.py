@@ -14,7 +14,7 @@ from loka_onnx.cli.run import Overrides, RequireFp8, Sign
 from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.config import parse_overrides
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.refresh import DOCUMENT, Refresh
+from loka_onnx.core.lineage import REFRESH_NAME, Refresh
 from loka_onnx.operations.refresh.refreshing import RefreshOptions
 from loka_onnx.operations.refresh.refreshing import refresh as refresh_run
 
@@ -74,7 +74,7 @@ def refresh(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each opti
     terminal.out.print()
     for line in _lines(result.refresh):
         terminal.say(line)
-    print_written(terminal, result.run, DOCUMENT)
+    print_written(terminal, result.run, REFRESH_NAME)
     if require_fp8:
         check_fp8(result.run)
 

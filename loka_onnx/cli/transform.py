@@ -11,9 +11,8 @@ from loka_onnx.cli.run import Output, Overrides, RunFile, read_run_file, run_unt
 from loka_onnx.cli.terminal import Terminal, terminal_of
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.rewrite import Applied, Declined, RewriteLog, RewriteRecord
+from loka_onnx.core.rewrite import Applied, Declined, ModelSplit, RewriteLog, RewriteRecord
 from loka_onnx.core.site import Site
-from loka_onnx.core.split import ModelSplit
 from loka_onnx.pipeline.run import RunOptions, Stage
 
 ELSEWHERE = "elsewhere"

@@ -7,9 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar
 
-from loka_onnx.core.products import OtherProduct, product_flops
 from loka_onnx.core.serde import STRICT, is_inside
-from loka_onnx.core.site import Site, SiteKind
+from loka_onnx.core.site import OtherProduct, Site, SiteKind, product_flops
 from loka_onnx.errors import ConfigError, UserError
 
 
@@ -31,8 +30,8 @@ class OutputSpec:
 
     Attributes:
         kind: Logit, probability (clipped to [clip, 1-clip] and turned into a logit) or regression.
-        label: Label column, or None. Without one a logit or probability is judged on the label-free part of
-            the loss change over the mean entropy of p; a regression, which has no entropy, needs a label.
+        label: Label column, or None: then judged on the label-free part of the loss change over the mean
+            entropy of p. A regression has no entropy and needs one.
         weight: Column of per-row weights, or None.
         budget: Largest accepted relative loss increase (0.0002 is 0.02 %).
         max_kl: Largest accepted KL over the FP32 loss (or entropy); None for `KL_PER_BUDGET` budgets.
@@ -84,9 +83,7 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A graph input or output: NumPy's name of its type, and sizes, None where dynamic; the batch is
-    axis 0.
-    """
+    """A graph input or output: NumPy's name of its type; sizes, None where dynamic, the batch on axis 0."""
 
     name: str
     dtype: str
@@ -95,9 +92,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Parity:
-    """Agreement of the exported graph with its torch module: absolute differences of any output, and their
-    limit.
-    """
+    """Absolute differences of the graph's outputs from those of its torch module, and their limit."""
 
     rows: int
     max_abs: float
@@ -107,13 +102,12 @@ class Parity:
 
 @dataclass(frozen=True)
 class ModelArtifact:
-    """An ONNX model with named sites.
+    """An ONNX model with named sites, in topological order.
 
     Attributes:
         path: The ``.onnx`` file, relative to the run directory in its document; absolute in a report.
         digest: SHA-256 over the graph and its external data.
         opset: Version of the default operator set.
-        sites: Every site, in topological order.
         parity: Agreement with the torch module; None when the model entered as ONNX.
         notes: Conversions on the way in.
     """

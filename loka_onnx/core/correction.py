@@ -1,7 +1,6 @@
 """Corrections: constants fitted to a quantized model.
 
-They are not part of the model: a plan with corrections is another candidate than the plan alone, judged on
-rows that the constants were not fitted to.
+A plan with corrections is another candidate than the plan alone, judged on rows that they were not fitted to.
 """
 
 from __future__ import annotations
@@ -36,13 +35,11 @@ class Variant(StrEnum):
 
 @dataclass(frozen=True)
 class BiasCorrection:
-    """Constants added behind one site.
+    """Constants added behind one site; `shape` is that of `values`, one number a channel.
 
-    Attributes:
-        shape: Shape of `values` (row-major); broadcasts to the output of the site, one number a channel.
-        error_before: Root mean square over channels of the mean error of the site's output (with its bias),
-            in the planned model without corrections, on the fitting rows.
-        error_after: The same with the biases of all sites corrected.
+    `error_before` and `error_after` are root mean squares over channels of the mean error of the site's
+    output with its bias, on the fitting rows: in the planned model without corrections, and with the biases
+    of all sites corrected.
     """
 
     site: str
@@ -59,9 +56,7 @@ class BiasCorrection:
 
 @dataclass(frozen=True)
 class OutputConstant:
-    """Constant added to the logit (or regression output) of one output; that of a probability stands in
-    front of its Sigmoid.
-    """
+    """Constant added to the logit (or regression output); of a probability, in front of its Sigmoid."""
 
     output: str
     kind: OutputKind
@@ -85,12 +80,9 @@ class Corrections:
 class Trial:
     """One output under one variant on the selection split, against the FP32 reference.
 
-    Attributes:
-        constant: Added to the logit (or regression output); 0 for a variant without a constant.
-        mean_error: Mean change of the logit (or regression output).
-        delta_ne: Relative change of the loss; None without labels.
-        kl: Label-free part of it.
-        labelled: Labelled part of it; None without labels.
+    `constant` (0 for a variant without one) is added to the logit or regression output, `mean_error` is the
+    mean change of that. `delta_ne` is the relative change of the loss, `kl` and `labelled` are its parts;
+    None without labels.
     """
 
     variant: Variant
@@ -118,10 +110,7 @@ class OutputCorrection:
 
     def trial(self, variant: Variant) -> Trial:
         """Return the trial of a variant."""
-        for trial in self.trials:
-            if trial.variant is variant:
-                return trial
-        raise KeyError(variant)
+        return {trial.variant: trial for trial in self.trials}[variant]
 
     @property
     def before(self) -> Trial:
@@ -138,10 +127,8 @@ class OutputCorrection:
 class PlanCorrections:
     """The corrections of one plan: fitted on calibration rows, judged on the selection split.
 
-    Attributes:
-        left_alone: Reason why a site in FP8 has none, by its name.
-        failure: Why the plan has no corrections: simulation failed, or it is too far beyond the budget; else
-            empty.
+    `left_alone` has the reason why a site in FP8 has none, by name; `failure` why the plan has none:
+    simulation failed, or it is too far beyond the budget.
     """
 
     plan: str
@@ -152,19 +139,15 @@ class PlanCorrections:
     failure: str = ""
 
     @property
-    def keeps_bias(self) -> bool:
-        """True if the biases are kept: for all outputs or for none."""
-        return any(output.accepted.has_bias for output in self.outputs)
-
-    @property
     def accepted(self) -> Corrections:
-        """Corrections of the planned model."""
+        """Corrections of the planned model; biases are kept for all outputs or for none."""
         constants = tuple(
             OutputConstant(output.output, output.kind, output.after.constant)
             for output in self.outputs
             if output.accepted.has_constant
         )
-        return Corrections(self.bias if self.keeps_bias else (), constants)
+        keeps_bias = any(output.accepted.has_bias for output in self.outputs)
+        return Corrections(self.bias if keeps_bias else (), constants)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Devices that a run file can name, with their architectures as compilers name them.
 
-Sources: NVIDIA's table of compute capabilities; AMD's table of LLVM targets. Each backend says which of these
-it builds for.
+Sources: NVIDIA's table of compute capabilities; AMD's table of LLVM targets.
 """
 
 from __future__ import annotations
@@ -40,14 +39,11 @@ def capability(architecture: str) -> int:
 
 
 SLICE = "mig-slice"
-"""Result of `device_called` for a slice of any GPU. No run file names it: a slice has part of the cores and
-memory, so its latency is not that of the device."""
+"""Result of `device_called` for a slice of any GPU. No run file names it: its latency is not the device's."""
 
 
 def device_called(name: str, architecture: str) -> str:
-    """Return the run-file name of a device as its driver names it; empty where unknown, `SLICE` for
-    a slice.
-    """
+    """Return the run-file name of a device as its driver names it; "" where unknown, `SLICE` for a slice."""
     words = name.upper().replace("-", " ").split()
     # NVIDIA's driver adds the profile to the name of the GPU: "NVIDIA H100 80GB HBM3 MIG 1g.10gb".
     if "MIG" in words:

@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from loka_onnx.core.rewrite import Part
 from loka_onnx.core.serde import STRICT, Component, InsidePath
-from loka_onnx.core.split import Part
 
 
 class BuildStatus(StrEnum):
@@ -32,10 +32,8 @@ class BuildStatus(StrEnum):
 class SitePrecision:
     """Precision of a planned site in a built engine.
 
-    Attributes:
-        operands: Element type of each operand in the compiled engine, as the engine names them.
-        engaged: Whether the engine honours the plan at this site.
-        evidence: Source of `operands`.
+    `operands` are element types of the operands as the engine names them, read from `evidence`; `engaged`
+    says whether the engine honours the plan at this site.
     """
 
     site: str

@@ -24,8 +24,8 @@ class TaskMetrics:
     """Quality of one output of one engine; None for each part that needs missing labels.
 
     `loss` is the mean log loss (nats), `normalized_entropy` is it over the entropy of the base rate; for a
-    regression the squared error, over the variance of the label. `prediction_ratio` is the mean prediction
-    over the mean label.
+    regression the squared error, over the variance of the label. `prediction_ratio` is mean prediction over
+    mean label.
     """
 
     loss: float | None
@@ -38,13 +38,11 @@ class TaskMetrics:
 class PairedDifference:
     """An engine against the FP32 reference, row by row.
 
-    Attributes:
-        denominator: Reference of loss changes: `LOSS`, the mean FP32 loss, or without labels `ENTROPY`, the
-            mean entropy of the FP32 model's predictions.
-        delta_ne: Relative change of the loss, equal to that of normalized entropy; None without labels.
-        kl: Its label-free part.
-        labelled: Its labelled first-order part; None without labels.
-        delta_rmse: Root mean square change of the logit (or regression output); `delta_max` is the largest.
+    Changes of the loss are relative to the `denominator`: the mean FP32 `LOSS`, or without labels the mean
+    `ENTROPY` of the FP32 model's predictions. `delta_ne` is that of the loss, equal to that of normalized
+    entropy; `kl` its label-free part, `labelled` its labelled first-order part. Parts that need labels are
+    None without. `delta_rmse` and `delta_max` are the root mean square and largest change of the logit (or
+    regression output).
     """
 
     denominator: str
@@ -100,17 +98,13 @@ def worst(statuses: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class SliceDifference:
-    """An engine against the FP32 reference on the rows where a column has one value.
+    """An engine against the FP32 reference on the rows where a column has one value (as text; None for null).
 
     Everything is relative to the FP32 loss (or entropy) of these rows. The judged intervals of all slices of
     an output hold together at 95 %: each has the confidence 1 − 0.05/m, with m the judged slices over all
-    columns (Bonferroni).
-
-    Attributes:
-        value: As text; None for null.
-        units: Independent units with weight: groups, or rows without groups.
-        kl: As `delta_ne` and `labelled` in `PairedDifference`; None where the slice is not judged.
-        reason: Why it is not judged, or which guard keeps it from ``within``; else empty.
+    columns (Bonferroni). `units` are groups with weight, or rows without groups. `delta_ne`, `kl` and
+    `labelled` are those of `PairedDifference`, None where the slice is not judged; `reason` says why, or
+    which guard keeps it from ``within``.
     """
 
     column: str
@@ -151,13 +145,11 @@ class Guard:
 class Basis:
     """Basis of an output's intervals.
 
-    Attributes:
-        units: Independent units with weight: groups, or rows without groups.
-        largest: Name of the largest group; empty without groups. `largest_share` is its share of the rows.
-        top_share: Share of KL in the hundredth of the rows with the largest KL.
-        tail_index: Hill's tail index of KL over these rows; None where they are alike.
-        skewness: Of the influences of units on KL, over the root of their number.
-        is_heavy: Whether Student's t is invalid for KL: its interval is then empirical Bernstein's.
+    `units` are groups with weight, or rows without groups; `largest` is the name of the largest group,
+    `largest_share` its share of the rows. `top_share` is the share of KL in the hundredth of the rows with
+    the largest KL, `tail_index` Hill's over these rows (None where they are alike), `skewness` that of the
+    influences of units on KL, over the root of their number. With `is_heavy` Student's t is invalid for KL:
+    its interval is empirical Bernstein's.
     """
 
     units: int
@@ -178,16 +170,13 @@ class OutputEvaluation:
         difference: Against the FP32 reference; None, as `basis`, for the reference itself.
         budget: Largest accepted relative loss increase.
         budget_status: ``within`` when the upper bound is inside the budget and every guard, ``beyond`` when
-            the lower bound of one is outside, else ``undecided``; ``undecided`` as well where the intervals
-            are invalid.
+            the lower bound of one is outside; else, or where the intervals are invalid, ``undecided``.
         rows_to_decide: Rows that would settle an undecided verdict if the estimate stayed; None when decided,
             when the spread is unknown, or when even `MOST_TIMES` as many rows would not decide.
-        slices: The difference on each slice, the surest harm first (falling lower end), then slices that are
-            not judged. They do not enter `budget_status`.
-        slices_left_out: Omitted values of each column with too many.
+        slices: The difference on each slice, the surest harm first (falling lower end), then those that are
+            not judged. They do not enter `budget_status`; `slices_left_out` counts omitted values by column.
         because: Reason other than the budget that keeps `budget_status` from ``within``.
-        remarks: Why a guard or the basis keeps it from ``within``, and cautions on the intervals, each a
-            sentence without its full stop.
+        remarks: Why a guard or the basis does, and cautions on the intervals; sentences without full stop.
     """
 
     output: str
@@ -245,17 +234,14 @@ class InputPlace(StrEnum):
 
 @dataclass(frozen=True)
 class Latency:
-    """Latency of one engine at one batch size, microseconds.
+    """Latency of one engine at one batch size (rows per request), microseconds, over `repeats` requests.
 
     Attributes:
-        batch: Rows per request; `repeats` requests were measured.
         device: Device as its driver names it, ``cpu`` for the processor.
         counts_for_choice: False for a simulation, or another device of the architecture.
-        lookup_p50_us: Median of the lookup in ONNX Runtime on the CPU, which the other figures exclude; None
-            for an engine that takes ids.
+        lookup_p50_us: Median of the lookup in ONNX Runtime on the CPU, not in other figures; None for ids.
         loads_us: Median of each load; the i-th loads of engines timed in turns were timed together.
-        job: Build job that timed it, by its candidate; empty where the run itself timed it, in turns with all
-            engines of its target that it could run.
+        job: Build job that timed it; empty where the run did, in turns with all engines of the target.
     """
 
     batch: int
@@ -273,10 +259,9 @@ class Latency:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One engine on one split.
+    """One engine on one split, ``selection`` or ``certification``.
 
     Attributes:
-        split: ``selection`` or ``certification``.
         outputs: One entry per judged output; empty when the engine could not run here.
         status: ``measured``, or why not.
         latency_failure: Error that ended timing; else empty.
@@ -355,14 +340,10 @@ class Why(StrEnum):
 
 @dataclass(frozen=True)
 class Rejection:
-    """A candidate that was not chosen.
+    """A candidate that was not chosen, with the reason in words.
 
-    Attributes:
-        reason: In words, with the evidence.
-        times: Its latency over the chosen engine's, with the interval of both spreads; None where one was not
-            measured on the target, or they were not timed in turns.
-        upper: Upper bound of the judged quantity over the budget, of its worst output; None where not
-            measured.
+    `times` is its latency over the chosen engine's, None where they were not timed in turns on the target;
+    `upper` is the worst output's upper bound of the judged quantity over the budget.
     """
 
     engine: str
@@ -374,11 +355,9 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Route:
-    """Engine for requests of some sizes.
+    """Engine for requests of at most `batch` rows; the largest takes larger requests too.
 
-    Attributes:
-        batch: Most rows; the route with the largest takes larger requests too.
-        times: Latency at this size of the target's main engine over this engine's; None for the main engine.
+    `times` is the latency of the target's main engine over this engine's; None for the main engine.
     """
 
     batch: int
@@ -389,17 +368,16 @@ class Route:
 
 @dataclass(frozen=True)
 class TargetChoice:
-    """The engine selected for one target, or several where that pays.
+    """The engine selected for one target (`engine`, an id), or several where that pays: the best over all
+    sizes.
 
     Attributes:
-        engine: Id of the selected engine; of several, the best over all batch sizes.
         basis: Basis of the choice, in words: measured on the target, or provisional.
         losers: Every other candidate.
         routes: Engine for each request size, ascending; empty where one takes all. A request between two
             sizes goes to the engine of the larger.
-        missed: Ids of the engines that missed on certification before, in order: each has fewer sites in FP8
-            than the one before. With the selected one they are the certification attempts that share the
-            error.
+        missed: Ids of engines that missed on certification before, in order, each with fewer sites in FP8
+            than the one before: with the selected one, the attempts that share the error.
     """
 
     target: str

@@ -36,9 +36,6 @@ class Precision(StrEnum):
 class NumberFormat:
     """A format that operands are quantized to; documents hold its `name`.
 
-    A floating format has `mantissa_bits` stored mantissa bits above `min_normal`; an integer format has the
-    spacing 1 throughout.
-
     Attributes:
         id: Part of the ids of recipes, as in ``e4m3fn``.
         bits: Stored bits of one value.
@@ -46,7 +43,7 @@ class NumberFormat:
         min: Smallest value, to which smaller ones saturate.
         onnx_type: Value of `onnx.TensorProto.DataType`.
         storage: Name of the type in NumPy or `ml_dtypes`.
-        mantissa_bits: None for integers.
+        mantissa_bits: Stored ones above `min_normal`; None for integers, whose spacing is 1 throughout.
         min_normal: Smallest normal magnitude; 0 for integers.
         has_zero_point: Whether zero may be stored as another number (asymmetric quantization).
         scale_type: Type of scales in the graph, as `onnx_type`: FP32.
@@ -113,9 +110,3 @@ UINT8 = NumberFormat("uint8", 8, 255.0, 0.0, 2, "uint8", has_zero_point=True)
 FORMATS = {format.id: format for format in (E4M3FN, E4M3FNUZ, E5M2, INT8, UINT8)}
 """Every format by id."""
 FLOATS = tuple(format for format in FORMATS.values() if format.is_float)
-
-
-class Float8:
-    """Former names of the floating formats."""
-
-    E4M3FN, E4M3FNUZ, E5M2 = E4M3FN, E4M3FNUZ, E5M2

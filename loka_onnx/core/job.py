@@ -14,20 +14,15 @@ from loka_onnx.core.digests import digest_json
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import InputPlace, Latency
 from loka_onnx.core.plan import PrecisionPlan
+from loka_onnx.core.rewrite import Part
 from loka_onnx.core.serde import STRICT, Component, InsideFile, InsidePath
 from loka_onnx.core.site import Site
-from loka_onnx.core.split import Part
 
 
 @dataclass(frozen=True)
 class JobBatch:
-    """Rows per request.
-
-    Attributes:
-        minimum: Fewest.
-        serve: Size that the engine is tuned for.
-        maximum: Most.
-        sizes: Served batch sizes, ascending; latency is measured at each.
+    """Rows per request: fewest, those that the engine is tuned for, most, and served sizes (ascending), each
+    timed.
     """
 
     minimum: int
@@ -38,12 +33,9 @@ class JobBatch:
 
 @dataclass(frozen=True)
 class JobRows:
-    """Engine inputs of a split's rows.
+    """Engine inputs of the rows of a split (``timed`` for generated rows), `batch_size` to a request.
 
-    Attributes:
-        split: ``selection`` or ``certification``; ``timed`` for generated rows.
-        batch_size: Rows of one request.
-        inputs: ``.npy`` file of each input of the engine, rows on axis 0; relative to the job.
+    `inputs` has a ``.npy`` file of each input of the engine, rows on axis 0; relative to the job.
     """
 
     split: Component
@@ -54,21 +46,13 @@ class JobRows:
 
 @dataclass(frozen=True)
 class BuildJob:
-    """One engine to build on another host.
+    """One engine to build on another host; paths are relative to the job, whose directory is `candidate`.
 
-    Attributes:
-        candidate: Directory name of the job, and of the engine in the run.
-        target: Device in the run file.
-        architecture: As the backend names it.
-        plan: The precision assignment of the model.
-        part: The whole model, or its dense half.
-        model: The planned model, relative to the job.
-        model_digest: Digest of the model before the plan.
-        sample: Generated inputs for the first batches and for latencies, relative to the job.
-        rows: Rows to run the engine on; empty where data stays with the run.
-        timed: Generated rows of latency requests; None for the sample's.
-        inputs: Memory of the inputs of timed requests.
-        files: SHA-256 of every file of the job but ``job.json``, by path relative to the job.
+    `target` is the device in the run file, `architecture` its name in the backend; `model` the planned model,
+    `model_digest` that of the model before the plan. `sample` has generated inputs for first batches and
+    latencies, `rows` those to run the engine on (empty where data stays with the run), `timed` generated rows
+    of latency requests (None for the sample's), whose memory is `inputs`. `files` has the SHA-256 of every
+    file but ``job.json``.
     """
 
     SCHEMA: ClassVar[str] = "build-job/1"
@@ -104,17 +88,11 @@ class BuildJob:
 
 @dataclass(frozen=True)
 class JobResult:
-    """Result of a job from its host.
+    """Result of a job from its host; paths are relative to the result.
 
-    Attributes:
-        model_digest: Digest of the model before the plan.
-        artifact: Result of the build; the path is relative to the result.
-        latencies: Measured there on generated inputs; empty where the engine was not run.
-        outputs: ``.npz`` file of the engine's judged outputs on the rows of each split; relative to the
-            result, empty where the job carried no rows.
-        failure: Error after the build; else empty.
-        devices: Devices of the host that the backend runs on.
-        files: SHA-256 of every file of the result but ``result.json``, by path relative to the result.
+    `latencies` were measured there on generated inputs, on `devices` that the backend runs on; `outputs` has
+    an ``.npz`` of the engine's judged outputs on the rows of each split that the job carried; `failure` is an
+    error after the build. `files` has the SHA-256 of every file but ``result.json``.
     """
 
     SCHEMA: ClassVar[str] = "build-result/1"

@@ -1,4 +1,4 @@
-"""Origin of every file of a run directory."""
+"""Origin of every file of a run directory; effects of a retrained checkpoint."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from loka_onnx.core.intervals import Interval
 from loka_onnx.core.serde import STRICT, InsideFile
 
 
 @dataclass(frozen=True)
 class StageRecord:
-    """One finished stage.
+    """One finished stage and its wall time.
 
-    Attributes:
-        key: Digest of all inputs of the stage; a stage with an unchanged key is not run again.
-        parents: For each stage before it, a digest over its files.
-        files: SHA-256 of every file it wrote, by path relative to the run directory.
-        seconds: Wall time.
+    An unchanged `key`, the digest of all inputs, is not run again. `parents` are digests over the files of
+    each stage before it, `files` SHA-256 of every file it wrote, by path relative to the run directory.
     """
 
     stage: str
@@ -31,10 +29,8 @@ class StageRecord:
 class RunRecord:
     """The lineage of a run directory (`run.json`).
 
-    Attributes:
-        config: The run file as it was understood.
-        versions: Version of this package and of every library that took part.
-        stages: Finished stages in order.
+    `config` is the run file as it was understood; `versions` are of this package and every library that took
+    part; `stages` are the finished ones in order.
     """
 
     SCHEMA: ClassVar[str] = "run/1"
@@ -44,3 +40,64 @@ class RunRecord:
     versions: dict[str, str]
     stages: tuple[StageRecord, ...]
     directory: Path
+
+
+REFRESH_NAME = "refresh.json"
+"""Its file in the run directory."""
+LOOKS = 2
+"""Certification attempts for one retrained model."""
+
+
+@dataclass(frozen=True)
+class SiteMove:
+    """Change of a site in FP8: new over earlier scales (of several channels, the ratio farthest from 1).
+
+    `kl_before` is KL over the loss by output, from the earlier profile; `kl_now` from few rows, hence wide.
+    """
+
+    site: str
+    activation: float
+    weight: float
+    kl_before: dict[str, Interval]
+    kl_now: dict[str, Interval]
+
+
+@dataclass(frozen=True)
+class OutputMove:
+    """Judged quantity of a selected engine on the certification split, now and in the earlier run (None where
+    not measured there), with the largest accepted value and a `BudgetStatus`.
+    """
+
+    engine: str
+    output: str
+    judged: str
+    before: Interval | None
+    now: Interval
+    budget: float
+    status: str
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """A refresh (`refresh.json`) of the run in directory `earlier`, for a retrained `model` (a digest).
+
+    Where the decisions of the earlier run fail on the certification rows, a full run follows, for the reason
+    `fallback`, and its engines are judged on the same rows: two certification attempts. The error of 5 % is
+    divided between them beforehand (Bonferroni): each has intervals of 97.5 % (`confidence`; 95 % for a full
+    run without an attempt before), so that the probability that the selected engine passed and is beyond the
+    budget is bounded as for one attempt at 95 %. `sites` are those in FP8, largest scale changes first.
+    `seconds` of wall time include a full run; `earlier_seconds` are of the stages of the earlier run.
+    """
+
+    SCHEMA: ClassVar[str] = "refresh/2"
+    __pydantic_config__ = STRICT
+
+    earlier: Path
+    earlier_model: str
+    model: str
+    sites: tuple[SiteMove, ...]
+    outputs: tuple[OutputMove, ...]
+    fallback: str
+    confidence: float
+    seconds: float
+    earlier_seconds: float

@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from typing import ClassVar
 
 from loka_onnx.core.artifact import OutputSpec, TensorSpec
-from loka_onnx.core.digests import digest_json
+from loka_onnx.core.digests import UNSEALED, digest_json
 from loka_onnx.core.evaluation import Choice, Evaluation
 from loka_onnx.core.lineage import StageRecord
-from loka_onnx.core.seal import UNSEALED
+from loka_onnx.core.rewrite import Part
 from loka_onnx.core.serde import STRICT
-from loka_onnx.core.split import Part
 
 MANIFEST_NAME = "manifest.json"
 SAMPLE_NAME = "sample.npz"
@@ -37,8 +37,6 @@ _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 class BundleFile:
     """One file of a bundle, by its path relative to the bundle with ``/`` between components."""
 
-    __pydantic_config__ = STRICT
-
     path: str
     bytes: int
     sha256: str
@@ -47,8 +45,6 @@ class BundleFile:
 @dataclass(frozen=True)
 class BatchRange:
     """Rows per request that an engine accepts, both ends included."""
-
-    __pydantic_config__ = STRICT
 
     min: int
     max: int
@@ -71,8 +67,6 @@ INSTRUCTIONS = "CPU instructions"
 @dataclass(frozen=True)
 class Requirement:
     """Host requirement of an engine: a library by its makers' name, ``NVIDIA driver`` or `INSTRUCTIONS`."""
-
-    __pydantic_config__ = STRICT
 
     name: str
     need: Need
@@ -100,15 +94,12 @@ class EngineEntry:
         simulated: Its FP8 is simulated, and slower than high precision.
         batch: Rows per request that it accepts.
         path: The engine file; further files lie beside it and are listed like any file.
-        tolerance: Largest absolute difference from the sample's expected outputs that the self-test accepts,
-            per output.
+        tolerance: Largest absolute difference from the sample's expected outputs in the self-test, by output.
         evaluation: Measured accuracy and latency; None when it was not measured.
         part: ``whole`` where it takes the inputs of the manifest, ``dense`` where it takes passed and
             looked-up inputs (`Manifest.inputs_of`).
         requires: Libraries and drivers that the host must have, beside a device of the architecture.
     """
-
-    __pydantic_config__ = STRICT
 
     id: str
     backend: str
@@ -134,12 +125,10 @@ class SparseCut:
 
     Attributes:
         lookup: Path of the lookup model: from the inputs of the manifest (those that it names) to `tensors`.
-            Its tables lie beside it, unless they are in it, and are listed like any file.
+            Tables beside it are listed like any file.
         passed: Inputs that the dense engines read themselves.
         tensors: Outputs of the lookup model, inputs of the dense engines; the batch on axis 0.
     """
-
-    __pydantic_config__ = STRICT
 
     lookup: str
     lookup_inputs: tuple[str, ...]
@@ -156,13 +145,12 @@ class Manifest:
         fallback: The exported FP32 model, which runs wherever ONNX Runtime does.
         sample: Path of the sample: an npz with ``input/<name>``, ``expected/<engine>/<name>`` and, for a cut
             model, ``looked_up/<name>``.
-        lineage: Stages behind the bundle.
-        lineage_digest: `digest_lineage` of them.
+        lineage: Stages behind the bundle; `lineage_digest` is `digest_lineage` of them.
         versions: Version of every library that took part.
         files: Every other file of the bundle, sorted by path; `MAX_FILES` at most.
         cut: Cut at the embeddings; None where every engine is of the whole.
-        seal: SHA-256 of the manifest's bytes with these digits as zeros (`core.seal`). It covers the digests
-            of all files, so it names the content of the whole bundle.
+        seal: SHA-256 of the manifest's bytes with these digits as zeros (`core.digests`). It covers the
+            digests of all files, so it names the content of the whole bundle.
     """
 
     SCHEMA: ClassVar[str] = "bundle-format/1"
@@ -229,9 +217,8 @@ def sample_key(*parts: str) -> str:
 
 
 def path_problem(path: str) -> str | None:
-    """Return why a path is not allowed in a manifest; None when it is.
-
-    A path has plain ASCII components, so that it is the same file on every system and stays in the bundle.
+    """Return why a path is not allowed in a manifest; None when it is: plain ASCII components, the same file
+    on every system, inside the bundle.
     """
     if "\\" in path:
         return "has a backslash"
@@ -250,27 +237,23 @@ def path_problem(path: str) -> str | None:
 def paths_problem(paths: Iterable[str]) -> str | None:
     """Return why these paths may not be listed together; None where they may.
 
-    Refused are invalid paths, a path listed twice, a file that is also a directory, and paths that differ
-    only in case, on every system.
+    Refused are invalid paths, a path listed twice, a file that is also a directory, and, on every system,
+    paths that differ only in case.
     """
     seen: dict[str, str] = {}
     files: set[str] = set()
     for path in paths:
-        problem = path_problem(path)
-        if problem is not None:
+        if (problem := path_problem(path)) is not None:
             return f"path {path!r} {problem}"
         if path in files:
             return f"path {path!r} is listed twice"
         files.add(path)
-        components = path.split("/")
-        for end in range(1, len(components) + 1):
-            prefix = "/".join(components[:end])
+        for prefix in accumulate(path.split("/"), "{}/{}".format):
             earlier = seen.setdefault(prefix.lower(), prefix)
             if earlier != prefix:
                 return f"paths {earlier!r} and {prefix!r} differ only in case"
     for path in files:
-        parents = path.split("/")[:-1]
-        for end in range(1, len(parents) + 1):
-            if "/".join(parents[:end]) in files:
-                return f"path {'/'.join(parents[:end])!r} is listed as a file and used as a directory"
+        for parent in accumulate(path.split("/")[:-1], "{}/{}".format):
+            if parent in files:
+                return f"path {parent!r} is listed as a file and used as a directory"
     return None

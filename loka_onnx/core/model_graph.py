@@ -1,14 +1,9 @@
-"""Operators of a model and the tensors between them, for drawing.
-
-Weights are not included; precisions and verdicts belong to a plan, which names the same sites.
-"""
+"""Operators of a model and the tensors between them (no weights), for drawing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-
-from loka_onnx.core.serde import STRICT
 
 
 class NodeKind(StrEnum):
@@ -25,8 +20,6 @@ class NodeKind(StrEnum):
 class GraphNode:
     """One node; a folded one has the sites of all its members and stands for so many nodes."""
 
-    __pydantic_config__ = STRICT
-
     name: str
     kind: NodeKind
     op: str = ""
@@ -39,8 +32,6 @@ class GraphNode:
 class GraphEdge:
     """A tensor (the first of several) from its producer to a later reader, by index."""
 
-    __pydantic_config__ = STRICT
-
     source: int
     target: int
     tensor: str
@@ -48,20 +39,12 @@ class GraphEdge:
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """The nodes of a model and the tensors between them.
+    """The nodes of a model, producers before consumers, and the tensors between them, one between two nodes.
 
-    Attributes:
-        nodes: Producers before consumers.
-        edges: At most one between two nodes, by source and target.
-        operators: Number of operators of the model; `folded` are drawn as part of a folded node.
-        in_runs: Whether folded nodes are runs of consecutive nodes, because modules do not make the graph
-            small enough; else each is of one module.
-
-    Raises:
-        ValueError: An edge leads backwards or to a missing node.
+    `operators` is the number of operators of the model, of which `folded` are drawn as part of a folded node:
+    each of one module, or `in_runs` of consecutive nodes where modules do not make the graph small enough.
+    Raises ValueError if an edge leads backwards or to a missing node.
     """
-
-    __pydantic_config__ = STRICT
 
     nodes: tuple[GraphNode, ...]
     edges: tuple[GraphEdge, ...]

@@ -1,4 +1,4 @@
-"""Precision of each site, with reasons."""
+"""Precision of each site, with reasons; the ladder of plans, and its judged rungs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.intervals import Interval
 from loka_onnx.core.recipe import Recipe, Scaling
 from loka_onnx.core.serde import STRICT, Component
 
@@ -42,17 +43,13 @@ def quantized_precision(plan_id: str) -> Precision | None:
 
 @dataclass(frozen=True)
 class SiteSpeed:
-    """Time that FP8 saves at one site on one device, before building.
+    """Time that FP8 saves at one site on one device (by its name in run files), before building.
 
-    Attributes:
-        device: Name in run files.
-        saved_us: Time of the product in the base precision less that in FP8, by batch size, microseconds,
-            without the quantize step. Empty where unknown.
-        quantize_us: Time of the quantize step of the site's input, by batch size, microseconds; 0 where the
-            kernel in front of it quantizes. Sites of one tensor share it.
-        is_measured: Whether every time was measured at this very shape; else some are predicted.
-        made_by: Site that makes the tensor, if its kernel also quantizes when it runs in FP8 itself, which
-            makes the quantize step free; else empty.
+    By batch size, microseconds: `saved_us` is the time of the product in the base precision less that in FP8,
+    without the quantize step (empty where unknown); `quantize_us` that of the quantize step, which sites of
+    one tensor share, 0 where the kernel in front quantizes. `is_measured` if every time was measured at this
+    very shape. `made_by` is a site whose kernel makes the tensor, and quantizes it freely if it runs in FP8
+    itself.
     """
 
     site: str
@@ -89,9 +86,8 @@ class Decision:
 
     Attributes:
         weight_scale: One scale, or one per output channel; of an interaction, that of its second activation;
-            empty without any.
-        activation_zero_point: Not 0 in asymmetric formats only; left out of documents where it is 0.
-        weight_zero_point: That of the second activation of an interaction; likewise.
+            empty without any. `weight_zero_point` is that of the second activation too.
+        activation_zero_point: Not 0 in asymmetric formats only; zero points of 0 are left out of documents.
     """
 
     site: str
@@ -122,21 +118,18 @@ class PrecisionPlan:
     """One precision assignment of the whole model.
 
     Attributes:
-        id: ``fp32``, ``bf16``, ``fp16``, ``fp8-`` or ``int8-`` with ``all`` or ``safe``, ``fp8-fast`` or
-            a numbered refinement.
+        id: ``fp32``, ``bf16``, ``fp16``, ``fp8-`` or ``int8-`` with ``all`` or ``safe``, ``fp8-fast`` or a
+            numbered refinement.
         model_digest: Digest of the model that it is for.
-        base: Precision outside the quantized sites.
-        decisions: One per site.
+        base: Precision outside the quantized sites; `base_reason` says why, where the profile chose it.
         predicted_kl: Sum of the chosen sites' KL relative to the loss, per output, predicted from
             calibration; empty for plans in high precision.
         fp8_share: Share of the FP8-able FLOPs that run in FP8 or INT8.
-        wide: Nodes beside the sites that stay in FP32 where the base is not; of a site, its decision says so.
-        base_reason: Why this base, where the profile chose it; empty where the user did.
+        wide: Nodes beside the sites that stay in FP32 where the base is not.
         device: Device that the plan was made for, by its kernel times; empty for a plan that is for any.
         predicted_us: Time of its products and of their quantize steps, by device and batch size (as text),
-            microseconds, predicted from kernel times; a device without them is left out. Products that no
-            time is known of are in no plan's time: it is the difference between two plans that counts
-            (`planning.expected_latency.expected_us`).
+            microseconds, predicted from kernel times; a device without them is left out. Products of unknown
+            time are in no plan's: only differences of plans count (`planning.expected_latency.expected_us`).
         breaks_up: By device, of the sites in FP8 that the engine maker computes inside of a larger kernel
             where they are not, that kernel. Its parts are not timed: `predicted_us` may be held against that
             of a plan with the same ones only.
@@ -190,10 +183,9 @@ class PrecisionPlan:
 
 @dataclass(frozen=True)
 class PlanSet:
-    """Every plan of a run.
+    """Every plan of a run, in competing order.
 
     Attributes:
-        plans: In competing order.
         notes: Requests that gave no plan, each a sentence without its full stop.
         speeds: Time saved at each linear site on each device of the plans.
         able_share: Share of all products' operations in FP8-able sites: times `fp8_share`, the share of all
@@ -216,7 +208,44 @@ class PlanSet:
 
     def plan(self, plan_id: str) -> PrecisionPlan:
         """Return the plan of that id."""
-        for plan in self.plans:
-            if plan.id == plan_id:
-                return plan
-        raise KeyError(plan_id)
+        return {plan.id: plan for plan in self.plans}[plan_id]
+
+
+@dataclass(frozen=True)
+class JudgedRung:
+    """A rung (numbered from 0: only forced sites), judged on the selection split in simulation.
+
+    `output` is the one nearest to its budget, or farthest beyond: `change` is its judged quantity, `kl` its
+    KL over the loss (None where nothing was measured). `chance` is that of all outputs to pass certification;
+    the rung `fits` if all are inside their budgets on selection, with the requested chance.
+    """
+
+    rung: int
+    sites: int
+    fp8_share: float
+    output: str
+    change: Interval | None
+    kl: float | None
+    chance: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Climb:
+    """Result of climbing a ladder; rung 0 where no judged rung fits. `confidence` is of certification
+    intervals.
+    """
+
+    SCHEMA: ClassVar[str] = "climb/1"
+    __pydantic_config__ = STRICT
+
+    rung: int
+    sites: tuple[str, ...]
+    confidence: float
+    chance: float
+    judged: tuple[JudgedRung, ...]
+
+    @property
+    def taken(self) -> JudgedRung | None:
+        """The chosen rung as judged; None where none fits."""
+        return next((each for each in self.judged if each.rung == self.rung and each.fits), None)

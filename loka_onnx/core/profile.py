@@ -1,27 +1,173 @@
-"""Result of calibration: ranges, FP8 error and sensitivity of every site."""
+"""Result of calibration: ranges, FP8 error and sensitivity of every site, as sums that merge exactly."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import sqrt
+from operator import or_
 from typing import ClassVar
 
-from loka_onnx.core.exact_sum import ExactSum, Sums
-from loka_onnx.core.intervals import Interval
-from loka_onnx.core.ratio_moments import CONFIDENCE, RatioMoments
-from loka_onnx.core.sensitivity import Sensitivity, SiteGroup, merge_sensitivities
+from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum, Rules, Sums, largest, least
+from loka_onnx.core.intervals import CONFIDENCE, Interval, RatioMoments
 from loka_onnx.core.serde import STRICT
 from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
+
+LOSS = "loss"
+ENTROPY = "entropy"
+"""Values of `Sensitivity.denominator`."""
+
+
+@dataclass(frozen=True)
+class DeltaSums(Sums):
+    """Weighted sums over rows of the change of the logit (or of the regression output), and of its square."""
+
+    weight: ExactSum = NOTHING_ADDED
+    total: ExactSum = NOTHING_ADDED
+    squares: ExactSum = NOTHING_ADDED
+
+    @property
+    def mean(self) -> float:
+        """Mean change."""
+        return self.total.value / self.weight.value
+
+    @property
+    def rmse(self) -> float:
+        """Root mean square change."""
+        return sqrt(self.squares.value / self.weight.value)
+
+
+@dataclass(frozen=True)
+class Draws(Sums):
+    """Extremes of the effect under slightly moved scales, as of another day's calibration: every value then
+    falls elsewhere on the grid, which an interval over rows does not show.
+
+    `count` includes the profile's own scales; `kl_growth` is the largest KL of a draw over theirs on the same
+    rows; the labelled term is None without labels.
+    """
+
+    RULES: ClassVar[Rules] = {
+        **dict.fromkeys(("count", "kl_high", "kl_growth"), max),
+        **{"kl_low": min, "labelled_low": least, "labelled_high": largest},
+    }
+
+    count: int
+    kl_low: float
+    kl_high: float
+    kl_growth: float
+    labelled_low: float | None = None
+    labelled_high: float | None = None
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Effect of one site in one recipe on one output of the model.
+
+    Loss terms are relative to the `denominator` on the same rows: the FP32 model's ``loss``, or without
+    labels the mean ``entropy`` of its predictions. The 95 % intervals hold for a number of rows fixed
+    beforehand; use `kl_moments.anytime_interval` where rows were added until verdicts were reached.
+
+    Attributes:
+        recipe: Id of the recipe, or the precision for a norm.
+        kl_moments: KL(p ‖ p′): the part of the loss increase that needs no label; `kl` is its interval. For a
+            regression with squared loss, the mean of δ².
+        labelled_moments: Mean of (p − y)·δ: the labelled first-order term; None without labels.
+        draws: Spread over perturbed calibrations; None where none was drawn.
+    """
+
+    recipe: str
+    output: str
+    denominator: str
+    delta: DeltaSums
+    kl_moments: RatioMoments
+    labelled_moments: RatioMoments | None
+    kl: Interval
+    labelled: Interval | None
+    draws: Draws | None = None
+
+    @classmethod
+    def of(
+        cls,
+        name: SensitivityName,
+        delta: DeltaSums,
+        kl: RatioMoments,
+        labelled: RatioMoments | None,
+        draws: Draws | None = None,
+    ) -> Sensitivity:
+        """Return a sensitivity with the 95 % intervals of `kl` and `labelled`."""
+        of_labels = None if labelled is None else labelled.interval()
+        named = (name.recipe, name.output, name.denominator)
+        return cls(*named, delta, kl, labelled, kl.interval(), of_labels, draws)
+
+    @property
+    def name(self) -> SensitivityName:
+        """Measured quantity."""
+        return SensitivityName(self.recipe, self.output, self.denominator)
+
+    def merge(self, other: Sensitivity) -> Sensitivity:
+        """Merge both sets of rows; their units (groups, rows) count as different ones.
+
+        Raises ValueError if recipes, outputs or denominators differ, or only one has labels.
+        """
+        if self.name != other.name or (self.labelled_moments is None) != (other.labelled_moments is None):
+            raise ValueError(f"the sensitivities {self.name} and {other.name} do not merge")
+        labelled = self.labelled_moments
+        if labelled is not None and other.labelled_moments is not None:
+            labelled = labelled.merge(other.labelled_moments)
+        draws = self.draws.merge(other.draws) if self.draws and other.draws else self.draws or other.draws
+        delta, kl = self.delta.merge(other.delta), self.kl_moments.merge(other.kl_moments)
+        return Sensitivity.of(self.name, delta, kl, labelled, draws)
+
+
+@dataclass(frozen=True)
+class SensitivityName:
+    """Identity of a sensitivity; its fields are those of `Sensitivity`."""
+
+    recipe: str
+    output: str
+    denominator: str
+
+
+@dataclass(frozen=True)
+class SiteGroup:
+    """Sites (at least two, in the model's order) that read one tensor, measured in low precision together.
+
+    Their errors share that tensor's rounding and do not add up like independent ones. `tensor` is their input
+    before layout operations; the recipe is that of the tensor.
+    """
+
+    tensor: str
+    sites: tuple[str, ...]
+    sensitivities: tuple[Sensitivity, ...]
+
+    def sensitivity(self, output: str) -> Sensitivity:
+        """Return the effect on an output."""
+        return {item.output: item for item in self.sensitivities}[output]
+
+    def merge(self, other: SiteGroup) -> SiteGroup:
+        """Merge both sets of rows. Raises ValueError if they are not the same sites in the same recipes."""
+        if (self.tensor, self.sites) != (other.tensor, other.sites):
+            raise ValueError(f"the groups {self.sites} and {other.sites} do not merge")
+        merged = merge_sensitivities(self.sensitivities, other.sensitivities)
+        return SiteGroup(self.tensor, self.sites, merged)
+
+
+def merge_sensitivities(
+    ours: tuple[Sensitivity, ...], theirs: tuple[Sensitivity, ...]
+) -> tuple[Sensitivity, ...]:
+    """Merge sensitivities pairwise; ValueError unless they are of the same recipes and outputs."""
+    if [item.name for item in ours] != [item.name for item in theirs]:
+        raise ValueError("sensitivities of different recipes or outputs do not merge")
+    return tuple(a.merge(b) for a, b in zip(ours, theirs, strict=True))
 
 
 @dataclass(frozen=True)
 class SiteProfile:
     """Calibration results of one site.
 
-    Attributes:
-        operands: Range of each operand, by tensor name (weights included).
-        sensitivities: Effect on each output, per recipe.
-        origins: Sites of an earlier profile that this one replaces.
+    `operands` are ranges by tensor name, weights included; `origins` are sites of an earlier profile that
+    this one replaces.
     """
 
     site: str
@@ -32,48 +178,34 @@ class SiteProfile:
 
     @property
     def judged_recipe(self) -> str | None:
-        """Recipe of the site's verdict: the first with measured effect on the outputs.
-
-        Without one, the first with a measured error; None where nothing was measured.
+        """Recipe of the site's verdict: the first with a measured effect on outputs, else with a measured
+        error.
         """
         recipes = (*(s.recipe for s in self.sensitivities), *(e.recipe for e in self.errors))
         return next(iter(recipes), None)
 
     def error(self, recipe: str) -> ErrorStats:
         """Return the output error under a recipe."""
-        for error in self.errors:
-            if error.recipe == recipe:
-                return error
-        raise KeyError(recipe)
+        return {error.recipe: error for error in self.errors}[recipe]
 
     def sensitivity(self, recipe: str, output: str) -> Sensitivity:
         """Return the effect of a recipe on an output."""
-        for item in self.sensitivities:
-            if (item.recipe, item.output) == (recipe, output):
-                return item
-        raise KeyError((recipe, output))
+        return {(item.recipe, item.output): item for item in self.sensitivities}[recipe, output]
 
     def merge(self, other: SiteProfile, weights: Collection[str]) -> SiteProfile:
         """Return this profile combined with one of the same site that was measured on other rows.
 
-        Args:
-            weights: Names of constant operands, whose statistics are equal in both.
-
-        Raises ValueError if the profiles differ in site, operand names, origins or recipes.
+        Statistics of constant operands, `weights`, are equal in both. Raises ValueError if the profiles
+        differ in site, operand names, origins or recipes.
         """
         mine = (self.site, self.operands.keys(), self.origins, [e.recipe for e in self.errors])
         if mine != (other.site, other.operands.keys(), other.origins, [e.recipe for e in other.errors]):
             raise ValueError(f"the profiles of sites '{self.site}' and '{other.site}' do not merge")
-        return SiteProfile(
-            self.site,
-            {
-                name: stats if name in weights else stats.merge(other.operands[name])
-                for name, stats in self.operands.items()
-            },
-            tuple(a.merge(b) for a, b in zip(self.errors, other.errors, strict=True)),
-            merge_sensitivities(self.sensitivities, other.sensitivities),
-            self.origins,
-        )
+        pairs = ((name, stats, other.operands[name]) for name, stats in self.operands.items())
+        operands = {name: a if name in weights else a.merge(b) for name, a, b in pairs}
+        errors = tuple(a.merge(b) for a, b in zip(self.errors, other.errors, strict=True))
+        sensitivities = merge_sensitivities(self.sensitivities, other.sensitivities)
+        return SiteProfile(self.site, operands, errors, sensitivities, self.origins)
 
 
 @dataclass(frozen=True)
@@ -90,15 +222,19 @@ class WeightedMean(Sums):
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Sums):
     """Number of rows behind the sensitivities, and why it ended.
 
-    Attributes:
-        looks: Evaluations of the verdicts; 1 where the number of rows was fixed beforehand.
-        tightest_at: Rows at which the confidence sequence is tightest (`RatioMoments.anytime_interval`).
-        undecided: Sites without a verdict at the end.
-        may_stop_early: Whether any evaluation could have ended it.
+    `looks` are evaluations of the verdicts, of which any could have ended it with `may_stop_early`;
+    `tightest_at` is that of `RatioMoments.anytime_interval`; `undecided` are sites without a verdict.
     """
+
+    # A site open in one stays open until verdicts are reached again.
+    RULES: ClassVar[Rules] = {
+        "tightest_at": min,
+        "undecided": lambda a, b: tuple(sorted({*a, *b})),
+        "may_stop_early": or_,
+    }
 
     rows: int
     looks: int
@@ -117,16 +253,6 @@ class Sampling:
             return moments.anytime_interval(self.tightest_at, confidence)
         return moments.interval(confidence)
 
-    def merge(self, other: Sampling) -> Sampling:
-        """Merge both samplings; a site open in one stays open until verdicts are reached again."""
-        return Sampling(
-            self.rows + other.rows,
-            self.looks + other.looks,
-            min(self.tightest_at, other.tightest_at),
-            tuple(sorted({*self.undecided, *other.undecided})),
-            self.may_stop_early or other.may_stop_early,
-        )
-
 
 @dataclass(frozen=True)
 class Profile:
@@ -136,16 +262,14 @@ class Profile:
         data_digest: Digest of the calibration rows; of several merged sets, joined by "+".
         sampling: Rows behind the sensitivities.
         synthetic: Whether any row was generated; stamped on everything downstream.
-        sites: In model order.
+        sites: In model order; `groups` are those that share a quantized tensor.
         scales: Activation scale by `Recipe.activation_id` and tensor name, used for errors, sensitivities and
             plans; of asymmetric formats also the zero point, by `Recipe.zero_point_id`.
-        groups: Sites that share a quantized tensor.
         baseline_loss: Mean loss of the FP32 model per output on the sensitivity rows; without labels, the
             mean entropy of its predictions.
         weights: Constant operands, sorted.
         seconds: Wall time of each pass.
-        tensors: Magnitudes of every floating-point, non-constant tensor of the model, by name; empty unless
-            needed (FP16).
+        tensors: Magnitudes of every floating-point, non-constant tensor; empty unless needed (FP16).
     """
 
     SCHEMA: ClassVar[str] = "profile/4"
@@ -167,17 +291,17 @@ class Profile:
 
     def site(self, name: str) -> SiteProfile:
         """Return the entry of that site."""
-        for entry in self.sites:
-            if entry.site == name:
-                return entry
-        raise KeyError(name)
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, SiteProfile]:
+        return {entry.site: entry for entry in self.sites}
 
     def merge(self, other: Profile) -> Profile:
         """Merge the profiles of both sets of rows; associative to the last bit.
 
         The scales must be the same: measure new rows under the scales of this profile
-        (`calibration.updating`). Groups of rows count as different ones. A tensor missing in one is dropped.
-
+        (`calibration.updating`). Groups of rows count as different ones; a tensor missing in one is dropped.
         Raises ValueError if they are of different models, sites, recipes, scales or outputs.
         """
         if self.model_digest != other.model_digest:

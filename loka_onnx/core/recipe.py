@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
-
-from pydantic import ConfigDict
-from pydantic_core import core_schema
 
 from loka_onnx.core.formats import E4M3FN, FORMATS, NumberFormat, Precision
-
-if TYPE_CHECKING:
-    from pydantic import GetCoreSchemaHandler
 
 AMAX = "amax"
 """Nothing in the calibration rows saturates."""
@@ -42,60 +35,22 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class OperandSpec:
-    """Quantization of one operand."""
+class Recipe:
+    """Quantization of both operands of a product, and the scale rule; `of` has defaults.
 
-    format: NumberFormat = E4M3FN
-    granularity: Granularity = Granularity.PER_TENSOR
-
-    @property
-    def is_symmetric(self) -> bool:
-        """True if zero is stored as 0."""
-        return not self.format.has_zero_point
-
-
-@dataclass(frozen=True)
-class RecipeDocument:
-    """A recipe in documents: the parts of its `id`."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", title="Recipe")
+    Attributes:
+        format: Format of the activation; weights have the one that belongs to it (`NumberFormat.of_weights`).
+        activation: Per tensor; nothing else is defined.
+        scale: Rule for the activation scale: ``amax``, ``mse`` or ``percentile-`` and a number, as in
+            ``percentile-99.99``. Weights are scaled by amax.
+    """
 
     format: NumberFormat
     activation: Granularity
     weight: Granularity
     scale: str
 
-    @classmethod
-    def of(cls, recipe: Recipe) -> RecipeDocument:
-        """Return the document of a recipe."""
-        return cls(recipe.format, recipe.activation.granularity, recipe.weight.granularity, recipe.scale)
-
-    def recipe(self) -> Recipe:
-        """Return the recipe."""
-        weight = OperandSpec(self.format.of_weights, self.weight)
-        return Recipe(OperandSpec(self.format, self.activation), weight, self.scale)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Quantization of both operands of a product, and the scale rule.
-
-    In documents it has the four parts of its `id`.
-
-    Attributes:
-        activation: Per tensor; nothing else is defined.
-        weight: In the format that belongs to that of the activation (`NumberFormat.of_weights`).
-        scale: Rule for the activation scale: ``amax``, ``mse`` or ``percentile-`` and a number, as in
-            ``percentile-99.99``. Weights are scaled by amax.
-    """
-
-    activation: OperandSpec = field(default_factory=OperandSpec)
-    weight: OperandSpec = field(default_factory=OperandSpec)
-    scale: str = AMAX
-
     def __post_init__(self) -> None:
-        if self.weight.format != self.activation.format.of_weights:
-            raise ValueError(f"no weights in {self.weight.format} go with {self.activation.format}")
         if self.scale not in (AMAX, MSE) and self.percentile is None:
             raise ValueError(
                 f"no scale rule '{self.scale}': there are amax, mse and percentile-99.99 (or other)"
@@ -106,7 +61,7 @@ class Recipe:
         cls, format: NumberFormat = E4M3FN, weight: Granularity = Granularity.PER_TENSOR, scale: str = AMAX
     ) -> Recipe:
         """Return the recipe of activations in a format and weights of a granularity."""
-        return cls(OperandSpec(format), OperandSpec(format.of_weights, weight), scale)
+        return cls(format, Granularity.PER_TENSOR, weight, scale)
 
     @classmethod
     def of_id(cls, text: str) -> Recipe:
@@ -115,12 +70,7 @@ class Recipe:
         if len(parts) != 4 or parts[0] not in FORMATS:
             raise ValueError(f"'{text}' is no id of a recipe, such as '{PER_TENSOR.id}'")
         activation, weight = (Granularity(part) for part in parts[1:3])
-        return RecipeDocument(FORMATS[parts[0]], activation, weight, parts[3]).recipe()
-
-    @property
-    def format(self) -> NumberFormat:
-        """Format of the activation, which names the recipe."""
-        return self.activation.format
+        return cls(FORMATS[parts[0]], activation, weight, parts[3])
 
     @property
     def precision(self) -> Precision:
@@ -150,25 +100,13 @@ class Recipe:
     @property
     def id(self) -> str:
         """Short name, for example ``e4m3fn/per_tensor/per_channel/amax``."""
-        return f"{self.format.id}/{self.activation.granularity}/{self.weight.granularity}/{self.scale}"
+        return f"{self.format.id}/{self.activation}/{self.weight}/{self.scale}"
 
     def scaling(self, scales: Scales, tensor: str) -> Scaling:
         """Return the rounding parameters of an activation."""
         zero_point = scales.get(self.zero_point_id, {}).get(tensor, 0.0)
         return Scaling(scales[self.activation_id][tensor], int(zero_point))
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        """Read and write the four parts of the `id`."""
-        document = handler.generate_schema(RecipeDocument)
-        return core_schema.no_info_after_validator_function(
-            RecipeDocument.recipe,
-            document,
-            serialization=core_schema.plain_serializer_function_ser_schema(
-                RecipeDocument.of, return_schema=document
-            ),
-        )
 
-
-PER_TENSOR = Recipe()
+PER_TENSOR = Recipe.of()
 PER_CHANNEL_WEIGHT = Recipe.of(weight=Granularity.PER_CHANNEL)

@@ -1,13 +1,19 @@
-"""Trials on a device that improve plans, step by step."""
+"""Trials on a device that improve plans, step by step, and the plans and engines that they added to a run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import ClassVar
 
-from loka_onnx.core.evaluation import PredictedTime
+from loka_onnx.core import serde
+from loka_onnx.core.correction import CorrectionSet
+from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.core.evaluation import EvaluationSet, PredictedTime
 from loka_onnx.core.intervals import Interval
+from loka_onnx.core.plan import PrecisionPlan
+from loka_onnx.core.rewrite import RewriteLogs
 from loka_onnx.core.serde import STRICT
 
 
@@ -23,12 +29,10 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True)
 class Returned:
-    """Sites reverted together.
+    """Sites reverted together: one, or several that share a quantized tensor.
 
-    Attributes:
-        sites: One, or several that share a quantized tensor.
-        kl: KL over the allowed KL, on the output where that is most.
-        saved_us: Expected saving per row, microseconds; None where weighed by operations.
+    `kl` is KL over the allowed KL, on the output where that is most; `saved_us` the expected saving per row,
+    microseconds, None where weighed by operations.
     """
 
     sites: tuple[str, ...]
@@ -38,24 +42,18 @@ class Returned:
 
 @dataclass(frozen=True)
 class Step:
-    """One tried plan.
+    """One tried plan, in a round: 0 for those of the run file, which have no `parent`.
 
     Attributes:
-        round: 0 for the plans of the run file.
-        parent: Plan it was made from; empty for those of the run file.
         returned: Sites reverted from the parent.
-        fp8_sites: Number of sites in FP8.
-        fp8_share: Their share of the FP8-able FLOPs.
+        fp8_sites: Number of sites in FP8; `fp8_share` is their share of the FP8-able FLOPs.
         detail: Failure with its evidence, or why it was declined or not judged; empty where judged and timed.
         latency_us: Median latency by batch size (as text), microseconds; empty where not timed.
         predicted_us: Prediction before anything of this engine was measured, at the pace of its round (given
-            by the anchor); empty without a start.
-        predicted_from: Engine whose measured time the prediction starts from; else empty.
-        not_predicted: Why kernel times do not give the engine's time; else empty.
+            by the anchor), from the engine `predicted_from`; else `not_predicted` says why there is none.
         times: Latency over the anchor's, timed in turns; None where not timed.
         upper: Upper bound of the judged quantity on selection over the budget, of the worst output; None
-            where not judged.
-        is_within: Whether every output is inside its budget on selection.
+            where not judged. `is_within` says it of every output.
         is_on_front: Whether no engine of the same hardware is as fast and as accurate.
     """
 
@@ -91,16 +89,11 @@ class Step:
 
 @dataclass(frozen=True)
 class HardwareRefinement:
-    """The rounds on one piece of hardware.
+    """The rounds on one piece of hardware, in `seconds` of wall time without the run file's plans.
 
-    Attributes:
-        architecture: Of the added engines; else empty.
-        backend: Of the added engines; else empty.
-        anchor: Reference engine without FP8, the fastest of these; empty where none was timed.
-        steps: In order.
-        best: Plan of the fastest engine inside the budget on selection; else empty.
-        ended: Why no further round was made.
-        seconds: Wall time of the rounds, without the run file's plans.
+    `architecture` and `backend` are of the added engines; `anchor` is the fastest engine without FP8, `best`
+    the plan of the fastest inside the budget on selection. Each is empty where there is none. `ended` says
+    why no further round was made.
     """
 
     target: str
@@ -115,12 +108,10 @@ class HardwareRefinement:
 
 @dataclass(frozen=True)
 class Refinement:
-    """The rounds of a run (`refinement.json`).
+    """The rounds of a run (`refinement.json`) on each piece of hardware with an engine here.
 
-    Attributes:
-        hardware: One entry per piece of hardware with an engine here.
-        predictions: Of all steps.
-        median_prediction_error: Median magnitude of their relative errors; None where there is none.
+    `predictions` are of all steps; `median_prediction_error` is the median magnitude of their relative
+    errors.
     """
 
     SCHEMA: ClassVar[str] = "refinement/2"
@@ -129,3 +120,33 @@ class Refinement:
     hardware: tuple[HardwareRefinement, ...] = ()
     predictions: tuple[PredictedTime, ...] = ()
     median_prediction_error: float | None = None
+
+
+REFINED_NAME = "refined.json"
+"""Name of the document in a run directory."""
+
+
+@dataclass(frozen=True)
+class RefinedRun:
+    """Plans that were added to those of the run file (`refined.json`), with their engines, failures included.
+
+    `corrections` are fitted to them, `rewrites` the changes in their models. `evaluations` are of every
+    judged engine, those of the run file too: on selection, with the latencies of the round.
+    """
+
+    SCHEMA: ClassVar[str] = "refined-run/1"
+    __pydantic_config__ = STRICT
+
+    plans: tuple[PrecisionPlan, ...] = ()
+    engines: tuple[EngineArtifact, ...] = ()
+    corrections: CorrectionSet = field(default_factory=CorrectionSet)
+    rewrites: RewriteLogs = field(default_factory=lambda: RewriteLogs({}))
+    evaluations: EvaluationSet = field(default_factory=lambda: EvaluationSet(()))
+
+
+def read_refined(directory: Path) -> RefinedRun:
+    """Return the refinement of a run directory, empty where nothing was refined; `UserError` on another
+    schema.
+    """
+    document = directory / REFINED_NAME
+    return serde.read(RefinedRun, document) if document.is_file() else RefinedRun()

@@ -1,10 +1,12 @@
-"""Applied and declined rewrites of a transform."""
+"""Applied and declined rewrites of a transform; a model cut at its embeddings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import ClassVar
 
+from loka_onnx.core.artifact import ModelArtifact, TensorSpec
 from loka_onnx.core.serde import STRICT
 
 
@@ -12,8 +14,7 @@ from loka_onnx.core.serde import STRICT
 class Applied:
     """One rewrite at a node, site or tensor.
 
-    `origins` has, by name of a new site, the sites it replaces; one whose operands hold other values replaces
-    itself.
+    `origins` has, by name of a new site, the sites it replaces; itself where its operands hold other values.
     """
 
     at: str
@@ -31,15 +32,11 @@ class Declined:
 
 @dataclass(frozen=True)
 class RewriteRecord:
-    """The result of one transform.
+    """The result of one transform, with wall times of matching and rewriting, and of the check on data.
 
-    Attributes:
-        max_abs: Largest change of any output on the check rows; None when not checked (precision transforms
-            change outputs on purpose).
-        tolerance: Limit of `max_abs`.
-        rolled_back: Whether the result was discarded: an output moved too far, or the transform failed.
-        seconds: Wall time of matching and rewriting.
-        check_seconds: Wall time of the check on data.
+    `max_abs` is the largest change of any output on the check rows, `tolerance` its limit; None when not
+    checked (precision transforms change outputs on purpose). It is `rolled_back` where that was exceeded, or
+    it failed.
     """
 
     transform: str
@@ -74,8 +71,8 @@ class RewriteLogs:
 
 @dataclass(frozen=True)
 class HighErrorChannels:
-    """Request for the split of high-error channels, which a refresh repeats: the share of its FP8 error that
-    each site may keep, by name; other sites stay whole.
+    """Request for the split of high-error channels, which a refresh repeats: by name, the share of its FP8
+    error that each site may keep; other sites stay whole.
     """
 
     SCHEMA: ClassVar[str] = "loud-channels/1"
@@ -83,3 +80,96 @@ class HighErrorChannels:
     __pydantic_config__ = STRICT
 
     left: dict[str, float]
+
+
+TRANSFORM = "split_sparse"
+"""Name of the cut among the rewrites of a report."""
+
+
+class Part(StrEnum):
+    """Part of a model that an engine was built from."""
+
+    WHOLE = "whole"
+    """Takes the model's own inputs, ids included."""
+    DENSE = "dense"
+    """Takes numeric inputs and rows looked up by a lookup model or a parameter server."""
+
+
+@dataclass(frozen=True)
+class SplitCheck:
+    """Comparison of both halves in sequence with the whole: `equal` if every output had the same bits on
+    every batch; False also where the comparison ended before.
+    """
+
+    batches: tuple[int, ...]
+    equal: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows that were compared."""
+        return sum(self.batches)
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The two models that replace one, and the tensors cut between them, the batch on axis 0.
+
+    `lookup` takes ids, returns the cut tensors and holds the tables; `dense` takes the other inputs, then the
+    cut tensors, and holds every site of the whole.
+    """
+
+    lookup: ModelArtifact
+    dense: ModelArtifact
+    cut: tuple[TensorSpec, ...]
+
+    @property
+    def passed(self) -> tuple[str, ...]:
+        """Inputs of the whole that the dense half reads itself."""
+        looked_up = {spec.name for spec in self.cut}
+        return tuple(spec.name for spec in self.dense.inputs if spec.name not in looked_up)
+
+
+@dataclass(frozen=True)
+class ModelSplit:
+    """The cut of the model with digest `parent`, or where and why it was `declined` (`model/split.json`)."""
+
+    SCHEMA: ClassVar[str] = "split/1"
+    __pydantic_config__ = STRICT
+
+    parent: str
+    halves: Halves | None
+    check: SplitCheck | None
+    declined: Declined | None
+    seconds: float = 0.0
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Digests of the lookup and the dense half; empty for a model that stays whole."""
+        return () if self.halves is None else (self.halves.lookup.digest, self.halves.dense.digest)
+
+    @property
+    def log(self) -> RewriteLog:
+        """Log of the cut for the rewrites of a report."""
+        applied = () if self.halves is None else tuple(_applied(spec) for spec in self.halves.cut)
+        moved = 0.0 if applied else None
+        declined = () if self.declined is None else (self.declined,)
+        return RewriteLog((RewriteRecord(TRANSFORM, applied, declined, moved, moved, seconds=self.seconds),))
+
+    @property
+    def note(self) -> str:
+        """Note for readers of the report."""
+        if self.halves is None or self.check is None:
+            where = "" if self.declined is None else f" '{self.declined.at}': {self.declined.reason}."
+            return f"The run was asked to cut the model at its embeddings and went on whole:{where}"
+        names = ", ".join(f"'{spec.name}'" for spec in self.halves.cut)
+        return (
+            f"The model is cut at its embeddings: engines take looked-up rows ({names}) in place of ids. The "
+            f"halves gave the bits of the whole on {self.check.rows} rows. Accuracy is that of the lookup "
+            "and the engine, one after the other. Latency is that of the engine alone, on rows that were "
+            "looked up before; the median of the lookup, in ONNX Runtime on the CPU, is given beside it."
+        )
+
+
+def _applied(spec: TensorSpec) -> Applied:
+    shape = ", ".join("rows" if size is None else str(size) for size in spec.shape)
+    return Applied(spec.name, f"cut here: {spec.dtype} [{shape}] goes from the lookup model to the engine")

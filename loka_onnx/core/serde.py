@@ -2,10 +2,8 @@
 
 A document is ``{"schema": "loka-onnx/<kind>/<version>", "value": {...}}``. Reading is strict: an unknown
 schema, key or type is refused. Writing is atomic, and equal values give equal bytes, so that digests can be
-cache keys.
-
-Documents travel between hosts. A field of type `InsidePath`, `InsideFile` or `Component` is refused on
-reading where it would leave its directory; links inside are checked where it is opened
+cache keys. Documents travel between hosts: a field of type `InsidePath`, `InsideFile` or `Component` is
+refused where it would leave its directory; links inside are checked where it is opened
 (`pipeline.directory.refuse_links`).
 """
 
@@ -14,6 +12,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar, cast
 
@@ -70,13 +70,7 @@ Component = Annotated[str, AfterValidator(_component)]
 """A name for files and directories."""
 
 
-_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
-
-
-def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    if kind not in _ADAPTERS:
-        _ADAPTERS[kind] = TypeAdapter(kind)
-    return _ADAPTERS[kind]
+_adapter = cast("Callable[[Any], TypeAdapter[Any]]", cache(TypeAdapter))
 
 
 def schema_id(kind: type[Any]) -> str:
@@ -109,8 +103,7 @@ def dumps(value: Any) -> str:
 def loads(kind: type[T], text: str, *, where: str = "document") -> T:
     """Parse a document of the given type.
 
-    Raises:
-        UserError: Not JSON, another schema or version, an unknown key, or a value of the wrong type.
+    Raises UserError if it is not JSON, or has another schema, an unknown key, or a value of the wrong type.
     """
     expected = schema_id(kind)
     try:

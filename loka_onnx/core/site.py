@@ -1,4 +1,4 @@
-"""Sites: nodes of a model whose precision a plan decides."""
+"""Sites: nodes of a model whose precision a plan decides; and the matrix products that are none."""
 
 from __future__ import annotations
 
@@ -25,15 +25,11 @@ class SiteKind(StrEnum):
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of a site.
+    """Operand of a site, in place `index` among the node's inputs; `constant` if it is an initializer (a
+    weight).
 
-    Attributes:
-        tensor: Name of the tensor in the graph.
-        index: Position among the node's inputs.
-        constant: Whether it is an initializer (a weight).
-        contracting_axis: Axis that the product sums over, counted from 0 in the stored shape; None for the
-            input of a norm.
-        shape: Stored shape; None where a dimension is dynamic.
+    The product sums over `contracting_axis` of the stored shape (None for the input of a norm); a size is
+    None where it is dynamic.
     """
 
     tensor: str
@@ -50,11 +46,9 @@ class Site:
     Attributes:
         name: Stable name, also of its node in the graph; holds the module path of the original model.
         operands: The activation first, then the weight for a linear; both activations for an interaction.
-        k: Length of the contraction (of the normalized axis for a norm).
-        n: Columns of the product, 0 for a norm.
+        k: Length of the contraction (of the normalized axis for a norm); `n` columns, 0 for a norm.
         rows: Rows of the product for each example of the batch.
-        merged_from: Sites of the exported model that this one replaces; its own where its operands hold other
-            values.
+        merged_from: Sites of the exported model that this one replaces; its own where operands hold others.
     """
 
     name: str
@@ -92,3 +86,19 @@ def high_error_parts(sites: Iterable[Site]) -> dict[str, str]:
     """Sites whose loudest channels are a product of their own, each with the name of that product."""
     names = {site.name for site in sites}
     return {name: f"{name}{HIGH_ERROR}" for name in sorted(names) if f"{name}{HIGH_ERROR}" in names}
+
+
+@dataclass(frozen=True)
+class OtherProduct:
+    """A matrix product that is no site, so no plan decides its precision; 2·M·N·K of one example if known."""
+
+    name: str
+    op_type: str
+    reason: str
+    flops_per_example: int | None
+
+
+def product_flops(sites: Iterable[Site], others: Iterable[OtherProduct]) -> int:
+    """Return 2·M·N·K per example over sites and other products, as far as shapes are known."""
+    of_sites = sum(site.flops_per_example for site in sites if site.kind is not SiteKind.NORM)
+    return of_sites + sum(other.flops_per_example or 0 for other in others)

@@ -2,11 +2,89 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from math import inf, log10, sqrt
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf, ldexp, log10, sqrt
+from typing import ClassVar
 
-from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum, Sums
-from loka_onnx.core.histogram import NOTHING_COUNTED, MagnitudeHistogram
+from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum, Rules, Sums, least
+
+BINS_PER_OCTAVE = 8
+BINS = 2048
+"""Eight bits of exponent, three of significand. Bin 0 (|x| < 2**-129) counts as zero."""
+RELATIVE_BIN_WIDTH = 1.0 / BINS_PER_OCTAVE
+"""Largest width of a bin over its lower edge; FP32's subnormals excepted."""
+
+
+def bin_edge(index: int) -> float:
+    """Return the lower edge of a bin, the upper edge of the one before."""
+    octave, part = divmod(index, BINS_PER_OCTAVE)
+    return ldexp(part, -129) if octave == 0 else ldexp(BINS_PER_OCTAVE + part, octave - 130)
+
+
+@dataclass(frozen=True)
+class MagnitudeHistogram:
+    """Counts of elements by magnitude, with the same bins for every tensor; merges exactly.
+
+    Bins are the exponent and the first three bits of the significand of |x| in FP32: an octave [2**e,
+    2**(e+1)) has eight, each 2**(e−3) wide. `counts` begin at bin `first`, and begin and end with a nonempty
+    one.
+    """
+
+    zeros: int = 0
+    first: int = 0
+    counts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        # One form for equal histograms makes them compare and serialize equal.
+        if (self.counts and 0 in (self.counts[0], self.counts[-1])) or (not self.counts and self.first):
+            raise ValueError("the counts of a histogram begin and end with a bin that holds something")
+        if self.zeros < 0 or min(self.counts, default=0) < 0:
+            raise ValueError("a histogram counts elements: no count is negative")
+        if self.counts and not 0 < self.first <= BINS - len(self.counts):
+            raise ValueError(f"bins are numbered 1 to {BINS - 1}")
+
+    @property
+    def total(self) -> int:
+        """Counted elements, zeros included."""
+        return self.zeros + sum(self.counts)
+
+    @property
+    def edges(self) -> tuple[float, ...]:
+        """Edges of the kept bins, one more than there are bins."""
+        return tuple(bin_edge(self.first + i) for i in range(len(self.counts) + 1))
+
+    def merge(self, other: MagnitudeHistogram) -> MagnitudeHistogram:
+        """Counts of both together."""
+        parts = [part for part in (self, other) if part.counts]
+        first = min((part.first for part in parts), default=0)
+        counts = [0] * (max((part.first + len(part.counts) for part in parts), default=0) - first)
+        for part in parts:
+            for index, count in enumerate(part.counts, part.first - first):
+                counts[index] += count
+        return MagnitudeHistogram(self.zeros + other.zeros, first, tuple(counts))
+
+    def quantile(self, share: float) -> float:
+        """Return the magnitude that a share of the elements does not exceed, zeros included.
+
+        Counts are taken as evenly spread in a bin: the error is less than `RELATIVE_BIN_WIDTH` of the result.
+        Raises ValueError if the share is not between 0 and 1, or the histogram is empty.
+        """
+        if not 0.0 <= share <= 1.0 or not self.total:
+            raise ValueError(f"no quantile {share:g} of {self.total} elements")
+        wanted = share * self.total - self.zeros
+        if not self.counts or (self.zeros and wanted <= 0.0):
+            return 0.0
+        edges = self.edges
+        for index, after in enumerate(accumulate(self.counts)):
+            count = self.counts[index]
+            if count and after >= wanted:
+                part = 1.0 - (after - wanted) / count
+                return edges[index] + part * (edges[index + 1] - edges[index])
+        return edges[-1]
+
+
+NOTHING_COUNTED = MagnitudeHistogram()
 
 
 @dataclass(frozen=True)
@@ -19,14 +97,10 @@ class BatchSums(Sums):
 
 @dataclass(frozen=True)
 class BatchSpread:
-    """Spread of one tensor over full batches, the reference for changes; merges exactly.
+    """Spread of one tensor over full batches of `rows`, the reference for changes; merges exactly.
 
     Elements of a tensor are correlated (an item, a user, a feature), so their number overstates the certainty
-    of a mean. Batches of equally many rows are the unit instead.
-
-    Attributes:
-        rows: Rows of each; 0 where none was seen.
-        statistics: By name. A missing one was 0 in every batch.
+    of a mean: batches are the unit. A statistic missing by name was 0 in every batch.
     """
 
     batches: int = 0
@@ -49,18 +123,27 @@ class BatchSpread:
 NO_BATCHES = BatchSpread()
 
 
+def _merged_channels(ours: tuple[float, ...], theirs: tuple[float, ...]) -> tuple[float, ...]:
+    if not ours or not theirs:
+        return ()
+    if len(ours) != len(theirs):
+        raise ValueError("ranges of tensors with different numbers of channels do not merge")
+    return tuple(map(max, ours, theirs))
+
+
 @dataclass(frozen=True)
-class RangeStats:
-    """Range of one tensor over the calibration rows; merges exactly.
+class RangeStats(Sums):
+    """Range of one tensor over the calibration rows, of `count` elements; merges exactly.
 
     Attributes:
-        count: Elements.
-        histogram: Magnitudes. Of an activation, a sample of the rows (`calibration.observers.sampling`):
-            it says shares and quantiles, the range itself is `amax`.
+        histogram: Magnitudes. Of an activation, a sample of the rows (`calibration.observers.sampling`): it
+            says shares and quantiles, the range itself is `amax`.
         channel_amax: Largest magnitude at each index of the last axis, over the rows of the histogram; empty
             where unknown (a scalar, a layout of another tensor, an axis that is not fixed).
         spread: Spread over batches; of an activation only.
     """
+
+    RULES: ClassVar[Rules] = {"amax": max, "minimum": min, "maximum": max, "channel_amax": _merged_channels}
 
     count: int
     amax: float
@@ -71,28 +154,6 @@ class RangeStats:
     histogram: MagnitudeHistogram = NOTHING_COUNTED
     channel_amax: tuple[float, ...] = ()
     spread: BatchSpread = NO_BATCHES
-
-    def merge(self, other: RangeStats) -> RangeStats:
-        """Merge both sets of rows; channels unknown in one become unknown.
-
-        Raises ValueError if they have different numbers of channels.
-        """
-        channels: tuple[float, ...] = ()
-        if self.channel_amax and other.channel_amax:
-            if len(self.channel_amax) != len(other.channel_amax):
-                raise ValueError("ranges of tensors with different numbers of channels do not merge")
-            channels = tuple(map(max, zip(self.channel_amax, other.channel_amax, strict=True)))
-        return RangeStats(
-            self.count + other.count,
-            max(self.amax, other.amax),
-            min(self.minimum, other.minimum),
-            max(self.maximum, other.maximum),
-            self.total.merge(other.total),
-            self.total_squares.merge(other.total_squares),
-            self.histogram.merge(other.histogram),
-            channels,
-            self.spread.merge(other.spread),
-        )
 
     @property
     def mean(self) -> float:
@@ -106,38 +167,34 @@ class RangeStats:
 
 
 @dataclass(frozen=True)
-class TensorRange:
+class TensorRange(Sums):
     """Magnitudes of one floating-point tensor over the calibration rows; merges exactly.
 
-    Attributes:
-        amax: Largest magnitude. An infinity, as masks hold, counts as FP32's largest number.
-        smallest: Smallest magnitude above 0 of a divisor (`graph.divisors`); None where it was 0 throughout,
-            and for every other tensor.
+    An infinity, as masks hold, counts as FP32's largest number in `amax`. `smallest` is the smallest
+    magnitude above 0 of a divisor (`graph.protected`); None where it was 0 throughout, and for every other
+    tensor.
     """
+
+    RULES: ClassVar[Rules] = {"amax": max, "smallest": least}
 
     amax: float
     smallest: float | None = None
 
-    def merge(self, other: TensorRange) -> TensorRange:
-        """Merge both sets of rows."""
-        known = [each for each in (self.smallest, other.smallest) if each is not None]
-        return TensorRange(max(self.amax, other.amax), min(known, default=None))
-
 
 @dataclass(frozen=True)
-class ErrorStats:
+class ErrorStats(Sums):
     """Error of a site's output under one recipe; merges exactly under equal scales.
 
     Attributes:
-        recipe: Id of the recipe, or the precision for a norm.
-        activation_scale: None for a norm. Statistics of different scales do not merge.
+        recipe: Id of the recipe, or the precision for a norm, which has no `activation_scale`.
         count: Output elements seen.
-        signal: Sum of squares of the exact output.
-        noise: Sum of squares of the difference between quantized and exact output.
-        quantized: Sum of squares of the quantized output.
+        signal: Sum of squares of the exact output, `quantized` of the quantized one, `noise` of the
+            difference.
         saturated: Activation elements beyond the format's range.
         underflowed: Nonzero activation elements that became zero.
     """
+
+    KEYS: ClassVar[tuple[str, ...]] = ("recipe", "activation_scale")
 
     recipe: str
     activation_scale: float | None
@@ -149,22 +206,6 @@ class ErrorStats:
     saturated: int
     underflowed: int
     zeros: int = 0
-
-    def merge(self, other: ErrorStats) -> ErrorStats:
-        """Merge both sets of rows. Raises ValueError if they were taken under different recipes or scales."""
-        if (self.recipe, self.activation_scale) != (other.recipe, other.activation_scale):
-            raise ValueError("error statistics of different recipes or scales do not merge")
-        return replace(
-            self,
-            count=self.count + other.count,
-            signal=self.signal.merge(other.signal),
-            noise=self.noise.merge(other.noise),
-            quantized=self.quantized.merge(other.quantized),
-            activation_count=self.activation_count + other.activation_count,
-            saturated=self.saturated + other.saturated,
-            underflowed=self.underflowed + other.underflowed,
-            zeros=self.zeros + other.zeros,
-        )
 
     @property
     def relative_error(self) -> float:

@@ -17,10 +17,9 @@ HIGH_PRECISION = "best without FP8"
 class Trial:
     """An engine under one arrival rate; times are from intended arrival to answer.
 
-    Attributes:
-        over: Share of requests that took longer than the limit; `over_upper` is its one-sided upper end.
-        late_us: 99th percentile of a request's wait for the load generator while a stream was free: the
-            generator's own part of these latencies.
+    `over` is the share of requests beyond the limit, `over_upper` its one-sided upper end. `late_us` is the
+    99th percentile of a request's wait for the load generator while a stream was free: the generator's own
+    part.
     """
 
     rate_per_s: float
@@ -35,17 +34,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Throughput:
-    """The highest rate that an engine answers in time, at one batch size.
+    """The highest rate that an engine answers in time, at one batch size, with `streams` loaded copies of it.
 
-    Attributes:
-        role: ``chosen``, or ``best without FP8`` where another one was chosen.
-        streams: Loaded copies of the engine that answer at once.
-        confidence: One-sided, of each verdict.
-        capacity_per_s: Requests per second without pause, whatever their latency; 0 where it failed.
-        requests_per_s: Highest rate within the limit; 0 for none.
-        trials: Tried rates in order; the last one has other arrivals and confirms the result.
-        failure: Error that ended the measurement; else empty.
-        inputs: Memory of the inputs; on the device one batch is requested repeatedly.
+    Its role is ``chosen``, or ``best without FP8`` where another one was chosen. `capacity_per_s` are
+    requests without pause, whatever their latency, 0 where it failed; `requests_per_s` the highest rate
+    within the limit, 0 for none, each verdict one-sided with `confidence`. The last of the tried rates,
+    `trials`, has other arrivals and confirms the result. Of `inputs` on the device one batch is requested
+    repeatedly.
     """
 
     engine: str

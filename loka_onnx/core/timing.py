@@ -1,8 +1,4 @@
-"""Measured times of kernels: matrix products and quantize steps on one device.
-
-A time belongs to a kernel and a shape, and carries its provenance: without device, versions, clocks and date
-it cannot be compared with another.
-"""
+"""Measured times of kernels (matrix products, quantize steps) on one device, with their provenance."""
 
 from __future__ import annotations
 
@@ -45,14 +41,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A timed kernel, apart from the shape.
+    """A timed kernel, apart from the shape, on a device by its name in run files.
 
-    Attributes:
-        device: Name in run files, for example ``nvidia-h100``.
-        name: Library and variant, for example ``scaled_mm`` or ``scaled_mm-fast``; `QUANTIZE` for the cast.
-        precision: Of both operands; for `QUANTIZE` the result type.
-        scales: Granularity of an FP8 weight's scales; None for other precisions and for `QUANTIZE`.
-        fused_quantize: Whether the time includes the cast of the activation.
+    `name` is library and variant, for example ``scaled_mm`` or ``scaled_mm-fast``; `QUANTIZE` for the cast of
+    an activation. `precision` is of both operands, or of the cast's result; `scales` are the granularity of
+    an FP8 weight's (else None). With `fused_quantize` the time includes the cast of the activation.
     """
 
     device: str
@@ -86,13 +79,11 @@ class Provenance:
 
 @dataclass(frozen=True)
 class KernelTiming:
-    """One measured time.
+    """One measured time: the median in microseconds, and half the interquartile range.
 
-    Attributes:
-        us: Median, microseconds; `spread_us` is half the interquartile range.
-        error: Root mean square difference from the product of the same rounded operands in float64, over that
-            product's root mean square: the kernel's own arithmetic error (it accumulates in fewer bits). None
-            where not measured.
+    `error` is the root mean square difference from the product of the same rounded operands in float64, over
+    that product's root mean square: the kernel's own arithmetic error (it accumulates in fewer bits), if
+    measured.
     """
 
     kernel: Kernel

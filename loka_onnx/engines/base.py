@@ -16,9 +16,9 @@ from typing import ClassVar
 
 from loka_onnx.core import serde
 from loka_onnx.core.digests import digest_file, digest_files
-from loka_onnx.core.distributions import versions_of
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.installation import versions_of
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.isolation import Ending, interrupts_held, run_child, tail
 from loka_onnx.engines.publishing import replace_directory, staged

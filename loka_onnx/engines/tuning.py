@@ -24,7 +24,7 @@ from importlib.metadata import version
 from statistics import median, quantiles
 
 from loka_onnx.core.devices import CPU, SLICE, device_called
-from loka_onnx.core.distributions import versions_of
+from loka_onnx.core.installation import versions_of
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
 from loka_onnx.engines.tuned_kernels import (
     Operands,

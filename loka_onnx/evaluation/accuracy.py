@@ -23,10 +23,10 @@ from loka_onnx.evaluation.budget import judge
 from loka_onnx.evaluation.columns import Groups, Rows, Scores, Truth, read_scores, read_truth, refuse_no_rows
 from loka_onnx.evaluation.paired import PairedRows, loss_rows, paired_rows
 from loka_onnx.evaluation.slices import SliceColumn, read_slices, slice_differences
-from loka_onnx.numerics.auc import auc_difference
 from loka_onnx.numerics.intervals import CONFIDENCE, ratio_interval
 from loka_onnx.numerics.task_metrics import (
     auc,
+    auc_difference,
     normalized_entropy,
     normalized_squared_error,
     prediction_ratio,

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.evaluation import InputPlace, Latency
+from loka_onnx.core.progress import collector_paused
 from loka_onnx.errors import InternalError, StageError
-from loka_onnx.graph.garbage import collector_paused
 from loka_onnx.sessions.runner import Runner
 
 Array = npt.NDArray[Any]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.sensitivity import ENTROPY, LOSS
+from loka_onnx.core.profile import ENTROPY, LOSS
 from loka_onnx.evaluation.columns import Scores, Truth
 from loka_onnx.numerics.intervals import CONFIDENCE, Ends, Tail, ratio_interval, tail_of
 from loka_onnx.numerics.loss_change import kl_rows, loss_change

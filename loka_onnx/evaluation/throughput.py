@@ -34,10 +34,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import betaincinv, stdtrit
 
+from loka_onnx.core.progress import collector_paused
 from loka_onnx.core.throughput import Trial
 from loka_onnx.errors import InternalError
 from loka_onnx.evaluation.latency import Run
-from loka_onnx.graph.garbage import collector_paused
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]

@@ -27,11 +27,9 @@ def import_onnx(
 ) -> ModelArtifact:
     """Bring an ONNX file into canonical form and name its sites.
 
-    Table files of the source are copied, or linked where `link_tables` allows it.
-
-    Raises:
-        ModelError: The model is truncated, has no sites, a static batch, a custom operator, or lacks a judged
-            output; or ONNX Runtime refuses it.
+    Table files of the source are copied, or linked where `link_tables` allows it. Raises ModelError if the
+    model is truncated, has no sites, a static batch, a custom operator, or lacks a judged output; or ONNX
+    Runtime refuses it.
     """
     canonical = canonicalize(source)
     model = canonical.model

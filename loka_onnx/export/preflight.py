@@ -8,8 +8,7 @@ batches in ONNX Runtime show it in a second:
 - a row gives the same output among other rows, in another order, and in a batch of another size (else rows
   read one another: BatchNormalization in training mode, a norm or a Softmax over axis 0).
 
-The faulty operator is found by making every tensor of the main graph an output: the first one, in topological
-order, whose rows differ.
+The faulty operator is the first, in topological order, whose rows differ: every tensor is made an output.
 """
 
 from __future__ import annotations
@@ -42,12 +41,13 @@ _ROWS = 61
 """Rows of compared batches. A prime: an axis of that length, or of a multiple, holds rows."""
 _SAME_SHAPE = 1e-5
 """Largest accepted change of a row's output, relative to the largest output, among other rows of a batch of
-the same size. A kernel then does the same operations in the same order; the rest is for products whose number
-of rows depends on the data."""
+the same size: a kernel does the same operations, but for products whose number of rows depends on the data.
+"""
 _OTHER_SHAPE = 1e-3
 """The same at another position or in another batch size, where other kernels may sum in another order. The
 zoo's models and 17 public rankers move by 1.5e-7 at most from 1 row to 4,096 (ONNX Runtime 1.31, x86-64, one
-thread and two); a statistic over the batch moves outputs by per cent."""
+thread and two); a statistic over the batch moves outputs by per cent.
+"""
 _CONVERTED = 1e-4
 """Largest accepted change of an output by the conversion of a file: operator sets, functions, FP64."""
 _CONVERTED_HALF = 2e-2
@@ -147,10 +147,9 @@ class Batches:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two batches with rows in common, at `places` in each.
+    """Two batches with rows in common, at `places` in each; `how` tells the second from the first.
 
-    `tolerance` is the largest accepted difference of their outputs, 0 for equal bits; `how` tells the second
-    from the first.
+    `tolerance` is the largest accepted difference of their outputs, 0 for equal bits.
     """
 
     batches: tuple[Arrays, Arrays]
@@ -167,19 +166,14 @@ class _Pair:
 
 
 def preflight(model: GraphModel, batches: Batches, outputs: Sequence[str]) -> tuple[Finding, ...]:
-    """Run a canonical model on a few batches; return the first fault of each kind, none for a sound model.
-
-    Raises:
-        ModelError: ONNX Runtime refuses the model.
-    """
+    """Run a canonical model on a few batches; return the first fault of each kind, none for a sound model."""
     return _Preflight(model, batches, tuple(outputs)).findings()
 
 
 def check_conversion(source: Path, model: GraphModel, batches: Batches, outputs: Sequence[str]) -> None:
     """Compare a canonical model with its source file on some rows, if ONNX Runtime runs the file as it is.
 
-    Raises:
-        ModelError: An output moved by more than rounding.
+    Raises ModelError if an output moved by more than rounding.
     """
     rows, written = batches.apart(batches.compared, 0), read_model(source)
     kinds = {info.name: info.type.tensor_type.elem_type for info in written.graph.input}

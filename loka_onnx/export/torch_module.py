@@ -47,11 +47,7 @@ def as_tensors(rows: Arrays) -> tuple[torch.Tensor, ...]:
 
 
 def load_builder(reference: str) -> Callable[[], Any]:
-    """Return the function that `module:function` names.
-
-    Raises:
-        ModelError: The reference is malformed, or the module or function does not exist.
-    """
+    """Return the function that `module:function` names; ModelError if malformed, or there is none."""
     module_name, separator, function_name = reference.partition(":")
     if not separator or not module_name or not function_name:
         raise ModelError(
@@ -168,14 +164,21 @@ def _export(
 def measure_parity(path: Path, rows: Arrays, expected: Mapping[str, torch.Tensor]) -> Parity:
     """Return how well a graph agrees with the outputs of a module on rows.
 
-    Raises:
-        ExportError: They differ by more than the tolerance, or an output of the module is not finite.
+    Raises ExportError if they differ by more than the tolerance, or an output of the module is not finite.
     """
     got = OnnxSession(path, SessionOptions(optimize=False)).run(rows)
     worst, squares, count, largest = 0.0, 0.0, 0, 1.0
-    _check_finite(expected)
     for name, tensor in expected.items():
         reference = tensor.detach().numpy().astype(np.float64)
+        wrong = ~np.isfinite(reference)
+        if wrong.any():
+            # No comparison says anything about rows whose output is NaN or infinite.
+            raise ExportError(
+                f"E0419 the module's output '{name}' is not finite",
+                evidence=f"{int(wrong.sum())} of {wrong.size} values, the first in row "
+                f"{int(np.argwhere(wrong)[0][0])}",
+                remedy="check the checkpoint and the example rows",
+            )
         difference = np.abs(got[name].astype(np.float64) - reference)
         worst = float(np.maximum(worst, difference.max()))  # unlike max(), keeps NaN
         largest = max(largest, float(np.abs(reference).max()))
@@ -189,16 +192,3 @@ def measure_parity(path: Path, rows: Arrays, expected: Mapping[str, torch.Tensor
             remedy="look for randomness or data-dependent control flow in forward()",
         )
     return Parity(len(next(iter(rows.values()))), worst, (squares / count) ** 0.5, tolerance)
-
-
-def _check_finite(outputs: Mapping[str, torch.Tensor]) -> None:
-    """No comparison says anything about rows whose output is NaN or infinite."""
-    for name, tensor in outputs.items():
-        wrong = ~np.isfinite(tensor.detach().numpy().astype(np.float64))
-        if wrong.any():
-            raise ExportError(
-                f"E0419 the module's output '{name}' is not finite",
-                evidence=f"{int(wrong.sum())} of {wrong.size} values, the first in row "
-                f"{int(np.argwhere(wrong)[0][0])}",
-                remedy="check the checkpoint and the example rows",
-            )

@@ -16,13 +16,14 @@ import onnx.inliner
 from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import ModelError
+from loka_onnx.graph.detached import info_of, refill
 from loka_onnx.graph.floats import to_dense, to_float32
 from loka_onnx.graph.model import GraphModel, is_constant, values_of
 from loka_onnx.graph.naming import module_path, name_sites
 from loka_onnx.graph.parts import Typed, is_no_constant
 from loka_onnx.graph.sites import NORM_OPS, PRODUCT_OPS
 from loka_onnx.graph.soundness import check_message, check_sound, parsing
-from loka_onnx.graph.storage import read_external, read_proto, with_subgraphs
+from loka_onnx.graph.storage import all_attributes, read_external, read_proto
 from loka_onnx.sessions.model_files import nested_nodes
 
 OPSET = 21
@@ -50,8 +51,8 @@ class Canonical:
 def canonicalize(path: Path) -> Canonical:
     """Read and convert a foreign model.
 
-    Raises:
-        ModelError: It is truncated, unsound, of another operator set, quantized already, or not convertible.
+    Raises ModelError if it is truncated, unsound, of another operator set, quantized already, or not
+    convertible.
     """
     proto = read_proto(path)
     check_message(proto, path)
@@ -87,9 +88,8 @@ def canonicalize(path: Path) -> Canonical:
 
 def _read_attributes(proto: onnx.ModelProto, directory: Path) -> None:
     """Load external node attributes; large weights are initializers."""
-    bodies = (function.node for function in proto.functions)
-    graphs = (graph.node for graph in with_subgraphs(proto.graph))
-    for attribute in (a for nodes in (*graphs, *bodies) for node in nodes for a in node.attribute):
+    bodies = (each for function in proto.functions for node in function.node for each in node.attribute)
+    for attribute in (*all_attributes(proto.graph), *bodies):
         for tensor in (attribute.t, *attribute.tensors):
             if uses_external_data(tensor):
                 read_external(tensor, directory)
@@ -153,11 +153,8 @@ def _check_operators(proto: onnx.ModelProto, path: Path) -> None:
 
 def _name_nodes(graph: onnx.GraphProto) -> None:
     """Give site nodes their site names, and every other node ``<module path>/<op>``."""
-    candidates = {
-        index: node.op_type in PRODUCT_OPS or node.op_type in NORM_OPS
-        for index, node in enumerate(graph.node)
-    }
-    sites = name_sites(graph, candidates)
+    named = PRODUCT_OPS | NORM_OPS
+    sites = name_sites(graph, [index for index, node in enumerate(graph.node) if node.op_type in named])
     taken = set(sites.values())
     ordinals: defaultdict[str, int] = defaultdict(int)
     for index, node in enumerate(graph.node):
@@ -207,17 +204,10 @@ def _convert(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     light.CopyFrom(proto)
     inputs = {i.name for i in proto.graph.input}
     heavy = {t.name: t for t in proto.graph.initializer if uses_external_data(t) and t.name not in inputs}
-    kept = [t for t in light.graph.initializer if t.name not in heavy]
-    del light.graph.initializer[:]
-    light.graph.initializer.extend(kept)
-    for name, tensor in heavy.items():
-        light.graph.input.append(
-            onnx.helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims))
-        )
+    refill(light.graph.initializer, [t for t in light.graph.initializer if t.name not in heavy])
+    light.graph.input.extend(map(info_of, heavy.values()))
     with parsing(path, f"converted from opset {_opset(proto)} to {OPSET}"):
         converted = onnx.version_converter.convert_version(light, OPSET)
-    remaining = [i for i in converted.graph.input if i.name not in heavy]
-    del converted.graph.input[:]
-    converted.graph.input.extend(remaining)
+    refill(converted.graph.input, [i for i in converted.graph.input if i.name not in heavy])
     converted.graph.initializer.extend(heavy.values())
     return converted

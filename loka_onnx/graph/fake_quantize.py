@@ -3,21 +3,21 @@
 ONNX Runtime's CPU kernels for FP8 QuantizeLinear and DequantizeLinear, and for Where, Sign and casts, work on
 one element at a time. Vectorized FP32 operations give the same values:
 
-* FP8: let a = min(|x| / s, max) and p = max(a, 1.5 · smallest normal), in the binade [2**e, 2**(e+1)). With
-  γ = 2**(23 − m)·p, the spacing of FP32 numbers around γ is 2**(e − m), which is that of the FP8 format at a
+* FP8: let a = min(|x| / s, max) and p = max(a, 1.5 · smallest normal), in the binade [2**e, 2**(e+1)). With γ
+  = 2**(23 − m)·p, the spacing of FP32 numbers around γ is 2**(e − m), which is that of the FP8 format at a
   (and that of its subnormals below the smallest normal). So γ − (γ − a) is a rounded to FP8. γ is a multiple
   of that spacing, an even one where a is a tie, so ties go to even. At the bottom of a binade γ − a may pass
   into the one below, whose spacing is half: a is then within 2**-20 of 2**e, and rounds to it all the same.
-  (a + γ may pass into the one above, whose spacing is double, and (a + γ) − γ then misses the end: seen at
-  8 of 2**23 mantissas.)
+  (In (a + γ) − γ, a + γ may pass into the one above, whose spacing is double: that fails at 8 of 2**23
+  mantissas.)
 * The sign comes back as x / max(|x|, tiny), which is exactly −1, 0 or 1.
 * INT8 and UINT8: with C = 1.5 · 2**23, FP32 numbers around C have the spacing 1, so (x / s + C) − C is x / s
   rounded to the nearest integer, ties to even, for |x / s| ≤ 2**22. Larger ones stay beyond the range.
 * BF16: with C = 2**16 + 1, t = C·x and h = t + (x − t), h is x rounded to 8 significant bits (Veltkamp's
   splitting; Dekker 1971, "A floating-point technique for extending the available precision", section 5).
 
-The tests compare every one of the 2**23 mantissas of a binade, and the subnormal range, with ml_dtypes; the
-operations commute with powers of two. They hold for finite inputs, which calibration checks.
+The tests compare all 2**23 mantissas of a binade and the subnormal range with ml_dtypes; the operations
+commute with powers of two. They hold for finite inputs, which calibration checks.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class FakeQuantized:
     """Tensors of the rounding in the graph.
 
     `scaled` is x / scale before clipping (its magnitude in a floating format), `rounded` the same after
-    clipping and rounding, `values` the rounded x in FP32; `clipping` a tensor before and after clipping, None
-    where no element lies beyond the range.
+    clipping and rounding, `values` the rounded x in FP32; `clipping` a tensor before and after it, None
+    without.
     """
 
     scaled: Tensor

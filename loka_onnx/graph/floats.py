@@ -1,15 +1,12 @@
 """Convert weights of other forms to dense FP32, the reference of errors.
 
 A model of FP16 or FP64 weights computes in FP32 from here on: weights, inputs, outputs, and every cast to
-those types. FP16 weights keep their values; FP64 ones are rounded. FP16 embedding tables stay as stored, and
-looked-up rows are cast. `export.preflight` compares the result with the original on rows, because a model may
-need the digits that FP32 lacks.
+those types. FP64 weights are rounded; FP16 embedding tables stay as stored, and looked-up rows are cast.
+`export.preflight` compares the result with the original on rows: a model may need the digits that FP32 lacks.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +15,8 @@ from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import ModelError
-from loka_onnx.graph.storage import all_initializers, read_external, with_subgraphs
+from loka_onnx.graph.detached import refill
+from loka_onnx.graph.storage import all_attributes, all_initializers, looked_up, read_external, with_subgraphs
 
 _OTHERS: dict[int, str] = {
     TensorProto.FLOAT16: "FP16",
@@ -31,10 +29,8 @@ _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "stash_type"})
 def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
     """Convert a model with weights, inputs or outputs of another float type; edits it.
 
-    Returns the conversions, for the report.
-
-    Raises:
-        ModelError: It computes in BF16, or a weight does not fit FP32.
+    Returns the conversions, for the report. Raises ModelError if it computes in BF16, or a weight does not
+    fit.
     """
     tables = _tables(proto.graph)
     found = _float_types(proto, tables)
@@ -54,12 +50,11 @@ def to_float32(proto: onnx.ModelProto, path: Path) -> tuple[str, ...]:
         del graph.value_info[:]
         for info in (*graph.input, *graph.output):
             _retype(info.type)
-        for node in graph.node:
-            for attribute in node.attribute:
-                _widen(attribute.t, path)
-                _retype(attribute.tp)
-                if attribute.name in _TYPE_ATTRIBUTES and attribute.i in _OTHERS:
-                    attribute.i = TensorProto.FLOAT
+    for attribute in all_attributes(proto.graph):
+        _widen(attribute.t, path)
+        _retype(attribute.tp)
+        if attribute.name in _TYPE_ATTRIBUTES and attribute.i in _OTHERS:
+            attribute.i = TensorProto.FLOAT
     _cast_lookups(proto.graph, tables)
     names = " and ".join(sorted(_OTHERS[kind] for kind in found))
     return (f"converted from {names} to FP32, inputs and outputs among it",)
@@ -72,19 +67,15 @@ def to_dense(proto: onnx.ModelProto) -> tuple[str, ...]:
         count += len(graph.sparse_initializer)
         graph.initializer.extend(map(_dense, graph.sparse_initializer))
         del graph.sparse_initializer[:]
-        for node in graph.node:
-            for attribute in node.attribute:
-                if attribute.type == onnx.AttributeProto.SPARSE_TENSOR:
-                    dense = _dense(attribute.sparse_tensor)
-                    attribute.CopyFrom(onnx.helper.make_attribute("value", dense))
-                    count += 1
+    for attribute in all_attributes(proto.graph):
+        if attribute.type == onnx.AttributeProto.SPARSE_TENSOR:
+            attribute.CopyFrom(onnx.helper.make_attribute("value", _dense(attribute.sparse_tensor)))
+            count += 1
     return (f"{count} sparse weights stored densely",) if count else ()
 
 
 def _dense(sparse: onnx.SparseTensorProto) -> TensorProto:
-    """Return a dense tensor: indices are offsets into it, or one for each axis (ONNX IR,
-    SparseTensorProto).
-    """
+    """Return a dense tensor; indices are offsets, or one for each axis (ONNX IR, SparseTensorProto)."""
     values, places = (onnx.numpy_helper.to_array(part) for part in (sparse.values, sparse.indices))
     dense = np.zeros(tuple(sparse.dims), values.dtype)
     if places.ndim == 1:
@@ -96,29 +87,17 @@ def _dense(sparse: onnx.SparseTensorProto) -> TensorProto:
 
 def _float_types(proto: onnx.ModelProto, tables: frozenset[str]) -> dict[int, str]:
     """Return other float types of matrices, inputs and outputs, each with its first tensor."""
-    tensors = (*all_initializers(proto.graph), *_constants(proto.graph))
+    constants = (a.t for a in all_attributes(proto.graph) if a.type == onnx.AttributeProto.TENSOR)
+    tensors = (*all_initializers(proto.graph), *constants)
     kinds = [(t.data_type, t.name) for t in tensors if len(t.dims) > 1 and t.name not in tables]
     kinds += [(i.type.tensor_type.elem_type, i.name) for i in (*proto.graph.input, *proto.graph.output)]
     return {kind: name for kind, name in reversed(kinds) if kind in _OTHERS}
 
 
-def _constants(graph: onnx.GraphProto) -> Iterator[TensorProto]:
-    for part in with_subgraphs(graph):
-        for node in part.node:
-            for attribute in node.attribute:
-                if attribute.type == onnx.AttributeProto.TENSOR:
-                    yield attribute.t
-
-
 def _tables(graph: onnx.GraphProto) -> frozenset[str]:
-    """Return 16-bit initializers that only Gather of the main graph reads, as its data."""
-    uses: defaultdict[str, set[bool]] = defaultdict(set)
-    for part in with_subgraphs(graph):
-        for node in part.node:
-            for index, name in enumerate(node.input):
-                uses[name].add(part is graph and node.op_type == "Gather" and index == 0)
-    stored = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
-    return frozenset(t.name for t in graph.initializer if t.data_type in stored and uses[t.name] == {True})
+    """Return 16-bit embedding tables."""
+    stored, names = {TensorProto.FLOAT16, TensorProto.BFLOAT16}, looked_up(graph)
+    return frozenset(t.name for t in graph.initializer if t.data_type in stored and t.name in names)
 
 
 def _widen(tensor: TensorProto, path: Path) -> None:
@@ -158,6 +137,4 @@ def _cast_lookups(graph: onnx.GraphProto, tables: frozenset[str]) -> None:
             cast = onnx.helper.make_node("Cast", [node.output[0]], [name], f"{node.name}/fp32")
             cast.attribute.append(onnx.helper.make_attribute("to", TensorProto.FLOAT))
             nodes.append(cast)
-    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del graph.node[:]
-    graph.node.extend(copies)
+    refill(graph.node, [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes])

@@ -58,10 +58,9 @@ class _Ids:
 
 
 def id_bounds(model: GraphModel) -> dict[str, tuple[range | None, ...]]:
-    """Return the ids that each column of the integer inputs of a canonical graph may hold.
+    """Return the ids that each column of the integer inputs of a canonical graph may hold, by name of input.
 
-    By name of input, for inputs (batch,) and (batch, columns): one range for each column, None without a
-    bound.
+    One range for each column of an input (batch,) or (batch, columns); None without a bound.
     """
     main = {id(node) for node in model.nodes}
     return {

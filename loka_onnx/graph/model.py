@@ -15,12 +15,11 @@ import onnx_graphsurgeon as gs
 from onnx.external_data_helper import uses_external_data
 from onnx_graphsurgeon.logger import G_LOGGER
 
+from loka_onnx.core.progress import collector_paused
 from loka_onnx.errors import InternalError
-from loka_onnx.graph.detached import Array
-from loka_onnx.graph.exported import Exported
-from loka_onnx.graph.garbage import collector_paused
+from loka_onnx.graph.detached import STRIP_BYTES, Array, add_inferred_shapes, refill
+from loka_onnx.graph.naming import unused
 from loka_onnx.graph.parts import keep_types, mark_branches, reader, write_types
-from loka_onnx.graph.shapes import STRIP_BYTES, add_inferred_shapes
 from loka_onnx.graph.soundness import parsing
 from loka_onnx.graph.storage import (
     all_initializers,
@@ -30,7 +29,7 @@ from loka_onnx.graph.storage import (
     stored_bytes,
     take_tables,
 )
-from loka_onnx.graph.weights import attach, copied, take_weights, weights_detached
+from loka_onnx.graph.weights import Exported, attach, copied, take_weights, weights_detached
 
 OLDEST_IR = 10
 """IR version from which FP8 tensors are complete."""
@@ -85,29 +84,18 @@ class GraphModel:
 
     @classmethod
     def load(cls, path: Path) -> GraphModel:
-        """Read a model; element types and shapes are inferred.
-
-        Raises:
-            ModelError: The file or its external data is missing, truncated or invalid.
+        """Read a model; types and shapes are inferred. ModelError if it or its external data is missing or
+        invalid.
         """
         proto = read_proto(path)
         with parsing(path, "read as a graph"):
             return cls.from_proto(proto, path.parent)
 
     @classmethod
-    def from_proto(cls, proto: onnx.ModelProto, directory: Path) -> GraphModel:
+    def from_proto(
+        cls, proto: onnx.ModelProto, directory: Path, detached: Sequence[Array] = ()
+    ) -> GraphModel:
         """Take over a parsed model whose external data lies in `directory`; `proto` is consumed."""
-        return cls._take_over(proto, directory, ())
-
-    @classmethod
-    def read_back(cls, exported: Exported) -> GraphModel:
-        """Return what `load` would read of the written model, with types and shapes inferred anew and shared
-        weights.
-        """
-        return cls._take_over(exported.copy_headers(exported.tables), Path("/"), exported.detached)
-
-    @classmethod
-    def _take_over(cls, proto: onnx.ModelProto, directory: Path, detached: Sequence[Array]) -> GraphModel:
         tables = take_tables(proto, directory)
         for tensor in all_initializers(proto.graph):
             if uses_external_data(tensor) and stored_bytes(tensor) <= STRIP_BYTES:
@@ -128,6 +116,11 @@ class GraphModel:
             attach(graph, weights)
         return cls(graph, tables)
 
+    @classmethod
+    def read_back(cls, exported: Exported) -> GraphModel:
+        """Return what `load` would read of the written model; weights are shared."""
+        return cls.from_proto(exported.copy_headers(exported.tables), Path("/"), exported.detached)
+
     def save(self, path: Path, *, link_tables: bool = True) -> str:
         """Write the model and its external data; return the digest of the content.
 
@@ -143,13 +136,8 @@ class GraphModel:
         exported = self._export()
         proto = exported.headers
         proto.producer_name = "loka-onnx"
-        kept = [
-            info
-            for info in proto.graph.value_info
-            if info.name not in self.tables and info.type.tensor_type.elem_type
-        ]
-        del proto.graph.value_info[:]
-        proto.graph.value_info.extend(kept)
+        infos = (info for info in proto.graph.value_info if info.name not in self.tables)
+        refill(proto.graph.value_info, [info for info in infos if info.type.tensor_type.elem_type])
         used = {name for node in proto.graph.node for name in node.input} | names_in_subgraphs(proto.graph)
         tables = [table for name, table in self.tables.items() if name in used]
         return Exported(proto, exported.detached, tables)
@@ -250,10 +238,7 @@ class GraphModel:
             parts = (self.graph, *self.graph.subgraphs(recursive=True))
             self._names = {name for part in parts for name in part.tensors()}
             self._names |= {node.name for node in self.graph.nodes}
-        name, count = base, 0
-        while name in self._names:
-            count += 1
-            name = f"{base}_{count}"
+        name = unused(base, self._names)
         self._names.add(name)
         return name
 
@@ -262,12 +247,8 @@ class GraphModel:
         if self._node_names is None:
             self._node_names = {other.name for other in self.graph.nodes if other.outputs}
         self._node_names.discard(node.name)
-        name, count = base, 0
-        while name in self._node_names:
-            count += 1
-            name = f"{base}_{count}"
-        self._node_names.add(name)
-        node.name = name
+        node.name = unused(base, self._node_names)
+        self._node_names.add(node.name)
 
     def constant(self, base: str, values: npt.NDArray[Any]) -> Tensor:
         """Add an initializer."""
@@ -282,9 +263,10 @@ class GraphModel:
         dtype: Any = None,
         attrs: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Append a node with one output and return that output.
+        """Append a node with one output and return that output; its type is that of the first input by
+        default.
 
-        Its type is that of the first input by default; `self.absent()` stands for an empty optional input.
+        `self.absent()` stands for an empty optional input.
         """
         unique = self.fresh_name(name)
         if self._node_names is not None:
@@ -366,8 +348,8 @@ class GraphModel:
     def insert_behind(self, tensor: Tensor, op: str, operands: Sequence[Tensor], name: str) -> Tensor:
         """Put a node between a computed tensor and its readers, graph outputs included.
 
-        The tensor keeps its name, shape and readers, and is computed by the node, of which `operands` are the
-        inputs after the first. Returns that first input, the former result, of unknown shape.
+        The tensor keeps name, shape and readers; `operands` are the node's inputs after the first. Returns
+        that first input, the former result, of unknown shape.
         """
         maker = tensor.inputs[0]
         inner = _tensor(gs.Variable(self.fresh_name(f"{tensor.name}.inner"), dtype=tensor.dtype))

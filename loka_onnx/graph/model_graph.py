@@ -1,17 +1,21 @@
 """The graph of a model, folded until it is small enough to draw.
 
 Beyond `MOST_NODES` the nodes of a module are folded into one, deepest modules first and of equally deep ones
-the largest, until the rest fits. Folding must not make a cycle: data may leave a module and come back to it.
-A node therefore has a rank: the largest over its inputs of the producer's rank, plus one where the two are in
+the largest, until the rest fits. Folding must not make a cycle: data may leave a module and come back. A node
+therefore has a rank: the largest over its inputs of the producer's rank, plus one where the two are in
 different modules. Nodes of one module and one rank are folded together, and between two such parts every
-tensor goes to a higher rank, so no cycle is left. Where not even the outermost modules fit, or names give no
-module, runs of consecutive nodes are folded, which makes no cycle either.
+tensor goes to a higher rank. Where not even the outermost modules fit, or names give no module, runs of
+consecutive nodes are folded, which makes no cycle either.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import onnx
@@ -24,11 +28,7 @@ MOST_NODES = 600
 
 
 def read_model_graph(path: Path, sites: Collection[str], most: int = MOST_NODES) -> ModelGraph:
-    """Read the graph of a canonical model without external data; beyond `most` nodes, modules are folded.
-
-    Raises:
-        ModelError: The file cannot be read.
-    """
+    """Read the graph of a canonical model without external data; beyond `most` nodes, modules are folded."""
     return describe_graph(parse_proto(path).graph, sites, most)
 
 
@@ -111,20 +111,14 @@ def _fold(whole: _Drawing, most: int) -> _Drawing:
     paths = [tuple(node.module.split(".")) if node.module else () for node in whole.nodes]
     done: set[tuple[str, ...]] = set()
     for depth in range(max(map(len, paths)), 0, -1):
-        sizes: dict[tuple[str, ...], int] = {}
-        for path in paths:
-            if len(path) >= depth:
-                sizes[path[:depth]] = sizes.get(path[:depth], 0) + 1
+        sizes = Counter(path[:depth] for path in paths if len(path) >= depth)
         modules = sorted(sizes, key=lambda path: (-sizes[path], path))
-        if len(set(_parts(whole, paths, done | set(modules)))) > most:
-            done |= set(modules)
-            continue
-        few, many = 0, len(modules)
-        while few < many:
-            middle = (few + many) // 2
-            fits = len(set(_parts(whole, paths, done | set(modules[:middle])))) <= most
-            few, many = (few, middle) if fits else (middle + 1, many)
-        return _joined(whole, _parts(whole, paths, done | set(modules[:many])))
+        counts = range(len(modules) + 1)
+        parts = partial(_parts, whole, paths)
+        few = bisect_left(counts, True, key=lambda n: len({*parts(done.union(modules[:n]))}) <= most)
+        done.update(modules[:few])
+        if few < len(counts):
+            return _joined(whole, parts(done))
     length = -(-len(whole.nodes) // most)
     return replace(_joined(whole, [index // length for index in range(len(whole.nodes))]), in_runs=True)
 
@@ -164,10 +158,8 @@ def _one(nodes: Sequence[GraphNode]) -> GraphNode:
     if len(nodes) == 1:
         return nodes[0]
     paths = [node.module.split(".") if node.module else [] for node in nodes]
-    shared = 0
-    while all(len(path) > shared and path[shared] == paths[0][shared] for path in paths):
-        shared += 1
-    module = ".".join(paths[0][:shared])
+    shared = takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))
+    module = ".".join(level[0] for level in shared)
     sites = tuple(site for node in nodes for site in node.sites)
     return GraphNode(
         module or f"{nodes[0].name} and {len(nodes) - 1} more",

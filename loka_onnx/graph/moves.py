@@ -7,11 +7,12 @@ it shows which element stands where. Named dimensions, as the batch, have the le
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.graph.model import Node, Tensor, is_constant, values_of
+from loka_onnx.graph.model import Node, Tensor, is_constant, producer, values_of
 from loka_onnx.graph.shape_values import dimensions, read_dimensions
 
 Numbers = npt.NDArray[np.int64]
@@ -20,13 +21,11 @@ Numbers = npt.NDArray[np.int64]
 def move(
     node: Node, tensor: Tensor, numbers: Numbers, lengths: Mapping[str, int], other: int = 0
 ) -> list[Numbers]:
-    """Return the outputs of a node, with `numbers` for its input `tensor`, and `other` for operands of a
+    """Return the outputs of a node, with `numbers` for its input `tensor` and `other` for operands of a
     Concat.
 
-    `lengths` are of named dimensions besides those of the tensor.
-
-    Raises:
-        ValueError: The operator, or an operand of it, is not known.
+    `lengths` are of named dimensions besides those of the tensor. Raises ValueError if the operator, or an
+    operand of it, is not known.
     """
     if node.op == "Concat":
         axis = int(node.attrs["axis"])
@@ -132,3 +131,60 @@ def _filled(part: Tensor, numbers: Numbers, axis: int, value: int) -> Numbers:
     shape = list(numbers.shape)
     shape[axis] = length
     return np.full(shape, value, np.int64)
+
+
+_ELEMENTWISE = frozenset(
+    {"Identity", "Cast", "Abs", "Neg", "Log", "Exp", "Sqrt", "Reciprocal", "Sign", "Floor", "Ceil", "Round"}
+) | {"Clip", "Relu", "LeakyRelu", "Sigmoid", "Tanh", "Erf", "Softplus"}
+"""Elementwise functions of the first input."""
+_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "Min", "Max"})
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A column of an input; 0 in an input (batch,)."""
+
+    input: str
+    column: int
+
+
+def column_origins(tensor: Tensor) -> tuple[Origin | None, ...]:
+    """Return the origin of each column of a tensor (batch, columns); None where it is no one input's column.
+
+    The walk goes back through nodes that keep columns apart: elementwise functions, arithmetic with
+    constants, joins along columns. Empty unless the tensor has two axes and a fixed number of columns.
+    """
+    width = _width(tensor)
+    if not width:
+        return ()
+    node = producer(tensor)
+    if node is None:
+        return tuple(Origin(tensor.name, column) for column in range(width))
+    found = _through(node)
+    return found if len(found) == width else (None,) * width
+
+
+def _through(node: Node) -> tuple[Origin | None, ...]:
+    """Return origins of a node's output columns, as far as its inputs are known."""
+    if node.op in _ELEMENTWISE and all(map(is_constant, node.inputs[1:])):
+        return column_origins(node.inputs[0])
+    if node.op in _ARITHMETIC:
+        varying = [tensor for tensor in node.inputs if not is_constant(tensor)]
+        return column_origins(varying[0]) if len(varying) == 1 else ()
+    if node.op == "Concat" and int(node.attrs.get("axis", 0)) in {1, -1}:
+        return tuple(origin for tensor in node.inputs for origin in column_origins(tensor))
+    if node.op == "Unsqueeze" and producer(node.inputs[0]) is None and _is_vector(node.inputs[0]):
+        return (Origin(node.inputs[0].name, 0),)
+    return ()
+
+
+def _is_vector(tensor: Tensor) -> bool:
+    return not is_constant(tensor) and tensor.shape is not None and len(tensor.shape) == 1
+
+
+def _width(tensor: Tensor) -> int:
+    """Columns; 0 unless the tensor has two axes and a fixed number of them."""
+    if is_constant(tensor) or tensor.shape is None or len(tensor.shape) != 2:
+        return 0
+    width = tensor.shape[1]
+    return width if isinstance(width, int) else 0

@@ -14,7 +14,8 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, count
 
 import onnx
 
@@ -27,13 +28,10 @@ _MOST_METADATA = 10_000
 _GENERATED = re.compile(r"^(onnx::|node_)?[A-Za-z]+(_\d+)+$|^n\d+$|^\d+$")
 
 
-def name_sites(graph: onnx.GraphProto, is_site: Mapping[int, bool]) -> dict[int, str]:
+def name_sites(graph: onnx.GraphProto, sites: Iterable[int]) -> dict[int, str]:
     """Return a unique, stable name for each site node, by node index."""
     initializers = {tensor.name for tensor in graph.initializer}
-    bases: dict[int, str] = {}
-    for index, node in enumerate(graph.node):
-        if is_site.get(index):
-            bases[index] = module_path(node)
+    bases = {index: module_path(graph.node[index]) for index in sites}
     counts = Counter(bases.values())
     names: dict[int, str] = {}
     ordinals: defaultdict[str, int] = defaultdict(int)
@@ -62,10 +60,9 @@ def module_path(node: onnx.NodeProto) -> str:
 
 
 def merged_name(names: Sequence[str]) -> str:
-    """Return the name of a merged site: the common prefix, then the rest of each.
+    """Return the name of a merged site: the common prefix, then the rest of each, counted beyond four.
 
-    ``attention.query``, ``attention.key`` and ``attention.value`` make ``attention.query+key+value``. Beyond
-    four, the rest is counted: ``experts.0.fc1+63_more``.
+    So ``attention.query+key+value``, ``experts.0.fc1+63_more``.
     """
     parts = [name.split(".") for name in dict.fromkeys(names)]
     shared = 0
@@ -124,10 +121,11 @@ def _unique(names: Mapping[int, str]) -> dict[int, str]:
     taken: set[str] = set()
     result: dict[int, str] = {}
     for index, name in names.items():
-        candidate, count = name, 1
-        while candidate in taken:
-            candidate = f"{name}_{count}"
-            count += 1
-        taken.add(candidate)
-        result[index] = candidate
+        result[index] = unused(name, taken)
+        taken.add(result[index])
     return result
+
+
+def unused(base: str, taken: Collection[str]) -> str:
+    """Return a name that is not taken: `base`, or with an ordinal."""
+    return next(name for name in chain([base], (f"{base}_{n}" for n in count(1))) if name not in taken)

@@ -51,9 +51,7 @@ def keep_types(graph: gs.Graph, proto: onnx.GraphProto) -> None:
 
 
 def write_types(graph: gs.Graph, proto: onnx.GraphProto) -> None:
-    """Write the types of `Typed` values and of E4M3FNUZ tensors, which onnx-graphsurgeon leaves out; edits
-    the message.
-    """
+    """Write types that onnx-graphsurgeon leaves out: `Typed` values, E4M3FNUZ tensors; edits the message."""
     tensors = graph.tensors()
     for tensor in proto.initializer:
         if tensors[tensor.name].dtype == _FNUZ:

@@ -7,7 +7,7 @@ from math import prod
 
 import onnx_graphsurgeon as gs
 
-from loka_onnx.core.products import OtherProduct
+from loka_onnx.core.site import OtherProduct
 from loka_onnx.graph.model import GraphModel, Node, is_constant
 from loka_onnx.graph.shape_values import static_shape
 from loka_onnx.graph.sites import PRODUCT_OPS

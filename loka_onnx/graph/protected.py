@@ -1,19 +1,18 @@
-"""Nodes whose precision is not a question of speed: the logit end of a model, and its residual stream.
+"""Nodes whose precision is not a question of speed: a model's logit end, residual stream and divisors.
 
 **Logit end.** Behind the last product of an output the tensors hold one number for each logit, and every
-error goes into the loss undamped. In BF16 a logit between 2 and 4 has a spacing of 2⁻⁶, and each further
-operation rounds again. These nodes cost next to nothing, so they stay in FP32: elementwise nodes, sums over
-at most `FEW` elements from which an output is reached without another product, and calibration layers, a
-linear of as many outputs as inputs (vector and matrix scaling, Guo et al., arXiv 1706.04599, section 4). The
-product that yields the logit is not among them. A tensor that a further product reads as well belongs to the
-logit end only if it is no wider than `FEW` (the CTR logit that the CVR tower reads).
+error goes into the loss undamped (in BF16 a logit between 2 and 4 has a spacing of 2⁻⁶). These nodes cost
+next to nothing, so they stay in FP32: elementwise nodes, sums over at most `FEW` elements from which an
+output is reached without another product, and calibration layers, a linear of as many outputs as inputs
+(vector and matrix scaling, Guo et al., arXiv 1706.04599, section 4). The product that yields the logit is not
+among them. A tensor that a further product reads as well belongs to the logit end only if it is no wider than
+`FEW` (the CTR logit that the CVR tower reads).
 
 **Residual stream.** A block adds to its own input: ``x' = x + f(x)``, with at least one product in f, as
 DCNv2's cross layer ``x0 ⊙ (W·x + b) + x`` (arXiv 2008.13535, equation 1). Rounding the stream loses a part of
-x in every block. FP8 never does, because Q/DQ stand at the operands of products; BF16 does, 2⁻⁹ of x a block.
-FP32 for the stream is offered for deep models, and is not the default.
-
-Both are found in one pass; which Add reads what has been through a product since is kept in bit sets.
+x in every block: BF16 2⁻⁹, FP8 nothing, because Q/DQ stand at the operands of products. FP32 for the stream
+is offered for deep models, and is not the default. Which Add reads what has been through a product since is
+kept in bit sets.
 """
 
 from __future__ import annotations
@@ -151,9 +150,8 @@ def _is_fp32(tensor: Tensor) -> bool:
 
 
 def residual_streams(model: GraphModel) -> tuple[Protected, ...]:
-    """Return Adds that join a block to its own input, and nodes that carry the sum to the next of them.
-
-    Carriers are norms, activations, constant factors and movements.
+    """Return Adds that join a block to its own input, and nodes that carry the sum to the next of them:
+    norms, activations, constant factors and movements.
     """
     order = model.sorted_nodes()
     skipped = _skipped_inputs(model, order)
@@ -228,3 +226,51 @@ def _carriers(tensor: Tensor, joins: dict[int, list[Tensor]], seen: set[int]) ->
             return set()
         node = producer(node.inputs[0])
     return path if node is not None else set()
+
+
+_POSITIONS = {"Div": 1, "Reciprocal": 0, "Log": 0}
+"""Position of the operand that must not be 0."""
+# fmt: off
+_MAKERS = LAYOUT_OPS | {
+    "Abs", "Add", "Cast", "Clip", "Exp", "Expand", "Max", "Mul", "Pow", "ReduceL1", "ReduceL2",
+    "ReduceMean", "ReduceSum", "ReduceSumSquare", "Reciprocal", "Sqrt", "Where",
+}
+# fmt: on
+"""Operators of roots, sums of squares and their guards."""
+_LONGEST = 24
+"""Decomposed norms have fewer nodes; the bound keeps the search linear in the nodes of the graph."""
+
+
+@dataclass(frozen=True)
+class Divisor:
+    """A computed operand that must not become 0, as it may in a narrower type; its reader and its makers."""
+
+    reader: Node
+    tensor: Tensor
+    makers: tuple[Node, ...]
+
+
+def divisors(model: GraphModel) -> tuple[Divisor, ...]:
+    """Return every computed divisor of the main graph, in node order."""
+    positions = ((node, _position(node)) for node in model.nodes)
+    found = ((node, node.inputs[position]) for node, position in positions if position is not None)
+    return tuple(Divisor(node, each, _makers(each)) for node, each in found if producer(each) is not None)
+
+
+def _position(node: Node) -> int | None:
+    if node.op != "Pow":
+        return _POSITIONS.get(node.op)
+    exponent = node.inputs[1]
+    return 0 if is_constant(exponent) and (values_of(exponent) < 0).any() else None
+
+
+def _makers(tensor: Tensor) -> tuple[Node, ...]:
+    found: dict[int, Node] = {}
+    waiting = [tensor]
+    while waiting and len(found) < _LONGEST:
+        node = producer(waiting.pop())
+        if node is None or id(node) in found or node.op not in _MAKERS:
+            continue
+        found[id(node)] = node
+        waiting += [each for each in node.inputs if not is_constant(each)]
+    return tuple(found.values())

@@ -1,8 +1,8 @@
 """Read a tensor of dimensions from the nodes that compute it.
 
 With a dynamic batch, exporters compute the target of Reshape and Expand from Shape, Gather, Slice and Concat.
-Its values are unknown, but each entry is a number or a named dimension of the model. The name is that of
-shape inference, so that two tensors with a batch axis agree on it, else ``<tensor>[<axis>]``.
+Each entry is a number or a named dimension of the model, by the name of shape inference, so that two tensors
+with a batch axis agree on it, else ``<tensor>[<axis>]``.
 """
 
 from __future__ import annotations

@@ -73,9 +73,7 @@ def _describe_norm(node: Node, merged_from: tuple[str, ...]) -> Site:
 
 
 def _normalized(node: Node, shape: tuple[int | None, ...]) -> tuple[int, int]:
-    """Return elements that share their statistics, and such sets in one example; a dynamic axis counts as
-    1.
-    """
+    """Return elements that share their statistics, and such sets in one example; dynamic axes count as 1."""
     if node.op == "LpNormalization":
         axis = int(node.attrs.get("axis", -1)) % len(shape)
         normalized, others = shape[axis : axis + 1], (*shape[1:axis], *shape[axis + 1 :])

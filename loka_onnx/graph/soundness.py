@@ -1,11 +1,9 @@
 """Checks of foreign models, so that later code may trust the graph.
 
 A model is refused where both onnx's checker (or its strict type and shape inference) and ONNX Runtime refuse
-it. The checker alone is too strict: it wants nodes in order, shapes of outputs and names of graphs, which
-ONNX Runtime does without. ONNX Runtime is asked only then, because it reads the whole file.
-
-The checker takes a model as one message of at most 2 GiB, and opens external data by rules of its own.
-Neither decides whether a graph is sound, so it gets the graph without its large weights.
+it. The checker alone is too strict: it wants nodes in order, shapes of outputs and names of graphs. ONNX
+Runtime is asked only then, because it reads the whole file. The checker takes a model as one message of at
+most 2 GiB, and opens external data by rules of its own: it gets the graph without its large weights.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import onnx
 from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import LokaError, ModelError
-from loka_onnx.graph.shapes import without_weights
+from loka_onnx.graph.detached import without_weights
 from loka_onnx.graph.storage import all_initializers, stored_bytes, with_subgraphs
 from loka_onnx.sessions.model_files import messages, nested_nodes
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions

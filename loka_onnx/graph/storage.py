@@ -24,7 +24,7 @@ from onnx.external_data_helper import set_external_data, uses_external_data
 
 from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.errors import InternalError, ModelError, OutputError
-from loka_onnx.graph.detached import Array, bytes_of, number_of
+from loka_onnx.graph.detached import Array, bytes_of, info_of, number_of, refill
 from loka_onnx.sessions.model_files import data_locations, external_tensors
 
 INLINE_LIMIT_BYTES = 1 << 30
@@ -49,9 +49,8 @@ TABLE_LIMIT_BYTES = 1 << 28
 def read_proto(path: Path) -> onnx.ModelProto:
     """Parse a model file without loading external data, and check where that lies.
 
-    Raises:
-        ModelError: As `parse_proto`; or external data is no regular file below the directory, missing, or
-            ends before its tensor.
+    Raises ModelError as `parse_proto`; or if external data is no regular file below the directory, missing,
+    or ends before its tensor.
     """
     model = parse_proto(path)
     homes = {Path(os.path.realpath(path.parent)), Path(os.path.realpath(path)).parent}
@@ -61,11 +60,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
 
 
 def parse_proto(path: Path) -> onnx.ModelProto:
-    """Parse a model file without checking its external data.
-
-    Raises:
-        ModelError: The file is missing, truncated or not an ONNX model.
-    """
+    """Parse a model file without its external data; ModelError if missing, truncated or no ONNX model."""
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not a regular file")
@@ -115,10 +110,9 @@ _MOST_DIGITS = 18
 
 
 def _unreadable(path: Path | None, tensor: str, evidence: str) -> ModelError:
+    of = "a model" if path is None else f"'{path}'"
     return ModelError(
-        "the weights of a model cannot be read"
-        if path is None
-        else f"the weights of '{path}' cannot be read",
+        f"E0317 the weights of {of} cannot be read",
         where=f"tensor '{tensor}'",
         evidence=evidence,
         remedy="save the model again with its weights beside it",
@@ -211,6 +205,11 @@ def with_subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
                 yield from with_subgraphs(attribute.g)
 
 
+def all_attributes(graph: onnx.GraphProto) -> Iterator[onnx.AttributeProto]:
+    """Yield attributes of a graph's nodes, and of those in their branches and bodies."""
+    return (each for part in with_subgraphs(graph) for node in part.node for each in node.attribute)
+
+
 def all_initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
     """Yield initializers of a graph, and of the branches and bodies of its nodes."""
     return (tensor for part in with_subgraphs(graph) for tensor in part.initializer)
@@ -222,20 +221,20 @@ def names_in_subgraphs(graph: onnx.GraphProto) -> set[str]:
     return {name for part in inner for node in part.node for name in node.input}
 
 
+def looked_up(graph: onnx.GraphProto) -> set[str]:
+    """Return names that nothing but Gather of the main graph reads, as its data."""
+    tables, others = set[str](), names_in_subgraphs(graph)
+    for node in graph.node:
+        for index, name in enumerate(node.input):
+            (tables if node.op_type == "Gather" and index == 0 else others).add(name)
+    return tables - others
+
+
 def take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.TensorProto]:
     """Move external initializers that only Gather reads out of the graph, as references."""
-    uses: dict[str, set[str]] = {}
-    for node in proto.graph.node:
-        for index, name in enumerate(node.input):
-            uses.setdefault(name, set()).add("table" if node.op_type == "Gather" and index == 0 else "value")
-    for name in names_in_subgraphs(proto.graph):
-        uses.setdefault(name, set()).add("value")
-    found = [
-        tensor
-        for tensor in proto.graph.initializer
-        if uses_external_data(tensor) and uses.get(tensor.name) == {"table"}
-    ]
-    if sum(stored_bytes(tensor) for tensor in found) < TABLE_LIMIT_BYTES:
+    names = looked_up(proto.graph)
+    found = [t for t in proto.graph.initializer if uses_external_data(t) and t.name in names]
+    if not found or sum(map(stored_bytes, found)) < TABLE_LIMIT_BYTES:
         return {}
     tables: dict[str, onnx.TensorProto] = {}
     for tensor in found:
@@ -245,16 +244,9 @@ def take_tables(proto: onnx.ModelProto, directory: Path) -> dict[str, onnx.Tenso
             if entry.key == "location":
                 entry.value = os.path.realpath(directory / entry.value)
         tables[tensor.name] = table
-    kept = [tensor for tensor in proto.graph.initializer if tensor.name not in tables]
-    if len(kept) != len(proto.graph.initializer):
-        del proto.graph.initializer[:]
-        proto.graph.initializer.extend(kept)
-        known = {info.name for info in proto.graph.value_info}
-        for name, table in tables.items():
-            if name not in known:
-                proto.graph.value_info.append(
-                    onnx.helper.make_tensor_value_info(name, table.data_type, list(table.dims))
-                )
+    refill(proto.graph.initializer, [t for t in proto.graph.initializer if t.name not in tables])
+    known = {info.name for info in proto.graph.value_info}
+    proto.graph.value_info.extend(info_of(table) for name, table in tables.items() if name not in known)
     return tables
 
 
@@ -344,8 +336,7 @@ def move_outside(proto: onnx.ModelProto, path: Path, detached: Sequence[Array] =
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a stream that replaces a file once complete; the earlier one stays under its other names.
 
-    Raises:
-        OutputError: The disk is full, or writing fails.
+    Raises OutputError if the disk is full, or writing fails.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:

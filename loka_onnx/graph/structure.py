@@ -24,11 +24,7 @@ _FEW = 16
 
 
 def differences(one: Path, other: Path) -> tuple[str, ...]:
-    """Return at most `MOST` differences between two models except the values of their weights, in words.
-
-    Raises:
-        ModelError: One of them cannot be read.
-    """
+    """Return at most `MOST` differences between two models, in words; ModelError if one cannot be read."""
     before, after = (dict(_parts(read_proto(path).graph)) for path in (one, other))
     return tuple(islice(_differences(before, after), MOST))
 

@@ -1,18 +1,14 @@
 """Exact sums of the columns of a table that comes row by row.
 
 A column is split into a head, whose numbers have so few bits that float64 adds them without rounding, and a
-rest; the rest is split again until nothing is left. With n numbers |p| < 2ᵉ, n < 2ᴹ and σ = 2ᵉ⁺ᴹ, the head
-of p is (σ + p) − σ: a multiple of 2⁻⁵³σ, with |Σ heads| < σ, so that every order of adding is exact; and
-p − head is exact too. Two or three rounds are the rule. `math.fsum` column by column says the same and takes
-four times as long.
-
-Source: Rump, Ogita, Oishi, "Accurate Floating-Point Summation Part I: Faithful Rounding" (SIAM J. Sci.
-Comput. 31, 2008), algorithm 3.2 and lemma 3.3.
+rest, which is split again until nothing is left. With n numbers |p| < 2ᵉ, n < 2ᴹ and σ = 2ᵉ⁺ᴹ, the head of p
+is (σ + p) − σ: a multiple of 2⁻⁵³σ, with |Σ heads| < σ, so that every order of adding is exact; and p − head
+is exact too. Two or three rounds are the rule; `math.fsum` by column takes four times as long. Source: Rump,
+Ogita, Oishi, "Accurate Floating-Point Summation Part I: Faithful Rounding" (SIAM J. Sci. Comput. 31, 2008),
+algorithm 3.2 and lemma 3.3.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -30,14 +26,14 @@ class ColumnSums:
     """Adds up rows with many zeros, in place; not finite numbers are an InternalError, sooner or later."""
 
     def __init__(self) -> None:
-        self._waiting: list[_Row] = []
+        self._waiting: list[tuple[npt.NDArray[np.intp], Values]] = []
         self._sums: list[ExactSum] = []
 
     def add(self, row: Values) -> None:
         """Add one row, (columns,)."""
         self._sums = self._sums or [NOTHING_ADDED] * row.size
         filled = np.flatnonzero(row)
-        self._waiting.append(_Row(filled, row[filled]))
+        self._waiting.append((filled, row[filled]))
         if len(self._waiting) == ROWS_HELD:
             self._collapse()
 
@@ -52,21 +48,13 @@ class ColumnSums:
         return tuple(self.sum(column) for column in range(len(self._sums)))
 
     def _collapse(self) -> None:
-        columns = np.unique(np.concatenate([row.columns for row in self._waiting]))
+        columns = np.unique(np.concatenate([filled for filled, _ in self._waiting]))
         table = np.zeros((len(self._waiting), columns.size))
-        for number, row in enumerate(self._waiting):
-            table[number, np.searchsorted(columns, row.columns)] = row.values
+        for number, (filled, values) in enumerate(self._waiting):
+            table[number, np.searchsorted(columns, filled)] = values
         self._waiting = []
         for column, parts in zip(columns.tolist(), _exact_parts(table).T.tolist(), strict=True):
             self._sums[column] = ExactSum.of((*self._sums[column].parts, *parts))
-
-
-@dataclass(frozen=True)
-class _Row:
-    """The nonzero numbers of a row, and their columns."""
-
-    columns: npt.NDArray[np.intp]
-    values: Values
 
 
 def _exact_parts(table: Values) -> Values:

@@ -1,7 +1,4 @@
-"""Histograms of magnitudes, with the bins of `core.histogram`.
-
-A bin's index is the upper eleven bits of |x| in FP32, so counting is a shift and a bincount.
-"""
+"""Histograms of magnitudes: a bin's index is the upper eleven bits of |x| in FP32 (`core.statistics`)."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.core.histogram import BINS, MagnitudeHistogram
+from loka_onnx.core.statistics import BINS, MagnitudeHistogram
 
 Counts = npt.NDArray[np.int64]
 _SHIFT = 20
@@ -18,10 +15,7 @@ _MAGNITUDE = np.uint32(0x7FFFFFFF)
 
 
 def count_magnitudes(x: npt.NDArray[Any]) -> Counts:
-    """Return (BINS,) the number of elements in each bin; bin 0 holds the zeros.
-
-    `x` is finite, of any shape and floating type; it is rounded to FP32 first.
-    """
+    """Return (BINS,) the number of elements of a finite array in each bin, in FP32; bin 0 holds the zeros."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     return np.bincount(((bits & _MAGNITUDE) >> _SHIFT).ravel(), minlength=BINS)
 

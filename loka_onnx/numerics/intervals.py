@@ -1,45 +1,45 @@
-"""Confidence intervals of means and ratios over rows.
+"""Confidence intervals of means, ratios and medians over rows.
 
-Every estimate here is linearized: estimate − truth ≈ Σ_i ψ_i with one influence ψ_i per row. Rows that belong
-together (all of one user, of one request) are summed to one influence Ψ_g per group, and
+Every estimate but medians is linearized: estimate − truth ≈ Σ_i ψ_i with one influence ψ_i per row. Rows that
+belong together (all of one user, of one request) are summed to one influence Ψ_g per group, and
 
     variance = G / (G − 1) · Σ_g Ψ_g²,   half width = t_{G−1} · √variance,
 
 with G the groups, or the rows where nothing groups them. For a plain mean, ψ_i = (x_i − m)/n, and the
 variance is the textbook s²/n with ddof = 1. For a ratio R = Σwa/Σwb, ψ_i = w_i·(a_i − R·b_i)/Σwb: the delta
-method, which includes the denominator's own error. For one group the interval is infinite: one unit has no
-spread.
+method, which includes the denominator's own error. For one group the interval is infinite.
 
 **Few rows that carry a sum.** Student's t needs a variance. KL is never negative, and few rows may carry it:
 the sample then misses values beyond its largest, and the upper end is too low far more often than stated. So
 (`Ends`)
 
-* for a sum of nonnegative values the upper end moves out by the largest Ψ_g, the effect of one more such
-unit. The next unit is beyond all seen with probability 1/(G + 1), and a tail that falls faster than x⁻² has
-about that much beyond its largest; * where the tail is heavy (`Tail`; of a loss change, where its influences
-are skewed), empirical Bernstein's bound is used, for values clipped at the largest: half width
-√(2·variance·ln(2/α)) + 7/3·ln(2/α)·G/(G − 1)·max|Ψ_g| with α the risk of one end.
+* for a sum of nonnegative values the upper end moves out by the largest Ψ_g. The next unit is beyond all seen
+  with probability 1/(G + 1), and a tail that falls faster than x⁻² has about that much beyond its largest;
+* where the tail is heavy (`Tail`; of a loss change, where its influences are skewed), empirical Bernstein's
+  bound is used, for values clipped at the largest: half width √(2·variance·ln(2/α)) + 7/3·ln(2/α)·G/(G −
+  1)·max|Ψ_g| with α the risk of one end.
 
 Both ignore events too rare for the sample: nothing is known of 1 row in n/3.
 `benchmarks/records/interval_tails.json` records how often the ends hold.
 
-Sources: linearization and the cluster sum are Binder, "On the Variances of Asymptotically Normal Estimators
-from Complex Surveys" (1983); the ratio as in Deng et al., "Applying the Delta Method in Metric Analytics"
-(KDD 2018); Student's t instead of the normal quantile widens small samples only; empirical Bernstein is
-Maurer and Pontil, "Empirical Bernstein Bounds and Sample Variance Penalization" (COLT 2009), theorem 4; the
-tail index is Hill's (Annals of Statistics, 1975): below 2 there is no variance.
+Sources: Binder, "On the Variances of Asymptotically Normal Estimators from Complex Surveys" (1983); the ratio
+as in Deng et al., "Applying the Delta Method in Metric Analytics" (KDD 2018); Maurer and Pontil, "Empirical
+Bernstein Bounds and Sample Variance Penalization" (COLT 2009), theorem 4; the tail index is Hill's (Annals of
+Statistics, 1975): below 2 there is no variance.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from statistics import median
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtri, stdtrit
+from scipy.special import bdtr, ndtri, stdtrit
 
 from loka_onnx.core.intervals import Interval
 from loka_onnx.errors import InternalError
@@ -74,11 +74,9 @@ LEAST_TAIL_ROWS = 10
 class Tail:
     """Part of a sum that few rows carry.
 
-    Attributes:
-        top_share: Share of the sum that the hundredth of the rows with the largest values holds.
-        index: Hill's tail index over these rows, at least 10; infinite where they are alike or the sum is 0,
-            0 where fewer rows are nonzero.
-        skewness: As in `Spread`.
+    `top_share` is the share that the hundredth of the rows with the largest values holds; `index` Hill's tail
+    index over these rows, at least 10 (infinite where they are alike or the sum is 0, 0 where fewer rows are
+    nonzero); `skewness` as in `Spread`.
     """
 
     top_share: float
@@ -112,13 +110,10 @@ def tail_of(values: Array, denominators: Array, groups: Array | None = None) -> 
 
 @dataclass(frozen=True)
 class Spread:
-    """Standard error of an estimate.
+    """Standard error of an estimate in its unit; infinite for fewer than two units (groups, or rows).
 
-    Attributes:
-        standard_error: In the unit of the estimate; infinite for fewer than two units.
-        units: Groups, or rows where nothing groups them.
-        largest, farthest: Largest influence of a unit, and largest magnitude of one.
-        skewness: Σ Ψ³ / (Σ Ψ²)^1.5 over units; the skewness of a unit over √G.
+    `largest` and `farthest` are the largest influence of a unit and the largest magnitude of one; `skewness`
+    is Σ Ψ³ / (Σ Ψ²)^1.5 over units, the skewness of a unit over √G.
     """
 
     standard_error: float
@@ -205,9 +200,7 @@ def ratio_interval(
 def mean_interval(
     values: Array, weights: Array | None = None, groups: Array | None = None, confidence: float = CONFIDENCE
 ) -> Interval:
-    """Return the interval of a (weighted) mean by the central limit theorem; arguments and errors of
-    `ratio_interval`.
-    """
+    """Return the interval of a (weighted) mean; arguments and errors are those of `ratio_interval`."""
     # Centring first keeps a large common offset out of the sums.
     x = values.astype(np.float64)
     centre = float(x.mean()) if x.size else 0.0
@@ -218,7 +211,7 @@ def mean_interval(
 
 
 def required_rows(estimate: float, sd: float, budget: float, confidence: float = CONFIDENCE) -> int | None:
-    """Return the smallest n with z·sd/√n ≤ |budget − estimate|: rows that would decide, if the estimate
+    """Return the smallest n with z·sd/√n ≤ |budget − estimate|: rows that would decide if the estimate
     stayed.
 
     `sd` is the standard deviation of one row's contribution, in the unit of the estimate: standard error ·
@@ -237,3 +230,36 @@ def _check_rows(first: Array, *others: Array | None) -> None:
         raise InternalError(
             "an interval needs columns of equally many rows, at least one", evidence=str(shapes)
         )
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval | None:
+    """Return the median and two of the values that enclose the true one, with the exact coverage.
+
+    The number of values below the true median is binomial with p = ½, so the r-th smallest and the r-th
+    largest of n enclose it with probability 1 − 2·P(B(n, ½) ≤ r − 1) (David and Nagaraja, *Order Statistics*,
+    3rd edition, section 7.1); r is the largest that reaches the confidence. None where there are too few
+    values (fewer than 6 at 0.95). Raises InternalError if there is none.
+    """
+    if not values:
+        raise InternalError("there is no value to take the median of")
+    count, ordered = len(values), sorted(values)
+    rank = 0
+    while rank < count // 2 and 1.0 - 2.0 * float(bdtr(rank, count, 0.5)) >= confidence:
+        rank += 1
+    if rank == 0:
+        return None
+    coverage = 1.0 - 2.0 * float(bdtr(rank - 1, count, 0.5))
+    return Interval(median(ordered), ordered[rank - 1], ordered[count - rank], coverage, count)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Return the lower and upper quartile, interpolated between values; InternalError if there is none."""
+    if not values:
+        raise InternalError("there is no value to take quartiles of")
+    low, high = np.quantile(values, [0.25, 0.75])
+    return float(low), float(high)
+
+
+def is_tie(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """True if the quartiles (lower, upper) of two sets overlap: the ratio of their medians is then a tie."""
+    return one[0] <= other[1] and other[0] <= one[1]

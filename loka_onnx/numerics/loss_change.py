@@ -1,7 +1,6 @@
 """Exact effect of an output change on the loss of a row.
 
-**Log loss.** With z the logit, δ = z′ − z, p = σ(z), p′ = σ(z′) and s = softplus, the loss is L = s(z) − y·z,
-so
+**Log loss.** With z the logit, δ = z′ − z, p = σ(z), p′ = σ(z′) and s = softplus, L = s(z) − y·z, so
 
     ΔL = s(z′) − s(z) − y·δ.
 
@@ -9,13 +8,9 @@ Because log p = z − s(z) and log(1 − p) = −s(z),
 
     KL(p ‖ p′) = p·log(p/p′) + (1−p)·log((1−p)/(1−p′)) = s(z′) − s(z) − p·δ,
 
-and subtracting gives the identity, for any δ and any y in [0, 1]:
-
-    ΔL = KL(p ‖ p′) + (p − y)·δ.
-
-The first term is never negative and needs no label; the second is of first order.
-
-**Squared error.** With f the output and δ = f′ − f: (f′ − y)² − (f − y)² = δ² + 2·(f − y)·δ.
+and for any δ and any y in [0, 1]: ΔL = KL(p ‖ p′) + (p − y)·δ. The first term is never negative and needs no
+label; the second is of first order. **Squared error.** With δ = f′ − f: (f′ − y)² − (f − y)² = δ² + 2·(f −
+y)·δ.
 
 **Precision of KL.** It is of order p(1−p)δ²/2, a tiny difference of terms of order pδ. By symmetry KL(z, z′)
 = KL(−z, −z′) the row is turned so that p ≤ ½. Then
@@ -47,9 +42,7 @@ Rows = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LossChange:
-    """Parts of the loss change, (rows,): KL(p ‖ p′) in nats, or δ² for a regression, which needs no label;
-    and (p − y)·δ, or 2·(f − y)·δ.
-    """
+    """Parts of the loss change, (rows,): KL(p ‖ p′) in nats and (p − y)·δ, or δ² and 2·(f − y)·δ."""
 
     kl: Rows
     labelled: Rows

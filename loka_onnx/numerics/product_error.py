@@ -5,10 +5,8 @@ Before rounding, smoothing does not change the product of x (M, K) and W (K, N):
     x · W   =   [ (x diag(a)⁻¹) · (diag(a) W diag(b)⁻¹) ] diag(b)
 
 with divisors a of the input channels and b of the output channels. The operands in the inner parentheses are
-rounded; the error is relative to the product on the left.
-
-An activation's scale is measured again on later rows, with other rounding errors: rows take several scales,
-`_MOVED`, in turns. A weight's scale is fixed.
+rounded; the error is relative to the product on the left. An activation's scale is measured again on later
+rows, with other rounding errors: rows take several scales, `_MOVED`, in turns. A weight's scale is fixed.
 """
 
 from __future__ import annotations

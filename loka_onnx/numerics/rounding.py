@@ -1,7 +1,7 @@
 """Reference quantization in every number format, as ONNX defines it.
 
-Source: ONNX operators, `QuantizeLinear-23` and `DequantizeLinear-23`, and "Float stored in 8 bits", the
-table of the saturating cast. With the zero point z, which is 0 in floating formats:
+Source: ONNX operators, `QuantizeLinear-23` and `DequantizeLinear-23`, and "Float stored in 8 bits", the table
+of the saturating cast. With the zero point z, which is 0 in floating formats:
 
     quantize(x)   = saturate(round(float32(x) / float32(scale)) + z), nearest even
     dequantize(q) = (float32(q) − z) · float32(scale)
@@ -30,8 +30,8 @@ Scale = float | Array
 
 
 def storage_type(format: NumberFormat) -> np.dtype[Any]:
-    """Return the NumPy type of a format, of `ml_dtypes` where it is floating."""
-    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes if format.is_float else np, format.storage))
+    """Return the NumPy type of a format, of `ml_dtypes` where NumPy has none."""
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, format.storage, format.storage))
     return dtype
 
 
@@ -40,12 +40,9 @@ def quantize(
 ) -> Array:
     """Quantize with saturation; returns `storage_type(format)`.
 
-    Args:
-        scale: One positive number, or one per index of `axis`, shape (x.shape[axis],).
-        axis: Channel axis of a scale with more than one element.
-
-    Raises CalibrationError if a scale is not positive and finite in FP32, or an integer format is to hold
-    NaN; InternalError if the shape of the scale does not fit.
+    `scale` is one positive number, or one per index of the channel `axis`, shape (x.shape[axis],). Raises
+    CalibrationError if one is not positive and finite in FP32, or an integer format is to hold NaN;
+    InternalError if the shape does not fit.
     """
     divisor = _broadcast_scale(scale, x.shape, axis)
     # A quotient or a float64 input beyond FP32's range becomes ±inf, which the clip then saturates.

@@ -1,8 +1,7 @@
 """Scale of an activation from its range and histogram, and the rounding error that a histogram predicts.
 
-Expected error. Let Q round to the grid of a format at scale 1, and take the elements of a histogram's
-bin [l, u) as evenly spread. The error of a scale s, per element of the bin, is the mean of (x − s·Q(x/s))²
-over the bin,
+Let Q round to the grid of a format at scale 1, and take the elements of a histogram's bin [l, u) as evenly
+spread. The error of a scale s, per element of the bin, is the mean of (x − s·Q(x/s))² over the bin,
 
     s² · (G(u/s) − G(l/s)) / (u/s − l/s),        G(t) = ∫₀ᵗ (x − Q(x))² dx,
 
@@ -13,16 +12,14 @@ those of the first binade e₀, add as much as it does; so that, with the geomet
 
     G(2ᵉ) = 2⁻²ᵐ/12 · (2³ᵉ⁰ + (2³ᵉ − 2³ᵉ⁰)/7)    for e ≥ e₀.
 
-An integer format has steps of d = 1 throughout. Beyond the largest number M everything becomes M and adds
-(t − M)³/3. The only approximation is the even spread in a bin: bins are an eighth of an octave, E4M3's own
+An integer format has steps of d = 1 throughout. Beyond the largest number M everything becomes M and adds (t
+− M)³/3. The only approximation is the even spread in a bin: bins are an eighth of an octave, E4M3's own
 steps. Values at a few points (flags, counts) are predicted badly, so the probe measures the chosen scale.
+With a zero point, M is another for negative values; magnitudes that both signs reach are taken as half
+negative.
 
-With a zero point, M is another for negative values. The histogram has magnitudes only: those that both signs
-reach are taken as half negative.
-
-Sources: saturating cast as in `rounding`; the even-spread model of rounding is Bennett, "Spectra of Quantized
-Signals" (1948); choosing an FP8 range by squared error is in Kuzmin et al., "FP8 Quantization: The Power of
-the Exponent" (arXiv 2208.09225).
+Sources: the even-spread model of rounding is Bennett, "Spectra of Quantized Signals" (1948); choosing an FP8
+range by squared error is in Kuzmin et al., "FP8 Quantization: The Power of the Exponent" (arXiv 2208.09225).
 """
 
 from __future__ import annotations

@@ -50,11 +50,9 @@ def range_scaling(low: float, high: float, format: NumberFormat) -> Scaling:
 
 
 def weight_scales(w: Array, granularity: Granularity, channel_axis: int, format: NumberFormat) -> Array:
-    """Return the FP32 scales of a constant operand: shape () per tensor, (w.shape[channel_axis],) per
-    channel.
+    """Return the FP32 scales of a constant operand: shape () per tensor, else (w.shape[channel_axis],).
 
-    A channel that is zero throughout has the scale 1. Raises CalibrationError if the weight holds NaN or an
-    infinity.
+    A channel that is zero throughout has the scale 1. Raises CalibrationError if the weight is not finite.
     """
     magnitudes = np.abs(w.astype(np.float64))
     if not np.isfinite(magnitudes).all():

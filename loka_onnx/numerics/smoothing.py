@@ -2,19 +2,14 @@
 
 SmoothQuant (Xiao et al., arXiv 2211.10438, equation 4): with the largest magnitudes aₖ of input channel k of
 the activation and wₖ of row k of the weight, and a strength α between 0 and 1, the activation is divided and
-the weight multiplied by::
-
-    sₖ = aₖ^α / wₖ^(1−α)
-
-α = 0 gives rows of the weight the same largest magnitude, α = 1 the channels of the activation. At any α,
-factors computed again after they were applied are ones.
+the weight multiplied by sₖ = aₖ^α / wₖ^(1−α). α = 0 gives rows of the weight the same largest magnitude, α =
+1 the channels of the activation; factors computed again after they were applied are ones.
 
 SmoothQuant was made for integers, where a channel of small range has few levels left. FP8 is floating point:
 between underflow and saturation a channel has the same relative precision at every scale. So factors help
 only where one scale for all channels sends small channels below the smallest normal number (2⁻¹⁵ of the
-largest for E4M3); otherwise they only change the rounding errors. A measurement must decide.
-`to_powers_of_two` keeps the benefit without new errors: scaling by a power of two commutes with rounding, so
-the FP32 model stays the same to the bit.
+largest for E4M3); otherwise they only change the rounding errors, and a measurement must decide.
+`to_powers_of_two` keeps the benefit without new errors: scaling by a power of two commutes with rounding.
 """
 
 from __future__ import annotations
@@ -30,8 +25,7 @@ Floats = npt.NDArray[np.floating]
 def smoothing_factors(
     activation_channel_amax: Floats, weight_channel_amax: Floats, strength: float
 ) -> npt.NDArray[np.float64]:
-    """Return sₖ (K,), divisors of an activation's channels and factors of the weight's rows; 1 where either
-    is zero.
+    """Return sₖ (K,), divisors of an activation's channels and factors of the weight's rows; 1 beside zeros.
 
     `weight_channel_amax` is over the output channels of all weights that read the activation; `strength` is
     α. Raises ValueError if shapes differ, a magnitude is negative or not finite, or α is not between 0 and 1.
@@ -72,9 +66,6 @@ def keeping_range(factors: Floats, activation_channel_amax: Floats) -> npt.NDArr
 
 
 def is_gain(before: Mapping[str, float], after: Mapping[str, float], least: float) -> bool:
-    """True if errors by name fall enough together, and none of them rises by as much.
-
-    `least` is the share by which the sum must fall, and by which no single error may rise.
-    """
+    """True if errors by name fall enough: their sum by the share `least`, and none rises by as much."""
     falls = sum(after.values()) <= (1.0 - least) * sum(before.values())
     return falls and all(after[name] <= (1.0 + least) * error for name, error in before.items())

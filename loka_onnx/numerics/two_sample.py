@@ -1,36 +1,28 @@
 """Tests whether two sets of batches come from one distribution, and the size of their difference.
 
 **Means.** Of a statistic with one value per batch (its mean, its rms, its share of zeros), two tests are made
-and the larger p-value is taken:
+and the larger p-value is taken, which is valid wherever one of them is:
 
 * Welch's, with standard error² = s₁²/n₁ + s₂²/n₂ and Welch–Satterthwaite's degrees of freedom. It is valid
-where one set varies more than the other, as rows in time order do beside shuffled ones. It is far too
-confident where a small set happens to hold nothing: of an event in every tenth batch, eight batches mostly
-show nothing, s is 0 there, and beside 1,000 batches that is 10 standard errors. * Student's, with the pooled
-variance, which is the variance of both under the hypothesis. It allows for what eight batches can show, and
-is too confident where the small set varies more.
+  where one set varies more than the other, as rows in time order do beside shuffled ones. It is far too
+  confident where a small set happens to hold nothing: of an event in every tenth batch, eight batches mostly
+  show nothing, s is 0 there, and beside 1,000 batches that is 10 standard errors.
+* Student's, with the pooled variance, which is the variance of both under the hypothesis. It allows for what
+  eight batches can show, and is too confident where the small set varies more.
 
-Either fails where the other holds, and the larger p-value is valid wherever one of them is. Batches are
-averages over many elements, so Student's t applies.
-
-Both fail at once where the set that varies more holds nothing of a rare event: rows of one user are adjacent
-in it, and sixteen batches may show none of an octave with one element in a thousand. The set's unseen
-variance is then taken from the other set's, times the ratio of their variances over all statistics of the
-kind (all octaves, the means of all columns): `variance_ratio`, a design effect in survey sampling. No
-variance is taken to be smaller than that.
+Both fail at once where the set that varies more holds nothing of a rare event. The set's unseen variance is
+then taken from the other set's, times the ratio of their variances over all statistics of the kind (all
+octaves, the means of all columns): `variance_ratio`, a design effect in survey sampling.
 
 **Ranges.** Let the largest magnitude of each batch be exchangeable over N batches of a profile and n live
 ones. All N + n ranks are then equally likely to be any batch's, and k or more of the live ones exceed every
-batch of the profile exactly when the k largest of all are live:
+batch of the profile exactly when the k largest of all are live; ties make it smaller than it says:
 
     P = n/(n + N) · (n − 1)/(n + N − 1) · … = ∏_{i<k} (n − i)/(n + N − i).
 
-No distribution is assumed. Ties make it smaller than it says.
-
-**Many tests.** Holm's step-down procedure: no false alarm in 1 − α of the cases, under any dependence.
-
-**Size of a shift.** The population stability index Σ (qᵢ − pᵢ)·ln(qᵢ/pᵢ) over bins, which is the symmetric
-Kullback–Leibler divergence of Jeffreys. Counts get half an element more, so that an empty bin is finite.
+**Many tests.** Holm's step-down procedure: no false alarm in 1 − α of the cases, under any dependence. **Size
+of a shift.** The population stability index Σ (qᵢ − pᵢ)·ln(qᵢ/pᵢ) over bins, the symmetric Kullback–Leibler
+divergence of Jeffreys. Counts get half an element more, so that an empty bin is finite.
 
 Sources: Welch, "The generalization of 'Student's' problem" (Biometrika 1947) and Satterthwaite (1946); Holm,
 "A simple sequentially rejective multiple test procedure" (1979); the index is from credit scoring (Siddiqi,
@@ -46,8 +38,7 @@ from dataclasses import dataclass
 
 from scipy.special import stdtr
 
-from loka_onnx.core.histogram import BINS_PER_OCTAVE, MagnitudeHistogram
-from loka_onnx.core.statistics import BatchSpread, BatchSums
+from loka_onnx.core.statistics import BINS_PER_OCTAVE, BatchSpread, BatchSums, MagnitudeHistogram
 from loka_onnx.errors import InternalError
 
 FEWEST_BATCHES = 8
@@ -64,9 +55,8 @@ class BatchSample:
 
     @classmethod
     def of(cls, spread: BatchSpread, statistic: str) -> BatchSample:
-        """Return a statistic by its name; a missing one was 0 in every batch.
-
-        Raises InternalError if there are fewer than two batches.
+        """Return a statistic by its name, 0 in every batch if missing; InternalError for fewer than two
+        batches.
         """
         count = spread.batches
         if count < 2:
@@ -86,8 +76,7 @@ class MeanChange:
 
 
 def variance_ratio(pairs: Sequence[tuple[BatchSample, BatchSample]], units: Sequence[float]) -> float:
-    """Return the second set's summed variance over the first's, over statistics of one kind in both; 1 where
-    one is 0.
+    """Return the second set's summed variance over the first's, over statistics of one kind; 1 if one is 0.
 
     `units` are scales of the statistics, such as the rms of a column; those with 0 are left out.
     """
@@ -107,8 +96,8 @@ def compare_means(
 
     `resolution` is the error of each mean that batches do not average out, such as that of the arithmetic on
     two machines. `ratio` is the variance of the second set over that of the first, from statistics of the
-    same kind (neither variance is then taken to be smaller than the other implies); None for the sets' own.
-    The p-value is 1 where the means are equal, 0 where they differ and nothing varies.
+    same kind (no variance is then taken to be smaller than it implies); None for the sets' own. The p-value
+    is 1 where the means are equal, 0 where they differ and nothing varies.
     """
     n1, n2 = first.batches, second.batches
     v1, v2 = first.variance, second.variance
@@ -147,9 +136,7 @@ def exceedance_probability(beyond: int, live: int, profile: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> tuple[float, ...]:
-    """Return p-values adjusted by Holm's procedure, in the same order; rejecting those ≤ α errs at all in at
-    most α.
-    """
+    """Return p-values adjusted by Holm's procedure; rejecting those ≤ α errs at all in at most α."""
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from loka_onnx.core.evaluation import EvaluationSet
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.core.refined_run import RefinedRun
+from loka_onnx.core.refinement import RefinedRun
 from loka_onnx.pipeline.candidates import results_of_jobs
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.emission import Results, choice_options

@@ -12,16 +12,15 @@ import numpy as np
 
 from loka_onnx.config import BuildConfig, Executor, RunConfig
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.cache_directory import cache_directory
+from loka_onnx.core.backends import Fusions
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import Fusions
+from loka_onnx.core.installation import cache_directory
 from loka_onnx.core.job import BuildJob
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
-from loka_onnx.core.rewrite import RewriteLog, RewriteLogs
-from loka_onnx.core.split import ModelSplit
+from loka_onnx.core.rewrite import ModelSplit, RewriteLog, RewriteLogs
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.cache import EngineCache
 from loka_onnx.engines.registry import get_backend

@@ -29,7 +29,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.core.lineage import RunRecord, StageRecord
-from loka_onnx.core.split import ModelSplit
+from loka_onnx.core.rewrite import ModelSplit
 from loka_onnx.data import Dataset
 from loka_onnx.errors import CheckFailed, OutputError, UserError
 from loka_onnx.graph.storage import model_files

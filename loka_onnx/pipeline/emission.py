@@ -28,8 +28,7 @@ from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet
 from loka_onnx.core.manifest import BatchRange, Manifest
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
-from loka_onnx.core.refined_run import RefinedRun
-from loka_onnx.core.refinement import Refinement
+from loka_onnx.core.refinement import RefinedRun, Refinement
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.throughput import ThroughputSet
 from loka_onnx.graph.model_graph import read_model_graph

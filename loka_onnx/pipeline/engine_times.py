@@ -12,7 +12,7 @@ from loka_onnx.config import RunConfig
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Evaluation, Latency
 from loka_onnx.core.progress import Progress
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.errors import StageError
 from loka_onnx.evaluation.latency import (

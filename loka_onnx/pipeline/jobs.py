@@ -20,7 +20,7 @@ import numpy.typing as npt
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import InputPlace
 from loka_onnx.core.job import BuildJob, JobBatch, JobRows
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.engines.publishing import replace_directory, staged
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.errors import ModelError, UserError

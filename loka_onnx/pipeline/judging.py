@@ -11,7 +11,7 @@ from pathlib import Path
 from loka_onnx.core.engine import EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet
 from loka_onnx.core.progress import Joined
-from loka_onnx.core.split import ModelSplit, Part
+from loka_onnx.core.rewrite import ModelSplit, Part
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.evaluation.engines import Split, judge_engine, judge_reference, with_latencies
 from loka_onnx.evaluation.latency import Interleaved, LatencyOptions

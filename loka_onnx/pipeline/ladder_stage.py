@@ -25,8 +25,7 @@ from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, wr
 from loka_onnx.config import PlanId
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.evaluation import OutputEvaluation
-from loka_onnx.core.ladder import Climb
-from loka_onnx.core.plan import PrecisionPlan
+from loka_onnx.core.plan import Climb, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.data import Dataset
 from loka_onnx.evaluation.accuracy import Units, evaluate_outputs

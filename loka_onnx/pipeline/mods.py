@@ -26,9 +26,9 @@ from loka_onnx.planning.high_error_channels import errors_to_leave
 from loka_onnx.planning.policy import PlanOptions
 from loka_onnx.sessions.runner import Arrays
 from loka_onnx.transforms.base import Mod
+from loka_onnx.transforms.linears.choose_smoothing import ChooseSmoothing
 from loka_onnx.transforms.linears.split_high_error_channels import SplitHighErrorChannels
 from loka_onnx.transforms.sequence import DEFAULT_MODS, Rewritten, apply_mods
-from loka_onnx.transforms.smoothing.choose_smoothing import ChooseSmoothing
 
 
 @dataclass(frozen=True)

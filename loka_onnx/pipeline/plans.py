@@ -8,8 +8,7 @@ from dataclasses import replace
 from loka_onnx.config import PlanConfig, PlanId, RunConfig, ScaleRule
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.ladder import Climb
-from loka_onnx.core.plan import PlanSet, PrecisionPlan
+from loka_onnx.core.plan import Climb, PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import AMAX, MSE, Granularity, Recipe
 from loka_onnx.engines.base import Backend

@@ -132,9 +132,7 @@ class Probing:
         """
         known = {recipe.id: recipe for recipe in planned_recipes(self.config.plan)}
         # Interactions and unplanned sites need one with per-tensor weights.
-        plain = next(
-            name for name, recipe in known.items() if recipe.weight.granularity is Granularity.PER_TENSOR
-        )
+        plain = next(name for name, recipe in known.items() if recipe.weight is Granularity.PER_TENSOR)
         recipes = tuple(recipe for name, recipe in known.items() if name in {*planned.values(), plain})
 
         def measure() -> Profile:

@@ -11,8 +11,7 @@ from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Evaluation
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
-from loka_onnx.core.refined_run import REFINED_NAME, RefinedRun
-from loka_onnx.core.refinement import Refinement
+from loka_onnx.core.refinement import REFINED_NAME, RefinedRun, Refinement
 from loka_onnx.core.rewrite import RewriteLogs
 from loka_onnx.evaluation.latency import Interleaved
 from loka_onnx.pipeline.candidates import EngineBuilder

@@ -13,11 +13,9 @@ from loka_onnx.bundle.signing import signer_of
 from loka_onnx.config import RunConfig, load_run_file
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import Choice
+from loka_onnx.core.lineage import REFRESH_NAME, Refresh
 from loka_onnx.core.progress import Progress, silent
-from loka_onnx.core.refresh import DOCUMENT as REFRESH_DOCUMENT
-from loka_onnx.core.refresh import Refresh
-from loka_onnx.core.rewrite import RewriteLog
-from loka_onnx.core.split import ModelSplit
+from loka_onnx.core.rewrite import ModelSplit, RewriteLog
 from loka_onnx.errors import ConfigError
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.accepting import check_data, check_plan_patterns, export_model, open_added
@@ -175,7 +173,7 @@ def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> Ru
 
 def _check_no_look_is_forgotten(directory: Path) -> None:
     """Refuse to go on, as if nothing had been seen, where a refresh looked at the certification rows."""
-    document = directory / REFRESH_DOCUMENT
+    document = directory / REFRESH_NAME
     if not document.is_file():
         return
     earlier = serde.read(Refresh, document)

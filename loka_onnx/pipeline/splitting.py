@@ -17,8 +17,7 @@ import numpy.typing as npt
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.evaluation import Latency
 from loka_onnx.core.plan import PlanSet
-from loka_onnx.core.rewrite import Declined
-from loka_onnx.core.split import ModelSplit, Part, SplitCheck
+from loka_onnx.core.rewrite import Declined, ModelSplit, Part, SplitCheck
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_files

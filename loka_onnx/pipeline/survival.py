@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.core.products import OtherProduct
+from loka_onnx.core.site import OtherProduct
 from loka_onnx.engines.isolation import Ending, run_child
 from loka_onnx.engines.request import Limits
 from loka_onnx.errors import EngineError, ModelError

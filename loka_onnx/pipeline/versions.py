@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from importlib.metadata import version
 
 from loka_onnx.config import TargetConfig
-from loka_onnx.core.distributions import versions_of
+from loka_onnx.core.installation import versions_of
 from loka_onnx.engines.registry import get_backend
 
 MODULES = ("numpy", "onnx", "onnx_graphsurgeon", "ml_dtypes", "onnxruntime", "onnxscript", "torch")

@@ -43,7 +43,7 @@ from math import inf, isfinite, sqrt
 from scipy.special import ndtr, ndtri
 
 from loka_onnx.core.evaluation import BudgetStatus, OutputEvaluation
-from loka_onnx.core.ladder import Climb, JudgedRung
+from loka_onnx.core.plan import Climb, JudgedRung
 from loka_onnx.planning.judging import Unit
 from loka_onnx.planning.ladder import Ladder
 

@@ -30,8 +30,7 @@ from math import fsum, inf, isnan, sqrt
 
 from loka_onnx.core.artifact import OutputSpec
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.profile import Profile
-from loka_onnx.core.sensitivity import Sensitivity
+from loka_onnx.core.profile import Profile, Sensitivity
 from loka_onnx.errors import PlanningError
 
 LABELLED_ALLOWANCE = 0.5

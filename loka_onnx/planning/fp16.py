@@ -25,7 +25,6 @@ import numpy as np
 from onnx import TensorProto
 
 from loka_onnx.core.statistics import TensorRange
-from loka_onnx.graph.divisors import Divisor, divisors
 from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import (
     GraphModel,
@@ -37,6 +36,7 @@ from loka_onnx.graph.model import (
     producer,
     values_of,
 )
+from loka_onnx.graph.protected import Divisor, divisors
 
 MARGIN = 8.0
 """How much further than on the calibration rows a tensor may reach: three of FP16's 40 binades. A model that

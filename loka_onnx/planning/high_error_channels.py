@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
+from loka_onnx.core.intervals import CONFIDENCE
 from loka_onnx.core.profile import Profile
-from loka_onnx.core.ratio_moments import CONFIDENCE
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.planning.climbing import Goal, affordable_kl, expected_rung

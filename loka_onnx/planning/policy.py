@@ -8,8 +8,9 @@ from functools import cached_property
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.ladder import Climb
+from loka_onnx.core.intervals import CONFIDENCE
 from loka_onnx.core.plan import (
+    Climb,
     Decision,
     PlanSet,
     PrecisionPlan,
@@ -20,7 +21,6 @@ from loka_onnx.core.plan import (
     quantized_precision,
 )
 from loka_onnx.core.profile import Profile
-from loka_onnx.core.ratio_moments import CONFIDENCE
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.errors import ConfigError

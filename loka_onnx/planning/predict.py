@@ -124,7 +124,7 @@ class TimeTable:
         """
         half = (base, Precision.BF16) if base is Precision.FP16 else (base,)
         built = _first(self._built(backend, each, shape, None) for each in half)
-        precision, scales = recipe.precision, recipe.weight.granularity
+        precision, scales = recipe.precision, recipe.weight
         built8 = self._built(backend, precision, shape, scales)
         if built is not None and built8 is not None:
             return Compared(built, built8)

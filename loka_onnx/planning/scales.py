@@ -36,8 +36,7 @@ class ScaleReader:
             second = self._of_activation(other, recipe)
             return replace(scaled, weight_scale=(second.scale,), weight_zero_point=second.zero_point)
         values = values_of(self._graph.node(site.name).inputs[other.index])
-        spec = recipe.weight
-        scales = weight_scales(values, spec.granularity, channel_axis(other), spec.format)
+        scales = weight_scales(values, recipe.weight, channel_axis(other), recipe.format.of_weights)
         return replace(scaled, weight_scale=tuple(float(scale) for scale in scales.reshape(-1)))
 
     def _of_activation(self, operand: Operand, recipe: Recipe) -> Scaling:

@@ -2,7 +2,7 @@
 
 A linear site is a product of rows·batch × K by K × N. In FP8 its activation is quantized first, once for all
 sites that read the tensor, and for free where the operator that makes the tensor quantizes in its kernel
-(`core.fusions`) or is a site in FP8 itself (a chain). Layout operations between are looked through.
+(`core.backends`) or is a site in FP8 itself (a chain). Layout operations between are looked through.
 
 Times are per row, as in the choice among engines (`planning.speed`): the mean over served batch sizes of
 microseconds per request over its rows.
@@ -291,6 +291,6 @@ def _source_of(graph: GraphModel, site: Site, fused: Collection[str], able: Coll
     maker = producer(root)
     if maker is None:
         return Source(root.name, "")
-    # As `transforms.precision.qdq_chains`: where a backend fuses a Q at all, FP8 products end with one.
+    # As `transforms.precision.place_qdq`: where a backend fuses a Q at all, FP8 products end with one.
     makes = maker.name if fused and maker.name in able else ""
     return Source(root.name, maker.name if maker.op in fused else "", makes)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.products import product_flops
+from loka_onnx.core.site import product_flops
 from loka_onnx.report import numbers
 
 

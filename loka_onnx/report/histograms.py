@@ -12,9 +12,8 @@ from math import isfinite, log2
 from typing import Any
 
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
-from loka_onnx.core.profile import SiteProfile
+from loka_onnx.core.profile import Sensitivity, SiteProfile
 from loka_onnx.core.recipe import Recipe
-from loka_onnx.core.sensitivity import Sensitivity
 from loka_onnx.core.site import Site
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.report import numbers
@@ -144,7 +143,7 @@ def activation_table(data: ReportData, plan: PrecisionPlan | None) -> Table:
 def histogram_data(data: ReportData, plan: PrecisionPlan | None) -> dict[str, Any]:
     """Return histogram data of the page: each tensor once, and overlays by site.
 
-    Magnitudes are logarithms to base 2. Bins are those of `core.histogram`.
+    Magnitudes are logarithms to base 2. Bins are those of `core.statistics`.
     """
     tensors: dict[str, dict[str, Any]] = {}
     sites: dict[str, list[dict[str, Any]]] = {site.name: [] for site in data.modified.sites}

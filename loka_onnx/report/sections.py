@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.lineage import StageRecord
-from loka_onnx.core.products import OtherProduct
 from loka_onnx.core.rewrite import RewriteRecord
+from loka_onnx.core.site import OtherProduct
 from loka_onnx.report import numbers
 from loka_onnx.report.choice_tables import (
     choice_sections,

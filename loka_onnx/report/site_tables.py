@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.intervals import Interval
+from loka_onnx.core.intervals import Interval, RatioMoments
 from loka_onnx.core.plan import PrecisionPlan, SiteSpeed, SpeedVerdict, Verdict
-from loka_onnx.core.profile import Profile, Sampling
-from loka_onnx.core.ratio_moments import RatioMoments
-from loka_onnx.core.sensitivity import ENTROPY, LOSS, Sensitivity
+from loka_onnx.core.profile import ENTROPY, LOSS, Profile, Sampling, Sensitivity
 from loka_onnx.core.site import SiteKind
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData

@@ -15,7 +15,7 @@ from typing import Any
 
 from loka_onnx.bundle.format.files import Sample
 from loka_onnx.core.manifest import EngineEntry, Manifest
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.errors import DataError, EngineError, LokaError
 from loka_onnx.runtime.arrays import (
     HOST,

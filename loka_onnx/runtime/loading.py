@@ -20,7 +20,7 @@ from loka_onnx.bundle.format.files import read_sample, verify_directory
 from loka_onnx.bundle.format.pinned import Pin, pinned
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.manifest import EngineEntry, Manifest
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.errors import BundleInvalid, ConfigError, EngineError, InternalError, LokaError
 from loka_onnx.runtime.engine import Engine, Origin, Serving
 from loka_onnx.runtime.health import Cause, Skipped, in_line

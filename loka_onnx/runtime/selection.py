@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from loka_onnx.core.devices import CPU, device_called
 from loka_onnx.core.manifest import INSTRUCTIONS, EngineEntry, Manifest
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.errors import MissingPackage
 from loka_onnx.runtime.health import Cause
 from loka_onnx.sessions.backends import get_spec, has_spec, in_line

@@ -12,9 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from loka_onnx.core.backends import spec_paths
+from loka_onnx.core.backends import NOTHING_KNOWN, Fusions, spec_paths
 from loka_onnx.core.formats import FLOATS, NumberFormat
-from loka_onnx.core.fusions import NOTHING_KNOWN, Fusions
 from loka_onnx.core.manifest import Need
 from loka_onnx.errors import ConfigError, MissingPackage
 from loka_onnx.sessions.onnx_session import SessionOptions

@@ -6,11 +6,11 @@ Look-alikes that stay as they are are returned too, with the reason.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
-from loka_onnx.core.rewrite import Applied, Declined
+from loka_onnx.core.rewrite import Applied, Declined, RewriteRecord
 from loka_onnx.graph.model import GraphModel, Node
 
 M = TypeVar("M")
@@ -23,23 +23,33 @@ class Found(Generic[M]):
     matches: tuple[M, ...]
     declined: tuple[Declined, ...] = ()
 
+    @classmethod
+    def of(cls, found: Iterable[M | Declined]) -> Found[M]:
+        """Sort matches and declined look-alikes."""
+        matches: list[M] = []
+        declined: list[Declined] = []
+        for each in found:
+            if isinstance(each, Declined):
+                declined.append(each)
+            else:
+                matches.append(each)
+        return cls(tuple(matches), tuple(declined))
+
 
 class NotRewritten(Exception):
     """A look-alike stays as it is; the message says why."""
 
 
-def find(nodes: Iterable[Node], read: Callable[[Node], M | None]) -> Found[M]:
+def find(nodes: Iterable[Node], read: Callable[[Node], M | None]) -> Iterator[M | Declined]:
     """Offer nodes to a reader, which returns a match or None, or raises `NotRewritten` for a look-alike."""
-    matches: list[M] = []
-    declined: list[Declined] = []
     for node in nodes:
         try:
             match = read(node)
         except NotRewritten as reason:
-            declined.append(Declined(node.name, str(reason)))
+            yield Declined(node.name, str(reason))
         else:
-            matches += [] if match is None else [match]
-    return Found(tuple(matches), tuple(declined))
+            if match is not None:
+                yield match
 
 
 class Mod(ABC, Generic[M]):
@@ -51,10 +61,20 @@ class Mod(ABC, Generic[M]):
     name: ClassVar[str]
     tolerance: ClassVar[float] = 1e-5
 
-    @abstractmethod
     def match(self, model: GraphModel) -> Found[M]:
         """Return matches and declined look-alikes; the graph is not changed."""
+        return Found.of(self._find(model))
+
+    @abstractmethod
+    def _find(self, model: GraphModel) -> Iterable[M | Declined]:
+        """Return matches and declined look-alikes, in any order."""
 
     @abstractmethod
     def rewrite(self, model: GraphModel, match: M) -> Applied:
         """Rewrite one match in the graph."""
+
+
+def record(transform: str, said: Iterable[Applied | Declined]) -> RewriteRecord:
+    """Return the record of a transform that is no mod."""
+    found = Found.of(said)
+    return RewriteRecord(transform, found.matches, found.declined)

@@ -15,29 +15,23 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.progress import Progress, silent
+from loka_onnx.core.progress import Progress, collector_paused, silent
 from loka_onnx.core.rewrite import Declined, RewriteLog, RewriteRecord
-from loka_onnx.errors import (
-    EngineError,
-    LokaError,
-    MissingPackage,
-    ModelError,
-    OutputError,
-    TransformError,
-)
-from loka_onnx.graph.exported import Exported
-from loka_onnx.graph.garbage import collector_paused
+from loka_onnx.errors import EngineError, LokaError, MissingPackage, ModelError, OutputError, TransformError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.products import other_products
 from loka_onnx.graph.sites import find_sites
+from loka_onnx.graph.weights import Exported
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.interactions.conv_to_matmul import ConvToMatMul
 from loka_onnx.transforms.interactions.einsum_to_matmul import EinsumToMatMul
 from loka_onnx.transforms.interactions.reassociate_interaction import ReassociateInteraction
+from loka_onnx.transforms.linears.column_to_row import ColumnToRow
 from loka_onnx.transforms.linears.merge_parallel_linears import MergeParallelLinears
 from loka_onnx.transforms.linears.pad_sites import PadSites
 from loka_onnx.transforms.linears.split_concat import SplitConcat
+from loka_onnx.transforms.linears.sum_experts import SumExperts
 from loka_onnx.transforms.lookups.merge_gathers import MergeGathers
 from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
 from loka_onnx.transforms.norms.fold_norm_affine import FoldNormAffine
@@ -64,6 +58,7 @@ DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     ConvToMatMul,
     SplitConcat,
     FoldConstants,
+    ColumnToRow,
     RemoveNoOps,
     ShareDuplicates,
     FuseLayerNorm,
@@ -72,6 +67,7 @@ DEFAULT_MODS: tuple[type[Mod[Any]], ...] = (
     FoldNormAffine,
     ReassociateInteraction,
     MergeGathers,
+    SumExperts,
     MergeParallelLinears,
     JoinParts,
     PadSites,
@@ -131,9 +127,9 @@ def apply_mods(
         if tried.exported is not None:
             began = time.perf_counter()
             if outputs is None:
-                outputs = _outputs(OnnxSession(model.path, _OPTIONS), rows)
-            opened = partial(_open, tried.exported, target)
-            record, outputs = _judge(record, mod, outputs, opened, rows)
+                session = OnnxSession(model.path, _OPTIONS)
+                outputs = [session.run(batch) for batch in rows]
+            record, outputs = _judge(record, mod, outputs, partial(_run, tried.exported, target, rows))
             record = replace(record, check_seconds=time.perf_counter() - began)
             if record.rolled_back:
                 graph = tried.before
@@ -144,14 +140,9 @@ def apply_mods(
     exported = graph.export()
     digest = exported.write(target)
     written = GraphModel.read_back(exported)
-    rewritten = replace(
-        model,
-        path=target,
-        digest=digest,
-        opset=graph.opset,
-        sites=find_sites(written, _origins(model, records)),
-        other_products=other_products(written),
-    )
+    sites = find_sites(written, _origins(model, records))
+    rewritten = replace(model, path=target, digest=digest, opset=graph.opset, sites=sites)
+    rewritten = replace(rewritten, other_products=other_products(written))
     return Rewritten(rewritten, RewriteLog(tuple(records)))
 
 
@@ -198,29 +189,23 @@ def _origins(model: ModelArtifact, records: Sequence[RewriteRecord]) -> dict[str
     return origins
 
 
-def _outputs(session: OnnxSession, rows: Sequence[Arrays]) -> Outputs:
-    return [session.run(batch) for batch in rows]
-
-
-def _open(exported: Exported, target: Path) -> OnnxSession:
-    """Open a model that is not written: files would take most of the time of a large model's sequence."""
+def _run(exported: Exported, target: Path, rows: Sequence[Arrays]) -> Outputs:
+    """Run a model that is not written: files would take most of the time of a large model's sequence."""
     model = exported.in_memory()
     if model is None:
         exported.write(target)
-        return OnnxSession(target, _OPTIONS)
-    return OnnxSession.in_memory(model.proto, model.weights, target, _OPTIONS)
+        session = OnnxSession(target, _OPTIONS)
+    else:
+        session = OnnxSession.in_memory(model.proto, model.weights, target, _OPTIONS)
+    return [session.run(batch) for batch in rows]
 
 
 def _judge(
-    record: RewriteRecord,
-    mod: Mod[Any],
-    before: Outputs,
-    opened: Callable[[], OnnxSession],
-    rows: Sequence[Arrays],
+    record: RewriteRecord, mod: Mod[Any], before: Outputs, run: Callable[[], Outputs]
 ) -> tuple[RewriteRecord, Outputs]:
     """Return the record with its verdict, and the outputs for the next comparison."""
     try:
-        after = _outputs(opened(), rows)
+        after = run()
     except (ModelError, EngineError) as error:
         return _rolled_back(record, f"{error.what}: {error.evidence}"), before
     changes = {name: _change(mod, name, before, after) for name in before[0]}
@@ -246,9 +231,5 @@ def _change(mod: Mod[Any], name: str, before: Outputs, after: Outputs) -> tuple[
 
 def _rolled_back(record: RewriteRecord, evidence: str) -> RewriteRecord:
     reason = f"rolled back on the check rows: {evidence}"
-    return replace(
-        record,
-        applied=(),
-        declined=(*record.declined, *(Declined(a.at, reason) for a in record.applied)),
-        rolled_back=True,
-    )
+    declined = (*record.declined, *(Declined(applied.at, reason) for applied in record.applied))
+    return replace(record, applied=(), declined=declined, rolled_back=True)

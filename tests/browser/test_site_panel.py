@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from browser_pages import draw, facts_of, written
 
-from loka_onnx.core.histogram import MagnitudeHistogram
+from loka_onnx.core.statistics import MagnitudeHistogram
 from loka_onnx.report import ReportData
 
 

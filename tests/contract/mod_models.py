@@ -74,6 +74,12 @@ MOD_MODELS: dict[str, ModModel] = {
         inputs="float[batch,16,6] x",
         output="16,6",
     ),
+    "column-to-row": ModModel(
+        "[fc] h = MatMul(w, x) b = Add(h, bias) y = Tanh(b)",
+        {"w": (8, 16), "bias": (8, 1)},
+        inputs="float[batch,16,1] x",
+        output="8,1",
+    ),
     "split-concat": ModModel(
         "n = Shape<start=0, end=1>(x) s = Concat<axis=0>(n, width) e = Expand(row, s) c ="
         " Concat<axis=1>(x, e)"
@@ -98,6 +104,13 @@ MOD_MODELS: dict[str, ModModel] = {
         {"p": (10, 4), "q": (12, 4)},
         {"zero": np.array(0), "one": np.array(1)},
         inputs="int64[batch,2] ids",
+    ),
+    "sum-experts": ModModel(
+        "[fc1] a = MatMul(x, w1) c = Unsqueeze(a, last) [fc2] b = MatMul(x, w2) d = Unsqueeze(b, last)"
+        " s = Concat<axis=2>(c, d) e = Unsqueeze(x, last) t = Slice(e, zero, two, one) g = Softmax<axis=1>(t) y = MatMul(s, g)",
+        {"w1": (8, 8), "w2": (8, 8)},
+        {"last": np.array([-1]), "zero": np.array([0]), "one": np.array([1]), "two": np.array([2])},
+        output="8,1",
     ),
     "merge-parallel-linears": ModModel(
         "[fc1] g = MatMul(x, w1) [fc2] h = MatMul(x, w2) r = Relu(g) y = Mul(r, h)",

@@ -18,7 +18,7 @@ from loka_onnx.core.backends import backend_names
 from loka_onnx.core.devices import NVIDIA
 from loka_onnx.core.digests import digest_file, digest_files
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, SitePrecision
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import E5M2, Precision
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.registry import all_backends, get_backend
@@ -243,7 +243,7 @@ def test_what_it_declines_is_not_built(subject: Subject, make: Make, tmp_path: P
         without_fp8 = {"tensorrt": "sm80", "tensorrt_rtx": "sm86"}
         request = replace(request, architecture=without_fp8[subject.backend.name])
     if subject.backend.name in {"migraphx", "inductor"}:
-        decisions = tuple(replace(d, recipe=Recipe.of(Float8.E5M2)) for d in request.plan.decisions)
+        decisions = tuple(replace(d, recipe=Recipe.of(E5M2)) for d in request.plan.decisions)
         request = replace(request, plan=replace(request.plan, decisions=decisions))
     reason = subject.backend.decline(request.plan, request.architecture)
     assert reason is not None
@@ -315,7 +315,7 @@ def test_an_fp8_plan_that_holds_no_fp8_is_declined_on_the_cpu_as_what_it_is() ->
 
 def test_formats_it_cannot_multiply_are_declined(subject: Subject, make: Make) -> None:
     plan = make(fp8=True).plan
-    decisions = tuple(replace(d, recipe=Recipe.of(Float8.E5M2)) for d in plan.decisions)
+    decisions = tuple(replace(d, recipe=Recipe.of(E5M2)) for d in plan.decisions)
     reason = subject.backend.decline(replace(plan, decisions=decisions), subject.architecture)
     expected = None if subject.backend.name == "onnxruntime" else "site 'mlp.fc0' asks for E5M2"
     assert reason == expected or (expected is not None and reason is not None and expected in reason)

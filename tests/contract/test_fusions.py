@@ -1,4 +1,4 @@
-"""What `core.fusions` claims, read from compiled graphs: what shares a kernel with a Q, what moves in FP8."""
+"""Claims of `core.backends`, read from compiled graphs: what shares a kernel with a Q, what moves in FP8."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import pytest
 from tiny_models import GraphWriter
 
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.backends import backend_names
+from loka_onnx.core.backends import Fusions, backend_names
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.core.site import Site, SiteKind

@@ -183,7 +183,7 @@ def test_programs_of_fixed_sizes_and_a_compiler_that_the_environment_should_not_
 
 @pytest.mark.slow
 def test_what_makes_a_tensor_also_quantizes_it(tmp_path: Path) -> None:
-    """What `core.fusions` claims: no kernel writes in BF16 what a Q behind it reads."""
+    """What `core.backends` claims: no kernel writes in BF16 what a Q behind it reads."""
     fusions = fusions_of("inductor")
     w = GraphWriter(Precision.BF16)
     x = w.enter("x")

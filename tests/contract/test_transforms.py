@@ -15,7 +15,7 @@ from onnx.reference import ReferenceEvaluator
 
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import E4M3FN, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.core.rewrite import RewriteLog
@@ -201,7 +201,7 @@ def fp8_plan(model: ModelArtifact, recipe: Recipe, base: Precision) -> Precision
         other: tuple[float, ...] = (scale,)
         if site.weight is not None:
             values = values_of(graph.node(site.name).inputs[site.weight.index])
-            found = weight_scales(values, recipe.weight.granularity, channel_axis(site.weight), Float8.E4M3FN)
+            found = weight_scales(values, recipe.weight, channel_axis(site.weight), E4M3FN)
             other = tuple(float(s) for s in found.reshape(-1))
         decisions.append(Decision(site.name, Precision.FP8, recipe, Verdict.SAFE, "", scale, other))
     return PrecisionPlan("fp8-all", model.digest, base, tuple(decisions), {}, 1.0)
@@ -211,7 +211,7 @@ CHANGES = {Precision.FP32: 0.15, Precision.BF16: 0.15, Precision.FP16: 0.15}
 """Logits up to 1.9 with every product in FP8 under ample scales: at most 0.074, 0.060 and 0.069 seen."""
 
 
-@pytest.mark.parametrize("recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=lambda r: r.weight.granularity)
+@pytest.mark.parametrize("recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=lambda r: r.weight)
 @pytest.mark.parametrize("base", list(CHANGES))
 def test_a_planned_model_is_valid_typed_and_close(
     base: Precision, recipe: Recipe, rewritten: ModelArtifact, tmp_path: Path

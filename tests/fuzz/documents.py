@@ -13,10 +13,9 @@ from typing import Any
 from loka_onnx.bundle.format.files import read_sample, verify_directory
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.digests import digest_file
+from loka_onnx.core.digests import UNSEALED, digest_file, seal
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet
-from loka_onnx.core.seal import UNSEALED, seal
 from loka_onnx.errors import CheckFailed, LokaError
 from loka_onnx.operations.drift.run import open_run
 from loka_onnx.operations.refresh.earlier import EarlierRun

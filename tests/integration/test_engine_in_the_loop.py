@@ -18,8 +18,7 @@ import loka_onnx
 from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Choice, Latency
-from loka_onnx.core.refined_run import RefinedRun
-from loka_onnx.core.refinement import Origin, Refinement
+from loka_onnx.core.refinement import Origin, RefinedRun, Refinement
 from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, ThroughputSet
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.evaluation.latency import Interleaved

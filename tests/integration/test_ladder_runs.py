@@ -16,10 +16,9 @@ from loka_onnx.core.correction import CorrectionSet, Variant
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, Latency
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.ladder import Climb
 from loka_onnx.core.manifest import Manifest
-from loka_onnx.core.plan import PlanSet
-from loka_onnx.core.refined_run import RefinedRun
+from loka_onnx.core.plan import Climb, PlanSet
+from loka_onnx.core.refinement import RefinedRun
 from loka_onnx.engines.registry import get_backend
 from loka_onnx.evaluation.engines import Split, judge_engine
 from loka_onnx.evaluation.latency import Interleaved

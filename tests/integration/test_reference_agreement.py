@@ -85,12 +85,12 @@ def scratch() -> Iterator[Path]:
 @functools.cache
 def planned(name: str, recipe: Recipe, scratch: Path) -> Planned:
     run = zoo_run(name)
-    options = ProbeOptions(batch_size=BATCH, threads=1, weight=recipe.weight.granularity, draws=1)
+    options = ProbeOptions(batch_size=BATCH, threads=1, weight=recipe.weight, draws=1)
     profile = calibrate(run.artifact, OUTPUTS, run.data, scratch, options)
     chosen = PlanOptions(base=Precision.FP32, plans=("fp8-all",))
     plan = make_plans(run.artifact, profile, OUTPUTS, RECIPES, chosen).plan("fp8-all")
     assert plan.fp8_sites == tuple(site.name for site in run.artifact.linear_sites)
-    path = scratch / f"{name}-{recipe.weight.granularity}.onnx"
+    path = scratch / f"{name}-{recipe.weight}.onnx"
     apply_plan(run.artifact, plan, PlanForm(Precision.FP32), path)
     return Planned(onnx.load(path), path, plan, run.inputs())
 
@@ -107,7 +107,7 @@ def exposing(model: onnx.ModelProto, tensors: list[str]) -> onnx.ModelProto:
 @pytest.mark.parametrize(
     "recipe",
     [PER_TENSOR, pytest.param(PER_CHANNEL_WEIGHT, marks=pytest.mark.slow)],
-    ids=lambda recipe: str(recipe.weight.granularity),
+    ids=lambda recipe: str(recipe.weight),
 )
 @pytest.mark.parametrize("name", EACH_MODEL)
 def test_whole_models_agree_but_for_flipped_ties(name, recipe, scratch):

@@ -20,9 +20,9 @@ from loka_onnx.core import serde
 from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet
 from loka_onnx.core.job import BuildJob
+from loka_onnx.core.lineage import Refresh
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
-from loka_onnx.core.refresh import Refresh
 from loka_onnx.core.site import HIGH_ERROR
 from loka_onnx.engines import registry
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend

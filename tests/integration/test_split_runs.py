@@ -29,8 +29,8 @@ from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus, EngineSet
 from loka_onnx.core.evaluation import EvaluationSet
 from loka_onnx.core.manifest import Manifest
+from loka_onnx.core.rewrite import ModelSplit, Part
 from loka_onnx.core.site import HIGH_ERROR
-from loka_onnx.core.split import ModelSplit, Part
 from loka_onnx.errors import BundleInvalid
 from loka_onnx.graph import storage
 from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from loka_onnx.core import serde
+from loka_onnx.core.digests import seal_problem
 from loka_onnx.core.manifest import Manifest
-from loka_onnx.core.seal import seal_problem
 from loka_onnx.errors import BundleInvalid, UserError
 
 T = TypeVar("T")

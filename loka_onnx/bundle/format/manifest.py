@@ -18,7 +18,7 @@ from loka_onnx.core.manifest import (
     digest_lineage,
     paths_problem,
 )
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.sessions.dlpack import DTYPES
 
 MAX_FILE_BYTES = 1 << 50

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from loka_onnx.bundle.format.documents import parse_document, read_document, refuse
 from loka_onnx.bundle.format.pinned import pinned
-from loka_onnx.core.digests import digest_bytes
+from loka_onnx.core.digests import UNSEALED, digest_bytes
 from loka_onnx.core.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
-from loka_onnx.core.seal import UNSEALED
 from loka_onnx.core.serde import STRICT
 from loka_onnx.errors import ConfigError, MissingPackage
 

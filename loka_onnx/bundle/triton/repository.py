@@ -38,7 +38,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_file
 from loka_onnx.core.manifest import MANIFEST_NAME, EngineEntry, Manifest, SparseCut
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.engines.inductor.triton import rename_program
 from loka_onnx.engines.triton.forms import Form, Refusal, Source, form_of
 from loka_onnx.engines.triton.models import (

@@ -185,10 +185,10 @@ class _Product:
         return cls(node, site.weight, source, weight, axes)
 
     def rounded_weight(self, decision: Decision) -> npt.NDArray[np.float32]:
-        spec = _recipe_of(decision).weight
-        axis = channel_axis(self.operand) if spec.granularity is Granularity.PER_CHANNEL else None
+        recipe = _recipe_of(decision)
+        axis = channel_axis(self.operand) if recipe.weight is Granularity.PER_CHANNEL else None
         scales = np.array(decision.weight_scale if axis is not None else decision.weight_scale[0], np.float32)
-        return fake_quantize(self.weight, scales, spec.format, axis)
+        return fake_quantize(self.weight, scales, recipe.format.of_weights, axis)
 
     def times(self, mean: Values, weight: npt.NDArray[np.float32]) -> Values:
         """Return the mean activation times a weight, in float64."""

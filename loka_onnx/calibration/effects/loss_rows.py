@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.core.sensitivity import ENTROPY, LOSS
+from loka_onnx.core.profile import ENTROPY, LOSS
 from loka_onnx.errors import CalibrationError
 from loka_onnx.numerics.loss_change import kl_rows, loss_change
 from loka_onnx.numerics.task_metrics import (

@@ -1,7 +1,7 @@
 """Sums over rows of the effect of units of sites on an output; memory does not grow with the rows.
 
 Each batch is summed where it ran, in float64 (not by a BLAS, whose order of additions depends on its
-threads). Where every row is a statistical unit (`core.ratio_moments`), a batch leaves its sums and sums of
+threads). Where every row is a statistical unit (`core.intervals`), a batch leaves its sums and sums of
 squares, which are added exactly (`core.exact_sum`): totals do not depend on the order of batches.
 
 Where rows form groups, sums of squares need the sum of each group, and there may be as many groups as rows.
@@ -22,9 +22,8 @@ import numpy.typing as npt
 
 from loka_onnx.calibration.effects.loss_rows import LossRows, Rows
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.profile import WeightedMean
-from loka_onnx.core.ratio_moments import RatioMoments
-from loka_onnx.core.sensitivity import DeltaSums
+from loka_onnx.core.intervals import RatioMoments
+from loka_onnx.core.profile import DeltaSums, WeightedMean
 from loka_onnx.data.selection import stable_hash, without_id
 from loka_onnx.errors import InternalError
 from loka_onnx.numerics.column_sums import ColumnSums

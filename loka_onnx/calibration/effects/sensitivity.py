@@ -41,10 +41,17 @@ from loka_onnx.calibration.passes.executors import BatchResult, BatchWork, Execu
 from loka_onnx.calibration.passes.probe import PassOptions
 from loka_onnx.calibration.passes.row_order import first_rows, rows_of, scattered
 from loka_onnx.core.artifact import OutputSpec
-from loka_onnx.core.profile import Sampling, WeightedMean
+from loka_onnx.core.profile import (
+    LOSS,
+    Draws,
+    Sampling,
+    Sensitivity,
+    SensitivityName,
+    SiteGroup,
+    WeightedMean,
+)
 from loka_onnx.core.progress import UNTIL, Progress, silent
 from loka_onnx.core.recipe import Scales
-from loka_onnx.core.sensitivity import LOSS, Draws, Sensitivity, SensitivityName, SiteGroup
 from loka_onnx.data import Batch, Dataset
 from loka_onnx.errors import CalibrationError, InternalError
 from loka_onnx.graph.model import GraphModel

@@ -114,9 +114,8 @@ def low_precision(
 def _rounded_weight(model: GraphModel, site: Site, operand: Operand, recipe: Recipe, factor: float) -> Tensor:
     weight = values_of(model.node(site.name).inputs[operand.index]).astype(np.float32)
     axis = channel_axis(operand)
-    spec = recipe.weight
-    scales = moved(weight_scales(weight, spec.granularity, axis, spec.format), factor, spec.format)
-    per_channel = axis if spec.granularity is Granularity.PER_CHANNEL else None
-    return model.constant(
-        f"{site.name}.weight_quantized", fake_quantize_array(weight, scales, spec.format, per_channel)
-    )
+    format = recipe.format.of_weights
+    scales = moved(weight_scales(weight, recipe.weight, axis, format), factor, format)
+    per_channel = axis if recipe.weight is Granularity.PER_CHANNEL else None
+    rounded = fake_quantize_array(weight, scales, format, per_channel)
+    return model.constant(f"{site.name}.weight_quantized", rounded)

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.histogram import BINS, BINS_PER_OCTAVE
-from loka_onnx.core.statistics import NO_BATCHES, BatchSpread, BatchSums
+from loka_onnx.core.statistics import BINS, BINS_PER_OCTAVE, NO_BATCHES, BatchSpread, BatchSums
 from loka_onnx.numerics.column_sums import ColumnSums
 from loka_onnx.numerics.histograms import Counts
 

@@ -14,9 +14,9 @@ from onnx import TensorProto
 
 from loka_onnx.calibration.observers.reductions import BatchTotals, Reductions, Slot
 from loka_onnx.core.statistics import TensorRange
-from loka_onnx.graph.divisors import divisors
 from loka_onnx.graph.layout import layout_root
 from loka_onnx.graph.model import GraphModel, Tensor, element_type
+from loka_onnx.graph.protected import divisors
 
 LARGEST = float(np.finfo(np.float32).max)
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.calibration.observers.reductions import Outputs
-from loka_onnx.core.histogram import BINS
+from loka_onnx.core.statistics import BINS
 from loka_onnx.graph.model import GraphModel, Tensor
 from loka_onnx.numerics.histograms import Counts, count_magnitudes
 

@@ -309,7 +309,7 @@ def observe_errors(
 def recipes_for(site: Site, recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
     """Return the recipes that apply to a site: without output channels, only those with one weight scale."""
     if site.kind is SiteKind.INTERACTION or (site.weight is not None and len(site.weight.shape) < 2):
-        return tuple(r for r in recipes if r.weight.granularity is Granularity.PER_TENSOR)
+        return tuple(r for r in recipes if r.weight is Granularity.PER_TENSOR)
     return tuple(recipes)
 
 
@@ -325,6 +325,6 @@ def _distinct(site: Site, recipes: Sequence[Recipe], scales: Scales) -> tuple[Re
     by_key: dict[tuple[object, ...], Recipe] = {}
     for recipe in recipes:
         known = (recipe.scaling(scales, tensor) for tensor in activations)
-        key = (recipe.activation, recipe.weight, *known)
+        key = (recipe.format, recipe.weight, *known)
         by_key.setdefault(key, recipe)
     return tuple(by_key.values())

@@ -1,7 +1,7 @@
 """The error pass: totals over batches of a graph with error observers, and the stopping rule.
 
 Ranges need every row, because one row holds the largest value. An error is a mean, √(ΣA/ΣB) of noise energy A
-and signal energy B, for which some ten thousand rows suffice. `core.ratio_moments` bounds ΣA/ΣB at every
+and signal energy B, for which some ten thousand rows suffice. `core.intervals` bounds ΣA/ΣB at every
 number of rows at once, because the pass stops when the bound is tight. Its units are spans of rows in random
 order: a file may be sorted, and the batches of one span alike.
 """
@@ -17,7 +17,7 @@ from loka_onnx.calibration.observers.reductions import BatchTotals, Outputs, all
 from loka_onnx.calibration.observers.site_observers import ErrorObserver
 from loka_onnx.calibration.passes.executors import BatchResult
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.ratio_moments import FEWEST_UNITS, RatioMoments
+from loka_onnx.core.intervals import FEWEST_UNITS, RatioMoments
 from loka_onnx.core.statistics import ErrorStats
 from loka_onnx.errors import CalibrationError
 

@@ -100,7 +100,7 @@ def scales_of(ranges: Mapping[str, RangeStats], recipes: Sequence[Recipe]) -> di
     for recipe in {recipe.activation_id: recipe for recipe in recipes}.values():
         scalings = {tensor: activation_scaling(stats, recipe) for tensor, stats in ranges.items()}
         scales[recipe.activation_id] = {tensor: each.scale for tensor, each in scalings.items()}
-        if not recipe.activation.is_symmetric:
+        if recipe.format.has_zero_point:
             scales[recipe.zero_point_id] = {tensor: float(s.zero_point) for tensor, s in scalings.items()}
     return scales
 

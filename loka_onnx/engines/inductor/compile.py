@@ -19,8 +19,8 @@ import numpy as np
 import onnx
 
 from loka_onnx.core import serde
-from loka_onnx.core.cache_directory import cache_directory
 from loka_onnx.core.devices import CPU
+from loka_onnx.core.installation import cache_directory
 from loka_onnx.engines.device_lock import device_alone
 from loka_onnx.engines.inductor.exported import entering_types, output_types, products_of
 from loka_onnx.engines.inductor.fusions import FusionReport, fuse

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from loka_onnx.core.backends import ACTIVATIONS, ARITHMETIC, MOVEMENTS, Fusions
 from loka_onnx.core.devices import CPU, NVIDIA
 from loka_onnx.core.formats import E4M3FN
-from loka_onnx.core.fusions import ACTIVATIONS, ARITHMETIC, MOVEMENTS, Fusions
 from loka_onnx.core.manifest import Need
 from loka_onnx.engines.inductor.session import INSTALL, import_torch, open_inductor
 from loka_onnx.sessions import cuda

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from loka_onnx.core.cache_directory import cache_directory
 from loka_onnx.core.devices import CPU
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.installation import cache_directory
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.migraphx.api import (

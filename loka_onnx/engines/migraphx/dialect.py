@@ -16,7 +16,7 @@ RMSNormalization does not parse                                       `decompose
 ====================================================================  =====================================
 
 A GPU drops pairs that are around no product. Plans for this backend have none: it is unknown what it moves in
-FP8, so that pairs stay at their products (`core.fusions`). A program is never passed to ``quantize_*`` or
+FP8, so that pairs stay at their products (`core.backends`). A program is never passed to ``quantize_*`` or
 ``optimize_module``, which remove its pairs.
 """
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from loka_onnx.core.backends import Fusions
 from loka_onnx.core.devices import AMD, CPU
 from loka_onnx.core.formats import E4M3FN
-from loka_onnx.core.fusions import Fusions
 from loka_onnx.engines.migraphx.api import INSTALL, import_migraphx, version_of
 from loka_onnx.engines.migraphx.session import open_migraphx, programs_beside, why_not_run
 from loka_onnx.sessions.backends import BackendSpec

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loka_onnx.core.cache_directory import cache_directory
+from loka_onnx.core.installation import cache_directory
 from loka_onnx.errors import ConfigError, EngineError, MissingPackage, ModelError
 from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.host_devices import list_amd_architectures

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from loka_onnx.core.backends import Fusions
 from loka_onnx.core.devices import AMD, CPU, NVIDIA
 from loka_onnx.core.formats import UINT8, NumberFormat
-from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.manifest import Need
 from loka_onnx.engines.onnxruntime.io_binding_session import open_io_binding
 from loka_onnx.engines.onnxruntime.io_binding_settings import settings_beside

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from loka_onnx.core.cache_directory import cache_directory
 from loka_onnx.core.digests import digest_file, digest_json
+from loka_onnx.core.installation import cache_directory
 from loka_onnx.engines.isolation import Ending, run_child, tail
 from loka_onnx.engines.request import Limits
 from loka_onnx.errors import EngineError, LokaError

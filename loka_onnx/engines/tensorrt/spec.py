@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loka_onnx.core.backends import ACTIVATIONS, ARITHMETIC, MOVEMENTS, Fusions
 from loka_onnx.core.devices import NVIDIA
 from loka_onnx.core.formats import E4M3FN
-from loka_onnx.core.fusions import ACTIVATIONS, ARITHMETIC, MOVEMENTS, Fusions
 from loka_onnx.engines.tensorrt.session import open_engine
 from loka_onnx.errors import MissingPackage
 from loka_onnx.sessions import cuda

@@ -2,7 +2,7 @@
 
 Half of a build is measuring tactics. TensorRT can reuse the measurements of an earlier build for the same
 device and version (NVIDIA's developer guide, "Timing Cache"), so that each has a file below
-`core.cache_directory`. Parallel builds share it: a file is replaced as a whole, after merging another
+`core.installation`. Parallel builds share it: a file is replaced as a whole, after merging another
 process's changes under a lock. The first of conflicting entries stays.
 
 A cache that TensorRT refuses, or that cannot be written, costs time but fails no build.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loka_onnx.core.cache_directory import cache_directory
+from loka_onnx.core.installation import cache_directory
 
 
 def timing_cache_file(module: str, version: str, device: str, architecture: str) -> Path:

@@ -13,7 +13,7 @@ from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import BudgetStatus, InputPlace, Latency, OutputEvaluation, TargetChoice
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import PrecisionPlan
-from loka_onnx.numerics.medians import median_interval
+from loka_onnx.numerics.intervals import median_interval
 from loka_onnx.operations.compare import run_decisions
 from loka_onnx.operations.compare.difference import Row, Section, number, row
 from loka_onnx.operations.compare.difference import times as times_of

@@ -20,12 +20,12 @@ from loka_onnx.core.evaluation import Choice
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.progress import Progress, silent
-from loka_onnx.core.refined_run import read_refined
+from loka_onnx.core.refinement import read_refined
 from loka_onnx.data import Dataset, InputBinding, open_dataset
 from loka_onnx.errors import ConfigError, ModelError, UserError
-from loka_onnx.graph.column_origins import column_origins
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.moves import column_origins
 from loka_onnx.graph.storage import model_digest
 from loka_onnx.operations.drift.live import Baseline
 from loka_onnx.operations.drift.measure import measure_drift

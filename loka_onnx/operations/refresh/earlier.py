@@ -16,7 +16,7 @@ from loka_onnx.core.evaluation import Choice, EvaluationSet, Rejection, Why
 from loka_onnx.core.lineage import RunRecord
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
-from loka_onnx.core.refined_run import read_refined
+from loka_onnx.core.refinement import read_refined
 from loka_onnx.core.rewrite import HighErrorChannels
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.directory import RECORD, refuse_links

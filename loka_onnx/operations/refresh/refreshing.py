@@ -3,7 +3,7 @@
 Kept: sites, which of them run in FP8 and under which recipe, which engines are built, timings. Done again:
 the export, the mods (they write weights), ranges and scales, corrections, the engines that the earlier run
 chose, and their certification. Where that does not hold on the new weights, everything is done anew, in the
-same directory, and its certification counts as the second look at those rows (`core.refresh`).
+same directory, and its certification counts as the second look at those rows (`core.lineage`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
 from loka_onnx.core.evaluation import BudgetStatus, Evaluation, EvaluationSet
+from loka_onnx.core.lineage import LOOKS, REFRESH_NAME, Refresh
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
-from loka_onnx.core.refresh import DOCUMENT, LOOKS, Refresh
 from loka_onnx.errors import BudgetMissed, ConfigError, ModelError
 from loka_onnx.graph.structure import differences
 from loka_onnx.numerics.intervals import CONFIDENCE
@@ -129,7 +129,7 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
                 reason = outdated.reason
             found = attempt.described(reason, time.perf_counter() - began)
             # A look at the certification rows is never forgotten, also where the full run is interrupted.
-            serde.write(found, directory.path / DOCUMENT)
+            serde.write(found, directory.path / REFRESH_NAME)
             if result is not None:
                 return RefreshResult(result, found)
         for stage in ("refresh", "replan"):
@@ -137,7 +137,7 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
     looks = LOOKS if found.confidence > CONFIDENCE else 1
     result = run(config, RunOptions(resume=True, looks=looks, **options.reporting()))
     found = replace(found, seconds=time.perf_counter() - began)
-    serde.write(found, result.directory / DOCUMENT)
+    serde.write(found, result.directory / REFRESH_NAME)
     return RefreshResult(result, found)
 
 
@@ -202,7 +202,7 @@ class _Attempt:
 
     def earlier_failure(self) -> Refresh | None:
         """Outcome of a refresh whose full run was interrupted; None if there is none."""
-        document = self.settings.path(DOCUMENT)
+        document = self.settings.path(REFRESH_NAME)
         if not document.is_file():
             return None
         earlier = serde.read(Refresh, document)

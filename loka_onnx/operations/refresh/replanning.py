@@ -10,9 +10,9 @@ from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.evaluation import EvaluationSet
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval
+from loka_onnx.core.lineage import OutputMove, SiteMove
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Protection
 from loka_onnx.core.profile import Profile
-from loka_onnx.core.refresh import OutputMove, SiteMove
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.operations.refresh.earlier import EarlierRun
 from loka_onnx.planning.base import Bases

@@ -12,6 +12,7 @@ stays.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -19,17 +20,15 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from loka_onnx.core.rewrite import Applied
+from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.core.site import LEAST_FP8
 from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, values_of
-from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
+from loka_onnx.transforms.base import Mod, NotRewritten, find
 
 
 @dataclass(frozen=True)
 class Pointwise:
-    """A convolution of kernel size 1, with weight (O, C), bias (O, 1), and lengths of its positions, -1 if
-    unknown.
-    """
+    """A convolution with weight (O, C) and bias (O, 1), and lengths of its positions, -1 if unknown."""
 
     node: Node
     weight: npt.NDArray[np.floating]
@@ -45,8 +44,7 @@ class ConvToMatMul(Mod[Pointwise]):
     def __init__(self, least: int = LEAST_FP8) -> None:
         self._least = least
 
-    def match(self, model: GraphModel) -> Found[Pointwise]:
-        """Match convolutions of kernel size 1 that FP8 products can serve."""
+    def _find(self, model: GraphModel) -> Iterator[Pointwise | Declined]:
         nodes = (node for node in model.nodes if node.op == "Conv")
         return find(nodes, lambda node: _read(node, self._least))
 
@@ -85,10 +83,8 @@ def _read(node: Node, least: int) -> Pointwise:
         given = np.atleast_1d(node.attrs.get(attribute, plain))
         if (given != plain).any():
             raise NotRewritten(f"it has {attribute} {given.tolist()}")
-    if node.outputs[0].dtype is None or element_type(node.outputs[0].dtype) not in {
-        onnx.TensorProto.FLOAT,
-        onnx.TensorProto.DOUBLE,
-    }:
+    dtype = node.outputs[0].dtype
+    if dtype is None or element_type(dtype) not in {onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE}:
         raise NotRewritten("its operands are not known to be FP32")
     if min(values.shape[:2]) < least:
         raise NotRewritten(f"{values.shape[1]} → {values.shape[0]} channels: FP8 products begin at {least}")
@@ -97,12 +93,8 @@ def _read(node: Node, least: int) -> Pointwise:
         raise NotRewritten(
             f"of its input's shape {source.shape} more than one axis of positions is not known"
         )
-    return Pointwise(
-        node,
-        values.reshape(values.shape[:2]),
-        values_of(biases[0]).reshape(-1, 1) if biases else None,
-        positions,
-    )
+    bias = values_of(biases[0]).reshape(-1, 1) if biases else None
+    return Pointwise(node, values.reshape(values.shape[:2]), bias, positions)
 
 
 def _reshaped(model: GraphModel, tensor: Tensor, shape: tuple[int, ...], name: str) -> Tensor:

@@ -11,37 +11,37 @@ Without batch letters one operand may have several letters of its own, which Mat
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
 
-from loka_onnx.core.rewrite import Applied
+from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, values_of
-from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
+from loka_onnx.transforms.base import Mod, NotRewritten, find
 
 _T = onnx.TensorProto
 _FLOATS = frozenset({_T.FLOAT, _T.DOUBLE, _T.FLOAT16, _T.BFLOAT16})
 
 
 @dataclass(frozen=True)
-class Product:
-    """One matrix product; `terms` are the operands' letters, `first` the position of the left one."""
-
-    left: str
-    right: str
-    result: str
-    terms: tuple[str, str]
-    first: int
-
-
-@dataclass(frozen=True)
 class Contraction:
-    """An Einsum, and the product that computes it."""
+    """An Einsum, and the product that computes it.
+
+    Attributes:
+        terms: Letters of its operands, those of the left factor first.
+        factors: Letters of the same operands in the product.
+        output: Letters of its result, which are `result` in the product.
+        is_swapped: Whether the second operand is the left factor.
+    """
 
     node: Node
+    terms: tuple[str, str]
+    factors: tuple[str, str]
     output: str
-    product: Product
+    result: str
+    is_swapped: bool
 
 
 class EinsumToMatMul(Mod[Contraction]):
@@ -49,24 +49,24 @@ class EinsumToMatMul(Mod[Contraction]):
 
     name = "einsum-to-matmul"
 
-    def match(self, model: GraphModel) -> Found[Contraction]:
-        """Match Einsums that are matrix products."""
+    def _find(self, model: GraphModel) -> Iterator[Contraction | Declined]:
         return find((node for node in model.nodes if node.op == "Einsum"), _read)
 
     def rewrite(self, model: GraphModel, match: Contraction) -> Applied:
         """Replace the Einsum by a product of its name."""
         node = match.node
         base = str(node.name).replace("/", ".").strip(".")
-        product = match.product
-        first, second = node.inputs[product.first], node.inputs[1 - product.first]
-        terms = product.terms if product.first == 0 else product.terms[::-1]
-        left = _arranged(model, terms[0], first, product.left, base)
-        right = _arranged(model, terms[1], second, product.right, base)
+        operands = node.inputs[::-1] if match.is_swapped else node.inputs
+        left, right = (
+            _arranged(model, term, tensor, factor, base)
+            for term, tensor, factor in zip(match.terms, operands, match.factors, strict=True)
+        )
         result = model.add("MatMul", [left, right], f"{base}/matmul", node.outputs[0].dtype)
         site = result.inputs[0]
-        model.hand_over(node.outputs[0], _arranged(model, product.result, result, match.output, base))
+        model.hand_over(node.outputs[0], _arranged(model, match.result, result, match.output, base))
         model.rename(site, base)
-        return Applied(site.name, f"Einsum {','.join(product.terms)}->{match.output} → MatMul")
+        terms = match.terms[::-1] if match.is_swapped else match.terms
+        return Applied(site.name, f"Einsum {','.join(terms)}->{match.output} → MatMul")
 
 
 def _read(node: Node) -> Contraction:
@@ -82,39 +82,32 @@ def _read(node: Node) -> Contraction:
         raise NotRewritten(f"'{text}' reads a diagonal")
     if node.outputs[0].dtype is None or element_type(node.outputs[0].dtype) not in _FLOATS:
         raise NotRewritten("its operands are not known to be of a floating type")
-    return Contraction(node, output, _pair(*operands, output))
-
-
-def _pair(one: str, other: str, output: str) -> Product:
-    """The product of two operands whose result has the letters of `output`."""
-    batch = [letter for letter in one if letter in other and letter in output]
-    summed = [letter for letter in one if letter in other and letter not in output]
-    left = [letter for letter in one if letter not in other]
-    right = [letter for letter in other if letter not in one]
-    text = f"'{one},{other}->{output}'"
-    if any(letter not in output for letter in (*left, *right)):
-        raise NotRewritten(f"{text} sums over an axis of one operand")
+    one, other = operands
+    head = "".join(letter for letter in one if letter in other and letter in output)
+    summed = "".join(letter for letter in one if letter in other and letter not in output)
+    left = "".join(letter for letter in one if letter not in other)
+    right = "".join(letter for letter in other if letter not in one)
+    if any(letter not in output for letter in left + right):
+        raise NotRewritten(f"'{text}' sums over an axis of one operand")
     if len(summed) != 1:
-        raise NotRewritten(f"{text} sums over {len(summed)} axes, a matrix product over one")
-    if not left or not right or len(left) + len(right) > (2 if batch else 1 + max(len(left), len(right))):
-        raise NotRewritten(f"{text} is not a product of two matrices, or a stack of them")
-    head, k = "".join(batch), summed[0]
-    terms = (one, other)
+        raise NotRewritten(f"'{text}' sums over {len(summed)} axes, a matrix product over one")
+    if not left or not right or len(left) + len(right) > (2 if head else 1 + max(len(left), len(right))):
+        raise NotRewritten(f"'{text}' is not a product of two matrices, or a stack of them")
     candidates = [
-        Product(
-            f"{head}{''.join(rows)}{k}",
-            f"{head}{k}{columns[0]}",
-            f"{head}{''.join(rows)}{columns[0]}",
-            terms,
-            at,
+        Contraction(
+            node, given, (head + rows + summed, head + summed + column), output, head + rows + column, swapped
         )
-        for rows, columns, at in ((left, right, 0), (right, left, 1))
-        if len(columns) == 1
+        for rows, column, given, swapped in (
+            (left, right, (one, other), False),
+            (right, left, (other, one), True),
+        )
+        if len(column) == 1
     ]
-    return min(
-        candidates,
-        key=lambda p: (p.left != terms[p.first]) + (p.right != terms[1 - p.first]) + (p.result != output),
-    )
+    return min(candidates, key=_transposes)
+
+
+def _transposes(match: Contraction) -> int:
+    return sum(map(str.__ne__, match.terms, match.factors)) + (match.result != match.output)
 
 
 def _arranged(model: GraphModel, letters: str, tensor: Tensor, wanted: str, name: str) -> Tensor:

@@ -16,12 +16,14 @@ activations, so that each site stays of its kind.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant
-from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.graph.shape_values import static_shape
+from loka_onnx.transforms.base import Mod, NotRewritten
 from loka_onnx.transforms.linears.pattern import made_by, only_reader
 
 NOMINAL_LENGTH = 256
@@ -63,24 +65,22 @@ class ReassociateInteraction(Mod[Chain]):
     def __init__(self, least: int = 1 << 29) -> None:
         self._least = least
 
-    def match(self, model: GraphModel) -> Found[Chain]:
-        """Match chains of three matrices; a node is in at most one match."""
-        matches: list[Chain] = []
-        declined: list[Declined] = []
+    def _find(self, model: GraphModel) -> Iterator[Chain | Declined]:
         taken: set[int] = set()
-        for outer in model.sorted_nodes():
+        for outer in (node for node in model.sorted_nodes() if node.op == "MatMul"):
             for position in (0, 1):
-                inner = made_by(outer.inputs[position], "MatMul") if outer.op == "MatMul" else None
+                inner = made_by(outer.inputs[position], "MatMul")
                 if inner is None or only_reader(model, inner.outputs[0]) is None:
                     continue
-                chain = _read(inner, outer, position == 0)
-                reason = self._why_not(chain)
-                if not reason and chain is not None and not taken & {id(inner), id(outer)}:
-                    matches.append(chain)
+                try:
+                    chain = self._read(inner, outer, position == 0)
+                except NotRewritten as reason:
+                    yield Declined(outer.name, str(reason))
+                    continue
+                # A node is in at most one match.
+                if not taken & {id(inner), id(outer)}:
                     taken |= {id(inner), id(outer)}
-                elif reason:
-                    declined.append(Declined(outer.name, reason))
-        return Found(tuple(matches), tuple(declined))
+                    yield chain
 
     def rewrite(self, model: GraphModel, match: Chain) -> Applied:
         """Let the inner node multiply the other two factors."""
@@ -96,52 +96,39 @@ class ReassociateInteraction(Mod[Chain]):
         what = f"{order} with '{inner.name}': {match.now.flops} → {match.then.flops} operations at a batch of"
         return Applied(outer.name, f"{what} {NOMINAL_LENGTH}")
 
-    def _why_not(self, chain: Chain | None) -> str:
-        if chain is None:
-            return "a rank is below 2, or a length besides the batch is not known"
-        if sum(is_constant(factor) for factor in chain.factors) > 1:
-            return "two of the three factors are weights: their product would be rounded to one"
-        now, then = chain.now, chain.then
+    def _read(self, inner: Node, outer: Node, is_left: bool) -> Chain:
+        """Return the chain, where the other order pays."""
+        pair = (inner.inputs[0], inner.inputs[1])
+        factors = (*pair, outer.inputs[1]) if is_left else (outer.inputs[0], *pair)
+        a, b, c = map(_shape, factors)
+        left, right = _cost(a, b), _cost(b, c)
+        now = Cost(left.flops + _cost(_product(a, b), c).flops, left.between)
+        then = Cost(right.flops + _cost(a, _product(b, c)).flops, right.between)
+        if not is_left:
+            now, then = then, now
+        if sum(is_constant(factor) for factor in factors) > 1:
+            raise NotRewritten("two of the three factors are weights: their product would be rounded to one")
+        costs = (
+            f"it takes {now.flops} operations at a batch of {NOMINAL_LENGTH}, the other order {then.flops}"
+        )
         if now.flops < self._least:
-            return (
-                f"it takes {now.flops} operations at a batch of {NOMINAL_LENGTH}, the other order "
-                f"{then.flops}: under {self._least} they do not decide the time"
-            )
+            raise NotRewritten(f"{costs}: under {self._least} they do not decide the time")
         if then.flops > (1 - MARGIN) * now.flops:
-            return (
-                f"it takes {now.flops} operations at a batch of {NOMINAL_LENGTH}, the other order "
-                f"{then.flops}: less than {MARGIN:.0%} saved"
-            )
+            raise NotRewritten(f"{costs}: less than {MARGIN:.0%} saved")
         if then.between > now.between:
-            return (
+            raise NotRewritten(
                 f"the other order takes {then.flops} operations instead of {now.flops}, but its intermediate "
                 f"result has {then.between} elements instead of {now.between}"
             )
-        return ""
+        return Chain(inner, outer, factors, is_left, now, then)
 
 
-def _read(inner: Node, outer: Node, is_left: bool) -> Chain | None:
-    """Return the chain; None where a length that decides its cost is unknown."""
-    if is_left:
-        factors = (inner.inputs[0], inner.inputs[1], outer.inputs[1])
-    else:
-        factors = (outer.inputs[0], inner.inputs[0], inner.inputs[1])
-    shapes = [_shape(factor) for factor in factors]
-    if any(shape is None for shape in shapes):
-        return None
-    a, b, c = (shape or () for shape in shapes)
-    left, right = _cost(a, b), _cost(b, c)
-    of_left = Cost(left.flops + _cost(_product(a, b), c).flops, left.between)
-    of_right = Cost(right.flops + _cost(a, _product(b, c)).flops, right.between)
-    return Chain(inner, outer, factors, is_left, *((of_left, of_right) if is_left else (of_right, of_left)))
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...] | None:
-    """Return lengths, nominal for a dynamic batch; None where a matrix length is unknown."""
-    shape = tensor.shape
-    if shape is None or len(shape) < 2 or not all(isinstance(d, int) and d > 0 for d in shape[-2:]):
-        return None
-    return tuple(d if isinstance(d, int) and d > 0 else NOMINAL_LENGTH for d in shape)
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return lengths, nominal for a dynamic batch."""
+    shape = static_shape(tensor)
+    if len(shape) < 2 or not all(shape[-2:]):
+        raise NotRewritten("a rank is below 2, or a length besides the batch is not known")
+    return tuple(length or NOMINAL_LENGTH for length in shape)
 
 
 def _product(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:

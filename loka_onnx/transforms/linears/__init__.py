@@ -1,1 +1,1 @@
-"""Linear layers: reading them, moving factors into them, merging, splitting, padding and batching them."""
+"""Linear layers: reading them, moving factors into them, merging, splitting, padding and smoothing them."""

@@ -44,9 +44,9 @@ class Reader:
     node: Node
     channels: Numbers
 
-    def of_rows(self, values: npt.NDArray[np.float64], otherwise: float) -> npt.NDArray[np.float64]:
-        """Return a value for each weight row, (K,), from one for each channel, `otherwise` for foreign."""
-        return np.where(self.channels == FOREIGN, otherwise, values[self.channels])
+    def of_rows(self, factors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return a factor for each weight row, (K,), from one for each channel, 1 for foreign rows."""
+        return np.where(self.channels == FOREIGN, 1.0, factors[self.channels])
 
 
 def numbered(tensor: Tensor, axes: tuple[int, ...]) -> Numbers:
@@ -133,7 +133,7 @@ def moved(node: Node, tensor: Tensor, numbers: Numbers) -> list[Numbers]:
         raise NotRewritten(f"'{node.name}', a {node.op}, is not followed: {error}") from error
 
 
-def along(numbers: Numbers, axis: int) -> Numbers:
+def _along(numbers: Numbers, axis: int) -> Numbers:
     """Return the channel of each position along an axis."""
     first = np.moveaxis(numbers, axis, -1).reshape(-1, numbers.shape[axis])
     if not (first == first[0]).all():
@@ -165,4 +165,4 @@ def _reader(model: GraphModel, node: Node, tensor: Tensor, numbers: Numbers) -> 
         raise NotRewritten(f"'{node.name}' reads it: {reason}") from reason
     if linear.source is not tensor:
         raise NotRewritten(f"'{node.name}' reads it as its bias")
-    return Reader(node, along(numbers, -2 if linear.on_left else -1))
+    return Reader(node, _along(numbers, linear.channel_axis))

@@ -17,108 +17,87 @@ would share one per-tensor FP8 scale.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, values_of
 from loka_onnx.graph.naming import merged_name
-from loka_onnx.transforms.base import Found, Mod, NotRewritten
+from loka_onnx.transforms.base import Found, Mod, find
 from loka_onnx.transforms.linears.pattern import Linear, is_candidate, read_linear
 
+WIDEST = 1024
+"""Largest N that is merged."""
 
-@dataclass(frozen=True)
-class ParallelLinears:
-    """Two or more layers that read one tensor, with the weight on the same side."""
-
-    layers: tuple[Linear, ...]
+ParallelLinears = tuple[Linear, ...]
+"""Two or more layers that read one tensor, with the weight on the same side."""
 
 
 class MergeParallelLinears(Mod[ParallelLinears]):
-    """Parallel linears of N ≤ `widest`, whose largest |weight| differ by `spread` at most → one linear and a
-    Split.
-    """
+    """Parallel linears whose largest |weight| differ by `spread` at most → one linear and a Split."""
 
     name = "merge-parallel-linears"
 
-    def __init__(self, widest: int = 1024, spread: float = 64.0) -> None:
-        self._widest, self._spread = widest, spread
+    def __init__(self, spread: float = 64.0) -> None:
+        self._spread = spread
 
-    def match(self, model: GraphModel) -> Found[ParallelLinears]:
-        """Match tensors that several linears read."""
-        declined: list[Declined] = []
-        matches: list[ParallelLinears] = []
-        for layers in _groups(model, declined):
-            kept = [layer for layer in layers if not self._is_declined(model, layer, declined)]
-            kept = self._of_one_range(kept, declined)
-            if len(kept) > 1:
-                matches.append(ParallelLinears(tuple(kept)))
-        return Found(tuple(matches), tuple(declined))
+    def _find(self, model: GraphModel) -> Iterator[ParallelLinears | Declined]:
+        reading: defaultdict[int, list[Node]] = defaultdict(list)
+        for node in filter(is_candidate, model.nodes):
+            reading[id(node.inputs[1 if is_constant(node.inputs[0]) else 0])].append(node)
+        for nodes in (nodes for nodes in reading.values() if len(nodes) > 1):
+            groups: defaultdict[tuple[bool, str], list[Linear]] = defaultdict(list)
+            read = Found.of(find(nodes, lambda node: read_linear(model, node)))
+            yield from read.declined
+            for layer in read.matches:
+                groups[layer.on_left, str(values_of(layer.weight).dtype)].append(layer)
+            for layers in groups.values():
+                if len(layers) > 1:
+                    yield from self._mergeable(model, layers)
+
+    def _mergeable(self, model: GraphModel, layers: list[Linear]) -> Iterator[ParallelLinears | Declined]:
+        """Decline layers that stay apart, and return the others, if there are two."""
+        narrow: list[Linear] = []
+        for layer in layers:
+            if layer.n > WIDEST:
+                reason = f"N = {layer.n} fills a device by itself: layers of N ≤ {WIDEST} are merged"
+                yield Declined(layer.node.name, reason)
+            elif model.is_output(layer.result):
+                reason = "its result leaves the graph: a head keeps a product of its own"
+                yield Declined(layer.node.name, reason)
+            else:
+                narrow.append(layer)
+        ranges = [float(np.abs(values_of(layer.weight)).max(initial=0.0)) for layer in narrow]
+        largest = max(ranges, default=0.0)
+        kept: list[Linear] = []
+        for layer, reached in zip(narrow, ranges, strict=True):
+            if 0 < reached < largest / self._spread:
+                other = narrow[ranges.index(largest)].node.name
+                reason = (
+                    f"its weights reach {reached:.3g}, those of '{other}' {largest:.3g}: one scale for both"
+                )
+                yield Declined(layer.node.name, f"{reason} would cost precision")
+            else:
+                kept.append(layer)
+        if len(kept) > 1:
+            yield tuple(kept)
 
     def rewrite(self, model: GraphModel, match: ParallelLinears) -> Applied:
         """Replace the layers by one product and a Split, whose parts their readers read."""
-        layers = match.layers
-        names = tuple(layer.node.name for layer in layers)
-        product = _merged_product(model, layers, merged_name(names))
+        names = tuple(layer.node.name for layer in match)
+        product = _merged_product(model, match, merged_name(names))
         site: Node = product.inputs[0]
         model.rename(site, merged_name(names))
-        axis = -2 if layers[0].on_left else -1
-        parts = model.split(product, [layer.n for layer in layers], axis, f"{site.name}/split")
-        for layer, part in zip(layers, parts, strict=True):
+        widths = [layer.n for layer in match]
+        parts = model.split(product, widths, match[0].channel_axis, f"{site.name}/split")
+        for layer, part in zip(match, parts, strict=True):
             result = part
             if site.op == "MatMul" and layer.node.op == "Gemm" and layer.bias is not None:
                 result = model.add("Add", [part, layer.bias], f"{layer.node.name}/add")
             model.hand_over(layer.node.outputs[0], result)
-        widths = " + ".join(str(layer.n) for layer in layers)
-        what = f"{len(layers)} linears of K = {layers[0].k} → one of N = {widths}"
+        what = f"{len(match)} linears of K = {match[0].k} → one of N = {' + '.join(map(str, widths))}"
         return Applied(site.name, what, {site.name: names})
-
-    def _is_declined(self, model: GraphModel, layer: Linear, declined: list[Declined]) -> bool:
-        reason = ""
-        if layer.n > self._widest:
-            reason = f"N = {layer.n} fills a device by itself: layers of N ≤ {self._widest} are merged"
-        elif model.is_output(layer.result):
-            reason = "its result leaves the graph: a head keeps a product of its own"
-        if reason:
-            declined.append(Declined(layer.node.name, reason))
-        return bool(reason)
-
-    def _of_one_range(self, layers: list[Linear], declined: list[Declined]) -> list[Linear]:
-        """Return the layers whose weight range is within `spread` of the largest."""
-        ranges = [float(np.abs(values_of(layer.weight)).max(initial=0.0)) for layer in layers]
-        largest = max(ranges, default=0.0)
-        kept = []
-        for layer, reached in zip(layers, ranges, strict=True):
-            if 0 < reached < largest / self._spread:
-                other = layers[ranges.index(largest)].node.name
-                reason = (
-                    f"its weights reach {reached:.3g}, those of '{other}' {largest:.3g}: one scale for both "
-                    "would cost precision"
-                )
-                declined.append(Declined(layer.node.name, reason))
-            else:
-                kept.append(layer)
-        return kept
-
-
-def _groups(model: GraphModel, declined: list[Declined]) -> list[list[Linear]]:
-    """Group linears by the tensor they read; groups of two or more."""
-    reading: defaultdict[int, list[Node]] = defaultdict(list)
-    for node in model.nodes:
-        if is_candidate(node):
-            reading[id(node.inputs[1 if is_constant(node.inputs[0]) else 0])].append(node)
-    groups: defaultdict[tuple[int, bool, str], list[Linear]] = defaultdict(list)
-    for source, nodes in reading.items():
-        for node in nodes if len(nodes) > 1 else ():
-            try:
-                layer = read_linear(model, node)
-            except NotRewritten as reason:
-                declined.append(Declined(node.name, str(reason)))
-                continue
-            groups[source, layer.on_left, str(values_of(layer.weight).dtype)].append(layer)
-    return [layers for layers in groups.values() if len(layers) > 1]
 
 
 def _merged_product(model: GraphModel, layers: Sequence[Linear], name: str) -> Tensor:

@@ -5,32 +5,98 @@ For a layer of K × N whose input x gains columns x′ and whose weight gains ro
     [x  x′] · [W; 0]   =   x·W + x′·0   =   x·W          (x′ finite)
     x · [W  0] + [b  0]   =   [x·W + b   0]
 
-`widening` finds tensors that can be widened without a copy. Otherwise there is a Pad in front of the layer or
-a Slice behind it, where the copy costs less than it saves (one H100, `benchmarks/micro/site_shapes.py`): BF16
-products whose K or N is not a multiple of 8 take 1.1 to 5.8 times as long as padded ones; the Pad costs more
-than that below K·N = 2¹⁷, the Slice below 2¹⁴. FP8 needs 16, and gains more than the copy from 2²² on.
+No copy is needed
+
+- where only layers behind elementwise operators read the result: their K takes its columns (a norm reads the
+  width, so it ends the search);
+- in front of a Split, which gets one more part that nobody reads;
+- behind a Gather with constant positions, alone or in a Concat (the pairs of a DLRM): one position is
+  gathered again and meets rows of zeros.
+
+Otherwise there is a Pad in front of the layer or a Slice behind it, where the copy costs less than it saves
+(one H100, `benchmarks/micro/site_shapes.py`): BF16 products whose K or N is not a multiple of 8 take 1.1 to
+5.8 times as long as padded ones; the Pad costs more than that below K·N = 2¹⁷, the Slice below 2¹⁴. FP8 needs
+16, and gains more than the copy from 2²² on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
-from loka_onnx.core.rewrite import Applied
+from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, shape_of, values_of
 from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
-from loka_onnx.transforms.linears.pattern import Linear, is_candidate, read_linear
-from loka_onnx.transforms.linears.widening import (
-    Widened,
-    split_behind,
-    widened_gather,
-    widened_readers,
-    widened_shape,
+from loka_onnx.transforms.linears.pattern import (
+    Linear,
+    is_along_last,
+    is_candidate,
+    made_by,
+    only_reader,
+    read_linear,
+    static_dim,
 )
 
 ALIGNMENT = 16
+
+FINITE_AT_ZERO = frozenset(
+    {"Relu", "LeakyRelu", "ThresholdedRelu", "Elu", "Selu", "Celu", "Gelu", "Mish", "Swish", "HardSwish"}
+    | {"Tanh", "Sigmoid", "HardSigmoid", "Softplus", "Softsign", "Clip", "Erf", "Identity", "Abs", "Neg"}
+)
+"""Elementwise operators of one activation that map zeros to a finite number."""
+OF_TWO = frozenset({"Mul", "Add", "Sub"})
+"""Elementwise operators of two tensors of one shape; finite inputs give finite outputs."""
+
+
+@dataclass(frozen=True)
+class Widened:
+    """A tensor that gets columns: the result of `maker`, whose N is padded, or the source of layers.
+
+    Attributes:
+        gather: The Gather of which one position is repeated; without it and a maker there is a Pad.
+        between: Computed tensors that become wider with it.
+        takers: The layers whose K takes the columns, at the row `position` of their weights.
+        split: The Split that gets one more part. Without takers and Split there is a Slice.
+    """
+
+    tensor: Tensor
+    added: int
+    maker: Linear | None = None
+    gather: Node | None = None
+    between: tuple[Tensor, ...] = ()
+    takers: tuple[Linear, ...] = ()
+    position: int = 0
+    split: Node | None = None
+
+    @property
+    def letter(self) -> str:
+        """K or N: the padded dimension of the site."""
+        return "K" if self.maker is None else "N"
+
+    @property
+    def width(self) -> int:
+        """The present number of columns."""
+        return self.takers[0].k if self.maker is None else self.maker.n
+
+    @property
+    def site(self) -> str:
+        """Name of the site that is padded first."""
+        return str((self.maker or self.takers[0]).node.name)
+
+    @property
+    def how(self) -> str:
+        """Source or use of the new columns, in words."""
+        names = ", ".join(f"'{taker.node.name}'" for taker in self.takers)
+        if self.gather is not None:
+            return f"a position of '{self.gather.name}' is gathered again"
+        if self.maker is None:
+            return f"a Pad in front of {names}"
+        if self.takers:
+            return f"taken up by the K of {names}"
+        return "one more part of the Split" if self.split is not None else "a Slice behind it"
 
 
 @dataclass(frozen=True)
@@ -53,32 +119,26 @@ class CopyRule:
 
 
 class PadSites(Mod[Widened]):
-    """K and N of linear sites → multiples of 16; widths below `smallest` stay."""
+    """K and N of linear sites → multiples of 16; widths below 16 stay."""
 
     name = "pad-sites"
 
-    def __init__(self, rule: CopyRule | None = None, smallest: int = ALIGNMENT) -> None:
-        self._rule, self._smallest = rule or CopyRule(), smallest
+    def __init__(self, rule: CopyRule | None = None) -> None:
+        self._rule = rule or CopyRule()
 
-    def match(self, model: GraphModel) -> Found[Widened]:
-        """Match tensors before and behind layers whose last axis is not a multiple of 16."""
-        read = find(filter(is_candidate, model.nodes), lambda node: _read_layer(model, node))
+    def _find(self, model: GraphModel) -> Iterator[Widened | Declined]:
+        read = Found.of(find(filter(is_candidate, model.nodes), lambda node: _read_layer(model, node)))
+        yield from read.declined
         layers = {id(layer.node): layer for layer in read.matches}
         nodes = [layer.node for layer in read.matches]
+        fed: set[int] = set()
+        unfed = (node for node in nodes if layers[id(node)].k % ALIGNMENT and id(node) not in fed)
         results = find(nodes, lambda node: self._widen_result(model, layers[id(node)], layers))
-        fed = {id(taker.node) for match in results.matches for taker in match.takers}
-
-        def widen_source(node: Node) -> Widened | None:
-            layer = layers[id(node)]
-            if layer.k % ALIGNMENT == 0 or id(node) in fed:
-                return None
-            match = self._widen_source(model, layer, layers)
-            fed.update(id(taker.node) for taker in match.takers)
-            return match
-
-        sources = find(nodes, widen_source)
-        declined = (*read.declined, *results.declined, *sources.declined)
-        return Found((*results.matches, *sources.matches), declined)
+        sources = find(unfed, lambda node: self._widen_source(model, layers[id(node)], layers))
+        for found in chain(results, sources):
+            if isinstance(found, Widened):
+                fed |= {id(taker.node) for taker in found.takers}
+            yield found
 
     def rewrite(self, model: GraphModel, match: Widened) -> Applied:
         """Widen one tensor and the weights of its maker and takers."""
@@ -109,36 +169,119 @@ class PadSites(Mod[Widened]):
         if not added:
             return None
         self._check_gain("N", layer.n, layer.k)
-        widened = widened_readers(model, layer, layers, added)
+        widened = _widened_readers(model, layer, layers, added)
         if widened is not None:
             return widened
-        split = split_behind(model, layer.result)
+        split = _split_behind(model, layer.result)
         if split is not None:
-            return Widened(layer.result, layer.n, added, layer, between=(layer.result,), split=split)
+            return Widened(layer.result, added, layer, between=(layer.result,), split=split)
         self._rule.check("N", layer.n, layer.k * layer.n)
-        return Widened(layer.result, layer.n, added, layer)
+        return Widened(layer.result, added, layer)
 
     def _widen_source(self, model: GraphModel, layer: Linear, layers: dict[int, Linear]) -> Widened:
         """Return how the K of a layer is padded."""
         self._check_gain("K", layer.k, layer.n)
         added = -layer.k % ALIGNMENT
-        widened = widened_gather(model, layer, added)
+        widened = _widened_gather(model, layer, added)
         if widened is not None:
             return widened
         readers = (layers[id(node)] for node in consumers(layer.source) if id(node) in layers)
         takers = tuple(taker for taker in readers if taker.source is layer.source)
         self._rule.check("K", layer.k, sum(taker.k * taker.n for taker in takers))
-        return Widened(layer.source, layer.k, added, takers=takers, position=layer.k)
+        return Widened(layer.source, added, takers=takers, position=layer.k)
 
     def _check_gain(self, letter: str, width: int, other: int) -> None:
         """Decline where even free columns gain nothing."""
-        if width < self._smallest:
-            raise NotRewritten(f"{letter} = {width} is under {self._smallest}")
+        if width < ALIGNMENT:
+            raise NotRewritten(f"{letter} = {width} is under {ALIGNMENT}")
         if width % 8 == 0 and other < ALIGNMENT:
             raise NotRewritten(
                 f"{letter} = {width}: BF16 runs at full speed on multiples of 8, and FP8 is out for a site "
                 f"of {'N' if letter == 'K' else 'K'} = {other}"
             )
+
+
+def _widened_readers(
+    model: GraphModel, layer: Linear, layers: Mapping[int, Linear], added: int
+) -> Widened | None:
+    """Widen the result of a layer for the layers behind it; None where any other operator reads it."""
+    tensor = layer.result
+    between: dict[int, Tensor] = {id(tensor): tensor}
+    takers: dict[int, Linear] = {}
+    half_widened: set[int] = set()
+    pending = [tensor]
+    while pending:
+        current = pending.pop()
+        if model.is_output(current):
+            return None
+        for node in consumers(current):
+            taker = layers.get(id(node))
+            if taker is not None and taker.source is current:
+                takers[id(node)] = taker
+                continue
+            is_whole = node.op in OF_TWO and all(id(other) in between for other in node.inputs)
+            if is_whole or _is_elementwise(node, current):
+                half_widened.discard(id(node))
+                if id(node.outputs[0]) not in between:
+                    between[id(node.outputs[0])] = node.outputs[0]
+                    pending.append(node.outputs[0])
+            elif node.op in OF_TWO:
+                half_widened.add(id(node))
+            else:
+                return None
+    if not takers or half_widened:
+        return None
+    wide, by = tuple(between.values()), tuple(takers.values())
+    return Widened(tensor, added, layer, between=wide, takers=by, position=layer.n)
+
+
+def _is_elementwise(node: Node, tensor: Tensor) -> bool:
+    return (
+        node.op in FINITE_AT_ZERO
+        and node.inputs[0] is tensor
+        and all(
+            not other.name or (is_constant(other) and values_of(other).size == 1) for other in node.inputs[1:]
+        )
+    )
+
+
+def _split_behind(model: GraphModel, tensor: Tensor) -> Node | None:
+    """Return the last-axis Split by constant sizes that alone reads a tensor."""
+    node = only_reader(model, tensor)
+    if node is None or node.op != "Split":
+        return None
+    has_sizes = len(node.inputs) > 1 and is_constant(node.inputs[1])
+    return node if has_sizes and is_along_last(node, tensor) else None
+
+
+def _widened_gather(model: GraphModel, layer: Linear, added: int) -> Widened | None:
+    """Widen the source of a layer by columns that are gathered again, unseen by other readers."""
+    source = layer.source
+    if only_reader(model, source) is not layer.node:
+        return None
+    widened = Widened(source, added, takers=(layer,))
+    if _is_column_gather(source):
+        return replace(widened, gather=source.inputs[0], between=(source,), position=layer.k)
+    concat = made_by(source, "Concat")
+    if concat is None or not is_along_last(concat, source):
+        return None
+    position = 0
+    for part in concat.inputs:
+        width = static_dim(part, -1)
+        if width is None:
+            return None
+        position += width
+        if _is_column_gather(part) and only_reader(model, part) is concat:
+            return replace(widened, gather=part.inputs[0], between=(part, source), position=position)
+    return None
+
+
+def _is_column_gather(tensor: Tensor) -> bool:
+    node = made_by(tensor, "Gather")
+    if node is None or is_constant(node.inputs[0]) or not is_constant(node.inputs[1]):
+        return False
+    positions = values_of(node.inputs[1])
+    return positions.ndim == 1 and positions.size > 0 and is_along_last(node, tensor)
 
 
 def _read_layer(model: GraphModel, node: Node) -> Linear | None:
@@ -208,3 +351,10 @@ def _add_part(model: GraphModel, split: Node, added: int) -> None:
     split.outputs.clear()
     spare = model.split(split.inputs[0], [*sizes, added], -1, split.name)[-1]
     spare.inputs[0].outputs = [*parts, spare]
+
+
+def widened_shape(tensor: Tensor, added: int) -> list[int | str] | None:
+    """Return the shape with more columns; None where it is unknown."""
+    if tensor.shape is None or not isinstance(tensor.shape[-1], int):
+        return None
+    return [*tensor.shape[:-1], tensor.shape[-1] + added]

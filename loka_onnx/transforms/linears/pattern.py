@@ -1,19 +1,30 @@
-"""Read a linear layer: a product with one constant operand, and its bias.
+"""Read a linear layer, a product with one constant operand and its bias, and move factors into it.
 
 Mods that change the shape of sites need a rank-2 constant weight to cut, join and pad along K or N,
 and that multiplies an activation without factors, so that no value is rounded again when it moves.
+
+With s and c for each input channel k, and t and d for each output channel n::
+
+    (s·x + c) · W + b      =   x · (diag(s) W) + (b + c W)
+    t·(x · W + b) + d      =   x · (W diag(t)) + (t·b + d)
+
+New constants are computed in FP64 and rounded once, to the type of the weight.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, producer, values_of
+from loka_onnx.graph.shape_values import static_shape
 from loka_onnx.graph.sites import PRODUCT_OPS
 from loka_onnx.transforms.base import NotRewritten
+
+Vector = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,11 @@ class Linear:
     k: int
     n: int
 
+    @property
+    def channel_axis(self) -> int:
+        """Axis of the output channels in the result, and of the input channels in the source."""
+        return -2 if self.on_left else -1
+
     def weight_kn(self) -> npt.NDArray[np.floating]:
         """Return the weight as (K, N)."""
         values = values_of(self.weight)
@@ -49,9 +65,8 @@ class Linear:
 
     def bias_n(self) -> npt.NDArray[np.floating]:
         """Return the bias as (N,), zeros where there is none."""
-        dtype = values_of(self.weight).dtype
         if self.bias is None:
-            return np.zeros(self.n, dtype)
+            return np.zeros(self.n, values_of(self.weight).dtype)
         return np.broadcast_to(values_of(self.bias).reshape(-1), (self.n,))
 
 
@@ -62,47 +77,33 @@ def is_candidate(node: Node) -> bool:
 
 def read_linear(model: GraphModel, node: Node) -> Linear:
     """Read the linear layer of a product with one constant operand."""
-    on_left = is_constant(node.inputs[0])
-    weight, source = node.inputs[0 if on_left else 1], node.inputs[1 if on_left else 0]
+    is_gemm, on_left = node.op == "Gemm", is_constant(node.inputs[0])
+    source, weight = node.inputs[1::-1] if on_left else node.inputs[:2]
     shape = values_of(weight).shape
     if len(shape) != 2:
         raise NotRewritten(f"its weight has rank {len(shape)}, not 2")
     if source.shape is None or len(source.shape) < 2:
         raise NotRewritten("the rank of its activation is unknown or below 2")
-    if node.op == "Gemm":
-        return _read_gemm(node, source, weight, on_left)
-    n, k = shape if on_left else shape[::-1]
-    add, bias = (None, None) if on_left else _bias_behind(model, node, n)
-    result = node.outputs[0] if add is None else add.outputs[0]
-    return Linear(node, source, weight, on_left, on_left, bias, add, result, k, n)
-
-
-def _read_gemm(node: Node, source: Tensor, weight: Tensor, on_left: bool) -> Linear:
-    if on_left or node.attrs.get("transA", 0):
+    if is_gemm and (on_left or node.attrs.get("transA", 0)):
         raise NotRewritten("a Gemm whose weight stands on the left, or whose activation is transposed")
-    if node.attrs.get("alpha", 1.0) != 1.0 or node.attrs.get("beta", 1.0) != 1.0:
+    if is_gemm and (node.attrs.get("alpha", 1.0) != 1.0 or node.attrs.get("beta", 1.0) != 1.0):
         raise NotRewritten("a Gemm with factors alpha or beta, which would round the weight")
-    is_transposed = bool(node.attrs.get("transB", 0))
-    shape = values_of(weight).shape
+    is_transposed = bool(node.attrs.get("transB", 0)) if is_gemm else on_left
     n, k = shape if is_transposed else shape[::-1]
-    bias = node.inputs[2] if len(node.inputs) > 2 and node.inputs[2].name else None
-    if bias is not None and not _is_bias(bias, n):
-        raise NotRewritten("a Gemm whose third operand is not a constant bias of N elements")
-    return Linear(node, source, weight, False, is_transposed, bias, None, node.outputs[0], k, n)
+    add, bias = (None, None) if is_gemm or on_left else _bias_behind(model, node, n)
+    if is_gemm and len(node.inputs) > 2 and node.inputs[2].name:
+        bias = node.inputs[2]
+        if not _is_bias(bias, n):
+            raise NotRewritten("a Gemm whose third operand is not a constant bias of N elements")
+    result = (add or node).outputs[0]
+    return Linear(node, source, weight, on_left, is_transposed, bias, add, result, k, n)
 
 
 def _bias_behind(model: GraphModel, node: Node, n: int) -> tuple[Node | None, Tensor | None]:
     """Return the Add of a constant bias behind a MatMul, and that bias."""
-    product = node.outputs[0]
-    readers = consumers(product)
-    if model.is_output(product) or len(readers) != 1 or readers[0].op != "Add":
-        return None, None
-    add = readers[0]
-    for position in (0, 1):
-        other = add.inputs[1 - position]
-        if add.inputs[position] is product and _is_bias(other, n) and other is not product:
-            return add, other
-    return None, None
+    add = only_reader(model, node.outputs[0])
+    bias = next((t for t in add.inputs if _is_bias(t, n)), None) if add and add.op == "Add" else None
+    return (None, None) if bias is None else (add, bias)
 
 
 def _is_bias(tensor: Tensor, n: int) -> bool:
@@ -113,12 +114,46 @@ def _is_bias(tensor: Tensor, n: int) -> bool:
     return len(shape) <= 2 and shape[-1:] in ((), (1,), (n,)) and all(d == 1 for d in shape[:-1])
 
 
+def absorb_before(model: GraphModel, node: Node, scale: Vector, shift: Vector | None = None) -> None:
+    """Let a linear read x where it read s·x + c; `scale` s and `shift` c are (K,), None for zeros."""
+    linear = read_linear(model, node)
+    weight = linear.weight_kn().astype(np.float64)
+    if shift is not None and shift.any():
+        _set_bias(model, linear, linear.bias_n().astype(np.float64) + shift @ weight)
+    _set_weight(model, linear, scale[:, None] * weight)
+
+
+def absorb_behind(model: GraphModel, node: Node, scale: Vector, shift: Vector | None = None) -> None:
+    """Let a linear compute t·y + d where it computed y with bias; `scale` t and `shift` d are (N,)."""
+    linear = read_linear(model, node)
+    bias = scale * linear.bias_n() + (0.0 if shift is None else shift)
+    if linear.bias is not None or bias.any():
+        _set_bias(model, linear, bias)
+    _set_weight(model, linear, linear.weight_kn().astype(np.float64) * scale)
+
+
+def _set_weight(model: GraphModel, linear: Linear, weight: Vector) -> None:
+    dtype = values_of(linear.weight).dtype
+    constant = model.constant(f"{linear.node.name}.weight", linear.stored(weight).astype(dtype))
+    linear.node.inputs[0 if linear.on_left else 1] = constant
+
+
+def _set_bias(model: GraphModel, linear: Linear, bias: Vector) -> None:
+    values = bias.astype(values_of(linear.weight).dtype)
+    # With the weight on the left, rows of the product are output channels.
+    constant = model.constant(f"{linear.node.name}.bias", values[:, None] if linear.on_left else values)
+    if linear.add is not None:
+        position = next(i for i, tensor in enumerate(linear.add.inputs) if is_constant(tensor))
+        linear.add.inputs[position] = constant
+    elif linear.node.op == "Gemm":
+        linear.node.inputs = [*linear.node.inputs[:2], constant]
+    else:
+        model.insert_behind(linear.node.outputs[0], "Add", [constant], f"{linear.node.name}/add")
+
+
 def only_reader(model: GraphModel, tensor: Tensor) -> Node | None:
     """Return the only reader of a tensor; None for none, several, or a graph output."""
-    if model.is_output(tensor) or len(tensor.outputs) != 1:
-        return None
-    reader: Node = tensor.outputs[0]
-    return reader
+    return None if model.is_output(tensor) or len(tensor.outputs) != 1 else consumers(tensor)[0]
 
 
 def made_by(tensor: Tensor, op: str) -> Node | None:
@@ -129,7 +164,16 @@ def made_by(tensor: Tensor, op: str) -> Node | None:
 
 def static_dim(tensor: Tensor, axis: int) -> int | None:
     """Return the length of an axis; None where it is unknown."""
-    if tensor.shape is None or not -len(tensor.shape) <= axis < len(tensor.shape):
-        return None
-    length = tensor.shape[axis]
-    return int(length) if isinstance(length, int) and length >= 0 else None
+    shape = static_shape(tensor)
+    return shape[axis] if -len(shape) <= axis < len(shape) else None
+
+
+def is_along_last(node: Node, tensor: Tensor) -> bool:
+    """Return whether the axis of a node is the last one of a tensor."""
+    return tensor.shape is not None and int(node.attrs.get("axis", 0)) in (-1, len(tensor.shape) - 1)
+
+
+def constant_at(node: Node, position: int) -> npt.NDArray[Any] | None:
+    """Return a constant input of a node; None where it is computed or absent."""
+    is_given = len(node.inputs) > position and is_constant(node.inputs[position])
+    return values_of(node.inputs[position]) if is_given else None

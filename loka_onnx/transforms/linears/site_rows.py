@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.graph.shape_values import dimensions
+from loka_onnx.graph.shape_values import static_shape
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.transforms.linears.pattern import Linear
 
@@ -49,7 +50,8 @@ def read_rows(
     limits = _limits(linears)
     kept = {site: _Kept(linear) for site, linear in linears.items()}
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        path = _with_outputs(model, wanted, Path(folder) / "activations.onnx")
+        path = Path(folder) / "activations.onnx"
+        _with_outputs(model, wanted).save(path)
         session = OnnxSession(path, SessionOptions(optimize=False))
         for half, (begin, end) in enumerate(((0, count // 2), (count // 2, count))):
             for start in range(begin, end, step):
@@ -80,7 +82,7 @@ class _Kept:
 
     def add(self, values: npt.NDArray[Any], half: int, wanted: int) -> None:
         """Add evenly spaced vectors of a batch, and the range of all of them."""
-        vectors = np.moveaxis(values, -2 if self.linear.on_left else -1, -1).reshape(-1, self.linear.k)
+        vectors = np.moveaxis(values, self.linear.channel_axis, -1).reshape(-1, self.linear.k)
         self.amax = np.maximum(self.amax, np.abs(vectors).max(axis=0, initial=0.0))
         places = np.linspace(0, len(vectors) - 1, min(wanted, len(vectors))).astype(np.int64)
         self.halves[half].append(vectors[places].astype(np.float64))
@@ -89,30 +91,22 @@ class _Kept:
 def _limits(linears: Mapping[str, Linear]) -> dict[str, int]:
     """Return vectors of each half, by site."""
     shared = _ELEMENTS // max(2 * sum(linear.k for linear in linears.values()), 1)
-    return {
-        site: int(
-            np.clip(
-                min(shared, _PRODUCTS // (linear.k * len(measured_columns(linear)))),
-                _FEWEST_VECTORS,
-                _MOST_VECTORS,
-            )
-        )
-        for site, linear in linears.items()
-    }
+    limits = {}
+    for site, linear in linears.items():
+        most = min(shared, _PRODUCTS // (linear.k * len(measured_columns(linear))))
+        limits[site] = int(np.clip(most, _FEWEST_VECTORS, _MOST_VECTORS))
+    return limits
 
 
 def _elements(linear: Linear) -> int:
     """Return elements of an activation for one example; an unknown length counts as one."""
-    sizes = dimensions(linear.source) or ()
-    return int(np.prod([size for size in sizes if isinstance(size, int)], dtype=np.int64))
+    return prod(size for size in static_shape(linear.source) if size is not None)
 
 
-def _with_outputs(model: GraphModel, wanted: set[str], path: Path) -> Path:
-    """Write a copy of a model with further tensors as outputs."""
+def _with_outputs(model: GraphModel, wanted: set[str]) -> GraphModel:
+    """Return a copy of a model with further tensors as outputs."""
     copy = model.copy()
-    known = {tensor.name for tensor in copy.outputs}
     tensors = copy.tensors()
-    for name in sorted(wanted - known):
+    for name in sorted(wanted - {tensor.name for tensor in copy.outputs}):
         copy.add_output(tensors[name], tensors[name].dtype, tensors[name].shape)
-    copy.save(path)
-    return path
+    return copy

@@ -10,15 +10,20 @@ product, up to 3.2 times the time on one H100 (`benchmarks/micro/site_shapes.py`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
-import numpy as np
-
-from loka_onnx.core.rewrite import Applied
+from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, producer, shape_of
-from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
-from loka_onnx.transforms.linears.pattern import Linear, is_candidate, made_by, read_linear, static_dim
+from loka_onnx.transforms.base import Mod, NotRewritten, find
+from loka_onnx.transforms.linears.pattern import (
+    Linear,
+    is_along_last,
+    is_candidate,
+    made_by,
+    read_linear,
+    static_dim,
+)
 
 
 @dataclass(frozen=True)
@@ -45,29 +50,24 @@ class SplitConcat(Mod[Concatenated]):
 
     name = "split-concat"
 
-    def match(self, model: GraphModel) -> Found[Concatenated]:
-        """Match layers that read a Concat along their K."""
+    def _find(self, model: GraphModel) -> Iterator[Concatenated | Declined]:
         return find(filter(is_candidate, model.nodes), lambda node: _read(model, node))
 
     def rewrite(self, model: GraphModel, match: Concatenated) -> Applied:
         """Give the site the first part and add the products of the others."""
         layer, site = match.layer, str(match.layer.node.name)
+        first, *shared = match.parts
         weight = layer.weight_kn()
         origins: dict[str, tuple[str, ...]] = {}
-        extra: list[Tensor] = []
-        for part in match.parts[1:]:
+        tensor = layer.node.outputs[0]
+        for part in shared:
             rows = model.constant(f"{site}.weight.shared", weight[list(part.rows)])
             product = model.add("MatMul", [part.tensors[0], rows], f"{site}.shared")
             model.rename(product.inputs[0], f"{site}.shared")
             origins[product.inputs[0].name] = (site,)
-            extra.append(product)
-        first = match.parts[0]
+            tensor = model.insert_behind(tensor, "Add", [product], f"{site}/sum")
         layer.node.inputs[0] = _joined(model, first, match.concat)
         layer.node.inputs[1] = model.constant(f"{site}.weight.part", layer.stored(weight[list(first.rows)]))
-        tensor = layer.node.outputs[0]
-        for product in extra:
-            tensor = model.insert_behind(tensor, "Add", [product], f"{site}/sum")
-            tensor.shape = layer.node.outputs[0].shape
         widths = " + ".join(str(len(part.rows)) for part in match.parts)
         return Applied(site, f"K {layer.k} → {widths}, the products of '{match.concat.name}' apart", origins)
 
@@ -79,20 +79,21 @@ def _read(model: GraphModel, node: Node) -> Concatenated | None:
     except NotRewritten:
         return None
     concat = made_by(layer.source, "Concat")
-    if concat is None or layer.on_left or concat.attrs["axis"] not in (-1, len(shape_of(layer.source)) - 1):
+    if concat is None or layer.on_left or not is_along_last(concat, layer.source):
         return None
     return Concatenated(layer, concat, _parts(concat))
 
 
 def _parts(concat: Node) -> tuple[ConcatPart, ...]:
-    widths = [static_dim(tensor, -1) for tensor in concat.inputs]
-    if any(width is None for width in widths):
-        raise NotRewritten("the width of a part of its Concat is not known")
-    ends = np.cumsum([0, *(width or 0 for width in widths)])
     shared: list[ConcatPart] = []
     tensors: list[Tensor] = []
     rows: list[int] = []
-    for tensor, (start, end) in zip(concat.inputs, pairwise(int(e) for e in ends), strict=True):
+    end = 0
+    for tensor in concat.inputs:
+        width = static_dim(tensor, -1)
+        if width is None:
+            raise NotRewritten("the width of a part of its Concat is not known")
+        start, end = end, end + width
         row = _row(tensor)
         if row is not None:
             shared.append(ConcatPart((row,), tuple(range(start, end))))
@@ -125,7 +126,7 @@ def _joined(model: GraphModel, part: ConcatPart, concat: Node) -> Tensor:
         return part.tensors[0]
     wanted = [id(tensor) for tensor in part.tensors]
     for node in consumers(part.tensors[0]):
-        is_along_k = node.op == "Concat" and node.attrs["axis"] in (-1, len(shape_of(concat.outputs[0])) - 1)
+        is_along_k = node.op == "Concat" and is_along_last(node, concat.outputs[0])
         if is_along_k and [id(tensor) for tensor in node.inputs] == wanted:
             return node.outputs[0]
     joined = model.add("Concat", part.tensors, f"{concat.name}/rest", attrs={"axis": -1})

@@ -17,10 +17,9 @@ with the site in FP8; every other plan rejoins the two (`rejoin`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +34,7 @@ from loka_onnx.numerics.rounding import fake_quantize
 from loka_onnx.numerics.scales import amax_scale, weight_scales
 from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
 from loka_onnx.transforms.linears.pattern import Linear, is_candidate, read_linear
-from loka_onnx.transforms.linears.site_rows import SiteRows, read_rows
+from loka_onnx.transforms.linears.site_rows import Arrays, Doubles, SiteRows, read_rows
 
 ALIGNMENT = 16
 GATHER, ADD = ".gather", ".add"
@@ -44,9 +43,6 @@ LARGEST_PART = 0.5
 """Largest share of K that is split off."""
 TOLERANCE = 4.0
 """Accepted ratio of the remaining to the requested error; the ladder measures its cost."""
-
-Arrays = Mapping[str, npt.NDArray[Any]]
-Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -67,11 +63,7 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
     name = "split-loud-channels"
 
     def __init__(
-        self,
-        left: Mapping[str, float],
-        rows: Sequence[Arrays],
-        scratch: Path,
-        format: NumberFormat = E4M3FN,
+        self, left: Mapping[str, float], rows: Sequence[Arrays], scratch: Path, format: NumberFormat = E4M3FN
     ) -> None:
         self._left, self._rows, self._scratch, self._format = dict(left), tuple(rows), scratch, format
         for site, part in self._left.items():
@@ -83,18 +75,17 @@ class SplitHighErrorChannels(Mod[ChannelSplit]):
                     remedy="leave out sites whose error needs no cut",
                 )
 
-    def match(self, model: GraphModel) -> Found[ChannelSplit]:
-        """Rank the channels of each requested site."""
+    def _find(self, model: GraphModel) -> Iterator[ChannelSplit | Declined]:
         nodes = {node.name: node for node in model.nodes if node.name in self._left}
-        missing = [Declined(s, "there is no node of that name") for s in self._left if s not in nodes]
-        read = find((nodes[site] for site in self._left if site in nodes), lambda node: _read(model, node))
+        yield from (Declined(s, "there is no node of that name") for s in self._left if s not in nodes)
+        read = Found.of(find((nodes[s] for s in self._left if s in nodes), lambda node: _read(model, node)))
+        yield from read.declined
         linears = {linear.node.name: linear for linear in read.matches}
         rows = read_rows(model, linears, self._rows, self._scratch) if linears else {}
-        ranked = find(
-            (linear.node for linear in read.matches),
+        yield from find(
+            (linear.node for linear in linears.values()),
             lambda node: self._highest_error(linears[node.name], rows[node.name], self._left[node.name]),
         )
-        return Found(ranked.matches, (*missing, *read.declined, *ranked.declined))
 
     def rewrite(self, model: GraphModel, match: ChannelSplit) -> Applied:
         """Put zeros for the high-error rows, and add their product."""

@@ -16,7 +16,7 @@ other readers stay, because they would be stored twice.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,9 +32,13 @@ from loka_onnx.graph.model import (
     shape_of,
     values_of,
 )
+from loka_onnx.graph.moves import move, taken_axes
 from loka_onnx.graph.naming import merged_name
-from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.linears.pattern import static_dim
+from loka_onnx.transforms.base import Mod
+from loka_onnx.transforms.linears.pattern import constant_at, made_by, static_dim
+
+_ROWS = 3
+"""Of the matrix of column numbers that a selection is tried on."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +56,8 @@ class ColumnLookup:
     id_type: int | None
 
 
-@dataclass(frozen=True)
-class Lookups:
-    """Lookups in one id matrix that become one."""
-
-    lookups: tuple[ColumnLookup, ...]
-
-    @property
-    def is_one_table(self) -> bool:
-        """True if all of them read the same table."""
-        return all(lookup.table is self.lookups[0].table for lookup in self.lookups)
+Lookups = tuple[ColumnLookup, ...]
+"""Lookups in one id matrix that become one."""
 
 
 class MergeGathers(Mod[Lookups]):
@@ -72,137 +68,105 @@ class MergeGathers(Mod[Lookups]):
     def __init__(self, largest_bytes: int = 1 << 28) -> None:
         self._largest_bytes = largest_bytes
 
-    def match(self, model: GraphModel) -> Found[Lookups]:
-        """Match id matrices with several looked-up columns."""
+    def _find(self, model: GraphModel) -> Iterator[Lookups | Declined]:
         groups: defaultdict[tuple[int, int | None], list[ColumnLookup]] = defaultdict(list)
         for node in model.nodes:
-            lookup = read_column_lookup(model, node)
+            lookup = _read(model, node)
             if lookup is not None:
                 groups[id(lookup.ids), lookup.id_type].append(lookup)
-        matches: list[Lookups] = []
-        declined: list[Declined] = []
         for lookups in groups.values():
             if len(lookups) > 1:
-                self._match_group(model, lookups, matches, declined)
-        return Found(tuple(matches), tuple(declined))
+                yield from self._sorted(model, lookups)
 
-    def rewrite(self, model: GraphModel, match: Lookups) -> Applied:
-        """Look all columns up at once; split the result where single columns were read."""
-        lookups = match.lookups
-        modules = [str(lookup.node.name).rpartition("/")[0] or str(lookup.node.name) for lookup in lookups]
-        name = model.fresh_name(f"{merged_name(modules)}/lookup")
-        ids = _selected(model, lookups, name)
-        if match.is_one_table:
-            table = lookups[0].table
-        else:
-            tables = [values_of(lookup.table) for lookup in lookups]
-            table = model.constant(f"{name}.table", np.concatenate(tables))
-            ids = _with_offsets(model, ids, [len(values) for values in tables], name)
-        width = static_dim(lookups[0].table, 1) or 0
-        rows = model.add(
-            "Gather", [table, ids], f"{name}/gather", lookups[0].node.outputs[0].dtype, {"axis": 0}
-        )
-        flat = model.add(
-            "Reshape", [rows, _axes(model, name, "flat", [-1, width * len(lookups)])], f"{name}/flat"
-        )
-        batch = shape_of(lookups[0].ids)[0]
-        rows.shape, flat.shape = [batch, len(lookups), width], [batch, width * len(lookups)]
-        for lookup, part in zip(
-            lookups, model.split(flat, [width] * len(lookups), -1, f"{name}/split"), strict=True
-        ):
-            found = part
-            if lookup.keeps_axis:
-                found = model.add("Unsqueeze", [part, _axes(model, name, "axis", [1])], f"{name}/unsqueeze")
-            model.hand_over(lookup.node.outputs[0], found)
-        tables_read = "one table" if match.is_one_table else f"{len(lookups)} tables"
-        return Applied(rows.inputs[0].name, f"{len(lookups)} lookups in {tables_read} → one of width {width}")
-
-    def _match_group(
-        self, model: GraphModel, lookups: list[ColumnLookup], matches: list[Lookups], declined: list[Declined]
-    ) -> None:
+    def _sorted(self, model: GraphModel, lookups: list[ColumnLookup]) -> Iterator[Lookups | Declined]:
         """Sort the lookups of one id matrix into stacks, repeated tables and declined ones."""
         by_table: defaultdict[int, list[ColumnLookup]] = defaultdict(list)
         for lookup in lookups:
             by_table[id(lookup.table)].append(lookup)
         stacks: defaultdict[tuple[int | None, str], list[ColumnLookup]] = defaultdict(list)
         for same in by_table.values():
-            table = same[0].table
-            reason = _why_not_stacked(model, same)
+            table, name = same[0].table, same[0].node.name
             if len(same) > 1:
-                matches.append(Lookups(tuple(same)))
-            elif reason:
-                declined.append(Declined(same[0].node.name, reason))
+                yield tuple(same)
+            elif model.is_table(table):
+                reason = f"its table '{table.name}' stays outside the model, and stacking would copy it"
+                yield Declined(name, reason)
+            elif len(table.outputs) > 1:
+                yield Declined(name, f"others read its table '{table.name}', which would be stored twice")
             else:
-                stacks[static_dim(table, 1), str(table.dtype)].append(same[0])
+                stacks[static_dim(table, 1), str(table.dtype)] += same
         for stack in stacks.values():
             size = sum(values_of(lookup.table).nbytes for lookup in stack)
-            if len(stack) < 2:
-                reason = "no other table that is looked up in these ids has its width and type"
-            elif size > self._largest_bytes:
+            reason = "no other table that is looked up in these ids has its width and type"
+            if size > self._largest_bytes and len(stack) > 1:
                 reason = f"its stack would copy {size} bytes of tables, over {self._largest_bytes}"
-            else:
-                matches.append(Lookups(tuple(stack)))
+            elif len(stack) > 1:
+                yield tuple(stack)
                 continue
-            declined += [Declined(lookup.node.name, reason) for lookup in stack]
+            yield from (Declined(lookup.node.name, reason) for lookup in stack)
+
+    def rewrite(self, model: GraphModel, match: Lookups) -> Applied:
+        """Look all columns up at once; split the result where single columns were read."""
+        modules = [str(lookup.node.name).rpartition("/")[0] or str(lookup.node.name) for lookup in match]
+        name = model.fresh_name(f"{merged_name(modules)}/lookup")
+        ids, table = _selected(model, match, name), match[0].table
+        is_one_table = all(lookup.table is table for lookup in match)
+        if not is_one_table:
+            tables = [values_of(lookup.table) for lookup in match]
+            table = model.constant(f"{name}.table", np.concatenate(tables))
+            ids = _with_offsets(model, ids, [len(values) for values in tables], name)
+        width = static_dim(match[0].table, 1) or 0
+        dtype = match[0].node.outputs[0].dtype
+        rows = model.add("Gather", [table, ids], f"{name}/gather", dtype, {"axis": 0})
+        flat_shape = _axes(model, name, "flat", [-1, width * len(match)])
+        flat = model.add("Reshape", [rows, flat_shape], f"{name}/flat")
+        batch = shape_of(match[0].ids)[0]
+        rows.shape, flat.shape = [batch, len(match), width], [batch, width * len(match)]
+        parts = model.split(flat, [width] * len(match), -1, f"{name}/split")
+        for lookup, part in zip(match, parts, strict=True):
+            found = part
+            if lookup.keeps_axis:
+                found = model.add("Unsqueeze", [part, _axes(model, name, "axis", [1])], f"{name}/unsqueeze")
+            model.hand_over(lookup.node.outputs[0], found)
+        tables_read = "one table" if is_one_table else f"{len(match)} tables"
+        return Applied(rows.inputs[0].name, f"{len(match)} lookups in {tables_read} → one of width {width}")
 
 
-def read_column_lookup(model: GraphModel, node: Node) -> ColumnLookup | None:
+def _read(model: GraphModel, node: Node) -> ColumnLookup | None:
     """Return the lookup of one column of an id matrix; None for other nodes."""
     if node.op != "Gather" or int(node.attrs.get("axis", 0)) != 0:
         return None
-    table = node.inputs[0]
+    table, tensor = node.inputs[:2]
     if not (is_constant(table) or model.is_table(table)) or len(table.shape or ()) != 2:
         return None
-    tensor, id_type = node.inputs[1], None
-    keeps_axis = tensor.shape is not None and len(tensor.shape) == 2
+    id_type, keeps_axis = None, len(tensor.shape or ()) == 2
+    cast = made_by(tensor, "Cast")
+    if cast is not None:
+        id_type, tensor = int(cast.attrs["to"]), cast.inputs[0]
+    squeeze = made_by(tensor, "Squeeze")
+    if squeeze is not None and (axes := constant_at(squeeze, 1)) is not None and axes.tolist() in ([1], [-1]):
+        tensor = squeeze.inputs[0]
     step = producer(tensor)
-    if step is not None and step.op == "Cast":
-        id_type, tensor = int(step.attrs["to"]), step.inputs[0]
-        step = producer(tensor)
-    if step is not None and step.op == "Squeeze" and _integers(step, 1) in ([1], [-1]):
-        tensor = step.inputs[0]
-        step = producer(tensor)
     column = None if step is None else _column(step, tensor)
-    if step is None or column is None or len(step.inputs[0].shape or ()) != 2:
+    if step is None or column is None:
         return None
     return ColumnLookup(node, table, step.inputs[0], column, keeps_axis, id_type)
 
 
 def _column(step: Node, tensor: Tensor) -> int | None:
     """Return the one column of a matrix that a node selects; None for other nodes."""
-    width = static_dim(step.inputs[0], 1)
-    if width is None:
+    width = static_dim(step.inputs[0], 1) if step.op in {"Gather", "Slice", "Split"} else None
+    if width is None or len(shape_of(step.inputs[0])) != 2:
         return None
-    column: int | None = None
-    if step.op == "Gather" and int(step.attrs.get("axis", 0)) in (1, -1):
-        chosen = _integers(step, 1)
-        column = chosen[0] if chosen is not None and len(chosen) == 1 else None
-    elif step.op == "Slice" and _integers(step, 3) in ([1], [-1]) and _integers(step, 4) in (None, [1]):
-        starts, ends = _integers(step, 1), _integers(step, 2)
-        if starts is not None and ends is not None:
-            chosen = list(range(width))[starts[0] : ends[0]]
-            column = chosen[0] if len(chosen) == 1 else None
-    elif step.op == "Split" and int(step.attrs.get("axis", 0)) in (1, -1) and len(step.outputs) == width:
-        column = next(i for i, part in enumerate(step.outputs) if part is tensor)
-    if column is None or not -width <= column < width:
+    numbers = np.broadcast_to(np.arange(width), (_ROWS, width))
+    try:
+        if {axis % 2 for axis in taken_axes(step)} != {1}:
+            return None
+        parts = move(step, step.inputs[0], numbers, {})
+    except (ValueError, IndexError):
         return None
-    return column % width
-
-
-def _integers(node: Node, position: int) -> list[int] | None:
-    if len(node.inputs) <= position or not is_constant(node.inputs[position]):
-        return None
-    return [int(v) for v in values_of(node.inputs[position]).reshape(-1)]
-
-
-def _why_not_stacked(model: GraphModel, lookups: Sequence[ColumnLookup]) -> str:
-    """Return why a table is not stacked; empty when it is."""
-    table = lookups[0].table
-    if model.is_table(table):
-        return f"its table '{table.name}' stays outside the model, and stacking would copy it"
-    if len(table.outputs) > len(lookups):
-        return f"others read its table '{table.name}', which would be stored twice"
-    return ""
+    (part,) = (part for part, output in zip(parts, step.outputs, strict=True) if output is tensor)
+    return int(part.flat[0]) if part.size == _ROWS else None
 
 
 def _selected(model: GraphModel, lookups: Sequence[ColumnLookup], name: str) -> Tensor:

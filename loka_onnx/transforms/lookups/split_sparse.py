@@ -6,14 +6,12 @@ A lookup is a Gather of rows from a constant table. The nodes that compute its i
 pooling of a bag of ids: a reduction of looked-up rows, with masks and weights that only ids decide. No
 computation changes, so the halves give the bits of the whole; `verify_split` checks that on data.
 
-Declined, with the reason: the dense part needs ids themselves; a table has other readers than lookups; ids
-come out of a linear layer; looked-up rows do not lie along axis 0. The dense part may need the number of
-rows: it reads it off a cut tensor.
+Where the dense part needs the number of rows, it reads it off a cut tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +21,15 @@ import numpy.typing as npt
 import onnx
 
 from loka_onnx.core.artifact import ModelArtifact, TensorSpec
-from loka_onnx.core.rewrite import Declined
-from loka_onnx.core.split import Halves
+from loka_onnx.core.rewrite import Declined, Halves
 from loka_onnx.errors import InternalError
-from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, shape_of, values_of
+from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, shape_of
 from loka_onnx.graph.products import other_products
 from loka_onnx.graph.shape_values import tensor_spec
 from loka_onnx.graph.sites import find_sites, is_site
 from loka_onnx.graph.storage import model_digest
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
+from loka_onnx.transforms.linears.pattern import constant_at
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -41,12 +39,10 @@ LOOKUP_FILE, DENSE_FILE = "lookup.onnx", "dense.onnx"
 _T = onnx.TensorProto
 _FLOATS = frozenset({_T.FLOAT, _T.FLOAT16, _T.BFLOAT16, _T.DOUBLE})
 _POOLS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax"})
-# fmt: off
-_MASKS = frozenset({
-    "Mul", "Div", "Add", "Sub", "Where", "Max", "Clip", "Cast", "Unsqueeze", "Equal", "Greater",
-    "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Not",
-})
-# fmt: on
+_MASKS = frozenset(
+    {"Mul", "Div", "Add", "Sub", "Where", "Max", "Clip", "Cast", "Unsqueeze"}
+    | {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Not"}
+)
 """Operators allowed between a lookup, or the ids, and the pooling."""
 
 
@@ -95,9 +91,8 @@ def verify_split(split: SparseSplit, whole: Path, rows: Sequence[Arrays], direct
         for name, values in before.items():
             if values.tobytes() != after[name].tobytes():
                 moved = np.abs(values.astype(np.float64) - after[name].astype(np.float64)).max()
-                return Declined(
-                    name, f"the halves move it by up to {moved:.3g} in batch {number} of {len(rows)}"
-                )
+                reason = f"the halves move it by up to {moved:.3g} in batch {number} of {len(rows)}"
+                return Declined(name, reason)
     return None
 
 
@@ -105,19 +100,14 @@ def describe_halves(split: SparseSplit, whole: ModelArtifact, directory: Path) -
     """Return the halves that `verify_split` has written, as artifacts."""
     specs = {spec.name: spec for spec in (*whole.inputs, *split.cut)}
 
+    merged = {site.name: site.merged_from for site in whole.sites}
+
     def half(graph: GraphModel, name: str, outputs: tuple[TensorSpec, ...]) -> ModelArtifact:
-        path = directory / name
-        merged = {site.name: site.merged_from for site in whole.sites}
-        written = GraphModel.read_back(graph.export())
-        return replace(
-            whole,
-            path=path,
-            digest=model_digest(path),
-            inputs=tuple(specs[tensor.name] for tensor in graph.inputs),
-            outputs=outputs,
-            sites=find_sites(written, merged),
-            other_products=other_products(written),
-        )
+        path, written = directory / name, GraphModel.read_back(graph.export())
+        inputs = tuple(specs[tensor.name] for tensor in graph.inputs)
+        sites, others = find_sites(written, merged), other_products(written)
+        made = replace(whole, path=path, digest=model_digest(path), sites=sites, other_products=others)
+        return replace(made, inputs=inputs, outputs=outputs)
 
     dense = half(split.dense, DENSE_FILE, whole.outputs)
     lost = {site.name for site in whole.sites} ^ {site.name for site in dense.sites}
@@ -130,41 +120,46 @@ def _split(model: GraphModel) -> SparseSplit:
     sparse = _sparse_nodes(model)
     cut = _cut_tensors(model, sparse)
     _count_rows_in(model, sparse, cut)
-    ids = {id(t) for node in sparse.values() for t in node.inputs} & {id(t) for t in model.inputs}
-    for tensor in model.inputs:
-        if id(tensor) in ids and _is_integer(tensor):
-            outside = [node for node in tensor.outputs if id(node) not in sparse]
-            if outside:
-                raise _Whole(outside[0].name, f"it reads the ids '{tensor.name}', and is no lookup")
+    taken_in = [t for t in model.inputs if any(id(node) in sparse for node in t.outputs)]
+    for tensor in filter(_is_integer, taken_in):
+        for node in tensor.outputs:
+            if id(node) not in sparse:
+                raise _Whole(node.name, f"it reads the ids '{tensor.name}', and is no lookup")
     for tensor in cut:
         module = str(tensor.inputs[0].name)
         tensor.name = model.fresh_name(module.rpartition("/")[0] or module)
     specs = tuple(tensor_spec(tensor) for tensor in cut)
-    taken_in = [t for t in model.inputs if id(t) in ids]
     numeric = [t for t in model.inputs if any(id(node) not in sparse for node in t.outputs)]
     return SparseSplit(model.extract(taken_in, cut), model.extract([*numeric, *cut], model.outputs), specs)
 
 
 def _sparse_nodes(model: GraphModel) -> dict[int, Node]:
     """Return lookups, the nodes of their ids and the pooling behind them, by identity."""
-    found: dict[int, Node] = {}
-    pending = [node for node in model.nodes if _is_lookup(model, node)]
-    if not pending:
+    lookups = [node for node in model.nodes if _is_lookup(model, node)]
+    if not lookups:
         raise _Whole("model", "it has no lookup: no Gather reads rows of a constant table by ids")
-    for lookup in pending:
+    for lookup in lookups:
         table = lookup.inputs[0]
         for reader in table.outputs:
             if not _is_lookup(model, reader) or reader.inputs[0] is not table:
                 raise _Whole(reader.name, f"it reads the table '{table.name}', and is no lookup")
+    found = _with_makers(lookups)
+    for node in filter(is_site, found.values()):
+        raise _Whole(node.name, "ids of a lookup come out of this layer")
+    return found | _pooling(model, found)
+
+
+def _with_makers(nodes: Iterable[Node], within: Mapping[int, Node] | None = None) -> dict[int, Node]:
+    """Return nodes and those that make their inputs, directly or not, by identity; of some nodes only."""
+    found: dict[int, Node] = {}
+    pending = list(nodes)
     while pending:
         node = pending.pop()
-        if id(node) in found:
-            continue
-        if is_site(node):
-            raise _Whole(node.name, "ids of a lookup come out of this layer")
-        found[id(node)] = node
-        pending += [maker for tensor in node.inputs for maker in tensor.inputs]
-    return found | _pooling(model, found)
+        if id(node) not in found:
+            found[id(node)] = node
+            makers = (maker for tensor in node.inputs for maker in tensor.inputs)
+            pending += [maker for maker in makers if within is None or id(maker) in within]
+    return found
 
 
 def _is_lookup(model: GraphModel, node: Node) -> bool:
@@ -186,14 +181,7 @@ def _pooling(model: GraphModel, sparse: Mapping[int, Node]) -> dict[int, Node]:
         if all(id(t) in known or is_constant(t) or not t.name for t in node.inputs):
             joined[id(node)] = node
             known |= {id(tensor) for tensor in node.outputs}
-    pending = [node for node in joined.values() if node.op in _POOLS]
-    kept: dict[int, Node] = {}
-    while pending:
-        node = pending.pop()
-        if id(node) not in kept:
-            kept[id(node)] = node
-            pending += [m for tensor in node.inputs for m in tensor.inputs if id(m) in joined]
-    return kept
+    return _with_makers((node for node in joined.values() if node.op in _POOLS), joined)
 
 
 def _cut_tensors(model: GraphModel, sparse: Mapping[int, Node]) -> list[Tensor]:
@@ -207,9 +195,8 @@ def _cut_tensors(model: GraphModel, sparse: Mapping[int, Node]) -> list[Tensor]:
             if not readers:
                 continue
             if not _is_lookup(model, node) and node.op not in _POOLS:
-                raise _Whole(
-                    readers[0].name, f"it reads '{tensor.name}', which is made of ids, and is no lookup"
-                )
+                what = f"it reads '{tensor.name}', which is made of ids, and is no lookup"
+                raise _Whole(readers[0].name, what)
             if tensor.dtype is None or tensor.shape is None:
                 raise _Whole(node.name, f"type or shape of its result '{tensor.name}' is not known")
             shape = tensor_spec(tensor).shape
@@ -232,10 +219,8 @@ def _counts_rows(node: Node) -> bool:
     if int(node.attrs.get("end", 0)) == 1:
         return True
     readers = node.outputs[0].outputs
-    return bool(readers) and all(
-        reader.op == "Gather" and is_constant(reader.inputs[1]) and not np.any(values_of(reader.inputs[1]))
-        for reader in readers
-    )
+    positions = [constant_at(reader, 1) if reader.op == "Gather" else None for reader in readers]
+    return bool(readers) and all(each is not None and not each.any() for each in positions)
 
 
 def _count_rows_in(model: GraphModel, sparse: Mapping[int, Node], cut: Sequence[Tensor]) -> None:

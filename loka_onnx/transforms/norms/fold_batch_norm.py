@@ -14,37 +14,29 @@ stand in between (`channel_paths`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from loka_onnx.core.rewrite import Applied
+from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.layout import LAYOUT_OPS, layout_root
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer, values_of
-from loka_onnx.graph.moves import Numbers
-from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
-from loka_onnx.transforms.linears.channel_paths import (
-    Reader,
-    by_channel,
-    linear_readers,
-    moved,
-    numbered,
+from loka_onnx.transforms.base import Mod, NotRewritten, find
+from loka_onnx.transforms.linears.channel_paths import Reader, by_channel, linear_readers, moved, numbered
+from loka_onnx.transforms.linears.pattern import (
+    Vector,
+    absorb_before,
+    absorb_behind,
+    is_candidate,
+    only_reader,
+    read_linear,
 )
-from loka_onnx.transforms.linears.pattern import is_candidate, only_reader, read_linear
-from loka_onnx.transforms.linears.scaling import Vector, absorb_before, absorb_behind
 
 _OP = "BatchNormalization"
-Values = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class _Affine:
-    """A node that computes scale·x + shift with constants that broadcast against x."""
-
-    node: Node
-    scale: Values
-    shift: Values
+_Affine = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
+"""Scale and shift of a node that computes scale·x + shift; they broadcast against x."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +58,15 @@ class FoldBatchNorm(Mod[FoldedBatchNorm]):
 
     name = "fold-batch-norm"
 
-    def match(self, model: GraphModel) -> Found[FoldedBatchNorm]:
-        """Match BatchNorms behind a linear, and BatchNormalization before linears."""
-        behind = (_read_behind(model, node) for node in model.nodes if is_candidate(node))
-        matches = [match for match in behind if match is not None]
-        taken = {id(step) for match in matches for step in match.steps}
-        rest = find((n for n in model.nodes if id(n) not in taken), lambda node: _read_before(model, node))
-        return Found((*matches, *rest.matches), rest.declined)
+    def _find(self, model: GraphModel) -> Iterator[FoldedBatchNorm | Declined]:
+        taken: set[int] = set()
+        for product in filter(is_candidate, model.nodes):
+            match = _read_behind(model, product)
+            if match is not None:
+                taken |= {id(step) for step in match.steps}
+                yield match
+        rest = (node for node in model.nodes if node.op == _OP and id(node) not in taken)
+        yield from find(rest, lambda node: _read_before(model, node))
 
     def rewrite(self, model: GraphModel, match: FoldedBatchNorm) -> Applied:
         """Fold one BatchNorm."""
@@ -95,48 +89,31 @@ class FoldBatchNorm(Mod[FoldedBatchNorm]):
         return Applied(sites[0], what, {site: (site,) for site in sites})
 
 
-# Behind a linear ---------------------------------------------------------------------------------------
-
-
 def _read_behind(model: GraphModel, product: Node) -> FoldedBatchNorm | None:
     """Return the nodes that scale and shift the outputs of a linear; None for none."""
+    steps: list[Node] = []
+    scale, shift = np.ones(()), np.zeros(())
     try:
         linear = read_linear(model, product)
+        tensor = linear.result
+        numbers = numbered(tensor, (linear.channel_axis,))
+        while (reader := only_reader(model, tensor)) is not None:
+            if reader.op in LAYOUT_OPS and reader.inputs[0] is tensor:
+                (numbers,) = moved(reader, tensor, numbers)
+            else:
+                affine = _read_affine(reader, tensor)
+                if affine is None:
+                    break
+                factor, summand = (by_channel(numbers, values, linear.n) for values in affine)
+                scale, shift = factor * scale, factor * shift + summand
+                steps.append(reader)
+            tensor = reader.outputs[0]
     except NotRewritten:
+        # The nodes so far can be folded.
+        pass
+    if all(step.op == "Add" for step in steps):
         return None
-    folded = FoldedBatchNorm((), product, (), np.ones(linear.n), np.zeros(linear.n))
-    has_factors = False
-    layout: list[Node] = []
-    tensor = linear.result
-    while (reader := only_reader(model, tensor)) is not None:
-        if reader.op in LAYOUT_OPS and reader.inputs[0] is tensor:
-            layout.append(reader)
-        else:
-            affine = _read_affine(reader, tensor)
-            if affine is None:
-                break
-            try:
-                numbers = numbered(linear.result, (-2 if linear.on_left else -1,))
-                for node in layout:
-                    (numbers,) = moved(node, node.inputs[0], numbers)
-                folded = _with_step(folded, affine, numbers)
-            except NotRewritten:
-                break
-            has_factors = has_factors or reader.op != "Add"
-        tensor = reader.outputs[0]
-    return folded if has_factors else None
-
-
-def _with_step(folded: FoldedBatchNorm, affine: _Affine, numbers: Numbers) -> FoldedBatchNorm:
-    channels = len(folded.scale)
-    scale = by_channel(numbers, affine.scale, channels)
-    shift = by_channel(numbers, affine.shift, channels)
-    return replace(
-        folded,
-        steps=(*folded.steps, affine.node),
-        scale=scale * folded.scale,
-        shift=scale * folded.shift + shift,
-    )
+    return FoldedBatchNorm(tuple(steps), product, (), scale, shift)
 
 
 def _read_affine(node: Node, tensor: Tensor) -> _Affine | None:
@@ -149,30 +126,22 @@ def _read_affine(node: Node, tensor: Tensor) -> _Affine | None:
     if not is_constant(constant) or values_of(constant).size < 2:
         return None
     values = values_of(constant).astype(np.float64)
-    if node.op == "Mul":
-        return _Affine(node, values, np.zeros(()))
-    return _Affine(node, np.ones(()), values)
+    return (values, np.zeros(())) if node.op == "Mul" else (np.ones(()), values)
 
 
 def _read_batch_norm(node: Node) -> _Affine | None:
     """Return scale and shift of a BatchNormalization at inference; None where not constant."""
-    rank = None if node.inputs[0].shape is None else len(node.inputs[0].shape)
-    is_inference = not node.attrs.get("training_mode", 0) and all(map(is_constant, node.inputs[1:5]))
-    if rank is None or rank < 2 or not is_inference:
+    rank = len(node.inputs[0].shape or ())
+    if rank < 2 or node.attrs.get("training_mode", 0) or not all(map(is_constant, node.inputs[1:5])):
         return None
     gamma, beta, mean, variance = (values_of(tensor).astype(np.float64) for tensor in node.inputs[1:5])
     scale = gamma / np.sqrt(variance + float(np.float32(node.attrs.get("epsilon", 1e-5))))
     shape = (-1, *(1,) * (rank - 2))
-    return _Affine(node, scale.reshape(shape), (beta - mean * scale).reshape(shape))
+    return scale.reshape(shape), (beta - mean * scale).reshape(shape)
 
 
-# Before linears, and what stays -------------------------------------------------------------------------
-
-
-def _read_before(model: GraphModel, node: Node) -> FoldedBatchNorm | None:
-    """Return the linears that can take over a BatchNormalization in front of them; None for other nodes."""
-    if node.op != _OP:
-        return None
+def _read_before(model: GraphModel, node: Node) -> FoldedBatchNorm:
+    """Return the linears that can take over a BatchNormalization in front of them."""
     affine = _read_batch_norm(node)
     if affine is None:
         raise NotRewritten("its statistics are not constant, or the rank of its input is not known")
@@ -182,8 +151,7 @@ def _read_before(model: GraphModel, node: Node) -> FoldedBatchNorm | None:
             raise NotRewritten(
                 f"it normalizes the input '{source.name}', whose raw values would be quantized"
             )
-        result = node.outputs[0]
-        readers = linear_readers(model, result, numbered(node.inputs[0], (1,)))
+        readers = linear_readers(model, node.outputs[0], numbered(node.inputs[0], (1,)))
     except NotRewritten as reason:
         raise NotRewritten(f"no linear in front of it takes it over; nor behind it: {reason}") from reason
-    return FoldedBatchNorm((node,), None, readers, affine.scale.reshape(-1), affine.shift.reshape(-1))
+    return FoldedBatchNorm((node,), None, readers, affine[0].reshape(-1), affine[1].reshape(-1))

@@ -11,13 +11,14 @@ stand in between as long as each weight row meets one channel of the norm (`chan
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from loka_onnx.core.rewrite import Applied
+from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, is_constant, values_of
-from loka_onnx.transforms.base import Found, Mod, NotRewritten, find
+from loka_onnx.transforms.base import Mod, NotRewritten, find
 from loka_onnx.transforms.linears.channel_paths import (
     NORMS_WITH_SCALE,
     Reader,
@@ -25,7 +26,7 @@ from loka_onnx.transforms.linears.channel_paths import (
     linear_readers,
     numbered,
 )
-from loka_onnx.transforms.linears.scaling import Vector, absorb_before
+from loka_onnx.transforms.linears.pattern import Vector, absorb_before
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ class FoldNormAffine(Mod[ScaledNorm]):
 
     name = "fold-norm-affine"
 
-    def match(self, model: GraphModel) -> Found[ScaledNorm]:
-        """Match norms that only linears read."""
+    def _find(self, model: GraphModel) -> Iterator[ScaledNorm | Declined]:
         norms = (node for node in model.nodes if node.op in NORMS_WITH_SCALE and not _is_plain(node))
         return find(norms, lambda node: _read(model, node))
 

@@ -21,30 +21,39 @@ UnitNormalization) and ``x / (‖x‖ + ε)``.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+from math import isqrt, prod
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, values_of
-from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.norms.pattern import (
-    DecomposedNorm,
-    NotFused,
-    over_last_axes,
-    why_not_fused,
-    with_bias,
-    with_scale,
-)
-from loka_onnx.transforms.norms.reading import read_norm
-from loka_onnx.transforms.norms.walk import NotANorm
+from loka_onnx.transforms.base import Mod
+from loka_onnx.transforms.norms.reading import DecomposedNorm, read_norm, with_bias, with_scale
+from loka_onnx.transforms.norms.statistics import NotANorm, type_of
 
 RMS_OPSET = 23
+_INTEGERS = frozenset({onnx.TensorProto.INT64, onnx.TensorProto.INT32})
+
+
+class NotFused(NotANorm):
+    """The operator of a rule does not compute this norm; the message names the difference."""
+
+    def __init__(self, reason: str, norm: DecomposedNorm) -> None:
+        super().__init__(reason)
+        self.norm = norm
 
 
 class FuseNorm(Mod[DecomposedNorm]):
-    """Nodes that compute a norm → one operator."""
+    """Nodes that compute a norm → one operator.
+
+    Conversions between float types may stand around a norm, never inside: from its squares to its quotient
+    all must be FP32, as PyTorch and Keras write the norms of FP16 and BF16 models.
+    """
 
     op: ClassVar[str]
 
@@ -52,47 +61,43 @@ class FuseNorm(Mod[DecomposedNorm]):
     def read(self, node: Node) -> DecomposedNorm:
         """Return the norm that ends at a node, or raise `NotANorm`."""
 
-    def match(self, model: GraphModel) -> Found[DecomposedNorm]:
-        """Offer every node of the graph to the reader."""
-        matches: list[DecomposedNorm] = []
+    def _find(self, model: GraphModel) -> Iterator[DecomposedNorm | Declined]:
         declined: list[tuple[Node, str]] = []
         claimed: set[int] = set()
-        reported: set[int] = set()
+        # A part of a norm may be another one.
+        parts: set[int] = set()
         for node in model.nodes:
             try:
                 norm = self.read(node)
+                _check(model, norm)
             except NotFused as refusal:
                 declined.append((node, str(refusal)))
-                reported |= {id(other) for other in refusal.norm.inner} - {id(node)}
-                continue
+                parts |= {id(other) for other in refusal.norm.inner} - {id(node)}
             except NotANorm:
                 continue
-            reason = why_not_fused(model, norm)
-            inner = {id(other) for other in norm.inner}
-            if reason is not None:
-                declined.append((node, reason))
-                reported |= inner - {id(node)}
-            elif not claimed & inner:
-                matches.append(norm)
-                claimed |= inner
-        # A part of a norm may be another one.
-        parts = claimed | reported
-        return Found(
-            tuple(matches), tuple(Declined(n.name, why) for n, why in declined if id(n) not in parts)
-        )
+            else:
+                inner = {id(other) for other in norm.inner}
+                if not claimed & inner:
+                    claimed |= inner
+                    yield norm
+        parts |= claimed
+        yield from (Declined(node.name, reason) for node, reason in declined if id(node) not in parts)
 
     def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:
         """Replace the primitives by one node, named after their module, else after its operator."""
         shape, base = match.shape or (), match.module or self.op.lower()
-        scale = np.ones(shape, np.float32) if match.scale is None else spread(match.scale, shape)
+        scale = np.ones(shape, np.float32) if match.scale is None else _spread(match.scale, shape)
         inputs = [match.source, model.constant(f"{base}.scale", scale * np.float32(match.factor))]
         if match.bias is not None:
-            inputs.append(model.constant(f"{base}.bias", spread(match.bias, shape)))
+            inputs.append(model.constant(f"{base}.bias", _spread(match.bias, shape)))
         epsilon = float(np.float32(match.epsilon))
         attrs = {"axis": match.axes[0], "epsilon": epsilon, "stash_type": 1}
-        name = put_in_place(model, match, model.add(self.op, inputs, base, match.result.dtype, attrs))
+        fused = model.add(self.op, inputs, base, match.result.dtype, attrs)
+        node = fused.inputs[0]
+        model.hand_over(match.result, fused)
+        model.rename(node, base)
         what = f"{self.op}(axis={match.axes[0]}, epsilon={epsilon:.3g})"
-        return Applied(name, f"{len(match.inner)} nodes → {what}")
+        return Applied(node.name, f"{len(match.inner)} nodes → {what}")
 
 
 class FuseLayerNorm(FuseNorm):
@@ -106,7 +111,7 @@ class FuseLayerNorm(FuseNorm):
         norm = read_norm(node)
         if not norm.is_centred:
             raise NotANorm("an RMSNorm")
-        return with_bias(with_scale(over_last_axes(norm)))
+        return with_bias(with_scale(_over_last_axes(norm)))
 
 
 class FuseRMSNorm(FuseNorm):
@@ -123,7 +128,7 @@ class FuseRMSNorm(FuseNorm):
         if not norm.is_mean and not norm.epsilon and norm.scale is None:
             raise NotANorm("an L2-norm")
         # RMSNormalization has no bias: an Add behind it stays.
-        return with_scale(over_last_axes(norm))
+        return with_scale(_over_last_axes(norm))
 
     def rewrite(self, model: GraphModel, match: DecomposedNorm) -> Applied:
         """Replace the primitives by one node."""
@@ -131,15 +136,41 @@ class FuseRMSNorm(FuseNorm):
         return super().rewrite(model, match)
 
 
-def put_in_place(model: GraphModel, norm: DecomposedNorm, fused: Tensor) -> str:
-    """Let the node of a new tensor compute the result of a norm, whose readers stay; return its name."""
-    node = fused.inputs[0]
-    model.hand_over(norm.result, fused)
-    model.rename(node, norm.module or node.op.lower())
-    return str(node.name)
+def _over_last_axes(norm: DecomposedNorm) -> DecomposedNorm:
+    """Return the norm in operator form: last axes, averaged squares, scale along the axes.
+
+    Where squares are added over K elements, sum(d·d) + ε = K·(mean(d·d) + ε/K).
+    """
+    if norm.axes != tuple(range(-len(norm.axes), 0)):
+        raise NotFused(f"it normalizes axes {list(norm.axes)}, which are not the last ones", norm)
+    if not norm.varies_within(norm.scale) or not norm.varies_within(norm.bias):
+        raise NotFused("its scale or bias varies along other axes than the normalized ones", norm)
+    if norm.is_mean or norm.shape is None:
+        return norm
+    length = prod(norm.shape)
+    root = isqrt(length)
+    if root * root != length or root & (root - 1):
+        reason = f"it adds {length} squares, and 1/√{length}, the scale of the operator that averages them,"
+        raise NotFused(f"{reason} is no FP32 number", norm)
+    return replace(norm, is_mean=True, epsilon=norm.epsilon / length, factor=1 / root)
 
 
-def spread(tensor: Tensor, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+def _check(model: GraphModel, norm: DecomposedNorm) -> None:
+    """Check type, shape, and that only nodes of the pattern read its inner results."""
+    if type_of(norm.source) != onnx.TensorProto.FLOAT:
+        raise NotFused("only FP32 norms are fused: the fused node takes its statistics in FP32", norm)
+    if norm.shape is None:
+        raise NotFused("the length of a normalized axis is not known", norm)
+    inner = {id(node) for node in norm.inner}
+    for tensor in (tensor for node in norm.inner for tensor in node.outputs):
+        # Shapes are computed once for many readers.
+        if tensor is norm.result or type_of(tensor) in _INTEGERS:
+            continue
+        if model.is_output(tensor) or any(id(reader) not in inner for reader in tensor.outputs):
+            raise NotFused("an intermediate result of the norm is read elsewhere", norm)
+
+
+def _spread(tensor: Tensor, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     """Return a scale or bias spread over the normalized axes."""
     values = values_of(tensor)
     without_batch = values.reshape(values.shape[max(values.ndim - len(shape), 0) :])

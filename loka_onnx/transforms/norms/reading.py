@@ -4,145 +4,215 @@ With r = 1/sqrt(mean(d·d) + ε) and d = x − mean(x), or d = x::
 
     d · r      d / sqrt(…)      (γ·d) · r      d · (r·γ)      x·(r·γ) + (β − mean(x)·(r·γ))
 
-are one norm, with factors in any order. `statistics` reads the statistics; `pattern` takes in further scale
-and shift and decides on fusing.
+are one norm, with factors in any order, and a constant scale and shift behind it. `statistics` reads the
+statistics.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from loka_onnx.graph.model import Node, Tensor, is_constant, producer
-from loka_onnx.transforms.norms.pattern import DecomposedNorm, module_of, nodes_between
+from loka_onnx.graph.model import Node, Tensor, consumers, is_constant, producer, shape_of
 from loka_onnx.transforms.norms.statistics import (
     Centred,
+    Moment,
+    NotANorm,
     Root,
-    centred_or_none,
     is_same,
+    lossless_chain,
+    origin,
+    read_centred,
     read_mean,
     read_root,
+    scalar,
+    static_lengths,
 )
-from loka_onnx.transforms.norms.walk import Moment, NotANorm, origin, scalar
+
+_LARGEST_PATTERN = 100
+"""Nodes; the longest exported pattern has about forty."""
+
+
+@dataclass(frozen=True)
+class DecomposedNorm:
+    """A normalization read from primitives.
+
+    Attributes:
+        axes: Normalized axes, negative, ascending.
+        epsilon: Summand of the mean of squares.
+        is_mean: Whether squares are averaged; added otherwise.
+        module: Path in the name of the last node (``<module>/<op>``); empty at the top of the model.
+        inner: Every node of the pattern; only `result` may be read from outside.
+        factor: Multiplies the scale; a power of two.
+    """
+
+    source: Tensor
+    axes: tuple[int, ...]
+    epsilon: float
+    is_centred: bool
+    is_mean: bool
+    scale: Tensor | None
+    bias: Tensor | None
+    result: Tensor
+    module: str
+    inner: tuple[Node, ...] = ()
+    factor: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Lengths of the normalized axes; None where one is unknown."""
+        return static_lengths(self.source, self.axes)
+
+    def varies_within(self, constant: Tensor | None) -> bool:
+        """Return whether a constant varies over the normalized axes only, and adds no axis."""
+        shape = self.shape
+        if constant is None or shape is None:
+            return True
+        rank, own = len(shape_of(self.source)), shape_of(constant)
+        padded = (1,) * (rank - len(own)) + own
+        target = (1,) * (rank - len(shape)) + shape
+        return len(padded) == rank and all(a in (1, b) for a, b in zip(padded, target, strict=True))
 
 
 def read_norm(node: Node) -> DecomposedNorm:
     """Read the norm that ends at a node, without a further scale and shift."""
     if node.op in {"Add", "Sub"}:
-        norm = _read_distributed(node)
-    elif node.op in {"Div", "Mul"}:
-        norm = _read_quotient(node)
-    else:
-        raise NotANorm(f"a {node.op}")
-    return replace(norm, inner=nodes_between(norm.source, norm.result))
+        return _read_distributed(node)
+    if node.op in {"Div", "Mul"}:
+        return _read_quotient(node)
+    raise NotANorm(f"a {node.op}")
+
+
+def with_scale(norm: DecomposedNorm) -> DecomposedNorm:
+    """Take in a constant scale that is the only reader of the result."""
+    step = _constant_step(norm, "Mul") if norm.scale is None and norm.bias is None else None
+    return norm if step is None else replace(_extended(norm, step[0]), scale=step[1])
+
+
+def with_bias(norm: DecomposedNorm) -> DecomposedNorm:
+    """Take in a constant bias that is the only reader of the result."""
+    step = _constant_step(norm, "Add") if norm.bias is None else None
+    return norm if step is None else replace(_extended(norm, step[0]), bias=step[1])
+
+
+def _extended(norm: DecomposedNorm, node: Node) -> DecomposedNorm:
+    return replace(norm, result=node.outputs[0], inner=(*norm.inner, node))
+
+
+def _constant_step(norm: DecomposedNorm, op: str) -> tuple[Node, Tensor] | None:
+    """Return the only reader of the result, of that operator, and its other operand, which is constant."""
+    readers = consumers(norm.result)
+    if norm.shape is None or len(readers) != 1 or readers[0].op != op:
+        return None
+    constant = next((tensor for tensor in readers[0].inputs if is_constant(tensor)), None)
+    return None if constant is None or not norm.varies_within(constant) else (readers[0], constant)
+
+
+def _norm(
+    node: Node, source: Tensor, root: Root, is_centred: bool, bias: Tensor | None = None
+) -> DecomposedNorm:
+    """Return the norm of a source by a root that ends at a node, scaled by the constant of the root."""
+    return DecomposedNorm(
+        source,
+        root.moment.axes,
+        root.epsilon,
+        is_centred,
+        root.moment.is_mean,
+        root.constant,
+        bias,
+        node.outputs[0],
+        str(node.name).rpartition("/")[0],
+        _nodes_between(source, node.outputs[0]),
+    )
+
+
+def _nodes_between(source: Tensor, result: Tensor) -> tuple[Node, ...]:
+    """Return the nodes that compute a tensor from another one and from constants."""
+    stops = {id(tensor) for tensor in lossless_chain(source)}
+    found: dict[int, Node] = {}
+    pending = [result]
+    while pending:
+        tensor = pending.pop()
+        node = producer(tensor)
+        if id(tensor) in stops or is_constant(tensor) or not tensor.name:
+            continue
+        if node is None or len(found) > _LARGEST_PATTERN:
+            raise NotANorm("it depends on another tensor")
+        if id(node) not in found:
+            found[id(node)] = node
+            # The origin of a shape does not matter: its value was read.
+            pending += [] if node.op == "Shape" else list(node.inputs)
+    return tuple(found.values())
 
 
 # Quotients ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Inverse:
-    """A reciprocal root, and a constant that multiplies it."""
-
-    root: Root
-    constant: Tensor | None = None
-
-
 def _read_quotient(node: Node) -> DecomposedNorm:
-    numerator, inverse = _divided(node)
-    root = inverse.root
-    for tensor in _with_and_without_factor(numerator):
+    numerator, root = _divided(node)
+    for tensor, factor in ((numerator, None), _factored(numerator)):
         try:
             source, is_centred = _source(tensor, root.moment)
         except NotANorm:
             continue
-        factor = None if tensor is numerator else _constant_factor(numerator)
-        if factor is not None and inverse.constant is not None:
+        if factor is not None and root.constant is not None:
             raise NotANorm("two constant factors")
-        return DecomposedNorm(
-            source,
-            root.moment.axes,
-            root.epsilon,
-            is_centred,
-            root.moment.is_mean,
-            inverse.constant if factor is None else factor,
-            None,
-            node.outputs[0],
-            module_of(node),
-        )
+        return _norm(node, source, root if factor is None else replace(root, constant=factor), is_centred)
     raise NotANorm("a quotient of something else")
 
 
-def _divided(node: Node) -> tuple[Tensor, _Inverse]:
+def _divided(node: Node) -> tuple[Tensor, Root]:
     """Return the numerator of a quotient, and its multiplier."""
     if node.op == "Div":
-        if is_constant(node.inputs[0]):
-            raise NotANorm("a constant over a root: part of a norm at most")
         root = read_root(node.inputs[1])
-        if root.is_inverted:
-            raise NotANorm("a product with a root")
-        return node.inputs[0], _Inverse(root)
-    for position in (1, 0):
-        if is_constant(node.inputs[1 - position]):
-            # A constant times a root is at most part of a norm.
-            continue
-        try:
-            return node.inputs[1 - position], _read_inverse(node.inputs[position])
-        except NotANorm:
-            continue
+        if is_constant(node.inputs[0]) or root.is_inverted:
+            raise NotANorm("a constant over a root: part of a norm at most, or a product with a root")
+        return node.inputs[0], root
+    for numerator, multiplier in (node.inputs, node.inputs[::-1]):
+        if not is_constant(numerator):
+            try:
+                return numerator, _read_inverse(multiplier)
+            except NotANorm:
+                continue
     raise NotANorm("a product without a reciprocal root")
 
 
-def _read_inverse(tensor: Tensor) -> _Inverse:
+def _read_inverse(tensor: Tensor) -> Root:
     """Read a reciprocal root, or a constant multiple of it."""
-    node = producer(tensor)
-    constant, other = None, tensor
+    node, is_quotient = producer(tensor), False
+    constant: Tensor | None = None
     if node is not None and node.op == "Mul":
-        constant, other = _constant_factor(tensor), _with_and_without_factor(tensor)[-1]
+        tensor, constant = _factored(tensor)
         if constant is None:
             raise NotANorm("a product of two tensors")
-    elif (
-        node is not None
-        and node.op == "Div"
-        and is_constant(node.inputs[0])
-        and scalar(node.inputs[0]) != 1.0
-    ):
-        root = read_root(node.inputs[1])
-        if root.is_inverted:
-            raise NotANorm("a product with a root")
-        return _Inverse(replace(root, is_inverted=True), node.inputs[0])
-    root = read_root(other)
-    if not root.is_inverted:
+    elif node is not None and node.op == "Div" and is_constant(node.inputs[0]):
+        is_quotient = scalar(node.inputs[0]) != 1.0
+        if is_quotient:
+            constant, tensor = node.inputs
+    root = read_root(tensor)
+    if root.is_inverted == is_quotient:
         raise NotANorm("a product with a root")
-    return _Inverse(root, constant)
+    return replace(root, is_inverted=True, constant=constant)
 
 
 def _source(numerator: Tensor, moment: Moment) -> tuple[Tensor, bool]:
     """Return what a numerator normalizes over the root of a moment, and whether its mean is subtracted."""
-    centred = centred_or_none(numerator)
-    is_about_mean = centred is not None and centred.axes == moment.axes
-    if moment.is_central:
-        if centred is not None and is_about_mean and origin(centred.source) is origin(moment.squared):
+    centred = read_centred(numerator)
+    if centred is not None and centred.axes == moment.axes:
+        squared = centred.source if moment.is_central else numerator
+        if is_same(squared, moment.squared):
             return centred.source, True
-        raise NotANorm("a tensor over its standard deviation, with its mean")
-    if centred is not None and is_about_mean and is_same(numerator, moment.squared):
-        return centred.source, True
-    if origin(numerator) is origin(moment.squared):
+    if not moment.is_central and origin(numerator) is origin(moment.squared):
         return numerator, False
     raise NotANorm("a tensor over the root of another one's mean of squares")
 
 
-def _with_and_without_factor(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return a tensor, and the tensor that it is a constant multiple of, if any."""
+def _factored(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the tensor that this one is a constant multiple of, and the constant; else itself and None."""
     node = producer(tensor)
-    if node is None or node.op != "Mul" or _constant_factor(tensor) is None:
-        return (tensor,)
-    return (tensor, node.inputs[1] if is_constant(node.inputs[0]) else node.inputs[0])
-
-
-def _constant_factor(tensor: Tensor) -> Tensor | None:
-    node = producer(tensor)
-    constants = [] if node is None or node.op != "Mul" else [t for t in node.inputs if is_constant(t)]
-    return constants[0] if len(constants) == 1 else None
+    if node is None or node.op != "Mul" or is_constant(node.inputs[0]) == is_constant(node.inputs[1]):
+        return tensor, None
+    constant, other = node.inputs if is_constant(node.inputs[0]) else node.inputs[::-1]
+    return other, constant
 
 
 # x·s + (β − mean(x)·s) --------------------------------------------------------------------------------
@@ -154,55 +224,34 @@ def _read_distributed(node: Node) -> DecomposedNorm:
         product = producer(node.inputs[position])
         if product is None or product.op != "Mul":
             continue
-        for side in (0, 1):
+        for factor, source in (product.inputs, product.inputs[::-1]):
             try:
-                inverse = _read_inverse(product.inputs[side])
-                moment = inverse.root.moment
-                source = product.inputs[1 - side]
-                if not _is_variance_of(moment, source):
+                root = _read_inverse(factor)
+                if not _is_variance_of(root.moment, source):
                     continue
-                bias = _read_offset(node, 1 - position, product.inputs[side], Centred(source, moment.axes))
+                bias = _read_offset(node, 1 - position, factor, Centred(source, root.moment.axes))
             except NotANorm:
                 continue
-            return DecomposedNorm(
-                source,
-                moment.axes,
-                inverse.root.epsilon,
-                True,
-                moment.is_mean,
-                inverse.constant,
-                bias,
-                node.outputs[0],
-                module_of(node),
-            )
+            return _norm(node, source, root, True, bias)
     raise NotANorm("a sum")
 
 
 def _is_variance_of(moment: Moment, source: Tensor) -> bool:
-    if moment.is_central:
-        return origin(moment.squared) is origin(source)
-    deviation = centred_or_none(moment.squared)
-    return (
-        deviation is not None and deviation.axes == moment.axes and origin(deviation.source) is origin(source)
-    )
+    squared = Centred(moment.squared, moment.axes) if moment.is_central else read_centred(moment.squared)
+    return squared is not None and squared.axes == moment.axes and origin(squared.source) is origin(source)
 
 
 def _read_offset(node: Node, position: int, factor: Tensor, mean: Centred) -> Tensor | None:
     """Read ``β − m·s`` or ``−m·s``, or ``m·s`` where it is subtracted; return β."""
-    offset = node.inputs[position]
-    if node.op == "Sub":
-        _check_product(offset, factor, mean, is_negative=False)
-        return None
-    inner = producer(offset)
+    product, is_negative = node.inputs[position], node.op == "Add"
+    bias: Tensor | None = None
+    inner = producer(product) if is_negative else None
     if inner is not None and inner.op == "Sub" and is_constant(inner.inputs[0]):
-        _check_product(inner.inputs[1], factor, mean, is_negative=False)
-        return inner.inputs[0]
-    if inner is not None and inner.op == "Add" and any(map(is_constant, inner.inputs)):
-        bias = next(tensor for tensor in inner.inputs if is_constant(tensor))
-        _check_product(next(t for t in inner.inputs if t is not bias), factor, mean, is_negative=True)
-        return bias
-    _check_product(offset, factor, mean, is_negative=True)
-    return None
+        (bias, product), is_negative = inner.inputs, False
+    elif inner is not None and inner.op == "Add" and any(map(is_constant, inner.inputs)):
+        bias, product = inner.inputs if is_constant(inner.inputs[0]) else inner.inputs[::-1]
+    _check_product(product, factor, mean, is_negative=is_negative)
+    return bias
 
 
 def _check_product(tensor: Tensor, factor: Tensor, mean: Centred, *, is_negative: bool) -> None:

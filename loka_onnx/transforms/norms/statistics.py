@@ -7,37 +7,63 @@ Exporters spell a statistic in several ways:
 - a variance is the mean of (x − mean(x))², where the mean may be computed twice, or mean(x²) − mean(x)²;
 - a reciprocal root is Reciprocal, one divided by the root, or a power of −1/2.
 
-Every reader follows the graph backwards, and raises the errors of `walk`.
+Every reader follows the graph backwards. Between the use of a statistic and its reduction stand elementwise
+operators, and nodes that restore a dropped axis: Unsqueeze, Reshape to a shape computed from other shapes,
+Expand. Elementwise operators ignore the arrangement of axes, so these may stand anywhere; a `Walk` collects
+them, and judges them at the reduction: the statistic must arrive as if every axis had been kept.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import isfinite
+from math import isfinite, prod
 
-from loka_onnx.graph.model import Node, Tensor, is_constant, producer
-from loka_onnx.graph.shape_values import read_number
-from loka_onnx.transforms.norms.walk import (
-    Moment,
-    NotANorm,
-    Walk,
-    origin,
-    reduced_axes,
-    scalar,
-    static_length,
+import numpy as np
+import onnx
+
+from loka_onnx.graph.model import Node, Tensor, element_type, is_constant, producer, values_of
+from loka_onnx.graph.moves import move
+from loka_onnx.graph.shape_values import dimensions, read_number
+from loka_onnx.transforms.linears.pattern import static_dim
+
+_FURTHEST = 40
+"""Most nodes between a statistic's use and its reduction; exporters write up to ten."""
+_LAYOUT = frozenset({"Unsqueeze", "Squeeze", "Reshape", "Expand"})
+_LENGTHS = (7, 11, 13, 17, 19)
+"""Of named dimensions, where the layout of a statistic is followed."""
+_T = onnx.TensorProto
+_WIDENING = frozenset(
+    {(_T.FLOAT16, _T.FLOAT), (_T.BFLOAT16, _T.FLOAT), (_T.FLOAT16, _T.DOUBLE)}
+    | {(_T.BFLOAT16, _T.DOUBLE), (_T.FLOAT, _T.DOUBLE)}
 )
 
-_REDUCTIONS = frozenset({"ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2", "GlobalAveragePool"})
+
+class NotANorm(Exception):
+    """The nodes compute something else; the message says what was read."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Mean or sum of squares of a tensor, over axes that are negative, ascending.
+
+    `is_central` if the square of the mean was subtracted: the variance of `squared`.
+    """
+
+    squared: Tensor
+    axes: tuple[int, ...]
+    is_mean: bool
+    is_central: bool = False
 
 
 @dataclass(frozen=True)
 class Root:
-    """sqrt(moment + ε), or its reciprocal."""
+    """sqrt(moment + ε), or its reciprocal; `constant` multiplies it."""
 
     moment: Moment
-    epsilon: float
-    is_inverted: bool
+    epsilon: float = 0.0
+    is_inverted: bool = False
+    constant: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -48,92 +74,195 @@ class Centred:
     axes: tuple[int, ...]
 
 
-def read_root(tensor: Tensor) -> Root:
+@dataclass
+class Walk:
+    """One way back from a statistic's use: its layout nodes, and whether a conversion changed its values."""
+
+    layout: list[Node] = field(default_factory=list)
+    is_rounded: bool = False
+    steps: int = 0
+
+    def fork(self) -> Walk:
+        """Return another way from the same point."""
+        return Walk(list(self.layout), self.is_rounded)
+
+    def to(self, tensor: Tensor) -> Node:
+        """Return the node that computes a tensor, behind layout nodes and conversions."""
+        while True:
+            node = producer(tensor)
+            self.steps += 1
+            if node is None or self.steps > _FURTHEST:
+                raise NotANorm("a constant or input")
+            if node.op in _LAYOUT:
+                self.layout.append(node)
+            elif node.op == "Cast":
+                self.is_rounded |= element_type(node.attrs["to"]) != type_of(node.inputs[0])
+            elif node.op != "Identity":
+                return node
+            tensor = node.inputs[0]
+
+    def arrive(self, reduction: Node, axes: tuple[int, ...]) -> None:
+        """Check the way from a reduction over these axes."""
+        if self.is_rounded or not _is_arranged(reduction, axes, self.layout[::-1]):
+            raise NotANorm(
+                "its statistics are rounded, or not aligned with the axes that they were taken over"
+            )
+
+
+def read_root(tensor: Tensor, walk: Walk | None = None) -> Root:
     """Trace a tensor back to the mean or sum of squares that it is the root of."""
-    return _read_root(tensor, Walk())
+    walk = walk or Walk()
+    node = walk.to(tensor)
+    if node.op == "Reciprocal" or (node.op == "Div" and scalar(node.inputs[0]) == 1.0):
+        root = read_root(node.inputs[-1], walk)
+        return replace(root, is_inverted=not root.is_inverted)
+    if node.op == "ReduceL2":
+        return Root(_read_moment(node, walk))
+    exponent = 0.5 if node.op == "Sqrt" else scalar(node.inputs[1]) if node.op == "Pow" else None
+    if exponent is None or abs(exponent) != 0.5:
+        raise NotANorm(f"a {node.op}")
+    return replace(_read_radicand(node.inputs[0], walk), is_inverted=exponent < 0)
 
 
 def read_mean(tensor: Tensor, walk: Walk | None = None) -> Centred:
     """Return the tensor that this one is the mean of, and the axes, behind a walk."""
     walk = walk or Walk()
-    scaled = _unscaled(walk.to(tensor), walk)
-    node = scaled.node
+    node, factor = _unscaled(walk.to(tensor), walk)
     if node.op not in {"ReduceMean", "GlobalAveragePool", "ReduceSum"}:
         raise NotANorm(f"a {node.op}")
-    axes = reduced_axes(node)
-    count = static_length(node.inputs[0], axes) if node.op == "ReduceSum" else 1
-    if count is None or scaled.factor * count != 1:
+    axes = _reduced_axes(node)
+    lengths = static_lengths(node.inputs[0], axes) if node.op == "ReduceSum" else ()
+    if lengths is None or factor * prod(lengths) != 1:
         raise NotANorm("a sum")
     walk.arrive(node, axes)
     return Centred(node.inputs[0], axes)
 
 
-def read_centred(tensor: Tensor) -> Centred:
-    """Read ``x − mean(x)``."""
+def read_centred(tensor: Tensor) -> Centred | None:
+    """Read ``x − mean(x)``; None for anything else."""
     node = producer(tensor)
     if node is None or node.op not in {"Sub", "Add"}:
-        raise NotANorm("no difference")
-    minuend, mean = node.inputs[0], node.inputs[1]
+        return None
+    minuend, mean = node.inputs
     if node.op == "Add":
         negated = producer(mean)
         if negated is None or negated.op != "Neg":
-            raise NotANorm("no difference")
+            return None
         mean = negated.inputs[0]
-    centred = read_mean(mean)
-    if origin(centred.source) is not origin(minuend):
-        raise NotANorm("what is subtracted is not the mean")
-    return Centred(minuend, centred.axes)
-
-
-def centred_or_none(tensor: Tensor) -> Centred | None:
-    """``x − mean(x)``; None for anything else."""
     try:
-        return read_centred(tensor)
+        centred = read_mean(mean)
     except NotANorm:
         return None
+    return Centred(minuend, centred.axes) if origin(centred.source) is origin(minuend) else None
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors hold the same values: one tensor, or a centring computed twice."""
     if origin(one) is origin(other):
         return True
-    left, right = centred_or_none(one), centred_or_none(other)
+    left, right = read_centred(one), read_centred(other)
     if left is None or right is None:
         return False
     return left.axes == right.axes and origin(left.source) is origin(right.source)
 
 
-# Roots -------------------------------------------------------------------------------------------------
+def type_of(tensor: Tensor) -> int:
+    """Return the element type of a tensor; UNDEFINED where unknown."""
+    return _T.UNDEFINED if tensor.dtype is None else element_type(tensor.dtype)
 
 
-def _read_root(tensor: Tensor, walk: Walk) -> Root:
-    node = walk.to(tensor)
-    if node.op == "Reciprocal" or (node.op == "Div" and scalar(node.inputs[0]) == 1.0):
-        root = _read_root(node.inputs[0 if node.op == "Reciprocal" else 1], walk)
-        return replace(root, is_inverted=not root.is_inverted)
-    if node.op == "ReduceL2":
-        return Root(read_moment(node, walk), 0.0, False)
-    exponent = 0.5 if node.op == "Sqrt" else scalar(node.inputs[1]) if node.op == "Pow" else None
-    if exponent is None:
-        raise NotANorm(f"a {node.op}")
-    root = _read_radicand(node.inputs[0], walk)
-    if abs(exponent) != 0.5:
-        raise NotANorm("another power of its mean of squares")
-    return replace(root, is_inverted=exponent < 0)
+def lossless_chain(tensor: Tensor) -> list[Tensor]:
+    """Return a tensor, then those that it is converted from without loss."""
+    chain = [tensor]
+    while (node := producer(chain[-1])) is not None and _keeps_values(node):
+        chain.append(node.inputs[0])
+    return chain
+
+
+def origin(tensor: Tensor) -> Tensor:
+    """Return the tensor behind lossless conversions."""
+    return lossless_chain(tensor)[-1]
+
+
+def scalar(tensor: Tensor) -> float | None:
+    """Return the value of a constant with one element; None otherwise."""
+    return read_number(tensor) if is_constant(tensor) else None
+
+
+def static_lengths(tensor: Tensor, axes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the lengths of some axes; None where one is unknown."""
+    lengths = tuple(static_dim(tensor, axis) or 0 for axis in axes)
+    return lengths if all(lengths) else None
+
+
+def _keeps_values(node: Node) -> bool:
+    if node.op != "Cast":
+        return node.op == "Identity"
+    before, after = type_of(node.inputs[0]), element_type(node.attrs["to"])
+    return before == after or (before, after) in _WIDENING
+
+
+def _reduced_axes(reduce: Node) -> tuple[int, ...]:
+    """Return axes of a reduction, negative and ascending."""
+    shape = reduce.inputs[0].shape
+    every = [0] if shape is None else list(range(len(shape)))
+    if reduce.op == "GlobalAveragePool":
+        axes = every[2:]
+    elif len(reduce.inputs) > 1 and reduce.inputs[1].name:
+        if not is_constant(reduce.inputs[1]):
+            raise NotANorm("a reduction over axes that are not constant")
+        axes = [int(axis) for axis in np.atleast_1d(values_of(reduce.inputs[1]))]
+    else:
+        axes = [] if reduce.attrs.get("noop_with_empty_axes", 0) else every
+    if not axes or (shape is None and any(axis >= 0 for axis in axes)):
+        raise NotANorm("a reduction over no axis, or of a tensor of unknown rank")
+    return tuple(sorted(axis - len(every) if axis >= 0 else axis for axis in axes))
+
+
+def _is_arranged(reduction: Node, axes: tuple[int, ...], layout: list[Node]) -> bool:
+    """Return whether a statistic broadcasts against its source as if every axis had been kept."""
+    is_kept = bool(reduction.attrs.get("keepdims", 1))
+    if is_kept and not layout:
+        return True
+    sizes = dimensions(reduction.inputs[0])
+    if sizes is None:
+        return False
+    names = dict.fromkeys(size for size in sizes if isinstance(size, str))
+    lengths = dict(zip(names, _LENGTHS, strict=False))
+    if len(lengths) < len(names):
+        return False
+    whole = [lengths[size] if isinstance(size, str) else size for size in sizes]
+    reduced = [1 if axis in axes else whole[axis] for axis in range(-len(whole), 0)]
+    # A number for each statistic.
+    kept = np.arange(prod(reduced), dtype=np.int64).reshape(reduced)
+    numbers = kept if is_kept else np.squeeze(kept, axes)
+    try:
+        for node in layout:
+            (numbers,) = move(node, node.inputs[0], numbers, lengths)
+        numbers = numbers.reshape([1] * (len(whole) - numbers.ndim) + list(numbers.shape))
+        shape = np.broadcast_shapes(numbers.shape, kept.shape)
+        is_equal = np.array_equal(np.broadcast_to(numbers, shape), np.broadcast_to(kept, shape))
+        return is_equal and np.broadcast_shapes(shape, tuple(whole)) == tuple(whole)
+    except (ValueError, IndexError):
+        return False
+
+
+# Radicands and moments ---------------------------------------------------------------------------------
 
 
 def _read_radicand(tensor: Tensor, walk: Walk) -> Root:
     """Read the argument of the root."""
     node = walk.to(tensor)
     if node.op in {"Max", "Clip"}:
-        bound = _with_number(node)
-        moment = read_moment(walk.to(bound.other), walk)
-        if bound.number != 0.0 or bound.is_largest:
-            raise NotANorm("a bounded mean of squares")
         # A sum of squares is negative by rounding only.
-        return Root(moment, 0.0, False)
+        if node.op == "Clip" and len(node.inputs) > 2 and node.inputs[2].name:
+            raise NotANorm("a bounded mean of squares")
+        bound, other = _with_number(node)
+        if bound:
+            raise NotANorm("a bounded mean of squares")
+        return Root(_read_moment(walk.to(other), walk))
     if node.op != "Add":
-        return Root(read_moment(node, walk), 0.0, False)
+        return Root(_read_moment(node, walk))
     for position in (0, 1):
         epsilon = scalar(node.inputs[position])
         if epsilon is not None:
@@ -144,27 +273,24 @@ def _read_radicand(tensor: Tensor, walk: Walk) -> Root:
     raise NotANorm("a sum")
 
 
-# Moments -----------------------------------------------------------------------------------------------
-
-
-def read_moment(node: Node, walk: Walk) -> Moment:
+def _read_moment(node: Node, walk: Walk) -> Moment:
     """Read the mean or sum of squares that a node computes, with a walk behind it."""
     if node.op == "Relu":
         # Max(variance, 0) guards against rounding: no change in exact arithmetic.
-        return read_moment(walk.to(node.inputs[0]), walk)
+        return _read_moment(walk.to(node.inputs[0]), walk)
     if node.op == "Sub":
         return _read_difference(node, walk)
     if node.op in {"Mul", "Div"}:
         return _read_scaled(node, walk)
-    if node.op not in _REDUCTIONS:
-        raise NotANorm(f"a {node.op}")
-    axes = reduced_axes(node)
     if node.op in {"ReduceSumSquare", "ReduceL2"}:
-        moment = Moment(node.inputs[0], axes, is_mean=False)
+        squared = node.inputs[0]
+    elif node.op in {"ReduceMean", "ReduceSum", "GlobalAveragePool"}:
+        squared = _squared(node.inputs[0])
     else:
-        moment = Moment(_squared(node.inputs[0]), axes, is_mean=node.op != "ReduceSum")
+        raise NotANorm(f"a {node.op}")
+    axes = _reduced_axes(node)
     walk.arrive(node, axes)
-    return moment
+    return Moment(squared, axes, is_mean=node.op in {"ReduceMean", "GlobalAveragePool"})
 
 
 def _squared(tensor: Tensor) -> Tensor:
@@ -172,19 +298,17 @@ def _squared(tensor: Tensor) -> Tensor:
     node = producer(tensor)
     while node is not None and node.op == "Identity":
         node = producer(node.inputs[0])
-    if node is None or node.op not in {"Pow", "Mul"}:
+    is_power = node is not None and node.op == "Pow" and scalar(node.inputs[1]) == 2.0
+    is_product = node is not None and node.op == "Mul" and is_same(*node.inputs)
+    if node is None or not (is_power or is_product):
         raise NotANorm("a mean of something that is no square")
-    if node.op == "Pow" and scalar(node.inputs[1]) != 2.0:
-        raise NotANorm("a mean of other powers")
-    if node.op == "Mul" and not is_same(node.inputs[0], node.inputs[1]):
-        raise NotANorm("a mean of products of two tensors")
     return node.inputs[0]
 
 
 def _read_difference(node: Node, walk: Walk) -> Moment:
     """Read mean(x²) − mean(x)²."""
     squares = walk.fork()
-    moment = read_moment(squares.to(node.inputs[0]), squares)
+    moment = _read_moment(squares.to(node.inputs[0]), squares)
     mean = read_mean(_squared(node.inputs[1]), walk.fork())
     is_variance = moment.is_mean and mean.axes == moment.axes
     if not is_variance or origin(mean.source) is not origin(moment.squared):
@@ -194,54 +318,32 @@ def _read_difference(node: Node, walk: Walk) -> Moment:
 
 def _read_scaled(node: Node, walk: Walk) -> Moment:
     """Read a sum of squares divided by its count."""
-    scaled = _unscaled(node, walk)
-    moment = read_moment(scaled.node, walk)
+    inner, factor = _unscaled(node, walk)
+    moment = _read_moment(inner, walk)
+    lengths = static_lengths(moment.squared, moment.axes)
     # Factor of the mean of squares. The unbiased variance has K/(K − 1), whose root is irrational.
-    factor = scaled.factor if moment.is_mean else scaled.factor * (moment.length or 0)
-    if moment.length is None or factor != 1:
+    if lengths is None or factor * (1 if moment.is_mean else prod(lengths)) != 1:
         raise NotANorm("a multiple of a mean of squares")
     return replace(moment, is_mean=True)
 
 
-@dataclass(frozen=True)
-class _Scaled:
-    """A node behind products and quotients with numbers, and their total factor."""
-
-    node: Node
-    factor: Fraction
-
-
-def _unscaled(node: Node, walk: Walk) -> _Scaled:
+def _unscaled(node: Node, walk: Walk) -> tuple[Node, Fraction]:
+    """Return the node behind products and quotients with numbers, and their total factor."""
     factor = Fraction(1)
     while node.op in {"Mul", "Div"}:
-        step = _with_number(node)
-        if not step.number:
+        number, other = _with_number(node)
+        if not number:
             raise NotANorm("a multiple of zero")
-        factor = factor * Fraction(step.number) if node.op == "Mul" else factor / Fraction(step.number)
-        node = walk.to(step.other)
-    return _Scaled(node, factor)
+        factor = factor * Fraction(number) if node.op == "Mul" else factor / Fraction(number)
+        node = walk.to(other)
+    return node, factor
 
 
-@dataclass(frozen=True)
-class _WithNumber:
-    """The number among the operands of a node, its other operand, and whether it is an upper limit."""
-
-    number: float
-    other: Tensor
-    is_largest: bool = False
-
-
-def _with_number(node: Node) -> _WithNumber:
-    if node.op == "Clip":
-        for position in (1, 2):
-            bound = scalar(node.inputs[position]) if position < len(node.inputs) else None
-            if bound is not None:
-                has_both = position == 1 and len(node.inputs) > 2 and bool(node.inputs[2].name)
-                return _WithNumber(bound, node.inputs[0], position == 2 or has_both)
-    elif len(node.inputs) == 2:
-        for position in (1,) if node.op == "Div" else (1, 0):
-            tensor = node.inputs[position]
-            number = scalar(tensor) if is_constant(tensor) else read_number(tensor)
-            if number is not None and isfinite(number):
-                return _WithNumber(number, node.inputs[1 - position], node.op == "Min")
+def _with_number(node: Node) -> tuple[float, Tensor]:
+    """Return the number among two operands of a node, and the other operand."""
+    operands = node.inputs[:2] if node.op == "Clip" else node.inputs
+    for position in (1, 0) if node.op in {"Mul", "Max"} else (1,):
+        number = read_number(operands[position]) if len(operands) == 2 else None
+        if number is not None and isfinite(number):
+            return number, operands[1 - position]
     raise NotANorm(f"a {node.op} of two tensors")

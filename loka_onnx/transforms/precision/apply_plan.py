@@ -12,14 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.backends import Fusions
 from loka_onnx.core.correction import Corrections
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.plan import PrecisionPlan, Wide
 from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
 from loka_onnx.core.site import Site, high_error_parts
 from loka_onnx.errors import TransformError
 from loka_onnx.graph.model import GraphModel
+from loka_onnx.transforms.base import record
 from loka_onnx.transforms.linears.split_high_error_channels import rejoin
 from loka_onnx.transforms.precision.correct import Typing, correct
 from loka_onnx.transforms.precision.explicit_casts import cast_to_base, fp32_nodes
@@ -29,12 +30,7 @@ from loka_onnx.transforms.precision.place_qdq import place_qdq
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A planned model file.
-
-    Attributes:
-        log: What was written, by node.
-        sites: Sites that the model still has.
-    """
+    """A planned model file, what was written, by node, and the sites that it still has."""
 
     path: Path
     digest: str
@@ -73,8 +69,8 @@ def apply_plan(model: ModelArtifact, plan: PrecisionPlan, form: PlanForm, target
         if not {name, part} & {*plan.quantized_sites}
     }
     if joined:
-        applied = tuple(rejoin(graph, name) for name in joined)
-        records.append(_timed(RewriteRecord("rejoin-loud-channels", applied, ()), began))
+        rejoined = record("rejoin-loud-channels", [rejoin(graph, name) for name in joined])
+        records.append(_timed(rejoined, began))
         began = time.perf_counter()
     if plan.quantized_sites:
         records.append(_timed(insert_qdq(graph, model.sites, plan), began))
@@ -100,8 +96,7 @@ def check_plan(plan: PrecisionPlan, digest: str, nodes: Collection[str] | None =
 
     Raises TransformError if the plan was made for another model.
     """
-    evidence = ""
-    named = {*plan.quantized_sites, *(wide.node for wide in plan.wide)}
+    evidence, named = "", {*plan.quantized_sites, *(wide.node for wide in plan.wide)}
     if plan.model_digest != digest:
         evidence = f"it names {plan.model_digest[:12]}, the model is {digest[:12]}"
     elif nodes is not None and (unknown := named.difference(nodes)):
@@ -114,5 +109,5 @@ def check_plan(plan: PrecisionPlan, digest: str, nodes: Collection[str] | None =
         )
 
 
-def _timed(record: RewriteRecord, began: float) -> RewriteRecord:
-    return replace(record, seconds=time.perf_counter() - began)
+def _timed(done: RewriteRecord, began: float) -> RewriteRecord:
+    return replace(done, seconds=time.perf_counter() - began)

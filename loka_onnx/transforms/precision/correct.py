@@ -29,6 +29,7 @@ from loka_onnx.core.rewrite import Applied, Declined, RewriteRecord
 from loka_onnx.errors import InternalError
 from loka_onnx.graph.biases import Bias, bias_of, score_bias, score_of
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, producer, values_of
+from loka_onnx.transforms.base import record
 from loka_onnx.transforms.precision.explicit_casts import stored_in
 
 Array = npt.NDArray[np.float64]
@@ -39,12 +40,7 @@ MOST_LOST = 0.25
 
 @dataclass(frozen=True)
 class Typing:
-    """Types of the graph after casting.
-
-    Attributes:
-        base: Precision of all other nodes.
-        fp32: Names of the nodes that stay in FP32; unused where the base is FP32.
-    """
+    """Types of the graph after casting: `base`, but FP32 for the nodes named `fp32`."""
 
     base: Precision = Precision.FP32
     fp32: frozenset[str] = frozenset()
@@ -56,12 +52,9 @@ class Typing:
 
 @dataclass(frozen=True)
 class _Folded:
-    """A constant of the graph plus a correction.
+    """A constant of the graph, whose node `where` names, plus a correction.
 
-    Attributes:
-        values: The sum.
-        where: Name of its node.
-        lost: Share of the correction's energy that rounding takes; infinite beyond the range.
+    `lost` is the share of the correction's energy that rounding takes, infinite beyond the range.
     """
 
     values: Array
@@ -95,19 +88,15 @@ class _Writer:
         if bias is None or folded is None:
             self._insert_behind(node.outputs[0], values, correction.site)
             return Applied(correction.site, f"{what} in an Add of their own")
-        if folded.lost > MOST_LOST:
-            return Declined(correction.site, f"{what} {self._why_lost(bias, folded)}")
-        self._fold(bias, folded)
-        return Applied(correction.site, f"{what} {folded.where}")
-
-    def _why_lost(self, bias: Bias, folded: _Folded) -> str:
+        if folded.lost <= MOST_LOST:
+            self._fold(bias, folded)
+            return Applied(correction.site, f"{what} {folded.where}")
         base = self.typing.of(bias.node)
-        if not np.isfinite(folded.lost):
-            return f"do not fit {base} {folded.where}"
-        return (
-            f"are lost {folded.where}: rounding to {base} takes {folded.lost:.0%} of their energy, "
-            f"more than {MOST_LOST:.0%}"
-        )
+        why = f"{what} do not fit {base} {folded.where}"
+        if np.isfinite(folded.lost):
+            lost = f"rounding to {base} takes {folded.lost:.0%} of their energy, more than {MOST_LOST:.0%}"
+            why = f"{what} are lost {folded.where}: {lost}"
+        return Declined(correction.site, why)
 
     def constant(self, constant: OutputConstant) -> Applied:
         score = score_of(self.model, constant.output, constant.kind)
@@ -117,20 +106,20 @@ class _Writer:
                 evidence="no Sigmoid computes it",
             )
         values = np.array(constant.value)
-        what = f"the constant {constant.value:+.3g} on its {_unit(constant)}"
+        unit = "value" if constant.kind == "regression" else "logit"
+        what = f"the constant {constant.value:+.3g} on its {unit}"
         tensor, sigmoid = score.tensor, score.sigmoid
         # A rounding of the sum on its way out would lose the constant.
         behind = _from(self.model, sigmoid)
         self.wide += tuple(node.name for node in behind if self.typing.of(node) is not Precision.FP32)
         # Other readers of the logit must not change.
-        readers = len(tensor.outputs) + self.model.is_output(tensor)
-        bias = score_bias(self.model, tensor) if readers == 1 else None
-        if bias is not None and self._is_exact(bias, tensor):
-            folded = self._folded(bias, values)
-            if folded is not None:
-                self._fold(bias, folded)
-                return Applied(constant.output, f"{what} {folded.where}")
-        if readers == 1 and tensor.inputs:
+        is_alone = len(tensor.outputs) + self.model.is_output(tensor) == 1
+        bias = score_bias(self.model, tensor) if is_alone else None
+        folded = self._folded(bias, values) if bias and self._is_exact(bias, tensor) else None
+        if bias is not None and folded is not None:
+            self._fold(bias, folded)
+            return Applied(constant.output, f"{what} {folded.where}")
+        if is_alone and tensor.inputs:
             self.wide += (self._insert_behind(tensor, values, constant.output),)
         else:
             self.wide += (self._insert_beside(tensor, sigmoid, values, constant.output),)
@@ -139,17 +128,16 @@ class _Writer:
     def _is_exact(self, bias: Bias, score: Tensor) -> bool:
         """Return whether nothing rounds to the base between a constant and its score."""
         node = producer(score)
-        while node is not None and node is not bias.node and self.typing.of(node) is Precision.FP32:
+        while node is not None and self.typing.of(node) is Precision.FP32:
+            if node is bias.node:
+                return True
             node = producer(node.inputs[0])
-        return node is bias.node and self.typing.of(node) is Precision.FP32
+        return False
 
     def _folded(self, bias: Bias, values: Array) -> _Folded | None:
         """Return a constant of the graph with values added; None where it would grow."""
-        node = bias.node
-        has_constant = _has_constant(bias)
-        old = np.zeros(())
-        if has_constant:
-            old = values_of(node.inputs[bias.index]).astype(np.float64)
+        node, has_constant = bias.node, _has_constant(bias)
+        old = values_of(node.inputs[bias.index]).astype(np.float64) if has_constant else np.zeros(())
         if node.op == "Gemm":
             values = values / float(node.attrs.get("beta", 1.0))
             # (1, N) as (N,), the form that engines fuse.
@@ -161,9 +149,9 @@ class _Writer:
         return _Folded(total, where, _lost(old, values, self.typing.of(node)))
 
     def _fold(self, bias: Bias, folded: _Folded) -> None:
-        node, has_constant = bias.node, _has_constant(bias)
+        node = bias.node
         constant = self.model.constant(f"{node.name}/corrected", folded.values.astype(np.float32))
-        if has_constant:
+        if _has_constant(bias):
             node.inputs[bias.index] = constant
         else:
             node.inputs = [*node.inputs[: bias.index], constant]
@@ -195,9 +183,7 @@ def correct(model: GraphModel, corrections: Corrections, typing: Typing = Typing
     writer = _Writer(model, typing)
     said = [writer.bias(each) for each in corrections.bias]
     said += [writer.constant(each) for each in corrections.constants]
-    applied = tuple(each for each in said if isinstance(each, Applied))
-    declined = tuple(each for each in said if isinstance(each, Declined))
-    return Corrected(RewriteRecord("correct", applied, declined), writer.wide)
+    return Corrected(record("correct", said), writer.wide)
 
 
 def _lost(old: Array, values: Array, precision: Precision) -> float:
@@ -225,7 +211,3 @@ def _from(model: GraphModel, node: Node | None) -> Iterator[Node]:
         yield node
         tensor = node.outputs[0]
         node = None if model.is_output(tensor) else consumers(tensor)[0]
-
-
-def _unit(constant: OutputConstant) -> str:
-    return "value" if constant.kind == "regression" else "logit"

@@ -1,8 +1,7 @@
 """Make the graph strongly typed in BF16 or FP16.
 
-Strongly typed engines take precision from the graph alone. Every FP32 constant of a node in the base
-precision is rounded to it; a tensor that stays in FP32 is cast for readers in the base precision, and the
-other way round. These stay in FP32:
+Every FP32 constant of a node in the base precision is rounded to it; a tensor that stays in FP32 is cast for
+readers in the base precision, and the other way round. These stay in FP32:
 
 - graph inputs and outputs, so that the interface stays that of the exported model. Cast reads an input as it
   enters: identifiers that arrive as floats would not survive the rounding;
@@ -19,8 +18,9 @@ statistics of the other norms stay in FP32 through their `stash_type`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -31,20 +31,10 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.rewrite import Applied, RewriteRecord
 from loka_onnx.errors import TransformError
-from loka_onnx.graph.model import (
-    GraphModel,
-    Node,
-    Tensor,
-    consumers,
-    element_type,
-    is_constant,
-    values_of,
-)
+from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, element_type, is_constant, values_of
 
 _NUMPY = {Precision.BF16: ml_dtypes.bfloat16, Precision.FP16: np.float16}
-_ONNX_TYPE = {Precision.BF16: "tensor(bfloat16)", Precision.FP16: "tensor(float16)"}
-_LARGEST = {Precision.BF16: 255 * 2.0**120, Precision.FP16: 65504.0}
-_SMALLEST_NORMAL = {Precision.BF16: 2.0**-126, Precision.FP16: 2.0**-14}
+_LIMITS: dict[Precision, Any] = {base: ml_dtypes.finfo(dtype) for base, dtype in _NUMPY.items()}  # type: ignore[no-untyped-call]
 _FLOAT = onnx.TensorProto.FLOAT
 
 _CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
@@ -59,63 +49,54 @@ _TYPE_ATTRIBUTES = {"Cast": "to", "EyeLike": "dtype"}
 
 
 def cast_to_base(model: GraphModel, base: Precision, plan: PrecisionPlan) -> RewriteRecord:
-    """Give every FP32 tensor between inputs and outputs the base precision; in place.
-
-    Args:
-        base: BF16 or FP16.
-        plan: Names sites and nodes that stay in FP32.
+    """Give every FP32 tensor between inputs and outputs the base precision, BF16 or FP16; in place.
 
     Raises TransformError if the graph has control flow, a constant overflows, a Q/DQ scale would change its
     value, or the type of a tensor is not known.
     """
-    _refuse_control_flow(model, base)
     wide = _find_wide(model, base, plan)
-    applied = [_round_constants(model, base, wide), *wide.applied]
+    said = [_round_constants(model, base, wide), *wide.applied]
     for node in model.nodes:
         if node.outputs[0].name not in wide.tensors:
             _retarget_attributes(model, node, base)
-    applied += _cast_for_readers(model, base, wide)
+    said += _cast_for_readers(model, base, wide)
     _widen_for_readers(model, wide)
-    applied += _cast_outputs(model, wide)
-    _forget_types(model)
-    return RewriteRecord(f"cast-to-{base}", tuple(applied), ())
+    said += _cast_outputs(model, wide)
+    # Inferred types of inner tensors are stale; loading infers them again.
+    interface = {tensor.name for tensor in (*model.inputs, *model.outputs)}
+    for name, tensor in model.tensors().items():
+        if not is_constant(tensor) and name not in interface:
+            tensor.dtype = None
+    return RewriteRecord(f"cast-to-{base}", tuple(said), ())
 
 
 def fp32_nodes(model: GraphModel, base: Precision, plan: PrecisionPlan) -> frozenset[str]:
-    """Return names of nodes whose results stay in FP32 when the graph is cast to the base precision.
-
-    Args:
-        model: The graph of `cast_to_base`, or one with fewer nodes.
-        base: In FP32 every node stays.
+    """Return names of nodes whose results stay in FP32 when the graph, or one with more nodes, is cast.
 
     Raises TransformError if the graph has control flow, or the type of a tensor is not known.
     """
     if base is Precision.FP32:
         return frozenset(node.name for node in model.nodes)
-    _refuse_control_flow(model, base)
     tensors = _find_wide(model, base, plan).tensors
-    return frozenset(
-        node.name for node in model.nodes if any(tensor.name in tensors for tensor in node.outputs)
-    )
+    return frozenset(node.name for node in model.nodes if any(t.name in tensors for t in node.outputs))
 
 
 def stored_in(base: Precision, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return FP32 values rounded to the base precision; infinite beyond its range."""
-    narrow = values.astype(np.float32)
-    if base is not Precision.FP32:
-        with np.errstate(over="ignore"):
-            narrow = narrow.astype(_NUMPY[base])
-    return narrow.astype(np.float64)
+    single = values.astype(np.float32)
+    return (single if base is Precision.FP32 else _narrowed(single, base)).astype(np.float64)
+
+
+def _narrowed(values: npt.NDArray[np.float32], base: Precision) -> npt.NDArray[Any]:
+    with np.errstate(over="ignore"):
+        return values.astype(_NUMPY[base])
 
 
 @dataclass(frozen=True)
 class _Wide:
-    """Tensors that stay in FP32.
+    """What stays in FP32, and why, node by node.
 
-    Attributes:
-        operands: Identity of the node, and position, of the inputs that must be FP32.
-        tensors: Computed tensors and graph inputs that are FP32, by name.
-        applied: Why, node by node.
+    `operands` are inputs, by identity of the node and position; `tensors` are computed or graph inputs.
     """
 
     operands: frozenset[tuple[int, int]]
@@ -124,6 +105,17 @@ class _Wide:
 
 
 def _find_wide(model: GraphModel, base: Precision, plan: PrecisionPlan) -> _Wide:
+    """Find what stays in FP32.
+
+    Raises TransformError if the graph has control flow, or the type of a tensor is not known.
+    """
+    for node in model.nodes:
+        if node.op in _CONTROL_FLOW:
+            raise TransformError(
+                f"E0606 node '{node.name}' is a {node.op}: graphs with control flow are not cast to {base}",
+                evidence="its branches carry types of their own",
+                remedy="plan fp32 for this model, or export it without control flow",
+            )
     kept = {d.site: "" for d in plan.decisions if d.precision is Precision.FP32}
     kept |= {wide.node: f": {wide.reason}" for wide in plan.wide}
     operands: set[tuple[int, int]] = set()
@@ -161,50 +153,42 @@ def _fp32_positions(node: Node, base: Precision, opset: int, *, whole: bool) -> 
         schema = onnx.defs.get_schema(node.op, min(opset, _TYPED_BY), domain)
     except onnx.defs.SchemaError:
         schema = onnx.defs.get_schema(node.op, opset, domain)
+    narrow_type = f"tensor({np.dtype(_NUMPY[base]).name})"
 
-    def positions(
-        tensors: Sequence[Tensor], formal: Sequence[onnx.defs.OpSchema.FormalParameter]
-    ) -> list[int]:
-        return [
-            i
-            for i, tensor in enumerate(tensors)
-            # The last formal parameter may be variadic.
-            if (whole or _is_undefined(formal[min(i, len(formal) - 1)], base)) and _is_float(tensor)
-        ]
+    def must_stay(formal: Sequence[onnx.defs.OpSchema.FormalParameter], position: int) -> bool:
+        """Return whether an operand may be FP32 but not of the base precision."""
+        # The last formal parameter may be variadic.
+        types = formal[min(position, len(formal) - 1)].types
+        return whole or ("tensor(float)" in types and narrow_type not in types)
 
-    return positions(node.inputs, schema.inputs), positions(node.outputs, schema.outputs)
-
-
-def _is_undefined(parameter: onnx.defs.OpSchema.FormalParameter, base: Precision) -> bool:
-    """Return whether the parameter may be FP32 but not of the base precision."""
-    return "tensor(float)" in parameter.types and _ONNX_TYPE[base] not in parameter.types
+    inputs = [i for i, t in enumerate(node.inputs) if must_stay(schema.inputs, i) and _is_float(t)]
+    outputs = [i for i, t in enumerate(node.outputs) if must_stay(schema.outputs, i) and _is_float(t)]
+    return inputs, outputs
 
 
 def _round_constants(model: GraphModel, base: Precision, wide: _Wide) -> Applied:
     rounded: dict[int, Tensor] = {}
     for node in model.nodes:
         for index, tensor in enumerate(node.inputs):
-            if not is_constant(tensor) or element_type(tensor.dtype) != _FLOAT:
+            is_float = is_constant(tensor) and element_type(tensor.dtype) == _FLOAT
+            if not is_float or (id(node), index) in wide.operands:
                 continue
-            if (id(node), index) in wide.operands:
-                continue
-            values = values_of(tensor)
             if node.op in _QUANTIZERS and index == 1:
-                _check_scale(node, values, base)
+                _check_scale(node, values_of(tensor), base)
             if id(tensor) not in rounded:
-                rounded[id(tensor)] = _rounded(model, tensor.name, values, base)
+                rounded[id(tensor)] = _rounded(model, tensor.name, values_of(tensor), base)
             node.inputs[index] = rounded[id(tensor)]
     return Applied("model", f"{len(rounded)} constants rounded to {base}")
 
 
 def _rounded(model: GraphModel, name: str, values: npt.NDArray[np.float32], base: Precision) -> Tensor:
-    with np.errstate(over="ignore"):
-        narrow = values.astype(_NUMPY[base])
+    narrow = _narrowed(values, base)
     lost = np.isfinite(values) & ~np.isfinite(narrow.astype(np.float32))
     if lost.any():
+        largest = float(_LIMITS[base].max)
         raise TransformError(
             f"E0603 constant '{name}' does not fit {base}",
-            evidence=f"it holds {float(values[lost].flat[0]):.4g}, {base} ends at {_LARGEST[base]:.6g}",
+            evidence=f"it holds {float(values[lost].flat[0]):.4g}, {base} ends at {largest:.6g}",
             remedy="use the base precision bf16"
             if base is Precision.FP16
             else "use a smaller constant, or plan fp32",
@@ -213,11 +197,9 @@ def _rounded(model: GraphModel, name: str, values: npt.NDArray[np.float32], base
 
 
 def _check_scale(node: Node, scales: npt.NDArray[np.float32], base: Precision) -> None:
-    with np.errstate(over="ignore"):
-        narrow = scales.astype(_NUMPY[base]).astype(np.float32)
     # An exact subnormal counts as lost too: some devices flush it to zero and divide by it.
-    normal = _SMALLEST_NORMAL[base]
-    lost = np.atleast_1d((narrow != scales) | (scales < normal))
+    normal = float(_LIMITS[base].smallest_normal)
+    lost = np.atleast_1d((_narrowed(scales, base).astype(np.float32) != scales) | (scales < normal))
     if lost.any():
         first = int(np.argmax(lost))
         raise TransformError(
@@ -241,11 +223,9 @@ def _retarget_attributes(model: GraphModel, node: Node, base: Precision) -> None
             node.attrs["value"] = _rounded(model, f"{node.name}.value", values, base)
 
 
-def _cast_for_readers(model: GraphModel, base: Precision, wide: _Wide) -> list[Applied]:
+def _cast_for_readers(model: GraphModel, base: Precision, wide: _Wide) -> Iterator[Applied]:
     """Cast FP32 tensors for nodes in the base precision."""
-    applied = []
     dtype = _NUMPY[base]
-    inputs = {tensor.name for tensor in model.inputs}
     for name, tensor in wide.tensors.items():
         readers = [
             (node, index)
@@ -253,14 +233,12 @@ def _cast_for_readers(model: GraphModel, base: Precision, wide: _Wide) -> list[A
             for index, read in enumerate(node.inputs)
             if read is tensor and node.op not in _READS_ANY_TYPE and (id(node), index) not in wide.operands
         ]
-        if not readers:
-            continue
-        cast = model.add("Cast", [tensor], f"{name}/cast", dtype, {"to": element_type(dtype)})
-        for node, index in readers:
-            node.inputs[index] = cast
-        if name in inputs:
-            applied.append(Applied(name, "input cast after it enters"))
-    return applied
+        if readers:
+            cast = model.add("Cast", [tensor], f"{name}/cast", dtype, {"to": element_type(dtype)})
+            for node, index in readers:
+                node.inputs[index] = cast
+            if not tensor.inputs:
+                yield Applied(name, "input cast after it enters")
 
 
 def _widen_for_readers(model: GraphModel, wide: _Wide) -> None:
@@ -272,22 +250,18 @@ def _widen_for_readers(model: GraphModel, wide: _Wide) -> None:
             if (id(node), index) not in wide.operands or is_ready:
                 continue
             if tensor.name not in casts:
-                casts[tensor.name] = model.add(
-                    "Cast", [tensor], f"{tensor.name}/to_fp32", np.float32, {"to": _FLOAT}
-                )
+                name = f"{tensor.name}/to_fp32"
+                casts[tensor.name] = model.add("Cast", [tensor], name, np.float32, {"to": _FLOAT})
             node.inputs[index] = casts[tensor.name]
 
 
-def _cast_outputs(model: GraphModel, wide: _Wide) -> list[Applied]:
-    applied = []
+def _cast_outputs(model: GraphModel, wide: _Wide) -> Iterator[Applied]:
     for tensor in model.outputs:
         name = tensor.name
-        if not _is_float(tensor) or name in wide.tensors:
-            continue
-        cast = model.add("Cast", [tensor], f"{name}/cast_back", np.float32, {"to": _FLOAT})
-        model.make_output(tensor, cast)
-        applied.append(Applied(name, "cast back before it leaves"))
-    return applied
+        if _is_float(tensor) and name not in wide.tensors:
+            cast = model.add("Cast", [tensor], f"{name}/cast_back", np.float32, {"to": _FLOAT})
+            model.make_output(tensor, cast)
+            yield Applied(name, "cast back before it leaves")
 
 
 def _is_float(tensor: Tensor) -> bool:
@@ -301,21 +275,3 @@ def _is_float(tensor: Tensor) -> bool:
             remedy="export the model again, or plan fp32",
         )
     return element_type(tensor.dtype) == _FLOAT
-
-
-def _forget_types(model: GraphModel) -> None:
-    """Drop stale inferred types of inner tensors; loading infers them again."""
-    interface = {tensor.name for tensor in (*model.inputs, *model.outputs)}
-    for name, tensor in model.tensors().items():
-        if not is_constant(tensor) and name not in interface:
-            tensor.dtype = None
-
-
-def _refuse_control_flow(model: GraphModel, base: Precision) -> None:
-    for node in model.nodes:
-        if node.op in _CONTROL_FLOW:
-            raise TransformError(
-                f"E0606 node '{node.name}' is a {node.op}: graphs with control flow are not cast to {base}",
-                evidence="its branches carry types of their own",
-                remedy="plan fp32 for this model, or export it without control flow",
-            )

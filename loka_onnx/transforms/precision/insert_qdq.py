@@ -42,7 +42,7 @@ def _quantize_site(model: GraphModel, site: Site, decision: Decision, shared: _S
             site, f"the plan puts it in {decision.precision} and lacks its recipe, or scales of it"
         )
     node = _described(model, site)
-    per_channel = recipe.weight.granularity is Granularity.PER_CHANNEL
+    per_channel = recipe.weight is Granularity.PER_CHANNEL
     if per_channel and site.weight and len(scales) not in {1, max(site.n, 1)}:
         raise _altered(site, f"the plan has {len(scales)} scales for its {site.n} channels")
     reused = False
@@ -99,7 +99,7 @@ def _stored_weight(
     model: GraphModel, site: Site, operand: Operand, recipe: Recipe, scale: tuple[float, ...]
 ) -> Tensor:
     values = values_of(model.node(site.name).inputs[operand.index]).astype(np.float32)
-    format, per_channel = recipe.weight.format, recipe.weight.granularity is Granularity.PER_CHANNEL
+    format, per_channel = recipe.format.of_weights, recipe.weight is Granularity.PER_CHANNEL
     axis = channel_axis(operand)
     scales: npt.NDArray[np.float32] = np.array(scale if per_channel else scale[0], dtype=np.float32)
     stored = quantize(values, scales, format, axis if per_channel else None)

@@ -7,7 +7,7 @@ leave the graph: engines expect outputs to be computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,8 +19,9 @@ import onnx
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant
 from loka_onnx.graph.parts import DRAWING
+from loka_onnx.graph.shape_values import static_shape
 from loka_onnx.sessions.onnx_session import import_onnxruntime
-from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.transforms.base import Mod, NotRewritten
 
 NEVER_FOLDED = DRAWING | {
     *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"),
@@ -42,7 +43,6 @@ class Constant:
     """A computed tensor that is the same for every row."""
 
     tensor: Tensor
-    node: Node
     values: npt.NDArray[Any]
 
 
@@ -51,67 +51,38 @@ class FoldConstants(Mod[Constant]):
 
     name = "fold-constants"
 
-    def match(self, model: GraphModel) -> Found[Constant]:
-        """Match constant nodes that others read, and compute them."""
-        declined: list[Declined] = []
-        constant = self._constant_nodes(model, declined)
-        outputs = {id(tensor) for tensor in model.outputs}
+    def _find(self, model: GraphModel) -> Iterator[Constant | Declined]:
+        variable: set[int] = {id(tensor) for tensor in model.inputs}
+        constant: dict[int, Node] = {}
+        for node in model.sorted_nodes():
+            if _is_foldable(model, node, variable):
+                reason = _why_not(node)
+                if not reason:
+                    constant[id(node)] = node
+                    continue
+                yield Declined(node.name, reason)
+            variable |= {id(tensor) for tensor in node.outputs}
         ends: list[Tensor] = []
         for node in constant.values():
             for tensor in node.outputs:
-                if id(tensor) in outputs:
-                    declined.append(Declined(node.name, "its result leaves the graph"))
+                if model.is_output(tensor):
+                    yield Declined(node.name, "its result leaves the graph")
                 elif any(id(reader) not in constant for reader in tensor.outputs):
                     ends.append(tensor)
-        if not ends:
-            return Found((), tuple(declined))
-        values = _compute(model, ends)
-        matches = []
-        for tensor in ends:
-            node = tensor.inputs[0]
-            if isinstance(values, str):
-                declined.append(Declined(node.name, f"ONNX Runtime does not compute it: {values}"))
-            else:
-                matches.append(Constant(tensor, node, values[tensor.name]))
-        return Found(tuple(matches), tuple(declined))
+        try:
+            values = _compute(model, ends) if ends else []
+        except NotRewritten as error:
+            yield from (Declined(tensor.inputs[0].name, str(error)) for tensor in ends)
+        else:
+            yield from map(Constant, ends, values)
 
     def rewrite(self, model: GraphModel, match: Constant) -> Applied:
         """Replace the tensor by its values."""
+        op = match.tensor.inputs[0].op
         folded = model.constant(f"{match.tensor.name}.folded", match.values)
         model.replace_uses(match.tensor, folded)
         shape = "×".join(str(d) for d in match.values.shape) or "one"
-        return Applied(folded.name, f"{match.node.op} of constants → {shape} values")
-
-    def _constant_nodes(self, model: GraphModel, declined: list[Declined]) -> dict[int, Node]:
-        """Return nodes to fold, by identity, producers before consumers."""
-        variable: set[int] = {id(tensor) for tensor in model.inputs}
-        found: dict[int, Node] = {}
-        for node in model.sorted_nodes():
-            if _is_foldable(model, node, variable):
-                reason = self._why_not(node)
-                if not reason:
-                    found[id(node)] = node
-                    continue
-                declined.append(Declined(node.name, reason))
-            variable |= {id(tensor) for tensor in node.outputs}
-        return found
-
-    def _why_not(self, node: Node) -> str:
-        """Return why a constant node stays; empty when it is folded."""
-        for tensor in node.inputs:
-            if is_constant(tensor) and any(
-                reader.op == "Gather" and reader.inputs[0] is tensor and not is_constant(reader.inputs[1])
-                for reader in tensor.outputs
-            ):
-                return f"made of the embedding table '{tensor.name}', which would be stored twice"
-        sizes = [_bytes(tensor) for tensor in node.outputs]
-        if any(size is None for size in sizes):
-            return "the type or the shape of its result is not known"
-        made_of = sum(_bytes(tensor) or 0 for tensor in node.inputs)
-        result = sum(size or 0 for size in sizes)
-        if result > max(SMALL_BYTES, GROWTH * made_of):
-            return f"its result takes {result} bytes, what it is made of {made_of}"
-        return ""
+        return Applied(folded.name, f"{op} of constants → {shape} values")
 
 
 def _is_foldable(model: GraphModel, node: Node, variable: set[int]) -> bool:
@@ -120,34 +91,58 @@ def _is_foldable(model: GraphModel, node: Node, variable: set[int]) -> bool:
     return not any(id(tensor) in variable or model.is_table(tensor) for tensor in node.inputs)
 
 
+def _why_not(node: Node) -> str:
+    """Return why a constant node stays; empty when it is folded."""
+    for tensor in node.inputs:
+        if is_constant(tensor) and any(
+            reader.op == "Gather" and reader.inputs[0] is tensor and not is_constant(reader.inputs[1])
+            for reader in tensor.outputs
+        ):
+            return f"made of the embedding table '{tensor.name}', which would be stored twice"
+    sizes = [_bytes(tensor) for tensor in node.outputs]
+    if None in sizes:
+        return "the type or the shape of its result is not known"
+    made_of = sum(_bytes(tensor) or 0 for tensor in node.inputs)
+    result = sum(size or 0 for size in sizes)
+    if result > max(SMALL_BYTES, GROWTH * made_of):
+        return f"its result takes {result} bytes, what it is made of {made_of}"
+    return ""
+
+
 def _bytes(tensor: Tensor) -> int | None:
     """Return the size of a tensor; None where type or shape are unknown or not NumPy's."""
     if not tensor.name:
         return 0
     if tensor.dtype is None or tensor.shape is None or element_type(tensor.dtype) not in _NUMPY_TYPES:
         return None
-    if not all(isinstance(d, int) and d >= 0 for d in tensor.shape):
+    shape = static_shape(tensor)
+    if None in shape:
         return None
-    return int(prod(tensor.shape)) * onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype)).itemsize
+    return (
+        prod(d or 0 for d in shape)
+        * onnx.helper.tensor_dtype_to_np_dtype(element_type(tensor.dtype)).itemsize
+    )
 
 
-def _compute(model: GraphModel, ends: list[Tensor]) -> Mapping[str, npt.NDArray[Any]] | str:
-    """Return values of constant tensors by name, or the message of ONNX Runtime."""
+def _compute(model: GraphModel, ends: list[Tensor]) -> list[npt.NDArray[Any]]:
+    """Return values of constant tensors."""
+    stays = "ONNX Runtime does not compute it"
     part = model.extract((), ends)
     made_of = sum(_bytes(tensor) or 0 for tensor in part.tensors().values() if is_constant(tensor))
     if made_of > LARGEST_BYTES:
-        return f"it is made of {made_of} bytes, more than {LARGEST_BYTES} are not handed over"
+        raise NotRewritten(
+            f"{stays}: it is made of {made_of} bytes, more than {LARGEST_BYTES} are not handed over"
+        )
     ort = import_onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = 1
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    names = [tensor.name for tensor in ends]
     try:
         session = ort.InferenceSession(
             part.to_proto().SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
-        return dict(zip(names, session.run(names, {}), strict=True))
+        return list(session.run([tensor.name for tensor in ends], {}))
     except Exception as error:
         # onnxruntime raises unrelated extension types here.
-        return str(error).splitlines()[0][:200]
+        raise NotRewritten(f"{stays}: {str(error).splitlines()[0][:200]}") from error

@@ -11,15 +11,16 @@ Both move the same elements to the same places.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, producer, shape_of, values_of
-from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.linears.pattern import made_by, static_dim
+from loka_onnx.graph.model import GraphModel, Node, Tensor, producer, shape_of
+from loka_onnx.transforms.base import Mod
+from loka_onnx.transforms.linears.pattern import constant_at, made_by, static_dim
 
 
 @dataclass(frozen=True)
@@ -49,23 +50,15 @@ class JoinParts(Mod[Joined]):
 
     name = "join-parts"
 
-    def match(self, model: GraphModel) -> Found[Joined]:
-        """Match Concats that hold all the parts of a Split, in order."""
-        matches: list[Joined] = []
-        declined: list[Declined] = []
-        for node in model.nodes:
-            if node.op != "Concat":
-                continue
+    def _find(self, model: GraphModel) -> Iterator[Joined | Declined]:
+        for node in (node for node in model.nodes if node.op == "Concat"):
             runs = _runs(node)
             if runs and len(node.inputs) == runs[0].count and model.is_output(node.outputs[0]):
-                declined.append(
-                    Declined(node.name, "nothing is left to concatenate, and it leaves the graph")
-                )
+                yield Declined(node.name, "nothing is left to concatenate, and it leaves the graph")
             elif runs:
-                matches.append(Joined(node, runs))
+                yield Joined(node, runs)
             elif _holds_parts(node):
-                declined.append(Declined(node.name, "it concatenates parts of a Split, but not all in order"))
-        return Found(tuple(matches), tuple(declined))
+                yield Declined(node.name, "it concatenates parts of a Split, but not all in order")
 
     def rewrite(self, model: GraphModel, match: Joined) -> Applied:
         """Let the Concat read the input of the Split; remove it when it reads nothing else."""
@@ -84,51 +77,33 @@ class JoinParts(Mod[Joined]):
 
 def _runs(concat: Node) -> tuple[Run, ...]:
     """Return runs of parts among the inputs of a Concat, from first to last."""
-    rank = len(concat.outputs[0].shape or ())
-    if not rank:
-        return ()
-    axis = int(concat.attrs["axis"]) % rank
+    stacked = [_without_axis(tensor) for tensor in concat.inputs]
     runs: list[Run] = []
     position = 0
-    while position < len(concat.inputs):
-        run = _plain_run(concat, position, axis, rank) or (
-            _stacked_run(concat, position) if (axis, rank) == (1, 3) else None
-        )
-        if run is not None:
-            runs.append(run)
-        position += run.count if run is not None else 1
+    while concat.outputs[0].shape and position < len(concat.inputs):
+        run = _run(concat, position, concat.inputs) or _run(concat, position, stacked, is_stacked=True)
+        runs += [] if run is None else [run]
+        position += 1 if run is None else run.count
     return tuple(runs)
 
 
-def _plain_run(concat: Node, first: int, axis: int, rank: int) -> Run | None:
-    """The parts of a Split along the axis of the Concat."""
-    split = _split_of(concat.inputs[first])
-    if split is None or int(split.attrs.get("axis", 0)) % rank != axis:
+def _run(concat: Node, first: int, sources: Sequence[Tensor | None], is_stacked: bool = False) -> Run | None:
+    """The parts of a Split along the axis of the Concat, or of (batch, m·d), each with a new axis 1."""
+    split = _split_of(sources[first])
+    if split is None:
         return None
-    parts = concat.inputs[first : first + len(split.outputs)]
+    parts = sources[first : first + len(split.outputs)]
     if [id(part) for part in parts] != [id(part) for part in split.outputs]:
         return None
-    return Run(first, len(parts), split, is_stacked=False)
-
-
-def _stacked_run(concat: Node, first: int) -> Run | None:
-    """The parts of a Split of (batch, m·d) into (batch, d), each with a new axis 1."""
-    split = _split_of(_without_axis(concat.inputs[first]))
-    if (
-        split is None
-        or len(split.inputs[0].shape or ()) != 2
-        or int(split.attrs.get("axis", 0)) not in (1, -1)
-    ):
-        return None
-    parts = [_without_axis(tensor) for tensor in concat.inputs[first : first + len(split.outputs)]]
-    widths = {static_dim(part, 1) for part in split.outputs}
-    if (
-        [id(part) for part in parts] != [id(part) for part in split.outputs]
-        or len(widths) > 1
-        or None in widths
-    ):
-        return None
-    return Run(first, len(parts), split, is_stacked=True)
+    rank = len(concat.outputs[0].shape or ())
+    axis, split_axis = int(concat.attrs["axis"]) % rank, int(split.attrs.get("axis", 0))
+    if is_stacked:
+        widths = {static_dim(part, 1) for part in split.outputs}
+        is_matrix = len(split.inputs[0].shape or ()) == 2 and split_axis in (1, -1)
+        fits = (axis, rank) == (1, 3) and is_matrix and len(widths) == 1 and None not in widths
+    else:
+        fits = split_axis % rank == axis
+    return Run(first, len(parts), split, is_stacked) if fits else None
 
 
 def _split_of(tensor: Tensor | None) -> Node | None:
@@ -139,15 +114,12 @@ def _split_of(tensor: Tensor | None) -> Node | None:
 def _without_axis(tensor: Tensor) -> Tensor | None:
     """Return the (batch, d) of which an Unsqueeze or a Reshape made (batch, 1, d)."""
     node = producer(tensor)
-    if node is None or len(node.inputs) < 2 or not is_constant(node.inputs[1]):
+    values = None if node is None else constant_at(node, 1)
+    if node is None or values is None or len(node.inputs[0].shape or ()) != 2:
         return None
-    source = node.inputs[0]
-    values = [int(v) for v in values_of(node.inputs[1]).reshape(-1)]
-    if len(source.shape or ()) != 2:
-        return None
-    is_unsqueeze = node.op == "Unsqueeze" and values in ([1], [-2])
-    is_reshape = node.op == "Reshape" and values == [-1, 1, static_dim(source, 1)]
-    return source if is_unsqueeze or is_reshape else None
+    given, width = values.reshape(-1).tolist(), static_dim(node.inputs[0], 1)
+    is_unsqueeze = node.op == "Unsqueeze" and given in ([1], [-2])
+    return node.inputs[0] if is_unsqueeze or (node.op == "Reshape" and given == [-1, 1, width]) else None
 
 
 def _holds_parts(concat: Node) -> bool:

@@ -14,15 +14,17 @@ No value moves, so the outputs keep their bits (x + 0 turns −0 into 0, which i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
 
 from loka_onnx.core.rewrite import Applied, Declined
-from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type, is_constant, producer, values_of
-from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.graph.model import GraphModel, Node, Tensor, element_type
+from loka_onnx.graph.shape_values import static_shape
+from loka_onnx.transforms.base import Mod
+from loka_onnx.transforms.linears.pattern import constant_at, made_by
 
 _FIXED_ORDER = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 _OF_ONE = frozenset({"Concat", "Sum", "Max", "Min", "Mean"})
@@ -49,7 +51,7 @@ class Redundant:
 
     node: Node
     source: Tensor
-    is_removed: bool
+    is_removed: bool = True
     permutation: tuple[int, ...] = ()
 
 
@@ -58,22 +60,19 @@ class RemoveNoOps(Mod[Redundant]):
 
     name = "remove-no-ops"
 
-    def match(self, model: GraphModel) -> Found[Redundant]:
+    def _find(self, model: GraphModel) -> Iterator[Redundant | Declined]:
         """Match in topological order, each node as if earlier matches were gone."""
         walk = _Walk()
-        matches: list[Redundant] = []
-        declined: list[Declined] = []
-        outputs = {id(tensor) for tensor in model.outputs}
         for node in model.sorted_nodes():
             found = walk.visit(node)
             if found is None:
                 continue
-            if found.is_removed and id(node.outputs[0]) in outputs:
-                walk.keep(node)
-                declined.append(Declined(node.name, "it gives the graph's output its name"))
-            else:
-                matches.append(found)
-        return Found(tuple(matches), tuple(declined))
+            if found.is_removed and model.is_output(node.outputs[0]):
+                yield Declined(node.name, "it gives the graph's output its name")
+                continue
+            if found.is_removed:
+                walk.equal[id(node.outputs[0])] = found.source
+            yield found
 
     def rewrite(self, model: GraphModel, match: Redundant) -> Applied:
         """Remove one node, or let it read an earlier tensor."""
@@ -91,17 +90,17 @@ class _Walk:
     """Equal earlier tensor of each tensor, and the layout operators between."""
 
     def __init__(self) -> None:
-        self._equal: dict[int, Tensor] = {}
+        self.equal: dict[int, Tensor] = {}
         self._permuted: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
         self._ordered: dict[int, Tensor] = {}
 
     def visit(self, node: Node) -> Redundant | None:
-        """Return how a node can be removed or simplified; later nodes see what replaces its output."""
+        """Return how a node can be removed or simplified."""
         if not node.inputs or not node.inputs[0].name:
             return None
         source = _unchanged(node)
         if source is not None:
-            return self._removed(node, self._before(source))
+            return Redundant(node, self._before(source))
         direct = self._before(node.inputs[0])
         if node.op == "Transpose":
             return self._transpose(node, direct)
@@ -111,16 +110,8 @@ class _Walk:
             return self._cast(node, direct)
         return None
 
-    def keep(self, node: Node) -> None:
-        """Let a removable node stay."""
-        self._equal.pop(id(node.outputs[0]), None)
-
     def _before(self, tensor: Tensor) -> Tensor:
-        return self._equal.get(id(tensor), tensor)
-
-    def _removed(self, node: Node, source: Tensor) -> Redundant:
-        self._equal[id(node.outputs[0])] = source
-        return Redundant(node, source, is_removed=True)
+        return self.equal.get(id(tensor), tensor)
 
     def _transpose(self, node: Node, direct: Tensor) -> Redundant | None:
         own = _permutation(node)
@@ -129,20 +120,18 @@ class _Walk:
         root, first = self._permuted.get(id(direct), (direct, tuple(range(len(own)))))
         permutation = tuple(first[axis] for axis in own)
         if permutation == tuple(range(len(own))):
-            return self._removed(node, root)
+            return Redundant(node, root)
         self._permuted[id(node.outputs[0])] = (root, permutation)
-        return (
-            None
-            if root is node.inputs[0]
-            else Redundant(node, root, is_removed=False, permutation=permutation)
-        )
+        if root is node.inputs[0]:
+            return None
+        return Redundant(node, root, is_removed=False, permutation=permutation)
 
     def _fixed_order(self, node: Node, direct: Tensor) -> Redundant | None:
         root = self._ordered.get(id(direct), direct)
         if _is_same_shape(root, node.outputs[0]):
-            return self._removed(node, root)
+            return Redundant(node, root)
         if _is_same_shape(direct, node.outputs[0]):
-            return self._removed(node, direct)
+            return Redundant(node, direct)
         self._ordered[id(node.outputs[0])] = root
         if root is direct or node.op != "Reshape" or not _is_own_target(node):
             return None
@@ -152,13 +141,13 @@ class _Walk:
         """Match a Cast to the present type, and ``Cast(Cast(x, wider), narrow)`` to the type of x."""
         target = int(node.attrs["to"])
         if direct.dtype is not None and element_type(direct.dtype) == target:
-            return self._removed(node, direct)
-        earlier = producer(direct)
-        if earlier is None or earlier.op != "Cast" or earlier.inputs[0].dtype is None:
+            return Redundant(node, direct)
+        earlier = made_by(direct, "Cast")
+        if earlier is None or earlier.inputs[0].dtype is None:
             return None
         first = self._before(earlier.inputs[0])
         if element_type(first.dtype) == target and int(earlier.attrs["to"]) in _WIDER.get(target, ()):
-            return self._removed(node, first)
+            return Redundant(node, first)
         return None
 
 
@@ -166,17 +155,17 @@ def _unchanged(node: Node) -> Tensor | None:
     """Return the input that a node returns unchanged; None when it may change it."""
     first = node.inputs[0]
     only_output = len(node.outputs) == 1 or not any(t.outputs for t in node.outputs[1:])
-    if node.op == "Identity" or (node.op in _OF_ONE and len(node.inputs) == 1):
-        return first
-    if node.op == "Dropout" and only_output and _is_inference(node):
-        return first
-    if node.op == "Pad" and _constant(node, 1) is not None and not np.any(_constant(node, 1)):
-        return first
-    if node.op == "Slice" and _is_everything(node):
+    if (
+        node.op == "Identity"
+        or (node.op in _OF_ONE and len(node.inputs) == 1)
+        or (node.op == "Dropout" and only_output and _is_inference(node))
+        or (node.op == "Pad" and (pads := constant_at(node, 1)) is not None and not np.any(pads))
+        or (node.op == "Slice" and _is_everything(node))
+    ):
         return first
     if node.op in _NEUTRAL:
         for position in (1, 0) if node.op in _COMMUTES else (1,):
-            values, other = _constant(node, position), node.inputs[1 - position]
+            values, other = constant_at(node, position), node.inputs[1 - position]
             if (
                 values is not None
                 and values.size == 1
@@ -191,26 +180,19 @@ def _unchanged(node: Node) -> Tensor | None:
 
 def _is_bias(node: Node, source: Tensor) -> bool:
     """Return whether an Add is a layer's bias, which keeps its form when a mod moves it to zero."""
-    maker = producer(source)
-    return node.op == "Add" and maker is not None and maker.op == "MatMul"
-
-
-def _constant(node: Node, position: int) -> np.ndarray[Any, Any] | None:
-    if len(node.inputs) <= position or not is_constant(node.inputs[position]):
-        return None
-    return values_of(node.inputs[position])
+    return node.op == "Add" and made_by(source, "MatMul") is not None
 
 
 def _is_inference(node: Node) -> bool:
     if len(node.inputs) < 3 or not node.inputs[2].name:
         return True
-    training = _constant(node, 2)
+    training = constant_at(node, 2)
     return training is not None and not np.any(training)
 
 
 def _is_everything(node: Node) -> bool:
-    starts, ends = _constant(node, 1), _constant(node, 2)
-    steps = _constant(node, 4) if len(node.inputs) > 4 else np.ones(1)
+    starts, ends = constant_at(node, 1), constant_at(node, 2)
+    steps = constant_at(node, 4) if len(node.inputs) > 4 else np.ones(1)
     if starts is None or ends is None or steps is None:
         return False
     return not np.any(starts) and bool(np.all(ends >= _TO_THE_END)) and bool(np.all(steps == 1))
@@ -225,21 +207,13 @@ def _permutation(node: Node) -> tuple[int, ...] | None:
 
 def _is_same_shape(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of the same ordered elements have one shape."""
-    if one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
+    if one.shape is None or other.shape is None:
         return False
-    unknown = 0
-    for first, second in zip(one.shape, other.shape, strict=True):
-        if isinstance(first, int) and isinstance(second, int) and first >= 0:
-            if first != second:
-                return False
-        elif isinstance(first, int) or isinstance(second, int):
-            return False
-        else:
-            unknown += 1
-    return unknown <= 1
+    lengths = static_shape(one)
+    return lengths == static_shape(other) and lengths.count(None) <= 1
 
 
 def _is_own_target(node: Node) -> bool:
     """Return whether a Reshape's target does not depend on the shape of its input."""
-    target = _constant(node, 1)
+    target = constant_at(node, 1)
     return target is not None and (bool(node.attrs.get("allowzero", 0)) or bool(np.all(target != 0)))

@@ -7,7 +7,7 @@ decision), and so do random operators, control flow, and nodes whose result leav
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, values_of
 from loka_onnx.graph.sites import is_site
-from loka_onnx.transforms.base import Found, Mod
+from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.tidying.fold_constants import NEVER_FOLDED
 
 SMALL_ELEMENTS = 64
@@ -37,31 +37,22 @@ class ShareDuplicates(Mod[Twins]):
 
     name = "share-duplicates"
 
-    def match(self, model: GraphModel) -> Found[Twins]:
+    def _find(self, model: GraphModel) -> Iterator[Twins | Declined]:
         """Compare nodes in topological order, each as if earlier twins were merged."""
-        outputs = {id(tensor) for tensor in model.outputs}
         first_of: dict[Hashable, Node] = {}
         shared: dict[int, Tensor] = {}
-        matches: list[Twins] = []
-        declined: list[Declined] = []
         for node in model.sorted_nodes():
             key = _key(node, shared)
-            if key is None:
+            first = node if key is None else first_of.setdefault(key, node)
+            if first is node:
                 continue
-            if key not in first_of:
-                first_of[key] = node
-                continue
-            first = first_of[key]
             if is_site(node):
-                declined.append(Declined(node.name, f"computes what '{first.name}' does, but is a site"))
-            elif any(id(tensor) in outputs for tensor in node.outputs):
-                declined.append(
-                    Declined(node.name, f"computes what '{first.name}' does, but leaves the graph")
-                )
+                yield Declined(node.name, f"computes what '{first.name}' does, but is a site")
+            elif any(map(model.is_output, node.outputs)):
+                yield Declined(node.name, f"computes what '{first.name}' does, but leaves the graph")
             else:
-                matches.append(Twins(first, node))
+                yield Twins(first, node)
                 shared |= {id(b): a for a, b in zip(first.outputs, node.outputs, strict=True)}
-        return Found(tuple(matches), tuple(declined))
 
     def rewrite(self, model: GraphModel, match: Twins) -> Applied:
         """Let the readers of the second node read the first."""
@@ -72,16 +63,11 @@ class ShareDuplicates(Mod[Twins]):
 
 def _key(node: Node, shared: dict[int, Tensor]) -> Hashable | None:
     """Return a key of equal results; None for a node that is never merged."""
-    if node.op in _ALONE:
+    attributes = tuple((name, _plain(value)) for name, value in sorted(node.attrs.items()))
+    if node.op in _ALONE or any(plain is None for _, plain in attributes):
         return None
-    attributes = []
-    for name, value in sorted(node.attrs.items()):
-        plain = _plain(value)
-        if plain is None:
-            return None
-        attributes.append((name, plain))
     inputs = tuple(_input_key(shared.get(id(tensor), tensor)) for tensor in node.inputs)
-    return (node.domain or "", node.op, inputs, tuple(attributes), len(node.outputs))
+    return (node.domain or "", node.op, inputs, attributes, len(node.outputs))
 
 
 def _plain(value: Any) -> Hashable | None:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from loka_onnx.core import serde
+from loka_onnx.core.digests import UNSEALED, seal
 from loka_onnx.core.manifest import BundleFile, Manifest
-from loka_onnx.core.seal import UNSEALED, seal
 
 
 def with_files(bundle: Path, place: Path, sizes: tuple[int, ...], seed: int) -> Path:

@@ -12,7 +12,7 @@ from sample_run import SampleRun
 from loka_onnx.bundle.contents import BundleContents, BundleEngine, BundleLookup, Expectation
 from loka_onnx.core.artifact import ModelArtifact, TensorSpec
 from loka_onnx.core.digests import digest_file
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.graph.storage import model_digest

@@ -19,9 +19,8 @@ from sample_run import SampleRun
 from loka_onnx.bundle.format.archive import pack_bundle, unpack, unpacked, verify_path
 from loka_onnx.bundle.signing import write_key_pair
 from loka_onnx.bundle.writer import write_bundle
-from loka_onnx.core.digests import digest_bytes
+from loka_onnx.core.digests import digest_bytes, seal
 from loka_onnx.core.manifest import MAX_MANIFEST_BYTES
-from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid
 
 FLIPS = 200

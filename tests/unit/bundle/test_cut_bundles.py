@@ -20,7 +20,7 @@ from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.digests import digest_bytes
 from loka_onnx.core.manifest import SparseCut
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.errors import BundleError, BundleInvalid
 from loka_onnx.graph import storage
 

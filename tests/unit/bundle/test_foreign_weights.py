@@ -16,7 +16,7 @@ from loka_onnx.bundle.format import files as bundle_files
 from loka_onnx.bundle.format.archive import unpack, verify_path, write_archive
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.writer import write_bundle
-from loka_onnx.core.seal import seal
+from loka_onnx.core.digests import seal
 from loka_onnx.errors import BundleInvalid
 from loka_onnx.runtime import load
 

@@ -23,8 +23,8 @@ from loka_onnx.bundle.format.replace import move_into_place
 from loka_onnx.bundle.format.signature import verify_signature
 from loka_onnx.bundle.signing import KeyPair, sign_bundle, write_key_pair
 from loka_onnx.bundle.writer import write_bundle
+from loka_onnx.core.digests import seal
 from loka_onnx.core.manifest import Manifest
-from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid
 from loka_onnx.graph import storage
 from loka_onnx.runtime import load, loading

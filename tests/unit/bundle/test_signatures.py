@@ -22,8 +22,7 @@ from loka_onnx.bundle.format.signature import SIGNATURE_NAME, verify_signature
 from loka_onnx.bundle.signing import PASSWORD_VARIABLE, KeyPair, sign_bundle, write_key_pair
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.cli.main import main
-from loka_onnx.core.digests import digest_bytes
-from loka_onnx.core.seal import seal
+from loka_onnx.core.digests import digest_bytes, seal
 from loka_onnx.errors import BundleError, BundleInvalid, ConfigError, MissingPackage, OutputError
 
 

@@ -10,8 +10,8 @@ from loka_onnx.bundle.format.archive import verify_path
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.inspection import inspect_bundle
 from loka_onnx.bundle.signing import sign_bundle, write_key_pair
+from loka_onnx.core.digests import seal
 from loka_onnx.core.manifest import MAX_MANIFEST_BYTES, path_problem, paths_problem
-from loka_onnx.core.seal import seal
 from loka_onnx.errors import BundleInvalid
 
 FLIPS = 200

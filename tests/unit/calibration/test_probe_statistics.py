@@ -46,7 +46,7 @@ class Reference:
         for operand in site.operands if recipe is not None else ():
             axis, format = channel_axis(operand), recipe.format
             if operand.constant:
-                scale = weight_scales(inputs[operand.index], recipe.weight.granularity, axis, format)
+                scale = weight_scales(inputs[operand.index], recipe.weight, axis, format)
             else:
                 scale = self.scales[recipe.activation_id][operand.tensor]
             inputs[operand.index] = fake_quantize(
@@ -161,7 +161,7 @@ def test_errors_from_equal_activations(name, format, tmp_path):
     ranges = {t: range_of(v) for t, v in plain.items()}
     # A third of the range, so that some of the activations saturate.
     spec = format
-    recipes = tuple(Recipe.of(format, recipe.weight.granularity) for recipe in RECIPES)
+    recipes = tuple(Recipe.of(format, recipe.weight) for recipe in RECIPES)
     rounding = recipes[0].activation_id
     scales = {rounding: {t: float(np.float32(r.amax / spec.max / 3)) for t, r in ranges.items()}}
     graph = run.graph()

@@ -47,7 +47,7 @@ def test_every_rule_is_measured_under_its_own_scale(format, tmp_path):
         assert error.saturated == int((np.abs(x) / np.float32(scale) > format.max).sum())
         # A smallest squared error may cut the very largest values, too.
         assert recipe.scale == "mse" or (error.saturated > 0) == recipe.scale.startswith("percentile")
-        scales = weight_scales(w, recipe.weight.granularity, 1, format)
+        scales = weight_scales(w, recipe.weight, 1, format)
         low = fake_quantize(x, scale, format).astype(np.float64) @ fake_quantize(
             w, scales, format, 1 if scales.ndim else None
         ).astype(np.float64)

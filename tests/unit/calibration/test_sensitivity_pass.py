@@ -22,9 +22,9 @@ from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, wr
 from loka_onnx.calibration.passes.executors import LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions
 from loka_onnx.core.artifact import OutputKind, OutputSpec
+from loka_onnx.core.profile import Sensitivity
 from loka_onnx.core.progress import silent
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
-from loka_onnx.core.sensitivity import Sensitivity
 from loka_onnx.errors import CalibrationError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.intervals import ratio_interval

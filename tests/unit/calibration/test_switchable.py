@@ -66,9 +66,7 @@ def decision(run: ZooRun, site: Site, recipe: Recipe, scales: dict[str, float]) 
     second = next(o for o in site.operands if o is not site.activation)
     if second.constant:
         weight = values_of(run.graph().node(site.name).inputs[second.index])
-        other = weight_scales(weight, recipe.weight.granularity, channel_axis(second), recipe.format).reshape(
-            -1
-        )
+        other = weight_scales(weight, recipe.weight, channel_axis(second), recipe.format).reshape(-1)
     else:
         other = np.array([scales[second.tensor]])
     return Decision(

@@ -1,7 +1,8 @@
-"""Documents: equal values give equal text, everything comes back, anything strange is refused."""
+"""Documents: equal values give equal text, everything comes back, anything strange is refused; seals."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -10,26 +11,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact, Parity, TensorSpec
-from loka_onnx.core.digests import digest_files, digest_json
-from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.profile import Profile, Sampling, SiteProfile, WeightedMean
-from loka_onnx.core.ratio_moments import RatioMoments
-from loka_onnx.core.sensitivity import DeltaSums, Draws, Sensitivity, SensitivityName, SiteGroup
+from loka_onnx.core.digests import UNSEALED, digest_files, digest_json, seal, seal_problem
 from loka_onnx.core.site import Operand, Site, SiteKind
-from loka_onnx.core.statistics import BatchSpread, BatchSums, ErrorStats, RangeStats
 from loka_onnx.errors import OutputError, UserError
 
-SITE = Site(
-    "over.fc1",
-    SiteKind.LINEAR,
-    "Gemm",
-    (Operand("x", 0, False, 1, (None, 32)), Operand("w", 1, True, 1, (64, 32))),
-    "y",
-    32,
-    64,
-    3,
-    ("a", "b"),
-)
+OPERANDS = Operand("x", 0, False, 1, (None, 32)), Operand("w", 1, True, 1, (64, 32))
+SITE = Site("over.fc1", SiteKind.LINEAR, "Gemm", OPERANDS, "y", 32, 64, 3, ("a", "b"))
 ARTIFACT = ModelArtifact(
     Path("model/model.onnx"),
     "d" * 64,
@@ -43,85 +30,27 @@ ARTIFACT = ModelArtifact(
 )
 
 
-@pytest.mark.parametrize(
-    ("length", "is_taken"), [(serde.MOST_NAME_BYTES, True), (serde.MOST_NAME_BYTES + 1, False)]
-)
-def test_a_file_name_has_the_length_that_file_systems_take(length: int, is_taken: bool) -> None:
+def test_a_file_name_has_the_length_that_file_systems_take() -> None:
     # Two bytes a letter: it is bytes that count.
-    name = "é" * (length // 2) + "x" * (length % 2)
-    document = TypeAdapter(serde.InsidePath)
-    if is_taken:
-        assert document.validate_python(f"model/{name}") == Path("model") / name
-    else:
-        with pytest.raises(ValidationError, match="more than 255 bytes"):
-            document.validate_python(f"model/{name}")
+    name, document = "é" * (serde.MOST_NAME_BYTES // 2), TypeAdapter(serde.InsidePath)
+    assert document.validate_python(f"model/{name}x") == Path("model") / f"{name}x"
+    with pytest.raises(ValidationError, match="more than 255 bytes"):
+        document.validate_python(f"model/{name}é")
 
 
-def moments(*sums: float) -> RatioMoments:
-    return RatioMoments(50, 7, *(ExactSum.of([value]) for value in sums))
-
-
-NAME = SensitivityName("r", "logit", "loss")
-DELTA = DeltaSums(ExactSum.of([100.0]), ExactSum.of([-10.0]), ExactSum.of([1.0]))
-# Seven units are too few for an interval: its ends are infinite.
-KL = Sensitivity.of(NAME, DELTA, moments(1e-5, 1.0, 1e-10, 1e-5, 1.0), None, Draws(2, 1e-5, 2e-5, 2.0))
-PROFILE = Profile(
-    model_digest="m",
-    data_digest="d",
-    rows=100,
-    error_rows=80,
-    sampling=Sampling(50, 2, 16384, ("over.fc1",), may_stop_early=True),
-    synthetic=False,
-    sites=(
-        SiteProfile(
-            "over.fc1",
-            {
-                "x": RangeStats(
-                    3,
-                    0.1,
-                    -0.1,
-                    0.1,
-                    ExactSum(),
-                    ExactSum.of([1e-300]),
-                    spread=BatchSpread(2, 50, {"amax": BatchSums(ExactSum.of([1.0, 1e-30]), ExactSum())}),
-                )
-            },
-            (ErrorStats("r", None, 3, *(ExactSum.of([v]) for v in (1.0, 0.5, 1.5)), 0, 0, 0),),
-            (KL,),
-        ),
-    ),
-    baseline_loss={"logit": WeightedMean(ExactSum.of([0.6931471805599453]), ExactSum.of([1.0]))},
-    scales={"e4m3fn/amax": {"x": 0.0078125}},
-    seconds={"ranges": ExactSum.of([0.25])},
-    groups=(SiteGroup("x", ("over.fc1", "over.fc2"), (KL,)),),
-    weights=("w",),
-)
-
-
-@pytest.mark.parametrize("value", [ARTIFACT, PROFILE], ids=["model", "profile"])
-def test_a_document_comes_back_equal(value, tmp_path):
-    path = tmp_path / "sub" / "value.json"
-    serde.write(value, path)
-    assert serde.read(type(value), path) == value
-    assert serde.dumps(serde.read(type(value), path)) == path.read_text()
-    assert [p.name for p in path.parent.iterdir()] == ["value.json"]
+def test_a_document_comes_back_equal(tmp_path):
+    path = tmp_path / "sub" / "model.json"
+    serde.write(ARTIFACT, path)
+    assert serde.read(ModelArtifact, path) == ARTIFACT
+    assert serde.dumps(serde.read(ModelArtifact, path)) == path.read_text()
+    assert [p.name for p in path.parent.iterdir()] == ["model.json"]
 
 
 def test_lookups():
     assert ARTIFACT.site("over.fc1") is SITE and ARTIFACT.linear_sites == (SITE,)
     assert SITE.flops_per_example == ARTIFACT.fp8_able_flops == 2 * 3 * 32 * 64
-    found = PROFILE.site("over.fc1").sensitivity("r", "logit")
-    assert (found.delta.rmse, found.delta.mean) == (pytest.approx(0.1), pytest.approx(-0.1))
-    assert found.kl.upper == float("inf") and PROFILE.groups[0].sensitivity("logit") is KL
-    for missing in (
-        lambda: ARTIFACT.site("x"),
-        lambda: PROFILE.site("x"),
-        lambda: PROFILE.site("over.fc1").error("x"),
-        lambda: PROFILE.site("over.fc1").sensitivity("r", "x"),
-        lambda: PROFILE.groups[0].sensitivity("x"),
-    ):
-        with pytest.raises(KeyError):
-            missing()
+    with pytest.raises(KeyError):
+        ARTIFACT.site("x")
 
 
 def edited(change) -> str:
@@ -179,10 +108,7 @@ def test_digests_follow_names_order_and_content(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     one.write_text("x")
     two.write_text("x")
-    assert (
-        len({digest_files([one]), digest_files([two]), digest_files([one, two]), digest_files([two, one])})
-        == 4
-    )
+    assert len({digest_files(files) for files in ((one,), (two,), (one, two), (two, one))}) == 4
 
 
 @pytest.mark.parametrize("depth", [150, 900, 960, 980, 990, 995, 1000, 100_000])
@@ -192,3 +118,38 @@ def test_a_document_that_is_nested_too_deep_is_refused(depth: int, close: str) -
     for text in (nested, f'{{"schema": "{serde.schema_id(ModelArtifact)}", "value": {nested}}}'):
         with pytest.raises(UserError):
             serde.loads(ModelArtifact, text)
+
+
+def document(**more: object) -> str:
+    return json.dumps({"a": 1, "seal": UNSEALED, **more}, indent=1)
+
+
+def test_a_seal_is_the_digest_of_the_text_with_zeros_in_its_place() -> None:
+    sealed = seal(document())
+    assert json.loads(sealed)["seal"] == hashlib.sha256(document().encode()).hexdigest()
+    assert seal_problem(sealed.encode()) is None
+    assert seal(sealed) == sealed
+
+
+def test_every_byte_is_covered_spaces_too() -> None:
+    sealed = seal(document(text="ein Maß")).encode()
+    for place in range(len(sealed)):
+        for bit in range(8):
+            altered = bytearray(sealed)
+            altered[place] ^= 1 << bit
+            assert seal_problem(bytes(altered)) is not None, (place, bit)
+    assert "sha256" in str(seal_problem(sealed + b"\n"))
+
+
+def test_a_document_has_one_seal() -> None:
+    for text in ("{}", document() + document(), '{"seal": "short"}', document(seal=UNSEALED[:-1])):
+        with pytest.raises(ValueError, match="a document has one seal"):
+            seal(text)
+    assert seal_problem(b"{}") == "0 seals, there must be one"
+
+
+def test_a_string_cannot_pass_for_the_seal() -> None:
+    inner = f'"seal": "{"f" * 64}"'
+    sealed = seal(document(text=inner))
+    assert json.loads(sealed)["text"] == inner
+    assert seal_problem(sealed.encode()) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 from fractions import Fraction
 
 import pytest
@@ -44,13 +44,6 @@ def test_merging_is_associative_commutative_and_neutral_for_nothing(a, b, c):
     assert x.merge(ExactSum()) == ExactSum().merge(x) == x
 
 
-@given(lists, st.randoms(use_true_random=False), st.integers(1, 7))
-def test_neither_order_nor_grouping_matters(values, random, size):
-    shuffled = random.sample(values, len(values))
-    groups = (ExactSum.of(shuffled[i : i + size]) for i in range(0, len(values), size))
-    assert functools.reduce(ExactSum.merge, groups, ExactSum()) == ExactSum.of(values)
-
-
 def test_what_float64_loses_is_kept():
     assert (0.1 + 1e16) - 1e16 != 0.1
     assert ExactSum.of([0.1, 1e16]).merge(ExactSum.of([-1e16])).value == 0.1
@@ -59,12 +52,7 @@ def test_what_float64_loses_is_kept():
     assert ExactSum().value == 0.0
 
 
-@pytest.mark.parametrize("values", [[float("nan")], [1.0, float("inf")], [-float("inf"), float("inf")]])
-def test_what_is_not_finite_has_no_sum(values):
-    with pytest.raises(InternalError, match="an exact sum takes finite numbers"):
+@pytest.mark.parametrize("values", [[math.nan], [1.0, math.inf], [-math.inf, math.inf], [1.7e308, 1.7e308]])
+def test_what_is_not_finite_or_beyond_float64_has_no_sum(values):
+    with pytest.raises(InternalError):
         ExactSum.of(values)
-
-
-def test_a_sum_beyond_float64_is_an_error():
-    with pytest.raises(InternalError, match="a sum is beyond float64"):
-        ExactSum.of([1.7e308, 1.7e308])

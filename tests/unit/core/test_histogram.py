@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from loka_onnx.core.histogram import BINS, RELATIVE_BIN_WIDTH, MagnitudeHistogram, bin_edge
+from loka_onnx.core.statistics import BINS, RELATIVE_BIN_WIDTH, MagnitudeHistogram, bin_edge
 from loka_onnx.numerics.histograms import count_magnitudes, histogram_of
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)

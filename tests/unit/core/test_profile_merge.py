@@ -11,14 +11,32 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from loka_onnx.core import serde
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.histogram import NOTHING_COUNTED, MagnitudeHistogram
-from loka_onnx.core.profile import Profile, Sampling, SiteProfile, WeightedMean
-from loka_onnx.core.ratio_moments import RatioMoments
-from loka_onnx.core.sensitivity import DeltaSums, Draws, Sensitivity, SensitivityName, SiteGroup
-from loka_onnx.core.statistics import NO_BATCHES, BatchSpread, BatchSums, ErrorStats, RangeStats, TensorRange
+from loka_onnx.core.intervals import RatioMoments
+from loka_onnx.core.profile import (
+    DeltaSums,
+    Draws,
+    Profile,
+    Sampling,
+    Sensitivity,
+    SensitivityName,
+    SiteGroup,
+    SiteProfile,
+    WeightedMean,
+)
+from loka_onnx.core.statistics import (
+    NO_BATCHES,
+    NOTHING_COUNTED,
+    BatchSpread,
+    BatchSums,
+    ErrorStats,
+    MagnitudeHistogram,
+    RangeStats,
+    TensorRange,
+)
 
 numbers = st.floats(-1e30, 1e30, allow_subnormal=False)
 natural = st.integers(0, 2**40)
@@ -45,19 +63,8 @@ channels = st.one_of(st.just(()), st.tuples(numbers, numbers))
 ranges = st.builds(
     RangeStats, natural, numbers, numbers, numbers, exact, exact, histograms, channels, spreads
 )
-errors = st.builds(
-    ErrorStats,
-    st.just("e4m3fn"),
-    st.just(0.5),
-    natural,
-    exact,
-    exact,
-    exact,
-    natural,
-    natural,
-    natural,
-    natural,
-)
+counts = (natural,) * 4
+errors = st.builds(ErrorStats, st.just("e4m3fn"), st.just(0.5), natural, exact, exact, exact, *counts)
 deltas = st.builds(DeltaSums, positive, exact, exact)
 moments = st.builds(RatioMoments, natural, st.integers(0, 2**20), exact, positive, positive, exact, positive)
 draws = st.builds(Draws, st.integers(1, 8), numbers, numbers, numbers, numbers, numbers)
@@ -173,8 +180,25 @@ def test_profiles_merge_associatively_and_only_the_digest_keeps_the_order(a, b, 
 
 @few
 @given(profiles)
-def test_a_document_keeps_every_bit(profile):
+def test_a_document_keeps_every_bit_and_entries_are_found_by_name(profile):
     assert serde.loads(Profile, serde.dumps(profile)) == profile
+    site, group = profile.site("fc1"), profile.groups[0]
+    assert site is profile.sites[0] and site.error("e4m3fn") is site.errors[0]
+    assert site.sensitivity("e4m3fn", "logit") is site.sensitivities[0]
+    assert group.sensitivity("logit") is group.sensitivities[0]
+    for find in (profile.site, site.error, group.sensitivity, lambda name: site.sensitivity("e4m3fn", name)):
+        with pytest.raises(KeyError):
+            find("x")
+
+
+def test_an_infinite_interval_is_written():
+    """Seven units are too few for one."""
+    few_units = RatioMoments(50, 7, *map(ExactSum.of, ([1e-5], [1.0], [1e-10], [1e-5], [1.0])))
+    delta = DeltaSums(*map(ExactSum.of, ([100.0], [-10.0], [1.0])))
+    found = Sensitivity.of(SensitivityName("r", "logit", "loss"), delta, few_units, None)
+    assert (found.kl.upper, found.delta.rmse, found.delta.mean) == (math.inf, 0.1, -0.1)
+    adapter = TypeAdapter(Sensitivity)
+    assert adapter.validate_python(serde.to_plain(found)) == found
 
 
 def range_of(values: np.ndarray) -> RangeStats:
@@ -223,9 +247,6 @@ def test_channels_that_one_part_does_not_know_are_unknown():
     assert known.merge(dataclasses.replace(other, channel_amax=())).channel_amax == ()
     with pytest.raises(ValueError, match="different numbers of channels do not merge"):
         known.merge(dataclasses.replace(other, channel_amax=(1.0,)))
-
-
-def test_batches_of_different_sizes_do_not_merge():
     with pytest.raises(ValueError, match="batches of different sizes do not merge"):
         BatchSpread(1, 512).merge(BatchSpread(1, 256))
 
@@ -234,14 +255,12 @@ def test_error_ratios_are_those_of_all_rows_together():
     random = np.random.default_rng(0)
     exact = random.standard_normal(1000)
     low = exact + 0.01 * random.standard_normal(1000)
-    merged = functools.reduce(
-        ErrorStats.merge, (error_of(exact[i : i + 300], low[i : i + 300]) for i in range(0, 1000, 300))
-    )
+    parts = (error_of(exact[i : i + 300], low[i : i + 300]) for i in range(0, 1000, 300))
+    merged = functools.reduce(ErrorStats.merge, parts)
     assert merged.count == 1000 and merged.saturated == int((exact > 1).sum())
-    assert merged.relative_error == pytest.approx(
-        np.linalg.norm(low - exact) / np.linalg.norm(exact), rel=1e-12
-    )
-    assert merged.sqnr_db == pytest.approx(-10 * np.log10(((low - exact) ** 2).sum() / (exact**2).sum()))
+    ratio = np.linalg.norm(low - exact) / np.linalg.norm(exact)
+    assert merged.relative_error == pytest.approx(ratio, rel=1e-12)
+    assert merged.sqnr_db == pytest.approx(-20 * np.log10(ratio))
     assert merged.quantized.value == pytest.approx(low @ low, rel=1e-12)
 
 
@@ -250,7 +269,7 @@ def test_error_ratios_are_those_of_all_rows_together():
 )
 def test_statistics_of_different_scales_or_recipes_refuse_to_merge(change):
     one = error_of(np.ones(3), np.ones(3))
-    with pytest.raises(ValueError, match="different recipes or scales do not merge"):
+    with pytest.raises(ValueError, match="different recipe or activation_scale do not merge"):
         one.merge(dataclasses.replace(one, **change))
 
 

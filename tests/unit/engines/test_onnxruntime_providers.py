@@ -8,7 +8,7 @@ import onnx
 import onnx.parser
 import pytest
 
-from loka_onnx.core.formats import Float8, NumberFormat, Precision
+from loka_onnx.core.formats import E4M3FN, E4M3FNUZ, NumberFormat, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.engines.onnxruntime.io_binding_settings import settings_for, why_declined, without_graphs
@@ -56,12 +56,12 @@ def request_for(tmp_path: Path, text: str = ROWS, **options: int) -> BuildReques
 )
 def test_the_plans_that_a_provider_takes(provider: Provider, accepted: set[str]) -> None:
     plans = {base.value: plan_of(base) for base in (Precision.FP32, Precision.FP16, Precision.BF16)}
-    plans["fp8"] = plan_of(Precision.BF16, Float8.E4M3FN)
+    plans["fp8"] = plan_of(Precision.BF16, E4M3FN)
     assert {name for name, plan in plans.items() if why_declined(provider, plan) is None} == accepted
 
 
 def test_cuda_multiplies_no_fnuz() -> None:
-    reason = why_declined(CUDA, plan_of(Precision.BF16, Float8.E4M3FNUZ))
+    reason = why_declined(CUDA, plan_of(Precision.BF16, E4M3FNUZ))
     assert reason is not None and reason.startswith("site 'fc' asks for E4M3FNUZ")
 
 

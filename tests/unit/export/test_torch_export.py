@@ -42,10 +42,6 @@ class Ranker(nn.Module):
         return both[:, 0], both[:, 1]
 
 
-def says(*parts: str) -> str:
-    return "(?s:.*)".join(map(re.escape, parts))
-
-
 def test_parity_is_measured_and_the_batch_is_dynamic(tmp_path):
     module = Ranker()
     artifact = export_torch(module, ROWS, tmp_path / "model.onnx", outputs("click", "buy"))
@@ -91,74 +87,42 @@ def test_parity_is_the_difference_to_the_module(tmp_path, monkeypatch):
     assert parity.rms == pytest.approx(1e-5 / np.sqrt(80), rel=0.02)
 
 
-class Noisy(nn.Module):
-    def __init__(self) -> None:
+class Linear(nn.Module):
+    """A logit of `dense`, and what is made of it."""
+
+    def __init__(self, made) -> None:
         super().__init__()
-        self.fc = nn.Linear(6, 1)
+        self.fc, self.made = nn.Linear(6, 1), made
 
     def forward(self, dense):
-        return (self.fc(dense) + torch.rand_like(dense[:, :1])).squeeze(-1)
-
-
-class Undefined(Noisy):
-    def forward(self, dense):
-        return torch.log(self.fc(dense).squeeze(-1) * 0 - 1)
-
-
-class AsList(Noisy):
-    def forward(self, dense):
-        return [self.fc(dense).squeeze(-1)]
-
-
-class AsDict(Noisy):
-    def forward(self, dense):
-        return {"logit": self.fc(dense).squeeze(-1)}
-
-
-class Branching(Noisy):
-    def forward(self, dense):
-        value = self.fc(dense).squeeze(-1)
-        return value if float(value.sum()) > 0 else -value
+        return self.made(self.fc(dense).squeeze(-1))
 
 
 DENSE = {"dense": ROWS["dense"]}
 
 
 @pytest.mark.parametrize(
-    ("module", "names", "message"),
+    ("made", "names", "code", "evidence"),
     [
-        (
-            Noisy,
-            ("logit",),
-            says(
-                "exported graph does not agree with the module", "largest difference", "look for randomness"
-            ),
-        ),
-        (
-            Undefined,
-            ("logit",),
-            says("the module's output 'logit' is not finite", "40 of 40 values, the first in row 0"),
-        ),
-        (AsDict, ("logit",), says("AsDict returns a dict, not a tensor", "wrap it in a module")),
-        (Branching, ("logit",), says("PyTorch cannot export Branching to ONNX")),
-        (
-            AsList,
-            ("a", "b"),
-            says("returns 1 tensors, the configuration declares 2 outputs", "declare every output"),
-        ),
+        (lambda y: y + torch.rand_like(y), ("logit",), "E0418", "largest difference"),
+        (lambda y: torch.log(y * 0 - 1), ("logit",), "E0419", "40 of 40 values, the first in row 0"),
+        (lambda y: {"logit": y}, ("logit",), "E0415", ""),
+        (lambda y: y if float(y.sum()) > 0 else -y, ("logit",), "E0417", ""),
+        (lambda y: [y], ("a", "b"), "E0416", ""),
     ],
 )
-def test_modules_that_cannot_be_exported_are_refused(module, names, message, tmp_path):
+def test_modules_that_cannot_be_exported_are_refused(made, names, code, evidence, tmp_path):
     target = tmp_path / "model.onnx"
-    with pytest.raises(ExportError, match=message):
-        export_torch(module(), DENSE, target, outputs(*names))
+    with pytest.raises(ExportError) as caught:
+        export_torch(Linear(made), DENSE, target, outputs(*names))
+    assert caught.value.code == code and evidence in caught.value.evidence
     assert not target.exists()
 
 
 def test_one_row_is_too_few(tmp_path):
     one = {"dense": ROWS["dense"][:1]}
     with pytest.raises(InternalError, match="needs at least 2 example rows"):
-        export_torch(AsList(), one, tmp_path / "model.onnx", outputs("logit"))
+        export_torch(Linear(lambda y: y), one, tmp_path / "model.onnx", outputs("logit"))
 
 
 def test_a_module_without_products_has_no_sites(tmp_path):
@@ -166,8 +130,9 @@ def test_a_module_without_products_has_no_sites(tmp_path):
         def forward(self, dense):
             return dense.sum(dim=1)
 
-    with pytest.raises(ModelError, match=says("has no sites", "is a MatMul or Gemm", "nothing to offer")):
+    with pytest.raises(ModelError) as caught:
         export_torch(Sums(), DENSE, tmp_path / "model.onnx", outputs("logit"))
+    assert caught.value.code == "E0406"
 
 
 # References to builders --------------------------------------------------------------------------
@@ -185,24 +150,20 @@ def test_a_builder_is_found(on_path):
 
 
 @pytest.mark.parametrize(
-    ("reference", "message"),
+    ("reference", "code", "evidence"),
     [
-        ("my_models", says("'my_models' is not of the form module:function", "for example")),
-        (":build", says("is not of the form module:function")),
-        ("my_models:", says("is not of the form module:function")),
-        (
-            "my_absent:build",
-            says("cannot import the model builder", "No module named 'my_absent'", "PYTHONPATH"),
-        ),
-        ("my_models:make", says("cannot import the model builder", "has no attribute 'make'")),
-        ("my_models:number", says("'my_models:number' is not callable", "it is a int")),
-        ("my_broken:build", says("cannot import the model builder", "RuntimeError: no licence")),
-        (".my_models:build", says("cannot import the model builder", "relative import")),
+        *((reference, "E0411", "") for reference in ("my_models", ":build", "my_models:")),
+        ("my_absent:build", "E0412", "No module named 'my_absent'"),
+        ("my_models:make", "E0412", "has no attribute 'make'"),
+        ("my_models:number", "E0413", "it is a int"),
+        ("my_broken:build", "E0412", "RuntimeError: no licence"),
+        (".my_models:build", "E0412", "relative import"),
     ],
 )
-def test_references_that_name_no_builder(reference, message, on_path):
-    with pytest.raises(ModelError, match=message):
+def test_references_that_name_no_builder(reference, code, evidence, on_path):
+    with pytest.raises(ModelError) as caught:
         load_builder(reference)
+    assert caught.value.code == code and evidence in caught.value.evidence
 
 
 # Foreign ONNX files ------------------------------------------------------------------------------
@@ -220,41 +181,26 @@ def foreign(tmp_path, text: str):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("graph", "evidence"),
     [
+        ("g (float[8,4] x) => (float[8,4] y) { y = MatMul(x, w) }", "E0408 its shape is [8, 4]"),
+        ("g (float x) => (float[4] y) { y = Mul(x, w) }", "E0408 its shape is []"),
+        ("g (float[b,4] x) => (float[b,4] y) { y = Mul(x, w) }", "E0406 none of its 1 nodes"),
+        ("g (float[b,4] x) => (float[b,4] z) { z = MatMul(x, w) }", "E0407 its outputs are z"),
+        ("g (float[b,5] x) => (float[b,4] y) { y = MatMul(x, w) }", "E0310 .*Incompatible dimensions"),
+        # Sound by ONNX's rules; ONNX Runtime has no kernel for a Relu of INT16.
         (
-            "g (float[8,4] x) => (float[8,4] y) { y = MatMul(x, w) }",
-            says("input 'x' of", "has no dynamic batch", "its shape is [8, 4]", "a dynamic first dimension"),
-        ),
-        ("g (float x) => (float[4] y) { y = Mul(x, w) }", says("input 'x'", "has no dynamic batch", "[]")),
-        ("g (float[b,4] x) => (float[b,4] y) { y = Mul(x, w) }", says("has no sites", "none of its 1 nodes")),
-        (
-            "g (float[b,4] x) => (float[b,4] z) { z = MatMul(x, w) }",
-            says("has no output named 'y'", "its outputs are z", "name one of them under `outputs`"),
+            "g (float[b,4] x) => (float[b,4] y) {"
+            " i = Cast<to=5>(x)  r = Relu(i)  f = Cast<to=1>(r)  y = MatMul(f, w) }",
+            ".*NOT_IMPLEMENTED.*Relu",
         ),
     ],
 )
-def test_foreign_models_that_are_refused(text, message, tmp_path):
-    with pytest.raises(ModelError, match=message):
-        import_onnx(foreign(tmp_path, text), tmp_path / "run/model.onnx", outputs("y"))
-
-
-def test_a_model_that_onnx_runtime_refuses(tmp_path):
-    """Sound by ONNX's rules; ONNX Runtime has no kernel for a Relu of INT16."""
-    body = "i = Cast<to=5>(x)  r = Relu(i)  f = Cast<to=1>(r)  y = MatMul(f, w)"
-    path = foreign(tmp_path, f"g (float[b,4] x) => (float[b,4] y) {{ {body} }}")
+def test_foreign_models_that_are_refused(graph, evidence, tmp_path):
     with pytest.raises(ModelError) as caught:
-        import_onnx(path, tmp_path / "run/model.onnx", outputs("y"))
-    assert caught.value.what == f"ONNX Runtime refuses '{tmp_path / 'run/model.onnx'}'"
-    assert "NOT_IMPLEMENTED" in caught.value.evidence and "Relu" in caught.value.evidence
-
-
-def test_a_product_of_other_lengths_is_no_sound_model(tmp_path):
-    path = foreign(tmp_path, "g (float[b,5] x) => (float[b,4] y) { y = MatMul(x, w) }")
-    with pytest.raises(ModelError) as caught:
-        import_onnx(path, tmp_path / "run/model.onnx", outputs("y"))
-    assert caught.value.what == f"'{path}' is not a sound ONNX model"
-    assert "Incompatible dimensions for matrix multiplication" in caught.value.evidence
+        import_onnx(foreign(tmp_path, graph), tmp_path / "run/model.onnx", outputs("y"))
+    said = f"{caught.value.code} {caught.value.evidence}"
+    assert re.search(evidence.replace("[", r"\[").replace("]", r"\]"), said)
 
 
 def test_the_users_table_file_is_copied_and_left_alone(tmp_path, monkeypatch):
@@ -264,11 +210,8 @@ def test_the_users_table_file_is_copied_and_left_alone(tmp_path, monkeypatch):
     from loka_onnx.graph import storage
 
     monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
-    source = foreign(
-        tmp_path,
-        "g (float[b,4] x, int64[b] i) => (float[b,4] y) {"
-        " e = Gather(t, i)  s = Add(x, e)  y = MatMul(s, w) }",
-    )
+    body = "{ e = Gather(t, i)  s = Add(x, e)  y = MatMul(s, w) }"
+    source = foreign(tmp_path, f"g (float[b,4] x, int64[b] i) => (float[b,4] y) {body}")
     proto = onnx.load(source)
     proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((50, 4), np.float32), "t"))
     onnx.save(proto, source, save_as_external_data=True, location="user.bin", size_threshold=200)
@@ -283,19 +226,12 @@ def test_ids_beyond_a_table_are_the_users_to_correct(tmp_path: Path) -> None:
     class Lookup(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.items = nn.Embedding(4, 16)
-            self.head = nn.Linear(16, 16)
+            self.items, self.head = nn.Embedding(4, 16), nn.Linear(16, 16)
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.items(ids)).sum(-1)
 
-    spec = OutputSpec("logit", OutputKind.LOGIT, "label")
     with pytest.raises(ModelError) as caught:
-        export_torch(Lookup(), {"ids": np.array([0, 7, 1])}, tmp_path / "model.onnx", (spec,))
-    assert str(caught.value) == (
-        "Lookup fails on the first 3 rows of the data\n"
-        "  evidence: index out of range in self\n"
-        "  remedy: compare the ids with the sizes of the embedding tables, and the columns with the inputs "
-        "that the model was trained with"
-    )
+        export_torch(Lookup(), {"ids": np.array([0, 7, 1])}, tmp_path / "model.onnx", outputs("logit"))
+    assert (caught.value.code, caught.value.evidence) == ("E0414", "index out of range in self")
     assert not (tmp_path / "model.onnx").exists()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loka_onnx.graph.column_origins import Origin, column_origins
 from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.moves import Origin, column_origins
 
 X = tuple(Origin("x", column) for column in range(3))
 AGE = (Origin("age", 0),)

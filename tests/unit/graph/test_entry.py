@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from graph_runs import randn, run
 
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.entry import OPSET, canonicalize
 from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.graph.sites import find_sites
-
-RANDOM = np.random.default_rng(0)
-
-
-def run(path: Path, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    runtime = pytest.importorskip("onnxruntime")
-    return runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, feeds)
-
-
-def randn(*shape: int) -> np.ndarray:
-    return RANDOM.standard_normal(shape).astype(np.float32)
-
 
 RANKER = """g (float[b,8] x, int64[b] user) => (float[b,1] y) {
     e = Gather(table, user)
@@ -39,63 +27,52 @@ RANKER = """g (float[b,8] x, int64[b] user) => (float[b,1] y) {
 
 
 def ranker_weights() -> dict[str, np.ndarray]:
-    return {
-        "table": randn(20, 4),
-        "w1": randn(6, 8),
-        "b1": randn(6),
-        "gain": randn(6),
-        "axis": np.array([1]),
-        "w2": randn(10, 1),
-    }
+    shapes = {"table": (20, 4), "w1": (6, 8), "b1": (6,), "gain": (6,), "w2": (10, 1)}
+    return {"axis": np.array([1]), **{name: randn(*shape) for name, shape in shapes.items()}}
+
+
+def outside(path: Path, size: int = 64) -> Path:
+    """The file with its weights beside it."""
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=size)
+    return path
+
+
+def taken(path: Path) -> Path:
+    """Its canonical form, written elsewhere."""
+    target = path.parent / "taken" / "model.onnx"
+    canonicalize(path).model.save(target, link_tables=False)
+    return target
 
 
 @pytest.mark.parametrize("external", [False, True])
-def test_constant_expressions_of_large_weights_are_folded(external, write_model, tmp_path):
+def test_constant_expressions_of_large_weights_are_folded(external, write_model):
     """Of 16 KB, which the graph holds beside its messages: ONNX Runtime gets them all the same."""
     weight = randn(64, 64)
-    graph = "g (float[b,64] x) => (float[b,64] y) { t = Transpose<perm=[1,0]>(w)  y = MatMul(x, t) }"
-    path = write_model(graph, {"w": weight})
+    body = "{ t = Transpose<perm=[1,0]>(w)  s = Mul(t, half)  y = MatMul(x, s) }"
+    path = write_model(f"g (float[b,64] x) => (float[b,64] y) {body}", {"w": weight, "half": np.float32(0.5)})
     if external:
-        onnx.save(onnx.load(path), path, save_as_external_data=True, location="w.bin", size_threshold=64)
+        outside(path)
     canonical = canonicalize(path)
-    (node,) = canonical.model.nodes
-    assert (node.op, canonical.notes) == ("MatMul", ("1 constant nodes folded",))
-    np.testing.assert_array_equal(values_of(node.inputs[1]), weight.T)
+    (node,), (site,) = canonical.model.nodes, find_sites(canonical.model)
+    assert (node.op, site.kind, canonical.notes) == ("MatMul", "linear", ("2 constant nodes folded",))
+    np.testing.assert_array_equal(values_of(node.inputs[1]), weight.T * np.float32(0.5))
 
 
 @pytest.mark.parametrize("opset", [17, 19, 21, 22])
 @pytest.mark.parametrize("external", [False, True])
-def test_conversion_keeps_names_and_outputs(opset, external, write_model, tmp_path):
+def test_conversion_keeps_names_and_outputs(opset, external, write_model):
     path = write_model(RANKER, ranker_weights(), opset)
     if external:
         # ONNX Runtime wants the axes of a reduction inside the model.
-        onnx.save(
-            onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=64
-        )
+        outside(path)
     canonical = canonicalize(path)
     assert canonical.model.opset == max(opset, OPSET)
     assert [s.name for s in find_sites(canonical.model)] == ["fc1", "norm", "fc2"]
     assert canonical.notes == ((f"converted from opset {opset} to 21",) if opset < 21 else ())
     assert set(canonical.model.tables) == ({"table"} if external else set())
-    target = tmp_path / "out" / "canonical.onnx"
-    canonical.model.save(target, link_tables=False)
     feeds = {"x": randn(5, 8), "user": np.arange(5)}
-    np.testing.assert_array_equal(run(target, feeds)[0], run(path, feeds)[0])
-    onnx.checker.check_model(str(target))
-
-
-def test_operators_whose_form_changed_between_the_opsets(write_model, tmp_path):
-    """ReduceMax got its axes as an input in 18, Split its num_outputs, Pad its axes."""
-    path = write_model(
-        "g (float[b,8] x) => (float[b,1] y) { a, c = Split<axis=1>(x)  m = ReduceMax<axes=[1]>(a)"
-        " d = Mul(c, m)  p = Pad(d, pads)  y = MatMul(p, w) }",
-        {"w": randn(5, 1), "pads": np.array([0, 0, 0, 1])},
-        17,
-    )
-    target = tmp_path / "converted.onnx"
-    canonicalize(path).model.save(target)
-    feeds = {"x": randn(5, 8)}
-    np.testing.assert_array_equal(run(target, feeds)[0], run(path, feeds)[0])
+    np.testing.assert_array_equal(run(taken(path), **feeds), run(path, **feeds))
+    onnx.checker.check_model(str(taken(path)))
 
 
 OLD_FORMS = {
@@ -105,6 +82,7 @@ OLD_FORMS = {
     "axes as attributes": "q = ReduceSum<axes=[2], keepdims=0>(h) u = Unsqueeze<axes=[2]>(q) s = Mul(h, u)",
     "squeeze": "u = Unsqueeze<axes=[1]>(h) v = Squeeze<axes=[1]>(u) s = Tanh(v)",
     "split": "l, r = Split<axis=2, split=[1, 3]>(h) s = Concat<axis=2>(r, l)",
+    "split in two, and a largest": "l, r = Split<axis=2>(h) m = ReduceMax<axes=[2]>(l) s = Mul(r, m)",
     "clip": "s = Clip(h, low, high)",
     "pad": "s = Pad(h, pads, low)",
     "dropout": "s = Dropout<ratio=0.5>(h)",
@@ -120,46 +98,22 @@ UNTIL_12 = {"axes as attributes", "squeeze", "split", "dropout"}
 @pytest.mark.parametrize(
     ("form", "opset"), [(form, 11) for form in OLD_FORMS] + [(f, 13) for f in OLD_FORMS if f not in UNTIL_12]
 )
-def test_forms_of_older_operator_sets(form, opset, write_model, tmp_path):
+def test_forms_of_older_operator_sets(form, opset, write_model):
     """Softmax flattened what came before and after its axis until 12, reductions had attributes until 12."""
     body = OLD_FORMS[form]
-    constants = {
-        "w": randn(4, 4),
-        "low": np.float32(0.0),
-        "high": np.float32(0.25),
-        "pads": np.array([0, 0, 0, 0, 0, 1]),
-        "ones": np.ones(3, np.float32),
-        "zeros": np.zeros(3, np.float32),
-        "twos": np.full(3, 2, np.float32),
-    }
+    constants = {"w": randn(4, 4), "low": np.float32(0.0), "high": np.float32(0.25)}
+    constants |= {"pads": np.array([0, 0, 0, 0, 0, 1]), "ones": np.ones(3, np.float32)}
+    constants |= {"zeros": np.zeros(3, np.float32), "twos": np.full(3, 2, np.float32)}
     text = f"g (float[b,3,4] x) => (float[] y) {{ h = MatMul(x, w) {body} y = Abs(s) }}"
-    path = write_model(
-        text, {name: values for name, values in constants.items() if name in body + "w"}, opset
-    )
+    used = {name: values for name, values in constants.items() if name in body + "w"}
+    path = write_model(text, used, opset)
     canonical = canonicalize(path)
     assert canonical.model.opset == OPSET
     assert f"converted from opset {opset} to 21" in canonical.notes
-    target = tmp_path / "converted.onnx"
-    canonical.model.save(target)
-    feeds = {"x": randn(5, 3, 4)}
-    before, after = run(path, feeds)[0], run(target, feeds)[0]
+    x = randn(5, 3, 4)
+    before, after = run(path, x=x), run(taken(path), x=x)
     assert np.ptp(before) > 0.1
     np.testing.assert_allclose(after, before, rtol=1e-6, atol=1e-7)
-
-
-def test_constants_are_folded_so_that_a_transposed_weight_makes_a_linear(write_model, tmp_path):
-    path = write_model(
-        "g (float[b,8] x) => (float[b,6] y) { t = Transpose(w)  s = Mul(t, half)  y = MatMul(x, s) }",
-        {"w": randn(6, 8), "half": np.float32(0.5)},
-    )
-    canonical = canonicalize(path)
-    (site,) = find_sites(canonical.model)
-    assert (site.kind, site.k, site.n) == ("linear", 8, 6)
-    assert canonical.notes == ("2 constant nodes folded",)
-    target = tmp_path / "folded.onnx"
-    canonical.model.save(target)
-    feeds = {"x": randn(5, 8)}
-    np.testing.assert_allclose(run(target, feeds)[0], run(path, feeds)[0], rtol=1e-6, atol=1e-6)
 
 
 def test_model_local_functions_are_inlined(tmp_path):
@@ -172,32 +126,28 @@ def test_model_local_functions_are_inlined(tmp_path):
     model = onnx.parser.parse_model(text)
     del model.graph.input[1]
     model.graph.initializer.append(onnx.numpy_helper.from_array(randn(4, 3), "w"))
-    path, target = tmp_path / "functions.onnx", tmp_path / "inlined.onnx"
+    path = tmp_path / "functions.onnx"
     onnx.save(model, path)
     canonical = canonicalize(path)
     assert canonical.notes == ("model-local functions inlined",)
     (site,) = find_sites(canonical.model)
     assert (site.op_type, site.k, site.n) == ("MatMul", 4, 3)
-    canonical.model.save(target)
-    feeds = {"x": randn(5, 4)}
-    np.testing.assert_array_equal(run(target, feeds)[0], run(path, feeds)[0])
+    x = randn(5, 4)
+    np.testing.assert_array_equal(run(taken(path), x=x), run(path, x=x))
 
 
 PRODUCT = "g (float[b,4] x) => (float[b,3] y) { y = MatMul(x, w) }"
 
 
-def refused(path: Path, *parts: str) -> None:
-    with pytest.raises(ModelError, match="(?s:.*)".join(map(re.escape, parts))):
+def refused(path: Path, code: str, *parts: str) -> None:
+    with pytest.raises(ModelError) as caught:
         canonicalize(path)
+    assert caught.value.code == code
+    assert all(part in str(caught.value) for part in parts)
 
 
 def test_an_old_opset_is_refused(write_model):
-    refused(
-        write_model(PRODUCT, {"w": (4, 3)}, 10),
-        "uses opset 10",
-        "evidence: opsets 11 and up are converted to 21",
-        "remedy: export the model again with opset_version=21",
-    )
+    refused(write_model(PRODUCT, {"w": (4, 3)}, 10), "E0303")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +159,7 @@ def test_a_custom_operator_is_refused_by_name(domain, op, shown, write_model):
     model.graph.node.add(op_type=op, domain=domain, name="lookup_7", input=["x"], output=["z"])
     model.opset_import.append(onnx.helper.make_opsetid("acme", 1))
     onnx.save(model, path)
-    refused(path, "node 'lookup_7'", f"uses the custom operator '{shown}", "export it as standard operators")
+    refused(path, "E0305", "node 'lookup_7'", f"uses the custom operator '{shown}")
 
 
 def test_a_custom_operator_inside_a_branch_is_refused(write_model):
@@ -220,7 +170,7 @@ def test_a_custom_operator_inside_a_branch_is_refused(write_model):
     model = onnx.load(path)
     model.graph.node[0].attribute[0].g.node[0].domain = "acme"
     onnx.save(model, path)
-    refused(path, "custom operator 'acme::Relu'")
+    refused(path, "E0305", "'acme::Relu'")
 
 
 @pytest.mark.parametrize("keep", [0, 1, 40, 0.5, 0.99])
@@ -228,21 +178,19 @@ def test_a_truncated_file_is_refused(keep, write_model):
     path = write_model(PRODUCT, {"w": (40, 30)})
     whole = path.read_bytes()
     path.write_bytes(whole[: int(keep * len(whole)) if isinstance(keep, float) else keep])
-    refused(path, f"'{path}' is not an ONNX model, or is truncated", "remedy: export or copy the file again")
+    refused(path, "E0312")
 
 
 def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
-    refused(tmp_path / "absent.onnx", "cannot read the model", "absent.onnx")
+    refused(tmp_path / "absent.onnx", "E0311")
     text = tmp_path / "text.onnx"
     text.write_text("model: ranker\n")
-    refused(text, "is not an ONNX model, or is truncated")
+    refused(text, "E0312")
 
 
 @pytest.fixture
 def with_external(write_model) -> Path:
-    path = write_model(PRODUCT, {"w": (4, 3)})
-    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
-    return path
+    return outside(write_model(PRODUCT, {"w": (4, 3)}), 0)
 
 
 @pytest.mark.parametrize("read", [canonicalize, GraphModel.load])
@@ -254,40 +202,13 @@ def test_truncated_external_data_are_refused(read, with_external):
         read(with_external)
 
 
-def test_a_link_out_of_the_directory_is_refused(with_external, tmp_path):
-    secret = tmp_path / "elsewhere" / "secret"
-    secret.parent.mkdir()
-    (with_external.parent / "weights.bin").replace(secret)
-    (with_external.parent / "weights.bin").symlink_to(secret)
-    (tmp_path / "models").mkdir()
-    inside = tmp_path / "models" / "model.onnx"
-    with_external.replace(inside)
-    (inside.parent / "weights.bin").symlink_to(secret)
-    refused(inside, "refers to weights outside its directory")
-
-
-def test_a_model_cache_that_links_model_and_weights_is_accepted(with_external, tmp_path):
-    """Hubs keep blobs in one directory and links to them in another."""
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
-    (snapshot / "model.onnx").symlink_to(with_external)
-    (snapshot / "weights.bin").symlink_to(with_external.parent / "weights.bin")
-    assert len(find_sites(canonicalize(snapshot / "model.onnx").model)) == 1
-
-
-def test_every_dense_type_survives(write_model, tmp_path):
+def test_every_dense_type_survives(write_model):
     """Constants that are no products: integers, booleans, FP16."""
+    others = {"half": np.float16(0.5), "mask": np.array([True, False, True]), "zero": np.float32(0)}
     path = write_model(
         "g (float[b,4] x) => (float[b,3] y) { h = Cast<to=10>(x)  s = Add(h, half)  f = Cast<to=1>(s)"
         " p = MatMul(f, w)  y = Where(mask, p, zero) }",
-        {
-            "w": randn(4, 3),
-            "half": np.float16(0.5),
-            "mask": np.array([True, False, True]),
-            "zero": np.float32(0),
-        },
+        {"w": randn(4, 3), **others},
     )
-    target = tmp_path / "same.onnx"
-    canonicalize(path).model.save(target)
-    feeds = {"x": randn(5, 4)}
-    np.testing.assert_array_equal(run(target, feeds)[0], run(path, feeds)[0])
+    x = randn(5, 4)
+    np.testing.assert_array_equal(run(taken(path), x=x), run(path, x=x))

@@ -11,138 +11,82 @@ from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 
 I64 = np.int64
+LAST = np.iinfo(I64).max
+NONE = (None, None, None)
+# fmt: off
 WEIGHTS = {
-    "t10": (10, 4),
-    "t20": (20, 4),
-    "t7": (7, 4),
-    "i0": I64(0),
-    "i1": np.array([1], I64),
-    "i_last": I64(-1),
-    "i20": np.array([2, 0], I64),
-    "flat": np.array([-1], I64),
-    "axis1": np.array([1], I64),
-    "start": np.array([1], I64),
-    "end": np.array([np.iinfo(I64).max], I64),
-    "starts": np.array([0, 1], I64),
-    "ends": np.array([np.iinfo(I64).max, 3], I64),
-    "axes": np.array([0, 1], I64),
-    "steps": np.array([1, 1], I64),
-    "sizes": np.array([1, 2], I64),
-    "two": I64(2),
-    "rows": np.array([2], I64),
-    "zero": np.array([0], I64),
-    "t60": (60, 4),
-    "offsets": np.array([[0, 10, 30]], I64),
-    "scattered": np.array([30, 0], I64),
-    "three": np.array([3], I64),
-    "nine": I64(9),
-    "two1": np.array([2], I64),
-    "four": np.array([[30, 0, 5, 2]], I64),
-    "one_each": np.array([1, 1, 1], I64),
-    "axis0": np.array([0], I64),
+    "t7": (7, 4), "t10": (10, 4), "t20": (20, 4), "t60": (60, 4),
+    "i0": I64(0), "i_last": I64(-1), "two": I64(2), "nine": I64(9),
+    **{name: np.array(values, I64) for name, values in {
+        "i1": [1], "i20": [2, 0], "flat": [-1], "axis0": [0], "axis1": [1], "start": [1], "end": [LAST],
+        "starts": [0, 1], "ends": [LAST, 3], "axes": [0, 1], "steps": [1, 1], "sizes": [1, 2], "rows": [2],
+        "zero": [0], "three": [3], "two1": [2], "one_each": [1, 1, 1], "scattered": [30, 0],
+        "offsets": [[0, 10, 30]], "four": [[30, 0, 5, 2]],
+    }.items()},
 }
 FORMS = {
     "straight into one table": ("y = Gather(t10, ids)", (10, 10, 10)),
     "a column with a scalar index": ("c = Gather<axis=1>(ids, i0)  y = Gather(t10, c)", (10, None, None)),
     "a negative axis and index": ("c = Gather<axis=-1>(ids, i_last)  y = Gather(t10, c)", (None, None, 10)),
     "a one-element index, then Squeeze": (
-        "c = Gather<axis=1>(ids, i1)  d = Squeeze(c, axis1)  y = Gather(t10, d)",
-        (None, 10, None),
-    ),
+        "c = Gather<axis=1>(ids, i1)  d = Squeeze(c, axis1)  y = Gather(t10, d)", (None, 10, None)),
     "casts and reshapes": (
         "c = Gather<axis=1>(ids, i0)  d = Cast<to=6>(c)  e = Reshape(d, flat)  f = Identity(e)"
-        " g = Unsqueeze(f, axis1)  h = Flatten(g)  y = Gather(t20, h)",
-        (20, None, None),
-    ),
-    "several columns into one table": (
-        "c = Gather<axis=1>(ids, i20)  y = Gather(t10, c)",
-        (10, None, 10),
-    ),
+        " g = Unsqueeze(f, axis1)  h = Flatten(g)  y = Gather(t20, h)", (20, None, None)),
+    "several columns into one table": ("c = Gather<axis=1>(ids, i20)  y = Gather(t10, c)", (10, None, 10)),
     "a slice to the end": ("c = Slice(ids, start, end, axis1)  y = Gather(t10, c)", (None, 10, 10)),
     "a slice with a whole batch axis": (
-        "c = Slice(ids, starts, ends, axes, steps)  d = Cast<to=6>(c)  y = Gather(t10, d)",
-        (None, 10, 10),
-    ),
+        "c = Slice(ids, starts, ends, axes, steps)  d = Cast<to=6>(c)  y = Gather(t10, d)", (None, 10, 10)),
     "a split with sizes": (
-        "c, d = Split<axis=1>(ids, sizes)  y = Gather(t10, c)  z = Gather(t20, d)",
-        (10, 20, 20),
-    ),
+        "c, d = Split<axis=1>(ids, sizes)  y = Gather(t10, c)  z = Gather(t20, d)", (10, 20, 20)),
     "a split in equal parts": (
-        "c, d = Split<axis=1, num_outputs=2>(ids)  y = Gather(t10, c)  z = Gather(t20, d)",
-        (10, 10, 20),
-    ),
+        "c, d = Split<axis=1, num_outputs=2>(ids)  y = Gather(t10, c)  z = Gather(t20, d)", (10, 10, 20)),
     "a column of a slice": (
-        "c = Slice(ids, start, end, axis1)  d = Gather<axis=1>(c, i0)  y = Gather(t10, d)",
-        (None, 10, None),
-    ),
+        "c = Slice(ids, start, end, axis1)  d = Gather<axis=1>(c, i0)  y = Gather(t10, d)", (None, 10, None)),
     "the smaller of two tables": (
-        "c = Gather<axis=1>(ids, i0)  y = Gather(t20, c)  z = Gather(t7, c)",
-        (7, None, None),
-    ),
+        "c = Gather<axis=1>(ids, i0)  y = Gather(t20, c)  z = Gather(t7, c)", (7, None, None)),
     "the columns of a table": ("c = Gather<axis=1>(ids, i0)  y = Gather<axis=1>(t10, c)", (4, None, None)),
     "one offset for all": ("c = Add(ids, two)  y = Gather(t10, c)", (range(-12, 8),) * 3),
     "ids that begin at 2": ("c = Sub(ids, two)  y = Gather(t10, c)", (range(-8, 12),) * 3),
     "fields that share a table": (
-        "c = Add(offsets, ids)  y = Gather(t60, c)",
-        (60, range(-70, 50), range(-90, 30)),
-    ),
+        "c = Add(offsets, ids)  y = Gather(t60, c)", (60, range(-70, 50), range(-90, 30))),
     "offsets of some fields, cast": (
         "c = Gather<axis=1>(ids, i20)  d = Cast<to=6>(c)  o = Cast<to=6>(scattered)  e = Add(d, o)"
-        "  f = Flatten(e)  y = Gather(t60, f)",
-        (60, None, range(-90, 30)),
-    ),
+        "  f = Flatten(e)  y = Gather(t60, f)", (60, None, range(-90, 30))),
     "two offsets before two tables": (
         "c = Add(ids, offsets)  d, e = Split<axis=1>(c, sizes)  y = Gather(t20, d)  z = Gather(t60, e)",
-        (20, range(-70, 50), range(-90, 30)),
-    ),
+        (20, range(-70, 50), range(-90, 30))),
     "unbound": (
         "c, d, e = Split<axis=1>(ids, one_each)  f = Squeeze(d, axis1)  g = Squeeze(e, axis1)"
-        "  y = Gather(t10, f)  z = Gather(t7, g)",
-        (None, 10, 7),
-    ),
+        "  y = Gather(t10, f)  z = Gather(t7, g)", (None, 10, 7)),
     "turned, then taken by field": (
         "c = Transpose<perm=[1, 0]>(ids)  d = Gather<axis=0>(c, i0)  y = Gather(t10, d)"
-        "  e = Slice(c, start, end, axis0)  z = Gather(t20, e)",
-        (10, 20, 20),
-    ),
+        "  e = Slice(c, start, end, axis0)  z = Gather(t20, e)", (10, 20, 20)),
     "with an axis in front": (
-        "c = Unsqueeze(ids, axis1)  d = Slice(c, start, end, two1)  y = Gather(t10, d)",
-        (None, 10, 10),
-    ),
+        "c = Unsqueeze(ids, axis1)  d = Slice(c, start, end, two1)  y = Gather(t10, d)", (None, 10, 10)),
     "turned by the shape of the batch": (
         "b = Shape<start=0, end=1>(ids)  s = Concat<axis=0>(b, three, axis1)  c = Reshape(ids, s)"
         "  d = Gather<axis=1>(c, i1)  y = Gather(t10, d)  e = Gather<axis=1>(c, i0)  z = Gather(t7, e)",
-        (7, 10, None),
-    ),
+        (7, 10, None)),
     "joined again in another order": (
         "c = Gather<axis=1>(ids, i0)  d = Gather<axis=1>(ids, i_last)  e = Unsqueeze(c, axis1)"
         "  f = Unsqueeze(d, axis1)  g = Concat<axis=1>(f, e)  h = Gather<axis=1>(g, i0)"
-        "  y = Gather(t10, h)  z = Gather(t20, g)",
-        (20, None, 10),
-    ),
+        "  y = Gather(t10, h)  z = Gather(t20, g)", (20, None, 10)),
     "an offset behind a join": (
         "c = Gather<axis=1>(ids, i1)  d = Concat<axis=1>(c, ids)  e = Add(d, four)  y = Gather(t60, e)",
-        (60, range(-65, 30), range(-62, 58)),
-    ),
-    "a clip": ("c = Clip(ids, two, nine)  y = Gather(t10, c)", (None, None, None)),
-    "an offset that is computed": (
-        "c = Gather<axis=1>(ids, i1)  d = Add(ids, c)  y = Gather(t10, d)",
-        (None, None, None),
-    ),
-    "taken from a number": ("c = Sub(nine, ids)  y = Gather(t10, c)", (None, None, None)),
-    "through a narrow type": (
-        "c = Cast<to=3>(ids)  d = Cast<to=7>(c)  y = Gather(t10, d)",
-        (None, None, None),
-    ),
+        (60, range(-65, 30), range(-62, 58))),
+    "a clip": ("c = Clip(ids, two, nine)  y = Gather(t10, c)", NONE),
+    "an offset that is computed": ("c = Gather<axis=1>(ids, i1)  d = Add(ids, c)  y = Gather(t10, d)", NONE),
+    "taken from a number": ("c = Sub(nine, ids)  y = Gather(t10, c)", NONE),
+    "through a narrow type": ("c = Cast<to=3>(ids)  d = Cast<to=7>(c)  y = Gather(t10, d)", NONE),
     "unknown ids mapped in the graph": (
-        "c = Less(ids, two)  d = Where(c, two, ids)  y = Gather(t10, d)",
-        (None, None, None),
-    ),
-    "a hash": ("c = Mod(ids, two)  y = Gather(t10, c)", (None, None, None)),
-    "some rows only": ("c = Gather<axis=0>(ids, i0)  y = Gather(t10, c)", (None, None, None)),
-    "a slice of the rows": ("c = Slice(ids, zero, rows, zero)  y = Gather(t10, c)", (None, None, None)),
-    "never looked up": ("c = Cast<to=1>(ids)  y = Relu(c)", (None, None, None)),
+        "c = Less(ids, two)  d = Where(c, two, ids)  y = Gather(t10, d)", NONE),
+    "a hash": ("c = Mod(ids, two)  y = Gather(t10, c)", NONE),
+    "some rows only": ("c = Gather<axis=0>(ids, i0)  y = Gather(t10, c)", NONE),
+    "a slice of the rows": ("c = Slice(ids, zero, rows, zero)  y = Gather(t10, c)", NONE),
+    "never looked up": ("c = Cast<to=1>(ids)  y = Relu(c)", NONE),
 }
+# fmt: on
 
 
 def ranges(bounds):

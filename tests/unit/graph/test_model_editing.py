@@ -1,4 +1,4 @@
-"""Edits that a rewrite is made of: tensors keep their names, their readers, their place in the interface."""
+"""Edits that a rewrite is made of: tensors keep names, readers and place; branches and sequences survive."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import onnx.parser
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from loka_onnx.errors import InternalError
+from loka_onnx.errors import InternalError, ModelError
+from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.model import GraphModel, consumers, producer
 from loka_onnx.graph.naming import merged_name
+from loka_onnx.sessions.onnx_session import OnnxSession
 
 ROWS = {"x": np.arange(12, dtype=np.float32).reshape(3, 4) - 5}
 BODY = "[first] a = Relu(x) [second] b = Neg(a) [third] y = Add(a, b)"
@@ -72,17 +74,20 @@ def test_a_split_has_the_shapes_of_its_parts(tmp_path: Path) -> None:
     np.testing.assert_array_equal(outputs(model, tmp_path)["y"], np.roll(relu, -1, axis=1))
 
 
-@pytest.mark.parametrize("renewed_by", ["saving", "sorting", "exporting"])
+@pytest.mark.parametrize(
+    "renewed_by",
+    [
+        lambda model, folder: model.save(folder / "between.onnx"),
+        lambda model, folder: model.sorted_nodes(),
+        lambda model, folder: model.to_proto(),
+    ],
+)
 def test_what_is_added_after_the_list_of_nodes_was_renewed_is_in_the_graph(
-    renewed_by: str, tmp_path: Path
+    renewed_by, tmp_path: Path
 ) -> None:
     """Cleaning and sorting replace the list: a node that went into the old one was lost."""
     model = graph(tmp_path)
-    {
-        "saving": lambda: model.save(tmp_path / "between.onnx"),
-        "sorting": model.sorted_nodes,
-        "exporting": model.to_proto,
-    }[renewed_by]()
+    renewed_by(model, tmp_path)
     model.replace_uses(model.node("third").outputs[0], model.add("Exp", [model.inputs[0]], "instead"))
     model.insert_behind(model.outputs[0], "Sub", [model.constant("one", np.float32(1))], "less")
     assert {"instead", "less"} <= {node.name for node in model.nodes}
@@ -155,3 +160,82 @@ def test_removed_nodes_read_nothing_any_more(tmp_path: Path) -> None:
     assert [node.name for node in model.nodes] == ["first", "third"]
     assert [node.name for node in consumers(a)] == ["third"]
     np.testing.assert_array_equal(outputs(model, tmp_path)["y"], 2 * np.maximum(ROWS["x"], 0))
+
+
+WEIGHTS = {
+    "w": np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32),
+    "one": np.array(1),
+    "three": np.array(3),
+    "yes": np.array(True),
+}
+VALUES = {
+    "sequence": "q = SequenceConstruct(h, h)  k = SequenceAt(q, one)",
+    "sequence of a loop": """
+        e = SequenceEmpty()
+        f = Loop(three, yes, e) <body = b (int64 i, bool c, seq(float[n,4]) a) => (bool d, seq(float[n,4]) z)
+            { d = Identity(c)  z = SequenceInsert(a, h) }>
+        k = SequenceAt(f, one)
+    """,
+    "sequence of a branch": """
+        q = If(yes2) <then_branch = t () => (seq(float[n,4]) a) { a = SequenceConstruct(h) },
+                      else_branch = e () => (seq(float[n,4]) b) { b = SequenceConstruct(h, h) }>
+        zero = Sub(one, one)
+        k = SequenceAt(q, zero)
+    """,
+    "optional": "o = Optional(h)  k = OptionalGetElement(o)",
+    "optional of a sequence": """
+        q = SequenceConstruct(h)  o = Optional(q)  p = OptionalGetElement(o)
+        z = Sub(one, one)  k = SequenceAt(p, z)
+    """,
+}
+
+
+def written(text: str, write_model, **more: np.ndarray) -> Path:
+    body = f"s = Shape(x)  m = ReduceMax<keepdims=0>(s)  yes2 = Greater(m, one)\n h = MatMul(x, w)\n {text}"
+    graph = f"g (float[n,4] x) => (float[n,4] y) {{ {body} y = Relu(k) }}"
+    return write_model(graph, WEIGHTS | more)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_that_are_no_tensors_survive_copies(name: str, write_model, tmp_path: Path) -> None:
+    path = written(VALUES[name], write_model)
+    rows = {"x": np.ones((3, 4), np.float32)}
+    expected = OnnxSession(path).run(rows)["y"]
+    model = canonicalize(path).model
+    copies = [model, model.copy(), model.copy().copy(), GraphModel.read_back(model.copy().export())]
+    copies.append(model.extract(model.inputs, model.outputs))
+    for number, copy in enumerate(copies):
+        target = tmp_path / f"copy{number}.onnx"
+        copy.save(target)
+        onnx.checker.check_model(onnx.load(target), full_check=True)
+        np.testing.assert_array_equal(OnnxSession(target).run(rows)["y"], expected)
+
+
+BRANCH = """
+    k = If(yes2) <then_branch = t () => (float[n,4] a) { a = MatMul(h, w) },
+                  else_branch = e () => (float[n,4] b) { b = Relu(h) }>
+"""
+
+
+def test_what_a_branch_reads_is_read_by_the_node_that_holds_it(write_model) -> None:
+    model = GraphModel.load(written(BRANCH, write_model))
+    for graph in (model, model.copy(), GraphModel.read_back(model.export())):
+        (node,) = consumers(graph.tensors()["h"])
+        assert node.op == "If"
+        assert node in graph.nodes
+
+
+def test_a_fresh_name_is_in_no_branch(write_model) -> None:
+    model = GraphModel.load(written(BRANCH, write_model))
+    assert model.fresh_name("a") != "a"
+    assert model.fresh_name("k") != "k"
+    assert model.fresh_name("free") == "free"
+
+
+@pytest.mark.parametrize("end", ["seq(float[n,4]) z", "optional(float[n,4]) z"])
+def test_ends_that_are_no_tensors_are_refused(end: str, write_model) -> None:
+    make = "SequenceConstruct" if end.startswith("seq") else "Optional"
+    graph = f"g (float[n,4] x) => (float[n,4] y, {end}) {{ y = MatMul(x, w)  z = {make}(y) }}"
+    with pytest.raises(ModelError, match="is no tensor") as refused:
+        canonicalize(write_model(graph, {"w": WEIGHTS["w"]}))
+    assert refused.value.where == "output 'z'"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
 
 from loka_onnx.graph.entry import canonicalize
@@ -23,11 +22,8 @@ def names_of(path: Path) -> list[str]:
 class Tower(torch.nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.fc1, self.norm, self.fc2 = (
-            torch.nn.Linear(width, 6),
-            torch.nn.LayerNorm(6),
-            torch.nn.Linear(6, 6, bias=False),
-        )
+        self.fc1, self.norm = torch.nn.Linear(width, 6), torch.nn.LayerNorm(6)
+        self.fc2 = torch.nn.Linear(6, 6, bias=False)
 
     def forward(self, x):
         return self.fc2(torch.relu(self.norm(self.fc1(x))))
@@ -38,8 +34,7 @@ class Pair(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left = torch.nn.Parameter(torch.randn(6, 5))
-        self.right = torch.nn.Parameter(torch.randn(6, 5))
+        self.left, self.right = (torch.nn.Parameter(torch.randn(6, 5)) for _ in range(2))
 
     def forward(self, x):
         left, right = (x @ self.left).unsqueeze(2), (x @ self.right).unsqueeze(1)
@@ -61,11 +56,8 @@ class Edited(Ranker):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.beside, self.after = (
-            torch.nn.Linear(4, 4),
-            Tower(4),
-            torch.nn.Sequential(torch.nn.Linear(1, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1)),
-        )
+        self.before, self.beside = torch.nn.Linear(4, 4), Tower(4)
+        self.after = torch.nn.Sequential(torch.nn.Linear(1, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
 
     def forward(self, x):
         x = self.before(x)
@@ -76,42 +68,22 @@ class Edited(Ranker):
 def export(module: torch.nn.Module, path: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.onnx.export(
-            module.eval(),
-            (torch.randn(3, 4),),
-            path,
-            dynamo=True,
-            opset_version=21,
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
-            verbose=False,
-        )
+        shapes = ({0: torch.export.Dim("batch")},)
+        rows, settings = (torch.randn(3, 4),), {"opset_version": 21, "verbose": False}
+        torch.onnx.export(module.eval(), rows, path, dynamo=True, dynamic_shapes=shapes, **settings)
     return path
 
 
-OLD = [
-    "tower.fc1",
-    "tower.norm",
-    "tower.fc2",
-    "pair.left",
-    "pair.right",
-    "pair.matmul",
-    "pair.matmul_1",
-    "head",
-]
+TOWER, PAIR = ["tower.fc1", "tower.norm", "tower.fc2"], ["left", "right", "matmul", "matmul_1"]
+OLD = [*TOWER, *(f"pair.{name}" for name in PAIR), "head"]
 
 
 def test_names_are_module_paths_and_survive_edits_elsewhere(tmp_path):
     assert names_of(export(Ranker(), tmp_path / "old.onnx")) == OLD
     edited = names_of(export(Edited(), tmp_path / "new.onnx"))
     assert [name for name in edited if name in OLD] == OLD
-    assert set(edited) - set(OLD) == {
-        "before",
-        "beside.fc1",
-        "beside.norm",
-        "beside.fc2",
-        "after.0",
-        "after.2",
-    }
+    beside = {name.replace("tower", "beside") for name in TOWER}
+    assert set(edited) - set(OLD) == {"before", "after.0", "after.2", *beside}
 
 
 def test_a_module_that_runs_twice_has_two_names(tmp_path):
@@ -127,73 +99,64 @@ def test_a_module_that_runs_twice_has_two_names(tmp_path):
     assert names == ["fc.gemm", "fc.gemm_1", "head"]
 
 
-def named(tmp_path: Path, nodes: list[tuple[str, str]], weight_name: str = "w{}") -> Path:
+def named(write_model, nodes: list[tuple[str, str]], weight_name: str = "w{}") -> Path:
     """A chain of 4×4 products: operator and name of each node."""
-    built, tensor, weights = [], "x", []
-    for index, (op, name) in enumerate(nodes):
-        weight = weight_name.format(index)
-        built.append(onnx.helper.make_node(op, [tensor, weight], [f"t{index}"], name=name))
-        weights.append(onnx.numpy_helper.from_array(np.eye(4, dtype=np.float32), weight))
-        tensor = f"t{index}"
-    value = onnx.helper.make_tensor_value_info
-    graph = onnx.helper.make_graph(
-        built, "g", [value("x", 1, ["b", 4])], [value(tensor, 1, ["b", 4])], weights
-    )
-    path = tmp_path / "chain.onnx"
-    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)]), path)
+    weights = {weight_name.format(index): np.eye(4, dtype=np.float32) for index in range(len(nodes))}
+    body = " ".join(f"t{i + 1} = MatMul(t{i}, w)" for i in range(len(nodes)))
+    path = write_model(f"g (float[b,4] t0) => (float[b,4] t{len(nodes)}) {{ {body} }}", weights)
+    proto = onnx.load(path)
+    for node, (op, name), weight in zip(proto.graph.node, nodes, weights, strict=True):
+        node.op_type, node.name, node.input[1] = op, name, weight
+    onnx.save(proto, path)
     return path
+
+
+def of_one(op: str, *names: str) -> list[tuple[str, str]]:
+    return [(op, name) for name in names]
 
 
 @pytest.mark.parametrize(
     ("nodes", "weight_name", "names"),
     [
-        # TorchScript's exporter: the module path is the directory of the node name.
+        # TorchScript's exporter: the module path is the directory of the node name. TensorFlow's, the same.
         (
             [("Gemm", "/over_arch/fc1/Gemm"), ("MatMul", "/over_arch/fc2/MatMul")],
             "onnx::MatMul_{}",
             ["over_arch.fc1", "over_arch.fc2"],
         ),
-        # TensorFlow's.
         (
-            [("MatMul", "model/dense/MatMul"), ("MatMul", "model/dense_1/MatMul")],
+            of_one("MatMul", "model/dense/MatMul", "model/dense_1/MatMul"),
             "k{}",
             ["model.dense", "model.dense_1"],
         ),
         # Two products of one module.
         (
-            [("MatMul", "/attention/MatMul"), ("MatMul", "/attention/MatMul_1")],
+            of_one("MatMul", "/attention/MatMul", "/attention/MatMul_1"),
             "onnx::MatMul_{}",
             ["attention.matmul", "attention.matmul_1"],
         ),
         # Names that say nothing, and none: the weight's name does.
         ([("MatMul", "node_MatMul_3"), ("Gemm", "")], "tower.{}.weight", ["tower.0", "tower.1"]),
-        ([("MatMul", "n0"), ("MatMul", "n1")], "val_{}", ["matmul", "matmul_1"]),
+        (of_one("MatMul", "n0", "n1"), "val_{}", ["matmul", "matmul_1"]),
         ([("MatMul", ""), ("MatMul", ""), ("Gemm", "")], "{}", ["matmul", "matmul_1", "gemm"]),
-        # The same name twice.
+        # The same name twice, and a name that a generated one runs into.
         ([("MatMul", "fc"), ("Gemm", "fc")], "val_{}", ["fc.matmul", "fc.gemm"]),
-        # A name that a generated one runs into.
-        (
-            [("MatMul", "matmul"), ("MatMul", ""), ("MatMul", "")],
-            "val_{}",
-            ["matmul", "matmul_1", "matmul_1_1"],
-        ),
+        (of_one("MatMul", "matmul", "", ""), "val_{}", ["matmul", "matmul_1", "matmul_1_1"]),
     ],
 )
-def test_names_of_other_producers(nodes, weight_name, names, tmp_path):
-    assert names_of(named(tmp_path, nodes, weight_name)) == names
+def test_names_of_other_producers(nodes, weight_name, names, write_model):
+    assert names_of(named(write_model, nodes, weight_name)) == names
 
 
 @pytest.mark.parametrize("weight_name", ["{}", "w/{}", "a.weight{}", "fc/kernel:{}"])
 @pytest.mark.parametrize(
     "node_names", [["", "", ""], ["a", "a/matmul", "a"], ["/a/matmul", "a/relu", "/a/relu/Relu"]]
 )
-def test_every_node_has_a_name_of_its_own(node_names, weight_name, tmp_path):
-    path = named(tmp_path, [("MatMul", name) for name in node_names], weight_name)
+def test_every_node_has_a_name_of_its_own(node_names, weight_name, write_model):
+    path = named(write_model, of_one("MatMul", *node_names), weight_name)
     proto = onnx.load(path)
-    for index in range(3):
-        proto.graph.node.add(
-            op_type="Relu", input=[f"t{index}"], output=[f"r{index}"], name=node_names[index]
-        )
+    for index, name in enumerate(node_names):
+        proto.graph.node.add(op_type="Relu", input=[f"t{index + 1}"], output=[f"r{index}"], name=name)
         proto.graph.output.append(onnx.helper.make_tensor_value_info(f"r{index}", 1, ["b", 4]))
     onnx.save(proto, path)
     names = [node.name for node in canonicalize(path).model.nodes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import isclose
 from pathlib import Path
 
@@ -27,82 +28,34 @@ def graph_of(body: str, weights: dict[str, tuple[int, ...]], inputs: str, output
     return GraphModel.from_proto(onnx.shape_inference.infer_shapes(model), Path())
 
 
+# Operator, weights, inputs, output, and products of one example.
+# fmt: off
 CASES = {
     # 24 channels at 6 - 3 + 1 positions, each a sum over 16 channels and 3 taps.
-    "convolution": (
-        "[n] y = Conv(x, w)",
-        {"w": (24, 16, 3)},
-        "float[b,16,6] x",
-        "float[b,24,4] y",
-        24 * 4 * 48,
-    ),
-    "groups": (
-        "[n] y = Conv<group=4>(x, w)",
-        {"w": (24, 4, 1)},
-        "float[b,16,6] x",
-        "float[b,24,6] y",
-        24 * 6 * 4,
-    ),
-    "pixels": (
-        "[n] y = Conv(x, w)",
-        {"w": (8, 4, 3, 2)},
-        "float[b,4,5,5] x",
-        "float[b,8,3,4] y",
-        8 * 12 * 4 * 6,
-    ),
+    "convolution": ("Conv(x, w)", {"w": (24, 16, 3)}, "float[b,16,6] x", "float[b,24,4] y", 24 * 4 * 48),
+    "groups": ("Conv<group=4>(x, w)", {"w": (24, 4, 1)}, "float[b,16,6] x", "float[b,24,6] y", 24 * 6 * 4),
+    "pixels": ("Conv(x, w)", {"w": (8, 4, 3, 2)}, "float[b,4,5,5] x", "float[b,8,3,4] y", 8 * 12 * 4 * 6),
     # Each of 16 · 6 inputs meets 8 channels and 2 taps.
-    "transposed": (
-        "[n] y = ConvTranspose(x, w)",
-        {"w": (16, 8, 2)},
-        "float[b,16,6] x",
-        "float[b,8,7] y",
-        96 * 16,
-    ),
-    "einsum": (
-        '[n] y = Einsum<equation="bnd,bme->bnm">(x, x)',
-        {},
-        "float[b,4,8] x",
-        "float[b,4,4] y",
-        4 * 4 * 8 * 8,
-    ),
+    "transposed": ("ConvTranspose(x, w)", {"w": (16, 8, 2)}, "float[b,16,6] x", "float[b,8,7] y", 96 * 16),
+    "einsum": ('Einsum<equation="bnd,bme->bnm">(x, x)', {}, "float[b,4,8] x", "float[b,4,4] y", 4**2 * 8**2),
     # 5 steps; 4 gates of 3 read 7 inputs and 3 states.
-    "lstm": (
-        "[n] y = LSTM<hidden_size=3>(x, w, r)",
-        {"w": (1, 12, 7), "r": (1, 12, 3)},
-        "float[5,b,7] x",
-        "float[5,1,b,3] y",
-        5 * 12 * 10,
-    ),
-    "gru both ways": (
-        '[n] y = GRU<hidden_size=3, direction="bidirectional">(x, w, r)',
-        {"w": (2, 9, 7), "r": (2, 9, 3)},
-        "float[5,b,7] x",
-        "float[5,2,b,3] y",
-        5 * 2 * 9 * 10,
-    ),
-    "integers": (
-        "[n] y = MatMulInteger(x, v)",
-        {},
-        "uint8[b,8] x, uint8[8,3] v",
-        "int32[b,3] y",
-        8 * 3,
-    ),
-    "any length": ("[n] y = Conv(x, w)", {"w": (24, 16, 3)}, "float[b,16,l] x", "float[b,24,m] y", None),
-    "any steps": (
-        "[n] y = RNN<hidden_size=3>(x, w, r)",
-        {"w": (1, 3, 7), "r": (1, 3, 3)},
-        "float[t,b,7] x",
-        "float[t,1,b,3] y",
-        None,
-    ),
+    "lstm": ("LSTM<hidden_size=3>(x, w, r)", {"w": (1, 12, 7), "r": (1, 12, 3)},
+             "float[5,b,7] x", "float[5,1,b,3] y", 5 * 12 * 10),
+    "gru both ways": ('GRU<hidden_size=3, direction="bidirectional">(x, w, r)',
+                      {"w": (2, 9, 7), "r": (2, 9, 3)}, "float[5,b,7] x", "float[5,2,b,3] y", 5 * 2 * 9 * 10),
+    "integers": ("MatMulInteger(x, v)", {}, "uint8[b,8] x, uint8[8,3] v", "int32[b,3] y", 8 * 3),
+    "any length": ("Conv(x, w)", {"w": (24, 16, 3)}, "float[b,16,l] x", "float[b,24,m] y", None),
+    "any steps": ("RNN<hidden_size=3>(x, w, r)", {"w": (1, 3, 7), "r": (1, 3, 3)},
+                  "float[t,b,7] x", "float[t,1,b,3] y", None),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_operations_of_one_example(case: str) -> None:
-    body, weights, inputs, output, products = CASES[case]
-    (found,) = other_products(graph_of(body, weights, inputs, output))
-    assert (found.name, found.op_type) == ("n", body.split(" = ")[1].split("(")[0].split("<")[0])
+    operator, weights, inputs, output, products = CASES[case]
+    (found,) = other_products(graph_of(f"[n] y = {operator}", weights, inputs, output))
+    assert (found.name, found.op_type) == ("n", re.match(r"\w+", operator)[0])
     assert found.flops_per_example == (None if products is None else 2 * products)
     assert found.reason
 

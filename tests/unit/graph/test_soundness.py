@@ -63,13 +63,8 @@ def vector(of: onnx.ModelProto) -> None:
     node(of, "If").input[0] = "both"
 
 
-def weight(of: onnx.ModelProto, **fields: object) -> None:
-    for name, value in fields.items():
-        if name == "dims":
-            del of.graph.initializer[0].dims[:]
-            of.graph.initializer[0].dims.extend(value)  # type: ignore[arg-type]
-        else:
-            setattr(of.graph.initializer[0], name, value)
+def reshape(of: onnx.ModelProto, *sizes: int) -> None:
+    of.graph.initializer[0].dims[:] = sizes
 
 
 UNSOUND: dict[str, Callable[[onnx.ModelProto], object]] = {
@@ -92,12 +87,12 @@ UNSOUND: dict[str, Callable[[onnx.ModelProto], object]] = {
     "an operator that is not UTF-8": lambda m: m.ParseFromString(
         m.SerializeToString().replace(b"Transpose", b"\xff" * 9)
     ),
-    "a weight of another shape": lambda m: weight(m, dims=[8, 17]),
-    "a weight of negative shape": lambda m: weight(m, dims=[-8, -16]),
-    "a weight of no type": lambda m: weight(m, data_type=77),
+    "a weight of another shape": lambda m: reshape(m, 8, 17),
+    "a weight of negative shape": lambda m: reshape(m, -8, -16),
+    "a weight of no type": lambda m: setattr(m.graph.initializer[0], "data_type", 77),
     "two weights of one name": lambda m: m.graph.initializer.append(m.graph.initializer[0]),
-    "half a weight": lambda m: weight(m, raw_data=m.graph.initializer[0].raw_data[:-4]),
-    "shapes that do not fit": lambda m: weight(m, dims=[16, 8]),
+    "half a weight": lambda m: setattr(m.graph.initializer[0], "raw_data", bytes(508)),
+    "shapes that do not fit": lambda m: reshape(m, 16, 8),
 }  # fmt: skip
 
 

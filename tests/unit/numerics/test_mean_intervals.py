@@ -15,6 +15,7 @@ from loka_onnx.numerics.intervals import (
     Spread,
     interval_around,
     mean_interval,
+    median_interval,
     ratio_interval,
     required_rows,
     spread_of,
@@ -78,15 +79,11 @@ def test_coverage_of_clustered_weighted_ratios():
         b = rng.uniform(0.5, 1.5, clusters * size)
         a = (0.2 + user) * b + 0.5 * rng.normal(size=b.size)
         w = rng.integers(1, 3, b.size)
-        covered += abs(ratio_interval(a, b, w, groups).value - 0.2) <= half_width(a, b, w, groups)
-        covered_ignoring_groups += abs(ratio_interval(a, b, w).value - 0.2) <= half_width(a, b, w, None)
+        grouped, alone = ratio_interval(a, b, w, groups), ratio_interval(a, b, w)
+        covered += grouped.lower <= 0.2 <= grouped.upper
+        covered_ignoring_groups += alone.lower <= 0.2 <= alone.upper
     assert 0.92 <= covered / trials <= 0.975
     assert covered_ignoring_groups / trials < 0.85
-
-
-def half_width(a, b, w, groups):
-    interval = ratio_interval(a, b, w, groups)
-    return interval.upper - interval.value
 
 
 def test_one_unit_says_nothing_about_the_spread():
@@ -97,14 +94,15 @@ def test_one_unit_says_nothing_about_the_spread():
 
 
 def test_misuse_is_refused():
-    with pytest.raises(InternalError, match="an interval needs columns of equally many rows"):
-        mean_interval(np.array([]))
-    with pytest.raises(InternalError, match="an interval needs columns of equally many rows"):
-        ratio_interval(np.ones(3), np.ones(2))
-    with pytest.raises(InternalError, match="the denominator of a ratio sums to 0"):
-        ratio_interval(np.ones(2), np.array([1.0, -1.0]))
-    with pytest.raises(InternalError, match="a confidence lies between 0 and 1"):
-        interval_around(0.0, Spread(1.0, 5), 5, 1.0)
+    for misuse in (
+        lambda: mean_interval(np.array([])),
+        lambda: ratio_interval(np.ones(3), np.ones(2)),
+        lambda: ratio_interval(np.ones(2), np.array([1.0, -1.0])),
+        lambda: interval_around(0.0, Spread(1.0, 5), 5, 1.0),
+        lambda: median_interval([]),
+    ):
+        with pytest.raises(InternalError):
+            misuse()
 
 
 def test_required_rows_brings_the_interval_to_the_budget():
@@ -143,11 +141,8 @@ def test_equal_values_have_no_tail():
 
 def test_the_tail_does_not_depend_on_the_unit_of_the_values_or_the_order_of_groups():
     random = np.random.default_rng(1)
-    values, weights, groups = (
-        random.pareto(3, 5000),
-        random.uniform(1, 2, 5000),
-        random.integers(0, 300, 5000),
-    )
+    values, weights = random.pareto(3, 5000), random.uniform(1, 2, 5000)
+    groups = random.integers(0, 300, 5000)
     found = tail_of(values, weights, groups)
     for scale in (1e-9, 1e9):
         again = tail_of(scale * values, weights, groups)
@@ -166,3 +161,32 @@ def test_ends_of_an_interval_are_never_narrower_than_student_s(ends):
         found = ratio_interval(values, base, ends=ends)
         assert found.value == plain.value and found.upper >= plain.upper
         assert found.lower <= plain.lower or ends is Ends.BERNSTEIN
+
+
+# Medians ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [6, 7, 8, 10, 15, 40])
+def test_ranks_are_the_narrowest_that_hold(count: int) -> None:
+    values = [float(v) for v in range(1, count + 1)]
+    found = median_interval(values)
+    assert found is not None
+    rank = int(found.lower)
+    # The ends are the r-th smallest and the r-th largest of 1…n, so that r can be read from them.
+    assert (found.lower, found.upper) == (rank, count + 1 - rank)
+    assert found.confidence == pytest.approx(1 - 2 * stats.binom.cdf(rank - 1, count, 0.5))
+    assert found.confidence >= 0.95 > 1 - 2 * stats.binom.cdf(rank, count, 0.5)
+    assert (found.value, found.rows) == (np.median(values), count)
+
+
+def test_five_values_have_no_interval_at_95_percent() -> None:
+    assert median_interval([1.0] * 5) is None
+    assert median_interval([1.0] * 5, confidence=0.9) is not None
+
+
+def test_coverage_of_draws_that_are_far_from_normal() -> None:
+    draws = np.random.default_rng(3).exponential(size=(2000, 10))
+    found = [median_interval(row.tolist()) for row in draws]
+    inside = np.mean([i is not None and i.lower <= np.log(2) <= i.upper for i in found])
+    # 2,000 draws of a coverage of 97.85 % have a standard error of .33 %.
+    assert inside == pytest.approx(0.9785, abs=0.011)

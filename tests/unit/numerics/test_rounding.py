@@ -14,7 +14,6 @@ from loka_onnx.core.formats import E4M3FN, E4M3FNUZ, E5M2, FLOATS, INT8, UINT8, 
 from loka_onnx.errors import CalibrationError, InternalError
 from loka_onnx.numerics.rounding import dequantize, fake_quantize, quantize, storage_type
 
-FORMATS = list(FLOATS)
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 SCALES = st.floats(min_value=2.0**-60, max_value=2.0**60, width=32)
 
@@ -38,7 +37,7 @@ def decode(code: int, format: NumberFormat) -> float:
     return sign * (2**mantissa_bits + mantissa) * 2.0 ** (exponent - bias - mantissa_bits)
 
 
-CODES = {format: [(v, c) for c in range(256) if np.isfinite(v := decode(c, format))] for format in FORMATS}
+CODES = {format: [(v, c) for c in range(256) if np.isfinite(v := decode(c, format))] for format in FLOATS}
 
 
 def nearest_even(x: float, format: NumberFormat) -> float:
@@ -49,22 +48,15 @@ def nearest_even(x: float, format: NumberFormat) -> float:
 
 
 def qdq_model(x, scale, format, axis=0, zero_point=0):
-    onnx_type = format.onnx_type
     zero = np.full(np.shape(scale), zero_point, storage_type(format))
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], axis=axis),
         helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], axis=axis),
     ]
-    graph = helper.make_graph(
-        nodes,
-        "qdq",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, x.shape)],
-        [
-            helper.make_tensor_value_info("q", onnx_type, x.shape),
-            helper.make_tensor_value_info("y", TensorProto.FLOAT, x.shape),
-        ],
-        [numpy_helper.from_array(np.float32(scale), "s"), numpy_helper.from_array(zero, "z")],
-    )
+    types = {"x": TensorProto.FLOAT, "q": format.onnx_type, "y": TensorProto.FLOAT}
+    given, *ends = (helper.make_tensor_value_info(name, kind, x.shape) for name, kind in types.items())
+    stored = [numpy_helper.from_array(np.float32(scale), "s"), numpy_helper.from_array(zero, "z")]
+    graph = helper.make_graph(nodes, "qdq", [given], ends, stored)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     onnx.checker.check_model(model)
     return model
@@ -74,41 +66,37 @@ def onnx_reference(x, scale, format, axis=0):
     return ReferenceEvaluator(qdq_model(x, scale, format, axis)).run(None, {"x": x})
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FLOATS)
 def test_every_code_decodes_as_the_layout_says(format):
     codes = np.arange(256, dtype=np.uint8).view(storage_type(format))
     expected = np.array([decode(c, format) for c in range(256)], np.float32)
     np.testing.assert_array_equal(dequantize(codes, 1.0), expected)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FLOATS)
 def test_constants_of_the_format(format):
     finite = [v for v, _ in CODES[format] if v > 0]
-    spec = format
-    assert (max(finite), min(finite)) == (spec.max, spec.smallest)
+    assert (max(finite), min(finite)) == (format.max, format.smallest)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FLOATS)
 @given(x=FLOAT32)
 @settings(max_examples=150, deadline=None)
 def test_rounds_to_the_nearest_code_and_even_on_ties(format, x):
-    limit = format.max
-    expected = nearest_even(min(max(x, -limit), limit), format)
+    expected = nearest_even(min(max(x, -format.max), format.max), format)
     assert float(fake_quantize(np.array([x], np.float32), 1.0, format)[0]) == expected
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FLOATS)
 def test_every_tie_and_its_neighbours(format):
     values = np.unique([v for v, _ in CODES[format]])
     middle = ((values[1:] + values[:-1]) / 2).astype(np.float32)
-    x = np.concatenate(
-        [middle, np.nextafter(middle, np.float32(9e9)), np.nextafter(middle, np.float32(-9e9))]
-    )
+    x = np.concatenate([middle, *(np.nextafter(middle, np.float32(end)) for end in (9e9, -9e9))])
     got = fake_quantize(x, 1.0, format)
     np.testing.assert_array_equal(got, [nearest_even(float(v), format) for v in x])
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FLOATS)
 @given(values=st.lists(FLOAT32, min_size=1, max_size=20), scale=SCALES)
 @settings(max_examples=40, deadline=None)
 def test_agrees_with_the_onnx_reference_evaluator(format, values, scale):
@@ -119,7 +107,7 @@ def test_agrees_with_the_onnx_reference_evaluator(format, values, scale):
     np.testing.assert_array_equal(dequantize(q, scale), y)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FLOATS)
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])
 def test_per_channel_agrees_with_the_onnx_reference_evaluator(format, axis):
     rng = np.random.default_rng(1)
@@ -130,7 +118,7 @@ def test_per_channel_agrees_with_the_onnx_reference_evaluator(format, axis):
     np.testing.assert_array_equal(fake_quantize(x, scale, format, axis), y)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FLOATS)
 def test_specials_saturate_and_nan_stays(format):
     x = np.array([np.inf, -np.inf, np.nan, 1e30, 0.0], np.float32)
     limit = format.max
@@ -153,9 +141,9 @@ def test_fnuz_has_one_zero_and_no_nan_from_underflow():
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-60])
 def test_a_scale_that_is_none_is_refused(scale):
-    with pytest.raises(CalibrationError, match="a scale must be positive and finite in FP32") as caught:
+    with pytest.raises(CalibrationError) as caught:
         quantize(np.ones(2, np.float32), np.array([1.0, scale]), E5M2, axis=0)
-    assert f"scale 1 of 2 is {scale:g}" in str(caught.value)
+    assert caught.value.code == "E1902" and f"scale 1 of 2 is {scale:g}" in caught.value.evidence
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((3,), None), ((3,), 0), ((3,), 5), ((2, 1), 0)])

@@ -1,7 +1,9 @@
-"""Scales: no saturation, no waste, exact in every float type of a graph."""
+"""Scales: no saturation, no waste, exact in every float type; by rule, with the error that they predict."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from fractions import Fraction
 
 import ml_dtypes
@@ -9,14 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
 
-from loka_onnx.core.formats import E4M3FN, FLOATS
-from loka_onnx.core.recipe import Granularity
+from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.formats import E4M3FN, FLOATS, INT8, UINT8, NumberFormat
+from loka_onnx.core.recipe import Granularity, Recipe
+from loka_onnx.core.statistics import NOTHING_COUNTED, RangeStats
 from loka_onnx.errors import CalibrationError
+from loka_onnx.numerics.histograms import count_magnitudes, histogram_of
 from loka_onnx.numerics.rounding import fake_quantize
+from loka_onnx.numerics.scale_choice import activation_scaling, cumulated_error, expected_noise
 from loka_onnx.numerics.scales import SMALLEST_SCALE, amax_scale, weight_scales
 
-FORMATS = list(FLOATS)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 AMAX = st.floats(min_value=0.0, max_value=FLOAT32_MAX, exclude_min=True) | st.floats(
     min_value=1e-6, max_value=1e6
@@ -34,7 +40,7 @@ def bf16_ceiling(ratio: Fraction) -> Fraction:
     return -(-ratio // step) * step
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FLOATS)
 @given(amax=AMAX)
 @settings(max_examples=150, deadline=None)
 def test_is_the_bf16_ceiling_of_the_ratio(format, amax):
@@ -42,7 +48,7 @@ def test_is_the_bf16_ceiling_of_the_ratio(format, amax):
     assert Fraction(amax_scale(amax, format)) == max(exact, Fraction(SMALLEST_SCALE))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FLOATS)
 @given(amax=AMAX)
 @settings(max_examples=100, deadline=None)
 def test_nothing_saturates_and_every_type_holds_the_scale(format, amax):
@@ -56,7 +62,7 @@ def test_nothing_saturates_and_every_type_holds_the_scale(format, amax):
         assert float(np.float16(scale)) == scale
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FLOATS)
 @pytest.mark.parametrize("significand", range(128, 256))
 def test_amax_on_and_just_beside_the_grid(format, significand):
     limit = format.max
@@ -72,16 +78,12 @@ def test_zero_and_tiny_ranges():
 
 @pytest.mark.parametrize("amax", [float("inf"), float("nan"), -1.0, 1e39])
 def test_a_range_without_a_scale_is_refused(amax):
-    with pytest.raises(CalibrationError) as caught:
+    with pytest.raises(CalibrationError, match=f"amax is {amax:g}:".replace("+", r"\+")) as caught:
         amax_scale(amax, E4M3FN)
-    assert str(caught.value) == (
-        f"amax is {amax:g}: a scale needs a finite range\n"
-        "  evidence: 1 of 1 ranges, the first is number 0\n"
-        "  remedy: drop those rows from the data, or keep the site in BF16 with `plan.keep`"
-    )
+    assert (caught.value.code, caught.value.evidence) == ("E1905", "1 of 1 ranges, the first is number 0")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FLOATS)
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_weight_scales_per_channel_are_those_of_each_channel(format, axis):
     w = np.random.default_rng(2).normal(size=(4, 6)).astype(np.float32)
@@ -114,6 +116,172 @@ def test_one_channel_without_a_scale_refuses_them_all():
 
 def test_a_weight_with_nan_is_refused():
     w = np.array([[1.0, np.nan], [np.inf, 0.0]], np.float32)
-    with pytest.raises(CalibrationError, match="a weight is not finite") as caught:
+    with pytest.raises(CalibrationError) as caught:
         weight_scales(w, Granularity.PER_CHANNEL, 0, E4M3FN)
-    assert "2 of 4 elements" in str(caught.value)
+    assert (caught.value.code, caught.value.evidence) == ("E1904", "2 of 4 elements")
+
+
+RULES = ("amax", "percentile-99.9", "percentile-99.99", "mse")
+
+
+def stats_of(x: np.ndarray) -> RangeStats:
+    ends = float(np.abs(x).max()), float(x.min()), float(x.max())
+    return RangeStats(x.size, *ends, ExactSum(), ExactSum(), histogram_of(count_magnitudes(x)))
+
+
+def scale_of(stats: RangeStats, recipe: Recipe) -> float:
+    return activation_scaling(stats, recipe).scale
+
+
+def measured_noise(x: np.ndarray, scale: float, format: NumberFormat) -> float:
+    return float(np.square(fake_quantize(x, scale, format).astype(np.float64) - x).sum())
+
+
+SIZE = 200_000
+DISTRIBUTIONS = {
+    "normal": lambda random: random.standard_normal(SIZE),
+    "relu": lambda random: np.maximum(random.standard_normal(SIZE), 0.0),
+    "lognormal": lambda random: random.lognormal(0.0, 2.0, SIZE),
+    "heavy tails": lambda random: random.standard_t(2.5, SIZE),
+    "uniform": lambda random: random.uniform(-3.0, 3.0, SIZE),
+    "two scales": lambda random: (
+        random.standard_normal(SIZE) * np.where(np.arange(SIZE) % 100 == 0, 100.0, 0.01)
+    ),
+}
+
+
+def sample(name: str) -> np.ndarray:
+    return DISTRIBUTIONS[name](np.random.default_rng(7)).astype(np.float32)
+
+
+HEAVY = ("lognormal", "heavy tails", "two scales")
+
+
+@pytest.mark.parametrize("format", FLOATS)
+def test_the_integral_of_the_error_against_a_fine_sum(format):
+    """Midpoint sums of (x − Q(x))² with ml_dtypes, from the subnormals to beyond the largest number."""
+    for low, high in (
+        (0.0, 5.3 * format.smallest),
+        (0.4 * format.min_normal, 3.1 * format.min_normal),
+        (0.7, 9.9),
+        (0.8 * format.max, format.max),
+        (0.9 * format.max, 1.7 * format.max),
+    ):
+        x = low + (high - low) * (np.arange(400_000) + 0.5) / 400_000
+        rounded = fake_quantize(x, 1.0, format).astype(np.float64)
+        summed = float(np.square(x - rounded).mean() * (high - low))
+        found = cumulated_error(np.array([low, high]), format, format.max)
+        # Ties and the midpoint rule: seen 3e-5, at the smallest of these integrals.
+        assert float(found[1] - found[0]) == pytest.approx(summed, rel=1e-4)
+
+
+@pytest.mark.parametrize("format", FLOATS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_predicted_and_measured_error(name, rule, format):
+    """Within a factor of 1.05 in the relative error, 1.15 where a few of the values hold most of the energy.
+
+    Seen: 1.03 and 1.12, over 200,000 values.
+    """
+    allowed = 0.15 if name in HEAVY else 0.05
+    x = sample(name)
+    stats = stats_of(x)
+    scale = scale_of(stats, Recipe.of(format, scale=rule))
+    predicted = float(expected_noise(stats, np.array([scale]), format)[0])
+    measured = measured_noise(x, scale, format)
+    assert (predicted / measured) ** 0.5 == pytest.approx(1.0, abs=allowed)
+
+
+values = npst.arrays(
+    np.float32, st.integers(1, 50), elements=st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
+)
+
+
+@given(values, st.sampled_from(FLOATS))
+def test_mse_is_never_predicted_worse_than_amax(x, format):
+    stats = stats_of(x)
+    amax, mse = (scale_of(stats, Recipe.of(format, scale=rule)) for rule in ("amax", "mse"))
+    of_mse, of_amax = expected_noise(stats, np.array([mse, amax]), format)
+    assert of_mse <= of_amax
+
+
+@pytest.mark.parametrize("format", [E4M3FN, *(pytest.param(f, marks=pytest.mark.slow) for f in FLOATS[1:])])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_mse_against_the_best_scale_there_is(name, format):
+    """A floating-point format loses little by any scale: amax itself comes within 1.13. Seen: 1.10."""
+    x = sample(name)
+    stats = stats_of(x)
+    chosen = measured_noise(x, scale_of(stats, Recipe.of(format, scale="mse")), format)
+    widest = amax_scale(stats.amax, format)
+    best = min(measured_noise(x, widest * 2.0 ** (-step / 32), format) for step in range(-32, 200))
+    assert (chosen / best) ** 0.5 <= (1.12 if name in HEAVY else 1.02)
+
+
+def test_what_each_rule_does_with_an_outlier():
+    """One value at 1000 times the rest: amax spends the range on it, the percentile cuts it off."""
+    x = np.append(sample("normal"), np.float32(4000.0))
+    scales = {rule: scale_of(stats_of(x), Recipe.of(scale=rule)) for rule in RULES}
+    assert scales["amax"] == amax_scale(4000.0, E4M3FN)
+    exact = float(np.quantile(np.abs(x), 0.999))
+    assert scales["percentile-99.9"] * 448 == pytest.approx(exact, rel=0.125 + 2**-7)
+    assert scales["percentile-99.9"] < scales["percentile-99.99"] < scales["amax"]
+    # Its energy is that of eighty of the others together: squared error keeps it.
+    assert scales["mse"] * 448 > 3000
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_scales_are_bfloat16_numbers_also_of_dead_and_sparse_tensors(rule):
+    for x in (sample("lognormal"), np.full(7, 0.3, np.float32), np.float32([0] * 99_999 + [2.0])):
+        scale = scale_of(stats_of(x), Recipe.of(scale=rule))
+        assert float(np.float32(scale)) == scale and np.float32(scale).view(np.uint32) % 2**16 == 0
+    assert scale_of(stats_of(np.zeros(5, np.float32)), Recipe.of(scale=rule)) == 1.0
+    # 99.99 % are zero: the percentile says nothing of the range.
+    sparse = stats_of(np.float32([0] * 99_999 + [2.0]))
+    if rule.startswith("percentile"):
+        assert scale_of(sparse, Recipe.of(scale=rule)) == amax_scale(2.0, E4M3FN)
+
+
+def test_a_profile_without_histogram_knows_amax_only():
+    stats = replace(stats_of(np.ones(3, np.float32)), histogram=NOTHING_COUNTED)
+    assert scale_of(stats, Recipe.of()) == amax_scale(1.0, E4M3FN)
+    with pytest.raises(CalibrationError, match=re.escape("the scale rule 'mse' needs a histogram")):
+        scale_of(stats, Recipe.of(scale="mse"))
+
+
+@pytest.mark.parametrize("rule", ["", "max", "percentile", "percentile-", "percentile-100", "percentile-nan"])
+def test_unknown_rules_are_refused(rule):
+    with pytest.raises(ValueError, match=f"no scale rule '{rule}'"):
+        Recipe.of(scale=rule)
+    assert Recipe.of(scale="percentile-99.9").percentile == 99.9
+
+
+@pytest.mark.parametrize("format", [INT8, UINT8])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["normal", "relu", "uniform", "heavy tails"])
+def test_integer_scalings_and_their_predicted_error(name, rule, format):
+    """Within 1.06 in the relative error, more where few values hold most of the energy."""
+    x = sample(name)
+    stats = stats_of(x)
+    scaling = activation_scaling(stats, Recipe.of(format, scale=rule))
+    assert scaling.zero_point == 0 or format is UINT8
+    rounded = fake_quantize(x, scaling.scale, format, zero_point=scaling.zero_point).astype(np.float64)
+    predicted = float(expected_noise(stats, np.array([scaling.scale]), format, scaling.zero_point)[0])
+    allowed = 0.15 if name in HEAVY else 0.06
+    assert (predicted / np.square(rounded - x).sum()) ** 0.5 == pytest.approx(1.0, abs=allowed)
+    if rule == "amax":
+        # A rounded zero point may cut half a step off.
+        assert np.abs(rounded - x).max() <= scaling.scale * (1.0 if format is UINT8 else 0.5) * (1 + 1e-5)
+
+
+def test_a_zero_point_spends_the_whole_range_on_what_is_there():
+    """A tensor of one sign gets 255 steps in UINT8, and 127 in INT8."""
+    x = sample("relu")
+    symmetric, positive, negative = (
+        activation_scaling(stats_of(values), Recipe.of(format))
+        for values, format in ((x, INT8), (x, UINT8), (-x, UINT8))
+    )
+    assert positive.scale == pytest.approx(symmetric.scale * 127 / 255, rel=2**-6)
+    assert (positive.zero_point, symmetric.zero_point) == (0, 0)
+    assert (negative.scale, negative.zero_point) == (positive.scale, round(x.max() / positive.scale))
+    # Without a value below 3, zero still has a code.
+    assert activation_scaling(stats_of(x + 3), Recipe.of(UINT8)).zero_point == 0

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.histogram import MagnitudeHistogram
-from loka_onnx.core.statistics import BatchSpread, BatchSums
+from loka_onnx.core.statistics import BatchSpread, BatchSums, MagnitudeHistogram
 from loka_onnx.errors import InternalError
 from loka_onnx.numerics.histograms import count_magnitudes, histogram_of
 from loka_onnx.numerics.two_sample import (
@@ -42,12 +41,9 @@ def test_a_sample_is_mean_and_variance_of_the_batches() -> None:
     assert found.variance == pytest.approx(values.var(ddof=1), rel=1e-12)
 
 
-def test_a_statistic_that_no_batch_has_is_zero_in_all() -> None:
+def test_a_statistic_that_no_batch_has_is_zero_in_all_and_one_batch_has_no_variance() -> None:
     assert BatchSample.of(BatchSpread(9, 512, {}), "log2.3") == BatchSample(9, 0.0, 0.0)
-
-
-def test_one_batch_has_no_variance() -> None:
-    with pytest.raises(InternalError, match=r"a variance needs two batches\n  evidence: 'x' has 1"):
+    with pytest.raises(InternalError, match="'x' has 1"):
         BatchSample.of(BatchSpread(1, 512, {}), "x")
 
 
@@ -93,9 +89,8 @@ def test_no_variance_is_taken_to_be_smaller_than_the_other_set_says() -> None:
     assert found == wanted != compare_means(a, b)
     # The other way about, and where the set's own variance is the larger one.
     assert compare_means(b, a, ratio=1 / 8).p_value == found.p_value
-    assert compare_means(a, BatchSample(16, 0.0, 40.0), ratio=8.0) == compare_means(
-        BatchSample(24, 1.0, 5.0), BatchSample(16, 0.0, 40.0)
-    )
+    larger = BatchSample(16, 0.0, 40.0)
+    assert compare_means(a, larger, ratio=8.0) == compare_means(BatchSample(24, 1.0, 5.0), larger)
 
 
 UNCHANGED: dict[str, Draw] = {
@@ -112,9 +107,8 @@ def test_the_level_holds_without_any_change(kind: str, sizes: tuple[int, int]) -
     """At 1 % of single tests and far in the tail, where a family of a thousand tests looks."""
     random, rounds = np.random.default_rng(11), 2000
     draw = UNCHANGED[kind]
-    found = np.array(
-        [compare_means(*(_quick(draw(random, n)) for n in sizes), 0.0).p_value for _ in range(rounds)]
-    )
+    pairs = ((_quick(draw(random, n)) for n in sizes) for _ in range(rounds))
+    found = np.array([compare_means(*pair).p_value for pair in pairs])
     assert np.count_nonzero(found <= 0.01) <= stats.binom.ppf(0.999, rounds, 0.01)
     assert np.count_nonzero(found <= 1e-5) == 0
 

@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 from small_configs import config_of
 
-from loka_onnx.core import distributions
+from loka_onnx.core import installation
 from loka_onnx.core.correction import CorrectionSet
-from loka_onnx.core.distributions import versions_of
 from loka_onnx.core.engine import EngineSet
+from loka_onnx.core.installation import versions_of
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.rewrite import RewriteLogs
 from loka_onnx.engines.migraphx import api as migraphx_api
@@ -34,7 +34,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(site)
-    monkeypatch.setattr(distributions, "_providers", packages_distributions)
+    monkeypatch.setattr(installation, "_providers", packages_distributions)
 
     def put(distribution: str, version: str, module: str) -> None:
         metadata = site / f"{distribution.replace('-', '_')}.dist-info"

@@ -17,7 +17,7 @@ import pytest
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Evaluation, InputPlace
 from loka_onnx.core.progress import silent
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.errors import EngineError
 from loka_onnx.evaluation.engines import with_latencies
 from loka_onnx.pipeline import engine_times

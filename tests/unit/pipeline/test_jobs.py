@@ -17,7 +17,7 @@ from loka_onnx.core import serde
 from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.job import BuildJob, JobRows
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.engines.onnxruntime.backend import OnnxRuntimeBackend
 from loka_onnx.engines.request import BatchRange, BuildRequest, Limits
 from loka_onnx.errors import EngineError, EvaluationError, ModelError

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.data import InputBinding, open_dataset
 from loka_onnx.errors import EngineError
 from loka_onnx.evaluation.engines import REQUEST_ROWS

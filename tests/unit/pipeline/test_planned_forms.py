@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
+from loka_onnx.core.backends import Fusions
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import Fusions
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.engines.registry import get_backend

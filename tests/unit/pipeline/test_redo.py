@@ -11,10 +11,18 @@ import pytest
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.profile import Profile, Sampling, SiteProfile, WeightedMean
-from loka_onnx.core.ratio_moments import RatioMoments
+from loka_onnx.core.intervals import RatioMoments
+from loka_onnx.core.profile import (
+    DeltaSums,
+    Profile,
+    Sampling,
+    Sensitivity,
+    SensitivityName,
+    SiteGroup,
+    SiteProfile,
+    WeightedMean,
+)
 from loka_onnx.core.recipe import PER_TENSOR
-from loka_onnx.core.sensitivity import DeltaSums, Sensitivity, SensitivityName, SiteGroup
 from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.graph.model import GraphModel

@@ -17,8 +17,7 @@ from loka_onnx.core.artifact import ModelArtifact, TensorSpec
 from loka_onnx.core.evaluation import Latency
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet, PrecisionPlan, Wide
-from loka_onnx.core.rewrite import Declined
-from loka_onnx.core.split import ModelSplit, Part, SplitCheck
+from loka_onnx.core.rewrite import Declined, ModelSplit, Part, SplitCheck
 from loka_onnx.data import Batch
 from loka_onnx.errors import InternalError, TransformError
 from loka_onnx.graph.model import GraphModel

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from planned_models import CTR, kl_of
 
 from loka_onnx.core.artifact import OutputSpec
+from loka_onnx.core.intervals import RatioMoments
 from loka_onnx.core.plan import Verdict
 from loka_onnx.core.profile import Profile
-from loka_onnx.core.ratio_moments import RatioMoments
 from loka_onnx.core.site import Site
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
 from loka_onnx.planning.judging import SiteVerdict, judge

@@ -12,10 +12,18 @@ from onnx import numpy_helper
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.core.exact_sum import ExactSum
-from loka_onnx.core.profile import Profile, Sampling, SiteProfile
-from loka_onnx.core.ratio_moments import RatioMoments
+from loka_onnx.core.intervals import RatioMoments
+from loka_onnx.core.profile import (
+    DeltaSums,
+    Draws,
+    Profile,
+    Sampling,
+    Sensitivity,
+    SensitivityName,
+    SiteGroup,
+    SiteProfile,
+)
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
-from loka_onnx.core.sensitivity import DeltaSums, Draws, Sensitivity, SensitivityName, SiteGroup
 from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.core.statistics import TensorRange
 from loka_onnx.graph.model import GraphModel

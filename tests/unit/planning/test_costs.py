@@ -9,9 +9,8 @@ import pytest
 from planned_models import CTR, CVR, UNITS, bare_profile, group, kl_of
 from scipy import stats
 
-from loka_onnx.core.profile import Sampling
-from loka_onnx.core.ratio_moments import anytime_quantile
-from loka_onnx.core.sensitivity import Draws
+from loka_onnx.core.intervals import anytime_quantile
+from loka_onnx.core.profile import Draws, Sampling
 from loka_onnx.errors import PlanningError
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE, Cost, Costs, allowed_kl
 

@@ -16,8 +16,8 @@ from planned_models import CTR, kl_of, profile_of, write_model
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.intervals import RatioMoments
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, SpeedVerdict, Verdict
-from loka_onnx.core.ratio_moments import RatioMoments
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Granularity
 from loka_onnx.core.timing import QUANTIZE, Kernel, KernelTiming, Provenance, Shape
 from loka_onnx.graph.model import GraphModel

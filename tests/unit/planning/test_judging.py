@@ -15,8 +15,7 @@ from scipy import stats
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.plan import Verdict
-from loka_onnx.core.profile import Profile, Sampling
-from loka_onnx.core.sensitivity import Draws
+from loka_onnx.core.profile import Draws, Profile, Sampling
 from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.planning.costs import LABELLED_ALLOWANCE
 from loka_onnx.planning.judging import NORM_ALLOWANCE, judge

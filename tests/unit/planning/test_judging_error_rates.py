@@ -11,9 +11,9 @@ from judged_sites import ALLOWED, judged, moments_of, safe
 from planned_models import bare_profile, group, kl_of, linear, norm
 
 from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.intervals import RatioMoments
 from loka_onnx.core.plan import Verdict
 from loka_onnx.core.profile import Sampling
-from loka_onnx.core.ratio_moments import RatioMoments
 from loka_onnx.planning.judging import NORM_ALLOWANCE
 
 REPEATS = 3000

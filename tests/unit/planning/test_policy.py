@@ -10,9 +10,9 @@ from planned_models import CTR, FLOPS, kl_of, profile_of, write_model
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.formats import Precision
+from loka_onnx.core.intervals import RatioMoments
 from loka_onnx.core.plan import PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.profile import Sampling
-from loka_onnx.core.ratio_moments import RatioMoments
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel, values_of

@@ -19,13 +19,12 @@ from loka_onnx.core.evaluation import (
     Why,
 )
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.histogram import MagnitudeHistogram
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, SiteSpeed, SpeedVerdict, Verdict
 from loka_onnx.core.profile import Profile, SiteProfile
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.site import Site
-from loka_onnx.core.statistics import RangeStats
+from loka_onnx.core.statistics import MagnitudeHistogram, RangeStats
 from loka_onnx.report import ReportData
 
 OVER_FP32 = Interval(2.104, 2.05, 2.161, 0.95, 10)

@@ -19,13 +19,12 @@ from loka_onnx.core.correction import (
 )
 from loka_onnx.core.evaluation import Choice, Evaluation, InputPlace, PredictedTime, Route
 from loka_onnx.core.evaluation import SliceDifference as Slice
-from loka_onnx.core.histogram import MagnitudeHistogram
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import SiteSpeed, SpeedVerdict, Wide
-from loka_onnx.core.products import OtherProduct
-from loka_onnx.core.profile import Sampling
+from loka_onnx.core.profile import Draws, Sampling, SiteGroup
 from loka_onnx.core.refinement import HardwareRefinement, Origin, Refinement, Returned, Step
-from loka_onnx.core.sensitivity import Draws, SiteGroup
+from loka_onnx.core.site import OtherProduct
+from loka_onnx.core.statistics import MagnitudeHistogram
 from loka_onnx.core.throughput import CHOSEN, HIGH_PRECISION, Throughput, ThroughputSet
 from loka_onnx.core.throughput import Trial as Load
 from loka_onnx.report import ReportData

@@ -31,15 +31,22 @@ from loka_onnx.core.evaluation import (
 )
 from loka_onnx.core.exact_sum import ExactSum
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.intervals import Interval
+from loka_onnx.core.intervals import Interval, RatioMoments
 from loka_onnx.core.lineage import StageRecord
 from loka_onnx.core.manifest import BatchRange
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, Verdict
-from loka_onnx.core.profile import Profile, Sampling, SiteProfile, WeightedMean
-from loka_onnx.core.ratio_moments import RatioMoments
+from loka_onnx.core.profile import (
+    LOSS,
+    DeltaSums,
+    Profile,
+    Sampling,
+    Sensitivity,
+    SensitivityName,
+    SiteProfile,
+    WeightedMean,
+)
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.rewrite import Applied, Declined, RewriteLog, RewriteRecord
-from loka_onnx.core.sensitivity import LOSS, DeltaSums, Sensitivity, SensitivityName
 from loka_onnx.core.site import Operand, Site, SiteKind
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.graph.model_graph import read_model_graph

@@ -14,9 +14,9 @@ from changed_run import with_differences, with_evaluations, with_ranges
 from sample_run import SampleRun
 
 from loka_onnx.core.evaluation import Evaluation, Latency
-from loka_onnx.core.histogram import MagnitudeHistogram
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import PlanSet, SiteSpeed, SpeedVerdict
+from loka_onnx.core.statistics import MagnitudeHistogram
 from loka_onnx.report import ReportData
 from loka_onnx.report.chart import charts
 from loka_onnx.report.histograms import activation_table, histogram_data

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import pytest
 from changed_run import with_profile
 
-from loka_onnx.core.profile import Profile, Sampling
+from loka_onnx.core.profile import ENTROPY, Draws, Profile, Sampling, Sensitivity
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
-from loka_onnx.core.sensitivity import ENTROPY, Draws, Sensitivity
 from loka_onnx.report import ReportData, numbers
 from loka_onnx.report.document import Section
 from loka_onnx.report.histograms import activations

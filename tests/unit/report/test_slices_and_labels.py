@@ -13,7 +13,7 @@ from test_report import NASTY, printed, rendered, words_of
 from loka_onnx.core import serde
 from loka_onnx.core.evaluation import EvaluationSet, SliceDifference, TaskMetrics
 from loka_onnx.core.intervals import Interval
-from loka_onnx.core.sensitivity import ENTROPY
+from loka_onnx.core.profile import ENTROPY
 from loka_onnx.report import HTML_NAME, JSON_NAME, MARKDOWN_NAME, ReportData, numbers
 from loka_onnx.report.document import Tone
 from loka_onnx.report.verdict import verdicts

@@ -16,9 +16,9 @@ from page_numbers import NUMBER, check_numbers, tables_of
 from sample_run import SampleRun
 
 from loka_onnx.core.evaluation import Choice, EvaluationSet
-from loka_onnx.core.histogram import MagnitudeHistogram
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.statistics import MagnitudeHistogram
 from loka_onnx.report import ReportData, render
 from loka_onnx.report.chart import charts
 from loka_onnx.report.histograms import histogram_data

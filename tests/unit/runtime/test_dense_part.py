@@ -13,7 +13,7 @@ from sample_run import SampleRun
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.manifest import EngineEntry
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.errors import DataError, EngineError
 from loka_onnx.runtime import Engine, load, loading
 from loka_onnx.sessions import onnx_session

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.engines.onnxruntime import spec
 from loka_onnx.runtime import Cause
 from loka_onnx.runtime.selection import is_program, obstacle

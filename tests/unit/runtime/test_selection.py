@@ -14,7 +14,7 @@ from sample_run import SampleRun
 from loka_onnx.bundle.format.files import verify_bundle
 from loka_onnx.bundle.writer import write_bundle
 from loka_onnx.core.manifest import INSTRUCTIONS, EngineEntry, Manifest, Need, Requirement
-from loka_onnx.core.split import Part
+from loka_onnx.core.rewrite import Part
 from loka_onnx.engines.onnxruntime import providers
 from loka_onnx.runtime import Cause, selection
 from loka_onnx.runtime.selection import in_order, obstacle

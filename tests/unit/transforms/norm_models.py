@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, numpy_helper
-from rewrite_models import Arrays, as_double, evaluate, op_types, random_rows
+from rewrite_models import evaluate, op_types, widened
+from shape_models import feeds
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.rewrite import Declined
@@ -27,7 +27,6 @@ from loka_onnx.transforms.norms.fold_norm_affine import FoldNormAffine
 from loka_onnx.transforms.norms.fuse import FuseLayerNorm, FuseRMSNorm
 from loka_onnx.transforms.sequence import apply_mods
 
-ROWS = 5
 FUSIONS: tuple[type[Mod[Any]], ...] = (FuseLayerNorm, FuseRMSNorm)
 FOLDS: tuple[type[Mod[Any]], ...] = (FoldBatchNorm, FoldNormAffine)
 OPSETS = {"dynamo": (18, 21), "torchscript": (11, 13, 17, 20)}
@@ -95,30 +94,6 @@ def taken_in(model: onnx.ModelProto, folder: Path) -> ModelArtifact:
     return ModelArtifact(target, graph.save(target), graph.opset, (), (), find_sites(graph), "test")
 
 
-def widened(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same graph in float64: constants, interface, conversions to FP32 and the statistics of norms."""
-    wide = as_double(model)
-    for node in wide.graph.node:
-        for attribute in node.attribute:
-            if (node.op_type, attribute.name) in {("Cast", "to"), ("GroupNormalization", "stash_type")}:
-                # The reference evaluator takes the statistics of the other norms in the type of the input.
-                attribute.i = TensorProto.DOUBLE if attribute.i == TensorProto.FLOAT else attribute.i
-            if attribute.name == "value" and attribute.t.data_type == TensorProto.FLOAT:
-                values = numpy_helper.to_array(attribute.t).astype(np.float64)
-                attribute.t.CopyFrom(numpy_helper.from_array(values))
-    return wide
-
-
-def rows_of(model: onnx.ModelProto, seed: int = 0) -> Arrays:
-    """Random rows for the inputs of a model."""
-    return {
-        i.name: random_rows(*(d.dim_value or ROWS for d in i.type.tensor_type.shape.dim), seed=seed).astype(
-            onnx.helper.tensor_dtype_to_np_dtype(i.type.tensor_type.elem_type)
-        )
-        for i in model.graph.input
-    }
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What mods made of a model."""
@@ -141,7 +116,7 @@ class Outcome:
 def fused(model: ModelArtifact, folder: Path, mods: tuple[type[Mod[Any]], ...] = FUSIONS) -> Outcome:
     """Run mods through the sequence, which checks them on FP32 rows."""
     before = onnx.load(model.path)
-    result = apply_mods(model, [rows_of(before)], folder / "after.onnx", [mod() for mod in mods])
+    result = apply_mods(model, [feeds(before)], folder / "after.onnx", [mod() for mod in mods])
     records = result.log.records
     assert not any(record.rolled_back for record in records)
     path = result.model.path
@@ -160,7 +135,7 @@ def assert_equal(outcome: Outcome, formula: Callable[..., Any] | None = None, si
     Float64 has 16 digits and a norm some ten operations on numbers of size 1: 1e-9 is generous, while a wrong
     epsilon or divisor shows at 1e-4.
     """
-    x = rows_of(outcome.before, seed=1)
+    x = feeds(outcome.before, seed=1)
     wide = {
         name: value.astype(np.float64) if value.dtype == np.float32 else value for name, value in x.items()
     }
@@ -191,7 +166,7 @@ def assert_folded_equally(
 ) -> None:
     """The algebra of a mod that makes new constants, in float64 throughout."""
     after = rewritten_in_double(model, mod, folder)
-    x = {name: value.astype(np.float64) for name, value in rows_of(model, seed=2).items()}
+    x = {name: value.astype(np.float64) for name, value in feeds(model, seed=2).items()}
     expected, actual = evaluate(widened(model), x), evaluate(after, x)
     assert list(actual) == list(expected)
     for name, value in expected.items():

@@ -18,53 +18,56 @@ COLUMNS = 4
 EPSILON = 2.0**-10
 
 
-class RandomGraph:
-    """Builds one model.
+class GraphBuilder:
+    """Nodes and constants of a random model; `seed` decides everything, `widths` are those of its tensors."""
 
-    Args:
-        seed: Decides everything.
-        blocks: Blocks behind the features.
-    """
-
-    def __init__(self, seed: int, blocks: int = 4) -> None:
+    def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
         self.nodes: list[onnx.NodeProto] = []
         self.constants: dict[str, np.ndarray[Any, Any]] = {}
-        self.widths: dict[str, int] = {"x": 16}
-        self.block = "features"
-        flat = self.features()
-        steps = (
-            *(self.linear, self.linear, self.experts, self.norm, self.batch_norm, self.interaction, self.row),
-            *(self.no_ops, self.split_and_join, self.einsum, self.constant_weight, self.columns),
-            self.convolution,
-        )
-        for number in range(blocks):
-            self.block = f"block{number}"
-            flat = steps[self.random.integers(len(steps))](flat)
-        self.block = "head"
-        self.result = self.normalized(self.linear(flat))
+        self.widths: dict[str, int] = {}
+        self.block = ""
 
-    def model(self) -> onnx.ModelProto:
-        inputs = [
-            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 16]),
-            helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", COLUMNS]),
-        ]
-        output = helper.make_tensor_value_info(
-            self.result, TensorProto.FLOAT, ["batch", self.widths[self.result]]
-        )
+    def built(self, result: str, *inputs: onnx.ValueInfoProto) -> onnx.ModelProto:
+        output = helper.make_tensor_value_info(result, TensorProto.FLOAT, ["batch", self.widths[result]])
         initializers = [numpy_helper.from_array(value, name) for name, value in self.constants.items()]
         graph = helper.make_graph(self.nodes, "g", inputs, [output], initializers)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
         onnx.checker.check_model(model, full_check=True)
         return model
 
-    # Parts ------------------------------------------------------------------------------------------
-
-    def op(self, kind: str, inputs: list[str], width: int, **attributes: Any) -> str:
-        name = f"{self.block}/{kind.lower()}{len(self.nodes)}"
+    def op(self, kind: str, inputs: list[str], width: int | None = None, **attributes: Any) -> str:
+        name = f"{self.block}{kind.lower()}{len(self.nodes)}"
         self.nodes.append(helper.make_node(kind, inputs, [f"{name}.out"], name=name, **attributes))
-        self.widths[f"{name}.out"] = width
+        self.widths[f"{name}.out"] = self.widths[inputs[0]] if width is None else width
         return f"{name}.out"
+
+
+class RandomGraph(GraphBuilder):
+    """Builds one model with `blocks` behind the features."""
+
+    def __init__(self, seed: int, blocks: int = 4) -> None:
+        super().__init__(seed)
+        self.widths["x"] = 16
+        self.block = "features/"
+        flat = self.features()
+        steps = (
+            *(self.linear, self.linear, self.experts, self.norm, self.batch_norm, self.interaction, self.row),
+            *(self.no_ops, self.split_and_join, self.einsum, self.constant_weight, self.columns),
+            *(self.convolution, self.column_vectors, self.gated),
+        )
+        for number in range(blocks):
+            self.block = f"block{number}/"
+            flat = steps[self.random.integers(len(steps))](flat)
+        self.block = "head/"
+        self.result = self.normalized(self.linear(flat))
+
+    def model(self) -> onnx.ModelProto:
+        x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 16])
+        ids = helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", COLUMNS])
+        return self.built(self.result, x, ids)
+
+    # Parts ------------------------------------------------------------------------------------------
 
     def constant(self, values: Any) -> str:
         """An initializer; equal small ones share a name, as exporters write them."""
@@ -207,6 +210,34 @@ class RandomGraph:
         y = self.op("Conv", inputs[: self.pick(2, 3)], 4, auto_pad="SAME_UPPER")
         return self.flattened(y, 4, 8)
 
+    def column_vectors(self, x: str) -> str:
+        """A low-rank cross on columns: weights on the left, a bias, an activation between them or none."""
+        width = self.widths[x]
+        columns = self.op("Unsqueeze", [x, self.constant(np.array([2]))], width)
+        y = self.op("MatMul", [self.dyadic(8, width), columns], 8)
+        y = self.op("Relu", [y], 8) if self.pick(True, False) else y
+        y = self.op(
+            "Add", [self.op("MatMul", [self.dyadic(width, 8), y], width), self.dyadic(width, 1)], width
+        )
+        return self.op("Squeeze", [y, self.constant(np.array([2]))], width)
+
+    def gated(self, x: str) -> str:
+        """A mixture of experts of low rank that multiply the features, all with one bias or none."""
+        width, last = self.widths[x], self.constant(np.array([-1]))
+        columns = self.op("Unsqueeze", [x, last], width)
+        bias, parts = self.dyadic(width), []
+        has_bias = self.pick(True, False)
+        for _ in range(3):
+            y = self.op(
+                "MatMul", [self.op("MatMul", [x, self.dyadic(width, 4)], 4), self.dyadic(4, width)], width
+            )
+            y = self.op("Add", [y, bias], width) if has_bias else y
+            parts.append(self.op("Mul", [columns, self.op("Unsqueeze", [y, last], width)], width))
+        gates = self.op("Unsqueeze", [self.op("MatMul", [x, self.dyadic(width, 3)], 3), last], 3)
+        gates = self.op(self.pick("Softmax", "Sigmoid"), [gates], 3)
+        stack = self.op("Concat", parts, width, axis=2)
+        return self.op("Squeeze", [self.op("MatMul", [stack, gates], width), last], width)
+
     def row(self, x: str) -> str:
         """A learned row beside the features."""
         size = self.op("Shape", ["x"], 0, start=0, end=1)
@@ -228,7 +259,7 @@ class RandomGraph:
         width = self.widths[x]
         if width < 2:
             return x
-        name = f"{self.block}/split{len(self.nodes)}"
+        name = f"{self.block}split{len(self.nodes)}"
         sizes = self.constant(np.array([width // 2, width - width // 2]))
         parts = [f"{name}.0", f"{name}.1"]
         self.nodes.append(helper.make_node("Split", [x, sizes], parts, name=name, axis=1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,42 @@ def parse(
     outputs: str = "float[batch,8] y",
     opset: int = 21,
 ) -> onnx.ModelProto:
-    """A model as text; nodes without a name are named after their output, in module ``block``."""
-    text = f'<ir_version: 10, opset_import: ["" : {opset}]> g ({inputs}) => ({outputs}) {{ {body} }}'
+    """A model as text; nodes without a name are named after their output, in module ``block``.
+
+    Constants that it does not read are left out. Outputs without a type (y where there are none) are FP32
+    tensors of inferred shape.
+    """
+    untyped = [] if "[" in outputs else (outputs or "y").split(", ")
+    outputs = ", ".join(f"float {name}" for name in untyped) or outputs
+    head = f'<ir_version: 10, opset_import: ["" : {opset}]> g ({inputs}) => ({outputs})'
+    text = f"{head} {{ {body} }}"
     model: onnx.ModelProto = onnx.parser.parse_model(text)
     for node in model.graph.node:
         node.name = node.name or f"block/{node.output[0]}"
+    read = set(_read(model.graph))
     for name, value in (constants or {}).items():
+        if name not in read:
+            continue
         array = np.asarray(value)
         array = array.astype(np.float32) if array.dtype == np.float64 else array
         model.graph.initializer.append(numpy_helper.from_array(array, name))
+    if untyped:
+        for output in model.graph.output:
+            output.type.tensor_type.ClearField("shape")
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True, strict_mode=True)
+        for output, known in zip(model.graph.output, inferred.graph.output, strict=True):
+            output.CopyFrom(known)
     onnx.checker.check_model(model)
     return model
+
+
+def _read(graph: onnx.GraphProto) -> Iterator[str]:
+    """Names that nodes read and no node makes."""
+    made = {name for node in graph.node for name in node.output}
+    for node in graph.node:
+        yield from (name for name in node.input if name not in made)
+        for attribute in node.attribute:
+            yield from (name for name in _read(attribute.g) if name not in made)
 
 
 def artifact(model: onnx.ModelProto, path: Path) -> ModelArtifact:
@@ -60,6 +85,20 @@ def as_double(model: onnx.ModelProto) -> onnx.ModelProto:
             tensor.CopyFrom(
                 numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name)
             )
+    return wide
+
+
+def widened(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same graph in float64: constants, interface, conversions to FP32 and the statistics of norms."""
+    wide = as_double(model)
+    for node in wide.graph.node:
+        for attribute in node.attribute:
+            if (node.op_type, attribute.name) in {("Cast", "to"), ("GroupNormalization", "stash_type")}:
+                # The reference evaluator takes the statistics of the other norms in the type of the input.
+                attribute.i = TensorProto.DOUBLE if attribute.i == TensorProto.FLOAT else attribute.i
+            if attribute.name == "value" and attribute.t.data_type == TensorProto.FLOAT:
+                values = numpy_helper.to_array(attribute.t).astype(np.float64)
+                attribute.t.CopyFrom(numpy_helper.from_array(values))
     return wide
 
 

@@ -20,12 +20,11 @@ from onnx import helper, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
 from loka_onnx.errors import InternalError
-from loka_onnx.graph.shapes import add_inferred_shapes
+from loka_onnx.graph.detached import add_inferred_shapes, read_array
 from loka_onnx.graph.storage import (
     read_external,
     read_proto,
 )
-from loka_onnx.graph.tensor_values import read_array
 
 Array = npt.NDArray[Any]
 MOST_READ = 1 << 22

@@ -13,7 +13,7 @@ from loka_onnx.engines.inductor.lowering.node import REMEDY, Node, Scope
 from loka_onnx.engines.inductor.lowering.types import TORCH_TYPES, type_name
 from loka_onnx.engines.inductor.lowering.values import Constant
 from loka_onnx.errors import EngineError
-from loka_onnx.graph.tensor_values import read_array
+from loka_onnx.graph.detached import read_array
 
 
 @dataclass(frozen=True)

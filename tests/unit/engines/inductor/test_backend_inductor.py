@@ -9,7 +9,7 @@ import onnx
 import onnx.parser
 import pytest
 
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import E5M2, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR, Recipe
 from loka_onnx.engines.inductor import backend as backend_module
@@ -53,7 +53,7 @@ def test_plans_that_no_device_of_an_architecture_runs_are_declined() -> None:
         assert backend.decline(plan(True), architecture) is None
     for base in (Precision.FP32, Precision.BF16, Precision.FP16):
         assert backend.decline(plan(False, base), "sm80") is None
-    e5m2 = plan(True, recipe=Recipe.of(Float8.E5M2))
+    e5m2 = plan(True, recipe=Recipe.of(E5M2))
     assert backend.decline(e5m2, "cpu") == "site 'fc' asks for E5M2; inductor multiplies E4M3FN only"
 
 

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 from lowering_models import Array, exported, lowered, parsed, reference, run  # noqa: E402
 
-from loka_onnx.core.formats import Float8  # noqa: E402
+from loka_onnx.core.formats import E4M3FN, E5M2  # noqa: E402
 from loka_onnx.engines.inductor.lowering.strategies import (  # noqa: E402
     FloatProduct,
     Multiplied,
@@ -22,10 +22,10 @@ from loka_onnx.engines.inductor.lowering.strategies import (  # noqa: E402
     ProductStrategy,
     ScaledMatMul,
 )
-from loka_onnx.numerics.float8 import dequantize, fake_quantize, float8_dtype, quantize  # noqa: E402
+from loka_onnx.numerics.rounding import dequantize, fake_quantize, quantize, storage_type  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
-E4M3, E5M2 = float8_dtype(Float8.E4M3FN), float8_dtype(Float8.E5M2)
+E4M3, STORED_E5M2 = storage_type(E4M3FN), storage_type(E5M2)
 X_SCALE, W_SCALE = np.float32(0.0087890625), np.float32(0.00177001953125)
 """They are BF16 numbers, as the scales of plans are."""
 
@@ -96,7 +96,7 @@ def product_model(product: Product, kind: Any, *, per_channel: bool) -> tuple[on
         length = product.w[product.axis]
         scale = np.linspace(0.001, 0.004, length).astype(kind).astype(np.float32)
     axis = product.axis if per_channel else None
-    stored = quantize(w, scale, Float8.E4M3FN, axis)
+    stored = quantize(w, scale, E4M3FN, axis)
     entry = "" if kind is np.float32 else "xb = Cast<to=16>(x) "
     leave = "" if kind is np.float32 else " out = Cast<to=1>(y)"
     attribute = f"<axis={axis}>" if per_channel else ""
@@ -123,7 +123,7 @@ def product_model(product: Product, kind: Any, *, per_channel: bool) -> tuple[on
         output=f"float[{free}] {'out' if leave else 'y'}",
     )
     rounded = x.astype(kind).astype(np.float32)
-    wide = dequantize(quantize(rounded, X_SCALE, Float8.E4M3FN), X_SCALE).astype(np.float64)
+    wide = dequantize(quantize(rounded, X_SCALE, E4M3FN), X_SCALE).astype(np.float64)
     expected = np.einsum(product.formula, wide, dequantize(stored, scale, axis).astype(np.float64))
     if "Concat" in product.text:
         expected = np.concatenate([expected[:, 1:], expected[:, :1]], axis=1)
@@ -239,7 +239,7 @@ def test_a_factor_that_is_not_quantized_is_told(
     text: str, site: str, kernel: str, reason: str, tmp_path: Path
 ) -> None:
     w = RANDOM.normal(size=(32, 48)).astype(np.float32)
-    stored = quantize(w, W_SCALE, Float8.E4M3FN)
+    stored = quantize(w, W_SCALE, E4M3FN)
     proto = parsed(
         "xq = QuantizeLinear(x, sx, z) xd = DequantizeLinear(xq, sx, z) wd = DequantizeLinear(w8, sw, z)"
         f" oq = QuantizeLinear(x, so, z) other = DequantizeLinear(oq, so, z) {text}",
@@ -275,7 +275,7 @@ def identity_product(text: str, scale: Any) -> onnx.ModelProto:
             "s": np.float32(scale),
             "one": np.float32(1),
             "z": np.zeros((), E4M3),
-            "w8": quantize(np.eye(32, dtype=np.float32), 1.0, Float8.E4M3FN),
+            "w8": quantize(np.eye(32, dtype=np.float32), 1.0, E4M3FN),
         },
         inputs="float[batch,32] x",
         output="float[batch,32] y",
@@ -285,7 +285,7 @@ def identity_product(text: str, scale: Any) -> onnx.ModelProto:
 def test_what_reads_the_tensor_beside_the_product_gets_its_rounded_values(tmp_path: Path) -> None:
     model = lowered(identity_product("[fc] h = MatMul(d, v) y = Add(h, d)", X_SCALE), tmp_path)
     x = RANDOM.normal(size=(4, 32)).astype(np.float32)
-    expected = 2 * fake_quantize(x, X_SCALE, Float8.E4M3FN)
+    expected = 2 * fake_quantize(x, X_SCALE, E4M3FN)
     np.testing.assert_allclose(run(model, {"x": x})[0], expected, rtol=1e-6)
     assert model.sites["fc"].engaged
 
@@ -301,7 +301,7 @@ def test_nan_spreads_along_its_row_and_infinity_saturates(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("left", "right", "reason"),
-    [(E5M2, E4M3, ""), (E5M2, E5M2, "torch._scaled_mm does not multiply E5M2 by E5M2")],
+    [(STORED_E5M2, E4M3, ""), (STORED_E5M2, STORED_E5M2, "torch._scaled_mm does not multiply E5M2 by E5M2")],
 )
 def test_formats_that_can_be_multiplied(left: Any, right: Any, reason: str, tmp_path: Path) -> None:
     w = (RANDOM.normal(size=(32, 48)) * 8).astype(right)
@@ -315,7 +315,7 @@ def test_formats_that_can_be_multiplied(left: Any, right: Any, reason: str, tmp_
     x = RANDOM.normal(size=(5, 32)).astype(np.float32)
     model = lowered(proto, tmp_path)
     found = run(model, {"x": x})[0]
-    wide = dequantize(quantize(x, X_SCALE, Float8.E5M2), X_SCALE).astype(np.float64)
+    wide = dequantize(quantize(x, X_SCALE, E5M2), X_SCALE).astype(np.float64)
     expected = wide @ (w.astype(np.float64) * X_SCALE)
     np.testing.assert_allclose(found, expected, atol=3e-6 * np.abs(expected).max())
     assert (model.sites["fc"].engaged, model.sites["fc"].reason) == (not reason, reason)

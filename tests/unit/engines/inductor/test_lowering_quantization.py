@@ -13,17 +13,17 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 from lowering_models import Array, Case, Fixed, assert_same, lowered, parsed, reference, run  # noqa: E402
 
-from loka_onnx.core.formats import Float8  # noqa: E402
+from loka_onnx.core.formats import E4M3FN, E5M2, NumberFormat  # noqa: E402
 from loka_onnx.errors import EngineError  # noqa: E402
-from loka_onnx.numerics.float8 import fake_quantize, float8_dtype, quantize  # noqa: E402
+from loka_onnx.numerics.rounding import fake_quantize, quantize, storage_type  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
-E4M3 = float8_dtype(Float8.E4M3FN)
+E4M3 = storage_type(E4M3FN)
 
 
-def corners(format: Float8, scale: np.float32) -> Array:
+def corners(format: NumberFormat, scale: np.float32) -> Array:
     """Every FP8 number, the middle of each two (a tie), their neighbours, and what lies beyond."""
-    every = np.arange(256).astype(np.uint8).view(float8_dtype(format)).astype(np.float64)
+    every = np.arange(256).astype(np.uint8).view(storage_type(format)).astype(np.float64)
     finite = np.unique(every[np.isfinite(every)])
     middles = ((finite[1:] + finite[:-1]) / 2).astype(np.float32)
     around = [np.nextafter(middles, np.float32(sign) * np.inf) for sign in (-1, 1)]
@@ -32,10 +32,12 @@ def corners(format: Float8, scale: np.float32) -> Array:
     return (values * scale).astype(np.float32)
 
 
-@pytest.mark.parametrize("format", [Float8.E4M3FN, Float8.E5M2])
+@pytest.mark.parametrize("format", [E4M3FN, E5M2])
 @pytest.mark.parametrize("scale", [1.0, 0.0087890625, 3e-5])
-def test_quantizing_is_that_of_ml_dtypes_bit_for_bit(format: Float8, scale: float, tmp_path: Path) -> None:
-    factor, zero = np.float32(scale), np.zeros((), float8_dtype(format))
+def test_quantizing_is_that_of_ml_dtypes_bit_for_bit(
+    format: NumberFormat, scale: float, tmp_path: Path
+) -> None:
+    factor, zero = np.float32(scale), np.zeros((), storage_type(format))
     case = Case("QuantizeLinear", [corners(format, factor), Fixed(factor), Fixed(zero)])
     found = run(lowered(case.model(), tmp_path), case.feeds)[0]
     expected = quantize(case.feeds["i0"], float(factor), format)
@@ -58,16 +60,14 @@ def test_scales_along_an_axis(axis: int, tmp_path: Path) -> None:
         output="float[a,b,c] y",
     )
     found = run(lowered(proto, tmp_path), {"x": x})[0]
-    np.testing.assert_array_equal(found, fake_quantize(x, scale, Float8.E4M3FN, axis % 3))
+    np.testing.assert_array_equal(found, fake_quantize(x, scale, E4M3FN, axis % 3))
 
 
 def test_the_type_may_be_an_attribute(tmp_path: Path) -> None:
-    x = corners(Float8.E5M2, np.float32(1))[:40]
+    x = corners(E5M2, np.float32(1))[:40]
     attributes = {"output_dtype": onnx.TensorProto.FLOAT8E5M2}
     case = Case("QuantizeLinear", [x, Fixed(np.float32(0.5))], attributes)
-    np.testing.assert_array_equal(
-        run(lowered(case.model(), tmp_path), case.feeds)[0], quantize(x, 0.5, Float8.E5M2)
-    )
+    np.testing.assert_array_equal(run(lowered(case.model(), tmp_path), case.feeds)[0], quantize(x, 0.5, E5M2))
 
 
 INTEGERS = [

@@ -91,7 +91,7 @@ def fp8_all(artifact: ModelArtifact, recipe: Recipe) -> PrecisionPlan:
         if site.weight is not None:
             values = values_of(graph.node(site.name).inputs[site.weight.index])
             axis = channel_axis(site.weight)
-            found = weight_scales(values, recipe.weight.granularity, axis, recipe.format)
+            found = weight_scales(values, recipe.weight, axis, recipe.format)
             other = tuple(float(value) for value in found.reshape(-1))
         decisions.append(Decision(site.name, Precision.FP8, recipe, Verdict.SAFE, "", scale, other))
     return PrecisionPlan("fp8-all", artifact.digest, Precision.FP32, tuple(decisions), {}, 1.0)

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto as T
 from planned_graphs import Planned
 
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import E4M3FNUZ, E5M2, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR, Recipe
 from loka_onnx.engines.migraphx import backend as backend_module
@@ -162,7 +162,7 @@ def plan(recipe: Recipe | None = PER_TENSOR, base: Precision = Precision.BF16) -
 
 class TestBackend:
     def test_formats_that_it_cannot_be_given_are_declined(self) -> None:
-        for format in (Float8.E5M2, Float8.E4M3FNUZ):
+        for format in (E5M2, E4M3FNUZ):
             reason = MigraphxBackend().decline(plan(Recipe.of(format)), "gfx942")
             assert reason == f"site 'fc' asks for {format}; migraphx multiplies E4M3FN only"
 

@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from planned_graphs import NUMPY, Array, Planned, evaluate, reread
 
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import E4M3FN, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.core.site import SiteKind
@@ -26,7 +26,7 @@ from loka_onnx.engines.migraphx.draft import GraphDraft
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
-from loka_onnx.numerics.float8 import fake_quantize, float8_dtype
+from loka_onnx.numerics.rounding import fake_quantize, storage_type
 from loka_onnx.numerics.scales import weight_scales
 from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
@@ -82,7 +82,7 @@ def planned(folder: Path, base: Precision, *, per_channel: bool = False) -> Path
         assert site.weight is not None
         values = weights[site.weight.tensor]
         axis = 0 if site.op_type == "Gemm" else 1
-        scale = weight_scales(values, recipe.weight.granularity, axis, recipe.format)
+        scale = weight_scales(values, recipe.weight, axis, recipe.format)
         decisions.append(
             Decision(
                 site.name,
@@ -243,7 +243,7 @@ def test_pairs_that_others_wrote_are_brought_into_form() -> None:
     scale = p.constant("s", [0.25])
     q = p.op("QuantizeLinear", ["x", scale], "fc/q", output_dtype=T.FLOAT8E4M3FN)
     left = p.op("DequantizeLinear", [q, scale], "fc/dq")
-    stored = p.constant("w", p.normal(8, 4) * 64, float8_dtype(Float8.E4M3FN))
+    stored = p.constant("w", p.normal(8, 4) * 64, storage_type(E4M3FN))
     right = p.op("DequantizeLinear", [stored, p.constant("ws", [2.0**-7])], "fc/wdq")
     before = p.model(p.op("MatMul", [left, right], "fc"))
     model = write_dialect(before, Path("nowhere"), Float8Form.FNUZ)
@@ -253,7 +253,5 @@ def test_pairs_that_others_wrote_are_brought_into_form() -> None:
     assert [[list(constants[name].dims) for name in node.input[1:]] for node in pairs] == [[[], []]] * 3
     x = np.linspace(-100, 100, 16, dtype=np.float32).reshape(2, 8)
     weight = numpy_helper.to_array(next(t for t in before.graph.initializer if t.name == "w"))
-    expected = fake_quantize(x, 0.25, Float8.E4M3FN).astype(np.float64) @ (
-        weight.astype(np.float64) * 2.0**-7
-    )
+    expected = fake_quantize(x, 0.25, E4M3FN).astype(np.float64) @ (weight.astype(np.float64) * 2.0**-7)
     np.testing.assert_allclose(evaluate(model, x=x)[0], expected, rtol=1e-5, atol=1e-4)

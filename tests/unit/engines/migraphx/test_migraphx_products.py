@@ -13,7 +13,7 @@ from onnx import TensorProto as T
 from onnx import numpy_helper
 from planned_graphs import NUMPY, Array, Planned, evaluate
 
-from loka_onnx.core.formats import Float8
+from loka_onnx.core.formats import E4M3FN
 from loka_onnx.engines.migraphx.draft import GraphDraft
 from loka_onnx.engines.migraphx.products import (
     float32_products,
@@ -21,7 +21,7 @@ from loka_onnx.engines.migraphx.products import (
     scales_behind_products,
 )
 from loka_onnx.errors import ModelError
-from loka_onnx.numerics.float8 import fake_quantize
+from loka_onnx.numerics.rounding import fake_quantize
 
 FP32_SUMS = {"rtol": 2e-6, "atol": 2e-6}
 """Sums of up to 16 FP32 terms of order one that were added, or scaled, in another order."""
@@ -167,7 +167,7 @@ def expected_site(before: onnx.ModelProto, x: Array, base: Any) -> Array:
     scale = constant(before, "fc/weight/scale").astype(np.float64)
     weight = weight * (scale if scale.ndim == 0 else scale[:, None])
     entering = x.astype(base).astype(np.float32)
-    left = fake_quantize(entering, SCALE, Float8.E4M3FN).astype(np.float64)
+    left = fake_quantize(entering, SCALE, E4M3FN).astype(np.float64)
     return left @ weight.T + constant(before, "fc/b").astype(np.float64)
 
 
@@ -261,7 +261,7 @@ def test_layouts_between_a_dq_and_its_product_stay_in_fp32() -> None:
     onnx.checker.check_model(model, full_check=True)
     x = rows(3, 8, 4)
     entering = x.astype(ml_dtypes.bfloat16).astype(np.float32)
-    a, b = (fake_quantize(entering, s, Float8.E4M3FN).astype(np.float64) for s in (SCALE, 2 * SCALE))
+    a, b = (fake_quantize(entering, s, E4M3FN).astype(np.float64) for s in (SCALE, 2 * SCALE))
     np.testing.assert_allclose(
         evaluate(model, x=x)[0], np.swapaxes(a, 1, 2) @ b, rtol=2.0**-8 * 1.01, atol=1e-6
     )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from loka_onnx.core.engine import BuildStatus
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import E5M2, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.engines.request import BatchRange, BuildRequest
@@ -99,7 +99,7 @@ def test_it_builds_only_for_the_gpu_that_is_here(host) -> None:
         (plan(recipe=None), "sm80", None),
         (plan(recipe=None), "sm75", "sm75 has no BF16 products (sm80 is the first that has)"),
         (plan(Precision.FP16, None), "sm75", None),
-        (plan(recipe=Recipe.of(Float8.E5M2)), "sm90", "site 'fc' asks for E5M2"),
+        (plan(recipe=Recipe.of(E5M2)), "sm90", "site 'fc' asks for E5M2"),
     ],
 )
 def test_what_it_declines(kind, planned: PrecisionPlan, architecture: str, said: str | None) -> None:

@@ -13,7 +13,7 @@ import pytest
 from onnx import numpy_helper
 from rewrite_models import Arrays, artifact, as_double, evaluate, initializer, named, parse
 
-from loka_onnx.core.formats import Float8, Precision
+from loka_onnx.core.formats import E4M3FN, Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.rewrite import RewriteRecord
@@ -52,8 +52,7 @@ def model(body: str) -> onnx.ModelProto:
         "b": random.normal(size=N).astype(np.float32),
         "one": np.array([1]),
     }
-    used = {name: value for name, value in constants.items() if f" {name}" in body or f"{name})" in body}
-    return parse(body, used, inputs=f"float[batch,{K}] x", outputs=f"float[batch,{N}] y")
+    return parse(body, constants, inputs=f"float[batch,{K}] x", outputs=f"float[batch,{N}] y")
 
 
 def rows(seed: int = 0) -> Arrays:
@@ -157,7 +156,7 @@ def test_the_error_of_a_channel_is_that_of_the_product_in_it() -> None:
     random = np.random.default_rng(4)
     x, w = random.normal(size=(4000, 8)) * np.arange(1, 9), random.normal(size=(8, 300))
     amax = np.abs(x).max(axis=0)
-    found = channel_errors(w, amax, x, Float8.E4M3FN)
+    found = channel_errors(w, amax, x, E4M3FN)
 
     def rounded(values: Any, largest: float) -> Any:
         # The scales of the package are BF16 numbers.
@@ -216,5 +215,6 @@ def test_a_weight_on_the_left_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", [0.0, 1.0, -0.1])
 def test_a_part_must_be_one(part: float, tmp_path: Path) -> None:
-    with pytest.raises(TransformError, match="the part of an error that may be left is not between 0 and 1"):
+    with pytest.raises(TransformError) as caught:
         SplitHighErrorChannels({"fc": part}, [rows()], tmp_path)
+    assert caught.value.code == "E0601"

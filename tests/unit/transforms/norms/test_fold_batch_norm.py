@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+import shape_models
 from norm_models import DYNAMO, Exporter, assert_folded_equally, fused, taken_in
-from rewrite_models import artifact, named, op_types, parse, random_rows
+from rewrite_models import artifact, named, op_types, random_rows
+from shape_models import match, weight
 
-from loka_onnx.graph.model import GraphModel
 from loka_onnx.transforms.norms.fold_batch_norm import FoldBatchNorm
-
-
-def weight(*shape: int) -> np.ndarray[Any, Any]:
-    return (np.random.default_rng(shape).normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
-
 
 STATISTICS = {
     "gamma": np.linspace(-0.5, 1.75, 8, dtype=np.float32),
@@ -31,196 +26,138 @@ NORM = "[norm_{0}] {0} = BatchNormalization<epsilon=0.001>({1}, gamma, beta, mea
 LAST = NORM.format("y", "h")
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model as text; the statistics of 8 channels are constants."""
-
-    body: str
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    inputs: str = "float[batch,6] x"
-    outputs: str = "float[batch,8] y"
-
-    def model(self) -> onnx.ModelProto:
-        values = STATISTICS | dict(self.constants)
-        used = {name: value for name, value in values.items() if name in self.body}
-        return parse(self.body, used, inputs=self.inputs, outputs=self.outputs)
-
-
 W, B, NEXT = weight(6, 8), weight(8), weight(8, 3)
-SCALED = {"s": STATISTICS["gamma"], "c": STATISTICS["beta"]}
+
+
+@dataclass(frozen=True)
+class Case(shape_models.Case):
+    inputs: str = "float[batch,6] x"
+    shared = STATISTICS | {"w": W, "b": B, "s": STATISTICS["gamma"], "c": STATISTICS["beta"]}
+
+
 BEHIND = {
-    "gemm": Case(f"[fc] h = Gemm(x, w, b) {LAST}", {"w": W, "b": B}),
-    "gemm_transposed": Case(f"[fc] h = Gemm<transB=1>(x, w, b) {LAST}", {"w": W.T, "b": B}),
-    "gemm_without_bias": Case(f"[fc] h = Gemm(x, w) {LAST}", {"w": W}),
-    "matmul": Case(f"[fc] h = MatMul(x, w) {LAST}", {"w": W}),
-    "matmul_with_bias": Case(f"[fc] g = MatMul(x, w) h = Add(g, b) {LAST}", {"w": W, "b": B}),
-    "before_relu": Case(f"[fc] h = Gemm(x, w, b) {NORM.format('g', 'h')} y = Relu(g)", {"w": W, "b": B}),
+    "gemm": Case(f"[fc] h = Gemm(x, w, b) {LAST}"),
+    "gemm_transposed": Case(f"[fc] h = Gemm<transB=1>(x, w, b) {LAST}", {"w": W.T}),
+    "gemm_without_bias": Case(f"[fc] h = Gemm(x, w) {LAST}"),
+    "matmul": Case(f"[fc] h = MatMul(x, w) {LAST}"),
+    "matmul_with_bias": Case(f"[fc] g = MatMul(x, w) h = Add(g, b) {LAST}"),
+    "before_relu": Case(f"[fc] h = Gemm(x, w, b) {NORM.format('g', 'h')} y = Relu(g)"),
     "channels_between_transposes": Case(
-        f"[fc] g = MatMul(x, w) h = Transpose<perm=[0,2,1]>(g) {NORM.format('n', 'h')}"
-        " y = Transpose<perm=[0,2,1]>(n)",
-        {"w": W},
-        "float[batch,5,6] x",
-        "float[batch,5,8] y",
+        "[fc] g = MatMul(x, w)"
+        f" h = Transpose<perm=[0,2,1]>(g) {NORM.format('n', 'h')} y = Transpose<perm=[0,2,1]>(n)",
+        inputs="float[batch,5,6] x",
     ),
-    "weight_on_the_left": Case(
-        f"[fc] h = MatMul(w, x) {LAST}", {"w": W.T}, "float[batch,6,5] x", "float[batch,8,5] y"
-    ),
+    "weight_on_the_left": Case(f"[fc] h = MatMul(w, x) {LAST}", {"w": W.T}, "float[batch,6,5] x"),
     "left_with_bias": Case(
-        f"[fc] g = MatMul(w, x) h = Add(g, b) {LAST}",
-        {"w": W.T, "b": B.reshape(8, 1)},
-        "float[batch,6,5] x",
-        "float[batch,8,5] y",
+        f"[fc] g = MatMul(w, x) h = Add(g, b) {LAST}", {"w": W.T, "b": B.reshape(8, 1)}, "float[batch,6,5] x"
     ),
-    "mul_and_add": Case("[fc] h = MatMul(x, w) g = Mul(h, s) y = Add(g, c)", {"w": W, **SCALED}),
-    "mul_and_add_behind_a_bias": Case(
-        "[fc] h = MatMul(x, w) k = Add(h, b) g = Mul(s, k) y = Add(c, g)", {"w": W, "b": B, **SCALED}
-    ),
-    "mul_alone": Case("[fc] h = Gemm(x, w, b) y = Mul(h, s)", {"w": W, "b": B, **SCALED}),
-    "twice": Case(f"[fc] h = MatMul(x, w) {NORM.format('g', 'h')} {NORM.format('y', 'g')}", {"w": W}),
+    "mul_and_add": Case("[fc] h = MatMul(x, w) g = Mul(h, s) y = Add(g, c)"),
+    "mul_and_add_behind_a_bias": Case("[fc] h = MatMul(x, w) k = Add(h, b) g = Mul(s, k) y = Add(c, g)"),
+    "mul_alone": Case("[fc] h = Gemm(x, w, b) y = Mul(h, s)"),
+    "twice": Case(f"[fc] h = MatMul(x, w) {NORM.format('g', 'h')} {NORM.format('y', 'g')}"),
     "flattened_rows": Case(
         f"[fc] g = MatMul(x, w) h = Reshape(g, rows) {LAST}",
-        {"w": W, "rows": np.array([-1, 8])},
+        {"rows": [-1, 8]},
         "float[batch,5,6] x",
-        "float[rows,8] y",
+        outputs="float[rows,8] y",
     ),
 }
 BEFORE = {
-    "gemm": Case(
+    "before_gemm": Case(
         f"a = Relu(x) {NORM.format('n', 'a')} [fc] y = Gemm(n, w, b)",
         {"w": NEXT, "b": weight(3)},
         "float[batch,8] x",
-        "float[batch,3] y",
     ),
     "matmul": Case(
-        f"a = Relu(x) {NORM.format('n', 'a')} [fc] y = MatMul(n, w)",
-        {"w": NEXT},
-        "float[batch,8] x",
-        "float[batch,3] y",
+        f"a = Relu(x) {NORM.format('n', 'a')} [fc] y = MatMul(n, w)", {"w": NEXT}, "float[batch,8] x"
     ),
     "two_linears_and_a_residual_in_front": Case(
-        f"a = Relu(x) {NORM.format('n', 'a')} [fc] h = MatMul(n, w) [gate] g = MatMul(n, w2) m = Mul(h, g)"
-        " y = Add(m, a)",
+        f"a = Relu(x) {NORM.format('n', 'a')} [fc] h = MatMul(n, w) [gate] g = MatMul(n, w2)"
+        " m = Mul(h, g) y = Add(m, a)",
         {"w": weight(8, 8), "w2": weight(8, 8) + 1},
         "float[batch,8] x",
     ),
     "left": Case(
-        f"a = Relu(x) {NORM.format('n', 'a')} [fc] y = MatMul(w, n)",
-        {"w": NEXT.T},
-        "float[batch,8,5] x",
-        "float[batch,3,5] y",
+        f"a = Relu(x) {NORM.format('n', 'a')} [fc] y = MatMul(w, n)", {"w": NEXT.T}, "float[batch,8,5] x"
     ),
 }
 
 
-@pytest.mark.parametrize("name", BEHIND)
-def test_behind_a_linear_it_goes(name: str, tmp_path: Path) -> None:
-    before = BEHIND[name].model()
+SEVERAL = {
+    "one_linear_behind_and_one_before_another": (
+        Case(
+            f"[fc1] h = MatMul(x, w) {NORM.format('n', 'h')} [fc2] k = MatMul(n, w2) {NORM.format('y', 'k')}",
+            {"w2": weight(8, 8)},
+        ),
+        ["MatMul", "Add", "MatMul", "Add"],
+    ),
+    "both_sides_of_a_linear": (
+        Case(
+            f"a = Relu(x) {NORM.format('n', 'a')} [fc] k = MatMul(n, w) {NORM.format('y', 'k')}",
+            {"w": weight(8, 8)},
+            "float[batch,8] x",
+        ),
+        ["Relu", "MatMul", "Add"],
+    ),
+    # A temperature stays, and so does a scalar summand behind it.
+    "not_one_number_behind_the_norm": (
+        Case(
+            f"[fc] h = MatMul(x, w) {NORM.format('n', 'h')} t = Mul(n, temperature) y = Add(t, offset)",
+            {"temperature": 0.7, "offset": 0.1},
+        ),
+        ["MatMul", "Add", "Mul", "Add"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*BEHIND.values(), *BEFORE.values()], ids=[*BEHIND, *BEFORE])
+def test_beside_a_linear_it_goes(case: Case, tmp_path: Path) -> None:
+    before = case.model()
     result = fused(artifact(before, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
     assert len(result.applied) == 1, result.reasons
-    assert not {"BatchNormalization", "Mul"} & set(result.ops)
+    assert "BatchNormalization" not in result.ops
+    assert result.ops.count("Mul") == case.body.count("Mul(h, g)")
     assert named(result.after, "fc").op_type == named(before, "fc").op_type
     assert_folded_equally(before, FoldBatchNorm(), tmp_path)
     onnx.checker.check_model(result.after, full_check=True)
 
 
-@pytest.mark.parametrize("name", BEFORE)
-def test_before_linears_it_goes(name: str, tmp_path: Path) -> None:
-    before = BEFORE[name].model()
-    result = fused(artifact(before, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
-    assert len(result.applied) == 1, result.reasons
-    assert "BatchNormalization" not in result.ops
-    assert_folded_equally(before, FoldBatchNorm(), tmp_path)
-
-
-def test_one_linear_behind_one_batch_norm_and_before_another(tmp_path: Path) -> None:
-    model = Case(
-        f"[fc1] h = MatMul(x, w) {NORM.format('n', 'h')} [fc2] k = MatMul(n, w2) {NORM.format('y', 'k')}",
-        {"w": W, "w2": weight(8, 8)},
-    ).model()
-    result = fused(artifact(model, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
-    assert result.ops == ["MatMul", "Add", "MatMul", "Add"]
-    assert_folded_equally(model, FoldBatchNorm(), tmp_path)
-
-
-def test_a_linear_takes_over_both_sides(tmp_path: Path) -> None:
-    model = Case(
-        f"a = Relu(x) {NORM.format('n', 'a')} [fc] k = MatMul(n, w) {NORM.format('y', 'k')}",
-        {"w": weight(8, 8)},
-        "float[batch,8] x",
-    ).model()
-    result = fused(artifact(model, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
-    assert result.ops == ["Relu", "MatMul", "Add"]
-    assert_folded_equally(model, FoldBatchNorm(), tmp_path)
-
-
-def test_one_number_behind_the_norm_is_not_folded(tmp_path: Path) -> None:
-    """Linear, BatchNorm, temperature: the last stays, and so does a scalar summand behind it."""
-    model = Case(
-        f"[fc] h = MatMul(x, w) {NORM.format('n', 'h')} t = Mul(n, temperature) y = Add(t, offset)",
-        {"w": W, "temperature": np.float32(0.7), "offset": np.float32(0.1)},
-    ).model()
-    result = fused(artifact(model, tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
-    assert result.ops == ["MatMul", "Add", "Mul", "Add"]
-    assert_folded_equally(model, FoldBatchNorm(), tmp_path)
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_are_folded_where_they_can_be(name: str, tmp_path: Path) -> None:
+    case, ops = SEVERAL[name]
+    result = fused(artifact(case.model(), tmp_path / "before.onnx"), tmp_path, (FoldBatchNorm,))
+    assert result.ops == ops
+    assert_folded_equally(case.model(), FoldBatchNorm(), tmp_path)
 
 
 STAYS = {
-    "linear_read_elsewhere": (
-        Case(f"[fc] h = MatMul(x, w) {NORM.format('n', 'h')} y = Add(n, h)", {"w": W}),
-        1,
+    "linear_read_elsewhere": Case(f"[fc] h = MatMul(x, w) {NORM.format('n', 'h')} y = Add(n, h)", why=1),
+    "linear_is_an_output": Case(f"[fc] h = MatMul(x, w) {LAST}", outputs="y, h", why=1),
+    "of_an_input": Case(
+        f"{NORM.format('n', 'x')} [fc] y = MatMul(n, w)", {"w": NEXT}, "float[batch,8] x", why=1
     ),
-    "linear_is_an_output": (
-        Case(f"[fc] h = MatMul(x, w) {LAST}", {"w": W}, outputs="float[batch,8] y, float[batch,8] h"),
-        1,
+    "along_another_axis": Case(
+        f"[fc] h = MatMul(x, w) {LAST}", {"w": weight(6, 4)}, "float[batch,8,6] x", why=1
     ),
-    "of_an_input": (
-        Case(
-            f"{NORM.format('n', 'x')} [fc] y = MatMul(n, w)",
-            {"w": NEXT},
-            "float[batch,8] x",
-            "float[batch,3] y",
-        ),
-        1,
+    "training": Case(
+        "[fc] h = MatMul(x, w)"
+        " [norm_y] y, m, v = BatchNormalization<training_mode=1>(h, gamma, beta, mean, variance)",
+        why=1,
     ),
-    "along_another_axis": (
-        Case(
-            f"[fc] h = MatMul(x, w) {LAST}", {"w": weight(6, 4)}, "float[batch,8,6] x", "float[batch,8,4] y"
-        ),
-        1,
+    "temperature": Case("[fc] h = MatMul(x, w) y = Mul(h, t)", {"t": np.float32(0.5)}, why=0),
+    "factors_read_elsewhere": Case("[fc] h = MatMul(x, w) g = Mul(h, s) y = Add(g, h)", why=0),
+    "per_token": Case(
+        "[fc] h = MatMul(x, w) y = Mul(h, t)", {"t": weight(5, 1)}, "float[batch,5,6] x", why=0
     ),
-    "training": (
-        Case(
-            "[fc] h = MatMul(x, w) [norm_y] y, m, v ="
-            " BatchNormalization<training_mode=1>(h, gamma, beta, mean, variance)",
-            {"w": W},
-        ),
-        1,
-    ),
-    "temperature": (Case("[fc] h = MatMul(x, w) y = Mul(h, t)", {"w": W, "t": np.float32(0.5)}), 0),
-    "factors_read_elsewhere": (
-        Case("[fc] h = MatMul(x, w) g = Mul(h, s) y = Add(g, h)", {"w": W, **SCALED}),
-        0,
-    ),
-    "per_token": (
-        Case(
-            "[fc] h = MatMul(x, w) y = Mul(h, t)",
-            {"w": W, "t": weight(5, 1)},
-            "float[batch,5,6] x",
-            "float[batch,5,8] y",
-        ),
-        0,
-    ),
-    "behind_no_linear": (Case("a = Relu(x) y = Mul(a, s)", SCALED, "float[batch,8] x"), 0),
+    "behind_no_linear": Case("a = Relu(x) y = Mul(a, s)", inputs="float[batch,8] x", why=0),
 }
 
 
 @pytest.mark.parametrize("name", STAYS)
 def test_others_stay_and_a_batch_norm_is_declined(name: str, tmp_path: Path) -> None:
-    case, declined = STAYS[name]
-    onnx.save(case.model(), tmp_path / "m.onnx")
-    found = FoldBatchNorm().match(GraphModel.load(tmp_path / "m.onnx"))
+    found = match(STAYS[name].model(), FoldBatchNorm(), tmp_path)
     assert found.matches == ()
-    assert len(found.declined) == declined
+    assert len(found.declined) == STAYS[name].why
 
 
 # As PyTorch exports it --------------------------------------------------------------------------------

@@ -6,24 +6,18 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from random_graphs import GraphBuilder
 
 START = 12
 
 
-class MovementGraph:
-    """Builds one model; every tensor between blocks is (batch, width).
-
-    Args:
-        seed: Decides everything.
-        steps: Blocks.
-    """
+class MovementGraph(GraphBuilder):
+    """Builds one model of `steps` blocks; every tensor between them is (batch, width)."""
 
     def __init__(self, seed: int, steps: int = 14) -> None:
-        self.random = np.random.default_rng(seed)
-        self.nodes: list[onnx.NodeProto] = []
-        self.constants: dict[str, np.ndarray[Any, Any]] = {}
-        self.widths = {"x": START}
+        super().__init__(seed)
+        self.widths["x"] = START
         self.unread = {"x"}
         kinds = (
             *(self.product, self.product, self.product, self.concat, self.concat, self.split, self.choose),
@@ -37,26 +31,17 @@ class MovementGraph:
         self.result = self.op("Tanh", [self.op("Concat", ends, sum(self.widths[t] for t in ends), axis=1)])
 
     def model(self) -> onnx.ModelProto:
-        shapes = {"x": START, self.result: self.widths[self.result]}
-        infos = [
-            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])
-            for name, width in shapes.items()
-        ]
-        initializers = [numpy_helper.from_array(value, name) for name, value in self.constants.items()]
-        graph = helper.make_graph(self.nodes, "g", infos[:1], infos[1:], initializers)
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-        onnx.checker.check_model(model, full_check=True)
-        return model
+        return self.built(
+            self.result, helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", START])
+        )
 
     # Parts ------------------------------------------------------------------------------------------
 
     def op(self, kind: str, inputs: list[str], width: int | None = None, **attributes: Any) -> str:
-        name = f"{kind.lower()}{len(self.nodes)}"
-        self.nodes.append(helper.make_node(kind, inputs, [f"{name}.out"], name=name, **attributes))
-        self.widths[f"{name}.out"] = self.widths[inputs[0]] if width is None else width
+        output = super().op(kind, inputs, width, **attributes)
         self.unread -= set(inputs)
-        self.unread.add(f"{name}.out")
-        return f"{name}.out"
+        self.unread.add(output)
+        return output
 
     def constant(self, values: Any) -> str:
         name = f"c{len(self.constants)}"

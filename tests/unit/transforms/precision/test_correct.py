@@ -46,7 +46,6 @@ class Case:
         what: Part of what is said of it.
         moved: By how much each output moves.
         shape: Of x, without the batch.
-        dims: Dimensions of y.
     """
 
     body: str
@@ -55,7 +54,6 @@ class Case:
     what: str
     moved: dict[str, Any]
     shape: tuple[int, ...] = (K,)
-    dims: str = "rows,n"
 
 
 def on_site(body: str, nodes: int, what: str, values: Any = STEPS[None], **other: Any) -> Case:
@@ -64,8 +62,7 @@ def on_site(body: str, nodes: int, what: str, values: Any = STEPS[None], **other
 
 def on_output(body: str, nodes: int, what: str, kind: OutputKind = LOGIT, **moved: float) -> Case:
     corrections = Corrections((), (OutputConstant("y", kind, 0.625),))
-    dims = "rows" if "Squeeze" in body else "rows,n"
-    return Case(body, corrections, nodes, what, moved or {"y": 0.625}, dims=dims)
+    return Case(body, corrections, nodes, what, moved or {"y": 0.625})
 
 
 HEAD = "h = MatMul(x, w1) "
@@ -90,16 +87,14 @@ CASES = {
         0, "in the constant of Gemm 'fc'", {"y": STEPS, "other": 0.0},
     ),
     "on_the_left": on_site(
-        "[fc] y = MatMul(wt, x)", 1, "in an Add of their own", STEPS[:, None],
-        shape=(K, 3), dims="rows,n,m",
+        "[fc] y = MatMul(wt, x)", 1, "in an Add of their own", STEPS[:, None], shape=(K, 3),
     ),
     "on_the_left_of_a_narrow_bias": on_site(
-        "[fc] p = MatMul(wt, x) y = Add(p, three)", 1, "in an Add of their own", STEPS[:, None],
-        shape=(K, 3), dims="rows,n,m",
+        "[fc] p = MatMul(wt, x) y = Add(p, three)", 1, "in an Add of their own", STEPS[:, None], shape=(K, 3),
     ),
     "experts": on_site(
         "e = Transpose<perm=[1,0,2]>(x) [fc] p = MatMul(e, we) y = Transpose<perm=[1,0,2]>(p)", 1,
-        "in an Add of their own", np.stack([STEPS, 2 * STEPS])[:, None], shape=(2, K), dims="rows,e,n",
+        "in an Add of their own", np.stack([STEPS, 2 * STEPS])[:, None], shape=(2, K),
     ),
     "last_gemm": on_output("[head] y = Gemm(x, w1, one)", 0, "in the constant of Gemm 'head'"),
     "last_gemm_squeezed": on_output(
@@ -133,16 +128,10 @@ def model_of(case: Case) -> onnx.ModelProto:
         "b": np.linspace(-1, 1.1, N), "one": np.array([0.3]), "zero": np.zeros(1),
         "three": np.array([0.1, 0.2, 0.3]), "last": np.array([-1]),
     }  # fmt: skip
-    read = set(re.findall(r"\w+", case.body))
     shape = ",".join(map(str, case.shape))
     names = [name for name in ("y", "p", "other", "r") if f" {name} = " in f" {case.body}"]
-    outputs = [n for n in names if n in case.moved or n == "r"]
-    return parse(
-        case.body,
-        {name: value for name, value in constants.items() if name in read},
-        inputs=f"float[batch,{shape}] x",
-        outputs=", ".join(f"float[{'rows,n' if n != 'y' else case.dims}] {n}" for n in outputs),
-    )
+    outputs = ", ".join(name for name in names if name in case.moved or name == "r")
+    return parse(case.body, constants, inputs=f"float[batch,{shape}] x", outputs=outputs)
 
 
 def as_scores(case: Case, outputs: Arrays) -> Arrays:
@@ -244,7 +233,6 @@ def typed(
 ) -> Typed:  # fmt: skip
     n = len(b)
     constants = {"w": weight(K, n) / 8, "b": np.array(b), "last": np.array([-1])}
-    constants = {name: value for name, value in constants.items() if name in re.findall(r"\w+", body)}
     outputs = "float[batch] y" if "y = Squeeze" in body else f"float[batch,{n}] y"
     model = parse(body, constants, inputs=f"float[batch,{K}] x", outputs=outputs)
     source = artifact(model, folder / "m.onnx")

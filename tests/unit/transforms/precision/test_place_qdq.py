@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,22 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from placement_models import RTX, Placed, Scales, assert_bit_equal, place, plan_of, run_basic, sources, square
-from qdq_models import weight
-from rewrite_models import Arrays, artifact, initializer, named, op_types, parse, random_rows
+from qdq_models import (
+    RTX,
+    Placed,
+    Scales,
+    assert_bit_equal,
+    place,
+    plan_of,
+    run_basic,
+    sources,
+    square,
+    weight,
+)
+from rewrite_models import Arrays, artifact, initializer, named, parse, random_rows
 
+from loka_onnx.core.backends import Fusions
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.fusions import Fusions
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from loka_onnx.transforms.precision.place_qdq import place_qdq
@@ -26,7 +37,7 @@ OTHER_SCALE = "it is not one scale, known beforehand, for the tensor"
 def model(body: str, constants: dict[str, Any] | None = None, **interface: str) -> onnx.ModelProto:
     """``fc0`` and a ReLU, then `body` from ``h`` to ``y``."""
     text = f"[fc0] p = MatMul(x, w0) [relu] h = Relu(p) {body}"
-    return parse(text, {**square(8, "w0", "w1", "w2"), **(constants or {})}, **interface)
+    return parse(text, {**square(8, "w0", "w1", "w2"), **(constants or {})}, **{"outputs": "", **interface})
 
 
 def checked(proto: onnx.ModelProto, scales: Scales, folder: Path, rows: Arrays | None = None) -> Placed:
@@ -35,41 +46,36 @@ def checked(proto: onnx.ModelProto, scales: Scales, folder: Path, rows: Arrays |
     return placed
 
 
+ASKED = (
+    "[flat] z = Flatten<axis=1>(h) d = {}(z) e = Cast<to=1>(d) r = ReduceMax<keepdims=0>(e) "
+    "[fc1] k = MatMul(z, w1) y = Add(k, r)"
+)
+
+
 def ints(*values: int) -> np.ndarray[Any, Any]:
     return np.array(values, np.int64)
 
 
 # One site behind one operator that moves values ----------------------------------------------------
 
-RESHAPED = "float[batch,2,4] y"
-MOVED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "reshape": ("[m] m = Reshape(h, s)", {"s": ints(-1, 2, 4), "w1": weight(4, 4)}, RESHAPED),
-    "flatten": ("[m] m = Flatten<axis=1>(h)", {}, "float[batch,8] y"),
-    "identity": ("[m] m = Identity(h)", {}, "float[batch,8] y"),
-    "unsqueeze": ("[m] m = Unsqueeze(h, s)", {"s": ints(1)}, "float[batch,1,8] y"),
-    "transpose": ("[m] m = Transpose<perm=[1,0]>(h)", {"w1": weight(6, 8)}, "float[8,8] y"),
-    "slice": (
-        "[m] m = Slice(h, a, b, c)",
-        {"a": ints(2), "b": ints(6), "c": ints(1), "w1": weight(4, 8)},
-        "",
-    ),
-    "gather": ("[m] m = Gather<axis=1>(h, s)", {"s": ints(7, 0, 3, 3), "w1": weight(4, 8)}, ""),
-    "expand": (
-        "u = Unsqueeze(h, one) [m] m = Expand(u, s)",
-        {"one": ints(1), "s": ints(1, 3, 1)},
-        "float[batch,3,8] y",
-    ),
-    "tile": ("[m] m = Tile(h, s)", {"s": ints(1, 2), "w1": weight(16, 8)}, ""),
+MOVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "reshape": ("[m] m = Reshape(h, s)", {"s": ints(-1, 2, 4), "w1": weight(4, 4)}),
+    "flatten": ("[m] m = Flatten<axis=1>(h)", {}),
+    "identity": ("[m] m = Identity(h)", {}),
+    "unsqueeze": ("[m] m = Unsqueeze(h, s)", {"s": ints(1)}),
+    "transpose": ("[m] m = Transpose<perm=[1,0]>(h)", {"w1": weight(6, 8)}),
+    "slice": ("[m] m = Slice(h, a, b, c)", {"a": ints(2), "b": ints(6), "c": ints(1), "w1": weight(4, 8)}),
+    "gather": ("[m] m = Gather<axis=1>(h, s)", {"s": ints(7, 0, 3, 3), "w1": weight(4, 8)}),
+    "expand": ("u = Unsqueeze(h, one) [m] m = Expand(u, s)", {"one": ints(1), "s": ints(1, 3, 1)}),
+    "tile": ("[m] m = Tile(h, s)", {"s": ints(1, 2), "w1": weight(16, 8)}),
 }
 
 
 @pytest.mark.parametrize("case", MOVED)
 def test_a_pair_goes_in_front_of_what_moves_its_values(case: str, tmp_path: Path) -> None:
-    body, constants, output = MOVED[case]
-    interface = {"outputs": output or "float[batch,8] y"}
-    if case == "transpose":
-        interface["inputs"] = "float[6,8] x"
-    proto = model(f"{body} [fc1] y = MatMul(m, w1)", constants, **interface)
+    body, constants = MOVED[case]
+    inputs = "float[6,8] x" if case == "transpose" else "float[batch,8] x"
+    proto = model(f"{body} [fc1] y = MatMul(m, w1)", constants, inputs=inputs)
     placed = checked(proto, {"fc1": S}, tmp_path)
     assert sources(placed.before) == {"fc1/in0/q": "m"}
     assert sources(placed.after) == {"fc1/in0/q": "h"}
@@ -82,14 +88,169 @@ def test_a_pair_goes_in_front_of_what_moves_its_values(case: str, tmp_path: Path
     assert what.endswith("'m', to 'h'")
 
 
-def test_a_chain_of_movements_is_passed_at_once(tmp_path: Path) -> None:
-    body = "r = Reshape(h, s) [turn] t = Transpose<perm=[0,2,1]>(r) [fc1] y = MatMul(t, w1)"
-    constants = {"s": ints(-1, 2, 4), "w1": weight(2, 4)}
-    placed = checked(model(body, constants, outputs="float[batch,4,4] y"), {"fc1": S}, tmp_path)
-    assert sources(placed.after) == {"fc1/in0/q": "h"}
-    assert placed.applied == [
-        ("fc1/in0", "hoisted in front of Reshape 'block/r', Transpose 'turn', to 'h'"),
-    ]
+@dataclass(frozen=True)
+class Placing:
+    """What follows ``h``, and what becomes of its pairs: by Q, the tensor that it reads then.
+
+    `applied` and `declined` are what is said of pairs, by name; None where nothing is asked.
+    """
+
+    body: str
+    sources: dict[str, str]
+    applied: dict[str, str] | None = None
+    declined: dict[str, str] | None = None
+    constants: dict[str, Any] = field(default_factory=dict)
+    scales: dict[str, Any] = field(default_factory=lambda: {"fc1": S})
+    inputs: str = "float[batch,8] x"
+    outputs: str = ""
+    exact: tuple[tuple[str, str], ...] = ()
+    """Nodes, and tensors that they go on reading as they are."""
+
+
+BOTH = {"fc1": S, "fc2": S}
+IDS = "ids = Cast<to=7>(x)"
+PLACED = {
+    "a_chain_of_movements_is_passed_at_once": Placing(
+        "r = Reshape(h, s) [turn] t = Transpose<perm=[0,2,1]>(r) [fc1] y = MatMul(t, w1)",
+        {"fc1/in0/q": "h"},
+        {"fc1/in0": "hoisted in front of Reshape 'block/r', Transpose 'turn', to 'h'"},
+        constants={"s": ints(-1, 2, 4), "w1": weight(2, 4)},
+    ),
+    "both_parts_of_a_split_share_one_pair": Placing(
+        "a, b = Split<axis=1>(h, s) [fc1] k = MatMul(a, u) [fc2] l = MatMul(b, v) y = Concat<axis=1>(k, l)",
+        {"fc1/in0/q": "h"},
+        {"fc1/in0": "hoisted in front of Split 'block/a', to 'h'; 2 pairs made 1"},
+        constants={"s": ints(4, 4), "u": weight(4, 4), "v": weight(4, 4, seed=9)},
+        scales=BOTH,
+    ),
+    "the_two_operands_of_an_interaction_share_one_pair": Placing(
+        "r = Reshape(h, s) t = Transpose<perm=[0,2,1]>(r) [dot] y = MatMul(r, t)",
+        {"dot/in0/q": "h"},
+        constants={"s": ints(-1, 2, 4)},
+        scales={"dot": (S, S)},
+    ),
+    "pairs_behind_two_views_become_one": Placing(
+        "r = Reshape(h, s) t = Unsqueeze(h, one) [fc1] k = MatMul(r, w1) [fc2] l = MatMul(t, w2) "
+        "f = Flatten<axis=1>(l) y = Add(k, f)",
+        {"fc1/in0/q": "h"},
+        constants={"s": ints(-1, 8), "one": ints(1)},
+        scales=BOTH,
+    ),
+    "a_view_that_is_read_exactly_too_is_copied_for_a_shared_pair": Placing(
+        "[view] r = Unsqueeze(h, one) [fc1] k = MatMul(h, w1) [fc2] l = MatMul(r, w2) m = Add(l, r) "
+        "f = Flatten<axis=1>(m) y = Add(k, f)",
+        {"fc1/in0/q": "h"},
+        {"fc2/in0": "shares the Q/DQ 'fc1/in0' through a copy of Unsqueeze 'view'"},
+        constants={"one": ints(1)},
+        scales=BOTH,
+        # The residual sum still reads the exact view.
+        exact=(("block/m", "r"),),
+    ),
+    "a_tensor_that_something_else_reads_keeps_its_exact_value": Placing(
+        "[turn] t = Transpose<perm=[1,0]>(h) [fc1] k = MatMul(t, w1) "
+        "[norm] n = LayerNormalization(t, gain) y = Add(k, n)",
+        {"fc1/in0/q": "t"},
+        {},
+        {"fc1/in0": "stays behind Transpose 'turn': LayerNormalization 'norm' reads 't' as it is"},
+        constants={"gain": np.ones(8), "w1": weight(8, 8)},
+        inputs="float[8,8] x",
+        exact=(("norm", "t"),),
+    ),
+    # The second pair goes in front of the Unsqueeze, beside the norm: the norm reads the sum itself.
+    "no_pair_comes_between_a_residual_sum_and_its_norm": Placing(
+        "[residual] s = Add(h, x) [norm] n = LayerNormalization(s, gain) [fc1] k = MatMul(n, w1) "
+        "u = Unsqueeze(s, one) [fc2] l = MatMul(u, w2) f = Flatten<axis=1>(l) y = Add(k, f)",
+        {"fc1/in0/q": "n", "fc2/in0/q": "s"},
+        constants={"gain": np.ones(8), "one": ints(1)},
+        scales=BOTH,
+        exact=(("norm", "s"),),
+    ),
+    "an_output_is_not_rounded": Placing(
+        "[flat] z = Flatten<axis=1>(h) [fc1] y = MatMul(z, w1)",
+        {"fc1/in0/q": "z"},
+        declined={"fc1/in0": "stays behind Flatten 'flat': it leaves the graph"},
+        outputs="y, z",
+    ),
+    "parts_under_other_scales_stay_apart": Placing(
+        "[cut] a, b = Split<axis=1>(h, s) u = Unsqueeze(a, one) [fc1] k = MatMul(u, w1) "
+        "[fc2] l = MatMul(b, w2) f = Flatten<axis=1>(k) y = Concat<axis=1>(f, l)",
+        {"fc1/in0/q": "a", "fc2/in0/q": "b"},
+        declined=dict.fromkeys(
+            ("fc1/in0", "fc2/in0"),
+            "stays behind Split 'cut': it is rounded to scale 0.0078125, float8_e4m3fn and to scale "
+            "0.015625, float8_e4m3fn",
+        ),
+        constants={"s": ints(4, 4), "one": ints(1), "w1": weight(4, 4), "w2": weight(4, 4, seed=9)},
+        scales={"fc1": S, "fc2": 2 * S},
+    ),
+    "one_tensor_under_two_scales_has_two_pairs": Placing(
+        "[fc1] k = MatMul(h, w1) r = Identity(h) [fc2] l = MatMul(r, w2) y = Add(k, l)",
+        {"fc1/in0/q": "h", "fc2/in0/q": "h"},
+        declined={
+            "fc1/in0": "'h' is rounded under several scales, which stay apart: 'fc1/in0' scale 0.0078125, "
+            "float8_e4m3fn; 'fc2/in0' scale 0.015625, float8_e4m3fn"
+        },
+        scales={"fc1": S, "fc2": 2 * S},
+    ),
+    "a_choice_out_of_an_exact_tensor_is_quantized_after_it_is_taken": Placing(
+        "[some] g = Gather<axis=1>(h, s) [fc1] k = MatMul(g, w1) y = Add(k, h)",
+        {"fc1/in0/q": "g"},
+        declined={"fc1/in0": "stays behind Gather 'some': more than these values of 'h' would be quantized"},
+        constants={"s": ints(0, 5), "w1": weight(2, 8)},
+    ),
+    "two_choices_that_are_all_that_is_read_are_taken_from_fp8": Placing(
+        "g = Gather<axis=1>(h, s) [fc1] k = MatMul(g, w1) t = Gather<axis=1>(h, s) "
+        "[fc2] l = MatMul(t, w2) y = Add(k, l)",
+        {"fc1/in0/q": "h"},
+        constants={"s": ints(0, 5), "w1": weight(2, 8), "w2": weight(2, 8, seed=9)},
+        scales=BOTH,
+    ),
+    "rows_of_a_table_are_joined_first": Placing(
+        f"{IDS} [one] i = Gather<axis=1>(ids, zero) [two] j = Gather<axis=1>(ids, three) "
+        "r = Gather<axis=0>(table, i) q = Gather<axis=0>(table, j) [cat] c = Concat<axis=1>(r, q) "
+        "[flat] f = Flatten<axis=1>(c) [fc1] y = MatMul(f, w1)",
+        {"fc1/in0/q": "c"},
+        declined={
+            "fc1/in0": "stays behind Concat 'cat': it joins rows of a table, which engines store in FP8 for "
+            "one Q behind it"
+        },
+        constants={"zero": 0, "three": 3, "table": weight(5, 4), "w1": weight(8, 8)},
+    ),
+    # A Q of an initializer would be that of a weight, which no second look would take for a pair.
+    "a_constant_part_of_a_concat_is_no_activation": Placing(
+        "[cat] c = Concat<axis=1>(h, e) [flat] f = Flatten<axis=1>(c) [fc1] y = MatMul(f, w1)",
+        {"fc1/in0/q": "c"},
+        declined={
+            "fc1/in0": "stays behind Concat 'cat': it joins a constant, which is not to be quantized like an "
+            "activation"
+        },
+        constants={"e": weight(6, 4), "w1": weight(12, 8)},
+        inputs="float[6,8] x",
+    ),
+    "a_lookup_is_no_choice_of_an_activation": Placing(
+        f"{IDS} r = Gather<axis=0>(table, ids) [flat] f = Flatten(r) [fc1] y = MatMul(f, w1)",
+        {"fc1/in0/q": "r"},
+        constants={"table": weight(5, 4), "w1": weight(32, 8)},
+    ),
+    "who_asks_for_a_shape_does_not_need_values": Placing(ASKED.format("Shape"), {"fc1/in0/q": "h"}),
+    "who_asks_for_a_size_does_not_need_values": Placing(ASKED.format("Size"), {"fc1/in0/q": "h"}),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_pairs_are_placed(name: str, tmp_path: Path) -> None:
+    case = PLACED[name]
+    is_lookup = IDS in case.body
+    proto = (parse if is_lookup else model)(
+        case.body, case.constants, inputs=case.inputs, outputs=case.outputs
+    )
+    ids = np.random.default_rng(0).integers(0, 5, (6, 8)).astype(np.float32)
+    rows = random_rows(8 if case.inputs == "float[8,8] x" else 6, 8)
+    placed = checked(proto, case.scales, tmp_path, {"x": ids if is_lookup else rows})
+    assert sources(placed.after) == case.sources
+    assert case.applied is None or dict(placed.applied) == case.applied
+    assert case.declined is None or dict(placed.declined) == case.declined
+    assert all(tensor in named(placed.after, node).input for node, tensor in case.exact)
 
 
 def test_each_part_of_a_concat_is_quantized_under_the_scale_of_all(tmp_path: Path) -> None:
@@ -104,188 +265,14 @@ def test_each_part_of_a_concat_is_quantized_under_the_scale_of_all(tmp_path: Pat
     assert placed.applied[0][1] == "hoisted in front of Concat 'cat', to 'h', 'g', 'x'"
 
 
-def test_both_parts_of_a_split_share_one_pair(tmp_path: Path) -> None:
-    body = "a, b = Split<axis=1>(h, s) [fc1] k = MatMul(a, u) [fc2] l = MatMul(b, v) y = Concat<axis=1>(k, l)"
-    constants = {"s": ints(4, 4), "u": weight(4, 4), "v": weight(4, 4, seed=9)}
-    placed = checked(model(body, constants), {"fc1": S, "fc2": S}, tmp_path)
-    assert sources(placed.after) == {"fc1/in0/q": "h"}
-    assert placed.applied[0][1].endswith("to 'h'; 2 pairs made 1")
-
-
-def test_the_two_operands_of_an_interaction_share_one_pair(tmp_path: Path) -> None:
-    body = "r = Reshape(h, s) t = Transpose<perm=[0,2,1]>(r) [dot] y = MatMul(r, t)"
-    proto = model(body, {"s": ints(-1, 2, 4)}, outputs="float[batch,2,2] y")
-    placed = checked(proto, {"dot": (S, S)}, tmp_path)
-    assert len(sources(placed.before)) == 2
-    assert sources(placed.after) == {"dot/in0/q": "h"}
-
-
-def test_pairs_behind_two_views_become_one(tmp_path: Path) -> None:
-    body = (
-        "r = Reshape(h, s) t = Unsqueeze(h, one) [fc1] k = MatMul(r, w1) [fc2] l = MatMul(t, w2) "
-        "f = Flatten<axis=1>(l) y = Add(k, f)"
-    )
-    placed = checked(model(body, {"s": ints(-1, 8), "one": ints(1)}), {"fc1": S, "fc2": S}, tmp_path)
-    assert list(sources(placed.after).values()) == ["h"]
-
-
-def test_a_view_that_is_read_exactly_too_is_copied_for_a_shared_pair(tmp_path: Path) -> None:
-    body = (
-        "[view] r = Unsqueeze(h, one) [fc1] k = MatMul(h, w1) [fc2] l = MatMul(r, w2) m = Add(l, r) "
-        "f = Flatten<axis=1>(m) y = Add(k, f)"
-    )
-    placed = checked(model(body, {"one": ints(1)}), {"fc1": S, "fc2": S}, tmp_path)
-    assert sources(placed.after) == {"fc1/in0/q": "h"}
-    assert placed.applied == [
-        ("fc2/in0", "shares the Q/DQ 'fc1/in0' through a copy of Unsqueeze 'view'"),
-    ]
-    assert op_types(placed.after).count("Unsqueeze") == 2
-    # The residual sum still reads the exact view.
-    assert "r" in named(placed.after, "block/m").input
-
-
-# Near misses ---------------------------------------------------------------------------------------
-
-
-def test_a_tensor_that_something_else_reads_keeps_its_exact_value(tmp_path: Path) -> None:
-    body = (
-        "[turn] t = Transpose<perm=[1,0]>(h) [fc1] k = MatMul(t, w1) "
-        "[norm] n = LayerNormalization(t, gain) y = Add(k, n)"
-    )
-    constants = {"gain": np.ones(8), "w1": weight(8, 8)}
-    proto = model(body, constants, inputs="float[8,8] x", outputs="float[8,8] y")
-    placed = checked(proto, {"fc1": S}, tmp_path, {"x": random_rows(8, 8)})
-    assert sources(placed.after) == {"fc1/in0/q": "t"}
-    assert placed.applied == []
-    reason = "stays behind Transpose 'turn': LayerNormalization 'norm' reads 't' as it is"
-    assert ("fc1/in0", reason) in placed.declined
-    assert named(placed.after, "norm").input[0] == "t"
-
-
-def test_no_pair_comes_between_a_residual_sum_and_its_norm(tmp_path: Path) -> None:
-    body = (
-        "[residual] s = Add(h, x) [norm] n = LayerNormalization(s, gain) [fc1] k = MatMul(n, w1) "
-        "u = Unsqueeze(s, one) [fc2] l = MatMul(u, w2) f = Flatten<axis=1>(l) y = Add(k, f)"
-    )
-    proto = model(body, {"gain": np.ones(8), "one": ints(1)})
-    placed = checked(proto, {"fc1": S, "fc2": S}, tmp_path)
-    # The second pair goes in front of the Unsqueeze, beside the norm: the norm reads the sum itself.
-    assert sources(placed.after) == {"fc1/in0/q": "n", "fc2/in0/q": "s"}
-    assert named(placed.after, "norm").input[0] == "s"
-
-
-def test_an_output_is_not_rounded(tmp_path: Path) -> None:
-    body = "[flat] z = Flatten<axis=1>(h) [fc1] y = MatMul(z, w1)"
-    placed = checked(model(body, outputs="float[batch,8] y, float[batch,8] z"), {"fc1": S}, tmp_path)
-    assert sources(placed.after) == {"fc1/in0/q": "z"}
-    assert placed.declined == [("fc1/in0", "stays behind Flatten 'flat': it leaves the graph")]
-
-
-def test_parts_under_other_scales_stay_apart(tmp_path: Path) -> None:
-    body = (
-        "[cut] a, b = Split<axis=1>(h, s) u = Unsqueeze(a, one) [fc1] k = MatMul(u, w1) "
-        "[fc2] l = MatMul(b, w2) f = Flatten<axis=1>(k) y = Concat<axis=1>(f, l)"
-    )
-    constants = {"s": ints(4, 4), "one": ints(1), "w1": weight(4, 4), "w2": weight(4, 4, seed=9)}
-    placed = checked(model(body, constants), {"fc1": S, "fc2": 2 * S}, tmp_path)
-    assert sources(placed.after) == {"fc1/in0/q": "a", "fc2/in0/q": "b"}
-    reason = (
-        "stays behind Split 'cut': it is rounded to scale 0.0078125, float8_e4m3fn "
-        "and to scale 0.015625, float8_e4m3fn"
-    )
-    assert placed.declined == [("fc1/in0", reason), ("fc2/in0", reason)]
-
-
-def test_one_tensor_under_two_scales_has_two_pairs(tmp_path: Path) -> None:
-    body = "[fc1] k = MatMul(h, w1) r = Identity(h) [fc2] l = MatMul(r, w2) y = Add(k, l)"
-    placed = checked(model(body), {"fc1": S, "fc2": 2 * S}, tmp_path)
-    assert sources(placed.after) == {"fc1/in0/q": "h", "fc2/in0/q": "h"}
-    assert placed.declined == [
-        (
-            "fc1/in0",
-            "'h' is rounded under several scales, which stay apart: 'fc1/in0' scale 0.0078125, "
-            "float8_e4m3fn; 'fc2/in0' scale 0.015625, float8_e4m3fn",
-        )
-    ]
-
-
-def test_a_choice_out_of_an_exact_tensor_is_quantized_after_it_is_taken(tmp_path: Path) -> None:
-    body = "[some] g = Gather<axis=1>(h, s) [fc1] k = MatMul(g, w1) y = Add(k, h)"
-    placed = checked(model(body, {"s": ints(0, 5), "w1": weight(2, 8)}), {"fc1": S}, tmp_path)
-    assert sources(placed.after) == {"fc1/in0/q": "g"}
-    assert placed.declined == [
-        ("fc1/in0", "stays behind Gather 'some': more than these values of 'h' would be quantized"),
-    ]
-
-
-def test_two_choices_that_are_all_that_is_read_are_taken_from_fp8(tmp_path: Path) -> None:
-    body = (
-        "g = Gather<axis=1>(h, s) [fc1] k = MatMul(g, w1) t = Gather<axis=1>(h, s) "
-        "[fc2] l = MatMul(t, w2) y = Add(k, l)"
-    )
-    constants = {"s": ints(0, 5), "w1": weight(2, 8), "w2": weight(2, 8, seed=9)}
-    placed = checked(model(body, constants), {"fc1": S, "fc2": S}, tmp_path)
-    assert list(sources(placed.after).values()) == ["h"]
-
-
-def test_rows_of_a_table_are_joined_first(tmp_path: Path) -> None:
-    body = (
-        "ids = Cast<to=7>(x) [one] i = Gather<axis=1>(ids, zero) [two] j = Gather<axis=1>(ids, three) "
-        "r = Gather<axis=0>(table, i) q = Gather<axis=0>(table, j) [cat] c = Concat<axis=1>(r, q) "
-        "[flat] f = Flatten<axis=1>(c) [fc1] y = MatMul(f, w1)"
-    )
-    constants = {"zero": np.array(0), "three": np.array(3), "table": weight(5, 4), "w1": weight(8, 8)}
-    rows = {"x": np.random.default_rng(0).integers(0, 5, (6, 8)).astype(np.float32)}
-    placed = checked(parse(body, constants), {"fc1": S}, tmp_path, rows)
-    assert sources(placed.after) == {"fc1/in0/q": "c"}
-    assert placed.declined == [
-        (
-            "fc1/in0",
-            "stays behind Concat 'cat': it joins rows of a table, which engines store in FP8 for one Q "
-            "behind it",
-        )
-    ]
-
-
-def test_a_constant_part_of_a_concat_is_no_activation(tmp_path: Path) -> None:
-    """A Q of an initializer would be that of a weight, which no second look would take for a pair."""
-    body = "[cat] c = Concat<axis=1>(h, e) [flat] f = Flatten<axis=1>(c) [fc1] y = MatMul(f, w1)"
-    constants = {"e": weight(6, 4), "w1": weight(12, 8)}
-    interface = {"inputs": "float[6,8] x", "outputs": "float[6,8] y"}
-    placed = checked(model(body, constants, **interface), {"fc1": S}, tmp_path)
-    assert sources(placed.after) == {"fc1/in0/q": "c"}
-    reason = "stays behind Concat 'cat': it joins a constant, which is not to be quantized like an activation"
-    assert placed.declined == [("fc1/in0", reason)]
-
-
-def test_a_lookup_is_no_choice_of_an_activation(tmp_path: Path) -> None:
-    body = "ids = Cast<to=7>(x) r = Gather<axis=0>(table, ids) [flat] f = Flatten(r) [fc1] y = MatMul(f, w1)"
-    rows = {"x": np.random.default_rng(0).integers(0, 5, (6, 8)).astype(np.float32)}
-    placed = checked(parse(body, {"table": weight(5, 4), "w1": weight(32, 8)}), {"fc1": S}, tmp_path, rows)
-    assert sources(placed.after) == {"fc1/in0/q": "r"}
-
-
 def test_a_backend_that_is_not_known_to_move_fp8_keeps_the_pairs(tmp_path: Path) -> None:
     proto = model("[flat] z = Flatten<axis=1>(h) [fc1] y = MatMul(z, w1)")
     placed = place(proto, {"fc1": S}, tmp_path, Fusions())
     assert placed.after == placed.before
     assert placed.applied == []
     assert placed.declined == [
-        (
-            "fc1/in0",
-            "stays behind Flatten 'flat': the backend is not known to move FP8 values through it",
-        )
+        ("fc1/in0", "stays behind Flatten 'flat': the backend is not known to move FP8 values through it")
     ]
-
-
-@pytest.mark.parametrize("reader", ["Shape", "Size"])
-def test_who_asks_for_dimensions_does_not_need_values(reader: str, tmp_path: Path) -> None:
-    body = (
-        f"[flat] z = Flatten<axis=1>(h) d = {reader}(z) e = Cast<to=1>(d) r = ReduceMax<keepdims=0>(e) "
-        + ("[fc1] k = MatMul(z, w1) y = Add(k, r)")
-    )
-    placed = checked(model(body), {"fc1": S}, tmp_path)
-    assert sources(placed.after) == {"fc1/in0/q": "h"}
 
 
 # Pairs of other forms, which no plan of ours writes ------------------------------------------------
@@ -320,10 +307,7 @@ def quantized(q_scale: Any, zero: Any, *, saturate: int = 1, extra: bool = False
     ("form", "reason"),
     [
         ({"q_scale": [S] * 4, "zero": [0] * 4}, "it is not one scale, known beforehand, for the tensor"),
-        (
-            {"q_scale": S, "zero": 0, "saturate": 0},
-            "it is not one scale, known beforehand, for the tensor",
-        ),
+        ({"q_scale": S, "zero": 0, "saturate": 0}, "it is not one scale, known beforehand, for the tensor"),
         (
             {"q_scale": S, "zero": 0, "extra": True},
             "something besides a DQ of its scale reads its quantized values",
@@ -405,22 +389,6 @@ def test_weights_zero_points_and_scales_keep_their_form(tmp_path: Path) -> None:
         assert zero.data_type == TensorProto.FLOAT8E4M3FN
     # 'x' is rounded under the scale of each site that reads it.
     assert sorted(sources(placed.after).values()) == ["h", "x", "x"]
-
-
-def test_the_second_time_nothing_is_moved(tmp_path: Path) -> None:
-    body = (
-        "r = Reshape(h, s) t = Transpose<perm=[0,2,1]>(r) [dot] d = MatMul(r, t) "
-        "[flat] f = Flatten<axis=1>(d) [cat] c = Concat<axis=1>(f, x) [fc1] y = MatMul(c, v)"
-    )
-    proto = model(body, {"s": ints(-1, 2, 4), "v": weight(12, 8)})
-    place(proto, {"dot": (S, S), "fc1": S}, tmp_path)
-    graph = GraphModel.load(tmp_path / "placed.onnx")
-    again = place_qdq(graph, ("dot", "fc1"), RTX)
-    assert [a for a in again.applied if not a.what.startswith("chain")] == []
-    graph.save(tmp_path / "again.onnx")
-    first, second = (onnx.load(tmp_path / name).graph for name in ("placed.onnx", "again.onnx"))
-    assert list(second.node) == list(first.node)
-    assert list(second.initializer) == list(first.initializer)
 
 
 def test_a_placed_graph_is_cast_to_bf16(tmp_path: Path) -> None:

@@ -11,16 +11,14 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_models import RTX, Placed, plan_of, run_basic, sources
+from qdq_models import RTX, Placed, place_source, run_basic, sources
 from random_graphs import RandomGraph
 from random_movements import MovementGraph
 from rewrite_models import artifact
 from shape_models import feeds
 
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.formats import Precision
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from loka_onnx.transforms.precision.place_qdq import place_qdq
 from loka_onnx.transforms.precision.qdq_pairs import moved
 
@@ -49,13 +47,7 @@ def place_random(build: Build, seed: int, folder: Path) -> tuple[ModelArtifact, 
         for name in products
         if random.random() < 0.8
     }
-    plan = plan_of(source, scales or {products[0]: (SCALES[0], SCALES[0])})
-    plain = apply_plan(source, plan, PlanForm(Precision.FP32), folder / "plain.onnx")
-    placed = apply_plan(source, plan, PlanForm(Precision.FP32, RTX), folder / "placed.onnx")
-    record = next(record for record in placed.log.records if record.transform == "place-qdq")
-    after = onnx.load(placed.path)
-    onnx.checker.check_model(after, full_check=True)
-    return source, Placed(onnx.load(plain.path), after, record)
+    return source, place_source(source, scales or {products[0]: (SCALES[0], SCALES[0])}, folder)
 
 
 def check(build: Build, seed: int) -> Placed:

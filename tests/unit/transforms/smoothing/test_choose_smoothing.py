@@ -10,22 +10,19 @@ import numpy as np
 import onnx
 import pytest
 from rewrite_models import Arrays, artifact, evaluate, named, op_types, parse
+from shape_models import weight
 
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.product_error import Rounding
 from loka_onnx.transforms.linears import site_rows
+from loka_onnx.transforms.linears.choose_smoothing import ChooseSmoothing
 from loka_onnx.transforms.linears.pattern import read_linear
 from loka_onnx.transforms.linears.site_rows import read_rows
 from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
-from loka_onnx.transforms.smoothing.choose_smoothing import ChooseSmoothing
 
 ROWS, K, N = 256, 32, 24
-
-
-def weight(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
-    return (np.random.default_rng((seed, *shape)).normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
 
 
 def rows(seed: int = 0, count: int = ROWS) -> np.ndarray[Any, Any]:
@@ -156,11 +153,7 @@ def test_a_chain_is_smoothed_until_nothing_changes(tmp_path: Path) -> None:
     """Each layer is a reader and a maker; `smoothed` runs the mod again and finds nothing."""
     other = np.roll(WILD, 7)
     body = "[norm] n = LayerNormalization(x, gain) [fc1] h = MatMul(n, v) r = Relu(h) [fc2] y = MatMul(r, w)"
-    values = {
-        "gain": WILD,
-        "v": weight(K, K) / WILD[:, None] * other,
-        "w": weight(K, N) / other[:, None],
-    }
+    values = {"gain": WILD, "v": weight(K, K) / WILD[:, None] * other, "w": weight(K, N) / other[:, None]}
     before = parse(body, values, inputs=f"float[batch,{K}] x", outputs=f"float[batch,{N}] y")
     record, after = smoothed(before, {"x": rows()}, tmp_path)
     assert [applied.at for applied in record.applied] == ["norm", "fc1"]

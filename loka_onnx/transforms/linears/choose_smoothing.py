@@ -13,23 +13,20 @@ are tried in turns, each under the present factors of the others, until none cha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.numerics.product_error import Product, Rounding
 from loka_onnx.numerics.smoothing import is_gain, keeping_range, smoothing_factors, to_powers_of_two
 from loka_onnx.transforms.base import Found, Mod
-from loka_onnx.transforms.linears.pattern import read_linear
-from loka_onnx.transforms.linears.scaling import Vector
-from loka_onnx.transforms.linears.site_rows import measured_columns, read_rows
-from loka_onnx.transforms.smoothing.makers import Maker, find_makers, smooth
+from loka_onnx.transforms.linears.makers import Maker, find_makers, smooth
+from loka_onnx.transforms.linears.pattern import Vector, read_linear
+from loka_onnx.transforms.linears.site_rows import Arrays, measured_columns, read_rows
 
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LEAST_GAIN = 0.1
@@ -38,8 +35,6 @@ thousand rows."""
 FEWEST_ROWS = 64
 _TURNS = 4
 _TINY = 1e-300
-
-Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -60,26 +55,25 @@ class ChooseSmoothing(Mod[Smoothing]):
         self._rows, self._scratch = tuple(rows), scratch
         self._rounding = rounding or Rounding()
 
-    def match(self, model: GraphModel) -> Found[Smoothing]:
-        """Measure every maker that linears read."""
-        makers = find_makers(model)
-        if not makers.found:
-            return Found((), makers.declined)
+    def _find(self, model: GraphModel) -> Iterator[Smoothing | Declined]:
+        read = Found.of(find_makers(model))
+        makers = read.matches
+        yield from read.declined
+        if not makers:
+            return
         count = sum(max(map(len, batch.values()), default=0) for batch in self._rows)
         if count < FEWEST_ROWS:
             reason = f"{count} rows are too few to measure errors on; {FEWEST_ROWS} are needed"
-            return Found((), (*makers.declined, *(Declined(maker.name, reason) for maker in makers.found)))
-        search = _Search(_products(model, makers.found, self._rows, self._scratch), self._rounding)
-        search.run(makers.found)
-        matches: list[Smoothing] = []
-        declined = list(makers.declined)
-        for maker in makers.found:
+            yield from (Declined(maker.name, reason) for maker in makers)
+            return
+        search = _Search(_products(model, makers, self._rows, self._scratch), self._rounding)
+        search.run(makers)
+        for maker in makers:
             tried = search.tried[maker.name]
             if tried.chosen:
-                matches.append(Smoothing(maker, search.divisors[maker.name], tried.gain()))
+                yield Smoothing(maker, tried.divisors, tried.gain())
             else:
-                declined.append(Declined(maker.name, tried.reason()))
-        return Found(tuple(matches), tuple(declined))
+                yield Declined(maker.name, tried.reason())
 
     def rewrite(self, model: GraphModel, match: Smoothing) -> Applied:
         """Divide at one maker, multiply at its readers."""
@@ -129,12 +123,13 @@ class _Candidate:
 
 @dataclass
 class _Tried:
-    """Outcome for a maker: sums of the relative errors of its sites on the accepting half.
+    """Outcome for a maker: its divisors, and relative errors of its sites, summed, on the accepting half.
 
     `without` smoothing, and `now` with the chosen candidate, or with the best where none was chosen.
     """
 
     sites: tuple[str, ...]
+    divisors: Vector
     without: float = 0.0
     now: float = 0.0
     best: str = ""
@@ -164,7 +159,6 @@ class _Search:
 
     def __init__(self, sites: Mapping[str, _Site], rounding: Rounding) -> None:
         self._sites, self._rounding = sites, rounding
-        self.divisors: dict[str, Vector] = {}
         self.tried: dict[str, _Tried] = {}
 
     def run(self, makers: Sequence[Maker]) -> None:
@@ -173,8 +167,7 @@ class _Search:
             names = dict.fromkeys(reader.node.name for reader in maker.readers)
             if maker.is_linear:
                 names[maker.name] = None
-            self.tried[maker.name] = _Tried(tuple(names))
-            self.divisors[maker.name] = np.ones(maker.channels)
+            self.tried[maker.name] = _Tried(tuple(names), np.ones(maker.channels))
         for _ in range(_TURNS):
             changes = [self._turn(maker) for maker in makers]
             if not any(changes):
@@ -201,7 +194,7 @@ class _Search:
             return False
         tried.now = sum(after.values())
         tried.chosen.append(best.name)
-        self.divisors[maker.name] = self.divisors[maker.name] * best.factors
+        tried.divisors = tried.divisors * best.factors
         for name, (divided, behind) in self._divided(maker, best.factors).items():
             site = self._sites[name]
             site.before, site.behind, site.version = divided, behind, site.version + 1
@@ -245,7 +238,7 @@ class _Search:
         }
         for reader in maker.readers:
             before, behind = found[reader.node.name]
-            found[reader.node.name] = (before * reader.of_rows(factors, 1.0), behind)
+            found[reader.node.name] = (before * reader.of_rows(factors), behind)
         if maker.is_linear:
             before, behind = found[maker.name]
             found[maker.name] = (before, behind * factors)

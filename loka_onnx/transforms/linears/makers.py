@@ -25,7 +25,6 @@ import numpy as np
 from loka_onnx.core.rewrite import Applied, Declined
 from loka_onnx.graph.model import GraphModel, Node, Tensor, consumers, is_constant, shape_of, values_of
 from loka_onnx.graph.moves import Numbers
-from loka_onnx.graph.shape_values import dimensions
 from loka_onnx.transforms.base import NotRewritten
 from loka_onnx.transforms.linears.channel_paths import (
     HOMOGENEOUS,
@@ -37,8 +36,14 @@ from loka_onnx.transforms.linears.channel_paths import (
     linear_readers,
     numbered,
 )
-from loka_onnx.transforms.linears.pattern import is_candidate, read_linear
-from loka_onnx.transforms.linears.scaling import Vector, absorb_before, absorb_behind
+from loka_onnx.transforms.linears.pattern import (
+    Vector,
+    absorb_before,
+    absorb_behind,
+    is_candidate,
+    read_linear,
+    static_dim,
+)
 
 _BETWEEN = HOMOGENEOUS | PARTS
 
@@ -64,27 +69,12 @@ class Maker:
         return self.node is not None and is_candidate(self.node)
 
 
-@dataclass(frozen=True)
-class Makers:
-    """All makers of a graph in topological order, and near misses."""
-
-    found: tuple[Maker, ...]
-    declined: tuple[Declined, ...]
-
-
-def find_makers(model: GraphModel) -> Makers:
-    """Find makers of the linears' inputs that can be divided channel by channel."""
-    found: list[Maker] = []
-    declined: list[Declined] = []
-    names = {node.name for node in model.nodes}
+def find_makers(model: GraphModel) -> Iterator[Maker | Declined]:
+    """Find makers of the linears' inputs that can be divided channel by channel, in topological order."""
     for tensor in model.inputs:
-        if not any(is_candidate(node) for node in _soon_behind(tensor)):
-            continue
-        maker = _of_input(model, tensor, declined)
-        if maker is not None and maker.name in names:
-            declined.append(Declined(maker.name, "the input is not scaled: a node has the same name"))
-        elif maker is not None:
-            found.append(maker)
+        # Without a linear reader there is nothing to report.
+        if any(is_candidate(node) for node in _soon_behind(tensor)):
+            yield from _of_input(model, tensor)
     for node in model.sorted_nodes():
         if node.op not in NORMS_WITH_SCALE | {"Mul", "Div"} and not is_candidate(node):
             continue
@@ -92,29 +82,16 @@ def find_makers(model: GraphModel) -> Makers:
         try:
             tensor, numbers = _made_by(model, node)
             readers = linear_readers(model, tensor, numbers, _BETWEEN)
-            found.append(Maker(node.name, node, tensor, int(numbers.max()) + 1, readers))
+            yield Maker(node.name, node, tensor, int(numbers.max()) + 1, readers)
         except NotRewritten as reason:
-            # Without a linear reader there is nothing to report.
             if any(is_candidate(reader) for reader in _soon_behind(tensor)):
-                declined.append(Declined(node.name, f"its output is not smoothed: {reason}"))
-    return Makers(tuple(found), tuple(declined))
+                yield Declined(node.name, f"its output is not smoothed: {reason}")
 
 
 def smooth(model: GraphModel, maker: Maker, divisors: Vector, why: str = "") -> Applied:
     """Divide each channel at its maker, and multiply it at the readers; `why` ends the line of the log."""
     for reader in maker.readers:
-        absorb_before(model, reader.node, reader.of_rows(divisors, 1.0))
-    _divide(model, maker, divisors)
-    sites = list(dict.fromkeys(reader.node.name for reader in maker.readers))
-    names = ", ".join(f"'{site}'" for site in sites)
-    low, high = divisors.min(), divisors.max()
-    what = f"divided by factors from {low:.3g} to {high:.3g}, which moved into {names}{why}"
-    # Their operands hold other values now: they are calibrated again.
-    changed = [*sites, maker.name] if maker.is_linear else sites
-    return Applied(maker.name, what, {site: (site,) for site in changed})
-
-
-def _divide(model: GraphModel, maker: Maker, divisors: Vector) -> None:
+        absorb_before(model, reader.node, reader.of_rows(divisors))
     if maker.node is None:
         _divide_input(model, maker, divisors)
     elif maker.is_linear:
@@ -123,6 +100,13 @@ def _divide(model: GraphModel, maker: Maker, divisors: Vector) -> None:
         _divide_norm(model, maker.node, divisors)
     else:
         _divide_product(model, maker.node, divisors)
+    sites = list(dict.fromkeys(reader.node.name for reader in maker.readers))
+    names = ", ".join(f"'{site}'" for site in sites)
+    low, high = divisors.min(), divisors.max()
+    what = f"divided by factors from {low:.3g} to {high:.3g}, which moved into {names}{why}"
+    # Their operands hold other values now: they are calibrated again.
+    changed = [*sites, maker.name] if maker.is_linear else sites
+    return Applied(maker.name, what, {site: (site,) for site in changed})
 
 
 def _made_by(model: GraphModel, node: Node) -> tuple[Tensor, Numbers]:
@@ -133,15 +117,21 @@ def _made_by(model: GraphModel, node: Node) -> tuple[Tensor, Numbers]:
         return node.outputs[0], numbered(node.inputs[0], channel_axes(node))
     if is_candidate(node):
         linear = read_linear(model, node)
-        return linear.result, numbered(linear.result, (-2 if linear.on_left else -1,))
+        return linear.result, numbered(linear.result, (linear.channel_axis,))
     position = _constant_of(node)
     if position is None:
         raise NotRewritten("it multiplies with no constant")
-    numbers = numbered(node.outputs[0], (-1,))
-    if numbers.ndim < 2 or (dimensions(node.outputs[0]) or ())[-1:] != (numbers.shape[-1],):
-        raise NotRewritten("it has no channels")
+    numbers = _features(node.outputs[0])
     by_channel(numbers, values_of(node.inputs[position]), numbers.shape[-1])
     return node.outputs[0], numbers
+
+
+def _features(tensor: Tensor) -> Numbers:
+    """Return the channel numbers of a tensor with a last axis of known length."""
+    numbers = numbered(tensor, (-1,))
+    if numbers.ndim < 2 or static_dim(tensor, -1) is None:
+        raise NotRewritten("it has no channels")
+    return numbers
 
 
 def _constant_of(node: Node) -> int | None:
@@ -151,27 +141,26 @@ def _constant_of(node: Node) -> int | None:
     return found[0] if found else None
 
 
-def _of_input(model: GraphModel, tensor: Tensor, declined: list[Declined]) -> Maker | None:
+def _of_input(model: GraphModel, tensor: Tensor) -> Iterator[Maker | Declined]:
+    readers: list[Reader] = []
+    taking: list[Node] = []
     try:
         if np.dtype(tensor.dtype).kind != "f":
             raise NotRewritten(f"it holds {np.dtype(tensor.dtype).name}, not features")
-        numbers = numbered(tensor, (-1,))
-        if numbers.ndim < 2 or (dimensions(tensor) or ())[-1:] != (numbers.shape[-1],):
-            raise NotRewritten("it has no channels")
+        numbers = _features(tensor)
     except NotRewritten as reason:
-        declined.append(Declined(tensor.name, f"the input is not scaled: {reason}"))
-        return None
-    readers: list[Reader] = []
-    taking: list[Node] = []
+        yield Declined(tensor.name, f"the input is not scaled: {reason}")
+        return
     for node in consumers(tensor):
         try:
             readers += linear_readers(model, tensor, numbers, _BETWEEN, [node])
             taking.append(node)
         except NotRewritten as reason:
-            declined.append(Declined(tensor.name, f"'{node.name}' reads the input without scales: {reason}"))
-    if not readers:
-        return None
-    return Maker(tensor.name, None, tensor, numbers.shape[-1], tuple(readers), tuple(taking))
+            yield Declined(tensor.name, f"'{node.name}' reads the input without scales: {reason}")
+    if readers and any(node.name == tensor.name for node in model.nodes):
+        yield Declined(tensor.name, "the input is not scaled: a node has the same name")
+    elif readers:
+        yield Maker(tensor.name, None, tensor, numbers.shape[-1], tuple(readers), tuple(taking))
 
 
 def _soon_behind(tensor: Tensor) -> Iterator[Node]:

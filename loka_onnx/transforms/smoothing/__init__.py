@@ -1,1 +1,0 @@
-"""Moving range from activations into the weights that read them, where that lowers the FP8 error."""

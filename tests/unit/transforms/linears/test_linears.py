@@ -1,0 +1,349 @@
+"""Linears that read one tensor are merged, shared parts multiplied once, K and N padded; near misses stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+from rewrite_models import artifact, initializer, named, op_types
+from shape_cases import ANY_COPY, EXPANDED, MERGED, PADDED, TAKEN_APART, WIDE
+from shape_models import Case, assert_left_alone, feeds, match, rewrite, weight
+
+from loka_onnx.core.site import SiteKind
+from loka_onnx.transforms.linears.merge_parallel_linears import MergeParallelLinears
+from loka_onnx.transforms.linears.pad_sites import PadSites, widened_shape
+from loka_onnx.transforms.linears.split_concat import SplitConcat
+from loka_onnx.transforms.sequence import apply_mods
+from loka_onnx.transforms.tidying.fold_constants import FoldConstants
+
+
+def test_the_site_says_where_it_came_from(tmp_path: Path) -> None:
+    done = rewrite(MERGED["query_key_value"].model(), MergeParallelLinears(), tmp_path)
+    site = done.artifact.site("attention.query+key+value")
+    assert site.merged_from == ("attention.query", "attention.key", "attention.value")
+    assert (site.k, site.n, site.rows) == (8, 24, 4)
+    assert [s.name for s in done.artifact.sites] == [site.name, "dot", "mix"]
+    assert done.record.applied[0].what == "3 linears of K = 8 → one of N = 8 + 8 + 8"
+
+
+def test_a_site_merged_twice_names_the_exported_sites(tmp_path: Path) -> None:
+    """The second pass sees a merged site beside one that it may not have taken before."""
+    case = Case(
+        "[a] ha = Gemm(x, wa) [b] hb = Gemm(x, wb) [c] hc = Gemm(x, wc) ra = Relu(ha) rb = Relu(hb)"
+        " s = Add(ra, rb) y = Mul(s, hc)",
+        {"wa": (8, 8), "wb": (8, 8), "wc": 100 * weight(8, 8, seed=5)},
+    )
+    source = artifact(case.model(), tmp_path / "before.onnx")
+    mods = [MergeParallelLinears(spread=10), MergeParallelLinears(spread=1000)]
+    result = apply_mods(source, [feeds(case.model())], tmp_path / "after.onnx", mods)
+    assert [len(record.applied) for record in result.log.records] == [0, 1]
+    assert result.model.sites[0].merged_from == ("a", "b", "c")
+
+
+def test_what_follows_reads_its_own_part(tmp_path: Path) -> None:
+    done = rewrite(MERGED["gemms"].model(), MergeParallelLinears(), tmp_path)
+    site, split = named(done.after, "a+b"), named(done.after, "a+b/split")
+    assert list(split.output) == ["ha", "hb"]
+    assert [list(n.input) for n in done.after.graph.node if n.op_type in {"Relu", "Sigmoid"}] == [
+        ["ha"],
+        ["hb"],
+    ]
+    stored = onnx.numpy_helper.to_array(initializer(done.after, site.input[1]))
+    parts = [onnx.numpy_helper.to_array(initializer(done.before, name)) for name in ("wa", "wb")]
+    # Both came as transB: the layout stays.
+    np.testing.assert_array_equal(stored, np.concatenate(parts))
+
+
+def test_five_or_more_are_counted_in_the_name(tmp_path: Path) -> None:
+    body = " ".join(f"[experts__{i}__fc] h{i} = Gemm(x, w{i}) r{i} = Relu(h{i})" for i in range(6))
+    case = Case(
+        f"{body} y = Concat<axis=1>({', '.join(f'r{i}' for i in range(6))})",
+        {**{f"w{i}": (8, 2) for i in range(6)}},
+        outputs="float[batch,12] y",
+    )
+    done = rewrite(case.model(), MergeParallelLinears(), tmp_path)
+    assert list(done.sites()) == ["experts.0.fc+5_more"]
+
+
+TWO = "[a] ha = {a} [b] hb = {b} ra = Relu(ha) rb = Relu(hb) y = Concat<axis=-1>(ra, rb)"
+SQUARE = {"wa": (8, 8), "wb": (8, 8)}
+ROWS = "float[batch,4,8] x"
+
+LEFT_ALONE = {
+    "they_read_different_tensors": Case(
+        "s = Sigmoid(x) [a] ha = Gemm(x, wa) [b] hb = Gemm(s, wb) y = Mul(ha, hb)", SQUARE
+    ),
+    "an_interaction_beside_a_linear": Case(
+        "t = Transpose<perm=[0,2,1]>(x) [a] ha = MatMul(x, wa) [dot] s = MatMul(x, t) y = MatMul(s, ha)",
+        SQUARE,
+        ROWS,
+    ),
+    "wide": Case(
+        TWO.format(a="Gemm(x, wa)", b="Gemm(x, wb)"),
+        {"wa": (8, 8), "wb": (8, 1025)},
+        why={"b": "N = 1025 fills a device by itself: layers of N ≤ 1024 are merged"},
+    ),
+    "results_that_leave_the_graph": Case(
+        "[ctr] y = Gemm(x, wa) [cvr] z = Gemm(x, wb)",
+        {"wa": (8, 1), "wb": (8, 1)},
+        outputs="y, z",
+        why={
+            "ctr": "its result leaves the graph: a head keeps a product of its own",
+            "cvr": "its result leaves the graph: a head keeps a product of its own",
+        },
+    ),
+    "factors": Case(
+        TWO.format(a="Gemm<alpha=0.3>(x, wa)", b="Gemm(x, wb)"),
+        SQUARE,
+        why={"a": "a Gemm with factors alpha or beta, which would round the weight"},
+    ),
+    "a_third_operand_of_the_batch": Case(
+        TWO.format(a="Gemm(x, wa, z)", b="Gemm(x, wb)"),
+        SQUARE,
+        "float[batch,8] x, float[batch,8] z",
+        why={"a": "a Gemm whose third operand is not a constant bias of N elements"},
+    ),
+    "a_weight_for_each_token": Case(
+        TWO.format(a="MatMul(x, wa)", b="MatMul(x, wb)"),
+        {"wa": (4, 8, 8), "wb": (8, 8)},
+        "float[4,4,8] x",
+        why={"a": "its weight has rank 3, not 2"},
+    ),
+    "weights_of_different_sides": Case(
+        "[a] ha = MatMul(wa, x) [b] hb = MatMul(x, wb) y = Add(ha, hb)", SQUARE, "float[batch,8,8] x"
+    ),
+    "weights_of_different_range": Case(
+        TWO.format(a="Gemm(x, wa)", b="Gemm(x, wb)"),
+        {"wa": np.full((8, 8), 0.001), "wb": np.full((8, 8), 0.1)},
+        why={"a": "its weights reach 0.001, those of 'b' 0.1: one scale for both would cost precision"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_ALONE)
+def test_near_misses_are_left_alone_with_the_reason(case: str, tmp_path: Path) -> None:
+    assert_left_alone(LEFT_ALONE[case], MergeParallelLinears(), tmp_path)
+
+
+def test_one_wide_layer_does_not_keep_the_others_apart(tmp_path: Path) -> None:
+    case = Case(
+        "[a] ha = Gemm(x, wa) [b] hb = Gemm(x, wb) [c] hc = Gemm(x, wc) ra = Relu(ha) rb = Relu(hb)"
+        " rc = Relu(hc) y = Concat<axis=1>(ra, rb, rc)",
+        {"wa": (8, 2), "wb": (8, 2000), "wc": (8, 4)},
+    )
+    done = rewrite(case.model(), MergeParallelLinears(), tmp_path)
+    assert done.sites() == {"a+c": (8, 6), "b": (8, 2000)}
+    assert list(done.reasons()) == ["b"]
+
+
+def test_two_layers_share_what_is_left_of_the_concat(tmp_path: Path) -> None:
+    done = rewrite(TAKEN_APART["a_row_for_two_layers"].model(), SplitConcat(), tmp_path)
+    assert op_types(done.after).count("Concat") == 1
+    assert done.sites() == {"fc": (11, 8), "gate": (11, 8)}
+
+
+def test_the_row_of_a_user_is_a_site(tmp_path: Path) -> None:
+    """A computed row is no constant: its product stays, once instead of once a candidate."""
+    case = Case(
+        f"u = Relu(user) {EXPANDED.replace('row', 'u')} c = Concat<axis=1>(x, e) [fc] h = Gemm(c, w, b)"
+        " y = Relu(h)",
+        {"w": (12, 8), "b": (8,), "width": [4]},
+        "float[batch,8] x, float[1,4] user",
+    )
+    done = rewrite(case.model(), SplitConcat(), tmp_path)
+    assert [(s.name, s.kind, s.rows, s.k) for s in done.artifact.sites] == [
+        ("fc", SiteKind.LINEAR, 1, 8),
+        ("fc.shared", SiteKind.LINEAR, 1, 4),
+    ]
+
+
+def test_a_learned_row_is_folded_into_a_constant(tmp_path: Path) -> None:
+    model = TAKEN_APART["a_learned_row"].model()
+    source = artifact(model, tmp_path / "before.onnx")
+    mods = [SplitConcat(), FoldConstants()]
+    result = apply_mods(source, [feeds(model)], tmp_path / "after.onnx", mods)
+    assert [(site.name, site.k) for site in result.model.sites] == [("fc", 11)]
+
+
+TOGETHER = "c = Concat<axis={axis}>({parts}) [fc] y = MatMul(c, w)"
+
+SPLIT_LEFT_ALONE = {
+    "parts_that_differ_by_row": Case(
+        TOGETHER.format(axis=1, parts="x, z"),
+        {"w": (11, 8)},
+        "float[batch,8] x, float[batch,3] z",
+        why={"fc": "no part of its Concat is the same for every row: the copy costs less than 2 products"},
+    ),
+    "rows_are_concatenated": Case(
+        TOGETHER.format(axis=1, parts="x, z"), {"w": (8, 8)}, "float[batch,2,8] x, float[batch,3,8] z"
+    ),
+    "an_expanded_batch": Case(
+        f"{EXPANDED.replace('row', 'x')} {TOGETHER.format(axis=1, parts='x, e')}",
+        {"w": (16, 8), "width": [8]},
+        why={"fc": "no part of its Concat is the same for every row: the copy costs less than 2 products"},
+    ),
+    "nothing_else": Case(
+        f"{EXPANDED} {TOGETHER.format(axis=1, parts='e, e')}",
+        {"row": (1, 4), "w": (8, 8), "width": [4]},
+        why={"fc": "every part of its Concat is the same for every row"},
+    ),
+    "an_unknown_width": Case(
+        TOGETHER.format(axis=1, parts="x, z"),
+        {"w": (11, 8)},
+        "float[batch,8] x, float[batch,rest] z",
+        why={"fc": "the width of a part of its Concat is not known"},
+    ),
+    "a_weight_on_the_left": Case(
+        "c = Concat<axis=1>(x, z) [fc] y = MatMul(w, c)",
+        {"w": (3, 5)},
+        "float[batch,2,8] x, float[batch,3,8] z",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPLIT_LEFT_ALONE)
+def test_near_misses_are_left_alone_with_the_reason_split(case: str, tmp_path: Path) -> None:
+    assert_left_alone(SPLIT_LEFT_ALONE[case], SplitConcat(), tmp_path)
+
+
+EXPECTED: dict[str, tuple[str, dict[str, tuple[int, int]]]] = {
+    "absorbed_by_the_next_layer": ("Gemm Relu Gemm", {"a": (32, 32), "b": (32, 16)}),
+    "absorbed_behind_a_product_of_two_ways": (
+        "MatMul Relu Sigmoid Mul MatMul",
+        {"a": (32, 32), "b": (32, 16)},
+    ),
+    "absorbed_by_two_layers_behind_swish": (
+        "MatMul Add Sigmoid Mul Clip MatMul MatMul Add",
+        {"a": (32, 32), "b": (32, 16), "c": (32, 16)},
+    ),
+    "one_more_part_of_a_split": ("MatMul Split Mul", {"a": (32, 48)}),
+    "a_gather_repeats_a_position": ("Gather Gemm", {"a": (32, 16)}),
+    "a_gather_inside_a_concat": ("Gather Concat Gemm", {"a": (64, 16)}),
+    "a_pad_for_two_layers": ("Pad MatMul MatMul Mul Mul", {"a": (32, 32), "b": (32, 32)}),
+    "a_slice_in_front_of_a_norm": ("Gemm Slice LayerNormalization", {"a": (32, 32), "n": (20, 0)}),
+    "a_slice_of_an_output": ("MatMul Add Slice", {"a": (32, 32)}),
+    "both_sides_of_a_chain": (
+        "Pad Gemm Relu Gemm Gelu Gemm Slice",
+        {"a": (32, 32), "b": (32, 48), "c": (48, 32)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PADDED)
+def test_every_form_is_padded_and_equal(case: str, tmp_path: Path) -> None:
+    operators, sites = EXPECTED[case]
+    done = rewrite(PADDED[case].model(), PadSites(ANY_COPY), tmp_path)
+    assert sorted(op_types(done.after)) == sorted(operators.split())
+    assert done.sites() == sites
+
+
+def test_what_is_added_to_weights_is_zero(tmp_path: Path) -> None:
+    done = rewrite(PADDED["a_gather_inside_a_concat"].model(), PadSites(), tmp_path)
+    stored = onnx.numpy_helper.to_array(initializer(done.after, named(done.after, "a").input[1]))
+    weight = onnx.numpy_helper.to_array(initializer(done.before, "wa"))
+    # x takes rows 0 to 31, the gathered columns 32 to 52 and three more, z the last eight.
+    np.testing.assert_array_equal(stored[53:56], 0)
+    np.testing.assert_array_equal(np.delete(stored, slice(53, 56), axis=0), weight)
+
+
+def test_the_record_says_what_became_of_the_columns(tmp_path: Path) -> None:
+    done = rewrite(PADDED["both_sides_of_a_chain"].model(), PadSites(ANY_COPY), tmp_path)
+    assert [(applied.at, applied.what) for applied in done.record.applied] == [
+        ("a", "N 20 → 32: taken up by the K of 'b'"),
+        ("b", "N 36 → 48: taken up by the K of 'c'"),
+        ("c", "N 20 → 32: a Slice behind it"),
+        ("a", "K 21 → 32: a Pad in front of 'a'"),
+    ]
+
+
+LAYER = "[a] y = Gemm<transB=1>(x, wa, ba)"
+
+
+def layer(k: int, n: int, why: str = "") -> Case:
+    constants = {"wa": (n, k), "ba": (n,)}
+    return Case(LAYER, constants, f"float[batch,{k}] x", why={"a": why} if why else None)
+
+
+COPY = "would need a copy, which costs more than {} below K·N = {}; here it is"
+PAD_LEFT_ALONE = {
+    "aligned": layer(32, 16),
+    "few": layer(5, 1, "N = 1 is under 16; K = 5 is under 16"),
+    "a_copy_of_a_small_k": layer(53, 512, f"K = 53 {COPY.format('it gains', 131072)} 27136"),
+    "a_copy_for_fp8_alone": layer(1000, 256, f"K = 1000 {COPY.format('FP8 alone gains', 4194304)} 256000"),
+    "a_copy_of_a_small_n": layer(256, 18, f"N = 18 {COPY.format('it gains', 16384)} 4608"),
+    "fp8_is_out_for_the_site": layer(
+        8,
+        40,
+        "N = 40: BF16 runs at full speed on multiples of 8, and FP8 is out for a site of K = 8; "
+        "K = 8 is under 16",
+    ),
+    "a_weight_on_the_left": Case(
+        "[a] y = MatMul(wa, x)",
+        {"wa": (20, 24)},
+        "float[batch,24,16] x",
+        why={"a": "its weight stands on the left"},
+    ),
+    "an_aligned_weight_on_the_left": Case("[a] y = MatMul(wa, x)", {"wa": (32, 16)}, "float[batch,16,16] x"),
+    "a_shared_weight": Case(
+        "[a] ha = MatMul(x, wa) [b] hb = MatMul(z, wa) y = Add(ha, hb)",
+        {"wa": (32, 20)},
+        f"{WIDE}, float[batch,32] z",
+        why=dict.fromkeys("ab", "its weight has other readers, of which each would need a padded copy"),
+    ),
+    "a_weight_for_each_token": Case(
+        "[a] y = MatMul(x, wa)",
+        {"wa": (4, 32, 20)},
+        "float[4,4,32] x",
+        why={"a": "its weight has rank 3, not 2"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PAD_LEFT_ALONE)
+def test_near_misses_are_left_alone_with_the_reason_pad(case: str, tmp_path: Path) -> None:
+    assert_left_alone(PAD_LEFT_ALONE[case], PadSites(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "letter"),
+    [(300, 512, "K"), (2048, 2056, "N"), (2056, 2048, "K"), (128, 300, "N")],
+    ids=["odd_k", "fp8_n", "fp8_k", "odd_n"],
+)
+def test_a_copy_is_made_where_it_pays(k: int, n: int, letter: str, tmp_path: Path) -> None:
+    found = match(layer(k, n).model(), PadSites(), tmp_path)
+    assert [m.letter for m in found.matches] == [letter]
+
+
+NOT_ABSORBED = {
+    "a_norm": "[n] r = LayerNormalization(h, gain)",
+    "a_softmax": "r = Softmax<axis=-1>(h)",
+    "a_residual": "r = Add(h, z)",
+    "an_infinite_function_of_zero": "r = Log(h)",
+    "a_slope_for_each_column": "r = PRelu(h, gain)",
+    "a_reader_besides_the_layer": "r = Relu(h) m = ReduceMean(r, axes)",
+}
+
+
+@pytest.mark.parametrize("between", NOT_ABSORBED)
+def test_columns_are_not_passed_through(between: str, tmp_path: Path) -> None:
+    """Nothing but a Slice would do, and a Slice does not pay here."""
+    case = Case(
+        f"[a] h = MatMul(x, wa) {NOT_ABSORBED[between]} [b] y0 = MatMul(r, wb) "
+        + ("y = Add(y0, m)" if " m = " in NOT_ABSORBED[between] else "y = Relu(y0)"),
+        {"wa": (32, 20), "wb": (20, 16), "gain": np.ones(20), "axes": [-1]},
+        f"{WIDE}, float[batch,20] z",
+        outputs="float[batch,16] y",
+    )
+    found = match(case.model(), PadSites(), tmp_path)
+    assert found.matches == ()
+    assert [declined.at for declined in found.declined] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "wider"), [(None, None), (("batch", "n"), None), (("batch", 20), ["batch", 32])]
+)
+def test_columns_are_added_where_their_number_is_known(shape: object, wider: object) -> None:
+    assert widened_shape(SimpleNamespace(shape=shape), 12) == wider  # type: ignore[arg-type]
