@@ -118,7 +118,7 @@ GROUPS = (
             "operations.drift.run.OpenedRun",
             "operations.drift.report.DriftOptions",
             "operations.drift.monitor.MonitorOptions",
-            "operations.drift.baseline.Baseline",
+            "operations.drift.live.Baseline",
         ),
     ),
     Group(

@@ -152,7 +152,9 @@ def _check(number: re.Match[str], text: str, exact: float, term: str) -> None:
 def _scale(unit: str, term: str) -> float:
     if unit in UNITS:
         return UNITS[unit]
-    return MICROSECONDS[unit] if unit == "µs" or re.search(r"_us(/[^/]*)?(\)|,|$)", term) else SECONDS[unit]
+    # Times of a comparison, whose numbers have no names, are all latencies.
+    is_latency = unit == "µs" or "/numbers/" in term or re.search(r"_us(/[^/]*)?(\)|,|$)", term)
+    return MICROSECONDS[unit] if is_latency else SECONDS[unit]
 
 
 @dataclass

@@ -38,7 +38,7 @@ from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.site import SiteKind
 from loka_onnx.data import Dataset, open_dataset
-from loka_onnx.operations.drift.baseline import Baseline
+from loka_onnx.operations.drift.live import Baseline
 from loka_onnx.operations.drift.measure import measure_drift
 from loka_onnx.operations.drift.monitor import Monitor, MonitorOptions
 from loka_onnx.operations.drift.report import DriftOptions, DriftReport

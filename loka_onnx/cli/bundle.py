@@ -132,8 +132,7 @@ def serve(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     access_log: Annotated[bool, typer.Option("--access-log", help="Log each request.")] = False,
 ) -> None:
     """Serve a bundle over HTTP in the open inference protocol v2 until Ctrl-C or SIGTERM."""
-    terminal = terminal_of(context)
-    body_bytes = max_body_mb * _MIB
+    terminal, body_bytes = terminal_of(context), max_body_mb * _MIB
     options = ServeOptions(
         host=host,
         port=port,
@@ -144,11 +143,9 @@ def serve(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         name=name,
         access_log=access_log,
     )
-
-    def announce(url: str, engine: str) -> None:
-        terminal.say(f"ready: {url} (engine {engine}; Ctrl-C ends it)")
-
-    run_server(path, options, announce)
+    run_server(
+        path, options, lambda url, engine: terminal.say(f"ready: {url} (engine {engine}; Ctrl-C ends it)")
+    )
 
 
 @bundle.command("export-triton")
@@ -159,8 +156,7 @@ def export_triton(  # noqa: PLR0913, PLR0917 - typer reads one parameter for eac
         Path, typer.Argument(metavar="REPOSITORY", help="The repository to write.", show_default=False)
     ],
     name: Annotated[
-        str,
-        typer.Option(metavar="N", help="Model that clients call.  [default: name of the bundle]"),
+        str, typer.Option(metavar="N", help="Model that clients call.  [default: name of the bundle]")
     ] = "",
     engine: Annotated[
         list[str] | None,

@@ -29,8 +29,7 @@ Bundle = Annotated[
     Path, typer.Argument(metavar="BUNDLE", help="The bundle, or its archive.", show_default=False)
 ]
 Place = Annotated[
-    str,
-    typer.Argument(metavar="URL[#NAME]", help="s3://…, gs://… or a directory; #NAME names it there."),
+    str, typer.Argument(metavar="URL[#NAME]", help="s3://…, gs://… or a directory; #NAME names it there.")
 ]
 Which = Annotated[str, typer.Argument(metavar="URL#NAME", help="The bundle: URL#NAME or URL#sha256:DIGEST.")]
 Registry = Annotated[str, typer.Argument(metavar="URL", help="s3://…, gs://… or a directory.")]

@@ -229,10 +229,8 @@ def _kinds(items: list[str]) -> dict[str, OutputKind]:
 
 
 def _inputs(items: list[str]) -> dict[str, tuple[str, ...]]:
-    inputs = {
-        name: tuple(map(str.strip, columns.split(",")))
-        for name, columns in _by_name(items, "--inputs", "ids=user,item").items()
-    }
+    listed = _by_name(items, "--inputs", "ids=user,item").items()
+    inputs = {name: tuple(map(str.strip, columns.split(","))) for name, columns in listed}
     for name, columns in inputs.items():
         if name == ONLY or not all(columns):
             raise _wrong("--inputs", f"{name}={','.join(columns)}", "a name is missing", "ids=user,item")

@@ -124,10 +124,12 @@ def _sites(report: DriftReport) -> list[tuple[str, ...]]:
     """With the output that each harms most."""
     rows = list[tuple[str, ...]]()
     for site in report.sites:
-        worst = max(site.predicted, key=lambda output: site.predicted[output], default=None)
-        change = "not FP8" if worst is None else f"{site.predicted[worst]:+.4%}"
-        if worst is not None and len(report.outputs) > 1:
-            change = f"{worst} {change}"
+        change = "not FP8"
+        if predicted := site.predicted:
+            worst = max(predicted, key=predicted.__getitem__)
+            change = (
+                f"{worst} {predicted[worst]:+.4%}" if len(report.outputs) > 1 else f"{predicted[worst]:+.4%}"
+            )
         ratio = f"×{site.live_noise / site.profile_noise:.2f}" if site.profile_noise else "–"
         rows.append((site.site, f"{site.live_saturated:.3%}", f"{site.profile_saturated:.3%}", ratio, change))
     return rows

@@ -116,8 +116,8 @@ class JsonLog:
     def write(self, event: Event, level: Level = Level.INFO, **fields: Any) -> None:
         """Write one record; fields are those of `LogLine`."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        line = LogLine(LogLine.SCHEMA, now, level, event, **fields)
-        said = {key: _rounded(value) for key, value in asdict(line).items() if value is not None}
+        line = asdict(LogLine(LogLine.SCHEMA, now, level, event, **fields))
+        said = {k: round(v, 3) if isinstance(v, float) else v for k, v in line.items() if v is not None}
         with self._lock:
             # ASCII: whatever the encoding of the stream, and whatever others wrote, a line is one line.
             self._stream.write(json.dumps(said) + "\n")
@@ -129,16 +129,11 @@ class JsonLog:
         self.write(Event.ENDED, level, exit_code=exit_code, seconds=time.monotonic() - self._began)
 
 
-def _rounded(value: Any) -> Any:
-    return round(value, 3) if isinstance(value, float) else value
-
-
 @contextmanager
 def json_log() -> Iterator[JsonLog]:
     """The log of this process's standard error; all else that is written there becomes records of it.
 
-    Libraries in C write to the file descriptor, so that a pipe takes its place for the time of the block;
-    child processes inherit it.
+    Libraries in C write to the file descriptor, and children inherit it: a pipe takes its place.
     """
     with _captured_stderr() as log, _captured_logging(log):
         yield log
@@ -173,10 +168,8 @@ def _captured_stderr() -> Iterator[JsonLog]:
 def _relay(reading: int, log: JsonLog) -> None:
     """What is written to standard error, line by line, as records."""
     with os.fdopen(reading, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            text = line.rstrip()
-            if text:
-                log.write(Event.MESSAGE, message=text, logger="stderr")
+        for text in filter(None, map(str.rstrip, lines)):
+            log.write(Event.MESSAGE, message=text, logger="stderr")
 
 
 class _Handler(logging.Handler):

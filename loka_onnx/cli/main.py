@@ -12,7 +12,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from types import FrameType
 from typing import Annotated, Any, NoReturn, Protocol, runtime_checkable
@@ -23,17 +22,15 @@ from typer.core import TyperGroup
 
 from loka_onnx.cli.build import build
 from loka_onnx.cli.bundle import bundle
-from loka_onnx.cli.calibrate import calibrate
 from loka_onnx.cli.compare import compare_deployments, compare_runs
-from loka_onnx.cli.demo import demo
 from loka_onnx.cli.doctor import doctor
 from loka_onnx.cli.drift import drift
 from loka_onnx.cli.init import init
 from loka_onnx.cli.log_lines import Event, JsonLog, Level, LogFormat, json_log
 from loka_onnx.cli.refresh import refresh
-from loka_onnx.cli.run import run
+from loka_onnx.cli.run import demo, run
 from loka_onnx.cli.schema import schema
-from loka_onnx.cli.stages import add_stage_verb
+from loka_onnx.cli.stages import add_stage_verb, calibrate
 from loka_onnx.cli.terminal import Terminal
 from loka_onnx.cli.transform import transform
 from loka_onnx.cli.tune import tune
@@ -67,11 +64,7 @@ class _Group(TyperGroup):
 
 
 app = typer.Typer(
-    name="loka-onnx",
-    cls=_Group,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    name="loka-onnx", cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 
 
@@ -95,13 +88,12 @@ def _globals(
         ),
     ] = LogFormat.TEXT,
     show_version: Annotated[
-        bool,
-        typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version),
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
     """Turn a trained recommendation model into the fastest engine that is still accurate."""
     # `main` handles errors and opens the log, and so --debug and --log are read there.
-    context.obj = Terminal.open(quiet=quiet, log=_logs[-1] if _logs else None)
+    context.obj = Terminal.open(quiet=quiet, log=context.obj)
 
 
 app.command()(demo)
@@ -126,23 +118,19 @@ app.command()(schema)
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and leave the process with its exit code."""
-    line = _CommandLine.of(sys.argv[1:] if arguments is None else arguments)
+    line, log_format = _hoisted(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         # A log in ASCII gets "?" for what it cannot hold, not a crash at the end of a long run.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     signal.signal(signal.SIGTERM, _end)
     _received.clear()
-    if line.log != LogFormat.JSON or COMPLETING in os.environ:
+    if log_format != LogFormat.JSON or COMPLETING in os.environ:
         _leave(_run(line, None))
     with json_log() as log:
-        _logs.append(log)
-        try:
-            log.write(Event.STARTED, message=line.command, version=version("loka-onnx"))
-            code = _run(line, log)
-            log.ended(code)
-        finally:
-            _logs.pop()
+        log.write(Event.STARTED, message=_command(line), version=version("loka-onnx"))
+        code = _run(line, log)
+        log.ended(code)
     _leave(code)
 
 
@@ -157,47 +145,37 @@ def _leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-@dataclass(frozen=True)
-class _CommandLine:
-    """The command line, with its global options apart from the rest: they may stand anywhere."""
+def _hoisted(arguments: Sequence[str]) -> tuple[list[str], str]:
+    """The command line with its global options first: they may stand anywhere; and the format of the log."""
+    log, rest = os.environ.get(LOG_VARIABLE) or LogFormat.TEXT, list[str]()
+    words = iter(arguments)
+    for word in words:
+        if word == LOG:
+            log = next(words, "")
+        elif word.startswith(f"{LOG}="):
+            log = word.removeprefix(f"{LOG}=")
+        else:
+            rest.append(word)
+    flags = [flag for flag in ANYWHERE if flag in rest]
+    return [*flags, LOG, log, *(word for word in rest if word not in flags)], log
 
-    flags: tuple[str, ...]
-    log: str
-    rest: tuple[str, ...]
 
-    @classmethod
-    def of(cls, arguments: Sequence[str]) -> _CommandLine:
-        log, rest = os.environ.get(LOG_VARIABLE) or LogFormat.TEXT, list[str]()
-        words = iter(arguments)
-        for word in words:
-            if word == LOG:
-                log = next(words, "")
-            elif word.startswith(f"{LOG}="):
-                log = word.removeprefix(f"{LOG}=")
-            else:
-                rest.append(word)
-        flags = tuple(flag for flag in ANYWHERE if flag in rest)
-        return cls(flags, log, tuple(word for word in rest if word not in flags))
-
-    @property
-    def command(self) -> str:
-        """The command without its arguments: a URL may hold a secret, and logs are kept."""
-        verb = self.rest[:2] if self.rest[:1] == ("bundle",) else self.rest[:1]
-        return " ".join(("loka-onnx", *(word for word in verb if word.replace("-", "").isalpha())))
+def _command(line: list[str]) -> str:
+    """The command without its arguments: a URL may hold a secret, and logs are kept."""
+    rest = line[line.index(LOG) + 2 :]
+    verb = rest[:2] if rest[:1] == ["bundle"] else rest[:1]
+    return " ".join(("loka-onnx", *(word for word in verb if word.replace("-", "").isalpha())))
 
 
 _received: list[int] = []
 """Signals that asked this process to end."""
-_logs: list[JsonLog] = []
-"""The log of the command that runs, where it is in JSON."""
 
 
-def _run(line: _CommandLine, log: JsonLog | None) -> int:
+def _run(line: list[str], log: JsonLog | None) -> int:
     """Run the command; returns its exit code."""
     try:
         # Errors of usage are printed by typer, unless they must become a record.
-        arguments = [*line.flags, LOG, line.log, *line.rest]
-        result = app(arguments, prog_name="loka-onnx", standalone_mode=log is None)
+        result = app(line, prog_name="loka-onnx", standalone_mode=log is None, obj=log)
         return result if isinstance(result, int) else 0
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -207,7 +185,7 @@ def _run(line: _CommandLine, log: JsonLog | None) -> int:
         if _received:
             # Libraries wrap what a signal handler raised inside them in errors of their own.
             return _report_interrupt(_received[0], log)
-        return _report(error, log, "--debug" in line.flags)
+        return _report(error, log, "--debug" in line)
 
 
 def _report_interrupt(number: int, log: JsonLog | None) -> int:
@@ -218,13 +196,12 @@ def _report_interrupt(number: int, log: JsonLog | None) -> int:
 def _report(error: Exception, log: JsonLog | None, is_debug: bool) -> int:
     """Say on standard error what ended the command; returns the exit code."""
     kind, trace = type(error).__name__, "".join(traceback.format_exception(error)).rstrip("\n")
-    lack = _lack(error)
     if isinstance(error, LokaError) and not isinstance(error, InternalError):
         message = f"{error}\n  code: {error.code}" if error.code else str(error)
         return _say(log, "error: ", message, kind, error.exit_code, trace if is_debug else "")
     if isinstance(error, _UsageError):
         return _say(log, "", error.format_message(), "Usage", error.exit_code)
-    if lack:
+    if lack := _lack(error):
         message = f"{lack}\n  evidence: {kind}: {error}"
         return _say(log, "error: ", message, kind, 1, trace if is_debug else "")
     message = str(error) if isinstance(error, InternalError) else f"{kind}: {error}"
@@ -236,9 +213,8 @@ def _say(log: JsonLog | None, head: str, message: str, kind: str, exit_code: int
         fields = {"message": message, "kind": kind, "exit_code": exit_code, "traceback": trace or None}
         log.write(Event.ERROR, Level.ERROR, **fields)
         return exit_code
-    for text in (trace, f"{head}{message}"):
-        if text:
-            Terminal.open().err.print(Text(text), soft_wrap=True)
+    for text in filter(None, (trace, f"{head}{message}")):
+        Terminal.open().err.print(Text(text), soft_wrap=True)
     return exit_code
 
 

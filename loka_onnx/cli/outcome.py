@@ -53,14 +53,12 @@ def check_fp8(result: RunResult) -> None:
     judged = [e for e in data.evaluations.evaluations if e.split == SPLIT and e.plan in fp8]
     if any(evaluation.is_within_budget for evaluation in judged):
         return
-    bounds = [
-        f"{evaluation.engine}, {output.output}: upper bound of {output.difference.judged_name} "
-        f"{output.difference.judged.upper:+.3%} "
-        f"against {output.budget:.3%}{''.join(f', {remark}' for remark in output.remarks)}"
-        for evaluation in judged
-        for output in evaluation.outputs
-        if output.difference is not None
-    ]
+    bounds = []
+    for engine, output in ((e.engine, output) for e in judged for output in e.outputs):
+        if change := output.difference:
+            bound = f"upper bound of {change.judged_name} {change.judged.upper:+.3%}"
+            remarks = "".join(f", {remark}" for remark in output.remarks)
+            bounds.append(f"{engine}, {output.output}: {bound} against {output.budget:.3%}{remarks}")
     raise BudgetMissed(
         "E1713 no FP8 plan is inside the budget",
         where=data.title,
@@ -104,24 +102,18 @@ def _chosen(data: ReportData) -> Iterator[Text]:
 
 
 def _undecided(data: ReportData) -> Iterator[Text]:
-    for evaluation in data.evaluations.evaluations:
-        if evaluation.split != SPLIT:
-            continue
-        for output in evaluation.outputs:
-            if output.budget_status == BudgetStatus.UNDECIDED or output.remarks:
-                yield Text.assemble(
-                    ("? ", "yellow"), f"{evaluation.engine}, {output.output}: {budget_sentence(output)}"
-                )
+    judged = (e for e in data.evaluations.evaluations if e.split == SPLIT)
+    for engine, output in ((e.engine, output) for e in judged for output in e.outputs):
+        if output.budget_status == BudgetStatus.UNDECIDED or output.remarks:
+            yield Text.assemble(("? ", "yellow"), f"{engine}, {output.output}: {budget_sentence(output)}")
 
 
 def _harmed_slices(data: ReportData) -> Iterator[Text]:
     for name in (name for choice in data.choice.targets for name in choice.engines):
-        evaluation = data.evaluation(name, SPLIT)
-        for output in evaluation.outputs if evaluation is not None else ():
+        for output in data.outputs(name, SPLIT):
             if output.slices_of(BudgetStatus.BEYOND):
-                yield Text.assemble(
-                    ("! ", "red"), f"{name}, {output.output}, slices: {slices_sentence(output)}"
-                )
+                harm = f"{name}, {output.output}, slices: {slices_sentence(output)}"
+                yield Text.assemble(("! ", "red"), harm)
 
 
 def _not_built(result: RunResult, data: ReportData) -> Iterator[Text]:

@@ -17,7 +17,6 @@ from rich.progress import (
     BarColumn,
     Progress,
     SpinnerColumn,
-    Task,
     TaskID,
     TaskProgressColumn,
     TextColumn,
@@ -143,6 +142,12 @@ class StageReporter:
         known = self._begun + len(self._to_come)
         return {"position": self._begun, "stages": known} if known > 1 else {}
 
+    @property
+    def _seconds_left(self) -> float | None:
+        """The time that the task will still take at its pace; None until it is known."""
+        task = self._bar.tasks[-1]
+        return round(task.remaining) / task.speed if task.remaining and task.speed else None
+
     def _report(self, *, is_end: bool) -> None:
         """Report the task where the last report is old; a log gets the ends of tasks in any case."""
         now = time.monotonic()
@@ -157,7 +162,7 @@ class StageReporter:
                 done=self._done,
                 total=self._total,
                 seconds=now - self._began,
-                seconds_left=_seconds_left(self._bar.tasks[-1]) if self._done < self._total else None,
+                seconds_left=self._seconds_left if self._done < self._total else None,
             )
         else:
             return
@@ -172,11 +177,6 @@ def reported(terminal: Terminal, stage: str) -> Iterator[WorkProgress]:
         began = time.perf_counter()
         yield reporter.progress
         reporter.on_stage(stage, Outcome(stage, False, time.perf_counter() - began))
-
-
-def _seconds_left(task: Task) -> float | None:
-    """Return the time that a task will still take at its pace; None until it is known."""
-    return round(task.remaining) / task.speed if task.remaining and task.speed else None
 
 
 def _duration(outcome: Outcome) -> str:

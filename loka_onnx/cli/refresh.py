@@ -92,9 +92,7 @@ def _lines(refresh: Refresh) -> Iterator[str]:
         )
     if refresh.fallback:
         yield f"everything was done anew: {refresh.fallback}"
-    else:
-        share = refresh.seconds / refresh.earlier_seconds if refresh.earlier_seconds else 0.0
-        yield (
-            f"refreshed in {refresh.seconds:.1f} s, {share:.0%} of the {refresh.earlier_seconds:.1f} s of "
-            "the run before"
-        )
+        return
+    took = refresh.earlier_seconds
+    share = f"{refresh.seconds / took if took else 0.0:.0%} of the {took:.1f} s"
+    yield f"refreshed in {refresh.seconds:.1f} s, {share} of the run before"

@@ -1,4 +1,4 @@
-"""`loka-onnx run`: the whole pipeline on a run file."""
+"""`loka-onnx run` and `demo`: the whole pipeline, on a run file or on the built-in model and data."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from loka_onnx.config import RunConfig, load_run_file, parse_overrides
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.run import RunOptions, RunResult
 from loka_onnx.pipeline.run import run as run_pipeline
+from loka_zoo.demo import run_demo
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)]
 Source = Annotated[
@@ -71,6 +72,21 @@ def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     print_outcome(terminal, result)
     if require_fp8:
         check_fp8(result)
+
+
+def demo(
+    context: typer.Context,
+    output: Annotated[Path, typer.Option(help="The run directory.")] = Path("runs/demo"),
+    force: Annotated[bool, typer.Option("--force", help="Start over instead of going on.")] = False,
+) -> None:
+    """Train a ranker on MovieLens 100K and run the whole pipeline over it.
+
+    Needs no arguments and no network; finished stages of an earlier demo are reused.
+    """
+    terminal = terminal_of(context)
+    with StageReporter(terminal) as reporter:
+        result = run_demo(output, RunOptions(force=force, **reporter.callbacks))
+    print_outcome(terminal, result)
 
 
 def read_run_file(path: Path, output: Path | None, overrides: list[str] | None) -> RunConfig:

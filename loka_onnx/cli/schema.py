@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -27,11 +27,7 @@ class Document(StrEnum):
     LOG = "log"
 
 
-_TYPES: dict[Document, type[Any]] = {
-    Document.PROFILE: Profile,
-    Document.REPORT: ReportData,
-    Document.RUN_COMPARISON: Difference,
-}
+_TYPES = {Document.PROFILE: Profile, Document.REPORT: ReportData, Document.RUN_COMPARISON: Difference}
 
 
 def schema(

@@ -1,4 +1,4 @@
-"""One verb per stage: `export`, `plan`, `evaluate` and `report`; others have files of their own.
+"""One verb per stage: `export`, `calibrate`, `plan`, `evaluate`, `report`; others have files of their own.
 
 Each runs the pipeline up to its stage in the run's own directory, so that finished stages before it are taken
 over and it can be followed by the next verb, or by `run --resume`.
@@ -7,6 +7,8 @@ over and it can be followed by the next verb, or by `run --resume`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.table import Column, Table
@@ -15,11 +17,15 @@ from rich.text import Text
 from loka_onnx.cli.outcome import first_line, print_outcome, print_written
 from loka_onnx.cli.run import Output, Overrides, RunFile, read_run_file, run_until
 from loka_onnx.cli.terminal import Terminal, terminal_of
+from loka_onnx.config import Executor
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import EngineSet
 from loka_onnx.core.plan import PlanSet
+from loka_onnx.core.profile import Profile
+from loka_onnx.pipeline.probing import EXPORTED
 from loka_onnx.pipeline.run import RunOptions, RunResult, Stage
+from loka_onnx.report.site_tables import calibration_facts, open_sites
 
 Show = Callable[[Terminal, RunResult], None]
 MOST_SITES = 100
@@ -38,6 +44,38 @@ def add_stage_verb(app: typer.Typer, stage: Stage) -> None:
         show(terminal, run_until(terminal, config, RunOptions(resume=True, until=stage)))
 
     app.command(stage.value, help=f"{help_text} Reuses the finished stages before it.")(verb)
+
+
+def calibrate(
+    context: typer.Context,
+    run_file: RunFile,
+    output: Output = None,
+    overrides: Overrides = None,
+    update: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Add the rows of this file to the profile, measured under its scales. Every later stage "
+            "then is done again.",
+        ),
+    ] = None,
+    executor: Annotated[
+        Executor | None,
+        typer.Option(help="Where batches are run; calibration.executor of the run file by default."),
+    ] = None,
+) -> None:
+    """Measure on data what FP8 does to each site. Reuses the finished stages before it."""
+    terminal = terminal_of(context)
+    if executor is not None:
+        overrides = [*(overrides or []), f"calibration.executor={executor}"]
+    config = read_run_file(run_file, output, overrides)
+    added = None if update is None else update.absolute()
+    options = RunOptions(resume=True, until=Stage.CALIBRATE, added=added)
+    result = run_until(terminal, config, options)
+    profile = serde.read(Profile, result.directory / EXPORTED)
+    for fact in (*calibration_facts(profile), *open_sites(profile)):
+        terminal.say(fact)
+    print_written(terminal, result, EXPORTED)
 
 
 def _show_model(terminal: Terminal, result: RunResult) -> None:
@@ -76,13 +114,12 @@ def show_engines(terminal: Terminal, result: RunResult) -> None:
     print_written(terminal, result, "engines.json")
 
 
-def _show_evaluation(terminal: Terminal, result: RunResult) -> None:
-    print_written(terminal, result, "evaluation.json")
-
-
 _VERBS: dict[Stage, tuple[str, Show]] = {
     Stage.EXPORT: ("Bring the model into canonical ONNX with named sites.", _show_model),
     Stage.PLAN: ("Decide the precision of each site.", _show_plans),
-    Stage.EVALUATE: ("Measure accuracy and latency of the engines.", _show_evaluation),
+    Stage.EVALUATE: (
+        "Measure accuracy and latency of the engines.",
+        lambda terminal, result: print_written(terminal, result, "evaluation.json"),
+    ),
     Stage.REPORT: ("Choose the engines and write the report.", print_outcome),
 }

@@ -38,8 +38,7 @@ class Terminal:
 
 def terminal_of(context: typer.Context) -> Terminal:
     """The terminal that the global options set up."""
-    terminal = context.find_object(Terminal)
-    return terminal or Terminal.open()
+    return context.find_object(Terminal) or Terminal.open()
 
 
 def is_plain(stream: TextIO) -> bool:

@@ -64,10 +64,8 @@ def _print_explanation(
     terminal: Terminal, log: RewriteLog, before: tuple[Site, ...], after: tuple[Site, ...]
 ) -> None:
     terminal.out.print()
-    entries: dict[str, list[tuple[RewriteRecord, Applied | Declined]]] = {
-        site.name: [] for site in (*after, *before)
-    }
-    entries[ELSEWHERE] = []
+    names = (*(site.name for site in (*after, *before)), ELSEWHERE)
+    entries: dict[str, list[tuple[RewriteRecord, Applied | Declined]]] = {name: [] for name in names}
     for record in log.records:
         of_record: tuple[Applied | Declined, ...] = (*record.applied, *record.declined)
         for entry in of_record:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import OutputEvaluation, PairedDifference
+from loka_onnx.core.evaluation import OutputEvaluation
 from loka_onnx.core.intervals import Interval
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData, confidence_text
@@ -21,11 +21,7 @@ from loka_onnx.report.document import can_be_drawn
 from loka_onnx.report.engine_tables import delta_text, latency_text
 
 # Mid tones that stand out on a white and on a black page; text and lines follow the page.
-_MARKERS = {
-    "within": ("circle", "#1a9a5c"),
-    "undecided": ("diamond", "#c98a14"),
-    "beyond": ("x", "#d64545"),
-}
+_MARKERS = {"within": ("circle", "#1a9a5c"), "undecided": ("diamond", "#c98a14"), "beyond": ("x", "#d64545")}
 _EMITTED = "#3b82f6"
 _FRONT = "#8a94a3"
 _CORNERS = ("top right", "bottom right", "top left", "bottom left")
@@ -36,12 +32,9 @@ _MOST_LABELLED = 14
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart.
+    """One chart, named by its output and target: data and layout for plotly, None without points.
 
-    Attributes:
-        name: Its output and target; one chart is shown at a time.
-        figure: Data and layout for plotly; None without points.
-        left_out: Candidates without a point, each with the reason.
+    `left_out` are candidates without a point, each with the reason.
     """
 
     name: str
@@ -66,15 +59,16 @@ class _Point:
 
 def charts(data: ReportData) -> tuple[Chart, ...]:
     """Return charts by output: accuracy against latency on each target."""
-    differences: dict[str, PairedDifference] = {}
-    for evaluation in data.evaluations.evaluations:
-        for output in evaluation.outputs if evaluation.split == data.judged_split else ():
-            if output.difference is not None:
-                differences.setdefault(output.output, output.difference)
+    evaluations = (e for e in data.evaluations.evaluations if e.split == data.judged_split)
+    names: dict[str, str] = {}
+    for output in (output for evaluation in evaluations for output in evaluation.outputs):
+        if output.difference is not None:
+            names.setdefault(output.output, output.difference.judged_name)
     targets = tuple(dict.fromkeys(engine.target for engine in data.engines))
+    is_only = len(targets) == 1
     return tuple(
-        _chart(data, output, change.judged_name, target, is_only=len(targets) == 1)
-        for output, change in differences.items()
+        _chart(data, output, judged_name, target, is_only=is_only)
+        for output, judged_name in names.items()
         for target in targets
     )
 
@@ -85,14 +79,14 @@ def _chart(data: ReportData, output: str, judged_name: str, target: str, *, is_o
     batch = max((batch for by_batch in latencies.values() for batch in by_batch), default=0)
     points, left_out = [], []
     for engine in engines:
-        x, judged = latencies[engine.id].get(batch), _judged(data, engine.id, output)
+        x, outputs = latencies[engine.id].get(batch), data.outputs(engine.id, data.judged_split)
+        judged = next((each for each in outputs if each.output == output), None)
         interval = judged.difference.judged if judged is not None and judged.difference is not None else None
-        is_judged = interval is not None and can_be_drawn(interval)
-        if x is not None and judged is not None and interval is not None and is_judged:
+        if x is not None and judged is not None and can_be_drawn(interval):
             points.append(_Point(engine, x, interval, judged))
         else:
             reasons = [f"latency {latency_text(data, engine)}"] if x is None else []
-            reasons += [] if is_judged else ["accuracy not measured"]
+            reasons += [] if can_be_drawn(interval) else ["accuracy not measured"]
             status = "" if engine.was_run else f" ({engine.status})"
             left_out.append(f"{engine.id}: {', '.join(reasons)}{status}")
     points.sort(key=lambda point: (point.x, point.y))
@@ -117,12 +111,6 @@ def _latencies(data: ReportData, engine: EngineArtifact) -> dict[int, float]:
     }
 
 
-def _judged(data: ReportData, engine: str, output: str) -> OutputEvaluation | None:
-    evaluation = data.evaluation(engine, data.judged_split)
-    outputs = evaluation.outputs if evaluation is not None else ()
-    return next((o for o in outputs if o.output == output), None)
-
-
 def _front(points: Sequence[_Point]) -> list[_Point]:
     """Return points that no other one beats in both directions; `points` are sorted, the fastest first."""
     front: list[_Point] = []
@@ -136,30 +124,24 @@ def _figure(data: ReportData, points: Sequence[_Point], batch: int, judged_name:
     budget, front = points[0].output.budget, _front(points)
     limits = [100 * budget] if math.isfinite(budget) else []
     heights = [0.0, *limits, *(100 * end for p in points for end in (p.judged.lower, p.judged.upper))]
-    dashed: dict[str, Any] = {"type": "line", "xref": "paper", "x0": 0, "x1": 1}
-    dashed["line"] = {"dash": "dash", "width": 1.5, "color": _FRONT}
+    line = {"dash": "dash", "width": 1.5, "color": _FRONT}
+    dashed = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": line}
     name = {"xref": "paper", "x": 0, "xanchor": "left", "yanchor": "bottom", "showarrow": False}
+    x_title = f"latency p50 at batch {numbers.count(batch)}, µs"
     layout = {
-        "xaxis": {
-            "title": {"text": f"latency p50 at batch {numbers.count(batch)}, µs"},
-            "range": _padded([p.x for p in points], room=0.3),
-        },
+        "xaxis": {"title": {"text": x_title}, "range": _padded([p.x for p in points], room=0.3)},
         "yaxis": {"title": {"text": f"{judged_name}, %"}, "tickformat": "+.3~f", "range": _padded(heights)},
-        "shapes": [
-            dashed | {"y0": y, "y1": y, "line": {"dash": "dash", "width": 1.5, "color": _FRONT}}
-            for y in limits
-        ],
+        "shapes": [dashed | {"y0": y, "y1": y} for y in limits],
         "annotations": [name | {"y": y, "text": f"budget {numbers.budget_percent(budget)}"} for y in limits],
     }
     traces = []
     if len(front) > 1:
-        line = {"color": _FRONT, "width": 1.5, "shape": "hv"}
-        traces.append(_places(front) | {"mode": "lines", "name": "Pareto front", "line": line})
+        steps = {"color": _FRONT, "width": 1.5, "shape": "hv"}
+        traces.append(_places(front) | {"mode": "lines", "name": "Pareto front", "line": steps})
     corners = {point.engine.id: _CORNERS[i % len(_CORNERS)] for i, point in enumerate(points)}
     for status, (symbol, color) in _MARKERS.items():
-        members = [p for p in points if p.output.budget_status == status]
-        marker = {"symbol": symbol, "color": color, "size": 11}
-        if members:
+        if members := [p for p in points if p.output.budget_status == status]:
+            marker = {"symbol": symbol, "color": color, "size": 11}
             labels = corners if len(points) <= _MOST_LABELLED else {}
             traces.append(_trace(members, judged_name, labels) | {"name": status, "marker": marker})
     if emitted := [p for p in points if data.chosen(p.engine.id) is not None]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, TargetChoice
+from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, OutputEvaluation, TargetChoice
 from loka_onnx.core.lineage import StageRecord
 from loka_onnx.core.model_graph import ModelGraph
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
@@ -110,6 +110,11 @@ class ReportData:
         found = (e for e in self.evaluations.evaluations if (e.engine, e.split) == (engine, split))
         return next(found, None)
 
+    def outputs(self, engine: str, split: str) -> tuple[OutputEvaluation, ...]:
+        """Return the outputs of an engine that were judged on a split."""
+        evaluation = self.evaluation(engine, split)
+        return () if evaluation is None else evaluation.outputs
+
     def evaluations_of(self, engine: str) -> list[Evaluation]:
         """Return the evaluations of an engine, that of the last split (certification) first."""
         evaluations = (self.evaluation(engine, split) for split in reversed(self.splits))
@@ -132,19 +137,9 @@ class ReportData:
         """Return the choice that selects an engine; None if not selected."""
         return next((t for t in self.choice.targets if engine_id in t.engines), None)
 
-    def why_lost(self, engine_id: str) -> str:
-        """Return why a candidate was rejected; empty when it was chosen."""
-        losers = (loser for t in self.choice.targets for loser in t.losers if loser.engine == engine_id)
-        return "; ".join(dict.fromkeys(loser.reason for loser in losers))
-
 
 def confidence_text(data: ReportData, split: str) -> str:
     """Return the confidence of the judged intervals on a split, and of all slices together: ``95 %``."""
-    levels = {
-        output.difference.judged.confidence
-        for evaluation in data.evaluations.evaluations
-        if evaluation.split == split
-        for output in evaluation.outputs
-        if output.difference is not None
-    }
+    outputs = (o for e in data.evaluations.evaluations if e.split == split for o in e.outputs)
+    levels = {output.difference.judged.confidence for output in outputs if output.difference is not None}
     return f"{100 * min(levels, default=CONFIDENCE):g} %"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeGuard, TypeVar
 
 from loka_onnx.core.evaluation import BudgetStatus
 from loka_onnx.core.intervals import Interval
@@ -59,14 +59,18 @@ class Cell:
         return getattr(self.text, "source", "")
 
 
-cell = Cell
+Show = Callable[[Item], Cell | str]
 
 
 @dataclass(frozen=True)
-class Column:
-    """One column: of numbers, of sentences (below the row of a wide table), or of values to filter by."""
+class Column(Generic[Item]):
+    """One column: of numbers, of sentences (below the row of a wide table), or of values to filter by.
+
+    `show` gives the content for one item.
+    """
 
     title: str
+    show: Show[Item] = field(compare=False)
     numeric: bool = False
     prose: bool = False
     is_choice: bool = False
@@ -77,7 +81,7 @@ class Table:
     """A table; `emphasized` are the indices of highlighted rows (the selected engines)."""
 
     caption: str
-    columns: tuple[Column, ...]
+    columns: tuple[Column[Any], ...]
     rows: tuple[tuple[Cell, ...], ...]
     emphasized: frozenset[int] = frozenset()
 
@@ -135,9 +139,9 @@ class BudgetBar:
         }
 
 
-def can_be_drawn(interval: Interval) -> bool:
+def can_be_drawn(interval: Interval | None) -> TypeGuard[Interval]:
     """Return whether every end of an interval is finite."""
-    return all(math.isfinite(end) for end in (interval.lower, interval.value, interval.upper))
+    return interval is not None and all(map(math.isfinite, (interval.lower, interval.value, interval.upper)))
 
 
 @dataclass(frozen=True)
@@ -162,49 +166,35 @@ class Document:
     sections: tuple[Section, ...]
 
 
-Show = Callable[[Item], Cell | str]
-
-
-@dataclass(frozen=True)
-class Field(Generic[Item]):
-    """A column with its content for one item."""
-
-    column: Column
-    show: Show[Item]
-
-
-def text(title: str, show: Show[Item] | str, *, is_choice: bool = False) -> Field[Item]:
+def text(title: str, show: Show[Item] | str, *, is_choice: bool = False) -> Column[Item]:
     """A column of words: a function of the item, or the name of its attribute."""
-    return Field(Column(title, is_choice=is_choice), attrgetter(show) if isinstance(show, str) else show)
+    return Column(title, attrgetter(show) if isinstance(show, str) else show, is_choice=is_choice)
 
 
-def number(title: str, show: Show[Item]) -> Field[Item]:
+def number(title: str, show: Show[Item]) -> Column[Item]:
     """A column of numbers, aligned at the right."""
-    return Field(Column(title, numeric=True), show)
+    return Column(title, show, numeric=True)
 
 
-def fact(title: str, name: str, form: Callable[[Any], str]) -> Field[Any]:
+def fact(title: str, name: str, form: Callable[[Any], str]) -> Column[Any]:
     """A column of numbers, each a field of the item."""
     return number(title, lambda item: shown(form, item, name))
 
 
-def prose(title: str, show: Show[Item] | str) -> Field[Item]:
+def prose(title: str, show: Show[Item] | str) -> Column[Item]:
     """A column of sentences."""
-    return Field(Column(title, prose=True), attrgetter(show) if isinstance(show, str) else show)
+    return Column(title, attrgetter(show) if isinstance(show, str) else show, prose=True)
 
 
 def table_of(
     caption: str,
-    fields: Sequence[Field[Item]],
+    columns: Sequence[Column[Item]],
     items: Iterable[Item],
     emphasized: Callable[[Item], bool] = lambda _: False,
 ) -> Table:
     """Return a table with one row for each item."""
     listed = list(items)
-    rows = tuple(tuple(_as_cell(field.show(item)) for field in fields) for item in listed)
+    contents = ([column.show(item) for column in columns] for item in listed)
+    rows = tuple(tuple(c if isinstance(c, Cell) else Cell(c) for c in row) for row in contents)
     marked = frozenset(index for index, item in enumerate(listed) if emphasized(item))
-    return Table(caption, tuple(field.column for field in fields), rows, marked)
-
-
-def _as_cell(content: Cell | str) -> Cell:
-    return content if isinstance(content, Cell) else Cell(content)
+    return Table(caption, tuple(columns), rows, marked)

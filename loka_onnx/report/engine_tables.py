@@ -24,11 +24,10 @@ from loka_onnx.report.data import SELECTION, ReportData, confidence_text
 from loka_onnx.report.document import (
     BUDGET_TONES,
     Cell,
-    Field,
+    Column,
     Section,
     Table,
     Tone,
-    cell,
     number,
     prose,
     table_of,
@@ -37,7 +36,6 @@ from loka_onnx.report.document import (
 from loka_onnx.report.figures import (
     Place,
     Told,
-    at,
     counted,
     derive,
     formed,
@@ -56,7 +54,7 @@ STATUS_TONES = {
     BuildStatus.WAITING: Tone.MUTED,
     BuildStatus.RUN_ELSEWHERE: Tone.PLAIN,
 }
-_NONE = cell(numbers.NONE)
+_NONE = Cell(numbers.NONE)
 
 
 def engines_section(data: ReportData) -> Section:
@@ -64,7 +62,7 @@ def engines_section(data: ReportData) -> Section:
     splits = data.splits or (SELECTION,)
     paragraphs = [
         "Accuracy is that of the built engine's own outputs, paired row by row with the exported FP32 model. "
-        "A budget is held against the upper end of the interval.",
+        "A budget is held against the upper end of the interval."
     ]
     if unlabelled := label_free_outputs(data):
         paragraphs.append(f"Judged on {NO_LABELS}. This concerns {', '.join(unlabelled)}.")
@@ -76,37 +74,35 @@ def engines_section(data: ReportData) -> Section:
 
 def fallbacks_section(data: ReportData) -> Section:
     """Return sites that an engine does not run as planned."""
-    sites = [(engine, site) for engine in data.engines for site in engine.fallbacks]
-    remarks = [(engine, remark) for engine in data.engines for remark in engine.remarks]
-    site_fields: tuple[Field[tuple[EngineArtifact, SitePrecision]], ...] = (
-        text("Engine", lambda row: row[0].id),
+    sites = [(engine.id, site) for engine in data.engines for site in engine.fallbacks]
+    remarks = [(engine.id, remark) for engine in data.engines for remark in engine.remarks]
+
+    def evidence(row: tuple[str, SitePrecision]) -> str:
+        return f"planned {row[1].planned}, runs in {_operands(row)}: {row[1].evidence}"
+
+    site_columns: tuple[Column[tuple[str, SitePrecision]], ...] = (
+        text("Engine", lambda row: row[0]),
         text("Site", lambda row: row[1].site),
         text("Planned", lambda row: row[1].planned),
-        text("Runs in", lambda row: cell(_operands(row[1]), Tone.WARN)),
-        prose(
-            "Evidence",
-            lambda row: f"planned {row[1].planned}, runs in {_operands(row[1])}: {row[1].evidence}",
-        ),
+        text("Runs in", lambda row: Cell(_operands(row), Tone.WARN)),
+        prose("Evidence", evidence),
     )
-    remark_fields: tuple[Field[tuple[EngineArtifact, str]], ...] = (
-        text("Engine", lambda row: row[0].id),
+    remark_columns: tuple[Column[tuple[str, str]], ...] = (
+        text("Engine", lambda row: row[0]),
         prose("What, where and why", lambda row: row[1]),
     )
-    tables = [table_of("Sites that do not run as planned", site_fields, sites)] if sites else []
-    tables += [table_of("What engine makers left out", remark_fields, remarks)] if remarks else []
+    tables = [table_of("Sites that do not run as planned", site_columns, sites)] if sites else []
+    tables += [table_of("What engine makers left out", remark_columns, remarks)] if remarks else []
     note: str = "What the compiled engine was found to run, where that is not what the plan asked for."
     if not sites:
         checked = derive("entries", *(Place(engine, "sites") for engine in data.engines if engine.sites))
-        note = told(
-            "None. Engines whose compiled form was read: {} of {}.",
-            formed(numbers.count, checked),
-            counted(data, "engines"),
-        )
+        counts = formed(numbers.count, checked), counted(data, "engines")
+        note = told("None. Engines whose compiled form was read: {} of {}.", *counts)
     return Section("fallbacks", "Fallbacks", (note,), tables=tuple(tables))
 
 
-def _operands(site: SitePrecision) -> str:
-    return " × ".join(site.operands) or "unknown"
+def _operands(row: tuple[str, SitePrecision]) -> str:
+    return " × ".join(row[1].operands) or "unknown"
 
 
 def fp8_sites(data: ReportData, engine: EngineArtifact) -> Told:
@@ -190,13 +186,12 @@ class _Row:
 def _rows(data: ReportData, split: str) -> Iterator[_Row]:
     for reference in data.references:
         evaluation = data.evaluation(reference, split)
-        for output in evaluation.outputs if evaluation is not None else ():
-            yield _Row(reference, None, evaluation, output)
+        yield from (_Row(reference, None, evaluation, output) for output in data.outputs(reference, split))
     for engine in data.engines:
         evaluation = data.evaluation(engine.id, split)
         # Only selected engines are certified; others are not missing here.
         if evaluation is not None or split == SELECTION:
-            for measured in (evaluation.outputs if evaluation is not None else ()) or (None,):
+            for measured in data.outputs(engine.id, split) or (None,):
                 yield _Row(engine.id, engine, evaluation, measured)
 
 
@@ -206,10 +201,10 @@ def _accuracy_table(data: ReportData, split: str) -> Table:
 
     caption = "Candidates"
     if evaluated := [e for e in data.evaluations.evaluations if e.split == split]:
-        rows_of_split = derive("max", *(at(evaluation, "rows") for evaluation in evaluated))
+        rows_of_split = derive("max", *(Place(evaluation, "rows") for evaluation in evaluated))
         caption = told("Candidates on {}, {} rows", split, formed(numbers.count, rows_of_split))
     judged = f"{delta_heading(data)} [{confidence_text(data, split)} interval]"
-    fields: tuple[Field[_Row], ...] = (
+    columns: tuple[Column[_Row], ...] = (
         text("Engine", "name"),
         text("Output", lambda row: row.output.output if row.output is not None else _NONE),
         number(judged, _judged),
@@ -222,17 +217,17 @@ def _accuracy_table(data: ReportData, split: str) -> Table:
         number("Latency p50", of_engine(_latency_cell)),
         number(f"Sites in {data.plans.quantized}", of_engine(fp8_sites)),
         number(f"{data.plans.quantized} share of FLOPs", of_engine(fp8_share)),
-        number("Size", of_engine(lambda _, engine: size_text(engine))),
+        number("Size", of_engine(_size)),
         text("Status", _status),
         prose("Outcome", lambda row: _outcome(data, row)),
     )
-    return table_of(caption, fields, _rows(data, split), lambda row: data.chosen(row.name) is not None)
+    return table_of(caption, columns, _rows(data, split), lambda row: data.chosen(row.name) is not None)
 
 
 def _judged(row: _Row) -> Cell:
     if row.output is None:
-        return cell(numbers.NOT_MEASURED, Tone.MUTED)
-    return cell(delta_text(row.output), delta_tone(row.output))
+        return Cell(numbers.NOT_MEASURED, Tone.MUTED)
+    return Cell(delta_text(row.output), delta_tone(row.output))
 
 
 def _guarded(row: _Row, guard: Because) -> Cell:
@@ -242,7 +237,7 @@ def _guarded(row: _Row, guard: Because) -> Cell:
         return _NONE
     tones = {held.name: BUDGET_TONES[held.status] for held in row.output.guards}
     text = percent_interval(change.kl) if guard is Because.MAX_KL else metric_interval(change.delta_auc)
-    return cell(text, tones.get(guard, Tone.PLAIN))
+    return Cell(text, tones.get(guard, Tone.PLAIN))
 
 
 def _budget(row: _Row) -> Cell:
@@ -250,8 +245,8 @@ def _budget(row: _Row) -> Cell:
         return _NONE
     budget = shown(numbers.budget_percent, row.output, "budget")
     if row.engine is None:
-        return cell(budget)
-    return cell(told("{}, {}", row.output.verdict, budget), delta_tone(row.output))
+        return Cell(budget)
+    return Cell(told("{}, {}", row.output.verdict, budget), delta_tone(row.output))
 
 
 def _metric(row: _Row, form: Any, name: str) -> str:
@@ -260,34 +255,34 @@ def _metric(row: _Row, form: Any, name: str) -> str:
 
 def _latency_cell(data: ReportData, engine: EngineArtifact) -> Cell:
     latency = latency_text(data, engine)
-    return cell(latency, Tone.PLAIN if latency[0].isdigit() else Tone.MUTED)
+    return Cell(latency, Tone.PLAIN if latency[0].isdigit() else Tone.MUTED)
 
 
-def size_text(engine: EngineArtifact) -> Told:
-    """Return the size of the engine's file; a dash without one."""
+def _size(_: ReportData, engine: EngineArtifact) -> Told:
     return shown(numbers.size, engine, "bytes") if engine.path is not None else Told(numbers.NONE)
 
 
 def _status(row: _Row) -> Cell:
     if row.engine is not None:
-        return cell(row.engine.status, STATUS_TONES[row.engine.status])
-    return cell(row.evaluation.status) if row.evaluation is not None else _NONE
+        return Cell(row.engine.status, STATUS_TONES[row.engine.status])
+    return Cell(row.evaluation.status) if row.evaluation is not None else _NONE
 
 
 def _outcome(data: ReportData, row: _Row) -> str:
     """Return prose: reasons and remarks have numbers of their own, so none of them has a source here."""
     if row.engine is None:
         return "The exported FP32 model that every engine is compared with."
-    chosen, reason = data.chosen(row.name), data.why_lost(row.name)
+    chosen, losers = data.chosen(row.name), (loser for t in data.choice.targets for loser in t.losers)
+    reason = "; ".join(dict.fromkeys(loser.reason for loser in losers if loser.engine == row.name))
     parts = [f"Emitted for {chosen.target}: {chosen.reason}"] if chosen is not None else []
     parts += [f"Not chosen: {reason}"] if reason and chosen is None else []
     # For an engine that was not built, the reason equals its detail.
     detail = row.engine.detail
     parts += [detail] if detail and not any(detail in part for part in parts) else []
-    if row.evaluation is not None and not row.evaluation.outputs:
-        parts.append(f"Accuracy: {row.evaluation.status}")
-    if row.evaluation is not None and row.evaluation.latency_failure:
-        parts.append(f"Timing failed: {row.evaluation.latency_failure}")
+    if row.evaluation is not None:
+        failure, is_judged = row.evaluation.latency_failure, bool(row.evaluation.outputs)
+        parts += [] if is_judged else [f"Accuracy: {row.evaluation.status}"]
+        parts += [f"Timing failed: {failure}"] if failure else []
     if row.engine.simulated:
         parts.append("FP8 is simulated: its accuracy counts, its speed never does")
     outcome = "; ".join(part.rstrip(".") for part in dict.fromkeys(parts)) + "." if parts else ""
@@ -301,17 +296,13 @@ _Difference = tuple[Evaluation, OutputEvaluation, PairedDifference]
 
 
 def _differences(data: ReportData) -> list[_Difference]:
-    return [
-        (evaluation, output, output.difference)
-        for evaluation in data.evaluations.evaluations
-        for output in evaluation.outputs
-        if output.difference is not None
-    ]
+    pairs = ((e, output) for e in data.evaluations.evaluations for output in e.outputs)
+    return [(e, output, output.difference) for e, output in pairs if output.difference is not None]
 
 
 def _parts_table(data: ReportData, split: str) -> Table:
     """Return KL and the labelled part: they need different cures, less noise or another direction."""
-    fields: tuple[Field[_Difference], ...] = (
+    columns: tuple[Column[_Difference], ...] = (
         text("Engine", lambda row: row[0].engine),
         text("Output", lambda row: row[1].output),
         number("KL, label-free part", lambda row: percent_interval(row[2].kl)),
@@ -323,7 +314,7 @@ def _parts_table(data: ReportData, split: str) -> Table:
     every = _differences(data)
     relative = ("the mean entropy" if d.delta_ne is None else "the FP32 loss" for _, _, d in every)
     caption = f"What the change is made of on {split}, relative to {' or '.join(dict.fromkeys(relative))}"
-    return table_of(caption, fields, (row for row in every if row[0].split == split))
+    return table_of(caption, columns, (row for row in every if row[0].split == split))
 
 
 _CAPTIONS = {
@@ -343,12 +334,16 @@ def latency_tables(data: ReportData) -> Iterator[Table]:
     for place, caption in _CAPTIONS.items():
         rows = [(key[0], latency) for key, latency in timed.items() if latency.inputs is place]
         if rows:
-            yield table_of(f"Latency per batch size, {caption}", _latency_fields(rows), rows)
+            yield table_of(f"Latency per batch size, {caption}", _latency_columns(rows), rows)
 
 
-def _latency_fields(rows: list[tuple[str, Latency]]) -> tuple[Field[tuple[str, Latency]], ...]:
-    def time(title: str, name: str) -> Field[tuple[str, Latency]]:
+def _latency_columns(rows: list[tuple[str, Latency]]) -> tuple[Column[tuple[str, Latency]], ...]:
+    def time(title: str, name: str) -> Column[tuple[str, Latency]]:
         return number(title, lambda row: shown(numbers.latency, row[1], name))
+
+    def counts(row: tuple[str, Latency]) -> Cell | str:
+        is_target = row[1].counts_for_choice
+        return "yes" if is_target else Cell("no, another device than the target", Tone.WARN)
 
     is_cut = any(latency.lookup_p50_us is not None for _, latency in rows)
     return (
@@ -360,10 +355,5 @@ def _latency_fields(rows: list[tuple[str, Latency]]) -> tuple[Field[tuple[str, L
         time("p99", "p99_us"),
         *((time("Lookup p50, not in these", "lookup_p50_us"),) if is_cut else ()),
         number("Requests", lambda row: shown(numbers.count, row[1], "repeats")),
-        text(
-            "Counts for the choice",
-            lambda row: (
-                "yes" if row[1].counts_for_choice else cell("no, another device than the target", Tone.WARN)
-            ),
-        ),
+        text("Counts for the choice", counts),
     )

@@ -1,18 +1,16 @@
-"""Numbers with their origin.
+"""Numbers with their origin: those of report.json, and results of named formulas over these.
 
-A report shows numbers of report.json, and results of named formulas over these; nothing else. `Told` is text
-with the `Figure` behind each of its numbers, in order. `report.provenance` finds a figure's position in
-report.json when the whole document is known, so that tables need no index of the facts.
-
-A source is a list of terms separated by spaces, one for each number of the text. A term is a JSON pointer in
-its URI fragment form (RFC 6901, section 6), ``#/value/engines/0/bytes``, or a formula of terms,
-``ratio(#/value/a,#/value/b)``. `FORMULAS` has all of them.
+`Told` is text with the `Figure` behind each of its numbers, in order. `report.provenance` finds the position
+of each in report.json when the whole document is known: a source has one term for each number, a JSON pointer
+in its URI fragment form (RFC 6901, section 6), ``#/value/engines/0/bytes``, or a formula of `FORMULAS` over
+terms, ``ratio(#/value/a,#/value/b)``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from loka_onnx.core.intervals import Interval
@@ -37,29 +35,22 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Derived:
-    """Result of a formula of `FORMULAS` over places; `where` restricts by field name, for `count`."""
+    """Result of a formula of `FORMULAS` over figures; `where` restricts by field name, for `count`."""
 
     formula: str
-    of: tuple[Origin, ...]
-    where: dict[str, str | bool] = field(default_factory=dict)
-
-
-Origin = Place | Derived
-
-
-@dataclass(frozen=True, eq=False)
-class Figure:
-    """One number, unrounded; None for none."""
-
+    of: tuple[Figure, ...]
+    where: dict[str, str | bool]
     value: float | None
-    origin: Origin
+
+
+Figure = Place | Derived
+"""One number with its origin; its `value` is unrounded, None for none."""
 
 
 class Told(str):
     """Text with the figures of its numbers, in order, and their source once the document is located.
 
-    Equal to the bare text and used like it; slices and formatted results are bare again (`told` joins without
-    loss).
+    Slices and formatted results are bare text again; `told` and `joined` lose nothing.
     """
 
     figures: tuple[Figure, ...]
@@ -72,18 +63,11 @@ class Told(str):
         return self
 
 
-def at(owner: object, name: str) -> Figure:
-    """Return the number of a field or key."""
-    place = Place(owner, name)
-    return Figure(place.value, place)
-
-
-def derive(formula: str, *of: Figure | Place, **where: str | bool) -> Figure:
+def derive(formula: str, *of: Figure, **where: str | bool) -> Derived:
     """Return the result of a formula of `FORMULAS`; None where an argument is."""
     values = [item.value for item in of]
-    origins = tuple(item.origin if isinstance(item, Figure) else item for item in of)
     value = None if any(v is None for v in values) else FORMULAS[formula](*values, **where)
-    return Figure(value, Derived(formula, origins, where))
+    return Derived(formula, of, where, value)
 
 
 def counted(owner: object, name: str, **where: str | bool) -> Told:
@@ -93,7 +77,7 @@ def counted(owner: object, name: str, **where: str | bool) -> Told:
 
 def shown(form: Callable[[Any], str], owner: object, name: str) -> Told:
     """Return the number of a field as text; a dash for None."""
-    return formed(form, at(owner, name))
+    return formed(form, Place(owner, name))
 
 
 def formed(form: Callable[[Any], str], figure: Figure, missing: str = numbers.NONE) -> Told:
@@ -103,7 +87,7 @@ def formed(form: Callable[[Any], str], figure: Figure, missing: str = numbers.NO
 
 def ends(interval: Interval) -> tuple[Figure, Figure, Figure]:
     """Return estimate, lower and upper end, in printing order."""
-    return at(interval, "value"), at(interval, "lower"), at(interval, "upper")
+    return Place(interval, "value"), Place(interval, "lower"), Place(interval, "upper")
 
 
 def percent_interval(interval: Interval | None, budget: float | None = None) -> Told:
@@ -114,23 +98,21 @@ def percent_interval(interval: Interval | None, budget: float | None = None) -> 
 
 
 def metric_interval(interval: Interval | None) -> Told:
-    """Return `numbers.metric_interval` of an interval of the facts."""
-    text = numbers.metric_interval(interval)
-    return Told(text) if interval is None or text == numbers.NONE else Told(text, ends(interval))
+    """Return `numbers.metric_interval` of an interval of the facts; a dash for none."""
+    if interval is None or not math.isfinite(interval.value):
+        return Told(numbers.NONE)
+    return Told(numbers.metric_interval(interval), ends(interval))
 
 
 def told(template: str, *parts: object) -> Told:
     """Return `template` with each ``{}`` replaced by a part, keeping the parts' figures."""
-    return Told(template.format(*parts), _figures(parts))
+    figures = (figure for part in parts if isinstance(part, Told) for figure in part.figures)
+    return Told(template.format(*parts), tuple(figures))
 
 
 def joined(separator: str, parts: Sequence[object]) -> Told:
     """`separator.join` that keeps the figures."""
-    return Told(separator.join(map(str, parts)), _figures(parts))
-
-
-def _figures(parts: Sequence[object]) -> tuple[Figure, ...]:
-    return tuple(figure for part in parts if isinstance(part, Told) for figure in part.figures)
+    return told(separator.join(["{}"] * len(parts)), *parts)
 
 
 def _count(entries: Sequence[object] | Mapping[str, object], **where: str | bool) -> int:
@@ -155,14 +137,4 @@ FORMULAS: dict[str, Callable[..., float]] = {
     "interval_lower": lambda moments, sampling: float(sampling.interval_of(moments).lower),
     "interval_upper": lambda moments, sampling: float(sampling.interval_of(moments).upper),
 }
-"""Every formula of a report.
-
-* ``ratio(a,b)`` a ÷ b; ``product(a,b)``; ``sum(…)``; ``max(…)``; ``next(a)`` a + 1
-* ``entries(…)`` number of named places
-* ``count(list,field=value)`` entries of a list or mapping with all of these values
-* ``flops(site)`` 2·rows·n·k; ``fp8_able_flops(sites)`` their sum over the linear sites with k, n ≥ 16
-* ``product_flops(sites,others)`` the sum over all sites, and of ``flops_per_example`` of the others
-* ``relative_error(error)`` √(noise ÷ signal), each the first of its ``parts``
-* ``interval_value``, ``interval_lower``, ``interval_upper`` ``(moments,sampling)`` the confidence sequence of
-  a ratio of sums (`core.intervals`)
-"""
+"""Every formula of a report; `docs/reference/report-json.md` tells readers what each is."""

@@ -33,10 +33,8 @@ Point = tuple[int, int]
 class GraphLayout:
     """All positions, in pixels at full size; y grows downwards.
 
-    Attributes:
-        layers: Layer of each node; every edge leads to a higher one.
-        places: Middle of each node's box.
-        lines: Of each edge, by source and target: its points, from the source's box to the target's.
+    Every edge leads to a higher layer; `places` are the middles of boxes, `lines` the points of each edge, by
+    source and target.
     """
 
     layers: tuple[int, ...]

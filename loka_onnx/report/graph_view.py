@@ -67,9 +67,9 @@ def _box(node: GraphNode, place: Point, decisions: Mapping[str, Decision]) -> _B
     counts = Counter(_verdict(decisions, site) for site in node.sites)
     verdict = "" if not counts else _MIXED if len(counts) > 1 else next(iter(counts))
     is_operator = node.kind is NodeKind.OPERATOR
-    amount = [f"{node.stands_for} nodes"] if node.kind is NodeKind.FOLDED else []
-    module = [f"in {node.module}"] if node.module else []
-    lines = [" · ".join([node.op if is_operator else node.kind, *amount, *module])]
+    amount = f"{node.stands_for} nodes" if node.kind is NodeKind.FOLDED else ""
+    module = f"in {node.module}" if node.module else ""
+    lines = [" · ".join(filter(None, (node.op if is_operator else node.kind, amount, module)))]
     decision = decisions.get(node.sites[0]) if len(node.sites) == 1 else None
     if len(node.sites) == 1:
         lines += [f"site {node.sites[0]}"] if node.sites[0] != node.name else []
@@ -78,10 +78,10 @@ def _box(node: GraphNode, place: Point, decisions: Mapping[str, Decision]) -> _B
     elif node.sites:
         each = ", ".join(f"{count} {name}" for name, count in counts.items())
         lines.append(f"{len(node.sites)} sites: {each}")
-    first, second = node.name, " ".join(amount) or str(node.kind)
+    first, second = node.name, amount or str(node.kind)
     if is_operator:
-        precision = [decision.precision] if decision is not None else []
-        first, second = (node.name, " · ".join([node.op, *precision])) if verdict else (node.op, "")
+        precision = f" · {decision.precision}" if decision is not None else ""
+        first, second = (node.name, f"{node.op}{precision}") if verdict else (node.op, "")
     width = width_of(node)
     room = int((width - 10 - (NODE_HEIGHT * 0.8 if verdict else 0)) / _LETTER)
     labels = tuple(_shortened(label, room) for label in (first, second) if label)

@@ -12,13 +12,14 @@ from math import isfinite, log2
 from typing import Any
 
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
-from loka_onnx.core.profile import SiteProfile
+from loka_onnx.core.profile import Sensitivity, SiteProfile
 from loka_onnx.core.recipe import Recipe
+from loka_onnx.core.site import Site
 from loka_onnx.core.statistics import ErrorStats, RangeStats
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
-from loka_onnx.report.document import Cell, Field, Table, Tone, cell, number, table_of, text
-from loka_onnx.report.figures import Figure, Place, Told, at, derive, formed, shown
+from loka_onnx.report.document import Cell, Column, Table, Tone, number, table_of, text
+from loka_onnx.report.figures import Figure, Place, Told, derive, formed, shown
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ class Activation:
 
     @property
     def bounds(self) -> tuple[float, float, float] | None:
-        """Upper ends of magnitudes that round to zero, are subnormal, do not saturate; None without a
-        rounding scale, and with a zero point, as each sign then ends elsewhere.
+        """Upper ends of magnitudes that round to zero, are subnormal, do not saturate; None without a scale.
+
+        Also None with a zero point, as each sign then ends elsewhere.
         """
         scale, spec = self.scale.value, self.recipe.format if self.recipe is not None else None
         if spec is None or spec.has_zero_point or scale is None or not isfinite(scale) or scale <= 0:
@@ -47,35 +49,56 @@ class Activation:
         """Return the share of elements of a kind, as counted by the error pass: ``saturated``, ``zeros``."""
         if self.error is None or not self.error.activation_count:
             return Told(numbers.NOT_MEASURED)
-        share = derive("ratio", at(self.error, elements), at(self.error, "activation_count"))
+        share = derive("ratio", Place(self.error, elements), Place(self.error, "activation_count"))
         return formed(numbers.error_percent, share)
 
 
-def judged_recipe(decision: Decision | None, profile: SiteProfile | None) -> str | None:
-    """Return the id of the recipe of a decision; of a site outside FP8 that of its verdict."""
-    if decision is not None and decision.recipe is not None:
-        return decision.recipe.id
-    return profile.judged_recipe if profile is not None else None
+@dataclass(frozen=True)
+class SiteRow:
+    """One site with its decision in a plan, and what was measured under the recipe of that."""
+
+    site: Site
+    decision: Decision | None
+    profile: SiteProfile | None
+
+    @property
+    def recipe(self) -> str | None:
+        """Id of the recipe of the decision; of a site outside FP8 that of its verdict."""
+        if self.decision is not None and self.decision.recipe is not None:
+            return self.decision.recipe.id
+        return self.profile.judged_recipe if self.profile is not None else None
+
+    @property
+    def error(self) -> ErrorStats | None:
+        """Error under that recipe."""
+        return (
+            next((e for e in self.profile.errors if e.recipe == self.recipe), None) if self.profile else None
+        )
+
+    @property
+    def sensitivities(self) -> tuple[Sensitivity, ...]:
+        """Sensitivities under that recipe."""
+        known = self.profile.sensitivities if self.profile is not None else ()
+        return tuple(sensitivity for sensitivity in known if sensitivity.recipe == self.recipe)
+
+
+def site_rows(data: ReportData, plan: PrecisionPlan | None) -> Iterator[SiteRow]:
+    """Yield every site in model order."""
+    decisions = {} if plan is None else {decision.site: decision for decision in plan.decisions}
+    profiles = {profile.site: profile for profile in data.profile.sites}
+    for site in data.modified.sites:
+        yield SiteRow(site, decisions.get(site.name), profiles.get(site.name))
 
 
 def activations(data: ReportData, plan: PrecisionPlan | None) -> Iterator[Activation]:
     """Yield every activation of every calibrated site under the recipes of a plan, in model order."""
-    profiles = {entry.site: entry for entry in data.profile.sites}
-    decisions = _decisions(plan)
-    for site in data.modified.sites:
-        if site.name not in profiles:
-            continue
-        profile = profiles[site.name]
-        wanted = judged_recipe(decisions.get(site.name), profile)
-        error = next((e for e in profile.errors if e.recipe == wanted), None)
-        recipe = _recipe(error)
-        for operand in site.operands:
-            if operand.constant or operand.tensor not in profile.operands:
-                continue
-            scale = _scale(data, recipe, operand.tensor, error)
-            yield Activation(
-                site.name, operand.tensor, profile.operands[operand.tensor], recipe, scale, error
-            )
+    for row in site_rows(data, plan):
+        error, recipe = row.error, _recipe(row.error)
+        ranges = row.profile.operands if row.profile is not None else {}
+        tensors = (operand.tensor for operand in row.site.operands if not operand.constant)
+        for tensor in (name for name in tensors if name in ranges):
+            scale = _scale(data, recipe, tensor, error)
+            yield Activation(row.site.name, tensor, ranges[tensor], recipe, scale, error)
             # Of an interaction, only the first activation was counted.
             error = None
 
@@ -83,12 +106,8 @@ def activations(data: ReportData, plan: PrecisionPlan | None) -> Iterator[Activa
 def _scale(data: ReportData, recipe: Recipe | None, tensor: str, error: ErrorStats | None) -> Figure:
     scales = data.profile.scales.get(recipe.activation_id, {}) if recipe is not None else {}
     if tensor in scales:
-        return at(scales, tensor)
-    return at(error, "activation_scale") if error is not None else Figure(None, Place(data))
-
-
-def _decisions(plan: PrecisionPlan | None) -> dict[str, Decision]:
-    return {d.site: d for d in plan.decisions} if plan is not None else {}
+        return Place(scales, tensor)
+    return Place(error, "activation_scale") if error is not None else Place(None)
 
 
 def _recipe(error: ErrorStats | None) -> Recipe | None:
@@ -101,10 +120,10 @@ def _recipe(error: ErrorStats | None) -> Recipe | None:
 
 def _saturated(activation: Activation) -> Cell:
     is_any = activation.error is not None and activation.error.saturated > 0
-    return cell(activation.counted("saturated"), Tone.WARN if is_any else Tone.PLAIN)
+    return Cell(activation.counted("saturated"), Tone.WARN if is_any else Tone.PLAIN)
 
 
-_FIELDS: tuple[Field[Activation], ...] = (
+_COLUMNS: tuple[Column[Activation], ...] = (
     text("Site", "site"),
     text("Activation", "tensor"),
     text("Format", lambda item: item.recipe.format.name if item.recipe is not None else numbers.NONE),
@@ -118,7 +137,7 @@ _FIELDS: tuple[Field[Activation], ...] = (
 
 def activation_table(data: ReportData, plan: PrecisionPlan | None) -> Table:
     """Return shares of each activation where the format is coarse or ends."""
-    return table_of("Activations and the range of the format", _FIELDS, activations(data, plan))
+    return table_of("Activations and the range of the format", _COLUMNS, activations(data, plan))
 
 
 def histogram_data(data: ReportData, plan: PrecisionPlan | None) -> dict[str, Any]:
@@ -130,30 +149,15 @@ def histogram_data(data: ReportData, plan: PrecisionPlan | None) -> dict[str, An
     sites: dict[str, list[dict[str, Any]]] = {site.name: [] for site in data.modified.sites}
     for item in activations(data, plan):
         histogram = item.stats.histogram
-        tensors[item.tensor] = {
-            "first": histogram.first,
-            "counts": histogram.counts,
-            "total": histogram.total,
-        }
-        facts = ((field.column.title, field.show(item)) for field in _FIELDS[1:])
-        sites[item.site].append(
-            {
-                "tensor": item.tensor,
-                "bounds": [log2(bound) for bound in item.bounds] if item.bounds is not None else None,
-                "facts": [[title, str(getattr(fact, "text", fact))] for title, fact in facts],
-            }
-        )
-    decisions = _decisions(plan)
-    return {
-        "tensors": tensors,
-        "sites": [
-            {"name": name, "activations": overlays, **_decided(decisions.get(name))}
-            for name, overlays in sites.items()
-        ],
-    }
-
-
-def _decided(decision: Decision | None) -> dict[str, str]:
-    if decision is None:
-        return {"verdict": Verdict.NOT_JUDGED, "precision": numbers.NONE, "reason": ""}
-    return {"verdict": decision.verdict, "precision": decision.precision, "reason": decision.reason}
+        tensors[item.tensor] = {name: getattr(histogram, name) for name in ("first", "counts", "total")}
+        bounds = None if item.bounds is None else [log2(bound) for bound in item.bounds]
+        facts = ((column.title, column.show(item)) for column in _COLUMNS[1:])
+        texts = [[title, str(getattr(fact, "text", fact))] for title, fact in facts]
+        sites[item.site].append({"tensor": item.tensor, "bounds": bounds, "facts": texts})
+    decided = {"verdict": Verdict.NOT_JUDGED.value, "precision": numbers.NONE, "reason": ""}
+    overlays = [
+        {"name": row.site.name, "activations": sites[row.site.name]}
+        | {key: getattr(row.decision, key, default) for key, default in decided.items()}
+        for row in site_rows(data, plan)
+    ]
+    return {"tensors": tensors, "sites": overlays}

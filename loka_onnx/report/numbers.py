@@ -68,36 +68,24 @@ def share(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def error_percent(value: float | None) -> str:
+def error_percent(value: float) -> str:
     """A relative error without sign, to three digits, ``2.31 %``."""
-    return NOT_MEASURED if value is None else f"{100 * value:.3g} %"
+    return f"{100 * value:.3g} %"
 
 
-def metric(value: float | None) -> str:
-    """Normalized entropy, AUC, loss: five decimals; a dash where there is none."""
-    return NONE if value is None else f"{value:.5f}"
-
-
-def metric_interval(interval: Interval | None) -> str:
-    """A change of AUC or of the prediction ratio: six decimals; a dash where there is none."""
-    if interval is None or not math.isfinite(interval.value):
-        return NONE
+def metric_interval(interval: Interval) -> str:
+    """A change of AUC or of the prediction ratio: six decimals."""
     return f"{interval.value:+.6f} [{interval.lower:+.6f}, {interval.upper:+.6f}]"
 
 
-def ratio(value: float | None) -> str:
-    """Prediction ratio: four decimals; a dash where there is none."""
-    return NONE if value is None else f"{value:.4f}"
-
-
-def scientific(value: float | None) -> str:
-    """An absolute difference to three digits, ``1.2e-06``."""
-    return NONE if value is None else f"{value:.3g}"
-
-
-def count(value: int) -> str:
-    """A number of things, ``12,345``."""
-    return f"{value:,}"
+metric = "{:.5f}".format
+"""Normalized entropy, AUC, loss."""
+ratio = "{:.4f}".format
+"""Prediction ratio."""
+scientific = "{:.3g}".format
+"""An absolute difference, ``1.2e-06``."""
+count = "{:,}".format
+"""A number of things, ``12,345``."""
 
 
 def size(value: int) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any
 from urllib.parse import quote
 
 from loka_onnx.errors import InternalError
-from loka_onnx.report.figures import Derived, Figure, Origin, Place, Told
+from loka_onnx.report.figures import Derived, Figure, Told
 
-T = TypeVar("T")
 _ROOT = "#/value"
 """Position of a document's value, as written by `core.serde`."""
 
@@ -37,25 +36,22 @@ class Pointers:
 
     def source(self, figures: Sequence[Figure]) -> str:
         """Return the terms of figures; InternalError for one whose object is not in the facts."""
-        return " ".join(self._term(figure.origin) for figure in figures)
+        return " ".join(map(self._term, figures))
 
-    def _term(self, origin: Origin) -> str:
+    def _term(self, origin: Figure) -> str:
         if isinstance(origin, Derived):
             where = (f"{name}={_literal(value)}" for name, value in origin.where.items())
             return f"{origin.formula}({','.join((*map(self._term, origin.of), *where))})"
-        return self._place(origin)
-
-    def _place(self, place: Place) -> str:
-        owner = id(place.owner)
+        owner = id(origin.owner)
         if owner not in self._parents and owner not in self._pointers:
             raise InternalError(
                 "a report shows a number that is not in its facts",
-                where=f"{type(place.owner).__name__}.{place.name}",
-                evidence=f"{place.value!r} stands at no place of the {type(self._facts).__name__}",
+                where=f"{type(origin.owner).__name__}.{origin.name}",
+                evidence=f"{origin.value!r} stands at no place of the {type(self._facts).__name__}",
                 remedy="take it from the facts themselves, or by a formula of `report.figures`",
             )
         pointer = self._pointer(owner)
-        return pointer if place.name is None else f"{pointer}/{_token(place.name)}"
+        return pointer if origin.name is None else f"{pointer}/{_token(origin.name)}"
 
     def _pointer(self, owner: int) -> str:
         if owner not in self._pointers:
@@ -64,24 +60,18 @@ class Pointers:
         return self._pointers[owner]
 
 
-def located(document: T, pointers: Pointers) -> T:
+def located(value: Any, pointers: Pointers) -> Any:
     """Return a document of dataclasses, tuples and texts with the source of every number (`Told`) in it.
 
     Raises InternalError where a number's object is not in the facts of `pointers`.
     """
-    return cast(T, _located(document, pointers))
-
-
-def _located(value: Any, pointers: Pointers) -> Any:
     if isinstance(value, Told):
         return Told(value, value.figures, pointers.source(value.figures))
     if isinstance(value, tuple):
-        return tuple(_located(part, pointers) for part in value)
+        return tuple(located(part, pointers) for part in value)
     names = _names(type(value))
-    if not names:
-        return value
     changes = {
-        name: new for name in names if (new := _located(old := getattr(value, name), pointers)) is not old
+        name: new for name in names if (new := located(old := getattr(value, name), pointers)) is not old
     }
     return replace(value, **changes) if changes else value
 

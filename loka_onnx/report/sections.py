@@ -9,17 +9,20 @@ from loka_onnx.core.lineage import StageRecord
 from loka_onnx.core.rewrite import RewriteRecord
 from loka_onnx.core.site import OtherProduct
 from loka_onnx.report import numbers
-from loka_onnx.report.choice_tables import choice_sections, refinement_sections
-from loka_onnx.report.correction_tables import corrections_sections
+from loka_onnx.report.choice_tables import (
+    choice_sections,
+    corrections_sections,
+    refinement_sections,
+    throughput_sections,
+)
 from loka_onnx.report.data import ReportData, SplitDescription
 from loka_onnx.report.document import (
     Cell,
+    Column,
     Document,
-    Field,
     Section,
     Table,
     Tone,
-    cell,
     fact,
     number,
     prose,
@@ -27,11 +30,10 @@ from loka_onnx.report.document import (
     text,
 )
 from loka_onnx.report.engine_tables import engines_section, fallbacks_section
-from loka_onnx.report.figures import Figure, Place, at, counted, derive, formed, shown, told
+from loka_onnx.report.figures import Figure, Place, counted, derive, formed, shown, told
 from loka_onnx.report.provenance import Pointers, located
 from loka_onnx.report.site_tables import calibration_facts, sites_section
 from loka_onnx.report.slice_tables import slices_sections
-from loka_onnx.report.throughput_tables import throughput_sections
 from loka_onnx.report.verdict import verdicts
 
 SYNTHETIC_BANNER = "SYNTHETIC DATA: every number below was measured on generated rows, not on yours"
@@ -55,14 +57,15 @@ def build_document(data: ReportData) -> Document:
         _lineage_section(data),
     )
     banner = SYNTHETIC_BANNER if data.is_synthetic else ""
-    return located(Document(data.title, banner, verdicts(data), sections), Pointers(data))
+    document: Document = located(Document(data.title, banner, verdicts(data), sections), Pointers(data))
+    return document
 
 
 def _rewrites_section(data: ReportData) -> Section:
     records = [(name, record) for name, log in data.rewrites.items() for record in log.records]
     if not records:
         return Section("rewrites", "Rewrites", ("Nothing was rewritten.",))
-    fields: tuple[Field[tuple[str, RewriteRecord]], ...] = (
+    columns: tuple[Column[tuple[str, RewriteRecord]], ...] = (
         text("Sequence", lambda row: row[0]),
         text("Transform", lambda row: row[1].transform),
         number("Applied", lambda row: counted(row[1], "applied")),
@@ -70,54 +73,51 @@ def _rewrites_section(data: ReportData) -> Section:
         number("Largest change", lambda row: shown(numbers.scientific, row[1], "max_abs")),
         number("Tolerance", lambda row: shown(numbers.scientific, row[1], "tolerance")),
         text("Result", lambda row: _result(row[1])),
-        number("Time", lambda row: _time(row[1])),
+        number("Time", lambda row: formed(numbers.seconds, _seconds(row[1]))),
     )
-    tables = (table_of("Transforms", fields, records), _entries([record for _, record in records]))
+    tables = (table_of("Transforms", columns, records), _entries([record for _, record in records]))
     return Section("rewrites", "Rewrites", tables=tables)
+
+
+def _seconds(record: RewriteRecord) -> Figure:
+    return derive("sum", Place(record, "seconds"), Place(record, "check_seconds"))
 
 
 def _entries(records: list[RewriteRecord]) -> Table:
     rows: list[tuple[str, str, str, Cell]] = []
     for record in records:
-        for applied in record.applied:
-            undone = cell(told("{}: {}", applied.what, _moved(record)), Tone.BAD)
-            what = undone if record.rolled_back else cell(applied.what)
-            rows.append((record.transform, applied.at, "rolled back" if record.rolled_back else "done", what))
-        rows += [(record.transform, item.at, "declined", cell(item.reason)) for item in record.declined]
-    fields: tuple[Field[tuple[str, str, str, Cell]], ...] = (
+        for item in record.applied:
+            undone = Cell(told("{}: {}", item.what, _moved(record)), Tone.BAD)
+            how, what = ("rolled back", undone) if record.rolled_back else ("done", Cell(item.what))
+            rows.append((record.transform, item.at, how, what))
+        rows += [(record.transform, left.at, "declined", Cell(left.reason)) for left in record.declined]
+    columns: tuple[Column[tuple[str, str, str, Cell]], ...] = (
         text("Transform", lambda row: row[0]),
         text("At", lambda row: row[1]),
         text("Result", lambda row: row[2], is_choice=True),
         prose("What, or why not", lambda row: row[3]),
     )
-    return table_of("Rewritten, rolled back and declined", fields, rows)
-
-
-def _time(record: RewriteRecord) -> str:
-    return formed(numbers.seconds, derive("sum", at(record, "seconds"), at(record, "check_seconds")))
+    return table_of("Rewritten, rolled back and declined", columns, rows)
 
 
 def _result(record: RewriteRecord) -> Cell:
     if record.rolled_back:
-        return cell("rolled back", Tone.BAD)
+        return Cell("rolled back", Tone.BAD)
     if not record.applied:
-        return cell("nothing to do", Tone.MUTED)
+        return Cell("nothing to do", Tone.MUTED)
     # Precision transforms change outputs on purpose; their engines are evaluated instead.
-    return cell("kept", Tone.GOOD) if record.max_abs is not None else cell("kept, not an equivalence")
+    return Cell("kept", Tone.GOOD) if record.max_abs is not None else Cell("kept, not an equivalence")
 
 
 def _moved(record: RewriteRecord) -> str:
     if record.max_abs is None or record.tolerance is None:
         return "discarded"
-    return told(
-        "discarded, because an output moved by {}; the tolerance is {}",
-        shown(numbers.scientific, record, "max_abs"),
-        shown(numbers.scientific, record, "tolerance"),
-    )
+    limits = (shown(numbers.scientific, record, name) for name in ("max_abs", "tolerance"))
+    return told("discarded, because an output moved by {}; the tolerance is {}", *limits)
 
 
 def _data_section(data: ReportData) -> Section:
-    fields: tuple[Field[SplitDescription], ...] = (
+    columns: tuple[Column[SplitDescription], ...] = (
         text("Split", "split"),
         text("Source", "name"),
         fact("Rows", "rows", numbers.count),
@@ -131,34 +131,31 @@ def _data_section(data: ReportData) -> Section:
         "The digest of a split is made of that of its file and of what is read from the file. It tells "
         "whether two runs were measured on the same; it is not the digest of the file itself."
     )
-    return Section("data", "Data", (note,), tuple(items), (table_of("Splits", fields, data.data.splits),))
+    return Section("data", "Data", (note,), tuple(items), (table_of("Splits", columns, data.data.splits),))
 
 
 def _model_section(data: ReportData) -> Section:
     models = [("exported", data.exported)]
     models += [("after mods", data.modified)] if data.modified.digest != data.exported.digest else []
-    fields: tuple[Field[tuple[str, ModelArtifact]], ...] = (
+
+    def able(row: tuple[str, ModelArtifact]) -> str:
+        return formed(numbers.count, derive("fp8_able_flops", Place(row[1], "sites")))
+
+    columns: tuple[Column[tuple[str, ModelArtifact]], ...] = (
         text("Model", lambda row: row[0]),
         text("SHA-256", lambda row: numbers.digest(row[1].digest)),
         number("Opset", lambda row: shown(str, row[1], "opset")),
         number("Sites", lambda row: counted(row[1], "sites")),
-        number(
-            "FP8-able FLOPs per row",
-            lambda row: formed(numbers.count, derive("fp8_able_flops", Place(row[1], "sites"))),
-        ),
+        number("FP8-able FLOPs per row", able),
         number("FLOPs of all products per row", lambda row: formed(numbers.count, _product_flops(row[1]))),
         text("Producer", lambda row: row[1].producer),
     )
     parity, items = data.exported.parity, list(data.exported.notes)
     if parity is not None:
-        note = told(
-            "Parity with the original module on {} rows: largest difference {}, tolerance {}",
-            shown(numbers.count, parity, "rows"),
-            shown(numbers.scientific, parity, "max_abs"),
-            shown(numbers.scientific, parity, "tolerance"),
-        )
-        items.insert(0, note)
-    tables = (table_of("Models", fields, models), *_other_products(data.modified))
+        limits = (shown(numbers.scientific, parity, name) for name in ("max_abs", "tolerance"))
+        template = "Parity with the original module on {} rows: largest difference {}, tolerance {}"
+        items.insert(0, told(template, shown(numbers.count, parity, "rows"), *limits))
+    tables = (table_of("Models", columns, models), *_other_products(data.modified))
     return Section("model", "Model", items=tuple(items), tables=tables)
 
 
@@ -170,34 +167,34 @@ def _other_products(model: ModelArtifact) -> Iterator[Table]:
     """Yield products of the model after mods that no plan decides."""
     whole = _product_flops(model)
 
+    def flops(product: OtherProduct) -> str:
+        return formed(numbers.count, Place(product, "flops_per_example"), numbers.NOT_KNOWN)
+
     def share(product: OtherProduct) -> str:
-        figure = derive("ratio", at(product, "flops_per_example"), whole)
+        figure = derive("ratio", Place(product, "flops_per_example"), whole)
         return formed(numbers.share, figure, numbers.NOT_KNOWN)
 
-    fields: tuple[Field[OtherProduct], ...] = (
+    columns: tuple[Column[OtherProduct], ...] = (
         text("Node", "name"),
         text("Operator", "op_type"),
-        number(
-            "FLOPs per row",
-            lambda product: formed(numbers.count, at(product, "flops_per_example"), numbers.NOT_KNOWN),
-        ),
+        number("FLOPs per row", flops),
         number("Share of all products", share),
         prose("Why it is no site", "reason"),
     )
     if model.other_products:
         caption = "Products that are no site: they run in the base precision"
-        yield table_of(caption, fields, model.other_products)
+        yield table_of(caption, columns, model.other_products)
 
 
 def _lineage_section(data: ReportData) -> Section:
     def parents(stage: StageRecord) -> str:
         return ", ".join(f"{name} {numbers.digest(key)}" for name, key in sorted(stage.parents.items()))
 
-    packages: tuple[Field[tuple[str, str]], ...] = (
+    packages: tuple[Column[tuple[str, str]], ...] = (
         text("Package", lambda row: row[0]),
         text("Version", lambda row: row[1]),
     )
-    stages: tuple[Field[StageRecord], ...] = (
+    stages: tuple[Column[StageRecord], ...] = (
         text("Stage", "stage"),
         text("Key", lambda stage: numbers.digest(stage.key)),
         text("Reads", parents),

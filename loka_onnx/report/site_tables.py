@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval, RatioMoments
-from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
-from loka_onnx.core.profile import ENTROPY, LOSS, Profile, Sensitivity
-from loka_onnx.core.site import Site, SiteKind
-from loka_onnx.core.statistics import ErrorStats
+from loka_onnx.core.plan import PrecisionPlan, SiteSpeed, SpeedVerdict, Verdict
+from loka_onnx.core.profile import ENTROPY, LOSS, Profile, Sampling, Sensitivity
+from loka_onnx.core.site import SiteKind
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
-from loka_onnx.report.document import (
-    Cell,
-    Field,
-    Section,
-    Table,
-    Tone,
-    cell,
-    number,
-    prose,
-    table_of,
-    text,
-)
-from loka_onnx.report.figures import (
-    Place,
-    Told,
-    at,
-    derive,
-    formed,
-    joined,
-    percent_interval,
-    shown,
-    told,
-)
-from loka_onnx.report.histograms import activation_table, judged_recipe
-from loka_onnx.report.speed_tables import SPEED_TONES, speed_tables, speed_texts
+from loka_onnx.report.document import Cell, Column, Section, Table, Tone, number, prose, table_of, text
+from loka_onnx.report.figures import Place, Told, derive, formed, joined, percent_interval, shown, told
+from loka_onnx.report.histograms import SiteRow, activation_table, site_rows
 
 _SAFE_PLAN = "fp8-safe"
 _VERDICT_TONES = {
@@ -46,11 +23,13 @@ _VERDICT_TONES = {
     Verdict.UNDECIDED: Tone.WARN,
     Verdict.NOT_JUDGED: Tone.MUTED,
 }
+_SPEED_TONES = {SpeedVerdict.FAST.value: Tone.GOOD, SpeedVerdict.SLOW.value: Tone.BAD}
 
 
 def sites_section(data: ReportData) -> Section:
     """Return calibration results and decisions for each site."""
     plan = shown_plan(data)
+    sequential = " at every number of rows at once, because rows were added until verdicts were reached"
     paragraphs = [
         "Relative error is that of the site's own output under the recipe. KL is the label-free part of the "
         "loss increase and labelled its first-order part, both relative to "
@@ -59,15 +38,17 @@ def sites_section(data: ReportData) -> Section:
         "KL decides on a site, with the corrected bound that its reason gives. The labelled part is judged "
         "on whole plans: of one site it is mostly noise, and where it is not, it calls for another cure (a "
         "correction of the output, not more precision).",
-        _intervals(data),
+        f"Each interval holds with 95 %{sequential if data.profile.sampling.is_sequential else ''}. It says "
+        "nothing of other draws of the rounding noise: those are the KL of some rows under scales that were "
+        "moved a little.",
     ]
     emitted = tuple(dict.fromkeys(name for t in data.choice.targets for name in t.plans))
     if plan is not None and plan.id not in emitted:
-        paragraphs.insert(
-            0,
+        note = (
             f"The emitted engine runs plan {', '.join(emitted)}. Precision, verdict and reason below are "
-            f"those of plan {plan.id}, in which the sites were judged.",
+            f"those of plan {plan.id}, in which the sites were judged."
         )
+        paragraphs.insert(0, note)
     paragraphs += [
         f"Plan {p.id} is based on {p.base}: {p.base_reason}." for p in data.plans.plans if p.base_reason
     ]
@@ -83,20 +64,20 @@ def _tables(data: ReportData, plan: PrecisionPlan | None) -> Iterator[Table]:
         yield activation_table(data, plan)
     if len(data.plans.plans) > 1:
         yield _plan_table(data)
-    yield from speed_tables(data)
+    for device in dict.fromkeys(speed.device for speed in data.plans.speeds):
+        speeds = [speed for speed in data.plans.speeds if speed.device == device]
+        caption = f"What FP8 saves on {device} by kernel times; sites of one tensor quantize it once"
+        yield table_of(caption, _speed_columns(speeds), speeds)
 
 
 def calibration_facts(profile: Profile) -> list[str]:
     """Return the rows behind each part of a profile, and why no more."""
     sampling = profile.sampling
-    facts: list[str] = [
-        told(
-            "Ranges: {} rows; errors: {} rows; sensitivities: {} rows",
-            shown(numbers.count, profile, "rows"),
-            shown(numbers.count, profile, "error_rows"),
-            shown(numbers.count, sampling, "rows"),
-        )
-    ]
+    counts = (
+        shown(numbers.count, owner, name)
+        for owner, name in ((profile, "rows"), (profile, "error_rows"), (sampling, "rows"))
+    )
+    facts: list[str] = [told("Ranges: {} rows; errors: {} rows; sensitivities: {} rows", *counts)]
     if sampling.may_stop_early and not sampling.undecided:
         facts.append("Sensitivities stopped where the verdict of every site was reached")
     if added := profile.data_digest.split("+")[1:]:
@@ -119,85 +100,45 @@ def _denominators(data: ReportData) -> str:
     return " or ".join(text for name, text in words.items() if name in used)
 
 
-def _intervals(data: ReportData) -> str:
-    sequential = " at every number of rows at once, because rows were added until verdicts were reached"
-    return (
-        f"Each interval holds with 95 %{sequential if data.profile.sampling.is_sequential else ''}. It says "
-        "nothing of other draws of the rounding noise: those are the KL of some rows under scales that were "
-        "moved a little."
-    )
-
-
 def shown_plan(data: ReportData) -> PrecisionPlan | None:
-    """Return the plan whose reasons are shown: the selected one if it is quantized, else fp8-safe, else any
-    that is.
-    """
+    """Return the plan whose reasons are shown: the selected one if quantized, else fp8-safe, else any."""
     emitted = [data.plan(name) for t in data.choice.targets for name in t.plans]
     known = [p for p in (*emitted, data.plan(_SAFE_PLAN), *data.plans.plans) if p is not None]
     return next((p for p in known if p.quantized_sites), known[0] if known else None)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One site with its decision in the shown plan, and what was measured under the recipe of that."""
-
-    site: Site
-    decision: Decision | None
-    recipe: str | None
-    error: ErrorStats | None
-    sensitivities: tuple[Sensitivity, ...]
-
-
-def _rows(data: ReportData, plan: PrecisionPlan) -> Iterator[_Row]:
-    decisions = {decision.site: decision for decision in plan.decisions}
-    profiles = {profile.site: profile for profile in data.profile.sites}
-    for site in data.modified.sites:
-        decision, profile = decisions.get(site.name), profiles.get(site.name)
-        recipe = judged_recipe(decision, profile)
-        errors = profile.errors if profile is not None else ()
-        sensitivities = profile.sensitivities if profile is not None else ()
-        yield _Row(
-            site,
-            decision,
-            recipe,
-            next((e for e in errors if e.recipe == recipe), None),
-            tuple(s for s in sensitivities if s.recipe == recipe),
-        )
-
-
 def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
     able = derive("fp8_able_flops", Place(data.modified, "sites"))
-    speeds = speed_texts(data)
+    speeds, sampling = speed_texts(data), data.profile.sampling
 
-    def size(title: str, name: str) -> Field[_Row]:
+    def size(title: str, name: str) -> Column[SiteRow]:
         return number(
-            title, lambda row: formed(numbers.count, at(row.site, name)) if at(row.site, name).value else "–"
+            title, lambda row: shown(numbers.count, row.site, name) if getattr(row.site, name) else "–"
         )
 
-    def flop_share(row: _Row) -> str:
-        """Return the share of the FP8-able FLOPs of the listed model."""
+    def flop_share(row: SiteRow) -> str:
         if not row.site.is_fp8_able or not able.value:
             return numbers.NONE
         return formed(numbers.share, derive("ratio", derive("flops", Place(row.site)), able))
 
-    def verdict(row: _Row) -> Cell:
+    def verdict(row: SiteRow) -> Cell:
         judged = row.decision.verdict if row.decision is not None else Verdict.NOT_JUDGED
-        return cell(judged, _VERDICT_TONES[judged])
+        return Cell(judged, _VERDICT_TONES[judged])
 
-    def speed(row: _Row) -> Cell:
+    def speed(row: SiteRow) -> Cell:
         if row.site.kind is SiteKind.NORM:
-            return cell(numbers.NONE)
+            return Cell(numbers.NONE)
         text = speeds.get(row.site.name, numbers.NOT_MEASURED)
-        return cell(text, SPEED_TONES.get(text, Tone.MUTED if text == numbers.NOT_MEASURED else Tone.PLAIN))
+        return Cell(text, _SPEED_TONES.get(text, Tone.MUTED if text == numbers.NOT_MEASURED else Tone.PLAIN))
 
-    def reason(row: _Row) -> str:
+    def reason(row: SiteRow) -> str:
         merged = row.site.merged_from
         why = row.decision.reason if row.decision is not None else f"plan {plan.id} does not name it"
         return f"{why} (merged from {', '.join(merged)})" if set(merged) - {row.site.name} else why
 
-    def by_output(show: Callable[[ReportData, Sensitivity], Told]) -> Callable[[_Row], Told]:
-        def shown_of(row: _Row) -> Told:
-            values = [(s.output, show(data, s)) for s in row.sensitivities]
+    def by_output(show: Callable[[Sensitivity], Told]) -> Callable[[SiteRow], Told]:
+        def shown_of(row: SiteRow) -> Told:
+            values = [(s.output, show(s)) for s in row.sensitivities]
             if not values:
                 return Told(numbers.NOT_MEASURED)
             if len(dict(values)) == 1 and len(data.profile.baseline_loss) <= 1:
@@ -206,8 +147,8 @@ def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
 
         return shown_of
 
-    fields: tuple[Field[_Row], ...] = (
-        text("Site", lambda row: row.site.name),
+    columns: tuple[Column[SiteRow], ...] = (
+        text("Site", "site.name"),
         text("Kind", lambda row: f"{row.site.kind} ({row.site.op_type})"),
         size("K", "k"),
         size("N", "n"),
@@ -221,87 +162,110 @@ def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
         text("Verdict", verdict, is_choice=True),
         text("Speed", speed, is_choice=True),
         number("Relative error", _relative_error),
-        number("KL", by_output(_kl)),
+        number("KL", by_output(lambda s: _interval(sampling, s.kl_moments, s.kl))),
         number("KL over draws", by_output(_draws)),
-        number("Labelled", by_output(_labelled)),
+        number("Labelled", by_output(lambda s: _interval(sampling, s.labelled_moments, s.labelled))),
         number("Rows measured", _rows_measured),
         text("Recipe measured", lambda row: row.recipe or numbers.NONE),
         prose("Reason", reason),
     )
     rows_measured = shown(numbers.count, data.profile, "rows")
     caption = told("Sites in plan {}, measured on {} calibration rows", plan.id, rows_measured)
-    return table_of(caption, fields, _rows(data, plan))
+    return table_of(caption, columns, site_rows(data, plan))
 
 
-def _relative_error(row: _Row) -> str:
+def _relative_error(row: SiteRow) -> str:
     if row.error is None:
         return numbers.NOT_MEASURED
     return formed(numbers.error_percent, derive("relative_error", Place(row.error)))
 
 
-def _rows_measured(row: _Row) -> str:
+def _rows_measured(row: SiteRow) -> str:
     if not row.sensitivities:
         return numbers.NONE
-    return formed(numbers.count, derive("max", *(at(s.kl_moments, "rows") for s in row.sensitivities)))
+    return formed(numbers.count, derive("max", *(Place(s.kl_moments, "rows") for s in row.sensitivities)))
 
 
-def _kl(data: ReportData, sensitivity: Sensitivity) -> Told:
-    return _interval(data, sensitivity.kl_moments, sensitivity.kl)
-
-
-def _labelled(data: ReportData, sensitivity: Sensitivity) -> Told:
-    if sensitivity.labelled_moments is None or sensitivity.labelled is None:
-        return Told(numbers.NONE)
-    return _interval(data, sensitivity.labelled_moments, sensitivity.labelled)
-
-
-def _interval(data: ReportData, moments: RatioMoments, fixed: Interval) -> Told:
+def _interval(sampling: Sampling, moments: RatioMoments | None, fixed: Interval | None) -> Told:
     """Return the interval valid for how rows were added; `fixed` is that of a number fixed beforehand."""
-    sampling = data.profile.sampling
-    if not sampling.is_sequential:
+    if not sampling.is_sequential or moments is None:
         return percent_interval(fixed)
     places = (Place(moments), Place(sampling))
     ends = [derive(f"interval_{end}", *places) for end in ("value", "lower", "upper")]
     return Told(numbers.percent_interval(sampling.interval_of(moments)), ends)
 
 
-def _draws(_: ReportData, sensitivity: Sensitivity) -> Told:
+def _draws(sensitivity: Sensitivity) -> Told:
     draws = sensitivity.draws
     if draws is None:
         return Told(numbers.NONE)
-    return told(
-        "{} to {} ({})",
-        shown(numbers.error_percent, draws, "kl_low"),
-        shown(numbers.error_percent, draws, "kl_high"),
-        shown(numbers.count, draws, "count"),
-    )
+    low, high = (shown(numbers.error_percent, draws, end) for end in ("kl_low", "kl_high"))
+    return told("{} to {} ({})", low, high, shown(numbers.count, draws, "count"))
 
 
 def _plan_table(data: ReportData) -> Table:
     """Return the precisions, one row for each site, then the share of each plan."""
-
-    def share_of_all(plan: PrecisionPlan) -> Told:
-        return formed(numbers.share, derive("product", at(plan, "fp8_share"), at(data.plans, "able_share")))
-
-    def of_plan(plan: PrecisionPlan) -> Field[tuple[str, Callable[[PrecisionPlan], Cell | str] | None]]:
+    plans, low = data.plans.plans, data.plans.quantized
+    rows: dict[str, list[Cell | str]] = {site.name: [] for site in data.modified.sites}
+    for plan in plans:
         decided = {d.site: d.precision for d in plan.decisions}
-        return text(
-            plan.id,
-            lambda row: (
-                row[1](plan) if row[1] is not None else _precision_cell(decided.get(row[0], plan.base))
-            ),
-        )
-
-    rows: list[tuple[str, Callable[[PrecisionPlan], Cell | str] | None]] = [
-        (site.name, None) for site in data.modified.sites
-    ]
-    low = data.plans.quantized
-    rows.append((f"{low} share of FP8-able FLOPs", lambda plan: shown(numbers.share, plan, "fp8_share")))
+        for name, cells in rows.items():
+            cells.append(_precision_cell(decided.get(name, plan.base)))
+    rows[f"{low} share of FP8-able FLOPs"] = [shown(numbers.share, plan, "fp8_share") for plan in plans]
     if data.plans.able_share is not None:
-        rows.append((f"{low} share of the FLOPs of all products", share_of_all))
-    fields = (text("Site", lambda row: row[0]), *map(of_plan, data.plans.plans))
-    return table_of("Precision of each site in each plan", fields, rows)
+        able = Place(data.plans, "able_share")
+        parts = (derive("product", Place(plan, "fp8_share"), able) for plan in plans)
+        rows[f"{low} share of the FLOPs of all products"] = [formed(numbers.share, part) for part in parts]
+
+    def of_plan(place: int) -> Column[tuple[str, list[Cell | str]]]:
+        return text(plans[place].id, lambda row: row[1][place])
+
+    columns = (text("Site", lambda row: row[0]), *map(of_plan, range(len(plans))))
+    return table_of("Precision of each site in each plan", columns, rows.items())
 
 
 def _precision_cell(precision: Precision) -> Cell:
-    return cell(precision, Tone.GOOD if precision.is_quantized else Tone.PLAIN)
+    return Cell(precision, Tone.GOOD if precision.is_quantized else Tone.PLAIN)
+
+
+# Speed: a verdict is never guessed; norms have none and are left out ------------------------------------
+
+
+def speed_texts(data: ReportData) -> dict[str, str]:
+    """Return the speed of FP8 at each site: ``fast``; of several devices, each by name.
+
+    Sites of unknown speed are left out.
+    """
+    unknown, speeds = numbers.NOT_MEASURED, data.plans.speeds
+    texts = {(s.site, s.device): unknown if s.verdict is SpeedVerdict.UNKNOWN else s.verdict for s in speeds}
+    devices = dict.fromkeys(speed.device for speed in speeds)
+    form = "{1}" if len(devices) == 1 else "{0}: {1}"
+    return {
+        site: "; ".join(form.format(device, texts.get((site, device), unknown)) for device in devices)
+        for site, _ in texts
+    }
+
+
+def _speed_columns(speeds: list[SiteSpeed]) -> tuple[Column[SiteSpeed], ...]:
+    def us(title: str, name: str) -> Iterator[Column[SiteSpeed]]:
+        for batch in dict.fromkeys(batch for speed in speeds for batch in speed.saved_us):
+            yield number(f"{title} at {batch}, µs", partial(_us, name, batch))
+
+    def origin(speed: SiteSpeed) -> str:
+        known = "measured" if speed.is_measured else "predicted"
+        return numbers.NONE if speed.verdict is SpeedVerdict.UNKNOWN else known
+
+    return (
+        text("Site", "site"),
+        text("Speed", lambda speed: Cell(speed.verdict, _SPEED_TONES.get(speed.verdict, Tone.MUTED))),
+        *us("Product saves", "saved_us"),
+        *us("Quantize", "quantize_us"),
+        text("Tensor", "tensor"),
+        text("Times", origin),
+        prose("Reason", "reason"),
+    )
+
+
+def _us(name: str, batch: str, speed: SiteSpeed) -> str:
+    times = getattr(speed, name)
+    return shown("{:.2f}".format, times, batch) if batch in times else numbers.NONE

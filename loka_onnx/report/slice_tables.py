@@ -9,10 +9,10 @@ from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData, confidence_text
 from loka_onnx.report.document import (
     BUDGET_TONES,
-    Field,
+    Cell,
+    Column,
     Section,
     Table,
-    cell,
     fact,
     number,
     prose,
@@ -33,7 +33,6 @@ from loka_onnx.report.figures import (
 
 SHOWN = 10
 """Most slices of one engine and output in texts; report.json has all."""
-NULL = "(null)"
 _JUDGED = (BudgetStatus.BEYOND, BudgetStatus.UNDECIDED, BudgetStatus.WITHIN)
 
 
@@ -83,7 +82,7 @@ def slice_name(item: SliceDifference) -> str:
 
 
 def _value(item: SliceDifference) -> str:
-    return NULL if item.value is None else item.value or "(empty text)"
+    return "(null)" if item.value is None else item.value or "(empty text)"
 
 
 def _change(item: SliceDifference, output: OutputEvaluation) -> Told:
@@ -104,17 +103,17 @@ def _left_out(evaluation: Evaluation, output: OutputEvaluation) -> Iterator[str]
 
 
 def _worst_table(evaluation: Evaluation, output: OutputEvaluation, level: str) -> Table:
-    fields: tuple[Field[SliceDifference], ...] = (
+    def change(item: SliceDifference) -> Cell:
+        return Cell(_change(item, output), BUDGET_TONES[item.status])
+
+    columns: tuple[Column[SliceDifference], ...] = (
         text("Column", "column"),
         text("Value", _value),
         fact("Rows", "rows", numbers.count),
-        number(
-            f"Change [simultaneous {level} interval]",
-            lambda item: cell(_change(item, output), BUDGET_TONES[item.status]),
-        ),
+        number(f"Change [simultaneous {level} interval]", change),
         number("KL, label-free part", lambda item: percent_interval(item.kl)),
         number("Labelled part", lambda item: percent_interval(item.labelled)),
-        text("Status", lambda item: cell(item.status, BUDGET_TONES[item.status])),
+        text("Status", lambda item: Cell(item.status, BUDGET_TONES[item.status])),
         prose("Why", "reason"),
     )
     rest = derive("entries", *map(Place, output.slices[SHOWN:]))
@@ -126,4 +125,4 @@ def _worst_table(evaluation: Evaluation, output: OutputEvaluation, level: str) -
         shown(numbers.budget_percent, output, "budget"),
         told("; {} more in report.json", formed(numbers.count, rest)) if rest.value else "",
     )
-    return table_of(caption, fields, output.slices[:SHOWN])
+    return table_of(caption, columns, output.slices[:SHOWN])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import compress
 
 from rich.table import Table
 from rich.text import Text
@@ -29,64 +30,47 @@ _LONGEST_WORD = len("undecided,")
 _Cells = tuple[Text, ...]
 
 
-def plain_table(title: str) -> Table:
-    """Return an empty table without lines, as narrow as its content and its title."""
-    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.min_width = len(title)
-    return table
-
-
 def summary_table(data: ReportData, target: str, split: str) -> Table:
     """Return one row per engine of a target and output, the reference first; emitted engines have a ``*``."""
     judged = delta_heading(data)
-    table = plain_table(f"{data.title}, {target}: {split or numbers.NOT_MEASURED}")
-    table.caption, table.caption_justify = "\n".join(_caption(data)), "left"
+    title = Text(f"{data.title}, {target}: {split or numbers.NOT_MEASURED}")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.min_width = len(title)
+    is_said = (True, bool(label_free_outputs(data)), data.is_synthetic)
+    caption = compress(("* emitted", NO_LABELS, SYNTHETIC_BANNER), is_said)
+    table.caption, table.caption_justify = "\n".join(caption), "left"
     table.caption_style = "bold red" if data.is_synthetic else "dim"
     engines = [engine for engine in data.engines if engine.target == target]
     # Names that distinguish the rows only.
     outputs = {o.output for e in data.evaluations.evaluations for o in e.outputs}
-    is_shown = (len({engine.backend for engine in engines}) > 1, True, len(outputs) > 1)
-    for heading, wanted in zip(("backend", "plan", "output"), is_shown, strict=True):
+    is_shown = (len({engine.backend for engine in engines}) > 1, True, len(outputs) > 1, True, True, True)
+    for heading, wanted in zip(("backend", "plan", "output"), is_shown, strict=False):
         if wanted:
             table.add_column(heading, overflow="fold", no_wrap=heading != "backend")
     for heading in (f"{_HEADINGS.get(judged, judged)}, {confidence_text(data, split)}", "KL"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("status", overflow="fold", min_width=_LONGEST_WORD)
-    rows = [row for reference in data.references for row in _reference_rows(data, reference, split)]
-    rows += [row for engine in engines for row in _engine_rows(data, engine, split)]
-    for row in rows:
-        table.add_row(
-            *(cell for cell, wanted in zip(row, (*is_shown, True, True, True), strict=True) if wanted)
-        )
+    for row in (*_reference_rows(data, split), *(r for e in engines for r in _engine_rows(data, e, split))):
+        table.add_row(*compress(row, is_shown))
     return table
 
 
-def _reference_rows(data: ReportData, reference: str, split: str) -> Iterator[_Cells]:
-    evaluation = data.evaluation(reference, split)
-    for output in evaluation.outputs if evaluation is not None else ():
+def _reference_rows(data: ReportData, split: str) -> Iterator[_Cells]:
+    for output in (output for reference in data.references for output in data.outputs(reference, split)):
         # Text, not str: rich reads [brackets] in a string as markup.
         yield Text(), Text("FP32"), Text(output.output), *_changes(output), Text("reference")
 
 
 def _engine_rows(data: ReportData, engine: EngineArtifact, split: str) -> Iterator[_Cells]:
-    evaluation, is_chosen = data.evaluation(engine.id, split), data.chosen(engine.id) is not None
+    outputs, is_chosen = data.outputs(engine.id, split), data.chosen(engine.id) is not None
     plan = Text(f"{engine.plan} *" if is_chosen else engine.plan, style="bold" if is_chosen else "")
     simulated, none = ", simulated" if engine.simulated else "", Text(numbers.NONE)
-    if evaluation is None or not evaluation.outputs:
-        status = Text(f"{engine.status}{simulated}", style=_STYLES[STATUS_TONES[engine.status]])
-        yield Text(engine.backend), plan, none, Text(numbers.NOT_MEASURED, style="dim"), none, status
-        return
-    for output in evaluation.outputs:
+    for output in outputs:
         status = Text(f"{output.verdict}{simulated}", style=_STYLES[delta_tone(output)])
         yield Text(engine.backend), plan, Text(output.output), *_changes(output), status
-
-
-def _caption(data: ReportData) -> Iterator[str]:
-    yield "* emitted"
-    if label_free_outputs(data):
-        yield NO_LABELS
-    if data.is_synthetic:
-        yield SYNTHETIC_BANNER
+    if not outputs:
+        status = Text(f"{engine.status}{simulated}", style=_STYLES[STATUS_TONES[engine.status]])
+        yield Text(engine.backend), plan, none, Text(numbers.NOT_MEASURED, style="dim"), none, status
 
 
 def _changes(output: OutputEvaluation) -> tuple[Text, Text]:

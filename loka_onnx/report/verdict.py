@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from loka_onnx.core.evaluation import (
     KL_NAME,
     Because,
     BudgetStatus,
     Evaluation,
+    Guard,
     OutputEvaluation,
     Rejection,
     TargetChoice,
@@ -20,10 +22,10 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.report import numbers
 from loka_onnx.report.data import ReportData
-from loka_onnx.report.document import BUDGET_TONES, BudgetBar, Cell, Stat, Tone, Verdict, can_be_drawn, cell
+from loka_onnx.report.document import BUDGET_TONES, BudgetBar, Cell, Stat, Tone, Verdict, can_be_drawn
 from loka_onnx.report.figures import (
+    Place,
     Told,
-    at,
     counted,
     derive,
     ends,
@@ -41,8 +43,8 @@ NO_LABELS = f"{KL_NAME}, no labels: the labelled first-order term is not seen"
 """Caution on every verdict on an output without labels."""
 _BASELINES = ("fp32", "bf16", "fp16")
 """Ids of baseline plans, where an engine of them competed."""
-_NOT_MEASURED = cell(numbers.NOT_MEASURED, Tone.MUTED)
-_SIMULATED = (cell("simulated", Tone.MUTED), "its speed says nothing")
+_NOT_MEASURED = Cell(numbers.NOT_MEASURED, Tone.MUTED)
+_SIMULATED = (Cell("simulated", Tone.MUTED), "its speed says nothing")
 
 
 @dataclass(frozen=True)
@@ -66,32 +68,27 @@ def budget_sentence(output: OutputEvaluation) -> Told:
 
 def _standing(output: OutputEvaluation) -> Told:
     """Return the status alone, whose numbers all have a source in the report."""
-    budget = shown(numbers.budget_percent, output, "budget")
+    budget, because = shown(numbers.budget_percent, output, "budget"), ", ".join(output.because)
     if output.difference is None:
         return told("the reference itself; budget {}", budget)
-    status = _status(output, budget)
-    return told("{} ({})", status, NO_LABELS) if output.difference.delta_ne is None else status
-
-
-def _status(output: OutputEvaluation, budget: Told) -> Told:
-    because = ", ".join(output.because)
+    judged = output.difference.judged
     if output.budget_status == BudgetStatus.WITHIN:
-        return told("within the budget of {}", budget)
-    if output.budget_status == BudgetStatus.BEYOND:
-        if because:
-            return told("beyond what is accepted beside the budget of {}: {}", budget, because)
-        return told("beyond the budget of {}", budget)
-    if output.rows_to_decide is not None:
+        status = told("within the budget of {}", budget)
+    elif output.budget_status == BudgetStatus.BEYOND and because:
+        status = told("beyond what is accepted beside the budget of {}: {}", budget, because)
+    elif output.budget_status == BudgetStatus.BEYOND:
+        status = told("beyond the budget of {}", budget)
+    elif output.rows_to_decide is not None:
         rows = shown(numbers.count, output, "rows_to_decide")
-        return told("undecided against the budget of {}; about {} rows would decide it", budget, rows)
-    if because:
-        return told("undecided against the budget of {} and what is accepted beside it", budget)
-    judged = output.difference.judged if output.difference is not None else None
-    if judged is None or not math.isfinite(judged.upper - judged.lower):
-        why = "how many rows would decide it is not known: these are too few for an interval"
+        status = told("undecided against the budget of {}; about {} rows would decide it", budget, rows)
+    elif because:
+        status = told("undecided against the budget of {} and what is accepted beside it", budget)
     else:
         why = "the estimate lies on it, and a hundred times as many rows would not tell on which side"
-    return told("undecided against the budget of {}; {}", budget, why)
+        if not math.isfinite(judged.upper - judged.lower):
+            why = "how many rows would decide it is not known: these are too few for an interval"
+        status = told("undecided against the budget of {}; {}", budget, why)
+    return told("{} ({})", status, NO_LABELS) if output.difference.delta_ne is None else status
 
 
 def _verdict(data: ReportData, choice: TargetChoice) -> Verdict:
@@ -99,8 +96,9 @@ def _verdict(data: ReportData, choice: TargetChoice) -> Verdict:
     has_fp8 = any(plan.quantized_sites for name in choice.plans if (plan := data.plan(name)) is not None)
     headline = f"{choice.target}: emit {' and '.join(f'{e.engine} (plan {e.plan})' for e in engines)}"
     tone = Tone.GOOD if has_fp8 and all(_is_within(data, e.engine) for e in engines) else Tone.WARN
-    facts = tuple(_facts(data, choice, engines, has_fp8))
-    return Verdict(choice.target, headline, facts, tone, _stats(data, choice), _bars(data, choice))
+    facts, speeds = tuple(_facts(data, choice, engines, has_fp8)), _speed_stats(data, choice)
+    stats = (_plan_stat(data, choice), *speeds, *_cost_stats(data, choice), _latency_stat(data, choice))
+    return Verdict(choice.target, headline, facts, tone, stats, _bars(data, choice))
 
 
 def _facts(
@@ -176,22 +174,8 @@ def _emitted(choice: TargetChoice) -> tuple[_Emitted, ...]:
     return tuple(_Emitted(name, plan, f" of {name}" if several else "") for name, plan in plans.items())
 
 
-def _stats(data: ReportData, choice: TargetChoice) -> tuple[Stat, ...]:
-    """Return the numbers of one target: its plan, its gain over each baseline, its cost against the
-    budget.
-    """
-    return (
-        _plan_stat(data, choice),
-        *_speed_stats(data, choice),
-        *_cost_stats(data, choice),
-        _latency_stat(data, choice),
-    )
-
-
 def _bars(data: ReportData, choice: TargetChoice) -> tuple[BudgetBar, ...]:
-    """Return judged quantities on the deciding split, by engine and output; of an engine of the same plan,
-    where this one was not run.
-    """
+    """Return judged quantities on the deciding split, by engine and output."""
     return tuple(
         BudgetBar(
             label=f"{output.output} on {evaluation.split}{engine.apart}",
@@ -202,22 +186,18 @@ def _bars(data: ReportData, choice: TargetChoice) -> tuple[BudgetBar, ...]:
             budget_text=shown(numbers.budget_percent, output, "budget"),
         )
         for engine, evaluation, output in _judged(data, choice)
-        if (change := output.difference) is not None
-        and can_be_drawn(change.judged)
-        and math.isfinite(output.budget)
+        if (change := output.difference) and can_be_drawn(change.judged) and math.isfinite(output.budget)
     )
 
 
 def _speed_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
-    """Yield the gain of the main engine over the best one of each baseline, measured in turns; in words
-    without one.
-    """
+    """Yield the gain of the main engine over the best one of each baseline, measured in turns."""
     main = _emitted(choice)[0]
     for plan in _BASELINES:
         label = f"Speed over {plan.upper()}"
         if plan == choice.plan:
             who = "the main engine is" if main.apart else "this is the engine"
-            yield Stat(label, cell("none", Tone.MUTED), f"{who} of that plan itself")
+            yield Stat(label, Cell("none", Tone.MUTED), f"{who} of that plan itself")
             continue
         of_plan = {engine.id for engine in data.engines if engine.plan == plan}
         losers = [loser for loser in choice.losers if loser.engine in of_plan]
@@ -243,15 +223,15 @@ def _gain(label: str, baseline: Rejection, main: _Emitted) -> Stat:
         main.apart and f",{main.apart}",
         baseline.engine,
     )
-    return Stat(label, cell(told("{}×", value), Tone.GOOD if times.lower > 1 else Tone.WARN), note)
+    return Stat(label, Cell(told("{}×", value), Tone.GOOD if times.lower > 1 else Tone.WARN), note)
 
 
 def _plan_stat(data: ReportData, choice: TargetChoice) -> Stat:
     notes = [(name, _fp8_of(plan)) for name in choice.plans if (plan := data.plan(name)) is not None]
     if len(choice.plans) == 1:
-        return Stat("Plan", cell(choice.plan), notes[0][1] if notes else "")
+        return Stat("Plan", Cell(choice.plan), notes[0][1] if notes else "")
     note = joined("; ", [told("{}: {}", name, fp8) for name, fp8 in notes])
-    return Stat("Plans", cell(", ".join(choice.plans)), note)
+    return Stat("Plans", Cell(", ".join(choice.plans)), note)
 
 
 def _fp8_of(plan: PrecisionPlan) -> str:
@@ -267,19 +247,15 @@ def _latency_stat(data: ReportData, choice: TargetChoice) -> Stat:
     label = "Latency p50"
     if data.is_simulated(choice.engine):
         return Stat(label, *_SIMULATED)
-    latencies = [
-        latency
-        for evaluation in data.evaluations.evaluations
-        for latency in evaluation.latencies
-        if evaluation.engine == choice.route(latency.batch)
-    ]
+    timed = ((e.engine, latency) for e in data.evaluations.evaluations for latency in e.latencies)
+    latencies = [latency for engine, latency in timed if engine == choice.route(latency.batch)]
     if not latencies:
         return Stat(label, _NOT_MEASURED, choice.basis)
     largest = max(latencies, key=lambda latency: latency.batch)
     elsewhere = "" if largest.counts_for_choice else ", which is not the target"
     by = f", by {choice.route(largest.batch)}" if choice.routes else ""
     note = told("batch {}, on {}{}{}", shown(numbers.count, largest, "batch"), largest.device, elsewhere, by)
-    return Stat(label, cell(shown(numbers.latency, largest, "p50_us")), note)
+    return Stat(label, Cell(shown(numbers.latency, largest, "p50_us")), note)
 
 
 _Judged = tuple[_Emitted, Evaluation, OutputEvaluation]
@@ -304,12 +280,10 @@ def _cost_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
     engine, evaluation, worst = max(judged_outputs, key=lambda row: _over_budget(row[2]))
     change = worst.difference
     if change is None:
-        yield Stat("Accuracy", cell("reference", Tone.MUTED), "every engine is compared with it")
+        yield Stat("Accuracy", Cell("reference", Tone.MUTED), "every engine is compared with it")
         return
-    decimals = numbers.interval_decimals(change.judged, worst.budget)
-    value, lower, upper = (
-        formed(lambda v: numbers.signed_percent(v, decimals), end) for end in ends(change.judged)
-    )
+    form = partial(numbers.signed_percent, decimals=numbers.interval_decimals(change.judged, worst.budget))
+    value, lower, upper = (formed(form, end) for end in ends(change.judged))
     note = told(
         "[{}, {}], {}{} {} rows{}",
         lower,
@@ -319,30 +293,25 @@ def _cost_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
         evaluation.split,
         _whose(data, engine, evaluation),
     )
-    yield Stat(change.judged_name, cell(value, BUDGET_TONES.get(worst.budget_status, Tone.PLAIN)), note)
+    yield Stat(change.judged_name, Cell(value, BUDGET_TONES.get(worst.budget_status, Tone.PLAIN)), note)
     verdict: str = worst.verdict
     if worst.budget > 0:
-        part = derive("ratio", at(change.judged, "upper"), at(worst, "budget"))
+        part = derive("ratio", Place(change.judged, "upper"), Place(worst, "budget"))
         verdict = told("{}; the upper end is at {} of it", verdict, formed(numbers.error_percent, part))
-    yield Stat("Budget", cell(shown(numbers.budget_percent, worst, "budget")), verdict)
+    yield Stat("Budget", Cell(shown(numbers.budget_percent, worst, "budget")), verdict)
+    guards = {guard.name: guard for guard in worst.guards}
     if change.delta_ne is not None:
-        yield Stat("KL", *_guarded(worst, Because.MAX_KL))
+        guard = guards.get(Because.MAX_KL)
+        limit: str = told("accepted: {}", shown(numbers.budget_percent, guard, "limit")) if guard else ""
+        yield Stat("KL", Cell(percent_interval(change.kl), _tone(guard)), limit)
     if change.delta_auc is not None:
-        yield Stat("ΔAUC", *_guarded(worst, Because.MAX_AUC_DROP))
+        guard = guards.get(Because.MAX_AUC_DROP)
+        limit = told("accepted drop: {}", shown(numbers.scientific, guard, "limit")) if guard else ""
+        yield Stat("ΔAUC", Cell(metric_interval(change.delta_auc), _tone(guard)), limit)
 
 
-def _guarded(output: OutputEvaluation, name: Because) -> tuple[Cell, str]:
-    """Return a guarded quantity and its limit, if any."""
-    change = output.difference
-    assert change is not None
-    is_kl = name is Because.MAX_KL
-    text = percent_interval(change.kl) if is_kl else metric_interval(change.delta_auc)
-    guard = next((guard for guard in output.guards if guard.name is name), None)
-    if guard is None:
-        return cell(text), ""
-    limit = shown(numbers.budget_percent if is_kl else numbers.scientific, guard, "limit")
-    note = told("accepted{}: {}", "" if is_kl else " drop", limit)
-    return cell(text, BUDGET_TONES.get(guard.status, Tone.PLAIN)), note
+def _tone(guard: Guard | None) -> Tone:
+    return Tone.PLAIN if guard is None else BUDGET_TONES.get(guard.status, Tone.PLAIN)
 
 
 def _whose(data: ReportData, engine: _Emitted, evaluation: Evaluation) -> str:
@@ -359,13 +328,8 @@ def _stand_in(data: ReportData, engine: _Emitted) -> Evaluation | None:
     if _own(data, engine) is not None:
         return None
     for split in reversed(data.splits):
-        same = [
-            evaluation
-            for evaluation in data.evaluations.evaluations
-            if (evaluation.split, evaluation.plan) == (split, engine.plan)
-            and evaluation.outputs
-            and data.engine(evaluation.engine) is not None
-        ]
+        of_plan = [e for e in data.evaluations.evaluations if (e.split, e.plan) == (split, engine.plan)]
+        same = [e for e in of_plan if e.outputs and data.engine(e.engine) is not None]
         if same:
             return max(same, key=lambda evaluation: max(map(_over_budget, evaluation.outputs)))
     return None

@@ -55,6 +55,28 @@ def open_page(browser: Any, path: Path, **context: Any) -> Opened:
     return opened
 
 
+def texts(locator: Any) -> list[str]:
+    return [text.strip() for text in locator.all_inner_texts()]
+
+
+def facts_of(page: Any) -> dict[str, str]:
+    """What the panel of the chosen site says."""
+    names, values = (page.locator(f"#site-facts {tag}") for tag in ("dt", "dd"))
+    return dict(zip(texts(names), texts(values), strict=True))
+
+
+def draw(page: Any, selector: str) -> Any:
+    """Brings a plot into sight, and returns it when it is drawn."""
+    plot = page.locator(selector).first
+    plot.scroll_into_view_if_needed()
+    plot.locator(".main-svg").first.wait_for()
+    return plot
+
+
+def fits_a_phone(page: Any) -> bool:
+    return page.evaluate("document.documentElement.scrollWidth") == PHONE[0]
+
+
 def written(data: ReportData, directory: Path) -> Path:
     """The page of a run."""
     render(data, directory)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import re
 
 import pytest
-from browser_pages import PHONE, written
+from browser_pages import PHONE, draw, facts_of, fits_a_phone, texts, written
 from decided_run import LATENCIES_US, OVER_BF16, OVER_FP32
 from sample_run import make_run
 
 from loka_onnx.report import ReportData
 
 THEMES = ("system", "light", "dark")
-NASTY = "x<img src=a onerror=\"document.title='owned'\"></script>'\"&lt;"
-
-
-def texts(locator) -> list[str]:
-    return [text.strip() for text in locator.all_inner_texts()]
+NASTY = (
+    "x<img src=a onerror=\"document.title='owned'\"></script><script>document.title='owned'</script>'\"&lt;"
+)
 
 
 def site_rows(page) -> list[str]:
@@ -106,25 +104,20 @@ def test_every_candidate_is_in_the_chart_or_named_beside_it(visit, report):
     # Different symbols, not only different colours.
     paths = {p.get_attribute("d") for p in chart.locator(".scatterlayer .point").all()}
     assert len(paths) == 3
-    page.locator("#chart-latency select").select_option(label="ctr on cpu")
-    chart = page.locator("#chart-latency .chart:visible")
-    assert "cpu-onnxruntime-cpu-fp8-all: latency simulated: speed never counts" in chart.inner_text()
-    assert "cpu-onnxruntime-cpu-bf16" in chart.inner_text()
-    page.locator("#chart-latency select").select_option(label="ctr on rtx")
-    chart = page.locator("#chart-latency .chart:visible")
-    assert "nothing to draw" in chart.inner_text()
-    assert "rtx-tensorrt_rtx-sm89-fp8-safe: latency not measured" in chart.inner_text()
-
-
-def test_the_front_joins_what_nothing_beats(visit, report):
-    page = visit(report).page
-    chart = page.locator("#chart-latency .chart:visible")
-    chart.locator(".main-svg").first.wait_for()
+    # The front joins what nothing beats.
     front = page.evaluate(
         "() => document.querySelector('#chart-latency .plot').data"
         ".filter(t => t.name === 'Pareto front').map(t => t.x)[0]"
     )
     assert front == [LATENCIES_US["fp8-all"], LATENCIES_US["fp8-safe"], LATENCIES_US["fp32"]]
+    for name, wanted in (
+        ("ctr on cpu", "cpu-onnxruntime-cpu-fp8-all: latency simulated: speed never counts"),
+        ("ctr on cpu", "cpu-onnxruntime-cpu-bf16"),
+        ("ctr on rtx", "nothing to draw"),
+        ("ctr on rtx", "rtx-tensorrt_rtx-sm89-fp8-safe: latency not measured"),
+    ):
+        page.locator("#chart-latency select").select_option(label=name)
+        assert wanted in page.locator("#chart-latency .chart:visible").inner_text()
 
 
 def test_tables_sort_by_mouse_and_by_keyboard(visit, report):
@@ -135,18 +128,17 @@ def test_tables_sort_by_mouse_and_by_keyboard(visit, report):
     assert len(reasons) == len(unsorted) and len(set(reasons.values())) > 1
     head = table.locator("th", has_text=re.compile("^K$"))
     column = [cell.inner_text() for cell in table.locator("thead th").all()].index(head.inner_text())
+
+    def values() -> list[int]:
+        rows = table.locator("tbody tr:has(th)").all()
+        return [int(row.locator("th, td").nth(column).inner_text()) for row in rows]
+
     head.locator("button").click()
     assert head.get_attribute("aria-sort") == "ascending"
-    shown = [
-        int(row.locator("th, td").nth(column).inner_text()) for row in table.locator("tbody tr:has(th)").all()
-    ]
+    shown = values()
     assert shown == sorted(shown) and len(set(shown)) > 1
     head.locator("button").press("Enter")
-    assert head.get_attribute("aria-sort") == "descending"
-    again = [
-        int(row.locator("th, td").nth(column).inner_text()) for row in table.locator("tbody tr:has(th)").all()
-    ]
-    assert again == shown[::-1]
+    assert head.get_attribute("aria-sort") == "descending" and values() == shown[::-1]
     assert site_rows(page) != unsorted
     # Every reason stays below its own row.
     assert noted(table) == reasons
@@ -169,10 +161,8 @@ def test_infinite_values_stand_at_their_end_and_not_with_what_has_none(visit, re
     )
 
     def cells() -> list[str]:
-        return [
-            row.locator("th, td").nth(column).inner_text()
-            for row in table.locator("tbody tr:has(th)").all()[:5]
-        ]
+        rows = table.locator("tbody tr:has(th)").all()[:5]
+        return [row.locator("th, td").nth(column).inner_text() for row in rows]
 
     head.locator("button").click()
     assert cells() == ["-inf", "5", "7", "inf", "inf"]
@@ -243,9 +233,7 @@ def test_a_site_is_chosen_by_its_row_by_the_list_and_by_the_event(visit, report,
 
 def test_the_histogram_lies_over_the_range_of_the_format(visit, report, data: ReportData):
     page = visit(report).page
-    plot = page.locator("#site-plot")
-    plot.scroll_into_view_if_needed()
-    plot.locator(".main-svg").first.wait_for()
+    draw(page, "#site-plot")
     figure = page.evaluate(
         "() => { const p = document.querySelector('#site-plot');"
         "return { x: p.data[0].x, width: p.data[0].width, y: p.data[0].y, shapes: p.layout.shapes } }"
@@ -259,26 +247,18 @@ def test_the_histogram_lies_over_the_range_of_the_format(visit, report, data: Re
     assert [2 ** shape["x1"] for shape in figure["shapes"][:3]] == pytest.approx(
         [2**-10 * scale, 2**-6 * scale, 448 * scale]
     )
-    facts = dict(
-        zip(texts(page.locator("#site-facts dt")), texts(page.locator("#site-facts dd")), strict=True)
-    )
-    assert facts["Format"] == "E4M3FN"
-    assert facts["Underflowed to zero"] == "0.5 %"
-    assert facts["Saturated"] == "0.2 %"
-    first = page.evaluate("() => document.querySelector('#site-plot').layout.yaxis.type")
-    page.locator("#site-log").check()
-    page.wait_for_timeout(200)
-    assert (first, page.evaluate("() => document.querySelector('#site-plot').layout.yaxis.type")) == (
-        "linear",
-        "log",
-    )
-
-
-def test_a_site_without_a_histogram_says_so(visit, report):
-    page = visit(report).page
-    page.locator("#site-choice").select_option("over_arch.fc2")
-    assert page.locator("#site-none").is_visible()
-    assert not page.locator("#site-plot").is_visible()
+    facts = facts_of(page)
+    assert [facts[name] for name in ("Format", "Underflowed to zero", "Saturated")] == [
+        "E4M3FN",
+        "0.5 %",
+        "0.2 %",
+    ]
+    kinds = []
+    for _ in range(2):
+        kinds.append(page.evaluate("() => document.querySelector('#site-plot').layout.yaxis.type"))
+        page.locator("#site-log").check()
+        page.wait_for_timeout(200)
+    assert kinds == ["linear", "log"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -333,6 +313,8 @@ def test_names_are_text_whatever_is_in_them(visit, tmp_path):
     assert site_rows(page) == names
     page.locator("#site-choice").select_option(names[1])
     assert page.locator("#sites tr[aria-current] th").first.inner_text() == names[1]
+    page.locator("#graph-query").fill("fc1")
+    assert NASTY in page.locator("#model-graph .graph-detail").inner_text()
     assert page.locator("main img").count() == 0
     assert page.title() == run.report.title
     opened.check(path)
@@ -342,7 +324,7 @@ def test_a_phone_scrolls_tables_and_not_the_page(visit, report, undecided_report
     for path in (report, undecided_report):
         opened = visit(path, size=PHONE)
         draw_everything(opened.page)
-        assert opened.page.evaluate("document.documentElement.scrollWidth") == PHONE[0]
+        assert fits_a_phone(opened.page)
         opened.check(path)
 
 

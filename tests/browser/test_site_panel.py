@@ -5,20 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from browser_pages import written
+from browser_pages import draw, facts_of, written
 
 from loka_onnx.core.statistics import MagnitudeHistogram
 from loka_onnx.report import ReportData
-
-
-def texts(locator) -> list[str]:
-    return [text.strip() for text in locator.all_inner_texts()]
-
-
-def facts(page) -> dict[str, str]:
-    return dict(
-        zip(texts(page.locator("#site-facts dt")), texts(page.locator("#site-facts dd")), strict=True)
-    )
 
 
 def with_histogram(data: ReportData, histogram: MagnitudeHistogram) -> ReportData:
@@ -51,16 +41,9 @@ def test_shares_are_of_all_sampled_elements_zeros_included(visit, data: ReportDa
     """Half are zero, and of the others all are normal."""
     one = MagnitudeHistogram(zeros=500, first=1024, counts=(500,))
     page = visit(written(with_histogram(data, one), tmp_path)).page
-    shown = facts(page)
-    assert [shown[f"Sampled elements: {region}"] for region in ("becomes 0", "subnormal", "normal")] == [
-        "0 %",
-        "0 %",
-        "50 %",
-    ]
-    page.locator("#site-plot").scroll_into_view_if_needed()
-    page.locator("#site-plot .main-svg").first.wait_for()
-    drawn = " ".join(page.locator("#site-plot .annotation-text").all_text_contents())
-    assert "50 %" in drawn
+    shown, regions = facts_of(page), ("becomes 0", "subnormal", "normal")
+    assert [shown[f"Sampled elements: {region}"] for region in regions] == ["0 %", "0 %", "50 %"]
+    assert "50 %" in " ".join(draw(page, "#site-plot").locator(".annotation-text").all_text_contents())
     assert "of all sampled elements, zeros included" in page.locator("#site-panel .fine").inner_text()
 
 

@@ -1,11 +1,9 @@
-"""Difference of two verified bundles, from what they say of themselves.
+"""Difference of two verified bundles, from what they say of themselves: nothing is loaded or run.
 
-Nothing is loaded or run. The manifests are compared field by field, and so are the plans; a list whose
-elements have a name (engines by id, files by path, stages, outputs, batch sizes) is compared by that name.
-Every field takes part, also one that this module does not know: two bundles that differ anywhere do not pass
-for equal. Fields that follow from the rest are left out (seals, the digest of the lineage).
-
-The difference of B from A is that of A from B with the sides exchanged, in the same order.
+Manifests and plans are compared field by field; a list whose elements have a name (engines by id, files by
+path, stages, outputs, batch sizes) is compared by that name. Every field takes part, also one that this
+module does not know, but for those that follow from the rest (seals, the digest of the lineage). The
+difference of B from A is that of A from B with the sides exchanged, in the same order.
 """
 
 from __future__ import annotations
@@ -31,39 +29,23 @@ from loka_onnx.operations.compare.difference import Difference, Row, Section, Si
 
 DERIVED = frozenset({"seal", "lineage_digest"})
 """Fields of a manifest that follow from the others."""
-_TITLES = {
-    "model": "model",
-    "interface": "inputs and outputs",
-    "engines": "engines",
-    "choice": "choice",
-    "plans": "plans",
-    "sites": "sites",
-    "accuracy": "accuracy as recorded",
-    "latency": "latency as recorded",
-    "signature": "signature",
-    "versions": "versions",
-    "files": "files",
-    "lineage": "lineage",
-    "other": "other fields",
+_SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "model": ("model", ("model_digest",)),
+    "interface": ("inputs and outputs", ("inputs", "outputs", "judged", "cut")),
+    "engines": ("engines", ("engines", "fallback")),
+    "choice": ("choice", ("choice",)),
+    "plans": ("plans", ()),
+    "sites": ("sites", ()),
+    "accuracy": ("accuracy as recorded", ()),
+    "latency": ("latency as recorded", ()),
+    "signature": ("signature", ()),
+    "versions": ("versions", ("created_by", "versions")),
+    "files": ("files", ("files", "plans", "sample", "report")),
+    "lineage": ("lineage", ("lineage",)),
+    "other": ("other fields", ()),
 }
-"""Sections, in the order of importance."""
-_SECTION_OF = {
-    "model_digest": "model",
-    "inputs": "interface",
-    "outputs": "interface",
-    "judged": "interface",
-    "cut": "interface",
-    "engines": "engines",
-    "fallback": "engines",
-    "choice": "choice",
-    "created_by": "versions",
-    "versions": "versions",
-    "files": "files",
-    "plans": "files",
-    "sample": "files",
-    "report": "files",
-    "lineage": "lineage",
-}
+"""Sections in the order of importance: title, and fields of the manifest."""
+_SECTION_OF = {key: name for name, (_, keys) in _SECTIONS.items() for key in keys}
 _Change = tuple[str, Row]
 """Section and difference."""
 
@@ -102,7 +84,7 @@ def difference_of(a: BundleFacts, b: BundleFacts, path_a: str = "A", path_b: str
         )
     )
     sections = list[Section]()
-    for name, title in _TITLES.items():
+    for name, (title, _) in _SECTIONS.items():
         rows = tuple(sorted((change for section, change in changes if section == name), key=_order))
         if name == "sites" and pairs:
             sections.append(Section("sites-by-plan", "sites by plan", pairs))
@@ -282,17 +264,15 @@ def _plan_difference(name: str, a: PrecisionPlan, b: PrecisionPlan) -> Row:
         and (before.activation_scale, before.weight_scale) != (after.activation_scale, after.weight_scale)
         for before, after in quantized
     )
-    text = (
-        f"of {len(pairs)} sites {precision} in another precision, {recipe} by another recipe, {scale} with "
-        "other scales"
-    )
+    counts = (len(pairs), precision, recipe, scale)
+    text = "of {} sites {} in another precision, {} by another recipe, {} with other scales".format(*counts)
     ratios = [ratio for before, after in quantized for ratio in _scale_ratios(before, after)]
     if not ratios:
-        return Row(name, verdict=Value(text, (len(pairs), precision, recipe, scale)))
+        return Row(name, verdict=Value(text, counts))
     # Equally far ones are told apart by their place, so that exchanging the sides keeps the choice.
     largest, where = max(ratios, key=lambda ratio: (round(abs(math.log(ratio[0])), 12), ratio[1]))
-    values = (len(pairs), precision, recipe, scale, largest)
-    return Row(name, verdict=Value(f"{text}; largest scale ratio ×{largest:.4g}", values), note=f"at {where}")
+    verdict = Value(f"{text}; largest scale ratio ×{largest:.4g}", (*counts, largest))
+    return Row(name, verdict=verdict, note=f"at {where}")
 
 
 def _scale_ratios(a: Decision, b: Decision) -> Iterator[tuple[float, str]]:
@@ -322,9 +302,8 @@ def leaves(a: Any, b: Any, path: tuple[str, ...]) -> Iterator[Row]:
             if key in a and key in b:
                 yield from leaves(a[key], b[key], (*path, key))
             else:
-                yield row(
-                    _joined((*path, key)), *(_text(side[key]) if key in side else None for side in (a, b))
-                )
+                sides = (_text(side[key]) if key in side else None for side in (a, b))
+                yield row(_joined((*path, key)), *sides)
         return
     if isinstance(a, list) and isinstance(b, list) and (field := _naming_field(a, b)) is not None:
         ours, theirs = ({str(item[field]): item for item in items} for items in (a, b))
@@ -352,9 +331,8 @@ def _naming_field(a: Sequence[Any], b: Sequence[Any]) -> str | None:
     if not items or not all(isinstance(item, Mapping) for item in items):
         return None
     for name in _NAMES:
-        if all(name in item and isinstance(item[name], (str, int)) for item in items) and all(
-            len({str(item[name]) for item in side}) == len(side) for side in (a, b)
-        ):
+        is_there = all(isinstance(item.get(name), (str, int)) for item in items)
+        if is_there and all(len({str(item[name]) for item in side}) == len(side) for side in (a, b)):
             return name
     return None
 

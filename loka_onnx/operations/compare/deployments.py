@@ -1,16 +1,13 @@
 """Difference of two deployments on the same rows, in accuracy and in latency.
 
-A takes the place that the exported FP32 model has in an evaluation: losses are compared row by row, ΔNE is
-relative to A's loss, and every interval is the one that `evaluation.accuracy` computes. Where requests go to
-different engines by their size, each pair of engines that answers some size is judged by itself, in requests
-of such a size.
+A takes the place that the exported FP32 model has in an evaluation: ΔNE is relative to A's loss, and every
+interval is the one that `evaluation.accuracy` computes. Where requests go to different engines by their size,
+each pair of engines that answers some size is judged by itself, in requests of such a size.
 
-Latency is measured by turns (`evaluation.latency`): one request to each, again and again, on rows of the
-data, through all that a server calls. Where memory happens to lie makes one load of an engine faster than
-another for as long as it lives (Mytkowicz et al., "Producing Wrong Data Without Doing Anything Obviously
-Wrong!", ASPLOS 2009), which no number of requests averages out. So both are loaded several times, and the
-unit is the load: `planning.speed` gives the ratio of the medians and its interval over loads, as it does for
-the engines of a run over the parts of one measurement.
+Latency is measured by turns (`evaluation.latency`) on rows of the data. Where memory happens to lie makes one
+load of an engine faster than another for as long as it lives (Mytkowicz et al., "Producing Wrong Data Without
+Doing Anything Obviously Wrong!", ASPLOS 2009), which no number of requests averages out. So both are loaded
+several times, and the unit is the load: `planning.speed` gives the ratio of medians and its interval.
 """
 
 from __future__ import annotations
@@ -24,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from loka_onnx.config.data_sections import BatchConfig
-from loka_onnx.core.artifact import OutputKind, OutputSpec
+from loka_onnx.core.artifact import OutputKind
 from loka_onnx.core.devices import CPU
-from loka_onnx.core.evaluation import BudgetStatus, Latency, OutputEvaluation, PairedDifference
+from loka_onnx.core.evaluation import BudgetStatus, OutputEvaluation, PairedDifference
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.data import Dataset
@@ -45,19 +42,17 @@ from loka_onnx.evaluation.latency import (
 )
 from loka_onnx.evaluation.predictions import Predictions, padded, predict
 from loka_onnx.numerics.intervals import mean_interval
-from loka_onnx.operations.compare.difference import Difference, Row, Section, number, row
+from loka_onnx.operations.compare.difference import Difference, Row, Section, number, row, times
 from loka_onnx.operations.compare.rows import JudgedRows, RowOptions, open_rows
 from loka_onnx.operations.compare.sides import Opening, Side, open_side, refuse_different_requests
 from loka_onnx.planning.choice import NOISE
 from loka_onnx.planning.speed import Speed
 from loka_onnx.report import numbers
-from loka_onnx.report.document import Tone
+from loka_onnx.report.document import BUDGET_TONES
 from loka_onnx.report.figures import Told, metric_interval, percent_interval, told
 from loka_onnx.report.slice_tables import slice_name
 from loka_onnx.report.verdict import NO_LABELS
 from loka_onnx.sessions.host_devices import is_target
-
-_TONES = {BudgetStatus.WITHIN: Tone.GOOD, BudgetStatus.BEYOND: Tone.BAD, BudgetStatus.UNDECIDED: Tone.WARN}
 
 
 @dataclass(frozen=True)
@@ -67,10 +62,7 @@ class CompareOptions:
     Attributes:
         batches: Rows per request to serve; empty for the sizes that they were timed at when they were made.
         seconds: Time for each side at each batch size, over all loads.
-        loads: How many times both are loaded to be timed; an interval takes 2 at least.
-
-    Raises:
-        ConfigError: They are not loaded at all.
+        loads: How many times both are loaded to be timed: at least once, and twice for an interval.
     """
 
     rows: RowOptions = field(default_factory=RowOptions)
@@ -117,27 +109,26 @@ def compare(
                 if not options.batches or any(pair.least <= size <= pair.most for size in options.batches)
             ]
         # What was judged is freed by now: two large bundles need not be in memory twice.
-        timed = _time(before, after, rows.data, batches, options, progress) if options.latency else None
+        sections, failures = [_accuracy_section(pair, rows) for pair in accuracy], dict[str, str]()
+        if options.latency:
+            section, failures = _time(before, after, rows.data, batches, options, progress)
+            sections.append(section)
     is_held = options.rows.budget is not None
+    apart = (
+        f"A and B are of different exported models ({before.digest[:12]}… and {after.digest[:12]}…): "
+        "what differs is not precision alone"
+    )
     return Difference(
         "Two deployments",
         before.described,
         after.described,
-        (*(_accuracy_section(pair, rows) for pair in accuracy), *([timed.section] if timed else [])),
+        tuple(sections),
         is_different=any(moved.largest > 0.0 for pair in accuracy for moved in pair.moved),
         basis=rows.basis,
-        notes=(*_models_apart(before, after), *rows.notes),
+        notes=rows.notes if before.digest == after.digest else (apart, *rows.notes),
         beyond=tuple(text for pair in accuracy for text in _beyond(pair, rows)) if is_held else (),
-        failures=timed.failures if timed else {},
+        failures=failures,
     )
-
-
-def _models_apart(a: Side, b: Side) -> Iterator[str]:
-    if a.digest != b.digest:
-        yield (
-            "A and B are of different exported models "
-            f"({a.digest[:12]}… and {b.digest[:12]}…): what differs is not precision alone"
-        )
 
 
 # Which engines answer -----------------------------------------------------------------------------
@@ -198,10 +189,7 @@ def _batches(a: Side, b: Side, wanted: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Moved:
-    """Change of an output: root mean square of B less A with its interval, and the largest magnitude.
-
-    `unit` is ``logit``, or ``value`` of a regression or of an output of unknown kind.
-    """
+    """Root mean square of B less A on an output, and the largest; `unit` is ``logit`` or ``value``."""
 
     output: str
     unit: str
@@ -211,10 +199,7 @@ class _Moved:
 
 @dataclass(frozen=True)
 class _Judged:
-    """B from A on the same rows, for one pair of engines, in requests of `request_rows`.
-
-    `before` is the quality of A, `after` that of B and its paired difference, relative to A's loss.
-    """
+    """Quality of A, and that of B with its paired difference, for one pair of engines."""
 
     pair: _Pair
     request_rows: int
@@ -261,18 +246,14 @@ def _predict(
 
 def _moved(before: Predictions, after: Predictions, rows: JudgedRows, units: Units) -> Iterator[_Moved]:
     for spec in rows.specs:
-        yield _moved_scores(spec, before, after, units)
+        truth = read_truth(before.columns, spec, units.groups)
+        reference = read_scores(before.outputs, spec, truth.rows, is_reference=True).scores
+        scores = read_scores(after.outputs, spec, truth.rows, is_reference=False).scores
+        unit = "value" if spec.kind is OutputKind.REGRESSION else "logit"
+        yield _Moved(spec.name, unit, *_size_of((scores - reference)[:, None], truth.weights, units))
     for name in rows.unjudged:
         delta = _values(after, name, "B") - _values(before, name, "A")
         yield _Moved(name, "value", *_size_of(delta, None, units))
-
-
-def _moved_scores(spec: OutputSpec, before: Predictions, after: Predictions, units: Units) -> _Moved:
-    truth = read_truth(before.columns, spec, units.groups)
-    reference = read_scores(before.outputs, spec, truth.rows, is_reference=True).scores
-    scores = read_scores(after.outputs, spec, truth.rows, is_reference=False).scores
-    unit = "value" if spec.kind is OutputKind.REGRESSION else "logit"
-    return _Moved(spec.name, unit, *_size_of((scores - reference)[:, None], truth.weights, units))
 
 
 def _values(predictions: Predictions, name: str, side: str) -> Array:
@@ -325,10 +306,7 @@ def _accuracy_section(judged: _Judged, rows: JudgedRows) -> Section:
         items.append(
             row(
                 f"{moved.output}: {moved.unit} RMSE",
-                verdict=told(
-                    "{} [{}, {}]",
-                    *(number(numbers.scientific, end) for end in _ends(moved.rmse)),
-                ),
+                verdict=told("{} [{}, {}]", *(number(numbers.scientific, end) for end in _ends(moved.rmse))),
                 note=f"{largest}; not judged: {reason}" if reason else largest,
             )
         )
@@ -341,7 +319,7 @@ def _accuracy_section(judged: _Judged, rows: JudgedRows) -> Section:
 def _output_rows(
     a: OutputEvaluation, b: OutputEvaluation, change: PairedDifference, source: str
 ) -> Iterator[Row]:
-    name, before, after, tone = f"{b.output}: ", a.metrics, b.metrics, _TONES[b.budget_status]
+    name, before, after, tone = f"{b.output}: ", a.metrics, b.metrics, BUDGET_TONES[b.budget_status]
     remarks = [f"budget {numbers.budget_percent(b.budget)}, {source}", *b.remarks]
     if b.rows_to_decide is not None:
         remarks.append(f"about {numbers.count(b.rows_to_decide)} rows would decide it")
@@ -364,29 +342,19 @@ def _output_rows(
                 sides = (number(numbers.metric, getattr(side, field_)) for side in (before, after))
                 yield row(f"{name}{title}", *sides, verdict=metric_interval(delta))
     for item in b.slices:
-        verdict = percent_interval(item.judged, b.budget) if item.judged else Told("")
-        tone = _TONES.get(item.status, Tone.MUTED)
+        judged = told("{}; ", percent_interval(item.judged, b.budget)) if item.judged else Told("")
+        verdict, tone = told("{}{}", judged, item.status), BUDGET_TONES[item.status]
         what = f"{name}{slice_name(item)}, {numbers.count(item.rows)} rows"
-        yield row(
-            what,
-            verdict=told("{}{}{}", verdict, "; " if verdict else "", item.status),
-            tone=tone,
-            note=item.reason,
-        )
+        yield row(what, verdict=verdict, tone=tone, note=item.reason)
 
 
 # Latency ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Timed:
-    section: Section
-    failures: dict[str, str]
-
-
 def _time(
     a: Side, b: Side, data: Dataset, batches: tuple[int, ...], options: CompareOptions, progress: Progress
-) -> _Timed:
+) -> tuple[Section, dict[str, str]]:
+    """Return the section, and by side the error that ended its measurements."""
     engines = (*a.engines, *b.engines)
     doubts = tuple(_doubts(a, b))
     requests = {size: _requests(data, size) for size in batches}
@@ -420,7 +388,7 @@ def _time(
         _latency_row(
             f"batch {numbers.count(size)}",
             after.at(size).over(before.at(size)),
-            (_times(before.latencies[size]), _times(after.latencies[size])),
+            (times(before.latencies[size]), times(after.latencies[size])),
             ", ".join(dict.fromkeys((a.engine_for(size), b.engine_for(size)))),
         )
         for size in both
@@ -431,9 +399,9 @@ def _time(
     rows += [row(f"{side} failed", note=failure) for side, failure in failures.items()]
     rows += [row(f"not meaningful for the target: {doubt}") for doubt in doubts]
     threads = f", threads: {options.opening.threads}" if options.opening.threads else ""
-    times = f"{options.loads} loads of both" if options.loads > 1 else "one load of both"
-    title = f"Latency, in turns, {times}, inputs in host memory{threads}; B over A [95 % interval]"
-    return _Timed(Section("latency", title, tuple(rows)), failures)
+    how = f"{options.loads} loads of both" if options.loads > 1 else "one load of both"
+    title = f"Latency, in turns, {how}, inputs in host memory{threads}; B over A [95 % interval]"
+    return Section("latency", title, tuple(rows)), failures
 
 
 def _latency_row(
@@ -457,10 +425,6 @@ def _latency_row(
 
 def _ends(interval: Interval) -> tuple[float, float, float]:
     return interval.value, interval.lower, interval.upper
-
-
-def _times(side: Latency) -> Told:
-    return told("p50 {}, p99 {}", number(numbers.latency, side.p50_us), number(numbers.latency, side.p99_us))
 
 
 def _doubts(a: Side, b: Side) -> Iterator[str]:

@@ -1,7 +1,4 @@
-"""A difference of two things: sections of rows, for a terminal, JSON, Markdown and a page.
-
-Bundles, deployments and runs are compared each in its own way, and all give this document.
-"""
+"""A difference of two bundles, deployments or runs: sections of rows, for a terminal, JSON and a page."""
 
 from __future__ import annotations
 
@@ -15,10 +12,11 @@ from rich.console import Console
 from rich.text import Text
 
 from loka_onnx.core import serde
+from loka_onnx.core.evaluation import Latency
 from loka_onnx.report import document as report
 from loka_onnx.report import numbers
 from loka_onnx.report.document import Tone
-from loka_onnx.report.figures import Figure, Place, Told
+from loka_onnx.report.figures import Place, Told, formed, told
 from loka_onnx.report.markdown import to_markdown
 from loka_onnx.report.webpage import Exhibits, to_html
 
@@ -121,7 +119,12 @@ def row(what: str, *sides: str | None, verdict: str = "", tone: Tone = Tone.PLAI
 
 def number(form: Callable[[Any], str], value: float | None) -> Told:
     """A number as text; a dash for None."""
-    return Told(numbers.NONE) if value is None else Told(form(value), (Figure(value, Place(value)),))
+    return formed(form, Place(value))
+
+
+def times(latency: Latency) -> Told:
+    """Median and 99th percentile of a latency."""
+    return told("p50 {}, p99 {}", *(number(numbers.latency, us) for us in (latency.p50_us, latency.p99_us)))
 
 
 def _value(text: str | None) -> Value | None:
@@ -194,11 +197,7 @@ def _line(item: Row, *, is_cut: bool) -> Text:
 
 
 def write_difference(difference: Difference, directory: Path) -> tuple[Path, ...]:
-    """Write comparison.json, comparison.md and comparison.html, each atomically, and return their paths.
-
-    Raises:
-        OutputError: The place cannot be written.
-    """
+    """Write comparison.json, comparison.md and comparison.html, each atomically, and return their paths."""
     document = page(difference)
     texts = (serde.dumps(difference), to_markdown(document), to_html(document, Exhibits()))
     paths = tuple(directory / name for name in FILES)
@@ -222,15 +221,15 @@ def page(difference: Difference) -> report.Document:
 
 def _table(difference: Difference, index: int) -> report.Table:
     section = difference.sections[index]
-    fields: list[report.Field[int]] = [report.text("Name", lambda at: section.rows[at].what)]
+    columns: list[report.Column[int]] = [report.text("Name", lambda at: section.rows[at].what)]
     for title, name in ((difference.a.name, "before"), (difference.b.name, "after"), ("Verdict", "verdict")):
         values = [value for item in section.rows if (value := getattr(item, name)) is not None]
         if values:
             kind = report.number if all(value.numbers for value in values) else report.text
-            fields.append(kind(title, _cells(section, f"#/value/sections/{index}/rows", name)))
+            columns.append(kind(title, _cells(section, f"#/value/sections/{index}/rows", name)))
     if any(item.note for item in section.rows):
-        fields.append(report.prose("Note", lambda at: section.rows[at].note))
-    return report.table_of(section.title, fields, range(len(section.rows)))
+        columns.append(report.prose("Note", lambda at: section.rows[at].note))
+    return report.table_of(section.title, columns, range(len(section.rows)))
 
 
 def _cells(section: Section, pointer: str, name: str) -> Callable[[int], report.Cell]:
@@ -239,7 +238,7 @@ def _cells(section: Section, pointer: str, name: str) -> Callable[[int], report.
         if value is None:
             return report.Cell("" if name == "verdict" else numbers.NONE)
         sources = (f"{pointer}/{at}/{name}/numbers/{place}" for place in range(len(value.numbers)))
-        figures = [Figure(number, Place(value, "numbers")) for number in value.numbers]
+        figures = [Place(number) for number in value.numbers]
         tone = section.rows[at].tone if name == "verdict" else Tone.PLAIN
         return report.Cell(Told(value.text, figures, " ".join(sources)), tone)
 

@@ -1,17 +1,18 @@
 """Rows and outputs that two deployments are judged on.
 
-Bundles record their judged outputs. Columns, group and slices are those of the run that wrote A, or else B,
-where its directory is found: the one given, or the one that the bundle lies in, if its `run.json` lists this
-very manifest. What the caller names comes first, and is never left out. A label, group or slice that only
-the record names may be missing in the data (live rows have no labels): then a note says what that costs.
+Columns, group and slices are those of the run that wrote A, or else B, where its directory is found: the one
+given, or the one that the bundle lies in, if its `run.json` lists this very manifest. What the caller names
+comes first, and is never left out. A label, group or slice that only the record names may be missing in the
+data (live rows have no labels): then a note says what that costs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from loka_onnx.config import NullGroups
 from loka_onnx.core import serde
@@ -36,6 +37,8 @@ UNKNOWN_KIND = "its kind is not known: give it with `--output NAME=logit`"
 WITHOUT_LABEL = "a regression is judged by its label, and there is none"
 READABLE_OPSET = 13
 """From here on operators have the inputs that bounds of ids are read from."""
+Fields = dict[str, Any]
+"""Fields of an `OutputSpec` whose label is not settled yet: a regression may lack it."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +48,13 @@ class RowOptions:
     Attributes:
         kinds: Kind of an output by its name, in place of the one that the bundles record; an output that they
             do not record is judged as well. Label, weight, clip and budget stay as they are recorded.
-        labels: Column of the label by output; under `ONLY` that of the only one.
-        weights: Column of the row weights by output; under `ONLY` that of the only one.
+        labels: Column of the label by output; under `ONLY` that of the only one. `weights` likewise.
         group: Column of rows that belong together; None for what the run says.
         slices: Columns whose values are judged apart; empty for what the run says.
         inputs: Columns of each input by its name; what is left out is as the run says, or else by name.
         rows: Use so many rows from the first on; None for all.
-        budget: Largest accepted ΔNE of every output; None for the budgets that are recorded.
+        budget: Largest accepted ΔNE of every output, finite and at least 0; None for those that are recorded.
         run: The run directory that says columns, group and slices.
-
-    Raises:
-        ConfigError: The budget is negative or not finite.
     """
 
     kinds: Mapping[str, OutputKind] = field(default_factory=dict)
@@ -83,13 +82,10 @@ class JudgedRows:
     """Rows with the outputs that are judged on them.
 
     Attributes:
-        specs: Outputs that are judged.
         unjudged: Why other outputs are not, by name; how far they moved is measured all the same.
         unanswered: The part of these that the bundles record or the caller asked for.
         group: Column of rows that belong together; None for independent rows.
-        slices: Columns whose values are judged apart.
-        budget_source: Where the budgets come from, in words.
-        basis: Which rows these are, in words.
+        budget_source: Where the budgets come from, in words; `basis`: which rows these are.
         notes: Conditions of the comparison, each a sentence without its full stop.
     """
 
@@ -112,12 +108,8 @@ class JudgedRows:
 def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
     """Settle which outputs are judged, and open the rows, a Parquet or npz file.
 
-    Raises:
-        ConfigError: An option names an output or input that is not there; A and B were judged differently,
-            and no option says what holds.
-        DataError: The file or a column cannot be used.
-        ModelError: The tables of the model cannot be read.
-        UserError: The run directory is of another version.
+    Raises ConfigError where an option names what is not there, or A and B were judged differently and no
+    option says what holds; DataError, ModelError and UserError where a file or the run cannot be read.
     """
     recorded, run = _recorded((a, b), options.run)
     bindings = bind_columns({**recorded.inputs, **options.inputs}, a.inputs, _bounds(a, b))
@@ -129,25 +121,23 @@ def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
     unjudged = {spec.name: UNKNOWN_KIND for spec in a.outputs if len(spec.shape) <= 2}
     unanswered = dict[str, str]()
     for output in requested:
-        label = output.label
-        is_regression = output.kind is OutputKind.REGRESSION
-        if label is not None and not {output.name, ONLY} & set(options.labels):
+        name, label, is_regression = output["name"], output["label"], output["kind"] is OutputKind.REGRESSION
+        if label is not None and not {name, ONLY} & set(options.labels):
             costs = "is not judged" if is_regression else "is judged without its label"
-            label = _where_there(data, label, f"output '{output.name}' {costs}", notes)
+            label = _where_there(data, label, f"output '{name}' {costs}", notes)
         if label is None and is_regression:
-            unjudged[output.name] = unanswered[output.name] = WITHOUT_LABEL
+            unjudged[name] = unanswered[name] = WITHOUT_LABEL
             continue
-        unjudged.pop(output.name, None)
-        specs.append(output.spec(label))
+        unjudged.pop(name, None)
+        # Without a label there is no AUC to hold against anything.
+        guard = None if label is None else output.get("max_auc_drop")
+        specs.append(OutputSpec(**output | {"label": label, "max_auc_drop": guard}))
     group, slices = options.group, options.slices
     if group is None and recorded.group is not None:
         group = _where_there(data, recorded.group, "rows are taken as independent", notes)
     if not slices:
-        slices = tuple(
-            name
-            for name in recorded.slices
-            if _where_there(data, name, f"there are no slices by '{name}'", notes) is not None
-        )
+        known = (_where_there(data, n, f"there are no slices by '{n}'", notes) for n in recorded.slices)
+        slices = tuple(name for name in known if name is not None)
     nullable = set(slices) - {group}
     if recorded.null_groups is NullGroups.UNGROUP and group is not None:
         nullable.add(group)
@@ -172,66 +162,10 @@ def open_rows(a: Side, b: Side, data: Path, options: RowOptions) -> JudgedRows:
 # Outputs ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Requested:
-    """An `OutputSpec` whose label is not settled yet: a regression may lack it."""
-
-    name: str
-    kind: OutputKind
-    label: str | None = None
-    weight: str | None = None
-    budget: float = 0.0002
-    clip: float = 1e-7
-    max_kl: float | None = None
-    max_auc_drop: float | None = None
-
-    @classmethod
-    def of(cls, spec: OutputSpec) -> _Requested:
-        return cls(**{field.name: getattr(spec, field.name) for field in fields(cls)})
-
-    def spec(self, label: str | None) -> OutputSpec:
-        """With its settled label; without one there is no AUC to hold against anything."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        guard = None if label is None else self.max_auc_drop
-        return OutputSpec(**{**found, "label": label, "max_auc_drop": guard})
-
-
-def _requested(a: Side, b: Side, options: RowOptions) -> tuple[tuple[_Requested, ...], str]:
+def _requested(a: Side, b: Side, options: RowOptions) -> tuple[list[Fields], str]:
     """The outputs to judge with the columns asked for or recorded, and where their budgets come from."""
-    _check_present(a, options.kinds)
-    recorded = [{spec.name: _Requested.of(spec) for spec in side.judged} for side in (a, b)]
-    declared = tuple(name for name in options.kinds if not any(name in specs for specs in recorded))
-    names = tuple(dict.fromkeys((*recorded[0], *recorded[1], *declared)))
-    labels = {_name(names, output, "--label"): column for output, column in options.labels.items()}
-    weights = {_name(names, output, "--weight"): column for output, column in options.weights.items()}
-    settled = [
-        {
-            name: replace(
-                spec,
-                kind=options.kinds.get(name, spec.kind),
-                label=labels.get(name, spec.label),
-                weight=weights.get(name, spec.weight),
-            )
-            for name, spec in specs.items()
-        }
-        for specs in (*recorded, {name: _Requested(name, options.kinds[name]) for name in declared})
-    ]
-    found = tuple(_alike([specs[name] for specs in settled if name in specs]) for name in names)
-    if options.budget is None:
-        return found, _source_of_budgets(names, declared)
-    if not found:
-        raise ConfigError(
-            "E1606 a budget needs an output that is judged",
-            where="--budget",
-            evidence="neither A nor B records the kind of an output",
-            remedy="give it with `--output NAME=logit` (or probability, or regression)",
-        )
-    return tuple(replace(output, budget=options.budget) for output in found), "as asked for"
-
-
-def _check_present(a: Side, kinds: Mapping[str, OutputKind]) -> None:
     present = [spec.name for spec in a.outputs]
-    for name in kinds:
+    for name in options.kinds:
         if name not in present:
             raise ConfigError(
                 f"E1607 there is no output '{name}'",
@@ -239,36 +173,53 @@ def _check_present(a: Side, kinds: Mapping[str, OutputKind]) -> None:
                 evidence=f"the outputs are {', '.join(present)}",
                 remedy="correct the name",
             )
+    recorded = [{spec.name: asdict(spec) for spec in side.judged} for side in (a, b)]
+    declared = [name for name in options.kinds if not any(name in specs for specs in recorded)]
+    names = tuple(dict.fromkeys((*recorded[0], *recorded[1], *declared)))
+    asked = {
+        "kind": options.kinds,
+        "label": {_name(names, output, "--label"): column for output, column in options.labels.items()},
+        "weight": {_name(names, output, "--weight"): column for output, column in options.weights.items()},
+    }
+    recorded.append({name: {"name": name} for name in declared})
+    settled = [
+        {
+            name: spec | {key: values.get(name, spec.get(key)) for key, values in asked.items()}
+            for name, spec in specs.items()
+        }
+        for specs in recorded
+    ]
+    found = [_alike([specs[name] for specs in settled if name in specs]) for name in names]
+    if options.budget is None:
+        some = f"as recorded; the default of {', '.join(declared)}" if declared else "as recorded"
+        return found, "the default" if declared and len(declared) == len(names) else some
+    if not found:
+        raise ConfigError(
+            "E1606 a budget needs an output that is judged",
+            where="--budget",
+            evidence="neither A nor B records the kind of an output",
+            remedy="give it with `--output NAME=logit` (or probability, or regression)",
+        )
+    return [output | {"budget": options.budget} for output in found], "as asked for"
 
 
-def _alike(sides: Sequence[_Requested]) -> _Requested:
+def _alike(sides: Sequence[Fields]) -> Fields:
     """The first, A's where it records the output; both must judge it alike, budgets and guards apart."""
     ours, theirs = sides[0], sides[-1]
-    if theirs == replace(ours, budget=theirs.budget, max_kl=theirs.max_kl, max_auc_drop=theirs.max_auc_drop):
+    name, apart = ours["name"], {key for key in ours if ours[key] != theirs[key]}
+    options = {"kind": f"`--output {name}={ours['kind']}`"}
+    options |= {key: f"`--{key} {name}=COLUMN`" for key in ("label", "weight")}
+    if not apart & {*options, "clip"}:
         return ours
-    options = {"kind": f"`--output {ours.name}={ours.kind}`"}
-    options |= {field: f"`--{field} {ours.name}=COLUMN`" for field in ("label", "weight")}
-    say = [option for field, option in options.items() if getattr(ours, field) != getattr(theirs, field)]
-    remedy = f"say what holds: {' and '.join(say)}" if say else ""
-    if ours.clip != theirs.clip:
-        remedy += f"{'; ' if remedy else ''}build both bundles with one `clip`"
+    say = " and ".join(option for key, option in options.items() if key in apart)
+    remedies = [f"say what holds: {say}"] if say else []
+    remedies += ["build both bundles with one `clip`"] if "clip" in apart else []
+    how = "{kind}, label {label}, weight {weight}, clip {clip:g}"
     raise ConfigError(
-        f"E1608 A and B judge output '{ours.name}' differently",
-        evidence=f"A: {_how(ours)}; B: {_how(theirs)}",
-        remedy=remedy,
+        f"E1608 A and B judge output '{name}' differently",
+        evidence=f"A: {how.format(**ours)}; B: {how.format(**theirs)}",
+        remedy="; ".join(remedies),
     )
-
-
-def _source_of_budgets(names: Sequence[str], declared: Sequence[str]) -> str:
-    if not declared:
-        return "as recorded"
-    return (
-        "the default" if len(declared) == len(names) else f"as recorded; the default of {', '.join(declared)}"
-    )
-
-
-def _how(output: _Requested) -> str:
-    return f"{output.kind}, label {output.label}, weight {output.weight}, clip {output.clip:g}"
 
 
 def _name(found: Sequence[str], output: str, option: str) -> str:
@@ -354,9 +305,13 @@ def _recorded(sides: Sequence[Side], run: Path | None) -> tuple[_Recorded, Path 
                 evidence=f"it has no {RECORD}",
                 remedy="name the directory that a run wrote its report and bundle to",
             )
-        return _read(run / RECORD), run / RECORD
-    record = next((place for side in sides if (place := _record_of(side)) is not None), None)
-    return _Recorded() if record is None else _read(record), record
+        record: Path | None = run / RECORD
+    else:
+        record = next((place for side in sides if (place := _record_of(side)) is not None), None)
+    if record is None:
+        return _Recorded(), None
+    remedy = "name the columns with `--inputs`, `--group` and `--slices`"
+    return recorded_settings(_Config, record, remedy).data, record
 
 
 def _record_of(side: Side) -> Path | None:
@@ -373,8 +328,3 @@ def _record_of(side: Side) -> Path | None:
     files = (item for stage in record.stages for item in stage.files.items())
     is_listed = any(path.rpartition("/")[2] == MANIFEST_NAME and known == digest for path, known in files)
     return place if is_listed else None
-
-
-def _read(record: Path) -> _Recorded:
-    remedy = "name the columns with `--inputs`, `--group` and `--slices`"
-    return recorded_settings(_Config, record, remedy).data

@@ -3,14 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from loka_onnx.core.evaluation import TargetChoice
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan
 from loka_onnx.core.site import Site
 from loka_onnx.operations.compare.difference import Row, Section, number, row
-from loka_onnx.operations.compare.hardware import hardware_pairs
 from loka_onnx.report import ReportData, numbers
 from loka_onnx.report.figures import Told, told
+
+
+@dataclass(frozen=True)
+class HardwarePair:
+    """Choices of both runs for one target, and architecture where a run has engines for several."""
+
+    target: str
+    architecture: str
+    old: TargetChoice | None
+    new: TargetChoice | None
+
+    @property
+    def name(self) -> str:
+        """Target, and architecture where there are several: ``rtx (sm120)``."""
+        return f"{self.target} ({self.architecture})" if self.architecture else self.target
+
+    @property
+    def engines(self) -> tuple[tuple[str | None, str | None], ...]:
+        """Ids of the two engines that answer requests of one size, by ascending size; each two once.
+
+        A main engine that no size is routed to is emitted all the same: it comes last.
+        """
+        old, new = self.old, self.new
+        sizes = sorted({route.batch for side in (old, new) if side for route in side.routes}) or [1]
+        pairs = [(old.route(size) if old else None, new.route(size) if new else None) for size in sizes]
+        mains = (old.engine if old else None, new.engine if new else None)
+        routed = ({pair[side] for pair in pairs} for side in (0, 1))
+        is_routed = all(main is None or main in some for main, some in zip(mains, routed, strict=True))
+        return tuple(dict.fromkeys(pairs if is_routed else [*pairs, mains]))
+
+
+def hardware_pairs(old: ReportData, new: ReportData) -> Iterator[HardwarePair]:
+    """The choices of both runs by target and, where one has several for a target, by architecture."""
+    for target in dict.fromkeys(choice.target for data in (old, new) for choice in data.choice.targets):
+        was, now = (_by_architecture(data, target) for data in (old, new))
+        if len(was) <= 1 and len(now) <= 1:
+            yield HardwarePair(target, "", next(iter(was.values()), None), next(iter(now.values()), None))
+            continue
+        for architecture in dict.fromkeys((*was, *now)):
+            yield HardwarePair(target, architecture, was.get(architecture), now.get(architecture))
+
+
+def _by_architecture(data: ReportData, target: str) -> dict[str, TargetChoice]:
+    """Choices of one target by the architecture of the emitted engine, numbered where several have one."""
+    choices = dict[str, TargetChoice]()
+    for choice in data.choice.targets:
+        if choice.target == target:
+            engine = data.engine(choice.engine)
+            name = "" if engine is None else engine.architecture
+            choices[name if name not in choices else f"{name} #{len(choices) + 1}"] = choice
+    return choices
 
 
 def reasons_of(old: str | None, new: str | None) -> str:
@@ -23,20 +75,19 @@ def sites(old: ReportData, new: ReportData) -> Iterator[Section]:
     """Sites that a plan treats differently, that one model lacks, and that have another shape."""
     before, after = ({site.name: site for site in data.modified.sites} for data in (old, new))
     common = [name for name in after if name in before]
-    decisions = [
-        item
-        for place, was, now in _compared_plans(old, new)
-        for name in common
-        for item in _decided(f"{place} · {name}", _decision(was, name), _decision(now, name))
-    ]
+    decisions = list[Row]()
+    for place, *both in _compared_plans(old, new):
+        was, now = ({decision.site: decision for decision in plan.decisions} for plan in both)
+        for name in common:
+            decisions += _decided(f"{place} · {name}", was.get(name), now.get(name))
     yield Section("sites", "Sites with another precision or verdict", tuple(decisions))
-    gone = [row(name, _shape(site), note=_merged(site)) for name, site in before.items() if name not in after]
-    came = [
-        row(name, None, _shape(site), note=_merged(site))
-        for name, site in after.items()
-        if name not in before
-    ]
-    yield Section("sites", "Sites of one model only", (*gone, *came))
+    gone, came = (
+        [s for s in ours.values() if s.name not in theirs]
+        for ours, theirs in ((before, after), (after, before))
+    )
+    apart = [row(site.name, _shape(site), note=_merged(site)) for site in gone]
+    apart += [row(site.name, None, _shape(site), note=_merged(site)) for site in came]
+    yield Section("sites", "Sites of one model only", tuple(apart))
     shapes = [(name, _shape(before[name]), _shape(after[name])) for name in common]
     reshaped = tuple(row(*shape) for shape in shapes if shape[1] != shape[2])
     yield Section("sites", "Sites of another kind or size", reshaped)
@@ -63,10 +114,6 @@ def _compared_plans(old: ReportData, new: ReportData) -> Iterator[tuple[str, Pre
 def _plan_of(data: ReportData, engine: str | None) -> PrecisionPlan | None:
     artifact = None if engine is None else data.engine(engine)
     return None if artifact is None else data.plan(artifact.plan)
-
-
-def _decision(plan: PrecisionPlan, site: str) -> Decision | None:
-    return next((decision for decision in plan.decisions if decision.site == site), None)
 
 
 def _decided(what: str, *sides: Decision | None) -> Iterator[Row]:
@@ -104,13 +151,8 @@ def plans(old: ReportData, new: ReportData) -> Iterator[Row]:
 
 def _summary(plan: PrecisionPlan) -> Told:
     sites, share = number(numbers.count, len(plan.quantized_sites)), number(numbers.share, plan.fp8_share)
-    return told(
-        "{}, sites in {}: {}, of the FLOPs {}",
-        plan.base.value,
-        (plan.quantized or Precision.FP8).upper(),
-        sites,
-        share,
-    )
+    names = plan.base.value, (plan.quantized or Precision.FP8).upper()
+    return told("{}, sites in {}: {}, of the FLOPs {}", *names, sites, share)
 
 
 def rewrites(old: ReportData, new: ReportData) -> Iterator[Row]:

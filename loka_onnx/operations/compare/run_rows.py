@@ -16,18 +16,17 @@ from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.numerics.intervals import median_interval
 from loka_onnx.operations.compare import run_decisions
 from loka_onnx.operations.compare.difference import Row, Section, number, row
-from loka_onnx.operations.compare.hardware import HardwarePair, hardware_pairs
-from loka_onnx.operations.compare.run_decisions import reasons_of
+from loka_onnx.operations.compare.difference import times as times_of
+from loka_onnx.operations.compare.run_decisions import HardwarePair, hardware_pairs, reasons_of
 from loka_onnx.planning.choice import NOISE
 from loka_onnx.report import ReportData, numbers
 from loka_onnx.report.choice_tables import times_text
-from loka_onnx.report.document import Tone
+from loka_onnx.report.document import BUDGET_TONES, Tone
 from loka_onnx.report.figures import joined, percent_interval, told
 
 BASELINES = ("fp32", "bf16", "fp16")
 """Plans that a gain is measured over."""
 OVERLAP, APART = "intervals overlap", "intervals do not overlap"
-_BUDGETS = {BudgetStatus.WITHIN: Tone.GOOD, BudgetStatus.BEYOND: Tone.BAD, BudgetStatus.UNDECIDED: Tone.WARN}
 _COSTS_TEXT = (
     "Costs are those of each run's own engine against its own FP32 model. Intervals of the same rows are "
     "not independent: where they overlap, the costs may differ all the same. The command compare "
@@ -43,9 +42,8 @@ _LATENCY_TEXT = (
 
 def sections(old: ReportData, new: ReportData) -> Iterator[Section]:
     """All sections but the settings; some have no rows."""
-    basis = _Basis(other_splits(old, new), old.exported.digest != new.exported.digest)
     targets = _targets(old, new)
-    costs = [cost for target in targets for cost in _costs(old, new, target.pair, basis)]
+    costs = [cost for target in targets for cost in _costs(old, new, target.pair)]
     times = [time for target in targets for time in _latencies(old, new, target.pair)]
     yield Section("engines", "Emitted engines", tuple(_engine_rows(targets, [*costs, *times])))
     text = f"{_COSTS_TEXT} {_levels(old, new)}"
@@ -55,9 +53,8 @@ def sections(old: ReportData, new: ReportData) -> Iterator[Section]:
     yield Section("gain", "Gain over engines of the same run", tuple(_gains(old, new)))
     yield from run_decisions.sites(old, new)
     yield Section("plans", "Plans that differ", tuple(run_decisions.plans(old, new)))
-    yield Section(
-        "rewrites", "Places that transforms treated differently", tuple(run_decisions.rewrites(old, new))
-    )
+    moved = tuple(run_decisions.rewrites(old, new))
+    yield Section("rewrites", "Places that transforms treated differently", moved)
     yield Section("data", "Rows of each split", tuple(_splits(old, new)))
     yield entries("versions", "Versions that differ", old.versions, new.versions)
 
@@ -189,23 +186,10 @@ def _properties(side: _Emitted | None) -> dict[str, str]:
 # Costs --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Basis:
-    """Splits that are not the same for certain, and whether the exported models differ."""
-
-    other_splits: frozenset[str]
-    other_model: bool
-
-    def remarks(self, split: str) -> Iterator[str]:
-        """Parts of costs that differ on a split."""
-        if split in self.other_splits:
-            yield "measured on another file, another selection of rows or other columns of them"
-        if self.other_model:
-            yield "relative to another FP32 model"
-
-
-def _costs(old: ReportData, new: ReportData, pair: HardwarePair, basis: _Basis) -> Iterator[_Finding]:
+def _costs(old: ReportData, new: ReportData, pair: HardwarePair) -> Iterator[_Finding]:
     """Cost of the emitted engines that answer requests of one size, by output and split."""
+    others, is_other_model = other_splits(old, new), old.exported.digest != new.exported.digest
+    of_model = ["relative to another FP32 model"] if is_other_model else []
     for engines in pair.engines:
         before, after = (
             {
@@ -218,17 +202,16 @@ def _costs(old: ReportData, new: ReportData, pair: HardwarePair, basis: _Basis) 
         )
         for output, split in dict.fromkeys((*before, *after)):
             sides = before.get((output, split)), after.get((output, split))
-            remarks = list(basis.remarks(split))
+            of_rows = ["measured on another file, another selection of rows or other columns of them"]
+            remarks = [*of_rows, *of_model] if split in others else [*of_model]
             names = _both(*(engine if side else None for engine, side in zip(engines, sides, strict=True)))
             yield _cost(pair.name, f"{output} · {split} · {names}", sides, remarks)
 
 
-def _cost(
-    hardware: str,
-    what: str,
-    sides: tuple[OutputEvaluation | None, OutputEvaluation | None],
-    remarks: list[str],
-) -> _Finding:
+_Sides = tuple[OutputEvaluation | None, OutputEvaluation | None]
+
+
+def _cost(hardware: str, what: str, sides: _Sides, remarks: list[str]) -> _Finding:
     old, new = (None if side is None else side.difference for side in sides)
     is_same_basis, verdict, holds, is_worse = not remarks, "", False, False
     if old is None or new is None:
@@ -244,8 +227,7 @@ def _cost(
         holds = is_same_basis and len({side.budget_status for side in sides if side}) == 1
         remarks += _other_confidence(old.judged, new.judged)
     status = sides[1].budget_status if sides[1] else ""
-    tone = _BUDGETS.get(status, Tone.PLAIN)
-    what = f"{hardware} · {what}"
+    what, tone = f"{hardware} · {what}", BUDGET_TONES.get(status, Tone.PLAIN)
     item = row(what, *map(_judged, sides), verdict=verdict, tone=tone, note="; ".join(remarks))
     return _Finding(hardware, item, holds, is_worse or status == BudgetStatus.BEYOND)
 
@@ -253,16 +235,12 @@ def _cost(
 def _judged(output: OutputEvaluation | None) -> str | None:
     if output is None:
         return None
-    change = output.difference
-    return told(
-        "{}; {}, budget {}; NE {}",
-        told("{} {}", change.judged_name, percent_interval(change.judged, output.budget))
-        if change
-        else "reference",
-        output.budget_status,
-        number(numbers.budget_percent, output.budget),
-        number(numbers.metric, output.metrics.normalized_entropy),
-    )
+    judged: str = "reference"
+    if change := output.difference:
+        judged = told("{} {}", change.judged_name, percent_interval(change.judged, output.budget))
+    budget = number(numbers.budget_percent, output.budget)
+    entropy = number(numbers.metric, output.metrics.normalized_entropy)
+    return told("{}; {}, budget {}; NE {}", judged, output.budget_status, budget, entropy)
 
 
 def _overlap(old: Interval, new: Interval) -> str:
@@ -294,74 +272,59 @@ def _both(old: str | None, new: str | None) -> str:
 # Latency ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """Engine that takes requests of a size, and its latency."""
-
-    engine: str
-    latency: Latency
-
-    @property
-    def ends(self) -> tuple[float, float]:
-        """Least and largest median over loads; where loads were not kept, the median stands for all."""
-        median, loads = self.latency.p50_us, self.latency.loads_us
-        spread = median_interval(loads) if loads else None
-        return (median, median) if spread is None else (min(median, spread.lower), max(median, spread.upper))
-
-
 def _latencies(old: ReportData, new: ReportData, pair: HardwarePair) -> Iterator[_Finding]:
     """Median latencies of the emitted engines, by batch size."""
     before, after = _timed(old, pair.old), _timed(new, pair.new)
     for batch, inputs in sorted({*before, *after}):
-        sides = before.get((batch, inputs)), after.get((batch, inputs))
-        was, now = sides
+        was, now = before.get((batch, inputs)), after.get((batch, inputs))
         remark = _why_no_ratio(was, now)
         verdict, is_slower = "", False
         if not remark and was is not None and now is not None:
-            is_slower = now.ends[0] > was.ends[1] * (1.0 + NOISE)
-            ratio = number("{:.3f}×".format, now.latency.p50_us / was.latency.p50_us)
+            is_slower = _medians(now)[0] > _medians(was)[1] * (1.0 + NOISE)
+            ratio = number("{:.3f}×".format, now.p50_us / was.p50_us)
             verdict = told("{}; {}", ratio, "slower" if is_slower else "not slower")
-        holds = not is_slower if not remark else was is None or not was.latency.counts_for_choice
-        engines = _both(*(None if side is None else side.engine for side in sides))
-        devices = " → ".join(dict.fromkeys(side.latency.device for side in sides if side))
+        holds = not is_slower if not remark else was is None or not was.counts_for_choice
+        routes = (
+            choice.route(batch) if choice and side else None
+            for choice, side in ((pair.old, was), (pair.new, now))
+        )
+        devices = " → ".join(dict.fromkeys(side.device for side in (was, now) if side))
         item = row(
             f"{pair.name} · batch {numbers.count(batch)} · on the {inputs}",
-            *map(_times, sides),
+            *(None if side is None else times_of(side) for side in (was, now)),
             verdict=verdict,
             tone=Tone.WARN if is_slower else Tone.PLAIN,
-            note="; ".join(text for text in (engines, devices, remark) if text),
+            note="; ".join(text for text in (_both(*routes), devices, remark) if text),
         )
         yield _Finding(pair.name, item, holds)
 
 
-def _timed(data: ReportData, choice: TargetChoice | None) -> dict[tuple[int, InputPlace], _Timed]:
+def _medians(latency: Latency) -> tuple[float, float]:
+    """Least and largest median over loads; where loads were not kept, the median stands for all."""
+    median, loads = latency.p50_us, latency.loads_us
+    spread = median_interval(loads) if loads else None
+    return (median, median) if spread is None else (min(median, spread.lower), max(median, spread.upper))
+
+
+def _timed(data: ReportData, choice: TargetChoice | None) -> dict[tuple[int, InputPlace], Latency]:
     """Of the engine that takes requests of each size; simulations, whose speed says nothing, are left out."""
-    if choice is None:
-        return {}
-    timed: dict[tuple[int, InputPlace], _Timed] = {}
-    for evaluation in data.evaluations.evaluations:
+    timed: dict[tuple[int, InputPlace], Latency] = {}
+    for evaluation in data.evaluations.evaluations if choice is not None else ():
         engine = data.engine(evaluation.engine)
-        for item in evaluation.latencies:
-            if choice.route(item.batch) == evaluation.engine and engine is not None and not engine.simulated:
-                timed.setdefault((item.batch, item.inputs), _Timed(evaluation.engine, item))
+        for item in evaluation.latencies if engine is not None and not engine.simulated else ():
+            if choice is not None and choice.route(item.batch) == evaluation.engine:
+                timed.setdefault((item.batch, item.inputs), item)
     return timed
 
 
-def _why_no_ratio(old: _Timed | None, new: _Timed | None) -> str:
+def _why_no_ratio(old: Latency | None, new: Latency | None) -> str:
     if old is None or new is None:
         return f"it was not measured in the {'old' if old is None else 'new'} run"
-    if old.latency.device != new.latency.device:
-        return f"not comparable: measured on '{old.latency.device}' and on '{new.latency.device}'"
-    if not (old.latency.counts_for_choice and new.latency.counts_for_choice):
+    if old.device != new.device:
+        return f"not comparable: measured on '{old.device}' and on '{new.device}'"
+    if not (old.counts_for_choice and new.counts_for_choice):
         return "not comparable: not measured on the target"
     return ""
-
-
-def _times(side: _Timed | None) -> str | None:
-    if side is None:
-        return None
-    times = side.latency.p50_us, side.latency.p99_us
-    return told("p50 {}, p99 {}", *(number(numbers.latency, time) for time in times))
 
 
 def _gains(old: ReportData, new: ReportData) -> Iterator[Row]:
@@ -380,14 +343,9 @@ def _gains(old: ReportData, new: ReportData) -> Iterator[Row]:
 
 def _gain(data: ReportData, choice: TargetChoice | None, baseline: str) -> Interval | None:
     """Of several baselines of one plan, the fastest."""
+    of_plan = {engine.id for engine in data.engines if engine.plan == baseline}
     losers = choice.losers if choice is not None else ()
-    gains = [
-        loser.times
-        for loser in losers
-        if loser.times is not None
-        and (engine := data.engine(loser.engine)) is not None
-        and engine.plan == baseline
-    ]
+    gains = [loser.times for loser in losers if loser.times is not None and loser.engine in of_plan]
     return min(gains, key=lambda times: times.value, default=None)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,12 +48,9 @@ class EngineUsed:
     """One engine that answered.
 
     Attributes:
-        id: Its id in the bundle; the file name of an ONNX model.
+        id: Its id in the bundle; the file name of an ONNX model, whose plan is empty.
         version: Version of the library that built it; of a model, of the one that loaded it.
-        plan: Empty for an ONNX model.
-        target: Device that it was built for.
-        device: Device that it ran on here, as the driver names it.
-        simulated: Its FP8 is simulated, so that its latency is not meaningful.
+        target: Device that it was built for; `device` is the one that it ran on, as the driver names it.
         digest: SHA-256 of the engine file; of a model, over its graph and its weights.
         is_fallback: It is the FP32 model of the bundle, because no emitted engine runs here.
     """
@@ -82,7 +79,7 @@ class EngineUsed:
 
 @dataclass(frozen=True)
 class Side:
-    """One side (``A`` or ``B``), ready to answer.
+    """One side (``A`` or ``B``), ready to answer requests of `least_rows` to `most_rows`.
 
     Attributes:
         kind: Kind of deployment, in words.
@@ -90,7 +87,6 @@ class Side:
         engines: Engines that answered, the main one first.
         routes: Engines by the rows of a request, ascending; empty where one takes all.
         skipped: Why engines that were preferred do not run here, by engine.
-        least_rows: Fewest rows of a request; `most_rows` likewise.
         run: Answers one request of the model's inputs, while it is open.
         load: Loads it once more until the stack closes, and returns what answers a request.
         judged: Outputs that its accuracy was judged on, as it records them; empty for a model.
@@ -137,13 +133,8 @@ def open_side(path: Path, name: str, opening: Opening, place: ExitStack, engines
     """Load a bundle, in a directory or in a single file, or an ONNX model.
 
     `engines` frees what is loaded; `place` removes what a single file is unpacked to, and until then it can
-    be loaded once more.
-
-    Raises:
-        ConfigError: There is nothing at the path.
-        BundleInvalid: The bundle does not verify.
-        EngineError: Nothing in the bundle runs here.
-        ModelError: The model cannot be read or run.
+    be loaded once more. Raises ConfigError where there is nothing, BundleInvalid where a bundle does not
+    verify, EngineError or ModelError where nothing can be run here.
     """
     if not path.exists():
         raise ConfigError(
@@ -164,11 +155,7 @@ def open_side(path: Path, name: str, opening: Opening, place: ExitStack, engines
 
 
 def refuse_different_requests(a: Side, b: Side) -> None:
-    """Check that both sides answer the same requests with the same outputs.
-
-    Raises:
-        ConfigError: An input or an output is missing on one side, or of another type or shape.
-    """
+    """Raise ConfigError for an input or output that is missing on one side, or of another type or shape."""
     for what, ours, theirs in (("input", a.inputs, b.inputs), ("output", a.outputs, b.outputs)):
         mine, other = ({spec.name: spec for spec in specs} for specs in (ours, theirs))
         for name in sorted({*mine, *other}):
@@ -223,14 +210,16 @@ def _open_bundle(directory: Path, path: Path, name: str, opening: Opening, stack
     routes = dict(sorted(engine.health().routes.items()))
     expected = _answering(engine, routes)
     entries = {entry.id: entry for entry in manifest.candidates}
+    used = dict.fromkeys((engine.entry.id, *routes.values()))
+    records = (entry.evaluation for entry in manifest.engines if entry.evaluation is not None)
+    timed = (latency.batch for record in records for latency in record.latencies)
+    routed = (route.batch for choice in manifest.choice.targets for route in choice.routes)
     return Side(
         name=name,
         path=path,
         kind="bundle" if path.is_dir() else "bundle in a single file",
         digest=manifest.model_digest,
-        engines=tuple(
-            _used(entries[id_], manifest) for id_ in dict.fromkeys((engine.entry.id, *routes.values()))
-        ),
+        engines=tuple(_used(entries[id_], manifest) for id_ in used),
         least_rows=engine.entry.batch.min,
         most_rows=engine.entry.batch.max,
         run=engine.infer,
@@ -242,7 +231,7 @@ def _open_bundle(directory: Path, path: Path, name: str, opening: Opening, stack
         routes=routes,
         skipped={skipped.engine: skipped.reason for skipped in engine.skipped},
         judged=manifest.judged,
-        timed_at=frozenset(_timed_at(manifest)),
+        timed_at=frozenset((*timed, *routed)),
     )
 
 
@@ -265,13 +254,6 @@ def _used(entry: EngineEntry, manifest: Manifest) -> EngineUsed:
         digest=entry.digest,
         is_fallback=entry.id == manifest.fallback.id,
     )
-
-
-def _timed_at(manifest: Manifest) -> Iterator[int]:
-    for entry in manifest.engines:
-        yield from (latency.batch for latency in (entry.evaluation.latencies if entry.evaluation else ()))
-    for choice in manifest.choice.targets:
-        yield from (route.batch for route in choice.routes)
 
 
 def _open_model(path: Path, name: str, opening: Opening, stack: ExitStack) -> Side:

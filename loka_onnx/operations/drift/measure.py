@@ -1,19 +1,19 @@
-"""Drift of live data from a profile: size, significance and relevance of every change.
+"""Drift of live data from a profile: size, significance and relevance of every change, and alarms.
 
-Units are batches of as many rows as the profile's: the elements of a row have much in common, and so may rows
-of a user, but batches differ as much as batches do. Every statistic of every tensor is a test
+Units are batches of as many rows as the profile's, in file order, as the profile's were: rows of a user may
+have much in common, but batches differ as much as batches do. Every statistic of every tensor is a test
 (`numerics.two_sample`), and p-values are adjusted for all of them together, so that the probability of any
-false alarm is bounded however many tensors a model has. Rows are taken in file order, as the profile's were:
-shuffled live rows against a profile of rows sorted by time, or the reverse, differ in how much batches vary
-and not in their means, which the tests of means allow for. What alarms must be large as well (`alarms`).
+false alarm is bounded however many tensors a model has. What alarms must be large as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf, sqrt
 from pathlib import Path
+from statistics import NormalDist
 
 from loka_onnx.calibration.observers.sampling import COLUMN
 from loka_onnx.core.progress import Progress, silent
@@ -28,13 +28,12 @@ from loka_onnx.numerics.two_sample import (
     stability_index,
     variance_ratio,
 )
-from loka_onnx.operations.drift.alarms import find_alarms
-from loka_onnx.operations.drift.baseline import Baseline
-from loka_onnx.operations.drift.live import Live, measure_live
+from loka_onnx.operations.drift.live import Baseline, Live, measure_live
 from loka_onnx.operations.drift.report import (
     Alarm,
     DriftOptions,
     DriftReport,
+    Measure,
     OutputDrift,
     RangeShift,
     Relevance,
@@ -45,6 +44,9 @@ from loka_onnx.operations.drift.report import (
 
 RESOLUTION = 2.0**-20
 """Error of a mean or an rms over the rms, on another machine: sixteen units in the last place of FP32."""
+_ORDER = tuple(reversed(Measure))
+"""Harm comes first, then the feature that may be why, then the effect on tensors."""
+_OCTAVE = "log2."
 
 
 def measure_drift(
@@ -75,9 +77,6 @@ def compare(baseline: Baseline, live: Live, options: DriftOptions) -> DriftRepor
     tensors, tests = _adjusted(compared)
     sites = list(_compare_sites(baseline, live))
     outputs = [_compare_output(baseline, live, name) for name in baseline.profile.baseline_loss]
-    alarms: tuple[Alarm, ...] = ()
-    if not not_judged:
-        alarms = find_alarms(tensors, sites, outputs, options)
     return DriftReport(
         model_digest=baseline.model.digest,
         profile_digest=baseline.profile.data_digest,
@@ -94,7 +93,7 @@ def compare(baseline: Baseline, live: Live, options: DriftOptions) -> DriftRepor
         tensors=tuple(sorted(tensors, key=lambda t: (-_size(t, options.relevance), t.tensor))),
         sites=tuple(sorted(sites, key=lambda s: (-sum(s.predicted.values()), -s.live_saturated, s.site))),
         outputs=tuple(outputs),
-        alarms=alarms,
+        alarms=() if not_judged else _find_alarms(tensors, sites, outputs, options),
         synthetic=baseline.profile.synthetic,
         not_judged=not_judged,
     )
@@ -125,16 +124,14 @@ def _too_few(baseline: Baseline, ours: int, theirs: int) -> str:
 
 def _compare_tensor(baseline: Baseline, live: Live, name: str, *, is_judged: bool) -> TensorDrift:
     before, after, beyond = baseline.ranges[name], live.ranges[name], live.beyond[name]
-    shifts: tuple[Shift, ...] = ()
-    p_beyond = 1.0
+    batches, p_beyond = after.spread.batches, 1.0
     if is_judged:
-        shifts = _shifts(before, after)
-        p_beyond = exceedance_probability(beyond, after.spread.batches, before.spread.batches)
+        p_beyond = exceedance_probability(beyond, batches, before.spread.batches)
     return TensorDrift(
         tensor=name,
         sites=tuple(entry.site for entry in baseline.profile.sites if name in entry.operands),
-        range=RangeShift(before.amax, after.amax, beyond, after.spread.batches, p_beyond),
-        shifts=shifts,
+        range=RangeShift(before.amax, after.amax, beyond, batches, p_beyond),
+        shifts=_shifts(before, after) if is_judged else (),
         stability_index=stability_index(before.histogram, after.histogram),
         columns=baseline.columns.get(name, ()),
     )
@@ -142,46 +139,42 @@ def _compare_tensor(baseline: Baseline, live: Live, name: str, *, is_judged: boo
 
 @dataclass(frozen=True)
 class _Statistic:
-    """One statistic over the batches of the profile (before) and of the live data (after).
+    """One statistic over batches, and the root mean square of what it is taken from; 0 for a share.
 
-    Attributes:
-        kind: Which others vary like it: ``share``, ``column mean``, ``column rms``, or its own name.
-        unit: See `Shift.unit`.
-        rms: Of what it is taken from; 0 for a share.
+    `kind` says which others vary like it: ``share``, ``column mean``, ``column rms``, or its own name.
     """
 
-    name: str
     kind: str
-    before: BatchSample
-    after: BatchSample
+    samples: tuple[BatchSample, BatchSample]
     unit: float
     rms: float
 
-    @classmethod
-    def of(cls, profile: RangeStats, live: RangeStats, name: str) -> _Statistic:
-        before, after = BatchSample.of(profile.spread, name), BatchSample.of(live.spread, name)
-        column, _, which = name.rpartition(".")
-        if which not in {"mean", "rms"}:
-            return cls(name, "share", before, after, 1.0, 0.0)
-        rms, deviation = _scale(profile, column)
-        kind = f"column {which}" if column else which
-        return cls(name, kind, before, after, rms if which == "rms" else deviation, rms)
+
+def _statistic(profile: RangeStats, live: RangeStats, name: str) -> _Statistic:
+    samples = BatchSample.of(profile.spread, name), BatchSample.of(live.spread, name)
+    column, _, which = name.rpartition(".")
+    if which not in {"mean", "rms"}:
+        return _Statistic("share", samples, 1.0, 0.0)
+    rms, deviation = _scale(profile, column)
+    return _Statistic(
+        f"column {which}" if column else which, samples, rms if which == "rms" else deviation, rms
+    )
 
 
 def _shifts(profile: RangeStats, live: RangeStats) -> tuple[Shift, ...]:
     known = {"mean", "rms", "zeros", *profile.spread.statistics, *live.spread.statistics}
-    every = [_Statistic.of(profile, live, name) for name in sorted(known)]
+    every = {name: _statistic(profile, live, name) for name in sorted(known)}
     ratios: dict[str, float] = {}
-    for kind in dict.fromkeys(item.kind for item in every):
-        alike = [item for item in every if item.kind == kind]
+    for kind in dict.fromkeys(item.kind for item in every.values()):
+        alike = [item for item in every.values() if item.kind == kind]
         if len(alike) > 1:
             units = [item.rms if kind != "share" else 1.0 for item in alike]
-            ratios[kind] = variance_ratio([(item.before, item.after) for item in alike], units)
+            ratios[kind] = variance_ratio([item.samples for item in alike], units)
     shifts = []
-    for item in every:
-        change = compare_means(item.before, item.after, RESOLUTION * item.rms, ratios.get(item.kind))
-        means = item.before.mean, item.after.mean
-        shifts.append(Shift(item.name, *means, item.unit, change.standard_error, change.p_value))
+    for name, item in every.items():
+        before, after = item.samples
+        change = compare_means(before, after, RESOLUTION * item.rms, ratios.get(item.kind))
+        shifts.append(Shift(name, before.mean, after.mean, item.unit, change.standard_error, change.p_value))
     return tuple(shifts)
 
 
@@ -266,3 +259,155 @@ def _compare_output(baseline: Baseline, live: Live, name: str) -> OutputDrift:
 
 def _share(stats: ErrorStats) -> float:
     return stats.saturated / stats.activation_count if stats.activation_count else 0.0
+
+
+# Alarms ------------------------------------------------------------------------------------------
+
+
+def _find_alarms(
+    tensors: Sequence[TensorDrift],
+    sites: Sequence[SiteDrift],
+    outputs: Sequence[OutputDrift],
+    options: DriftOptions,
+) -> tuple[Alarm, ...]:
+    """Return changes that are both significant and large enough, each as a sentence, worst first.
+
+    Each needs a test of the same quantity: the mean's for the mean, a column's own, any octave's
+    or that of the zeros for the distribution, any of the site's activation for its saturation. ΔNE has none
+    of its own: it asks for a certain change of an activation that a counted site reads, and for a growth
+    whose lower bound is beyond the threshold.
+    """
+    named = {tensor.tensor for tensor in tensors if tensor.columns}
+    certainty = {tensor.tensor: tensor.smallest_adjusted for tensor in tensors}
+
+    def badness(alarm: Alarm) -> tuple[int, bool, float, str]:
+        # A feature that has a name comes before the hidden units that it feeds.
+        excess = alarm.value / alarm.threshold if alarm.threshold else inf
+        is_hidden = alarm.measure is Measure.COLUMN and alarm.where not in named
+        return _ORDER.index(alarm.measure), is_hidden, -excess, alarm.where
+
+    alarms = chain(
+        *(_of_tensor(tensor, options.relevance) for tensor in tensors),
+        *(_of_columns(tensor, options) for tensor in tensors),
+        *(_of_site(site, options.relevance, certainty.get(site.tensor, 1.0)) for site in sites),
+        _of_outputs(sites, outputs, certainty, options),
+    )
+    certain = (alarm for alarm in alarms if alarm.adjusted <= options.family_wise)
+    return tuple(sorted(certain, key=badness))
+
+
+def _of_tensor(tensor: TensorDrift, relevance: Relevance) -> Iterator[Alarm]:
+    """Mean, rms, zeros, distribution and range."""
+    name = _read_by(tensor)
+    for measure in (Measure.MEAN, Measure.RMS, Measure.ZEROS):
+        shift, threshold = tensor.shift(measure.value), getattr(relevance, measure.value)
+        if shift is not None and abs(shift.effect) >= threshold:
+            sentence = _described(shift, name)
+            yield Alarm(tensor.tensor, measure, abs(shift.effect), threshold, shift.adjusted, sentence)
+    index, threshold = tensor.stability_index, relevance.stability_index
+    shares = [s for s in tensor.shifts if s.statistic == "zeros" or s.statistic.startswith(_OCTAVE)]
+    if shares and index >= threshold:
+        surest = min(shares, key=lambda shift: (shift.adjusted, shift.p_value))
+        sentence = (
+            f"the magnitudes of {name} are distributed otherwise: population stability index {index:.3f}, "
+            f"most surely {_share_text(surest)}"
+        )
+        yield Alarm(tensor.tensor, Measure.DISTRIBUTION, index, threshold, surest.adjusted, sentence)
+    wider, threshold = tensor.range, relevance.range_growth
+    if wider.growth - 1.0 >= threshold:
+        sentence = (
+            f"the range of {name} is {wider.growth:.2f} times the profile's, {wider.live_amax:.4g} instead "
+            f"of {wider.profile_amax:.4g}: {wider.beyond} of {wider.batches} batches go beyond it"
+        )
+        yield Alarm(tensor.tensor, Measure.RANGE, wider.growth - 1.0, threshold, wider.adjusted, sentence)
+
+
+def _of_columns(tensor: TensorDrift, options: DriftOptions) -> Iterator[Alarm]:
+    """The worst column, and how many others there are."""
+    threshold = options.relevance.column
+    certain = (
+        s for s in tensor.shifts if s.statistic.startswith(COLUMN) and s.adjusted <= options.family_wise
+    )
+    shifts = [shift for shift in certain if abs(shift.effect) >= threshold]
+    if not shifts:
+        return
+    worst = max(shifts, key=lambda shift: abs(shift.effect))
+    column, others = _column_of(worst), len({_column_of(shift) for shift in shifts}) - 1
+    name = f"column {column} of {_read_by(tensor)}"
+    if column < len(tensor.columns) and tensor.columns[column]:
+        name = f"'{tensor.columns[column]}' (column {column} of '{tensor.tensor}')"
+    more = f", and so did {others} other column{'s' * (others > 1)}" if others else ""
+    sentence = f"{_described(worst, name)}{more}"
+    yield Alarm(tensor.tensor, Measure.COLUMN, abs(worst.effect), threshold, worst.adjusted, sentence)
+
+
+def _of_site(site: SiteDrift, relevance: Relevance, certainty: float) -> Iterator[Alarm]:
+    growth, threshold = site.live_saturated - site.profile_saturated, relevance.saturated_share
+    if growth > 0.0 and growth >= threshold:
+        sentence = (
+            f"{site.live_saturated:.3%} of the activation of '{site.site}' are clipped under its FP8 "
+            f"scale, {site.profile_saturated:.3%} in the profile"
+        )
+        yield Alarm(site.site, Measure.SATURATION, growth, threshold, certainty, sentence)
+
+
+def _of_outputs(
+    sites: Sequence[SiteDrift],
+    outputs: Sequence[OutputDrift],
+    certainty: Mapping[str, float],
+    options: DriftOptions,
+) -> Iterator[Alarm]:
+    counted = [site for site in sites if site.is_counted]
+    surest = min((certainty[site.tensor] for site in counted if site.tensor in certainty), default=1.0)
+    for output in outputs:
+        threshold, name = options.most_delta_ne, output.output
+        if threshold is None and output.budget is not None:
+            threshold = options.relevance.delta_ne * output.budget
+        if threshold is None or output.live_kl is None or not counted:
+            continue
+        lower = output.predicted - NormalDist().inv_cdf(1.0 - options.family_wise) * output.standard_error
+        if lower <= 0.0 or lower < threshold:
+            continue
+        worst = max(counted, key=lambda site: site.predicted.get(name, 0.0))
+        of_budget = "" if output.budget is None else f", budget {output.budget:.4%}"
+        sentence = (
+            f"FP8's share of ΔNE on '{name}' is predicted to grow by {output.predicted:.4%}, from "
+            f"{output.kl:.4%} to {output.live_kl:.4%}{of_budget}; "
+            f"{worst.predicted.get(name, 0.0):.4%} of it at '{worst.site}'"
+        )
+        yield Alarm(name, Measure.DELTA_NE, output.predicted, threshold, surest, sentence)
+
+
+def _described(shift: Shift, name: str) -> str:
+    """The shift of a mean, an rms or a share of zeros, and how certain it is."""
+    kind = shift.statistic.rpartition(".")[2]
+    what = f"{shift.live:.1%} of {name} are zero, {shift.profile:.1%} in the profile"
+    if kind == "mean":
+        move = f"moved by {shift.effect:+.2f} standard deviations"
+        what = f"the mean of {name} {move}, from {shift.profile:.4g} to {shift.live:.4g}"
+    elif kind == "rms":
+        move = f"is {1.0 + shift.effect:.2f} times the profile's"
+        what = f"the rms of {name} {move}, {shift.live:.4g} instead of {shift.profile:.4g}"
+    return f"{what}{_certainty(shift)}"
+
+
+def _certainty(shift: Shift) -> str:
+    return f" ({abs(shift.deviation):.0f} standard errors)"
+
+
+def _share_text(shift: Shift) -> str:
+    what = "the zeros"
+    if shift.statistic != "zeros":
+        octave = int(shift.statistic.removeprefix(_OCTAVE))
+        what = f"magnitudes from {2.0**octave:.3g} to {2.0 ** (octave + 1):.3g}"
+    return f"{what}: {shift.live:.2%} instead of {shift.profile:.2%}{_certainty(shift)}"
+
+
+def _column_of(shift: Shift) -> int:
+    return int(shift.statistic.removeprefix(COLUMN).partition(".")[0])
+
+
+def _read_by(tensor: TensorDrift) -> str:
+    sites = " and ".join(f"'{site}'" for site in tensor.sites[:2])
+    more = f" and {len(tensor.sites) - 2} more" if len(tensor.sites) > 2 else ""
+    return f"'{tensor.tensor}' (read by {sites}{more})"

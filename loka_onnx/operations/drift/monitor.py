@@ -1,15 +1,12 @@
 """Drift of the rows that a serving process scores, as metrics for Prometheus.
 
 `Monitor.feed` draws rows one by one, so that a batch mixes many requests as the profile's batches do, checks
-them, copies them into a batch of the profile's size, and returns; a thread of its own runs full batches
-through the instrumented model. Memory is bounded: less than one batch is held, at most `pending` more wait,
-and when the thread does not keep up, batches are dropped and counted. Nothing is raised into the serving
-path.
+and copies them, and returns; a thread of its own runs full batches through the instrumented model. Memory is
+bounded: less than one batch is held, at most `pending` more wait, further ones are dropped and counted.
 
 Counters are over the life of the process; gauges are over a window of recent batches, which are compared with
-the profile as `operations.drift.measure` does. Each full window is a comparison of its own, so that the
-family-wise level holds for each, not for all windows of a year together; what alarms must be large enough to
-matter as well, which chance is not. What it costs: `benchmarks/records/drift_alarms.json`.
+the profile as `operations.drift.measure` does. The family-wise level holds for each full window, not for all
+of them together. What it costs: `benchmarks/records/drift_alarms.json`.
 """
 
 from __future__ import annotations
@@ -38,16 +35,16 @@ from loka_onnx.data import Batch
 from loka_onnx.errors import ConfigError, DataError
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
-from loka_onnx.operations.drift.baseline import Baseline
 from loka_onnx.operations.drift.live import (
     DEFAULT_BATCH_ROWS,
+    Baseline,
     Live,
     RangeWatch,
     observe_activations,
     observe_products,
 )
 from loka_onnx.operations.drift.measure import compare
-from loka_onnx.operations.drift.monitor_metrics import MonitorCollector, Tally, exposition
+from loka_onnx.operations.drift.monitor_metrics import Tally, exposition
 from loka_onnx.operations.drift.report import DriftOptions, DriftReport
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -62,8 +59,7 @@ class MonitorOptions:
 
     Attributes:
         sample_rate: Share of the rows that are measured.
-        window: Batches that gauges cover: at least that many, once so many were seen, and at most a
-            quarter more.
+        window: Batches that gauges cover, once so many were seen; at most a quarter more.
         pending: Full batches that may wait.
         drift: Comparison with the profile; rows and threads are not used.
         seed: Of the draw of rows; None for another one in each process.
@@ -154,26 +150,20 @@ class _RowRules:
 class _BatchBuilder:
     """Gathers rows into batches of one size, in place; holds less than one batch. Not thread-safe."""
 
-    def __init__(self, inputs: Sequence[TensorSpec], batch_rows: int) -> None:
-        self._inputs, self._size = tuple(inputs), batch_rows
+    def __init__(self, batch_rows: int) -> None:
+        self._size, self._held = batch_rows, 0
         self._pieces: list[Arrays] = []
-        self.held = 0
 
-    def add(self, arrays: Arrays) -> list[dict[str, npt.NDArray[Any]]]:
+    def add(self, arrays: Arrays, rows: int) -> list[dict[str, npt.NDArray[Any]]]:
         """Keep rows that obey `_RowRules`, in arrays that nobody else writes to; return full batches."""
-        rows = len(arrays[self._inputs[0].name])
-        if not rows:
+        if rows:
+            self._pieces.append(arrays)
+            self._held += rows
+        if self._held < self._size:
             return []
-        self._pieces.append(arrays)
-        self.held += rows
-        if self.held < self._size:
-            return []
-        whole = {
-            spec.name: np.concatenate([piece[spec.name] for piece in self._pieces]) for spec in self._inputs
-        }
-        full = self.held - self.held % self._size
-        self.held -= full
-        self._pieces = [{name: array[full:].copy() for name, array in whole.items()}] if self.held else []
+        whole = {name: np.concatenate([piece[name] for piece in self._pieces]) for name in arrays}
+        full, self._held = self._held - self._held % self._size, self._held % self._size
+        self._pieces = [{name: array[full:].copy() for name, array in whole.items()}]
         return [
             {name: array[start : start + self._size] for name, array in whole.items()}
             for start in range(0, full, self._size)
@@ -212,7 +202,7 @@ class Monitor:
 
         self._intake = threading.Lock()
         self._random = np.random.default_rng(self.options.seed)
-        self._builder = _BatchBuilder(baseline.model.inputs, self.batch_rows)
+        self._builder = _BatchBuilder(self.batch_rows)
         self._waiting: queue.Queue[Arrays | None] = queue.Queue(self.options.pending)
         self._worker: threading.Thread | None = None
         self._is_closed = False
@@ -239,7 +229,11 @@ class Monitor:
     def _feed(self, inputs: Mapping[str, Any]) -> None:
         arrays = {name: np.asarray(values) for name, values in inputs.items()}
         rows = self._rules.rows_of(arrays)
-        drawn = self._draw(rows)
+        with self._intake:
+            drawn = np.flatnonzero(self._random.random(rows) < self.options.sample_rate)
+            if drawn.size > self.batch_rows:
+                # One call must not fill the memory, nor the window.
+                drawn = np.sort(self._random.choice(drawn, self.batch_rows, replace=False))
         taken = self._rules.converted(arrays, drawn)
         usable = self._rules.usable(taken)
         kept = int(usable.sum())
@@ -250,17 +244,8 @@ class Monitor:
             self._tally.sampled += kept
             self._tally.rejected += int(drawn.size) - kept
         with self._intake:
-            for batch in () if self._is_closed else self._builder.add(taken):
+            for batch in () if self._is_closed else self._builder.add(taken, kept):
                 self._submit(batch)
-
-    def _draw(self, rows: int) -> npt.NDArray[np.int64]:
-        """Return positions of the rows to measure, in order."""
-        with self._intake:
-            drawn = np.flatnonzero(self._random.random(rows) < self.options.sample_rate)
-            if drawn.size > self.batch_rows:
-                # One call must not fill the memory, nor the window.
-                drawn = np.sort(self._random.choice(drawn, self.batch_rows, replace=False))
-        return drawn
 
     def _submit(self, batch: Arrays) -> None:
         if self._worker is None:
@@ -327,11 +312,9 @@ class Monitor:
             MissingPackage: `prometheus_client` is not installed.
         """
         tally, blocks = self._look()
-        labels = {
-            "model_digest": self.baseline.model.digest,
-            "profile_digest": self.baseline.profile.data_digest,
-        }
-        return exposition(MonitorCollector(tally, self._compared(blocks), labels))
+        model, profile = self.baseline.model.digest, self.baseline.profile.data_digest
+        labels = {"model_digest": model, "profile_digest": profile}
+        return exposition(tally, self._compared(blocks), labels)
 
     def write(self, path: str | Path) -> None:
         """Write `text` to a file (``*.prom`` for node-exporter's textfile collector), whole or not at all."""

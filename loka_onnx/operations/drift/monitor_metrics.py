@@ -68,18 +68,30 @@ _Sample = tuple[str, float, dict[str, str]]
 """Gauge, value, labels."""
 
 
-@dataclass(frozen=True, eq=False)
-class MonitorCollector:
-    """All metrics of a monitor, as a collector of `prometheus_client`.
+def exposition(tally: Tally, report: DriftReport | None, labels: dict[str, str]) -> str:
+    """All metrics in the text format of Prometheus, or MissingPackage where its client is not installed.
 
-    Attributes:
-        report: The window against the profile; None before the first batch.
-        labels: Digests of the model and the profile.
+    `report` is of the window, None before the first batch; `labels` are digests of the model and the profile.
     """
+    try:
+        from prometheus_client import CollectorRegistry, generate_latest
+    except ImportError as error:
+        raise MissingPackage(
+            "E1625 prometheus_client is not installed",
+            evidence=str(error),
+            remedy="pip install 'loka-onnx[serve]'",
+        ) from error
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(
+        _Collector(tally, [("monitor_info", 1.0, labels), *(_gauges(report) if report else ())])
+    )
+    return generate_latest(registry).decode()
 
+
+@dataclass(frozen=True, eq=False)
+class _Collector:
     tally: Tally
-    report: DriftReport | None
-    labels: dict[str, str]
+    samples: list[_Sample]
 
     def collect(self) -> Iterator[Any]:
         """Yield the metric families that have samples."""
@@ -94,31 +106,11 @@ class MonitorCollector:
                 family.add_metric([key], count)
             if family.samples:
                 yield family
-        families: dict[str, Any] = {}
-        samples = [("monitor_info", 1.0, self.labels), *(_gauges(self.report) if self.report else ())]
-        for name, value, labels in samples:
+        gauges: dict[str, Any] = {}
+        for name, value, labels in self.samples:
             new = GaugeMetricFamily(PREFIX + name, _GAUGES[name], labels=list(labels))
-            families.setdefault(name, new).add_metric(list(labels.values()), value)
-        yield from families.values()
-
-
-def exposition(collector: MonitorCollector) -> str:
-    """All metrics in the text format of Prometheus.
-
-    Raises:
-        MissingPackage: `prometheus_client` is not installed.
-    """
-    try:
-        from prometheus_client import CollectorRegistry, generate_latest
-    except ImportError as error:
-        raise MissingPackage(
-            "E1625 prometheus_client is not installed",
-            evidence=str(error),
-            remedy="pip install 'loka-onnx[serve]'",
-        ) from error
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
-    return generate_latest(registry).decode()
+            gauges.setdefault(name, new).add_metric(list(labels.values()), value)
+        yield from gauges.values()
 
 
 def _gauges(report: DriftReport) -> Iterator[_Sample]:

@@ -31,20 +31,18 @@ class Relevance:
     With enough rows every real difference is certain. Set all to 0 to report every certain change.
 
     Attributes:
-        mean: Shift of a tensor's mean, in standard deviations of its elements. 0.1 is half of Cohen's small
-            effect.
-        rms: Relative change of its root mean square.
-        zeros: Change of its share of zeros.
+        mean: Shift of a tensor's mean, in standard deviations of its elements (half of Cohen's small effect).
+        rms: Relative change of its root mean square; `zeros`: change of its share of zeros.
         column: For one column of a narrow tensor, a feature as a rule: shift of the mean in its standard
-            deviations, or relative change of its rms. Larger than for a tensor, because single features do
-            move (seasons, new items); a changed unit, a new default or a silent source exceeds it.
+            deviations, or relative change of its rms. Larger, because single features do move (seasons, new
+            items); a changed unit, a new default or a silent source exceeds it.
         stability_index: Population stability index of its magnitudes; credit scoring investigates from 0.1.
         range_growth: Live amax over the profile's, less 1. At 0.25 the largest value loses a fifth of itself
             to clipping, three times the largest E4M3 rounding (1/16).
         saturated_share: Growth of the share of clipped activation elements. 0.001 is ten times what the scale
             rule ``percentile-99.99`` clips on purpose.
-        delta_ne: Predicted growth of ΔNE over the output's budget. A plan leaves half of a budget to causes
-            other than KL, so beyond that it is no longer inside.
+        delta_ne: Predicted growth of ΔNE over the output's budget, of which a plan leaves half to causes
+            other than KL.
     """
 
     mean: float = 0.1
@@ -101,11 +99,10 @@ class Shift:
     Attributes:
         statistic: Key in `BatchSpread.statistics`: ``mean``, ``rms``, ``zeros``, ``log2.<e>``,
             ``column.<i>.mean`` or ``column.<i>.rms``.
-        unit: Unit of its changes: for a mean the standard deviation of the elements, for an rms itself, for a
-            share 1.
+        unit: Of its changes: the standard deviation of the elements for a mean, itself for an rms, 1 for a
+            share.
         standard_error: Of the difference.
-        p_value: Two-sided, of this test alone.
-        adjusted: Adjusted for all tests of the report (Holm).
+        p_value: Two-sided, of this test alone; `adjusted` for all tests of the report (Holm).
     """
 
     statistic: str
@@ -140,8 +137,7 @@ class RangeShift:
 
     Attributes:
         beyond: Live batches, of `batches`, that went beyond the profile's range.
-        p_value: Of so many under exchangeable batches, of this test alone.
-        adjusted: The same, adjusted for all tests of the report (Holm).
+        p_value: Of so many under exchangeable batches; `adjusted` for all tests of the report (Holm).
     """
 
     profile_amax: float
@@ -167,8 +163,7 @@ class TensorDrift:
         sites: Sites that read it.
         shifts: Its statistics over batches; empty where there are too few.
         stability_index: Population stability index over zeros and octaves of magnitude.
-        columns: Names of its columns, "" for one without; empty where none has one. Columns of a file keep
-            theirs on the way through the model as long as nothing mixes them.
+        columns: Names of its columns, "" for one without; empty where none has one.
     """
 
     tensor: str
@@ -200,11 +195,10 @@ class SiteDrift:
     Attributes:
         tensor: Its activation.
         is_counted: Whether it is among the sites that the prediction of ΔNE adds up.
-        profile_saturated: Share of activation elements beyond the format's range, in the profile.
-        profile_noise: Noise energy over signal energy of its output, in the profile.
-        kl: Its KL on each output in the profile, relative to the loss there.
-        live_kl: Its KL on each output in the live data, relative to the same loss; empty where it is not
-            counted.
+        profile_saturated: Share of activation elements beyond the format's range.
+        profile_noise: Noise energy over signal energy of its output.
+        kl: Its KL on each output in the profile, relative to the loss there; `live_kl` in the live data,
+            relative to the same loss, empty where it is not counted.
     """
 
     site: str
@@ -230,9 +224,8 @@ class OutputDrift:
 
     Attributes:
         budget: Largest accepted relative loss increase; None where unknown.
-        kl: Sum of the counted sites' KL in the profile, relative to the loss there.
-        live_kl: The same in the live data, relative to the same loss; None where no site is counted. The loss
-            on live rows is unknown without labels, and drift tends to raise it.
+        kl: Sum of the counted sites' KL in the profile, relative to the loss there; `live_kl` in the live
+            data, relative to the same loss (unknown without labels), None where no site is counted.
         standard_error: Of the difference of both.
     """
 
@@ -250,13 +243,9 @@ class OutputDrift:
 
 @dataclass(frozen=True)
 class Alarm:
-    """A change that is certain and large enough to matter.
+    """A change that is certain and large enough to matter, of a tensor, site or output.
 
-    Attributes:
-        where: Name of the tensor, site or output.
-        value: Size of the change, in the unit of the threshold.
-        adjusted: p-value of the change, adjusted for all tests of the report.
-        sentence: For a reader.
+    `value` is in the unit of the threshold, `adjusted` the p-value, adjusted for all tests of the report.
     """
 
     where: str
@@ -275,10 +264,8 @@ class DriftReport:
         batch_rows: Rows of a batch, the unit of every test; 0 where the profile knows none.
         family_wise: Largest probability of any false alarm.
         basis: Whose sites the prediction of ΔNE adds up, as in ``plan fp8-safe``.
-        relevance: Least relevant changes.
         synthetic: Whether any row of the profile was generated.
-        not_judged: Why nothing could be judged, and the remedy; else empty. Without it, no alarms means no
-            drift.
+        not_judged: Why nothing could be judged, and the remedy; where it is empty, no alarms means no drift.
     """
 
     SCHEMA: ClassVar[str] = "drift/1"

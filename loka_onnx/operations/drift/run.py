@@ -27,7 +27,7 @@ from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.moves import column_origins
 from loka_onnx.graph.storage import model_digest
-from loka_onnx.operations.drift.baseline import Baseline
+from loka_onnx.operations.drift.live import Baseline
 from loka_onnx.operations.drift.measure import measure_drift
 from loka_onnx.operations.drift.monitor import Monitor, MonitorOptions
 from loka_onnx.operations.drift.report import DriftOptions, DriftReport

@@ -25,16 +25,8 @@ from loka_onnx.pipeline.mods import HIGH_ERROR_CHANNELS
 from loka_onnx.pipeline.probing import MODIFIED
 from loka_onnx.pipeline.run import GIVEN
 
-_NEEDED = (
-    RECORD,
-    "model/exported.json",
-    "model/modified.json",
-    "choice.json",
-    "engines.json",
-    "evaluation.json",
-    "plan.json",
-    MODIFIED,
-)
+_DOCUMENTS = ("choice.json", "engines.json", "evaluation.json", "plan.json")
+_NEEDED = (RECORD, "model/exported.json", "model/modified.json", *_DOCUMENTS, MODIFIED)
 _GIVEN = {"directory": str, "values": str}
 """Types of what a record holds of its run file."""
 
@@ -138,13 +130,10 @@ class EarlierRun:
     @cached_property
     def judged(self) -> frozenset[str]:
         """Ids of the engines whose outputs certify the chosen ones: theirs, or simulations of their plans."""
-        names = set()
-        for engine in self._named(self.chosen):
-            if engine.was_run:
-                names.add(engine.id)
-            else:
-                names |= {e.id for e in self.engines.engines if e.plan == engine.plan and e.was_run}
-        return frozenset(names)
+        run = [engine for engine in self.engines.engines if engine.was_run]
+        chosen = self._named(self.chosen)
+        others = {engine.plan for engine in chosen if not engine.was_run}
+        return frozenset(e.id for e in run if e in chosen or e.plan in others)
 
     @cached_property
     def wanted(self) -> frozenset[str]:
@@ -169,21 +158,14 @@ class EarlierRun:
         """Copy the earlier choice for the targets of `engines`."""
         others = [engine for engine in engines if engine.id not in self.chosen]
         why = "built to simulate a plan: the run that was refreshed chose another"
-        return Choice(
-            tuple(
-                replace(
-                    choice,
-                    reason=f"chosen by the run '{self.directory.name}' ({choice.reason}), certified again",
-                    losers=tuple(
-                        Rejection(engine.id, Why.NOT_SELECTED, why)
-                        for engine in others
-                        if engine.target == choice.target
-                    ),
-                )
-                for choice in self.choice.targets
-                if choice.target in {engine.target for engine in engines}
-            )
-        )
+        targets = []
+        for choice in self.choice.targets:
+            lost = (engine.id for engine in others if engine.target == choice.target)
+            losers = tuple(Rejection(engine, Why.NOT_SELECTED, why) for engine in lost)
+            reason = f"chosen by the run '{self.directory.name}' ({choice.reason}), certified again"
+            if choice.target in {engine.target for engine in engines}:
+                targets.append(replace(choice, reason=reason, losers=losers))
+        return Choice(tuple(targets))
 
     def _named(self, names: Collection[str]) -> list[EngineArtifact]:
         return [engine for engine in self.engines.engines if engine.id in names]

@@ -1,10 +1,9 @@
 """Refresh: apply the decisions of an earlier run to a retrained checkpoint.
 
-Kept: which sites there are, which of them run in FP8 and under which recipe, which engines are built, kernel
-timings and tuning. Done again: the export, the mods (they write weights), ranges and the scales that follow,
-corrections, the engines that the earlier run chose, and their certification. Where that does not hold on the
-new weights, everything is done anew, in the same directory, and its certification counts as the second look
-at those rows (`core.lineage`).
+Kept: sites, which of them run in FP8 and under which recipe, which engines are built, timings. Done again:
+the export, the mods (they write weights), ranges and scales, corrections, the engines that the earlier run
+chose, and their certification. Where that does not hold on the new weights, everything is done anew, in the
+same directory, and its certification counts as the second look at those rows (`core.lineage`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from loka_onnx.config import RunConfig, build_run_config
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.engine import BuildStatus, EngineArtifact, EngineSet
-from loka_onnx.core.evaluation import BudgetStatus, EvaluationSet
+from loka_onnx.core.evaluation import BudgetStatus, Evaluation, EvaluationSet
 from loka_onnx.core.lineage import LOOKS, REFRESH_NAME, Refresh
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.core.profile import Profile
@@ -28,8 +27,13 @@ from loka_onnx.errors import BudgetMissed, ConfigError, ModelError
 from loka_onnx.graph.structure import differences
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.operations.refresh.earlier import EarlierRun
-from loka_onnx.operations.refresh.moves import output_moves, site_moves
-from loka_onnx.operations.refresh.replanning import planned_recipe_ids, replan, unproven_reason
+from loka_onnx.operations.refresh.replanning import (
+    output_moves,
+    planned_recipe_ids,
+    replan,
+    site_moves,
+    unproven_reason,
+)
 from loka_onnx.pipeline.accepting import check_data
 from loka_onnx.pipeline.candidates import build_engines
 from loka_onnx.pipeline.context import Context, RunSettings
@@ -45,23 +49,10 @@ from loka_onnx.pipeline.splitting import cut_model
 from loka_onnx.pipeline.versions import library_versions
 
 REPLAN = Stage("replan", "plan.json", PlanSet)
-CERTIFICATION = "certification"
 STAGES = (
-    "export",
-    "check data",
-    "compare",
-    "mods",
-    "loud channels",
-    "split",
-    "refresh",
-    "replan",
-    "correct",
-    "build",
-    "evaluate",
-    "choose",
-    "report",
-    "bundle",
-)
+    "export", "check data", "compare", "mods", "loud channels", "split", "refresh", "replan", "correct",
+    "build", "evaluate", "choose", "report", "bundle",
+)  # fmt: skip
 """Stages of a refresh, as its record names them."""
 CORRECTION_ROWS = 16_384
 """Rows that corrections are fitted to, and selection rows that decide which are kept, at most: a mean is then
@@ -129,17 +120,17 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
         attempt = _Attempt(settings, before)
         found = attempt.earlier_failure() if options.resume else None
         if found is None:
+            result, reason = None, ""
             try:
                 result = attempt.run()
             except _Outdated as outdated:
                 if not options.may_fall_back:
                     raise _refusal(before, outdated) from outdated
-                found = attempt.described(outdated.reason, time.perf_counter() - began)
-                # A look at the certification rows is never forgotten, also where the full run is interrupted.
-                serde.write(found, directory.path / REFRESH_NAME)
-            else:
-                found = attempt.described("", time.perf_counter() - began)
-                serde.write(found, directory.path / REFRESH_NAME)
+                reason = outdated.reason
+            found = attempt.described(reason, time.perf_counter() - began)
+            # A look at the certification rows is never forgotten, also where the full run is interrupted.
+            serde.write(found, directory.path / REFRESH_NAME)
+            if result is not None:
                 return RefreshResult(result, found)
         for stage in ("refresh", "replan"):
             directory.forget(stage)
@@ -151,17 +142,14 @@ def refresh(earlier: str | Path, model: str | Path, options: RefreshOptions | No
 
 
 def _refusal(before: EarlierRun, outdated: _Outdated) -> ModelError | BudgetMissed:
-    remedy = "leave out --no-fallback, or run the whole pipeline on it"
+    looks, rows = "", ""
     if outdated.error is BudgetMissed:
-        remedy = (
-            "leave out --no-fallback, which counts both looks at the certification rows, or run the whole "
-            "pipeline on it with other certification rows"
-        )
+        looks, rows = ", which counts both looks at the certification rows", " with other certification rows"
     return outdated.error(
         "the decisions of the earlier run do not hold for this model",
         where=str(before.directory),
         evidence=outdated.reason,
-        remedy=remedy,
+        remedy=f"leave out --no-fallback{looks}, or run the whole pipeline on it{rows}",
     )
 
 
@@ -256,7 +244,9 @@ class _Attempt:
         plans = self.plans = _replanned(context, before, modified.model, profile)
         corrections = Correcting(context, modified.model, CORRECTION_ROWS).correct(plans)
         built = build_engines(judging, modified.model, plans, corrections, before.wanted)
-        _check_built(before, built.engines)
+        for engine in _chosen(before, built.engines):
+            if not engine.is_built and engine.status is not BuildStatus.WAITING:
+                raise _Outdated(f"engine '{engine.id}' {engine.status}: {engine.detail}", ModelError)
         evaluations = self.evaluations = _certify(judging, before, built.engines)
         _check_certified(before, built.engines, evaluations)
 
@@ -304,12 +294,6 @@ def _replanned(context: Context, before: EarlierRun, modified: ModelArtifact, pr
     return context.directory.document(REPLAN, {"plans": wanted, "profile": profile}, make)
 
 
-def _check_built(before: EarlierRun, engines: EngineSet) -> None:
-    for engine in _chosen(before, engines):
-        if not engine.is_built and engine.status is not BuildStatus.WAITING:
-            raise _Outdated(f"engine '{engine.id}' {engine.status}: {engine.detail}", ModelError)
-
-
 def _chosen(before: EarlierRun, engines: EngineSet) -> list[EngineArtifact]:
     return [engine for engine in engines.engines if engine.id in before.chosen]
 
@@ -344,14 +328,13 @@ def _check_certified(before: EarlierRun, engines: EngineSet, evaluations: Evalua
             raise _Outdated(f"engine '{engine.id}' cannot be judged: {engine.detail}", BudgetMissed)
         for evaluation in judged:
             if not evaluation.is_within_budget:
-                reason = "; ".join(_beyond(evaluation.engine, evaluations))
-                raise _Outdated(f"certification failed: {reason}", BudgetMissed)
+                raise _Outdated(f"certification failed: {'; '.join(_beyond(evaluation))}", BudgetMissed)
 
 
-def _beyond(engine: str, evaluations: EvaluationSet) -> Iterator[str]:
-    for output in evaluations.of(engine, CERTIFICATION).outputs:
+def _beyond(evaluation: Evaluation) -> Iterator[str]:
+    for output in evaluation.outputs:
         if output.difference is None or output.budget_status == BudgetStatus.WITHIN:
             continue
         upper, name = output.difference.judged.upper, output.difference.judged_name
         said = [f"upper bound of {name} {upper:+.3%} against {output.budget:.3%}", *output.remarks]
-        yield f"engine '{engine}', output '{output.output}': {output.verdict}, {'; '.join(said)}"
+        yield f"engine '{evaluation.engine}', output '{output.output}': {output.verdict}, {'; '.join(said)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +12,9 @@ import pytest
 import loka_onnx
 
 HEAVY = (
-    "torch",
-    "triton",
-    "onnxruntime",
-    "tensorrt_rtx",
-    "tensorrt",
-    "recbole",
-    "safetensors",
-    "onnxscript",
+    "torch", "triton", "onnxruntime", "tensorrt_rtx", "tensorrt", "recbole", "safetensors", "onnxscript",
     "onnx_ir",
-)
+)  # fmt: skip
 # The lowering to PyTorch and the kernels: the backend imports them when it builds.
 NEED_TORCH = ("loka_onnx.engines.inductor.", "loka_onnx.export.checkpoint")
 
@@ -47,14 +39,8 @@ print(json.dumps(failed))
 """
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-    )
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
 def bare(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ import onnx.parser
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from loka_onnx.cli.diagnosis import describe_model
+from loka_onnx.cli.doctor import describe_model
 from loka_onnx.cli.main import main
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.errors import ModelError
@@ -50,25 +50,25 @@ def test_no_problem_is_all_that_the_file_alone_can_show(
     assert bind_columns({}, artifact.inputs)
 
 
-def test_an_input_that_no_table_feeds_is_a_problem(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("node", "shape", "problem"),
+    [
+        ("MatMul", ["n", 3, 16], "input 'x' has 3 axes (shape (None, 3, 16)): a table feeds inputs of shape"),
+        (
+            "LayerNormalization",
+            ["n", 16],
+            "it has no product to quantize: no MatMul or Gemm of an activation",
+        ),
+    ],
+)
+def test_what_a_run_refuses_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], node: str, shape: list[str | int], problem: str
 ) -> None:
-    model = saved(tmp_path / "sequence.onnx", node="MatMul", shape=["n", 3, 16])
-    artifact = import_onnx(model, tmp_path / "taken.onnx", (SPEC,))
-    with pytest.raises(ModelError, match="input 'x' has 3 axes"):
-        bind_columns({}, artifact.inputs)
+    model = saved(tmp_path / "model.onnx", node=node, shape=shape)
+    with pytest.raises(ModelError):
+        bind_columns({}, import_onnx(model, tmp_path / "taken.onnx", (SPEC,)).inputs)
     page = told(capsys, model)
-    assert "  ✗ input 'x' has 3 axes (shape (None, 3, 16)): a table feeds inputs of shape (batch,) or" in page
-    assert "✓" not in page
-
-
-def test_norms_alone_are_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = saved(tmp_path / "norms.onnx", node="LayerNormalization", shape=["n", 16])
-    with pytest.raises(ModelError, match="has no sites"):
-        import_onnx(model, tmp_path / "taken.onnx", (SPEC,))
-    page = told(capsys, model)
-    assert "  ✗ it has no product to quantize: no MatMul or Gemm of an activation\n" in page
-    assert "✓" not in page
+    assert f"  ✗ {problem}" in page and "✓" not in page
 
 
 def test_a_batch_that_is_fixed_is_told_once(tmp_path: Path) -> None:

@@ -119,8 +119,7 @@ def ended(arguments: list[str], capsys: Capture) -> tuple[list[dict[str, Any]], 
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["--log", "json", "schema"], ["schema", "--log", "json"], ["schema", "--log=json"]],
+    "arguments", [["--log", "json", "schema"], ["schema", "--log", "json"], ["schema", "--log=json"]]
 )
 def test_the_result_stays_on_standard_output(arguments: list[str], capsys: Capture) -> None:
     found, out, code = ended(arguments, capsys)

@@ -19,9 +19,13 @@ class Tty(io.StringIO):
         return True
 
 
-def report(stream: io.StringIO, *, is_terminal: bool, quiet: bool = False) -> str:
-    console = Console(file=stream, force_terminal=is_terminal, width=80, highlight=False)
-    with StageReporter(Terminal(console, console, quiet)) as reporter:
+def reporting(stream: io.StringIO, *, quiet: bool = False) -> StageReporter:
+    console = Console(file=stream, force_terminal=stream.isatty(), width=80, highlight=False)
+    return StageReporter(Terminal(console, console, quiet))
+
+
+def report(stream: io.StringIO, *, quiet: bool = False) -> str:
+    with reporting(stream, quiet=quiet) as reporter:
         reporter.on_stage("calibrate", None)
         reporter.progress("ranges", 3, 12)
         reporter.progress("errors", 9, 12)
@@ -34,26 +38,23 @@ def report(stream: io.StringIO, *, is_terminal: bool, quiet: bool = False) -> st
 
 
 def test_a_pipe_gets_one_line_for_each_stage() -> None:
-    assert report(io.StringIO(), is_terminal=False) == (
-        "✓ calibrate      6.8 s\n✓ plan           reused\n✓ mods           < 0.1 s\n"
-    )
+    lines = "✓ calibrate      6.8 s\n✓ plan           reused\n✓ mods           < 0.1 s\n"
+    assert report(io.StringIO()) == lines
 
 
 def test_quiet_says_nothing() -> None:
-    assert report(io.StringIO(), is_terminal=False, quiet=True) == ""
-    assert report(Tty(), is_terminal=True, quiet=True) == ""
+    assert report(io.StringIO(), quiet=True) == report(Tty(), quiet=True) == ""
 
 
 def test_a_terminal_gets_the_lines_and_is_left_clean() -> None:
-    text = report(Tty(), is_terminal=True)
+    text = report(Tty())
     assert "✓" in text and "calibrate      6.8 s" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor comes back"
 
 
 def test_a_terminal_shows_the_running_task() -> None:
     stream = Tty()
-    console = Console(file=stream, force_terminal=True, width=80)
-    with StageReporter(Terminal(console, console)) as reporter:
+    with reporting(stream) as reporter:
         reporter.on_stage("evaluate", None)
         reporter.progress("fp8-all on [selection]", 3000, 12000)
         reporter._bar.refresh()
@@ -62,8 +63,7 @@ def test_a_terminal_shows_the_running_task() -> None:
 
 
 def test_the_clock_goes_on_after_the_last_unit() -> None:
-    console = Console(file=Tty(), force_terminal=True, width=80)
-    with StageReporter(Terminal(console, console)) as reporter:
+    with reporting(Tty()) as reporter:
         reporter.on_stage("evaluate", None)
         reporter.progress("fp8-all", 12, 12)
         (task,) = reporter._bar.tasks
@@ -72,8 +72,7 @@ def test_the_clock_goes_on_after_the_last_unit() -> None:
 
 def test_a_bar_does_not_outlive_an_error() -> None:
     stream = Tty()
-    console = Console(file=stream, force_terminal=True, width=80)
-    with pytest.raises(ValueError), StageReporter(Terminal(console, console)) as reporter:
+    with pytest.raises(ValueError), reporting(stream) as reporter:
         reporter.on_stage("build", None)
         raise ValueError
     assert stream.getvalue().endswith("\r\x1b[2K\x1b[?25h\r"), "the line is erased and the cursor is back"
@@ -83,8 +82,7 @@ def test_a_pipe_hears_from_a_long_stage_now_and_then(monkeypatch: pytest.MonkeyP
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
-    console = Console(file=stream, force_terminal=False, width=80, highlight=False)
-    with StageReporter(Terminal(console, console)) as reporter:
+    with reporting(stream) as reporter:
         reporter.on_stage("train", None)
         for second in range(100):
             now[0] = float(second)
@@ -95,9 +93,8 @@ def test_a_pipe_hears_from_a_long_stage_now_and_then(monkeypatch: pytest.MonkeyP
 
 
 def test_a_stage_says_its_place_among_those_that_are_left() -> None:
-    console = Console(file=Tty(), force_terminal=True, width=80)
     places = []
-    with StageReporter(Terminal(console, console)) as reporter:
+    with reporting(Tty()) as reporter:
 
         def begin(stage: str) -> None:
             reporter.on_stage(stage, None)
@@ -116,50 +113,36 @@ def test_a_stage_says_its_place_among_those_that_are_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stream", "environment", "plain"),
+    ("kind", "environment", "plain", "coloured"),
     [
-        (io.StringIO(), {}, True),
-        (io.StringIO(), {"FORCE_COLOR": "1"}, True),
-        (Tty(), {}, False),
-        (Tty(), {"NO_COLOR": "1"}, True),
-        (Tty(), {"NO_COLOR": ""}, False),
-        (Tty(), {"TERM": "dumb"}, True),
+        (io.StringIO, {}, True, False),
+        (io.StringIO, {"FORCE_COLOR": "1"}, True, True),
+        (io.StringIO, {"FORCE_COLOR": ""}, True, False),
+        (io.StringIO, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
+        (io.StringIO, {"FORCE_COLOR": "1", "TERM": "dumb"}, True, False),
+        (Tty, {}, False, True),
+        (Tty, {"NO_COLOR": "1"}, True, False),
+        (Tty, {"NO_COLOR": ""}, False, True),
+        (Tty, {"TERM": "dumb"}, True, False),
     ],
 )
-def test_who_gets_plain_lines(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, environment: dict[str, str], plain: bool
+def test_who_gets_plain_lines_and_who_colour(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[io.StringIO],
+    environment: dict[str, str],
+    plain: bool,
+    coloured: bool,
 ) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert is_plain(stream) is plain
+    stream = kind()
     monkeypatch.setattr("sys.stdout", stream)
-    assert Terminal.open().out.is_terminal is not plain
-
-
-@pytest.mark.parametrize(
-    ("environment", "coloured"),
-    [
-        ({}, False),
-        ({"FORCE_COLOR": "1"}, True),
-        ({"FORCE_COLOR": ""}, False),
-        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
-        ({"FORCE_COLOR": "1", "TERM": "dumb"}, False),
-    ],
-)
-def test_a_pipe_is_coloured_on_request(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], coloured: bool
-) -> None:
-    for name in ("NO_COLOR", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    stream = io.StringIO()
-    monkeypatch.setattr("sys.stdout", stream)
-    Terminal.open().out.print("[green]within")
+    out = Terminal.open().out
+    assert is_plain(stream) is plain and out.is_terminal is not plain
+    out.print("[green]within")
     assert stream.getvalue() == ("\x1b[32mwithin\x1b[0m\n" if coloured else "within\n")
 
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+from changed_run import with_target
 
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, Latency, Rejection, TargetChoice, Why
+from loka_onnx.core.evaluation import (
+    Choice,
+    Evaluation,
+    EvaluationSet,
+    Latency,
+    Rejection,
+    Route,
+    TargetChoice,
+    Why,
+)
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import Decision, PlanSet, PrecisionPlan, SiteSpeed, SpeedVerdict, Verdict
@@ -24,6 +34,8 @@ LATENCIES_US = {"fp32": 246.0, "bf16": 190.0, "fp8-safe": 117.0, "fp8-all": 109.
 """Median at batch 1,024 of each plan's engine on the target ``gpu``."""
 BATCH = 1024
 SCALE = 6.0 / 448
+MAIN, ROUTED = "gpu-onnxruntime-sm90-bf16", "gpu-onnxruntime-sm90-fp8-safe"
+HARM = Interval(0.0006, 0.0003, 0.0009, 0.999, 100)
 
 
 def decided(base: ReportData) -> ReportData:
@@ -41,11 +53,8 @@ def decided(base: ReportData) -> ReportData:
     evaluations.append(dataclasses.replace(_evaluation(base, emitted, DELTA.value), split="certification"))
     why = {"fp32": Why.SLOWER, "bf16": Why.SLOWER, "fp8-all": Why.BEYOND}
     times = {"fp32": OVER_FP32, "bf16": OVER_BF16, "fp8-all": None}
-    losers = tuple(
-        Rejection(e.id, why[e.plan], f"{why[e.plan]}", times[e.plan], 0.4)
-        for e in engines
-        if e is not emitted
-    )
+    others = (e for e in engines if e is not emitted)
+    losers = tuple(Rejection(e.id, why[e.plan], f"{why[e.plan]}", times[e.plan], 0.4) for e in others)
     choice = TargetChoice("gpu", emitted.id, "fp8-safe", "fastest inside", "measured on the target", losers)
     return dataclasses.replace(
         base,
@@ -56,6 +65,12 @@ def decided(base: ReportData) -> ReportData:
         profile=_with_histograms(dataclasses.replace(base.profile, synthetic=False)),
         data=dataclasses.replace(base.data, synthetic=False),
     )
+
+
+def routed(base: ReportData, plan: str = "fp8-safe") -> ReportData:
+    """The main engine is BF16; requests of more than 256 rows go to one in FP8."""
+    routes = (Route(256, MAIN, "bf16"), Route(1024, f"gpu-onnxruntime-sm90-{plan}", plan, OVER_FP32))
+    return with_target(decided(base), engine=MAIN, plan="bf16", routes=routes)
 
 
 def _engine(base: ReportData, plan: str) -> EngineArtifact:
@@ -70,17 +85,10 @@ def _evaluation(base: ReportData, engine: EngineArtifact, value: float) -> Evalu
     delta = Interval(value, value - half, value + half, 0.95, 1600)
     status = "within" if delta.upper <= output.budget else "beyond"
     difference = dataclasses.replace(output.difference, delta_ne=delta)
-    return Evaluation(
-        engine.id,
-        engine.backend,
-        engine.plan,
-        engine.target,
-        "selection",
-        2400,
-        (dataclasses.replace(output, difference=difference, budget_status=status, rows_to_decide=None),),
-        (Latency(BATCH, LATENCIES_US[engine.plan], 150.0, 190.0, 200, "H100", True),),
-        "measured",
-    )
+    output = dataclasses.replace(output, difference=difference, budget_status=status, rows_to_decide=None)
+    latency = Latency(BATCH, LATENCIES_US[engine.plan], 150.0, 190.0, 200, "H100", True)
+    names = (engine.id, engine.backend, engine.plan, engine.target, "selection")
+    return Evaluation(*names, 2400, (output,), (latency,), "measured")
 
 
 def _speeds(base: ReportData) -> tuple[SiteSpeed, ...]:
@@ -105,17 +113,12 @@ def histogram(seed: int) -> MagnitudeHistogram:
 
 
 def _with_histograms(profile: Profile) -> Profile:
-    sites = tuple(
-        dataclasses.replace(
-            entry,
-            operands={
-                name: dataclasses.replace(stats, histogram=histogram(seed))
-                for name, stats in entry.operands.items()
-            },
-        )
-        for seed, entry in enumerate(profile.sites)
-    )
-    return dataclasses.replace(profile, sites=sites)
+    def drawn(entry: SiteProfile, seed: int) -> SiteProfile:
+        changes = {"histogram": histogram(seed)}
+        operands = {name: dataclasses.replace(s, **changes) for name, s in entry.operands.items()}
+        return dataclasses.replace(entry, operands=operands)
+
+    return dataclasses.replace(profile, sites=tuple(map(drawn, profile.sites, range(len(profile.sites)))))
 
 
 def large(base: ReportData, sites: int) -> ReportData:

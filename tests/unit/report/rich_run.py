@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from changed_run import with_differences, with_evaluations, with_plans
 from sample_run import moments
 
 from loka_onnx.core.artifact import OutputKind
@@ -16,7 +17,7 @@ from loka_onnx.core.correction import (
     Trial,
     Variant,
 )
-from loka_onnx.core.evaluation import Choice, EvaluationSet, InputPlace, PredictedTime, Route
+from loka_onnx.core.evaluation import Choice, Evaluation, InputPlace, PredictedTime, Route
 from loka_onnx.core.evaluation import SliceDifference as Slice
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import SiteSpeed, SpeedVerdict, Wide
@@ -44,10 +45,10 @@ def rich(data: ReportData, *, sequential: bool = False) -> ReportData:
     """
     data = _with_profile(data, sequential)
     data = _with_evaluations(data)
+    data = with_plans(data, plans=_wide(data), speeds=_speeds(data), able_share=0.873)
     return dataclasses.replace(
         data,
         modified=dataclasses.replace(data.modified, other_products=OTHER_PRODUCTS),
-        plans=dataclasses.replace(data.plans, plans=_wide(data), speeds=_speeds(data), able_share=0.873),
         choice=_choice(data),
         corrections=_corrections(data),
         refinement=_refinement(),
@@ -86,34 +87,23 @@ def _with_evaluations(data: ReportData) -> ReportData:
         *(_slice("country", f"c{i}", -0.001 - i / 1000, 0.002, "undecided") for i in range(12)),
         Slice("country", "LI", 38, 38, None, None, None, "not judged", "38 rows, an interval needs 100 rows"),
     )
+    output = {"slices": slices, "slices_left_out": {"country": 1234}}
+    places = (
+        (8, 81.3471, InputPlace.HOST),
+        (1024, 12_345.678, InputPlace.HOST),
+        (1024, 98.7654, InputPlace.DEVICE),
+    )
 
-    def change(evaluation: Any) -> Any:
-        outputs = tuple(
-            o
-            if o.difference is None
-            else dataclasses.replace(
-                o,
-                slices=slices,
-                slices_left_out={"country": 1234},
-                difference=dataclasses.replace(
-                    o.difference, delta_auc=Interval(-1.23e-5, -3e-5, 1e-5, 0.95, 2400)
-                ),
-            )
-            for o in evaluation.outputs
-        )
+    def timed(evaluation: Evaluation) -> Evaluation:
         latencies = tuple(
             dataclasses.replace(latency, batch=batch, p50_us=p50, lookup_p50_us=12.34, inputs=place)
             for latency in evaluation.latencies
-            for batch, p50, place in (
-                (8, 81.3471, InputPlace.HOST),
-                (1024, 12_345.678, InputPlace.HOST),
-                (1024, 98.7654, InputPlace.DEVICE),
-            )
+            for batch, p50, place in places
         )
-        return dataclasses.replace(evaluation, outputs=outputs, latencies=latencies)
+        return dataclasses.replace(evaluation, latencies=latencies)
 
-    evaluations = EvaluationSet(tuple(map(change, data.evaluations.evaluations)))
-    return dataclasses.replace(data, evaluations=evaluations)
+    data = with_differences(data, output=output, delta_auc=Interval(-1.23e-5, -3e-5, 1e-5, 0.95, 2400))
+    return with_evaluations(data, timed)
 
 
 def _slice(column: str, value: str | None, lower: float, upper: float, status: str) -> Slice:
@@ -127,19 +117,12 @@ def _wide(data: ReportData) -> tuple[Any, ...]:
 
 
 def _speeds(data: ReportData) -> tuple[SiteSpeed, ...]:
-    verdicts = (SpeedVerdict.FAST, SpeedVerdict.SLOW, SpeedVerdict.UNKNOWN)
+    times = ({"64": 1.2345, "1024": 12.3456}, {"64": 0.4321, "1024": 0.0})
+    fast, slow = (SpeedVerdict.FAST, times, True), (SpeedVerdict.SLOW, times, False)
+    known = (fast, slow, (SpeedVerdict.UNKNOWN, ({}, {}), False))
     return tuple(
-        SiteSpeed(
-            site.name,
-            "nvidia-h100",
-            verdict,
-            {} if verdict is SpeedVerdict.UNKNOWN else {"64": 1.2345, "1024": 12.3456},
-            {} if verdict is SpeedVerdict.UNKNOWN else {"64": 0.4321, "1024": 0.0},
-            site.activation.tensor,
-            verdict is SpeedVerdict.FAST,
-            "by kernel times",
-        )
-        for site, verdict in zip(data.modified.sites, verdicts, strict=False)
+        SiteSpeed(s.name, "nvidia-h100", verdict, *us, s.activation.tensor, is_measured, "by kernel times")
+        for s, (verdict, us, is_measured) in zip(data.modified.sites, known, strict=False)
     )
 
 
@@ -227,10 +210,5 @@ def _throughput(data: ReportData) -> ThroughputSet:
         )
 
     ours, other, third, *_ = (engine.id for engine in data.engines)
-    return ThroughputSet(
-        (
-            measured(ours, CHOSEN, 3012.34),
-            measured(other, HIGH_PRECISION, 2001.23),
-            measured(third, HIGH_PRECISION, 0.0, "the worker died"),
-        )
-    )
+    failed = measured(third, HIGH_PRECISION, 0.0, "the worker died")
+    return ThroughputSet((measured(ours, CHOSEN, 3012.34), measured(other, HIGH_PRECISION, 2001.23), failed))

@@ -6,7 +6,7 @@ Statistics are computed here in float64 with plain formulas, not with the packag
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -129,7 +129,7 @@ def make_run(directory: Path, *, prefix: str = "over_arch", external: bool = Fal
             if split == "selection" or plan == "fp32":
                 pair = (exact[part], logits[part])
                 evaluations.append(evaluate(engines[-1], split, pair, labels[part]))
-    engines.append(declined_engine())
+    engines.append(DECLINED)
     rtx = Path("engines") / "rtx-tensorrt_rtx-fp8-safe" / "engine.bin"
     (directory / rtx).parent.mkdir(parents=True)
     (directory / rtx).write_bytes(b"not for this host" * 100)
@@ -252,86 +252,52 @@ def evaluate(engine: EngineArtifact, split: str, pair: tuple, labels: np.ndarray
         delta_rmse=float(np.sqrt((shift**2).mean())),
         delta_max=float(np.abs(shift).max()),
     )
-    output = OutputEvaluation(
-        "ctr",
-        OutputKind.LOGIT,
-        metrics(logits, labels),
-        difference,
-        BUDGET,
-        status,
-        123_456 if status == "undecided" else None,
-    )
+    more = 123_456 if status == "undecided" else None
+    known = (metrics(logits, labels), difference, BUDGET, status, more)
+    output = OutputEvaluation("ctr", OutputKind.LOGIT, *known)
     latencies = () if engine.simulated else (Latency(1024, 123.4, 130.1, 171.9, 200, "cpu", True),)
-    return Evaluation(
-        engine.id,
-        engine.backend,
-        engine.plan,
-        engine.target,
-        split,
-        len(labels),
-        (output,),
-        latencies,
-        "measured",
-    )
+    names = (engine.id, engine.backend, engine.plan, engine.target, split)
+    return Evaluation(*names, len(labels), (output,), latencies, "measured")
+
+
+DECLINED = EngineArtifact(
+    "onnxruntime", "bf16", "cpu", "cpu", BuildStatus.DECLINED, False, None, 0, "", "1.31.1", (), 0.0,
+    "the CPU provider has no BF16 products",
+)  # fmt: skip
 
 
 def ready_engine(
     directory: Path, path: Path, plan: str, sites: tuple[str, ...], fp8: tuple[str, ...]
 ) -> EngineArtifact:
-    return EngineArtifact(
-        backend="onnxruntime",
+    return replace(
+        DECLINED,
         plan=plan,
-        target="cpu",
-        architecture="cpu",
         status=BuildStatus.READY,
         simulated=bool(fp8),
         path=path,
         bytes=(directory / path).stat().st_size,
         digest=digest_file(directory / path),
-        backend_version="1.31.1",
         sites=tuple(
             SitePrecision(s, "fp8" if s in fp8 else "fp32", ("float", "float"), True, "the optimized graph")
             for s in sites
         ),
         build_seconds=0.1,
+        detail="",
         portability="any host with ONNX Runtime",
     )
 
 
-def declined_engine() -> EngineArtifact:
-    return EngineArtifact(
-        "onnxruntime",
-        "bf16",
-        "cpu",
-        "cpu",
-        BuildStatus.DECLINED,
-        False,
-        None,
-        0,
-        "",
-        "1.31.1",
-        (),
-        0.0,
-        "the CPU provider has no BF16 products",
-    )
-
-
 def rtx_engine(directory: Path, path: Path, sites: tuple[str, ...]) -> EngineArtifact:
-    fallen = SitePrecision(
-        sites[0], "fp8", ("BFloat16", "BFloat16"), False, "layer 3 of the engine inspector"
-    )
-    return EngineArtifact(
+    """Built for a device that this host lacks; its first site does not run as planned."""
+    evidence = "layer 3 of the engine inspector"
+    return replace(
+        ready_engine(directory, path, "fp8-safe", (), ()),
         backend="tensorrt_rtx",
-        plan="fp8-safe",
         target="rtx",
         architecture="sm89",
         status=BuildStatus.BUILT_NOT_RUN,
-        simulated=False,
-        path=path,
-        bytes=(directory / path).stat().st_size,
-        digest=digest_file(directory / path),
         backend_version="1.5",
-        sites=(fallen,),
+        sites=(SitePrecision(sites[0], "fp8", ("BFloat16", "BFloat16"), False, evidence),),
         build_seconds=4.2,
         detail="this host has no GPU",
         portability="sm89 with TensorRT for RTX 1.5",
@@ -357,14 +323,9 @@ def make_plan(name: str, fp8: tuple[str, ...], sites: tuple[str, ...], model: Mo
 
 def make_profile(sites: tuple[str, ...], rows: np.ndarray, model: ModelArtifact) -> Profile:
     values = rows.astype(np.float64)
-    ranges = RangeStats(
-        values.size,
-        float(np.abs(values).max()),
-        float(values.min()),
-        float(values.max()),
-        ExactSum.of([float(values.sum())]),
-        ExactSum.of([float((values**2).sum())]),
-    )
+    ends = (float(end) for end in (np.abs(values).max(), values.min(), values.max()))
+    totals = (ExactSum.of([float(total)]) for total in (values.sum(), (values**2).sum()))
+    ranges = RangeStats(values.size, *ends, *totals)
     energies = (ExactSum.of([value]) for value in (250.0, 0.25, 250.1))
     error = ErrorStats(PER_TENSOR.id, 6.0 / 448, 1000, *energies, 1000, 2, 5)
     delta = DeltaSums(*(ExactSum.of([value]) for value in (4000.0, 0.4, 1.6)))
@@ -411,11 +372,9 @@ def make_rewrites(sites: tuple[str, ...]) -> RewriteLog:
 
 def make_choice(engines: tuple[EngineArtifact, ...]) -> Choice:
     losers = tuple(
-        Rejection(
-            e.id,
-            Why.SIMULATED if e.simulated else Why.DECLINED,
-            "its FP8 is simulated" if e.simulated else f"{e.status}: {e.detail}",
-        )
+        Rejection(e.id, Why.SIMULATED, "its FP8 is simulated")
+        if e.simulated
+        else Rejection(e.id, Why.DECLINED, f"{e.status}: {e.detail}")
         for e in engines
         if e.target == "cpu" and e.plan != "fp32"
     )
@@ -426,12 +385,9 @@ def make_choice(engines: tuple[EngineArtifact, ...]) -> Choice:
 
 
 def make_data() -> DataDescription:
+    rules = {"calibration": "all rows", "selection": "rows 0 to 2400", "certification": "rows 2400 to 4000"}
     splits = tuple(
-        SplitDescription(name, "generated", rows, "d" * 64, rule)
-        for name, rows, rule in (
-            ("calibration", ROWS, "all rows"),
-            ("selection", 2400, "rows 0 to 2400"),
-            ("certification", 1600, "rows 2400 to 4000"),
-        )
+        SplitDescription(name, "generated", rows, "d" * 64, rules[name])
+        for name, rows in zip(rules, (ROWS, 2400, 1600), strict=True)
     )
     return DataDescription(splits, "a click, drawn from the FP32 model's own probability", True)

@@ -7,6 +7,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from changed_run import with_evaluations, with_profile
 from markdown_it import MarkdownIt
 from rich.console import Console
 from sample_run import SampleRun
@@ -56,6 +57,12 @@ def rendered(data: ReportData, directory) -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in render(data, directory)}
 
 
+def words_of(html: str) -> tuple[str, str]:
+    """The text of a page in one line, and its scripts."""
+    page = Page(html)
+    return " ".join(" ".join(page.text).split()), "".join(page.scripts)
+
+
 def test_the_json_is_the_facts_in_full_precision(sample, texts):
     assert serde.loads(ReportData, texts[JSON_NAME]) == sample.report
 
@@ -65,7 +72,7 @@ def test_equal_facts_give_equal_bytes(sample, texts, tmp_path):
 
 
 def test_both_texts_say_the_same(texts):
-    page = " ".join(" ".join(Page(texts[HTML_NAME]).text).split())
+    page, _ = words_of(texts[HTML_NAME])
     flat = re.sub(r"\\(.)", r"\1", " ".join(texts[MARKDOWN_NAME].split()))
     for sentence in (
         "No FP8 engine is emitted for this target: it gets high precision (fp32).",
@@ -100,11 +107,7 @@ def test_the_page_carries_plotly_only_for_a_chart(sample, texts, tmp_path):
     assert b"plotly.js" in gzip.decompress(base64.b64decode(packed))[:500]
     # Packed, it is far smaller than the library itself.
     assert 1_000_000 < len(page) < 2_500_000
-    without = dataclasses.replace(
-        sample.report,
-        evaluations=EvaluationSet(()),
-        profile=dataclasses.replace(sample.report.profile, sites=()),
-    )
+    without = dataclasses.replace(with_profile(sample.report, sites=()), evaluations=EvaluationSet(()))
     small = rendered(without, tmp_path)[HTML_NAME]
     assert len(small) < 150_000
     assert 'id="plotly"' not in small
@@ -114,18 +117,12 @@ def test_names_cannot_become_markup(tmp_path):
     from sample_run import make_run
 
     run = make_run(tmp_path / "run", prefix=NASTY)
-    data = dataclasses.replace(
-        run.report,
-        title=f"{NASTY}\n# injected",
-        engines=tuple(dataclasses.replace(e, target=NASTY) for e in run.report.engines),
-        evaluations=EvaluationSet(
-            tuple(
-                dataclasses.replace(e, engine=e.engine.replace("cpu-", f"{NASTY}-", 1))
-                for e in run.report.evaluations.evaluations
-            )
-        ),
+    engines = tuple(dataclasses.replace(e, target=NASTY) for e in run.report.engines)
+    data = dataclasses.replace(run.report, title=f"{NASTY}\n# injected", engines=engines)
+    named = with_evaluations(
+        data, lambda e: dataclasses.replace(e, engine=e.engine.replace("cpu-", f"{NASTY}-", 1))
     )
-    files = rendered(data, tmp_path / "report")
+    files = rendered(named, tmp_path / "report")
     plain = Page(rendered(run.report, tmp_path / "plain")[HTML_NAME])
     page = Page(files[HTML_NAME])
     assert page.tags.count("script") == plain.tags.count("script")
@@ -161,11 +158,8 @@ def test_a_budget_that_no_number_of_rows_decides_says_why(sample, upper, because
 
 
 def test_real_data_is_not_stamped(sample, tmp_path):
-    data = dataclasses.replace(
-        sample.report,
-        data=dataclasses.replace(sample.report.data, synthetic=False),
-        profile=dataclasses.replace(sample.report.profile, synthetic=False),
-    )
+    description = dataclasses.replace(sample.report.data, synthetic=False)
+    data = dataclasses.replace(with_profile(sample.report, synthetic=False), data=description)
     files = rendered(data, tmp_path)
     assert "SYNTHETIC" not in files[MARKDOWN_NAME]
     assert "SYNTHETIC" not in " ".join(Page(files[HTML_NAME]).text)
@@ -174,15 +168,8 @@ def test_real_data_is_not_stamped(sample, tmp_path):
 
 
 def test_an_empty_run_still_renders(sample, tmp_path):
-    empty = dataclasses.replace(
-        sample.report,
-        engines=(),
-        evaluations=EvaluationSet(()),
-        choice=Choice(()),
-        rewrites={},
-        lineage=(),
-        notes=(),
-    )
+    empty = dataclasses.replace(sample.report, engines=(), rewrites={}, lineage=(), notes=())
+    empty = dataclasses.replace(empty, evaluations=EvaluationSet(()), choice=Choice(()))
     files = rendered(empty, tmp_path)
     Page(files[HTML_NAME])
     assert "Nothing was rewritten." in files[MARKDOWN_NAME]

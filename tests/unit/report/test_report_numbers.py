@@ -67,8 +67,6 @@ def test_what_is_read_off_an_interval_is_the_verdict(value, half, budget):
         (numbers.budget_percent(0.00025), "0.025 %"),
         (numbers.share(0.6324), "63.2 %"),
         (numbers.error_percent(0.0231), "2.31 %"),
-        (numbers.error_percent(None), "not measured"),
-        (numbers.metric(None), "–"),
         (numbers.metric(0.812345), "0.81234"),
         (numbers.size(999), "999 B"),
         (numbers.size(1 << 20), "1.0 MiB"),

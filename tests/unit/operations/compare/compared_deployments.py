@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
@@ -20,7 +21,8 @@ from loka_onnx.core.evaluation import Choice, Evaluation, Latency, Route, Target
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.manifest import BatchRange
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
-from loka_onnx.operations.compare.deployments import CompareOptions
+from loka_onnx.errors import LokaError
+from loka_onnx.operations.compare.deployments import CompareOptions, compare
 from loka_onnx.operations.compare.difference import Difference, Row
 from loka_onnx.operations.compare.rows import RowOptions
 from loka_onnx.operations.compare.sides import Opening
@@ -132,31 +134,20 @@ def write_deployment(  # noqa: PLR0917
     exported: Weights | None = None,
     backend: str = "onnxruntime",
 ) -> Path:
-    """A bundle whose engines are the rankers of these weights, the first plan's the main one.
+    """A bundle whose engines are the rankers of these weights by plan, the first plan's the main one.
 
-    Args:
-        root: Where models and bundle go.
-        plans: Weights of the engine of each plan.
-        routes: Plan by the largest number of rows.
-        judged: What it says was judged.
-        batch: Rows per request.
-        exported: Weights of the exported model; those of the first plan where not given.
-        backend: What the manifest says built the engines.
+    `routes` are plans by the largest number of rows; the exported model has the weights of the first plan, if
+    no others are given.
     """
     model = write_model(root / "model.onnx", exported or next(iter(plans.values())))
     digest = digest_file(model)
-    sample = {
-        "dense": np.ones((2, WIDTH), np.float32) / 8,
-        "item": np.zeros(2, np.int64),
-    }
-    artifacts = {plan: _artifact(root, plan, weights) for plan, weights in plans.items()}
+    sample = {"dense": np.ones((2, WIDTH), np.float32) / 8, "item": np.zeros(2, np.int64)}
+    for plan, weights in plans.items():
+        write_model(root / "engines" / f"{plan}.onnx", weights)
+    artifacts = {plan: artifact_of(root, plan) for plan in plans}
     engines = tuple(
-        BundleEngine(
-            replace(artifact, backend=backend),
-            _expected(root / str(artifact.path), sample),
-            _evaluation(artifact),
-        )
-        for artifact in artifacts.values()
+        BundleEngine(replace(a, backend=backend), _expected(root / str(a.path), sample), _evaluation(a))
+        for a in artifacts.values()
     )
     main = next(iter(artifacts.values()))
     table = tuple(Route(rows, artifacts[plan].id, plan) for rows, plan in (routes or {}).items())
@@ -188,25 +179,10 @@ def write_deployment(  # noqa: PLR0917
 def artifact_of(root: Path, plan: str) -> EngineArtifact:
     """The engine that `write_deployment` made of a plan."""
     path = root / "engines" / f"{plan}.onnx"
+    file = (path.relative_to(root), path.stat().st_size, digest_file(path))
     return EngineArtifact(
-        backend="onnxruntime",
-        plan=plan,
-        target="cpu",
-        architecture="cpu",
-        status=BuildStatus.READY,
-        simulated=False,
-        path=path.relative_to(root),
-        bytes=path.stat().st_size,
-        digest=digest_file(path),
-        backend_version="1.31.1",
-        sites=(),
-        build_seconds=0.0,
+        "onnxruntime", plan, "cpu", "cpu", BuildStatus.READY, False, *file, "1.31.1", (), build_seconds=0.0
     )
-
-
-def _artifact(root: Path, plan: str, weights: Weights) -> EngineArtifact:
-    write_model(root / "engines" / f"{plan}.onnx", weights)
-    return artifact_of(root, plan)
 
 
 def _expected(model: Path, sample: Mapping[str, np.ndarray]) -> Expectation:
@@ -246,6 +222,12 @@ def options(*, latency: bool = False, batches: tuple[int, ...] = (), **rows: obj
         latency,
         seconds=0.05,
     )
+
+
+def refused(kind: type[LokaError], a: Path, b: Path, rows: Path, options: CompareOptions) -> LokaError:
+    with pytest.raises(kind) as error:
+        compare(a, b, rows, options)
+    return error.value
 
 
 def named(found: Difference, what: str, pair: int = 0) -> Row:

@@ -1,15 +1,10 @@
-"""Makes `sample_run` importable, and builds one run for all tests."""
-
-import sys
-from pathlib import Path
+"""Two deployments for all tests."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "report"))
-
-from sample_run import SampleRun, make_run
+from compared_deployments import Place, make_place
 
 
 @pytest.fixture(scope="session")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
-    return make_run(tmp_path_factory.mktemp("run") / "run")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """Do not write into its directories."""
+    return make_place(tmp_path_factory.mktemp("compare"))

@@ -20,10 +20,10 @@ from compared_deployments import (
     Place,
     artifact_of,
     ends,
-    make_place,
     make_weights,
     named,
     options,
+    refused,
     write_deployment,
     write_model,
     write_rows,
@@ -32,7 +32,7 @@ from compared_deployments import (
 from loka_onnx.cli.compare import raise_for
 from loka_onnx.core.artifact import OutputKind
 from loka_onnx.core.intervals import Interval
-from loka_onnx.data import open_dataset
+from loka_onnx.data import InputBinding, open_dataset
 from loka_onnx.errors import BudgetMissed, ConfigError
 from loka_onnx.evaluation.engines import Split, judge_engine, predict_reference
 from loka_onnx.evaluation.predictions import padded
@@ -44,12 +44,6 @@ from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 ACCURATE = {"rel": 2e-4, "abs": 1e-9}
 """The engines compute in FP32: on these rows their ΔNE differs from that in float64 by less than 2e-5 of it
 (seen), where logits differ by 1e-7 and the deployments by some 1e-2."""
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """Do not write into its directories."""
-    return make_place(tmp_path_factory.mktemp("compare"))
 
 
 # Formulas in float64 --------------------------------------------------------------------------------
@@ -165,13 +159,10 @@ def test_exchanged_arguments_mirror_the_sign(place: Place) -> None:
 def test_everything_is_equal_to_what_the_evaluation_stage_gives_for_the_pair(place: Place) -> None:
     found = compare(place.a, place.b, place.rows, options(group="request", slices=("country",)))
     root = place.b.parent
-    data = open_dataset(
-        place.rows,
-        [*_bindings()],
-        ("clicked", "importance", "bought", "amount", "request", "country"),
-        None,
-        ("country",),
-    )
+    dense = InputBinding("dense", INPUTS["dense"], "float32", 2)
+    bindings = [dense, InputBinding("item", ("item",), "int64", 1)]
+    columns = ("clicked", "importance", "bought", "amount", "request", "country")
+    data = open_dataset(place.rows, bindings, columns, None, ("country",))
     # As `pipeline.judging` judges: requests of up to `REQUEST_ROWS`, as many as engines take.
     split = Split("data", data, data.layout.columns, "request", ("country",), 512)
     session = partial(OnnxSession, options=SessionOptions(threads=1))
@@ -198,12 +189,6 @@ def test_everything_is_equal_to_what_the_evaluation_stage_gives_for_the_pair(pla
         ne = named(found, f"{name}: NE ({output.kind})").after
         assert ne is not None and ne.numbers == (output.metrics.normalized_entropy,)
         assert len(output.slices) == 2
-
-
-def _bindings() -> list[object]:
-    from loka_onnx.data import InputBinding
-
-    return [InputBinding("dense", INPUTS["dense"], "float32", 2), InputBinding("item", ("item",), "int64", 1)]
 
 
 # Labels --------------------------------------------------------------------------------------------
@@ -237,9 +222,8 @@ def test_without_labels_only_kl_is_judged_and_a_regression_only_measured(
 
 
 def test_a_label_without_its_output_needs_exactly_one(place: Place, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs exactly one judged output") as error:
-        compare(place.a, place.b, place.rows, options(labels={ONLY: "clicked"}))
-    assert "judged are ctr, cvr, spend" in error.value.evidence
+    error = refused(ConfigError, place.a, place.b, place.rows, options(labels={ONLY: "clicked"}))
+    assert "judged are ctr, cvr, spend" in error.evidence
     a, b = (write_model(tmp_path / f"{by}.onnx", make_weights().moved(by)) for by in (0.0, BY))
     kinds = {"ctr": OutputKind.LOGIT}
     found = compare(a, b, place.rows, options(kinds=kinds, labels={ONLY: "clicked"}))
@@ -253,10 +237,9 @@ def test_a_label_without_its_output_needs_exactly_one(place: Place, tmp_path: Pa
 def test_bundles_that_judge_an_output_differently_are_refused(place: Place, tmp_path: Path) -> None:
     other = dataclasses.replace(CTR, kind=OutputKind.PROBABILITY)
     c = write_deployment(tmp_path / "c", {"fp32": make_weights()}, judged=(other,))
-    with pytest.raises(ConfigError, match="A and B judge output 'ctr' differently") as error:
-        compare(place.a, c, place.rows, options())
-    assert "A: logit, label clicked, weight importance" in error.value.evidence
-    assert error.value.remedy == "say what holds: `--output ctr=logit`"
+    error = refused(ConfigError, place.a, c, place.rows, options())
+    assert error.code == "E1608" and "A: logit, label clicked, weight importance" in error.evidence
+    assert error.remedy == "say what holds: `--output ctr=logit`"
     # What the remedy says settles it, and only it.
     settled = compare(place.a, c, place.rows, options(kinds={"ctr": OutputKind.LOGIT}))
     plain = compare(place.a, place.a, place.rows, options())
@@ -266,16 +249,11 @@ def test_bundles_that_judge_an_output_differently_are_refused(place: Place, tmp_
 def test_a_label_settles_which_of_two_holds(place: Place, tmp_path: Path) -> None:
     other = dataclasses.replace(CTR, label="bought", weight=None, clip=1e-6)
     c = write_deployment(tmp_path / "c", {"fp32": make_weights()}, judged=(other, CVR, SPEND))
-    with pytest.raises(ConfigError, match="A and B judge output 'ctr' differently") as error:
-        compare(place.a, c, place.rows, options())
-    assert error.value.remedy == (
+    assert refused(ConfigError, place.a, c, place.rows, options()).remedy == (
         "say what holds: `--label ctr=COLUMN` and `--weight ctr=COLUMN`; build both bundles with one `clip`"
     )
-    d = write_deployment(
-        tmp_path / "d",
-        {"fp32": make_weights()},
-        judged=(dataclasses.replace(other, clip=CTR.clip), CVR, SPEND),
-    )
+    judged = (dataclasses.replace(other, clip=CTR.clip), CVR, SPEND)
+    d = write_deployment(tmp_path / "d", {"fp32": make_weights()}, judged=judged)
     given = options(labels={"ctr": "clicked"}, weights={"ctr": "importance"})
     found = compare(place.a, d, place.rows, given)
     assert found.rows("accuracy") == compare(place.a, place.a, place.rows, options()).rows("accuracy")

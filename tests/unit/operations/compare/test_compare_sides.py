@@ -12,9 +12,9 @@ from compared_deployments import (
     BY,
     Place,
     ends,
-    make_place,
     make_weights,
     options,
+    refused,
     write_deployment,
     write_model,
 )
@@ -30,12 +30,6 @@ from loka_onnx.operations.compare import deployments
 from loka_onnx.operations.compare.deployments import compare
 from loka_onnx.operations.compare.difference import Difference, Row
 from loka_onnx.sessions.onnx_session import OnnxSession
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """Do not write into its directories."""
-    return make_place(tmp_path_factory.mktemp("compare"))
 
 
 def sizes(found: Difference) -> list[tuple[str, str]]:
@@ -90,9 +84,8 @@ def test_a_model_with_a_fixed_batch_is_asked_for_so_many_rows(place: Place, tmp_
     found = compare(path, place.b, place.rows, options(rows=50))
     assert sizes(found) == [("in requests of 16 rows", "16 to 16 rows.")]
     assert found.basis.startswith("50 rows of")
-    with pytest.raises(ConfigError, match="A and B do not both take 32 rows") as error:
-        compare(path, place.b, place.rows, options(batches=(32,)))
-    assert error.value.evidence == "both take requests of 16 to 16 rows"
+    error = refused(ConfigError, path, place.b, place.rows, options(batches=(32,)))
+    assert (error.code, error.evidence) == ("E1603", "both take requests of 16 to 16 rows")
 
 
 # Refusals ------------------------------------------------------------------------------------------
@@ -100,57 +93,49 @@ def test_a_model_with_a_fixed_batch_is_asked_for_so_many_rows(place: Place, tmp_
 
 def test_other_inputs_and_outputs_are_refused_by_name(place: Place, tmp_path: Path) -> None:
     wide = write_model(tmp_path / "wide.onnx", make_weights(), width=6)
-    with pytest.raises(ConfigError) as error:
-        compare(place.a, wide, place.rows, options())
-    assert str(error.value) == (
-        "input 'dense': A and B do not have the same inputs, so no request can be put to both\n"
-        f"  evidence: A ('{place.a}') has float32[?, 4], B ('{wide}') has float32[?, 6]\n"
-        "  remedy: compare deployments of models that take and give the same tensors"
-    )
+    error = refused(ConfigError, place.a, wide, place.rows, options())
+    assert (error.code, error.where) == ("E1615", "input 'dense'")
+    assert error.evidence == f"A ('{place.a}') has float32[?, 4], B ('{wide}') has float32[?, 6]"
     fewer = write_model(tmp_path / "fewer.onnx", make_weights(), outputs=("ctr", "cvr"))
-    with pytest.raises(ConfigError, match="output 'spend': A and B do not have the same outputs") as error:
-        compare(place.a, fewer, place.rows, options())
-    assert "has float32[?], B" in error.value.evidence and error.value.evidence.endswith("has none")
+    error = refused(ConfigError, place.a, fewer, place.rows, options())
+    assert (error.code, error.where) == ("E1615", "output 'spend'")
+    assert "has float32[?], B" in error.evidence and error.evidence.endswith("has none")
 
 
 def test_batch_ranges_without_a_size_in_common_are_refused(place: Place, tmp_path: Path) -> None:
     large = write_deployment(tmp_path / "c", {"fp32": make_weights()}, batch=BatchRange(2, 4))
     few = write_deployment(tmp_path / "d", {"fp32": make_weights()}, batch=BatchRange(2, 512))
     assert compare(place.a, few, place.rows, options(rows=9)).sections[0].text.endswith("2 to 512 rows.")
-    path = write_fixed(tmp_path / "fixed.onnx")
-    with pytest.raises(ConfigError, match="A and B take no request of the same size") as error:
-        compare(large, path, place.rows, options())
-    assert error.value.evidence == "A takes 2 to 4 rows, B 16 to 16"
+    error = refused(ConfigError, large, write_fixed(tmp_path / "fixed.onnx"), place.rows, options())
+    assert (error.code, error.evidence) == ("E1602", "A takes 2 to 4 rows, B 16 to 16")
 
 
 def test_an_error_says_which_side_it_is(place: Place, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="B is not there"):
-        compare(place.a, tmp_path / "nowhere", place.rows, options())
     broken = write_deployment(tmp_path / "broken", {"fp32": make_weights()})
     (broken / "plans.json").write_text("{}")
-    with pytest.raises(BundleInvalid, match=r"B: file 'plans\.json' has another size"):
-        compare(place.a, broken, place.rows, options())
     (tmp_path / "some.loka").write_bytes(b"not a bundle")
-    with pytest.raises(BundleInvalid, match=r"A: "):
-        compare(tmp_path / "some.loka", place.b, place.rows, options())
+    for kind, pair, what in (
+        (ConfigError, (place.a, tmp_path / "nowhere"), "B is not there"),
+        (BundleInvalid, (place.a, broken), "B: file 'plans.json' has another size"),
+        (BundleInvalid, (tmp_path / "some.loka", place.b), "A: "),
+    ):
+        assert what in refused(kind, *pair, place.rows, options()).what
 
 
 def test_answers_that_are_not_finite_name_the_side(place: Place, tmp_path: Path) -> None:
     weights = make_weights()
     weights.bias[0] = np.nan
     nan = write_model(tmp_path / "nan.onnx", weights)
-    with pytest.raises(EvaluationError, match="output 'ctr' of B is not finite"):
-        compare(write_model(tmp_path / "a.onnx", make_weights()), nan, place.rows, options())
-    with pytest.raises(EvaluationError, match="output 'ctr' of the candidate is not finite") as error:
-        compare(place.a, nan, place.rows, options())
-    assert error.value.where == f"B ('{nan}') as the candidate, A ('{place.a}') as the reference"
+    plain = write_model(tmp_path / "a.onnx", make_weights())
+    assert refused(EvaluationError, plain, nan, place.rows, options()).code == "E1604"
+    error = refused(EvaluationError, place.a, nan, place.rows, options())
+    assert error.where == f"B ('{nan}') as the candidate, A ('{place.a}') as the reference"
 
 
 def test_ids_must_be_in_the_tables_of_both(place: Place, tmp_path: Path) -> None:
     smaller = write_model(tmp_path / "small.onnx", make_weights(items=6))
     for pair in ((place.a, smaller), (smaller, place.a)):
-        with pytest.raises(DataError, match="column 'item'"):
-            compare(*pair, place.rows, options())
+        assert "column 'item'" in str(refused(DataError, *pair, place.rows, options()))
 
 
 def test_programs_that_nobody_vouches_for_are_passed_over_and_that_is_said(
@@ -293,6 +278,5 @@ def test_a_bundle_that_is_loaded_again_answers_with_the_same_engines_by_size(
         opened(self, path, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(OnnxSession, "__init__", fail_later)
-    with pytest.raises(EngineError, match="another engine answers when the bundle is loaded once") as error:
-        compare(routed, routed, place.rows, options(latency=True, batches=(8,)))
-    assert "'cpu-onnxruntime-cpu-fp32' to 16 rows" in error.value.evidence
+    error = refused(EngineError, routed, routed, place.rows, options(latency=True, batches=(8,)))
+    assert error.code == "E1616" and "'cpu-onnxruntime-cpu-fp32' to 16 rows" in error.evidence

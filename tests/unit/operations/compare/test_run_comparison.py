@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+from changed_run import with_latencies, with_plans, with_target
 from page_numbers import NUMBER, check_numbers, tables_of
 from rich_run import rich
 from sample_run import SampleRun
 from two_runs import compared, costing, emitting, named, slower, texts, write_run
 
 from loka_onnx.core import serde
-from loka_onnx.core.evaluation import EvaluationSet
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.plan import Verdict
 from loka_onnx.core.rewrite import Declined, RewriteLog
@@ -37,15 +37,10 @@ def new(old: ReportData) -> ReportData:
     engine = next(e for e in data.engines if e.plan == "fp8-safe" and e.target == "cpu")
     choice = emitting(data, engine.id, "fp8-safe").choice
     renamed = dataclasses.replace(data.modified.sites[2], name="over_arch.last", merged_from=("a", "b"))
-    safe = data.plans.plan("fp8-safe")
-    harmful = dataclasses.replace(
-        safe.decisions[0], verdict=Verdict.UNSAFE, reason="KL is now beyond its part"
-    )
-    plans = tuple(
-        dataclasses.replace(p, decisions=(harmful, *p.decisions[1:])) if p.id == "fp8-safe" else p
-        for p in data.plans.plans
-        if p.id != "fp8-all"
-    )
+    safe, fp32 = data.plans.plan("fp8-safe"), data.plans.plan("fp32")
+    unsafe = {"verdict": Verdict.UNSAFE, "reason": "KL is now beyond its part"}
+    decisions = (dataclasses.replace(safe.decisions[0], **unsafe), *safe.decisions[1:])
+    plans = (fp32, dataclasses.replace(safe, decisions=decisions))
     merged, *others = data.rewrites["mods"].records
     left_alone = Declined(merged.applied[0].at, "its input has one consumer now")
     declined = dataclasses.replace(merged, applied=(), declined=(*merged.declined, left_alone))
@@ -53,11 +48,10 @@ def new(old: ReportData) -> ReportData:
         dataclasses.replace(s, digest="e" * 64) if s.split == "certification" else s for s in data.data.splits
     )
     return dataclasses.replace(
-        data,
+        with_plans(data, plans=plans),
         title="Ranker, day 08",
         modified=dataclasses.replace(data.modified, sites=(*data.modified.sites[:2], renamed)),
         choice=dataclasses.replace(choice, targets=choice.targets[:1]),
-        plans=dataclasses.replace(data.plans, plans=plans),
         rewrites={"mods": RewriteLog((declined, *others))},
         data=dataclasses.replace(data.data, splits=splits),
         versions={**data.versions, "onnxruntime": "1.32.0", "torch": "2.13.0"},
@@ -119,11 +113,12 @@ def test_an_engine_built_anew_from_the_same_plan_is_the_same(tmp_path: Path, old
 def test_costs_are_set_side_by_side_and_the_overlap_is_that_of_the_intervals(
     tmp_path: Path, old: ReportData, bounds: tuple[float, float], overlap: str, difference: float
 ) -> None:
-    def with_cost(lower: float, upper: float) -> ReportData:
-        return costing(unrouted, Interval((lower + upper) / 2, lower, upper, 0.95, 2400))
-
     unrouted = emitting(old, "cpu-onnxruntime-cpu-fp32", "fp32")
-    found = compared(tmp_path, with_cost(0.0001, 0.0003), with_cost(*bounds))
+    before, after = (
+        costing(unrouted, Interval((lower + upper) / 2, lower, upper, 0.95, 2400))
+        for lower, upper in ((0.0001, 0.0003), bounds)
+    )
+    found = compared(tmp_path, before, after)
     costs = [item for item in found.rows("cost") if item.what.startswith("cpu")]
     assert [item.what.split(" · ")[1:3] for item in costs] == [["ctr", "selection"], ["ctr", "certification"]]
     for item in costs:
@@ -144,28 +139,19 @@ def test_latencies_have_a_ratio_on_one_device_only(tmp_path: Path, old: ReportDa
     assert [item.verdict.numbers[0] for item in faster if item.verdict] == pytest.approx([0.8] * 3)
     assert (faster[0].before and faster[0].before.numbers[0]) == pytest.approx(81.3471)
     assert (faster[0].after and faster[0].after.numbers[0]) == pytest.approx(0.8 * 81.3471)
-    elsewhere = EvaluationSet(
-        tuple(
-            dataclasses.replace(
-                e, latencies=tuple(dataclasses.replace(i, counts_for_choice=False) for i in e.latencies)
-            )
-            for e in unrouted.evaluations.evaluations
-        )
-    )
+    other = with_latencies(unrouted, lambda item: dataclasses.replace(item, counts_for_choice=False))
     for name, after, remark in (
         ("moved", slower(unrouted, 0.8, "NVIDIA H100"), "measured on 'cpu' and on 'NVIDIA H100'"),
-        ("other", dataclasses.replace(unrouted, evaluations=elsewhere), "not measured on the target"),
+        ("other", other, "not measured on the target"),
     ):
         rows = compared(tmp_path / name, unrouted, after).rows("latency")
         assert all(item.verdict is None and item.note.endswith(f"not comparable: {remark}") for item in rows)
 
 
 def test_gains_over_an_engine_of_the_same_run(tmp_path: Path, old: ReportData) -> None:
-    first, *rest = old.choice.targets
     slow = Interval(1.5, 1.45, 1.55, 0.9785, 10)
-    losers = tuple(dataclasses.replace(loser, times=slow) for loser in first.losers)
-    choice = dataclasses.replace(old.choice, targets=(dataclasses.replace(first, losers=losers), *rest))
-    (gain,) = compared(tmp_path, old, dataclasses.replace(old, choice=choice)).rows("gain")
+    losers = tuple(dataclasses.replace(loser, times=slow) for loser in old.choice.targets[0].losers)
+    (gain,) = compared(tmp_path, old, with_target(old, losers=losers)).rows("gain")
     assert (gain.what, texts(gain)[2]) == ("cpu · bf16", "intervals do not overlap")
     assert gain.before is not None and gain.after is not None
     assert (gain.before.numbers[0], gain.after.numbers) == (1.2537, (1.5, 1.45, 1.55))
@@ -195,10 +181,11 @@ def test_plans_rewrites_data_versions_and_settings(found: Difference) -> None:
         ("selection", "the same"),
         ("certification", "another file, selection or columns"),
     ]
-    assert [(item.what, *texts(item)[:2]) for item in found.rows("versions")] == [
-        ("onnxruntime", "1.31.1", "1.32.0"), ("torch", None, "2.13.0")
-    ]  # fmt: skip
-    assert [(item.what, *texts(item)[:2]) for item in found.rows("settings")] == [
+    versions, settings = (
+        [(item.what, *texts(item)[:2]) for item in found.rows(name)] for name in ("versions", "settings")
+    )
+    assert versions == [("onnxruntime", "1.31.1", "1.32.0"), ("torch", None, "2.13.0")]
+    assert settings == [
         ("budget", "0.001", None), ("calibration.batch_size", "512", "256"), ("mods", None, '["a"]')
     ]  # fmt: skip
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changed_run import with_latencies, with_outputs, with_plans, with_target
 from rich_run import rich
 from sample_run import SampleRun
 from two_runs import compared, costing, emitting, named, slower, texts
@@ -87,9 +88,7 @@ def test_each_architecture_of_a_target_is_compared(tmp_path: Path, run: ReportDa
 
 
 def routed(data: ReportData, *routes: tuple[int, str, str]) -> ReportData:
-    first, *rest = data.choice.targets
-    chosen = dataclasses.replace(first, routes=tuple(Route(*route) for route in routes))
-    return dataclasses.replace(data, choice=dataclasses.replace(data.choice, targets=(chosen, *rest)))
+    return with_target(data, routes=tuple(Route(*route) for route in routes))
 
 
 def test_requests_that_go_to_another_engine_are_a_change(tmp_path: Path, run: ReportData) -> None:
@@ -133,15 +132,7 @@ def test_a_route_table_is_what_it_does_to_requests(
 
 def test_the_cost_of_an_engine_that_takes_some_requests_only_counts(tmp_path: Path, run: ReportData) -> None:
     before = routed(run, *SMALL)
-    evaluations = tuple(
-        e
-        if e.engine != SAFE
-        else dataclasses.replace(
-            e, outputs=tuple(dataclasses.replace(o, budget_status="beyond") for o in e.outputs)
-        )
-        for e in before.evaluations.evaluations
-    )
-    after = dataclasses.replace(before, evaluations=EvaluationSet(evaluations))
+    after = with_outputs(before, lambda o: dataclasses.replace(o, budget_status="beyond"), engine=SAFE)
     assert tone(compared(tmp_path, before, after)) is Tone.BAD
 
 
@@ -150,18 +141,10 @@ def test_the_cost_of_an_engine_that_takes_some_requests_only_counts(tmp_path: Pa
 
 def in_parts(data: ReportData, spread: float) -> ReportData:
     """Latencies whose ten loads spread by a fraction of the median."""
-    shifts = [spread * (place - 4.5) / 4.5 for place in range(10)]
-    evaluations = tuple(
-        dataclasses.replace(
-            e,
-            latencies=tuple(
-                dataclasses.replace(item, loads_us=tuple(item.p50_us * (1 + shift) for shift in shifts))
-                for item in e.latencies
-            ),
-        )
-        for e in data.evaluations.evaluations
+    shifts = [1 + spread * (place - 4.5) / 4.5 for place in range(10)]
+    return with_latencies(
+        data, lambda item: dataclasses.replace(item, loads_us=tuple(item.p50_us * shift for shift in shifts))
     )
-    return dataclasses.replace(data, evaluations=EvaluationSet(evaluations))
 
 
 @pytest.mark.parametrize(
@@ -239,8 +222,7 @@ def test_sites_are_alike_only_where_nothing_of_them_differs(tmp_path: Path, run:
 
     def with_decisions(*decisions: Any) -> ReportData:
         changed = dataclasses.replace(plan, decisions=decisions)
-        plans = tuple(changed if p is plan else p for p in run.plans.plans)
-        return dataclasses.replace(run, plans=dataclasses.replace(run.plans, plans=plans))
+        return with_plans(run, plans=tuple(changed if p is plan else p for p in run.plans.plans))
 
     # A plan without FP8 in either run.
     plan = run.plan("fp32")

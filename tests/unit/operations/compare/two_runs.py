@@ -6,8 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from changed_run import with_differences, with_latencies, with_target
+
 from loka_onnx.core import serde
-from loka_onnx.core.evaluation import EvaluationSet, OutputEvaluation
+from loka_onnx.core.evaluation import Latency
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.lineage import RunRecord
 from loka_onnx.operations.compare.difference import Difference, Row
@@ -17,45 +19,22 @@ from loka_onnx.report import ReportData
 
 def slower(data: ReportData, factor: float, device: str = "cpu") -> ReportData:
     """Latencies of every engine times a factor."""
-    evaluations = tuple(
-        dataclasses.replace(
-            e,
-            latencies=tuple(
-                dataclasses.replace(
-                    item,
-                    p50_us=item.p50_us * factor,
-                    loads_us=tuple(part * factor for part in item.loads_us),
-                    device=device,
-                )
-                for item in e.latencies
-            ),
-        )
-        for e in data.evaluations.evaluations
-    )
-    return dataclasses.replace(data, evaluations=EvaluationSet(evaluations))
+
+    def changed(item: Latency) -> Latency:
+        loads = tuple(part * factor for part in item.loads_us)
+        return dataclasses.replace(item, p50_us=item.p50_us * factor, loads_us=loads, device=device)
+
+    return with_latencies(data, changed)
 
 
 def emitting(data: ReportData, engine: str, plan: str) -> ReportData:
     """One engine for every request to the first target."""
-    first, *rest = data.choice.targets
-    chosen = dataclasses.replace(first, engine=engine, plan=plan, routes=())
-    return dataclasses.replace(data, choice=dataclasses.replace(data.choice, targets=(chosen, *rest)))
+    return with_target(data, engine=engine, plan=plan, routes=())
 
 
-def costing(data: ReportData, interval: Interval, split: str = "", **output: Any) -> ReportData:
-    """ΔNE of every engine on a split, or on all."""
-
-    def changed(each: OutputEvaluation) -> OutputEvaluation:
-        if each.difference is None:
-            return each
-        difference = dataclasses.replace(each.difference, delta_ne=interval)
-        return dataclasses.replace(each, difference=difference, **output)
-
-    evaluations = tuple(
-        dataclasses.replace(e, outputs=tuple(map(changed, e.outputs))) if split in {"", e.split} else e
-        for e in data.evaluations.evaluations
-    )
-    return dataclasses.replace(data, evaluations=EvaluationSet(evaluations))
+def costing(data: ReportData, interval: Interval, **output: Any) -> ReportData:
+    """ΔNE of every engine."""
+    return with_differences(data, output=output, delta_ne=interval)
 
 
 def write_run(directory: Path, data: ReportData, **config: object) -> Path:
@@ -73,11 +52,8 @@ def compared(tmp_path: Path, old: ReportData, new: ReportData) -> Difference:
 
 def texts(item: Row) -> tuple[str | None, str | None, str]:
     """Old, new and verdict of a row."""
-    return (
-        item.before and item.before.text,
-        item.after and item.after.text,
-        item.verdict.text if item.verdict else "",
-    )
+    verdict = item.verdict.text if item.verdict else ""
+    return item.before and item.before.text, item.after and item.after.text, verdict
 
 
 def named(found: Difference, section: str, what: str) -> Row:

@@ -19,12 +19,13 @@ from small_models import LOGIT, artifact_of, columns_of, dataset_of
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.data import Dataset
-from loka_onnx.operations.drift.baseline import Baseline
+from loka_onnx.operations.drift.live import Baseline
 from loka_onnx.operations.drift.measure import measure_drift
 from loka_onnx.operations.drift.report import DriftOptions, DriftReport
 
 BATCH, PROFILE_ROWS, LIVE_ROWS = 64, 64 * 24 + 10, 64 * 16 + 5
 NAMES = tuple(f"feature {i}" for i in range(16))
+OPTIONS = ProbeOptions(recipes=(PER_TENSOR,), batch_size=BATCH, error_precision=None, draws=1, threads=1)
 
 
 @functools.cache
@@ -39,9 +40,8 @@ def baseline() -> Baseline:
     """Sites left and right read x, whose columns have names; every linear site is FP8-able but the head."""
     place = folder() / "profile"
     artifact = artifact_of(place)
-    options = ProbeOptions(recipes=(PER_TENSOR,), batch_size=BATCH, error_precision=None, draws=1, threads=1)
     data = dataset_of(place, columns_of(PROFILE_ROWS, seed=1))
-    profile = calibrate(artifact, (LOGIT,), data, place, options)
+    profile = calibrate(artifact, (LOGIT,), data, place, OPTIONS)
     return Baseline(artifact, profile, (LOGIT,), columns={"x": NAMES})
 
 

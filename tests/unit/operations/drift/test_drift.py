@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import numpy as np
 import pytest
-from drift_models import BATCH, LIVE_ROWS, PROFILE_ROWS, baseline, drift_of, live_columns, live_data
+from drift_models import BATCH, LIVE_ROWS, OPTIONS, PROFILE_ROWS, baseline, drift_of, live_columns, live_data
 from small_models import LOGIT, columns_of, dataset_of
 
-from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
+from loka_onnx.calibration.calibrate import calibrate
 from loka_onnx.core import serde
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.core.statistics import NO_BATCHES
 from loka_onnx.errors import CalibrationError, ConfigError, UserError
 from loka_onnx.numerics.two_sample import exceedance_probability, holm
-from loka_onnx.operations.drift.baseline import Baseline
-from loka_onnx.operations.drift.live import measure_live
-from loka_onnx.operations.drift.report import DriftOptions, DriftReport, Measure, Relevance
+from loka_onnx.operations.drift.live import Baseline, measure_live
+from loka_onnx.operations.drift.report import (
+    DriftOptions,
+    DriftReport,
+    Measure,
+    RangeShift,
+    Relevance,
+    Shift,
+    TensorDrift,
+)
 
 EVERYTHING = Relevance(*[0.0] * 8)
 
@@ -26,6 +34,11 @@ EVERYTHING = Relevance(*[0.0] * 8)
 def full_batches(x: np.ndarray) -> np.ndarray:
     """(batches, rows, columns) without what does not fill one."""
     return x[: len(x) // BATCH * BATCH].reshape(-1, BATCH, x.shape[1])
+
+
+def only_x(report: DriftReport) -> TensorDrift:
+    """Drift of the input."""
+    return next(tensor for tensor in report.tensors if tensor.tensor == "x")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +57,7 @@ def test_fresh_rows_of_the_same_distribution_do_not_alarm(same: DriftReport) -> 
 def test_statistics_are_those_of_the_rows(same: DriftReport) -> None:
     """Of the input itself, from float64 over whole batches; of 64 rows every one is sampled."""
     before, after = columns_of(PROFILE_ROWS, seed=1)["x"], live_columns()
-    tensor = next(t for t in same.tensors if t.tensor == "x")
+    tensor = only_x(same)
     assert tensor.sites == ("left", "right")
     for side, x in (("profile", before), ("live", after)):
         batches = full_batches(x.astype(np.float64))
@@ -72,7 +85,7 @@ def test_statistics_are_those_of_the_rows(same: DriftReport) -> None:
 def test_batches_beyond_the_range_are_counted(same: DriftReport) -> None:
     x = live_columns() * np.float32(1.2)
     wanted = np.abs(full_batches(x)).max(axis=(1, 2)) > np.abs(columns_of(PROFILE_ROWS, seed=1)["x"]).max()
-    tensor = next(t for t in drift_of(x).tensors if t.tensor == "x")
+    tensor = only_x(drift_of(x))
     assert 0 < tensor.range.beyond == wanted.sum() < 16
     assert tensor.range.p_value == exceedance_probability(int(wanted.sum()), 16, 24)
 
@@ -89,14 +102,7 @@ def test_errors_and_kl_are_those_of_a_calibration_of_the_same_rows_under_the_sam
 ) -> None:
     columns = columns_of(LIVE_ROWS, seed=5)
     columns["x"] = columns["x"] * np.float32(1.5)
-    options = ProbeOptions(
-        recipes=(PER_TENSOR,),
-        scales=baseline().profile.scales,
-        batch_size=BATCH,
-        error_precision=None,
-        draws=1,
-        threads=1,
-    )
+    options = replace(OPTIONS, scales=baseline().profile.scales)
     wanted = calibrate(baseline().model, (LOGIT,), dataset_of(tmp_path, columns), tmp_path, options)
     found = measure_live(baseline(), live_data(columns["x"]), tmp_path, DriftOptions(threads=1))
     assert set(found.errors) == {"left", "right", "deep", "head"}
@@ -173,11 +179,9 @@ def test_a_scale_that_grows_alarms_in_every_way() -> None:
 def test_mean_and_zeros_alarm() -> None:
     x = live_columns() + np.float32(1)
     x[::2, ::4] = 0.0
-    found = {alarm.measure: alarm for alarm in drift_of(x).alarms if alarm.where == "x"}
-    assert "the mean of 'x' (read by 'left' and 'right') moved by +0." in found[Measure.MEAN].sentence
-    assert "12.5% of 'x' (read by 'left' and 'right') are zero, 0.0% in the profile" in (
-        found[Measure.ZEROS].sentence
-    )
+    found = {alarm.measure: alarm.sentence for alarm in drift_of(x).alarms if alarm.where == "x"}
+    assert "the mean of 'x' (read by 'left' and 'right') moved by +0." in found[Measure.MEAN]
+    assert "12.5% of 'x' (read by 'left' and 'right') are zero, 0.0% in the profile" in found[Measure.ZEROS]
 
 
 @pytest.mark.slow
@@ -243,3 +247,24 @@ def test_options_out_of_range_are_refused(wrong: dict[str, float], where: str) -
     with pytest.raises(ConfigError) as refused:
         DriftOptions(**wrong)
     assert refused.value.where == where
+
+
+@pytest.mark.parametrize(
+    ("values", "effect", "deviation"),
+    [
+        ((1.0, 1.5, 2.0, 0.1), 0.25, 5.0),
+        ((1.0, 1.0, 0.0, 0.0), 0.0, 0.0),
+        ((0.0, 1.0, 0.0, 0.0), inf, inf),
+        ((1.0, 0.0, 0.0, 0.0), -inf, -inf),
+    ],
+)
+def test_a_shift_in_its_unit_and_in_standard_errors(
+    values: tuple[float, ...], effect: float, deviation: float
+) -> None:
+    shift = Shift("mean", *values, 0.5)
+    assert (shift.effect, shift.deviation) == pytest.approx((effect, deviation))
+
+
+@pytest.mark.parametrize(("before", "after", "growth"), [(2.0, 3.0, 1.5), (0.0, 0.0, 1.0), (0.0, 1.0, inf)])
+def test_growth_of_a_range(before: float, after: float, growth: float) -> None:
+    assert RangeShift(before, after, 0, 8, 1.0).growth == growth
