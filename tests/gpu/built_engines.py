@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
-from test_inductor import architecture_of, build, request_for, widened
+from test_inductor import architecture_of, build, widened
 from tiny_models import TinyModel
 
 from loka_onnx.core.engine import EngineArtifact
@@ -32,7 +32,7 @@ class Built:
     @classmethod
     def on(cls, device: str, folder: Path, make: Callable[[Path], TinyModel]) -> Built:
         model = make(folder / "model")
-        artifact = build(request_for(model, folder / "engines" / "e", architecture_of(device)))
+        artifact = build(model, folder / "engines" / "e", architecture_of(device))
         assert artifact.path is not None
         return cls(model, artifact, folder / "engines" / artifact.path)
 
