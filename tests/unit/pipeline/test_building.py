@@ -102,10 +102,8 @@ build_all([task(i) for i in range(5)], 2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_no_child_and_no_directory(tmp_path, number):
     contract = Path(__file__).parents[2] / "contract"
-    program = PROGRAM
-    if number is signal.SIGTERM:
-        # As the command does: SIGTERM ends the work like Ctrl-C.
-        program = "import signal\nsignal.signal(signal.SIGTERM, signal.default_int_handler)\n" + program
+    # As the command does: SIGTERM ends the work like Ctrl-C; and a test in the background inherits no SIGINT.
+    program = f"import signal\nsignal.signal({int(number)}, signal.default_int_handler)\n" + PROGRAM
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(contract), *sys.path])}
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=environment) as run:
         told = [tmp_path / str(i) / "worker" for i in range(2)]
