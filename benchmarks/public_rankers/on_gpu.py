@@ -211,7 +211,7 @@ def run(options: argparse.Namespace) -> None:
         except Exception:
             figures[name]["failed"] = traceback.format_exc()[-3000:]
             print(name, figures[name]["failed"], flush=True)
-        write_record("public_rankers_gpu", figures, settings, options.out)
+        write_record("gpu_rankers", figures, settings, options.out)
 
 
 def main() -> None:
@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument(
         "--export", action=argparse.BooleanOptionalAction, default=True, help="compile it too"
     )
-    parser.add_argument("--memory-gb", type=float, default=10.0)
+    parser.add_argument("--memory-gb", type=float, default=16.0)
     parser.add_argument("--threads", type=int, default=3)
     parser.add_argument("--turns", type=int, default=25)
     parser.add_argument("--at-once", type=int, default=6)

@@ -169,6 +169,13 @@ ENTRIES = (
         accuracy.tails,
     ),
     Entry(
+        "gpu_rankers",
+        ENGINES,
+        "Rankers of public libraries beside torch.compile",
+        "benchmarks.public_rankers.on_gpu",
+        engines.gpu_rankers,
+    ),
+    Entry(
         "choice_errors",
         ENGINES,
         "Equal engines, and engines that truly differ",

@@ -357,3 +357,27 @@ def choice_errors(record: Record) -> str:
         f"{number(found['median_load_to_load_deviation_percent'])} %)."
     )
     return f"{table(head, rows)}\n\n{said}"
+
+
+def gpu_rankers(record: Record) -> str:
+    """Each ranker's chosen engine over the strongest of today's inside the budget, inputs on the device."""
+    rows = []
+    for name, found in record.figures.items():
+        if "failed" in found:
+            rows.append((name, NOTHING, NOTHING, NOTHING, NOTHING, found["failed"]))
+            continue
+        for batch, taken in found["beside today"]["batches"].items():
+            held = taken["inputs on the device"]
+            us, today = held["median_us"], held["today is"]
+            rows.append(
+                (
+                    f"{name}, {batch}",
+                    found["choice"]["plan"],
+                    microseconds(us["chosen"]),
+                    str(today).removeprefix("today-"),
+                    microseconds(us[today]) if today else NOTHING,
+                    _ratio(held["chosen over"].get("today")),
+                )
+            )
+    head = ("ranker, batch", "chosen plan", "µs", "today", "µs", "times faster")
+    return table(head, rows) + "\n\n" + record.settings.get("beside", "").capitalize()

@@ -87,6 +87,18 @@ class Compilers:
         return {"CXX": self.cxx, "CC": self.cc, **variables}
 
 
+WORKER_BYTES = 1 << 30
+"""What a compile worker of PyTorch may take; it holds .63 GB on a GPU host (PyTorch 2.11, H200)."""
+
+
+def compile_workers(memory_bytes: int) -> int:
+    """Processes that compile kernels for one build: one a core, in half of its memory limit at most.
+
+    PyTorch starts one a core up to 32, which takes more than the limit of a build on a host of 16 cores.
+    """
+    return max(1, min(len(os.sched_getaffinity(0)), memory_bytes // 2 // WORKER_BYTES))
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of the compiler.
@@ -187,6 +199,9 @@ class InductorBackend(Backend):
         if compilers is None:
             raise EngineError(NO_COMPILER, remedy="install g++ and gcc")
         os.environ.update(compilers.environment)
+        os.environ.setdefault(
+            "TORCHINDUCTOR_COMPILE_THREADS", str(compile_workers(request.limits.memory_bytes))
+        )
         # It imports PyTorch, which reads them.
         from loka_onnx.engines.inductor.compile import compile_engine
 

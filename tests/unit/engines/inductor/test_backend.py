@@ -22,7 +22,12 @@ from loka_onnx.core.recipe import PER_TENSOR, Recipe  # noqa: E402
 from loka_onnx.core.site import Operand, Site, SiteKind  # noqa: E402
 from loka_onnx.engines.inductor import backend as backend_module  # noqa: E402
 from loka_onnx.engines.inductor import kernels  # noqa: E402
-from loka_onnx.engines.inductor.backend import Compilers, InductorBackend, Settings  # noqa: E402
+from loka_onnx.engines.inductor.backend import (  # noqa: E402
+    Compilers,
+    InductorBackend,
+    Settings,
+    compile_workers,
+)
 from loka_onnx.engines.inductor.choosing import TILES  # noqa: E402
 from loka_onnx.engines.inductor.compile import (  # noqa: E402
     batch_programs,
@@ -381,3 +386,11 @@ def test_a_norm_runs_in_what_it_reads(entering: Any, planned: Precision, engaged
     assert found.engaged is engaged
     if entering is None:
         assert found.evidence == "nothing of that name in the exported program"
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "cores", "workers"), [(16, 16, 7), (16, 2, 2), (1, 64, 1), (200, 64, 64)]
+)
+def test_workers_fit_the_memory_limit_of_a_build(memory_gb, cores, workers, monkeypatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    assert compile_workers(memory_gb * 10**9) == workers
