@@ -39,9 +39,9 @@ def how_many(asked_for: int | None, limit_bytes: int, available_bytes: int | Non
 
 
 def available_memory(cgroup: Path = CGROUP) -> int:
-    """Bytes that processes may still take: those that the machine has free, or that a container is allowed.
+    """Free memory in bytes: of the machine, or what a container's limit still leaves if that is less.
 
-    `cgroup` is where the kernel shows the control group of this process (Control Group v2, "Memory").
+    `cgroup` is the directory of this process's control group (Control Group v2, "Memory").
     """
     free = int(psutil.virtual_memory().available)
     try:

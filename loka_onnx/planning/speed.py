@@ -86,9 +86,9 @@ class Speed:
         return _per_row(self.latencies, batches) / _per_row(other.latencies, batches)
 
     def over(self, other: Speed) -> Interval | None:
-        """Return this engine's time over another's, over their common batch sizes, as a ratio of medians.
+        """Return this engine's time divided by the other's, by medians at common batch sizes, with interval.
 
-        Without width where there was one load; its rows are the loads. None where the two were not timed in
+        `rows` counts loads; with fewer than 2 it is 0 and the width 0. None if the two were not timed in
         turns. Raises KeyError if they have no batch size in common.
         """
         batches = self._in_common(other)

@@ -59,12 +59,12 @@ class BundleSignature:
 
 
 def verify_signature(directory: Path, keys: Sequence[Path]) -> str:
-    """Verify that one of the public `keys` signed the manifest of a bundle, and return its fingerprint.
+    """Verify that one of the public `keys` signed a bundle's manifest; return that key's fingerprint.
 
     Keys are PEM files (SubjectPublicKeyInfo). `verify_bundle` checks the files.
 
     Raises:
-        BundleInvalid: It is not signed, signed only with other keys, or altered since.
+        BundleInvalid: Not signed, signed only with other keys, or manifest altered since.
         ConfigError: No key was given, or one is not an Ed25519 public key.
         MissingPackage: `cryptography` is not installed.
     """

@@ -52,7 +52,7 @@ of a function and launches each by a function of that name (`torch._inductor.cod
 
 
 def products_of(graph: Any) -> tuple[Product, ...]:
-    """Products of a `torch.fx.Graph`, in order; the factors of an own operator are its first two tensors."""
+    """Products of a `torch.fx.Graph`, in order; of our own operators, the first two tensors are factors."""
     products = []
     for node in graph.nodes:
         operator = str(node.target) if node.op == "call_function" else ""

@@ -73,7 +73,7 @@ def _quantized_dtype(draft: GraphDraft, node: Node) -> np.dtype[np.generic]:
 
 
 def rank_0_scales(draft: GraphDraft) -> None:
-    """Store scales and zero points of a whole tensor with rank 0, in ``raw_data``.
+    """Give per-tensor FP8 scales and zero points rank 0, stored in ``raw_data``.
 
     MIGraphX throws when it broadcasts a scale of shape (1,), and reads FP8 values in ``int32_data`` as
     numbers.

@@ -76,7 +76,7 @@ def is_candidate(node: Node) -> bool:
 
 
 def read_linear(model: GraphModel, node: Node) -> Linear:
-    """Read the linear layer of a product with one constant operand."""
+    """Read a candidate and its bias as a linear; or `NotRewritten`."""
     is_gemm, on_left = node.op == "Gemm", is_constant(node.inputs[0])
     source, weight = node.inputs[1::-1] if on_left else node.inputs[:2]
     shape = values_of(weight).shape

@@ -168,7 +168,7 @@ class PlannedGraph:
     def replace(
         self, op: str, name: str, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor], attrs: Attrs
     ) -> None:
-        """Add a node that computes tensors in place of their producers.
+        """Add a node that becomes the producer of existing `outputs`.
 
         Names, types and readers of these tensors stay.
         """

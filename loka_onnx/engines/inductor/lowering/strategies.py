@@ -285,7 +285,7 @@ class TiledProduct(ProductStrategy):
     tile: Tile
 
     def multiply(self, product: FloatProduct, epilogue: Epilogue | None = None) -> Multiplied:
-        """Compute a product; one that is not fused by the library."""
+        """Compute by the kernel where it can, else by the library."""
         is_multiple = not any(length % MULTIPLE for length in product.b.shape)
         if epilogue is None or not product.a.is_cuda or not is_multiple:
             return ScaledMatMul().multiply(product, epilogue)
