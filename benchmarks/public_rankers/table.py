@@ -1,6 +1,6 @@
 """The sweep's results as a table, and its record.
 
-python -m benchmarks.public_rankers.table --results DIRECTORY [--before DIRECTORY] [--record NAME]
+    python -m benchmarks.public_rankers.table --results DIRECTORY [--before DIRECTORY] [--record NAME]
 
 With `--before`, results of an earlier tree on the same machine: the seconds of both, and their ratio.
 """
