@@ -1,8 +1,7 @@
 """The sweep's results as a table, and its record.
 
-    python -m benchmarks.public_rankers.table --results DIRECTORY [--before DIRECTORY] [--record NAME]
-
-With `--before`, results of an earlier tree on the same machine: the seconds of both, and their ratio.
+``python -m benchmarks.public_rankers.table --results DIRECTORY``; with ``--record NAME`` it is written. With
+``--before DIRECTORY``, results of an earlier tree on the same machine: the seconds of both, and their ratio.
 """
 
 from __future__ import annotations
