@@ -89,7 +89,7 @@ class Column:
 
     @property
     def is_number(self) -> bool:
-        """Whether an input may take it."""
+        """True if an input may take it."""
         return self.kind in "iufb"
 
 
@@ -104,7 +104,7 @@ class Match:
 
     @property
     def is_guess(self) -> bool:
-        """Whether a reader has to check it: only names identify a column."""
+        """True if a reader has to check it: only names identify a column."""
         return self.rule not in {"", "same name"}
 
 

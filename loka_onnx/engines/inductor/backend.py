@@ -88,7 +88,7 @@ class Compilers:
 
 
 WORKER_BYTES = 1 << 30
-"""What a compile worker of PyTorch may take; it holds .63 GB on a GPU host (PyTorch 2.11, H200)."""
+"""Allowed for a compile worker of PyTorch, which holds .63 GB on a GPU host (PyTorch 2.11, H200)."""
 
 
 def compile_workers(memory_bytes: int) -> int:

@@ -78,7 +78,7 @@ def _read(node: Node, outputs: Collection[int]) -> Column | None:
 
 
 def _follows(node: Node, tensor: Tensor) -> bool:
-    """Whether a node works element by element, with constants that are columns or numbers."""
+    """Return whether a node works element by element, with constants that are columns or numbers."""
     if node.op in _POINTWISE:
         return True
     others = [other for other in node.inputs if other is not tensor]

@@ -135,6 +135,6 @@ def _layer(model: GraphModel, column: Tensor) -> Linear:
 
 
 def _sum_to_one(gates: Tensor) -> bool:
-    """Whether gates (batch, E, 1) are a Softmax over the experts."""
+    """Return whether gates (batch, E, 1) are a Softmax over the experts."""
     node = made_by(gates, "Softmax")
     return node is not None and int(node.attrs.get("axis", -1)) in (1, -2)

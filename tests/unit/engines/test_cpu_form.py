@@ -16,7 +16,7 @@ from loka_onnx.engines.onnxruntime.providers import CPU
 from loka_onnx.engines.onnxruntime.site_precision import dump_optimized
 from loka_onnx.sessions.onnx_session import OnnxSession
 
-pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
 
 X = "float[batch,16,6] x"
 QUANTIZED = "q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) [fc] y = MatMul(w, d)"

