@@ -244,7 +244,8 @@ class _Measured:
         if evidence.has_fp8(winner):
             return reason
         how = "no faster" if any(e in same for e in fp8) else "slower"
-        return f"{reason}; {evidence.plans.quantized} is {how}"
+        precisions = dict.fromkeys(str(evidence.plan(e).quantized).upper() for e in fp8)
+        return f"{reason}; {' and '.join(precisions)} {'are' if len(precisions) > 1 else 'is'} {how}"
 
     def _fall_back(self, missed: EngineArtifact) -> TargetChoice:
         """Replace a selected engine that missed on certification by a lower rung, or by the exact model."""
