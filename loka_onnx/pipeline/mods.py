@@ -20,7 +20,7 @@ from loka_onnx.graph.storage import model_files
 from loka_onnx.numerics.product_error import Rounding
 from loka_onnx.pipeline.context import CHECK_ROWS, Context
 from loka_onnx.pipeline.directory import Stage
-from loka_onnx.pipeline.plans import planned_formats, planned_recipes
+from loka_onnx.pipeline.plans import planned_formats, recipes_of
 from loka_onnx.pipeline.probing import Probing
 from loka_onnx.planning.high_error_channels import errors_to_leave
 from loka_onnx.planning.policy import PlanOptions
@@ -99,7 +99,6 @@ def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, f
     """High-error channels of sites that do not fit as products of their own → `model/modified.json`; `left`
     is the part of its error that each of these sites may keep.
     """
-    # Of several formats, the first has the largest errors.
     format = planned_formats(context.config)[0]
 
     def make() -> SplitModel:
@@ -125,13 +124,22 @@ def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, f
 
 
 def allowed_errors(context: Context, merged: MeasuredModel) -> dict[str, float]:
-    """Part of its error that each site which does not fit may keep; nothing where none is split."""
+    """Part of its error that each site which fits in no planned format may keep; nothing where none is split.
+
+    Of several formats, the first has the largest errors. A split for one would cost the other's engines time.
+    """
     chosen = context.config.plan
     if not context.config.mods.split_channels:
         return {}
     options = PlanOptions(keep=chosen.keep, force=chosen.force, protect=chosen.protect)
-    recipes = planned_recipes(context.config)
-    return errors_to_leave(merged.model, merged.profile, context.specs, recipes, options, context.judged_rows)
+    rows = context.judged_rows
+    first, *others = (
+        errors_to_leave(
+            merged.model, merged.profile, context.specs, recipes_of(format, chosen.scale), options, rows
+        )
+        for format in planned_formats(context.config)
+    )
+    return {site: left for site, left in first.items() if all(site in other for other in others)}
 
 
 def rewrite(context: Context, target: Path) -> Rewritten:

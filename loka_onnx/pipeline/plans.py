@@ -55,10 +55,9 @@ def multiplies(backend: Backend, architecture: str, format: NumberFormat) -> boo
 
 
 def moot_precisions(config: RunConfig) -> dict[str, tuple[Precision, ...]]:
-    """Planned precisions whose simulated engines say nothing, by device of the targets that multiply another.
+    """Planned precisions that get no engines, by device of the targets that multiply another one instead.
 
-    A simulated engine cannot be chosen beside them. It still judges a plan for targets whose engines do not
-    run here.
+    A simulation cannot be chosen beside that. It judges a plan for targets whose engines do not run here.
     """
     planned, pairs = planned_formats(config), [*buildable(config)]
     waiting = {
@@ -77,13 +76,17 @@ def moot_precisions(config: RunConfig) -> dict[str, tuple[Precision, ...]]:
 
 
 def planned_recipes(config: RunConfig) -> tuple[Recipe, ...]:
+    """Recipes of every format in the plans of a run (`recipes_of`)."""
+    formats, scale = planned_formats(config), config.plan.scale
+    return tuple(recipe for format in formats for recipe in recipes_of(format, scale))
+
+
+def recipes_of(format: NumberFormat, scale: ScaleRule | None = None) -> tuple[Recipe, ...]:
     """Both granularities of weights under each scale rule that competes in a format, whatever
     `plan.weight_granularity` lets a plan use: the profile shows both, and an interaction has no channels.
     """
-    scale = config.plan.scale
     return tuple(
         Recipe.of(format, weight, rule)
-        for format in planned_formats(config)
         for rule in _RULES[scale or (ScaleRule.AMAX if format.is_float else ScaleRule.MSE)]
         for weight in (Granularity.PER_TENSOR, Granularity.PER_CHANNEL)
     )
@@ -200,8 +203,10 @@ def decide_plans(context: Context, model: ModelArtifact, profile: Profile, safe:
 
     def make() -> PlanSet:
         plans = make_plans(model, profile, context.specs, recipes, options)
+        planned = [format.precision.upper() for format in planned_formats(context.config)]
         notes = (
-            f"{' and '.join(left).upper()} plans are not built for {device}, which would simulate them"
+            f"{' and '.join(left).upper()} plans are not built for {device}, which multiplies "
+            f"{' and '.join(name for name in planned if name.lower() not in left)}"
             for device, left in moot_precisions(context.config).items()
         )
         return replace(plans, notes=(*plans.notes, *notes))

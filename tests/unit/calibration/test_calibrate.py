@@ -8,17 +8,16 @@ import pytest
 from small_models import LOGIT, SHARED, TWO_SITES, W1, artifact_of, columns_of, data_of, dataset_of
 
 from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
-from loka_onnx.config import PlanConfig, ScaleRule
-from loka_onnx.config.fields import Float8Format
+from loka_onnx.config import ScaleRule
 from loka_onnx.core import serde
-from loka_onnx.core.formats import FLOATS
+from loka_onnx.core.formats import E4M3FN, FLOATS
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR
 from loka_onnx.errors import InternalError
 from loka_onnx.numerics.rounding import fake_quantize
 from loka_onnx.numerics.scale_choice import activation_scaling
 from loka_onnx.numerics.scales import weight_scales
-from loka_onnx.pipeline.plans import planned_recipes
+from loka_onnx.pipeline.plans import recipes_of
 from loka_onnx.planning.policy import make_plans
 
 SITES = ("left", "right", "norm", "deep", "head")
@@ -124,7 +123,7 @@ def rows_with_outliers() -> np.ndarray:
 def test_every_rule_is_measured_under_its_own_scale(format, tmp_path):
     x = rows_with_outliers()
     artifact, data = artifact_of(tmp_path, TWO_SITES), data_of(tmp_path, x)
-    recipes = planned_recipes(PlanConfig(format=Float8Format(format.name), scale=ScaleRule.BEST))
+    recipes = recipes_of(format, ScaleRule.BEST)
     assert len({recipe.id for recipe in recipes}) == 6
     profile = calibrate(
         artifact, (LOGIT,), data, tmp_path, ProbeOptions(recipes=recipes, batch_size=512, threads=1)
@@ -153,7 +152,7 @@ def test_the_plan_quantizes_with_the_scale_of_the_rule_that_won(tmp_path):
     data = data_of(tmp_path, rows_with_outliers())
     decided = {}
     for rule in ScaleRule:
-        recipes = planned_recipes(PlanConfig(scale=rule))
+        recipes = recipes_of(E4M3FN, rule)
         profile = calibrate(artifact, (LOGIT,), data, tmp_path, ProbeOptions(recipes=recipes, threads=1))
         decided[rule] = make_plans(artifact, profile, (LOGIT,), recipes).plan("fp8-all").decision("fc1")
         stats = profile.site("fc1").operands["x"]
