@@ -176,6 +176,10 @@ def _configured(before: EarlierRun, model: Path, options: RefreshOptions) -> Run
     name = f"{before.directory.name}-{model.stem}"
     output = options.output or before.directory.with_name(name)
     values |= {"model": section, "output": str(output.absolute())}
+    # What targets multiply may be seen differently from this host.
+    plan = values.get("plan") or {}
+    if not plan.get("formats") and before.profile.precisions:
+        values["plan"] = {**plan, "formats": [str(precision) for precision in before.profile.precisions]}
     config = build_run_config(
         values, before.base, source=f"the run file of '{before.directory}'", overrides=options.overrides
     )
