@@ -7,7 +7,7 @@ import onnx
 import pytest
 from small_models import LOGIT, SHARED, TWO_SITES, W1, artifact_of, columns_of, data_of, dataset_of
 
-from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
+from loka_onnx.calibration.calibrate import ProbeOptions, calibrate, measured_recipes
 from loka_onnx.config import ScaleRule
 from loka_onnx.core import serde
 from loka_onnx.core.formats import E4M3FN, FLOATS
@@ -85,7 +85,7 @@ def test_new_rows_under_given_scales_merge_with_the_profile(measure):
     assert earlier.scales != other.scales
     with pytest.raises(ValueError, match="profiles of different scales do not merge"):
         earlier.merge(other)
-    planned = {entry.site: entry.sensitivities[0].recipe for entry in earlier.sites}
+    planned = measured_recipes(earlier)
     later = measure(seed=2, draws=2, scales=earlier.scales, planned=planned)
     assert later.scales == earlier.scales
     assert later.site("left").sensitivities[0].kl != other.site("left").sensitivities[0].kl
@@ -98,13 +98,13 @@ def test_new_rows_under_given_scales_merge_with_the_profile(measure):
 
 
 def test_a_planned_recipe_is_measured_whatever_its_error(measure):
-    planned = dict.fromkeys(SITES, PER_TENSOR.id)
+    planned = dict.fromkeys(SITES, (PER_TENSOR.id,))
     best = measure(draws=1).site("deep")
     assert min(best.errors, key=lambda error: error.relative_error).recipe == PER_CHANNEL_WEIGHT.id
     assert best.sensitivities[0].recipe == PER_CHANNEL_WEIGHT.id
     assert measure(draws=1, planned=planned).site("deep").sensitivities[0].recipe == PER_TENSOR.id
     with pytest.raises(InternalError) as caught:
-        measure(draws=1, planned={**planned, "deep": "e5m2"})
+        measure(draws=1, planned={**planned, "deep": ("e5m2",)})
     assert caught.value.evidence.startswith("'e5m2' is not among ")
 
 
