@@ -48,8 +48,8 @@ def check_table(first: Done) -> None:
     for plan in (fp8_all, fp8_safe):
         assert plan[0][0] in "+-" and float(plan[0]) != exact
     if integer_instructions():
-        # A loaded machine may time them as equal.
-        assert re.search(r"cpu: (int8-all|int8-safe) — fastest|cpu: fp32 — .*INT8 is no faster", first.out)
+        # On a loaded machine their times say little.
+        assert re.search(r"cpu: (int8-all|int8-safe) — fastest|cpu: fp32 — .*INT8 is (no faster|slower)", first.out)
         assert float(row(cpu, "int8-safe")[0]) != exact
     else:
         assert "cpu: fp32 — " in first.out
