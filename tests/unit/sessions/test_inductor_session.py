@@ -83,11 +83,21 @@ class StandInGpu:
     def active(self) -> Iterator[None]:
         yield
 
+    def activate(self) -> None:
+        self.calls.append("activate")
+
     def synchronize(self) -> None:
         self.calls.append("synchronize")
 
+    def copying(self, target: Any, source: Any) -> Any:
+        assert target.is_contiguous()
+        assert source.is_contiguous()
+        assert target.numel() * target.element_size() == source.numel() * source.element_size()
+        return lambda: target.copy_(source)
+
     def capture(self, call: Any) -> Captured:
         outputs = tuple(output.clone() for output in call())
+        assert all(output.is_contiguous() for output in outputs)
 
         def replay() -> None:
             self.calls.append("replay")
