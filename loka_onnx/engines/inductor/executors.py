@@ -26,7 +26,7 @@ from loka_onnx.errors import EngineError, InternalError
 from loka_onnx.sessions.buckets import Piece, padded
 from loka_onnx.sessions.cuda import CudaDriver
 from loka_onnx.sessions.dlpack import Borrowed
-from loka_onnx.sessions.runner import Allocate, Arrays, Resident
+from loka_onnx.sessions.runner import Allocate, Arrays, Buffers, Resident
 
 Tensor = Any
 """`torch.Tensor`; torch is imported only when a session is opened."""
@@ -72,6 +72,10 @@ class Executor(ABC):
     ) -> dict[str, Borrowed]:
         """Run all pieces of a request, from device memory to memory that `allocate` makes."""
         raise InternalError(f"{type(self).__name__} has no device", evidence=f"{len(inputs)} inputs")
+
+    def staging(self, placement: Placement) -> Staging | None:
+        """Make page-locked memory for requests of a placement; None where none is read."""
+        return None
 
     def close(self) -> None:
         """Free the programs and everything that they hold."""
@@ -174,31 +178,43 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class Staging:
+    """Inputs of one batch size in pinned host memory; `upload` queues their copy to the device.
+
+    `owner` is the executor whose buffers they are copied to.
+    """
+
+    arrays: Mapping[str, npt.NDArray[Any]]
+    upload: Callable[[], object]
+    owner: Executor
+
+    def fill(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Write the rows of a piece."""
+        stop = piece.start + piece.rows
+        for name, target in self.arrays.items():
+            target[: piece.rows] = inputs[name][piece.start : stop]
+
+    def pad(self, rows: int) -> None:
+        """Repeat the last of so many rows up to the size."""
+        for target in self.arrays.values():
+            target[rows:] = target[rows - 1]
+
+
+@dataclass(frozen=True)
 class Served:
     """A batch size that is served by a CUDA graph.
 
     Attributes:
-        staging, inputs: Views of the inputs in pinned host memory and on the device, by name.
-        upload: Queues the copy of all inputs to the device.
+        staging: Where its requests are written.
+        inputs: Views of the device's buffers, by name.
         fetched: The outputs in pinned host memory; `downloads` queue their copies.
     """
 
-    staging: Mapping[str, npt.NDArray[Any]]
+    staging: Staging
     inputs: Mapping[str, Tensor]
-    upload: Callable[[], object]
     captured: Captured
     fetched: tuple[npt.NDArray[Any], ...]
     downloads: tuple[Callable[[], object], ...]
-
-    def stage(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Write the rows of a piece into pinned memory, the last one repeated up to the size."""
-        rows, stop = piece.rows, piece.start + piece.rows
-        for name, target in self.staging.items():
-            if rows == piece.size:
-                target[...] = inputs[name][piece.start : stop]
-            else:
-                target[:rows] = inputs[name][piece.start : stop]
-                target[rows:] = target[rows - 1]
 
 
 class GraphExecutor(Executor):
@@ -309,12 +325,24 @@ class GraphExecutor(Executor):
         self._host = self._device = None
         self._gpu.close()
 
+    def staging(self, placement: Placement) -> Staging | None:
+        """Make page-locked memory like that of the executor's own requests."""
+        size = placement.piece.size
+        memory = self._gpu.pinned((self._offsets(size)[-1],), self._torch.uint8)
+        return self._staging(memory, size) if placement.captured else None
+
     def _queue(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> Served:
-        """Stage a piece, and queue its copy to the device and its graph."""
+        """Queue the copy of a piece to the device and its graph."""
         served = self._served[piece.size]
-        served.stage(piece, inputs)
+        staging = served.staging
+        if type(inputs) is Buffers and getattr(inputs.memory, "owner", None) is self:
+            staging = inputs.memory
+        else:
+            staging.fill(piece, inputs)
+        if piece.size > piece.rows:
+            staging.pad(piece.rows)
         self._gpu.activate()
-        served.upload()
+        staging.upload()
         served.captured.replay()
         return served
 
@@ -335,6 +363,12 @@ class GraphExecutor(Executor):
             views[port.name] = memory[offset:stop].view(dtype).reshape(shape)
         return views
 
+    def _staging(self, memory: Tensor, size: int) -> Staging:
+        """Pinned memory as the inputs of a batch size."""
+        end = self._offsets(size)[-1]
+        arrays = {name: view.numpy() for name, view in self._views(memory, size).items()}
+        return Staging(arrays, self._gpu.copying(self._device[:end], memory[:end]), self)
+
     def _prepare(self, size: int) -> Served:
         program = next(p for p in self._engine.programs if p.minimum <= size <= p.maximum)
         call, gpu = self._calls[program.name], self._gpu
@@ -347,12 +381,10 @@ class GraphExecutor(Executor):
                 evidence=str(error).splitlines()[0][:400],
                 remedy="an operator of it waits for the device; the log of the build has its kernels",
             ) from error
-        end = self._offsets(size)[-1]
         fetched = [gpu.pinned(tuple(t.shape), t.dtype) for t in captured.outputs]
         return Served(
-            {name: view.numpy() for name, view in self._views(self._host, size).items()},
+            self._staging(self._host, size),
             inputs,
-            gpu.copying(self._device[:end], self._host[:end]),
             captured,
             tuple(host.numpy() for host in fetched),
             tuple(gpu.copying(*pair) for pair in zip(fetched, captured.outputs, strict=True)),

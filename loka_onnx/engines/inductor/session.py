@@ -19,7 +19,7 @@ from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.buckets import Piece, padded_rows, pieces_of, rows_of
 from loka_onnx.sessions.cuda import list_cuda_devices, why_no_gpu
 from loka_onnx.sessions.dlpack import Borrowed
-from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
+from loka_onnx.sessions.runner import Allocate, Arrays, Buffers, Resident, Runner
 
 INSTALL = "pip install 'loka-onnx[inductor]'"
 
@@ -121,6 +121,14 @@ class InductorSession(Runner):
             answers = [(placement.piece, executor.run(placement, inputs)) for placement in pieces]
         return {port.name: _joined(port.name, answers, batched=port.batched) for port in self.engine.outputs}
 
+    def buffers(self, rows: int) -> Buffers | None:
+        """Make page-locked memory, where one CUDA graph serves so many rows."""
+        with self._executing(rows) as (executor, pieces):
+            staging = executor.staging(pieces[0]) if len(pieces) == 1 else None
+        if staging is None:
+            return None
+        return Buffers({name: array[:rows] for name, array in staging.arrays.items()}, self, staging)
+
     @property
     def served_sizes(self) -> tuple[int, ...]:
         """Batch sizes with a CUDA graph or a program of their own."""
@@ -173,6 +181,8 @@ class InductorSession(Runner):
 
     def _rows_of(self, inputs: Mapping[str, npt.NDArray[Any]]) -> int:
         """Rows of a request whose inputs have the engine's shapes."""
+        if type(inputs) is Buffers and inputs.session is self:
+            return inputs.rows
         rows = -1
         for port in self.engine.inputs:
             value = inputs.get(port.name)
