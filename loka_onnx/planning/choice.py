@@ -32,7 +32,7 @@ from loka_onnx.core.plan import PlanSet
 from loka_onnx.errors import PlanningError
 from loka_onnx.planning.evidence import FASTER_FIRST, Evidence
 from loka_onnx.planning.rejections import Outcome, not_built, rejections
-from loka_onnx.planning.speed import Speed
+from loka_onnx.planning.speed import Speed, not_slower
 
 MEASURED = "measured on the target"
 PROVISIONAL = "provisional: accuracy simulated here, speed not measured"
@@ -145,11 +145,10 @@ class _Measured:
         return engine in self.inside and self.evidence.is_certified(engine)
 
     def _alike(self, engines: Sequence[EngineArtifact], speeds: Mapping[str, Speed]) -> list[EngineArtifact]:
-        """Return the fastest of one or more engines, then those not surely slower."""
-        fastest = min(engines, key=lambda e: speeds[e.id].per_row_us)
-        others = (engine for engine in engines if engine is not fastest)
-        noise = self.options.noise
-        return [fastest, *(e for e in others if not speeds[e.id].is_slower(speeds[fastest.id], noise))]
+        """Return the fastest of one or more engines, then those not surely slower than any of them."""
+        left = not_slower({engine.id: speeds[engine.id] for engine in engines}, self.options.noise)
+        by_id = {engine.id: engine for engine in engines}
+        return [by_id[name] for name in left]
 
     def _pick(self, engines: Sequence[EngineArtifact], speeds: Mapping[str, Speed]) -> EngineArtifact:
         """Return the fastest engine; of those within noise of it, the most exact."""

@@ -333,7 +333,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _run_on_host(self, inputs: Mapping[str, Any], rows: int, kind: Kind, began: float) -> dict[str, Any]:
         """Answer a checked request in host memory, in arrays of a kind."""
         target, metrics = self.engine_for(rows), self.metrics
-        held: Arrays = target._runner.run(inputs)
+        held: Arrays = target._runner.run_checked(inputs, rows)
         answer = held if kind is HOST else {name: from_host(value, kind) for name, value in held.items()}
         metrics.answered(target._series.of(rows), rows, perf_counter() - began)
         return answer

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from queue import SimpleQueue
@@ -100,6 +100,10 @@ class Runner(ABC):
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch, on axis 0 of one array per input; one array per output, or an `EngineError`."""
 
+    def run_checked(self, inputs: Mapping[str, npt.NDArray[Any]], rows: int) -> Arrays:
+        """Run a batch of so many rows, whose names, types and shapes have been checked."""
+        return self.run(inputs)
+
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Prepare a batch for repeated runs without passing it each time, to time the device alone.
 
@@ -163,11 +167,22 @@ class ParallelRunner(Runner):
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch in a free session, or in the one whose memory it lies in."""
+        with self._taken(inputs) as session:
+            return session.run(inputs)
+
+    def run_checked(self, inputs: Mapping[str, npt.NDArray[Any]], rows: int) -> Arrays:
+        """Run a checked batch likewise."""
+        with self._taken(inputs) as session:
+            return session.run_checked(inputs, rows)
+
+    @contextmanager
+    def _taken(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Iterator[Runner]:
         if type(inputs) is Buffers and inputs.session is not None:
-            return inputs.session.run(inputs)
+            yield inputs.session
+            return
         session = self._free.get()
         try:
-            return session.run(inputs)
+            yield session
         finally:
             self._free.put(session)
 

@@ -33,8 +33,8 @@ Tensor = Any
 Call = Callable[[list[Tensor]], Sequence[Tensor]]
 """A loaded program: takes tensors in the order of `InductorEngine.inputs`, returns those of its outputs."""
 WARM_UPS = 3
-ALIGNMENT = 256
-"""Bytes at whose multiples each input begins, as with memory that CUDA allocates."""
+ALIGNMENT = 16
+"""Bytes at whose multiples each input begins: kernels load as many at once."""
 
 
 @dataclass(frozen=True)
@@ -194,10 +194,11 @@ class Staging:
         for name, target in self.arrays.items():
             target[: piece.rows] = inputs[name][piece.start : stop]
 
-    def pad(self, rows: int) -> None:
-        """Repeat the last of so many rows up to the size."""
-        for target in self.arrays.values():
-            target[rows:] = target[rows - 1]
+    def pad(self, piece: Piece) -> None:
+        """Repeat the last row of a piece up to the size."""
+        if piece.rows < piece.size:
+            for target in self.arrays.values():
+                target[piece.rows :] = target[piece.rows - 1]
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ class GraphExecutor(Executor):
         self.device, self.stream = int(gpu.device.index or 0), gpu.stream
         self._served: dict[int, Served] = {}
         with gpu.active():
-            room = (self._offsets(engine.graph_sizes[-1])[-1],)
+            room = (self._places(engine.graph_sizes[-1])[-1],)
             self._host = gpu.pinned(room, torch.uint8)
             self._device = torch.zeros(room, dtype=torch.uint8, device=gpu.device)
             # The largest first: its memory also serves the others.
@@ -328,7 +329,7 @@ class GraphExecutor(Executor):
     def staging(self, placement: Placement) -> Staging | None:
         """Make page-locked memory like that of the executor's own requests."""
         size = placement.piece.size
-        memory = self._gpu.pinned((self._offsets(size)[-1],), self._torch.uint8)
+        memory = self._gpu.pinned((self._places(size)[-1],), self._torch.uint8)
         return self._staging(memory, size) if placement.captured else None
 
     def _queue(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> Served:
@@ -339,33 +340,32 @@ class GraphExecutor(Executor):
             staging = inputs.memory
         else:
             staging.fill(piece, inputs)
-        if piece.size > piece.rows:
-            staging.pad(piece.rows)
+        staging.pad(piece)
         self._gpu.activate()
         staging.upload()
         served.captured.replay()
         return served
 
-    def _offsets(self, size: int) -> list[int]:
+    def _places(self, size: int) -> list[int]:
         """Bytes at which each input of so many rows begins, and the end of the last one."""
-        offsets = [0]
+        places = [0]
         for port in self._engine.inputs:
             used = size * prod(port.row_shape) * np.dtype(port.dtype).itemsize
-            offsets.append(offsets[-1] + -(-used // ALIGNMENT) * ALIGNMENT)
-        return offsets
+            places.append(places[-1] + -(-used // ALIGNMENT) * ALIGNMENT)
+        return places
 
     def _views(self, memory: Tensor, size: int) -> dict[str, Tensor]:
         """The inputs of so many rows in one memory."""
         views = {}
-        for port, offset in zip(self._engine.inputs, self._offsets(size), strict=False):
+        for port, begin in zip(self._engine.inputs, self._places(size), strict=False):
             shape, dtype = (size, *port.row_shape), self._dtype(port)
-            stop = offset + prod(shape) * dtype.itemsize
-            views[port.name] = memory[offset:stop].view(dtype).reshape(shape)
+            stop = begin + prod(shape) * dtype.itemsize
+            views[port.name] = memory[begin:stop].view(dtype).reshape(shape)
         return views
 
     def _staging(self, memory: Tensor, size: int) -> Staging:
         """Pinned memory as the inputs of a batch size."""
-        end = self._offsets(size)[-1]
+        end = self._places(size)[-1]
         arrays = {name: view.numpy() for name, view in self._views(memory, size).items()}
         return Staging(arrays, self._gpu.copying(self._device[:end], memory[:end]), self)
 

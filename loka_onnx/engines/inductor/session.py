@@ -117,7 +117,11 @@ class InductorSession(Runner):
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch."""
-        with self._executing(self._rows_of(inputs)) as (executor, pieces):
+        return self.run_checked(inputs, self._rows_of(inputs))
+
+    def run_checked(self, inputs: Mapping[str, npt.NDArray[Any]], rows: int) -> Arrays:
+        """Run a checked batch."""
+        with self._executing(rows) as (executor, pieces):
             answers = [(placement.piece, executor.run(placement, inputs)) for placement in pieces]
         return {port.name: _joined(port.name, answers, batched=port.batched) for port in self.engine.outputs}
 
