@@ -12,16 +12,9 @@ from torch import nn
 
 from loka_onnx.sessions.runner import Arrays, Resident, Runner
 
-TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
-MODES: Mapping[str, dict[str, Any]] = {
-    "max-autotune": TUNED,
-    "max-autotune, no casts in front of products": {**TUNED, "prologue_fusion": False},
-    "max-autotune, products of cuBLAS": {**TUNED, "max_autotune_gemm_backends": "ATEN"},
-    "default": {},
-}
-"""Options of ``mode="max-autotune-no-cudagraphs"``, and what a user tries next where PyTorch 2.11 fails with
-them (NoValidChoicesError). The graph is captured here: `max-autotune` copies the inputs into its own.
-"""
+MODE = "max-autotune-no-cudagraphs"
+"""The graph is captured here: `max-autotune` copies the inputs of each request into its own."""
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_UP = 3
 
 
@@ -39,26 +32,10 @@ class TorchCompiled(Runner):
         self, module: nn.Module, inputs: Sequence[str], outputs: Sequence[str], precision: str
     ) -> None:
         self.device_of_weights = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.type = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        self.type = TYPES[precision]
         self.module = module.to(self.device_of_weights, self.type)
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        self.modes = iter(MODES.items())
-        self._compile()
-
-    def _compile(self) -> None:
-        """Take the next mode."""
-        self.mode, options = next(self.modes)
-        torch._dynamo.reset()
-        self.compiled = torch.compile(self._forward, options=dict(options), dynamic=False)
-
-    def _call(self, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run a batch; where it does not compile, in the next mode."""
-        while True:
-            try:
-                return self.compiled(*values)
-            except torch._inductor.exc.InductorError as error:
-                print(f"{self.mode}: {str(error).strip().splitlines()[0]}", flush=True)
-                self._compile()
+        self.compiled = torch.compile(self._forward, mode=MODE, dynamic=False)
 
     def _forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         taken = [value.to(self.type) if value.is_floating_point() else value for value in values]
@@ -68,7 +45,7 @@ class TorchCompiled(Runner):
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Without a CUDA graph: to compare outputs."""
         with torch.no_grad():
-            made = self._call(self._on_device(inputs))
+            made = self.compiled(*self._on_device(inputs))
         return {name: value.cpu().numpy() for name, value in zip(self.outputs, made, strict=True)}
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
@@ -76,7 +53,7 @@ class TorchCompiled(Runner):
         values = self._on_device(inputs)
         with torch.no_grad():
             for _ in range(WARM_UP):
-                self._call(values)
+                self.compiled(*values)
             if self.device_of_weights.type != "cuda":
                 return Resident(lambda: self.compiled(*values), lambda: None, is_on_device=False)
             torch.cuda.synchronize()

@@ -176,6 +176,13 @@ ENTRIES = (
         engines.gpu_rankers,
     ),
     Entry(
+        "host_requests",
+        ENGINES,
+        "Requests from host memory",
+        "benchmarks.micro.host_requests",
+        engines.host_requests,
+    ),
+    Entry(
         "choice_errors",
         ENGINES,
         "Equal engines, and engines that truly differ",
