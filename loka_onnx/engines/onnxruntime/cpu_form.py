@@ -7,6 +7,11 @@
 The provider fuses bias and ReLU into a Conv, but not into such a product, as `conv_to_matmul` leaves it:
 without this rewrite, a layer in FP32 would be slower than its original Conv.
 
+**A product and the Split of its channels**, as `merge_parallel_linears` writes them, become a product for each
+part: they take the time of one, nothing is copied, and the ReLU and the Q behind a part are fused::
+
+    Split(x · W + b) = (x · W₁ + b₁, …, x · Wₘ + bₘ)        (W₁, …, Wₘ) = Split(W), once, when it is loaded
+
 **A sum in front of a LayerNormalization** becomes a Sum. The optimizer fuses an Add of three axes and the
 norm behind it to a SkipLayerNormalization, which is 4 to 8 times slower (FP32, widths 32 to 2048).
 
@@ -24,6 +29,7 @@ alike: no product is fused before another Relu, which becomes Max(y, 0).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -94,6 +100,76 @@ def write_norm_sums(model: onnx.ModelProto) -> int:
     return len(adds)
 
 
+def part_name(name: str, number: int) -> str:
+    """Name of a part of a product; the first one has that of the whole."""
+    return f"{name}-part-{number}" if number else name
+
+
+class SplitProducts:
+    """Products of a model in FP32 or INT8 whose channels a Split parts; `reader` gives its constants."""
+
+    def __init__(self, model: onnx.ModelProto, reader: OperandReader) -> None:
+        self._graph, self._reader = model.graph, reader
+        self._makers = {name: node for node in self._graph.node for name in node.output}
+        self._reads = Counter([*reads_of(self._graph.node), *(output.name for output in self._graph.output)])
+        self._stored = {tensor.name: tensor for tensor in self._graph.initializer}
+
+    def write(self) -> int:
+        """Rewrite them in place and return their number."""
+        nodes, gone = [], set()
+        for node in self._graph.node:
+            product = self._product(node)
+            nodes += [node] if product is None else self._parts(product, node)
+            gone |= set() if product is None else {product.output[0]}
+        del self._graph.node[:]
+        self._graph.node.extend(node for node in nodes if node.output[0] not in gone)
+        return len(gone)
+
+    def _product(self, split: NodeProto) -> NodeProto | None:
+        """Return the product whose channels are parted, if each of its constants can be."""
+        product = self._makers.get(split.input[0]) if split.op_type == "Split" else None
+        if product is None or product.op_type not in {"Gemm", "MatMul"} or self._reads[split.input[0]] != 1:
+            return None
+        maker = self._makers.get(product.input[1])
+        weight, *others = [product.input[1]] if maker is None else maker.input
+        names = [*others, *product.input[2:], *split.input[1:]]
+        if not {weight, *names} <= self._stored.keys() or len(split.input) != MATRIX:
+            return None
+        kinds = {TensorProto.FLOAT} if maker is None else {TensorProto.INT8}
+        is_last = attribute(split, "axis", 0) in ({-1, 1} if product.op_type == "Gemm" else {-1})
+        flat = all(len(self._stored[name].dims) < MATRIX for name in names)
+        matrix = len(self._stored[weight].dims) == MATRIX and self._stored[weight].data_type in kinds
+        return product if is_last and flat and matrix else None
+
+    def _parts(self, product: NodeProto, split: NodeProto) -> Iterator[NodeProto]:
+        sizes, axis = self._reader.constant(split.input[1]), 0 if attribute(product, "transB", 0) else 1
+        maker = self._makers.get(product.input[1])
+        weight, *scales = [product.input[1]] if maker is None else maker.input
+        names = [part_name(product.name, number) for number in range(len(sizes))]
+        weights = [f"{name}/columns" for name in names]
+        yield helper.make_node("Split", [weight, split.input[1]], weights, name=f"{names[0]}/columns", axis=axis)
+        vectors = [self._cut(vector, sizes, names) for vector in (*scales, *product.input[2:])]
+        for number, (name, part, result) in enumerate(zip(names, weights, split.output, strict=True)):
+            own = [of_parts[number] for of_parts in vectors]
+            if maker is not None:
+                inputs, part = [part, *own[: len(scales)]], f"{part}/dq"
+                yield helper.make_node("DequantizeLinear", inputs, [part], name=part, axis=axis)
+            made = NodeProto.FromString(product.SerializeToString())
+            made.name, made.output[0] = name, result
+            made.input[1:] = [part, *own[len(scales) :]]
+            yield made
+
+    def _cut(self, vector: str, sizes: npt.NDArray[np.int64], names: Sequence[str]) -> list[str]:
+        """Store the parts of a vector and return their names; a scalar is the same for each."""
+        values = self._reader.constant(vector)
+        if not values.ndim:
+            return [vector] * len(names)
+        stored = [f"{name}/{vector}" for name in names]
+        parts = np.split(values, np.cumsum(sizes)[:-1])
+        self._graph.initializer.extend(numpy_helper.from_array(p, n) for p, n in zip(parts, stored, strict=True))
+        return stored
+
+
 class IntegerProducts:
     """INT8 products of a model; `reader` gives its constants."""
 
@@ -135,6 +211,17 @@ class IntegerProducts:
             self._graph.initializer.append(numpy_helper.from_array(np.zeros((), np.float32), _ZERO))
         del self._graph.node[:]
         self._graph.node.extend([*biases, *nodes])
+
+    def region(self, product: NodeProto) -> list[NodeProto]:
+        """Return the Q of an INT8 product's activation, the product and its DQs, bias and ReLU; or nothing."""
+        factors = self._factors(product)
+        makers = [self._makers[dq.input[0]] for dq in factors if dq.input[0] in self._makers]
+        if not makers or makers[0].op_type != "QuantizeLinear":
+            return []
+        last = self._sum_of(product)
+        readers = self._readers[last.output[0]]
+        relus = readers if [reader.op_type for reader in readers] == ["Relu"] else []
+        return [*makers, *factors, product, last, *relus]
 
     def _factors(self, product: NodeProto) -> list[NodeProto]:
         """Return the DQ of both factors of an INT8 product; nothing of another node."""
