@@ -116,56 +116,72 @@ class SplitProducts:
 
     def write(self) -> int:
         """Rewrite them in place and return their number."""
-        nodes, gone = [], set()
+        nodes: list[NodeProto] = []
+        gone, written = set(), 0
         for node in self._graph.node:
-            product = self._product(node)
-            nodes += [node] if product is None else self._parts(product, node)
-            gone |= set() if product is None else {product.output[0]}
+            chain = self._chain(node)
+            nodes += self._parts(chain, node) if chain else [node]
+            gone |= {each.output[0] for each in chain}
+            written += bool(chain)
         del self._graph.node[:]
         self._graph.node.extend(node for node in nodes if node.output[0] not in gone)
-        return len(gone)
+        return written
 
-    def _product(self, split: NodeProto) -> NodeProto | None:
-        """Return the product whose channels are parted, if each of its constants can be."""
-        product = self._makers.get(split.input[0]) if split.op_type == "Split" else None
-        if product is None or product.op_type not in {"Gemm", "MatMul"} or self._reads[split.input[0]] != 1:
-            return None
+    def _chain(self, split: NodeProto) -> list[NodeProto]:
+        """Return the product whose channels are parted, and the Add of its bias; none if a constant cannot be."""
+        maker = self._makers.get(split.input[0]) if split.op_type == "Split" else None
+        chain = [] if maker is None else [maker]
+        if maker is not None and maker.op_type == "Add":
+            chain = [self._makers[name] for name in maker.input if name in self._makers][:1] + chain
+        if not chain or chain[0].op_type not in {"Gemm", "MatMul"} or len(split.input) != MATRIX:
+            return []
+        weight, *names = [*self._weight(chain[0]), *self._biases(chain), split.input[1]]
+        if not {weight, *names} <= self._stored.keys() or any(self._reads[n.output[0]] != 1 for n in chain):
+            return []
+        kind = TensorProto.INT8 if chain[0].input[1] in self._makers else TensorProto.FLOAT
+        is_last = attribute(split, "axis", 0) in ({-1, 1} if chain[0].op_type == "Gemm" else {-1})
+        flat = all(max([*self._stored[name].dims[:-1], 1]) == 1 for name in names)
+        matrix = len(self._stored[weight].dims) == MATRIX and self._stored[weight].data_type == kind
+        return chain if is_last and flat and matrix else []
+
+    def _weight(self, product: NodeProto) -> list[str]:
+        """Return the constant of the weight and, of an INT8 one, its scale and zero point."""
         maker = self._makers.get(product.input[1])
-        weight, *others = [product.input[1]] if maker is None else maker.input
-        names = [*others, *product.input[2:], *split.input[1:]]
-        if not {weight, *names} <= self._stored.keys() or len(split.input) != MATRIX:
-            return None
-        kinds = {TensorProto.FLOAT} if maker is None else {TensorProto.INT8}
-        is_last = attribute(split, "axis", 0) in ({-1, 1} if product.op_type == "Gemm" else {-1})
-        flat = all(len(self._stored[name].dims) < MATRIX for name in names)
-        matrix = len(self._stored[weight].dims) == MATRIX and self._stored[weight].data_type in kinds
-        return product if is_last and flat and matrix else None
+        return [product.input[1]] if maker is None else list(maker.input)
 
-    def _parts(self, product: NodeProto, split: NodeProto) -> Iterator[NodeProto]:
+    def _biases(self, chain: Sequence[NodeProto]) -> list[str]:
+        """Return the constant that is added in each node; a Gemm may have none."""
+        added = (name for add in chain[1:] for name in add.input if name not in self._makers)
+        return [*chain[0].input[2:], *added]
+
+    def _parts(self, chain: Sequence[NodeProto], split: NodeProto) -> Iterator[NodeProto]:
+        product, *adds = chain
         sizes, axis = self._reader.constant(split.input[1]), 0 if attribute(product, "transB", 0) else 1
-        maker = self._makers.get(product.input[1])
-        weight, *scales = [product.input[1]] if maker is None else maker.input
+        weight, *scales = self._weight(product)
         names = [part_name(product.name, number) for number in range(len(sizes))]
         weights = [f"{name}/columns" for name in names]
         yield helper.make_node("Split", [weight, split.input[1]], weights, name=f"{names[0]}/columns", axis=axis)
-        vectors = [self._cut(vector, sizes, names) for vector in (*scales, *product.input[2:])]
+        of_scales = [self._cut(vector, sizes, names) for vector in scales]
+        of_biases = [self._cut(vector, sizes, names) for vector in self._biases(chain)]
         for number, (name, part, result) in enumerate(zip(names, weights, split.output, strict=True)):
-            own = [of_parts[number] for of_parts in vectors]
-            if maker is not None:
-                inputs, part = [part, *own[: len(scales)]], f"{part}/dq"
+            if scales:
+                inputs, part = [part, *(parts[number] for parts in of_scales)], f"{part}/dq"
                 yield helper.make_node("DequantizeLinear", inputs, [part], name=part, axis=axis)
+            biases = [parts[number] for parts in of_biases]
             made = NodeProto.FromString(product.SerializeToString())
-            made.name, made.output[0] = name, result
-            made.input[1:] = [part, *own[len(scales) :]]
+            made.name, made.output[0] = name, f"{name}/product" if adds else result
+            made.input[1:] = [part, *([] if adds else biases)]
             yield made
+            if adds:
+                yield helper.make_node("Add", [made.output[0], *biases], [result], name=f"{name}/bias")
 
     def _cut(self, vector: str, sizes: npt.NDArray[np.int64], names: Sequence[str]) -> list[str]:
-        """Store the parts of a vector and return their names; a scalar is the same for each."""
+        """Store the parts of a vector and return their names; a single value is the same for each."""
         values = self._reader.constant(vector)
-        if not values.ndim:
+        if values.size == 1:
             return [vector] * len(names)
         stored = [f"{name}/{vector}" for name in names]
-        parts = np.split(values, np.cumsum(sizes)[:-1])
+        parts = np.split(values, np.cumsum(sizes)[:-1], axis=-1)
         self._graph.initializer.extend(numpy_helper.from_array(p, n) for p, n in zip(parts, stored, strict=True))
         return stored
 
