@@ -78,7 +78,11 @@ class OnnxRuntimeBackend(Backend):
     """ONNX Runtime on the provider of the architecture: CPU, CUDA for ``sm…``, MIGraphX for ``gfx…``."""
 
     spec: ClassVar[BackendSpec] = ONNXRUNTIME
-    options: ClassVar[Mapping[str, range]] = {CUDA_GRAPH: range(2), EXHAUSTIVE_TUNE: range(2), TIME_PRODUCTS: range(2)}
+    options: ClassVar[Mapping[str, range]] = {
+        CUDA_GRAPH: range(2),
+        EXHAUSTIVE_TUNE: range(2),
+        TIME_PRODUCTS: range(2),
+    }
     times_kernels = True
 
     def availability(self) -> Availability:
@@ -222,7 +226,7 @@ class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
 
 
 def _write_integers(model: onnx.ModelProto, engine: Path, request: BuildRequest) -> None:
-    """Write the INT8 products of a model, which is `engine` on disk; slower ones in FP32, with a note each."""
+    """Write the INT8 products of a model that is `engine` on disk; slower ones in FP32, with a note each."""
     reader = OperandReader(engine)
     if request.options.get(TIME_PRODUCTS, 1):
         with np.load(request.sample, allow_pickle=False) as arrays:

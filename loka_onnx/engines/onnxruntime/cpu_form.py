@@ -7,8 +7,8 @@
 The provider fuses bias and ReLU into a Conv, but not into such a product, as `conv_to_matmul` leaves it:
 without this rewrite, a layer in FP32 would be slower than its original Conv.
 
-**A product and the Split of its channels**, as `merge_parallel_linears` writes them, become a product for each
-part: they take the time of one, nothing is copied, and the ReLU and the Q behind a part are fused::
+**A product and the Split of its channels**, as `merge_parallel_linears` writes them, become a product for
+each part: together they take the time of one, nothing is copied, and the ReLU and the Q behind are fused::
 
     Split(x · W + b) = (x · W₁ + b₁, …, x · Wₘ + bₘ)        (W₁, …, Wₘ) = Split(W), once, when it is loaded
 
@@ -116,20 +116,19 @@ class SplitProducts:
 
     def write(self) -> int:
         """Rewrite them in place and return their number."""
+        chains = {node.output[0]: self._chain(node) for node in self._graph.node if node.op_type == "Split"}
+        gone = {each.output[0] for chain in chains.values() for each in chain}
         nodes: list[NodeProto] = []
-        gone, written = set(), 0
         for node in self._graph.node:
-            chain = self._chain(node)
+            chain = chains.get(node.output[0])
             nodes += self._parts(chain, node) if chain else [node]
-            gone |= {each.output[0] for each in chain}
-            written += bool(chain)
         del self._graph.node[:]
         self._graph.node.extend(node for node in nodes if node.output[0] not in gone)
-        return written
+        return sum(map(bool, chains.values()))
 
     def _chain(self, split: NodeProto) -> list[NodeProto]:
-        """Return the product whose channels are parted, and the Add of its bias; none if a constant cannot be."""
-        maker = self._makers.get(split.input[0]) if split.op_type == "Split" else None
+        """Return the product whose channels are parted and the Add of its bias, if all constants can be."""
+        maker = self._makers.get(split.input[0])
         chain = [] if maker is None else [maker]
         if maker is not None and maker.op_type == "Add":
             chain = [self._makers[name] for name in maker.input if name in self._makers][:1] + chain
@@ -150,39 +149,40 @@ class SplitProducts:
         return [product.input[1]] if maker is None else list(maker.input)
 
     def _biases(self, chain: Sequence[NodeProto]) -> list[str]:
-        """Return the constant that is added in each node; a Gemm may have none."""
         added = (name for add in chain[1:] for name in add.input if name not in self._makers)
         return [*chain[0].input[2:], *added]
 
     def _parts(self, chain: Sequence[NodeProto], split: NodeProto) -> Iterator[NodeProto]:
         product, *adds = chain
-        sizes, axis = self._reader.constant(split.input[1]), 0 if attribute(product, "transB", 0) else 1
+        axis = 0 if attribute(product, "transB", 0) else 1
         weight, *scales = self._weight(product)
-        names = [part_name(product.name, number) for number in range(len(sizes))]
-        weights = [f"{name}/columns" for name in names]
-        yield helper.make_node("Split", [weight, split.input[1]], weights, name=f"{names[0]}/columns", axis=axis)
-        of_scales = [self._cut(vector, sizes, names) for vector in scales]
-        of_biases = [self._cut(vector, sizes, names) for vector in self._biases(chain)]
-        for number, (name, part, result) in enumerate(zip(names, weights, split.output, strict=True)):
+        names = [part_name(product.name, number) for number in range(len(split.output))]
+        parts = [f"{name}/columns" for name in names]
+        yield helper.make_node("Split", [weight, split.input[1]], parts, name=parts[0], axis=axis)
+        cuts = np.cumsum(self._reader.constant(split.input[1]))[:-1]
+        vectors = [self._cut(vector, cuts, names) for vector in (*scales, *self._biases(chain))]
+        owned = zip(*vectors, strict=True) if vectors else [()] * len(names)
+        for name, part, result, own in zip(names, parts, split.output, owned, strict=True):
+            of_weight, biases = own[: len(scales)], own[len(scales) :]
+            factor = f"{part}/dq" if scales else part
             if scales:
-                inputs, part = [part, *(parts[number] for parts in of_scales)], f"{part}/dq"
-                yield helper.make_node("DequantizeLinear", inputs, [part], name=part, axis=axis)
-            biases = [parts[number] for parts in of_biases]
+                inputs = [part, *of_weight]
+                yield helper.make_node("DequantizeLinear", inputs, [factor], name=factor, axis=axis)
             made = NodeProto.FromString(product.SerializeToString())
             made.name, made.output[0] = name, f"{name}/product" if adds else result
-            made.input[1:] = [part, *([] if adds else biases)]
+            made.input[1:] = [factor, *([] if adds else biases)]
             yield made
             if adds:
                 yield helper.make_node("Add", [made.output[0], *biases], [result], name=f"{name}/bias")
 
-    def _cut(self, vector: str, sizes: npt.NDArray[np.int64], names: Sequence[str]) -> list[str]:
+    def _cut(self, vector: str, cuts: npt.NDArray[np.int64], names: Sequence[str]) -> list[str]:
         """Store the parts of a vector and return their names; a single value is the same for each."""
         values = self._reader.constant(vector)
         if values.size == 1:
             return [vector] * len(names)
         stored = [f"{name}/{vector}" for name in names]
-        parts = np.split(values, np.cumsum(sizes)[:-1], axis=-1)
-        self._graph.initializer.extend(numpy_helper.from_array(p, n) for p, n in zip(parts, stored, strict=True))
+        parts = zip(np.split(values, cuts, axis=-1), stored, strict=True)
+        self._graph.initializer.extend(numpy_helper.from_array(part, name) for part, name in parts)
         return stored
 
 
@@ -229,7 +229,7 @@ class IntegerProducts:
         self._graph.node.extend([*biases, *nodes])
 
     def region(self, product: NodeProto) -> list[NodeProto]:
-        """Return the Q of an INT8 product's activation, the product and its DQs, bias and ReLU; or nothing."""
+        """Return the Q of an INT8 product's activation, and the product with its DQs, bias and ReLU."""
         factors = self._factors(product)
         makers = [self._makers[dq.input[0]] for dq in factors if dq.input[0] in self._makers]
         if not makers or makers[0].op_type != "QuantizeLinear":

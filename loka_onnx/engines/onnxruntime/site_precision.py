@@ -129,7 +129,9 @@ def _integer_precision(site: str, graphs: Graphs) -> SitePrecision:
     nodes = [node for node in parts if node is not None]
     slower = graphs.before.note(SLOWER + site)
     if slower:
-        return SitePrecision(site, Precision.INT8, ("float", "float"), False, f"not INT8, which is slower: {slower}")
+        return SitePrecision(
+            site, Precision.INT8, ("float", "float"), False, f"not INT8, which is slower: {slower}"
+        )
     if not nodes:
         return SitePrecision(site, Precision.INT8, (), False, f"no node of that name in {name}")
     node = next((node for node in nodes if node.op_type not in INTEGER_OPS), nodes[0])
