@@ -149,7 +149,7 @@ class SplitProducts:
         return [product.input[1]] if maker is None else list(maker.input)
 
     def _biases(self, chain: Sequence[NodeProto]) -> list[str]:
-        added = (name for add in chain[1:] for name in add.input if name not in self._makers)
+        added = (name for add in chain[1:] for name in add.input if name != chain[0].output[0])
         return [*chain[0].input[2:], *added]
 
     def _parts(self, chain: Sequence[NodeProto], split: NodeProto) -> Iterator[NodeProto]:

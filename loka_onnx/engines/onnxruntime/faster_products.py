@@ -88,7 +88,9 @@ class FasterProducts:
 
     def _read(self, nodes: Names) -> Names:
         """Return what nodes read and do not make, without constants."""
-        return Names(reads_of(n for n in self._nodes if n.output[0] in nodes)) - nodes - self._stored - {""}
+        inside = [node for node in self._nodes if node.output[0] in nodes]
+        made = {name for node in inside for name in node.output}
+        return Names(reads_of(inside)) - made - self._stored - {""}
 
     def _entries(self, names: Names, sample: Arrays, size: int) -> Arrays:
         """Return tensors of one batch: that many rows of the sample, which is repeated."""

@@ -111,6 +111,7 @@ SPLITS = {
     "rows": ("[fc] h = Gemm(x, w, rows)", 0),
     "read twice": ("[fc] h = MatMul(x, w) other = Relu(h)", 0),
     "an activation": ("t = Transpose(x) [fc] g = MatMul(x, t) h = MatMul(g, w5)", 1),
+    "a sum of products": ("[fc] g = MatMul(x, w) k = Gemm<transB = 1>(x, m) h = Add(g, k)", 0),
     "no constant": ("a = Add(w, w) [fc] h = MatMul(x, a)", 0),
 }
 
