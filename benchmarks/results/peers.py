@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.peers.table import markdown
-from benchmarks.results.formats import interval, table
+from benchmarks.results.formats import NOTHING, interval, number, table, times
 from benchmarks.results.generic import readable, scalar
 from benchmarks.results.records import Record
 
@@ -65,3 +65,33 @@ def _is_interval(value: Any) -> bool:
         and len(value) == len(("estimate", "low", "high"))
         and all(isinstance(each, float | int) for each in value)
     )
+
+
+FP32, OWN = "FP32, as exported", "LoKA-ONNX, "
+
+
+def cpu_engines(record: Record) -> str:
+    """FP32's time over each graph's: the fastest own engine inside the budget, and every peer's graph."""
+    tools = dict.fromkeys(name for model in record.figures.values() for name in model["graphs"])
+    peers = [name for name in tools if not name.startswith((FP32, OWN))]
+    rows = []
+    for model, entry in record.figures.items():
+        graphs = {name: graph for name, graph in entry["graphs"].items() if "us" in graph}
+        for size, base in graphs[FP32]["us"].items():
+            ratios = {name: base[1] / graph["us"][size][1] for name, graph in graphs.items()}
+            beyond = {name for name in graphs if _upper(graphs[name]) > 100 * record.settings["budget"]}
+            own = max((n for n in graphs if n.startswith(OWN) and n not in beyond), key=lambda n: ratios[n])
+            cells = [times(ratios[own]), own.removeprefix(OWN)]
+            for peer in peers:
+                known = (
+                    f"{times(ratios[peer])}, {number(_upper(graphs[peer]))} %" if peer in graphs else NOTHING
+                )
+                cells.append(f"({known})" if peer in beyond else known)
+            rows.append((model, size, *cells))
+    header = ("model", "threads x batch", "LoKA-ONNX", "plan", *peers)
+    note = "In parentheses: the upper end of ΔNE, behind the ratio, is beyond the budget."
+    return f"{note}\n\n{table(header, rows)}"
+
+
+def _upper(graph: Mapping[str, Any]) -> float:
+    return float(graph["delta_ne_percent"][2])

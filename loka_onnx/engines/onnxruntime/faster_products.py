@@ -30,7 +30,7 @@ from loka_onnx.sessions.model_files import reads_of
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.runner import Arrays
 
-ROUNDS, SECONDS = 30, 1.0
+ROUNDS, SECONDS = 20, 0.5
 """Calls of each variant at each batch size, in turns, of which the fastest counts, as other work only adds to
 it; seconds after which a batch size gets no further round."""
 MARGIN = 0.02
