@@ -44,7 +44,7 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.pipeline.rows import bind_columns, open_splits
 
 RECORD = "cpu_engines"
-CALIBRATION_ROWS, BATCH = 2048, 256
+CALIBRATION_ROWS, SELECTION_ROWS, BATCH = 2048, 16_384, 256
 NNCF_SECONDS = 150
 BATCHES, THREADS, ROUNDS = (64, 256, 1024), (1, 2), 25
 EXPORTED = "FP32, as exported"
@@ -89,8 +89,8 @@ class Run:
 
     def labels(self, count: int) -> np.ndarray:
         """Labels of the first output for the first selection rows."""
-        (label,) = {self.config.output_specs[0].label}
-        return np.asarray(next(self._splits.selection.batches(count)).columns[label])
+        label = self.config.output_specs[0].label
+        return np.asarray(next(self._splits.selection.batches(count)).columns[str(label)])
 
     def engines(self) -> Iterator[tuple[str, Path]]:
         """Engines by plan; a later attempt takes the place of an earlier one."""
@@ -102,7 +102,7 @@ class Run:
 def quantized(run: Run, scratch: Path, nncf: Path | None) -> Iterator[tuple[str, Path | str]]:
     """Every peer's graph, or the first line of its error."""
     data = scratch / "calibration.npz"
-    np.savez(data, **run.rows("calibration", CALIBRATION_ROWS))
+    _write(run.rows("calibration", CALIBRATION_ROWS), data)
     prepared = scratch / "prepared.onnx"
     quant_pre_process(run.exported, prepared, skip_symbolic_shape=True)
     for number, (name, method) in enumerate(STATIC.items()):
@@ -128,7 +128,7 @@ def quantized(run: Run, scratch: Path, nncf: Path | None) -> Iterator[tuple[str,
         return
     spec = run.config.output_specs[0]
     selection = scratch / "selection.npz"
-    np.savez(selection, label=run.labels(16_384), **run.rows("selection", 16_384))
+    _write({"label": run.labels(SELECTION_ROWS), **run.rows("selection", SELECTION_ROWS)}, selection)
     for number, (name, drop) in enumerate(NNCF.items()):
         target = scratch / f"nncf-{number}.onnx"
         job = [
@@ -152,6 +152,10 @@ def quantized(run: Run, scratch: Path, nncf: Path | None) -> Iterator[tuple[str,
             yield name, target if done.returncode == 0 else (said or ["no message"])[-1][:200]
         except subprocess.TimeoutExpired:
             yield name, f"no end within {NNCF_SECONDS} s"
+
+
+def _write(arrays: dict[str, Any], path: Path) -> None:
+    np.savez(path, allow_pickle=False, **arrays)
 
 
 def figures(run: Run, nncf: Path | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.peers.table import markdown
-from benchmarks.results.formats import NOTHING, interval, number, table, times
+from benchmarks.results.formats import interval, number, table, times
 from benchmarks.results.generic import readable, scalar
 from benchmarks.results.records import Record
 
@@ -78,19 +78,26 @@ def cpu_engines(record: Record) -> str:
     for model, entry in record.figures.items():
         graphs = {name: graph for name, graph in entry["graphs"].items() if "us" in graph}
         for size, base in graphs[FP32]["us"].items():
-            ratios = {name: base[1] / graph["us"][size][1] for name, graph in graphs.items()}
             beyond = {name for name in graphs if _upper(graphs[name]) > 100 * record.settings["budget"]}
-            own = max((n for n in graphs if n.startswith(OWN) and n not in beyond), key=lambda n: ratios[n])
-            cells = [times(ratios[own]), own.removeprefix(OWN)]
+            taken = {name: graph["us"][size] for name, graph in graphs.items()}
+            own = min((n for n in graphs if n.startswith(OWN) and n not in beyond), key=lambda n: taken[n][1])
+            cells = [_over(base, taken[own]), own.removeprefix(OWN)]
             for peer in peers:
-                known = (
-                    f"{times(ratios[peer])}, {number(_upper(graphs[peer]))} %" if peer in graphs else NOTHING
-                )
+                if peer not in graphs:
+                    cells.append("failed")
+                    continue
+                known = f"{_over(base, taken[peer])}, {number(_upper(graphs[peer]))} %"
                 cells.append(f"({known})" if peer in beyond else known)
             rows.append((model, size, *cells))
     header = ("model", "threads x batch", "LoKA-ONNX", "plan", *peers)
-    note = "In parentheses: the upper end of ΔNE, behind the ratio, is beyond the budget."
+    note = "Behind a ratio: the upper end of ΔNE, in parentheses where it is beyond the budget. =: a tie."
     return f"{note}\n\n{table(header, rows)}"
+
+
+def _over(base: Sequence[float], quartiles: Sequence[float]) -> str:
+    """A ratio of medians; marked where the quartiles overlap."""
+    is_tie = base[0] <= quartiles[2] and quartiles[0] <= base[2]
+    return f"{times(base[1] / quartiles[1])}{' =' if is_tie else ''}"
 
 
 def _upper(graph: Mapping[str, Any]) -> float:

@@ -11,7 +11,7 @@ import sys
 target_directory, model_path, output, calibration, selection, judged, kind, drop = sys.argv[1:]
 sys.path.append(target_directory)
 
-import nncf  # noqa: E402
+import nncf  # type: ignore[import-not-found]  # noqa: E402
 import numpy as np  # noqa: E402
 import onnx  # noqa: E402
 import onnx.version_converter  # noqa: E402

@@ -126,7 +126,15 @@ def test_a_product_is_split_in_place_of_its_result(case: str, tmp_path: Path) ->
         f"{{ {body} p, q = Split<axis = -1>(h, sizes) }}"
     )
     random = np.random.default_rng(0)
-    shapes = {"w": (16, 20), "w5": (5, 20), "m": (20, 16), "b": 20, "r": (1, 20), "v": 1, "rows": (5, 20)}
+    shapes = {
+        "w": (16, 20),
+        "w5": (5, 20),
+        "m": (20, 16),
+        "b": (20,),
+        "r": (1, 20),
+        "v": (1,),
+        "rows": (5, 20),
+    }
     constants = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     constants["sizes"] = np.array([8, 12])
     model.graph.initializer.extend(numpy_helper.from_array(v, n) for n, v in constants.items())

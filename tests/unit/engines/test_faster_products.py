@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -29,25 +30,30 @@ BODY = """
     w3 = DequantizeLinear<axis = 1>(q3, s3, z3)
     [thin] u = MatMul(dt, w3)
 """
+Model = tuple[onnx.ModelProto, Path]
 SCALE = np.float32(0.05)
 SHAPES = {"1": (512, 512), "2": (512, 512), "3": (1, 16)}
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> tuple[onnx.ModelProto, Path]:
+def model(tmp_path: Path) -> Model:
     proto = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 21]> '
         f"g (float[b,512] x, float[b,1] t) => (float[b,512] y, float[b,16] u) {{ {BODY} }}"
     )
     random = np.random.default_rng(0)
-    constants = {"s": SCALE, "z": np.uint8(128), "zero": np.uint8(0), "b1": random.normal(size=512)}
+    constants: dict[str, Any] = {
+        "s": np.array(SCALE),
+        "z": np.array(128, np.uint8),
+        "zero": np.array(0, np.uint8),
+    }
+    constants["b1"] = random.normal(size=512).astype(np.float32)
     for name, shape in SHAPES.items():
         channels = shape[0] if name == "2" else shape[1]
         constants[f"q{name}"] = random.integers(-127, 128, shape).astype(np.int8)
         constants[f"s{name}"] = random.uniform(1e-3, 2e-3, channels).astype(np.float32)
         constants[f"z{name}"] = np.zeros(channels, np.int8)
-    constants["b1"] = np.float32(constants["b1"])
-    proto.graph.initializer.extend(numpy_helper.from_array(np.array(v), k) for k, v in constants.items())
+    proto.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in constants.items())
     onnx.save(proto, tmp_path / "m.onnx")
     return proto, tmp_path / "m.onnx"
 
@@ -58,7 +64,7 @@ def inputs(count: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.skipif(not integer_instructions(), reason="needs VNNI, AMX or ARM's dot product")
-def test_a_product_with_one_row_of_weights_is_slower_in_int8_and_a_wide_chain_is_not(model) -> None:
+def test_a_product_with_one_row_of_weights_is_slower_in_int8_and_a_wide_chain_is_not(model: Model) -> None:
     proto, path = model
     before = proto.SerializeToString()
     slower = FasterProducts(proto, path).slower(inputs(16), (64, 256))
@@ -69,7 +75,7 @@ def test_a_product_with_one_row_of_weights_is_slower_in_int8_and_a_wide_chain_is
 
 
 @pytest.mark.parametrize("products", [("thin",), ("next",), ("wide",), ("wide", "next", "thin")])
-def test_what_is_written_in_fp32_has_no_rounded_activation(model, products: tuple[str, ...]) -> None:
+def test_what_is_written_in_fp32_has_no_rounded_activation(model: Model, products: tuple[str, ...]) -> None:
     proto, path = model
     reader = OperandReader(path)
     write_fp32(proto, products, reader)
@@ -81,7 +87,8 @@ def test_what_is_written_in_fp32_has_no_rounded_activation(model, products: tupl
     def rounded(values: np.ndarray, product: str, zero: int) -> np.ndarray:
         if product in products:
             return values
-        return (np.clip(np.rint(np.float32(values) / SCALE) + zero, 0, 255) - zero) * np.float64(SCALE)
+        q = np.clip(np.rint(np.float32(values) / SCALE) + zero, 0, 255) - zero
+        return np.asarray(q * np.float64(SCALE))
 
     weights = {name: reader.constant(f"q{name}") * np.float64(reader.constant(f"s{name}")) for name in "13"}
     of_next = reader.constant("q2").T * np.float64(reader.constant("s2"))
