@@ -190,6 +190,7 @@ ENTRIES = (
         engines.choice_errors,
     ),
     Entry("peers*", PEERS, "FP8 by other tools{}", "benchmarks.peers.compare", peers.render),
+    Entry("cpu_engines", PEERS, "INT8 on the CPU", "benchmarks.peers.cpu_engines", peers.cpu_engines),
     Entry(
         "peer_calibration",
         PEERS,

@@ -11,7 +11,7 @@ import pytest
 from onnx import numpy_helper
 
 from loka_onnx.engines.onnx_operands import OperandReader
-from loka_onnx.engines.onnxruntime.cpu_form import write_convolutions, write_norm_sums
+from loka_onnx.engines.onnxruntime.cpu_form import SplitProducts, write_convolutions, write_norm_sums
 from loka_onnx.engines.onnxruntime.providers import CPU
 from loka_onnx.engines.onnxruntime.site_precision import dump_optimized
 from loka_onnx.sessions.onnx_session import OnnxSession
@@ -99,3 +99,54 @@ def test_a_sum_and_its_norm_stay_two_nodes(tmp_path: Path) -> None:
     before, after = (OnnxSession(file).run(inputs) for file in (path, written))
     for name, values in before.items():
         np.testing.assert_allclose(after[name], values, atol=2e-6)
+
+
+SPLITS = {
+    "alone": ("[fc] h = MatMul(x, w)", 1),
+    "a bias": ("[fc] h = Gemm(x, w, b)", 1),
+    "an add": ("[fc] g = MatMul(x, w) h = Add(r, g)", 1),
+    "an add of one value": ("[fc] g = MatMul(x, w) h = Add(g, v)", 1),
+    "transposed": ("[fc] h = Gemm<transB = 1>(x, m, b)", 1),
+    # Left as they are.
+    "rows": ("[fc] h = Gemm(x, w, rows)", 0),
+    "read twice": ("[fc] h = MatMul(x, w) other = Relu(h)", 0),
+    "an activation": ("t = Transpose(x) [fc] g = MatMul(x, t) h = MatMul(g, w5)", 1),
+    "a sum of products": ("[fc] g = MatMul(x, w) k = Gemm<transB = 1>(x, m) h = Add(g, k)", 0),
+    "no constant": ("a = Add(w, w) [fc] h = MatMul(x, a)", 0),
+}
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_a_product_is_split_in_place_of_its_result(case: str, tmp_path: Path) -> None:
+    body, count = SPLITS[case]
+    other = ", float[5,20] other" if "other" in body else ""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> '
+        f"g (float[5,16] x) => (float[5,8] p, float[5,12] q{other}) "
+        f"{{ {body} p, q = Split<axis = -1>(h, sizes) }}"
+    )
+    random = np.random.default_rng(0)
+    shapes = {
+        "w": (16, 20),
+        "w5": (5, 20),
+        "m": (20, 16),
+        "b": (20,),
+        "r": (1, 20),
+        "v": (1,),
+        "rows": (5, 20),
+    }
+    constants = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    constants["sizes"] = np.array([8, 12])
+    model.graph.initializer.extend(numpy_helper.from_array(v, n) for n, v in constants.items())
+    path, written = tmp_path / "m.onnx", tmp_path / "w.onnx"
+    onnx.save(model, path)
+    assert SplitProducts(model, OperandReader(path)).write() == count
+    onnx.save(model, written)
+    onnx.checker.check_model(model, full_check=True)
+    (split,) = [node for node in model.graph.node if node.op_type == "Split"]
+    assert (split.input[0] in constants) == bool(count)
+    x = np.random.default_rng(1).normal(size=(5, 16)).astype(np.float32)
+    expected, got = (OnnxSession(file).run({"x": x}) for file in (path, written))
+    for name, values in expected.items():
+        # Sums of 16 products of up to 10, in another order.
+        np.testing.assert_allclose(got[name], values, rtol=0, atol=1e-5)
