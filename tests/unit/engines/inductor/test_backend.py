@@ -237,7 +237,7 @@ def test_an_operator_of_this_project_counts_as_a_product() -> None:
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_an_exact_tile_keeps_its_sums(is_exact: bool) -> None:
     val = torch.zeros(2, 2).to(torch.float8_e4m3fn)
-    factors = [SimpleNamespace(meta={"val": val}) for _ in "ab"]
+    factors = [SimpleNamespace(meta={"val": val}, target=name) for name in "ab"]
     tile = replace(TILES[0], is_exact=is_exact).numbers()
     # The operator itself is there only where Triton is.
     call = SimpleNamespace(op="call_function", target=PRODUCT_KERNEL, args=(*factors, None, tile), meta={})
