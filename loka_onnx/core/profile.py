@@ -272,7 +272,7 @@ class Profile:
         tensors: Magnitudes of every floating-point, non-constant tensor; empty unless needed (FP16).
     """
 
-    SCHEMA: ClassVar[str] = "profile/4"
+    SCHEMA: ClassVar[str] = "profile/5"
     __pydantic_config__ = STRICT
 
     model_digest: str

@@ -114,7 +114,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else ""
 
 
-def in_line(error: MissingPackage) -> str:
+def in_phrase(error: MissingPackage) -> str:
     """Format a missing package and its remedy in one phrase."""
     return f"{error.what}; {error.remedy}" if error.remedy else error.what
 
