@@ -22,7 +22,7 @@ from loka_onnx.errors import ConfigError, DataError
 
 # Least rows per read: enough to make per-chunk work vanish.
 _CHUNK_ROWS = 8192
-_KEPT_BYTES = 32 << 20
+_KEPT_BYTES = 128 << 20
 """Rows selected by a hash are kept in memory up to here: finding them again reads the whole file."""
 _IF_NO_GROUP = "give every row its group, or take each that has none as its own: `data.null_groups: ungroup`"
 _KIND_NAMES = {
@@ -155,7 +155,7 @@ class Dataset(ABC):
         """Read rows [start, stop) of the data set in order, `size` in each batch but the last; every call
         starts anew.
 
-        Memory is bounded by the batch size and, for rows selected by a hash, 32 MiB.
+        Memory is bounded by the batch size and, for rows selected by a hash, 128 MiB.
 
         Raises:
             ConfigError: `size` is below 1, or [start, stop) is not inside the data set.
