@@ -130,10 +130,10 @@ def test_the_generated_code_calls_an_fp8_product_for_each_site(fp8_engine: Built
     program = read_engine(package).programs[-1]
     calls = product_calls(read_sources(package, program.name))
     operators = [product.operator for product in program.products]
-    # Which of the two multiplies was measured on the device; on the CPU there is the library alone.
+    # Which of the two multiplies was measured on the device; on the CPU, FP8 is simulated by FP32 products.
     for multiplies in (SCALED, PRODUCT_KERNEL):
         assert calls[multiplies] == operators.count(multiplies)
-    assert calls.total() == 2
+    assert calls.total() == (0 if fp8_engine.artifact.architecture == "cpu" else 2)
     assert [product.node for product in program.products] == ["fc0", "fc1", "fc2"]
 
 
