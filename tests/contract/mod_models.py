@@ -69,10 +69,7 @@ MOD_MODELS: dict[str, ModModel] = {
         'y = Einsum<equation="bnd,bmd->bnm">(x, x)', inputs="float[batch,4,8] x", output="4,4"
     ),
     "conv-to-matmul": ModModel(
-        "y = Conv(x, w, b)",
-        {"w": (16, 16, 1), "b": (16,)},
-        inputs="float[batch,16,6] x",
-        output="16,6",
+        "y = Conv(x, w, b)", {"w": (16, 16, 1), "b": (16,)}, inputs="float[batch,16,6] x", output="16,6"
     ),
     "column-to-row": ModModel(
         "[fc] h = MatMul(w, x) b = Add(h, bias) y = Tanh(b)",

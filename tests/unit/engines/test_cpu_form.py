@@ -28,11 +28,7 @@ CASES = {
     "a bias read twice": ("[fc] h = MatMul(w, x) g = Add(h, b) y = Mul(g, b)", X, ["Conv", "Add", "Mul"]),
     "a product read twice": ("[fc] h = MatMul(w, x) g = Add(h, b) y = Mul(g, h)", X, ["Conv", "Add", "Mul"]),
     # Left as they are.
-    "a shared weight": (
-        "g = MatMul(w, x) h = MatMul(w, x) y = Add(g, h)",
-        X,
-        ["MatMul", "MatMul", "Add"],
-    ),
+    "a shared weight": ("g = MatMul(w, x) h = MatMul(w, x) y = Add(g, h)", X, ["MatMul", "MatMul", "Add"]),
     "heads": ("[fc] y = MatMul(w, x)", "float[batch,2,16,6] x", ["MatMul"]),
     "no batch": ("[fc] y = MatMul(w, x)", "float[16,batch] x", ["MatMul"]),
     "fp8": (QUANTIZED, X, ["QuantizeLinear", "DequantizeLinear", "MatMul"]),

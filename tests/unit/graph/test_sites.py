@@ -40,10 +40,7 @@ def test_size_of_a_linear_site(case, write_model):
 
 @pytest.mark.parametrize(
     ("inputs", "k", "n", "rows"),
-    [
-        ("float[b,5,8] x, float[b,8,6] z", 8, 6, 5),
-        ("float[b,2,5,8] x, float[b,2,8,6] z", 8, 6, 10),
-    ],
+    [("float[b,5,8] x, float[b,8,6] z", 8, 6, 5), ("float[b,2,5,8] x, float[b,2,8,6] z", 8, 6, 10)],
 )
 def test_size_of_an_interaction(inputs, k, n, rows, write_model):
     model = GraphModel.load(write_model(f"g ({inputs}) => (float[] y) {{ y = MatMul(x, z) }}"))

@@ -231,22 +231,13 @@ def test_weights_follow_the_seed_and_leave_the_generator_alone():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: create("dlrmv3", FEATURES),
-            r"there is no model 'dlrmv3'(?s:.*)there are dlrm, dcnv2",
-        ),
+        (lambda: create("dlrmv3", FEATURES), r"there is no model 'dlrmv3'(?s:.*)there are dlrm, dcnv2"),
         (lambda: create("dlrm", FEATURES, "huge"), r"has no preset 'huge'(?s:.*)there are tiny, reference"),
-        (
-            lambda: FeatureSpec((), ("a",)),
-            "needs categorical and numeric features(?s:.*)0 categorical, 1",
-        ),
+        (lambda: FeatureSpec((), ("a",)), "needs categorical and numeric features(?s:.*)0 categorical, 1"),
         (lambda: FeatureSpec((("items", 3),), ("a",)), "'items' cannot name an embedding table"),
         (lambda: FeatureSpec((("a.b", 3),), ("a",)), r"'a\.b' cannot name an embedding table"),
         (lambda: FeatureSpec((("a", 3),), ("b",), ("c",)), "'c', which is no categorical feature"),
-        (
-            lambda: create("interformer", FeatureSpec((("a", 3),), ("b",))),
-            "2 recent tokens of a sequence of",
-        ),
+        (lambda: create("interformer", FeatureSpec((("a", 3),), ("b",))), "2 recent tokens of a sequence of"),
     ],
 )
 def test_requests_that_cannot_be_met_are_refused(call, message):

@@ -169,11 +169,7 @@ class TestBackend:
     @pytest.mark.parametrize(
         ("planned", "architecture", "said"),
         [
-            (
-                plan(Recipe.of(E5M2)),
-                "gfx942",
-                "site 'fc' asks for E5M2; migraphx multiplies E4M3FN",
-            ),
+            (plan(Recipe.of(E5M2)), "gfx942", "site 'fc' asks for E5M2; migraphx multiplies E4M3FN"),
             (plan(Recipe.of(E4M3FNUZ)), "gfx942", "site 'fc' asks for E4M3FNUZ"),
             (plan(), "gfx90a", "gfx90a has no FP8 products"),
             (plan(None), "gfx90a", None),

@@ -194,10 +194,7 @@ def test_several_axes(axis: int) -> None:
 
 @pytest.mark.parametrize(
     ("attributes", "said"),
-    [
-        ({"axis": 1}, "axis 1 (?s:.*)unknown rank"),
-        ({"stash_type": T.BFLOAT16}, "cannot be decomposed"),
-    ],
+    [({"axis": 1}, "axis 1 (?s:.*)unknown rank"), ({"stash_type": T.BFLOAT16}, "cannot be decomposed")],
 )
 def test_other_axes_and_statistics_are_refused(attributes: dict[str, int], said: str) -> None:
     p = Planned()
