@@ -150,18 +150,6 @@ def test_the_weight_is_stored_in_fp8(case: str, granularity: str, tmp_path: Path
         assert ((ratio >= 1 - 1e-6) & (ratio <= 1 + 2**-7)).all()
 
 
-def test_the_activation_is_quantized_with_a_rank_0_scale_and_an_explicit_zero_point(tmp_path: Path) -> None:
-    product = PRODUCTS["gemm"]
-    result = quantize(product.model(), {"x": random_rows(6, *product.shape)}, PER_CHANNEL_WEIGHT, tmp_path)
-    q, dq = named(result.model, "fc/in0/q"), named(result.model, "fc/in0/dq")
-    assert q.input[0] == "x"
-    assert list(dq.input) == [q.output[0], *q.input[1:]]
-    scale, zero = (initializer(result.model, name) for name in q.input[1:])
-    assert (list(scale.dims), list(zero.dims)) == ([], [])
-    assert (scale.data_type, zero.data_type) == (TensorProto.FLOAT, TensorProto.FLOAT8E4M3FN)
-    assert named(result.model, "fc").input[0] == dq.output[0]
-
-
 def test_an_interaction_quantizes_both_operands(tmp_path: Path) -> None:
     x = random_rows(6, *INTERACTION.shape)
     rows = {"x": x, "t": 3 * x}  # not a power of two: another scale rounds otherwise
