@@ -6,7 +6,7 @@ text form. `x` is (n, 16) of numbers, `ids` (n,) of ids below 9.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -16,6 +16,7 @@ import onnx.parser
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
+from onnx_text import with_constants
 
 _RANDOM = np.random.default_rng(7)
 
@@ -86,14 +87,6 @@ Builder = Callable[[], Trap]
 TRAPS: dict[str, Builder] = {}
 
 
-def _used(graph: onnx.GraphProto) -> Iterator[str]:
-    for node in graph.node:
-        yield from node.input
-        for attribute in node.attribute:
-            yield from _used(attribute.g)
-    yield from (output.name for output in graph.output)
-
-
 def parsed(
     body: str, *, opset: int = 21, functions: str = "", more: str = "", ends: str = ""
 ) -> onnx.ModelProto:
@@ -102,17 +95,12 @@ def parsed(
     header = f'<ir_version: {ir}, opset_import: ["" : {opset}{more}]>'
     ends = ends or "(float[n,16] x, int64[n] ids) => (float[n,1] y)"
     model = onnx.parser.parse_model(f"{header}\ng {ends} {{\n{body}\n}}\n{functions}")
-    own = {name for node in model.graph.node for name in node.output}
-    own |= {i.name for i in model.graph.input} | {i.name for i in model.graph.initializer}
-    wanted = dict.fromkeys(_used(model.graph))
+    own = {i.name for i in model.graph.input} | {i.name for i in model.graph.initializer}
     for function in model.functions:
         assert not set(CONSTANTS) & {name for node in function.node for name in node.input} - set(
             function.input
         )
-    model.graph.initializer.extend(
-        nh.from_array(CONSTANTS[name], name) for name in wanted if name in CONSTANTS and name not in own
-    )
-    return model
+    return with_constants(model, {name: value for name, value in CONSTANTS.items() if name not in own})
 
 
 def between(body: str, **settings: object) -> onnx.ModelProto:

@@ -7,11 +7,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
 from onnx import helper as h
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx_text import parsed
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.onnx_operands import OperandReader, Source, is_same_up_to_transpose
@@ -23,19 +23,16 @@ F8 = ml_dtypes.float8_e4m3fn
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """fc: Q/DQ on a transposed activation, per-channel FP8 weight; plain: floats; folded: fused by ORT."""
-    made = onnx.parser.parse_model(
-        """<ir_version: 10, opset_import: ["" : 21]> g (float[8,n] x) => (float out, float[8,4] wd) {
-            q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) t = Transpose<perm=[1,0]>(d)
-            [wdq] wd = DequantizeLinear<axis=1>(w8, ws, wz)
-            [fc] y = MatMul(t, wd) [plain] y2 = MatMul(y, w) [folded] out = Gemm(y2, w)
-        }"""
-    )
-    made.graph.node[-1].name = "folded/MatMulAddFusion"
+    body = """
+        q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) t = Transpose<perm=[1,0]>(d)
+        [wdq] wd = DequantizeLinear<axis=1>(w8, ws, wz)
+        [fc] y = MatMul(t, wd) [plain] y2 = MatMul(y, w) [folded] out = Gemm(y2, w)
+    """
     random = np.random.default_rng(0)
-    scales = {"ws": np.array([0.5, 1.0, 2.0, 3.0], np.float32), "s": np.array(0.1, np.float32)}
     constants = {"w8": random.normal(size=(8, 4)).astype(F8), "wz": np.zeros(4, F8), "z": np.array(0, F8)}
-    constants |= scales | {"w": random.normal(size=(4, 4)).astype(np.float32)}
-    made.graph.initializer.extend(numpy_helper.from_array(v, name) for name, v in constants.items())
+    constants |= {"ws": [0.5, 1.0, 2.0, 3.0], "s": 0.1, "w": random.normal(size=(4, 4))}
+    made = parsed(body, constants, inputs="float[8,n] x", outputs="float out, float[8,4] wd")
+    made.graph.node[-1].name = "folded/MatMulAddFusion"
     path = tmp_path / "model.onnx"
     onnx.save(made, path, save_as_external_data=True, location="model.data", size_threshold=0)
     return path

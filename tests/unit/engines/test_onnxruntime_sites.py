@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import onnx
-import onnx.parser
 import pytest
+from onnx_text import parsed
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.onnx_operands import OperandReader
@@ -19,16 +21,12 @@ ON_CUDA, ON_CPU = CUDA.name, CPU.name
 
 def product_model(folder: Path, kind: str, *, between_casts: bool = False) -> Path:
     """``fc``: x · w of one type, or FP32 between casts as ONNX Runtime runs what it has no kernel for."""
-    number = {"float": 1, "float16": 10, "bfloat16": 16}[kind]
+    number, weight = {"float": (1, "f4"), "float16": (10, "f2"), "bfloat16": (16, ml_dtypes.bfloat16)}[kind]
     product = "[fc] p = MatMul(h, w)"
     if between_casts:
         product = "a = Cast<to=1>(h)  c = Cast<to=1>(w) [fc] p = MatMul(a, c)"
-    text = (
-        f'<ir_version: 10, opset_import: ["" : 21]> g (float[b,4] x) => (float[b,2] y)'
-        f" <{kind}[4,2] w = {{1,1,1,1,1,1,1,1}}> {{ h = Cast<to={number}>(x) {product} y = Cast<to=1>(p) }}"
-    )
-    model = onnx.parser.parse_model(text)
-    onnx.save(model, folder / "m.onnx")
+    body, constants = f"h = Cast<to={number}>(x) {product} y = Cast<to=1>(p)", {"w": np.ones((4, 2), weight)}
+    onnx.save(parsed(body, constants, inputs="float[b,4] x", outputs="float[b,2] y"), folder / "m.onnx")
     return folder / "m.onnx"
 
 

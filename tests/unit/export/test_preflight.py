@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
+from onnx_text import parsed
 
 from loka_onnx.export.preflight import Batches, Fault, preflight
 from loka_onnx.graph.entry import canonicalize
@@ -34,10 +34,8 @@ CONSTANTS: dict[str, np.ndarray] = {
 
 def canonical(text: str, folder: Path) -> GraphModel:
     """A model `y` of `x` (n, 16) and `ids` (n,): a product, these nodes from h to k, and a product."""
-    body = f"{{ h = MatMul(x, w)\n{text}\n[last] y = MatMul(k, w1) }}"
-    header = '<ir_version: 10, opset_import: ["" : 21]> g (float[n,16] x, int64[n] ids) => (float[n,1] y)'
-    model = onnx.parser.parse_model(f"{header}\n{body}")
-    model.graph.initializer.extend(onnx.numpy_helper.from_array(v, name) for name, v in CONSTANTS.items())
+    body = f"h = MatMul(x, w)\n{text}\n[last] y = MatMul(k, w1)"
+    model = parsed(body, CONSTANTS, inputs="float[n,16] x, int64[n] ids", outputs="float[n,1] y")
     onnx.save(model, folder / "model.onnx")
     return canonicalize(folder / "model.onnx").model
 
@@ -162,10 +160,8 @@ def test_a_failure_within_a_branch_names_both_nodes(tmp_path: Path) -> None:
 
 
 def test_a_batch_axis_that_is_lost_at_one_row(tmp_path: Path) -> None:
-    header = '<ir_version: 10, opset_import: ["" : 21]> g (float[n,16] x) => (float[m] y)'
-    text = f"{header} {{ h = MatMul(x, w)\n[lost] s = Squeeze(h)\ny = Relu(s) }}"
-    model = onnx.parser.parse_model(text)
-    model.graph.initializer.append(onnx.numpy_helper.from_array(CONSTANTS["w1"], "w"))
+    body = "h = MatMul(x, w1)\n[lost] s = Squeeze(h)\ny = Relu(s)"
+    model = parsed(body, CONSTANTS, inputs="float[n,16] x", outputs="float[m] y")
     onnx.save(model, tmp_path / "model.onnx")
     rows = Batches({"x": RANDOM.standard_normal((64, 16)).astype(np.float32)})
     (finding,) = preflight(canonicalize(tmp_path / "model.onnx").model, rows, ["y"])

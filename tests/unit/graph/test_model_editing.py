@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
 from onnx.reference import ReferenceEvaluator
+from onnx_text import parsed
 
 from loka_onnx.errors import InternalError, ModelError
 from loka_onnx.graph.entry import canonicalize
@@ -21,9 +21,7 @@ BODY = "[first] a = Relu(x) [second] b = Neg(a) [third] y = Add(a, b)"
 
 
 def graph(folder: Path, body: str = BODY, outputs: str = "float[batch,4] y") -> GraphModel:
-    text = f'<ir_version: 10, opset_import: ["" : 21]> g (float[batch,4] x) => ({outputs}) {{ {body} }}'
-    proto = onnx.parser.parse_model(text)
-    onnx.save(proto, folder / "model.onnx")
+    onnx.save(parsed(body, inputs="float[batch,4] x", outputs=outputs), folder / "model.onnx")
     return GraphModel.load(folder / "model.onnx")
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
-from onnx import numpy_helper
+from onnx_text import parsed
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.graph.model import GraphModel
@@ -20,10 +19,8 @@ from loka_onnx.planning.costs import able_share, useful_flops
 
 
 def graph_of(body: str, weights: dict[str, tuple[int, ...]], inputs: str, output: str) -> GraphModel:
-    text = f'<ir_version: 10, opset_import: ["" : 21]> g ({inputs}) => ({output}) {{ {body} }}'
-    model = onnx.parser.parse_model(text)
-    for name, shape in weights.items():
-        model.graph.initializer.append(numpy_helper.from_array(np.ones(shape, np.float32), name))
+    constants = {name: np.ones(shape) for name, shape in weights.items()}
+    model = parsed(body, constants, inputs=inputs, outputs=output)
     onnx.checker.check_model(model)
     return GraphModel.from_proto(onnx.shape_inference.infer_shapes(model), Path())
 

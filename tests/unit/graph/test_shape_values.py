@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
+from onnx_text import parsed
 
 from loka_onnx.graph.model import GraphModel, Tensor
 from loka_onnx.graph.shape_values import dimensions, read_dimensions, read_number, reshaped
@@ -27,11 +27,7 @@ CONSTANTS = {
 
 def tensor(body: str, folder: Path, inputs: str = "float[batch,4,8] x") -> Tensor:
     """The tensor ``r`` of a graph."""
-    text = f'<ir_version: 10, opset_import: ["" : 21]> g ({inputs}) => (int64[n] r) {{ {body} }}'
-    model = onnx.parser.parse_model(text)
-    for name, value in CONSTANTS.items():
-        model.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
-    onnx.save(model, folder / "m.onnx")
+    onnx.save(parsed(body, CONSTANTS, inputs=inputs, outputs="int64[n] r"), folder / "m.onnx")
     return GraphModel.load(folder / "m.onnx").tensors()["r"]
 
 

@@ -11,6 +11,7 @@ import onnx.parser
 import pytest
 from onnx import helper as h
 from onnx import numpy_helper as nh
+from onnx_text import with_constants
 
 from loka_onnx.graph.structure import MOST, differences
 
@@ -29,10 +30,7 @@ def model(seed: int = 0) -> onnx.ModelProto:
     for branch in made.graph.node[2].attribute:
         value = nh.from_array(random.random(1).astype(np.float32))
         branch.g.node[0].attribute.append(h.make_attribute("value", value))
-    for name, shape in (("w", (4, 3)), ("b", 4)):
-        made.graph.initializer.append(nh.from_array(random.random(shape).astype(np.float32), name))
-    made.graph.initializer.append(nh.from_array(np.array([-1, 4]), "shape"))
-    return made
+    return with_constants(made, {"w": random.random((4, 3)), "b": random.random(4), "shape": [-1, 4]})
 
 
 def found(tmp_path: Path, change: Callable[[onnx.GraphProto], object]) -> tuple[str, ...]:

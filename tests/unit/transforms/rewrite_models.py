@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnx.parser
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx_text import parsed
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.graph.model import GraphModel
@@ -34,18 +34,9 @@ def parse(
     """
     untyped = [] if "[" in outputs else (outputs or "y").split(", ")
     outputs = ", ".join(f"float {name}" for name in untyped) or outputs
-    head = f'<ir_version: 10, opset_import: ["" : {opset}]> g ({inputs}) => ({outputs})'
-    text = f"{head} {{ {body} }}"
-    model: onnx.ModelProto = onnx.parser.parse_model(text)
+    model = parsed(body, constants, inputs=inputs, outputs=outputs, opset=opset)
     for node in model.graph.node:
         node.name = node.name or f"block/{node.output[0]}"
-    read = set(_read(model.graph))
-    for name, value in (constants or {}).items():
-        if name not in read:
-            continue
-        array = np.asarray(value)
-        array = array.astype(np.float32) if array.dtype == np.float64 else array
-        model.graph.initializer.append(numpy_helper.from_array(array, name))
     if untyped:
         for output in model.graph.output:
             output.type.tensor_type.ClearField("shape")
@@ -54,15 +45,6 @@ def parse(
             output.CopyFrom(known)
     onnx.checker.check_model(model)
     return model
-
-
-def _read(graph: onnx.GraphProto) -> Iterator[str]:
-    """Names that nodes read and no node makes."""
-    made = {name for node in graph.node for name in node.output}
-    for node in graph.node:
-        yield from (name for name in node.input if name not in made)
-        for attribute in node.attribute:
-            yield from (name for name in _read(attribute.g) if name not in made)
 
 
 def artifact(model: onnx.ModelProto, path: Path) -> ModelArtifact:

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import onnx
 import torch
-from lowering_models import parsed
 from onnx import TensorProto
+from onnx_text import parsed
 
 from loka_onnx.engines.inductor.fusions import FusionReport, fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
@@ -52,7 +52,7 @@ class Model:
         outputs = ", ".join(f"float[] {name}32" for name in self.outputs)
         text = f"x = Cast<to={base}>(x32) {self.text} {leave}"
         constants = {"zero": np.array(0, FP8), **self.constants}
-        onnx.save(parsed(text, constants, inputs=f"float[{lengths}] x32", output=outputs), path)
+        onnx.save(parsed(text, constants, inputs=f"float[{lengths}] x32", outputs=outputs), path)
         return path
 
     def in_fp32(self, path: Path) -> Path:

@@ -63,17 +63,6 @@ class Case:
         return {f"i{k}": value for k, value in enumerate(self.inputs) if isinstance(value, np.ndarray)}
 
 
-def parsed(
-    text: str, constants: Mapping[str, Any] | None = None, *, inputs: str, output: str = "float[] y"
-) -> onnx.ModelProto:
-    """A graph from ONNX's text form, with initializers of their own types."""
-    head = f'<ir_version: 10, opset_import: ["" : 21]> g ({inputs}) => ({output})'
-    proto = onnx.parser.parse_model(f"{head} {{ {text} }}")
-    for name, value in (constants or {}).items():
-        proto.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
-    return proto
-
-
 def renamed(proto: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProto:
     """Give initializers names that the text form cannot write; edits the model."""
     for tensor in proto.graph.initializer:

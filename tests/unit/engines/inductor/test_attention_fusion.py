@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]
 
 import torch
 from fusion_models import BATCH, BF16, RANDOM, ULP, Model, bf16, close, fused, ops, quantized, run, sites_of
-from lowering_models import parsed
+from onnx_text import parsed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -219,7 +219,7 @@ def test_every_movement_of_fp8_is_known() -> None:
 def test_a_softmax_over_queries_and_keys_is_left_alone(axis: str, sites: Any, tmp_path: Path) -> None:
     text = f"kt = Transpose<perm=[0,2,1]>(x) [compare] c = MatMul(x, kt) p = Softmax{axis}(c)"
     shape, path = f"float16[batch,{TOKENS},{WIDTH}]", tmp_path / "planned.onnx"
-    onnx.save(parsed(f"{text} [attend] y = MatMul(p, x)", inputs=f"{shape} x", output=f"{shape} y"), path)
+    onnx.save(parsed(f"{text} [attend] y = MatMul(p, x)", inputs=f"{shape} x", outputs=f"{shape} y"), path)
     x = RANDOM.standard_normal((BATCH, TOKENS, WIDTH)).astype(np.float16)
     graph = PlannedGraph.load(path)
     assert sites_of(fuse(graph), "attention") == sites

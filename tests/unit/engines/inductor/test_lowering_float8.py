@@ -18,10 +18,10 @@ from lowering_models import (  # noqa: E402
     Fixed,
     exported,
     lowered,
-    parsed,
     reference,
     run,
 )
+from onnx_text import parsed  # noqa: E402
 
 from loka_onnx.core.formats import E4M3FN, E5M2, NumberFormat  # noqa: E402
 from loka_onnx.engines.inductor.lowering.strategies import (  # noqa: E402
@@ -110,7 +110,7 @@ def product_model(product: Product, kind: Any, *, per_channel: bool) -> tuple[on
     }
     free = ",".join(product.formula.split("->")[1])
     lengths = ",".join(["batch", *map(str, product.x[1:])])
-    proto = parsed(text, constants, inputs=f"float[{lengths}] x", output=f"float[{free}] out")
+    proto = parsed(text, constants, inputs=f"float[{lengths}] x", outputs=f"float[{free}] out")
     rounded = x.astype(kind).astype(np.float32)
     wide = dequantize(quantize(rounded, X_SCALE, E4M3FN), X_SCALE).astype(np.float64)
     expected = np.einsum(product.formula, wide, dequantize(stored, scale, axis).astype(np.float64))

@@ -13,7 +13,8 @@ import pytest
 from onnx import helper
 
 torch = pytest.importorskip("torch", reason="needs torch")
-from lowering_models import assert_same, exported, lowered, parsed, reference, renamed, run  # noqa: E402
+from lowering_models import assert_same, exported, lowered, reference, renamed, run  # noqa: E402
+from onnx_text import parsed  # noqa: E402
 
 from loka_onnx.engines.inductor.lowering.model import lower  # noqa: E402
 from loka_onnx.engines.inductor.lowering.node import OPERATORS, Node, Operator  # noqa: E402
@@ -47,7 +48,7 @@ def ranker() -> onnx.ModelProto:
         RANKER,
         constants | {"axis": np.array([1])},
         inputs="float[batch,8] dense, int64[batch,2] ids",
-        output="float[batch,1] logit, float[batch,1] probability",
+        outputs="float[batch,1] logit, float[batch,1] probability",
     )
     return renamed(proto, {"bottom_weight": "bottom.weight", "bottom_bias": "bottom.bias"})
 
@@ -145,7 +146,7 @@ def test_constants_and_inputs_may_be_outputs(tmp_path: Path) -> None:
         "y = Neg(x) s = Shape(x)",
         {"c": np.array([1.5], np.float32)},
         inputs="float[batch,3] x",
-        output="float[batch,3] y, float[1] c, int64[2] s, float[batch,3] x",
+        outputs="float[batch,3] y, float[1] c, int64[2] s, float[batch,3] x",
     )
     x = np.ones((2, 3), np.float32)
     found = run(lowered(proto, tmp_path), {"x": x})
@@ -271,7 +272,9 @@ def chains(draw: st.DrawFn) -> tuple[onnx.ModelProto, tuple[int, ...]]:
         node, shape = draw(st.sampled_from(steps))
         text, last = f"{text} t{number} = {node}", f"t{number}"
     text += f" y = Identity({last})"
-    return parsed(text, constants, inputs="double[batch,3,4] x", output="double[] y"), shape[1:]
+    return parsed(
+        text, constants, inputs="double[batch,3,4] x", outputs="double[] y", keeps_double=True
+    ), shape[1:]
 
 
 @hypothesis.given(chain=chains())
@@ -314,7 +317,7 @@ def test_a_missing_input_is_named(tmp_path: Path) -> None:
 
 
 def test_a_type_that_torch_does_not_have(tmp_path: Path) -> None:
-    proto = parsed("y = Identity(x)", {}, inputs="string[batch] x", output="string[batch] y")
+    proto = parsed("y = Identity(x)", {}, inputs="string[batch] x", outputs="string[batch] y")
     with pytest.raises(EngineError, match="tensor 'x': values of type STRING are not lowered"):
         lowered(proto, tmp_path)
 

@@ -10,7 +10,8 @@ import onnx
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
-from lowering_models import Array, Case, Fixed, assert_same, lowered, parsed, reference, run  # noqa: E402
+from lowering_models import Array, Case, Fixed, assert_same, lowered, reference, run  # noqa: E402
+from onnx_text import parsed  # noqa: E402
 
 from loka_onnx.engines.inductor.lowering.node import OPERATORS  # noqa: E402
 
@@ -257,7 +258,7 @@ def test_bfloat16_stays_bfloat16_and_norms_sum_in_float32(tmp_path: Path) -> Non
         "b = Cast<to=16>(x) c = Add(b, one) n = LayerNormalization(c, gain, shift) y = Mul(n, one)",
         {"gain": ones, "shift": np.zeros_like(ones), "one": ones[0]},
         inputs="float[batch,4096] x",
-        output="bfloat16[batch,4096] y",
+        outputs="bfloat16[batch,4096] y",
     )
     x = RANDOM.normal(size=(2, 4096)).astype(np.float32) + 100
     found = run(lowered(proto, tmp_path), {"x": x})[0]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
 from onnx import TensorProto as T
 from onnx import numpy_helper
+from onnx_text import parsed
 from planned_graphs import NUMPY, Array, Planned, evaluate, reread
 
 from loka_onnx.core.artifact import ModelArtifact
@@ -32,19 +32,17 @@ ROWS = 6
 
 def block(folder: Path) -> Path:
     """A residual block: x + fc1(relu(fc0(rms(x)))), then a head; fc0 and head read what others read."""
-    model = onnx.parser.parse_model(
-        f"""<ir_version: 11, opset_import: ["" : 23]> block (float[batch,16] x) => (float[batch,2] y) {{
-            [norm] n = RMSNormalization<epsilon={EPSILON}>(x, g)
-            [fc0] a = MatMul(n, w0) [relu] r = Relu(a)
-            [fc1] c = Gemm<transB=1>(r, w1, b1) [residual] d = Add(c, n)
-            [head] y = MatMul(d, w2)
-        }}"""
-    )
+    body = f"""
+        [norm] n = RMSNormalization<epsilon={EPSILON}>(x, g)
+        [fc0] a = MatMul(n, w0) [relu] r = Relu(a)
+        [fc1] c = Gemm<transB=1>(r, w1, b1) [residual] d = Add(c, n)
+        [head] y = MatMul(d, w2)
+    """
     random = np.random.default_rng(3)
     sizes = {"g": (1, 16), "w0": (4, 16, 32), "w1": (6, 16, 32), "b1": (1, 16), "w2": (4, 16, 2)}
-    for name, (divisor, *shape) in sizes.items():
-        values = (random.normal(size=shape) / divisor).astype(np.float32)
-        model.graph.initializer.append(numpy_helper.from_array(values, name))
+    constants = {name: random.normal(size=shape) / divisor for name, (divisor, *shape) in sizes.items()}
+    ends = {"inputs": "float[batch,16] x", "outputs": "float[batch,2] y"}
+    model = parsed(body, constants, opset=23, **ends)
     onnx.checker.check_model(model, full_check=True)
     path = folder / "block.onnx"
     onnx.save(model, path)
