@@ -58,7 +58,7 @@ def plan_of(base: Precision, float8: bool = False) -> PrecisionPlan:
     return PrecisionPlan("p", "d", base, (decision,), {}, 0.0)
 
 
-def test_devices_and_what_runs_them() -> None:
+def test_devices_what_runs_them_and_where_engines_may_be_loaded() -> None:
     backend = OnnxRuntimeBackend()
     assert backend.architectures("cpu") == ("cpu",)
     assert backend.architectures("nvidia-h100") == ("sm90",)
@@ -66,6 +66,11 @@ def test_devices_and_what_runs_them() -> None:
     assert OnnxRuntimeTensorRtBackend().architectures("nvidia-l4") == ("sm89",)
     assert "cpu" in backend.availability().devices
     assert not set(OnnxRuntimeTensorRtBackend().devices) & {"cpu", "amd-mi300x"}
+    backend = OnnxRuntimeBackend()
+    assert backend.portability("cpu").startswith("any host with ONNX Runtime")
+    assert "a GPU of sm90 and ONNX Runtime with CUDAExecutionProvider" in backend.portability("sm90")
+    for text in (backend.portability("gfx942"), OnnxRuntimeTensorRtBackend().portability("sm90")):
+        assert "the versions of ONNX Runtime and of the library behind" in text
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="needs a GPU-less ONNX Runtime")
@@ -90,14 +95,6 @@ def test_fp8_is_simulated_in_fp32_and_nothing_else_is(base: Precision, simulated
     backend, plan = OnnxRuntimeBackend(), plan_of(base, float8=simulated)
     assert backend.base_precision(plan) is (Precision.FP32 if simulated else base)
     assert [backend.is_simulated(plan, architecture) for architecture in ("sm90", "cpu")] == [simulated] * 2
-
-
-def test_where_engines_may_be_loaded() -> None:
-    backend = OnnxRuntimeBackend()
-    assert backend.portability("cpu").startswith("any host with ONNX Runtime")
-    assert "a GPU of sm90 and ONNX Runtime with CUDAExecutionProvider" in backend.portability("sm90")
-    for text in (backend.portability("gfx942"), OnnxRuntimeTensorRtBackend().portability("sm90")):
-        assert "the versions of ONNX Runtime and of the library behind" in text
 
 
 @pytest.mark.usefixtures("stand_in")

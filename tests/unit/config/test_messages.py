@@ -9,13 +9,15 @@ from loka_onnx.config import load_run_file
 from loka_onnx.errors import ConfigError
 
 
-def test_unknown_key(run_file):
+def test_an_unknown_key_and_a_top_that_is_no_mapping(run_file):
     assert refusal(run_file, old="certification", new="certfication") == (
         "DIR/ranker-fp8.yaml:10: unknown key 'certfication' in `data`\n"
         "  evidence: the keys here are calibration, selection, certification, path, split, inputs, "
         "group, null_groups, slices, synthetic\n"
         "  remedy: did you mean 'certification'?"
     )
+    run_file.write_text("- model\n")
+    assert "a run file is a mapping of keys to values\n  evidence: found a list of 1" in refusal(run_file)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +45,6 @@ def test_a_wrong_value(run_file, old, new, line, what, evidence):
     first, second, _ = refusal(run_file, old=old, new=new).split("\n")
     assert first == f"DIR/ranker-fp8.yaml:{line}: {what}"
     assert second.startswith("  evidence: ") and evidence in second
-
-
-def test_the_top_is_not_a_mapping(run_file):
-    run_file.write_text("- model\n")
-    assert "a run file is a mapping of keys to values\n  evidence: found a list of 1" in refusal(run_file)
 
 
 @pytest.mark.parametrize(

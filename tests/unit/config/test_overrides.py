@@ -18,6 +18,8 @@ def test_values_are_yaml():
         "d": "text=x",
         "e": "no",
     }
+    with pytest.raises(ConfigError, match=r"override 'batch.serve':1: the run file is not valid YAML"):
+        parse_overrides(["batch.serve=[1"])
 
 
 @pytest.mark.parametrize(
@@ -27,11 +29,6 @@ def test_what_is_no_assignment_or_a_second_one_is_refused(texts, code):
     with pytest.raises(ConfigError) as caught:
         parse_overrides(texts)
     assert caught.value.code == code
-
-
-def test_a_value_that_is_not_yaml():
-    with pytest.raises(ConfigError, match=r"override 'batch.serve':1: the run file is not valid YAML"):
-        parse_overrides(["batch.serve=[1"])
 
 
 def test_they_replace_and_create(run_file):

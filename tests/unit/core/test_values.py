@@ -61,11 +61,6 @@ WIDE = Kernel("nvidia-h100", "inductor", "mm", Precision.BF16)
 NARROW = Kernel("nvidia-h100", "inductor", "scaled_mm", Precision.FP8, Granularity.PER_TENSOR)
 
 
-def test_a_shape_counts_its_operations() -> None:
-    assert Shape(2, 3, 5).flops == 60
-    assert (str(Shape(2, 3, 5)), str(Shape(2, 0, 5))) == ("2×3×5", "2×5")
-
-
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
 def test_what_is_no_shape_is_refused(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="is no shape of a product: M and K are at least 1, N at least 0"):
@@ -127,7 +122,7 @@ def test_the_document_comes_back() -> None:
         serde.loads(CorrectionSet, text.replace("corrections/1", "corrections/0"))
 
 
-def test_what_is_accepted() -> None:
+def test_what_is_accepted_of_the_trials_of_an_output() -> None:
     constant = OutputConstant("y0", OutputKind.LOGIT, 0.25)
     assert plan(Variant.BOTH, Variant.BIAS).accepted == Corrections((BIAS,), (constant,))
     assert plan(Variant.CONSTANT, Variant.NONE).accepted == Corrections((), (constant,))
@@ -137,9 +132,6 @@ def test_what_is_accepted() -> None:
     assert not found.accepted("fp8-all").is_empty
     assert found.accepted("fp8-safe").is_empty
     assert found.accepted("bf16").is_empty
-
-
-def test_an_output_knows_its_trials() -> None:
     found = output("y", Variant.CONSTANT)
     assert found.before.variant is Variant.NONE
     assert found.after.constant == 0.25

@@ -63,9 +63,6 @@ def test_strings_can_be_the_key_and_floats_cannot(path):
     assert set(next(data.batches(64)).columns["country"]) <= {"de", "fr"}
     with pytest.raises(DataError, match="a key to split by must be a column of integers or strings"):
         open_dataset(path, BINDING, (), HashRows("x", 0.0, 0.5))
-
-
-def test_a_hash_that_selects_nothing_is_refused(path):
     with pytest.raises(DataError, match="selects none of 1000 rows"):
         open_dataset(path, BINDING, (), HashRows("country", 0.0, 1e-9))
 

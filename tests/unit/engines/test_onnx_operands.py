@@ -45,8 +45,15 @@ def operands(model: Path, site: str) -> tuple[Source, ...]:
     return reader.operands(node)
 
 
-def test_fp8_operands_are_seen_through_layout_ops(model: Path) -> None:
+def test_operands_are_seen_through_layout_and_fused_products_by_their_first_node(model: Path) -> None:
     assert operands(model, "fc") == (Source("float", "float8e4m3fn"),) * 2
+    assert operands(model, "plain") == (Source("float"), Source("float", constant="w"))
+    assert OperandReader(model).float_types() == {"float", "float8e4m3fn"}
+    reader = OperandReader(model)
+    fused = reader.product("folded")
+    assert fused is not None
+    assert fused.op_type == "Gemm"
+    assert reader.product("fold") is None
 
 
 def test_where_nothing_is_inferred_the_scale_tells_the_type(model: Path) -> None:
@@ -63,19 +70,6 @@ def test_where_nothing_is_inferred_the_scale_tells_the_type(model: Path) -> None
     assert [source.element_type for source in operands(model, "fc")] == ["float", "float"]
 
 
-def test_float_operands_are_floats(model: Path) -> None:
-    assert operands(model, "plain") == (Source("float"), Source("float", constant="w"))
-    assert OperandReader(model).float_types() == {"float", "float8e4m3fn"}
-
-
-def test_a_fused_product_is_found_by_its_first_node(model: Path) -> None:
-    reader = OperandReader(model)
-    fused = reader.product("folded")
-    assert fused is not None
-    assert fused.op_type == "Gemm"
-    assert reader.product("fold") is None
-
-
 def test_the_dequantized_weight_is_the_reference_evaluators(model: Path) -> None:
     found = OperandReader(model).dequantized_weight("fc")
     inputs = {"x": np.zeros((8, 1), np.float32)}
@@ -83,6 +77,10 @@ def test_the_dequantized_weight_is_the_reference_evaluators(model: Path) -> None
     assert found is not None
     np.testing.assert_array_equal(found, expected)
     assert OperandReader(model).dequantized_weight("plain") is None
+    a = np.arange(6.0).reshape(2, 3)
+    assert is_same_up_to_transpose(a, a)
+    assert is_same_up_to_transpose(a, a.T)
+    assert not is_same_up_to_transpose(a, a + 1)
 
 
 @pytest.mark.parametrize(("error", "engaged"), [(0.0, True), (1e-3, False)])
@@ -98,10 +96,3 @@ def test_a_folded_weight_counts_as_fp8_only_with_fp8_values(model: Path, error: 
     onnx.save(folded, model.with_name("folded.onnx"))
     after = OperandReader(model.with_name("folded.onnx"))
     assert site_precision("fc", Precision.FP8, Graphs(before, after, True)).engaged is engaged
-
-
-def test_same_up_to_transpose() -> None:
-    a = np.arange(6.0).reshape(2, 3)
-    assert is_same_up_to_transpose(a, a)
-    assert is_same_up_to_transpose(a, a.T)
-    assert not is_same_up_to_transpose(a, a + 1)

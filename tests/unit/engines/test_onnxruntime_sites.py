@@ -61,14 +61,11 @@ def test_a_product_elsewhere_is_a_fallback(placement: Placement, said: str, tmp_
     assert (found.engaged, found.evidence) == (False, said)
 
 
-def test_a_product_between_casts_is_what_it_multiplies(tmp_path: Path) -> None:
+def test_products_between_casts_are_what_they_multiply(tmp_path: Path) -> None:
     graphs = graphs_of(product_model(tmp_path, "bfloat16", between_casts=True))
     found = site_precision("fc", Precision.BF16, graphs, placed(ON_CUDA))
     assert (found.engaged, found.operands) == (False, ("float", "float"))
-
-
-def test_casts_of_onnxruntime_itself_are_seen(tmp_path: Path) -> None:
-    """Its CPU provider has no FP16 MatMul: it casts, and the graph it dumps is what gives that away."""
+    # Its CPU provider has no FP16 MatMul: it casts, and the graph it dumps is what gives that away.
     pytest.importorskip("onnxruntime")
     path = product_model(tmp_path, "float16")
     dump_optimized(path, tmp_path / "optimized.onnx", CPU)
@@ -78,15 +75,12 @@ def test_casts_of_onnxruntime_itself_are_seen(tmp_path: Path) -> None:
     assert (found.engaged, found.operands) == (False, ("float", "float"))
 
 
-def test_a_site_that_is_gone_is_a_fallback_unless_all_is_fp32_on_one_provider(tmp_path: Path) -> None:
+def test_sites_that_are_gone_or_simulated(tmp_path: Path) -> None:
     graphs = graphs_of(product_model(tmp_path, "float"), is_fp32=True)
     assert site_precision("gone", Precision.FP32, graphs).engaged
     found = site_precision("gone", Precision.FP32, graphs, placed(ON_CUDA))
     assert not found.engaged
     assert found.evidence == "no node of that name in the graph as ONNX Runtime optimized it (BASIC)"
-
-
-def test_a_bf16_site_of_a_simulation_stands_for_it_in_fp32(tmp_path: Path) -> None:
     graphs = graphs_of(product_model(tmp_path, "float"), is_fp32=True)
     found = site_precision("fc", Precision.BF16, graphs, placed(ON_CUDA))
     assert found.engaged

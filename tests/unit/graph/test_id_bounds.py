@@ -124,18 +124,7 @@ def test_the_bound_is_where_the_runtime_starts_to_refuse(form, write_model):
                     session.run(None, {"ids": bad})
 
 
-def test_a_lookup_in_a_branch_is_no_bound(write_model):
-    """Only one of the branches runs, and which one the ids may decide."""
-    path = write_model(
-        "g (int64[b,2] ids, bool large) => (float[] y) { y = If(large)"
-        " <then_branch = a () => (float[] p) { p = Gather(t60, ids) },"
-        " else_branch = c () => (float[] q) { q = Gather(t10, ids) }> }",
-        {"t10": (10, 4), "t60": (60, 4)},
-    )
-    assert id_bounds(GraphModel.load(path)) == {"ids": (None, None)}
-
-
-def test_rank_one_external_and_unbounded_inputs(write_model):
+def test_other_inputs_have_bounds_of_their_own(write_model):
     path = write_model(
         "g (int64[b] user, int32[b,2] tags, int64[b,n] history, float[b,2] dense) => (float[] y) {"
         " y = Gather(t10, user)  a = Gather(t20, tags)  c = Gather(t20, history)  d = Relu(dense) }",
@@ -146,10 +135,15 @@ def test_rank_one_external_and_unbounded_inputs(write_model):
     assert set(model.tables) == {"t10", "t20"}
     # Bounds are for columns, and the columns of `history` are not known.
     assert id_bounds(model) == {"user": (range(-10, 10),), "tags": (range(-20, 20),) * 2}
-
-
-def test_a_matrix_of_ids_and_numbers(write_model):
-    """The form of DeepCTR-Torch: one float matrix, of which some columns are cast and looked up."""
+    # The form of DeepCTR-Torch: one float matrix, of which some columns are cast and looked up.
     body = "c = Gather<axis=1>(x, i1)  d = Cast<to=7>(c)  y = Gather(t10, d)"
     path = write_model(f"g (float[b,3] x, float[b,2] dense) => (float[] y) {{ {body} }}", WEIGHTS)
     assert id_bounds(canonicalize(path).model) == {"x": (None, range(-10, 10), None)}
+    # Only one of the branches runs, and which one the ids may decide.
+    path = write_model(
+        "g (int64[b,2] ids, bool large) => (float[] y) { y = If(large)"
+        " <then_branch = a () => (float[] p) { p = Gather(t60, ids) },"
+        " else_branch = c () => (float[] q) { q = Gather(t10, ids) }> }",
+        {"t10": (10, 4), "t60": (60, 4)},
+    )
+    assert id_bounds(GraphModel.load(path)) == {"ids": (None, None)}

@@ -33,7 +33,7 @@ def outputs(model: GraphModel, folder: Path) -> dict[str, np.ndarray]:
     return dict(zip([output.name for output in proto.graph.output], values, strict=True))
 
 
-def test_a_tensor_is_handed_over(tmp_path: Path) -> None:
+def test_a_tensor_is_handed_over_once(tmp_path: Path) -> None:
     model = graph(tmp_path)
     a = model.node("first").outputs[0]
     model.hand_over(a, model.add("Abs", [model.inputs[0]], "instead"))
@@ -42,9 +42,6 @@ def test_a_tensor_is_handed_over(tmp_path: Path) -> None:
     assert [node.name for node in consumers(a)] == ["second", "third"]
     np.testing.assert_array_equal(outputs(model, tmp_path)["y"], 0)
     assert [node.op for node in GraphModel.load(tmp_path / "edited.onnx").nodes] == ["Abs", "Neg", "Add"]
-
-
-def test_a_tensor_that_is_read_already_is_not_handed_over(tmp_path: Path) -> None:
     model = graph(tmp_path)
     with pytest.raises(InternalError, match="'a' cannot be handed over to 'second'"):
         model.hand_over(model.node("first").outputs[0], model.node("second").outputs[0])
@@ -115,7 +112,7 @@ def test_names_of_sites_do_not_collide_with_nodes_but_may_with_tensors(tmp_path:
         assert node.name == expected
 
 
-def test_a_part_of_a_graph_computes_its_outputs(tmp_path: Path) -> None:
+def test_a_part_of_a_graph_computes_its_outputs_from_all_that_it_reads(tmp_path: Path) -> None:
     model = graph(tmp_path)
     tensors = model.tensors()
     part = model.extract([tensors["a"]], [tensors["b"], tensors["y"]])
@@ -126,9 +123,6 @@ def test_a_part_of_a_graph_computes_its_outputs(tmp_path: Path) -> None:
     b, y = ReferenceEvaluator(proto).run(None, {"a": ROWS["x"]})
     np.testing.assert_array_equal(b, -ROWS["x"])
     np.testing.assert_array_equal(y, 0)
-
-
-def test_a_part_of_a_graph_needs_all_that_it_reads(tmp_path: Path) -> None:
     model = graph(tmp_path)
     with pytest.raises(InternalError, match="the part of the graph needs 'x', which it is not given"):
         model.extract([model.tensors()["b"]], model.outputs)
@@ -215,15 +209,12 @@ BRANCH = """
 """
 
 
-def test_what_a_branch_reads_is_read_by_the_node_that_holds_it(write_model) -> None:
+def test_names_and_readers_reach_into_branches(write_model) -> None:
     model = GraphModel.load(written(BRANCH, write_model))
     for graph in (model, model.copy(), GraphModel.read_back(model.export())):
         (node,) = consumers(graph.tensors()["h"])
         assert node.op == "If"
         assert node in graph.nodes
-
-
-def test_a_fresh_name_is_in_no_branch(write_model) -> None:
     model = GraphModel.load(written(BRANCH, write_model))
     assert model.fresh_name("a") != "a"
     assert model.fresh_name("k") != "k"

@@ -140,15 +140,12 @@ def test_every_fold_of_every_graph_keeps_every_connection(proto, most):
     assert len(pairs) == len(set(pairs))
 
 
-def test_it_is_read_from_a_file_without_what_lies_beside_it(tmp_path: Path):
+def test_it_is_read_from_a_file_and_edges_lead_to_later_nodes(tmp_path: Path):
     model = helper.make_model(two_layers(), opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     path = tmp_path / "model.onnx"
     onnx.save(model, path, save_as_external_data=True, location="weights", size_threshold=0)
     (tmp_path / "weights").unlink()
     assert read_model_graph(path, ["arch.fc1"]) == describe_graph(two_layers(), ["arch.fc1"])
-
-
-def test_an_edge_leads_to_a_later_node():
     nodes = (GraphNode("a", NodeKind.INPUT), GraphNode("b", NodeKind.OUTPUT))
     for edge in (GraphEdge(1, 0, "t"), GraphEdge(0, 0, "t"), GraphEdge(0, 2, "t")):
         with pytest.raises(ValueError, match="an edge goes from a node to a later one"):

@@ -74,7 +74,7 @@ def test_size_of_a_norm(source, body, k, rows, write_model):
     assert site.flops_per_example == 0 and site.weight is None
 
 
-def test_a_product_of_constants_is_no_site(write_model):
+def test_sites_come_in_topological_order_and_constants_are_none(write_model):
     model = GraphModel.load(
         write_model(
             "g (float[b,4] x) => (float[b,6] y) { c = MatMul(u, v)  y = MatMul(x, c) }",
@@ -84,9 +84,6 @@ def test_a_product_of_constants_is_no_site(write_model):
     (site,) = find_sites(model)
     # Until the product of the constants is folded, what x meets is no constant.
     assert (site.output, site.kind) == ("y", SiteKind.INTERACTION)
-
-
-def test_sites_come_in_topological_order_and_share_their_input(write_model):
     model = GraphModel.load(
         write_model(
             "g (float[b,4] x) => (float[b,1] y) {"

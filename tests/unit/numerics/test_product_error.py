@@ -62,12 +62,18 @@ def test_the_formula(seed: int | None) -> None:
     assert 1e-4 < found < 1e-2
 
 
-def test_rows_that_are_larger_than_the_range_saturate() -> None:
+def test_saturation_another_format_and_nothing() -> None:
     assert measured(Product(AMAX / 100, W, ALL), *ONES) > 0.5
+    # E5M2 has one bit less: four times the energy of E4M3.
+    rounding = Rounding(E5M2, (Granularity.PER_TENSOR,))
+    product = Product(AMAX, W, ALL)
+    assert measured(product, *ONES, rounding) / measured(product, *ONES) == pytest.approx(4, rel=0.2)
+    product = Product(AMAX, np.zeros((K, N)), ALL)
+    assert measured(product, *ONES, Rounding()) == 0.0
 
 
-def test_the_better_granularity_counts() -> None:
-    """One column is 10⁶ times as large: under one scale the others vanish."""
+def test_the_better_granularity_counts_for_some_columns_too() -> None:
+    # One column is 10⁶ times as large: under one scale the others vanish.
     weight = W.copy()
     weight[:, 0] *= 1e6
     product = Product(AMAX, weight, np.arange(1, N))
@@ -76,21 +82,6 @@ def test_the_better_granularity_counts() -> None:
     assert one == pytest.approx(1.0, rel=1e-3)
     assert both < 2e-3
     assert both == measured(product, *ONES, Rounding(weights=(Granularity.PER_CHANNEL,)))
-
-
-def test_some_columns_stand_for_all_under_the_scale_of_all() -> None:
     weight = W.copy()
     weight[:, 0] *= 1e6
     assert measured(Product(AMAX, weight, np.array([3, 7])), *ONES) == pytest.approx(1.0, rel=1e-3)
-
-
-def test_another_format() -> None:
-    """E5M2 has one bit less: four times the energy of E4M3."""
-    rounding = Rounding(E5M2, (Granularity.PER_TENSOR,))
-    product = Product(AMAX, W, ALL)
-    assert measured(product, *ONES, rounding) / measured(product, *ONES) == pytest.approx(4, rel=0.2)
-
-
-def test_nothing_has_no_error() -> None:
-    product = Product(AMAX, np.zeros((K, N)), ALL)
-    assert measured(product, *ONES, Rounding()) == 0.0

@@ -71,9 +71,14 @@ def test_amax_on_and_just_beside_the_grid(format, significand):
     assert amax_scale(np.nextafter(grid * limit, np.inf), format) > grid
 
 
-def test_zero_and_tiny_ranges():
+def test_zero_and_tiny_ranges_and_scales_per_tensor():
     assert amax_scale(0.0, E4M3FN) == 1.0
     assert amax_scale(1e-45, E4M3FN) == 2.0**-126
+    w = np.array([[1.0, -7.0]], np.float16)
+    scale = weight_scales(w, Granularity.PER_TENSOR, 99, E4M3FN)
+    assert scale.shape == ()
+    assert float(scale) == 2.0**-6
+    assert weight_scales(w[:0], Granularity.PER_TENSOR, 0, E4M3FN) == 1.0
 
 
 @pytest.mark.parametrize("amax", [float("inf"), float("nan"), -1.0, 1e39])
@@ -101,20 +106,9 @@ def test_weight_scales_per_channel_are_those_of_each_channel(format, axis):
     assert (error <= bound * half_ulp).all()
 
 
-def test_weight_scale_per_tensor_ignores_the_axis():
-    w = np.array([[1.0, -7.0]], np.float16)
-    scale = weight_scales(w, Granularity.PER_TENSOR, 99, E4M3FN)
-    assert scale.shape == ()
-    assert float(scale) == 2.0**-6
-    assert weight_scales(w[:0], Granularity.PER_TENSOR, 0, E4M3FN) == 1.0
-
-
-def test_one_channel_without_a_scale_refuses_them_all():
+def test_weights_without_a_scale_are_refused():
     with pytest.raises(CalibrationError, match=r"1 of 3 ranges, the first is number 1"):
         weight_scales(np.array([[1.0], [1e39], [2.0]]), Granularity.PER_CHANNEL, 0, E4M3FN)
-
-
-def test_a_weight_with_nan_is_refused():
     w = np.array([[1.0, np.nan], [np.inf, 0.0]], np.float32)
     with pytest.raises(CalibrationError) as caught:
         weight_scales(w, Granularity.PER_CHANNEL, 0, E4M3FN)

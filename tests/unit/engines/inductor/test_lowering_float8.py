@@ -237,15 +237,12 @@ def identity_product(text: str, scale: Any) -> onnx.ModelProto:
     )
 
 
-def test_what_reads_the_tensor_beside_the_product_gets_its_rounded_values(tmp_path: Path) -> None:
+def test_readers_beside_the_product_nan_and_infinity(tmp_path: Path) -> None:
     model = lowered(identity_product("[fc] h = MatMul(d, v) y = Add(h, d)", X_SCALE), tmp_path)
     x = RANDOM.normal(size=(4, 32)).astype(np.float32)
     expected = 2 * fake_quantize(x, X_SCALE, E4M3FN)
     np.testing.assert_allclose(run(model, {"x": x})[0], expected, rtol=1e-6)
     assert model.sites["fc"].engaged
-
-
-def test_nan_spreads_along_its_row_and_infinity_saturates(tmp_path: Path) -> None:
     x = np.zeros((3, 32), np.float32)
     x[0, 3], x[1, 4] = np.nan, -np.inf
     found = run(lowered(identity_product("y = MatMul(d, v)", 0.5), tmp_path), {"x": x})[0]

@@ -239,14 +239,11 @@ def test_every_registered_operator_is_in_the_table() -> None:
     assert {op for domain, op in OPERATORS if not domain} == {case.op for case in CASES}
 
 
-def test_negative_pads_crop(tmp_path: Path) -> None:
+def test_negative_pads_crop_and_integers_divide_toward_zero(tmp_path: Path) -> None:
     x = f(3, 4)
     case = Case("Pad", [x, n(2, -1), None, n(1)])
     found = run(lowered(case.model(), tmp_path), case.feeds)[0]
     np.testing.assert_array_equal(found, np.pad(x, ((0, 0), (2, 0)))[:, :-1])
-
-
-def test_division_of_integers_rounds_toward_zero(tmp_path: Path) -> None:
     case = Case("Div", [i([7, -7, 7, -7]), i([2, 2, -2, -2])])
     assert run(lowered(case.model(), tmp_path), case.feeds)[0].tolist() == [3, -3, -3, 3]
 

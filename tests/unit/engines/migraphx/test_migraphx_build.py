@@ -138,14 +138,11 @@ def test_tuning_keeps_what_it_found_by_device_and_version(
     assert cache.parent.is_dir()
 
 
-def test_another_dynamic_axis_is_refused(tmp_path: Path) -> None:
+def test_dynamic_axes_and_fixed_outputs(tmp_path: Path) -> None:
     proto = onnx.load(model(tmp_path))
     proto.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "length"
     with pytest.raises(ModelError, match=r"dynamic axis(?s:.*)\(None, None\)"):
         inputs_of(proto)
-
-
-def test_an_output_of_fixed_length_does_not_follow_the_batch(tmp_path: Path) -> None:
     proto = onnx.load(model(tmp_path))
     proto.graph.output.append(onnx.helper.make_tensor_value_info("fixed", T.FLOAT, [3]))
     proto.graph.output.append(onnx.helper.make_tensor_value_info("scalar", T.FLOAT, []))

@@ -135,15 +135,12 @@ def test_nothing_that_migraphx_drops_or_refuses_is_left(
     assert products == {"fc0", "fc1", "head"}
 
 
-def test_the_planned_model_is_not_changed(tmp_path: Path) -> None:
+def test_the_planned_model_is_not_changed_nor_one_without_fp8(tmp_path: Path) -> None:
     path = planned(tmp_path, Precision.BF16)
     model = onnx.load(path)
     before = model.SerializeToString()
     write_dialect(model, path.parent, Float8Form.FNUZ)
     assert model.SerializeToString() == before
-
-
-def test_a_plan_without_fp8_keeps_its_numbers() -> None:
     p = Planned(T.BFLOAT16)
     model = p.model(p.op("MatMul", [p.enter(), p.constant("w", p.normal(8, 4))], "fc"))
     after = write_dialect(model, Path("nowhere"), Float8Form.FNUZ)

@@ -37,13 +37,15 @@ def test_layers_of_version_10() -> None:
     assert {layer.profile for layer in parse_layers(TEN)} == {0}
 
 
-def test_layers_of_version_11() -> None:
+def test_layers_of_version_11_and_unknown_dimensions() -> None:
     fc0, conv = parse_layers(ELEVEN)
     assert fc0.inputs == (LayerTensor("__mye101", "fp8_e4m3", (8, 64), 512),)
     assert fc0.constants == (LayerTensor("fc0/w_constantFP8", "fp8_e4m3", (64, 128), 8192),)
     assert conv.inputs[0].type == "half"
     assert conv.constants == (LayerTensor("", "half", (), 131072),)
     assert (fc0.profile, conv.profile) == (1, 1)
+    tensor = parse_layers(TEN.replace("[8,64]", "[-1,64]", 1))[0].inputs[0]
+    assert (tensor.shape, tensor.elements) == ((-1, 64), None)
 
 
 @pytest.mark.parametrize(
@@ -64,11 +66,6 @@ def test_layers_of_version_11() -> None:
 def test_types(said: str, kind: str) -> None:
     text = TEN.replace('"Format/Datatype": "BFloat16"', f'"Format/Datatype": "{said}"', 1)
     assert parse_layers(text)[0].inputs[0].type == kind
-
-
-def test_dimensions_that_are_not_known_give_no_size() -> None:
-    tensor = parse_layers(TEN.replace("[8,64]", "[-1,64]", 1))[0].inputs[0]
-    assert (tensor.shape, tensor.elements) == ((-1, 64), None)
 
 
 @pytest.mark.parametrize(

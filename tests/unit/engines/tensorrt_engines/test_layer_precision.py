@@ -40,13 +40,10 @@ def one(layers: tuple[EngineLayer, ...], site: Site, planned: Precision = Precis
     return layer_precisions(layers, [(site, planned)])[0]
 
 
-def test_fp8_factors_engage() -> None:
+def test_fp8_factors_engage_and_a_fallback_is_told() -> None:
     found = one(LAYERS, linear("fc0"))
     assert (found.engaged, found.operands) == (True, (FP8, FP8))
     assert found.evidence == "engine inspector: gemm 'fc0_myl0_1'"
-
-
-def test_a_fallback_is_told() -> None:
     found = one(LAYERS, linear("fc1", 128, 32))
     assert (found.engaged, found.operands) == (False, (BF16,))
     assert "gemm 'fc1_myl0_2' multiplies bf16 where the plan says fp8_e4m3" in found.evidence
@@ -92,7 +89,7 @@ def test_both_operands_of_an_interaction_count() -> None:
     assert not one((gemm(tensor(FP8, 8, 10, 64), tensor(BF16, 8, 64, 10)),), interaction("fc")).engaged
 
 
-def test_fp8_is_not_claimed_for_what_a_generated_kernel_hides() -> None:
+def test_library_products_count_and_generated_kernels_hide() -> None:
     name = "__myl_CastMulFc"
     kernel = replace(gemm(tensor(FP8, 8, 64)), kind="kgen", name=name, tactic=f"{name}_0x1")
     found = one((kernel,), linear("fc"))
@@ -101,9 +98,6 @@ def test_fp8_is_not_claimed_for_what_a_generated_kernel_hides() -> None:
     attention = replace(kernel, inputs=(tensor(BF16, 8, 64),), name="_gemm_mha_v2")
     assert one((attention,), linear("fc"), Precision.BF16).engaged
     assert not one((attention,), linear("fc"), Precision.FP16).engaged
-
-
-def test_a_library_product_with_what_follows_it_counts() -> None:
     fusion = replace(gemm(tensor(FP8, 8, 64)), kind="fusion", tactic="sm90_xmma_gemm_e4m3e4m3_e4m3f32_f32_tn")
     assert one((fusion,), linear("fc")).engaged
     assert not one((replace(fusion, tactic="pointwise_vectorized"),), linear("fc")).engaged

@@ -54,11 +54,18 @@ def request(tmp_path: Path, **options: int) -> BuildRequest:
     )
 
 
-def test_with_a_gpu_it_builds_and_runs(host) -> None:
+def test_with_a_gpu_it_builds_for_that_one_and_runs(host) -> None:
     availability = host(OLD, H100).availability()
     assert (availability.can_build, availability.can_run) == (True, True)
     assert availability.devices == ("NVIDIA H100 80GB HBM3 (sm90)",)
     assert (availability.version, availability.reason, availability.remedy) == ("10.16.1", "", "")
+    backend = host(H100)
+    assert backend.build_blocker("sm90") == ""
+    assert backend.build_blocker("sm100") == (
+        "the engine is for sm100 and this host has NVIDIA H100 80GB HBM3 (sm90)"
+    )
+    # What no machine can do is declined everywhere; what another can is not.
+    assert backend.decline(plan(), "sm100") is None
 
 
 @pytest.mark.parametrize("gpus", [(), (OLD,)])
@@ -71,16 +78,6 @@ def test_without_a_gpu_it_builds_nothing(host, gpus: tuple[CudaDevice, ...], tmp
     artifact = backend.build(request(tmp_path))
     assert artifact.status is BuildStatus.DECLINED
     assert artifact.detail.startswith(availability.reason)
-
-
-def test_it_builds_only_for_the_gpu_that_is_here(host) -> None:
-    backend = host(H100)
-    assert backend.build_blocker("sm90") == ""
-    assert backend.build_blocker("sm100") == (
-        "the engine is for sm100 and this host has NVIDIA H100 80GB HBM3 (sm90)"
-    )
-    # What no machine can do is declined everywhere; what another can is not.
-    assert backend.decline(plan(), "sm100") is None
 
 
 @pytest.mark.parametrize("kind", [TensorRtBackend, TensorRtRtxBackend])

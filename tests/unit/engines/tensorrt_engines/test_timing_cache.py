@@ -69,21 +69,18 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "timing" / "h100.cache"
 
 
-def test_a_build_begins_with_what_earlier_ones_measured(file: Path) -> None:
+def test_a_build_begins_with_what_others_measured(file: Path) -> None:
     assert build(file, b"a", b"b") == set()
     assert build(file, b"c") == {b"a", b"b"}
     assert build(file) == {b"a", b"b", b"c"}
     assert sorted(path.suffix for path in file.parent.iterdir()) == [".cache", ".lock"]
-
-
-def test_what_another_process_wrote_meanwhile_is_merged(file: Path) -> None:
     config, cache = FakeConfig(), TimingCache(file)
     cache.attach(config)
     build(file, b"other")
     assert config.cache is not None
     config.cache.entries |= {b"own"}
     cache.keep(config)
-    assert build(file) == {b"other", b"own"}
+    assert build(file) == {b"a", b"b", b"c", b"other", b"own"}
 
 
 def test_processes_lose_nothing_of_one_another(file: Path) -> None:

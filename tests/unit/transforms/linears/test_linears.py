@@ -21,13 +21,21 @@ from loka_onnx.transforms.sequence import apply_mods
 from loka_onnx.transforms.tidying.fold_constants import FoldConstants
 
 
-def test_the_site_says_where_it_came_from(tmp_path: Path) -> None:
+def test_names_of_merged_sites_tell_the_exported_ones(tmp_path: Path) -> None:
     done = rewrite(MERGED["query_key_value"].model(), MergeParallelLinears(), tmp_path)
     site = done.artifact.site("attention.query+key+value")
     assert site.merged_from == ("attention.query", "attention.key", "attention.value")
     assert (site.k, site.n, site.rows) == (8, 24, 4)
     assert [s.name for s in done.artifact.sites] == [site.name, "dot", "mix"]
     assert done.record.applied[0].what == "3 linears of K = 8 → one of N = 8 + 8 + 8"
+    body = " ".join(f"[experts__{i}__fc] h{i} = Gemm(x, w{i}) r{i} = Relu(h{i})" for i in range(6))
+    case = Case(
+        f"{body} y = Concat<axis=1>({', '.join(f'r{i}' for i in range(6))})",
+        {**{f"w{i}": (8, 2) for i in range(6)}},
+        outputs="float[batch,12] y",
+    )
+    done = rewrite(case.model(), MergeParallelLinears(), tmp_path)
+    assert list(done.sites()) == ["experts.0.fc+5_more"]
 
 
 def test_a_site_merged_twice_names_the_exported_sites(tmp_path: Path) -> None:
@@ -42,17 +50,6 @@ def test_a_site_merged_twice_names_the_exported_sites(tmp_path: Path) -> None:
     result = apply_mods(source, [feeds(case.model())], tmp_path / "after.onnx", mods)
     assert [len(record.applied) for record in result.log.records] == [0, 1]
     assert result.model.sites[0].merged_from == ("a", "b", "c")
-
-
-def test_five_or_more_are_counted_in_the_name(tmp_path: Path) -> None:
-    body = " ".join(f"[experts__{i}__fc] h{i} = Gemm(x, w{i}) r{i} = Relu(h{i})" for i in range(6))
-    case = Case(
-        f"{body} y = Concat<axis=1>({', '.join(f'r{i}' for i in range(6))})",
-        {**{f"w{i}": (8, 2) for i in range(6)}},
-        outputs="float[batch,12] y",
-    )
-    done = rewrite(case.model(), MergeParallelLinears(), tmp_path)
-    assert list(done.sites()) == ["experts.0.fc+5_more"]
 
 
 SQUARE = {"wa": (8, 8), "wb": (8, 8)}

@@ -209,15 +209,12 @@ def test_mean_and_variance_over_different_axes_are_an_rms_norm(
     assert_equal(outcome)
 
 
-def test_axes_of_unknown_length_are_declined(tmp_path: Path) -> None:
+def test_unknown_lengths_and_float64_are_declined(tmp_path: Path) -> None:
     model = Body().model()
     for info in (model.graph.input[0], model.graph.output[0]):
         info.type.tensor_type.shape.dim[1].dim_param = "width"
     outcome = fuse(model, FuseLayerNorm, tmp_path)
     assert [d.reason for d in outcome.declined] == ["the length of a normalized axis is not known"]
-
-
-def test_a_float64_norm_is_declined(tmp_path: Path) -> None:
     model = as_double(Body().model())
     source = artifact(model, tmp_path / "before.onnx")
     found = FuseLayerNorm().match(GraphModel.load(source.path))

@@ -298,7 +298,7 @@ def test_a_constant_goes_into_a_bias_that_stays_in_fp32(
     np.testing.assert_allclose(done.moved(is_probability=kind is PROBABILITY), 0.002, rtol=0, atol=atol)
 
 
-def test_a_site_bias_that_rounding_takes_is_left_out(tmp_path: Path) -> None:
+def test_a_site_bias_that_rounding_takes_is_left_out_by_the_sum_over_channels(tmp_path: Path) -> None:
     # −2.3 + .002 is −2.296875 in BF16, as −2.3 is: all is lost. At 1.25 BF16 numbers are 2⁻⁷ apart, and
     # 3 · 2⁻⁹ becomes 2⁻⁷: an error of a third, 1/9 of the energy.
     lost = typed(HEADS["gemm"], Precision.BF16, Corrections((bias([[0.002]]),)), tmp_path / "lost")
@@ -325,9 +325,6 @@ def test_a_site_bias_that_rounding_takes_is_left_out(tmp_path: Path) -> None:
         done = typed(HEADS["gemm"], base, Corrections((bias([[0.002]]),)), tmp_path / name, fp32=fp32)
         assert done.record.declined == ()
         np.testing.assert_allclose(done.moved(), 0.002, rtol=0, atol=2**-20)
-
-
-def test_what_rounding_takes_is_summed_over_channels(tmp_path: Path) -> None:
     # All of .002 is lost on −2.3, and almost nothing of .25 on 1: .002² of .25² + .002².
     both = Corrections((bias([[0.002, 0.25]]),))
     done = typed(HEADS["gemm"], Precision.BF16, both, tmp_path / "both", b=(-2.3, 1.0))

@@ -166,21 +166,10 @@ def test_an_interaction_quantizes_both_operands(tmp_path: Path) -> None:
     )
 
 
-def test_a_product_of_a_tensor_with_itself_quantizes_it_once(tmp_path: Path) -> None:
+def test_what_reads_one_tensor_shares_its_qdq(tmp_path: Path) -> None:
     model = parse("[fc] y = MatMul(x, x)", inputs="float[batch,5,5] x", outputs="float[batch,5,5] y")
     result = quantize(model, {"x": random_rows(6, 5, 5)}, PER_TENSOR, tmp_path)
     assert op_types(result.model) == ["QuantizeLinear", "DequantizeLinear", "MatMul"]
-
-
-def two_readers(folder: Path, **plan: Any) -> Quantized:
-    model = parse(
-        "[a] p = MatMul(x, w) [b] q = MatMul(x, v) [c] r = MatMul(x, u) s = Add(p, q) y = Add(s, r)",
-        {name: weight(8, 8, seed=i) for i, name in enumerate("wvu")},
-    )
-    return quantize(model, {"x": random_rows(6, 8)}, PER_TENSOR, folder, **plan)
-
-
-def test_sites_that_read_one_tensor_share_its_qdq(tmp_path: Path) -> None:
     result = two_readers(tmp_path, fp8=("a", "b"))
     assert op_types(result.model).count("QuantizeLinear") == 1
     assert named(result.model, "a").input[0] == named(result.model, "b").input[0]
@@ -192,6 +181,14 @@ def test_sites_that_read_one_tensor_share_its_qdq(tmp_path: Path) -> None:
     ]
 
 
+def two_readers(folder: Path, **plan: Any) -> Quantized:
+    model = parse(
+        "[a] p = MatMul(x, w) [b] q = MatMul(x, v) [c] r = MatMul(x, u) s = Add(p, q) y = Add(s, r)",
+        {name: weight(8, 8, seed=i) for i, name in enumerate("wvu")},
+    )
+    return quantize(model, {"x": random_rows(6, 8)}, PER_TENSOR, folder, **plan)
+
+
 def test_the_interface_and_the_names_of_sites_stay(tmp_path: Path) -> None:
     result = two_readers(tmp_path)
     before = onnx.load(result.source.path)
@@ -201,9 +198,6 @@ def test_the_interface_and_the_names_of_sites_stay(tmp_path: Path) -> None:
         assert named(result.model, site.name).op_type == site.op_type
     assert result.planned.log.records[0].seconds > 0
     assert len(result.planned.digest) == 64
-
-
-def test_a_plan_without_fp8_writes_the_model_as_it_is(tmp_path: Path) -> None:
     result = two_readers(tmp_path, fp8=())
     assert result.planned.log.records == ()
     assert result.planned.digest == result.source.digest
