@@ -1,4 +1,4 @@
-"""What a run file means: values, defaults, the files that it names."""
+"""What a run file means: values, defaults, the files that it names; the JSON Schema says the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ import json
 import pytest
 from run_files import refusal
 
-from loka_onnx.config import Executor, SplitBy, WeightGranularity, build_run_config, load_run_file
+from loka_onnx.config import (
+    Executor,
+    RunConfig,
+    SplitBy,
+    WeightGranularity,
+    build_run_config,
+    load_run_file,
+    run_file_schema,
+)
 from loka_onnx.config.fields import Float8Format
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.formats import Precision
@@ -117,3 +125,19 @@ def test_a_named_file_is_missing(run_file):
 def test_no_content(run_file, content, what):
     run_file.write_bytes(content)
     assert f"DIR/ranker-fp8.yaml: {what}\n" in refusal(run_file)
+
+
+def test_the_schema_is_closed_described_and_names_what_is_required():
+    schema = run_file_schema()
+    assert schema["required"] == ["model", "outputs", "data", "targets"]
+    assert set(schema["properties"]) == set(RunConfig.model_fields)
+    for definition in [schema, *schema["$defs"].values()]:
+        if definition.get("type") == "object":
+            assert definition["additionalProperties"] is False
+    assert schema["$defs"]["OutputConfig"]["required"] == ["name", "kind", "label"]
+    columns = schema["$defs"]["DataConfig"]["properties"]["inputs"]["additionalProperties"]
+    assert [choice["type"] for choice in columns["anyOf"]] == ["string", "array"]
+    schema = run_file_schema()
+    for definition in [schema, *schema["$defs"].values()]:
+        for key, value in definition.get("properties", {}).items():
+            assert value.get("description"), f"{definition['title']}.{key}"
