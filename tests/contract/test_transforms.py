@@ -24,7 +24,7 @@ from loka_onnx.graph.sites import channel_axis
 from loka_onnx.numerics.scales import amax_scale, weight_scales
 from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
-from loka_onnx.transforms.sequence import DEFAULT_MODS, Rewritten, apply_mods
+from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
 
 RANKER = """
     [bottom] h0 = Gemm<transB=1>(dense, w0, b0)
@@ -120,11 +120,6 @@ def source(mod: Mod[Any], tmp_path: Path) -> ModelArtifact:
     return ranker(tmp_path) if case is None else artifact(case.model(), tmp_path / "model.onnx")
 
 
-@pytest.fixture
-def result(mod: Mod[Any], source: ModelArtifact, tmp_path: Path) -> Rewritten:
-    return apply_mods(source, [feeds(onnx.load(source.path))], tmp_path / "after.onnx", [mod])
-
-
 def test_names_are_unique() -> None:
     assert len({kind.name for kind in DEFAULT_MODS}) == len(DEFAULT_MODS)
 
@@ -143,24 +138,20 @@ def test_matching_changes_nothing_and_rewriting_a_copy_leaves_the_original(
     assert saved(graph, tmp_path) == before
 
 
-def test_what_was_applied_is_there(mod: Mod[Any], source: ModelArtifact, result: Rewritten) -> None:
-    record = result.log.records[0]
+def test_what_was_applied_is_there_and_the_model_stays_valid_and_equal(
+    mod: Mod[Any], source: ModelArtifact, tmp_path: Path
+) -> None:
+    before = onnx.load(source.path)
+    rows = feeds(before)
+    result = apply_mods(source, [rows], tmp_path / "after.onnx", [mod])
+    after, record = onnx.load(result.model.path), result.log.records[0]
     # What a mod takes out has its name in the model before.
-    graphs = [onnx.load(path).graph for path in (source.path, result.model.path)]
-    names = {part.name for graph in graphs for part in (*graph.node, *graph.initializer)}
+    names = {part.name for m in (before, after) for part in (*m.graph.node, *m.graph.initializer)}
     assert record.transform == mod.name
-    assert record.applied
-    assert {applied.at for applied in record.applied} <= names
-    assert record.max_abs is not None
-    assert record.tolerance is not None
+    assert record.applied and {applied.at for applied in record.applied} <= names
+    assert record.max_abs is not None and record.tolerance is not None
     assert record.max_abs <= record.tolerance
     assert serde.loads(RewriteLog, serde.dumps(result.log)) == result.log
-
-
-def test_the_model_stays_valid_equal_and_has_the_same_interface(
-    source: ModelArtifact, result: Rewritten
-) -> None:
-    before, after = onnx.load(source.path), onnx.load(result.model.path)
     onnx.checker.check_model(after, full_check=True)
     assert list(after.graph.input) == list(before.graph.input)
     assert list(after.graph.output) == list(before.graph.output)
@@ -168,14 +159,10 @@ def test_the_model_stays_valid_equal_and_has_the_same_interface(
     replaced = {name for site in result.model.sites for name in site.merged_from}
     assert {site.name for site in source.sites} <= {site.name for site in result.model.sites} | replaced
     # FP32 sums in another order: 3e-7 of the largest seen.
-    (expected,), (found,) = (evaluate(model, feeds(before)).values() for model in (before, after))
+    (expected,), (found,) = (evaluate(model, rows).values() for model in (before, after))
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * max(1.0, float(np.abs(expected).max())))
-
-
-def test_a_second_run_finds_nothing(
-    mod: Mod[Any], source: ModelArtifact, result: Rewritten, tmp_path: Path
-) -> None:
-    second = apply_mods(result.model, [feeds(onnx.load(source.path))], tmp_path / "twice.onnx", [mod])
+    # A second run finds nothing.
+    second = apply_mods(result.model, [rows], tmp_path / "twice.onnx", [mod])
     assert second.log.records[0].applied == ()
     assert second.model.digest == result.model.digest
 

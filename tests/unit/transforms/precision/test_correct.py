@@ -259,43 +259,36 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
-@pytest.mark.parametrize("value", [0.002, 0.004, 0.01])
-@pytest.mark.parametrize("head", HEADS)
-def test_outputs_in_a_narrow_base_move_by_their_constant(
-    head: str, value: float, base: Precision, tmp_path: Path
+NARROW = [
+    (head, base, value, (), (), False)
+    for head in HEADS
+    for value in (0.002, 0.004, 0.01)
+    for base in (Precision.BF16, Precision.FP16)
+]
+FOLDING = [
+    ("gemm", Precision.BF16, 0.002, (), ("fc",), True),
+    ("add", Precision.BF16, 0.002, ("add",), (), True),
+    ("add", Precision.BF16, 0.002, (), ("fc",), False),
+    ("squeezed", Precision.BF16, 0.002, ("block/y",), ("fc",), True),
+    # The Squeeze would round what the Gemm in FP32 adds.
+    ("squeezed", Precision.BF16, 0.002, (), ("fc",), False),
+    ("probability", Precision.BF16, 0.002, (), ("fc",), True),
+]
+
+
+@pytest.mark.parametrize("case", NARROW + FOLDING)
+def test_outputs_move_by_their_constant_which_goes_into_a_bias_that_stays_in_fp32(
+    case: tuple[str, Precision, float, tuple[str, ...], tuple[str, ...], bool], tmp_path: Path
 ) -> None:
+    head, base, value, wide, fp32, folds = case
     kind = PROBABILITY if head == "probability" else LOGIT
     constant = Corrections((), (OutputConstant("y", kind, value),))
-    done = typed(HEADS[head], base, constant, tmp_path)
-    # One sum in FP32 of numbers below 8; a probability comes back to its logit with 2⁻²⁴ / (p (1 − p)).
-    atol = 2e-6 if kind is PROBABILITY else 2**-21
-    np.testing.assert_allclose(done.moved(is_probability=kind is PROBABILITY), value, rtol=0, atol=atol)
-    assert done.record.applied[0].what.endswith("in an Add of its own")
-
-
-@pytest.mark.parametrize(
-    ("head", "wide", "fp32", "folds"),
-    [
-        ("gemm", (), ("fc",), True),
-        ("add", ("add",), (), True),
-        ("add", (), ("fc",), False),
-        ("squeezed", ("block/y",), ("fc",), True),
-        # The Squeeze would round what the Gemm in FP32 adds.
-        ("squeezed", (), ("fc",), False),
-        ("probability", (), ("fc",), True),
-    ],
-)
-def test_a_constant_goes_into_a_bias_that_stays_in_fp32(
-    head: str, wide: tuple[str, ...], fp32: tuple[str, ...], folds: bool, tmp_path: Path
-) -> None:
-    kind = PROBABILITY if head == "probability" else LOGIT
-    constant = Corrections((), (OutputConstant("y", kind, 0.002),))
-    done = typed(HEADS[head], Precision.BF16, constant, tmp_path, wide=wide, fp32=fp32)
-    assert ("in the constant of" in done.record.applied[0].what) == folds
+    done = typed(HEADS[head], base, constant, tmp_path, wide=wide, fp32=fp32)
+    assert ("in the constant of" if folds else "in an Add of its own") in done.record.applied[0].what
     assert op_types(done.corrected).count("Add") == (head == "add") + (not folds)
+    # One sum in FP32 of numbers below 8; a probability comes back to its logit with 2⁻²⁴ / (p (1 − p)).
     atol = 2e-6 if kind is PROBABILITY else 2**-20
-    np.testing.assert_allclose(done.moved(is_probability=kind is PROBABILITY), 0.002, rtol=0, atol=atol)
+    np.testing.assert_allclose(done.moved(is_probability=kind is PROBABILITY), value, rtol=0, atol=atol)
 
 
 def test_a_site_bias_that_rounding_takes_is_left_out_by_the_sum_over_channels(tmp_path: Path) -> None:

@@ -61,6 +61,24 @@ def expected_product(product: Product, x: Any, result: Quantized, recipe: Recipe
     return y + product.weights.get("b", 0.0)
 
 
+def check_stored_weight(model: onnx.ModelProto, product: Product, granularity: str) -> None:
+    w, stored = product.weights["w"], initializer(model, "fc/weight/fp8")
+    assert (stored.data_type, tuple(stored.dims)) == (TensorProto.FLOAT8E4M3FN, w.shape)
+    assert len(stored.raw_data) == w.size
+    assert "w" not in {tensor.name for tensor in model.graph.initializer}
+    dq = named(model, "fc/weight/dq")
+    scale, zero = (initializer(model, name) for name in dq.input[1:])
+    assert (zero.data_type, zero.dims) == (TensorProto.FLOAT8E4M3FN, scale.dims)
+    assert not numpy_helper.to_array(zero).astype(np.float32).any()
+    axis = None if granularity == "per_tensor" else product.channel_axis
+    assert {a.name: a.i for a in dq.attribute} == ({} if axis is None else {"axis": axis})
+    assert list(scale.dims) == ([] if axis is None else [w.shape[axis]])
+    others = None if axis is None else tuple(a for a in range(w.ndim) if a != axis)
+    # A scale is amax / 448 rounded up to eight bits.
+    ratio = numpy_helper.to_array(scale) * 448 / np.abs(w).max(axis=others)
+    assert np.all((ratio >= 1 - 1e-6) & (ratio <= 1 + 2**-7))
+
+
 @pytest.mark.parametrize("granularity", RECIPES)
 @pytest.mark.parametrize("case", PRODUCTS)
 def test_values_equal_fake_quantized_operands(case: str, granularity: str, tmp_path: Path) -> None:
@@ -76,6 +94,7 @@ def test_values_equal_fake_quantized_operands(case: str, granularity: str, tmp_p
     )
     exact = evaluate(product.model(), {"x": x})["y"]
     assert np.abs(exact - expected).max() > 0.05
+    check_stored_weight(result.model, product, granularity)
 
 
 @pytest.mark.parametrize("format", list(FLOATS))
@@ -118,36 +137,6 @@ def test_integers_against_int64(format: NumberFormat, case: str, tmp_path: Path)
     for optimize in (False, True)[: 1 + (w.ndim == 2)]:
         session = OnnxSession(result.planned.path, SessionOptions(optimize=optimize))
         np.testing.assert_allclose(session.run({"x": x})["y"], expected, rtol=0, atol=5e-6)
-
-
-@pytest.mark.parametrize("granularity", RECIPES)
-@pytest.mark.parametrize("case", PRODUCTS)
-def test_the_weight_is_stored_in_fp8(case: str, granularity: str, tmp_path: Path) -> None:
-    product = PRODUCTS[case]
-    w = product.weights["w"]
-    result = quantize(product.model(), {"x": random_rows(6, *product.shape)}, RECIPES[granularity], tmp_path)
-    stored = initializer(result.model, "fc/weight/fp8")
-    assert stored.data_type == TensorProto.FLOAT8E4M3FN
-    assert tuple(stored.dims) == w.shape
-    assert len(stored.raw_data) == w.size
-    assert "w" not in {tensor.name for tensor in result.model.graph.initializer}
-    dq = named(result.model, "fc/weight/dq")
-    attributes = {a.name: a.i for a in dq.attribute}
-    scale, zero = (initializer(result.model, name) for name in dq.input[1:])
-    assert zero.data_type == TensorProto.FLOAT8E4M3FN
-    assert zero.dims == scale.dims
-    assert not numpy_helper.to_array(zero).astype(np.float32).any()
-    if granularity == "per_tensor":
-        assert list(scale.dims) == []
-        assert attributes == {}
-    else:
-        assert list(scale.dims) == [w.shape[product.channel_axis]]
-        assert attributes == {"axis": product.channel_axis}
-        others = tuple(a for a in range(w.ndim) if a != product.channel_axis)
-        amax = np.abs(w).max(axis=others)
-        # A scale is amax / 448 rounded up to eight bits.
-        ratio = numpy_helper.to_array(scale) * 448 / amax
-        assert ((ratio >= 1 - 1e-6) & (ratio <= 1 + 2**-7)).all()
 
 
 def test_an_interaction_quantizes_both_operands(tmp_path: Path) -> None:
