@@ -8,20 +8,19 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from planned import quantized_model
 from rewrite_models import Arrays, artifact, evaluate, parse
 from shape_cases import CONVOLUTIONS, EINSUMS, FOLDED, JOINED, LOOKED_UP, MERGED, PADDED, SHARED, TAKEN_APART
 from shape_models import Case, feeds
 
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.formats import E4M3FN, Precision
-from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.site import SiteKind
-from loka_onnx.graph.model import GraphModel, values_of
-from loka_onnx.graph.sites import channel_axis
-from loka_onnx.numerics.scales import amax_scale, weight_scales
+from loka_onnx.graph.model import GraphModel
 from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
@@ -115,7 +114,6 @@ def mod(request: pytest.FixtureRequest) -> Mod[Any]:
 
 @pytest.fixture
 def source(mod: Mod[Any], tmp_path: Path) -> ModelArtifact:
-    """A model in which the mod finds something: the ranker, or one of its own."""
     case = CASES.get(mod.name)
     return ranker(tmp_path) if case is None else artifact(case.model(), tmp_path / "model.onnx")
 
@@ -178,21 +176,7 @@ def rewritten(tmp_path_factory: pytest.TempPathFactory) -> ModelArtifact:
 
 
 def fp8_plan(model: ModelArtifact, recipe: Recipe, base: Precision) -> PrecisionPlan:
-    """Every product in FP8, interactions too, with ample activation scales; norms in the base."""
-    graph = GraphModel.load(model.path)
-    decisions = []
-    for site in model.sites:
-        if site.kind is SiteKind.NORM:
-            decisions.append(Decision(site.name, base, None, Verdict.SAFE, ""))
-            continue
-        scale = amax_scale(20.0, recipe.format)
-        other: tuple[float, ...] = (scale,)
-        if site.weight is not None:
-            values = values_of(graph.node(site.name).inputs[site.weight.index])
-            found = weight_scales(values, recipe.weight, channel_axis(site.weight), E4M3FN)
-            other = tuple(float(s) for s in found.reshape(-1))
-        decisions.append(Decision(site.name, Precision.FP8, recipe, Verdict.SAFE, "", scale, other))
-    return PrecisionPlan("fp8-all", model.digest, base, tuple(decisions), {}, 1.0)
+    return quantized_model(model, recipe, base, amax=20.0)
 
 
 CHANGES = {Precision.FP32: 0.15, Precision.BF16: 0.15, Precision.FP16: 0.15}

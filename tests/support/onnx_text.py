@@ -40,6 +40,19 @@ def with_constants(
     return model
 
 
+def in_fp32(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model, edited, with FP32 in place of BF16; constants keep their values, which BF16 has rounded."""
+    for tensor in model.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.BFLOAT16:
+            values = numpy_helper.to_array(tensor).astype(np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "to":
+                attribute.i = onnx.TensorProto.FLOAT
+    return model
+
+
 def _read(graph: onnx.GraphProto) -> Iterator[str]:
     """Names that nodes read and no node makes."""
     made = {name for node in graph.node for name in node.output}

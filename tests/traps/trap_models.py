@@ -68,12 +68,8 @@ CONSTANTS: dict[str, np.ndarray] = {
 class Trap:
     """A model with what is expected of it.
 
-    Attributes:
-        model: The model.
-        refused: What the refusal must name; None where the model must go through.
-        tolerance: Of the exact engine's output, relative to the largest.
-        external: Whether its weights are stored beside it.
-        positive: Whether `x` is positive in the data.
+    `refused` is what the refusal must name, None where the model must go through; `tolerance` is that of the
+    exact engine's output, relative to the largest; weights are `external`, or x is `positive` in the data.
     """
 
     model: onnx.ModelProto
@@ -104,7 +100,6 @@ def parsed(
 
 
 def between(body: str, **settings: object) -> onnx.ModelProto:
-    """A product, a body that makes k of h, and a product."""
     text = f"[first] h = MatMul(x, w)\n{body}\n[last] y = MatMul(k, w1)"
     return parsed(text, **settings)  # type: ignore[arg-type]
 

@@ -45,7 +45,6 @@ def artifact_of(folder: Path, body: str = BODY, **weights: np.ndarray) -> ModelA
 
 
 def columns_of(rows: int, seed: int = 1) -> dict[str, np.ndarray]:
-    """Inputs, labels, weights and groups."""
     random = np.random.default_rng(seed)
     user = random.integers(0, 40, rows)
     return {
@@ -59,7 +58,6 @@ def columns_of(rows: int, seed: int = 1) -> dict[str, np.ndarray]:
 
 
 def dataset_of(folder: Path, columns: dict[str, np.ndarray]) -> Dataset:
-    """The rows as a data set."""
     folder.mkdir(parents=True, exist_ok=True)
     np.savez(folder / "clicks-0412.npz", **columns)
     names = tuple(name for name in columns if name != "x")

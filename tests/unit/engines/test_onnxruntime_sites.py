@@ -10,9 +10,9 @@ import onnx
 import onnx.parser
 import pytest
 from onnx_text import parsed
+from planned import plan_of_one
 
-from loka_onnx.core.formats import E4M3FN, E4M3FNUZ, NumberFormat, Precision
-from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.formats import E4M3FN, E4M3FNUZ, Precision
 from loka_onnx.core.recipe import Recipe
 from loka_onnx.engines.onnx_operands import OperandReader
 from loka_onnx.engines.onnxruntime.io_binding_settings import settings_for, why_declined, without_graphs
@@ -114,20 +114,13 @@ def test_a_model_that_is_refused_says_why(tmp_path: Path) -> None:
 HEADER = '<ir_version: 10, opset_import: ["" : 21]>'
 
 
-def plan_of(base: Precision, float8: NumberFormat | None = None) -> PrecisionPlan:
-    decision = Decision("fc", base, None, Verdict.NOT_JUDGED, "")
-    if float8 is not None:
-        decision = Decision("fc", Precision.FP8, Recipe.of(float8), Verdict.SAFE, "", 1.0, (1.0,))
-    return PrecisionPlan("fp8-all" if float8 else base.value, "d", base, (decision,), {}, 0.0)
-
-
 ROWS = "g (float[b,13] x, int64[b,26] ids) => (float[b,13] y) { y = Relu(x) }"
 
 
 def request_for(tmp_path: Path, text: str = ROWS, **options: int) -> BuildRequest:
     model, batch = tmp_path / "m.onnx", BatchRange(2, 64, 512, (32, 64, 128))
     onnx.save(onnx.parser.parse_model(f"{HEADER} {text}"), model)
-    plan, where = plan_of(Precision.FP16), ("nvidia-h100", "sm90")
+    plan, where = plan_of_one(Precision.FP16), ("nvidia-h100", "sm90")
     return BuildRequest(model, plan, (), *where, batch, tmp_path / "e", model, options=options)
 
 
@@ -141,13 +134,13 @@ def request_for(tmp_path: Path, text: str = ROWS, **options: int) -> BuildReques
     ],
 )
 def test_the_plans_that_a_provider_takes(provider: Provider, accepted: set[str]) -> None:
-    plans = {base.value: plan_of(base) for base in (Precision.FP32, Precision.FP16, Precision.BF16)}
-    plans["fp8"] = plan_of(Precision.BF16, E4M3FN)
+    plans = {base.value: plan_of_one(base) for base in (Precision.FP32, Precision.FP16, Precision.BF16)}
+    plans["fp8"] = plan_of_one(Precision.BF16, Recipe.of(E4M3FN))
     assert {name for name, plan in plans.items() if why_declined(provider, plan) is None} == accepted
 
 
 def test_cuda_multiplies_no_fnuz() -> None:
-    reason = why_declined(CUDA, plan_of(Precision.BF16, E4M3FNUZ))
+    reason = why_declined(CUDA, plan_of_one(Precision.BF16, Recipe.of(E4M3FNUZ)))
     assert reason is not None and reason.startswith("site 'fc' asks for E4M3FNUZ")
 
 

@@ -33,8 +33,6 @@ def outputs(*names: str) -> tuple[OutputSpec, ...]:
 
 
 class Ranker(nn.Module):
-    """Two outputs."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

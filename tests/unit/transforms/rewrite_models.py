@@ -55,7 +55,6 @@ def artifact(model: onnx.ModelProto, path: Path) -> ModelArtifact:
 
 
 def as_double(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same graph in float64."""
     wide = onnx.ModelProto()
     wide.CopyFrom(model)
     del wide.graph.value_info[:]
@@ -85,7 +84,6 @@ def widened(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def evaluate(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
-    """Outputs by the ONNX reference evaluator."""
     names = [output.name for output in model.graph.output]
     return dict(zip(names, ReferenceEvaluator(model).run(None, feeds), strict=True))
 

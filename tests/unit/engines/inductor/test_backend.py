@@ -16,8 +16,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
+from planned import plan_of_one  # noqa: E402
+
 from loka_onnx.core.formats import E5M2, Precision  # noqa: E402
-from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict  # noqa: E402
 from loka_onnx.core.recipe import PER_TENSOR, Recipe  # noqa: E402
 from loka_onnx.core.site import Operand, Site, SiteKind  # noqa: E402
 from loka_onnx.engines.inductor import backend as backend_module  # noqa: E402
@@ -61,25 +62,18 @@ from loka_onnx.sessions.cuda import CudaDevice  # noqa: E402
 NOWHERE = ("/nowhere/g++", "/nowhere/gcc")
 
 
-def plan(base: Precision = Precision.BF16, recipe: Recipe | None = None) -> PrecisionPlan:
-    decision = Decision("fc", base, None, Verdict.NOT_JUDGED, "test")
-    if recipe:
-        decision = Decision("fc", Precision.FP8, recipe, Verdict.SAFE, "test", 0.01, (0.01,))
-    return PrecisionPlan("plan", "digest", base, (decision,), {}, float(bool(recipe)))
-
-
 def graph_of(text: str) -> onnx.GraphProto:
     return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {text}').graph
 
 
 def test_plans_that_no_device_of_an_architecture_runs_are_declined() -> None:
     backend = InductorBackend()
-    fp8, e5m2 = plan(recipe=PER_TENSOR), plan(recipe=Recipe.of(E5M2))
+    fp8, e5m2 = plan_of_one(recipe=PER_TENSOR), plan_of_one(recipe=Recipe.of(E5M2))
     assert backend.decline(fp8, "sm80") == "sm80 has no FP8 products (sm89 is the first that has)"
     for architecture in ("cpu", "sm89", "sm90", "sm120"):
         assert backend.decline(fp8, architecture) is None
     for base in (Precision.FP32, Precision.BF16, Precision.FP16):
-        assert backend.decline(plan(base), "sm80") is None
+        assert backend.decline(plan_of_one(base), "sm80") is None
     assert backend.decline(e5m2, "cpu") == "site 'fc' asks for E5M2; inductor multiplies E4M3FN only"
 
 
@@ -120,7 +114,7 @@ def test_the_compiler_of_the_system_is_preferred_to_the_environment(tmp_path, mo
 def request(architecture: str = "cpu", sizes=(8, 32), options=None) -> BuildRequest:
     """A request of which nothing but the batch sizes, the architecture and the options is read."""
     nowhere, batch = Path("nowhere"), BatchRange(1, max(sizes), max(sizes), sizes)
-    given = (nowhere, plan(), (), "device", architecture, batch, nowhere, nowhere)
+    given = (nowhere, plan_of_one(), (), "device", architecture, batch, nowhere, nowhere)
     return BuildRequest(*given, options=options or {})
 
 

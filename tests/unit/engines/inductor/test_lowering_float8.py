@@ -44,8 +44,6 @@ X_SCALE, W_SCALE = np.float32(0.0087890625), np.float32(0.00177001953125)
 
 @dataclass(frozen=True)
 class Watch(ProductStrategy):
-    """Keeps the products that it multiplies."""
-
     seen: list[FloatProduct] = field(default_factory=list)
 
     def multiply(self, product: FloatProduct, epilogue: Epilogue | None = None) -> Multiplied:

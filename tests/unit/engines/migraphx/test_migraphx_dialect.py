@@ -10,6 +10,7 @@ import pytest
 from onnx import TensorProto as T
 from onnx import numpy_helper
 from onnx_text import parsed
+from planned import quantized_site
 from planned_graphs import NUMPY, Array, Planned, evaluate, reread
 
 from loka_onnx.core.artifact import ModelArtifact
@@ -22,7 +23,6 @@ from loka_onnx.errors import ModelError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.numerics.rounding import fake_quantize, storage_type
-from loka_onnx.numerics.scales import weight_scales
 from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
@@ -54,17 +54,13 @@ def planned(folder: Path, base: Precision, *, per_channel: bool = False) -> Path
     source = block(folder)
     graph = GraphModel.load(source)
     sites = find_sites(graph)
-    weights = {t.name: numpy_helper.to_array(t) for t in onnx.load(source).graph.initializer}
     recipe = PER_CHANNEL_WEIGHT if per_channel else PER_TENSOR
-    decisions = []
-    for site in sites:
-        if site.weight is None:
-            decisions.append(Decision(site.name, base, None, Verdict.NOT_JUDGED, "test"))
-            continue
-        values, axis = weights[site.weight.tensor], 0 if site.op_type == "Gemm" else 1
-        scale = np.ravel(weight_scales(values, recipe.weight, axis, recipe.format))
-        fp8 = (site.name, Precision.FP8, recipe, Verdict.SAFE, "test", 2.0**-6, tuple(scale.tolist()))
-        decisions.append(Decision(*fp8))
+    decisions = [
+        Decision(site.name, base, None, Verdict.NOT_JUDGED, "test")
+        if site.weight is None
+        else quantized_site(graph, site, recipe, 2.0**-6)
+        for site in sites
+    ]
     plan = PrecisionPlan("fp8-all", "digest", base, tuple(decisions), {}, 1.0)
     artifact = ModelArtifact(source, "digest", 23, (), (), sites, "test")
     target = folder / "planned" / "model.onnx"

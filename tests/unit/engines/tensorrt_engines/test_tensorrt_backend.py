@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from planned import plan_of_one
 
 from loka_onnx.core.engine import BuildStatus
 from loka_onnx.core.formats import E5M2, Precision
-from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.engines.request import BatchRange, BuildRequest
 from loka_onnx.engines.tensorrt import backend as module
@@ -23,6 +24,7 @@ from loka_onnx.errors import ConfigError
 from loka_onnx.sessions import cuda
 from loka_onnx.sessions.cuda import CudaDevice
 
+FP8, KEPT = plan_of_one(recipe=PER_TENSOR), plan_of_one()
 H100 = CudaDevice(1, "NVIDIA H100 80GB HBM3", "sm90")
 OLD = CudaDevice(0, "Tesla P100", "sm60")
 
@@ -41,18 +43,12 @@ def host(monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-def plan(base: Precision = Precision.BF16, recipe: Recipe | None = PER_TENSOR) -> PrecisionPlan:
-    fp8 = Decision("fc", Precision.FP8, recipe, Verdict.SAFE, "test", 0.01, (0.01,))
-    kept = Decision("fc", base, None, Verdict.NOT_JUDGED, "test")
-    return PrecisionPlan("p", "digest", base, (kept if recipe is None else fp8,), {}, 1.0)
-
-
 def request(tmp_path: Path, **options: int) -> BuildRequest:
     for name in ("model.onnx", "sample.npz"):
         (tmp_path / name).write_bytes(b"")
     batch, paths = BatchRange(1, 8, 16, (4, 8)), (tmp_path / "engine", tmp_path / "sample.npz")
     return BuildRequest(
-        tmp_path / "model.onnx", plan(), (), "nvidia-h100", "sm90", batch, *paths, options=options
+        tmp_path / "model.onnx", FP8, (), "nvidia-h100", "sm90", batch, *paths, options=options
     )
 
 
@@ -67,7 +63,7 @@ def test_with_a_gpu_it_builds_for_that_one_and_runs(host) -> None:
         "the engine is for sm100 and this host has NVIDIA H100 80GB HBM3 (sm90)"
     )
     # What no machine can do is declined everywhere; what another can is not.
-    assert backend.decline(plan(), "sm100") is None
+    assert backend.decline(FP8, "sm100") is None
 
 
 @pytest.mark.parametrize("gpus", [(), (OLD,)])
@@ -86,13 +82,13 @@ def test_without_a_gpu_it_builds_nothing(host, gpus: tuple[CudaDevice, ...], tmp
 @pytest.mark.parametrize(
     ("planned", "architecture", "said"),
     [
-        (plan(), "sm90", None),
-        (plan(recipe=PER_CHANNEL_WEIGHT), "sm89", None),
-        (plan(), "sm80", "sm80 has no FP8 products (sm89 is the first that has)"),
-        (plan(recipe=None), "sm80", None),
-        (plan(recipe=None), "sm75", "sm75 has no BF16 products (sm80 is the first that has)"),
-        (plan(Precision.FP16, None), "sm75", None),
-        (plan(recipe=Recipe.of(E5M2)), "sm90", "site 'fc' asks for E5M2"),
+        (FP8, "sm90", None),
+        (plan_of_one(recipe=PER_CHANNEL_WEIGHT), "sm89", None),
+        (FP8, "sm80", "sm80 has no FP8 products (sm89 is the first that has)"),
+        (KEPT, "sm80", None),
+        (KEPT, "sm75", "sm75 has no BF16 products (sm80 is the first that has)"),
+        (plan_of_one(Precision.FP16), "sm75", None),
+        (plan_of_one(recipe=Recipe.of(E5M2)), "sm90", "site 'fc' asks for E5M2"),
     ],
 )
 def test_what_it_declines(kind, planned: PrecisionPlan, architecture: str, said: str | None) -> None:

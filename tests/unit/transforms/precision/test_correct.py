@@ -37,16 +37,7 @@ def bias(values: Any, site: str = "fc") -> BiasCorrection:
 
 @dataclass(frozen=True)
 class Case:
-    """A graph, what is added to it, and the body that computes the same.
-
-    Attributes:
-        body: The graph.
-        corrections: What is added.
-        nodes: How many nodes come on top.
-        what: Part of what is said of it.
-        moved: By how much each output moves.
-        shape: Of x, without the batch.
-    """
+    """A graph, what is added to it, how many nodes that takes, what is said of it, and how outputs move."""
 
     body: str
     corrections: Corrections
@@ -205,13 +196,7 @@ def test_a_plan_is_written_with_its_corrections(base: Precision, tmp_path: Path)
 
 @dataclass(frozen=True)
 class Typed:
-    """A small model in a base precision, without and with corrections.
-
-    Attributes:
-        plain: Without.
-        corrected: With them.
-        record: What is said of them.
-    """
+    """A small model in a base precision, without corrections and with them."""
 
     plain: onnx.ModelProto
     corrected: onnx.ModelProto
