@@ -54,21 +54,31 @@ def test_values_and_defaults(run_file):
     assert config.threads is None and not config.data.synthetic
 
 
-def test_one_file_with_a_split(run_file):
+def test_one_file_with_a_split_and_what_was_understood_reads_back(run_file):
     split = {"by": "hash", "column": "user", "fractions": {"calibration": 0.1}, "seed": 3}
     data = load_run_file(run_file, {"data": {"path": "day-07.parquet", "split": split}}).data
     assert data.path == run_file.parent / "day-07.parquet"
     assert data.split is not None and data.split.by is SplitBy.HASH
     assert data.split.fractions.model_dump() == {"calibration": 0.1, "selection": 0.3, "certification": 0.5}
+    config = load_run_file(run_file)
+    dumped = config.model_dump(mode="json")
+    for output in dumped["outputs"]:
+        del output["clip"]  # only a probability may name it
+    assert build_run_config(json.loads(json.dumps(dumped)), run_file.parent) == config
 
 
-def test_an_output_without_labels_says_so(run_file):
+def test_an_output_without_labels_says_so_and_a_missing_file_is_named(run_file):
     config = load_run_file(run_file, {"outputs.0.label": None})
     assert config.output_specs == (OutputSpec("ctr", OutputKind.LOGIT, None, budget=2e-4),)
     assert config.columns == ("request_id", "country")
     # Left out it may have been forgotten, and the run would be judged on less than was meant.
     assert refusal(run_file, old="    label: clicked\n", new="").startswith(
         "DIR/ranker-fp8.yaml:3: `outputs[0]` lacks the key 'label'\n"
+    )
+    assert refusal(run_file, old="day-08.parquet", new="day-8.parquet") == (
+        "DIR/ranker-fp8.yaml:9: `data.selection` names a file that does not exist\n"
+        "  evidence: looked for 'DIR/day-8.parquet'\n"
+        "  remedy: did you mean 'day-08.parquet'? a relative path starts at 'DIR'"
     )
 
 
@@ -96,22 +106,6 @@ def test_guards_belong_to_a_log_loss_and_auc_to_labels(run_file):
         load_run_file(run_file, {"outputs.0.label": None, "outputs.0.max_auc_drop": 0.01})
     assert "max_auc_drop" in str(caught.value)
     assert load_run_file(run_file, {"outputs.0.kind": "regression"}).output_specs[0].kl_limit is None
-
-
-def test_what_was_understood_reads_back_the_same(run_file):
-    config = load_run_file(run_file)
-    dumped = config.model_dump(mode="json")
-    for output in dumped["outputs"]:
-        del output["clip"]  # only a probability may name it
-    assert build_run_config(json.loads(json.dumps(dumped)), run_file.parent) == config
-
-
-def test_a_named_file_is_missing(run_file):
-    assert refusal(run_file, old="day-08.parquet", new="day-8.parquet") == (
-        "DIR/ranker-fp8.yaml:9: `data.selection` names a file that does not exist\n"
-        "  evidence: looked for 'DIR/day-8.parquet'\n"
-        "  remedy: did you mean 'day-08.parquet'? a relative path starts at 'DIR'"
-    )
 
 
 @pytest.mark.parametrize(

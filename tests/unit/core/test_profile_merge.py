@@ -244,7 +244,7 @@ def test_neither_cutting_rows_into_parts_nor_their_order_changes_a_bit(values, c
     assert merged.variance == pytest.approx(wide.var(), abs=1e-7 * max(merged.amax, 1e-30) ** 2)
 
 
-def test_channels_that_one_part_does_not_know_are_unknown():
+def test_channels_and_error_ratios_are_those_of_all_rows():
     known = dataclasses.replace(range_of(np.ones(2)), channel_amax=(3.0, 1.0))
     other = dataclasses.replace(known, channel_amax=(0.5, 2.0))
     assert known.merge(other).channel_amax == (3.0, 2.0)
@@ -253,9 +253,6 @@ def test_channels_that_one_part_does_not_know_are_unknown():
         known.merge(dataclasses.replace(other, channel_amax=(1.0,)))
     with pytest.raises(ValueError, match="batches of different sizes do not merge"):
         BatchSpread(1, 512).merge(BatchSpread(1, 256))
-
-
-def test_error_ratios_are_those_of_all_rows_together():
     random = np.random.default_rng(0)
     exact = random.standard_normal(1000)
     low = exact + 0.01 * random.standard_normal(1000)

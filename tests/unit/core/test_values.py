@@ -91,12 +91,18 @@ def test_records_gather_times_by_kernel_and_source_and_give_them_back() -> None:
     assert TimingRecords.of(reversed(timings)) == records
 
 
-def test_records_survive_their_file_and_refuse_other_keys() -> None:
+def test_documents_come_back_and_refuse_other_keys() -> None:
     records = TimingRecords.of([KernelTiming(NARROW, Shape(2, 3, 5), 1.5, 0.25, SOURCE, 15, 1e-3)])
     text = serde.dumps(records)
     assert serde.loads(TimingRecords, text) == records
     with pytest.raises(UserError, match="not a valid loka-onnx/kernel-timings/1 document"):
         serde.loads(TimingRecords, text.replace('"us"', '"ms"'))
+    document = CorrectionSet((plan(Variant.BOTH, Variant.BIAS),))
+    text = serde.dumps(document)
+    assert serde.loads(CorrectionSet, text) == document
+    assert '"schema": "loka-onnx/corrections/1"' in text
+    with pytest.raises(UserError, match="unknown schema"):
+        serde.loads(CorrectionSet, text.replace("corrections/1", "corrections/0"))
 
 
 INTERVAL = Interval(1e-4, -1e-4, 3e-4, 0.95, 1000)
@@ -111,15 +117,6 @@ def output(name: str, accepted: Variant) -> OutputCorrection:
 def plan(*accepted: Variant) -> PlanCorrections:
     outputs = tuple(output(f"y{number}", variant) for number, variant in enumerate(accepted))
     return PlanCorrections("fp8-all", 32_768, (BIAS,), {"dot": "two activations"}, outputs)
-
-
-def test_the_document_comes_back() -> None:
-    document = CorrectionSet((plan(Variant.BOTH, Variant.BIAS),))
-    text = serde.dumps(document)
-    assert serde.loads(CorrectionSet, text) == document
-    assert '"schema": "loka-onnx/corrections/1"' in text
-    with pytest.raises(UserError, match="unknown schema"):
-        serde.loads(CorrectionSet, text.replace("corrections/1", "corrections/0"))
 
 
 def test_what_is_accepted_of_the_trials_of_an_output() -> None:

@@ -108,17 +108,14 @@ def test_held_out_rows_do_not_reach_training_features(what):
         np.testing.assert_array_equal(before[name][train], after[name][train])
 
 
-def test_labels_reach_no_feature():
-    """A leave-one-out mean of labels would tell the label of its own row."""
+def test_attributes_are_encoded_and_labels_reach_no_feature():
+    # A leave-one-out mean of labels would tell the label of its own row.
     rows = ratings(1)
     flipped = [row | {"rating": str(6 - int(row["rating"]))} for row in rows]
     catalog, train = ml.build_catalog(USERS, ITEMS), np.arange(8)
     one, two = (ml.build_columns(catalog, ml.build_ratings(USERS, ITEMS, r, train)) for r in (rows, flipped))
     assert [name for name in one if not np.array_equal(one[name], two[name])] == ["label"]
     assert one["label"].tolist() == [int(int(row["rating"]) >= 4) for row in rows]
-
-
-def test_attributes_are_encoded_with_zero_for_none():
     catalog = ml.build_catalog(USERS, ITEMS)
     assert catalog.users["age_bucket"].tolist() == [0, 1, 6, 2]
     assert catalog.users["zip3"].tolist() == [1, 2, 4, 3]

@@ -92,7 +92,7 @@ def test_sites_that_are_gone_or_simulated(tmp_path: Path) -> None:
     assert "stands for BF16, run in FP32; on CUDAExecutionProvider" in found.evidence
 
 
-def test_a_log_says_where_nodes_went() -> None:
+def test_a_log_says_where_nodes_went_and_a_refusal_why(tmp_path: Path) -> None:
     nodes = [PlacedNode(f"n{i}", "MatMul", ON_CUDA) for i in range(3)] + [
         PlacedNode(f"c{i}", "NonZero", ON_CPU) for i in range(25)
     ]
@@ -100,9 +100,6 @@ def test_a_log_says_where_nodes_went() -> None:
     assert lines[:2] == ["25 nodes on CPUExecutionProvider", "3 nodes on CUDAExecutionProvider"]
     assert lines[2] == "not on CUDAExecutionProvider: NonZero 'c0'"
     assert len(lines) == 22
-
-
-def test_a_model_that_is_refused_says_why(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     model = onnx.load(product_model(tmp_path, "float"))
     model.graph.node[1].op_type = "Frobnicate"
@@ -139,17 +136,25 @@ def test_the_plans_that_a_provider_takes(provider: Provider, accepted: set[str])
     assert {name for name, plan in plans.items() if why_declined(provider, plan) is None} == accepted
 
 
-def test_cuda_multiplies_no_fnuz() -> None:
-    reason = why_declined(CUDA, plan_of_one(Precision.BF16, Recipe.of(E4M3FNUZ)))
-    assert reason is not None and reason.startswith("site 'fc' asks for E4M3FNUZ")
-
-
-def test_cuda_records_graphs_of_the_served_sizes_and_keeps_fp32_exact(tmp_path: Path) -> None:
+def test_settings_of_providers(tmp_path: Path) -> None:
     settings = settings_for(CUDA, request_for(tmp_path), "1.31.1")
     arena = {"arena_extend_strategy": "kSameAsRequested"}
     assert settings.options == {**arena, "enable_cuda_graph": "1", "use_tf32": "0"}
     assert (settings.provider, settings.version) == ("cuda", "1.31.1")
     assert (settings.sizes, settings.programs) == ((32, 64, 128), False)
+    options = settings_for(TENSORRT, request_for(tmp_path, optimization_level=5), "1").options
+    assert options == {
+        "trt_builder_optimization_level": "5",
+        "trt_cuda_graph_enable": "1",
+        "trt_profile_min_shapes": "x:2x13,ids:2x26",
+        "trt_profile_opt_shapes": "x:64x13,ids:64x26",
+        "trt_profile_max_shapes": "x:512x13,ids:512x26",
+    }
+    text = "g (float[b,n] x) => (float[b,n] y) { y = Relu(x) }"
+    with pytest.raises(ModelError, match=r"'x' has an open axis beside the batch(?s:.*)\[b, n\]"):
+        settings_for(TENSORRT, request_for(tmp_path, text=text), "1")
+    reason = why_declined(CUDA, plan_of_one(Precision.BF16, Recipe.of(E4M3FNUZ)))
+    assert reason is not None and reason.startswith("site 'fc' asks for E4M3FNUZ")
 
 
 @pytest.mark.parametrize("provider", [CUDA, TENSORRT, MIGRAPHX])
@@ -160,23 +165,6 @@ def test_an_engine_without_graphs_says_nothing_of_them(provider: Provider, tmp_p
     # What compiles for shapes keeps its sizes; CUDA then needs none.
     assert asked.sizes == ((32, 64, 128) if provider.compiles else ())
     assert without_graphs(asked) == asked
-
-
-def test_tensorrt_is_strongly_typed_over_the_range_of_batches(tmp_path: Path) -> None:
-    options = settings_for(TENSORRT, request_for(tmp_path, optimization_level=5), "1").options
-    assert options == {
-        "trt_builder_optimization_level": "5",
-        "trt_cuda_graph_enable": "1",
-        "trt_profile_min_shapes": "x:2x13,ids:2x26",
-        "trt_profile_opt_shapes": "x:64x13,ids:64x26",
-        "trt_profile_max_shapes": "x:512x13,ids:512x26",
-    }
-
-
-def test_tensorrt_needs_the_shape_of_a_row(tmp_path: Path) -> None:
-    text = "g (float[b,n] x) => (float[b,n] y) { y = Relu(x) }"
-    with pytest.raises(ModelError, match=r"'x' has an open axis beside the batch(?s:.*)\[b, n\]"):
-        settings_for(TENSORRT, request_for(tmp_path, text=text), "1")
 
 
 @pytest.mark.parametrize("tune", [0, 1])

@@ -121,13 +121,11 @@ def test_modules_that_cannot_be_exported_are_refused(made, names, code, evidence
     assert not target.exists()
 
 
-def test_one_row_is_too_few(tmp_path):
+def test_one_row_is_too_few_and_a_module_without_products_has_no_sites(tmp_path):
     one = {"dense": ROWS["dense"][:1]}
     with pytest.raises(InternalError, match="needs at least 2 example rows"):
         export_torch(Linear(lambda y: y), one, tmp_path / "model.onnx", outputs("logit"))
 
-
-def test_a_module_without_products_has_no_sites(tmp_path):
     class Sums(nn.Module):
         def forward(self, dense):
             return dense.sum(dim=1)

@@ -47,7 +47,7 @@ def test_a_tensor_is_handed_over_once(tmp_path: Path) -> None:
         model.hand_over(model.node("first").outputs[0], model.node("second").outputs[0])
 
 
-def test_a_node_behind_a_tensor_computes_it(tmp_path: Path) -> None:
+def test_nodes_behind_a_tensor_and_splits_have_their_values(tmp_path: Path) -> None:
     model = graph(tmp_path, outputs="float[batch,4] a, float[batch,4] y")
     a = model.node("first").outputs[0]
     inner = model.insert_behind(a, "Mul", [model.constant("two", np.float32(2))], "twice")
@@ -56,9 +56,6 @@ def test_a_node_behind_a_tensor_computes_it(tmp_path: Path) -> None:
     found = outputs(model, tmp_path)
     np.testing.assert_array_equal(found["a"], 2 * np.maximum(ROWS["x"], 0))
     np.testing.assert_array_equal(found["y"], 0)
-
-
-def test_a_split_has_the_shapes_of_its_parts(tmp_path: Path) -> None:
     model = graph(tmp_path)
     a = model.node("first").outputs[0]
     parts = model.split(a, [1, 3], -1, "parts")
@@ -89,7 +86,7 @@ def test_what_is_added_after_the_list_of_nodes_was_renewed_is_in_the_graph(
     np.testing.assert_allclose(outputs(model, tmp_path)["y"], np.expm1(ROWS["x"]), rtol=1e-5, atol=1e-6)
 
 
-def test_a_node_is_found_by_the_name_that_it_has_now(tmp_path: Path) -> None:
+def test_a_node_has_a_name_of_its_own(tmp_path: Path) -> None:
     model = graph(tmp_path)
     second = model.node("second")
     model.rename(second, "other")
@@ -102,9 +99,6 @@ def test_a_node_is_found_by_the_name_that_it_has_now(tmp_path: Path) -> None:
     model.hand_over(a, instead)
     model.rename(maker, "first")
     assert model.node("first") is maker
-
-
-def test_names_of_sites_do_not_collide_with_nodes_but_may_with_tensors(tmp_path: Path) -> None:
     model = graph(tmp_path)
     node = model.node("second")
     for base, expected in (("third", "third_1"), ("a", "a"), ("third", "third_1")):

@@ -101,14 +101,11 @@ def test_a_large_graph_is_folded_until_it_fits_and_no_node_and_no_site_is_lost(m
     # ModelGraph itself refuses an edge that leads backwards: no cycle was made.
 
 
-def test_a_module_that_data_leaves_and_comes_back_to_is_folded_in_two_parts():
+def test_a_module_that_data_leaves_is_folded_in_two_parts_and_no_module_in_runs():
     graph = describe_graph(deep(1), SITES, 5)
     # `left.fc` is in front of `right`, the other two are behind it: joined, they would make a cycle.
     (folded,) = (n for n in graph.nodes if n.kind is NodeKind.FOLDED)
     assert (folded.name, folded.stands_for, folded.sites) == ("b0.left", 2, ())
-
-
-def test_names_without_modules_are_folded_in_runs():
     chain = [helper.make_node("Relu", [f"t{i}"], [f"t{i + 1}"], name=f"/relu_{i}") for i in range(50)]
     graph = describe_graph(graph_of(chain, ["t0"], ["t50"]), [], 10)
     assert len(graph.nodes) <= 10

@@ -204,8 +204,8 @@ def test_mse_against_the_best_scale_there_is(name, format):
     assert (chosen / best) ** 0.5 <= (1.12 if name in HEAVY else 1.02)
 
 
-def test_what_each_rule_does_with_an_outlier():
-    """One value at 1000 times the rest: amax spends the range on it, the percentile cuts it off."""
+def test_outliers_and_profiles_without_histogram():
+    # One value at 1000 times the rest: amax spends the range on it, the percentile cuts it off.
     x = np.append(sample("normal"), np.float32(4000.0))
     scales = {rule: scale_of(stats_of(x), Recipe.of(scale=rule)) for rule in RULES}
     assert scales["amax"] == amax_scale(4000.0, E4M3FN)
@@ -214,6 +214,10 @@ def test_what_each_rule_does_with_an_outlier():
     assert scales["percentile-99.9"] < scales["percentile-99.99"] < scales["amax"]
     # Its energy is that of eighty of the others together: squared error keeps it.
     assert scales["mse"] * 448 > 3000
+    stats = replace(stats_of(np.ones(3, np.float32)), histogram=NOTHING_COUNTED)
+    assert scale_of(stats, Recipe.of()) == amax_scale(1.0, E4M3FN)
+    with pytest.raises(CalibrationError, match=re.escape("the scale rule 'mse' needs a histogram")):
+        scale_of(stats, Recipe.of(scale="mse"))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -226,13 +230,6 @@ def test_scales_are_bfloat16_numbers_also_of_dead_and_sparse_tensors(rule):
     sparse = stats_of(np.float32([0] * 99_999 + [2.0]))
     if rule.startswith("percentile"):
         assert scale_of(sparse, Recipe.of(scale=rule)) == amax_scale(2.0, E4M3FN)
-
-
-def test_a_profile_without_histogram_knows_amax_only():
-    stats = replace(stats_of(np.ones(3, np.float32)), histogram=NOTHING_COUNTED)
-    assert scale_of(stats, Recipe.of()) == amax_scale(1.0, E4M3FN)
-    with pytest.raises(CalibrationError, match=re.escape("the scale rule 'mse' needs a histogram")):
-        scale_of(stats, Recipe.of(scale="mse"))
 
 
 @pytest.mark.parametrize("rule", ["", "max", "percentile", "percentile-", "percentile-100", "percentile-nan"])

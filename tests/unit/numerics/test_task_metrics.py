@@ -90,7 +90,7 @@ def test_normalized_entropy_of_the_base_rate_is_one_and_weights_repeat_rows():
     )
 
 
-def test_a_single_class_leaves_nothing_to_compare():
+def test_a_single_class_leaves_nothing_to_compare_and_regression_has_its_metrics():
     y = np.ones(4)
     assert auc(np.arange(4.0), y) is None
     assert base_rate_entropy(y) == 0.0
@@ -99,9 +99,6 @@ def test_a_single_class_leaves_nothing_to_compare():
     assert np.isnan(normalized_squared_error(np.arange(4.0), y))
     # The other class is there, but weighs nothing.
     assert auc(np.arange(4.0), np.array([1.0, 0, 1, 1]), np.array([1.0, 0, 1, 1])) is None
-
-
-def test_regression_metrics():
     y, f = np.array([1.0, 2, 4]), np.array([1.5, 2, 2])
     assert squared_error_rows(f, y).tolist() == [0.25, 0.0, 4.0]
     assert weighted_mean(squared_error_rows(f, y)) == pytest.approx(4.25 / 3)

@@ -66,7 +66,7 @@ def test_equal_means_and_what_arithmetic_cannot_tell_apart() -> None:
     assert compare_means(a, sample(np.full(10, 1.1)), resolution=1e-6).p_value < 1e-50
 
 
-def test_the_ratio_of_variances_is_that_of_their_sums_in_comparable_units() -> None:
+def test_variances_are_compared_in_comparable_units() -> None:
     pairs = [
         (BatchSample(9, 0.0, 2.0), BatchSample(9, 0.0, 10.0)),
         (BatchSample(9, 0.0, 400.0), BatchSample(9, 0.0, 1200.0)),
@@ -75,9 +75,6 @@ def test_the_ratio_of_variances_is_that_of_their_sums_in_comparable_units() -> N
     assert variance_ratio(pairs, [1.0, 10.0, 0.0]) == pytest.approx((10 + 12) / (2 + 4))
     assert variance_ratio(pairs[:1], [0.0]) == 1.0
     assert variance_ratio([(BatchSample(9, 0.0, 0.0), BatchSample(9, 0.0, 1.0))], [1.0]) == 1.0
-
-
-def test_no_variance_is_taken_to_be_smaller_than_the_other_set_says() -> None:
     a, b = BatchSample(24, 1.0, 2.0), BatchSample(16, 0.0, 0.0)
     found, wanted = compare_means(a, b, ratio=8.0), compare_means(a, BatchSample(16, 0.0, 16.0))
     assert found == wanted != compare_means(a, b)

@@ -144,7 +144,7 @@ def vendor(**more: Any) -> SimpleNamespace:
     )
 
 
-def test_options_reach_the_configuration_and_others_are_left_alone() -> None:
+def test_options_and_choices_reach_the_configuration() -> None:
     config, plain = Config("builder_optimization_level"), BuildSettings("sm90", BatchRange(1, 8, 16))
     build._configure(vendor(), config, replace(plain, optimization_level=5, workspace_mib=3))
     assert (config.profiling_verbosity, config.builder_optimization_level) == ("detailed", 5)
@@ -152,9 +152,6 @@ def test_options_reach_the_configuration_and_others_are_left_alone() -> None:
     config = Config()
     build._configure(vendor(), config, plain)
     assert config.limits == {}
-
-
-def test_what_is_a_choice_in_some_modules_only() -> None:
     trt, config = vendor(), Config()
     assert build._network_flags(trt) == 0
     trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED = 1
