@@ -138,9 +138,9 @@ def test_only_tables_of_gather_stay_outside_and_a_pipe_is_not_waited_for(write_m
     )
     model = GraphModel.load(externalize(path))
     assert not model.tables and is_constant(model.tensors()["tied"])
-    os.mkfifo(tmp_path / "model.onnx")
+    os.mkfifo(tmp_path / "pipe.onnx")
     with pytest.raises(ModelError):
-        model_digest(tmp_path / "model.onnx")
+        model_digest(tmp_path / "pipe.onnx")
 
 
 @pytest.mark.parametrize(("limit", "outside"), [(320, {"table"}), (321, set())])
