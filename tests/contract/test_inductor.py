@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
+from onnx_text import in_fp32
 from test_fusions import operator, product, written
 from tiny_models import GraphWriter, TinyModel, make_plan, request_for, write_sample
 
@@ -75,20 +76,7 @@ class Built:
         inputs = {"x": np.load(self.model.sample)["x"][:rows]}
         with InductorBackend().open(self.artifact, self.folder / self.artifact.path) as runner:
             got = runner.run(inputs)["out"]
-        return got, ReferenceEvaluator(widened(onnx.load(self.model.path))).run(None, inputs)[0]
-
-
-def widened(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with FP32 in place of BF16; constants keep their values, which BF16 has rounded."""
-    for tensor in model.graph.initializer:
-        if tensor.data_type == onnx.TensorProto.BFLOAT16:
-            values = onnx.numpy_helper.to_array(tensor).astype(np.float32)
-            tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
-    for node in model.graph.node:
-        for attribute in node.attribute:
-            if attribute.name == "to":
-                attribute.i = onnx.TensorProto.FLOAT
-    return model
+        return got, ReferenceEvaluator(in_fp32(onnx.load(self.model.path))).run(None, inputs)[0]
 
 
 def architecture_of(device: str) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
+from onnx_text import parsed
 from tiny_models import TinyModel, request_for
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
@@ -88,9 +88,6 @@ def planned(tmp_path: Path) -> Planned:
 
 
 def plan_of(folder: Path, largest_bias: float = 1.0, body: str = BODY) -> Planned:
-    proto = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 21]> g (float[b,512] x) => (float[b,16] y) {{ {body} }}'
-    )
     random = np.random.default_rng(0)
     weights = {n: (random.standard_normal(s) / np.sqrt(s[0])).astype(np.float32) for n, s in SHAPES.items()}
     # Of one sign, as large as each other: sums are as large as they can be.
@@ -102,8 +99,7 @@ def plan_of(folder: Path, largest_bias: float = 1.0, body: str = BODY) -> Planne
     weights["w1"] = np.sign(weights["w1"][:1]) * np.full(SHAPES["w1"], 0.25, np.float32)
     for name, n in (("b1", 64), ("b2", 48), ("b4", 16)):
         weights[name] = (random.standard_normal(n) * largest_bias).astype(np.float32)
-    proto.graph.initializer.extend(onnx.numpy_helper.from_array(v, k) for k, v in weights.items())
-    onnx.save(proto, folder / "source.onnx")
+    onnx.save(parsed(body, weights, inputs="float[b,512] x", outputs="float[b,16] y"), folder / "source.onnx")
     spec = OutputSpec("y", OutputKind.REGRESSION, "label")
     model = import_onnx(folder / "source.onnx", folder / "model.onnx", (spec,))
     decisions = []

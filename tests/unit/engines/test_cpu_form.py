@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
-from onnx import numpy_helper
+from onnx_text import parsed
 
 from loka_onnx.engines.onnx_operands import OperandReader
 from loka_onnx.engines.onnxruntime.cpu_form import SplitProducts, write_convolutions, write_norm_sums
@@ -28,11 +27,7 @@ CASES = {
     "a bias read twice": ("[fc] h = MatMul(w, x) g = Add(h, b) y = Mul(g, b)", X, ["Conv", "Add", "Mul"]),
     "a product read twice": ("[fc] h = MatMul(w, x) g = Add(h, b) y = Mul(g, h)", X, ["Conv", "Add", "Mul"]),
     # Left as they are.
-    "a shared weight": (
-        "g = MatMul(w, x) h = MatMul(w, x) y = Add(g, h)",
-        X,
-        ["MatMul", "MatMul", "Add"],
-    ),
+    "a shared weight": ("g = MatMul(w, x) h = MatMul(w, x) y = Add(g, h)", X, ["MatMul", "MatMul", "Add"]),
     "heads": ("[fc] y = MatMul(w, x)", "float[batch,2,16,6] x", ["MatMul"]),
     "no batch": ("[fc] y = MatMul(w, x)", "float[16,batch] x", ["MatMul"]),
     "fp8": (QUANTIZED, X, ["QuantizeLinear", "DequantizeLinear", "MatMul"]),
@@ -43,14 +38,11 @@ def write(folder: Path, body: str, entry: str) -> Path:
     """The model with its weights beside it."""
     shape = entry.removeprefix("float[").removesuffix("] x").split(",")
     result = ",".join([*shape[:-2], "24", shape[-1]])
-    text = f'<ir_version: 10, opset_import: ["" : 21]> g ({entry}) => (float[{result}] y) {{ {body} }}'
-    model = onnx.parser.parse_model(text)
     random = np.random.default_rng(0)
     shapes = {"w": (24, 16), "b": (24, 1), "r": (24, 6)}
-    constants = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    constants |= {"s": np.array(0.1, np.float32), "z": np.array(0, np.uint8)}
-    read = {name for node in model.graph.node for name in node.input}
-    model.graph.initializer.extend(numpy_helper.from_array(v, n) for n, v in constants.items() if n in read)
+    constants = {name: random.normal(size=shape) for name, shape in shapes.items()}
+    constants |= {"s": np.array(0.1), "z": np.array(0, np.uint8)}
+    model = parsed(body, constants, inputs=entry, outputs=f"float[{result}] y")
     onnx.save(model, folder / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=64)
     return folder / "m.onnx"
 
@@ -78,15 +70,10 @@ def test_products_with_a_weight_on_the_left(case: str, tmp_path: Path) -> None:
 
 
 def test_a_sum_and_its_norm_stay_two_nodes(tmp_path: Path) -> None:
-    model = onnx.parser.parse_model(
-        """<ir_version: 10, opset_import: ["" : 21]>
-        g (float[b,4,32] x, float[b,4,32] z) => (float[b,4,32] y, float[b,4,32] other)
-        <float[32] gain = {GAIN}> {
-            s = Add(x, z)
-            y = LayerNormalization(s, gain)
-            other = Add(y, z)
-        }""".replace("GAIN", ", ".join(["1.5"] * 32))
-    )
+    body = "s = Add(x, z) y = LayerNormalization(s, gain) other = Add(y, z)"
+    shape = "float[b,4,32]"
+    ends = {"inputs": f"{shape} x, {shape} z", "outputs": f"{shape} y, {shape} other"}
+    model = parsed(body, {"gain": np.full(32, 1.5)}, **ends)
     path, written = tmp_path / "m.onnx", tmp_path / "w.onnx"
     onnx.save(model, path)
     assert (write_norm_sums(model), write_norm_sums(model)) == (1, 0)
