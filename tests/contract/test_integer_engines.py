@@ -91,15 +91,13 @@ def plan_of(folder: Path, largest_bias: float = 1.0, body: str = BODY) -> Planne
     random = np.random.default_rng(0)
     weights = {n: (random.standard_normal(s) / np.sqrt(s[0])).astype(np.float32) for n, s in SHAPES.items()}
     # Of one sign, as large as each other: sums are as large as they can be.
-    proto.graph.initializer.extend(
-        onnx.numpy_helper.from_array(np.array(sizes), name)
-        for name, sizes in {"sizes": (40, 24), "halves": (16, 32)}.items()
-        if name in body
-    )
     weights["w1"] = np.sign(weights["w1"][:1]) * np.full(SHAPES["w1"], 0.25, np.float32)
     for name, n in (("b1", 64), ("b2", 48), ("b4", 16)):
         weights[name] = (random.standard_normal(n) * largest_bias).astype(np.float32)
-    onnx.save(parsed(body, weights, inputs="float[b,512] x", outputs="float[b,16] y"), folder / "source.onnx")
+    constants = {**weights, "sizes": np.array((40, 24)), "halves": np.array((16, 32))}
+    onnx.save(
+        parsed(body, constants, inputs="float[b,512] x", outputs="float[b,16] y"), folder / "source.onnx"
+    )
     spec = OutputSpec("y", OutputKind.REGRESSION, "label")
     model = import_onnx(folder / "source.onnx", folder / "model.onnx", (spec,))
     decisions = []

@@ -107,11 +107,6 @@ SPLITS = {
 def test_a_product_is_split_in_place_of_its_result(case: str, tmp_path: Path) -> None:
     body, count = SPLITS[case]
     other = ", float[5,20] other" if "other" in body else ""
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 21]> '
-        f"g (float[5,16] x) => (float[5,8] p, float[5,12] q{other}) "
-        f"{{ {body} p, q = Split<axis = -1>(h, sizes) }}"
-    )
     random = np.random.default_rng(0)
     shapes = {
         "w": (16, 20),
@@ -124,7 +119,9 @@ def test_a_product_is_split_in_place_of_its_result(case: str, tmp_path: Path) ->
     }
     constants = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     constants["sizes"] = np.array([8, 12])
-    model.graph.initializer.extend(numpy_helper.from_array(v, n) for n, v in constants.items())
+    outputs = f"float[5,8] p, float[5,12] q{other}"
+    body = f"{body} p, q = Split<axis = -1>(h, sizes)"
+    model = parsed(body, constants, inputs="float[5,16] x", outputs=outputs)
     path, written = tmp_path / "m.onnx", tmp_path / "w.onnx"
     onnx.save(model, path)
     assert SplitProducts(model, OperandReader(path)).write() == count
