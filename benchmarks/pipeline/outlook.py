@@ -34,14 +34,14 @@ def main() -> None:
     parser.add_argument("cache", type=Path, help="directory of prepared rankers")
     parser.add_argument("rankers", nargs="+")
     given = parser.parse_args()
-    figures = {name: measured(given.cache / name / "run.yaml") for name in given.rankers}
-    command = "python -m benchmarks.pipeline.outlook CACHE RANKER…"
-    settings = {"command": command, "fractions": FRACTIONS, "load": os.getloadavg(), "cores": os.cpu_count()}
-    print(write_record("outlook", figures, settings))
+    command, figures = "python -m benchmarks.pipeline.outlook CACHE RANKER…", {}
+    for name in given.rankers:
+        figures[name] = measured(given.cache / name / "run.yaml")
+        write_record("outlook", figures, {"command": command, "fractions": FRACTIONS})
 
 
 def measured(run_file: Path) -> dict[str, Any]:
-    """Expected and actual seconds, in all and by stage, and both half widths of the loss change."""
+    """Expected and actual seconds, in all and by stage, and the load of the host before and after."""
     told: list[Outlook] = []
     with tempfile.TemporaryDirectory() as place:
         replaced = {
@@ -49,7 +49,7 @@ def measured(run_file: Path) -> dict[str, Any]:
             "output": f"{place}/run",
             "build.cache": f"{place}/cache",
         }
-        began = time.perf_counter()
+        began, load = time.perf_counter(), os.getloadavg()[0]
         result = run(load_run_file(run_file, replaced), RunOptions(on_outlook=told.append))
         wall = time.perf_counter() - began
         record = json.loads((result.directory / "run.json").read_text(encoding="utf-8"))["value"]
@@ -65,6 +65,8 @@ def measured(run_file: Path) -> dict[str, Any]:
         "actual": actual,
         "ratio": actual / expected,
         "wall": wall,
+        "load_before": load,
+        "load_after": os.getloadavg()[0],
         "expected_stages": told[0].seconds,
         "actual_stages": stages,
     }

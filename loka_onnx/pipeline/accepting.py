@@ -93,7 +93,9 @@ def accept(
             model does not import, does not run at every batch size, or its rows are not independent; an
             output does not hold what its kind allows. `SeveralErrors` where it is more than one of these.
     """
-    wrong, exported = Collected(), None
+    wrong = Collected()
+    exported: ModelArtifact | None = None
+    opened: Dataset | None = None
     with wrong.check():
         check_targets(settings.config)
     with wrong.check():
@@ -109,7 +111,6 @@ def accept(
             raise InternalError("a model that was not exported has an error")
         context = Context(**vars(settings), exported=exported)
         notes = _checked(context, wrong, most)
-        opened = None
         with wrong.check():
             opened = None if added is None else open_added(context, added)
         if goes_on and not wrong.errors:
@@ -120,7 +121,8 @@ def accept(
 
 def _checked(context: Context, wrong: Collected, most: int | None) -> tuple[str, ...]:
     """Check the model on the first rows, or on generated ones where these cannot be used; then all rows."""
-    notes, rows = (), None
+    notes: tuple[str, ...] = ()
+    rows: Arrays | None = None
     with wrong.check():
         rows = context.first_rows(CHECK_ROWS)
     with wrong.check():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from loka_onnx.core.progress import silent
 from loka_onnx.errors import LokaError
 from loka_onnx.evaluation.accuracy import Units, evaluate_outputs
 from loka_onnx.evaluation.engines import Split, predict_split
-from loka_onnx.evaluation.predictions import Predictions
+from loka_onnx.evaluation.predictions import Predictions, Run
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_files
 from loka_onnx.pipeline.building import available_memory
@@ -31,7 +31,6 @@ from loka_onnx.pipeline.context import CHECK_ROWS, Context
 from loka_onnx.pipeline.correcting import FITTED_ROWS
 from loka_onnx.pipeline.plans import buildable, competing_plans, planned_recipes
 from loka_onnx.planning.speed import LOADS
-from loka_onnx.sessions.runner import Arrays
 
 ROWS, REQUEST = 4096, 256
 """Most rows of the trial, and of one of its requests, which lie at even distances in the split."""
@@ -40,12 +39,12 @@ PASS_SECONDS = 1.0
 BUILD_SECONDS, LOAD_SECONDS = 0.5, 0.1
 """Of an engine of ONNX Runtime on an idle CPU; other builds are not known beforehand."""
 FIXED_SECONDS = {
-    "calibrate": 0.3,
-    "mods": 0.3,
+    "calibrate": 0.6,
+    "mods": 0.6,
     "recalibrate": 0.4,
     "ladder": 0.5,
-    "correct": 0.3,
-    "report": 1.0,
+    "correct": 0.1,
+    "report": 0.3,
 }
 """Of a stage without its passes, on an idle host."""
 SHARE = 2 / 3
@@ -118,9 +117,10 @@ def _tried(context: Context) -> Trial:
         switches = [Switch(site, recipe) for site in sites]
         file = write_switchable(GraphModel.load(model.path), switches, scales, scratch / "low.onnx")
         low = partial(file.open(context.threads).run, on=file.sites)
+    runs: tuple[Run, Run] = (exact, low)
     # A session allocates in its first pass.
     (known, exact_seconds), (moved, low_seconds) = (
-        [_timed(context, split, run) for _ in range(2)][1] for run in (exact, low)
+        [_timed(context, split, run) for _ in range(2)][1] for run in runs
     )
     units = Units.of(known.columns, split.group)
     judged = evaluate_outputs(known.outputs, moved.outputs, known.columns, specs, units)
@@ -129,7 +129,7 @@ def _tried(context: Context) -> Trial:
     return Trial(split.rows, exact_seconds, low_seconds, busy, halves)
 
 
-def _timed(context: Context, split: Split, run: Callable[..., Arrays]) -> tuple[Predictions, float]:
+def _timed(context: Context, split: Split, run: Run) -> tuple[Predictions, float]:
     """Predictions of a pass, and seconds of a row."""
     began = time.perf_counter()
     predictions = predict_split(split, run, context.specs, "", silent)
@@ -145,13 +145,13 @@ def _seconds(context: Context, trial: Trial) -> dict[str, float]:
     engines, judged = here * (1 + len(plans)), sum(rows.values())
     exact, low, busy = trial.exact_seconds, trial.low_seconds, trial.busy
     fitting = min(calibration, FITTED_ROWS) + rows["selection"]
-    calibrate = calibration * low * (1.0 + 0.3 * sites)
+    calibrate = calibration * low * (1.0 + sites)
     passes = {
         "calibrate": calibrate,
-        "mods": CHECK_ROWS * exact * (2.0 + 0.3 * sites),
-        "recalibrate": 0.3 * calibrate,
-        "ladder": 0.7 * fitting * low,
-        "correct": 0.4 * fitting * low * len(plans),
+        "mods": CHECK_ROWS * exact * (4.0 + 0.6 * sites),
+        "recalibrate": 0.1 * calibrate,
+        "ladder": 1.5 * fitting * low,
+        "correct": 0.6 * fitting * low * len(plans),
         "build": 0.0,
         "evaluate": judged * exact + here * judged * (exact + len(plans) * low),
         "report": 0.0,
