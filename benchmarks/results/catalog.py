@@ -230,6 +230,7 @@ ENTRIES = (
         costs.rewriting,
         aims.rewriting,
     ),
+    Entry("outlook", STAGES, "Expected and actual time of a run", "benchmarks.pipeline.outlook"),
     Entry("rewrite_large", STAGES, "Rewriting a large model", "benchmarks.micro.rewrite_large"),
     Entry(
         "engine_size",

@@ -82,10 +82,10 @@ class Judging:
             "engines": [[e.id, e.status, e.digest or e.detail] for e in engines.engines],
             "split": () if self.split is None else self.split.digests,
             "outputs": config.outputs,
-            "group": config.data.group,
-            "slices": config.data.slices,
+            "data.group": config.data.group,
+            "data.slices": config.data.slices,
             "batch": config.batch,
-            "inputs": config.serving.inputs,
+            "serving.inputs": config.serving.inputs,
         }
 
     def judge_attempt(

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Choice, EvaluationSet, Rejection, Route, TargetChoice, Why, median_error
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet
@@ -306,6 +306,25 @@ def _revert_routes(
     return kept if any(route.engine != main.id for route in kept) else ()
 
 
+def check_built(engines: Sequence[EngineArtifact]) -> None:
+    """Raise PlanningError for a target of which no engine is built, and none waits for its build job."""
+    for target in dict.fromkeys(engine.target for engine in engines):
+        mine = [engine for engine in engines if engine.target == target]
+        if not any(engine.is_built or engine.status is BuildStatus.WAITING for engine in mine):
+            raise _not_built(mine)
+
+
+def _not_built(engines: Sequence[EngineArtifact]) -> PlanningError:
+    reasons: dict[str, list[str]] = {}
+    for engine in engines:
+        reasons.setdefault(f"{engine.status}: {engine.detail}", []).append(engine.id)
+    return PlanningError(
+        f"E0702 no engine could be built for '{engines[0].target}'",
+        evidence="; ".join(f"{', '.join(ids)} {reason}" for reason, ids in reasons.items()),
+        remedy="`loka-onnx doctor` says what this machine can build",
+    )
+
+
 def _nothing_to_emit(engines: Sequence[EngineArtifact], evidence: Evidence, target: str) -> PlanningError:
     return PlanningError(
         f"E0703 no engine of '{target}' can be emitted: FP32 was not built or failed, and no other engine "
@@ -342,11 +361,7 @@ class _Provisional:
 
     def choose(self) -> TargetChoice:
         if not self.built:
-            raise PlanningError(
-                f"E0702 no engine could be built for '{self.engines[0].target}'",
-                evidence="; ".join(f"{e.id} {e.status}: {e.detail}" for e in self.engines),
-                remedy="`loka-onnx doctor` says what this machine can build",
-            )
+            raise _not_built(self.engines)
         tried, is_measured = self.tried, self.basis == OTHER_DEVICE
         winner = next((e for e in tried if not self._has_missed(e)), None)
         if winner is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,7 @@ def batches(smallest: int = 1, largest: int = 300) -> Batches:
     return Batches({"x": dense, "ids": ids}, smallest, largest, threads=1)
 
 
+NAN = "NaN that stays in its row"
 INDEPENDENT = {
     "a layer": "k = Relu(h)",
     "softmax over features": "k = Softmax<axis=-1>(h)",
@@ -61,7 +63,7 @@ INDEPENDENT = {
         e = Expand(h, l3)
         k = ReduceMean<keepdims=0>(e, first)
     """,
-    "NaN that stays in its row": "q = Log(h)\nk = Add(q, q)",
+    NAN: "q = Log(h)\nk = Add(q, q)",
 }
 
 
@@ -69,7 +71,13 @@ INDEPENDENT = {
 def test_independent_rows_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONSTANTS, "col", np.array([-1, 1]))
     monkeypatch.setitem(CONSTANTS, "l3", np.array([3, 1, 1]))
-    assert preflight(canonical(INDEPENDENT[name], tmp_path), batches(), ["y"]) == ()
+    rows = replace(batches(), are_generated=name == NAN)
+    assert preflight(canonical(INDEPENDENT[name], tmp_path), rows, ["y"]) == ()
+
+
+def test_nan_on_the_user_s_rows_is_found_at_its_operator(tmp_path: Path) -> None:
+    (finding,) = preflight(canonical(INDEPENDENT[NAN], tmp_path), batches(), ["y"])
+    assert (finding.fault, finding.operator) == (Fault.NOT_FINITE, "node '/log' (Log)")
 
 
 RANDOM_MODELS = {

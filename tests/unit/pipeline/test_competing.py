@@ -10,7 +10,7 @@ from small_configs import config_of
 
 from loka_onnx.config import PlanId, RunConfig
 from loka_onnx.errors import ConfigError
-from loka_onnx.pipeline.plans import check_options, competing_plans, planned_recipes
+from loka_onnx.pipeline.plans import check_targets, competing_plans, planned_recipes
 
 LISTED = (PlanId.FP32, PlanId.BF16, PlanId.FP8_ALL, PlanId.FP8_SAFE)
 WITH_FP16 = (PlanId.FP32, PlanId.BF16, PlanId.FP16, PlanId.FP8_ALL, PlanId.FP8_SAFE)
@@ -54,11 +54,11 @@ def test_integers_compete_where_they_are_asked_for(config):
 
 
 def test_integers_need_a_backend_that_multiplies_them(config):
-    check_options(config(CPU, RTX, formats=["int8"]))
+    check_targets(config(CPU, RTX, formats=["int8"]))
     for target in (RTX, {"device": "cpu", "backends": ["inductor"]}):
-        check_options(config(target))
+        check_targets(config(target))
         with pytest.raises(ConfigError) as caught:
-            check_options(config(target, formats=["int8"]))
+            check_targets(config(target, formats=["int8"]))
         assert caught.value.code == "E1533"
         assert caught.value.where == "`plan.formats`"
 
