@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
-from loka_onnx.cli.init import proposed_config
 from loka_onnx.cli.outcome import check_fp8, outcome_json, print_outcome
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.terminal import Terminal, terminal_of
@@ -68,7 +68,7 @@ def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     config = (
         read_run_file(run_file, output, overrides)
         if data is None
-        else proposed_config(terminal, run_file, data, replaced(output, overrides))
+        else _proposed(terminal, run_file, data, replaced(output, overrides))
     )
     result = run_until(terminal, config, options)
     if as_json:
@@ -77,6 +77,18 @@ def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         print_outcome(terminal, result)
     if require_fp8:
         check_fp8(result)
+
+
+def _proposed(terminal: Terminal, model: Path, data: Path, overrides: dict[str, object]) -> RunConfig:
+    """The run file that `init` would write, for a run without one; says what was guessed."""
+    from loka_onnx.operations.proposal import propose
+    from loka_onnx.operations.running import proposed_config
+
+    proposal = propose(model, data, home=Path.cwd())
+    config = proposed_config(proposal, f"{model} {data}", overrides)
+    for line in proposal.guesses:
+        terminal.err.print(Text(line), soft_wrap=True)
+    return config
 
 
 def demo(

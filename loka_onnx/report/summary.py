@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import compress
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +11,7 @@ from rich.text import Text
 from loka_onnx.core.engine import EngineArtifact
 from loka_onnx.core.evaluation import DELTA_NE_NAME, KL_NAME, Latency
 from loka_onnx.core.intervals import Interval
+from loka_onnx.core.tables import Rows
 from loka_onnx.report import numbers
 from loka_onnx.report.data import SELECTION, ReportData, confidence_text
 from loka_onnx.report.document import Tone
@@ -106,7 +106,7 @@ def _engine_rows(
         yield plan, none, none, none, latency, status
 
 
-def target_rows(data: ReportData) -> list[dict[str, Any]]:
+def target_rows(data: ReportData) -> Rows:
     """Return the result on each target as plain values: fractions, microseconds, ids."""
     rows = []
     for choice in data.choice.targets:
@@ -128,7 +128,7 @@ def target_rows(data: ReportData) -> list[dict[str, Any]]:
     return rows
 
 
-def engine_rows(data: ReportData) -> list[dict[str, Any]]:
+def engine_rows(data: ReportData) -> Rows:
     """Return every candidate and output on the last split that it was judged on, as plain values."""
     rows = []
     for engine in data.engines:
