@@ -3,8 +3,8 @@
 The public names; each is imported when it is first used, so that `import loka_onnx` costs nothing and a bare
 install can do whatever its packages allow.
 
-Whole runs: `load_run_file`, `run` (of a run file, or a model and rows), `refresh` (a retrained checkpoint), and
-`load` for the bundle on a fleet host. Single stages, in their order: `import_onnx` or `export_torch`,
+Whole runs: `load_run_file`, `run` (of a run file, or a model and rows), `refresh` (a retrained checkpoint),
+and `load` for the bundle on a fleet host. Single stages, in their order: `import_onnx` or `export_torch`,
 `calibrate`, `apply_mods`, `make_plans`, `apply_plan`, `get_backend` (whose `build` makes an engine),
 `judge_engine`, `choose`, `render`, `write_bundle`, `verify_bundle`. Afterwards, on live data: `open_run` and
 `check_drift` for rows on disk (`measure_drift` without a run directory), `open_monitor` or `Monitor` for the
