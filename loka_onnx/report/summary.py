@@ -132,8 +132,8 @@ def engine_rows(data: ReportData) -> Rows:
     """Return every candidate and output on the last split that it was judged on, as plain values."""
     rows = []
     for engine in data.engines:
-        judged = [(e, o) for e in data.evaluations_of(engine.id)[:1] for o in e.outputs]
-        for evaluation, output in judged or [(None, None)]:
+        evaluation = next(iter(data.evaluations_of(engine.id)), None)
+        for output in (evaluation.outputs if evaluation else ()) or (None,):
             change = output.difference if output else None
             rows.append(
                 {
