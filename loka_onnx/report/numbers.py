@@ -106,8 +106,10 @@ def error_percent(value: float) -> str:
 
 
 def metric_interval(interval: Interval) -> str:
-    """A change of AUC or of the prediction ratio: six decimals."""
-    return f"{interval.value:+.6f} [{interval.lower:+.6f}, {interval.upper:+.6f}]"
+    """A change of AUC or of the prediction ratio: six decimals; what rounds to zero is 0."""
+    texts = (f"{end:+.6f}" for end in (interval.value, interval.lower, interval.upper))
+    value, lower, upper = ("0" if float(text) == 0 else text for text in texts)
+    return f"{value} [{lower}, {upper}]"
 
 
 metric = "{:.5f}".format

@@ -263,8 +263,6 @@ def _speed_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
     for plan in _BASELINES:
         label = f"Speed over {plan.upper()}"
         if plan == choice.plan:
-            who = "the main engine is" if main.apart else "this is the engine"
-            yield Stat(label, Cell("none", Tone.MUTED), f"{who} of that plan itself")
             continue
         of_plan = {engine.id for engine in data.engines if engine.plan == plan}
         losers = [loser for loser in choice.losers if loser.engine in of_plan]
