@@ -128,6 +128,11 @@ class Proposal:
         return tuple(match for match in self.matches if not match.columns)
 
     @property
+    def guesses(self) -> tuple[str, ...]:
+        """Lines of the run file with a comment: what was guessed."""
+        return tuple(line.strip() for line in self.text.splitlines() if "#" in line)
+
+    @property
     def text(self) -> str:
         """The run file as YAML with comments."""
         return "\n".join(_lines(self)) + "\n"

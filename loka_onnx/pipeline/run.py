@@ -16,6 +16,7 @@ from loka_onnx.core.evaluation import Choice
 from loka_onnx.core.lineage import REFRESH_NAME, Refresh
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.rewrite import ModelSplit, RewriteLog
+from loka_onnx.core.tables import Rows, Tabular
 from loka_onnx.errors import ConfigError
 from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.pipeline.accepting import accept
@@ -41,6 +42,7 @@ from loka_onnx.pipeline.splitting import cut_model
 from loka_onnx.pipeline.versions import library_versions
 from loka_onnx.planning.choice import check_built
 from loka_onnx.report import ReportData
+from loka_onnx.report.summary import engine_rows, target_rows
 
 GIVEN = "run_file"
 """Key, in the record of a run, of what its run file gave and of the directory that it stood in."""
@@ -129,8 +131,8 @@ class RunOptions(Reporting):
     looks: int = 1
 
 
-@dataclass(frozen=True)
-class RunResult:
+@dataclass(frozen=True, repr=False)
+class RunResult(Tabular):
     """Result of a run; None for what a run that ended earlier has not made."""
 
     directory: Path
@@ -138,6 +140,16 @@ class RunResult:
     report: ReportData | None = None
     report_files: tuple[Path, ...] = ()
     bundle: Path | None = None
+
+    @property
+    def title(self) -> str:
+        """The directory, and the result on each target in a line."""
+        sentences = [row["sentence"] for row in target_rows(self.report)] if self.report else []
+        return "\n".join([f"RunResult({str(self.directory)!r})", *sentences])
+
+    def records(self) -> Rows:
+        """Return every candidate on the last split that it was judged on: fractions and microseconds."""
+        return engine_rows(self.report) if self.report else []
 
 
 def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> RunResult:

@@ -40,6 +40,8 @@ OTHER_DEVICE = "provisional: accuracy measured on another device of the architec
 
 NOISE = 0.01
 """Relative difference of latency that is not worth precision, however surely it was measured."""
+MOST_NAMED = 5
+"""From so many engines on, a reason counts them."""
 MARGIN = 0.03
 """Least gain at a batch size that is worth another engine."""
 
@@ -229,21 +231,39 @@ class _Measured:
         return self._choice(Outcome(winner, chosen, missed, close), reason, table)
 
     def _reason(self, winner: EngineArtifact, same: Sequence[EngineArtifact]) -> str:
-        count = f"{len(self.competing)} engines whose upper bound is inside the budget"
-        fastest, evidence = same[0], self.evidence
+        count, fastest, evidence = len(self.competing), same[0], self.evidence
         if winner in same[1:]:
-            reason = f"within noise of the fastest of {count}, '{fastest.plan}', and more exact"
-        elif len(self.competing) > 1:
-            reason = f"fastest of {count}"
+            reason = f"within noise of the fastest of {count} engines inside the budget, '{fastest.plan}'"
+            reason += ", and more exact"
+        elif count > 1:
+            reason = f"fastest of {count} engines inside the budget"
         else:
-            reason = "the only engine whose upper bound is inside the budget"
+            reason = "the only engine inside the budget whose speed counts"
         fp8 = [e for e in self.competing if evidence.has_fp8(e)]
-        if not fp8:
-            return f"{reason}; none of them runs {evidence.plans.quantized}"
-        if evidence.has_fp8(winner):
-            return reason
-        how = "no faster" if any(e in same for e in fp8) else "slower"
-        return f"{reason}; {evidence.plans.quantized} is {how}"
+        if fp8 and not evidence.has_fp8(winner):
+            how = "no faster" if any(e in same for e in fp8) else "slower"
+            reason += f"; {evidence.plans.quantized} is {how}"
+        return "; ".join([reason, *self._not_competing()])
+
+    def _not_competing(self) -> Iterator[str]:
+        """Yield why the other candidates do not compete, those of one reason together."""
+        groups: dict[str, list[str]] = {}
+        is_one = len({engine.backend for engine in self.engines}) == 1
+        for engine in self.engines:
+            if engine not in self.competing and self.evidence.competes(engine):
+                name = engine.plan if is_one else f"{engine.plan} ({engine.backend})"
+                groups.setdefault(self._state(engine), []).append(name)
+        for state, names in groups.items():
+            yield f"{state}: {', '.join(names) if len(names) < MOST_NAMED else len(names)}"
+
+    def _state(self, engine: EngineArtifact) -> str:
+        if not engine.is_built:
+            return str(engine.status)
+        if not self.evidence.is_within_budget(engine):
+            evaluation = self.evidence.by_engine.get(engine.id)
+            is_judged = engine.was_run and evaluation is not None and evaluation.outputs
+            return "not inside on selection" if is_judged else "not measured"
+        return "inside but simulated" if engine.simulated else "inside, of unknown speed"
 
     def _fall_back(self, missed: EngineArtifact) -> TargetChoice:
         """Replace a selected engine that missed on certification by a lower rung, or by the exact model."""
