@@ -4,9 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-pytest.importorskip("torch", reason="the benchmark trains models of the zoo")
-
-from benchmarks.pipeline.weight_rounding import BLOCK, DAMPING, Grid, Moments, energy, gptq
+from benchmarks.pipeline.weight_moments import BLOCK, DAMPING, Grid, Moments, energy, gptq
 from loka_onnx.core.formats import E4M3FN, INT8, NumberFormat
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.numerics.scales import weight_scales
