@@ -139,6 +139,14 @@ ENTRIES = (
         aims.additivity,
     ),
     Entry(
+        "weight_rounding",
+        ACCURACY,
+        "Weights rounded by what they do to the output",
+        "benchmarks.pipeline.weight_rounding",
+        accuracy.weight_rounding,
+        aims.weight_rounding,
+    ),
+    Entry(
         "interval_coverage",
         ACCURACY,
         "Coverage of intervals",
