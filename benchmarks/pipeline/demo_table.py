@@ -21,6 +21,7 @@ from benchmarks.recording import write_record
 
 README = Path(__file__).parents[2] / "README.md"
 TARGET = "cpu"
+QUANTIZED = ("fp8", "int8")
 TABLE = re.compile(rf"^demo, {TARGET}: certification\n.*?^\* emitted$", re.S | re.M)
 BLOCK = re.compile(r"(?<=^```text\n)demo, .*?(?=^```$)", re.S | re.M)
 
@@ -68,8 +69,8 @@ def figures_of(directory: Path) -> dict[str, dict[str, Any]]:
         if engine["target"] != TARGET:
             continue
         plan = plans[engine["plan"]]
-        planned = [d["site"] for d in plan["decisions"] if d["precision"] == "fp8"]
-        engaged = [site for site in engine["sites"] if site["planned"] == "fp8" and site["engaged"]]
+        planned = [d["site"] for d in plan["decisions"] if d["precision"] in QUANTIZED]
+        engaged = [site for site in engine["sites"] if site["planned"] in QUANTIZED and site["engaged"]]
         rows[plan["id"]] = {
             **(_accuracy(judged[plan["id"]]) if judged.get(plan["id"], {}).get("outputs") else {}),
             "planned_sites": len(planned),

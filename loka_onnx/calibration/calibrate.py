@@ -1,6 +1,6 @@
-"""The Probe stage: ranges, then FP8 error under the scales of those ranges, then sensitivity; further rows.
+"""The Probe stage: ranges, then errors under the scales of those ranges, then sensitivity; further rows.
 
-FP8 error depends on the scale and the scale on the final range, so the passes run in turn. Each one streams:
+An error depends on the scale and the scale on the final range, so the passes run in turn. Each one streams:
 only sums are kept, so memory does not grow with the rows.
 
 Rows are added to a profile by measuring them alone under its own scales, and merging exactly; errors under
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from loka_onnx.calibration.passes.executors import Executor, LocalExecutor
 from loka_onnx.calibration.passes.probe import PassOptions, Probe, scales_of
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
 from loka_onnx.core.exact_sum import ExactSum
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.profile import ENTROPY, LOSS, Profile, SiteProfile
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.recipe import Granularity, Recipe, Scales
@@ -49,9 +50,10 @@ class ProbeOptions(PassOptions):
     """Options of calibration, those of the passes included.
 
     Attributes:
-        weight: Weight granularity of the recipe whose sensitivity is measured (the plan will use it); None
-            for any. Of the recipes left, each site takes the one with the smallest measured error.
-        planned: Id of the recipe whose sensitivity is measured, by site; None to choose as above.
+        weight: Weight granularity of the recipes whose sensitivity is measured (plans will use it); None
+            for any. Of the recipes left, each site takes the one with the smallest measured error, in each
+            precision.
+        planned: Ids of the recipes whose sensitivity is measured, by site; None to choose as above.
         scales: Activation scales; None for those of the ranges. Rows measured with the scales and recipes of
             a profile merge with it.
         only: Sites to calibrate; None for all.
@@ -65,7 +67,7 @@ class ProbeOptions(PassOptions):
 
     error_precision: float | None = 0.02
     weight: Granularity | None = None
-    planned: Mapping[str, str] | None = None
+    planned: Mapping[str, Collection[str]] | None = None
     scales: Scales | None = None
     only: frozenset[str] | None = None
     synthetic: bool = False
@@ -75,9 +77,10 @@ class ProbeOptions(PassOptions):
     executor: Executor | None = None
 
     def __post_init__(self) -> None:
-        if not any(recipe.weight is Granularity.PER_TENSOR for recipe in self.recipes):
+        per_tensor = {r.precision for r in self.recipes if r.weight is Granularity.PER_TENSOR}
+        if not per_tensor or per_tensor != {recipe.precision for recipe in self.recipes}:
             raise InternalError(
-                "calibration needs a recipe with per-tensor weights: interactions have no other",
+                "calibration needs recipes with per-tensor weights: interactions have no other",
                 evidence=f"recipes {', '.join(recipe.id for recipe in self.recipes) or '(none)'}",
             )
 
@@ -115,7 +118,9 @@ def calibrate(
     )
     with _timed(seconds, "errors"):
         errors = probe.errors(scratch, ranges, scales)
-    switches = tuple(Switch(s, _planned_recipe(s, options, errors.by_site[s.name])) for s in sites)
+    switches = tuple(
+        Switch(s, recipe) for s in sites for recipe in _planned_recipes(s, options, errors.by_site[s.name])
+    )
     graph = GraphModel.load(model.path)
     operands = {site.name: _operand_ranges(graph, site, ranges) for site in sites}
     weights = tuple(sorted({o.tensor for site in sites for o in site.operands if o.constant}))
@@ -167,20 +172,28 @@ def _timed(seconds: dict[str, ExactSum], name: str) -> Iterator[None]:
     seconds[name] = ExactSum.of((time.perf_counter() - began,))
 
 
-def _planned_recipe(site: Site, options: ProbeOptions, errors: Sequence[ErrorStats]) -> Recipe:
-    """Return the recipe that a plan will use at the site: the allowed one with the smallest error."""
+def _planned_recipes(site: Site, options: ProbeOptions, errors: Sequence[ErrorStats]) -> tuple[Recipe, ...]:
+    """Return the recipes that plans will use at the site: in each precision the allowed one with the smallest
+    error; one stands for the rounding of a norm.
+    """
     applicable = recipes_for(site, options.recipes)
-    if options.planned is not None and site.kind is not SiteKind.NORM:
-        wanted, known = options.planned.get(site.name), {recipe.id: recipe for recipe in applicable}
-        if wanted not in known:
+    if site.kind is SiteKind.NORM:
+        return applicable[:1]
+    if options.planned is not None:
+        wanted, known = options.planned.get(site.name, ()), {recipe.id: recipe for recipe in applicable}
+        if not wanted or not {*wanted} <= known.keys():
             raise InternalError(
                 f"site '{site.name}' is planned in a recipe that is not measured there",
-                evidence=f"'{wanted}' is not among {', '.join(known)}",
+                evidence=f"'{', '.join(wanted)}' is not among {', '.join(known)}",
             )
-        return known[wanted]
-    allowed = [r for r in applicable if options.weight in (None, r.weight)] or list(applicable)
+        return tuple(known[name] for name in wanted)
     measured = {error.recipe: error.relative_error for error in errors}
-    return min(allowed, key=lambda recipe: measured.get(recipe.id, math.inf))
+    chosen: dict[Precision, Recipe] = {}
+    for precision in dict.fromkeys(recipe.precision for recipe in applicable):
+        of_precision = [recipe for recipe in applicable if recipe.precision is precision]
+        allowed = [r for r in of_precision if options.weight in (None, r.weight)] or of_precision
+        chosen[precision] = min(allowed, key=lambda recipe: measured.get(recipe.id, math.inf))
+    return tuple(chosen.values())
 
 
 def _operand_ranges(
@@ -209,6 +222,12 @@ def _weight_range(values: npt.NDArray[Any]) -> RangeStats:
         if wide.ndim
         else (),
     )
+
+
+def measured_recipes(profile: Profile) -> dict[str, tuple[str, ...]]:
+    """Return the ids of the recipes that a profile measured the effect of, by site."""
+    by_site = {entry.site: dict.fromkeys(s.recipe for s in entry.sensitivities) for entry in profile.sites}
+    return {site: tuple(recipes) for site, recipes in by_site.items() if recipes}
 
 
 _AGAIN = "calibrate again on all rows"
@@ -250,14 +269,14 @@ def _options(profile: Profile, options: ProbeOptions) -> ProbeOptions:
         raise CalibrationError(
             "E0513 rows cannot be added in other recipes than the profile's",
             evidence=f"it was measured in {_listed(measured)}, and {_listed(missing)} is not asked for",
-            remedy=f"set `plan.format` and `plan.scale` back, or {_AGAIN}",
+            remedy=f"set `plan.formats`, `plan.format` and `plan.scale` back, or {_AGAIN}",
         )
     # A profile without activations does not constrain the batch size.
     sizes = [s.spread.rows for entry in profile.sites for s in entry.operands.values() if s.spread.batches]
     return replace(
         options,
         recipes=recipes,
-        planned={entry.site: s.recipe for entry in profile.sites for s in entry.sensitivities},
+        planned=measured_recipes(profile),
         scales=profile.scales,
         only=frozenset(entry.site for entry in profile.sites),
         batch_size=sizes[0] if sizes else options.batch_size,

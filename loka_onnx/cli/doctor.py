@@ -48,6 +48,7 @@ from loka_onnx.pipeline.rows import bind_columns, generated_rows
 from loka_onnx.pipeline.survival import find_fatal_batch
 from loka_onnx.sessions.backends import BackendSpec, get_spec
 from loka_onnx.sessions.cuda import list_cuda_devices
+from loka_onnx.sessions.host_devices import integer_instructions
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 Specs = tuple[TensorSpec, ...]
@@ -74,6 +75,7 @@ class Machine:
     loka_onnx: str
     cores: int
     memory_gb: float
+    integers: tuple[str, ...]
     gpus: tuple[str, ...]
 
 
@@ -215,6 +217,7 @@ def _machine() -> Machine:
         loka_onnx=metadata.version("loka-onnx"),
         cores=cores,
         memory_gb=round(psutil.virtual_memory().total / 1e9, 1),
+        integers=integer_instructions(),
         gpus=tuple(f"{gpu.name} ({gpu.architecture})" for gpu in list_cuda_devices()),
     )
 
@@ -307,6 +310,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[Text]:
         f"loka-onnx {machine.loka_onnx}, Python {machine.python}, {machine.system}, "
         f"{machine.cores} cores, {machine.memory_gb:g} GB"
     )
+    yield Text(f"Instructions for INT8: {', '.join(machine.integers) or 'none; eight bits are simulated'}")
     yield Text(f"GPUs: {', '.join(machine.gpus) or 'none'}")
     yield _heading("Backends")
     for name, can in diagnosis.backends.items():

@@ -60,14 +60,14 @@ def outcome_json(result: RunResult) -> dict[str, Any]:
 
 
 def check_fp8(result: RunResult) -> None:
-    """Raise BudgetMissed where no FP8 plan is inside the budget of every output on the certification split.
+    """Raise BudgetMissed where no quantized plan is inside the budget of every output on certification.
 
     It is a check of accuracy: a plan counts also where its engine is slower, or a simulation.
     """
     data = result.report
     if data is None:
         return
-    fp8 = {plan.id for plan in data.plans.plans if plan.fp8_sites}
+    low, fp8 = data.plans.quantized, {plan.id for plan in data.plans.plans if plan.quantized_sites}
     judged = [e for e in data.evaluations.evaluations if e.split == SPLIT and e.plan in fp8]
     if any(evaluation.is_within_budget for evaluation in judged):
         return
@@ -78,9 +78,9 @@ def check_fp8(result: RunResult) -> None:
             remarks = "".join(f", {remark}" for remark in output.remarks)
             bounds.append(f"{engine}, {output.output}: {bound} against {output.budget:.3%}{remarks}")
     raise BudgetMissed(
-        "E1713 no FP8 plan is inside the budget",
+        f"E1713 no {low} plan is inside the budget",
         where=data.title,
-        evidence="; ".join(bounds) or "no FP8 engine could be evaluated here",
+        evidence="; ".join(bounds) or f"no {low} engine could be evaluated here",
         remedy="raise `outputs.budget`, give more certification rows, or run without --require-fp8 to take "
         "the high-precision engine",
     )

@@ -34,7 +34,7 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the run file, as in batch.max=512."),
 ]
 RequireFp8 = Annotated[
-    bool, typer.Option("--require-fp8", help="Exit with 3 if no FP8 plan is inside the budget.")
+    bool, typer.Option("--require-fp8", help="Exit with 3 if no FP8 or INT8 plan is inside the budget.")
 ]
 Sign = Annotated[
     Path | None,

@@ -22,7 +22,7 @@ from loka_onnx.config.fields import (
     WeightGranularity,
     fault,
 )
-from loka_onnx.core.formats import UINT8, NumberFormat, Precision
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Protection
 
 
@@ -131,12 +131,14 @@ class PlanConfig(Strict):
         description="E4M3FN, E4M3FNUZ or E5M2: FP8 format of both operands; an engine maker that cannot "
         "multiply it declines the plan",
     )
-    formats: Annotated[
-        tuple[Literal[Precision.FP8, Precision.INT8], ...], Field(min_length=1, max_length=1)
-    ] = Field(
-        (Precision.FP8,),
-        description="number formats of the plans: [fp8] or [int8], one for a run; int8 rounds activations "
-        "to UINT8 with a zero point and weights to INT8, which ONNX Runtime multiplies on the CPU",
+    formats: (
+        Annotated[tuple[Literal[Precision.FP8, Precision.INT8], ...], Field(min_length=1), EACH_ONCE] | None
+    ) = Field(
+        None,
+        description="number formats of the plans: fp8, int8 or both; int8 rounds activations to UINT8 with a "
+        "zero point and weights to INT8, which ONNX Runtime multiplies on the CPU; null for those that "
+        "`plans` names, or else that the targets multiply: int8 on a CPU with VNNI, AMX or ARM's dot "
+        "product, fp8 on a GPU that has it, and where there is neither",
     )
     scale: ScaleRule | None = Field(
         None,
@@ -158,8 +160,8 @@ class PlanConfig(Strict):
     plans: Annotated[tuple[PlanId, ...], EACH_ONCE] | None = Field(
         None,
         description="plans that are built and compete: fp32, bf16, fp16, fp8-all, fp8-safe, fp8-fast, "
-        "int8-all, int8-safe; null for fp32, bf16, -all and -safe of `formats`, with fp16 where a backend "
-        "of a target can run it, and fp8-fast where kernel times of a target are known",
+        "int8-all, int8-safe; null for fp32, bf16, -all and -safe of each of `formats`, with fp16 where a "
+        "backend of a target can run it, and fp8-fast where kernel times of a target are known",
     )
 
     @model_validator(mode="after")
@@ -173,12 +175,12 @@ class PlanConfig(Strict):
                     remedy="remove it from one of the two",
                 )
         for index, plan in enumerate(self.plans or ()):
-            if plan.quantized not in {None, *self.formats}:
+            if self.formats and plan.quantized not in {None, *self.formats}:
                 raise fault(
                     f"the plan '{plan}' needs {plan.quantized} in `formats`",
                     at=("plans", index),
                     evidence=f"`formats` is [{', '.join(self.formats)}]",
-                    remedy=f"write `formats: [{plan.quantized}]`, or remove the plan",
+                    remedy=f"add {plan.quantized} to it, or remove the plan",
                 )
         if self.plans is not None and PlanId.FP32 not in self.plans:
             raise fault(
@@ -188,8 +190,3 @@ class PlanConfig(Strict):
                 remedy="add fp32: it is what is deployed when nothing else is inside of the budget",
             )
         return self
-
-    @property
-    def number_format(self) -> NumberFormat:
-        """Format of quantized activations."""
-        return UINT8 if Precision.INT8 in self.formats else self.format.number_format

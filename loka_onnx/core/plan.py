@@ -218,9 +218,9 @@ class PlanSet(Tabular):
 
     @property
     def quantized(self) -> str:
-        """``FP8`` or ``INT8``: the precision of quantized sites; ``FP8`` where no plan has any."""
-        known = filter(None, (quantized_precision(plan.id) for plan in self.plans))
-        return next(known, Precision.FP8).upper()
+        """``FP8``, ``INT8`` or ``FP8 or INT8``: precisions of quantized sites; ``FP8`` without any."""
+        known = dict.fromkeys(filter(None, (quantized_precision(plan.id) for plan in self.plans)))
+        return " or ".join(precision.upper() for precision in known or (Precision.FP8,))
 
     def plan(self, plan_id: str) -> PrecisionPlan:
         """Return the plan of that id."""
@@ -252,9 +252,6 @@ class Climb:
     intervals.
     """
 
-    SCHEMA: ClassVar[str] = "climb/1"
-    __pydantic_config__ = STRICT
-
     rung: int
     sites: tuple[str, ...]
     confidence: float
@@ -265,3 +262,13 @@ class Climb:
     def taken(self) -> JudgedRung | None:
         """The chosen rung as judged; None where none fits."""
         return next((each for each in self.judged if each.rung == self.rung and each.fits), None)
+
+
+@dataclass(frozen=True)
+class Climbs:
+    """The climbed ladders, each by the precision of its sites."""
+
+    SCHEMA: ClassVar[str] = "climbs/1"
+    __pydantic_config__ = STRICT
+
+    by_precision: dict[Precision, Climb] = field(default_factory=dict)

@@ -1,16 +1,18 @@
-"""Result of calibration: ranges, FP8 error and sensitivity of every site, as sums that merge exactly."""
+"""Result of calibration: ranges, errors and sensitivities of every site, as sums that merge exactly."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import sqrt
 from operator import or_
 from typing import ClassVar
 
 from loka_onnx.core.exact_sum import NOTHING_ADDED, ExactSum, Rules, Sums, largest, least
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import CONFIDENCE, Interval, RatioMoments
+from loka_onnx.core.recipe import precision_of
 from loka_onnx.core.serde import STRICT
 from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
 from loka_onnx.core.tables import Rows, Tabular
@@ -142,6 +144,11 @@ class SiteGroup:
     sites: tuple[str, ...]
     sensitivities: tuple[Sensitivity, ...]
 
+    @property
+    def precision(self) -> Precision | None:
+        """Precision that the sites were measured in."""
+        return precision_of(self.sensitivities[0].recipe)
+
     def sensitivity(self, output: str) -> Sensitivity:
         """Return the effect on an output."""
         return {item.output: item for item in self.sensitivities}[output]
@@ -167,8 +174,8 @@ def merge_sensitivities(
 class SiteProfile:
     """Calibration results of one site.
 
-    `operands` are ranges by tensor name, weights included; `origins` are sites of an earlier profile that
-    this one replaces.
+    `operands` are ranges by tensor name, weights included; `errors` are of every recipe, `sensitivities` of
+    one in each precision; `origins` are sites of an earlier profile that this one replaces.
     """
 
     site: str
@@ -184,6 +191,13 @@ class SiteProfile:
         """
         recipes = (*(s.recipe for s in self.sensitivities), *(e.recipe for e in self.errors))
         return next(iter(recipes), None)
+
+    def of(self, precision: Precision) -> SiteProfile:
+        """Return the entry without recipes of other precisions; a norm's stays."""
+        kept = {precision, None}
+        errors = tuple(error for error in self.errors if precision_of(error.recipe) in kept)
+        sensitivities = tuple(item for item in self.sensitivities if precision_of(item.recipe) in kept)
+        return replace(self, errors=errors, sensitivities=sensitivities)
 
     def error(self, recipe: str) -> ErrorStats:
         """Return the output error under a recipe."""
@@ -263,7 +277,7 @@ class Profile(Tabular):
         data_digest: Digest of the calibration rows; of several merged sets, joined by "+".
         sampling: Rows behind the sensitivities.
         synthetic: Whether any row was generated; stamped on everything downstream.
-        sites: In model order; `groups` are those that share a quantized tensor.
+        sites: In model order; `groups` are those that share a quantized tensor, once in each precision.
         scales: Activation scale by `Recipe.activation_id` and tensor name, used for errors, sensitivities and
             plans; of asymmetric formats also the zero point, by `Recipe.zero_point_id`.
         baseline_loss: Mean loss of the FP32 model per output on the sensitivity rows; without labels, the
@@ -315,6 +329,17 @@ class Profile(Tabular):
             for entry in self.sites
             for item in entry.sensitivities
         ]
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """Precisions that products were measured in."""
+        known = (precision_of(item.recipe) for entry in self.sites for item in entry.sensitivities)
+        return tuple(dict.fromkeys(each for each in known if each is not None))
+
+    def of(self, precision: Precision) -> Profile:
+        """Return the profile without the errors and effects of products in other precisions."""
+        groups = tuple(group for group in self.groups if group.precision is precision)
+        return replace(self, sites=tuple(entry.of(precision) for entry in self.sites), groups=groups)
 
     def site(self, name: str) -> SiteProfile:
         """Return the entry of that site."""

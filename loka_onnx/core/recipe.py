@@ -108,5 +108,11 @@ class Recipe:
         return Scaling(scales[self.activation_id][tensor], int(zero_point))
 
 
+def precision_of(recipe: str) -> Precision | None:
+    """Return the precision of products under a recipe, by its `id` or `activation_id`; None for a norm's."""
+    format = FORMATS.get(recipe.partition("/")[0])
+    return None if format is None else format.precision
+
+
 PER_TENSOR = Recipe.of()
 PER_CHANNEL_WEIGHT = Recipe.of(weight=Granularity.PER_CHANNEL)

@@ -15,11 +15,13 @@ largest for E4M3); otherwise they only change the rounding errors, and a measure
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.floating]
+K = TypeVar("K")
 
 
 def smoothing_factors(
@@ -65,7 +67,7 @@ def keeping_range(factors: Floats, activation_channel_amax: Floats) -> npt.NDArr
     return np.asarray(divisors * np.exp2(np.rint(np.log2(after / before))))
 
 
-def is_gain(before: Mapping[str, float], after: Mapping[str, float], least: float) -> bool:
-    """True if errors by name fall enough: their sum by the share `least`, and none rises by as much."""
+def is_gain(before: Mapping[K, float], after: Mapping[K, float], least: float) -> bool:
+    """True if errors by key fall enough: their sum by the share `least`, and none rises by as much."""
     falls = sum(after.values()) <= (1.0 - least) * sum(before.values())
     return falls and all(after[name] <= (1.0 + least) * error for name, error in before.items())

@@ -34,7 +34,7 @@ from loka_onnx.pipeline.job_execution import execute_on_cluster
 from loka_onnx.pipeline.job_results import RESULT_DOCUMENT, merge_result, read_result
 from loka_onnx.pipeline.jobs import BUILD_JOB, JOBS, RESULT, JobOrigin, write_job
 from loka_onnx.pipeline.judging import Judging
-from loka_onnx.pipeline.plans import buildable
+from loka_onnx.pipeline.plans import buildable, moot_precisions
 from loka_onnx.pipeline.splitting import Source, source_of
 from loka_onnx.pipeline.versions import backend_versions
 from loka_onnx.transforms.precision.apply_plan import PlanForm, PlannedModel, apply_plan
@@ -146,11 +146,12 @@ class EngineBuilder:
         return Limits(limits.timeout_seconds, int(limits.memory_gb * 1e9))
 
     def _candidates(self, plans: PlanSet) -> Iterator[Candidate]:
+        moot = moot_precisions(self._config)
         for target, backend, architecture in buildable(self._config):
             options = target.options.get(backend.name, {})
             for plan in plans.plans:
                 # A plan that rests on the speed of one device is no candidate for another.
-                if plan.device in {"", target.device}:
+                if plan.device in {"", target.device} and plan.quantized not in moot.get(target.device, ()):
                     yield Candidate(backend, target.device, architecture, plan, dict(options))
 
     def _work(self, source: Source, candidate: Candidate) -> Callable[[], EngineArtifact]:

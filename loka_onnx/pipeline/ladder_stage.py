@@ -1,10 +1,10 @@
-"""Climbing the ladder of plans, and going down again where what was selected misses on certification.
+"""Climbing the ladders of plans, and going down again where what was selected misses on certification.
 
-One switchable model (`calibration.effects.switchable`) holds every site that may run in FP8, exact and
-rounded. A rung is one pass of it over the selection split: nothing is built. What is not FP8 stays in FP32
-there. Constants are as an engine will have them (`correcting`): the mean error of a site depends on no other
-site, and is taken out of each; what restores the mean score of the rung is added where the upper bound is
-lower with it.
+There is a ladder for each planned eight-bit precision. One switchable model
+(`calibration.effects.switchable`) holds every site that may run in it, exact and rounded. A rung is one pass
+of it over the selection split: nothing is built. What is not quantized stays in FP32 there. Constants are as
+an engine will have them (`correcting`): the mean error of a site depends on no other site, and is taken out
+of each; what restores the mean score of the rung is added where the upper bound is lower with it.
 
 Which rung a further attempt takes follows from the selection split (`planning.climbing`); certification says
 only that there is one. Its plan is built wherever the one that missed was, and judged by the same means, with
@@ -29,7 +29,8 @@ from loka_onnx.calibration.effects.switchable import Switch, SwitchableModel, wr
 from loka_onnx.config import PlanId
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.evaluation import EvaluationSet, OutputEvaluation
-from loka_onnx.core.plan import Climb, PrecisionPlan
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import Climb, Climbs, PrecisionPlan
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refinement import RefinedRun
 from loka_onnx.data import Dataset
@@ -50,16 +51,18 @@ from loka_onnx.planning.choice import not_certified
 from loka_onnx.planning.climbing import SHARES, Goal, Judged, climb, design_spread
 from loka_onnx.planning.policy import LadderStart, Planner
 
-LADDER = Stage("ladder", "ladder.json", Climb)
+LADDER = Stage("ladder", "ladder.json", Climbs)
 SCRATCH = "calibration/instrumented/ladder.onnx"
 
 
-def climb_ladder(context: Context, modified: ModelArtifact, profile: Profile) -> Climb | None:
-    """The sites of `fp8-safe` or `int8-safe` → `ladder.json`; None where none competes."""
+def climb_ladders(context: Context, modified: ModelArtifact, profile: Profile) -> Climbs:
+    """The sites of `fp8-safe` and `int8-safe`, as far as they compete → `ladder.json`."""
     splits, chosen, options = context.splits, context.config.plan, plan_options(context, modified)
-    if not {PlanId.FP8_SAFE, PlanId.INT8_SAFE} & {*options.plans}:
+    safe = {PlanId.FP8_SAFE: Precision.FP8, PlanId.INT8_SAFE: Precision.INT8}
+    wanted = [precision for plan, precision in safe.items() if plan in options.plans]
+    if not wanted:
         context.directory.forget(LADDER.name)
-        return None
+        return Climbs()
     reads = {
         "exported": context.exported,
         "model": modified,
@@ -72,9 +75,13 @@ def climb_ladder(context: Context, modified: ModelArtifact, profile: Profile) ->
         "group": context.config.data.group,
         "looks": context.looks,
         "corrections": chosen.corrections,
+        "plans": wanted,
         "calibration": splits.calibration,
     }
-    return context.directory.document(LADDER, reads, Climbing(context, modified, profile).climb)
+    climbing = Climbing(context, modified, profile)
+    return context.directory.document(
+        LADDER, reads, lambda: Climbs({precision: climbing.climb(precision) for precision in wanted})
+    )
 
 
 def attempt_again(judging: Judging, results: Results) -> Results:
@@ -135,22 +142,25 @@ class Climbing:
     modified: ModelArtifact
     profile: Profile
 
-    def climb(self) -> Climb:
-        """Return the highest rung of all sites that may run in FP8, for the first attempt."""
-        start = self.start()
+    def climb(self, precision: Precision) -> Climb:
+        """Return the highest rung of all sites that may run in a precision, for the first attempt."""
+        start = self.start(precision)
         return self._climbed(start, start.rungs, 0)
 
     def lower(self, plan: PrecisionPlan, attempt: int) -> PrecisionPlan | None:
-        """Return a plan with fewer sites in FP8 for an attempt (from 0); None if no site would be left."""
-        start = self.start(plan)
+        """Return a plan with fewer quantized sites for an attempt (from 0); None if no site would be left."""
+        if plan.quantized is None:
+            return None
+        start = self.start(plan.quantized, plan)
         sites = self._climbed(start, start.rungs[:-1], attempt).sites
         return start.ladder.plan_of(plan, sites, plan.device) if sites else None
 
-    def start(self, plan: PrecisionPlan | None = None) -> LadderStart:
-        """Return the ladder of a plan; of all sites that may run in FP8 where there is none."""
-        context, recipes = self.context, planned_recipes(self.context.config.plan)
+    def start(self, precision: Precision, plan: PrecisionPlan | None = None) -> LadderStart:
+        """Return the ladder of a plan; of all sites that may run in the precision where there is none."""
+        context, recipes = self.context, planned_recipes(self.context.config)
         options = plan_options(context, self.modified)
-        return Planner(self.modified, self.profile, context.specs, recipes, options).start_ladder(plan)
+        planner = Planner(self.modified, self.profile, context.specs, recipes, options, precision)
+        return planner.start_ladder(plan)
 
     def _climbed(self, start: LadderStart, rungs: Sequence[frozenset[str]], attempt: int) -> Climb:
         goal = Goal.of(attempt, (1.0 - CONFIDENCE) / self.context.looks)
@@ -186,7 +196,7 @@ class Climbing:
         context, split, specs = self.context, self.context.selection, self.context.specs
         run = partial(rungs.model.run, on=tuple(rung), outputs=output_names(specs, rungs.scores))
         means = mean_scores(run, rungs.scores, specs, self._rows) if rungs.exact else {}
-        task = f"judge {len(rung)} sites in FP8 on {split.name}"
+        task = f"judge {len(rung)} sites on {split.name}"
         simulated = simulate(context, run, split, rungs.scores, (rungs.exact, means), task)
         known = context.reference(split)
         columns, grouping = known.predictions.columns, known.units.grouping

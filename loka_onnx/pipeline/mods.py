@@ -19,7 +19,7 @@ from loka_onnx.graph.storage import model_files
 from loka_onnx.numerics.product_error import Rounding
 from loka_onnx.pipeline.context import CHECK_ROWS, Context
 from loka_onnx.pipeline.directory import Stage
-from loka_onnx.pipeline.plans import planned_recipes
+from loka_onnx.pipeline.plans import planned_formats, recipes_of
 from loka_onnx.pipeline.probing import Probing
 from loka_onnx.planning.high_error_channels import errors_to_leave
 from loka_onnx.planning.policy import PlanOptions
@@ -98,14 +98,13 @@ def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, f
     """High-error channels of sites that do not fit as products of their own → `model/modified.json`; `left`
     is the part of its error that each of these sites may keep.
     """
+    format = planned_formats(context.config)[0]
 
     def make() -> SplitModel:
         split = Rewritten(merged.model, RewriteLog(()))
         if left:
             target, rows = context.path("model/loud.onnx"), context.first_rows(_rows(context.config))
-            mod = SplitHighErrorChannels(
-                left, [rows], target.parent, context.config.plan.number_format.of_weights
-            )
+            mod = SplitHighErrorChannels(left, [rows], target.parent, format.of_weights)
             split = apply_mods(merged.model, [rows], target, [mod], context.progress)
         log = RewriteLog((*merged.log.records, *split.log.records))
         return SplitModel(split.model, log, HighErrorChannels(dict(left)))
@@ -114,7 +113,7 @@ def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, f
         "model": merged.model,
         "data": context.splits.calibration,
         "left": left,
-        "format": context.config.plan.number_format.name,
+        "format": format.name,
         "rows": _rows(context.config),
     }
     # A model that stays as it is, and its tables in any case, belong to the stage that wrote them.
@@ -124,13 +123,22 @@ def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, f
 
 
 def allowed_errors(context: Context, merged: MeasuredModel) -> dict[str, float]:
-    """Part of its error that each site which does not fit may keep; nothing where none is split."""
+    """Part of its error that each site which fits in no planned format may keep; nothing where none is split.
+
+    Of several formats, the first has the largest errors. A split for one would cost the other's engines time.
+    """
     chosen = context.config.plan
     if not context.config.mods.split_channels:
         return {}
     options = PlanOptions(keep=chosen.keep, force=chosen.force, protect=chosen.protect)
-    recipes = planned_recipes(chosen)
-    return errors_to_leave(merged.model, merged.profile, context.specs, recipes, options, context.judged_rows)
+    rows = context.judged_rows
+    first, *others = (
+        errors_to_leave(
+            merged.model, merged.profile, context.specs, recipes_of(format, chosen.scale), options, rows
+        )
+        for format in planned_formats(context.config)
+    )
+    return {site: left for site, left in first.items() if all(site in other for other in others)}
 
 
 def rewrite(context: Context, target: Path) -> Rewritten:
@@ -163,20 +171,20 @@ class ChosenMods:
         granularity = config.plan.weight_granularity
         is_open = granularity is WeightGranularity.BEST
         weights = tuple(Granularity) if is_open else (Granularity(granularity),)
-        self._rounding = Rounding(config.plan.number_format, weights) if config.mods.smoothing else None
+        formats = planned_formats(config) if config.mods.smoothing else ()
+        self._roundings = tuple(Rounding(format, weights) for format in formats)
 
     @property
     def key(self) -> dict[str, Any]:
         """Settings that the result depends on, beside model and rows."""
-        rounding = self._rounding
         return {
             "mods": [kind.name for kind in self._kinds],
-            "smoothing": None if rounding is None else [rounding.format, *rounding.weights],
+            "smoothing": [[rounding.format, *rounding.weights] for rounding in self._roundings],
         }
 
     def make(self, rows: Arrays, scratch: Path) -> list[Mod[Any]]:
         """Make the mods, with smoothing last."""
         mods: list[Mod[Any]] = [kind() for kind in self._kinds]
-        if self._rounding is not None:
-            mods.append(ChooseSmoothing([rows], scratch, self._rounding))
+        if self._roundings:
+            mods.append(ChooseSmoothing([rows], scratch, self._roundings))
         return mods

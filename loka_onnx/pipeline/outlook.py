@@ -105,7 +105,7 @@ def look_ahead(context: Context) -> Outlook:
 def _tried(context: Context) -> Trial:
     began, used = time.perf_counter(), time.process_time()
     model, specs = context.exported, context.specs
-    sites, recipe = tuple(s for s in model.sites if s.is_fp8_able), planned_recipes(context.config.plan)[0]
+    sites, recipe = tuple(s for s in model.sites if s.is_fp8_able), planned_recipes(context.config)[0]
     split = replace(context.selection, slices=(), most=REQUEST, batch_size=context.as_batch(REQUEST))
     exact = context.open_exported().run
     _, first = _timed(context, split, exact)
@@ -139,7 +139,8 @@ def _timed(context: Context, split: Split, run: Run) -> tuple[Predictions, float
 def _seconds(context: Context, trial: Trial) -> dict[str, float]:
     config, rows = context.config, context.judged_rows
     calibration = min(context.splits.calibration.rows, config.calibration.rows or 1 << 60)
-    sites = sum(site.is_fp8_able for site in context.exported.sites)
+    formats = len({recipe.precision for recipe in planned_recipes(config)})
+    sites = formats * sum(site.is_fp8_able for site in context.exported.sites)
     plans = [plan for plan in competing_plans(config) if plan.quantized is not None]
     here = sum(not backend.build_blocker(a) for _, backend, a in buildable(config))
     engines, judged = here * (1 + len(plans)), sum(rows.values())
@@ -150,7 +151,7 @@ def _seconds(context: Context, trial: Trial) -> dict[str, float]:
         "calibrate": calibrate,
         "mods": CHECK_ROWS * exact * (4.0 + 0.6 * sites),
         "recalibrate": 0.1 * calibrate,
-        "ladder": 1.5 * fitting * low,
+        "ladder": 1.5 * fitting * low * formats,
         "correct": 0.6 * fitting * low * len(plans),
         "build": 0.0,
         "evaluate": judged * exact + here * judged * (exact + len(plans) * low),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from loka_onnx.config import PlanConfig, PlanId, RunConfig, ScaleRule, TargetConfig
+from loka_onnx.config import PlanId, RunConfig, ScaleRule, TargetConfig
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import Climb, PlanSet, PrecisionPlan
+from loka_onnx.core.formats import UINT8, NumberFormat, Precision
+from loka_onnx.core.plan import Climbs, Decision, PlanSet, PrecisionPlan, Verdict
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import AMAX, MSE, Granularity, Recipe
 from loka_onnx.engines.base import Backend
@@ -33,15 +33,62 @@ _RULES = {
 }
 
 
-def planned_recipes(plan: PlanConfig) -> tuple[Recipe, ...]:
-    """Both granularities of weights under each scale rule that competes, whatever `plan.weight_granularity`
-    lets a plan use: the profile shows both, and an interaction has no channels.
+def planned_formats(config: RunConfig) -> tuple[NumberFormat, ...]:
+    """Formats of activations in the plans of a run: those that it asks for, or else that its targets
+    multiply; FP8 where these multiply nothing in eight bits.
     """
-    weights = (Granularity.PER_TENSOR, Granularity.PER_CHANNEL)
+    known = {Precision.FP8: config.plan.format.number_format, Precision.INT8: UINT8}
+    asked = config.plan.formats or {plan.quantized for plan in config.plan.plans or ()}
+    wanted = [format for precision, format in known.items() if precision in asked]
+    if not wanted:
+        pairs = [(backend, architecture) for _, backend, architecture in buildable(config)]
+        wanted = [f for f in known.values() if any(multiplies(*pair, f) for pair in pairs)]
+    return tuple(wanted or [known[Precision.FP8]])
+
+
+def multiplies(backend: Backend, architecture: str, format: NumberFormat) -> bool:
+    """True if a backend multiplies a format on an architecture, and does not simulate it there."""
+    decision = Decision("", format.precision, Recipe.of(format), Verdict.NOT_JUDGED, "")
+    # A base that no architecture lacks.
+    plan = PrecisionPlan(str(format.precision), "", Precision.FP16, (decision,), {}, 0.0)
+    return backend.decline(plan, architecture) is None and not backend.is_simulated(plan, architecture)
+
+
+def moot_precisions(config: RunConfig) -> dict[str, tuple[Precision, ...]]:
+    """Planned precisions that get no engines, by device of the targets that multiply another one instead.
+
+    A simulation cannot be chosen beside that. It judges a plan for targets whose engines do not run here.
+    """
+    planned, pairs = planned_formats(config), [*buildable(config)]
+    waiting = {
+        format
+        for format in planned
+        for _, backend, architecture in pairs
+        if backend.why_not_run(architecture) and multiplies(backend, architecture, format)
+    }
+    moot: dict[str, tuple[Precision, ...]] = {}
+    for device in dict.fromkeys(target.device for target, _, _ in pairs):
+        here = [(backend, architecture) for target, backend, architecture in pairs if target.device == device]
+        real = [format for format in planned if any(multiplies(*pair, format) for pair in here)]
+        left = tuple(f.precision for f in planned if real and f not in real and f not in waiting)
+        moot |= {device: left} if left else {}
+    return moot
+
+
+def planned_recipes(config: RunConfig) -> tuple[Recipe, ...]:
+    """Recipes of every format in the plans of a run (`recipes_of`)."""
+    formats, scale = planned_formats(config), config.plan.scale
+    return tuple(recipe for format in formats for recipe in recipes_of(format, scale))
+
+
+def recipes_of(format: NumberFormat, scale: ScaleRule | None = None) -> tuple[Recipe, ...]:
+    """Both granularities of weights under each scale rule that competes in a format, whatever
+    `plan.weight_granularity` lets a plan use: the profile shows both, and an interaction has no channels.
+    """
     return tuple(
-        Recipe.of(plan.number_format, weight, rule)
-        for rule in _RULES[plan.scale or (ScaleRule.AMAX if plan.number_format.is_float else ScaleRule.MSE)]
-        for weight in weights
+        Recipe.of(format, weight, rule)
+        for rule in _RULES[scale or (ScaleRule.AMAX if format.is_float else ScaleRule.MSE)]
+        for weight in (Granularity.PER_TENSOR, Granularity.PER_CHANNEL)
     )
 
 
@@ -58,16 +105,15 @@ def check_targets(config: RunConfig) -> None:
             with wrong.check():
                 _check_backend(target, name, f"targets[{number}]")
     wrong.raise_any()
-    if Precision.INT8 in config.plan.formats and not any(
-        config.plan.number_format in backend.spec.formats_on(architecture)
-        for _, backend, architecture in buildable(config)
+    if Precision.INT8 in (config.plan.formats or ()) and not any(
+        UINT8 in backend.spec.formats_on(architecture) for _, backend, architecture in buildable(config)
     ):
         names = sorted({name for target in config.targets for name in target.backends})
         raise ConfigError(
             "E1533 no backend of any target multiplies INT8",
             where="`plan.formats`",
             evidence=f"it asks for int8; the backends are {', '.join(names)}",
-            remedy="add a target {device: cpu, backends: [onnxruntime]}, or write `formats: [fp8]`",
+            remedy="add a target {device: cpu, backends: [onnxruntime]}, or remove int8",
         )
 
 
@@ -100,10 +146,13 @@ def competing_plans(config: RunConfig, timed: Collection[str] = ()) -> tuple[Pla
     if config.plan.plans is not None:
         return config.plan.plans
     fp16 = (PlanId.FP16,) if _runs(config, Precision.FP16) else ()
-    if Precision.INT8 in config.plan.formats:
-        return (PlanId.FP32, PlanId.BF16, *fp16, PlanId.INT8_ALL, PlanId.INT8_SAFE)
     fast = (PlanId.FP8_FAST,) if any(target.device in timed for target in config.targets) else ()
-    return (PlanId.FP32, PlanId.BF16, *fp16, PlanId.FP8_ALL, PlanId.FP8_SAFE, *fast)
+    of_format = {
+        Precision.FP8: (PlanId.FP8_ALL, PlanId.FP8_SAFE, *fast),
+        Precision.INT8: (PlanId.INT8_ALL, PlanId.INT8_SAFE),
+    }
+    quantized = (plan for format in planned_formats(config) for plan in of_format[format.precision])
+    return (PlanId.FP32, PlanId.BF16, *fp16, *quantized)
 
 
 def _runs(config: RunConfig, precision: Precision) -> bool:
@@ -153,8 +202,8 @@ def _device_timings(context: Context, model: ModelArtifact) -> Iterator[DeviceTi
         yield DeviceTimings(target.device, backend, timings, config.batch.serve, stands_for, fused)
 
 
-def decide_plans(context: Context, model: ModelArtifact, profile: Profile, safe: Climb | None) -> PlanSet:
-    """Profile → `plan.json`; `safe` says how far the ladder of `fp8-safe` was climbed."""
+def decide_plans(context: Context, model: ModelArtifact, profile: Profile, safe: Climbs) -> PlanSet:
+    """Profile → `plan.json`; `safe` says how far the ladders of safe plans were climbed."""
     chosen, options = context.config.plan, replace(plan_options(context, model), safe=safe)
     reads = {
         "model": model,
@@ -166,14 +215,22 @@ def decide_plans(context: Context, model: ModelArtifact, profile: Profile, safe:
         "timings": [known.key for known in options.devices],
         "safe": safe,
     }
-    recipes = planned_recipes(chosen)
-    return context.directory.document(
-        PLAN, reads, lambda: make_plans(model, profile, context.specs, recipes, options)
-    )
+    recipes = planned_recipes(context.config)
+
+    def make() -> PlanSet:
+        plans = make_plans(model, profile, context.specs, recipes, options)
+        planned = [format.precision.upper() for format in planned_formats(context.config)]
+        notes = (
+            f"{' and '.join(left).upper()} plans are not built for {device}, which multiplies "
+            f"{' and '.join(name for name in planned if name.lower() not in left)}"
+            for device, left in moot_precisions(context.config).items()
+        )
+        return replace(plans, notes=(*plans.notes, *notes))
+
+    return context.directory.document(PLAN, reads, make)
 
 
 def search_plans(context: Context, model: ModelArtifact, profile: Profile) -> tuple[PrecisionPlan, ...]:
     """Plans beside the best one of the search over kernel times, for every device with such times."""
-    recipes = planned_recipes(context.config.plan)
-    options = plan_options(context, model)
+    recipes, options = planned_recipes(context.config), plan_options(context, model)
     return Planner(model, profile, context.specs, recipes, options).refinements()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -122,16 +123,17 @@ class Probing:
 
         return self.document(CALIBRATE, self.key(model), measure, again=True)
 
-    def refresh(self, model: ModelArtifact, planned: Mapping[str, str]) -> Profile:
+    def refresh(self, model: ModelArtifact, planned: Mapping[str, Collection[str]]) -> Profile:
         """Profile a retrained model under the recipes that were chosen for its sites → `profile.json`.
 
         Ranges, and the scales that follow, are from all rows. Errors and sensitivities come from few rows and
-        one draw: for the report, not for decisions. `planned` is the recipe's id of each product.
+        one draw: for the report, not for decisions. `planned` are the recipes' ids of each product.
         """
-        known = planned_recipes(self.config.plan)
-        # Interactions and unplanned sites need one with per-tensor weights.
-        plain = next(recipe.id for recipe in known if recipe.weight is Granularity.PER_TENSOR)
-        recipes = tuple(recipe for recipe in known if recipe.id in {*planned.values(), plain})
+        known = planned_recipes(self.config)
+        # Interactions and unplanned sites need one with per-tensor weights in each precision.
+        plain = {recipe.precision: recipe.id for recipe in known if recipe.weight is Granularity.PER_TENSOR}
+        needed = {*plain.values(), *chain.from_iterable(planned.values())}
+        recipes = tuple(recipe for recipe in known if recipe.id in needed)
 
         def measure() -> Profile:
             began, options = time.perf_counter(), self._options()
@@ -192,7 +194,7 @@ class Probing:
         settings, plan = self.config.calibration, self.config.plan
         best = plan.weight_granularity is WeightGranularity.BEST
         return ProbeOptions(
-            recipes=planned_recipes(plan),
+            recipes=planned_recipes(self.config),
             weight=None if best else Granularity(plan.weight_granularity),
             synthetic=self.config.data.synthetic,
             batch_size=settings.batch_size,
@@ -237,7 +239,7 @@ class Probing:
                 mode="json", exclude={"executor", "ray_address"}
             ),
             "plan.weight_granularity": self.config.plan.weight_granularity,
-            "recipes": [recipe.id for recipe in planned_recipes(self.config.plan)],
+            "recipes": [recipe.id for recipe in planned_recipes(self.config)],
             "outputs": self.context.measured_outputs,
             "data.group": self.config.data.group,
             "data.synthetic": self.config.data.synthetic,

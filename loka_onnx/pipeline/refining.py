@@ -31,6 +31,7 @@ from math import inf
 from loka_onnx.config.schema import RefineConfig
 from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Evaluation, EvaluationSet, median_error
+from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.core.refinement import (
     REFINED_NAME,
@@ -134,17 +135,20 @@ class Bench:
         return search_plans(self._judging.context, self._results.modified, self._results.profile)
 
     @cached_property
-    def _ladder(self) -> Ladder:
+    def _ladders(self) -> dict[Precision, Ladder]:
         results = self._results
-        return Climbing(self._judging.context, results.modified, results.profile).start().ladder
+        climbing = Climbing(self._judging.context, results.modified, results.profile)
+        return {precision: climbing.start(precision).ladder for precision in results.profile.precisions}
 
     def from_search(self, target: str) -> Sequence[PrecisionPlan]:
         """Plans for a target that kernel times propose, the most telling first."""
         return [plan for plan in self._searched if plan.device == target]
 
     def revert_sites(self, plan: PrecisionPlan, evaluation: Evaluation, target: str) -> Reverted | None:
-        """A plan with fewer sites in FP8, for one whose engine misses the budget; None for none."""
-        return self._ladder.revert_sites(plan, evaluation, target)
+        """A plan with fewer quantized sites, for one whose engine misses the budget; None for none."""
+        if plan.quantized is None:
+            return None
+        return self._ladders[plan.quantized].revert_sites(plan, evaluation, target)
 
 
 @dataclass(frozen=True)
@@ -411,6 +415,6 @@ def _speed(timed: Interleaved, engine: EngineArtifact) -> Speed | None:
     return Speed({latency.batch: latency for latency in latencies}) if latencies else None
 
 
-def _assignment(plan: PrecisionPlan) -> tuple[frozenset[str], str]:
-    """Key that identifies a plan: sites in FP8 and base precision."""
-    return frozenset(plan.quantized_sites), plan.base
+def _assignment(plan: PrecisionPlan) -> tuple[frozenset[tuple[str, Precision]], str]:
+    """Key that identifies a plan: quantized sites with their precisions, and base precision."""
+    return frozenset((d.site, d.precision) for d in plan.decisions if d.precision.is_quantized), plan.base

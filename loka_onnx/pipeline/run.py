@@ -26,7 +26,7 @@ from loka_onnx.pipeline.correcting import Correcting
 from loka_onnx.pipeline.directory import Outcome, RunDirectory
 from loka_onnx.pipeline.emission import Results, choose_engines, emit_bundle, notes_of, write_report
 from loka_onnx.pipeline.judging import Judging
-from loka_onnx.pipeline.ladder_stage import attempt_again, climb_ladder
+from loka_onnx.pipeline.ladder_stage import attempt_again, climb_ladders
 from loka_onnx.pipeline.mods import (
     ModdedModel,
     allowed_errors,
@@ -223,7 +223,7 @@ def _stages(settings: RunSettings, options: RunOptions) -> Iterator[tuple[Stage,
     judging = Judging(context, cut_model(context, modified.model))
     yield Stage.TRANSFORM, ended
 
-    safe = climb_ladder(context, modified.model, profile)
+    safe = climb_ladders(context, modified.model, profile)
     plans = decide_plans(context, modified.model, profile, safe)
     yield Stage.PLAN, ended
 

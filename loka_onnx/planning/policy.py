@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec
@@ -11,6 +11,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import CONFIDENCE
 from loka_onnx.core.plan import (
     Climb,
+    Climbs,
     Decision,
     PlanSet,
     PrecisionPlan,
@@ -26,8 +27,8 @@ from loka_onnx.core.site import Site, SiteKind
 from loka_onnx.errors import ConfigError
 from loka_onnx.graph.model import GraphModel, values_of
 from loka_onnx.planning.base import Base, Bases, with_scales
-from loka_onnx.planning.costs import Costs, able_share, share_of, useful_flops
-from loka_onnx.planning.judging import judge
+from loka_onnx.planning.costs import Costs, able_share, allowed_kl, share_of, useful_flops
+from loka_onnx.planning.judging import judge, percent
 from loka_onnx.planning.ladder import Ladder
 from loka_onnx.planning.patterns import named_places, nothing_left, wishes
 from loka_onnx.planning.search import FastSearch, Sites
@@ -56,8 +57,8 @@ class PlanOptions:
         exported: The model before mods, for which the patterns were written; a pattern that matches only
             there becomes a note. None where plans are made for that model itself.
         devices: Kernel times of each device; one without any becomes a note and gets no plan `fp8-fast`.
-        safe: The climbed rung, the sites of `fp8-safe` or `int8-safe`. None where nothing was judged jointly;
-            that plan then rests on the bounds of single sites (`judging`).
+        safe: The climbed rungs, the sites of `fp8-safe` and `int8-safe`. A plan without one, as nothing was
+            judged jointly, rests on the bounds of single sites (`judging`).
     """
 
     keep: tuple[str, ...] = ()
@@ -68,7 +69,7 @@ class PlanOptions:
     protect: tuple[Protection, ...] = (Protection.LOGITS,)
     exported: ModelArtifact | None = None
     devices: tuple[DeviceTimings, ...] = ()
-    safe: Climb | None = None
+    safe: Climbs = field(default_factory=Climbs)
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,49 @@ def make_plans(
     magnitudes for FP16.
     """
     options = options or PlanOptions()
-    planner = Planner(model, profile, outputs, recipes, options)
-    plans = tuple(plan for plan_id in options.plans for plan in planner.plans(plan_id))
-    share = able_share(model, sum(planner.flops.values()))
-    return PlanSet(plans, tuple(planner.notes), planner.speeds, share)
+    planners = {
+        precision: Planner(model, profile, outputs, recipes, options, precision)
+        for precision in dict.fromkeys(recipe.precision for recipe in recipes)
+    }
+    # Plans in high precision are the same for each.
+    first = next(iter(planners.values()))
+
+    def planner_of(plan_id: str) -> Planner:
+        precision = quantized_precision(plan_id)
+        return first if precision is None else planners.get(precision, first)
+
+    plans = tuple(plan for plan_id in options.plans for plan in planner_of(plan_id).plans(plan_id))
+    notes = dict.fromkeys(note for planner in planners.values() for note in planner.notes)
+    speeds = tuple(speed for planner in planners.values() for speed in planner.speeds)
+    share = able_share(model, sum(first.flops.values()))
+    return PlanSet(_compared(plans, planners), tuple(notes), speeds, share)
+
+
+def _compared(
+    plans: Sequence[PrecisionPlan], planners: Mapping[Precision, Planner]
+) -> tuple[PrecisionPlan, ...]:
+    """Add to the reasons of sites that are out of one safe plan and in that of another precision by how much
+    the two differ.
+    """
+    safe = [plan for plan in plans if plan.id.endswith("-safe")]
+
+    def compared(decision: Decision, plan: PrecisionPlan) -> Decision:
+        ours = quantized_precision(plan.id)
+        for other in safe:
+            there = other.decision(decision.site).precision
+            if decision.precision.is_quantized or ours is None or not there.is_quantized:
+                continue
+            kl, kl_there = (percent(planners[each].kl_of(decision.site)) for each in (ours, there))
+            words = f"{there.upper()}, with a KL of {kl_there} against {kl} in {ours.upper()}"
+            return replace(decision, reason=f"{decision.reason}; plan '{other.id}' has it in {words}")
+        return decision
+
+    return tuple(
+        replace(plan, decisions=tuple(compared(decision, plan) for decision in plan.decisions))
+        if plan in safe and len(safe) > 1
+        else plan
+        for plan in plans
+    )
 
 
 def check_patterns(model: ModelArtifact, options: PlanOptions) -> None:
@@ -118,18 +158,23 @@ def open_verdicts(
     options = options or PlanOptions()
     nodes = (node.name for node in GraphModel.load(model.path).nodes) if options.keep else ()
     kept = named_places(options.keep, model.sites, nodes, "plan.keep").sites
-    judgements = judge(model.sites, kept, profile, outputs, options.confidence)
+    in_each = [
+        judge(model.sites, kept, profile.of(precision), outputs, options.confidence)
+        for precision in profile.precisions
+    ]
     return tuple(
         site.name
         for site in model.sites
         if site.name not in kept
         and (site.is_fp8_able or site.kind is SiteKind.NORM)
-        and judgements[site.name].verdict is Verdict.UNDECIDED
+        and any(judgements[site.name].verdict is Verdict.UNDECIDED for judgements in in_each)
     )
 
 
 class Planner:
-    """Makes plans of one model; arguments and errors are those of `make_plans`."""
+    """Makes plans of one model in one precision, that of the first recipe by default; other arguments and
+    errors are those of `make_plans`.
+    """
 
     def __init__(
         self,
@@ -138,10 +183,12 @@ class Planner:
         outputs: tuple[OutputSpec, ...],
         recipes: Sequence[Recipe],
         options: PlanOptions,
+        precision: Precision | None = None,
     ) -> None:
-        self.model, self.profile, self.outputs, self.options = model, profile, outputs, options
-        self.recipes = {recipe.id: recipe for recipe in recipes}
-        self.precision = recipes[0].precision
+        self.model, self.outputs, self.options = model, outputs, options
+        self.precision = recipes[0].precision if precision is None else precision
+        self.recipes = {recipe.id: recipe for recipe in recipes if recipe.precision is self.precision}
+        profile = self.profile = profile.of(self.precision)
         graph = self.graph = GraphModel.load(model.path)
         self.flops = {site.name: useful_flops(graph, site) for site in model.sites if site.is_fp8_able}
         self.costs = Costs(profile, outputs)
@@ -169,6 +216,11 @@ class Planner:
                 yield self._fast_plan(self._fast_id(known.device), search, search.best)
             else:
                 self._leave_out(search.why_nothing())
+
+    def kl_of(self, site: str) -> float:
+        """Return the KL of a site over the loss, on the output where it takes most of what is allowed."""
+        kls = {spec: self.costs.predicted((site,), spec) for spec in self.outputs}
+        return kls[max(kls, key=lambda spec: kls[spec] / (allowed_kl(spec) or 1.0))]
 
     def _leave_out(self, reason: str) -> None:
         self.notes.append(f"plan {FAST} is left out: {reason}")
@@ -218,9 +270,12 @@ class Planner:
         obstacles = {site.name: self._obstacle(site, plan_id) for site in self.model.sites}
         return self._quantized_plan(plan_id, obstacles)
 
+    def _climb(self, plan_id: str) -> Climb | None:
+        return self.options.safe.by_precision.get(self.precision) if plan_id.endswith("-safe") else None
+
     def _quantized_plan(self, plan_id: str, obstacles: Mapping[str, str | None]) -> PrecisionPlan:
         """Return the plan with every site quantized that has no obstacle."""
-        climb = self.options.safe if plan_id.endswith("-safe") else None
+        climb = self._climb(plan_id)
         quantized = {s.name: self._quantized(s, climb) for s in self.model.sites if obstacles[s.name] is None}
         return self._judged_plan(plan_id, quantized, obstacles)
 
@@ -261,7 +316,8 @@ class Planner:
 
     @cached_property
     def _site_speeds(self) -> dict[str, SiteSpeeds]:
-        if not any(known.timings for known in self.options.devices):
+        # Kernel times compare FP8 with the base.
+        if self.precision is not Precision.FP8 or not any(known.timings for known in self.options.devices):
             return {}
         base = self.options.base or Precision.BF16
         recipes = {site.name: self._recipe(site) for site in self.model.sites if site.is_fp8_able}
@@ -351,7 +407,7 @@ class Planner:
         kept_out = self._kept_out(site, takes_thin=takes_all)
         if kept_out is not None or takes_all or site.name in self.forced:
             return kept_out
-        climb = self.options.safe if plan_id.endswith("-safe") else None
+        climb = self._climb(plan_id)
         if climb is None:
             return None if self.judgements[site.name].verdict is Verdict.SAFE else ""
         if site.name in climb.sites:

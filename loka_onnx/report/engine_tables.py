@@ -44,6 +44,7 @@ from loka_onnx.report.figures import (
     shown,
     told,
 )
+from loka_onnx.report.site_tables import share_heading
 from loka_onnx.report.verdict import NO_LABELS, SIMULATED_LATENCY, budget_sentence
 
 STATUS_TONES = {
@@ -216,7 +217,7 @@ def _accuracy_table(data: ReportData, split: str) -> Table:
         number("Prediction ratio", lambda row: _metric(row, numbers.ratio, "prediction_ratio")),
         number("Latency p50", of_engine(_latency_cell)),
         number(f"Sites in {data.plans.quantized}", of_engine(fp8_sites)),
-        number(f"{data.plans.quantized} share of FLOPs", of_engine(fp8_share)),
+        number(f"{share_heading(data)} of FLOPs", of_engine(fp8_share)),
         number("Size", of_engine(_size)),
         text("Status", _status),
         prose("Outcome", lambda row: _outcome(data, row)),

@@ -1,4 +1,4 @@
-"""Tables of the sites: the effect of FP8 on each, and its precision in each plan."""
+"""Tables of the sites: the effect of eight bits on each, and its precision in each plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loka_onnx.report.document import Cell, Column, Section, Table, Tone, number
 from loka_onnx.report.figures import Place, Told, derive, formed, joined, percent_interval, shown, told
 from loka_onnx.report.histograms import SiteRow, activation_table, site_rows
 
-_SAFE_PLAN = "fp8-safe"
+_SAFE_PLANS = ("fp8-safe", "int8-safe")
 _VERDICT_TONES = {
     Verdict.SAFE: Tone.GOOD,
     Verdict.UNSAFE: Tone.BAD,
@@ -60,6 +60,9 @@ def sites_section(data: ReportData) -> Section:
 def _tables(data: ReportData, plan: PrecisionPlan | None) -> Iterator[Table]:
     if plan is not None:
         yield _site_table(data, plan)
+        safe = (other for name in _SAFE_PLANS if (other := data.plan(name)) is not None)
+        others = (other for other in safe if other.quantized not in {None, plan.quantized})
+        yield from (_site_table(data, other) for other in others)
     if data.profile.sites:
         yield activation_table(data, plan)
     if len(data.plans.plans) > 1:
@@ -101,9 +104,10 @@ def _denominators(data: ReportData) -> str:
 
 
 def shown_plan(data: ReportData) -> PrecisionPlan | None:
-    """Return the plan whose reasons are shown: the selected one if quantized, else fp8-safe, else any."""
+    """Return the plan whose reasons are shown: the selected one if quantized, else a safe one, else any."""
     emitted = [data.plan(name) for t in data.choice.targets for name in t.plans]
-    known = [p for p in (*emitted, data.plan(_SAFE_PLAN), *data.plans.plans) if p is not None]
+    safe = map(data.plan, _SAFE_PLANS)
+    known = [p for p in (*emitted, *safe, *data.plans.plans) if p is not None]
     return next((p for p in known if p.quantized_sites), known[0] if known else None)
 
 
@@ -205,23 +209,33 @@ def _draws(sensitivity: Sensitivity) -> Told:
 
 def _plan_table(data: ReportData) -> Table:
     """Return the precisions, one row for each site, then the share of each plan."""
-    plans, low = data.plans.plans, data.plans.quantized
+    plans = data.plans.plans
     rows: dict[str, list[Cell | str]] = {site.name: [] for site in data.modified.sites}
     for plan in plans:
         decided = {d.site: d.precision for d in plan.decisions}
         for name, cells in rows.items():
             cells.append(_precision_cell(decided.get(name, plan.base)))
-    rows[f"{low} share of FP8-able FLOPs"] = [shown(numbers.share, plan, "fp8_share") for plan in plans]
+    rows[f"{share_heading(data)} of FP8-able FLOPs"] = [
+        shown(numbers.share, plan, "fp8_share") for plan in plans
+    ]
     if data.plans.able_share is not None:
         able = Place(data.plans, "able_share")
         parts = (derive("product", Place(plan, "fp8_share"), able) for plan in plans)
-        rows[f"{low} share of the FLOPs of all products"] = [formed(numbers.share, part) for part in parts]
+        rows[f"{share_heading(data)} of the FLOPs of all products"] = [
+            formed(numbers.share, part) for part in parts
+        ]
 
     def of_plan(place: int) -> Column[tuple[str, list[Cell | str]]]:
         return text(plans[place].id, lambda row: row[1][place])
 
     columns = (text("Site", lambda row: row[0]), *map(of_plan, range(len(plans))))
     return table_of("Precision of each site in each plan", columns, rows.items())
+
+
+def share_heading(data: ReportData) -> str:
+    """Return the name of `PrecisionPlan.fp8_share`: ``FP8 share``, or ``Eight-bit share`` of several."""
+    low = data.plans.quantized
+    return f"{'Eight-bit' if ' ' in low else low} share"
 
 
 def _precision_cell(precision: Precision) -> Cell:

@@ -292,16 +292,16 @@ def _gain(label: str, baseline: Rejection, main: _Emitted) -> Stat:
 
 
 def _plan_stat(data: ReportData, choice: TargetChoice) -> Stat:
-    notes = [(name, _fp8_of(plan)) for name in choice.plans if (plan := data.plan(name)) is not None]
+    notes = [(name, _fp8_of(data, plan)) for name in choice.plans if (plan := data.plan(name)) is not None]
     if len(choice.plans) == 1:
         return Stat("Plan", Cell(choice.plan), notes[0][1] if notes else "")
     note = joined("; ", [told("{}: {}", name, fp8) for name, fp8 in notes])
     return Stat("Plans", Cell(", ".join(choice.plans)), note)
 
 
-def _fp8_of(plan: PrecisionPlan) -> str:
+def _fp8_of(data: ReportData, plan: PrecisionPlan) -> str:
     if not plan.quantized_sites:
-        return "no FP8"
+        return f"no {data.plans.quantized}"
     name = plan.quantized or Precision.FP8
     sites = counted(plan, "decisions", precision=name.value)
     share = shown(numbers.share, plan, "fp8_share")

@@ -7,8 +7,13 @@ import pytest
 import synthetic_runs
 from synthetic_runs import ROWS, Workplace, make_columns, make_workplace, write_rows
 
+from loka_onnx.core import serde
+from loka_onnx.core.correction import CorrectionSet
 from loka_onnx.core.formats import Precision
-from loka_onnx.pipeline.run import RunResult, run
+from loka_onnx.core.plan import Climbs
+from loka_onnx.core.profile import Profile
+from loka_onnx.operations.drift.run import open_run
+from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
 from loka_onnx.runtime import Cause, load, selection
 from loka_onnx.sessions.host_devices import integer_instructions
 
@@ -74,3 +79,45 @@ def test_a_fleet_host_loads_it_where_it_has_the_instructions(finished, monkeypat
     assert integer_instructions()[0] in skipped.reason
     exact = fallback.infer(inputs)
     assert 0 < np.abs(answers["ctr"] - exact["ctr"]).max() < 0.2
+
+
+def test_two_formats_compete_in_one_run(tmp_path):
+    """FP8 plans are made; none of their engines could be chosen on a CPU that multiplies INT8."""
+    place = make_workplace(tmp_path / "place")
+    place.write_run_file(
+        plan={"plans": None, "formats": ["fp8", "int8"]}, calibration={"rows": 1000, "draws": 1}
+    )
+    result = run(place.run_file)
+    plans = result.report.plans
+    assert [plan.id for plan in plans.plans] == [
+        "fp32",
+        "bf16",
+        "fp8-all",
+        "fp8-safe",
+        "int8-all",
+        "int8-safe",
+    ]
+    assert (
+        plans.plan("fp8-all").quantized is Precision.FP8
+        and plans.plan("int8-all").quantized is Precision.INT8
+    )
+    assert plans.notes == ("FP8 plans are not built for cpu, which multiplies INT8",)
+    assert {engine.plan for engine in result.report.engines} == {"fp32", "bf16", "int8-all", "int8-safe"}
+    climbs = serde.read(Climbs, place.output / "ladder.json").by_precision
+    for precision, climb in climbs.items():
+        assert set(plans.plan(f"{precision}-safe").quantized_sites) == set(climb.sites)
+    fitted = serde.read(CorrectionSet, place.output / "corrections.json").plans
+    assert {each.plan for each in fitted} == {"fp8-all", "fp8-safe", "int8-all", "int8-safe"}
+    text = (result.directory / "report.md").read_text(encoding="utf-8")
+    for heading in ("Eight-bit share of FLOPs", "Sites in plan fp8-safe", "Sites in plan int8-"):
+        assert heading in text
+
+    # The profile takes rows in both formats; later runs go on from it.
+    write_rows(place.path / "more.parquet", make_columns(500, seed=7))
+    run(place.run_file, RunOptions(resume=True, until=Stage.CALIBRATE, added=place.path / "more.parquet"))
+    added = serde.read(Profile, place.output / "calibration" / "exported.json")
+    assert added.precisions == (Precision.FP8, Precision.INT8) and "+" in added.data_digest
+    drift = open_run(place.output / "profile.json")
+    assert drift.baseline.profile.precisions == (
+        plans.plan(result.choice.targets[0].plan).quantized or Precision.FP8,
+    )

@@ -17,7 +17,7 @@ from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Choice, Evaluation, EvaluationSet, Latency
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.manifest import Manifest
-from loka_onnx.core.plan import Climb, PlanSet
+from loka_onnx.core.plan import Climbs, PlanSet
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.refinement import RefinedRun
 from loka_onnx.engines.registry import get_backend
@@ -40,7 +40,7 @@ def test_the_plan_is_the_rung_that_was_measured(tmp_path):
         calibration={"rows": 1000, "draws": 1},
     )
     run(place.run_file, RunOptions(until=Stage.BUILD))
-    climb = serde.read(Climb, place.output / "ladder.json")
+    climb = serde.read(Climbs, place.output / "ladder.json").by_precision[Precision.FP8]
     taken = climb.taken
     assert climb.judged and taken is not None and taken.change is not None
     assert taken.fits and taken.chance >= climb.chance == 0.9

@@ -101,7 +101,7 @@ class SensitivityWork(BatchWork[tuple[BatchLoss, ...]]):
     """Runs a batch exact and under every unit of sites, and sums the loss changes of each output."""
 
     file: SwitchableFile
-    units: tuple[tuple[str, ...], ...]
+    units: tuple[Unit, ...]
     outputs: tuple[OutputSpec, ...]
     group: str | None
 
@@ -111,7 +111,8 @@ class SensitivityWork(BatchWork[tuple[BatchLoss, ...]]):
         names = tuple(dict.fromkeys(spec.name for spec in self.outputs))
 
         def run(batch: Batch) -> tuple[BatchLoss, ...]:
-            exact, *changed = (model.run(batch.inputs, on, names) for on in ((), *self.units))
+            switched = ((), *(unit.switches for unit in self.units))
+            exact, *changed = (model.run_switched(batch.inputs, on, names) for on in switched)
             groups = batch.columns[self.group] if self.group is not None else None
             losses: list[BatchLoss] = []
             for spec in self.outputs:
@@ -226,7 +227,7 @@ class SensitivityPass:
         file = write_switchable(
             GraphModel.load(subject.model), subject.switches, subject.scales, path, factor
         )
-        return SensitivityWork(path, file, tuple(u.sites for u in units), subject.outputs, self.options.group)
+        return SensitivityWork(path, file, tuple(units), subject.outputs, self.options.group)
 
     def _add_batches(
         self, work: SensitivityWork, spans: Iterable[Span], totals: Sequence[OutputTotals]
@@ -260,8 +261,12 @@ class SensitivityPass:
             for position, unit in enumerate(self.units)
         ]
         measured = list(zip(self.units, by_unit, strict=True))
+        by_site: dict[str, tuple[Sensitivity, ...]] = {}
+        for unit, items in measured:
+            if unit.tensor is None:
+                by_site[unit.sites[0]] = (*by_site.get(unit.sites[0], ()), *items)
         return Sensitivities(
-            {unit.sites[0]: items for unit, items in measured if unit.tensor is None},
+            by_site,
             tuple(SiteGroup(u.tensor, u.sites, items) for u, items in measured if u.tensor is not None),
             {s.name: t.mean_denominator for s, t in zip(self.subject.outputs, totals, strict=True)},
             sampling,

@@ -1,13 +1,15 @@
-"""A model with one boolean per site that selects the exact or the low-precision site.
+"""A model with one boolean per switch that selects the exact or the low-precision site.
 
 One session evaluates any subset of sites without a rebuild. The low-precision side is an If branch, so a pass
-costs little more than the exact model.
+costs little more than the exact model. A site with several recipes has a switch for each: its exact side is
+the If of the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class SwitchableFile:
-    """A switchable model on disk, picklable; `sites` are in the order of their switches."""
+    """A switchable model on disk, picklable; `sites` are those of the switches, in their order."""
 
     path: Path
     sites: tuple[str, ...]
@@ -58,42 +60,49 @@ def write_switchable(
     """Write the model that runs any subset of its sites in low precision; `model` is consumed.
 
     Args:
+        switches: Those of one site stand together.
         factor: Multiplies every scale, those of weights included (`observers.arithmetic`).
         biases: Added to a low-precision site, by its name; broadcasts to its output.
     """
     outputs = tuple(tensor.name for tensor in model.outputs)
     moved = moved_activations(scales, factor)
     vector = model.add_input(SWITCHES, np.bool_, [len(switches)])
+    conditions = []
     for position, switch in enumerate(switches):
         name = switch.site.name
         index = model.constant(f"{name}.switch_index", np.array(position, dtype=np.int64))
-        condition = model.add("Gather", [vector, index], f"{name}.switch", np.bool_, {"axis": 0})
-        _make_switchable(model, switch, condition, moved, factor, (biases or {}).get(name))
+        conditions.append(model.add("Gather", [vector, index], f"{name}.switch", np.bool_, {"axis": 0}))
+    for name, of_site in groupby(zip(switches, conditions, strict=True), lambda each: each[0].site.name):
+        _make_switchable(model, [*of_site], moved, factor, (biases or {}).get(name))
     model.save(path)
     return SwitchableFile(path, tuple(switch.site.name for switch in switches), outputs)
 
 
 def _make_switchable(
     model: GraphModel,
-    switch: Switch,
-    condition: Any,
+    switches: Sequence[tuple[Switch, Any]],
     scales: Scales,
     factor: float,
     bias: npt.NDArray[np.float64] | None,
 ) -> None:
-    name = switch.site.name
+    """Add the switches of one site, each with its condition."""
+    name = switches[0][0].site.name
     node = model.node(name)
     original = node.outputs[0]
     readers = list(original.outputs)
     is_output = model.is_output(original)
-    with model.collecting() as exact_nodes:
-        exact = model.add_like(node, node.inputs, f"{name}.exact")
-    with model.collecting() as low_nodes:
-        low = low_precision(model, switch.site, switch.recipe, scales, factor)
-        if bias is not None:
-            constant = model.constant(f"{name}.bias_of_error", bias.astype(np.float32))
-            low = model.add("Add", [low, constant], f"{name}.unbiased", low.dtype)
-    chosen = model.choose(condition, Branch(low_nodes, low), Branch(exact_nodes, exact), f"{name}.chosen")
+    with model.collecting() as nodes:
+        chosen = model.add_like(node, node.inputs, f"{name}.exact")
+    for switch, condition in switches:
+        with model.collecting() as low_nodes:
+            low = low_precision(model, switch.site, switch.recipe, scales, factor)
+            if bias is not None:
+                constant = model.constant(f"{name}.bias_of_error", bias.astype(np.float32))
+                low = model.add("Add", [low, constant], f"{name}.unbiased", low.dtype)
+        inner = Branch(nodes, chosen)
+        with model.collecting() as nodes:
+            chosen = model.choose(condition, Branch(low_nodes, low), inner, f"{name}.chosen")
+    model.graph.nodes.extend(nodes)
     model.replace_uses(original, chosen, None if is_output else readers)
     node.outputs.clear()
     node.inputs.clear()
@@ -111,10 +120,18 @@ class SwitchableModel:
     def run(
         self, inputs: Arrays, on: Sequence[str] = (), outputs: Sequence[str] | None = None
     ) -> dict[str, npt.NDArray[Any]]:
-        """Run with the sites `on` in low precision and all others exact; `outputs` None for all."""
-        vector = np.zeros(len(self._index), dtype=np.bool_)
-        for site in on:
-            vector[self._index[site]] = True
+        """Run with the sites `on` in low precision and all others exact; `outputs` None for all.
+
+        Of several switches of a site, the last one is meant.
+        """
+        return self.run_switched(inputs, [self._index[site] for site in on], outputs)
+
+    def run_switched(
+        self, inputs: Arrays, on: Collection[int], outputs: Sequence[str] | None = None
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Run with the switches `on`, by their positions."""
+        vector = np.zeros(len(self.file.sites), dtype=np.bool_)
+        vector[[*on]] = True
         wanted = self.file.outputs if outputs is None else outputs
         return self._session.run({**inputs, SWITCHES: vector}, wanted)
 
@@ -125,6 +142,7 @@ class Unit:
 
     Attributes:
         sites: Their names, in the model's order.
+        switches: Positions of their switches.
         recipe: Id of the recipe, or the precision of a norm; for several sites the rounding of the shared
             tensor (`Recipe.activation_id`).
         tensor: The tensor that several sites share, before layout operations; None for a single site.
@@ -132,29 +150,29 @@ class Unit:
     """
 
     sites: tuple[str, ...]
+    switches: tuple[int, ...]
     recipe: str
     tensor: str | None = None
     has_scales: bool = True
 
 
 def units_of(model: GraphModel, switches: Sequence[Switch]) -> tuple[Unit, ...]:
-    """Return each site alone, then the sites that share a quantized tensor.
+    """Return each switch alone, then the sites that share a quantized tensor.
 
     Only linear sites that a plan may run in FP8 share: a norm is rounded otherwise, and a product too small
     for FP8 reads the exact tensor.
     """
     units: list[Unit] = []
-    readers: dict[tuple[str, str], list[str]] = {}
-    for switch in switches:
+    readers: dict[tuple[str, str], dict[str, int]] = {}
+    for position, switch in enumerate(switches):
         site, is_norm = switch.site, switch.site.kind is SiteKind.NORM
-        units.append(
-            Unit((site.name,), NORM_PRECISION if is_norm else switch.recipe.id, has_scales=not is_norm)
-        )
+        recipe = NORM_PRECISION if is_norm else switch.recipe.id
+        units.append(Unit((site.name,), (position,), recipe, has_scales=not is_norm))
         if site.is_fp8_able:
             tensor = layout_root(model.node(site.name).inputs[site.activation.index]).tensor
-            readers.setdefault((tensor.name, switch.recipe.activation_id), []).append(site.name)
+            readers.setdefault((tensor.name, switch.recipe.activation_id), {})[site.name] = position
     together = (
-        Unit(tuple(sites), rounding, tensor)
+        Unit(tuple(sites), tuple(sites.values()), rounding, tensor)
         for (tensor, rounding), sites in readers.items()
         if len(sites) > 1
     )

@@ -35,7 +35,7 @@ from loka_onnx.operations.recorded import recorded_settings
 from loka_onnx.pipeline.directory import RECORD, refuse_links
 from loka_onnx.pipeline.rows import bind_columns
 
-SAFE_PLAN = "fp8-safe"
+SAFE_PLANS = ("fp8-safe", "int8-safe")
 MODELS = ("modified", "exported")
 """Models of a run that a profile may be of."""
 
@@ -79,7 +79,7 @@ def open_run(profile: str | Path, run: str | Path | None = None, plan: str | Non
     Args:
         profile: The profile; as a rule `profile.json` in a run directory.
         run: The run directory, where the profile lies elsewhere.
-        plan: The plan whose FP8 sites count; None for the plan that was chosen if it has any, else
+        plan: The plan whose quantized sites count; None for the plan that was chosen if it has any, else
             ``fp8-safe``, else every FP8-able linear site.
 
     Raises:
@@ -99,7 +99,9 @@ def open_run(profile: str | Path, run: str | Path | None = None, plan: str | Non
     baseline = Baseline(model, known, recorded.outputs)
     baseline = replace(baseline, columns=_column_names(graph, bindings, baseline.ranges))
     if chosen is not None:
-        baseline = replace(baseline, counted=frozenset(chosen.quantized_sites), basis=f"plan {chosen.id}")
+        known = known.of(chosen.quantized) if chosen.quantized else known
+        counted = frozenset(chosen.quantized_sites)
+        baseline = replace(baseline, profile=known, counted=counted, basis=f"plan {chosen.id}")
     return OpenedRun(directory, baseline, bindings)
 
 
@@ -206,7 +208,7 @@ def _model(directory: Path, profile: Profile, where: Path) -> ModelArtifact:
 
 
 def _plan(directory: Path, profile: Profile, wanted: str | None) -> PrecisionPlan | None:
-    """Return the plan whose FP8 sites count; None for every FP8-able linear site."""
+    """Return the plan whose quantized sites count; None for every FP8-able linear site."""
     document = directory / "plan.json"
     plans = serde.read(PlanSet, document).plans if document.is_file() else ()
     fitting = {
@@ -217,7 +219,7 @@ def _plan(directory: Path, profile: Profile, wanted: str | None) -> PrecisionPla
     if wanted is not None:
         if wanted not in fitting:
             raise ConfigError(
-                f"E1631 there is no plan '{wanted}' with FP8 sites for the model of the profile",
+                f"E1631 there is no plan '{wanted}' with quantized sites for the model of the profile",
                 where="--plan",
                 evidence=f"'{document}' has {', '.join(fitting) or 'none'}",
                 remedy="name one of these, or leave --plan out",
@@ -226,4 +228,4 @@ def _plan(directory: Path, profile: Profile, wanted: str | None) -> PrecisionPla
     choice = directory / "choice.json"
     targets = serde.read(Choice, choice).targets if choice.is_file() else ()
     chosen = [plan for target in targets for plan in target.plans]
-    return next((fitting[name] for name in (*chosen, SAFE_PLAN) if name in fitting), None)
+    return next((fitting[name] for name in (*chosen, *SAFE_PLANS) if name in fitting), None)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from loka_onnx.bundle.signing import signer_of
+from loka_onnx.calibration.calibrate import measured_recipes
 from loka_onnx.config import RunConfig, build_run_config
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
@@ -29,7 +30,6 @@ from loka_onnx.numerics.intervals import CONFIDENCE
 from loka_onnx.operations.refresh.earlier import EarlierRun
 from loka_onnx.operations.refresh.replanning import (
     output_moves,
-    planned_recipe_ids,
     replan,
     site_moves,
     unproven_reason,
@@ -176,6 +176,10 @@ def _configured(before: EarlierRun, model: Path, options: RefreshOptions) -> Run
     name = f"{before.directory.name}-{model.stem}"
     output = options.output or before.directory.with_name(name)
     values |= {"model": section, "output": str(output.absolute())}
+    # What targets multiply may be seen differently from this host.
+    plan = values.get("plan") or {}
+    if not plan.get("formats") and before.profile.precisions:
+        values["plan"] = {**plan, "formats": [str(precision) for precision in before.profile.precisions]}
     config = build_run_config(
         values, before.base, source=f"the run file of '{before.directory}'", overrides=options.overrides
     )
@@ -238,7 +242,7 @@ class _Attempt:
         modified = split_high_error(context, modify(context), before.high_error_channels)
         _compare_sites(before.modified, modified.model)
         judging = Judging(context, cut_model(context, modified.model))
-        profile = Probing(context).refresh(modified.model, planned_recipe_ids(before.profile))
+        profile = Probing(context).refresh(modified.model, measured_recipes(before.profile))
         self.profile = profile
         plans = self.plans = _replanned(context, before, modified.model, profile)
         corrections = Correcting(context, modified.model, CORRECTION_ROWS).correct(plans)

@@ -22,11 +22,6 @@ from loka_onnx.planning.fp16 import scale_fits
 CERTIFICATION = "certification"
 
 
-def planned_recipe_ids(profile: Profile) -> dict[str, str]:
-    """Id of the recipe that a profile measured the effect of, by site."""
-    return {entry.site: entry.sensitivities[0].recipe for entry in profile.sites if entry.sensitivities}
-
-
 def replan(
     plan: PrecisionPlan, model: ModelArtifact, profile: Profile, outputs: Sequence[OutputSpec]
 ) -> PrecisionPlan:
@@ -46,8 +41,9 @@ def replan(
             return decision
         return with_scales(decision, sites[decision.site], decision.recipe, graph, profile)
 
-    # Of sites in FP8, together where they were measured together.
-    costs = Costs(profile, outputs) if plan.predicted_kl else None
+    # Of quantized sites, together where they were measured together.
+    known = profile.of(plan.quantized) if plan.quantized else profile
+    costs = Costs(known, outputs) if plan.predicted_kl else None
     kl = {spec.name: costs.predicted(plan.quantized_sites, spec) for spec in outputs} if costs else {}
     decisions = tuple(map(again, plan.decisions))
     return replace(plan, model_digest=model.digest, decisions=decisions, predicted_kl=kl)

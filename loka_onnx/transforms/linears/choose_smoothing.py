@@ -1,10 +1,10 @@
-"""Smoothing where it lowers the measured FP8 error, with the strength that lowers it most.
+"""Smoothing where it lowers the measured error of eight-bit products, with the strength that lowers it most.
 
 For each maker (`makers`) and each strength of `STRENGTHS`, factors are computed (`numerics.smoothing`) and
 the affected products are measured on rows: those of the linears that read the maker, and that of the maker
-itself when it is a linear. The measure is the unweighted sum of their relative errors
-(`numerics.product_error`), because a plan decides site by site. An output channel counts by the weights that
-it meets next.
+itself when it is a linear, in every planned format. The measure is the unweighted sum of their relative
+errors (`numerics.product_error`), because a plan decides site by site. An output channel counts by the
+weights that it meets next.
 
 Half of the rows choose the strength, the other half accepts it: the sum must fall by `LEAST_GAIN` on both,
 and no single product may lose as much. Factors are powers of two, which keep the FP32 model's bits. Makers
@@ -51,9 +51,10 @@ class ChooseSmoothing(Mod[Smoothing]):
 
     name = "smooth-by-error"
 
-    def __init__(self, rows: Sequence[Arrays], scratch: Path, rounding: Rounding | None = None) -> None:
-        self._rows, self._scratch = tuple(rows), scratch
-        self._rounding = rounding or Rounding()
+    def __init__(
+        self, rows: Sequence[Arrays], scratch: Path, roundings: Sequence[Rounding] = (Rounding(),)
+    ) -> None:
+        self._rows, self._scratch, self._roundings = tuple(rows), scratch, tuple(roundings)
 
     def _find(self, model: GraphModel) -> Iterator[Smoothing | Declined]:
         read = Found.of(find_makers(model))
@@ -66,7 +67,7 @@ class ChooseSmoothing(Mod[Smoothing]):
             reason = f"{count} rows are too few to measure errors on; {FEWEST_ROWS} are needed"
             yield from (Declined(maker.name, reason) for maker in makers)
             return
-        search = _Search(_products(model, makers, self._rows, self._scratch), self._rounding)
+        search = _Search(_products(model, makers, self._rows, self._scratch), self._roundings)
         search.run(makers)
         for maker in makers:
             tried = search.tried[maker.name]
@@ -110,11 +111,11 @@ class _Site:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Factors of a maker's channels, with relative errors by site on the choosing half."""
+    """Factors of a maker's channels, with relative errors on the choosing half (`_Search._measured`)."""
 
     name: str
     factors: Vector
-    errors: Mapping[str, float]
+    errors: Mapping[tuple[str, str], float]
 
     @property
     def sum(self) -> float:
@@ -125,10 +126,12 @@ class _Candidate:
 class _Tried:
     """Outcome for a maker: its divisors, and relative errors of its sites, summed, on the accepting half.
 
-    `without` smoothing, and `now` with the chosen candidate, or with the best where none was chosen.
+    `formats` names their formats; `without` smoothing, and `now` with the chosen candidate, or with the best
+    where none was chosen.
     """
 
     sites: tuple[str, ...]
+    formats: str
     divisors: Vector
     without: float = 0.0
     now: float = 0.0
@@ -151,14 +154,17 @@ class _Tried:
 
     def _measure(self) -> str:
         names = ", ".join(f"'{site}'" for site in self.sites)
-        return f"the relative FP8 error energy of {names}" + (", summed," if len(self.sites) > 1 else "")
+        is_sum = len(self.sites) > 1 or " and " in self.formats
+        return f"the relative {self.formats} error energy of {names}" + (", summed," if is_sum else "")
 
 
 class _Search:
     """Search over makers in turns."""
 
-    def __init__(self, sites: Mapping[str, _Site], rounding: Rounding) -> None:
-        self._sites, self._rounding = sites, rounding
+    def __init__(self, sites: Mapping[str, _Site], roundings: Sequence[Rounding]) -> None:
+        self._sites, self._roundings = sites, roundings
+        precisions = dict.fromkeys(rounding.format.precision.upper() for rounding in roundings)
+        self._formats = " and ".join(precisions)
         self.tried: dict[str, _Tried] = {}
 
     def run(self, makers: Sequence[Maker]) -> None:
@@ -167,7 +173,7 @@ class _Search:
             names = dict.fromkeys(reader.node.name for reader in maker.readers)
             if maker.is_linear:
                 names[maker.name] = None
-            self.tried[maker.name] = _Tried(tuple(names), np.ones(maker.channels))
+            self.tried[maker.name] = _Tried(tuple(names), self._formats, np.ones(maker.channels))
         for _ in range(_TURNS):
             changes = [self._turn(maker) for maker in makers]
             if not any(changes):
@@ -223,11 +229,12 @@ class _Search:
             np.maximum.at(weight, reader.channels[mine], rows[mine])
         return activation, weight
 
-    def _measured(self, maker: Maker, factors: Vector, half: int) -> dict[str, float]:
-        """Return relative errors of a maker's sites under further factors, on one half of the rows."""
+    def _measured(self, maker: Maker, factors: Vector, half: int) -> dict[tuple[str, str], float]:
+        """Return relative errors under further factors on one half of the rows, by site and format."""
         return {
-            name: self._sites[name].error(half, before, behind, self._rounding)
+            (name, rounding.format.name): self._sites[name].error(half, before, behind, rounding)
             for name, (before, behind) in self._divided(maker, factors).items()
+            for rounding in self._roundings
         }
 
     def _divided(self, maker: Maker, factors: Vector) -> dict[str, tuple[Vector, Vector]]:

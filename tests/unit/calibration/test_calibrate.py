@@ -9,9 +9,14 @@ import onnx
 import pytest
 from small_models import LOGIT, SHARED, TWO_SITES, W1, artifact_of, columns_of, data_of, dataset_of
 
-from loka_onnx.calibration.calibrate import ProbeOptions, ProfiledModel, calibrate, update
-from loka_onnx.config import PlanConfig, ScaleRule
-from loka_onnx.config.fields import Float8Format
+from loka_onnx.calibration.calibrate import (
+    ProbeOptions,
+    ProfiledModel,
+    calibrate,
+    measured_recipes,
+    update,
+)
+from loka_onnx.config import ScaleRule
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.formats import E4M3FN, E5M2, FLOATS
@@ -21,7 +26,7 @@ from loka_onnx.errors import CalibrationError, InternalError
 from loka_onnx.numerics.rounding import fake_quantize
 from loka_onnx.numerics.scale_choice import activation_scaling
 from loka_onnx.numerics.scales import weight_scales
-from loka_onnx.pipeline.plans import planned_recipes
+from loka_onnx.pipeline.plans import recipes_of
 from loka_onnx.planning.policy import make_plans
 
 SITES = ("left", "right", "norm", "deep", "head")
@@ -89,7 +94,7 @@ def test_new_rows_under_given_scales_merge_with_the_profile(measure):
     assert earlier.scales != other.scales
     with pytest.raises(ValueError, match="profiles of different scales do not merge"):
         earlier.merge(other)
-    planned = {entry.site: entry.sensitivities[0].recipe for entry in earlier.sites}
+    planned = measured_recipes(earlier)
     later = measure(seed=2, draws=2, scales=earlier.scales, planned=planned)
     assert later.scales == earlier.scales
     assert later.site("left").sensitivities[0].kl != other.site("left").sensitivities[0].kl
@@ -102,13 +107,13 @@ def test_new_rows_under_given_scales_merge_with_the_profile(measure):
 
 
 def test_a_planned_recipe_is_measured_whatever_its_error(measure):
-    planned = dict.fromkeys(SITES, PER_TENSOR.id)
+    planned = dict.fromkeys(SITES, (PER_TENSOR.id,))
     best = measure(draws=1).site("deep")
     assert min(best.errors, key=lambda error: error.relative_error).recipe == PER_CHANNEL_WEIGHT.id
     assert best.sensitivities[0].recipe == PER_CHANNEL_WEIGHT.id
     assert measure(draws=1, planned=planned).site("deep").sensitivities[0].recipe == PER_TENSOR.id
     with pytest.raises(InternalError) as caught:
-        measure(draws=1, planned={**planned, "deep": "e5m2"})
+        measure(draws=1, planned={**planned, "deep": ("e5m2",)})
     assert caught.value.evidence.startswith("'e5m2' is not among ")
 
 
@@ -127,7 +132,7 @@ def rows_with_outliers() -> np.ndarray:
 def test_every_rule_is_measured_under_its_own_scale(format, tmp_path):
     x = rows_with_outliers()
     artifact, data = artifact_of(tmp_path, TWO_SITES), data_of(tmp_path, x)
-    recipes = planned_recipes(PlanConfig(format=Float8Format(format.name), scale=ScaleRule.BEST))
+    recipes = recipes_of(format, ScaleRule.BEST)
     assert len({recipe.id for recipe in recipes}) == 6
     profile = calibrate(
         artifact, (LOGIT,), data, tmp_path, ProbeOptions(recipes=recipes, batch_size=512, threads=1)
@@ -156,7 +161,7 @@ def test_the_plan_quantizes_with_the_scale_of_the_rule_that_won(tmp_path):
     data = data_of(tmp_path, rows_with_outliers())
     decided = {}
     for rule in ScaleRule:
-        recipes = planned_recipes(PlanConfig(scale=rule))
+        recipes = recipes_of(E4M3FN, rule)
         profile = calibrate(artifact, (LOGIT,), data, tmp_path, ProbeOptions(recipes=recipes, threads=1))
         decided[rule] = make_plans(artifact, profile, (LOGIT,), recipes).plan("fp8-all").decision("fc1")
         stats = profile.site("fc1").operands["x"]

@@ -80,7 +80,12 @@ def test_a_wrong_value(run_file, old, new, line, what, evidence):
         ("plan.force", ["a.*", "*.calibrator"], "the pattern '*.calibrator' is both kept and forced"),
         ("plan.plans", ["fp8-safe"], "the plan 'fp32' must compete"),
         ("plan.plans", ["fp32", "bf16", "bf16"], "`plans` lists 'bf16' twice"),
-        ("plan.plans", ["fp32", "int8-safe"], "the plan 'int8-safe' needs int8 in `formats`"),
+        (
+            "plan",
+            {"formats": ["fp8"], "plans": ["fp32", "int8-safe"]},
+            "the plan 'int8-safe' needs int8 in `formats`",
+        ),
+        ("plan.formats", ["int8", "int8"], "`formats` lists 'int8' twice"),
         (
             "outputs.0",
             {"name": "spend", "kind": "regression", "label": None},

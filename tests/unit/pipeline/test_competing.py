@@ -9,8 +9,15 @@ import pytest
 from small_configs import config_of
 
 from loka_onnx.config import PlanId, RunConfig
+from loka_onnx.core.formats import E4M3FN, E5M2, UINT8, Precision
 from loka_onnx.errors import ConfigError
-from loka_onnx.pipeline.plans import check_targets, competing_plans, planned_recipes
+from loka_onnx.pipeline.plans import (
+    check_targets,
+    competing_plans,
+    moot_precisions,
+    planned_formats,
+    planned_recipes,
+)
 
 LISTED = (PlanId.FP32, PlanId.BF16, PlanId.FP8_ALL, PlanId.FP8_SAFE)
 WITH_FP16 = (PlanId.FP32, PlanId.BF16, PlanId.FP16, PlanId.FP8_ALL, PlanId.FP8_SAFE)
@@ -22,8 +29,20 @@ def config(tmp_path: Path) -> Callable[..., RunConfig]:
     return lambda *targets, **plan: config_of(tmp_path, targets=list(targets), plan=plan)
 
 
+@pytest.fixture(autouse=True)
+def instructions(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the integer instructions of this processor; it has none before."""
+
+    def set_instructions(*names: str) -> None:
+        monkeypatch.setattr("loka_onnx.engines.onnxruntime.backend.integer_instructions", lambda: names)
+
+    set_instructions()
+    return set_instructions
+
+
 CPU = {"device": "cpu", "backends": ["onnxruntime"]}
 RTX = {"device": "nvidia-rtx-ada", "backends": ["tensorrt_rtx"]}
+INDUCTOR = {"device": "cpu", "backends": ["inductor"]}
 
 
 @pytest.mark.parametrize(
@@ -40,17 +59,62 @@ def test_high_precision_competes_where_it_runs(config, targets, timed, plans):
     assert competing_plans(config(*targets), timed) == plans
 
 
+@pytest.mark.parametrize(
+    ("targets", "instructions_here", "formats"),
+    [
+        ((CPU,), (), ["e4m3fn"]),
+        ((CPU,), ("avx512_vnni",), ["uint8"]),
+        ((RTX,), ("avx512_vnni",), ["e4m3fn"]),
+        ((CPU, RTX), ("avx512_vnni",), ["e4m3fn", "uint8"]),
+        ((CPU, RTX), (), ["e4m3fn"]),
+        ((INDUCTOR,), ("avx512_vnni",), ["e4m3fn"]),
+        (({"device": "nvidia-a100", "backends": ["inductor"]}, CPU), ("avx512_vnni",), ["uint8"]),
+    ],
+)
+def test_formats_are_what_the_targets_multiply(config, instructions, targets, instructions_here, formats):
+    instructions(*instructions_here)
+    assert [format.id for format in planned_formats(config(*targets))] == formats
+
+
+def test_formats_follow_what_is_asked_for(config, instructions):
+    instructions("avx512_vnni")
+    plans = ["fp32", "fp8-all", "int8-safe"]
+    assert planned_formats(config(CPU, plans=plans[:2])) == (E4M3FN,)
+    assert planned_formats(config(CPU, plans=plans)) == (E4M3FN, UINT8)
+    assert planned_formats(config(RTX, plans=plans[::2])) == (UINT8,)
+    both = config(CPU, formats=["int8", "fp8"], format="E5M2")
+    assert planned_formats(both) == (E5M2, UINT8)
+    quantized = (PlanId.FP8_ALL, PlanId.FP8_SAFE, PlanId.INT8_ALL, PlanId.INT8_SAFE)
+    assert competing_plans(both) == (PlanId.FP32, PlanId.BF16, *quantized)
+
+
+@pytest.mark.parametrize(
+    ("targets", "moot"),
+    [
+        ((CPU,), {"cpu": (Precision.FP8,)}),
+        # The simulation on the CPU judges the plans for a GPU that is not here.
+        ((CPU, RTX), {"nvidia-rtx-ada": (Precision.INT8,)}),
+        ((INDUCTOR,), {}),
+        (({**CPU, "backends": ["inductor", "onnxruntime"]},), {"cpu": (Precision.FP8,)}),
+    ],
+)
+def test_engines_that_cannot_be_chosen_are_not_built(config, instructions, targets, moot):
+    instructions("avx512_vnni")
+    assert moot_precisions(config(*targets, plans=["fp32", "fp8-safe", "int8-safe"])) == moot
+    assert moot_precisions(config(*targets, plans=["fp32", "fp8-safe"])) == {}
+
+
 def test_integers_compete_where_they_are_asked_for(config):
     integers = config(CPU, formats=["int8"])
     listed = (PlanId.FP32, PlanId.BF16, PlanId.INT8_ALL, PlanId.INT8_SAFE)
     assert competing_plans(integers) == listed
-    assert {recipe.id for recipe in planned_recipes(integers.plan)} == {
+    assert {recipe.id for recipe in planned_recipes(integers)} == {
         "uint8/per_tensor/per_tensor/mse",
         "uint8/per_tensor/per_channel/mse",
     }
     amax = config(CPU, formats=["int8"], scale="amax")
-    assert {recipe.scale for recipe in planned_recipes(amax.plan)} == {"amax"}
-    assert {recipe.activation_id for recipe in planned_recipes(config(CPU).plan)} == {"e4m3fn/amax"}
+    assert {recipe.scale for recipe in planned_recipes(amax)} == {"amax"}
+    assert {recipe.activation_id for recipe in planned_recipes(config(CPU))} == {"e4m3fn/amax"}
 
 
 def test_integers_need_a_backend_that_multiplies_them(config):

@@ -37,7 +37,8 @@ def test_the_key_follows_what_is_run_and_what_is_measured(tmp_path):
             {"mods": {"skip": ["pad-sites"]}},
             {"mods": {"smoothing": False}},
             {"plan": {"weight_granularity": "per_tensor"}},
-            {"plan": {"format": "E5M2"}},
+            {"plan": {"formats": ["fp8"], "format": "E5M2"}},
+            {"plan": {"formats": ["fp8", "int8"]}},
         )
     ]
     assert all(key not in keys[:index] for index, key in enumerate(keys))

@@ -12,6 +12,7 @@ import pytest
 from rewrite_models import Arrays, artifact, evaluate, named, op_types, parse
 from shape_models import weight
 
+from loka_onnx.core.formats import E4M3FN, INT8
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.rewrite import RewriteLog, RewriteRecord
 from loka_onnx.graph.model import GraphModel
@@ -82,10 +83,10 @@ def constants(proto: onnx.ModelProto) -> dict[str, bytes]:
 
 
 def smoothed(
-    proto: onnx.ModelProto, x: Arrays, folder: Path, rounding: Rounding | None = None
+    proto: onnx.ModelProto, x: Arrays, folder: Path, *roundings: Rounding
 ) -> tuple[RewriteRecord, onnx.ModelProto]:
     source = artifact(proto, folder / "before.onnx")
-    mod = ChooseSmoothing([x], folder, rounding)
+    mod = ChooseSmoothing([x], folder, roundings or (Rounding(),))
     result = apply_mods(source, [x], folder / "after.onnx", [mod])
     again = apply_mods(result.model, [x], folder / "again.onnx", [mod])
     assert again.log.records[0].applied == ()
@@ -133,6 +134,22 @@ def test_what_is_measured_is_the_error_of_the_product(tmp_path: Path) -> None:
     told = float(record.declined[0].reason.split("'fc' ")[1].split(" ")[0])
     # The half that accepts, under several scales.
     assert told == pytest.approx(error(before, "fc", {"x": x["x"][ROWS // 2 :]}), rel=0.1)
+
+
+def test_two_formats_are_measured_side_by_side(tmp_path: Path) -> None:
+    """Channels of unequal range cost integers accuracy, and E4M3 nothing: factors for both are found."""
+    uneven = np.geomspace(1.0, 64.0, K).astype(np.float32)
+    before, x = model("norm", uneven), feeds("norm", uneven)
+    told = {}
+    for name, formats in (("fp8", (E4M3FN,)), ("both", (E4M3FN, INT8))):
+        folder = tmp_path / name
+        folder.mkdir()
+        record, _ = smoothed(before, x, folder, *map(Rounding, formats))
+        told[name] = {each.at: each.what for each in record.applied}
+        told[name] |= {each.at: each.reason for each in record.declined}
+    assert told["fp8"][MAKERS["norm"]].startswith("no strength lowers the relative FP8 error energy of 'fc' ")
+    assert "the relative FP8 and INT8 error energy of 'fc', summed, " in told["both"][MAKERS["norm"]]
+    assert "which moved into 'fc'; strength " in told["both"][MAKERS["norm"]]
 
 
 def test_linears_that_read_one_tensor_share_the_factors(tmp_path: Path) -> None:
