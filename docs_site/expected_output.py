@@ -18,6 +18,7 @@ from collections.abc import Sequence
 NUMBER = re.compile(r"[+\-−]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 INTERVAL = re.compile(r"\[([+\-−]?\d+\.\d+)(?: ?%)?, ([+\-−]?\d+\.\d+)(?: ?%)?\]")
 RELATIVE, ABSOLUTE, OF_WIDTH = 0.25, 0.05, 0.25
+HALF = re.compile(r"± (\d+(?:\.\d+)?) ?%")
 LARGEST_COUNT = 99
 ANYTHING = "…"
 
@@ -85,7 +86,10 @@ def _plain(line: str) -> str:
 def _width(line: str) -> float:
     """Width of the first interval of a line; 0 where there is none."""
     found = INTERVAL.search(line)
-    return _value(found[2]) - _value(found[1]) if found else 0.0
+    if found is None:
+        half = HALF.search(line)
+        return 2 * _value(half[1]) if half else 0.0
+    return _value(found[2]) - _value(found[1])
 
 
 def _value(text: str) -> float:

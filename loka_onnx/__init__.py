@@ -3,11 +3,12 @@
 The public names; each is imported when it is first used, so that `import loka_onnx` costs nothing and a bare
 install can do whatever its packages allow.
 
-Whole runs: `load_run_file`, `run`, `refresh` (a retrained checkpoint), and `load` for the bundle on a fleet
-host. Single stages, in their order: `import_onnx` or `export_torch`, `calibrate`, `apply_mods`, `make_plans`,
-`apply_plan`, `get_backend` (whose `build` makes an engine), `judge_engine`, `choose`, `render`,
-`write_bundle`, `verify_bundle`. Afterwards, on live data: `open_run` and `check_drift` for rows on disk
-(`measure_drift` without a run directory), `open_monitor` or `Monitor` for the process that serves.
+Whole runs: `load_run_file`, `run` (of a run file, or a model and rows), `refresh` (a retrained checkpoint),
+and `load` for the bundle on a fleet host. Single stages, in their order: `import_onnx` or `export_torch`,
+`calibrate`, `apply_mods`, `make_plans`, `apply_plan`, `get_backend` (whose `build` makes an engine),
+`judge_engine`, `choose`, `render`, `write_bundle`, `verify_bundle`. Afterwards, on live data: `open_run` and
+`check_drift` for rows on disk (`measure_drift` without a run directory), `open_monitor` or `Monitor` for the
+process that serves.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from loka_onnx.operations.drift.monitor import Monitor
     from loka_onnx.operations.drift.run import check_drift, open_monitor, open_run
     from loka_onnx.operations.refresh.refreshing import RefreshOptions, refresh
-    from loka_onnx.pipeline.run import RunOptions, RunResult, Stage, run
+    from loka_onnx.operations.running import run
+    from loka_onnx.pipeline.run import RunOptions, RunResult, Stage
     from loka_onnx.planning.choice import choose
     from loka_onnx.planning.policy import make_plans
     from loka_onnx.report import render
@@ -86,7 +88,8 @@ _HOMES = {
     "export.torch_module": ("export_torch",),
     "operations.drift.run": ("check_drift", "open_monitor", "open_run"),
     "operations.refresh.refreshing": ("RefreshOptions", "refresh"),
-    "pipeline.run": ("RunOptions", "RunResult", "Stage", "run"),
+    "operations.running": ("run",),
+    "pipeline.run": ("RunOptions", "RunResult", "Stage"),
     "planning.choice": ("choose",),
     "planning.policy": ("make_plans",),
     "report": ("render",),

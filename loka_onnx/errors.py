@@ -6,7 +6,8 @@ LokaError
 │   ├── DataError        rows, columns, values of a data set
 │   ├── ModelError       a model file, module or checkpoint
 │   ├── OutputError      a place that cannot be written
-│   └── MissingPackage   an optional package that the request needs
+│   ├── MissingPackage   an optional package that the request needs
+│   └── SeveralErrors    several of these, of one look at the inputs
 ├── StageError           a stage could not finish; exit code 1
 │   ├── ExportError
 │   ├── CalibrationError
@@ -31,7 +32,10 @@ the wording changes opens the sentence where it is raised, ``DataError("E0214 co
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 CODE = re.compile(r"E\d{4} ")
@@ -46,6 +50,14 @@ def shortened(text: str) -> str:
         return text
     head = MOST_CHARACTERS * 2 // 3
     return f"{text[:head]} … {len(text) - MOST_CHARACTERS} characters … {text[head - MOST_CHARACTERS :]}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Ask for the known word that ends like a given one or is like it; empty where none is."""
+    words = [*known]
+    near = [each for each in words if each.endswith(f"-{word}")]
+    near = near or difflib.get_close_matches(word, words, n=1)
+    return f"did you mean '{near[0]}'?" if near else ""
 
 
 class LokaError(Exception):
@@ -77,11 +89,21 @@ class LokaError(Exception):
         """`what` behind its code: the first argument of an error that says the same and more."""
         return f"{self.code} {self.what}" if self.code else self.what
 
+    @property
+    def message(self) -> str:
+        """Everything that it says, with its code."""
+        return f"{self}\n  code: {self.code}" if self.code else str(self)
+
 
 class UserError(LokaError):
     """The configuration or an input is wrong."""
 
     exit_code = 2
+
+    @property
+    def errors(self) -> tuple[UserError, ...]:
+        """The errors that it stands for: itself."""
+        return (self,)
 
 
 class ConfigError(UserError):
@@ -102,6 +124,52 @@ class OutputError(UserError):
 
 class MissingPackage(UserError):
     """An optional package that the request needs is not installed."""
+
+
+class SeveralErrors(ConfigError, DataError, ModelError):
+    """Errors of one look at the inputs, in the order of the checks; attributes are those of the first.
+
+    Whoever catches one of its classes catches it too.
+    """
+
+    def __init__(self, errors: Sequence[UserError]) -> None:
+        first = errors[0]
+        super().__init__(first.coded, where=first.where, evidence=first.evidence, remedy=first.remedy)
+        self._errors = tuple(errors)
+
+    @property
+    def errors(self) -> tuple[UserError, ...]:
+        """Each of them."""
+        return self._errors
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.errors))
+
+    @property
+    def message(self) -> str:
+        """The messages of all."""
+        return "\nerror: ".join(error.message for error in self.errors)
+
+
+class Collected:
+    """Errors of several checks, raised together; that of a file which is read three times counts once."""
+
+    def __init__(self) -> None:
+        self.errors: list[UserError] = []
+
+    @contextmanager
+    def check(self) -> Iterator[None]:
+        """Keep the error of a block."""
+        try:
+            yield
+        except UserError as error:
+            known = {each.coded for each in self.errors}
+            self.errors += [each for each in error.errors if each.coded not in known]
+
+    def raise_any(self) -> None:
+        """Raise what was kept: one error as it is, several as `SeveralErrors`."""
+        if self.errors:
+            raise self.errors[0] if len(self.errors) == 1 else SeveralErrors(self.errors)
 
 
 class StageError(LokaError):

@@ -10,6 +10,7 @@ import atexit
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,6 +21,9 @@ import pytest
 # take every core slow one another down many times over.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
+
+# Helpers of tests in several folders.
+sys.path.append(str(Path(__file__).parent / "support"))
 
 # A mod that fails on a model is left out of a user's run; here it is a defect.
 os.environ.setdefault("LOKA_ONNX_STRICT_MODS", "1")

@@ -106,6 +106,7 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "next": lambda a: a + 1,
     "entries": lambda *places: len(places),
     "count": _count,
+    "half_width": lambda i: max(i["upper"] - i["value"], i["value"] - i["lower"]),
     "flops": _flops,
     "fp8_able_flops": _able,
     "product_flops": _products,

@@ -9,24 +9,30 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from loka_onnx import errors
 
 ROOT = Path(__file__).parents[1]
 SNAPSHOTS = Path(__file__).parent / "wording"
-_CLASSES = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
 
 
-def raised() -> Iterator[tuple[str, str, str]]:
+@cache
+def raised() -> tuple[tuple[str, str, str], ...]:
     """Return room, class and sentence of every error whose sentence stands where it is made."""
+    return tuple(_raised())
+
+
+def _raised() -> Iterator[tuple[str, str, str]]:
+    classes = {name for name, kind in vars(errors).items() if isinstance(kind, type)} - {"InternalError"}
     for path in sorted((ROOT / "loka_onnx").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args):
                 continue
             what = node.args[0]
             is_text = isinstance(what, ast.JoinedStr) or isinstance(getattr(what, "value", None), str)
-            if node.func.id in _CLASSES - {"InternalError"} and is_text:
+            if node.func.id in classes and is_text:
                 room = path.relative_to(ROOT / "loka_onnx").parts[0].removesuffix(".py")
                 yield room, node.func.id, ast.unparse(what).removeprefix("f")[1:-1]
 

@@ -37,7 +37,7 @@ from loka_onnx.core.evaluation import Latency
 from loka_onnx.evaluation.latency import from_host, measure_interleaved, over_loads
 from loka_onnx.pipeline.judging import PER_LOAD
 from loka_onnx.planning.choice import NOISE
-from loka_onnx.planning.speed import FIRST_LOADS, LOADS, Speed, contenders, rivals
+from loka_onnx.planning.speed import FIRST_LOADS, LOADS, LOOKS_APART, MOST_LOADS, Speed, contenders, rivals
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 
 BATCHES = (64, 256)
@@ -69,9 +69,9 @@ def contest(truth: Values, deviation: float, random: np.random.Generator) -> tup
     """
     names = [f"e{index}" for index in range(truth.size)]
     # At the batch sizes of one load an engine is as lucky; what the requests add is small beside it.
-    machine = MACHINE * random.standard_normal(LOADS)
-    times = truth[:, None] * np.exp(machine + deviation * random.standard_normal((truth.size, LOADS)))
-    noise = np.exp(0.002 * random.standard_normal((truth.size, LOADS, len(BATCHES))))
+    machine = MACHINE * random.standard_normal(MOST_LOADS)
+    times = truth[:, None] * np.exp(machine + deviation * random.standard_normal((truth.size, MOST_LOADS)))
+    noise = np.exp(0.002 * random.standard_normal((truth.size, MOST_LOADS, len(BATCHES))))
 
     def timed(engine: int, loads: int) -> tuple[Latency, ...]:
         return over_loads(
@@ -85,10 +85,16 @@ def contest(truth: Values, deviation: float, random: np.random.Generator) -> tup
         )
 
     known = {name: timed(index, FIRST_LOADS) for index, name in enumerate(names)}
-    close = contenders(known, NOISE)
-    known |= {name: timed(index, LOADS) for index, name in enumerate(names) if name in close}
+    for more, least in ((LOADS, 0.0), (MOST_LOADS, LOOKS_APART)):
+        close = contenders({n: t for n, t in known.items() if _has_all(t, more)}, NOISE, least)
+        known |= {name: timed(index, more) for index, name in enumerate(names) if name in close}
     loads = sum(len(items[0].loads_us) for items in known.values())
     return (*told_apart(known, names[0]), loads)
+
+
+def _has_all(items: tuple[Latency, ...], more: int) -> bool:
+    """True for an engine that took part in the analysis before the one of so many loads."""
+    return len(items[0].loads_us) == (LOADS if more == MOST_LOADS else FIRST_LOADS)
 
 
 def latency(us: float, batch: int) -> Latency:
@@ -145,8 +151,10 @@ def real_pair(path: Path) -> tuple[bool, dict[str, list[float]]]:
         for size in BATCHES
     }
     loads: dict[str, list[tuple[Latency, ...]]] = {"a": [], "b": []}
-    for index in range(LOADS):
-        if index == FIRST_LOADS and not contenders({n: over_loads(each) for n, each in loads.items()}, NOISE):
+    for index in range(MOST_LOADS):
+        least = {FIRST_LOADS: 0.0, LOADS: LOOKS_APART}.get(index)
+        known = {name: over_loads(each) for name, each in loads.items()}
+        if least is not None and not contenders(known, NOISE, least):
             break
         with ExitStack() as stack:
             names = ("b", "a") if index % 2 else ("a", "b")
@@ -203,7 +211,13 @@ def main() -> None:
         "real": real(options.seconds, options.jobs),
     }
     print(figures["real"])
-    settings = {"loads": LOADS, "first_loads": FIRST_LOADS, "noise": NOISE, "contests": options.contests}
+    settings = {
+        "loads": LOADS,
+        "most_loads": MOST_LOADS,
+        "first_loads": FIRST_LOADS,
+        "noise": NOISE,
+        "contests": options.contests,
+    }
     settings["jobs"] = options.jobs
     print(write_record("choice_errors", figures, settings))
 

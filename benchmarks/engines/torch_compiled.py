@@ -14,6 +14,7 @@ from loka_onnx.sessions.runner import Arrays, Resident, Runner
 
 MODE = "max-autotune-no-cudagraphs"
 """The graph is captured here: `max-autotune` copies the inputs of each request into its own."""
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_UP = 3
 
 
@@ -31,7 +32,7 @@ class TorchCompiled(Runner):
         self, module: nn.Module, inputs: Sequence[str], outputs: Sequence[str], precision: str
     ) -> None:
         self.device_of_weights = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.type = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        self.type = TYPES[precision]
         self.module = module.to(self.device_of_weights, self.type)
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self.compiled = torch.compile(self._forward, mode=MODE, dynamic=False)

@@ -263,7 +263,7 @@ def _site_profile(site: Site, rng: np.random.Generator) -> SiteProfile:
     operands = {operand.tensor: _range(rng) for operand in site.operands}
     if site.kind is SiteKind.NORM:
         return SiteProfile(site.name, operands, (), ())
-    energies = (ExactSum.of([float(value)]) for value in rng.uniform(0.1, 250, 3))
+    energies = (ExactSum.of([float(value)]) for value in rng.uniform(0.1, 250, 2))
     error = ErrorStats(PER_TENSOR.id, 0.01, 65536, *energies, 65536, 2, 5)
     delta = DeltaSums(*(ExactSum.of([float(value)]) for value in rng.uniform(0.4, 4000, 3)))
     name = SensitivityName(PER_TENSOR.id, OUTPUT.name, LOSS)

@@ -60,11 +60,11 @@ def figures_of(directory: Path) -> dict[str, dict[str, Any]]:
     }
     plans = {plan["id"]: plan for plan in value["plan"]["plans"]}
     judged = {
-        "FP32" if each["engine"] == "reference" else each["plan"]: each
+        each["plan"]: each
         for each in value["evaluation"]["evaluations"]
-        if each["split"] == "certification" and each["target"] == TARGET and each["outputs"]
+        if each["split"] == "certification" and each["target"] == TARGET and each["engine"] != "reference"
     }
-    rows: dict[str, dict[str, Any]] = {"FP32": _accuracy(judged["FP32"])}
+    rows: dict[str, dict[str, Any]] = {}
     for engine in value["engines"]["engines"]:
         if engine["target"] != TARGET:
             continue
@@ -72,11 +72,16 @@ def figures_of(directory: Path) -> dict[str, dict[str, Any]]:
         planned = [d["site"] for d in plan["decisions"] if d["precision"] in QUANTIZED]
         engaged = [site for site in engine["sites"] if site["planned"] in QUANTIZED and site["engaged"]]
         rows[plan["id"]] = {
-            **(_accuracy(judged[plan["id"]]) if plan["id"] in judged else {}),
+            **(_accuracy(judged[plan["id"]]) if judged.get(plan["id"], {}).get("outputs") else {}),
             "planned_sites": len(planned),
             "engaged_sites": len(engaged),
             "fp8_share": plan["fp8_share"],
             "bytes": engine["bytes"],
+            "p50_us": {
+                str(x["batch"]): x["p50_us"]
+                for x in judged.get(plan["id"], {}).get("latencies", ())
+                if not engine["simulated"]
+            },
         }
     return rows
 
@@ -87,6 +92,8 @@ def _accuracy(evaluation: Any) -> dict[str, Any]:
     for name, interval in (output["difference"] or {}).items():
         if isinstance(interval, dict) and {"value", "lower", "upper"} <= interval.keys():
             found |= {f"{name}_{end}": interval[end] for end in ("value", "lower", "upper")}
+            widths = interval["upper"] - interval["value"], interval["value"] - interval["lower"]
+            found[f"{name}_half_width"] = max(widths)
     return found
 
 

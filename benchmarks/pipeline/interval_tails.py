@@ -30,7 +30,7 @@ import numpy.typing as npt
 from scipy.special import expit, stdtrit
 
 from benchmarks.recording import write_record
-from loka_onnx.evaluation.budget import LEAST_UNITS
+from loka_onnx.core.evaluation import LEAST_UNITS
 from loka_onnx.evaluation.paired import PairedRows
 from loka_onnx.numerics.intervals import Ends, interval_around, ratio_interval, spread_of
 from loka_onnx.numerics.loss_change import kl_rows, labelled_rows

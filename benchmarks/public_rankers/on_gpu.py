@@ -29,7 +29,7 @@ import torch
 import yaml
 
 from benchmarks.engines.timing import device_facts
-from benchmarks.engines.torch_compiled import TorchCompiled
+from benchmarks.engines.torch_compiled import TYPES, TorchCompiled
 from benchmarks.engines.zoo_figures import Finished
 from benchmarks.engines.zoo_today import Comparison
 from benchmarks.public_rankers.prepare import PROGRAM, names_of
@@ -157,18 +157,23 @@ def compared(name: str, options: argparse.Namespace) -> Comparison:
 
     def module(precision: str) -> TorchCompiled:
         saved = torch.load(options.to / name / PROGRAM, weights_only=False)
-        return TorchCompiled(moved(saved["program"]), saved["inputs"], saved["outputs"], precision)
+        program = moved(saved["program"], TYPES[precision])
+        return TorchCompiled(program, saved["inputs"], saved["outputs"], precision)
 
     precisions = tuple(map(Precision, options.precisions))
     today = work / "today"
     return Comparison(finished, batch.inputs, today, options, module, precisions, options.export, judge)
 
 
-def moved(program: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A program whose constants are made on the GPU, where there is one."""
+def moved(program: torch.fx.GraphModule, precision: torch.dtype) -> torch.fx.GraphModule:
+    """A program whose constants are made on the GPU, where there is one, and whose casts to FP32 are to the
+    precision of its weights: PyTorch multiplies no two types.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def move(value: Any) -> Any:
+        if value is torch.float32:
+            return precision
         return device if isinstance(value, torch.device) else value
 
     for node in program.graph.nodes:

@@ -12,6 +12,7 @@ from benchmarks.results.formats import (
     percent,
     signed,
     table,
+    times,
 )
 from benchmarks.results.records import Record
 
@@ -74,6 +75,17 @@ def _safe_shares(record: Record) -> str:
         for model, found in record.figures.items()
     ]
     return "Share of the FP8-able FLOPs that `fp8-safe` has in FP8:\n\n" + table(("model", *variants), rows)
+
+
+def weight_rounding(record: Record) -> str:
+    """KL of a plan with weights rounded to the nearest, over that with each other choice."""
+    gains = record.figures["gain"]
+    choices = list(dict.fromkeys(choice for known in gains.values() for choice in known))
+    rows = [(name, *(times(known.get(choice)) for choice in choices)) for name, known in gains.items()]
+    return (
+        "KL on certification rows with the nearest weights and bias corrections, over that of each choice: "
+        "a gain is above one.\n\n" + table(("plan", *choices), rows)
+    )
 
 
 def additivity(record: Record) -> str:

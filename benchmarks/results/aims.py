@@ -43,6 +43,7 @@ GROWTH = 0.05
 WITHIN = 0.1
 READ_ONCE = 1.0
 REFRESH = 0.25
+ROUNDING = 2.0
 
 
 def speed(record: Record) -> Iterator[Outcome]:
@@ -97,6 +98,13 @@ def movielens(record: Record) -> Iterator[Outcome]:
             if least is not None:
                 share = plan["fp8_share_of_flops"]
                 yield Outcome(f"{case}, FLOPs in FP8", f"≥ {percent(least)}", percent(share), share >= least)
+
+
+def weight_rounding(record: Record) -> Iterator[Outcome]:
+    """What rounding of weights gains in INT8."""
+    for name, gains in record.figures["gain"].items():
+        if name.endswith("-int8"):
+            yield at_least(f"{name}, KL of nearest over GPTQ", gains["gptq"], ROUNDING)
 
 
 def additivity(record: Record) -> Iterator[Outcome]:

@@ -139,6 +139,14 @@ ENTRIES = (
         aims.additivity,
     ),
     Entry(
+        "weight_rounding",
+        ACCURACY,
+        "Weights rounded by what they do to the output",
+        "benchmarks.pipeline.weight_rounding",
+        accuracy.weight_rounding,
+        aims.weight_rounding,
+    ),
+    Entry(
         "interval_coverage",
         ACCURACY,
         "Coverage of intervals",
@@ -176,6 +184,13 @@ ENTRIES = (
         engines.gpu_rankers,
     ),
     Entry(
+        "host_requests",
+        ENGINES,
+        "Requests from host memory",
+        "benchmarks.micro.host_requests",
+        engines.host_requests,
+    ),
+    Entry(
         "choice_errors",
         ENGINES,
         "Equal engines, and engines that truly differ",
@@ -183,6 +198,7 @@ ENTRIES = (
         engines.choice_errors,
     ),
     Entry("peers*", PEERS, "FP8 by other tools{}", "benchmarks.peers.compare", peers.render),
+    Entry("cpu_engines", PEERS, "INT8 on the CPU", "benchmarks.peers.cpu_engines", peers.cpu_engines),
     Entry(
         "peer_calibration",
         PEERS,
@@ -222,6 +238,7 @@ ENTRIES = (
         costs.rewriting,
         aims.rewriting,
     ),
+    Entry("outlook", STAGES, "Expected and actual time of a run", "benchmarks.pipeline.outlook"),
     Entry("rewrite_large", STAGES, "Rewriting a large model", "benchmarks.micro.rewrite_large"),
     Entry(
         "engine_size",

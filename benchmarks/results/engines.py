@@ -381,3 +381,34 @@ def gpu_rankers(record: Record) -> str:
             )
     head = ("ranker, batch", "chosen plan", "µs", "today", "µs", "times faster")
     return table(head, rows) + "\n\n" + record.settings.get("beside", "").capitalize()
+
+
+def host_requests(record: Record) -> str:
+    """Time of a request from host memory over that of its kernels, and the gain of several sessions."""
+    rows = []
+    for name, found in record.figures.items():
+        for batch in (key for key in found if key.isdigit()):
+            held = found[batch]
+            device = held["device"]["median_us"]
+            rates = [held[f"requests/s, {count}"] for count in (1, 2, 4)]
+            rows.append(
+                (
+                    f"{name}, {batch}",
+                    str(found["columns"]),
+                    microseconds(device),
+                    f"+{held['arrays']['median_us'] - device:.0f}",
+                    f"+{held['buffers']['median_us'] - device:.0f}",
+                    f"{rates[0]:,.0f}",
+                    f"{max(rates[1:]) / rates[0]:.2f}",
+                )
+            )
+    head = (
+        "ranker, batch",
+        "inputs",
+        "kernels, µs",
+        "from arrays, µs",
+        "from `Engine.buffers`, µs",
+        "requests/s, one session",
+        "times with several sessions",
+    )
+    return table(head, rows)

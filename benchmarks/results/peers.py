@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.peers.table import markdown
-from benchmarks.results.formats import interval, table
+from benchmarks.results.formats import interval, number, table, times
 from benchmarks.results.generic import readable, scalar
 from benchmarks.results.records import Record
 
@@ -65,3 +65,40 @@ def _is_interval(value: Any) -> bool:
         and len(value) == len(("estimate", "low", "high"))
         and all(isinstance(each, float | int) for each in value)
     )
+
+
+FP32, OWN = "FP32, as exported", "LoKA-ONNX, "
+
+
+def cpu_engines(record: Record) -> str:
+    """FP32's time over each graph's: the fastest own engine inside the budget, and every peer's graph."""
+    tools = dict.fromkeys(name for model in record.figures.values() for name in model["graphs"])
+    peers = [name for name in tools if not name.startswith((FP32, OWN))]
+    rows = []
+    for model, entry in record.figures.items():
+        graphs = {name: graph for name, graph in entry["graphs"].items() if "us" in graph}
+        for size, base in graphs[FP32]["us"].items():
+            beyond = {name for name in graphs if _upper(graphs[name]) > 100 * record.settings["budget"]}
+            taken = {name: graph["us"][size] for name, graph in graphs.items()}
+            own = min((n for n in graphs if n.startswith(OWN) and n not in beyond), key=lambda n: taken[n][1])
+            cells = [_over(base, taken[own]), own.removeprefix(OWN)]
+            for peer in peers:
+                if peer not in graphs:
+                    cells.append("failed")
+                    continue
+                known = f"{_over(base, taken[peer])}, {number(_upper(graphs[peer]))} %"
+                cells.append(f"({known})" if peer in beyond else known)
+            rows.append((model, size, *cells))
+    header = ("model", "threads x batch", "LoKA-ONNX", "plan", *peers)
+    note = "Behind a ratio: the upper end of ΔNE, in parentheses where it is beyond the budget. =: a tie."
+    return f"{note}\n\n{table(header, rows)}"
+
+
+def _over(base: Sequence[float], quartiles: Sequence[float]) -> str:
+    """A ratio of medians; marked where the quartiles overlap."""
+    is_tie = base[0] <= quartiles[2] and quartiles[0] <= base[2]
+    return f"{times(base[1] / quartiles[1])}{' =' if is_tie else ''}"
+
+
+def _upper(graph: Mapping[str, Any]) -> float:
+    return float(graph["delta_ne_percent"][2])

@@ -1,4 +1,7 @@
-"""`loka-onnx doctor`: what this machine can build and run, and why not the rest. Needs no extra package."""
+"""`loka-onnx doctor`: what this machine can build and run, and why not the rest; what a run does first.
+
+Needs no extra package.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import psutil
 import typer
 from rich.text import Text
 
+from loka_onnx.cli.progress import reported
+from loka_onnx.cli.run import Overrides, read_run_file
 from loka_onnx.cli.terminal import terminal_of
+from loka_onnx.config import RunConfig
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.backends import backend_names
 from loka_onnx.core.installation import versions_of
@@ -32,6 +39,11 @@ from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.products import other_products
 from loka_onnx.graph.shape_values import tensor_spec
 from loka_onnx.graph.sites import find_sites
+from loka_onnx.pipeline.accepting import accept
+from loka_onnx.pipeline.context import RunSettings
+from loka_onnx.pipeline.directory import RunDirectory
+from loka_onnx.pipeline.outlook import Outlook, duration
+from loka_onnx.pipeline.plans import buildable
 from loka_onnx.pipeline.rows import bind_columns, generated_rows
 from loka_onnx.pipeline.survival import find_fatal_batch
 from loka_onnx.sessions.backends import BackendSpec, get_spec
@@ -94,6 +106,21 @@ class Diagnosis:
     model: ModelFacts | None = None
 
 
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts of a run that may begin: rows by split, why an engine is not built here by its target, backend
+    and architecture ("" where it is), and what to expect.
+    """
+
+    name: str
+    sites: int
+    rows: dict[str, int]
+    engines: dict[str, str]
+    outlook: Outlook
+
+
+MOST_ROWS = 65_536
+"""Rows of each split that are read for a check."""
 _PACKAGES = (
     # Distribution, module to import ("" when it is only read as data), use, remedy.
     ("onnxscript", "onnxscript", "export from PyTorch", "pip install 'loka-onnx[export]'"),
@@ -110,6 +137,21 @@ def diagnose(model: Path | None = None) -> Diagnosis:
         packages=(*_libraries(), *(_package(*row) for row in _PACKAGES)),
         model=None if model is None else describe_model(model),
     )
+
+
+def check_run(config: RunConfig) -> RunFacts:
+    """Do what a run does first, and leave nothing; errors are those of `pipeline.accepting.accept`."""
+    with TemporaryDirectory() as place:
+        path = Path(place) / "run"
+        with RunDirectory.create(path, {}, {}, force=False, resume=False) as directory:
+            accepted = accept(RunSettings(config, directory), most=MOST_ROWS)
+    engines = {
+        f"{target.device}, {backend.name} ({architecture})": backend.build_blocker(architecture)
+        for target, backend, architecture in buildable(config)
+    }
+    splits, sites = accepted.context.splits, accepted.context.exported.sites
+    rows = {name: getattr(splits, name).rows for name in config.data.SPLITS}
+    return RunFacts(config.name, len(sites), rows, engines, accepted.outlook)
 
 
 def describe_model(path: Path) -> ModelFacts:
@@ -149,7 +191,7 @@ def describe_model(path: Path) -> ModelFacts:
 def _problems_with_rows(path: Path, graph: GraphModel, inputs: Specs, outputs: Specs) -> list[str]:
     """Run preflight on generated rows and return its findings; ids of unknown tables are all 0."""
     bindings = bind_columns({}, inputs, id_bounds(graph))
-    batches = Batches(generated_rows(inputs, bindings, _ROWS))
+    batches = Batches(generated_rows(inputs, bindings, _ROWS), are_generated=True)
     fatal = find_fatal_batch(path, other_products(graph), batches)
     names = [spec.name for spec in outputs if spec.shape[:1] == (None,)]
     findings = preflight(graph, batches, names) if fatal is None else (fatal,)
@@ -224,17 +266,42 @@ def _imported(module: str, version: str, use: str, remedy: str) -> Package:
 
 def doctor(
     context: typer.Context,
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="[RUN.yaml]", help="A run file to check.", show_default=False)
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="An .onnx file to look at as well.")] = None,
+    overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what this machine can build and run, per backend, and how to get what is missing."""
-    out = terminal_of(context).out
-    diagnosis = diagnose(model)
+    """Say what this machine can build and run, per backend, and how to get what is missing.
+
+    With a run file, check it, its model and rows as the first seconds of `run` do, and say what to expect.
+    """
+    terminal = terminal_of(context)
+    if run_file is None:
+        found: Diagnosis | RunFacts = diagnose(model)
+    else:
+        with reported(terminal, "check data"):
+            found = check_run(read_run_file(run_file, None, overrides))
     if as_json:
-        out.out(json.dumps(asdict(diagnosis), indent=2))
+        terminal.out.out(json.dumps(asdict(found), indent=2))
         return
-    for line in _lines(diagnosis):
-        out.print(line, soft_wrap=True)
+    for line in _run(found) if isinstance(found, RunFacts) else _lines(found):
+        terminal.out.print(line, soft_wrap=True)
+
+
+def _run(facts: RunFacts) -> Iterator[Text]:
+    yield _heading(f"Run {facts.name}")
+    yield Text.assemble(("  ✓ ", "green"), f"model: {facts.sites} sites; it runs at every batch size")
+    shares = ", ".join(f"{name} {rows:,}" for name, rows in facts.rows.items())
+    yield Text.assemble(("  ✓ ", "green"), f"rows: {shares}; up to {MOST_ROWS:,} of each were read")
+    for name, blocker in facts.engines.items():
+        mark, what = (("  ~ ", "yellow"), blocker) if blocker else (("  ✓ ", "green"), "builds here")
+        yield Text.assemble(mark, f"{name}: {what}")
+    for line in facts.outlook.lines():
+        yield Text(f"  {line}")
+    for stage, seconds in facts.outlook.seconds.items():
+        yield _note(f"{stage:<12} {duration(seconds)}")
 
 
 def _lines(diagnosis: Diagnosis) -> Iterator[Text]:

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from loka_onnx.cli.terminal import Terminal, terminal_of
-from loka_onnx.config import RunConfig, build_run_config
+from loka_onnx.cli.terminal import terminal_of
 from loka_onnx.core import serde
 from loka_onnx.errors import ConfigError
 
@@ -50,26 +49,3 @@ def init(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
         terminal.out.print(Text(f"  no column for input '{match.input}'; candidates: {near}"), soft_wrap=True)
     following = "fill in what is missing, then" if proposal.unmatched else "next:"
     terminal.out.print(Text(f"{following} loka-onnx run {output}"), soft_wrap=True)
-
-
-def proposed_config(terminal: Terminal, model: Path, data: Path, overrides: dict[str, object]) -> RunConfig:
-    """The run file that `init` would write, for a run without one; says what was guessed.
-
-    Raises:
-        ConfigError: An input has no column.
-    """
-    from loka_onnx.operations.proposal import propose
-
-    proposal = propose(model, data, home=Path.cwd())
-    if proposal.unmatched:
-        names = ", ".join(match.input for match in proposal.unmatched[:8])
-        raise ConfigError(
-            f"E1720 {len(proposal.unmatched)} inputs of the model have no column",
-            where=str(data),
-            evidence=f"{names}",
-            remedy=f"loka-onnx init {model} {data}, and name their columns in the file that it writes",
-        )
-    for line in proposal.text.splitlines():
-        if "#" in line:
-            terminal.err.print(Text(line.strip()), soft_wrap=True)
-    return build_run_config(proposal.document, Path.cwd(), source=f"{model} {data}", overrides=overrides)

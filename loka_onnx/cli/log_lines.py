@@ -67,6 +67,7 @@ class LogLine:
         message: The command with ``started``, the words of ``message`` and ``error``.
         position: Number of the stage, from 1, of so many `stages` as far as it is known.
         reused: Whether the result of an earlier run was taken over (``stage_ended``).
+        because: Inputs that changed since an earlier result, which was not taken over (``stage_ended``).
         done: Finished units of the task, of `total`; 0 where that is unknown.
         seconds: Wall time of the stage so far, of the stage, or of the command.
         seconds_left: Wall time that the task will still take at its pace; left out until it is known.
@@ -87,6 +88,7 @@ class LogLine:
     position: int | None = None
     stages: int | None = None
     reused: bool | None = None
+    because: str | None = None
     task: str | None = None
     done: int | None = None
     total: int | None = None

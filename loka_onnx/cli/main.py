@@ -197,8 +197,7 @@ def _report(error: Exception, log: JsonLog | None, is_debug: bool) -> int:
     """Say on standard error what ended the command; returns the exit code."""
     kind, trace = type(error).__name__, "".join(traceback.format_exception(error)).rstrip("\n")
     if isinstance(error, LokaError) and not isinstance(error, InternalError):
-        message = f"{error}\n  code: {error.code}" if error.code else str(error)
-        return _say(log, "error: ", message, kind, error.exit_code, trace if is_debug else "")
+        return _say(log, "error: ", error.message, kind, error.exit_code, trace if is_debug else "")
     if isinstance(error, _UsageError):
         return _say(log, "", error.format_message(), "Usage", error.exit_code)
     if lack := _lack(error):

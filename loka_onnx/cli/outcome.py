@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
+from rich.padding import Padding
 from rich.text import Text
 
 from loka_onnx.cli.terminal import Terminal
@@ -16,7 +19,8 @@ from loka_onnx.pipeline.jobs import BUILD_JOB, JOBS
 from loka_onnx.pipeline.run import RunResult
 from loka_onnx.report import ReportData, summary_table
 from loka_onnx.report.slice_tables import slices_sentence
-from loka_onnx.report.verdict import budget_sentence, verdicts
+from loka_onnx.report.summary import engine_rows, measured_targets, short_names, target_rows
+from loka_onnx.report.verdict import budget_sentence, sentence
 
 SPLIT = "certification"
 
@@ -26,19 +30,33 @@ def print_outcome(terminal: Terminal, result: RunResult) -> None:
     out, data = terminal.out, result.report
     if data is None:
         return
-    for target in dict.fromkeys(engine.target for engine in data.engines):
+    # soft_wrap: a path or id that is cut at the margin cannot be copied.
+    out.print()
+    for line in _chosen(data):
+        out.print(line, soft_wrap=isinstance(line, Text))
+    for target in measured_targets(data):
         out.print()
         out.print(summary_table(data, target, SPLIT))
     out.print()
-    for line in (*_chosen(data), *_undecided(data), *_harmed_slices(data), *_not_built(result, data)):
-        # soft_wrap: a path or id that is cut at the margin cannot be copied.
+    for line in (*_undecided(data), *_harmed_slices(data), *_not_built(result, data)):
         out.print(line, soft_wrap=True)
-    out.print()
     for path in result.report_files:
         if path.suffix == ".html":
             terminal.say(("report ", "bold"), shown(path))
     if result.bundle is not None:
         terminal.say(("bundle ", "bold"), shown(result.bundle))
+
+
+def outcome_json(result: RunResult) -> dict[str, Any]:
+    """Return what `print_outcome` prints, and all of its numbers, as plain values."""
+    data = result.report
+    return {
+        "directory": str(result.directory),
+        "report": [str(path) for path in result.report_files],
+        "bundle": result.bundle and str(result.bundle),
+        "targets": target_rows(data) if data else [],
+        "engines": engine_rows(data) if data else [],
+    }
 
 
 def check_fp8(result: RunResult) -> None:
@@ -89,23 +107,25 @@ def first_line(engine: EngineArtifact, directory: Path) -> str:
     return detail.replace(f"{BUILD_JOB} {JOBS}/", f"{BUILD_JOB} {shown(directory / JOBS)}/")
 
 
-def _chosen(data: ReportData) -> Iterator[Text]:
-    for choice, verdict in zip(data.choice.targets, verdicts(data), strict=True):
-        yield Text.assemble(
-            (f"{choice.target}: ", "bold"),
-            (", ".join(choice.plans), "bold green"),
-            f" — {choice.reason} (speed: {choice.basis})",
-        )
-        for stat in verdict.stats:
-            if stat.label.startswith(("Speed", "Latency")):
-                yield Text(f"  {stat.label}: {stat.shown.text} ({stat.note})")
+def _chosen(data: ReportData) -> Iterator[Text | Padding]:
+    """Yield a sentence for each target; a reason that several share once, after the last of them."""
+    targets = data.choice.targets
+    for choice, following in zip_longest(targets, targets[1:]):
+        head, rest = f"{choice.target}: ", sentence(data, choice).removeprefix(f"{choice.target}: ")
+        plans = " and ".join(choice.plans)
+        yield Text.assemble((head, "bold"), (plans, "bold green"), rest.removeprefix(plans))
+        if following is None or following.reason != choice.reason:
+            yield Padding(Text(choice.reason, style="dim"), (0, 0, 0, 2))
 
 
 def _undecided(data: ReportData) -> Iterator[Text]:
-    judged = (e for e in data.evaluations.evaluations if e.split == SPLIT)
-    for engine, output in ((e.engine, output) for e in judged for output in e.outputs):
-        if output.budget_status == BudgetStatus.UNDECIDED or output.remarks:
-            yield Text.assemble(("? ", "yellow"), f"{engine}, {output.output}: {budget_sentence(output)}")
+    sentences = (
+        (e.engine, f"{output.output} is {budget_sentence(output)}")
+        for e in data.evaluations.evaluations
+        for output in e.outputs
+        if e.split == SPLIT and (output.budget_status == BudgetStatus.UNDECIDED or output.remarks)
+    )
+    yield from _grouped(data, sentences, ("? ", "yellow"))
 
 
 def _harmed_slices(data: ReportData) -> Iterator[Text]:
@@ -117,8 +137,21 @@ def _harmed_slices(data: ReportData) -> Iterator[Text]:
 
 
 def _not_built(result: RunResult, data: ReportData) -> Iterator[Text]:
-    for engine in data.engines:
-        if not engine.is_built:
-            mark = ("✗ ", "red") if engine.status is BuildStatus.FAILED else ("– ", "dim")
-            detail = first_line(engine, result.directory)
-            yield Text.assemble(mark, f"{engine.id} {engine.status}: {detail}")
+    for status in (BuildStatus.FAILED, BuildStatus.DECLINED, BuildStatus.WAITING):
+        mark = ("✗ ", "red") if status is BuildStatus.FAILED else ("– ", "dim")
+        engines = (engine for engine in data.engines if engine.status is status)
+        details = ((e.id, f"{status}: {first_line(e, result.directory)}") for e in engines)
+        yield from _grouped(data, details, mark)
+
+
+def _grouped(data: ReportData, lines: Iterable[tuple[str, str]], mark: tuple[str, str]) -> Iterator[Text]:
+    """Yield each text once, behind the targets and engines that it concerns."""
+    names, groups = short_names(data), dict[str, dict[str, list[str]]]()
+    for engine, text in lines:
+        built = data.engine(engine)
+        groups.setdefault(text, {}).setdefault(built.target if built else "", []).append(
+            names.get(engine, engine)
+        )
+    for text, targets in groups.items():
+        whose = "; ".join(f"{target} {', '.join(engines)}".strip() for target, engines in targets.items())
+        yield Text.assemble(mark, f"{whose}: {text}")

@@ -29,6 +29,7 @@ from loka_onnx.cli.log_lines import Event
 from loka_onnx.cli.terminal import Terminal
 from loka_onnx.core.progress import Progress as WorkProgress
 from loka_onnx.pipeline.directory import Outcome
+from loka_onnx.pipeline.outlook import Outlook
 
 PIPE_SECONDS, RECORD_SECONDS = 30.0, 1.0
 """Least time between two reports of a task to a pipe, and to a log in JSON."""
@@ -76,7 +77,20 @@ class StageReporter:
     @property
     def callbacks(self) -> dict[str, Any]:
         """Options of a run that is to be reported."""
-        return {"progress": self.progress, "on_stage": self.on_stage, "on_stages": self.on_stages}
+        return {
+            "progress": self.progress,
+            "on_stage": self.on_stage,
+            "on_stages": self.on_stages,
+            "on_outlook": self.on_outlook,
+        }
+
+    def on_outlook(self, outlook: Outlook) -> None:
+        """This is to be expected of the run."""
+        for line in () if self._quiet else outlook.lines():
+            if self._log is not None:
+                self._log.write(Event.MESSAGE, message=line, logger="loka_onnx")
+            else:
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def on_stages(self, stages: Sequence[str]) -> None:
         """These stages are to come, in this order; some may turn out to be unnecessary."""
@@ -90,9 +104,11 @@ class StageReporter:
                 self._begin(stage)
             elif not self._quiet and self._log is not None:
                 ended = {"reused": outcome.reused, "seconds": outcome.seconds, **self._position}
-                self._log.write(Event.STAGE_ENDED, stage=stage, **ended)
+                self._log.write(Event.STAGE_ENDED, stage=stage, because=outcome.because or None, **ended)
             elif not self._quiet:
-                self._console.print(f"[green]✓[/green] {escape(stage):<14} {_duration(outcome)}")
+                because = f"  again: {outcome.because}" if outcome.because else ""
+                text = f"[green]✓[/green] {escape(stage):<14} {_duration(outcome)}{escape(because)}"
+                self._console.print(text, soft_wrap=True, highlight=not because)
 
     def progress(self, task: str, done: int, total: int) -> None:
         """`done` of `total` units of a task of the running stage are finished."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
-from loka_onnx.cli.init import proposed_config
-from loka_onnx.cli.outcome import check_fp8, print_outcome
+from loka_onnx.cli.outcome import check_fp8, outcome_json, print_outcome
 from loka_onnx.cli.progress import StageReporter
 from loka_onnx.cli.terminal import Terminal, terminal_of
 from loka_onnx.config import RunConfig, load_run_file, parse_overrides
@@ -53,6 +54,7 @@ def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     overrides: Overrides = None,
     require_fp8: RequireFp8 = False,
     sign: Sign = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Run the whole pipeline: from a trained model to a report and a bundle."""
     if force and resume:
@@ -66,12 +68,27 @@ def run(  # noqa: PLR0913, PLR0917 - typer reads one parameter for each option
     config = (
         read_run_file(run_file, output, overrides)
         if data is None
-        else proposed_config(terminal, run_file, data, replaced(output, overrides))
+        else _proposed(terminal, run_file, data, replaced(output, overrides))
     )
     result = run_until(terminal, config, options)
-    print_outcome(terminal, result)
+    if as_json:
+        terminal.out.out(json.dumps(outcome_json(result), indent=2))
+    else:
+        print_outcome(terminal, result)
     if require_fp8:
         check_fp8(result)
+
+
+def _proposed(terminal: Terminal, model: Path, data: Path, overrides: dict[str, object]) -> RunConfig:
+    """The run file that `init` would write, for a run without one; says what was guessed."""
+    from loka_onnx.operations.proposal import propose
+    from loka_onnx.operations.running import proposed_config
+
+    proposal = propose(model, data, home=Path.cwd())
+    config = proposed_config(proposal, f"{model} {data}", overrides)
+    for line in proposal.guesses:
+        terminal.err.print(Text(line), soft_wrap=True)
+    return config
 
 
 def demo(

@@ -37,8 +37,8 @@ class OutputConfig(Strict):
         "entropy of the predictions, and the labelled first-order part is not seen"
     )
     weight: Text | None = Field(None, description="column of the data that holds a weight for each row")
-    budget: Annotated[float, Field(gt=0.0, le=1e3)] = Field(
-        0.0002, description="largest accepted relative increase of the loss; 0.0002 is 0.02 %"
+    budget: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.0002, description="largest accepted relative increase of the loss: 0.0002 is 0.02 %, and 1 is 100 %"
     )
     max_kl: Annotated[float, Field(gt=0.0, le=1e4)] | None = Field(
         None,

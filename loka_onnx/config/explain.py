@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import cache, reduce
 from operator import getitem
 from typing import Any
@@ -13,7 +12,7 @@ from pydantic_core import ErrorDetails
 from loka_onnx.config.fields import FAULT
 from loka_onnx.config.schema import run_file_schema
 from loka_onnx.config.yaml_tree import Document, Loc
-from loka_onnx.errors import ConfigError
+from loka_onnx.errors import ConfigError, SeveralErrors, UserError, nearest
 
 _WANTED = {
     "string_type": "text",
@@ -39,15 +38,24 @@ _BOUNDS = {
 }
 
 
-def explain(error: ValidationError, document: Document) -> ConfigError:
-    """Return the one message for a run file that does not fit the schema.
+def explain(error: ValidationError, document: Document) -> UserError:
+    """Return what does not fit the schema in a run file: one error for each key, in the file's order.
 
-    An unknown key comes first: it is often the misspelt form of one that is then missing. Otherwise the first
-    error in the file's order.
+    Unknown keys come first, and then none is missing: they are often the misspelt forms of these.
     """
     errors = error.errors()
     unknown = [item for item in errors if item["type"] == "extra_forbidden"]
-    return _explain_one((unknown or errors)[0], document)
+    if unknown:
+        errors = unknown + [item for item in errors if item["type"] not in {"extra_forbidden", "missing"}]
+    places = [item["loc"] for item in errors]
+    # A list of one wrong entry is told to be empty as well.
+    told = [
+        _explain_one(item, document)
+        for index, item in enumerate(errors)
+        if item["loc"] not in places[:index]
+        and not any(place[: len(item["loc"])] == item["loc"] != place for place in places)
+    ]
+    return told[0] if len(told) == 1 else SeveralErrors(told)
 
 
 def key_path(loc: Loc) -> str:
@@ -56,12 +64,6 @@ def key_path(loc: Loc) -> str:
     for part in loc:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
-
-
-def nearest(word: str, choices: list[str]) -> str:
-    """Return ``did you mean 'x'?`` for the choice close to a word, or nothing."""
-    close = difflib.get_close_matches(word, choices, n=1)
-    return f"did you mean '{close[0]}'?" if close else ""
 
 
 def describe(value: Any) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from loka_onnx.config.explain import explain, key_path, nearest
+from loka_onnx.config.explain import explain, key_path
 from loka_onnx.config.schema import RunConfig
 from loka_onnx.config.yaml_tree import Document, Loc, read_yaml
-from loka_onnx.errors import ConfigError
+from loka_onnx.errors import Collected, ConfigError, nearest
 
 _INDEX = re.compile(r"\[(\d+)\]")
 """An entry of a list in messages: `outputs[0].budget` is `outputs.0.budget`."""
@@ -164,9 +164,12 @@ def _check(document: Document, directory: Path, default_name: str) -> RunConfig:
         )
     except ValidationError as error:
         raise explain(error, document) from error
+    missing = Collected()
     for loc in _FILE_KEYS:
         file = getattr(getattr(config, str(loc[0])), str(loc[1]))
-        if file is not None and not file.is_file():
+        if file is None or file.is_file():
+            continue
+        with missing.check():
             beside = file.parent.iterdir() if file.parent.is_dir() else ()
             suggestion = nearest(file.name, sorted({entry.name for entry in beside} - {file.name}))
             raise ConfigError(
@@ -175,4 +178,5 @@ def _check(document: Document, directory: Path, default_name: str) -> RunConfig:
                 evidence=f"'{file}' is a directory" if file.is_dir() else f"looked for '{file}'",
                 remedy=f"{suggestion} a relative path starts at '{directory}'".lstrip(),
             )
+    missing.raise_any()
     return config

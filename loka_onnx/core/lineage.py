@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,7 +30,8 @@ class RunRecord:
     """The lineage of a run directory (`run.json`).
 
     `config` is the run file as it was understood; `versions` are of this package and every library that took
-    part; `stages` are the finished ones in order.
+    part; `stages` are the finished ones in order. `reads` are inputs of each by name, to tell which changed:
+    settings as JSON, others by their digest.
     """
 
     SCHEMA: ClassVar[str] = "run/1"
@@ -40,6 +41,7 @@ class RunRecord:
     versions: dict[str, str]
     stages: tuple[StageRecord, ...]
     directory: Path
+    reads: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 REFRESH_NAME = "refresh.json"

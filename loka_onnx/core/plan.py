@@ -13,6 +13,7 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.intervals import Interval
 from loka_onnx.core.recipe import Recipe, Scaling
 from loka_onnx.core.serde import STRICT, Component
+from loka_onnx.core.tables import Rows, Tabular
 
 
 class Verdict(StrEnum):
@@ -181,8 +182,8 @@ class PrecisionPlan:
         raise KeyError(site)
 
 
-@dataclass(frozen=True)
-class PlanSet:
+@dataclass(frozen=True, repr=False)
+class PlanSet(Tabular):
     """Every plan of a run, in competing order.
 
     Attributes:
@@ -199,6 +200,21 @@ class PlanSet:
     notes: tuple[str, ...] = ()
     speeds: tuple[SiteSpeed, ...] = ()
     able_share: float | None = None
+
+    @property
+    def title(self) -> str:
+        """Plans by id, with their quantized sites."""
+        plans = (f"{plan.id} ({len(plan.quantized_sites)})" for plan in self.plans)
+        return f"{len(self.plans)} plans, with sites in {self.quantized}: {', '.join(plans)}"
+
+    def records(self) -> Rows:
+        """Return the decision on each site in each plan."""
+        names = ("site", "precision", "verdict", "reason")
+        return [
+            {"plan": plan.id, **{name: str(getattr(decision, name)) for name in names}}
+            for plan in self.plans
+            for decision in plan.decisions
+        ]
 
     @property
     def quantized(self) -> str:

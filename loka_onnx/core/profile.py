@@ -15,6 +15,7 @@ from loka_onnx.core.intervals import CONFIDENCE, Interval, RatioMoments
 from loka_onnx.core.recipe import precision_of
 from loka_onnx.core.serde import STRICT
 from loka_onnx.core.statistics import ErrorStats, RangeStats, TensorRange
+from loka_onnx.core.tables import Rows, Tabular
 
 LOSS = "loss"
 ENTROPY = "entropy"
@@ -268,8 +269,8 @@ class Sampling(Sums):
         return moments.interval(confidence)
 
 
-@dataclass(frozen=True)
-class Profile:
+@dataclass(frozen=True, repr=False)
+class Profile(Tabular):
     """The result of calibration.
 
     Attributes:
@@ -302,6 +303,32 @@ class Profile:
     groups: tuple[SiteGroup, ...] = ()
     weights: tuple[str, ...] = ()
     tensors: dict[str, TensorRange] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Sites and rows."""
+        return f"Profile of {len(self.sites)} sites, measured on {self.rows:,} rows"
+
+    def records(self) -> Rows:
+        """Return the effect of each site and recipe on each output: changes relative to the denominator."""
+        return [
+            {
+                "site": entry.site,
+                "recipe": item.recipe,
+                "output": item.output,
+                "relative_error": next(
+                    (e.relative_error for e in entry.errors if e.recipe == item.recipe), None
+                ),
+                "kl": item.kl.value,
+                "kl_lower": item.kl.lower,
+                "kl_upper": item.kl.upper,
+                "labelled": item.labelled.value if item.labelled else None,
+                "denominator": item.denominator,
+                "rows": item.kl_moments.rows,
+            }
+            for entry in self.sites
+            for item in entry.sensitivities
+        ]
 
     @property
     def precisions(self) -> tuple[Precision, ...]:

@@ -188,8 +188,7 @@ class ErrorStats(Sums):
     Attributes:
         recipe: Id of the recipe, or the precision for a norm, which has no `activation_scale`.
         count: Output elements seen.
-        signal: Sum of squares of the exact output, `quantized` of the quantized one, `noise` of the
-            difference.
+        signal: Sum of squares of the exact output; `noise`: of the difference of the quantized one.
         saturated: Activation elements beyond the format's range.
         underflowed: Nonzero activation elements that became zero.
     """
@@ -201,7 +200,6 @@ class ErrorStats(Sums):
     count: int
     signal: ExactSum
     noise: ExactSum
-    quantized: ExactSum
     activation_count: int
     saturated: int
     underflowed: int

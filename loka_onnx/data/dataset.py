@@ -18,11 +18,11 @@ import numpy as np
 from loka_onnx.data.batch import Array, Batch, InputBinding
 from loka_onnx.data.checks import ColumnRule, Fault, RawColumn, find_fault
 from loka_onnx.data.selection import HashRows, RowRange, RowSelection
-from loka_onnx.errors import ConfigError, DataError
+from loka_onnx.errors import Collected, ConfigError, DataError
 
 # Least rows per read: enough to make per-chunk work vanish.
 _CHUNK_ROWS = 8192
-_KEPT_BYTES = 32 << 20
+_KEPT_BYTES = 128 << 20
 """Rows selected by a hash are kept in memory up to here: finding them again reads the whole file."""
 _IF_NO_GROUP = "give every row its group, or take each that has none as its own: `data.null_groups: ungroup`"
 _KIND_NAMES = {
@@ -155,7 +155,7 @@ class Dataset(ABC):
         """Read rows [start, stop) of the data set in order, `size` in each batch but the last; every call
         starts anew.
 
-        Memory is bounded by the batch size and, for rows selected by a hash, 32 MiB.
+        Memory is bounded by the batch size and, for rows selected by a hash, 128 MiB.
 
         Raises:
             ConfigError: `size` is below 1, or [start, stop) is not inside the data set.
@@ -171,16 +171,21 @@ class Dataset(ABC):
             )
         return self._batches(size, start, end)
 
-    def check(self) -> None:
-        """Read every row once and raise the first fault, with a count over the whole data set."""
-        fault: Fault | None = None
-        for chunk in self._chunks(0, self.rows, 8 * _CHUNK_ROWS):
-            if fault is None:
-                fault = self._first_fault(chunk)
-            else:
-                fault = fault.plus(find_fault(fault.rule, chunk.columns[fault.rule.column], chunk.file_rows))
-        if fault is not None:
-            raise fault.error(self.path.name, self.rows)
+    def check(self, most: int | None = None) -> None:
+        """Read every row, or `most` of them, and raise the first fault of each column, counted over these."""
+        rows, faults = self.rows if most is None else min(most, self.rows), dict[str, Fault]()
+        for chunk in self._chunks(0, rows, 8 * _CHUNK_ROWS):
+            for name, rule in self._rules.items():
+                fault = find_fault(rule, chunk.columns[name], chunk.file_rows)
+                if name in faults:
+                    faults[name] = faults[name].plus(fault)
+                elif fault is not None:
+                    faults[name] = fault
+        wrong = Collected()
+        for fault in faults.values():
+            with wrong.check():
+                raise fault.error(self.path.name, rows)
+        wrong.raise_any()
 
     @abstractmethod
     def _describe(self) -> tuple[int, Mapping[str, ColumnInfo]]:
@@ -197,34 +202,31 @@ class Dataset(ABC):
     def _plan(self) -> dict[str, ColumnRule]:
         """Return the rule of each column that is read; checks names and types."""
         nullable = self.layout.nullable
-        rules = {
-            name: self._typed(
-                ColumnRule(
-                    name,
-                    nullable=name in nullable,
-                    if_null=_IF_NO_GROUP if self.layout.keys.get(name) == "data.group" else "",
-                )
-            )
-            for name in self.layout.columns
-        }
-        for name in (name for name in self.layout.columns if name in nullable):
-            if self._known[name].width != 0:
-                key = self.layout.keys.get(name, "data.slices")
-                where = f"column '{name}' of '{self.path.name}'"
-                raise DataError(
-                    f"E0212 {where} holds lists, where one value a row is wanted",
-                    evidence=f"its stored type is {self._known[name].stored}",
-                    remedy=f"name a column of numbers, strings or timestamps under `{key}`",
-                )
+        rules, wrong = dict[str, ColumnRule](), Collected()
+        for name in self.layout.columns:
+            key = self.layout.keys.get(name, "data.slices")
+            if_null = _IF_NO_GROUP if key == "data.group" else ""
+            with wrong.check():
+                rules[name] = self._typed(ColumnRule(name, nullable=name in nullable, if_null=if_null))
+                if name in nullable and self._known[name].width != 0:
+                    raise DataError(
+                        f"E0212 column '{name}' of '{self.path.name}' holds lists, where one value a row is "
+                        "wanted",
+                        evidence=f"its stored type is {self._known[name].stored}",
+                        remedy=f"name a column of numbers, strings or timestamps under `{key}`",
+                    )
         for binding in self.layout.bindings:
             sources = self._sources(binding)
             for position, name in enumerate(sources):
                 ids = binding.ids or (None,) * len(binding.columns)
                 own = ids if len(sources) == 1 else ids[position : position + 1]
-                rules[name] = self._typed(ColumnRule(name, binding.dtype, own))
-                self._fits(binding, name, len(sources))
+                with wrong.check():
+                    rules[name] = self._typed(ColumnRule(name, binding.dtype, own))
+                    self._fits(binding, name, len(sources))
         if isinstance(self.selection, HashRows):
-            self._typed(ColumnRule(self.selection.column))
+            with wrong.check():
+                self._typed(ColumnRule(self.selection.column))
+        wrong.raise_any()
         if not rules:
             raise ConfigError(
                 "E0209 nothing is read from the data file",

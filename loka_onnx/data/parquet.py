@@ -24,6 +24,52 @@ _OF_THE_HOST = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE
 """Errors of the host, not of the file."""
 
 
+def write_table(rows: object, path: Path) -> Path:
+    """Write rows in memory to a Parquet file, atomically.
+
+    Args:
+        rows: A dict of arrays, (rows,) or (rows, width) each; or a table of pandas, polars or pyarrow, or of
+            any library with Arrow's protocols.
+        path: The file.
+
+    Raises:
+        DataError: Neither of these, or values that Arrow does not take.
+    """
+    try:
+        table = _table(rows)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise DataError(
+            "E0232 the rows are no table",
+            where=f"{type(rows).__module__}.{type(rows).__name__}",
+            evidence=str(error).partition("\n")[0],
+            remedy="give a dict of arrays of one length, a table of pandas, polars or pyarrow, or a file",
+        ) from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, partial := path.with_name(f"{path.name}.partial"))
+    return partial.replace(path)
+
+
+def _table(rows: Any) -> pa.Table:
+    if isinstance(rows, Mapping):
+        return pa.table({str(name): _arrow(np.asarray(values)) for name, values in rows.items()})
+    if hasattr(rows, "to_arrow"):
+        rows = rows.to_arrow()
+    if hasattr(rows, "__arrow_c_stream__"):
+        return pa.table(rows)
+    if hasattr(rows, "__dataframe__"):
+        from pyarrow.interchange import from_dataframe
+
+        return from_dataframe(rows)
+    raise TypeError("it has none of Arrow's protocols")
+
+
+def _arrow(values: Array) -> pa.Array:
+    """Return an array of a column; rows of a second axis are lists of one length."""
+    if values.ndim == 2 and values.shape[1]:
+        return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+    return pa.array(values)
+
+
 class ParquetDataset(Dataset):
     """Some rows of a Parquet file."""
 

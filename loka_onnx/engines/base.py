@@ -31,8 +31,8 @@ from loka_onnx.engines.request import (
     BuildRequest,
     BuildResponse,
 )
-from loka_onnx.errors import ConfigError, EngineError, MissingPackage, ModelError, UserError
-from loka_onnx.sessions.backends import BackendSpec, nearest
+from loka_onnx.errors import ConfigError, EngineError, MissingPackage, ModelError, UserError, nearest
+from loka_onnx.sessions.backends import BackendSpec
 from loka_onnx.sessions.runner import Runner
 
 

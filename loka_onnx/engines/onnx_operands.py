@@ -101,6 +101,10 @@ class OperandReader:
             read_external(tensor, Path(self._folder))
         return numpy_helper.to_array(tensor)
 
+    def note(self, key: str) -> str:
+        """Value of the model's metadata; empty where it has none."""
+        return next((entry.value for entry in self._model.metadata_props if entry.key == key), "")
+
     def dequantized_weight(self, site: str) -> npt.NDArray[np.float32] | None:
         """FP8 weight of a product times its scale; None when it has no FP8 initializer."""
         node = self._nodes.get(site)

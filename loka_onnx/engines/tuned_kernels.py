@@ -1,9 +1,9 @@
 """Kernels that are timed, and their operands.
 
 They are those of the ``inductor`` backend's engines: `torch.matmul` in BF16, `torch._scaled_mm` in FP8
-(cuBLASLt on NVIDIA, hipBLASLt on AMD, oneDNN on the CPU), and the cast of an activation to FP8. Work that an
-engine does once at build time is not timed: rounding weights, making K contiguous, and shaping scales for the
-library.
+(cuBLASLt on NVIDIA, hipBLASLt on AMD; `simulated_mm` on the CPU), and the cast of an activation to FP8. Work
+that an engine does once at build time is not timed: rounding weights, making K contiguous, and shaping scales
+for the library.
 """
 
 from __future__ import annotations
@@ -127,6 +127,8 @@ class PreparedOperands:
         if kernel.scales is Granularity.PER_CHANNEL:
             scale_a = scale_a.reshape(1, 1).expand(len(a), 1).contiguous()
             scale_b = scale_b.reshape(1, -1)
+        if self._device == CPU:
+            return lambda: simulated_mm(a, next(weights), scale_a, scale_b, None, torch.bfloat16)
         is_fast = kernel.name.endswith(FAST)
         return lambda: torch._scaled_mm(
             a, next(weights), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=is_fast
@@ -158,6 +160,23 @@ class PreparedOperands:
 
     def _weight_in_float8(self, scales: Granularity | None) -> torch.Tensor:
         return to_float8(self._weight, self._weight_scale(scales)).t().contiguous().t()
+
+
+def simulated_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`torch._scaled_mm` in FP32: exact products of the FP8 values, FP32 sums; rounded once to `dtype`.
+
+    On a CPU with AMX, `torch._scaled_mm` calls oneDNN, which has only its reference kernel (256 × 512 × 1024
+    takes 36 s; PyTorch 2.13), or none where its instructions are limited to AVX2.
+    """
+    values = a.float() @ b.float() * (scale_a * scale_b)
+    return (values if bias is None else values + bias).to(dtype)
 
 
 def _in_turn(weight: torch.Tensor, copies: int) -> Iterator[torch.Tensor]:

@@ -14,12 +14,19 @@ from dataclasses import dataclass
 from scipy.special import ndtri
 
 from loka_onnx.core.artifact import OutputSpec
-from loka_onnx.core.evaluation import MOST_TIMES, Basis, Because, BudgetStatus, Guard, PairedDifference, worst
+from loka_onnx.core.evaluation import (
+    LEAST_UNITS,
+    MOST_TIMES,
+    Basis,
+    Because,
+    BudgetStatus,
+    Guard,
+    PairedDifference,
+    worst,
+)
 from loka_onnx.core.intervals import Interval
 from loka_onnx.numerics.intervals import required_rows
 
-LEAST_UNITS = 100
-"""Groups, or rows, that an interval takes to be trusted: with 30 one of 95 % covers 91 to 94 %."""
 ENOUGH_UNITS = 1000
 """Groups, or rows, below which a verdict carries a warning."""
 LARGE_SHARE = 0.1

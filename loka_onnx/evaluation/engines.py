@@ -47,10 +47,10 @@ class Split:
         """Number of judged rows."""
         return sum(stop - start for start, stop in self._spans)
 
-    def batches(self) -> Iterator[Batch]:
-        """Yield the judged rows, in order."""
+    def batches(self, size: int = 0) -> Iterator[Batch]:
+        """Yield the judged rows, in order, `size` at a time; 0 for `batch_size`."""
         for start, stop in self._spans:
-            yield from self.data.batches(self.batch_size, start=start, stop=stop)
+            yield from self.data.batches(size or self.batch_size, start=start, stop=stop)
 
     @property
     def _spans(self) -> tuple[tuple[int, int], ...]:

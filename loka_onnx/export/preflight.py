@@ -3,7 +3,8 @@
 Later stages need both: errors are sums over rows, splits are disjoint rows, engines get any batch. A few
 batches in ONNX Runtime show it in a second:
 
-- the smallest batch, 2 rows, a middle size and the largest run, and each output has one entry for each row;
+- the smallest batch, 2 rows, a middle size and the largest run, and each output has one entry for each row,
+  which is finite;
 - the same batch twice gives the same bits (else the model is random);
 - a row gives the same output among other rows, in another order, and in a batch of another size (else rows
   read one another: BatchNormalization in training mode, a norm or a Softmax over axis 0).
@@ -60,6 +61,7 @@ class Fault(StrEnum):
 
     FAILS = "fails"
     SHAPE = "shape"
+    NOT_FINITE = "not finite"
     RANDOM = "random"
     COUPLED = "coupled"
     CONVERTED = "converted"
@@ -68,6 +70,7 @@ class Fault(StrEnum):
 _WHAT = {
     Fault.FAILS: "fails at a batch size that it is to serve",
     Fault.SHAPE: "does not give one entry for each row",
+    Fault.NOT_FINITE: "gives outputs that are no finite numbers",
     Fault.RANDOM: "is random: the same rows give other outputs each time",
     Fault.COUPLED: "couples the rows of a batch: what a row gives depends on the others",
     Fault.CONVERTED: "does not keep its outputs when it is brought into canonical form",
@@ -76,6 +79,8 @@ _EXPORTED_AGAIN = f"export it in inference mode (`model.eval()`), or go on with 
 _REMEDY = {
     Fault.FAILS: "correct the operator for that size and export again, or change `batch.min` and `batch.max`",
     Fault.SHAPE: "export the model again; a Squeeze needs its axes named to leave a batch of one row alone",
+    Fault.NOT_FINITE: "check the weights and what the operator is given: a logarithm, a root or a quotient "
+    "may need a bound in the model, or the data other rows",
     Fault.RANDOM: _EXPORTED_AGAIN,
     Fault.COUPLED: _EXPORTED_AGAIN,
     Fault.CONVERTED: "export it in FP32, with opset_version=21 or later and without functions",
@@ -112,12 +117,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batch sizes that a model must take, and rows to run, repeated if needed; 0 threads for all cores."""
+    """Batch sizes that a model must take, and rows to run, repeated if needed; 0 threads for all cores.
+
+    Rows that were generated are no evidence that a model gives NaN.
+    """
 
     rows: Arrays
     smallest: int = 1
     largest: int = 256
     threads: int = 0
+    are_generated: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -217,6 +226,8 @@ class _Preflight:
             for name, values in found.items():
                 if values.shape[:1] != (size,):
                     return (self._shape(name, values, size),)
+                if not self.batches.are_generated and not _is_finite(values):
+                    return (self._not_finite(name, values, size),)
         finding = self._coupling() or self._by_size(by_size)
         return () if finding is None else (finding,)
 
@@ -295,6 +306,18 @@ class _Preflight:
                     return Finding(Fault.SHAPE, _named(node), evidence)
         return Finding(Fault.SHAPE, _maker(self.model, name), evidence)
 
+    def _not_finite(self, name: str, values: Array, size: int) -> Finding:
+        """Return the first operator that makes NaN, or else infinity, which may be a mask's."""
+        bad = int(np.count_nonzero(~np.isfinite(values).reshape(size, -1).all(axis=1)))
+        evidence = f"output '{name}' of {bad} of {size} rows"
+        computed = self._every_tensor().run(self.batches.first(size))
+        for is_bad in (np.isnan, np.isinf):
+            for node, tensor in self._tensors():
+                made = computed.get(tensor)
+                if made is not None and made.dtype.kind == "f" and is_bad(made).any():
+                    return Finding(Fault.NOT_FINITE, _named(node), evidence)
+        return Finding(Fault.NOT_FINITE, _maker(self.model, name), evidence)
+
     def _first_apart(self, pair: _Pair) -> str:
         """Return the first node in topological order whose output differs for the common rows; "" for none.
 
@@ -354,6 +377,10 @@ def _opened(model: GraphModel, threads: int, *, as_written: bool = False) -> Onn
 
 def _named(node: Node) -> str:
     return f"node '{node.name}' ({node.op})"
+
+
+def _is_finite(values: Array) -> bool:
+    return values.dtype.kind != "f" or bool(np.isfinite(values).all())
 
 
 def _agree(one: Array, other: Array, tolerance: float) -> bool:

@@ -10,7 +10,8 @@ one element at a time. Vectorized FP32 operations give the same values:
   into the one below, whose spacing is half: a is then within 2**-20 of 2**e, and rounds to it all the same.
   (In (a + γ) − γ, a + γ may pass into the one above, whose spacing is double: that fails at 8 of 2**23
   mantissas.)
-* The sign comes back as x / max(|x|, tiny), which is exactly −1, 0 or 1.
+* Sign and scale come back at once: 2**20·x, clipped to [−s, s], is exactly ±s wherever |x| / s rounds to more
+  than 0 (above 2**−17 in E5M2, 2**−11 in E4M3FNUZ).
 * INT8 and UINT8: with C = 1.5 · 2**23, FP32 numbers around C have the spacing 1, so (x / s + C) − C is x / s
   rounded to the nearest integer, ties to even, for |x / s| ≤ 2**22. Larger ones stay beyond the range.
 * BF16: with C = 2**16 + 1, t = C·x and h = t + (x − t), h is x rounded to 8 significant bits (Veltkamp's
@@ -98,11 +99,10 @@ def fake_quantize(
     normal = add("Clip", "normal", clipped, 1.5 * format.min_normal, format.max)
     shift = add("Mul", "shift", normal, 2.0 ** (23 - format.mantissa_bits))
     rounded = add("Sub", "rounded", shift, add("Sub", "shifted", shift, clipped))
-    signed = rounded
+    signed: Tensor | float = scale
     if bounds.is_signed:
-        sign = add("Div", "sign", scaled, add("Clip", "nonzero", magnitude, TINY))
-        signed = add("Mul", "signed", rounded, sign)
-    values = add("Mul", "quantized", signed, scale)
+        signed = add("Clip", "signed", add("Mul", "beyond", tensor, 2.0**20), -scale, scale)
+    values = add("Mul", "quantized", rounded, signed)
     return FakeQuantized(magnitude, rounded, values, (magnitude, clipped) if bounds.saturates else None)
 
 

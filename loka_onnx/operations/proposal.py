@@ -20,7 +20,7 @@ import numpy.typing as npt
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.core.backends import backend_names
 from loka_onnx.core.devices import ACCELERATORS, CPU, device_called
-from loka_onnx.errors import ConfigError, DataError, MissingPackage
+from loka_onnx.errors import ConfigError, DataError, MissingPackage, nearest
 from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel, producer
@@ -126,6 +126,11 @@ class Proposal:
     def unmatched(self) -> tuple[Match, ...]:
         """Inputs without columns: the file is not complete."""
         return tuple(match for match in self.matches if not match.columns)
+
+    @property
+    def guesses(self) -> tuple[str, ...]:
+        """Lines of the run file with a comment: what was guessed."""
+        return tuple(line.strip() for line in self.text.splitlines() if "#" in line)
 
     @property
     def text(self) -> str:
@@ -440,7 +445,7 @@ def _targets(devices: Sequence[str], notes: dict[str, str]) -> Iterator[dict[str
                 f"E1641 the device '{device}' is not known",
                 where="--device",
                 evidence=f"known are {', '.join((CPU, *ACCELERATORS))}",
-                remedy=f"did you mean {_like(device)}?",
+                remedy=nearest(device, ACCELERATORS) or "name one of these",
             )
         backends = [name for name in backend_names() if _builds_for(name, device)]
         if device != CPU and device not in here:
@@ -458,14 +463,6 @@ def _builds_for(backend: str, device: str) -> bool:
     if device == CPU:
         return backend == "onnxruntime"
     return bool(spec.devices.get(device))
-
-
-def _like(device: str) -> str:
-    from difflib import get_close_matches
-
-    known = (CPU, *ACCELERATORS)
-    ends = [name for name in known if name.endswith(device)]
-    return (ends or get_close_matches(device, known, 1, 0.0))[0]
 
 
 # Text ---------------------------------------------------------------------------------------------

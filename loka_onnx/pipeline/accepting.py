@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -20,19 +20,23 @@ from loka_onnx.core.artifact import ModelArtifact, TensorSpec
 from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.core.site import HIGH_ERROR, SiteKind
 from loka_onnx.data import Dataset, ensure_disjoint
-from loka_onnx.errors import ConfigError, DataError, ModelError
+from loka_onnx.errors import Collected, ConfigError, DataError, InternalError, ModelError
 from loka_onnx.evaluation.columns import read_scores, read_truth
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.preflight import KEY, Batches, check_conversion, preflight
 from loka_onnx.export.torch_module import export_torch, import_torch, load_builder
+from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest
 from loka_onnx.pipeline.context import CHECK_ROWS, Context, RunSettings
 from loka_onnx.pipeline.directory import Stage
-from loka_onnx.pipeline.mods import rewrite
-from loka_onnx.pipeline.rows import bind_columns, open_rows, open_splits
+from loka_onnx.pipeline.mods import ChosenMods, rewrite
+from loka_onnx.pipeline.outlook import Outlook, look_ahead
+from loka_onnx.pipeline.plans import check_targets
+from loka_onnx.pipeline.rows import bind_columns, generated_rows, open_rows, open_splits
 from loka_onnx.pipeline.survival import find_fatal_batch
 from loka_onnx.planning.policy import PlanOptions, check_patterns
+from loka_onnx.sessions.runner import Arrays
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,37 +62,96 @@ def export_model(settings: RunSettings) -> ModelArtifact:
             rows = next(open_splits(config, bindings).calibration.batches(CHECK_ROWS))
             return export_torch(torch_model.module, rows.inputs, target, settings.specs)
 
-    return settings.directory.document(EXPORT, {**reads, "outputs": config.outputs}, make)
+    return settings.directory.document(EXPORT, {**reads, "outputs": settings.measured_outputs}, make)
 
 
-def check_data(context: Context) -> tuple[str, ...]:
-    """Read every row once, so that what the user must correct is found before the first long stage.
-
-    Returns facts of the model for the reader of the report. Raises DataError if a row, a label or a weight
-    cannot be used, ConfigError if an output does not hold what its kind allows, and ModelError if the model
-    does not run at every batch size, or its rows are not independent.
+@dataclass(frozen=True)
+class Accepted:
+    """A run whose inputs were accepted: facts of the model for the report, rows to add to the profile, and
+    what to expect.
     """
-    splits = context.splits
-    for data in (splits.calibration, splits.selection, splits.certification):
-        data.check()
-    for data in (splits.selection, splits.certification):
-        _check_labels(context, data)
-    notes = _preflight(context)
-    rows = next(splits.selection.batches(CHECK_ROWS))
-    outputs = context.open_exported().run(rows.inputs)
-    for spec in context.specs:
-        read_scores(outputs, spec, rows.rows, is_reference=True)
+
+    context: Context
+    notes: tuple[str, ...] = ()
+    added: Dataset | None = None
+    outlook: Outlook = field(default_factory=Outlook)
+
+
+def accept(
+    settings: RunSettings, *, added: Path | None = None, goes_on: bool = True, most: int | None = None
+) -> Accepted:
+    """Look at everything that a user must correct, before the first long stage, and raise all of it at once.
+
+    Args:
+        added: File whose rows are to be added to the profile.
+        goes_on: Whether all stages follow: then `plan.keep` and `plan.force` must name sites (`export` lists
+            the names), and there is an outlook.
+        most: Rows of each split that are read, the first ones; None for all.
+
+    Raises:
+        UserError: A device, backend, option, mod, column, row, label, weight or pattern cannot be used; the
+            model does not import, does not run at every batch size, or its rows are not independent; an
+            output does not hold what its kind allows. `SeveralErrors` where it is more than one of these.
+    """
+    wrong = Collected()
+    exported: ModelArtifact | None = None
+    opened: Dataset | None = None
+    with wrong.check():
+        check_targets(settings.config)
+    with wrong.check():
+        ChosenMods(settings.config)
+    with wrong.check():
+        exported = export_model(settings)
+    with settings.directory.watched("check data"):
+        if exported is None:
+            with wrong.check():
+                # Without the model's inputs, the other columns.
+                _ = settings.config.columns and open_splits(settings.config, ())
+            wrong.raise_any()
+            raise InternalError("a model that was not exported has an error")
+        context = Context(**vars(settings), exported=exported)
+        notes = _checked(context, wrong, most)
+        with wrong.check():
+            opened = None if added is None else open_added(context, added)
+        if goes_on and not wrong.errors:
+            check_plan_patterns(context)
+        wrong.raise_any()
+        return Accepted(context, notes, opened, look_ahead(context) if goes_on else Outlook())
+
+
+def _checked(context: Context, wrong: Collected, most: int | None) -> tuple[str, ...]:
+    """Check the model on the first rows, or on generated ones where these cannot be used; then all rows."""
+    notes: tuple[str, ...] = ()
+    rows: Arrays | None = None
+    with wrong.check():
+        rows = context.first_rows(CHECK_ROWS)
+    with wrong.check():
+        notes = _preflight(context, rows)
+        if rows is not None:
+            outputs = context.open_exported().run(rows)
+            for spec in context.specs:
+                read_scores(outputs, spec, None, is_reference=True)
+    with wrong.check():
+        splits = context.splits
+        for data in (splits.calibration, splits.selection, splits.certification):
+            with wrong.check():
+                data.check(most)
+        for data in (splits.selection, splits.certification):
+            with wrong.check():
+                _check_labels(context, data, most, are_judged=True)
     return notes
 
 
-def _preflight(context: Context) -> tuple[str, ...]:
-    """A few batches of calibration rows through the exported model."""
+def _preflight(context: Context, rows: Arrays | None) -> tuple[str, ...]:
+    """A few batches through the exported model, of generated rows where there are no others."""
     config, exported = context.config, context.exported
-    batches = Batches(context.first_rows(CHECK_ROWS), config.batch.min, config.batch.max, context.threads)
+    model, inputs = GraphModel.load(exported.path), exported.inputs
+    drawn = rows or generated_rows(inputs, bind_columns({}, inputs, id_bounds(model)), CHECK_ROWS)
+    batches = Batches(drawn, config.batch.min, config.batch.max, context.threads, rows is None)
     fatal = find_fatal_batch(exported.path, exported.other_products, batches)
     if fatal is not None:
         raise fatal.error(config.model.onnx or exported.path)
-    model, judged, notes = GraphModel.load(exported.path), [spec.name for spec in context.specs], []
+    judged, notes = [spec.name for spec in context.specs], []
     for finding in preflight(model, batches, judged):
         if config.model.require_independent_rows or not finding.is_about_rows:
             raise finding.error(config.model.onnx or exported.path)
@@ -113,18 +176,31 @@ def open_added(context: Context, path: Path) -> Dataset:
     return added
 
 
-def _check_labels(context: Context, data: Dataset) -> None:
+def _check_labels(
+    context: Context, data: Dataset, most: int | None = None, *, are_judged: bool = False
+) -> None:
     names = dict.fromkeys(n for spec in context.specs for n in (spec.label, spec.weight) if n is not None)
     if not names:
         return
-    batches = list(context.read_columns(data, tuple(names)))
+    batches = list(context.read_columns(data, tuple(names), most))
     columns = {name: np.concatenate([batch[name] for batch in batches]) for name in names}
+    wrong, where = Collected(), f"'{data.name}'"
     for spec in context.specs:
-        try:
-            read_truth(columns, spec, None)
-        except DataError as error:
-            where, evidence = f"'{data.name}'", error.evidence
-            raise DataError(error.coded, where=where, evidence=evidence, remedy=error.remedy) from error
+        with wrong.check():
+            try:
+                labels = read_truth(columns, spec, None).labels
+            except DataError as error:
+                raise DataError(
+                    error.coded, where=where, evidence=error.evidence, remedy=error.remedy
+                ) from error
+            if are_judged and labels is not None and labels.min() == labels.max():
+                raise DataError(
+                    f"E1534 column '{spec.label}' holds one label alone",
+                    where=where,
+                    evidence=f"all of {labels.size} rows are {labels[0]:g}",
+                    remedy="name the column of the outcome, or give rows with both; a loss is judged on both",
+                )
+    wrong.raise_any()
 
 
 def check_plan_patterns(context: Context) -> None:

@@ -48,6 +48,12 @@ class RunSettings:
         return self.config.output_specs
 
     @property
+    def measured_outputs(self) -> list[dict[str, Any]]:
+        """Keys of the judged outputs without their limits, on which no measurement depends."""
+        limits = {"budget", "max_kl", "max_auc_drop"}
+        return [output.model_dump(mode="json", exclude=limits) for output in self.config.outputs]
+
+    @property
     def threads(self) -> int:
         """Threads of ONNX Runtime; 0 for one a core."""
         return self.config.threads or 0
@@ -96,10 +102,12 @@ class Context(RunSettings):
         """Open the exported model."""
         return OnnxSession(self.exported.path, SessionOptions(threads=self.threads))
 
-    def read_columns(self, data: Dataset, names: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
-        """Columns of a split without its inputs, `LABEL_ROWS` at a time."""
-        alone = open_dataset(data.path, (), names, data.selection)
-        return (batch.columns for batch in alone.batches(LABEL_ROWS))
+    def read_columns(
+        self, data: Dataset, names: tuple[str, ...], most: int | None = None
+    ) -> Iterator[Mapping[str, Any]]:
+        """Columns of a split, or of its first rows, without its inputs, `LABEL_ROWS` at a time."""
+        alone, stop = open_dataset(data.path, (), names, data.selection), min(data.rows, most or data.rows)
+        return (batch.columns for batch in alone.batches(LABEL_ROWS, stop=stop))
 
     @property
     def judged_rows(self) -> dict[str, int]:

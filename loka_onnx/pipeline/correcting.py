@@ -32,6 +32,8 @@ from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
 FITTED_ROWS = 32_768
 """Calibration rows that constants are fitted to, at most: a mean is then known to .006 of its spread."""
+SIMULATED_ROWS = 256
+"""Rows of a request of a simulated plan: rounding is 20 % faster than with 1,024, by the caches."""
 HOPELESS = 3.0
 """Predicted KL over the budget from which on nothing is tried: no constant was seen to take off more than two
 thirds."""
@@ -69,7 +71,7 @@ def simulate(
     exact, ours = means
     predictions = predict(
         run,
-        split.batches(),
+        split.batches(context.as_batch(SIMULATED_ROWS)),
         output_names(context.specs, scores),
         progress=lambda done: context.progress(task, done, split.rows),
     )

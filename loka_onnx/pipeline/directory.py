@@ -130,13 +130,52 @@ def keyed(value: Any) -> Any:
     return serde.to_plain(value) if is_dataclass(value) else value
 
 
+MOST_READ, MOST_TOLD = 100, 3
+"""Parts of an input that are told apart, and changes that are listed."""
+DIGEST = "sha256:"
+
+
+def readable(value: Any, name: str = "") -> dict[str, str]:
+    """The parts of an input by dotted name: plain values as JSON, and one digest for what is larger or no
+    setting of a run file.
+    """
+    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    parts = {name: DIGEST + digest_json(keyed(value))[:12]}
+    if isinstance(plain, str | int | float | bool | None):
+        return {name: json.dumps(plain)}
+    if not isinstance(plain, Mapping | tuple | list):
+        return parts
+    items = plain.items() if isinstance(plain, Mapping) else enumerate(plain)
+    found: dict[str, str] = {}
+    for key, item in items:
+        place = f"{name}[{key}]" if isinstance(key, int) else f"{name}.{key}".lstrip(".")
+        found |= readable(item, place)
+        if len(found) > MOST_READ:
+            return parts if name else found
+    return found
+
+
+def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """What is new in the inputs of a stage, as of ``outputs[0].budget: 0.0002 → 0.001``."""
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    told = []
+    for name in names[:MOST_TOLD]:
+        was, is_now = before.get(name, "none"), now.get(name, "none")
+        told.append(name if DIGEST in was + is_now else f"{name}: {was} → {is_now}")
+    more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
+    return ", ".join(told) + more
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a stage: whether an earlier result was taken over, else its wall time."""
+    """Outcome of a stage: whether an earlier result was taken over, else its wall time, and why an earlier
+    result was not.
+    """
 
     stage: str
     reused: bool
     seconds: float
+    because: str = ""
 
 
 @dataclass
@@ -187,7 +226,7 @@ class RunDirectory:
                 _check_usable(path, entries, may_hold_run=force or resume)
                 if resume and not force and RECORD in entries:
                     earlier = serde.read(RunRecord, path / RECORD)
-                    opened = cls(path, replace(fresh, stages=earlier.stages))
+                    opened = cls(path, replace(fresh, stages=earlier.stages, reads=earlier.reads))
                 else:
                     _set_aside(path)
                     serde.write(fresh, path / RECORD)
@@ -256,13 +295,17 @@ class RunDirectory:
             again: Do the work even where it is finished: always, or where this holds of the earlier result.
         """
         key = digest_json({"stage": name, "key": keyed(reads), "versions": self.record.versions})
+        parts = {**readable(reads), **readable(self.record.versions, "versions")}
+        before = self.record.reads.get(name, parts)
+        because = changes(before, parts)
         self.on_stage(name, None)
         if again is not True and self._is_finished(name, key):
+            because = "more can be measured now"
             try:
                 value = load()
             except (UserError, CheckFailed):
                 # written by another version of the schema, or a bundle with a file too many: run again
-                pass
+                because = "its files are of another version"
             else:
                 if not again or not again(value):
                     self._last = name
@@ -274,9 +317,10 @@ class RunDirectory:
         parents = {record.stage: digest_json(record.files) for record in self.before(name)}
         place, others = self._place(name), [r for r in self.record.stages if r.stage != name]
         record = StageRecord(name, key, parents, files, seconds)
+        self.record = replace(self.record, reads={**self.record.reads, name: parts})
         self._write((*others[:place], record, *others[place:]))
         self._last = name
-        self.on_stage(name, Outcome(name, False, seconds))
+        self.on_stage(name, Outcome(name, False, seconds, because))
         return load()
 
     def document(

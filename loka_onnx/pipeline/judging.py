@@ -34,7 +34,7 @@ from loka_onnx.pipeline.job_results import ElsewhereRuns
 from loka_onnx.pipeline.jobs import JOBS, SplitRows
 from loka_onnx.pipeline.splitting import LOOKUP, beside_lookup
 from loka_onnx.planning.choice import NOISE
-from loka_onnx.planning.speed import FIRST_LOADS, LOADS, contenders
+from loka_onnx.planning.speed import FIRST_LOADS, LOADS, LOOKS_APART, MOST_LOADS, contenders
 from loka_onnx.sessions.host_devices import device_of_architecture, is_target
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
 from loka_onnx.sessions.runner import Arrays, Runner, SplitRunner
@@ -82,10 +82,10 @@ class Judging:
             "engines": [[e.id, e.status, e.digest or e.detail] for e in engines.engines],
             "split": () if self.split is None else self.split.digests,
             "outputs": config.outputs,
-            "group": config.data.group,
-            "slices": config.data.slices,
+            "data.group": config.data.group,
+            "data.slices": config.data.slices,
             "batch": config.batch,
-            "inputs": config.serving.inputs,
+            "serving.inputs": config.serving.inputs,
         }
 
     def judge_attempt(
@@ -171,10 +171,11 @@ class Judging:
         failures: dict[str, str] = {}
         left = list(engines)
         with device_alone(engines[0].architecture):
-            for index in range(LOADS if kind.counts else FIRST_LOADS):
-                if index == FIRST_LOADS:
+            for index in range(MOST_LOADS if kind.counts else FIRST_LOADS):
+                if index in {FIRST_LOADS, LOADS}:
                     known = {name: over_loads(each) for name, each in loads.items() if name != LOOKUP}
-                    close = contenders({n: t for n, t in known.items() if n not in failures}, NOISE)
+                    able = {engine.id: known[engine.id] for engine in left}
+                    close = contenders(able, NOISE, LOOKS_APART if index == LOADS else 0.0)
                     left = [engine for engine in left if engine.id in close]
                 if not left:
                     break

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from loka_onnx.config import RunConfig, WeightGranularity
-from loka_onnx.config.explain import nearest
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.digests import digest_json
 from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import Granularity
 from loka_onnx.core.rewrite import HighErrorChannels, RewriteLog
-from loka_onnx.errors import ConfigError
+from loka_onnx.errors import ConfigError, nearest
 from loka_onnx.graph.storage import model_files
 from loka_onnx.numerics.product_error import Rounding
 from loka_onnx.pipeline.context import CHECK_ROWS, Context

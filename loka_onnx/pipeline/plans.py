@@ -13,7 +13,7 @@ from loka_onnx.core.profile import Profile
 from loka_onnx.core.recipe import AMAX, MSE, Granularity, Recipe
 from loka_onnx.engines.base import Backend
 from loka_onnx.engines.registry import get_backend
-from loka_onnx.errors import ConfigError
+from loka_onnx.errors import Collected, ConfigError
 from loka_onnx.pipeline.context import Context
 from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.tuning import TIMINGS
@@ -92,12 +92,19 @@ def recipes_of(format: NumberFormat, scale: ScaleRule | None = None) -> tuple[Re
     )
 
 
-def check_options(config: RunConfig) -> None:
-    """Check the options of every backend before any work is done.
+def check_targets(config: RunConfig) -> None:
+    """Check devices, backends and their options before any work is done.
 
-    Raises ConfigError if a backend has no such setting, or takes another value, or if no backend of any
-    target multiplies INT8, which `plan.formats` asks for.
+    Raises ConfigError if a backend does not know a device, has no such setting, or takes another value, or if
+    no backend of any target multiplies INT8, which `plan.formats` asks for; MissingPackage if one does not
+    import.
     """
+    wrong = Collected()
+    for number, target in enumerate(config.targets):
+        for name in target.backends:
+            with wrong.check():
+                _check_backend(target, name, f"targets[{number}]")
+    wrong.raise_any()
     if Precision.INT8 in (config.plan.formats or ()) and not any(
         UINT8 in backend.spec.formats_on(architecture) for _, backend, architecture in buildable(config)
     ):
@@ -108,10 +115,19 @@ def check_options(config: RunConfig) -> None:
             evidence=f"it asks for int8; the backends are {', '.join(names)}",
             remedy="add a target {device: cpu, backends: [onnxruntime]}, or remove int8",
         )
-    for number, target in enumerate(config.targets):
-        for name, options in target.options.items():
-            where = f"`targets[{number}].options.{name}` (device '{target.device}')"
-            get_backend(name).check_options(options, where)
+
+
+def _check_backend(target: TargetConfig, name: str, key: str) -> None:
+    backend, options = get_backend(name), target.options.get(name)
+    if not target.architectures:
+        try:
+            backend.architectures(target.device)
+        except ConfigError as error:
+            raise ConfigError(
+                error.coded, where=f"`{key}.device`", evidence=error.evidence, remedy=error.remedy
+            ) from error
+    if options is not None:
+        backend.check_options(options, f"`{key}.options.{name}` (device '{target.device}')")
 
 
 def buildable(config: RunConfig) -> Iterator[tuple[TargetConfig, Backend, str]]:

@@ -58,7 +58,12 @@ class Probing:
         """Calibrate every site of the exported model → `calibration/exported.json`."""
         model = self.context.exported
         options = self._options(lambda profile: self._open_verdicts(model, profile))
-        return self.document(CALIBRATE, self.key(model), lambda: self._measure(model, options))
+        return self.document(
+            CALIBRATE,
+            self.key(model),
+            lambda: self._measure(model, options),
+            again=lambda earlier: self._may_decide_more(model, earlier),
+        )
 
     def changed(self, model: ModelArtifact, earlier: Profile, before: ModelArtifact | None = None) -> Profile:
         """Calibrate the sites that differ from `before` (the exported model if None); carry the others."""
@@ -210,6 +215,13 @@ class Probing:
         options = PlanOptions(confidence=self.config.calibration.confidence)
         return open_verdicts(model, profile, self.specs, options)
 
+    def _may_decide_more(self, model: ModelArtifact, earlier: Profile) -> bool:
+        """True if a profile that was stopped early leaves a verdict open, as it may under another budget."""
+        settings = self.config.calibration
+        most = [n for n in (self.data.rows, settings.rows, settings.sensitivity_rows) if n is not None]
+        was_stopped = settings.stop_when_decided and earlier.sampling.rows < min(most)
+        return was_stopped and bool(self._open_verdicts(model, earlier))
+
     def _executor(self) -> Executor:
         settings, threads = self.config.calibration, self.context.threads
         if settings.executor is ExecutorName.RAY:
@@ -217,16 +229,20 @@ class Probing:
         return LocalExecutor(threads)
 
     def key(self, model: ModelArtifact) -> dict[str, Any]:
-        """Inputs and settings that a profile depends on; not where batches run, which changes nothing."""
+        """Inputs and settings that a profile depends on: not where batches run, which changes nothing, nor
+        budgets, which tell only when it is enough.
+        """
         return {
             "model": model,
             "data": self.data,
-            "settings": self.config.calibration.model_dump(mode="json", exclude={"executor", "ray_address"}),
-            "weight": self.config.plan.weight_granularity,
+            "calibration": self.config.calibration.model_dump(
+                mode="json", exclude={"executor", "ray_address"}
+            ),
+            "plan.weight_granularity": self.config.plan.weight_granularity,
             "recipes": [recipe.id for recipe in planned_recipes(self.config)],
-            "outputs": self.config.outputs,
-            "group": self.config.data.group,
-            "synthetic": self.config.data.synthetic,
+            "outputs": self.context.measured_outputs,
+            "data.group": self.config.data.group,
+            "data.synthetic": self.config.data.synthetic,
         }
 
 

@@ -16,30 +16,33 @@ from loka_onnx.core.evaluation import Choice
 from loka_onnx.core.lineage import REFRESH_NAME, Refresh
 from loka_onnx.core.progress import Progress, silent
 from loka_onnx.core.rewrite import ModelSplit, RewriteLog
+from loka_onnx.core.tables import Rows, Tabular
 from loka_onnx.errors import ConfigError
 from loka_onnx.numerics.intervals import CONFIDENCE
-from loka_onnx.pipeline.accepting import check_data, check_plan_patterns, export_model, open_added
+from loka_onnx.pipeline.accepting import accept
 from loka_onnx.pipeline.candidates import Built, build_engines
-from loka_onnx.pipeline.context import Context, RunSettings
+from loka_onnx.pipeline.context import RunSettings
 from loka_onnx.pipeline.correcting import Correcting
 from loka_onnx.pipeline.directory import Outcome, RunDirectory
 from loka_onnx.pipeline.emission import Results, choose_engines, emit_bundle, notes_of, write_report
 from loka_onnx.pipeline.judging import Judging
 from loka_onnx.pipeline.ladder_stage import attempt_again, climb_ladders
 from loka_onnx.pipeline.mods import (
-    ChosenMods,
     ModdedModel,
     allowed_errors,
     modify_and_measure,
     split_high_error,
 )
-from loka_onnx.pipeline.plans import check_options, decide_plans
+from loka_onnx.pipeline.outlook import Outlook
+from loka_onnx.pipeline.plans import decide_plans
 from loka_onnx.pipeline.probing import Probing
 from loka_onnx.pipeline.refining import refine_engines
 from loka_onnx.pipeline.serving import measure_throughput
 from loka_onnx.pipeline.splitting import cut_model
 from loka_onnx.pipeline.versions import library_versions
+from loka_onnx.planning.choice import check_built
 from loka_onnx.report import ReportData
+from loka_onnx.report.summary import engine_rows, target_rows
 
 GIVEN = "run_file"
 """Key, in the record of a run, of what its run file gave and of the directory that it stood in."""
@@ -93,12 +96,14 @@ class Reporting:
         on_stage: Called when a stage begins (with None) and when it ends.
         on_stages: Called with the names of the stages that are to come, in order; those that turn out to be
             unnecessary never begin. Again where a refresh becomes a full run.
+        on_outlook: Called with what to expect, before the first long stage.
     """
 
     sign: Path | None = None
     progress: Progress = silent
     on_stage: Callable[[str, Outcome | None], None] = field(default=lambda stage, outcome: None)
     on_stages: Callable[[Sequence[str]], None] = field(default=lambda stages: None)
+    on_outlook: Callable[[Outlook], None] = field(default=lambda outlook: None)
 
     def reporting(self) -> dict[str, Any]:
         """These options alone."""
@@ -126,8 +131,8 @@ class RunOptions(Reporting):
     looks: int = 1
 
 
-@dataclass(frozen=True)
-class RunResult:
+@dataclass(frozen=True, repr=False)
+class RunResult(Tabular):
     """Result of a run; None for what a run that ended earlier has not made."""
 
     directory: Path
@@ -135,6 +140,16 @@ class RunResult:
     report: ReportData | None = None
     report_files: tuple[Path, ...] = ()
     bundle: Path | None = None
+
+    @property
+    def title(self) -> str:
+        """The directory, and the result on each target in a line."""
+        sentences = [row["sentence"] for row in target_rows(self.report)] if self.report else []
+        return "\n".join([f"RunResult({str(self.directory)!r})", *sentences])
+
+    def records(self) -> Rows:
+        """Return every candidate on the last split that it was judged on: fractions and microseconds."""
+        return engine_rows(self.report) if self.report else []
 
 
 def run(config: RunConfig | str | Path, options: RunOptions | None = None) -> RunResult:
@@ -184,32 +199,22 @@ def recorded(config: RunConfig) -> dict[str, Any]:
     return {**config.model_dump(mode="json"), GIVEN: {"directory": str(config.directory), "values": given}}
 
 
-def accepted(settings: RunSettings) -> Context:
-    """Export the model; the rest of a run stands on it."""
-    check_options(settings.config)
-    ChosenMods(settings.config)
-    return Context(**vars(settings), exported=export_model(settings))
-
-
 def _stages(settings: RunSettings, options: RunOptions) -> Iterator[tuple[Stage, RunResult]]:
     """Run the stages; yields what there is at each end."""
     directory = settings.directory
     ended = RunResult(directory.path)
 
     with directory.undone_on_error():
-        context = accepted(settings)
-        with directory.watched("check data"):
-            notes = check_data(context)
-            added = None if options.added is None else open_added(context, options.added)
-            if options.until is not Stage.EXPORT:
-                # `export` lists the names that a wrong pattern should have had.
-                check_plan_patterns(context)
+        # `export` lists the names that a wrong pattern should have had.
+        accepted = accept(settings, added=options.added, goes_on=options.until is not Stage.EXPORT)
+    context = accepted.context
+    options.on_outlook(accepted.outlook)
     yield Stage.EXPORT, ended
 
     probing = Probing(context)
     probed = probing.calibrate()
-    if added is not None:
-        probed = probing.add_rows(probed, added)
+    if accepted.added is not None:
+        probed = probing.add_rows(probed, accepted.added)
     yield Stage.CALIBRATE, ended
 
     merged = modify_and_measure(context, probed, probing)
@@ -226,6 +231,7 @@ def _stages(settings: RunSettings, options: RunOptions) -> Iterator[tuple[Stage,
     built = build_engines(judging, modified.model, plans, corrections)
     yield Stage.BUILD, ended
 
+    check_built(built.engines.engines)
     rewrites = rewrites_of(modified, judging.split, built)
     results = Results(modified.model, profile, plans, rewrites, built.engines, corrections)
     results = refine_engines(judging, results)
@@ -235,7 +241,7 @@ def _stages(settings: RunSettings, options: RunOptions) -> Iterator[tuple[Stage,
     results = attempt_again(judging, results)
     choice = choose_engines(context, results)
     results = replace(results, throughput=measure_throughput(judging, results, choice))
-    report = write_report(judging, results, choice, (*notes, *notes_of(judging)), options.label_rule)
+    report = write_report(judging, results, choice, (*accepted.notes, *notes_of(judging)), options.label_rule)
     ended = RunResult(directory.path, choice, report.data, report.files)
     yield Stage.REPORT, ended
 

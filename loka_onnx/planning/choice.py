@@ -25,14 +25,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.core.engine import BuildStatus, EngineArtifact
 from loka_onnx.core.evaluation import Choice, EvaluationSet, Rejection, Route, TargetChoice, Why, median_error
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet
 from loka_onnx.errors import PlanningError
 from loka_onnx.planning.evidence import FASTER_FIRST, Evidence
 from loka_onnx.planning.rejections import Outcome, not_built, rejections
-from loka_onnx.planning.speed import Speed
+from loka_onnx.planning.speed import Speed, not_slower
 
 MEASURED = "measured on the target"
 PROVISIONAL = "provisional: accuracy simulated here, speed not measured"
@@ -40,6 +40,8 @@ OTHER_DEVICE = "provisional: accuracy measured on another device of the architec
 
 NOISE = 0.01
 """Relative difference of latency that is not worth precision, however surely it was measured."""
+MOST_NAMED = 5
+"""From so many engines on, a reason counts them."""
 MARGIN = 0.03
 """Least gain at a batch size that is worth another engine."""
 
@@ -145,11 +147,10 @@ class _Measured:
         return engine in self.inside and self.evidence.is_certified(engine)
 
     def _alike(self, engines: Sequence[EngineArtifact], speeds: Mapping[str, Speed]) -> list[EngineArtifact]:
-        """Return the fastest of one or more engines, then those not surely slower."""
-        fastest = min(engines, key=lambda e: speeds[e.id].per_row_us)
-        others = (engine for engine in engines if engine is not fastest)
-        noise = self.options.noise
-        return [fastest, *(e for e in others if not speeds[e.id].is_slower(speeds[fastest.id], noise))]
+        """Return the fastest of one or more engines, then those not surely slower than any of them."""
+        left = not_slower({engine.id: speeds[engine.id] for engine in engines}, self.options.noise)
+        by_id = {engine.id: engine for engine in engines}
+        return [by_id[name] for name in left]
 
     def _pick(self, engines: Sequence[EngineArtifact], speeds: Mapping[str, Speed]) -> EngineArtifact:
         """Return the fastest engine; of those within noise of it, the most exact."""
@@ -230,22 +231,40 @@ class _Measured:
         return self._choice(Outcome(winner, chosen, missed, close), reason, table)
 
     def _reason(self, winner: EngineArtifact, same: Sequence[EngineArtifact]) -> str:
-        count = f"{len(self.competing)} engines whose upper bound is inside the budget"
-        fastest, evidence = same[0], self.evidence
+        count, fastest, evidence = len(self.competing), same[0], self.evidence
         if winner in same[1:]:
-            reason = f"within noise of the fastest of {count}, '{fastest.plan}', and more exact"
-        elif len(self.competing) > 1:
-            reason = f"fastest of {count}"
+            reason = f"within noise of the fastest of {count} engines inside the budget, '{fastest.plan}'"
+            reason += ", and more exact"
+        elif count > 1:
+            reason = f"fastest of {count} engines inside the budget"
         else:
-            reason = "the only engine whose upper bound is inside the budget"
+            reason = "the only engine inside the budget whose speed counts"
         fp8 = [e for e in self.competing if evidence.has_fp8(e)]
-        if not fp8:
-            return f"{reason}; none of them runs {evidence.plans.quantized}"
-        if evidence.has_fp8(winner):
-            return reason
-        how = "no faster" if any(e in same for e in fp8) else "slower"
-        precisions = dict.fromkeys(str(evidence.plan(e).quantized).upper() for e in fp8)
-        return f"{reason}; {' and '.join(precisions)} {'are' if len(precisions) > 1 else 'is'} {how}"
+        if fp8 and not evidence.has_fp8(winner):
+            how = "no faster" if any(e in same for e in fp8) else "slower"
+            precisions = dict.fromkeys(str(evidence.plan(e).quantized).upper() for e in fp8)
+            reason += f"; {' and '.join(precisions)} {'are' if len(precisions) > 1 else 'is'} {how}"
+        return "; ".join([reason, *self._not_competing()])
+
+    def _not_competing(self) -> Iterator[str]:
+        """Yield why the other candidates do not compete, those of one reason together."""
+        groups: dict[str, list[str]] = {}
+        is_one = len({engine.backend for engine in self.engines}) == 1
+        for engine in self.engines:
+            if engine not in self.competing and self.evidence.competes(engine):
+                name = engine.plan if is_one else f"{engine.plan} ({engine.backend})"
+                groups.setdefault(self._state(engine), []).append(name)
+        for state, names in groups.items():
+            yield f"{state}: {', '.join(names) if len(names) < MOST_NAMED else len(names)}"
+
+    def _state(self, engine: EngineArtifact) -> str:
+        if not engine.is_built:
+            return str(engine.status)
+        if not self.evidence.is_within_budget(engine):
+            evaluation = self.evidence.by_engine.get(engine.id)
+            is_judged = engine.was_run and evaluation is not None and evaluation.outputs
+            return "not inside on selection" if is_judged else "not measured"
+        return "inside but simulated" if engine.simulated else "inside, of unknown speed"
 
     def _fall_back(self, missed: EngineArtifact) -> TargetChoice:
         """Replace a selected engine that missed on certification by a lower rung, or by the exact model."""
@@ -308,6 +327,25 @@ def _revert_routes(
     return kept if any(route.engine != main.id for route in kept) else ()
 
 
+def check_built(engines: Sequence[EngineArtifact]) -> None:
+    """Raise PlanningError for a target of which no engine is built, and none waits for its build job."""
+    for target in dict.fromkeys(engine.target for engine in engines):
+        mine = [engine for engine in engines if engine.target == target]
+        if not any(engine.is_built or engine.status is BuildStatus.WAITING for engine in mine):
+            raise _not_built(mine)
+
+
+def _not_built(engines: Sequence[EngineArtifact]) -> PlanningError:
+    reasons: dict[str, list[str]] = {}
+    for engine in engines:
+        reasons.setdefault(f"{engine.status}: {engine.detail}", []).append(engine.id)
+    return PlanningError(
+        f"E0702 no engine could be built for '{engines[0].target}'",
+        evidence="; ".join(f"{', '.join(ids)} {reason}" for reason, ids in reasons.items()),
+        remedy="`loka-onnx doctor` says what this machine can build",
+    )
+
+
 def _nothing_to_emit(engines: Sequence[EngineArtifact], evidence: Evidence, target: str) -> PlanningError:
     return PlanningError(
         f"E0703 no engine of '{target}' can be emitted: FP32 was not built or failed, and no other engine "
@@ -344,11 +382,7 @@ class _Provisional:
 
     def choose(self) -> TargetChoice:
         if not self.built:
-            raise PlanningError(
-                f"E0702 no engine could be built for '{self.engines[0].target}'",
-                evidence="; ".join(f"{e.id} {e.status}: {e.detail}" for e in self.engines),
-                remedy="`loka-onnx doctor` says what this machine can build",
-            )
+            raise _not_built(self.engines)
         tried, is_measured = self.tried, self.basis == OTHER_DEVICE
         winner = next((e for e in tried if not self._has_missed(e)), None)
         if winner is not None:

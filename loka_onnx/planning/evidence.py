@@ -9,14 +9,19 @@ from functools import cached_property
 from scipy.special import stdtrit
 
 from loka_onnx.core.engine import EngineArtifact
-from loka_onnx.core.evaluation import BudgetStatus, Evaluation, EvaluationSet, OutputEvaluation, PredictedTime
+from loka_onnx.core.evaluation import (
+    LEAST_UNITS,
+    BudgetStatus,
+    Evaluation,
+    EvaluationSet,
+    OutputEvaluation,
+    PredictedTime,
+)
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PlanSet, PrecisionPlan
 from loka_onnx.planning.expected_latency import expected_us, why_not_expected
 from loka_onnx.planning.speed import Speed, rivals
 
-FEWEST_UNITS = 100
-"""Units below which no output is within; where there are more, Student's t widens by less."""
 FASTER_FIRST = (Precision.BF16, Precision.FP16, Precision.FP32)
 """What is expected to be faster where nothing was measured; from the end, what has more precision."""
 
@@ -187,4 +192,4 @@ def _widening(output: OutputEvaluation, together: int) -> float:
     if output.difference is None:
         return 1.0
     tail = (1.0 - output.difference.judged.confidence) / 2.0
-    return float(stdtrit(FEWEST_UNITS - 1, 1.0 - tail / together) / stdtrit(FEWEST_UNITS - 1, 1.0 - tail))
+    return float(stdtrit(LEAST_UNITS - 1, 1.0 - tail / together) / stdtrit(LEAST_UNITS - 1, 1.0 - tail))

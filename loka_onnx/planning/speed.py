@@ -12,8 +12,9 @@ gives one value, the logarithm of the time. With x_el of engine e in load l,
 least squares over all engines timed together gives s², the variance of ε, with as many degrees of freedom as
 values less fitted means; a slow load slows all engines and cancels. Two engines with n loads in common differ
 by the mean of their n differences ± t·s·√(2/n), with t the quantile of Student's distribution for `risk`,
-divided by the number of pairs of engines (Bonferroni), of batch sizes judged one by one, and of analyses:
-engines that differ after `FIRST_LOADS` need no further loads. Engines timed apart have only the ratio of
+divided by the number of pairs of engines (Bonferroni), of batch sizes judged one by one, and of `ANALYSES`:
+engines that differ after the first need no further loads, and after the second only engines are loaded again
+that look different and are not told apart, as on a busy host. Engines timed apart have only the ratio of
 medians, without an interval: it contains differences of machines and days.
 
 Sources: Montgomery, "Design and Analysis of Experiments" (8th edition), sections 4.1 (the additive model of
@@ -35,10 +36,12 @@ from loka_onnx.core.intervals import Interval
 
 RISK = 0.05
 """Of the interval of a ratio of two engines."""
-FIRST_LOADS, LOADS = 3, 6
-"""Loads of every engine, and of those that these do not tell from the fastest."""
-FIRST_RISK, LAST_RISK = 0.004, 0.016
-"""Of telling any two equal engines apart: 2 % over both analyses, most of it for the one with all loads."""
+ANALYSES = {3: 0.004, 6: 0.012, 12: 0.004}
+"""Loads of each analysis, and its risk of telling any two equal engines apart: 2 % over all."""
+FIRST_LOADS, LOADS, MOST_LOADS = ANALYSES
+"""Loads of every engine, of those that these do not tell from the fastest, and where some look apart."""
+LOOKS_APART = 0.05
+"""Relative difference of medians that is worth `MOST_LOADS`."""
 
 _ROUNDING = 1e-9
 """Half width below which loads are alike but for the rounding of least squares."""
@@ -99,7 +102,7 @@ class Speed:
         loads = min(len(ours), len(theirs))
         risk, rivals = RISK, [ours, theirs]
         if self.rivals:
-            risk = FIRST_RISK if loads <= FIRST_LOADS else LAST_RISK
+            risk = next(risk for most, risk in ANALYSES.items() if loads <= most)
             place = _timed_in(self.latencies, batches)
             timed = [rival for rival in self.rivals if set(batches) <= rival.keys()]
             rivals = [_loads(rival, batches) for rival in timed if _timed_in(rival, batches) == place]
@@ -134,10 +137,22 @@ def rivals(speeds: Mapping[str, Speed]) -> dict[str, Speed]:
     return {name: replace(speed, rivals=known) for name, speed in speeds.items()}
 
 
-def contenders(timed: Mapping[str, Sequence[Latency]], noise: float) -> tuple[str, ...]:
+def not_slower(speeds: Mapping[str, Speed], noise: float) -> list[str]:
+    """Return the ids of the fastest engine and of those not surely slower than any, the fastest first.
+
+    `noise` is the relative difference that counts for nothing.
+    """
+    fastest = min(speeds, key=lambda name: speeds[name].per_row_us)
+    others = (name for name in speeds if name != fastest)
+    close = (n for n in others if not any(speeds[n].is_slower(other, noise) for other in speeds.values()))
+    return [fastest, *close]
+
+
+def contenders(timed: Mapping[str, Sequence[Latency]], noise: float, least: float = 0.0) -> tuple[str, ...]:
     """Return ids of engines, timed in turns, not surely slower than the fastest over all sizes or at one.
 
-    `noise` is the relative difference that counts for nothing. Empty where the fastest has no rival.
+    `noise` is the relative difference that counts for nothing. Empty where the fastest has no rival, or none
+    that is slower by `least`.
     """
     speeds = rivals({name: Speed({item.batch: item for item in items}) for name, items in timed.items()})
     sizes = {frozenset(speed.latencies) for speed in speeds.values()}
@@ -147,12 +162,13 @@ def contenders(timed: Mapping[str, Sequence[Latency]], noise: float) -> tuple[st
         left = {
             name: timed[name] for name, speed in speeds.items() if most and speed.latencies.keys() == most
         }
-        return contenders(left, noise) if 1 < len(left) < len(timed) else ()
+        return contenders(left, noise, least) if 1 < len(left) < len(timed) else ()
     close_ones: set[str] = set()
     for contest in (speeds, *({name: speed.at(b) for name, speed in speeds.items()} for b in batches)):
-        fastest = contest[min(contest, key=lambda name: contest[name].per_row_us)]
-        close = {name for name, speed in contest.items() if not speed.is_slower(fastest, noise)}
-        close_ones |= close if len(close) > 1 else set()
+        close = not_slower(contest, noise)
+        slowest = max(contest[name].per_row_us for name in close)
+        if len(close) > 1 and slowest >= (1.0 + least) * contest[close[0]].per_row_us:
+            close_ones |= {*close}
     return tuple(name for name in timed if name in close_ones)
 
 

@@ -26,13 +26,15 @@ _EMITTED = "#3b82f6"
 _FRONT = "#8a94a3"
 _CORNERS = ("top right", "bottom right", "top left", "bottom left")
 """Positions of the names of neighbouring points."""
+FEWEST = 2
+"""Points below which there is nothing to compare, and no chart."""
 _MOST_LABELLED = 14
 """With more points, names would overlap; they are shown under the pointer."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart, named by its output and target: data and layout for plotly, None without points.
+    """One chart, named by its output and target: data and layout for plotly, None below `FEWEST` points.
 
     `left_out` are candidates without a point, each with the reason.
     """
@@ -96,7 +98,9 @@ def _chart(data: ReportData, output: str, judged_name: str, target: str, *, is_o
     caption += "" if is_only else f", {target}"
     if len(_front(points)) > 1:
         caption += ". The line joins those that no other one beats in both"
-    figure = _figure(data, points, batch, judged_name) if points else None
+    if len(points) < FEWEST:
+        left_out += [f"{point.engine.id}: nothing to compare it with" for point in points]
+    figure = _figure(data, points, batch, judged_name) if len(points) >= FEWEST else None
     return Chart(output if is_only else f"{output} on {target}", caption, figure, tuple(left_out))
 
 

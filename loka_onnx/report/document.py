@@ -66,7 +66,7 @@ Show = Callable[[Item], Cell | str]
 class Column(Generic[Item]):
     """One column: of numbers, of sentences (below the row of a wide table), or of values to filter by.
 
-    `show` gives the content for one item.
+    `show` gives the content for one item; `bar` draws each number behind it, on the scale of the largest.
     """
 
     title: str
@@ -74,6 +74,7 @@ class Column(Generic[Item]):
     numeric: bool = False
     prose: bool = False
     is_choice: bool = False
+    bar: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,13 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     emphasized: frozenset[int] = frozenset()
 
+    def bar(self, place: int, cell: Cell) -> float | None:
+        """Return a number of a column of bars in percent of the column's largest; None for no bar."""
+        if not self.columns[place].bar or cell.value is None or not cell.value > 0:
+            return None
+        values = [value for row in self.rows if (value := row[place].value) and math.isfinite(value)]
+        return round(100 * min(cell.value / max(values), 1.0), 1) if values else None
+
     def sentences(self, row: tuple[Cell, ...]) -> tuple[Cell, ...]:
         """Return the nonempty prose cells of a row."""
         pairs = zip(self.columns, row, strict=True)
@@ -93,7 +101,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report; `anchor` is its id in links, paragraphs and items stand above the tables."""
+    """A part of the report; `anchor` is its id in links, paragraphs and items stand above the tables.
+
+    So many of the tables are `unfolded`; None for the first and the short ones.
+    """
 
     anchor: str
     title: str
@@ -101,6 +112,7 @@ class Section:
     items: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
     chart: bool = False
+    unfolded: int | None = None
 
 
 @dataclass(frozen=True)
@@ -158,12 +170,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Document:
-    """A whole report; the banner is a warning above everything, or empty."""
+    """A whole report; the banner is a warning above everything, or empty; `overview` has all targets."""
 
     title: str
     banner: str
     verdicts: tuple[Verdict, ...]
     sections: tuple[Section, ...]
+    overview: Table | None = None
 
 
 def text(title: str, show: Show[Item] | str, *, is_choice: bool = False) -> Column[Item]:
@@ -171,9 +184,9 @@ def text(title: str, show: Show[Item] | str, *, is_choice: bool = False) -> Colu
     return Column(title, attrgetter(show) if isinstance(show, str) else show, is_choice=is_choice)
 
 
-def number(title: str, show: Show[Item]) -> Column[Item]:
-    """A column of numbers, aligned at the right."""
-    return Column(title, show, numeric=True)
+def number(title: str, show: Show[Item], *, bar: bool = False) -> Column[Item]:
+    """A column of numbers, aligned at the right; with a bar behind each where that is asked for."""
+    return Column(title, show, numeric=True, bar=bar)
 
 
 def fact(title: str, name: str, form: Callable[[Any], str]) -> Column[Any]:

@@ -273,7 +273,11 @@ def _outcome(data: ReportData, row: _Row) -> str:
     """Return prose: reasons and remarks have numbers of their own, so none of them has a source here."""
     if row.engine is None:
         return "The exported FP32 model that every engine is compared with."
-    chosen, losers = data.chosen(row.name), (loser for t in data.choice.targets for loser in t.losers)
+    # The choice was made on the judged split: its words say nothing of another.
+    is_judged = row.evaluation is None or row.evaluation.split == data.judged_split
+    targets = data.choice.targets if is_judged else ()
+    chosen = next((target for target in targets if row.name in target.engines), None)
+    losers = (loser for target in targets for loser in target.losers)
     reason = "; ".join(dict.fromkeys(loser.reason for loser in losers if loser.engine == row.name))
     parts = [f"Emitted for {chosen.target}: {chosen.reason}"] if chosen is not None else []
     parts += [f"Not chosen: {reason}"] if reason and chosen is None else []

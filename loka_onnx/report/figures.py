@@ -97,6 +97,15 @@ def percent_interval(interval: Interval | None, budget: float | None = None) -> 
     return Told(numbers.percent_interval(interval, budget), ends(interval))
 
 
+def plus_minus(interval: Interval | None, budget: float | None = None) -> Told:
+    """Return `numbers.plus_minus` of an interval of the facts, both ends where it is not symmetric."""
+    if interval is None or not numbers.is_symmetric(interval):
+        return percent_interval(interval, budget)
+    text = numbers.plus_minus(interval, budget)
+    figures = Place(interval, "value"), derive("half_width", Place(interval))
+    return Told(text, figures[: text.count("%")])
+
+
 def metric_interval(interval: Interval | None) -> Told:
     """Return `numbers.metric_interval` of an interval of the facts; a dash for none."""
     if interval is None or not math.isfinite(interval.value):
@@ -129,6 +138,7 @@ FORMULAS: dict[str, Callable[..., float]] = {
     "next": lambda a: a + 1,
     "entries": lambda *places: len(places),
     "count": _count,
+    "half_width": numbers.half_width,
     "flops": lambda site: int(site.flops_per_example),
     "fp8_able_flops": lambda sites: sum(site.flops_per_example for site in sites if site.is_fp8_able),
     "product_flops": product_flops,

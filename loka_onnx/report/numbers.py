@@ -14,11 +14,11 @@ _MAX_DECIMALS = 8
 
 
 def signed_percent(value: float, decimals: int) -> str:
-    """A relative change, ``+0.0123 %``; never ``-0.00 %``."""
+    """A relative change, ``+0.0123 %``; what rounds to zero is ``0 %``."""
     if not math.isfinite(value):
         return f"{value}"
     text = f"{100 * value:+.{decimals}f}"
-    return f"{text.replace('-', '+') if float(text) == 0 else text} %"
+    return f"{'0' if float(text) == 0 else text} %"
 
 
 def percent_interval(interval: Interval, budget: float | None = None) -> str:
@@ -34,14 +34,46 @@ def percent_interval(interval: Interval, budget: float | None = None) -> str:
     return f"{value} [{lower}, {upper}]"
 
 
+def half_width(interval: Interval) -> float:
+    """Return the larger distance of an end from the value."""
+    return max(interval.upper - interval.value, interval.value - interval.lower)
+
+
+def is_symmetric(interval: Interval) -> bool:
+    """Return whether both ends are about as far from the value."""
+    above, below = interval.upper - interval.value, interval.value - interval.lower
+    return math.isfinite(above + below) and abs(above - below) <= 0.1 * max(above, below)
+
+
+def plus_minus(interval: Interval, budget: float | None = None) -> str:
+    """A relative change of a symmetric interval, ``+0.003 % ± 0.004 %``, on its side of the budget.
+
+    ``0 %`` where both round to zero.
+    """
+    decimals, half = interval_decimals(interval, budget), half_width(interval)
+    if budget is not None:
+        limit, upper = 100 * budget, 100 * interval.upper
+        while decimals < _MAX_DECIMALS and _side(
+            round(100 * interval.value, decimals) + round(100 * half, decimals), limit
+        ) != _side(upper, limit):
+            decimals += 1
+    value, width = signed_percent(interval.value, decimals), signed_percent(half, decimals).lstrip("+")
+    return value if value == width == "0 %" else f"{value} ± {width}"
+
+
 def interval_decimals(interval: Interval, budget: float | None = None) -> int:
-    """Return the decimals of a percentage that separate the interval's ends from its value and the budget."""
+    """Return the decimals of a percentage that separate the interval's ends from its value and the budget.
+
+    They resolve a hundredth of the budget: a change far below it is 0.
+    """
     ends = (interval.lower, interval.upper)
-    width = 100 * max(interval.upper - interval.value, interval.value - interval.lower)
+    width = 100 * half_width(interval)
     if not all(math.isfinite(v) for v in (*ends, interval.value)):
         return 2
     scale = width if width > 0 else abs(100 * interval.value)
     decimals = 2 if scale == 0 else min(max(1 - math.floor(math.log10(scale)), 2), _MAX_DECIMALS)
+    if budget is not None and 0 < budget < math.inf:
+        decimals = min(decimals, max(2 - math.floor(math.log10(100 * budget)), 2))
     while budget is not None and decimals < _MAX_DECIMALS and not _keeps_sides(ends, budget, decimals):
         decimals += 1
     return decimals
@@ -74,8 +106,10 @@ def error_percent(value: float) -> str:
 
 
 def metric_interval(interval: Interval) -> str:
-    """A change of AUC or of the prediction ratio: six decimals."""
-    return f"{interval.value:+.6f} [{interval.lower:+.6f}, {interval.upper:+.6f}]"
+    """A change of AUC or of the prediction ratio: six decimals; what rounds to zero is 0."""
+    texts = (f"{end:+.6f}" for end in (interval.value, interval.lower, interval.upper))
+    value, lower, upper = ("0" if float(text) == 0 else text for text in texts)
+    return f"{value} [{lower}, {upper}]"
 
 
 metric = "{:.5f}".format

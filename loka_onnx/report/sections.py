@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from loka_onnx.core.artifact import ModelArtifact
+from loka_onnx.core.engine import EngineArtifact
+from loka_onnx.core.evaluation import Latency, TargetChoice
 from loka_onnx.core.lineage import StageRecord
 from loka_onnx.core.rewrite import RewriteRecord
 from loka_onnx.core.site import OtherProduct
@@ -34,31 +38,102 @@ from loka_onnx.report.figures import Figure, Place, counted, derive, formed, sho
 from loka_onnx.report.provenance import Pointers, located
 from loka_onnx.report.site_tables import calibration_facts, sites_section
 from loka_onnx.report.slice_tables import slices_sections
-from loka_onnx.report.verdict import verdicts
+from loka_onnx.report.verdict import parts, verdicts
 
 SYNTHETIC_BANNER = "SYNTHETIC DATA: every number below was measured on generated rows, not on yours"
+
+_OPEN = ("slices", "engines", "sites", "operating")
+"""Sections of which the first table is not folded."""
+_COMMANDS = (
+    "Check: loka-onnx bundle verify bundle; the digest of the bundle: loka-onnx bundle inspect bundle",
+    "Serve: loka-onnx bundle serve bundle; on other hosts: loka-onnx bundle push bundle URL#NAME",
+    "Let a name stand for it: loka-onnx bundle promote URL#NAME prod",
+    "Roll back: loka-onnx bundle promote URL#sha256:DIGEST prod, with the digest of the bundle before",
+)
 
 
 def build_document(data: ReportData) -> Document:
     """Arrange the facts of a run for reading."""
     sections = (
         *([Section("notes", "Notes", items=data.notes)] if data.notes else []),
+        *slices_sections(data),
         engines_section(data),
         *choice_sections(data),
         *throughput_sections(data),
         *refinement_sections(data),
-        *slices_sections(data),
         sites_section(data),
         *corrections_sections(data),
         _rewrites_section(data),
         fallbacks_section(data),
+        *([_operating_section(data)] if data.choice.targets else []),
         _data_section(data),
         _model_section(data),
         _lineage_section(data),
     )
+    sections = tuple(replace(s, unfolded=int(s.anchor in _OPEN)) for s in sections)
     banner = SYNTHETIC_BANNER if data.is_synthetic else ""
-    document: Document = located(Document(data.title, banner, verdicts(data), sections), Pointers(data))
+    overview = _overview(data) if data.choice.targets else None
+    whole = Document(data.title, banner, verdicts(data), sections, overview)
+    document: Document = located(whole, Pointers(data))
     return document
+
+
+def _overview(data: ReportData) -> Table:
+    """Return what is emitted, a row for each target, with what an operator plans by."""
+    columns: tuple[Column[TargetChoice], ...] = (
+        text("Target", "target"),
+        text("Plan", lambda choice: " and ".join(choice.plans)),
+        text("Speed", lambda choice: parts(data, choice)[0]),
+        text("Cost", lambda choice: parts(data, choice)[1]),
+        number("Size", lambda choice: _of_engine(data, choice, numbers.size, "bytes")),
+    )
+    return table_of("Emitted", columns, data.choice.targets)
+
+
+def _of_engine(data: ReportData, choice: TargetChoice, form: Callable[[Any], str], name: str) -> str:
+    engine = data.engine(choice.engine)
+    return numbers.NONE if engine is None else shown(form, engine, name)
+
+
+def _operating_section(data: ReportData) -> Section:
+    """Return latencies, throughput and digest of what is emitted, and the commands to serve it."""
+    emitted = [
+        (engine, latency)
+        for name in dict.fromkeys(name for choice in data.choice.targets for name in choice.engines)
+        if (engine := data.engine(name)) is not None
+        for latency in next((e.latencies for e in data.evaluations_of(name) if e.latencies), ()) or (None,)
+    ]
+
+    def us(title: str, name: str) -> Column[tuple[EngineArtifact, Latency | None]]:
+        return number(
+            title,
+            lambda row: (
+                Cell(numbers.NOT_MEASURED, Tone.MUTED)
+                if row[1] is None or not row[1].counts_for_choice or row[0].simulated
+                else shown(numbers.latency, row[1], name)
+            ),
+        )
+
+    def rate(row: tuple[EngineArtifact, Latency | None]) -> str:
+        sizes = (row[0].id, row[1].batch if row[1] is not None else 0)
+        measured = (m for m in data.throughput.measurements if (m.engine, m.batch) == sizes)
+        found = next((m for m in measured if m.requests_per_s), None)
+        return numbers.NOT_MEASURED if found is None else shown("{:,.1f}".format, found, "requests_per_s")
+
+    columns: tuple[Column[tuple[EngineArtifact, Latency | None]], ...] = (
+        text("Engine", lambda row: row[0].id),
+        number(
+            "Batch", lambda row: numbers.NONE if row[1] is None else shown(numbers.count, row[1], "batch")
+        ),
+        us("p50", "p50_us"),
+        us("p90", "p90_us"),
+        us("p99", "p99_us"),
+        number("Requests/s", rate),
+        text("SHA-256", lambda row: numbers.digest(row[0].digest)),
+    )
+    return Section(
+        "operating", "Operating", items=_COMMANDS, tables=(table_of("Emitted engines", columns, emitted),)
+    )
 
 
 def _rewrites_section(data: ReportData) -> Section:

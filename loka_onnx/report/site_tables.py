@@ -165,8 +165,8 @@ def _site_table(data: ReportData, plan: PrecisionPlan) -> Table:
         ),
         text("Verdict", verdict, is_choice=True),
         text("Speed", speed, is_choice=True),
-        number("Relative error", _relative_error),
-        number("KL", by_output(lambda s: _interval(sampling, s.kl_moments, s.kl))),
+        number("Relative error", _relative_error, bar=True),
+        number("KL", by_output(lambda s: _interval(sampling, s.kl_moments, s.kl)), bar=True),
         number("KL over draws", by_output(_draws)),
         number("Labelled", by_output(lambda s: _interval(sampling, s.labelled_moments, s.labelled))),
         number("Rows measured", _rows_measured),
@@ -263,7 +263,7 @@ def speed_texts(data: ReportData) -> dict[str, str]:
 def _speed_columns(speeds: list[SiteSpeed]) -> tuple[Column[SiteSpeed], ...]:
     def us(title: str, name: str) -> Iterator[Column[SiteSpeed]]:
         for batch in dict.fromkeys(batch for speed in speeds for batch in speed.saved_us):
-            yield number(f"{title} at {batch}, µs", partial(_us, name, batch))
+            yield number(f"{title} at {batch}, µs", partial(_us, name, batch), bar=name == "saved_us")
 
     def origin(speed: SiteSpeed) -> str:
         known = "measured" if speed.is_measured else "predicted"

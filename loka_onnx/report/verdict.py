@@ -13,6 +13,7 @@ from loka_onnx.core.evaluation import (
     BudgetStatus,
     Evaluation,
     Guard,
+    Latency,
     OutputEvaluation,
     Rejection,
     TargetChoice,
@@ -33,6 +34,7 @@ from loka_onnx.report.figures import (
     joined,
     metric_interval,
     percent_interval,
+    plus_minus,
     shown,
     told,
 )
@@ -59,6 +61,72 @@ class _Emitted:
 def verdicts(data: ReportData) -> tuple[Verdict, ...]:
     """One verdict per target."""
     return tuple(_verdict(data, choice) for choice in data.choice.targets)
+
+
+def sentence(data: ReportData, choice: TargetChoice) -> Told:
+    """Return the result on a target in one line: the plan, its gain over what there was, and its cost."""
+    return told("{}: {}, {}, {}", choice.target, " and ".join(choice.plans), *parts(data, choice))
+
+
+def parts(data: ReportData, choice: TargetChoice) -> tuple[Told, Told]:
+    """Return speed and cost of what was selected on a target, as in its `sentence`."""
+    return _speed_part(data, choice), _cost_part(data, choice)
+
+
+def baseline(data: ReportData, choice: TargetChoice) -> Rejection | None:
+    """Return the fastest engine without quantization or a mod's plan that the selected one was timed with.
+
+    None where that is FP32 itself, the model as it was.
+    """
+    plans = {engine.id: engine.plan for engine in data.engines if engine.plan in _BASELINES}
+    rivals = [x for x in choice.losers if plans.get(x.engine, choice.plan) != choice.plan and x.times]
+    if choice.plan == _BASELINES[0] or data.is_simulated(choice.engine):
+        return None
+    return min(rivals, key=lambda loser: loser.times.value if loser.times else math.inf, default=None)
+
+
+def _speed_part(data: ReportData, choice: TargetChoice) -> Told:
+    largest, before = _largest(data, choice), baseline(data, choice)
+    if largest is None or data.is_simulated(choice.engine) or not largest.counts_for_choice:
+        return Told("not timed")
+    now, batch = shown(numbers.latency, largest, "p50_us"), shown(numbers.count, largest, "batch")
+    if before is None or before.times is None:
+        return told("{} at {}", now, batch)
+    timed = (x for e in data.evaluations_of(before.engine) for x in e.latencies if x.batch == largest.batch)
+    then = next((told("{} → ", shown(numbers.latency, x, "p50_us")) for x in timed), Told(""))
+    built = data.engine(before.engine)
+    is_tie = before.times.lower <= 1.0 <= before.times.upper
+    return told(
+        "{}{}× over {} ({}{} at {})",
+        "a tie, " if is_tie else "",
+        formed("{:.2f}".format, Place(before.times, "value")),
+        built.plan.upper() if built else before.engine,
+        then,
+        now,
+        batch,
+    )
+
+
+def _cost_part(data: ReportData, choice: TargetChoice) -> Told:
+    judged = _judged(data, choice)
+    if not judged:
+        return Told("accuracy not measured")
+    engine, evaluation, worst = max(judged, key=lambda row: _over_budget(row[2]))
+    if worst.difference is None:
+        return Told("the reference itself")
+    is_simulated = data.is_simulated(evaluation.engine)
+    how = (
+        ", simulated" if is_simulated else "" if evaluation.engine == engine.engine else ", by another engine"
+    )
+    is_within = worst.budget_status == BudgetStatus.WITHIN
+    return told(
+        "{} {} of {}{}{}",
+        "KL" if worst.difference.delta_ne is None else worst.difference.judged_name,
+        plus_minus(worst.difference.judged, worst.budget),
+        shown(numbers.budget_percent, worst, "budget"),
+        "" if is_within else f", {worst.verdict}",
+        how,
+    )
 
 
 def budget_sentence(output: OutputEvaluation) -> Told:
@@ -94,11 +162,10 @@ def _standing(output: OutputEvaluation) -> Told:
 def _verdict(data: ReportData, choice: TargetChoice) -> Verdict:
     engines = _emitted(choice)
     has_fp8 = any(plan.quantized_sites for name in choice.plans if (plan := data.plan(name)) is not None)
-    headline = f"{choice.target}: emit {' and '.join(f'{e.engine} (plan {e.plan})' for e in engines)}"
     tone = Tone.GOOD if has_fp8 and all(_is_within(data, e.engine) for e in engines) else Tone.WARN
     facts, speeds = tuple(_facts(data, choice, engines, has_fp8)), _speed_stats(data, choice)
     stats = (_plan_stat(data, choice), *speeds, *_cost_stats(data, choice), _latency_stat(data, choice))
-    return Verdict(choice.target, headline, facts, tone, stats, _bars(data, choice))
+    return Verdict(choice.target, sentence(data, choice), facts, tone, stats, _bars(data, choice))
 
 
 def _facts(
@@ -196,8 +263,6 @@ def _speed_stats(data: ReportData, choice: TargetChoice) -> Iterator[Stat]:
     for plan in _BASELINES:
         label = f"Speed over {plan.upper()}"
         if plan == choice.plan:
-            who = "the main engine is" if main.apart else "this is the engine"
-            yield Stat(label, Cell("none", Tone.MUTED), f"{who} of that plan itself")
             continue
         of_plan = {engine.id for engine in data.engines if engine.plan == plan}
         losers = [loser for loser in choice.losers if loser.engine in of_plan]
@@ -247,15 +312,20 @@ def _latency_stat(data: ReportData, choice: TargetChoice) -> Stat:
     label = "Latency p50"
     if data.is_simulated(choice.engine):
         return Stat(label, *_SIMULATED)
-    timed = ((e.engine, latency) for e in data.evaluations.evaluations for latency in e.latencies)
-    latencies = [latency for engine, latency in timed if engine == choice.route(latency.batch)]
-    if not latencies:
+    largest = _largest(data, choice)
+    if largest is None:
         return Stat(label, _NOT_MEASURED, choice.basis)
-    largest = max(latencies, key=lambda latency: latency.batch)
     elsewhere = "" if largest.counts_for_choice else ", which is not the target"
     by = f", by {choice.route(largest.batch)}" if choice.routes else ""
     note = told("batch {}, on {}{}{}", shown(numbers.count, largest, "batch"), largest.device, elsewhere, by)
     return Stat(label, Cell(shown(numbers.latency, largest, "p50_us")), note)
+
+
+def _largest(data: ReportData, choice: TargetChoice) -> Latency | None:
+    """Return the latency of the largest batch size that was timed, by the engine that serves it."""
+    timed = ((e.engine, latency) for e in data.evaluations.evaluations for latency in e.latencies)
+    latencies = (latency for engine, latency in timed if engine == choice.route(latency.batch))
+    return max(latencies, key=lambda latency: latency.batch, default=None)
 
 
 _Judged = tuple[_Emitted, Evaluation, OutputEvaluation]

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from loka_onnx.bundle.format.files import Sample
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.rewrite import Part
@@ -36,7 +39,7 @@ from loka_onnx.runtime.requests import (
     typed,
 )
 from loka_onnx.sessions.dlpack import CUDA, borrow
-from loka_onnx.sessions.runner import Arrays, Runner
+from loka_onnx.sessions.runner import Arrays, Buffers, Runner
 
 WARM_UPS = 2
 """Runs of each batch size before an engine is returned: some sessions capture a CUDA graph in the second
@@ -50,9 +53,12 @@ class Serving:
     Attributes:
         warm_up: Whether to run every batch size that is prepared, timed or routed before the engine is
             returned.
+        sessions: Requests that are answered at a time on a GPU, each by a session with a stream, buffers and
+            weights of its own.
     """
 
     warm_up: bool = True
+    sessions: int = 1
 
 
 class _Closed(EngineError):
@@ -147,13 +153,50 @@ class Engine(AbstractContextManager["Engine"]):
         began = perf_counter()
         try:
             with self._gate:
-                rows = NOT_PLAIN if like is not None else self._layout.plain_rows(inputs)
+                if like is not None:
+                    rows = NOT_PLAIN
+                elif type(inputs) is Buffers and inputs.engine is self:
+                    rows = inputs.rows
+                else:
+                    rows = self._layout.plain_rows(inputs)
                 if rows == NOT_PLAIN:
                     return self._infer_others(inputs, like, began)
                 return self._run_on_host(inputs, rows, HOST, began)
         except BaseException as error:
             metrics.failed(_kind_of_error(error))
             raise
+
+    def buffers(self, rows: int) -> Mapping[str, npt.NDArray[Any]]:
+        """Make arrays for requests of so many rows, in page-locked memory if the engine reads that: `infer`
+        then copies them to the device without copying them on the host.
+
+        Fill them, call `infer` with the mapping itself, and use them again when it has returned.
+
+        Raises:
+            DataError: An input has a dynamic axis besides the batch, or the engine takes no such batch.
+            EngineError: The engine was closed.
+        """
+        tails = {spec.name: [n for n in spec.shape[1:] if n is not None] for spec in self.inputs}
+        if any(len(tails[spec.name]) != len(spec.shape) - 1 for spec in self.inputs):
+            raise DataError(
+                "E1318 an input has a dynamic axis besides the batch",
+                evidence=", ".join(f"'{spec.name}' {spec.shape}" for spec in self.inputs),
+                remedy="send arrays of your own",
+            )
+        if not self.entry.batch.min <= rows <= self.entry.batch.max:
+            raise DataError(
+                "E1319 the engine takes no such batch",
+                evidence=f"{rows} rows; batches of {self.entry.batch.min} to {self.entry.batch.max}",
+                remedy="split larger requests",
+            )
+        with self._gate:
+            held = self.engine_for(rows)._runner.buffers(rows)
+        kinds = {spec.name: np.dtype(spec.dtype) for spec in self.inputs}
+        # An engine may take fewer inputs than the model has, or others (a model that was cut).
+        if held is None or {name: each.dtype for name, each in held.items()} != kinds:
+            held = Buffers({name: np.zeros((rows, *tail), kinds[name]) for name, tail in tails.items()})
+        held.engine = self
+        return held
 
     def set_routes(self, routes: Sequence[tuple[int, Engine]]) -> None:
         """Route requests by their largest number of rows, ascending; this engine owns the others."""
@@ -290,7 +333,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _run_on_host(self, inputs: Mapping[str, Any], rows: int, kind: Kind, began: float) -> dict[str, Any]:
         """Answer a checked request in host memory, in arrays of a kind."""
         target, metrics = self.engine_for(rows), self.metrics
-        held: Arrays = target._runner.run(inputs)
+        held: Arrays = target._runner.run_checked(inputs, rows)
         answer = held if kind is HOST else {name: from_host(value, kind) for name, value in held.items()}
         metrics.answered(target._series.of(rows), rows, perf_counter() - began)
         return answer

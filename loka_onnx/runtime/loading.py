@@ -19,6 +19,7 @@ from loka_onnx.bundle.format.archive import as_directory
 from loka_onnx.bundle.format.documents import Pin, pinned
 from loka_onnx.bundle.format.files import read_sample, verify_directory
 from loka_onnx.core.artifact import TensorSpec
+from loka_onnx.core.devices import CPU
 from loka_onnx.core.manifest import EngineEntry, Manifest
 from loka_onnx.core.rewrite import Part
 from loka_onnx.errors import BundleInvalid, ConfigError, EngineError, InternalError, LokaError
@@ -29,7 +30,7 @@ from loka_onnx.sessions import onnx_session
 from loka_onnx.sessions.backends import get_spec
 from loka_onnx.sessions.model_files import operators, read_model
 from loka_onnx.sessions.onnx_session import OnnxSession, SessionOptions
-from loka_onnx.sessions.runner import Names, Runner, SplitRunner
+from loka_onnx.sessions.runner import Names, ParallelRunner, Runner, SplitRunner
 
 _LOG = logging.getLogger("loka_onnx.runtime")
 EP_CONTEXT = "EPContext"
@@ -75,7 +76,7 @@ def load(
         keys: Public keys (paths of PEM files) of those who may run code on this host. If any are given, the
             bundle must be signed with one of them, even without programs.
         part: ``whole`` for the model's own inputs, ``dense`` for looked-up rows.
-        serving: Whether to warm up.
+        serving: Whether to warm up, and how many requests are answered at a time on a GPU.
 
     Raises:
         BundleInvalid: The bundle does not verify, or none of the given keys signed it.
@@ -100,9 +101,7 @@ def load(
             try:
                 verified = verify_directory(pin.path, accepted)
                 trusted_by = verified.signer or (CALLER if trust else "")
-                opener = _Opener(
-                    pin, str(bundle), verified.manifest, trusted_by, options, wanted, serving.warm_up
-                )
+                opener = _Opener(pin, str(bundle), verified.manifest, trusted_by, options, wanted, serving)
                 engine = opener.first()
             except LokaError:
                 # A bundle's replacement removes the old one file by file.
@@ -133,7 +132,7 @@ class _Opener:
     trusted_by: str
     options: SessionOptions | None
     wanted: Part
-    warms_up: bool
+    serving: Serving
     skipped: list[Skipped] = field(default_factory=list)
     lookup: OnnxSession | None = None
 
@@ -180,7 +179,7 @@ class _Opener:
                 health = engine.health()
                 if not health.ready:
                     raise EngineError("E1308 the self-test fails", evidence=health.detail)
-                if self.warms_up:
+                if self.serving.warm_up:
                     engine.warm_up()
             except BaseException:
                 runner.close()
@@ -196,7 +195,7 @@ class _Opener:
         path, manifest = self.pin.path / entry.path, self.manifest
         if not self.trusted_by:
             _refuse_programs(path, entry, self.options)
-        runner = get_spec(entry.backend).open(path, entry.architecture, entry.version, self.options)
+        runner = self._session(path, entry)
         try:
             _check_names(runner.names, manifest.inputs_of(entry.part), manifest.outputs)
             if entry.part is Part.DENSE and self.wanted is Part.WHOLE:
@@ -205,6 +204,17 @@ class _Opener:
             runner.close()
             raise
         return runner
+
+    def _session(self, path: Path, entry: EngineEntry) -> Runner:
+        spec = get_spec(entry.backend)
+        with ExitStack() as opened:
+            # ONNX Runtime answers concurrent requests on the CPU in one session.
+            sessions = [
+                opened.enter_context(spec.open(path, entry.architecture, entry.version, self.options))
+                for _ in range(1 if entry.architecture == CPU else self.serving.sessions)
+            ]
+            opened.pop_all()
+        return sessions[0] if len(sessions) == 1 else ParallelRunner(sessions)
 
     def _skip(self, skipped: Skipped) -> None:
         skipped = replace(skipped, reason=self.pin.worded(skipped.reason))
@@ -263,7 +273,7 @@ class _Opener:
 
     def _failing(self, engine: Engine) -> Engine | None:
         """Return the first engine that fails at a routed size, after recording it as skipped."""
-        for size in engine.sizes if self.warms_up else ():
+        for size in engine.sizes if self.serving.warm_up else ():
             try:
                 engine.warm_up([size])
             except Exception as error:

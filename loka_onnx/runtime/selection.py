@@ -17,7 +17,7 @@ from loka_onnx.core.manifest import INSTRUCTIONS, EngineEntry, Manifest
 from loka_onnx.core.rewrite import Part
 from loka_onnx.errors import MissingPackage
 from loka_onnx.runtime.health import Cause, Skipped
-from loka_onnx.sessions.backends import get_spec, has_spec, in_line
+from loka_onnx.sessions.backends import get_spec, has_spec, in_phrase
 from loka_onnx.sessions.host_devices import device_of_architecture, integer_instructions
 
 
@@ -39,7 +39,7 @@ def obstacle(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -> Skipped |
     try:
         here = spec.version()
     except MissingPackage as error:
-        return Skipped(entry.id, in_line(error), Cause.LIBRARY)
+        return Skipped(entry.id, in_phrase(error), Cause.LIBRARY)
     if spec.loads(entry.version, here):
         return None
     reason = (
@@ -62,7 +62,7 @@ def _before_the_library(entry: EngineEntry, wanted: Part, *, is_trusted: bool) -
     try:
         is_known = has_spec(backend) and get_spec(backend).knows(architecture)
     except MissingPackage as error:
-        yield Cause.LIBRARY, in_line(error)
+        yield Cause.LIBRARY, in_phrase(error)
         return
     if not is_known:
         yield Cause.BACKEND, f"this loader runs no engine of {backend} on {architecture}"

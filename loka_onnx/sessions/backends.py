@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from loka_onnx.core.backends import NOTHING_KNOWN, Fusions, spec_paths
 from loka_onnx.core.formats import FLOATS, NumberFormat
 from loka_onnx.core.manifest import Need
-from loka_onnx.errors import ConfigError, MissingPackage
+from loka_onnx.errors import ConfigError, MissingPackage, nearest
 from loka_onnx.sessions.onnx_session import SessionOptions
 from loka_onnx.sessions.runner import Runner
 
@@ -108,13 +107,7 @@ class BackendSpec(ABC):
         return here == built_by or (self.need is Need.RELEASE and release(here) == release(built_by))
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Ask for the known word that is like a given one; empty where none is."""
-    near = difflib.get_close_matches(word, [*known], n=1)
-    return f"did you mean '{near[0]}'?" if near else ""
-
-
-def in_line(error: MissingPackage) -> str:
+def in_phrase(error: MissingPackage) -> str:
     """Format a missing package and its remedy in one phrase."""
     return f"{error.what}; {error.remedy}" if error.remedy else error.what
 

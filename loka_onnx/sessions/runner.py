@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import cycle
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -63,6 +65,29 @@ def check_types(inputs: Mapping[str, Borrowed], types: Mapping[str, npt.DTypeLik
             )
 
 
+class Buffers(Mapping[str, npt.NDArray[Any]]):
+    """Fixed arrays for the inputs of a request of `rows` rows, which an engine reads in place.
+
+    `session` made them and reads `memory`; the runtime sets `engine`, whose requests they fit.
+    """
+
+    def __init__(
+        self, arrays: Mapping[str, npt.NDArray[Any]], session: Runner | None = None, memory: Any = None
+    ) -> None:
+        self._arrays, self.session, self.memory = dict(arrays), session, memory
+        self.rows = min((len(array) for array in self._arrays.values()), default=0)
+        self.engine: object = None
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
 class Runner(ABC):
     """A loaded engine; a context manager that frees it."""
 
@@ -75,12 +100,20 @@ class Runner(ABC):
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch, on axis 0 of one array per input; one array per output, or an `EngineError`."""
 
+    def run_checked(self, inputs: Mapping[str, npt.NDArray[Any]], rows: int) -> Arrays:
+        """Run a batch of so many rows, whose names, types and shapes have been checked."""
+        return self.run(inputs)
+
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Prepare a batch for repeated runs without passing it each time, to time the device alone.
 
         It may overwrite the inputs of an earlier one: launch one at a time, without `run` in between.
         """
         return Resident(lambda: self.run(inputs), lambda: None, is_on_device=False)
+
+    def buffers(self, rows: int) -> Buffers | None:
+        """Make memory for requests of so many rows that `run` reads in place; None where there is none."""
+        return None
 
     @property
     def served_sizes(self) -> tuple[int, ...]:
@@ -117,6 +150,75 @@ class Runner(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class ParallelRunner(Runner):
+    """Several sessions of one engine, which it owns: a request takes a free one, or waits for one.
+
+    Requests on the device share the first one, whose stream they are ordered by.
+    """
+
+    def __init__(self, sessions: Sequence[Runner]) -> None:
+        self.sessions = tuple(sessions)
+        self._free: SimpleQueue[Runner] = SimpleQueue()
+        for session in self.sessions:
+            self._free.put(session)
+        self._next = cycle(self.sessions)
+
+    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Run one batch in a free session, or in the one whose memory it lies in."""
+        with self._taken(inputs) as session:
+            return session.run(inputs)
+
+    def run_checked(self, inputs: Mapping[str, npt.NDArray[Any]], rows: int) -> Arrays:
+        """Run a checked batch likewise."""
+        with self._taken(inputs) as session:
+            return session.run_checked(inputs, rows)
+
+    @contextmanager
+    def _taken(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Iterator[Runner]:
+        if type(inputs) is Buffers and inputs.session is not None:
+            yield inputs.session
+            return
+        session = self._free.get()
+        try:
+            yield session
+        finally:
+            self._free.put(session)
+
+    def buffers(self, rows: int) -> Buffers | None:
+        """Make memory of each session in turn."""
+        return next(self._next).buffers(rows)
+
+    @property
+    def names(self) -> Names | None:
+        """Names of the first session."""
+        return self.sessions[0].names
+
+    @property
+    def served_sizes(self) -> tuple[int, ...]:
+        """Sizes of the first session."""
+        return self.sessions[0].served_sizes
+
+    @property
+    def device(self) -> int | None:
+        """Device of the first session."""
+        return self.sessions[0].device
+
+    @property
+    def stream(self) -> int:
+        """Stream of the first session."""
+        return self.sessions[0].stream
+
+    def run_on_device(self, inputs: Mapping[str, Borrowed], allocate: Allocate) -> dict[str, Borrowed]:
+        """Run one batch in the first session."""
+        return self.sessions[0].run_on_device(inputs, allocate)
+
+    def close(self) -> None:
+        """Free all, even if freeing one fails."""
+        with ExitStack() as stack:
+            for session in self.sessions:
+                stack.callback(session.close)
 
 
 class SplitRunner(Runner):

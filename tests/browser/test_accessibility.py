@@ -23,8 +23,10 @@ def test_nothing_serious(visit, request, which, scheme, size):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs chromium and axe-core")
     page = visit(request.getfixturevalue(which), scheme=scheme, size=size).page
     page.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
-    page.locator(".plot:visible").first.scroll_into_view_if_needed()
-    page.locator(".plot:visible .main-svg").first.wait_for()
+    # A run in which no two candidates can be compared has none.
+    for plot in page.locator(".plot:visible").all()[:1]:
+        plot.scroll_into_view_if_needed()
+        plot.locator(".main-svg").first.wait_for()
     found = axe.Axe().run(page)
     serious = [
         f"{v['id']}: {v['help']}: {node['target']} {node['html'][:200]}"

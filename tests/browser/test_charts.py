@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from browser_pages import written
+from changed_run import comparable
+
+from loka_onnx.report import ReportData
 
 LATENCY = "#chart-latency"
+
+
+@pytest.fixture
+def two_charts(data: ReportData, tmp_path):
+    """A page of two targets with points to compare: nothing is simulated."""
+    return written(comparable(data), tmp_path)
 
 
 def settle(page) -> None:
@@ -32,8 +42,8 @@ def drawn_charts(page) -> list[int]:
     return indices[:2]
 
 
-def test_a_chart_that_was_hidden_meanwhile_is_as_wide_as_its_place(visit, report):
-    opened = visit(report)
+def test_a_chart_that_was_hidden_meanwhile_is_as_wide_as_its_place(visit, two_charts):
+    opened = visit(two_charts)
     page = opened.page
     page.locator(LATENCY).scroll_into_view_if_needed()
     first, _ = drawn_charts(page)
@@ -43,7 +53,7 @@ def test_a_chart_that_was_hidden_meanwhile_is_as_wide_as_its_place(visit, report
     settle(page)
     chart, place = widths(page)
     assert chart == pytest.approx(place, abs=2)
-    opened.check(report)
+    opened.check(two_charts)
 
 
 def test_a_browser_that_cannot_draw_says_so_in_words(browser, report):

@@ -64,7 +64,13 @@ def test_it_loads_draws_and_fetches_nothing(visit, report):
 def test_the_verdict_says_which_engine_how_much_faster_and_at_what_cost(visit, report):
     page = visit(report).page
     verdict = page.locator(".verdict").first
-    assert verdict.locator("h2").inner_text() == "gpu: emit gpu-onnxruntime-sm90-fp8-safe (plan fp8-safe)"
+    said = verdict.locator("h2").inner_text()
+    assert said.startswith("gpu: fp8-safe, 1.62× over BF16 (190.0 µs → 117.0 µs at 1,024), ΔNE +0.0012 % ± ")
+    overview = page.locator("details.table").first
+    assert texts(overview.locator("tbody th")) == ["gpu", "cpu", "rtx"]
+    assert "1.62× over BF16" in overview.inner_text()
+    # What it means in words is a click away.
+    assert not verdict.locator("li").first.is_visible()
     stats = dict(zip(texts(verdict.locator("dt")), texts(verdict.locator(".stats .figure")), strict=True))
     assert stats["Speed over FP32"] == f"{OVER_FP32.value:.3f}×"
     assert stats["Speed over BF16"] == f"{OVER_BF16.value:.3f}×"
@@ -113,6 +119,7 @@ def test_every_candidate_is_in_the_chart_or_named_beside_it(visit, report):
     for name, wanted in (
         ("ctr on cpu", "cpu-onnxruntime-cpu-fp8-all: latency simulated: speed never counts"),
         ("ctr on cpu", "cpu-onnxruntime-cpu-bf16"),
+        ("ctr on cpu", "cpu-onnxruntime-cpu-fp32: nothing to compare it with"),
         ("ctr on rtx", "nothing to draw"),
         ("ctr on rtx", "rtx-tensorrt_rtx-sm89-fp8-safe: latency not measured"),
     ):
@@ -347,6 +354,15 @@ def test_paper_is_white_and_has_every_row_and_no_controls(visit, report):
     regions = page.locator(".wide").all()
     assert regions
     assert all(r.evaluate("e => e.scrollHeight <= e.clientHeight + 1") for r in regions)
+
+
+def test_a_site_has_bars_of_its_error_and_its_effect(visit, report):
+    page = visit(report).page
+    bars = page.locator("#sites details.table").first.locator("td[style^='--bar']")
+    assert bars.count() >= 4
+    for bar in bars.all():
+        share = float(bar.get_attribute("style").removeprefix("--bar: ").removesuffix("%"))
+        assert 0 < share <= 100 and "gradient" in bar.evaluate("e => getComputedStyle(e).backgroundImage")
 
 
 def test_without_scripts_every_table_is_there(visit, report, data: ReportData):

@@ -129,9 +129,13 @@ def build(subject: Subject, model: TinyModel, output: Path) -> EngineArtifact:
     return artifact
 
 
-def test_every_backend_is_in_the_suite() -> None:
+def test_every_backend_is_in_the_suite_and_unknown_names_list_the_known() -> None:
     assert set(SUBJECTS) == set(backend_names())
     assert [backend.name for backend in all_backends()] == list(backend_names())
+    with pytest.raises(ConfigError, match=r"known backends: (?s:.*)onnxruntime, (?s:.*)did you mean"):
+        get_backend("tensorrt-rtx")
+    with pytest.raises(ConfigError, match="did you mean 'nvidia-rtx-ada'"):
+        get_backend("tensorrt_rtx").architectures("nvidia-rtx-adaa")
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -286,10 +290,3 @@ def test_architectures_of_devices(subject: Subject) -> None:
     assert subject.backend.architectures(subject.device) == (subject.architecture,)
     with pytest.raises(ConfigError, match=rf"'{subject.backend.name}' builds nothing for device 'abacus'"):
         subject.backend.architectures("abacus")
-
-
-def test_unknown_names_list_the_known() -> None:
-    with pytest.raises(ConfigError, match=r"known backends: (?s:.*)onnxruntime, (?s:.*)did you mean"):
-        get_backend("tensorrt-rtx")
-    with pytest.raises(ConfigError, match="did you mean 'nvidia-rtx-ada'"):
-        get_backend("tensorrt_rtx").architectures("nvidia-rtx-adaa")

@@ -77,15 +77,6 @@ def test_the_second_build_of_the_same_is_a_copy_of_the_first(model: TinyModel, t
     assert entry.stat().st_ino != (tmp_path / "other" / again.path).stat().st_ino
 
 
-def test_what_a_maker_left_out_comes_with_the_engine(model: TinyModel, tmp_path: Path) -> None:
-    backend, cache = faulty.LeavesOut(), EngineCache(tmp_path / "cache", GB)
-    for name in ("built", "taken"):
-        found = cache.build(backend, request_for(model, tmp_path / name))
-        assert found.status is BuildStatus.READY
-        assert found.remarks == ("left out: the norm at 'n', which is too wide",)
-    assert "taken from the engine cache" in found.detail
-
-
 def test_everything_that_a_build_depends_on_is_in_the_key(model: TinyModel, tmp_path: Path) -> None:
     backend, request = OnnxRuntimeBackend(), request_for(model, tmp_path / "engine")
 
@@ -184,7 +175,7 @@ def test_what_was_not_used_for_longest_goes_first(model: TinyModel, tmp_path: Pa
     assert hits() == [True, False, True, False]
 
 
-def test_nothing_is_kept_at_size_0_nor_of_a_failure(model: TinyModel, tmp_path: Path) -> None:
+def test_nothing_is_kept_at_size_0_nor_of_a_failure_and_remarks_are(model: TinyModel, tmp_path: Path) -> None:
     backend = Fake()
     for _ in range(2):
         EngineCache(tmp_path / "cache", 0).build(backend, request_for(model, tmp_path / "a"))
@@ -192,6 +183,12 @@ def test_nothing_is_kept_at_size_0_nor_of_a_failure(model: TinyModel, tmp_path: 
     failed = EngineCache(tmp_path / "cache", GB).build(faulty.Raises(), request_for(model, tmp_path / "b"))
     assert failed.status is BuildStatus.FAILED
     assert not (tmp_path / "cache").exists()
+    backend, cache = faulty.LeavesOut(), EngineCache(tmp_path / "cache", GB)
+    for name in ("built", "taken"):
+        found = cache.build(backend, request_for(model, tmp_path / name))
+        assert found.status is BuildStatus.READY
+        assert found.remarks == ("left out: the norm at 'n', which is too wide",)
+    assert "taken from the engine cache" in found.detail
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing_but_the_entry(model: TinyModel, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
+from onnx_text import parsed
 from tiny_models import GraphWriter
 
 from loka_onnx.core.artifact import ModelArtifact
@@ -185,8 +185,7 @@ def test_a_quantization_beside_a_norm_does_not_split_its_kernel(tmp_path: Path) 
 
 def attention() -> onnx.ModelProto:
     """A merged query, key and value as `merge_parallel_linears` leaves it, four heads, in FP32."""
-    text = """<ir_version: 10, opset_import: ["" : 21]>
-    g (float[batch,10,64] x) => (float[batch,4,10,16] out) {
+    body = """
       [qkv] p = MatMul(x, w)
       [split] q, k, v = Split<axis=-1>(p, sizes)
       [hq] a = Reshape(q, heads) [hk] b = Reshape(k, heads) [hv] c = Reshape(v, heads)
@@ -195,14 +194,10 @@ def attention() -> onnx.ModelProto:
       [dot] s = MatMul(d, e)
       [soft] r = Softmax<axis=-1>(s)
       [mix] out = MatMul(r, f)
-    }"""
-    model: onnx.ModelProto = onnx.parser.parse_model(text)
-    constants = {
-        "w": np.random.default_rng(0).normal(size=(64, 192)).astype(np.float32) / 8,
-        "sizes": np.array([64, 64, 64]),
-        "heads": np.array([-1, 10, 4, 16]),
-    }
-    model.graph.initializer.extend(onnx.numpy_helper.from_array(v, name) for name, v in constants.items())
+    """
+    w = np.random.default_rng(0).normal(size=(64, 192)) / 8
+    constants = {"w": w, "sizes": [64, 64, 64], "heads": [-1, 10, 4, 16]}
+    model = parsed(body, constants, inputs="float[batch,10,64] x", outputs="float[batch,4,10,16] out")
     onnx.checker.check_model(model)
     return model
 

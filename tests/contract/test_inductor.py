@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
+from onnx_text import in_fp32
 from test_fusions import operator, product, written
 from tiny_models import GraphWriter, TinyModel, make_plan, request_for, write_sample
 
@@ -75,20 +76,7 @@ class Built:
         inputs = {"x": np.load(self.model.sample)["x"][:rows]}
         with InductorBackend().open(self.artifact, self.folder / self.artifact.path) as runner:
             got = runner.run(inputs)["out"]
-        return got, ReferenceEvaluator(widened(onnx.load(self.model.path))).run(None, inputs)[0]
-
-
-def widened(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with FP32 in place of BF16; constants keep their values, which BF16 has rounded."""
-    for tensor in model.graph.initializer:
-        if tensor.data_type == onnx.TensorProto.BFLOAT16:
-            values = onnx.numpy_helper.to_array(tensor).astype(np.float32)
-            tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
-    for node in model.graph.node:
-        for attribute in node.attribute:
-            if attribute.name == "to":
-                attribute.i = onnx.TensorProto.FLOAT
-    return model
+        return got, ReferenceEvaluator(in_fp32(onnx.load(self.model.path))).run(None, inputs)[0]
 
 
 def architecture_of(device: str) -> str:
@@ -130,10 +118,10 @@ def test_the_generated_code_calls_an_fp8_product_for_each_site(fp8_engine: Built
     program = read_engine(package).programs[-1]
     calls = product_calls(read_sources(package, program.name))
     operators = [product.operator for product in program.products]
-    # Which of the two multiplies was measured on the device; on the CPU there is the library alone.
+    # Which of the two multiplies was measured on the device; on the CPU, FP8 is simulated by FP32 products.
     for multiplies in (SCALED, PRODUCT_KERNEL):
         assert calls[multiplies] == operators.count(multiplies)
-    assert calls.total() == 2
+    assert calls.total() == (0 if fp8_engine.artifact.architecture == "cpu" else 2)
     assert [product.node for product in program.products] == ["fc0", "fc1", "fc2"]
 
 

@@ -50,10 +50,7 @@ SLOW_FAULTS = {
 
 @pytest.mark.parametrize(
     ("backend", "said"),
-    [
-        *FAULTS.items(),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_FAULTS.items()),
-    ],
+    [*FAULTS.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_FAULTS.items())],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_faulty_engine_maker_fails_its_candidate_alone(

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from planned import plan_of_one
 from tiny_models import TinyModel, mlp, request_for
 
 from loka_onnx.core import serde
 from loka_onnx.core.formats import Precision
-from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
 from loka_onnx.core.recipe import PER_TENSOR
 from loka_onnx.engines.onnxruntime import backend as module
 from loka_onnx.engines.onnxruntime import providers
@@ -51,14 +51,7 @@ def request_of(model: TinyModel, folder: Path, **options: int) -> BuildRequest:
     return request_for(model, folder / "e", "nvidia-h100", architecture="sm90", **more)
 
 
-def plan_of(base: Precision, float8: bool = False) -> PrecisionPlan:
-    decision = Decision("fc", base, None, Verdict.NOT_JUDGED, "")
-    if float8:
-        decision = Decision("fc", Precision.FP8, PER_TENSOR, Verdict.SAFE, "", 1.0, (1.0,))
-    return PrecisionPlan("p", "d", base, (decision,), {}, 0.0)
-
-
-def test_devices_and_what_runs_them() -> None:
+def test_devices_what_runs_them_and_where_engines_may_be_loaded() -> None:
     backend = OnnxRuntimeBackend()
     assert backend.architectures("cpu") == ("cpu",)
     assert backend.architectures("nvidia-h100") == ("sm90",)
@@ -66,6 +59,11 @@ def test_devices_and_what_runs_them() -> None:
     assert OnnxRuntimeTensorRtBackend().architectures("nvidia-l4") == ("sm89",)
     assert "cpu" in backend.availability().devices
     assert not set(OnnxRuntimeTensorRtBackend().devices) & {"cpu", "amd-mi300x"}
+    backend = OnnxRuntimeBackend()
+    assert backend.portability("cpu").startswith("any host with ONNX Runtime")
+    assert "a GPU of sm90 and ONNX Runtime with CUDAExecutionProvider" in backend.portability("sm90")
+    for text in (backend.portability("gfx942"), OnnxRuntimeTensorRtBackend().portability("sm90")):
+        assert "the versions of ONNX Runtime and of the library behind" in text
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="needs a GPU-less ONNX Runtime")
@@ -87,17 +85,9 @@ def test_a_host_without_a_provider_says_so_instead_of_building(tmp_path: Path) -
 @pytest.mark.parametrize("simulated", [False, True])
 @pytest.mark.parametrize("base", [Precision.FP32, Precision.FP16, Precision.BF16])
 def test_fp8_is_simulated_in_fp32_and_nothing_else_is(base: Precision, simulated: bool) -> None:
-    backend, plan = OnnxRuntimeBackend(), plan_of(base, float8=simulated)
+    backend, plan = OnnxRuntimeBackend(), plan_of_one(base, PER_TENSOR if simulated else None)
     assert backend.base_precision(plan) is (Precision.FP32 if simulated else base)
     assert [backend.is_simulated(plan, architecture) for architecture in ("sm90", "cpu")] == [simulated] * 2
-
-
-def test_where_engines_may_be_loaded() -> None:
-    backend = OnnxRuntimeBackend()
-    assert backend.portability("cpu").startswith("any host with ONNX Runtime")
-    assert "a GPU of sm90 and ONNX Runtime with CUDAExecutionProvider" in backend.portability("sm90")
-    for text in (backend.portability("gfx942"), OnnxRuntimeTensorRtBackend().portability("sm90")):
-        assert "the versions of ONNX Runtime and of the library behind" in text
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import GraphWriter, MlpShape, TinyModel, make_plan, mlp, request_for, write_sample
+from tiny_models import GraphWriter, TinyModel, make_plan, mlp, request_for, write_sample
 
 from loka_onnx.core.engine import EngineArtifact, SitePrecision
 from loka_onnx.core.formats import Precision
@@ -155,13 +155,6 @@ def test_weight_scales_along_k_force_a_fallback(body: Body, shape: Shape, tmp_pa
     assert not site.engaged
     assert site.operands == ("bf16", "bf16")
     assert "multiplies bf16 by bf16 where the plan says fp8_e4m3" in site.evidence
-
-
-def test_a_fallback_reaches_the_artifact(tmp_path: Path) -> None:
-    shape = MlpShape(scale_on_k=("mlp.fc0",))
-    model = mlp(tmp_path, Precision.BF16, Precision.BF16, fp8=True, shape=shape)
-    artifact = build(tmp_path / "e", model)
-    assert [site.site for site in artifact.fallbacks] == ["mlp.fc0"]
 
 
 def test_sites_on_one_qdq_are_merged_and_engaged(tmp_path: Path) -> None:

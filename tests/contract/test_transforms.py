@@ -7,25 +7,23 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
-from mod_models import MOD_MODELS
-from onnx import TensorProto, numpy_helper
-from onnx.reference import ReferenceEvaluator
+from planned import quantized_model
+from rewrite_models import Arrays, artifact, evaluate, parse
+from shape_cases import CONVOLUTIONS, EINSUMS, FOLDED, JOINED, LOOKED_UP, MERGED, PADDED, SHARED, TAKEN_APART
+from shape_models import Case, feeds
 
 from loka_onnx.core import serde
 from loka_onnx.core.artifact import ModelArtifact
-from loka_onnx.core.formats import E4M3FN, Precision
-from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.formats import Precision
+from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe
 from loka_onnx.core.rewrite import RewriteLog
 from loka_onnx.core.site import SiteKind
-from loka_onnx.graph.model import GraphModel, values_of
-from loka_onnx.graph.sites import channel_axis, find_sites
-from loka_onnx.numerics.scales import amax_scale, weight_scales
+from loka_onnx.graph.model import GraphModel
 from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
-from loka_onnx.transforms.sequence import DEFAULT_MODS, Rewritten, apply_mods
+from loka_onnx.transforms.sequence import DEFAULT_MODS, apply_mods
 
 RANKER = """
     [bottom] h0 = Gemm<transB=1>(dense, w0, b0)
@@ -49,54 +47,56 @@ WIDTH = 3 * 3 + 16
 
 def ranker(folder: Path) -> ModelArtifact:
     """A DLRM in small: bottom layer, RMSNorm, two lookups, dot interaction, LayerNorm, over layers."""
-    text = (
-        '<ir_version: 10, opset_import: ["" : 21]> g (float[batch,8] dense, int64[batch,2] ids)'
-        f" => (float[batch,1] logit) {{ {RANKER} }}"
-    )
-    proto = onnx.parser.parse_model(text)
     random = np.random.default_rng(0)
     shapes = {"w0": (16, 8), "b0": (16,), "table": (50, 16), "w2": (WIDTH, 32), "w3": (1, 32), "b3": (1,)}
-    constants: dict[str, Any] = {
-        name: (random.normal(size=shape) / np.sqrt(shape[-1])).astype(np.float32)
-        for name, shape in shapes.items()
-    }
-    constants |= {"gain": np.linspace(0.5, 1.5, 16, dtype=np.float32)}
-    constants |= {"epsilon": np.float32(1e-5), "two": np.float32(2)}
-    constants |= {"axes": np.array([-1]), "middle": np.array([1])}
-    for name, value in constants.items():
-        proto.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
-    for node in proto.graph.node:
-        node.name = node.name or f"{'norm0' if node.output[0].endswith('0') else 'norm1'}/{node.output[0]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "ranker.onnx"
-    onnx.save(proto, path)
-    graph = GraphModel.load(path)
-    return ModelArtifact(path, graph.save(path), 21, (), (), find_sites(graph), "test")
+    constants: dict[str, Any] = {n: random.normal(size=s) / np.sqrt(s[-1]) for n, s in shapes.items()}
+    constants |= {"gain": np.linspace(0.5, 1.5, 16), "epsilon": 1e-5, "two": 2.0, "axes": [-1], "middle": [1]}
+    inputs = "float[batch,8] dense, int64[batch,2] ids"
+    model = parse(RANKER, constants, inputs=inputs, outputs="float[batch,1] logit")
+    return artifact(model, folder / "ranker.onnx")
 
 
-def batch(rows: int = 12) -> dict[str, np.ndarray[Any, Any]]:
+LAYER = {"w": (8, 8), "gain": (8,), "shift": (8,)}
+CASES = {
+    "fold-batch-norm": Case(
+        "[fc] h = MatMul(x, w) [bn] n = BatchNormalization(h, gain, shift, mean, variance) y = Relu(n)",
+        {**LAYER, "mean": (8,), "variance": np.linspace(0.25, 4, 8)},
+    ),
+    "fold-norm-affine": Case("[norm] n = LayerNormalization(x, gain, shift) [fc] y = MatMul(n, w)", LAYER),
+    "einsum-to-matmul": EINSUMS["interaction"],
+    "conv-to-matmul": CONVOLUTIONS["of_positions"],
+    "column-to-row": Case(
+        "[fc] h = MatMul(w, x) b = Add(h, bias) y = Tanh(b)",
+        {"w": (8, 16), "bias": (8, 1)},
+        "float[batch,16,1] x",
+    ),
+    "split-concat": TAKEN_APART["a_learned_row"],
+    "fold-constants": FOLDED["a_transposed_weight"],
+    "remove-no-ops": Case("i = Identity(x) [fc] y = MatMul(i, w)", {"w": (8, 8)}),
+    "share-duplicates": SHARED["transposes"],
+    "reassociate-interaction": Case(
+        "t = Transpose<perm=[0,2,1]>(x) [dot] s = MatMul(x, t) [mix] y = MatMul(s, w)",
+        {"w": (160, 4)},
+        "float[batch,160,64] x",
+    ),
+    "merge-gathers": LOOKED_UP["one_table"],
+    "sum-experts": Case(
+        "[fc1] a = MatMul(x, w1) c = Unsqueeze(a, last) [fc2] b = MatMul(x, w2) d = Unsqueeze(b, last)"
+        " s = Concat<axis=2>(c, d) e = Unsqueeze(x, last) t = Slice(e, zero, two, one)"
+        " g = Softmax<axis=1>(t) y = MatMul(s, g)",
+        {"w1": (8, 8), "w2": (8, 8), "last": [-1], "zero": [0], "one": [1], "two": [2]},
+    ),
+    "merge-parallel-linears": MERGED["gemms"],
+    "join-parts": JOINED["nothing_else"],
+    "pad-sites": PADDED["absorbed_by_the_next_layer"],
+}
+"""A model for each mod that finds nothing in the ranker."""
+
+
+def batch(rows: int = 12) -> Arrays:
     random = np.random.default_rng(1)
-    return {
-        "dense": random.normal(size=(rows, 8)).astype(np.float32),
-        "ids": random.integers(0, 50, size=(rows, 2)),
-    }
-
-
-def rows_for(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """Rows of `batch`, or of the inputs of a model that is not the ranker."""
-    rows: dict[str, np.ndarray[Any, Any]] = {}
-    random = np.random.default_rng(2)
-    for tensor in onnx.load(path).graph.input:
-        shape = [d.dim_value or 12 for d in tensor.type.tensor_type.shape.dim]
-        is_float = tensor.type.tensor_type.elem_type == TensorProto.FLOAT
-        rows[tensor.name] = (
-            random.normal(size=shape).astype(np.float32) if is_float else random.integers(0, 10, size=shape)
-        )
-    return rows | {name: values for name, values in batch().items() if name in rows and len(rows) > 1}
-
-
-def outputs(path: Path) -> np.ndarray[Any, Any]:
-    return np.asarray(ReferenceEvaluator(onnx.load(path)).run(None, rows_for(path))[0])
+    dense, ids = random.normal(size=(rows, 8)), random.integers(0, 50, size=(rows, 2))
+    return {"dense": dense.astype(np.float32), "ids": ids}
 
 
 def saved(graph: GraphModel, folder: Path) -> str:
@@ -114,13 +114,8 @@ def mod(request: pytest.FixtureRequest) -> Mod[Any]:
 
 @pytest.fixture
 def source(mod: Mod[Any], tmp_path: Path) -> ModelArtifact:
-    """A model in which the mod finds something: the ranker, or one of its own."""
-    return MOD_MODELS[mod.name].write(tmp_path) if mod.name in MOD_MODELS else ranker(tmp_path)
-
-
-@pytest.fixture
-def result(mod: Mod[Any], source: ModelArtifact, tmp_path: Path) -> Rewritten:
-    return apply_mods(source, [rows_for(source.path)], tmp_path / "after.onnx", [mod])
+    case = CASES.get(mod.name)
+    return ranker(tmp_path) if case is None else artifact(case.model(), tmp_path / "model.onnx")
 
 
 def test_names_are_unique() -> None:
@@ -141,24 +136,20 @@ def test_matching_changes_nothing_and_rewriting_a_copy_leaves_the_original(
     assert saved(graph, tmp_path) == before
 
 
-def test_what_was_applied_is_there(mod: Mod[Any], source: ModelArtifact, result: Rewritten) -> None:
-    record = result.log.records[0]
+def test_what_was_applied_is_there_and_the_model_stays_valid_and_equal(
+    mod: Mod[Any], source: ModelArtifact, tmp_path: Path
+) -> None:
+    before = onnx.load(source.path)
+    rows = feeds(before)
+    result = apply_mods(source, [rows], tmp_path / "after.onnx", [mod])
+    after, record = onnx.load(result.model.path), result.log.records[0]
     # What a mod takes out has its name in the model before.
-    graphs = [onnx.load(path).graph for path in (source.path, result.model.path)]
-    names = {part.name for graph in graphs for part in (*graph.node, *graph.initializer)}
+    names = {part.name for m in (before, after) for part in (*m.graph.node, *m.graph.initializer)}
     assert record.transform == mod.name
-    assert record.applied
-    assert {applied.at for applied in record.applied} <= names
-    assert record.max_abs is not None
-    assert record.tolerance is not None
+    assert record.applied and {applied.at for applied in record.applied} <= names
+    assert record.max_abs is not None and record.tolerance is not None
     assert record.max_abs <= record.tolerance
     assert serde.loads(RewriteLog, serde.dumps(result.log)) == result.log
-
-
-def test_the_model_stays_valid_equal_and_has_the_same_interface(
-    source: ModelArtifact, result: Rewritten
-) -> None:
-    before, after = onnx.load(source.path), onnx.load(result.model.path)
     onnx.checker.check_model(after, full_check=True)
     assert list(after.graph.input) == list(before.graph.input)
     assert list(after.graph.output) == list(before.graph.output)
@@ -166,15 +157,10 @@ def test_the_model_stays_valid_equal_and_has_the_same_interface(
     replaced = {name for site in result.model.sites for name in site.merged_from}
     assert {site.name for site in source.sites} <= {site.name for site in result.model.sites} | replaced
     # FP32 sums in another order: 3e-7 of the largest seen.
-    expected = outputs(source.path)
-    atol = 2e-6 * max(1.0, float(np.abs(expected).max()))
-    np.testing.assert_allclose(outputs(result.model.path), expected, rtol=0, atol=atol)
-
-
-def test_a_second_run_finds_nothing(
-    mod: Mod[Any], source: ModelArtifact, result: Rewritten, tmp_path: Path
-) -> None:
-    second = apply_mods(result.model, [rows_for(source.path)], tmp_path / "twice.onnx", [mod])
+    (expected,), (found,) = (evaluate(model, rows).values() for model in (before, after))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * max(1.0, float(np.abs(expected).max())))
+    # A second run finds nothing.
+    second = apply_mods(result.model, [rows], tmp_path / "twice.onnx", [mod])
     assert second.log.records[0].applied == ()
     assert second.model.digest == result.model.digest
 
@@ -190,21 +176,7 @@ def rewritten(tmp_path_factory: pytest.TempPathFactory) -> ModelArtifact:
 
 
 def fp8_plan(model: ModelArtifact, recipe: Recipe, base: Precision) -> PrecisionPlan:
-    """Every product in FP8, interactions too, with ample activation scales; norms in the base."""
-    graph = GraphModel.load(model.path)
-    decisions = []
-    for site in model.sites:
-        if site.kind is SiteKind.NORM:
-            decisions.append(Decision(site.name, base, None, Verdict.SAFE, ""))
-            continue
-        scale = amax_scale(20.0, recipe.format)
-        other: tuple[float, ...] = (scale,)
-        if site.weight is not None:
-            values = values_of(graph.node(site.name).inputs[site.weight.index])
-            found = weight_scales(values, recipe.weight, channel_axis(site.weight), E4M3FN)
-            other = tuple(float(s) for s in found.reshape(-1))
-        decisions.append(Decision(site.name, Precision.FP8, recipe, Verdict.SAFE, "", scale, other))
-    return PrecisionPlan("fp8-all", model.digest, base, tuple(decisions), {}, 1.0)
+    return quantized_model(model, recipe, base, amax=20.0)
 
 
 CHANGES = {Precision.FP32: 0.15, Precision.BF16: 0.15, Precision.FP16: 0.15}
@@ -230,7 +202,7 @@ def test_a_planned_model_is_valid_typed_and_close(
             node = next(node for node in proto.graph.node if node.name == site.name)
             makers = {output: n.op_type for n in proto.graph.node for output in n.output}
             assert [makers[name] for name in node.input[:2]] == ["DequantizeLinear"] * 2
-    change = np.abs(outputs(planned.path) - outputs(model.path)).max()
+    change = np.abs(evaluate(proto, batch())["logit"] - evaluate(source, batch())["logit"]).max()
     assert 1e-3 < change < CHANGES[base]
     assert serde.loads(RewriteLog, serde.dumps(planned.log)) == planned.log
 
@@ -263,12 +235,3 @@ def test_nvidias_parser_accepts_every_planned_model(
     network = trt.Builder(logger).create_network(0)
     parser = trt.OnnxParser(network, logger)
     assert parser.parse_from_file(str(planned.path)), parser.get_error(0).desc()
-
-
-def test_fp8_weights_take_one_byte(rewritten: ModelArtifact, tmp_path: Path) -> None:
-    model = rewritten
-    plan = fp8_plan(model, PER_TENSOR, Precision.BF16)
-    proto = onnx.load(apply_plan(model, plan, PlanForm(Precision.BF16), tmp_path / "planned.onnx").path)
-    stored = {t.name: t for t in proto.graph.initializer if t.data_type == TensorProto.FLOAT8E4M3FN}
-    for site in model.linear_sites:
-        assert len(stored[f"{site.name}/weight/fp8"].raw_data) == site.k * site.n

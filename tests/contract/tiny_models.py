@@ -152,7 +152,6 @@ class MlpShape:
     per_channel: bool = False
     external: bool = False
     drop_activation_qdq: tuple[str, ...] = ()
-    scale_on_k: tuple[str, ...] = ()
 
 
 def mlp(
@@ -164,7 +163,7 @@ def mlp(
     x = w.enter("x")
     for i, (k, n) in enumerate(zip(shape.widths, shape.widths[1:], strict=False)):
         name = f"mlp.fc{i}"
-        axis = 1 if name in shape.scale_on_k else 0 if shape.per_channel else None
+        axis = 0 if shape.per_channel else None
         weight = w.float8_weight(name, (n, k), axis) if fp8 else w.weight(name, (n, k))
         left = w.quantized(x, f"{name}/x") if fp8 and name not in shape.drop_activation_qdq else x
         x = w.op("Gemm", [left, weight, w.constant(f"{name}/b", np.ones(n) / 10)], name, transB=1)

@@ -77,6 +77,8 @@ def test_commands_go_on_until_their_quotes_close() -> None:
         ("ΔNE  +0.130 %  within", "ΔNE +0.142 % within", True),
         ("ΔNE +0.130 % within", "ΔNE +0.142 % beyond", False),
         ("ΔNE +0.130 %", "ΔNE +1.30 %", False),
+        ("ΔNE -0.004 % ± 0.040 %", "ΔNE +0.010 % ± 0.041 %", True),
+        ("ΔNE -0.004 % ± 0.004 %", "ΔNE +0.010 % ± 0.004 %", False),
         ("ΔNE +0.009 %", "ΔNE -0.030 %", False),
         ("ΔNE +0.009 %", "ΔNE +0.010 %", True),
         ("ΔNE +0.009 % [-0.008 %, +0.027 %]", "ΔNE +0.017 % [+0.000 %, +0.034 %]", True),

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "benchmarks" / "records"
 SOURCES = ROOT / "benchmarks" / "results"
 NAMES = re.compile(
-    r"FP(?:32|16|8)|BF16|fp(?:32|16|8)|[NEMS]\d|p\d\d|1 MiB|sha256|2020-12|MovieLens 1M|10_s|95 %"
+    r"FP(?:32|16|8)|BF16|INT8|fp(?:32|16|8)|[NEMS]\d|p\d\d|1 MiB|sha256|2020-12|MovieLens 1M|10_s|95 %"
 )
 
 

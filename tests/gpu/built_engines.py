@@ -11,7 +11,8 @@ import numpy as np
 import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
-from test_inductor import architecture_of, build, widened
+from onnx_text import in_fp32
+from test_inductor import architecture_of, build
 from tiny_models import TinyModel
 
 from loka_onnx.core.engine import EngineArtifact
@@ -45,4 +46,4 @@ class Built:
     def exact(self, rows: int) -> Any:
         # Softmax of a row that is masked throughout is NaN, before a guard.
         with np.errstate(invalid="ignore"):
-            return ReferenceEvaluator(widened(onnx.load(self.model.path))).run(None, self.inputs(rows))[0]
+            return ReferenceEvaluator(in_fp32(onnx.load(self.model.path))).run(None, self.inputs(rows))[0]

@@ -92,7 +92,7 @@ def test_a_bundle_against_itself_says_who_answered_and_nothing_differs(deployed,
     assert "6,000 rows of rows.parquet" in done.out and "rows of one 'request' belong together" in done.out
     for name, kind in (("ctr", "logit"), ("cvr", "probability"), ("spend", "regression")):
         assert f"  {name}: NE ({kind}): " in done.out
-    assert done.out.count("  +0.00 % [+0.00 %, +0.00 %]; within; budget 0.1 %, as asked for") == 3
+    assert done.out.count("  0 % [0 %, 0 %]; within; budget 0.1 %, as asked for") == 3
     assert "Latency, in turns" in done.out
 
 

@@ -41,21 +41,21 @@ def row(table: str, plan: str) -> list[str]:
 def check_table(first: Done) -> None:
     assert "\x1b" not in first.out + first.err
     cpu = first.out.partition("demo, cpu: certification")[2].partition("demo, ")[0]
-    reference, fp8_all, fp8_safe = (row(cpu, plan) for plan in ("FP32", "fp8-all", "fp8-safe"))
-    assert reference[0] == "reference"
-    exact = float(row(cpu, "fp32")[0])
-    assert abs(exact) < 1e-5, "the FP32 engine is as good as the reference"
+    fp8_all, fp8_safe = (row(cpu, plan) for plan in ("fp8-all", "fp8-safe"))
+    assert row(cpu, "fp32")[:2] == ["0", "%"], "the FP32 engine is as good as the reference"
     for plan in (fp8_all, fp8_safe):
-        assert plan[0][0] in "+-" and float(plan[0]) != exact
+        assert plan[0][0] in "+-" and plan[2] == "±"
+    lines = first.out.splitlines()
     if integer_instructions():
-        # On a loaded machine their times say little.
-        won, lost = r"cpu: (int8-all|int8-safe) — fastest", r"cpu: fp32 — .*INT8 is (no faster|slower)"
-        assert re.search(f"{won}|{lost}", first.out)
-        assert float(row(cpu, "int8-safe")[0]) != exact
+        # A loaded machine may time them as equal.
+        assert re.search(r"^cpu: (int8-all|int8-safe|fp32), ", first.out, re.M)
+        assert row(cpu, "int8-safe")
     else:
-        assert "cpu: fp32 — " in first.out
-    for target in ("nvidia-rtx-ada", "nvidia-rtx-blackwell"):
-        assert f"demo, {target}: certification" in first.out
+        assert re.search(r"^cpu: fp32, ", first.out, re.M)
+    for start_of_line in ("nvidia-rtx-ada: fp8-", "nvidia-rtx-blackwell: fp8-"):
+        assert sum(line.startswith(start_of_line) for line in lines) == 1
+    # Nothing ran on a target that is not here: there is no table of it.
+    assert first.out.count(": certification") == 1
     stages = [line.split()[1] for line in first.err.splitlines() if line.startswith("✓")]
     assert stages[:2] == ["prepare", "train"] and stages[-1] == "bundle"
 

@@ -125,7 +125,7 @@ def test_a_declined_plan_is_a_result(place, command):
     done = command("run", place.run_file, "--quiet")
     assert done.code == 0, done.err
     reason = "the CPU provider has no BF16 products: it would run plan 'bf16' in FP32 between casts"
-    assert f"– cpu-onnxruntime-cpu-bf16 declined: {reason}\n" in done.out
+    assert f"– cpu bf16: declined: {reason}\n" in done.out
     fp32, bf16 = serde.read(EngineSet, place.output / "engines.json").engines
     assert (fp32.status, fp32.is_built) == (BuildStatus.READY, True)
     assert (bf16.status, bf16.is_built, bf16.path, bf16.detail) == (BuildStatus.DECLINED, False, None, reason)

@@ -22,12 +22,17 @@ print(engine.entry.backend, engine.entry.architecture, engine.health().ready)
 """
 
 
+def with_package(folder: Path) -> dict[str, str]:
+    """The environment of a child that finds a folder's package, and else what this process imports."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([os.fspath(folder), *sys.path])}
+
+
 def test_a_package_that_does_not_import_costs_doctor_nothing(tmp_path):
     place = tmp_path / "broken-1.0.dist-info"
     place.mkdir()
     (place / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
     (place / "entry_points.txt").write_text("[loka_onnx.backends]\nbroken = no_such_module:SPEC\n")
-    done = finish(start("doctor", environment=os.environ | {"PYTHONPATH": os.fspath(tmp_path)}))
+    done = finish(start("doctor", environment=with_package(tmp_path)))
     assert done.code == 0, done.err
     assert "no_such_module" in done.out and "inductor" in done.out
 
@@ -38,7 +43,7 @@ def test_a_run_builds_judges_ships_and_loads_engines_of_a_foreign_backend(tmp_pa
     place.write_run_file(
         targets=[{"device": "toy-board", "backends": ["toy"]}], plan={"plans": ["fp32", "fp8-safe"]}
     )
-    environment = os.environ | {"PYTHONPATH": os.fspath(FOLDER)}
+    environment = with_package(FOLDER)
     done = finish(start("run", place.run_file, environment=environment))
     assert done.code == 0, done.err
     bundle = place.output / "bundle"

@@ -6,7 +6,7 @@ text form. `x` is (n, 16) of numbers, `ids` (n,) of ids below 9.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -16,6 +16,7 @@ import onnx.parser
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
+from onnx_text import with_constants
 
 _RANDOM = np.random.default_rng(7)
 
@@ -67,12 +68,8 @@ CONSTANTS: dict[str, np.ndarray] = {
 class Trap:
     """A model with what is expected of it.
 
-    Attributes:
-        model: The model.
-        refused: What the refusal must name; None where the model must go through.
-        tolerance: Of the exact engine's output, relative to the largest.
-        external: Whether its weights are stored beside it.
-        positive: Whether `x` is positive in the data.
+    `refused` is what the refusal must name, None where the model must go through; `tolerance` is that of the
+    exact engine's output, relative to the largest; weights are `external`, or x is `positive` in the data.
     """
 
     model: onnx.ModelProto
@@ -86,14 +83,6 @@ Builder = Callable[[], Trap]
 TRAPS: dict[str, Builder] = {}
 
 
-def _used(graph: onnx.GraphProto) -> Iterator[str]:
-    for node in graph.node:
-        yield from node.input
-        for attribute in node.attribute:
-            yield from _used(attribute.g)
-    yield from (output.name for output in graph.output)
-
-
 def parsed(
     body: str, *, opset: int = 21, functions: str = "", more: str = "", ends: str = ""
 ) -> onnx.ModelProto:
@@ -102,21 +91,15 @@ def parsed(
     header = f'<ir_version: {ir}, opset_import: ["" : {opset}{more}]>'
     ends = ends or "(float[n,16] x, int64[n] ids) => (float[n,1] y)"
     model = onnx.parser.parse_model(f"{header}\ng {ends} {{\n{body}\n}}\n{functions}")
-    own = {name for node in model.graph.node for name in node.output}
-    own |= {i.name for i in model.graph.input} | {i.name for i in model.graph.initializer}
-    wanted = dict.fromkeys(_used(model.graph))
+    own = {i.name for i in model.graph.input} | {i.name for i in model.graph.initializer}
     for function in model.functions:
         assert not set(CONSTANTS) & {name for node in function.node for name in node.input} - set(
             function.input
         )
-    model.graph.initializer.extend(
-        nh.from_array(CONSTANTS[name], name) for name in wanted if name in CONSTANTS and name not in own
-    )
-    return model
+    return with_constants(model, {name: value for name, value in CONSTANTS.items() if name not in own})
 
 
 def between(body: str, **settings: object) -> onnx.ModelProto:
-    """A product, a body that makes k of h, and a product."""
     text = f"[first] h = MatMul(x, w)\n{body}\n[last] y = MatMul(k, w1)"
     return parsed(text, **settings)  # type: ignore[arg-type]
 

@@ -24,8 +24,6 @@ ROWS = 600
 
 @dataclass(frozen=True)
 class Passage:
-    """How a trap went through."""
-
     refusal: LokaError | None
     seconds: float
     moved: float = 0.0

@@ -90,7 +90,6 @@ class OutputSlots:
 
     count: Count
     signal: Slot
-    quantized: Slot
     noise: Slot
 
 
@@ -138,7 +137,6 @@ class ErrorObserver:
             count=totals.count(self.output.count),
             signal=totals.sum(self.output.signal),
             noise=totals.sum(self.output.noise),
-            quantized=totals.sum(self.output.quantized),
             activation_count=elements,
             saturated=saturated,
             underflowed=nonzero - survived,
@@ -193,11 +191,7 @@ class ErrorObserverBuilder:
         else:
             difference = self.model.add("Sub", [quantized, exact], f"{name}.difference")
         difference.shape = quantized.shape = exact.shape
-        return OutputSlots(
-            *self._exact[site.name],
-            self.reductions.squares(quantized, f"{name}.quantized"),
-            self.reductions.squares(difference, f"{name}.noise"),
-        )
+        return OutputSlots(*self._exact[site.name], self.reductions.squares(difference, f"{name}.noise"))
 
     def _wide_difference(self, node: Node, quantized: Tensor, name: str) -> Tensor:
         """Add quantized less exact product, both computed in DOUBLE.

@@ -2,7 +2,7 @@
 
 - **NVIDIA, sm80 and later**: the plan's base precision; FP8 from sm89, through `torch._scaled_mm` (cuBLASLt
   or an autotuned Triton template) and the operators of `kernels`, on a host that has the GPU.
-- **CPU**: FP32, BF16, FP16, and FP8 (by oneDNN), whose accuracy is meaningful and whose speed is not.
+- **CPU**: FP32, BF16, FP16, and FP8, simulated in FP32: its accuracy is meaningful, its speed is not.
 
 Norms, softmax and other reductions compute in FP32 whatever the type of their tensors. Chains of elementwise
 operators that Inductor fuses keep FP32 between them, where the ONNX graph rounds to BF16 after each.

@@ -2,16 +2,20 @@
 
 A GPU finishes the kernels of a ranker faster than a CPU can launch them one by one. For each served batch
 size the launches are therefore captured once into a CUDA graph (CUDA C++ Programming Guide, section CUDA
-Graphs) and replayed for each request. A graph uses fixed addresses: requests are copied into buffers on the
-device through pinned host memory. `Gpu` holds every call of the vendor.
+Graphs) and replayed for each request. A graph uses fixed addresses: all inputs of a request are written one
+behind the other into pinned host memory, and one copy moves them to the device. A request is four calls of
+the driver and none of PyTorch. `Gpu` holds every call of the vendor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,14 +24,17 @@ import numpy.typing as npt
 from loka_onnx.engines.inductor.package import InductorEngine, InputPort
 from loka_onnx.errors import EngineError, InternalError
 from loka_onnx.sessions.buckets import Piece, padded
+from loka_onnx.sessions.cuda import CudaDriver
 from loka_onnx.sessions.dlpack import Borrowed
-from loka_onnx.sessions.runner import Allocate, Arrays, Resident
+from loka_onnx.sessions.runner import Allocate, Arrays, Buffers, Resident
 
 Tensor = Any
 """`torch.Tensor`; torch is imported only when a session is opened."""
 Call = Callable[[list[Tensor]], Sequence[Tensor]]
 """A loaded program: takes tensors in the order of `InductorEngine.inputs`, returns those of its outputs."""
 WARM_UPS = 3
+ALIGNMENT = 16
+"""Bytes at whose multiples each input begins: kernels load as many at once."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +73,19 @@ class Executor(ABC):
         """Run all pieces of a request, from device memory to memory that `allocate` makes."""
         raise InternalError(f"{type(self).__name__} has no device", evidence=f"{len(inputs)} inputs")
 
+    def staging(self, placement: Placement) -> Staging | None:
+        """Make page-locked memory for requests of a placement; None where none is read."""
+        return None
+
     def close(self) -> None:
         """Free the programs and everything that they hold."""
         self._calls.clear()
 
     def _tensors(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
-        """Inputs of a piece as tensors on the host, padded."""
+        """Inputs of a piece as tensors on the host, padded and converted."""
         # Torch warns about read-only arrays, although no program writes its inputs.
-        values = (padded(inputs[port.name], piece) for port in self._engine.inputs)
-        return [self._torch.from_numpy(np.require(value, None, ["C", "W"])) for value in values]
+        values = ((padded(inputs[port.name], piece), port.dtype) for port in self._engine.inputs)
+        return [self._torch.from_numpy(np.require(value, dtype, ["C", "W"])) for value, dtype in values]
 
 
 class HostExecutor(Executor):
@@ -94,7 +105,7 @@ class HostExecutor(Executor):
 
 @dataclass(frozen=True)
 class Captured:
-    """A CUDA graph; `outputs` are the same tensors in each replay."""
+    """A CUDA graph; `outputs` are the same tensors in each replay, `replay` needs an `activated` thread."""
 
     replay: Callable[[], object]
     outputs: tuple[Tensor, ...]
@@ -114,6 +125,10 @@ class Gpu:
         self._stream = torch.cuda.Stream(self.device)
         self.stream = int(self._stream.cuda_stream)
         self._pool = torch.cuda.graph_pool_handle()
+        self._driver, self._context = CudaDriver(), ctypes.c_void_p()
+        self._handle = ctypes.c_void_p(self.stream)
+        # PyTorch has made the primary context current in this thread.
+        self._driver.call("cuCtxGetCurrent", ctypes.byref(self._context))
 
     def pinned(self, shape: Sequence[int], dtype: Any) -> Tensor:
         """Allocate page-locked host memory."""
@@ -121,30 +136,86 @@ class Gpu:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Queue the calling thread's work on this stream."""
+        """Queue the work of PyTorch in the calling thread on this stream."""
         with self._torch.inference_mode(), self._torch.cuda.stream(self._stream):
             yield
 
+    def activate(self) -> None:
+        """Let the calling thread use the driver."""
+        self._driver.call("cuCtxSetCurrent", self._context)
+
     def synchronize(self) -> None:
-        """Wait for everything that was queued."""
-        self._stream.synchronize()
+        """Wait for everything that was queued; in an activated thread."""
+        self._driver.call("cuStreamSynchronize", self._handle)
+
+    def copying(self, target: Tensor, source: Tensor) -> Callable[[], object]:
+        """Return a function that queues a copy of a contiguous tensor, between the device and pinned memory.
+
+        It allocates nothing and holds neither tensor.
+        """
+        addresses = (ctypes.c_uint64(each.data_ptr()) for each in (target, source))
+        size = ctypes.c_size_t(source.numel() * source.element_size())
+        return partial(self._driver.call, "cuMemcpyAsync", *addresses, size, self._handle)
 
     def capture(self, call: Callable[[], Sequence[Tensor]]) -> Captured:
         """Capture the work of a call, after calls that load kernels and let libraries choose theirs."""
         for _ in range(WARM_UPS):
             call()
-        self.synchronize()
+        self._stream.synchronize()
         graph = self._torch.cuda.CUDAGraph()
         # Only errors of this thread end the capture: others may use the GPU meanwhile.
         how = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         with self._torch.cuda.graph(graph, **how):
             outputs = call()
-        return Captured(graph.replay, tuple(outputs), graph.reset)
+        program = ctypes.c_void_p(graph.raw_cuda_graph_exec())
+        replay = partial(self._driver.call, "cuGraphLaunch", program, self._handle)
+        return Captured(replay, tuple(outputs), graph.reset)
 
     def close(self) -> None:
         """Return unused memory to the device."""
-        self.synchronize()
+        self._stream.synchronize()
         self._torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Inputs of one batch size in pinned host memory; `upload` queues their copy to the device.
+
+    `owner` is the executor whose buffers they are copied to.
+    """
+
+    arrays: Mapping[str, npt.NDArray[Any]]
+    upload: Callable[[], object]
+    owner: Executor
+
+    def fill(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Write the rows of a piece."""
+        stop = piece.start + piece.rows
+        for name, target in self.arrays.items():
+            target[: piece.rows] = inputs[name][piece.start : stop]
+
+    def pad(self, piece: Piece) -> None:
+        """Repeat the last row of a piece up to the size."""
+        if piece.rows < piece.size:
+            for target in self.arrays.values():
+                target[piece.rows :] = target[piece.rows - 1]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A batch size that is served by a CUDA graph.
+
+    Attributes:
+        staging: Where its requests are written.
+        inputs: Views of the device's buffers, by name.
+        fetched: The outputs in pinned host memory; `downloads` queue their copies.
+    """
+
+    staging: Staging
+    inputs: Mapping[str, Tensor]
+    captured: Captured
+    fetched: tuple[npt.NDArray[Any], ...]
+    downloads: tuple[Callable[[], object], ...]
 
 
 class GraphExecutor(Executor):
@@ -156,34 +227,26 @@ class GraphExecutor(Executor):
         super().__init__(torch, engine, calls)
         self._gpu = gpu
         self.device, self.stream = int(gpu.device.index or 0), gpu.stream
-        largest = engine.graph_sizes[-1]
-        self._staging = {
-            port.name: gpu.pinned((largest, *port.row_shape), self._dtype(port)) for port in engine.inputs
-        }
-        self._graphs: dict[int, Captured] = {}
-        self._fetched: dict[int, tuple[Tensor, ...]] = {}
+        self._served: dict[int, Served] = {}
         with gpu.active():
-            self._inputs = {
-                name: torch.zeros_like(staging, device=gpu.device) for name, staging in self._staging.items()
-            }
+            room = (self._places(engine.graph_sizes[-1])[-1],)
+            self._host = gpu.pinned(room, torch.uint8)
+            self._device = torch.zeros(room, dtype=torch.uint8, device=gpu.device)
             # The largest first: its memory also serves the others.
             for size in reversed(engine.graph_sizes):
-                self._capture(size)
+                self._served[size] = self._prepare(size)
 
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Copy the rows to the device, run, and copy the outputs back."""
-        size = placement.piece.size
-        with self._gpu.active():
-            if placement.captured:
-                self._stage(placement.piece, inputs)
-                captured, fetched = self._graphs[size], self._fetched[size]
-                captured.replay()
-                for host, output in zip(fetched, captured.outputs, strict=True):
-                    host.copy_(output, non_blocking=True)
-                self._gpu.synchronize()
-                # The next request overwrites the pinned memory.
-                values = [host.numpy().copy() for host in fetched]
-            else:
+        if placement.captured:
+            served = self._queue(placement.piece, inputs)
+            for download in served.downloads:
+                download()
+            self._gpu.synchronize()
+            # The next request overwrites the pinned memory.
+            values = [host.copy() for host in served.fetched]
+        else:
+            with self._gpu.active():
                 outputs = self._calls[placement.program](self._moved(placement.piece, inputs))
                 values = [output.cpu().numpy() for output in outputs]
         return {port.name: value for port, value in zip(self._engine.outputs, values, strict=True)}
@@ -213,6 +276,7 @@ class GraphExecutor(Executor):
                         target[rows_of].copy_(output[: piece.rows], non_blocking=True)
                     else:
                         target.copy_(output, non_blocking=True)
+        self._gpu.activate()
         self._gpu.synchronize()
         return answer
 
@@ -220,14 +284,15 @@ class GraphExecutor(Executor):
         piece = placement.piece
         with self._gpu.active():
             if placement.captured:
-                for name, buffer in self._inputs.items():
+                served = self._served[piece.size]
+                for name, buffer in served.inputs.items():
                     rows = feeds[name][piece.start : piece.start + piece.rows]
                     buffer[: piece.rows].copy_(rows, non_blocking=True)
                     if piece.size > piece.rows:
-                        buffer[piece.rows : piece.size].copy_(rows[-1:], non_blocking=True)
-                captured = self._graphs[piece.size]
-                captured.replay()
-                return captured.outputs
+                        buffer[piece.rows :].copy_(rows[-1:], non_blocking=True)
+                self._gpu.activate()
+                served.captured.replay()
+                return served.captured.outputs
             moved = []
             for port in self._engine.inputs:
                 rows = feeds[port.name][piece.start : piece.start + piece.rows].to(self._dtype(port))
@@ -237,50 +302,93 @@ class GraphExecutor(Executor):
 
     def resident(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Put the batch into device memory; `launch` queues its kernels and fetches nothing."""
-        with self._gpu.active():
-            if placement.captured:
-                self._stage(placement.piece, inputs)
-                replay, moved = self._graphs[placement.piece.size].replay, list[Tensor]()
-            else:
-                replay, moved = None, self._moved(placement.piece, inputs)
-            self._gpu.synchronize()
+        gpu = self._gpu
+        if placement.captured:
+            launch = self._queue(placement.piece, inputs).captured.replay
+        else:
+            with gpu.active():
+                moved = self._moved(placement.piece, inputs)
 
-        def launch() -> None:
-            with self._gpu.active():
-                replay() if replay else self._calls[placement.program](list(moved))
+            def launch() -> object:
+                with gpu.active():
+                    return self._calls[placement.program](list(moved))
 
-        return Resident(launch, self._gpu.synchronize)
+        gpu.activate()
+        gpu.synchronize()
+        return Resident(launch, gpu.synchronize)
 
     def close(self) -> None:
         """Free graphs, buffers and programs, then their shared memory."""
-        for captured in self._graphs.values():
-            captured.reset()
-        for held in (self._graphs, self._fetched, self._inputs, self._staging, self._calls):
-            held.clear()
+        for served in self._served.values():
+            served.captured.reset()
+        self._served.clear()
+        self._calls.clear()
+        self._host = self._device = None
         self._gpu.close()
 
-    def _capture(self, size: int) -> None:
+    def staging(self, placement: Placement) -> Staging | None:
+        """Make page-locked memory like that of the executor's own requests."""
+        size = placement.piece.size
+        memory = self._gpu.pinned((self._places(size)[-1],), self._torch.uint8)
+        return self._staging(memory, size) if placement.captured else None
+
+    def _queue(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> Served:
+        """Queue the copy of a piece to the device and its graph."""
+        served = self._served[piece.size]
+        staging = served.staging
+        if type(inputs) is Buffers and getattr(inputs.memory, "owner", None) is self:
+            staging = inputs.memory
+        else:
+            staging.fill(piece, inputs)
+        staging.pad(piece)
+        self._gpu.activate()
+        staging.upload()
+        served.captured.replay()
+        return served
+
+    def _places(self, size: int) -> list[int]:
+        """Bytes at which each input of so many rows begins, and the end of the last one."""
+        places = [0]
+        for port in self._engine.inputs:
+            used = size * prod(port.row_shape) * np.dtype(port.dtype).itemsize
+            places.append(places[-1] + -(-used // ALIGNMENT) * ALIGNMENT)
+        return places
+
+    def _views(self, memory: Tensor, size: int) -> dict[str, Tensor]:
+        """The inputs of so many rows in one memory."""
+        views = {}
+        for port, begin in zip(self._engine.inputs, self._places(size), strict=False):
+            shape, dtype = (size, *port.row_shape), self._dtype(port)
+            stop = begin + prod(shape) * dtype.itemsize
+            views[port.name] = memory[begin:stop].view(dtype).reshape(shape)
+        return views
+
+    def _staging(self, memory: Tensor, size: int) -> Staging:
+        """Pinned memory as the inputs of a batch size."""
+        end = self._places(size)[-1]
+        arrays = {name: view.numpy() for name, view in self._views(memory, size).items()}
+        return Staging(arrays, self._gpu.copying(self._device[:end], memory[:end]), self)
+
+    def _prepare(self, size: int) -> Served:
         program = next(p for p in self._engine.programs if p.minimum <= size <= p.maximum)
-        call = self._calls[program.name]
-        feeds = [self._inputs[port.name][:size] for port in self._engine.inputs]
+        call, gpu = self._calls[program.name], self._gpu
+        inputs = self._views(self._device, size)
         try:
-            captured = self._gpu.capture(lambda: call(list(feeds)))
+            captured = gpu.capture(lambda: [output.contiguous() for output in call([*inputs.values()])])
         except RuntimeError as error:
             raise EngineError(
                 f"E0817 the engine cannot be captured into a CUDA graph for {size} rows",
                 evidence=str(error).splitlines()[0][:400],
                 remedy="an operator of it waits for the device; the log of the build has its kernels",
             ) from error
-        self._graphs[size] = captured
-        self._fetched[size] = tuple(self._gpu.pinned(tuple(t.shape), t.dtype) for t in captured.outputs)
-
-    def _stage(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Copy a piece into the graphs' buffers, its last row repeated up to the graph's size."""
-        for name, staging in self._staging.items():
-            rows = staging.numpy()
-            rows[: piece.rows] = inputs[name][piece.start : piece.start + piece.rows]
-            rows[piece.rows : piece.size] = rows[piece.rows - 1]
-            self._inputs[name][: piece.size].copy_(staging[: piece.size], non_blocking=True)
+        fetched = [gpu.pinned(tuple(t.shape), t.dtype) for t in captured.outputs]
+        return Served(
+            self._staging(self._host, size),
+            inputs,
+            captured,
+            tuple(host.numpy() for host in fetched),
+            tuple(gpu.copying(*pair) for pair in zip(fetched, captured.outputs, strict=True)),
+        )
 
     def _moved(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
         return [each.to(self._gpu.device) for each in self._tensors(piece, inputs)]

@@ -49,7 +49,7 @@ class Product:
 
     Attributes:
         operator: Operator of the exported program, for example ``aten._scaled_mm.default``.
-        operands: PyTorch element types of its two factors.
+        operands: PyTorch element types of its two factors; simulated FP8 is FP8.
         fast_accumulation: Whether its sums may keep fewer bits (`_scaled_mm`, ``use_fast_accum``).
     """
 

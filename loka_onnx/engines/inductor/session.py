@@ -19,7 +19,7 @@ from loka_onnx.errors import EngineError, MissingPackage
 from loka_onnx.sessions.buckets import Piece, padded_rows, pieces_of, rows_of
 from loka_onnx.sessions.cuda import list_cuda_devices, why_no_gpu
 from loka_onnx.sessions.dlpack import Borrowed
-from loka_onnx.sessions.runner import Allocate, Arrays, Resident, Runner
+from loka_onnx.sessions.runner import Allocate, Arrays, Buffers, Resident, Runner
 
 INSTALL = "pip install 'loka-onnx[inductor]'"
 
@@ -117,10 +117,21 @@ class InductorSession(Runner):
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch."""
-        feeds = self._feeds(inputs)
-        with self._executing(rows_of(feeds)) as (executor, pieces):
-            answers = [(placement.piece, executor.run(placement, feeds)) for placement in pieces]
+        return self.run_checked(inputs, self._rows_of(inputs))
+
+    def run_checked(self, inputs: Mapping[str, npt.NDArray[Any]], rows: int) -> Arrays:
+        """Run a checked batch."""
+        with self._executing(rows) as (executor, pieces):
+            answers = [(placement.piece, executor.run(placement, inputs)) for placement in pieces]
         return {port.name: _joined(port.name, answers, batched=port.batched) for port in self.engine.outputs}
+
+    def buffers(self, rows: int) -> Buffers | None:
+        """Make page-locked memory, where one CUDA graph serves so many rows."""
+        with self._executing(rows) as (executor, pieces):
+            staging = executor.staging(pieces[0]) if len(pieces) == 1 else None
+        if staging is None:
+            return None
+        return Buffers({name: array[:rows] for name, array in staging.arrays.items()}, self, staging)
 
     @property
     def served_sizes(self) -> tuple[int, ...]:
@@ -145,10 +156,9 @@ class InductorSession(Runner):
 
     def resident(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Resident:
         """Put a batch into device memory."""
-        feeds = self._feeds(inputs)
-        with self._executing(rows_of(feeds)) as (executor, pieces):
+        with self._executing(self._rows_of(inputs)) as (executor, pieces):
             # Pieces share the buffers of a graph, so that only a single one can stay.
-            return executor.resident(pieces[0], feeds) if len(pieces) == 1 else super().resident(feeds)
+            return executor.resident(pieces[0], inputs) if len(pieces) == 1 else super().resident(inputs)
 
     def close(self) -> None:
         """Free graphs, buffers and programs; a second call does nothing."""
@@ -173,8 +183,11 @@ class InductorSession(Runner):
             raise EngineError("E0836 the engine is closed", remedy="open it again")
         return self._executor
 
-    def _feeds(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        feeds: Arrays = {}
+    def _rows_of(self, inputs: Mapping[str, npt.NDArray[Any]]) -> int:
+        """Rows of a request whose inputs have the engine's shapes."""
+        if type(inputs) is Buffers and inputs.session is self:
+            return inputs.rows
+        rows = -1
         for port in self.engine.inputs:
             value = inputs.get(port.name)
             if value is None or value.shape[1:] != port.row_shape or value.ndim == 0:
@@ -184,8 +197,9 @@ class InductorSession(Runner):
                     f"(rows, {', '.join(map(str, port.row_shape))})",
                     remedy="send every input of the model, the batch on axis 0",
                 )
-            feeds[port.name] = value.astype(port.dtype, copy=False)
-        return feeds
+            if rows != len(value):
+                rows = len(value) if rows < 0 else rows_of(inputs)
+        return rows
 
 
 def _joined(name: str, answers: list[tuple[Piece, Arrays]], *, batched: bool) -> npt.NDArray[Any]:

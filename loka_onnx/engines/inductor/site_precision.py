@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from loka_onnx.core.devices import CPU
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.site import Site, SiteKind
@@ -38,6 +39,8 @@ _FACTORS = {f"aten.{name}.default": (0, 1) for name in _ORDERED.split()} | {
     "aten.baddbmm.default": (1, 2),
 }
 """Positions of the two factors in the arguments of PyTorch's products."""
+_WIDENING = ("aten.to.dtype", "aten._to_copy.default")
+"""Conversions of element types."""
 _FAST_ACCUMULATION = 7
 """Position of `use_fast_accum` in the arguments of `_scaled_mm`."""
 _TORCH_TYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
@@ -64,7 +67,7 @@ def products_of(graph: Any) -> tuple[Product, ...]:
             factors = [each for each in node.args if _dtype(each)][:2]
         else:
             continue
-        types = tuple(_dtype(factor) for factor in factors)
+        types = tuple(_factor_type(factor) for factor in factors)
         products.append(Product(_mark(node), operator, types, _is_fast(node, operator, types)))
     return tuple(products)
 
@@ -108,6 +111,13 @@ def _dtype(node: Any) -> str:
     """Element type of a node's value; empty where it is no tensor."""
     dtype = getattr(getattr(node, "meta", {}).get("val"), "dtype", None)
     return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _factor_type(node: Any) -> str:
+    """Element type of a factor; on the CPU, of FP8 values that are only widened (`simulated_mm`), theirs."""
+    is_widened = str(node.target) in _WIDENING and node.meta["val"].device.type == CPU
+    narrow = [kind for kind in map(_dtype, node.all_input_nodes) if kind in FLOAT8] if is_widened else []
+    return narrow[0] if narrow else _dtype(node)
 
 
 def product_calls(sources: Sequence[str]) -> Counter[str]:

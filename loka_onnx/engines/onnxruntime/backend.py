@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import onnx
 
 from loka_onnx.core import serde
@@ -21,7 +22,13 @@ from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.engines.base import Availability, Backend
 from loka_onnx.engines.onnx_operands import OperandReader
-from loka_onnx.engines.onnxruntime.cpu_form import IntegerProducts, write_convolutions, write_norm_sums
+from loka_onnx.engines.onnxruntime.cpu_form import (
+    IntegerProducts,
+    SplitProducts,
+    write_convolutions,
+    write_norm_sums,
+)
+from loka_onnx.engines.onnxruntime.faster_products import FasterProducts, write_fp32
 from loka_onnx.engines.onnxruntime.io_binding_session import IoBindingSession, open_io_binding
 from loka_onnx.engines.onnxruntime.io_binding_settings import (
     CUDA_GRAPH,
@@ -44,7 +51,13 @@ from loka_onnx.engines.onnxruntime.providers import (
     provider_for,
     why_no_provider,
 )
-from loka_onnx.engines.onnxruntime.site_precision import Graphs, Placement, dump_optimized, site_precision
+from loka_onnx.engines.onnxruntime.site_precision import (
+    SLOWER,
+    Graphs,
+    Placement,
+    dump_optimized,
+    site_precision,
+)
 from loka_onnx.engines.onnxruntime.spec import ONNXRUNTIME, ONNXRUNTIME_TENSORRT
 from loka_onnx.engines.request import BuildRequest
 from loka_onnx.errors import LokaError, MissingPackage, ModelError
@@ -56,6 +69,8 @@ from loka_onnx.sessions.onnx_session import OnnxSession, import_onnxruntime
 from loka_onnx.sessions.runner import Runner
 
 ENGINE_FILE = "engine.onnx"
+TIME_PRODUCTS = "time_products"
+"""Option: 1 (the default) to keep INT8 products of the CPU in FP32 where that is faster here; 0 for none."""
 LOADED_EXACTLY = "load FP8 at ORT_ENABLE_BASIC or below, with session.disable_quant_qdq=1"
 
 
@@ -63,7 +78,11 @@ class OnnxRuntimeBackend(Backend):
     """ONNX Runtime on the provider of the architecture: CPU, CUDA for ``sm…``, MIGraphX for ``gfx…``."""
 
     spec: ClassVar[BackendSpec] = ONNXRUNTIME
-    options: ClassVar[Mapping[str, range]] = {CUDA_GRAPH: range(2), EXHAUSTIVE_TUNE: range(2)}
+    options: ClassVar[Mapping[str, range]] = {
+        CUDA_GRAPH: range(2),
+        EXHAUSTIVE_TUNE: range(2),
+        TIME_PRODUCTS: range(2),
+    }
     times_kernels = True
 
     def availability(self) -> Availability:
@@ -140,8 +159,10 @@ class OnnxRuntimeBackend(Backend):
             model = onnx.load(os.fspath(engine), load_external_data=False)
             write_convolutions(model)
             write_norm_sums(model)
+            SplitProducts(model, OperandReader(engine)).write()
             if request.plan.int8_sites:
-                IntegerProducts(model, OperandReader(engine)).write()
+                onnx.save(model, os.fspath(engine))
+                _write_integers(model, engine, request)
             onnx.save(model, os.fspath(engine))
             return engine
         settings = settings_for(provider, request, str(import_onnxruntime().__version__))
@@ -202,6 +223,19 @@ class OnnxRuntimeTensorRtBackend(OnnxRuntimeBackend):
         reason = why_no_provider(TENSORRT) or "this host has no NVIDIA GPU"
         remedy = "build on a host with an NVIDIA GPU, TensorRT and a build of ONNX Runtime with its provider"
         return Availability(False, availability.version, False, False, (), reason, remedy)
+
+
+def _write_integers(model: onnx.ModelProto, engine: Path, request: BuildRequest) -> None:
+    """Write the INT8 products of a model that is `engine` on disk; slower ones in FP32, with a note each."""
+    reader = OperandReader(engine)
+    if request.options.get(TIME_PRODUCTS, 1):
+        with np.load(request.sample, allow_pickle=False) as arrays:
+            sample = {name: np.asarray(arrays[name]) for name in arrays.files}
+        slower = FasterProducts(model, engine).slower(sample, request.batch.sizes)
+        write_fp32(model, slower, reader)
+        for product, note in slower.items():
+            model.metadata_props.add(key=f"{SLOWER}{product}", value=note)
+    IntegerProducts(model, reader).write()
 
 
 def _first_that_loads(engine: Path, settings: IoBindingSettings, device: int) -> IoBindingSettings:

@@ -14,7 +14,7 @@ from typing import Any
 
 from loka_onnx.core.installation import cache_directory
 from loka_onnx.errors import ConfigError, EngineError, MissingPackage, ModelError
-from loka_onnx.sessions.backends import in_line
+from loka_onnx.sessions.backends import in_phrase
 from loka_onnx.sessions.cuda import list_cuda_devices
 from loka_onnx.sessions.host_devices import list_amd_architectures
 from loka_onnx.sessions.model_files import read_model
@@ -129,7 +129,7 @@ def why_no_provider(provider: Provider) -> str:
     try:
         offered = import_onnxruntime().get_available_providers()
     except MissingPackage as error:
-        return in_line(error)
+        return in_phrase(error)
     if provider.name in offered:
         return ""
     remedy = f"pip install 'loka-onnx[{provider.package}]' in place of it"

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 
 import onnx
@@ -17,11 +18,14 @@ import onnx
 from loka_onnx.core.engine import SitePrecision
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.onnx_operands import INTEGER_OPS, OperandReader, Source, is_same_up_to_transpose
+from loka_onnx.engines.onnxruntime.cpu_form import part_name
 from loka_onnx.engines.onnxruntime.providers import PlacedNode, Provider, provider_chain, start_session
 from loka_onnx.sessions.onnx_session import import_onnxruntime, keep_float8_exact
 
 TYPE_NAMES = {Precision.FP32: "float", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
 """ONNX names of base precisions."""
+SLOWER = "loka/slower in int8/"
+"""Prefix of an engine's metadata: times of a planned INT8 product that it has in FP32."""
 SHOWN = 20
 """Most nodes that a log lists."""
 
@@ -119,11 +123,18 @@ def site_precision(
 
 
 def _integer_precision(site: str, graphs: Graphs) -> SitePrecision:
-    """Read whether a site runs in an integer kernel of the optimized graph."""
-    reader, name = graphs.integers, "the graph as ONNX Runtime optimized it (ALL)"
-    node = reader.product(site) if reader is not None else None
-    if reader is None or node is None:
+    """Read whether a site, and each part of it, runs in an integer kernel of the optimized graph."""
+    reader, name = graphs.integers or graphs.after, "the graph as ONNX Runtime optimized it (ALL)"
+    parts = takewhile(lambda node: node is not None, (reader.product(part_name(site, i)) for i in count()))
+    nodes = [node for node in parts if node is not None]
+    slower = graphs.before.note(SLOWER + site)
+    if slower:
+        return SitePrecision(
+            site, Precision.INT8, ("float", "float"), False, f"not INT8, which is slower: {slower}"
+        )
+    if not nodes:
         return SitePrecision(site, Precision.INT8, (), False, f"no node of that name in {name}")
+    node = next((node for node in nodes if node.op_type not in INTEGER_OPS), nodes[0])
     engaged = node.op_type in INTEGER_OPS
     how = "" if engaged else "not INT8: ONNX Runtime has not fused its Q/DQ, and multiplies FP32; "
     kinds = tuple(source.describe() for source in reader.operands(node))

@@ -13,7 +13,7 @@ from loka_onnx.engines.onnxruntime.io_binding_settings import settings_beside
 from loka_onnx.engines.onnxruntime.providers import host_blocker, provider_for
 from loka_onnx.errors import ConfigError, MissingPackage
 from loka_onnx.sessions import onnx_session
-from loka_onnx.sessions.backends import BackendSpec, in_line
+from loka_onnx.sessions.backends import BackendSpec, in_phrase
 from loka_onnx.sessions.onnx_session import INSTALL, SessionOptions
 from loka_onnx.sessions.runner import Runner
 
@@ -57,7 +57,7 @@ class OnnxRuntimeSpec(BackendSpec):
         try:
             self.version()
         except MissingPackage as error:
-            return in_line(error)
+            return in_phrase(error)
         return ""
 
     def version(self) -> str:

@@ -34,7 +34,7 @@ from loka_onnx.operations.refresh.replanning import (
     site_moves,
     unproven_reason,
 )
-from loka_onnx.pipeline.accepting import check_data
+from loka_onnx.pipeline.accepting import accept, export_model
 from loka_onnx.pipeline.candidates import build_engines
 from loka_onnx.pipeline.context import Context, RunSettings
 from loka_onnx.pipeline.correcting import Correcting
@@ -44,7 +44,7 @@ from loka_onnx.pipeline.job_results import choosable
 from loka_onnx.pipeline.judging import EVALUATE, Judging
 from loka_onnx.pipeline.mods import modify, split_high_error
 from loka_onnx.pipeline.probing import Probing
-from loka_onnx.pipeline.run import Reporting, RunOptions, RunResult, accepted, recorded, rewrites_of, run
+from loka_onnx.pipeline.run import Reporting, RunOptions, RunResult, recorded, rewrites_of, run
 from loka_onnx.pipeline.splitting import cut_model
 from loka_onnx.pipeline.versions import library_versions
 
@@ -211,7 +211,7 @@ class _Attempt:
             return None
         earlier = serde.read(Refresh, document)
         with self.settings.directory.undone_on_error():
-            model = accepted(self.settings).exported.digest
+            model = export_model(self.settings).digest
         is_same = (earlier.earlier, earlier.model) == (self.before.directory, model)
         return earlier if is_same and earlier.fallback else None
 
@@ -235,9 +235,8 @@ class _Attempt:
         """Every stage of a refresh."""
         before, directory = self.before, self.settings.directory
         with directory.undone_on_error():
-            context = self.context = accepted(self.settings)
-            with directory.watched("check data"):
-                notes = check_data(context)
+            accepted = accept(self.settings, goes_on=False)
+        context = self.context = accepted.context
         with directory.watched("compare"):
             _compare(before.exported, context.exported)
         modified = split_high_error(context, modify(context), before.high_error_channels)
@@ -262,7 +261,7 @@ class _Attempt:
             {"choice": before.choice, "engines": built.engines},
             lambda: before.choice_again(choosable(built.engines.engines, "refresh --resume")),
         )
-        report = write_report(judging, results, choice, (*notes, *notes_of(judging), before.note))
+        report = write_report(judging, results, choice, (*accepted.notes, *notes_of(judging), before.note))
         bundle = emit_bundle(judging, results, choice, report.files)
         return RunResult(directory.path, choice, report.data, report.files, bundle)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.parser
+from onnx_text import parsed
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec
 from loka_onnx.data.batch import InputBinding
@@ -36,23 +35,16 @@ HEAD = np.ones((16, 1))
 
 def artifact_of(folder: Path, body: str = BODY, **weights: np.ndarray) -> ModelArtifact:
     """The model, or another one of the same weights and others, floating ones in FP32."""
-    model = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 21]> g (float[b,16] x) => (float[] y) {{ {body} }}'
-    )
     random = np.random.default_rng(0)
     known = {name: random.standard_normal((16, 16)) / 4 for name in ("w_left", "w_right", "w_deep")}
     known |= {"w_head": random.standard_normal((16, 1)), "gain": np.ones(16), "bias": np.zeros(16)}
-    for name, values in (known | {"w1": W1, "head": HEAD} | weights).items():
-        if re.search(rf"\b{name}\b[,)]", body):
-            stored = values.astype(np.float32) if values.dtype.kind == "f" else values
-            model.graph.initializer.append(onnx.numpy_helper.from_array(stored, name))
+    model = parsed(body, known | {"w1": W1, "head": HEAD} | weights, inputs="float[b,16] x")
     folder.mkdir(parents=True, exist_ok=True)
     onnx.save(model, folder / "source.onnx")
     return import_onnx(folder / "source.onnx", folder / "model.onnx", (LOGIT,))
 
 
 def columns_of(rows: int, seed: int = 1) -> dict[str, np.ndarray]:
-    """Inputs, labels, weights and groups."""
     random = np.random.default_rng(seed)
     user = random.integers(0, 40, rows)
     return {
@@ -66,7 +58,6 @@ def columns_of(rows: int, seed: int = 1) -> dict[str, np.ndarray]:
 
 
 def dataset_of(folder: Path, columns: dict[str, np.ndarray]) -> Dataset:
-    """The rows as a data set."""
     folder.mkdir(parents=True, exist_ok=True)
     np.savez(folder / "clicks-0412.npz", **columns)
     names = tuple(name for name in columns if name != "x")

@@ -82,14 +82,7 @@ def test_who_closes_the_results_stops_the_work(data):
     assert 1 <= len(work.seen) <= 5
 
 
-def test_ray_is_optional(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingPackage) as caught:
-        RayExecutor()
-    assert caught.value.code == "E0511"
-
-
-def test_an_address_where_nothing_listens_is_an_error_at_once():
+def test_ray_is_optional_and_refused_at_once_where_nothing_listens(monkeypatch):
     pytest.importorskip("ray", reason="needs ray")
     import ray
 
@@ -97,6 +90,10 @@ def test_an_address_where_nothing_listens_is_an_error_at_once():
     with pytest.raises(CalibrationError) as caught:
         list(RayExecutor("127.0.0.1:1").run(FirstRow(Path("unused")), None, [], 1))  # type: ignore[arg-type]
     assert caught.value.code == "E0517" and "refused" in caught.value.evidence
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingPackage) as caught:
+        RayExecutor()
+    assert caught.value.code == "E0511"
 
 
 # In which order rows are taken
@@ -122,10 +119,7 @@ def test_the_first_rows_come_from_everywhere():
     assert [span.stop - span.start for span in first] == [512] * 8
     assert len({span.start // 1_000_000 for span in first}) >= 5
     assert first != first_rows(scattered(10_000_000, 512, seed=1), 4096)
-
-
-def test_every_place_of_the_file_is_as_likely_to_come_first():
-    """Ends included: without going around them, they come first a hundred times as often."""
+    # Ends included: without going around them, they come first a hundred times as often.
     random = np.random.default_rng(0)
     counts = np.zeros(50)
     for seed in random.integers(0, 2**31, 400):

@@ -204,7 +204,7 @@ def test_the_change_of_the_loss_is_kl_plus_the_labelled_term():
     np.testing.assert_allclose(found.denominator, np.square(z - w))
 
 
-def test_without_labels_there_is_kl_over_entropy():
+def test_probabilities_become_logits_and_without_labels_there_is_kl_over_entropy():
     z, changed, columns = world()
     found, labelled = loss_rows(UNLABELLED, z, changed, {}), loss_rows(LOGIT, z, changed, columns)
     assert found.terms.shape == (1, 2, 500)
@@ -212,6 +212,9 @@ def test_without_labels_there_is_kl_over_entropy():
     p = 1 / (1 + np.exp(-z.astype(np.longdouble)))
     np.testing.assert_allclose(found.denominator, -p * np.log(p) - (1 - p) * np.log(1 - p), rtol=1e-12)
     assert (denominator_of(UNLABELLED), denominator_of(LOGIT)) == ("entropy", "loss")
+    spec = OutputSpec("p", OutputKind.PROBABILITY, None, clip=1e-3)
+    scores = as_scores(spec, np.array([[0.5], [0.0], [0.75]], dtype=np.float32))
+    assert scores.tolist() == pytest.approx([0.0, np.log(1e-3 / (1 - 1e-3)), np.log(3.0)])
 
 
 def test_entropy_is_the_loss_that_a_calibrated_model_expects():
@@ -228,12 +231,6 @@ def test_entropy_is_the_loss_that_a_calibrated_model_expects():
     wrong = (np.random.default_rng(1).random(z.size) < true).astype(np.int8)
     off = loss_rows(OutputSpec("ctr", OutputKind.LOGIT, "click"), z, changed, {"click": wrong})
     assert off.denominator.mean() - without.denominator.mean() > 0.05
-
-
-def test_probabilities_are_turned_into_logits():
-    spec = OutputSpec("p", OutputKind.PROBABILITY, None, clip=1e-3)
-    scores = as_scores(spec, np.array([[0.5], [0.0], [0.75]], dtype=np.float32))
-    assert scores.tolist() == pytest.approx([0.0, np.log(1e-3 / (1 - 1e-3)), np.log(3.0)])
 
 
 @pytest.mark.parametrize(

@@ -250,15 +250,12 @@ def looked_at(limit: int, batch: int, may_stop: bool = True) -> list[int]:
     return found
 
 
-def test_looks_come_at_4096_rows_and_then_at_half_as_many_again():
+def test_looks_come_at_4096_rows_and_at_half_as_many_again_or_once():
     assert looked_at(30_000, 512) == [4096, 6144, 9216, 13824, 20992, 30_000]
     # A million rows take fifteen.
     assert len(looked_at(1_000_000, 512)) == 15
     # A batch that is larger than the step between looks takes one for all.
     assert looked_at(100_000, 20_000) == [20_000, 40_000, 60_000, 80_000, 100_000]
-
-
-def test_there_is_one_look_where_nobody_stops_or_the_data_end_first():
     assert looked_at(30_000, 512, may_stop=False) == [30_000]
     assert looked_at(4096, 512) == looked_at(4096, 4096) == [4096]
     assert looked_at(300, 512) == [300]
@@ -280,21 +277,15 @@ def shared(folder, body: str = BODY, **recipes: Recipe) -> list[tuple[str | None
     return [(u.tensor, u.sites, u.recipe) for u in units(folder, body, **recipes) if len(u.sites) > 1]
 
 
-def test_each_site_alone_and_then_those_that_read_one_tensor(tmp_path):
+def test_sites_that_read_one_tensor_are_switched_together(tmp_path):
     found = units(tmp_path)
     alone = [("left",), ("right",), ("norm",), ("deep",), ("head",)]
     assert [u.sites for u in found] == [*alone, ("left", "right")]
     assert [u.tensor for u in found] == [None] * 5 + ["x"]
     assert [u.recipe for u in found][2:] == ["bf16", PER_TENSOR.id, PER_TENSOR.id, "e4m3fn/amax"]
     assert [u.sites for u in found if not u.has_scales] == [("norm",)]
-
-
-def test_the_weights_may_be_rounded_otherwise_but_not_the_tensor(tmp_path):
     assert shared(tmp_path, left=PER_CHANNEL_WEIGHT) == [("x", ("left", "right"), "e4m3fn/amax")]
     assert shared(tmp_path, left=replace(PER_TENSOR, scale="mse")) == []
-
-
-def test_layouts_of_a_tensor_are_that_tensor(tmp_path):
     body = """
         t = Transpose <perm = [1, 0]> (x)  u = Transpose <perm = [1, 0]> (t)
         [left] a = MatMul(x, w_left)  [right] b = MatMul(u, w_right)

@@ -34,8 +34,6 @@ EACH_MODEL = tuple(
 
 @dataclass(frozen=True)
 class ZooRun:
-    """An exported model and its rows."""
-
     artifact: ModelArtifact
     data: Dataset
 

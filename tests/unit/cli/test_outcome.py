@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 from pathlib import Path
 
 import pytest
 from changed_run import with_outputs
-from decided_run import HARM, ROUTED, routed
+from decided_run import DELTA, HARM, OVER_BF16, ROUTED, decided, routed
 from rich.console import Console
 from sample_run import DECLINED, SampleRun
 
-from loka_onnx.cli.outcome import first_line, print_outcome
+from loka_onnx.cli.outcome import first_line, outcome_json, print_outcome
 from loka_onnx.cli.terminal import Terminal
 from loka_onnx.core.evaluation import BudgetStatus, SliceDifference
 from loka_onnx.pipeline.run import RunResult
@@ -51,5 +52,30 @@ def test_a_slice_that_any_emitted_engine_harms_is_told(sample: SampleRun, tmp_pa
         f"! {ROUTED}, ctr, slices: 1 of 1 judged beyond the budget of 0.02 %; "
         "worst country = BR: +0.060 % [+0.030 %, +0.090 %]"
     ]
-    assert "gpu: bf16, fp8-safe — fastest inside (speed: measured on the target)" in lines
-    assert f"  Latency p50: 117.0 µs (batch 1,024, on H100, by {ROUTED})" in lines
+    first = "gpu: bf16 and fp8-safe, 2.10× over FP32 (246.0 µs → 117.0 µs at 1,024), ΔNE "
+    assert lines[1].startswith(first) and lines[2].rstrip() == "  fastest inside"
+
+
+def test_the_result_as_json_has_every_number_and_the_sentence(sample: SampleRun, tmp_path: Path) -> None:
+    data = decided(sample.report)
+    told = json.loads(json.dumps(outcome_json(RunResult(tmp_path, report=data))))
+    (gpu, *_) = told["targets"]
+    assert gpu["times"] == [OVER_BF16.value, OVER_BF16.lower, OVER_BF16.upper]
+    assert gpu["sentence"].startswith("gpu: fp8-safe, 1.62× over BF16 (190.0 µs → 117.0 µs at 1,024), ΔNE ")
+    assert gpu["p50_us"] == {"1024": 117.0} and gpu["baseline"].endswith("bf16")
+    rows = {row["engine"]: row for row in told["engines"]}
+    assert rows.keys() == {engine.id for engine in data.engines}
+    emitted = rows[gpu["engines"][0]]
+    assert (emitted["is_emitted"], emitted["split"], emitted["verdict"]) == (True, "certification", "within")
+    assert emitted["change"] == pytest.approx([DELTA.value, DELTA.lower, DELTA.upper])
+    assert outcome_json(RunResult(tmp_path))["targets"] == []
+
+
+def test_a_reason_that_two_targets_share_is_told_once(sample: SampleRun, tmp_path: Path) -> None:
+    data = decided(sample.report)
+    targets = tuple(dataclasses.replace(t, reason="as measured") for t in data.choice.targets)
+    data = dataclasses.replace(data, choice=dataclasses.replace(data.choice, targets=targets))
+    stream = io.StringIO()
+    console = Console(file=stream, width=80)
+    print_outcome(Terminal(console, console), RunResult(tmp_path, report=data))
+    assert len(targets) > 1 and stream.getvalue().count("as measured") == 1

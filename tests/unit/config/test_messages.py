@@ -1,21 +1,27 @@
-"""The message for each way to get a run file wrong."""
+"""The message for each way to get a run file wrong, and numbers and paths beyond their bounds."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from run_files import refusal
 
+from loka_onnx.calibration.effects.sensitivity import StoppingSchedule
 from loka_onnx.config import load_run_file
+from loka_onnx.config.loading import build_run_config
 from loka_onnx.errors import ConfigError
 
 
-def test_unknown_key(run_file):
+def test_an_unknown_key_and_a_top_that_is_no_mapping(run_file):
     assert refusal(run_file, old="certification", new="certfication") == (
         "DIR/ranker-fp8.yaml:10: unknown key 'certfication' in `data`\n"
         "  evidence: the keys here are calibration, selection, certification, path, split, inputs, "
         "group, null_groups, slices, synthetic\n"
         "  remedy: did you mean 'certification'?"
     )
+    run_file.write_text("- model\n")
+    assert "a run file is a mapping of keys to values\n  evidence: found a list of 1" in refusal(run_file)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +49,6 @@ def test_a_wrong_value(run_file, old, new, line, what, evidence):
     first, second, _ = refusal(run_file, old=old, new=new).split("\n")
     assert first == f"DIR/ranker-fp8.yaml:{line}: {what}"
     assert second.startswith("  evidence: ") and evidence in second
-
-
-def test_the_top_is_not_a_mapping(run_file):
-    run_file.write_text("- model\n")
-    assert "a run file is a mapping of keys to values\n  evidence: found a list of 1" in refusal(run_file)
 
 
 @pytest.mark.parametrize(
@@ -112,3 +113,54 @@ def test_the_line_is_that_of_the_entry_at_fault(run_file):
         "built for\n  evidence: min is 1, max is 4096\n"
         "  remedy: remove it, or widen `batch.min` and `batch.max`"
     )
+
+
+VALUES: dict[str, Any] = {
+    "model": {"torch": "a:b"},
+    "outputs": [{"name": "y", "kind": "logit", "label": "l"}],
+    "data": {"path": __file__, "split": {"by": "hash", "column": "u"}},
+    "targets": [{"device": "cpu", "backends": ["onnxruntime"]}],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("threads", 1000000),
+        ("batch.max", 100000000),
+        ("batch.max", 10**400),
+        ("calibration.batch_size", 100000000),
+        ("calibration.rows", 10**400),
+        ("calibration.confidence", 0.9999999999999999),
+        ("calibration.error_precision", 5e-324),
+        ("build.memory_gb", 1e300),
+        ("build.cache_gb", 1e300),
+        ("build.timeout_seconds", 1e300),
+        ("build.timeout_seconds", 1e-300),
+        ("build.parallel", 1000000),
+        ("refine.plans", 100000000),
+        ("serving.trial_seconds", 1e300),
+        ("outputs.0.budget", 1e300),
+        ("data.split.fractions.calibration", 5e-324),
+        ("output", "x" * 256),
+        ("output", "/".join(["x" * 200] * 30)),
+        ("output", "a\0b"),
+        ("build.cache", "é" * 200),
+        ("name", "x" * 300),
+    ],
+)
+def test_a_value_beyond_its_bound_is_refused_at_its_key(key, value, tmp_path):
+    build_run_config(VALUES, tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        build_run_config(VALUES, tmp_path, overrides={key: value})
+    named = f"{caught.value.what} {caught.value.where}"
+    assert key.rsplit(".", maxsplit=1)[-1] in named and len(str(caught.value)) < 4000
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5])
+def test_looks_end_at_every_limit(limit):
+    looks = StoppingSchedule(limit, may_stop=True)
+    for done in range(1, limit + 2):
+        if looks.is_due(done):
+            looks.take(done)
+    assert looks.taken >= 1

@@ -18,6 +18,8 @@ def test_values_are_yaml():
         "d": "text=x",
         "e": "no",
     }
+    with pytest.raises(ConfigError, match=r"override 'batch.serve':1: the run file is not valid YAML"):
+        parse_overrides(["batch.serve=[1"])
 
 
 @pytest.mark.parametrize(
@@ -29,12 +31,7 @@ def test_what_is_no_assignment_or_a_second_one_is_refused(texts, code):
     assert caught.value.code == code
 
 
-def test_a_value_that_is_not_yaml():
-    with pytest.raises(ConfigError, match=r"override 'batch.serve':1: the run file is not valid YAML"):
-        parse_overrides(["batch.serve=[1"])
-
-
-def test_they_replace_and_create(run_file):
+def test_they_replace_create_and_name_entries_as_messages_do(run_file):
     config = load_run_file(
         run_file, {"batch.serve": [8], "calibration.rows": 64, "outputs.0.budget": 0.1, "threads": 2}
     )
@@ -42,9 +39,6 @@ def test_they_replace_and_create(run_file):
     assert config.calibration.rows == 64
     assert config.outputs[0].budget == 0.1
     assert config.threads == 2
-
-
-def test_entries_of_lists_are_named_as_messages_name_them(run_file):
     config = load_run_file(run_file, {"outputs[0].budget": 0.1, "batch.serve[0]": 7})
     assert config.outputs[0].budget == 0.1 and config.batch.serve[0] == 7
     with pytest.raises(ConfigError) as caught:
@@ -52,6 +46,12 @@ def test_entries_of_lists_are_named_as_messages_name_them(run_file):
     assert caught.value.what == "`outputs[0].budget` must be a number"
     with pytest.raises(ConfigError, match=r"there is no `outputs\[3\]` to override"):
         load_run_file(run_file, {"outputs[3].budget": 1})
+    assert refusal(run_file, batch__max="many").startswith(
+        "override 'batch.max': `batch.max` must be a whole number\n"
+    )
+    assert refusal(run_file, batch={"max": 1, "mim": 1}).startswith(
+        "override 'batch': unknown key 'mim' in `batch`\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,6 @@ def test_limits_of_calibration(run_file, key, value, what):
     with pytest.raises(ConfigError) as caught:
         load_run_file(run_file, {f"calibration.{key}": value})
     assert caught.value.what == f"`calibration.{key}` {what}"
-
-
-def test_the_message_names_the_override_and_not_a_line(run_file):
-    assert refusal(run_file, batch__max="many").startswith(
-        "override 'batch.max': `batch.max` must be a whole number\n"
-    )
-    assert refusal(run_file, batch={"max": 1, "mim": 1}).startswith(
-        "override 'batch': unknown key 'mim' in `batch`\n"
-    )
 
 
 @pytest.mark.parametrize("key", ["outputs.3.budget", "outputs.x.budget", "model.onnx.deep", "outputs.9"])

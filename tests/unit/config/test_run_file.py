@@ -1,4 +1,4 @@
-"""What a run file means: values, defaults, the files that it names."""
+"""What a run file means: values, defaults, the files that it names; the JSON Schema says the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ import json
 import pytest
 from run_files import refusal
 
-from loka_onnx.config import Executor, SplitBy, WeightGranularity, build_run_config, load_run_file
+from loka_onnx.config import (
+    Executor,
+    RunConfig,
+    SplitBy,
+    WeightGranularity,
+    build_run_config,
+    load_run_file,
+    run_file_schema,
+)
 from loka_onnx.config.fields import Float8Format
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.core.formats import Precision
@@ -46,21 +54,31 @@ def test_values_and_defaults(run_file):
     assert config.threads is None and not config.data.synthetic
 
 
-def test_one_file_with_a_split(run_file):
+def test_one_file_with_a_split_and_what_was_understood_reads_back(run_file):
     split = {"by": "hash", "column": "user", "fractions": {"calibration": 0.1}, "seed": 3}
     data = load_run_file(run_file, {"data": {"path": "day-07.parquet", "split": split}}).data
     assert data.path == run_file.parent / "day-07.parquet"
     assert data.split is not None and data.split.by is SplitBy.HASH
     assert data.split.fractions.model_dump() == {"calibration": 0.1, "selection": 0.3, "certification": 0.5}
+    config = load_run_file(run_file)
+    dumped = config.model_dump(mode="json")
+    for output in dumped["outputs"]:
+        del output["clip"]  # only a probability may name it
+    assert build_run_config(json.loads(json.dumps(dumped)), run_file.parent) == config
 
 
-def test_an_output_without_labels_says_so(run_file):
+def test_an_output_without_labels_says_so_and_a_missing_file_is_named(run_file):
     config = load_run_file(run_file, {"outputs.0.label": None})
     assert config.output_specs == (OutputSpec("ctr", OutputKind.LOGIT, None, budget=2e-4),)
     assert config.columns == ("request_id", "country")
     # Left out it may have been forgotten, and the run would be judged on less than was meant.
     assert refusal(run_file, old="    label: clicked\n", new="").startswith(
         "DIR/ranker-fp8.yaml:3: `outputs[0]` lacks the key 'label'\n"
+    )
+    assert refusal(run_file, old="day-08.parquet", new="day-8.parquet") == (
+        "DIR/ranker-fp8.yaml:9: `data.selection` names a file that does not exist\n"
+        "  evidence: looked for 'DIR/day-8.parquet'\n"
+        "  remedy: did you mean 'day-08.parquet'? a relative path starts at 'DIR'"
     )
 
 
@@ -90,22 +108,6 @@ def test_guards_belong_to_a_log_loss_and_auc_to_labels(run_file):
     assert load_run_file(run_file, {"outputs.0.kind": "regression"}).output_specs[0].kl_limit is None
 
 
-def test_what_was_understood_reads_back_the_same(run_file):
-    config = load_run_file(run_file)
-    dumped = config.model_dump(mode="json")
-    for output in dumped["outputs"]:
-        del output["clip"]  # only a probability may name it
-    assert build_run_config(json.loads(json.dumps(dumped)), run_file.parent) == config
-
-
-def test_a_named_file_is_missing(run_file):
-    assert refusal(run_file, old="day-08.parquet", new="day-8.parquet") == (
-        "DIR/ranker-fp8.yaml:9: `data.selection` names a file that does not exist\n"
-        "  evidence: looked for 'DIR/day-8.parquet'\n"
-        "  remedy: did you mean 'day-08.parquet'? a relative path starts at 'DIR'"
-    )
-
-
 @pytest.mark.parametrize(
     ("content", "what"),
     [
@@ -117,3 +119,19 @@ def test_a_named_file_is_missing(run_file):
 def test_no_content(run_file, content, what):
     run_file.write_bytes(content)
     assert f"DIR/ranker-fp8.yaml: {what}\n" in refusal(run_file)
+
+
+def test_the_schema_is_closed_described_and_names_what_is_required():
+    schema = run_file_schema()
+    assert schema["required"] == ["model", "outputs", "data", "targets"]
+    assert set(schema["properties"]) == set(RunConfig.model_fields)
+    for definition in [schema, *schema["$defs"].values()]:
+        if definition.get("type") == "object":
+            assert definition["additionalProperties"] is False
+    assert schema["$defs"]["OutputConfig"]["required"] == ["name", "kind", "label"]
+    columns = schema["$defs"]["DataConfig"]["properties"]["inputs"]["additionalProperties"]
+    assert [choice["type"] for choice in columns["anyOf"]] == ["string", "array"]
+    schema = run_file_schema()
+    for definition in [schema, *schema["$defs"].values()]:
+        for key, value in definition.get("properties", {}).items():
+            assert value.get("description"), f"{definition['title']}.{key}"

@@ -38,15 +38,12 @@ def test_a_file_name_has_the_length_that_file_systems_take() -> None:
         document.validate_python(f"model/{name}é")
 
 
-def test_a_document_comes_back_equal(tmp_path):
+def test_a_document_comes_back_equal_and_finds_its_sites(tmp_path):
     path = tmp_path / "sub" / "model.json"
     serde.write(ARTIFACT, path)
     assert serde.read(ModelArtifact, path) == ARTIFACT
     assert serde.dumps(serde.read(ModelArtifact, path)) == path.read_text()
     assert [p.name for p in path.parent.iterdir()] == ["model.json"]
-
-
-def test_lookups():
     assert ARTIFACT.site("over.fc1") is SITE and ARTIFACT.linear_sites == (SITE,)
     assert SITE.flops_per_example == ARTIFACT.fp8_able_flops == 2 * 3 * 32 * 64
     with pytest.raises(KeyError):
@@ -141,14 +138,11 @@ def test_every_byte_is_covered_spaces_too() -> None:
     assert "sha256" in str(seal_problem(sealed + b"\n"))
 
 
-def test_a_document_has_one_seal() -> None:
+def test_a_document_has_one_seal_for_which_no_string_passes() -> None:
     for text in ("{}", document() + document(), '{"seal": "short"}', document(seal=UNSEALED[:-1])):
         with pytest.raises(ValueError, match="a document has one seal"):
             seal(text)
     assert seal_problem(b"{}") == "0 seals, there must be one"
-
-
-def test_a_string_cannot_pass_for_the_seal() -> None:
     inner = f'"seal": "{"f" * 64}"'
     sealed = seal(document(text=inner))
     assert json.loads(sealed)["text"] == inner

@@ -42,11 +42,8 @@ def test_a_code_is_no_part_of_the_sentence() -> None:
     assert DataError("E12 is no code").code == ""
 
 
-def test_every_place_has_a_code_of_its_own() -> None:
+def test_every_place_has_a_code_and_wording_is_that_of_the_snapshots() -> None:
     assert wording.repeated() == []
-
-
-def test_wording_is_that_of_the_snapshots() -> None:
-    """``python tests/wording.py`` writes them again."""
+    # ``python tests/wording.py`` writes them again.
     stored = {path.stem: path.read_text(encoding="utf-8") for path in wording.SNAPSHOTS.glob("*.txt")}
     assert wording.snapshots() == stored

@@ -61,11 +61,6 @@ WIDE = Kernel("nvidia-h100", "inductor", "mm", Precision.BF16)
 NARROW = Kernel("nvidia-h100", "inductor", "scaled_mm", Precision.FP8, Granularity.PER_TENSOR)
 
 
-def test_a_shape_counts_its_operations() -> None:
-    assert Shape(2, 3, 5).flops == 60
-    assert (str(Shape(2, 3, 5)), str(Shape(2, 0, 5))) == ("2×3×5", "2×5")
-
-
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
 def test_what_is_no_shape_is_refused(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="is no shape of a product: M and K are at least 1, N at least 0"):
@@ -96,12 +91,18 @@ def test_records_gather_times_by_kernel_and_source_and_give_them_back() -> None:
     assert TimingRecords.of(reversed(timings)) == records
 
 
-def test_records_survive_their_file_and_refuse_other_keys() -> None:
+def test_documents_come_back_and_refuse_other_keys() -> None:
     records = TimingRecords.of([KernelTiming(NARROW, Shape(2, 3, 5), 1.5, 0.25, SOURCE, 15, 1e-3)])
     text = serde.dumps(records)
     assert serde.loads(TimingRecords, text) == records
     with pytest.raises(UserError, match="not a valid loka-onnx/kernel-timings/1 document"):
         serde.loads(TimingRecords, text.replace('"us"', '"ms"'))
+    document = CorrectionSet((plan(Variant.BOTH, Variant.BIAS),))
+    text = serde.dumps(document)
+    assert serde.loads(CorrectionSet, text) == document
+    assert '"schema": "loka-onnx/corrections/1"' in text
+    with pytest.raises(UserError, match="unknown schema"):
+        serde.loads(CorrectionSet, text.replace("corrections/1", "corrections/0"))
 
 
 INTERVAL = Interval(1e-4, -1e-4, 3e-4, 0.95, 1000)
@@ -118,16 +119,7 @@ def plan(*accepted: Variant) -> PlanCorrections:
     return PlanCorrections("fp8-all", 32_768, (BIAS,), {"dot": "two activations"}, outputs)
 
 
-def test_the_document_comes_back() -> None:
-    document = CorrectionSet((plan(Variant.BOTH, Variant.BIAS),))
-    text = serde.dumps(document)
-    assert serde.loads(CorrectionSet, text) == document
-    assert '"schema": "loka-onnx/corrections/1"' in text
-    with pytest.raises(UserError, match="unknown schema"):
-        serde.loads(CorrectionSet, text.replace("corrections/1", "corrections/0"))
-
-
-def test_what_is_accepted() -> None:
+def test_what_is_accepted_of_the_trials_of_an_output() -> None:
     constant = OutputConstant("y0", OutputKind.LOGIT, 0.25)
     assert plan(Variant.BOTH, Variant.BIAS).accepted == Corrections((BIAS,), (constant,))
     assert plan(Variant.CONSTANT, Variant.NONE).accepted == Corrections((), (constant,))
@@ -137,9 +129,6 @@ def test_what_is_accepted() -> None:
     assert not found.accepted("fp8-all").is_empty
     assert found.accepted("fp8-safe").is_empty
     assert found.accepted("bf16").is_empty
-
-
-def test_an_output_knows_its_trials() -> None:
     found = output("y", Variant.CONSTANT)
     assert found.before.variant is Variant.NONE
     assert found.after.constant == 0.25

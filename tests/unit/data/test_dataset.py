@@ -237,16 +237,13 @@ def test_whole_numbers_stored_as_floats_are_ids(tmp_path):
     assert next(data.batches(20)).inputs["ids"][17, 0] == 3
 
 
-def test_check_counts_over_the_whole_data_set(tmp_path):
+def test_bad_values_are_counted_over_all_rows_of_the_file(tmp_path):
     rows = 100_000
     raw = columns(rows)
     raw["x"][[5, 70_000, 99_999]] = np.nan
     data = open_dataset(write(tmp_path, raw, row_group=1000), BINDINGS)
     with pytest.raises(DataError, match="3 of 100000 rows, the first is row 5: nan"):
         data.check()
-
-
-def test_the_row_reported_counts_from_the_start_of_the_file(tmp_path):
     raw = columns()
     raw["x"][40] = np.nan
     path = write(tmp_path, raw)
@@ -285,12 +282,17 @@ def test_a_file_that_is_cut_off_or_damaged_inside_is_refused(tmp_path, kind, kee
         open_dataset(path, BINDINGS).check()
 
 
-def test_missing_empty_and_unknown_files(tmp_path):
+def test_arguments_and_files_are_checked_at_the_call(tmp_path):
     with pytest.raises(DataError, match="the data file does not exist"):
         open_dataset(tmp_path / "no.parquet", BINDINGS)
     (tmp_path / "rows.csv").write_text("x\n1\n")
     with pytest.raises(DataError, match=r"its suffix is '.csv'\n  remedy: give a .parquet or an .npz file"):
         open_dataset(tmp_path / "rows.csv", BINDINGS)
+    data = open_dataset(write(tmp_path, columns()), BINDINGS)
+    with pytest.raises(ConfigError, match="size 0, rows 0 to 53 of 53"):
+        data.batches(0)
+    with pytest.raises(ConfigError, match="rows 0 to 54 of 53"):
+        data.batches(1, stop=54)
 
 
 def one(column: str, *columns: str, rank: int = 1, **more: Any) -> tuple[InputBinding, ...]:
@@ -358,14 +360,6 @@ def test_a_null_is_a_value_of_a_slice(tmp_path):
     assert np.isnat(got[0]["when"]).tolist() == [False, True, False, False]
     with pytest.raises(DataError, match=r"column 'shop' of 'rows\.parquet' holds nulls"):
         open_dataset(path, BINDINGS, names).check()
-
-
-def test_batch_arguments_are_checked_at_the_call(tmp_path):
-    data = open_dataset(write(tmp_path, columns()), BINDINGS)
-    with pytest.raises(ConfigError, match="size 0, rows 0 to 53 of 53"):
-        data.batches(0)
-    with pytest.raises(ConfigError, match="rows 0 to 54 of 53"):
-        data.batches(1, stop=54)
 
 
 @pytest.mark.parametrize(

@@ -108,17 +108,14 @@ def test_held_out_rows_do_not_reach_training_features(what):
         np.testing.assert_array_equal(before[name][train], after[name][train])
 
 
-def test_labels_reach_no_feature():
-    """A leave-one-out mean of labels would tell the label of its own row."""
+def test_attributes_are_encoded_and_labels_reach_no_feature():
+    # A leave-one-out mean of labels would tell the label of its own row.
     rows = ratings(1)
     flipped = [row | {"rating": str(6 - int(row["rating"]))} for row in rows]
     catalog, train = ml.build_catalog(USERS, ITEMS), np.arange(8)
     one, two = (ml.build_columns(catalog, ml.build_ratings(USERS, ITEMS, r, train)) for r in (rows, flipped))
     assert [name for name in one if not np.array_equal(one[name], two[name])] == ["label"]
     assert one["label"].tolist() == [int(int(row["rating"]) >= 4) for row in rows]
-
-
-def test_attributes_are_encoded_with_zero_for_none():
     catalog = ml.build_catalog(USERS, ITEMS)
     assert catalog.users["age_bucket"].tolist() == [0, 1, 6, 2]
     assert catalog.users["zip3"].tolist() == [1, 2, 4, 3]
@@ -130,21 +127,18 @@ def test_attributes_are_encoded_with_zero_for_none():
         assert ids.min() >= 0 and ids.max() < catalog.cardinalities[name]
 
 
-def test_a_rating_of_an_unknown_item_is_refused():
+def test_unknown_items_and_broken_or_absent_sources_are_named(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"names a user or an item that has no attributes(?s:.*)id '9'"):
         ml.build_ratings(USERS, ITEMS, [{"user_id": "1", "item_id": "9", "rating": "3"}], np.arange(1))
-
-
-def test_missing_recbole_says_how_to_install_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingPackage, match=r"pip install --no-deps recbole==1.2.1"):
-        ml.prepare_movielens_100k(tmp_path)
-
-
-def test_a_broken_source_file_is_named(tmp_path):
     (tmp_path / "ml-100k.user").write_text("user_id:token\tage:token\n1\n")
     with pytest.raises(DataError, match="a file of MovieLens 100K cannot be read"):
         ml.prepare_movielens_100k(tmp_path / "out", source=tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackage, match=r"pip install --no-deps recbole==1.2.1"):
+        ml.prepare_movielens_100k(tmp_path)
+    monkeypatch.delenv("LOKA_ONNX_DATA", raising=False)
+    with pytest.raises(DataError, match=r"\$LOKA_ONNX_DATA(?s:.*)variable is not set(?s:.*)movielens-1m/"):
+        movielens_1m()
 
 
 # ---- the real MovieLens files ----------------------------------------------------------------------------
@@ -184,12 +178,6 @@ def test_movielens_1m_in_place(data_root):
     batch = next(splits[1].batches(256))
     assert batch.inputs["dense"].dtype == np.float32 and batch.inputs["ids"].dtype == np.int64
     assert batch.inputs["ids"].shape == (256, 11)
-
-
-def test_movielens_1m_without_the_variable(monkeypatch):
-    monkeypatch.delenv("LOKA_ONNX_DATA", raising=False)
-    with pytest.raises(DataError, match=r"\$LOKA_ONNX_DATA(?s:.*)variable is not set(?s:.*)movielens-1m/"):
-        movielens_1m()
 
 
 # ---- generated -------------------------------------------------------------------------------------------

@@ -41,13 +41,10 @@ def rows_of(data):
     return {int(x) for batch in data.batches(64) for x in batch.inputs["x"]}
 
 
-def test_fractions_are_contiguous_and_cover_the_file(path):
+def test_fractions_are_contiguous_and_hashes_keep_groups_together(path):
     splits = split_file(path, SplitRule(), BINDING)
     assert (splits.calibration.rows, splits.selection.rows, splits.certification.rows) == (200, 300, 500)
     assert rows_of(splits.selection) == set(range(200, 500))
-
-
-def test_hash_keeps_groups_together(path):
     rule = SplitRule("hash", 0.2, 0.3, 0.5, column="request")
     splits = split_file(path, rule, BINDING, ("request",))
     parts = [splits.calibration, splits.selection, splits.certification]
@@ -56,6 +53,8 @@ def test_hash_keeps_groups_together(path):
     assert set.union(*(rows_of(part) for part in parts)) == set(range(1000))
     # 500 keys: four standard errors of a fraction of .5 are 9 %.
     assert np.allclose([part.rows / 1000 for part in parts], [0.2, 0.3, 0.5], atol=0.09)
+    with pytest.raises(ConfigError, match=r"a split would hold no row\n  evidence: row bounds"):
+        SplitRule().selections(2)
 
 
 def test_strings_can_be_the_key_and_floats_cannot(path):
@@ -63,9 +62,6 @@ def test_strings_can_be_the_key_and_floats_cannot(path):
     assert set(next(data.batches(64)).columns["country"]) <= {"de", "fr"}
     with pytest.raises(DataError, match="a key to split by must be a column of integers or strings"):
         open_dataset(path, BINDING, (), HashRows("x", 0.0, 0.5))
-
-
-def test_a_hash_that_selects_nothing_is_refused(path):
     with pytest.raises(DataError, match="selects none of 1000 rows"):
         open_dataset(path, BINDING, (), HashRows("country", 0.0, 1e-9))
 
@@ -145,8 +141,3 @@ def test_ranges_of_one_file(path, tmp_path, one, two, refused):
 def test_contradictory_rules_are_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         SplitRule(**fields)
-
-
-def test_too_few_rows_are_refused():
-    with pytest.raises(ConfigError, match=r"a split would hold no row\n  evidence: row bounds"):
-        SplitRule().selections(2)

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
-from onnx import numpy_helper
+from onnx_text import parsed
 
 from loka_onnx.engines.onnx_operands import OperandReader
-from loka_onnx.engines.onnxruntime.cpu_form import write_convolutions, write_norm_sums
+from loka_onnx.engines.onnxruntime.cpu_form import SplitProducts, write_convolutions, write_norm_sums
 from loka_onnx.engines.onnxruntime.providers import CPU
 from loka_onnx.engines.onnxruntime.site_precision import dump_optimized
 from loka_onnx.sessions.onnx_session import OnnxSession
@@ -28,11 +27,7 @@ CASES = {
     "a bias read twice": ("[fc] h = MatMul(w, x) g = Add(h, b) y = Mul(g, b)", X, ["Conv", "Add", "Mul"]),
     "a product read twice": ("[fc] h = MatMul(w, x) g = Add(h, b) y = Mul(g, h)", X, ["Conv", "Add", "Mul"]),
     # Left as they are.
-    "a shared weight": (
-        "g = MatMul(w, x) h = MatMul(w, x) y = Add(g, h)",
-        X,
-        ["MatMul", "MatMul", "Add"],
-    ),
+    "a shared weight": ("g = MatMul(w, x) h = MatMul(w, x) y = Add(g, h)", X, ["MatMul", "MatMul", "Add"]),
     "heads": ("[fc] y = MatMul(w, x)", "float[batch,2,16,6] x", ["MatMul"]),
     "no batch": ("[fc] y = MatMul(w, x)", "float[16,batch] x", ["MatMul"]),
     "fp8": (QUANTIZED, X, ["QuantizeLinear", "DequantizeLinear", "MatMul"]),
@@ -43,14 +38,11 @@ def write(folder: Path, body: str, entry: str) -> Path:
     """The model with its weights beside it."""
     shape = entry.removeprefix("float[").removesuffix("] x").split(",")
     result = ",".join([*shape[:-2], "24", shape[-1]])
-    text = f'<ir_version: 10, opset_import: ["" : 21]> g ({entry}) => (float[{result}] y) {{ {body} }}'
-    model = onnx.parser.parse_model(text)
     random = np.random.default_rng(0)
     shapes = {"w": (24, 16), "b": (24, 1), "r": (24, 6)}
-    constants = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    constants |= {"s": np.array(0.1, np.float32), "z": np.array(0, np.uint8)}
-    read = {name for node in model.graph.node for name in node.input}
-    model.graph.initializer.extend(numpy_helper.from_array(v, n) for n, v in constants.items() if n in read)
+    constants = {name: random.normal(size=shape) for name, shape in shapes.items()}
+    constants |= {"s": np.array(0.1), "z": np.array(0, np.uint8)}
+    model = parsed(body, constants, inputs=entry, outputs=f"float[{result}] y")
     onnx.save(model, folder / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=64)
     return folder / "m.onnx"
 
@@ -78,15 +70,10 @@ def test_products_with_a_weight_on_the_left(case: str, tmp_path: Path) -> None:
 
 
 def test_a_sum_and_its_norm_stay_two_nodes(tmp_path: Path) -> None:
-    model = onnx.parser.parse_model(
-        """<ir_version: 10, opset_import: ["" : 21]>
-        g (float[b,4,32] x, float[b,4,32] z) => (float[b,4,32] y, float[b,4,32] other)
-        <float[32] gain = {GAIN}> {
-            s = Add(x, z)
-            y = LayerNormalization(s, gain)
-            other = Add(y, z)
-        }""".replace("GAIN", ", ".join(["1.5"] * 32))
-    )
+    body = "s = Add(x, z) y = LayerNormalization(s, gain) other = Add(y, z)"
+    shape = "float[b,4,32]"
+    ends = {"inputs": f"{shape} x, {shape} z", "outputs": f"{shape} y, {shape} other"}
+    model = parsed(body, {"gain": np.full(32, 1.5)}, **ends)
     path, written = tmp_path / "m.onnx", tmp_path / "w.onnx"
     onnx.save(model, path)
     assert (write_norm_sums(model), write_norm_sums(model)) == (1, 0)
@@ -99,3 +86,51 @@ def test_a_sum_and_its_norm_stay_two_nodes(tmp_path: Path) -> None:
     before, after = (OnnxSession(file).run(inputs) for file in (path, written))
     for name, values in before.items():
         np.testing.assert_allclose(after[name], values, atol=2e-6)
+
+
+SPLITS = {
+    "alone": ("[fc] h = MatMul(x, w)", 1),
+    "a bias": ("[fc] h = Gemm(x, w, b)", 1),
+    "an add": ("[fc] g = MatMul(x, w) h = Add(r, g)", 1),
+    "an add of one value": ("[fc] g = MatMul(x, w) h = Add(g, v)", 1),
+    "transposed": ("[fc] h = Gemm<transB = 1>(x, m, b)", 1),
+    # Left as they are.
+    "rows": ("[fc] h = Gemm(x, w, rows)", 0),
+    "read twice": ("[fc] h = MatMul(x, w) other = Relu(h)", 0),
+    "an activation": ("t = Transpose(x) [fc] g = MatMul(x, t) h = MatMul(g, w5)", 1),
+    "a sum of products": ("[fc] g = MatMul(x, w) k = Gemm<transB = 1>(x, m) h = Add(g, k)", 0),
+    "no constant": ("a = Add(w, w) [fc] h = MatMul(x, a)", 0),
+}
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_a_product_is_split_in_place_of_its_result(case: str, tmp_path: Path) -> None:
+    body, count = SPLITS[case]
+    other = ", float[5,20] other" if "other" in body else ""
+    random = np.random.default_rng(0)
+    shapes = {
+        "w": (16, 20),
+        "w5": (5, 20),
+        "m": (20, 16),
+        "b": (20,),
+        "r": (1, 20),
+        "v": (1,),
+        "rows": (5, 20),
+    }
+    constants = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    constants["sizes"] = np.array([8, 12])
+    outputs = f"float[5,8] p, float[5,12] q{other}"
+    body = f"{body} p, q = Split<axis = -1>(h, sizes)"
+    model = parsed(body, constants, inputs="float[5,16] x", outputs=outputs)
+    path, written = tmp_path / "m.onnx", tmp_path / "w.onnx"
+    onnx.save(model, path)
+    assert SplitProducts(model, OperandReader(path)).write() == count
+    onnx.save(model, written)
+    onnx.checker.check_model(model, full_check=True)
+    (split,) = [node for node in model.graph.node if node.op_type == "Split"]
+    assert (split.input[0] in constants) == bool(count)
+    x = np.random.default_rng(1).normal(size=(5, 16)).astype(np.float32)
+    expected, got = (OnnxSession(file).run({"x": x}) for file in (path, written))
+    for name, values in expected.items():
+        # Sums of 16 products of up to 10, in another order.
+        np.testing.assert_allclose(got[name], values, rtol=0, atol=1e-5)

@@ -64,16 +64,13 @@ def test_a_block_waits_for_the_block_of_another_process(tmp_path: Path) -> None:
     assert seen == [True]
 
 
-def test_it_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+def test_it_ends_with_a_killed_process_and_the_cpu_has_room_for_several(tmp_path: Path) -> None:
     with hold(tmp_path, 600) as process:
         assert is_held(tmp_path)
         process.kill()
     with device_alone("sm90"):
         assert is_held(tmp_path)
     assert not is_held(tmp_path)
-
-
-def test_the_cpu_has_room_for_several(tmp_path: Path) -> None:
     with hold(tmp_path, 600) as process:
         with device_alone("cpu"), device_alone("cpu"):
             assert process.poll() is None, "neither waited for the accelerator"

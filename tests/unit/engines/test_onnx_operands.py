@@ -7,11 +7,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
 from onnx import helper as h
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx_text import parsed
 
 from loka_onnx.core.formats import Precision
 from loka_onnx.engines.onnx_operands import OperandReader, Source, is_same_up_to_transpose
@@ -23,19 +23,16 @@ F8 = ml_dtypes.float8_e4m3fn
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """fc: Q/DQ on a transposed activation, per-channel FP8 weight; plain: floats; folded: fused by ORT."""
-    made = onnx.parser.parse_model(
-        """<ir_version: 10, opset_import: ["" : 21]> g (float[8,n] x) => (float out, float[8,4] wd) {
-            q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) t = Transpose<perm=[1,0]>(d)
-            [wdq] wd = DequantizeLinear<axis=1>(w8, ws, wz)
-            [fc] y = MatMul(t, wd) [plain] y2 = MatMul(y, w) [folded] out = Gemm(y2, w)
-        }"""
-    )
-    made.graph.node[-1].name = "folded/MatMulAddFusion"
+    body = """
+        q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) t = Transpose<perm=[1,0]>(d)
+        [wdq] wd = DequantizeLinear<axis=1>(w8, ws, wz)
+        [fc] y = MatMul(t, wd) [plain] y2 = MatMul(y, w) [folded] out = Gemm(y2, w)
+    """
     random = np.random.default_rng(0)
-    scales = {"ws": np.array([0.5, 1.0, 2.0, 3.0], np.float32), "s": np.array(0.1, np.float32)}
     constants = {"w8": random.normal(size=(8, 4)).astype(F8), "wz": np.zeros(4, F8), "z": np.array(0, F8)}
-    constants |= scales | {"w": random.normal(size=(4, 4)).astype(np.float32)}
-    made.graph.initializer.extend(numpy_helper.from_array(v, name) for name, v in constants.items())
+    constants |= {"ws": [0.5, 1.0, 2.0, 3.0], "s": 0.1, "w": random.normal(size=(4, 4))}
+    made = parsed(body, constants, inputs="float[8,n] x", outputs="float out, float[8,4] wd")
+    made.graph.node[-1].name = "folded/MatMulAddFusion"
     path = tmp_path / "model.onnx"
     onnx.save(made, path, save_as_external_data=True, location="model.data", size_threshold=0)
     return path
@@ -48,8 +45,15 @@ def operands(model: Path, site: str) -> tuple[Source, ...]:
     return reader.operands(node)
 
 
-def test_fp8_operands_are_seen_through_layout_ops(model: Path) -> None:
+def test_operands_are_seen_through_layout_and_fused_products_by_their_first_node(model: Path) -> None:
     assert operands(model, "fc") == (Source("float", "float8e4m3fn"),) * 2
+    assert operands(model, "plain") == (Source("float"), Source("float", constant="w"))
+    assert OperandReader(model).float_types() == {"float", "float8e4m3fn"}
+    reader = OperandReader(model)
+    fused = reader.product("folded")
+    assert fused is not None
+    assert fused.op_type == "Gemm"
+    assert reader.product("fold") is None
 
 
 def test_where_nothing_is_inferred_the_scale_tells_the_type(model: Path) -> None:
@@ -66,19 +70,6 @@ def test_where_nothing_is_inferred_the_scale_tells_the_type(model: Path) -> None
     assert [source.element_type for source in operands(model, "fc")] == ["float", "float"]
 
 
-def test_float_operands_are_floats(model: Path) -> None:
-    assert operands(model, "plain") == (Source("float"), Source("float", constant="w"))
-    assert OperandReader(model).float_types() == {"float", "float8e4m3fn"}
-
-
-def test_a_fused_product_is_found_by_its_first_node(model: Path) -> None:
-    reader = OperandReader(model)
-    fused = reader.product("folded")
-    assert fused is not None
-    assert fused.op_type == "Gemm"
-    assert reader.product("fold") is None
-
-
 def test_the_dequantized_weight_is_the_reference_evaluators(model: Path) -> None:
     found = OperandReader(model).dequantized_weight("fc")
     inputs = {"x": np.zeros((8, 1), np.float32)}
@@ -86,6 +77,10 @@ def test_the_dequantized_weight_is_the_reference_evaluators(model: Path) -> None
     assert found is not None
     np.testing.assert_array_equal(found, expected)
     assert OperandReader(model).dequantized_weight("plain") is None
+    a = np.arange(6.0).reshape(2, 3)
+    assert is_same_up_to_transpose(a, a)
+    assert is_same_up_to_transpose(a, a.T)
+    assert not is_same_up_to_transpose(a, a + 1)
 
 
 @pytest.mark.parametrize(("error", "engaged"), [(0.0, True), (1e-3, False)])
@@ -101,10 +96,3 @@ def test_a_folded_weight_counts_as_fp8_only_with_fp8_values(model: Path, error: 
     onnx.save(folded, model.with_name("folded.onnx"))
     after = OperandReader(model.with_name("folded.onnx"))
     assert site_precision("fc", Precision.FP8, Graphs(before, after, True)).engaged is engaged
-
-
-def test_same_up_to_transpose() -> None:
-    a = np.arange(6.0).reshape(2, 3)
-    assert is_same_up_to_transpose(a, a)
-    assert is_same_up_to_transpose(a, a.T)
-    assert not is_same_up_to_transpose(a, a + 1)

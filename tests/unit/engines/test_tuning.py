@@ -97,12 +97,16 @@ def test_the_cast_has_a_time_and_no_error(timer: KernelTimer) -> None:
     assert (cast == np.clip(wide, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)).all()
 
 
-def test_a_kernel_that_does_not_run_is_told_and_the_others_go_on(timer: KernelTimer) -> None:
+def test_kernels_that_fail_are_told_and_casts_named_once(timer: KernelTimer) -> None:
     found = timer.measure([timer.kernels[0], timer.kernels[-1]], Operands.generated(Shape(4, 0, 4), 0))
     assert [each.kernel.name for each in found.measured] == [QUANTIZE]
     (refused,) = found.refused
     assert (refused.kernel.name, refused.shape) == ("mm", Shape(4, 0, 4))
     assert refused.reason == "ValueError: there is no weight to multiply by"
+    wanted = timer.wanted([Shape(8, 16, 32), Shape(8, 64, 32), Shape(8, 16, 32)])
+    products = [pair for pair in wanted if pair[0].name != QUANTIZE]
+    assert len(products) == 2 * (len(timer.kernels) - 1)
+    assert [pair[1] for pair in wanted if pair[0].name == QUANTIZE] == [Shape(8, 0, 32)]
 
 
 def test_a_device_that_died_ends_the_work(timer: KernelTimer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +120,7 @@ def test_a_device_that_died_ends_the_work(timer: KernelTimer, monkeypatch: pytes
     assert "long text" not in error.value.evidence
 
 
-def test_the_median_and_half_the_distance_of_the_quartiles_are_kept(
+def test_times_are_taken_in_turns_and_their_median_kept(
     timer: KernelTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter([50.0, 1.0, 2.0, 3.0, 4.0])
@@ -125,9 +129,6 @@ def test_the_median_and_half_the_distance_of_the_quartiles_are_kept(
     assert found.us == 3.0
     # Quartiles of five numbers: between the first two and the last two.
     assert found.spread_us == (27.0 - 1.5) / 2.0
-
-
-def test_kernels_are_timed_in_turns(timer: KernelTimer, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
 
     def clocked(run: object) -> float:
@@ -139,13 +140,6 @@ def test_kernels_are_timed_in_turns(timer: KernelTimer, monkeypatch: pytest.Monk
     assert len(order) == 2 * ROUNDS
     assert order[:2] * ROUNDS == order
     assert order[0] != order[1]
-
-
-def test_what_is_wanted_names_each_cast_once(timer: KernelTimer) -> None:
-    wanted = timer.wanted([Shape(8, 16, 32), Shape(8, 64, 32), Shape(8, 16, 32)])
-    products = [pair for pair in wanted if pair[0].name != QUANTIZE]
-    assert len(products) == 2 * (len(timer.kernels) - 1)
-    assert [pair[1] for pair in wanted if pair[0].name == QUANTIZE] == [Shape(8, 0, 32)]
 
 
 DRIVER_NAMES = {

@@ -11,10 +11,9 @@ from judged_rows import LOGIT, UNLABELLED, entropy_of, kl_of, losses, one, sigmo
 from scipy import stats
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
-from loka_onnx.core.evaluation import BudgetStatus
+from loka_onnx.core.evaluation import LEAST_UNITS, BudgetStatus
 from loka_onnx.errors import DataError
 from loka_onnx.evaluation.accuracy import Units
-from loka_onnx.evaluation.budget import LEAST_UNITS
 from loka_onnx.evaluation.slices import LARGEST, LEAST_EVENTS, read_slices
 
 ROWS = 6000

@@ -6,12 +6,16 @@ import re
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
+from onnx_text import with_constants
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.errors import ExportError, InternalError, ModelError
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.torch_module import PARITY_TOLERANCE, export_torch, load_builder
+from loka_onnx.graph import storage
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.sessions.onnx_session import OnnxSession
 
@@ -29,8 +33,6 @@ def outputs(*names: str) -> tuple[OutputSpec, ...]:
 
 
 class Ranker(nn.Module):
-    """Two outputs."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -119,13 +121,11 @@ def test_modules_that_cannot_be_exported_are_refused(made, names, code, evidence
     assert not target.exists()
 
 
-def test_one_row_is_too_few(tmp_path):
+def test_one_row_is_too_few_and_a_module_without_products_has_no_sites(tmp_path):
     one = {"dense": ROWS["dense"][:1]}
     with pytest.raises(InternalError, match="needs at least 2 example rows"):
         export_torch(Linear(lambda y: y), one, tmp_path / "model.onnx", outputs("logit"))
 
-
-def test_a_module_without_products_has_no_sites(tmp_path):
     class Sums(nn.Module):
         def forward(self, dense):
             return dense.sum(dim=1)
@@ -170,14 +170,9 @@ def test_references_that_name_no_builder(reference, code, evidence, on_path):
 
 
 def foreign(tmp_path, text: str):
-    import onnx
-    import onnx.parser
-
     model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {text}')
-    model.graph.initializer.append(onnx.numpy_helper.from_array(np.eye(4, dtype=np.float32), "w"))
-    path = tmp_path / "foreign.onnx"
-    onnx.save(model, path)
-    return path
+    onnx.save(with_constants(model, {"w": np.eye(4), "t": np.ones((50, 4))}), tmp_path / "foreign.onnx")
+    return tmp_path / "foreign.onnx"
 
 
 @pytest.mark.parametrize(
@@ -205,16 +200,10 @@ def test_foreign_models_that_are_refused(graph, evidence, tmp_path):
 
 def test_the_users_table_file_is_copied_and_left_alone(tmp_path, monkeypatch):
     """A hard link would let the user's next training run write into this one, and onnx refuses such files."""
-    import onnx
-
-    from loka_onnx.graph import storage
-
     monkeypatch.setattr(storage, "TABLE_LIMIT_BYTES", 0)
     body = "{ e = Gather(t, i)  s = Add(x, e)  y = MatMul(s, w) }"
     source = foreign(tmp_path, f"g (float[b,4] x, int64[b] i) => (float[b,4] y) {body}")
-    proto = onnx.load(source)
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((50, 4), np.float32), "t"))
-    onnx.save(proto, source, save_as_external_data=True, location="user.bin", size_threshold=200)
+    onnx.save(onnx.load(source), source, save_as_external_data=True, location="user.bin", size_threshold=200)
     artifact = import_onnx(source, tmp_path / "run/model.onnx", outputs("y"))
     copy, original = artifact.path.parent / "user.bin", tmp_path / "user.bin"
     assert copy.read_bytes() == original.read_bytes() and not copy.samefile(original)

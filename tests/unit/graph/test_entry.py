@@ -146,8 +146,12 @@ def refused(path: Path, code: str, *parts: str) -> None:
     assert all(part in str(caught.value) for part in parts)
 
 
-def test_an_old_opset_is_refused(write_model):
+def test_old_opsets_absent_files_and_other_kinds_are_refused(write_model, tmp_path):
     refused(write_model(PRODUCT, {"w": (4, 3)}, 10), "E0303")
+    refused(tmp_path / "absent.onnx", "E0311")
+    text = tmp_path / "text.onnx"
+    text.write_text("model: ranker\n")
+    refused(text, "E0312")
 
 
 @pytest.mark.parametrize(
@@ -179,13 +183,6 @@ def test_a_truncated_file_is_refused(keep, write_model):
     whole = path.read_bytes()
     path.write_bytes(whole[: int(keep * len(whole)) if isinstance(keep, float) else keep])
     refused(path, "E0312")
-
-
-def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
-    refused(tmp_path / "absent.onnx", "E0311")
-    text = tmp_path / "text.onnx"
-    text.write_text("model: ranker\n")
-    refused(text, "E0312")
 
 
 @pytest.fixture

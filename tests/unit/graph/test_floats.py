@@ -45,11 +45,16 @@ def test_weights_and_ends_become_fp32(kind: str, external: bool, write_model, tm
     assert [site.k for site in find_sites(canonical.model)] == [8]
 
 
-def test_an_fp32_model_with_casts_within_is_left_alone(write_model) -> None:
+def test_casts_within_an_fp32_model_and_integer_weights_stay(write_model, tmp_path: Path) -> None:
     graph = "g (float[b,8] x) => (float[b,8] y) { c = Cast<to=11>(x)  d = Cast<to=1>(c)  y = MatMul(d, w) }"
     canonical = canonicalize(write_model(graph, {"w": WEIGHT.astype(np.float32)}))
     assert [int(node.attrs["to"]) for node in canonical.model.nodes if node.op == "Cast"] == [11, 1]
     assert not any("FP32" in note for note in canonical.notes)
+    graph = "g (float[b,8] x) => (float[b,8] y) { d = DequantizeLinear<axis=1>(q, s)  y = MatMul(x, d) }"
+    stored = RANDOM.integers(-128, 128, (8, 8)).astype(np.int8)
+    path = write_model(graph, {"q": stored, "s": np.full(8, 0.01, np.float32)})
+    (site,) = find_sites(canonicalize(path).model)
+    assert (site.k, site.n) == (8, 8)
 
 
 def test_tables_of_fp16_stay_as_they_are_stored(write_model, tmp_path: Path) -> None:
@@ -108,14 +113,6 @@ def test_a_model_that_is_quantized_already_is_refused(node: str, write_model) ->
     with pytest.raises(ModelError) as refused:
         canonicalize(path)
     assert refused.value.code == "E0306" and "QuantizeLinear)" in refused.value.where
-
-
-def test_weights_that_are_stored_as_integers_are_taken(write_model, tmp_path: Path) -> None:
-    graph = "g (float[b,8] x) => (float[b,8] y) { d = DequantizeLinear<axis=1>(q, s)  y = MatMul(x, d) }"
-    stored = RANDOM.integers(-128, 128, (8, 8)).astype(np.int8)
-    path = write_model(graph, {"q": stored, "s": np.full(8, 0.01, np.float32)})
-    (site,) = find_sites(canonicalize(path).model)
-    assert (site.k, site.n) == (8, 8)
 
 
 @pytest.mark.parametrize("by_axis", [False, True])

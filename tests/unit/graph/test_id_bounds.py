@@ -1,4 +1,4 @@
-"""Bounds of ids, from every form in which a column reaches its table."""
+"""Columns of inputs: bounds of ids from every form in which one reaches its table, and where columns mix."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from loka_onnx.graph.entry import canonicalize
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
+from loka_onnx.graph.moves import Origin, column_origins
 
 I64 = np.int64
 LAST = np.iinfo(I64).max
@@ -124,18 +125,7 @@ def test_the_bound_is_where_the_runtime_starts_to_refuse(form, write_model):
                     session.run(None, {"ids": bad})
 
 
-def test_a_lookup_in_a_branch_is_no_bound(write_model):
-    """Only one of the branches runs, and which one the ids may decide."""
-    path = write_model(
-        "g (int64[b,2] ids, bool large) => (float[] y) { y = If(large)"
-        " <then_branch = a () => (float[] p) { p = Gather(t60, ids) },"
-        " else_branch = c () => (float[] q) { q = Gather(t10, ids) }> }",
-        {"t10": (10, 4), "t60": (60, 4)},
-    )
-    assert id_bounds(GraphModel.load(path)) == {"ids": (None, None)}
-
-
-def test_rank_one_external_and_unbounded_inputs(write_model):
+def test_other_inputs_have_bounds_of_their_own(write_model):
     path = write_model(
         "g (int64[b] user, int32[b,2] tags, int64[b,n] history, float[b,2] dense) => (float[] y) {"
         " y = Gather(t10, user)  a = Gather(t20, tags)  c = Gather(t20, history)  d = Relu(dense) }",
@@ -146,10 +136,59 @@ def test_rank_one_external_and_unbounded_inputs(write_model):
     assert set(model.tables) == {"t10", "t20"}
     # Bounds are for columns, and the columns of `history` are not known.
     assert id_bounds(model) == {"user": (range(-10, 10),), "tags": (range(-20, 20),) * 2}
-
-
-def test_a_matrix_of_ids_and_numbers(write_model):
-    """The form of DeepCTR-Torch: one float matrix, of which some columns are cast and looked up."""
+    # The form of DeepCTR-Torch: one float matrix, of which some columns are cast and looked up.
     body = "c = Gather<axis=1>(x, i1)  d = Cast<to=7>(c)  y = Gather(t10, d)"
     path = write_model(f"g (float[b,3] x, float[b,2] dense) => (float[] y) {{ {body} }}", WEIGHTS)
     assert id_bounds(canonicalize(path).model) == {"x": (None, range(-10, 10), None)}
+    # Only one of the branches runs, and which one the ids may decide.
+    path = write_model(
+        "g (int64[b,2] ids, bool large) => (float[] y) { y = If(large)"
+        " <then_branch = a () => (float[] p) { p = Gather(t60, ids) },"
+        " else_branch = c () => (float[] q) { q = Gather(t10, ids) }> }",
+        {"t10": (10, 4), "t60": (60, 4)},
+    )
+    assert id_bounds(GraphModel.load(path)) == {"ids": (None, None)}
+
+
+X = tuple(Origin("x", column) for column in range(3))
+AGE = (Origin("age", 0),)
+ORIGINS = {
+    "the input itself": ("y = Identity(x)", X),
+    "functions of each element": ("a = Abs(x)  b = Log(a)  c = Clip(b, low)  y = Tanh(c)", X),
+    "arithmetic with constants": ("a = Sub(x, mean)  b = Div(a, mean)  y = Mul(half, b)", X),
+    "joined with others": (
+        "l = Gather(table, ids)  a = Relu(x)  y = Concat<axis=-1>(l, a)",
+        (None, None, *X),
+    ),
+    "a vector made a column": ("a = Unsqueeze(age, axis1)  y = Concat<axis=1>(a, x, a)", (*AGE, *X, *AGE)),
+    "a product mixes": ("y = MatMul(x, square)", (None,) * 3),
+    "two activations mix": ("y = Mul(x, x)", (None,) * 3),
+    "joined along the batch": ("y = Concat<axis=0>(x, x)", (None,) * 3),
+    "a broadcast column": ("a = Unsqueeze(age, axis1)  y = Add(a, mean)", (None,) * 3),
+}
+
+
+HEADER = "g (float[b,3] x, float[b] age, int64[b] ids) => (float[b,n] y)"
+CONSTANTS = {
+    "low": np.float32(-1),
+    "half": np.float32(0.5),
+    "mean": (3,),
+    "square": (3, 3),
+    "table": (5, 2),
+    "axis1": np.array([1]),
+}
+
+
+@pytest.mark.parametrize("form", ORIGINS)
+def test_columns_are_followed(form, write_model):
+    body, wanted = ORIGINS[form]
+    # The width of an output is the one that is declared: one more step, and the tensor has its own.
+    path = write_model(f"{HEADER} {{ {body.replace('y =', 'z =')}  y = Relu(z) }}", CONSTANTS)
+    assert column_origins(GraphModel.load(path).tensors()["z"]) == wanted
+
+
+def test_inputs_have_their_own_columns_and_constants_and_vectors_none(write_model):
+    tensors = GraphModel.load(write_model(f"{HEADER} {{ y = MatMul(x, square) }}", CONSTANTS)).tensors()
+    assert column_origins(tensors["x"]) == X
+    assert column_origins(tensors["age"]) == ()
+    assert column_origins(tensors["square"]) == ()

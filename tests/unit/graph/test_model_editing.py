@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
 from onnx.reference import ReferenceEvaluator
+from onnx_text import parsed
 
 from loka_onnx.errors import InternalError, ModelError
 from loka_onnx.graph.entry import canonicalize
@@ -21,9 +21,7 @@ BODY = "[first] a = Relu(x) [second] b = Neg(a) [third] y = Add(a, b)"
 
 
 def graph(folder: Path, body: str = BODY, outputs: str = "float[batch,4] y") -> GraphModel:
-    text = f'<ir_version: 10, opset_import: ["" : 21]> g (float[batch,4] x) => ({outputs}) {{ {body} }}'
-    proto = onnx.parser.parse_model(text)
-    onnx.save(proto, folder / "model.onnx")
+    onnx.save(parsed(body, inputs="float[batch,4] x", outputs=outputs), folder / "model.onnx")
     return GraphModel.load(folder / "model.onnx")
 
 
@@ -35,7 +33,7 @@ def outputs(model: GraphModel, folder: Path) -> dict[str, np.ndarray]:
     return dict(zip([output.name for output in proto.graph.output], values, strict=True))
 
 
-def test_a_tensor_is_handed_over(tmp_path: Path) -> None:
+def test_a_tensor_is_handed_over_once(tmp_path: Path) -> None:
     model = graph(tmp_path)
     a = model.node("first").outputs[0]
     model.hand_over(a, model.add("Abs", [model.inputs[0]], "instead"))
@@ -44,15 +42,12 @@ def test_a_tensor_is_handed_over(tmp_path: Path) -> None:
     assert [node.name for node in consumers(a)] == ["second", "third"]
     np.testing.assert_array_equal(outputs(model, tmp_path)["y"], 0)
     assert [node.op for node in GraphModel.load(tmp_path / "edited.onnx").nodes] == ["Abs", "Neg", "Add"]
-
-
-def test_a_tensor_that_is_read_already_is_not_handed_over(tmp_path: Path) -> None:
     model = graph(tmp_path)
     with pytest.raises(InternalError, match="'a' cannot be handed over to 'second'"):
         model.hand_over(model.node("first").outputs[0], model.node("second").outputs[0])
 
 
-def test_a_node_behind_a_tensor_computes_it(tmp_path: Path) -> None:
+def test_nodes_behind_a_tensor_and_splits_have_their_values(tmp_path: Path) -> None:
     model = graph(tmp_path, outputs="float[batch,4] a, float[batch,4] y")
     a = model.node("first").outputs[0]
     inner = model.insert_behind(a, "Mul", [model.constant("two", np.float32(2))], "twice")
@@ -61,9 +56,6 @@ def test_a_node_behind_a_tensor_computes_it(tmp_path: Path) -> None:
     found = outputs(model, tmp_path)
     np.testing.assert_array_equal(found["a"], 2 * np.maximum(ROWS["x"], 0))
     np.testing.assert_array_equal(found["y"], 0)
-
-
-def test_a_split_has_the_shapes_of_its_parts(tmp_path: Path) -> None:
     model = graph(tmp_path)
     a = model.node("first").outputs[0]
     parts = model.split(a, [1, 3], -1, "parts")
@@ -94,7 +86,7 @@ def test_what_is_added_after_the_list_of_nodes_was_renewed_is_in_the_graph(
     np.testing.assert_allclose(outputs(model, tmp_path)["y"], np.expm1(ROWS["x"]), rtol=1e-5, atol=1e-6)
 
 
-def test_a_node_is_found_by_the_name_that_it_has_now(tmp_path: Path) -> None:
+def test_a_node_has_a_name_of_its_own(tmp_path: Path) -> None:
     model = graph(tmp_path)
     second = model.node("second")
     model.rename(second, "other")
@@ -107,9 +99,6 @@ def test_a_node_is_found_by_the_name_that_it_has_now(tmp_path: Path) -> None:
     model.hand_over(a, instead)
     model.rename(maker, "first")
     assert model.node("first") is maker
-
-
-def test_names_of_sites_do_not_collide_with_nodes_but_may_with_tensors(tmp_path: Path) -> None:
     model = graph(tmp_path)
     node = model.node("second")
     for base, expected in (("third", "third_1"), ("a", "a"), ("third", "third_1")):
@@ -117,7 +106,7 @@ def test_names_of_sites_do_not_collide_with_nodes_but_may_with_tensors(tmp_path:
         assert node.name == expected
 
 
-def test_a_part_of_a_graph_computes_its_outputs(tmp_path: Path) -> None:
+def test_a_part_of_a_graph_computes_its_outputs_from_all_that_it_reads(tmp_path: Path) -> None:
     model = graph(tmp_path)
     tensors = model.tensors()
     part = model.extract([tensors["a"]], [tensors["b"], tensors["y"]])
@@ -128,9 +117,6 @@ def test_a_part_of_a_graph_computes_its_outputs(tmp_path: Path) -> None:
     b, y = ReferenceEvaluator(proto).run(None, {"a": ROWS["x"]})
     np.testing.assert_array_equal(b, -ROWS["x"])
     np.testing.assert_array_equal(y, 0)
-
-
-def test_a_part_of_a_graph_needs_all_that_it_reads(tmp_path: Path) -> None:
     model = graph(tmp_path)
     with pytest.raises(InternalError, match="the part of the graph needs 'x', which it is not given"):
         model.extract([model.tensors()["b"]], model.outputs)
@@ -217,15 +203,12 @@ BRANCH = """
 """
 
 
-def test_what_a_branch_reads_is_read_by_the_node_that_holds_it(write_model) -> None:
+def test_names_and_readers_reach_into_branches(write_model) -> None:
     model = GraphModel.load(written(BRANCH, write_model))
     for graph in (model, model.copy(), GraphModel.read_back(model.export())):
         (node,) = consumers(graph.tensors()["h"])
         assert node.op == "If"
         assert node in graph.nodes
-
-
-def test_a_fresh_name_is_in_no_branch(write_model) -> None:
     model = GraphModel.load(written(BRANCH, write_model))
     assert model.fresh_name("a") != "a"
     assert model.fresh_name("k") != "k"

@@ -101,14 +101,11 @@ def test_a_large_graph_is_folded_until_it_fits_and_no_node_and_no_site_is_lost(m
     # ModelGraph itself refuses an edge that leads backwards: no cycle was made.
 
 
-def test_a_module_that_data_leaves_and_comes_back_to_is_folded_in_two_parts():
+def test_a_module_that_data_leaves_is_folded_in_two_parts_and_no_module_in_runs():
     graph = describe_graph(deep(1), SITES, 5)
     # `left.fc` is in front of `right`, the other two are behind it: joined, they would make a cycle.
     (folded,) = (n for n in graph.nodes if n.kind is NodeKind.FOLDED)
     assert (folded.name, folded.stands_for, folded.sites) == ("b0.left", 2, ())
-
-
-def test_names_without_modules_are_folded_in_runs():
     chain = [helper.make_node("Relu", [f"t{i}"], [f"t{i + 1}"], name=f"/relu_{i}") for i in range(50)]
     graph = describe_graph(graph_of(chain, ["t0"], ["t50"]), [], 10)
     assert len(graph.nodes) <= 10
@@ -140,15 +137,12 @@ def test_every_fold_of_every_graph_keeps_every_connection(proto, most):
     assert len(pairs) == len(set(pairs))
 
 
-def test_it_is_read_from_a_file_without_what_lies_beside_it(tmp_path: Path):
+def test_it_is_read_from_a_file_and_edges_lead_to_later_nodes(tmp_path: Path):
     model = helper.make_model(two_layers(), opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     path = tmp_path / "model.onnx"
     onnx.save(model, path, save_as_external_data=True, location="weights", size_threshold=0)
     (tmp_path / "weights").unlink()
     assert read_model_graph(path, ["arch.fc1"]) == describe_graph(two_layers(), ["arch.fc1"])
-
-
-def test_an_edge_leads_to_a_later_node():
     nodes = (GraphNode("a", NodeKind.INPUT), GraphNode("b", NodeKind.OUTPUT))
     for edge in (GraphEdge(1, 0, "t"), GraphEdge(0, 0, "t"), GraphEdge(0, 2, "t")):
         with pytest.raises(ValueError, match="an edge goes from a node to a later one"):

@@ -71,8 +71,8 @@ def test_logit_end(case, write_model):
     assert [place.node for place in found] == expected.split()
 
 
-def test_a_sum_over_few_terms_is_one_of_logits_and_over_many_is_not(write_model):
-    """First-order weights of 26 features; the square of a sum over 32 columns of 26 features."""
+def test_sums_of_few_terms_and_the_reasons(write_model):
+    # First-order weights of 26 features; the square of a sum over 32 columns of 26 features.
     few = "r = Gather(table, ids) s = Squeeze(r, third) t = ReduceSum(s, one)"
     inputs = "float[b,32] x, int64[b,26] ids"
     model = load(write_model, f"{few} l = MatMul(x, head) y = Add(t, l)", inputs)
@@ -80,9 +80,6 @@ def test_a_sum_over_few_terms_is_one_of_logits_and_over_many_is_not(write_model)
     many = "s = Mul(x, x) t = ReduceSum(s, one) l = MatMul(u, head) y = Add(t, l)"
     wide = load(write_model, many, "float[b,128] x, float[b,32] u")
     assert [p.node for p in logit_ends(wide)] == ["y"]
-
-
-def test_reasons_name_the_output(write_model):
     body = "l = MatMul(x, head) p = Gemm(l, platt, scale) z = Relu(l) y = Sigmoid(p)"
     assert {p.node: p.reason for p in logit_ends(load(write_model, body))} == {
         "p": "calibrates output 'y'",

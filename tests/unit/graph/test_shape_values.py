@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
+from onnx_text import parsed
 
 from loka_onnx.graph.model import GraphModel, Tensor
 from loka_onnx.graph.shape_values import dimensions, read_dimensions, read_number, reshaped
@@ -27,11 +27,7 @@ CONSTANTS = {
 
 def tensor(body: str, folder: Path, inputs: str = "float[batch,4,8] x") -> Tensor:
     """The tensor ``r`` of a graph."""
-    text = f'<ir_version: 10, opset_import: ["" : 21]> g ({inputs}) => (int64[n] r) {{ {body} }}'
-    model = onnx.parser.parse_model(text)
-    for name, value in CONSTANTS.items():
-        model.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
-    onnx.save(model, folder / "m.onnx")
+    onnx.save(parsed(body, CONSTANTS, inputs=inputs, outputs="int64[n] r"), folder / "m.onnx")
     return GraphModel.load(folder / "m.onnx").tensors()["r"]
 
 
@@ -73,14 +69,7 @@ def test_anything_else_is_not_read(case: str, tmp_path: Path) -> None:
     assert read_dimensions(tensor(UNREAD[case], tmp_path)) is None
 
 
-def test_a_dimension_without_a_name_is_named_after_its_tensor(tmp_path: Path) -> None:
-    read = read_dimensions(tensor("r = Shape(x)", tmp_path, "float[?,8] x"))
-    assert read is not None
-    assert read[1] == 8
-    assert isinstance(read[0], str)
-
-
-def test_numbers(tmp_path: Path) -> None:
+def test_numbers_and_dimensions_without_a_name(tmp_path: Path) -> None:
     shape = "s = Shape<start=1>(x) p = ReduceProd<keepdims=0>(s) r = Cast<to=1>(p)"
     assert read_number(tensor(shape, tmp_path)) == 32.0
     graph = GraphModel.load(tmp_path / "m.onnx")
@@ -88,6 +77,14 @@ def test_numbers(tmp_path: Path) -> None:
     assert read_number(made["number"]) == 3.5
     assert read_number(made["long"]) is None
     assert read_number(tensor("r = Shape<end=1>(x)", tmp_path)) is None
+    read = read_dimensions(tensor("r = Shape(x)", tmp_path, "float[?,8] x"))
+    assert read is not None
+    assert read[1] == 8
+    assert isinstance(read[0], str)
+    assert reshaped(("n", 0), (0, "n"), zero_copies=False) == (0, "n")
+    result = tensor("r = Shape(x)", tmp_path)
+    result.shape = None
+    assert dimensions(result) is None
 
 
 RESHAPED = {
@@ -108,13 +105,3 @@ RESHAPED = {
 def test_reshaped_dimensions(case: str) -> None:
     before, target, after = RESHAPED[case]
     assert reshaped(before, target, zero_copies=True) == after
-
-
-def test_zero_is_a_length_where_it_does_not_copy() -> None:
-    assert reshaped(("n", 0), (0, "n"), zero_copies=False) == (0, "n")
-
-
-def test_dimensions_of_a_tensor_of_unknown_rank(tmp_path: Path) -> None:
-    result = tensor("r = Shape(x)", tmp_path)
-    result.shape = None
-    assert dimensions(result) is None

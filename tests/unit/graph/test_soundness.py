@@ -11,6 +11,7 @@ import onnx.parser
 import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
+from onnx_text import with_constants
 
 from loka_onnx.core.artifact import OutputKind, OutputSpec
 from loka_onnx.errors import LokaError, ModelError
@@ -34,11 +35,8 @@ layer (a, m) => (o) { o = MatMul(a, m) }"""
 
 
 def model() -> onnx.ModelProto:
-    found = onnx.parser.parse_model(TEXT)
-    for name, shape in (("w", (8, 16)), ("v", (16, 4))):
-        values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-        found.graph.initializer.append(numpy_helper.from_array(values, name))
-    return found
+    w, v = (np.random.default_rng(0).standard_normal(shape) for shape in ((8, 16), (16, 4)))
+    return with_constants(onnx.parser.parse_model(TEXT), {"w": w, "v": v})
 
 
 def node(of: onnx.ModelProto, kind: str) -> onnx.NodeProto:

@@ -43,15 +43,12 @@ def test_more_rows_than_are_held_and_all_magnitudes():
     assert sums_of(table)[3] == ExactSum() and sums_of(table)[4] == ExactSum.of([1.0])
 
 
-def test_sums_can_be_read_between_rows():
+def test_sums_can_be_read_between_rows_that_their_owner_uses_again():
     table = np.random.default_rng(1).standard_normal((9, 3))
     sums = ColumnSums()
     for number, row in enumerate(table, 1):
         sums.add(row)
         assert sums.sums() == expected(table[:number])
-
-
-def test_a_row_may_be_used_again_by_its_owner():
     sums, row = ColumnSums(), np.ones(1)
     sums.add(row)
     row[0] = 5.0

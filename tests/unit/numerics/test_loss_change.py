@@ -71,9 +71,14 @@ def test_the_parts_add_up_to_the_loss_change(z, delta, y):
     assert change.kl[0] >= 0.0
 
 
-def test_a_confident_and_right_row_keeps_its_residual():
+def test_residuals_and_differences_of_fp32_are_kept():
     got = labelled_rows(np.array([50.0, -50.0]), np.array([51.0, -49.0]), np.array([1.0, 0.0]))
     np.testing.assert_allclose(got, [-np.exp(-50.0), np.exp(-50.0)], rtol=1e-12)
+    z = np.array([10.0], np.float32)
+    z_prime = np.nextafter(z, np.float32(11))
+    delta = float(z_prime[0]) - 10.0
+    p = 1 / (1 + np.exp(-10.0))
+    assert kl_rows(z, z_prime)[0] == pytest.approx(0.5 * p * (1 - p) * delta**2, rel=1e-5)
 
 
 @given(f=st.floats(-100, 100), delta=st.floats(-10, 10), y=st.floats(-100, 100))
@@ -85,11 +90,3 @@ def test_squared_error_parts_add_up(f, delta, y):
     assert change.total[0] == pytest.approx(direct[0], abs=1e-10)
     # A power of a scalar and a square of an array may differ in the last bit.
     assert change.kl[0] == pytest.approx((b[0] - a[0]) ** 2, rel=1e-15, abs=0)
-
-
-def test_float32_outputs_are_subtracted_in_float64():
-    z = np.array([10.0], np.float32)
-    z_prime = np.nextafter(z, np.float32(11))
-    delta = float(z_prime[0]) - 10.0
-    p = 1 / (1 + np.exp(-10.0))
-    assert kl_rows(z, z_prime)[0] == pytest.approx(0.5 * p * (1 - p) * delta**2, rel=1e-5)

@@ -23,31 +23,25 @@ from loka_onnx.numerics.intervals import (
 )
 
 
-def test_mean_interval_is_the_textbook_one():
+def test_mean_interval_is_the_textbook_one_at_any_offset():
     x = np.random.default_rng(4).normal(3, 2, 50)
     got = mean_interval(x)
     low, high = stats.t.interval(0.95, 49, x.mean(), x.std(ddof=1) / math.sqrt(50))
     assert (got.value, got.lower, got.upper) == pytest.approx((x.mean(), low, high), rel=1e-12)
     assert (got.rows, got.confidence) == (50, 0.95)
     assert mean_interval(x, confidence=0.5).upper < got.upper
-
-
-def test_a_large_offset_does_not_drown_the_spread():
     x = np.random.default_rng(5).normal(size=1000)
     plain, offset = mean_interval(x), mean_interval(x + 1e9)
     assert offset.upper - offset.lower == pytest.approx(plain.upper - plain.lower, rel=1e-6)
 
 
-def test_equal_weights_change_nothing_and_zero_weight_rows_move_nothing():
+def test_weights_and_groups_that_change_nothing():
     x = np.random.default_rng(6).normal(size=40)
     plain = mean_interval(x)
     equal = mean_interval(x, np.full(40, 2.5))
     assert (equal.value, equal.lower) == pytest.approx((plain.value, plain.lower), rel=1e-10)
     w = np.r_[np.ones(20), np.zeros(20)]
     assert mean_interval(x, w).value == pytest.approx(x[:20].mean())
-
-
-def test_groups_of_one_row_are_rows_and_groups_of_copies_are_single_rows():
     x = np.random.default_rng(7).normal(size=30)
     names = np.array([f"user {i}" for i in range(30)])
     assert mean_interval(x, groups=names).upper == pytest.approx(mean_interval(x).upper, rel=1e-12)
@@ -86,14 +80,11 @@ def test_coverage_of_clustered_weighted_ratios():
     assert covered_ignoring_groups / trials < 0.85
 
 
-def test_one_unit_says_nothing_about_the_spread():
+def test_one_unit_says_nothing_about_the_spread_and_misuse_is_refused():
     one = mean_interval(np.array([3.0]))
     assert (one.value, one.lower, one.upper) == (3.0, -math.inf, math.inf)
     assert mean_interval(np.arange(4.0), groups=np.zeros(4)).upper == math.inf
     assert spread_of(np.arange(4.0), np.zeros(4)) == Spread(math.inf, 1, 6.0, 6.0)
-
-
-def test_misuse_is_refused():
     for misuse in (
         lambda: mean_interval(np.array([])),
         lambda: ratio_interval(np.ones(3), np.ones(2)),
@@ -133,13 +124,10 @@ def test_the_tail_index_is_that_of_a_pareto_distribution(index):
     assert found.is_heavy == (index < 2 or found.skewness > 0.3)
 
 
-def test_equal_values_have_no_tail():
+def test_the_tail_does_not_depend_on_units_or_order_and_equal_values_have_none():
     found = tail_of(np.full(5000, 0.25), np.ones(5000))
     assert (found.index, found.is_heavy) == (math.inf, False)
     assert found.top_share == pytest.approx(0.01)
-
-
-def test_the_tail_does_not_depend_on_the_unit_of_the_values_or_the_order_of_groups():
     random = np.random.default_rng(1)
     values, weights = random.pareto(3, 5000), random.uniform(1, 2, 5000)
     groups = random.integers(0, 300, 5000)
@@ -179,12 +167,9 @@ def test_ranks_are_the_narrowest_that_hold(count: int) -> None:
     assert (found.value, found.rows) == (np.median(values), count)
 
 
-def test_five_values_have_no_interval_at_95_percent() -> None:
+def test_medians_of_five_and_of_ten_far_from_normal() -> None:
     assert median_interval([1.0] * 5) is None
     assert median_interval([1.0] * 5, confidence=0.9) is not None
-
-
-def test_coverage_of_draws_that_are_far_from_normal() -> None:
     draws = np.random.default_rng(3).exponential(size=(2000, 10))
     found = [median_interval(row.tolist()) for row in draws]
     inside = np.mean([i is not None and i.lower <= np.log(2) <= i.upper for i in found])

@@ -43,16 +43,9 @@ def bf16_ceiling(ratio: Fraction) -> Fraction:
 @pytest.mark.parametrize("format", FLOATS)
 @given(amax=AMAX)
 @settings(max_examples=150, deadline=None)
-def test_is_the_bf16_ceiling_of_the_ratio(format, amax):
-    exact = bf16_ceiling(Fraction(amax) / Fraction(format.max))
-    assert Fraction(amax_scale(amax, format)) == max(exact, Fraction(SMALLEST_SCALE))
-
-
-@pytest.mark.parametrize("format", FLOATS)
-@given(amax=AMAX)
-@settings(max_examples=100, deadline=None)
-def test_nothing_saturates_and_every_type_holds_the_scale(format, amax):
+def test_a_scale_is_the_bf16_ceiling_of_the_ratio_and_nothing_saturates(format, amax):
     scale, limit = amax_scale(amax, format), format.max
+    assert Fraction(scale) == max(bf16_ceiling(Fraction(amax) / Fraction(limit)), Fraction(SMALLEST_SCALE))
     assert Fraction(amax) / Fraction(scale) <= Fraction(limit)
     with np.errstate(over="ignore", under="ignore"):
         assert np.float32(amax) / np.float32(scale) <= limit
@@ -71,9 +64,14 @@ def test_amax_on_and_just_beside_the_grid(format, significand):
     assert amax_scale(np.nextafter(grid * limit, np.inf), format) > grid
 
 
-def test_zero_and_tiny_ranges():
+def test_zero_and_tiny_ranges_and_scales_per_tensor():
     assert amax_scale(0.0, E4M3FN) == 1.0
     assert amax_scale(1e-45, E4M3FN) == 2.0**-126
+    w = np.array([[1.0, -7.0]], np.float16)
+    scale = weight_scales(w, Granularity.PER_TENSOR, 99, E4M3FN)
+    assert scale.shape == ()
+    assert float(scale) == 2.0**-6
+    assert weight_scales(w[:0], Granularity.PER_TENSOR, 0, E4M3FN) == 1.0
 
 
 @pytest.mark.parametrize("amax", [float("inf"), float("nan"), -1.0, 1e39])
@@ -101,20 +99,9 @@ def test_weight_scales_per_channel_are_those_of_each_channel(format, axis):
     assert (error <= bound * half_ulp).all()
 
 
-def test_weight_scale_per_tensor_ignores_the_axis():
-    w = np.array([[1.0, -7.0]], np.float16)
-    scale = weight_scales(w, Granularity.PER_TENSOR, 99, E4M3FN)
-    assert scale.shape == ()
-    assert float(scale) == 2.0**-6
-    assert weight_scales(w[:0], Granularity.PER_TENSOR, 0, E4M3FN) == 1.0
-
-
-def test_one_channel_without_a_scale_refuses_them_all():
+def test_weights_without_a_scale_are_refused():
     with pytest.raises(CalibrationError, match=r"1 of 3 ranges, the first is number 1"):
         weight_scales(np.array([[1.0], [1e39], [2.0]]), Granularity.PER_CHANNEL, 0, E4M3FN)
-
-
-def test_a_weight_with_nan_is_refused():
     w = np.array([[1.0, np.nan], [np.inf, 0.0]], np.float32)
     with pytest.raises(CalibrationError) as caught:
         weight_scales(w, Granularity.PER_CHANNEL, 0, E4M3FN)
@@ -217,8 +204,8 @@ def test_mse_against_the_best_scale_there_is(name, format):
     assert (chosen / best) ** 0.5 <= (1.12 if name in HEAVY else 1.02)
 
 
-def test_what_each_rule_does_with_an_outlier():
-    """One value at 1000 times the rest: amax spends the range on it, the percentile cuts it off."""
+def test_outliers_and_profiles_without_histogram():
+    # One value at 1000 times the rest: amax spends the range on it, the percentile cuts it off.
     x = np.append(sample("normal"), np.float32(4000.0))
     scales = {rule: scale_of(stats_of(x), Recipe.of(scale=rule)) for rule in RULES}
     assert scales["amax"] == amax_scale(4000.0, E4M3FN)
@@ -227,6 +214,10 @@ def test_what_each_rule_does_with_an_outlier():
     assert scales["percentile-99.9"] < scales["percentile-99.99"] < scales["amax"]
     # Its energy is that of eighty of the others together: squared error keeps it.
     assert scales["mse"] * 448 > 3000
+    stats = replace(stats_of(np.ones(3, np.float32)), histogram=NOTHING_COUNTED)
+    assert scale_of(stats, Recipe.of()) == amax_scale(1.0, E4M3FN)
+    with pytest.raises(CalibrationError, match=re.escape("the scale rule 'mse' needs a histogram")):
+        scale_of(stats, Recipe.of(scale="mse"))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -239,13 +230,6 @@ def test_scales_are_bfloat16_numbers_also_of_dead_and_sparse_tensors(rule):
     sparse = stats_of(np.float32([0] * 99_999 + [2.0]))
     if rule.startswith("percentile"):
         assert scale_of(sparse, Recipe.of(scale=rule)) == amax_scale(2.0, E4M3FN)
-
-
-def test_a_profile_without_histogram_knows_amax_only():
-    stats = replace(stats_of(np.ones(3, np.float32)), histogram=NOTHING_COUNTED)
-    assert scale_of(stats, Recipe.of()) == amax_scale(1.0, E4M3FN)
-    with pytest.raises(CalibrationError, match=re.escape("the scale rule 'mse' needs a histogram")):
-        scale_of(stats, Recipe.of(scale="mse"))
 
 
 @pytest.mark.parametrize("rule", ["", "max", "percentile", "percentile-", "percentile-100", "percentile-nan"])

@@ -58,16 +58,13 @@ def test_entropy_is_precise_everywhere(z):
     assert entropy_rows(np.array([z]))[0] == pytest.approx(expected, rel=1e-14, abs=0)
 
 
-def test_float32_logits_are_computed_in_float64():
-    z = np.array([30.0], np.float32)
-    assert log_loss_rows(z, np.array([True]))[0] == pytest.approx(np.exp(-30.0), rel=1e-12)
-
-
-def test_probabilities_and_logits_invert_each_other_and_clip():
+def test_probabilities_and_logits_invert_each_other_in_float64():
     z = np.linspace(-10, 10, 41)
     np.testing.assert_allclose(logits_from_probabilities(probabilities_from_logits(z), 1e-7), z, rtol=1e-11)
     ends = logits_from_probabilities(np.array([0.0, 1.0], np.float32), 1e-7)
     np.testing.assert_allclose(ends, [np.log(1e-7 / (1 - 1e-7)), -np.log(1e-7 / (1 - 1e-7))], rtol=1e-9)
+    z = np.array([30.0], np.float32)
+    assert log_loss_rows(z, np.array([True]))[0] == pytest.approx(np.exp(-30.0), rel=1e-12)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5, -1.0])
@@ -93,7 +90,7 @@ def test_normalized_entropy_of_the_base_rate_is_one_and_weights_repeat_rows():
     )
 
 
-def test_a_single_class_leaves_nothing_to_compare():
+def test_a_single_class_leaves_nothing_to_compare_and_regression_has_its_metrics():
     y = np.ones(4)
     assert auc(np.arange(4.0), y) is None
     assert base_rate_entropy(y) == 0.0
@@ -102,9 +99,6 @@ def test_a_single_class_leaves_nothing_to_compare():
     assert np.isnan(normalized_squared_error(np.arange(4.0), y))
     # The other class is there, but weighs nothing.
     assert auc(np.arange(4.0), np.array([1.0, 0, 1, 1]), np.array([1.0, 0, 1, 1])) is None
-
-
-def test_regression_metrics():
     y, f = np.array([1.0, 2, 4]), np.array([1.5, 2, 2])
     assert squared_error_rows(f, y).tolist() == [0.25, 0.0, 4.0]
     assert weighted_mean(squared_error_rows(f, y)) == pytest.approx(4.25 / 3)
@@ -185,7 +179,7 @@ def test_agrees_with_the_bootstrap_over_rows_and_over_groups():
         assert (got.upper - got.lower) / 2 / 1.97 == pytest.approx(np.std(draws), rel=0.1)
 
 
-def test_weights_scale_out_and_zero_weights_leave_the_value():
+def test_weights_scale_out_and_equal_models_differ_by_nothing():
     reference, candidate, y = sample(np.random.default_rng(14), 200)
     plain = auc_difference(reference, candidate, y)
     same = auc_difference(reference, candidate, y, np.full(200, 7.0))
@@ -193,9 +187,6 @@ def test_weights_scale_out_and_zero_weights_leave_the_value():
     half = auc_difference(reference, candidate, y, np.r_[np.ones(100), np.zeros(100)])
     first = auc_difference(reference[:100], candidate[:100], y[:100])
     assert (half.value, half.upper) == pytest.approx((first.value, first.upper), rel=1e-10)
-
-
-def test_equal_models_differ_by_exactly_nothing():
     reference, _, y = sample(np.random.default_rng(15), 50)
     same = auc_difference(reference, 2 * reference + 1, y)
     assert (same.value, same.lower, same.upper) == (0.0, 0.0, 0.0)

@@ -39,9 +39,6 @@ def test_a_sample_is_mean_and_variance_of_the_batches() -> None:
     assert found.batches == 40
     assert found.mean == pytest.approx(values.mean(), rel=1e-14)
     assert found.variance == pytest.approx(values.var(ddof=1), rel=1e-12)
-
-
-def test_a_statistic_that_no_batch_has_is_zero_in_all_and_one_batch_has_no_variance() -> None:
     assert BatchSample.of(BatchSpread(9, 512, {}), "log2.3") == BatchSample(9, 0.0, 0.0)
     with pytest.raises(InternalError, match="'x' has 1"):
         BatchSample.of(BatchSpread(1, 512, {}), "x")
@@ -59,20 +56,17 @@ def test_the_larger_p_value_of_welch_and_student(sizes: tuple[int, int], spreads
     assert found.standard_error == pytest.approx(max(errors))
 
 
-def test_where_nothing_varies_only_equal_means_are_equal() -> None:
+def test_equal_means_and_what_arithmetic_cannot_tell_apart() -> None:
     constant = sample(np.full(10, 0.25))
     assert compare_means(constant, constant).p_value == 1.0
     assert compare_means(constant, sample(np.full(10, 0.5))).p_value == 0.0
-
-
-def test_what_arithmetic_cannot_tell_apart_is_no_difference() -> None:
     a, b = sample(np.full(10, 1.0)), sample(np.full(10, 1.0 + 1e-7))
     assert compare_means(a, b).p_value == 0.0
     assert compare_means(a, b, resolution=1e-6).p_value > 0.9
     assert compare_means(a, sample(np.full(10, 1.1)), resolution=1e-6).p_value < 1e-50
 
 
-def test_the_ratio_of_variances_is_that_of_their_sums_in_comparable_units() -> None:
+def test_variances_are_compared_in_comparable_units() -> None:
     pairs = [
         (BatchSample(9, 0.0, 2.0), BatchSample(9, 0.0, 10.0)),
         (BatchSample(9, 0.0, 400.0), BatchSample(9, 0.0, 1200.0)),
@@ -81,9 +75,6 @@ def test_the_ratio_of_variances_is_that_of_their_sums_in_comparable_units() -> N
     assert variance_ratio(pairs, [1.0, 10.0, 0.0]) == pytest.approx((10 + 12) / (2 + 4))
     assert variance_ratio(pairs[:1], [0.0]) == 1.0
     assert variance_ratio([(BatchSample(9, 0.0, 0.0), BatchSample(9, 0.0, 1.0))], [1.0]) == 1.0
-
-
-def test_no_variance_is_taken_to_be_smaller_than_the_other_set_says() -> None:
     a, b = BatchSample(24, 1.0, 2.0), BatchSample(16, 0.0, 0.0)
     found, wanted = compare_means(a, b, ratio=8.0), compare_means(a, BatchSample(16, 0.0, 16.0))
     assert found == wanted != compare_means(a, b)
@@ -159,11 +150,18 @@ def test_exceedance_of_thousands_of_batches() -> None:
     assert exceedance_probability(3, 32, 117) == pytest.approx(32 * 31 * 30 / (149 * 148 * 147))
 
 
-def test_holm_by_hand() -> None:
-    """m = 4: 4 × .005, 3 × .01, 2 × .03, 1 × .04, never falling."""
+def test_holm_and_stability_index_by_hand() -> None:
+    # m = 4: 4 × .005, 3 × .01, 2 × .03, 1 × .04, never falling.
     assert holm([0.04, 0.005, 0.03, 0.01]) == pytest.approx((0.06, 0.02, 0.06, 0.03))
     assert holm([0.6, 0.7]) == (1.0, 1.0)
     assert holm([]) == ()
+    # Zeros, [1, 2) and [2, 4): 10, 50, 40 of 100 against 30, 50, 120 of 200.
+    before = histogram_of(count_magnitudes(np.repeat([0.0, 1.5, -2.5], [10, 50, 40])))
+    after = histogram_of(count_magnitudes(np.repeat([0.0, -1.1, 3.0], [30, 50, 120])))
+    p = [10.5 / 101.5, 50.5 / 101.5, 40.5 / 101.5]
+    q = [30.5 / 201.5, 50.5 / 201.5, 120.5 / 201.5]
+    wanted = sum((b - a) * math.log(b / a) for a, b in zip(p, q, strict=True))
+    assert stability_index(before, after) == pytest.approx(wanted, rel=1e-12)
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=20), st.floats(0.001, 0.2))
@@ -173,16 +171,6 @@ def test_holm_rejects_what_the_step_down_procedure_rejects(p_values: list[float]
         rejected.add(left.pop(0))
     adjusted = holm(p_values)
     assert {i for i, p in enumerate(adjusted) if p <= level} == rejected
-
-
-def test_stability_index_by_hand() -> None:
-    """Zeros, [1, 2) and [2, 4): 10, 50, 40 of 100 against 30, 50, 120 of 200."""
-    before = histogram_of(count_magnitudes(np.repeat([0.0, 1.5, -2.5], [10, 50, 40])))
-    after = histogram_of(count_magnitudes(np.repeat([0.0, -1.1, 3.0], [30, 50, 120])))
-    p = [10.5 / 101.5, 50.5 / 101.5, 40.5 / 101.5]
-    q = [30.5 / 201.5, 50.5 / 201.5, 120.5 / 201.5]
-    wanted = sum((b - a) * math.log(b / a) for a, b in zip(p, q, strict=True))
-    assert stability_index(before, after) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_stability_index_of_one_distribution_is_small_and_of_a_shifted_one_large() -> None:

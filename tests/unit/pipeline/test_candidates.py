@@ -19,7 +19,7 @@ from loka_onnx.engines.registry import get_backend
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline import candidates
 from loka_onnx.pipeline.candidates import Candidate, EngineBuilder
-from loka_onnx.pipeline.plans import check_options
+from loka_onnx.pipeline.plans import check_targets
 from loka_onnx.pipeline.run import run
 from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.transforms.precision.apply_plan import PlanForm, PlannedModel
@@ -32,7 +32,7 @@ def test_options_reach_the_candidates_of_their_backend_and_device(tmp_path):
         "options": {"inductor": {"static": 0, "max_autotune": 1}},
     }
     config = config_of(tmp_path, targets=[gpu, {"device": "cpu", "backends": ["inductor"]}])
-    check_options(config)
+    check_targets(config)
     judging = SimpleNamespace(context=SimpleNamespace(config=config))
     builder = EngineBuilder(cast(Any, judging), CorrectionSet())
     given = {(c.target, c.backend.name): c.options for c in builder._candidates(PlanSet((plan_of("fp32"),)))}

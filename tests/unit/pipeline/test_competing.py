@@ -12,7 +12,7 @@ from loka_onnx.config import PlanId, RunConfig
 from loka_onnx.core.formats import E4M3FN, E5M2, UINT8, Precision
 from loka_onnx.errors import ConfigError
 from loka_onnx.pipeline.plans import (
-    check_options,
+    check_targets,
     competing_plans,
     moot_precisions,
     planned_formats,
@@ -118,11 +118,11 @@ def test_integers_compete_where_they_are_asked_for(config):
 
 
 def test_integers_need_a_backend_that_multiplies_them(config):
-    check_options(config(CPU, RTX, formats=["int8"]))
+    check_targets(config(CPU, RTX, formats=["int8"]))
     for target in (RTX, {"device": "cpu", "backends": ["inductor"]}):
-        check_options(config(target))
+        check_targets(config(target))
         with pytest.raises(ConfigError) as caught:
-            check_options(config(target, formats=["int8"]))
+            check_targets(config(target, formats=["int8"]))
         assert caught.value.code == "E1533"
         assert caught.value.where == "`plan.formats`"
 

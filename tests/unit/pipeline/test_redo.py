@@ -59,7 +59,7 @@ def profile_of(names: tuple[str, ...], value: float = 1.0, **changes: object) ->
         SiteProfile(
             name,
             {f"{name}.x": ranges, f"{name}.w": ranges},
-            (ErrorStats(PER_TENSOR.id, value, 1, ONE, ONE, ONE, 1, 0, 0),),
+            (ErrorStats(PER_TENSOR.id, value, 1, ONE, ONE, 1, 0, 0),),
             (sensitivity(value),),
         )
         for name in names

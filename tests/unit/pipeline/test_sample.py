@@ -11,8 +11,8 @@ import onnx.parser
 from loka_onnx.config import RunConfig, build_run_config
 from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.data import InputBinding
-from loka_onnx.pipeline.accepting import check_data, export_model
-from loka_onnx.pipeline.context import Context, RunSettings
+from loka_onnx.pipeline.accepting import accept
+from loka_onnx.pipeline.context import RunSettings
 from loka_onnx.pipeline.directory import RunDirectory
 from loka_onnx.pipeline.rows import bounded_by, generated_rows
 
@@ -51,10 +51,7 @@ def drawn(body: str, folder: Path, width: str = "2") -> dict[str, np.ndarray]:
         folder,
     )
     with RunDirectory.create(config.output, {}, {}, force=False, resume=False) as directory:
-        settings = RunSettings(config, directory)
-        context = Context(**vars(settings), exported=export_model(settings))
-        check_data(context)
-        return context.requests.sample(32)
+        return accept(RunSettings(config, directory)).context.requests.sample(32)
 
 
 def test_numbers_have_both_signs_where_the_model_takes_them(tmp_path):

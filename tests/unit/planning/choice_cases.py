@@ -126,5 +126,5 @@ def reasons(target: TargetChoice) -> dict[str, str]:
 
 
 FP32, BF16 = Candidate("fp32", 400), Candidate("bf16", 200)
-FASTEST = "fastest of {} engines whose upper bound is inside the budget"
-ONLY = "the only engine whose upper bound is inside the budget"
+FASTEST = "fastest of {} engines inside the budget"
+ONLY = "the only engine inside the budget whose speed counts"

@@ -27,7 +27,7 @@ from loka_onnx.core.evaluation import Evaluation, EvaluationSet, Latency
 from loka_onnx.errors import PlanningError
 from loka_onnx.planning.choice import MEASURED, ChoiceOptions, choose, group_by_hardware
 
-NO_FP8 = ONLY + "; none of them runs FP8"
+NOT_INSIDE = "; not inside on selection: "
 EXACT = "no engine with a measured speed is inside the budget: the exact model, fp32"
 INSIDE, OUTSIDE = "accuracy inside the budget; ", "accuracy beyond the budget; "
 SIMULATED = "FP8 is simulated here, its speed never counts"
@@ -46,17 +46,17 @@ TABLE = {
     ),
     "fp8_beyond": (
         (FP32, BF16, Candidate("fp8-all", 50, (BEYOND,))),
-        ("bf16", FASTEST.format(2) + "; none of them runs FP8"),
+        ("bf16", FASTEST.format(2) + NOT_INSIDE + "fp8-all"),
         {"fp8-all": OUTSIDE + "faster by 75.0 %"},
     ),
     "fp8_undecided": (
         (FP32, Candidate("fp8-all", 50, (WITHIN, UNDECIDED))),
-        ("fp32", NO_FP8),
+        ("fp32", ONLY + NOT_INSIDE + "fp8-all"),
         {"fp8-all": "accuracy undecided: the budget lies inside the interval; faster by 87.5 %"},
     ),
     "beyond_outweighs_undecided": (
         (FP32, Candidate("fp8-all", 50, (UNDECIDED, BEYOND))),
-        ("fp32", NO_FP8),
+        ("fp32", ONLY + NOT_INSIDE + "fp8-all"),
         {"fp8-all": OUTSIDE + "faster by 87.5 %"},
     ),
     "none_inside": (
@@ -66,37 +66,37 @@ TABLE = {
     ),
     "a_simulation_never_wins_on_speed": (
         (FP32, Candidate("fp8-all", 1, simulated=True), Candidate("fp8-safe", 1, (BEYOND,), simulated=True)),
-        ("fp32", NO_FP8),
+        ("fp32", ONLY + "; inside but simulated: fp8-all" + NOT_INSIDE + "fp8-safe"),
         {"fp8-all": INSIDE + SIMULATED, "fp8-safe": OUTSIDE + SIMULATED},
     ),
     "a_latency_that_does_not_count": (
         (FP32, Candidate("fp8-all", 1, counts=False)),
-        ("fp32", NO_FP8),
+        ("fp32", ONLY + "; inside, of unknown speed: fp8-all"),
         {"fp8-all": INSIDE + "timed on device, which is not the target: its speed does not count"},
     ),
     "no_latency": (
         (FP32, Candidate("fp8-all", None)),
-        ("fp32", NO_FP8),
+        ("fp32", ONLY + "; inside, of unknown speed: fp8-all"),
         {"fp8-all": INSIDE + "its speed on the target was not measured"},
     ),
     "never_evaluated": (
         (FP32, Candidate("fp8-all", None, (), detail="the first inference timed out")),
-        ("fp32", NO_FP8),
+        ("fp32", ONLY + "; not measured: fp8-all"),
         {"fp8-all": "not measured: the first inference timed out"},
     ),
     "failed": (
         (FP32, Candidate("fp8-all", None, (), BuildStatus.FAILED, detail="signal 11 (SIGSEGV)")),
-        ("fp32", NO_FP8),
+        ("fp32", ONLY + "; failed: fp8-all"),
         {"fp8-all": "failed: signal 11 (SIGSEGV)"},
     ),
     "declined": (
         (FP32, Candidate("bf16", None, (), BuildStatus.DECLINED, detail="no BF16 products")),
-        ("fp32", NO_FP8),
+        ("fp32", ONLY + "; declined: bf16"),
         {"bf16": "declined: no BF16 products"},
     ),
     "one_that_cannot_run_beside_one_that_can": (
         (FP32, ABSENT),
-        ("fp32", NO_FP8),
+        ("fp32", ONLY + "; not measured: fp8-all (rtx)"),
         {"fp8-all": "not measured: no sm89 here"},
     ),
     "nothing_measured": (

@@ -9,7 +9,9 @@ import pytest
 from scipy import stats
 
 from loka_onnx.core.evaluation import Latency
-from loka_onnx.planning.speed import LAST_RISK, LOADS, Speed, contenders, rivals
+from loka_onnx.planning.speed import ANALYSES, LOADS, MOST_LOADS, Speed, contenders, not_slower, rivals
+
+LAST_RISK = ANALYSES[LOADS]
 
 
 def latency(batch: int, parts: list[float], counts: bool = True) -> Latency:
@@ -118,6 +120,40 @@ def test_more_loads_are_for_those_that_the_first_do_not_tell_from_the_fastest() 
         "c": (latency(1, [30.0, 29.7, 30.3]), latency(2, [20.1, 19.9, 20.0])),
     }
     assert contenders(small, 0.01) == ("b", "c")
+
+
+def test_an_engine_that_is_surely_slower_than_any_is_not_alike() -> None:
+    """The fastest median is of an engine whose loads differ; another one is surely faster than the last."""
+    loads = {
+        "wild": [60.0] * 3 + [140.0] * 2 + [64.0],
+        "fast": [70.0, 70.1, 69.9] * 2,
+        "slow": [90.0, 90.1, 89.9] * 2,
+    }
+    speeds = {name: Speed({8: latency(8, us)}) for name, us in loads.items()}
+    assert not speeds["slow"].is_slower(speeds["wild"], 0.01)
+    assert not_slower(speeds, 0.01) == ["wild", "fast"]
+
+
+def test_the_most_loads_are_for_those_that_look_apart_and_are_not_told_apart() -> None:
+    """On a busy host, two of six loads took half as long again."""
+    noisy = {
+        "a": (latency(8, [100, 101, 150, 80, 160, 98]),),
+        "b": (latency(8, [72, 110, 71, 85, 70, 72]),),
+    }
+    assert contenders(noisy, 0.01, 0.05) == contenders(noisy, 0.01) == ("a", "b")
+    alike = {
+        "a": (latency(8, [100, 101, 150, 80, 160, 98]),),
+        "b": (latency(8, [99, 150, 140, 82, 101, 98]),),
+    }
+    assert contenders(alike, 0.01) == ("a", "b")
+    assert contenders(alike, 0.01, 0.05) == ()
+    quiet = [100 + 0.5 * (-1) ** n for n in range(MOST_LOADS - 6)]
+    more = {
+        "a": (latency(8, [*noisy["a"][0].loads_us, *quiet]),),
+        "b": (latency(8, [*noisy["b"][0].loads_us, *(0.71 * each for each in quiet)]),),
+    }
+    speeds = rivals({name: Speed({item.batch: item for item in items}) for name, items in more.items()})
+    assert speeds["a"].is_slower(speeds["b"], 0.01)
 
 
 def test_engines_that_were_timed_apart_have_a_ratio_and_no_interval() -> None:

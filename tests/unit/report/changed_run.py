@@ -65,3 +65,12 @@ def with_ranges(data: ReportData, **changes: Any) -> ReportData:
 
 def with_plans(data: ReportData, **changes: Any) -> ReportData:
     return replace(data, plans=replace(data.plans, **changes))
+
+
+def comparable(data: ReportData) -> ReportData:
+    """Nothing is simulated, and everything that was judged was timed: each target has points to compare."""
+    engines = tuple(replace(engine, simulated=False) for engine in data.engines)
+    timed = next(e.latencies for e in data.evaluations.evaluations if e.latencies)
+    return with_evaluations(
+        replace(data, engines=engines), lambda e: replace(e, latencies=e.latencies or timed)
+    )

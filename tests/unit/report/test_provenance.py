@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changed_run import with_outputs
+from changed_run import comparable, with_outputs
 from page_numbers import NUMBER, check_numbers, evaluate, resolve, tables_of
 from rich_run import rich
 from sample_run import SampleRun
@@ -19,7 +19,7 @@ from test_report import rendered
 
 from loka_onnx.core import serde
 from loka_onnx.errors import InternalError
-from loka_onnx.report import HTML_NAME, MARKDOWN_NAME, ReportData, numbers
+from loka_onnx.report import HTML_NAME, JSON_NAME, MARKDOWN_NAME, ReportData, numbers
 from loka_onnx.report.document import Cell, Column, Document, Section, Table
 from loka_onnx.report.figures import FORMULAS, Place, Told, derive, formed, shown, told
 from loka_onnx.report.provenance import Pointers, located
@@ -212,7 +212,9 @@ def drawings(page: str) -> Iterator[Any]:
         yield json.loads(text)
 
 
-def test_every_point_of_the_charts_is_in_the_json(files: dict[str, str], facts: Any) -> None:
+def test_every_point_of_the_charts_is_in_the_json(run: ReportData, tmp_path: Path) -> None:
+    files = rendered(comparable(run), tmp_path)
+    facts = json.loads(files[JSON_NAME])
     judged = [
         output["difference"]["delta_ne"]
         for evaluation in facts["value"]["evaluations"]["evaluations"]

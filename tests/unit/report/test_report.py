@@ -183,15 +183,13 @@ def printed(data: ReportData, target: str = "cpu", width: int = 80) -> str:
 
 def test_the_terminal_table_shows_every_candidate_of_a_target_in_80_columns(sample):
     text = printed(sample.report)
-    for plan in ("FP32", "fp32 *", "fp8-safe", "fp8-all", "bf16"):
+    for plan in ("fp32 *", "fp8-safe", "fp8-all", "bf16"):
         assert plan in text
     for engine in sample.report.engines:
         evaluation = sample.report.evaluation(engine.id, "selection")
         for output in evaluation.outputs if evaluation else ():
-            for interval in (output.difference.delta_ne, output.difference.kl):
-                value, _, ends = numbers.percent_interval(interval, output.budget).partition(" [")
-                assert value in text and ends.replace(" %", "") in text
-    assert "not measured" in text
+            assert numbers.plus_minus(output.difference.delta_ne, output.budget) in text
+    assert "123.4 µs" in text
     assert re.search(r"bf16 .* declined", text) and "failed" not in text
     assert "SYNTHETIC DATA" in text
     assert all(len(line) <= 80 for line in text.splitlines())

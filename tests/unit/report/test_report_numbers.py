@@ -16,9 +16,9 @@ def between(lower: float, value: float, upper: float) -> Interval:
         (between(-0.00001, 0.00012, 0.00025), "+0.012 % [-0.001 %, +0.025 %]"),
         (between(0.01, 0.02, 0.03), "+2.00 % [+1.00 %, +3.00 %]"),
         (between(1.1e-7, 1.2e-7, 1.3e-7), "+0.0000120 % [+0.0000110 %, +0.0000130 %]"),
-        (between(0, 0, 0), "+0.00 % [+0.00 %, +0.00 %]"),
-        (between(-1e-3, -1e-9, 1e-3), "+0.00 % [-0.10 %, +0.10 %]"),
-        (between(float("-inf"), 0, float("inf")), "+0.00 % [-inf, inf]"),
+        (between(0, 0, 0), "0 % [0 %, 0 %]"),
+        (between(-1e-3, -1e-9, 1e-3), "0 % [-0.10 %, +0.10 %]"),
+        (between(float("-inf"), 0, float("inf")), "0 % [-inf, inf]"),
     ],
 )
 def test_a_relative_change_shows_its_sign_and_the_digits_of_its_interval(interval, text):
@@ -54,10 +54,31 @@ def test_what_is_read_off_an_interval_is_the_verdict(value, half, budget):
     text = numbers.percent_interval(interval, budget)
     lower, upper = (float(part.strip(" %]")) for part in text.split("[")[1].split(","))
     for shown, exact in ((lower, interval.lower), (upper, interval.upper)):
-        assert abs(shown - 100 * exact) <= 0.05 * 100 * half + 1e-8
+        # Two digits of the half-width, but nothing far below a hundredth of the budget.
+        assert abs(shown - 100 * exact) <= max(0.05 * 100 * half, 0.005 * 100 * budget) + 1e-8
         # Eight decimals are the most that is shown: an end nearer than that may look to be on the budget.
         if abs(exact - budget) > 1e-9:
             assert (shown > 100 * budget) == (exact > budget)
+
+
+@given(
+    value=st.floats(-0.01, 0.01),
+    half=st.floats(1e-8, 0.01),
+    budget=st.sampled_from([0.0002, 0.001, 0.002 / 3]),
+)
+def test_what_is_read_off_a_symmetric_interval_is_the_verdict(value, half, budget):
+    interval = between(value - half, value, value + half)
+    shown, _, width = numbers.plus_minus(interval, budget).partition(" ± ")
+    upper = sum(float(part.strip(" %")) for part in (shown, width) if part)
+    if abs(interval.upper - budget) > 1e-8:
+        assert (upper > 100 * budget + 1e-12) == (interval.upper > budget)
+
+
+def test_a_change_far_below_the_budget_is_0():
+    exact = between(-1.3e-9, 4e-10, 2.1e-9)
+    assert numbers.plus_minus(exact, 0.0002) == "0 %"
+    assert numbers.percent_interval(exact, 0.0002) == "0 % [0 %, 0 %]"
+    assert not numbers.is_symmetric(between(0.0, 1e-5, 4e-5))
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,18 @@ def test_a_tensor_is_read_where_it_lies_and_answered_by_tensors(engine, seen):
     np.testing.assert_array_equal(engine.infer({"dense": tensor})["ctr"].numpy(), expected)
 
 
+def test_an_engine_without_page_locked_memory_makes_arrays_that_it_reads_in_place(engine, seen):
+    buffers = engine.buffers(5)
+    buffers["dense"][:] = rows(5)
+    np.testing.assert_array_equal(engine.infer(buffers)["ctr"], engine.infer({"dense": rows(5)})["ctr"])
+    assert seen[0]["dense"] is buffers["dense"]
+    like = engine.infer(buffers, like=torch.empty(0))["ctr"]
+    np.testing.assert_array_equal(like.numpy(), engine.infer({"dense": rows(5)})["ctr"])
+    with pytest.raises(DataError) as refused:
+        engine.buffers(10**6)
+    assert refused.value.code == "E1319"
+
+
 def test_an_array_of_an_unknown_library_is_answered_by_numpy(engine, seen):
     class Foreign:
         """Speaks DLPack and nothing else."""

@@ -36,6 +36,7 @@ from loka_onnx.engines.inductor.session import InductorSession, open_inductor, p
 from loka_onnx.errors import EngineError
 from loka_onnx.sessions.buckets import Piece
 from loka_onnx.sessions.cuda import CudaDevice, list_cuda_devices
+from loka_onnx.sessions.runner import ParallelRunner
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -83,11 +84,21 @@ class StandInGpu:
     def active(self) -> Iterator[None]:
         yield
 
+    def activate(self) -> None:
+        self.calls.append("activate")
+
     def synchronize(self) -> None:
         self.calls.append("synchronize")
 
+    def copying(self, target: Any, source: Any) -> Any:
+        assert target.is_contiguous()
+        assert source.is_contiguous()
+        assert target.numel() * target.element_size() == source.numel() * source.element_size()
+        return lambda: target.copy_(source)
+
     def capture(self, call: Any) -> Captured:
         outputs = tuple(output.clone() for output in call())
+        assert all(output.is_contiguous() for output in outputs)
 
         def replay() -> None:
             self.calls.append("replay")
@@ -162,6 +173,45 @@ def test_an_answer_outlives_the_next_request() -> None:
     kept = session.run(request(4))
     session.run(request(4, seed=1))
     np.testing.assert_array_equal(kept["out"], expected(request(4)))
+
+
+@pytest.mark.parametrize("rows", [3, 4, 16])
+def test_rows_in_pinned_memory_are_read_where_they_lie(rows: int) -> None:
+    session, program = on_gpu()
+    first, second = session.buffers(rows), session.buffers(rows)
+    assert first is not None
+    assert second is not None
+    for seed, buffers in enumerate((first, second, first)):
+        for name, value in request(rows, seed).items():
+            buffers[name][:] = value
+        np.testing.assert_array_equal(session.run(buffers)["out"], expected(request(rows, seed)))
+    # Another session copies them like any array.
+    np.testing.assert_array_equal(on_gpu()[0].run(second)["out"], expected(request(rows, 1)))
+    assert len(program.ids) in DYNAMIC.sizes
+
+
+@pytest.mark.parametrize(("make", "rows"), [(on_gpu, 33), (on_cpu, 4)])
+def test_there_is_no_pinned_memory_where_no_graph_reads_it(make: Any, rows: int) -> None:
+    assert make()[0].buffers(rows) is None
+
+
+def test_a_free_session_takes_the_request_and_memory_goes_to_its_own() -> None:
+    pairs = [on_gpu(), on_gpu()]
+    with ParallelRunner([session for session, _ in pairs]) as runner:
+        held = [runner.buffers(4), runner.buffers(4)]
+        for buffers, (session, _) in zip(held, pairs, strict=True):
+            assert buffers is not None
+            assert buffers.session is session
+            for name, value in request(4).items():
+                buffers[name][:] = value
+            np.testing.assert_array_equal(runner.run(buffers)["out"], expected(request(4)))
+        for seed in range(3):
+            np.testing.assert_array_equal(runner.run(request(4, seed))["out"], expected(request(4, seed)))
+        assert all(program.rows.count(4) >= 2 for _, program in pairs)
+        assert (runner.served_sizes, runner.device, runner.stream) == ((4, 16), 0, 0)
+    for session, _ in pairs:
+        with pytest.raises(EngineError, match="the engine is closed"):
+            session.run(request(4))
 
 
 def test_graphs_are_captured_once_for_each_size_that_is_served() -> None:
@@ -386,4 +436,10 @@ def test_cuda_graphs_on_a_gpu() -> None:
                 inputs = request(rows)
                 np.testing.assert_allclose(session.run(inputs)["out"], expected(inputs), rtol=1e-6)
             session.resident(request(4))()
+            for rows in (3, 4):
+                buffers = session.buffers(rows)
+                assert buffers is not None
+                for name, value in request(rows).items():
+                    buffers[name][:] = value
+                np.testing.assert_allclose(session.run(buffers)["out"], expected(request(rows)), rtol=1e-6)
         assert program.rows == []

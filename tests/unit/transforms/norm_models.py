@@ -34,8 +34,6 @@ OPSETS = {"dynamo": (18, 21), "torchscript": (11, 13, 17, 20)}
 
 @dataclass(frozen=True)
 class Exporter:
-    """PyTorch's exporter, at an operator set."""
-
     name: str
     opset: int
 
@@ -96,8 +94,6 @@ def taken_in(model: onnx.ModelProto, folder: Path) -> ModelArtifact:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What mods made of a model."""
-
     before: onnx.ModelProto
     after: onnx.ModelProto
     path: Path

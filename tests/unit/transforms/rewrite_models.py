@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnx.parser
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx_text import parsed
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.graph.model import GraphModel
@@ -34,18 +34,9 @@ def parse(
     """
     untyped = [] if "[" in outputs else (outputs or "y").split(", ")
     outputs = ", ".join(f"float {name}" for name in untyped) or outputs
-    head = f'<ir_version: 10, opset_import: ["" : {opset}]> g ({inputs}) => ({outputs})'
-    text = f"{head} {{ {body} }}"
-    model: onnx.ModelProto = onnx.parser.parse_model(text)
+    model = parsed(body, constants, inputs=inputs, outputs=outputs, opset=opset)
     for node in model.graph.node:
         node.name = node.name or f"block/{node.output[0]}"
-    read = set(_read(model.graph))
-    for name, value in (constants or {}).items():
-        if name not in read:
-            continue
-        array = np.asarray(value)
-        array = array.astype(np.float32) if array.dtype == np.float64 else array
-        model.graph.initializer.append(numpy_helper.from_array(array, name))
     if untyped:
         for output in model.graph.output:
             output.type.tensor_type.ClearField("shape")
@@ -56,15 +47,6 @@ def parse(
     return model
 
 
-def _read(graph: onnx.GraphProto) -> Iterator[str]:
-    """Names that nodes read and no node makes."""
-    made = {name for node in graph.node for name in node.output}
-    for node in graph.node:
-        yield from (name for name in node.input if name not in made)
-        for attribute in node.attribute:
-            yield from (name for name in _read(attribute.g) if name not in made)
-
-
 def artifact(model: onnx.ModelProto, path: Path) -> ModelArtifact:
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save(model, path)
@@ -73,7 +55,6 @@ def artifact(model: onnx.ModelProto, path: Path) -> ModelArtifact:
 
 
 def as_double(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same graph in float64."""
     wide = onnx.ModelProto()
     wide.CopyFrom(model)
     del wide.graph.value_info[:]
@@ -103,7 +84,6 @@ def widened(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def evaluate(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
-    """Outputs by the ONNX reference evaluator."""
     names = [output.name for output in model.graph.output]
     return dict(zip(names, ReferenceEvaluator(model).run(None, feeds), strict=True))
 

@@ -123,6 +123,7 @@ PADDED: dict[str, Case] = {
 
 FOLDED: dict[str, Case] = {
     "a_transposed_weight": Case("wt = Transpose<perm=[1,0]>(w) y = MatMul(x, wt)", {"w": (8, 8)}),
+    "a_cast_weight": Case("w = Cast<to=1>(half) y = MatMul(x, w)", {"half": dyadic(8, 8).astype(np.float16)}),
     "a_chain_with_two_ends": Case(
         "a = Mul(p, q) b = Add(a, q) c = Relu(a) y0 = Add(x, b) y = Mul(y0, c)",
         {"p": dyadic(8), "q": dyadic(8, seed=1)},

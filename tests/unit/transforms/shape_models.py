@@ -37,14 +37,9 @@ def dyadic(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """A model as text.
+    """A model as text: nodes without a name get that of their output, in module ``block``; ``__`` is a dot.
 
-    Attributes:
-        body: Its nodes; those without a name are named after their output, in module
-            ``block``; ``__`` in a name stands for a dot.
-        constants: Values by name, or the shape (a tuple) of random ones; what is not read is left out.
-        outputs: As text; else the tensor y, of inferred shape.
-        why: What a mod says of it that leaves it alone.
+    Constants are values, or the shape (a tuple) of random ones; `why` is said by a mod that leaves it alone.
     """
 
     body: str
@@ -70,14 +65,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A model before and after one mod.
-
-    Attributes:
-        before: The model.
-        after: The rewritten one.
-        artifact: The rewritten one, described.
-        record: What the mod did and declined.
-    """
+    """A model before and after one mod, the rewritten one described, and what the mod did and declined."""
 
     before: onnx.ModelProto
     after: onnx.ModelProto
@@ -88,12 +76,10 @@ class Rewrite:
         return reasons_of(Found((), self.record.declined))
 
     def sites(self) -> dict[str, tuple[int, int]]:
-        """K and N of every site, by name."""
         return {site.name: (site.k, site.n) for site in self.artifact.sites}
 
 
 def feeds(model: onnx.ModelProto, batch: int = BATCH, seed: int = 0) -> Arrays:
-    """Random rows for the inputs of a model."""
     random = np.random.default_rng(seed)
     rows: Arrays = {}
     for tensor in model.graph.input:
@@ -145,7 +131,6 @@ def assert_same(
 
 
 def run(model: onnx.ModelProto, rows: Arrays) -> Arrays:
-    """Outputs by ONNX Runtime."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -155,7 +140,6 @@ def run(model: onnx.ModelProto, rows: Arrays) -> Arrays:
 
 
 def match(model: onnx.ModelProto, mod: Mod[Any], folder: Path) -> Found[Any]:
-    """What a mod finds in a model."""
     return mod.match(GraphModel.load(artifact(model, folder / "model.onnx").path))
 
 

@@ -22,6 +22,7 @@ AFTER = {
     },
     "folded": {
         "a_transposed_weight": "MatMul",
+        "a_cast_weight": "MatMul",
         "a_chain_with_two_ends": "Add Mul",
         "a_shape_that_is_put_together": "Reshape Relu Reshape",
         "rows_of_a_table_that_nothing_else_reads": "Add",

@@ -116,14 +116,11 @@ def test_rounding_is_accepted(tmp_path: Path) -> None:
     assert gain(model) > 0.5
 
 
-def test_each_mod_is_held_against_the_model_before_it(tmp_path: Path) -> None:
-    """Three rounding steps together would exceed the tolerance of one."""
+def test_each_mod_is_held_against_the_last_good_model(tmp_path: Path) -> None:
+    # Three rounding steps together would exceed the tolerance of one.
     _, log = run(tmp_path, ROUNDS, ROUNDS, ROUNDS)
     assert [record.rolled_back for record in log.records] == [False, False, False]
     assert sum(record.max_abs or 0 for record in log.records) > (log.records[0].tolerance or 0)
-
-
-def test_what_follows_a_rollback_starts_from_the_model_before_it(tmp_path: Path) -> None:
     model, log = run(tmp_path, BREAKS, ROUNDS)
     assert [record.rolled_back for record in log.records] == [True, False]
     assert gain(model) == pytest.approx(0.5 + ROUNDS.step, abs=1e-7)

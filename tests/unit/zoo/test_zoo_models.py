@@ -130,13 +130,16 @@ def test_attention_is_softmax_of_scaled_products():
             np.testing.assert_allclose(got[row], want, rtol=1e-4, atol=1e-5)
 
 
-def test_interformer_reads_its_history():
+def test_interformer_reads_its_history_or_the_named_fields():
     model = create("interformer", HISTORY, "tiny")
     inputs = example(4, HISTORY)
     with torch.no_grad():
         before = model(**inputs)
         inputs["history"] = (inputs["history"] + 1) % 40
         assert not torch.allclose(before, model(**inputs), atol=1e-6, rtol=0)
+    features = FeatureSpec(FEATURES.categorical, FEATURES.numeric, ("genre1", "item_id"))
+    model = create("interformer", features, "tiny")
+    assert model.positions.shape == (1, 2, 8)
 
 
 def test_seeds_of_pooling_begin_small():
@@ -145,12 +148,6 @@ def test_seeds_of_pooling_begin_small():
     assert found
     for seeds in found:
         assert 0 < torch.std(seeds) < 0.1
-
-
-def test_interformer_uses_the_named_fields_as_sequence():
-    features = FeatureSpec(FEATURES.categorical, FEATURES.numeric, ("genre1", "item_id"))
-    model = create("interformer", features, "tiny")
-    assert model.positions.shape == (1, 2, 8)
 
 
 @pytest.mark.parametrize(("name", "features"), EVERY)
@@ -231,22 +228,13 @@ def test_weights_follow_the_seed_and_leave_the_generator_alone():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: create("dlrmv3", FEATURES),
-            r"there is no model 'dlrmv3'(?s:.*)there are dlrm, dcnv2",
-        ),
+        (lambda: create("dlrmv3", FEATURES), r"there is no model 'dlrmv3'(?s:.*)there are dlrm, dcnv2"),
         (lambda: create("dlrm", FEATURES, "huge"), r"has no preset 'huge'(?s:.*)there are tiny, reference"),
-        (
-            lambda: FeatureSpec((), ("a",)),
-            "needs categorical and numeric features(?s:.*)0 categorical, 1",
-        ),
+        (lambda: FeatureSpec((), ("a",)), "needs categorical and numeric features(?s:.*)0 categorical, 1"),
         (lambda: FeatureSpec((("items", 3),), ("a",)), "'items' cannot name an embedding table"),
         (lambda: FeatureSpec((("a.b", 3),), ("a",)), r"'a\.b' cannot name an embedding table"),
         (lambda: FeatureSpec((("a", 3),), ("b",), ("c",)), "'c', which is no categorical feature"),
-        (
-            lambda: create("interformer", FeatureSpec((("a", 3),), ("b",))),
-            "2 recent tokens of a sequence of",
-        ),
+        (lambda: create("interformer", FeatureSpec((("a", 3),), ("b",))), "2 recent tokens of a sequence of"),
     ],
 )
 def test_requests_that_cannot_be_met_are_refused(call, message):
@@ -263,12 +251,9 @@ def test_features_of_movielens_take_genres_and_title_as_sequence(tmp_path):
     assert data.bindings[1] == InputBinding("ids", ("genre1", "x", "title_word"), "int64", 2, ids)
 
 
-def test_importing_the_zoo_does_not_import_torch():
+def test_the_zoo_without_torch():
     code = "import sys, loka_zoo, loka_onnx.data; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_without_torch_the_remedy_is_named():
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from loka_zoo import create, FeatureSpec\n"

@@ -65,7 +65,7 @@ def test_training_repeats_bit_by_bit(data):
     assert runs[0][0] != runs[2][0]
 
 
-def test_what_cannot_be_trained_on_is_refused(data):
+def test_what_cannot_be_trained_on_is_refused_and_divergence_is_an_error(data):
     model = create("dlrm", FeatureSpec.of(data), "tiny")
     with pytest.raises(ConfigError, match=r"its columns are \(\), the label is 'label'"):
         train(model, data.open("train", ()), OPTIONS)
@@ -75,9 +75,6 @@ def test_what_cannot_be_trained_on_is_refused(data):
         train(model, data.open("train", (TEACHER,)), dataclasses.replace(OPTIONS, label=TEACHER))
     with pytest.raises(ConfigError, match=r"training options are out of range(?s:.*)epochs 0"):
         TrainOptions(epochs=0)
-
-
-def test_divergence_is_a_model_error(data):
     model = create("dlrm", FeatureSpec.of(data), "tiny")
     with torch.no_grad():
         model.head.bias.fill_(float("nan"))

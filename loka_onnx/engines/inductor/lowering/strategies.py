@@ -21,6 +21,7 @@ from torch import Tensor
 from loka_onnx.engines.inductor.fusions.products import MULTIPLE
 from loka_onnx.engines.inductor.lowering.values import along_axis, saturated, short_name
 from loka_onnx.engines.inductor.package import CompiledSite
+from loka_onnx.engines.tuned_kernels import simulated_mm
 
 _OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -150,7 +151,7 @@ class PerSite(ProductStrategy):
 
 @dataclass(frozen=True)
 class ScaledMatMul(ProductStrategy):
-    """`torch._scaled_mm`: cuBLASLt on CUDA, oneDNN on the CPU; a dense product where nothing is FP8.
+    """`torch._scaled_mm` on CUDA, `simulated_mm` on the CPU; a dense product where nothing is FP8.
 
     The scales of a per-channel weight are multiplied in by the product (row-wise scales, (M, 1) and (1, N)),
     whose result is BF16 then, on CUDA; elsewhere behind a product whose result is FP32. With
@@ -185,8 +186,8 @@ class ScaledMatMul(ProductStrategy):
             values = values.transpose(-1, -2)
             values = values if product.bias is None else values + product.bias
         how = "weight on the left: the transposed product is computed" if turned else ""
-        factors = (product.a, product.b)
-        return values, compiled_site(product.site, "scaled_mm", *factors, engaged=True, reason=how)
+        factors, kernel = (product.a, product.b), "scaled_mm" if product.a.is_cuda else "simulated"
+        return values, compiled_site(product.site, kernel, *factors, engaged=True, reason=how)
 
     def _multiply_matrices(self, product: FloatProduct) -> Tensor:
         """Product of (M, K) and (K, N) with scales and bias, (M, N)."""
@@ -206,12 +207,13 @@ class ScaledMatMul(ProductStrategy):
         return (values if bias is None else values + bias).to(dtype)
 
     def _is_row_wise(self, product: FloatProduct) -> bool:
-        return product.a.device.type == "cuda" and product.dtype is torch.bfloat16
+        return product.a.is_cuda and product.dtype is torch.bfloat16
 
     def _scaled_mm(self, product: FloatProduct, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        # Only cuBLASLt reads the flag; the CPU sums in FP32.
-        fast = self.fast_accumulation and product.a.device.type == "cuda"
         operands = (product.a, product.b, product.scale_a, product.scale_b)
+        if not product.a.is_cuda:
+            return simulated_mm(*operands, bias, dtype)
+        fast = self.fast_accumulation
         return torch._scaled_mm(*operands, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import onnx
 import torch
-from lowering_models import parsed
 from onnx import TensorProto
+from onnx_text import parsed
 
 from loka_onnx.engines.inductor.fusions import FusionReport, fuse
 from loka_onnx.engines.inductor.fusions.planned import PlannedGraph
@@ -52,7 +52,7 @@ class Model:
         outputs = ", ".join(f"float[] {name}32" for name in self.outputs)
         text = f"x = Cast<to={base}>(x32) {self.text} {leave}"
         constants = {"zero": np.array(0, FP8), **self.constants}
-        onnx.save(parsed(text, constants, inputs=f"float[{lengths}] x32", output=outputs), path)
+        onnx.save(parsed(text, constants, inputs=f"float[{lengths}] x32", outputs=outputs), path)
         return path
 
     def in_fp32(self, path: Path) -> Path:
@@ -64,11 +64,9 @@ class Model:
         return replace(self, constants=wide).save(path, TensorProto.FLOAT)
 
     def rows(self, batch: int = BATCH) -> np.ndarray:
-        """Inputs of normal values."""
         return RANDOM.standard_normal((batch, *self.width)).astype(np.float32)
 
     def wide(self) -> dict[str, np.ndarray]:
-        """Constants in float64."""
         return {name: np.asarray(value).astype(np.float64) for name, value in self.constants.items()}
 
 
@@ -132,7 +130,6 @@ def quantized(tensor: str, scale: str = "s", name: str = "y") -> str:
 
 
 def product(bias: bool = False, behind: str = "", outputs: str = "wide") -> Model:
-    """An FP8 Gemm with what follows it."""
     k, n = 32, 48
     constants = {
         "s": np.array(0.0078125, BF16),
@@ -151,7 +148,6 @@ def product(bias: bool = False, behind: str = "", outputs: str = "wide") -> Mode
 
 
 def half(behind: str, width: int = 32, transposed: bool = True) -> Model:
-    """A BF16 Gemm with what follows it."""
     n = 48
     weight = bf16(n, width, scale=0.2) if transposed else bf16(width, n, scale=0.2)
     text = f"[fc] g = Gemm<transB={int(transposed)}>(x, w, b)"

@@ -41,7 +41,6 @@ class Case:
     outputs: int = 1
 
     def model(self) -> onnx.ModelProto:
-        """The node as a model."""
         names = ["" if value is None else f"i{k}" for k, value in enumerate(self.inputs)]
         outputs = [f"o{k}" for k in range(self.outputs)]
         node = helper.make_node(self.op, names, outputs, "node", **self.attributes)
@@ -59,19 +58,7 @@ class Case:
 
     @property
     def feeds(self) -> dict[str, Array]:
-        """What the graph takes."""
         return {f"i{k}": value for k, value in enumerate(self.inputs) if isinstance(value, np.ndarray)}
-
-
-def parsed(
-    text: str, constants: Mapping[str, Any] | None = None, *, inputs: str, output: str = "float[] y"
-) -> onnx.ModelProto:
-    """A graph from ONNX's text form, with initializers of their own types."""
-    head = f'<ir_version: 10, opset_import: ["" : 21]> g ({inputs}) => ({output})'
-    proto = onnx.parser.parse_model(f"{head} {{ {text} }}")
-    for name, value in (constants or {}).items():
-        proto.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
-    return proto
 
 
 def renamed(proto: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProto:
@@ -84,21 +71,18 @@ def renamed(proto: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProto
 
 
 def lowered(proto: onnx.ModelProto, folder: Path, products: ProductStrategy | None = None) -> LoweredModel:
-    """A model through its file."""
     path = folder / "model.onnx"
     onnx.save(proto, path)
     return lower(path, products)
 
 
 def run(model: Any, feeds: Mapping[str, Array]) -> list[Array]:
-    """Outputs of a module."""
     with torch.no_grad():
         done = model(*(to_torch(value) for value in feeds.values()))
     return [to_numpy(value) for value in done]
 
 
 def reference(proto: onnx.ModelProto, feeds: Mapping[str, Array]) -> list[Array]:
-    """Outputs by ONNX's reference evaluator."""
     return [np.asarray(value) for value in ReferenceEvaluator(proto).run(None, dict(feeds))]
 
 

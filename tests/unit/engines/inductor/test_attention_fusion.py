@@ -10,14 +10,13 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
 import torch
 from fusion_models import BATCH, BF16, RANDOM, ULP, Model, bf16, close, fused, ops, quantized, run, sites_of
-from lowering_models import parsed
+from onnx_text import in_fp32, parsed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -94,16 +93,7 @@ def numbers() -> np.ndarray:
 
 def exact(planned: Path, x: np.ndarray) -> np.ndarray:
     """By ONNX's reference evaluator, everything in FP32; constants as BF16 has rounded them."""
-    model = onnx.load(planned)
-    for tensor in model.graph.initializer:
-        if tensor.data_type == TensorProto.BFLOAT16:
-            values = numpy_helper.to_array(tensor).astype(np.float32)
-            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-    for node in model.graph.node:
-        for attribute in node.attribute:
-            if attribute.name == "to":
-                attribute.i = TensorProto.FLOAT
-    return np.asarray(ReferenceEvaluator(model).run(["y32"], {"x32": x})[0])
+    return np.asarray(ReferenceEvaluator(in_fp32(onnx.load(planned))).run(["y32"], {"x32": x})[0])
 
 
 FORMS = {
@@ -219,7 +209,7 @@ def test_every_movement_of_fp8_is_known() -> None:
 def test_a_softmax_over_queries_and_keys_is_left_alone(axis: str, sites: Any, tmp_path: Path) -> None:
     text = f"kt = Transpose<perm=[0,2,1]>(x) [compare] c = MatMul(x, kt) p = Softmax{axis}(c)"
     shape, path = f"float16[batch,{TOKENS},{WIDTH}]", tmp_path / "planned.onnx"
-    onnx.save(parsed(f"{text} [attend] y = MatMul(p, x)", inputs=f"{shape} x", output=f"{shape} y"), path)
+    onnx.save(parsed(f"{text} [attend] y = MatMul(p, x)", inputs=f"{shape} x", outputs=f"{shape} y"), path)
     x = RANDOM.standard_normal((BATCH, TOKENS, WIDTH)).astype(np.float16)
     graph = PlannedGraph.load(path)
     assert sites_of(fuse(graph), "attention") == sites

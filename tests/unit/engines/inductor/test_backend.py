@@ -16,8 +16,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'loka-onnx[export]'")
 
+from planned import plan_of_one  # noqa: E402
+
 from loka_onnx.core.formats import E5M2, Precision  # noqa: E402
-from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict  # noqa: E402
 from loka_onnx.core.recipe import PER_TENSOR, Recipe  # noqa: E402
 from loka_onnx.core.site import Operand, Site, SiteKind  # noqa: E402
 from loka_onnx.engines.inductor import backend as backend_module  # noqa: E402
@@ -61,29 +62,24 @@ from loka_onnx.sessions.cuda import CudaDevice  # noqa: E402
 NOWHERE = ("/nowhere/g++", "/nowhere/gcc")
 
 
-def plan(base: Precision = Precision.BF16, recipe: Recipe | None = None) -> PrecisionPlan:
-    decision = Decision("fc", base, None, Verdict.NOT_JUDGED, "test")
-    if recipe:
-        decision = Decision("fc", Precision.FP8, recipe, Verdict.SAFE, "test", 0.01, (0.01,))
-    return PrecisionPlan("plan", "digest", base, (decision,), {}, float(bool(recipe)))
-
-
 def graph_of(text: str) -> onnx.GraphProto:
     return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {text}').graph
 
 
 def test_plans_that_no_device_of_an_architecture_runs_are_declined() -> None:
     backend = InductorBackend()
-    fp8, e5m2 = plan(recipe=PER_TENSOR), plan(recipe=Recipe.of(E5M2))
+    fp8, e5m2 = plan_of_one(recipe=PER_TENSOR), plan_of_one(recipe=Recipe.of(E5M2))
     assert backend.decline(fp8, "sm80") == "sm80 has no FP8 products (sm89 is the first that has)"
     for architecture in ("cpu", "sm89", "sm90", "sm120"):
         assert backend.decline(fp8, architecture) is None
     for base in (Precision.FP32, Precision.BF16, Precision.FP16):
-        assert backend.decline(plan(base), "sm80") is None
+        assert backend.decline(plan_of_one(base), "sm80") is None
     assert backend.decline(e5m2, "cpu") == "site 'fc' asks for E5M2; inductor multiplies E4M3FN only"
 
 
-def test_a_gpu_is_built_for_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_built_for_where_it_is_and_nothing_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     backend = InductorBackend()
     monkeypatch.setattr(backend_module, "list_cuda_devices", lambda: (CudaDevice(0, "H100", "sm90"),))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -93,9 +89,6 @@ def test_a_gpu_is_built_for_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     assert backend.availability().devices == ("cpu", "H100 (sm90)")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "this one has no GPU that PyTorch uses" in backend.build_blocker("sm90")
-
-
-def test_without_a_compiler_nothing_is_built_and_everything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compilers, "find", lambda: None)
     availability = InductorBackend().availability()
     assert (availability.can_build, availability.can_run) == (False, True)
@@ -121,15 +114,19 @@ def test_the_compiler_of_the_system_is_preferred_to_the_environment(tmp_path, mo
 def request(architecture: str = "cpu", sizes=(8, 32), options=None) -> BuildRequest:
     """A request of which nothing but the batch sizes, the architecture and the options is read."""
     nowhere, batch = Path("nowhere"), BatchRange(1, max(sizes), max(sizes), sizes)
-    given = (nowhere, plan(), (), "device", architecture, batch, nowhere, nowhere)
+    given = (nowhere, plan_of_one(), (), "device", architecture, batch, nowhere, nowhere)
     return BuildRequest(*given, options=options or {})
 
 
-def test_a_gpu_has_a_program_for_each_of_a_few_batch_sizes() -> None:
+def test_programs_for_batch_sizes() -> None:
     assert Settings.of(request("sm90")).static
     others = [request("cpu"), request("sm90", options={"static": 0})]
     others += [request("sm90", sizes) for sizes in ((64,), (1, 8, 64, 512))]
     assert not any(Settings.of(each).static for each in others)
+    batch = BatchRange(1, 8, 64, (8, 32))
+    assert batch_programs(batch, static=False) == (Program("rows", 1, 64),)
+    assert batch_programs(batch, static=True) == (Program("rows8", 8, 8), Program("rows32", 32, 32))
+    assert batch_programs(BatchRange(16, 16, 16), static=False) == (Program("rows16", 16, 16),)
 
 
 def test_options_become_settings() -> None:
@@ -149,21 +146,11 @@ def test_options_become_settings() -> None:
     assert set(told) <= set(torch._inductor.config.get_config_copy())
 
 
-def test_one_program_for_all_batch_sizes_or_one_for_each() -> None:
-    batch = BatchRange(1, 8, 64, (8, 32))
-    assert batch_programs(batch, static=False) == (Program("rows", 1, 64),)
-    assert batch_programs(batch, static=True) == (Program("rows8", 8, 8), Program("rows32", 32, 32))
-    assert batch_programs(BatchRange(16, 16, 16), static=False) == (Program("rows16", 16, 16),)
-
-
 def test_ports_are_read_from_the_graph() -> None:
     inputs = "float[batch, 3, 4] x, int64[batch] ids"
     graph = graph_of(f"g ({inputs}) => (float[batch, 2] out, float[7] table, float[n] y) {{}}")
     assert input_ports(graph) == (InputPort("x", "float32", (3, 4)), InputPort("ids", "int64", ()))
     assert output_ports(graph) == (OutputPort("out", True), OutputPort("table", False), OutputPort("y", True))
-
-
-def test_inputs_that_no_request_holds_are_refused() -> None:
     for kind, code in (("float[batch, tokens]", "E0811"), ("bfloat16[batch, 2]", "E0812")):
         with pytest.raises(ModelError) as caught:
             input_ports(graph_of(f"g ({kind} x) => ({kind} y) {{}}"))
@@ -237,7 +224,7 @@ def test_an_operator_of_this_project_counts_as_a_product() -> None:
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_an_exact_tile_keeps_its_sums(is_exact: bool) -> None:
     val = torch.zeros(2, 2).to(torch.float8_e4m3fn)
-    factors = [SimpleNamespace(meta={"val": val}) for _ in "ab"]
+    factors = [SimpleNamespace(meta={"val": val}, target=name) for name in "ab"]
     tile = replace(TILES[0], is_exact=is_exact).numbers()
     # The operator itself is there only where Triton is.
     call = SimpleNamespace(op="call_function", target=PRODUCT_KERNEL, args=(*factors, None, tile), meta={})
@@ -287,10 +274,7 @@ def test_calls_of_products_are_counted_in_generated_code() -> None:
     assert product_calls([SOURCE]) == {SCALED: 3, OWN: 2, CONCAT: 1}
     assert product_calls([SOURCE, SOURCE]) == {SCALED: 6, OWN: 4, CONCAT: 2}
     assert product_calls(["aoti_torch_cuda_bmm_out(a)"]).total() == 0
-
-
-def test_kernels_are_named_after_their_operators() -> None:
-    """What is counted in generated code is a name that Inductor makes of the function's."""
+    # What is counted in generated code is a name that Inductor makes of the function's.
     folder = Path(kernels.__file__).parent
     for path in folder.glob("triton_*.py"):
         source = path.read_text()

@@ -47,15 +47,12 @@ def choices(found: Chosen, *sizes: int) -> dict[str, object]:
     return dict(found.products(sizes).choices)
 
 
-def test_a_program_gets_the_kernel_that_is_fastest_at_the_sizes_it_takes() -> None:
+def test_the_fastest_allowed_kernel_at_the_sizes_of_a_program_is_taken() -> None:
     small, large = {256: 3.0, 2048: 20.0}, {256: 9.0, 2048: 12.0}
     found = chosen(Measured("fc", "small", small, 0.0), Measured("fc", "large", large, 0.0))
     assert choices(found, 256) == {"fc": SMALL}
     assert choices(found, 2048) == {"fc": LARGE}
     assert choices(found, 256, 2048) == {"fc": LARGE}
-
-
-def test_a_kernel_that_is_too_inexact_or_failed_is_never_taken() -> None:
     found = chosen(
         Measured("fc", "small", {}, 0.5, "error 0.5, at most 0.002 is allowed"),
         Measured("fc", "large", {256: 9.0}, 0.0),
@@ -109,16 +106,13 @@ def timed(monkeypatch: pytest.MonkeyPatch, errors: dict[str, float] | None = Non
     return {"chosen": found, **{each.kernel: each for each in found.measured}}
 
 
-def test_a_library_is_out_only_where_one_tile_is_faster_at_every_size(monkeypatch) -> None:
+def test_a_library_is_out_only_where_one_allowed_tile_is_faster_at_every_size(monkeypatch) -> None:
     found = timed(monkeypatch)
     assert found["library"].obstacle == ""
     assert found["library"].us == {8: 4.5, 64: 10.5}
     assert choices(found["chosen"], 8, 64) == {"fc": ScaledMatMul()}
     monkeypatch.setitem(TIMES, "library", {8: 4.0, 64: 21.0})
     assert timed(monkeypatch)["library"].obstacle == "slower than another even without what follows"
-
-
-def test_a_tile_that_may_not_be_taken_keeps_no_library_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TIMES, "library", {8: 13.0, 64: 21.0})
     assert timed(monkeypatch)["library"].obstacle
     found = timed(monkeypatch, dict.fromkeys(map(str, TILES), 0.5))
@@ -126,12 +120,7 @@ def test_a_tile_that_may_not_be_taken_keeps_no_library_out(monkeypatch: pytest.M
     assert found["library"].us == {8: 13.5, 64: 21.5}
 
 
-def test_a_product_that_is_all_zeros_on_the_sample_can_be_measured() -> None:
-    given = product(torch.bfloat16)
-    assert choosing._error(ScaledMatMul(), replace(given, a=torch.zeros_like(given.a))) == 0.0
-
-
-def test_tiles_of_wider_factors_are_as_many_bytes_deep() -> None:
+def test_candidates_for_long_and_wide_factors() -> None:
     narrow, half = (CHOOSER.candidates(product(dtype)) for dtype in (FP8, torch.bfloat16))
     assert {"cublas", "cublas-fast"} < set(narrow)
     depths = [tile.depth for tile in TILES]
@@ -139,14 +128,13 @@ def test_tiles_of_wider_factors_are_as_many_bytes_deep() -> None:
     assert [tile.depth * 2 for tile in tiles_of(half)] == depths
     # Fast accumulation is about FP8.
     assert [name for name in half if not name.startswith("triton")] == ["library"]
-
-
-def test_long_sums_are_tried_in_exact_tiles_too() -> None:
     assert not any(name.endswith("-exact") for name in CHOOSER.candidates(product(FP8)))
     long = long_product(FP8)
     assert long.b.shape[0] >= choosing.LONG_K
     names = [name.removesuffix("-exact") for name in CHOOSER.candidates(long) if name.endswith("-exact")]
     assert names == [f"triton {tile}" for tile in (*TILES, *SPLIT_TILES)]
+    given = product(torch.bfloat16)
+    assert choosing._error(ScaledMatMul(), replace(given, a=torch.zeros_like(given.a))) == 0.0
 
 
 def test_k_is_split_where_there_are_few_tiles() -> None:

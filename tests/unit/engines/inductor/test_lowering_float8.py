@@ -18,10 +18,10 @@ from lowering_models import (  # noqa: E402
     Fixed,
     exported,
     lowered,
-    parsed,
     reference,
     run,
 )
+from onnx_text import parsed  # noqa: E402
 
 from loka_onnx.core.formats import E4M3FN, E5M2, NumberFormat  # noqa: E402
 from loka_onnx.engines.inductor.lowering.strategies import (  # noqa: E402
@@ -32,6 +32,7 @@ from loka_onnx.engines.inductor.lowering.strategies import (  # noqa: E402
     ProductStrategy,
     ScaledMatMul,
 )
+from loka_onnx.engines.inductor.site_precision import products_of  # noqa: E402
 from loka_onnx.errors import EngineError  # noqa: E402
 from loka_onnx.numerics.rounding import dequantize, fake_quantize, quantize, storage_type  # noqa: E402
 
@@ -44,8 +45,6 @@ X_SCALE, W_SCALE = np.float32(0.0087890625), np.float32(0.00177001953125)
 
 @dataclass(frozen=True)
 class Watch(ProductStrategy):
-    """Keeps the products that it multiplies."""
-
     seen: list[FloatProduct] = field(default_factory=list)
 
     def multiply(self, product: FloatProduct, epilogue: Epilogue | None = None) -> Multiplied:
@@ -110,7 +109,7 @@ def product_model(product: Product, kind: Any, *, per_channel: bool) -> tuple[on
     }
     free = ",".join(product.formula.split("->")[1])
     lengths = ",".join(["batch", *map(str, product.x[1:])])
-    proto = parsed(text, constants, inputs=f"float[{lengths}] x", output=f"float[{free}] out")
+    proto = parsed(text, constants, inputs=f"float[{lengths}] x", outputs=f"float[{free}] out")
     rounded = x.astype(kind).astype(np.float32)
     wide = dequantize(quantize(rounded, X_SCALE, E4M3FN), X_SCALE).astype(np.float64)
     expected = np.einsum(product.formula, wide, dequantize(stored, scale, axis).astype(np.float64))
@@ -129,7 +128,7 @@ def test_products_of_float8_multiply_float8(name: str, kind: Any, per_channel: b
     model = lowered(proto, tmp_path)
     found = run(model, {"x": x})[0]
     site = model.sites["fc"]
-    assert (site.kernel, site.engaged) == ("scaled_mm", True), site.reason
+    assert (site.kernel, site.engaged) == ("simulated", True), site.reason
     assert site.operands == ("float8_e4m3fn", "float8_e4m3fn")
     assert site.reason == ("weight on the left: the transposed product is computed" if "left" in name else "")
     scales = [value for key, value in model.named_buffers() if key in {"weights.sx", "weights.sw"}]
@@ -237,15 +236,12 @@ def identity_product(text: str, scale: Any) -> onnx.ModelProto:
     )
 
 
-def test_what_reads_the_tensor_beside_the_product_gets_its_rounded_values(tmp_path: Path) -> None:
+def test_readers_beside_the_product_nan_and_infinity(tmp_path: Path) -> None:
     model = lowered(identity_product("[fc] h = MatMul(d, v) y = Add(h, d)", X_SCALE), tmp_path)
     x = RANDOM.normal(size=(4, 32)).astype(np.float32)
     expected = 2 * fake_quantize(x, X_SCALE, E4M3FN)
     np.testing.assert_allclose(run(model, {"x": x})[0], expected, rtol=1e-6)
     assert model.sites["fc"].engaged
-
-
-def test_nan_spreads_along_its_row_and_infinity_saturates(tmp_path: Path) -> None:
     x = np.zeros((3, 32), np.float32)
     x[0, 3], x[1, 4] = np.nan, -np.inf
     found = run(lowered(identity_product("y = MatMul(d, v)", 0.5), tmp_path), {"x": x})[0]
@@ -279,16 +275,15 @@ def test_formats_that_can_be_multiplied(left: Any, right: Any, reason: str, tmp_
 
 
 @pytest.mark.parametrize("row_wise", [True, False])
-def test_channel_scales_in_the_product_or_behind_it(row_wise, tmp_path, monkeypatch) -> None:
-    """Row-wise scales are for CUDA, but the CPU multiplies so as well."""
+def test_the_cpu_multiplies_float8_values_in_fp32(row_wise, tmp_path, monkeypatch) -> None:
+    """`torch._scaled_mm` fails on some CPUs. Row-wise scales are for CUDA, but the CPU takes them as well."""
     if row_wise:
         monkeypatch.setattr(ScaledMatMul, "_is_row_wise", lambda self, product: True)
     proto, x, expected = product_model(PRODUCTS["gemm"], ml_dtypes.bfloat16, per_channel=True)
     model = lowered(proto, tmp_path)
-    program = exported(model, {"x": x})
-    products = [node for node in program.graph.nodes if "_scaled_mm" in str(node.target)]
-    assert len(products) == 1
-    assert products[0].meta["val"].dtype == (torch.bfloat16 if row_wise else torch.float32)
+    graph = exported(model, {"x": x}).graph
+    assert not [node for node in graph.nodes if "_scaled_mm" in str(node.target)]
+    assert [product.operands for product in products_of(graph)] == [("float8_e4m3fn",) * 2]
     np.testing.assert_allclose(run(model, {"x": x})[0], expected, rtol=2**-8, atol=2**-8)
 
 

@@ -13,7 +13,8 @@ import pytest
 from onnx import helper
 
 torch = pytest.importorskip("torch", reason="needs torch")
-from lowering_models import assert_same, exported, lowered, parsed, reference, renamed, run  # noqa: E402
+from lowering_models import assert_same, exported, lowered, reference, renamed, run  # noqa: E402
+from onnx_text import parsed  # noqa: E402
 
 from loka_onnx.engines.inductor.lowering.model import lower  # noqa: E402
 from loka_onnx.engines.inductor.lowering.node import OPERATORS, Node, Operator  # noqa: E402
@@ -47,7 +48,7 @@ def ranker() -> onnx.ModelProto:
         RANKER,
         constants | {"axis": np.array([1])},
         inputs="float[batch,8] dense, int64[batch,2] ids",
-        output="float[batch,1] logit, float[batch,1] probability",
+        outputs="float[batch,1] logit, float[batch,1] probability",
     )
     return renamed(proto, {"bottom_weight": "bottom.weight", "bottom_bias": "bottom.bias"})
 
@@ -145,7 +146,7 @@ def test_constants_and_inputs_may_be_outputs(tmp_path: Path) -> None:
         "y = Neg(x) s = Shape(x)",
         {"c": np.array([1.5], np.float32)},
         inputs="float[batch,3] x",
-        output="float[batch,3] y, float[1] c, int64[2] s, float[batch,3] x",
+        outputs="float[batch,3] y, float[1] c, int64[2] s, float[batch,3] x",
     )
     x = np.ones((2, 3), np.float32)
     found = run(lowered(proto, tmp_path), {"x": x})
@@ -271,7 +272,9 @@ def chains(draw: st.DrawFn) -> tuple[onnx.ModelProto, tuple[int, ...]]:
         node, shape = draw(st.sampled_from(steps))
         text, last = f"{text} t{number} = {node}", f"t{number}"
     text += f" y = Identity({last})"
-    return parsed(text, constants, inputs="double[batch,3,4] x", output="double[] y"), shape[1:]
+    return parsed(
+        text, constants, inputs="double[batch,3,4] x", outputs="double[] y", keeps_double=True
+    ), shape[1:]
 
 
 @hypothesis.given(chain=chains())
@@ -301,22 +304,20 @@ def test_an_unknown_operator_is_named_with_its_domain(op_type: str, domain: str,
     assert caught.value.where == f"node 'place' ({domain}{'.' if domain else ''}{op_type})"
 
 
-def test_what_torch_refuses_names_the_node_and_its_inputs(tmp_path: Path) -> None:
+def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
     proto = parsed("[mix] y = MatMul(x, w)", {"w": np.ones((4, 2), np.float32)}, inputs="float[batch,3] x")
     with pytest.raises(EngineError, match=r"node 'mix' \(MatMul\): torch refuses the node") as caught:
         run(lowered(proto, tmp_path), {"x": np.ones((2, 3), np.float32)})
     assert "evidence: inputs 'x' float32[2, 3], 'w' float32[4, 2]" in str(caught.value)
-
-
-def test_a_missing_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="the graph has 2 inputs\n  evidence: it was given 1"):
         lowered(ranker(), tmp_path)(torch.ones(1, 8))
-
-
-def test_a_type_that_torch_does_not_have(tmp_path: Path) -> None:
-    proto = parsed("y = Identity(x)", {}, inputs="string[batch] x", output="string[batch] y")
+    proto = parsed("y = Identity(x)", {}, inputs="string[batch] x", outputs="string[batch] y")
     with pytest.raises(EngineError, match="tensor 'x': values of type STRING are not lowered"):
         lowered(proto, tmp_path)
+    proto = parsed("c = Cast<to=7>(x) [bad] y = Reshape(x, c)", {}, inputs="float[batch] x")
+    with pytest.raises(EngineError, match="'shape' depends on the elements of a tensor") as caught:
+        run(lowered(proto, tmp_path), {"x": np.array([1, 2], np.float32)})
+    assert caught.value.where == "node 'bad' (Reshape)"
 
 
 @pytest.mark.parametrize(("wide", "stored"), [((1,), "float32"), ((), "bfloat16")])
@@ -333,10 +334,3 @@ def test_scales_of_an_operator_may_be_stored_in_float32(wide, stored, tmp_path, 
     proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(1.5, "bfloat16"), "s"))
     assert run(lowered(proto, tmp_path), {"x": np.array([4], np.float32)})[0].tolist() == [6]
     assert [str(kind) for kind in seen] == [f"torch.{stored}"]
-
-
-def test_a_shape_that_depends_on_elements_is_an_error(tmp_path: Path) -> None:
-    proto = parsed("c = Cast<to=7>(x) [bad] y = Reshape(x, c)", {}, inputs="float[batch] x")
-    with pytest.raises(EngineError, match="'shape' depends on the elements of a tensor") as caught:
-        run(lowered(proto, tmp_path), {"x": np.array([1, 2], np.float32)})
-    assert caught.value.where == "node 'bad' (Reshape)"

@@ -10,7 +10,8 @@ import onnx
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
-from lowering_models import Array, Case, Fixed, assert_same, lowered, parsed, reference, run  # noqa: E402
+from lowering_models import Array, Case, Fixed, assert_same, lowered, reference, run  # noqa: E402
+from onnx_text import parsed  # noqa: E402
 
 from loka_onnx.engines.inductor.lowering.node import OPERATORS  # noqa: E402
 
@@ -238,14 +239,11 @@ def test_every_registered_operator_is_in_the_table() -> None:
     assert {op for domain, op in OPERATORS if not domain} == {case.op for case in CASES}
 
 
-def test_negative_pads_crop(tmp_path: Path) -> None:
+def test_negative_pads_crop_and_integers_divide_toward_zero(tmp_path: Path) -> None:
     x = f(3, 4)
     case = Case("Pad", [x, n(2, -1), None, n(1)])
     found = run(lowered(case.model(), tmp_path), case.feeds)[0]
     np.testing.assert_array_equal(found, np.pad(x, ((0, 0), (2, 0)))[:, :-1])
-
-
-def test_division_of_integers_rounds_toward_zero(tmp_path: Path) -> None:
     case = Case("Div", [i([7, -7, 7, -7]), i([2, 2, -2, -2])])
     assert run(lowered(case.model(), tmp_path), case.feeds)[0].tolist() == [3, -3, -3, 3]
 
@@ -257,7 +255,7 @@ def test_bfloat16_stays_bfloat16_and_norms_sum_in_float32(tmp_path: Path) -> Non
         "b = Cast<to=16>(x) c = Add(b, one) n = LayerNormalization(c, gain, shift) y = Mul(n, one)",
         {"gain": ones, "shift": np.zeros_like(ones), "one": ones[0]},
         inputs="float[batch,4096] x",
-        output="bfloat16[batch,4096] y",
+        outputs="bfloat16[batch,4096] y",
     )
     x = RANDOM.normal(size=(2, 4096)).astype(np.float32) + 100
     found = run(lowered(proto, tmp_path), {"x": x})[0]

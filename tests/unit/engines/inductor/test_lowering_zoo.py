@@ -10,17 +10,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("onnxruntime", reason="needs onnxruntime")
 from lowering_models import Array, exported, run  # noqa: E402
+from planned import quantized_model  # noqa: E402
 
 from loka_onnx.core.artifact import ModelArtifact, OutputKind, OutputSpec  # noqa: E402
 from loka_onnx.core.formats import Precision  # noqa: E402
-from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict  # noqa: E402
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR, Recipe  # noqa: E402
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, PER_TENSOR  # noqa: E402
 from loka_onnx.core.site import SiteKind  # noqa: E402
 from loka_onnx.engines.inductor.lowering.model import lower  # noqa: E402
 from loka_onnx.export.torch_module import export_torch  # noqa: E402
-from loka_onnx.graph.model import GraphModel, values_of  # noqa: E402
-from loka_onnx.graph.sites import channel_axis  # noqa: E402
-from loka_onnx.numerics.scales import amax_scale, weight_scales  # noqa: E402
 from loka_onnx.sessions.onnx_session import OnnxSession  # noqa: E402
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan  # noqa: E402
 from loka_onnx.transforms.sequence import apply_mods  # noqa: E402
@@ -73,28 +70,9 @@ def test_a_model_agrees_with_onnx_runtime(artifact: ModelArtifact) -> None:
     assert {site.name for site in artifact.sites if site.kind is not SiteKind.NORM} <= sites.keys()
 
 
-def fp8_all(artifact: ModelArtifact, recipe: Recipe) -> PrecisionPlan:
-    """Every product in FP8, interactions too, under the range of its tensors on these rows."""
-    graph = GraphModel.load(artifact.path)
-    decisions = []
-    scale = amax_scale(8.0, recipe.format)
-    for site in artifact.sites:
-        if site.kind is SiteKind.NORM:
-            decisions.append(Decision(site.name, Precision.FP32, None, Verdict.SAFE, ""))
-            continue
-        other: tuple[float, ...] = (scale,)
-        if site.weight is not None:
-            values = values_of(graph.node(site.name).inputs[site.weight.index])
-            axis = channel_axis(site.weight)
-            found = weight_scales(values, recipe.weight, axis, recipe.format)
-            other = tuple(float(value) for value in found.reshape(-1))
-        decisions.append(Decision(site.name, Precision.FP8, recipe, Verdict.SAFE, "", scale, other))
-    return PrecisionPlan("fp8-all", artifact.digest, Precision.FP32, tuple(decisions), {}, 1.0)
-
-
 @pytest.mark.parametrize("recipe", [PER_TENSOR, PER_CHANNEL_WEIGHT], ids=["tensor", "channel"])
 def test_a_plan_of_float8_agrees_with_onnx_runtime(artifact, recipe, tmp_path) -> None:
-    plan, form = fp8_all(artifact, recipe), PlanForm(Precision.FP32)
+    plan, form = quantized_model(artifact, recipe, Precision.FP32, amax=8.0), PlanForm(Precision.FP32)
     planned = apply_plan(artifact, plan, form, tmp_path / "planned.onnx")
     plain, traced, sites = outputs(planned.path)
     expected, exact = (OnnxSession(path).run(rows())["logit"] for path in (planned.path, artifact.path))

@@ -98,13 +98,10 @@ def test_a_product_in_bf16_takes_along_what_follows(behind, transposed, tmp_path
     check(graph, model, x, with_epilogue(z, behind, rows, c))
 
 
-def test_a_product_in_bf16_of_a_width_that_no_kernel_takes_is_left_to_the_library(tmp_path):
+def test_where_a_product_ends(tmp_path):
     # Multiples of 16.
     assert fused(half("relu", width=13), tmp_path)[1].fused == {}
-
-
-def test_a_relu_behind_an_output_of_the_graph_stays(tmp_path):
-    """What it reads leaves the graph as well: the product ends there."""
+    # What it reads leaves the graph as well: the product ends there.
     graph, report = fused(product(behind="relu").then("before = Identity(g)", "wide", "before"), tmp_path)
     assert sites_of(report, "float8-product") == [("fc",)]
     assert "Relu" in ops(graph)
@@ -149,13 +146,10 @@ def test_products_that_share_a_weight_share_its_transpose() -> None:
     np.testing.assert_array_equal(first.values, numpy_helper.to_array(stored).T)
 
 
-def test_scales_of_rows_of_a_weight_are_not_those_of_its_columns(tmp_path):
+def test_broadcast_rows_and_scales_of_rows_are_not_taken_for_others(tmp_path):
     scales = np.abs(bf16(32)) * BF16(0.01) + BF16(0.005)
     model = product().but("<axis=0>", "<axis=1>", ws=scales, wz=np.zeros(32, FP8))
     assert "float8-product" not in unchanged(model, tmp_path).fused
-
-
-def test_a_row_that_is_broadcast_is_no_x0(tmp_path):
     model = product(outputs="").then(
         "row = Cast<to=16>(row32) gm = Mul(row, g) wide = Add(gm, row)",
         "wide",

@@ -128,6 +128,9 @@ def test_what_looks_alike_is_left_alone(tmp_path):
     assert fused(other, tmp_path)[1].fused == {}
     swapped = residual().but("Concat<axis=1>(own, l)", "Concat<axis=1>(l, own)")
     assert "token-residual-norm" not in fused(swapped, tmp_path)[1].fused
+    graph, report = fused(with_q(factorization()).then("", zero=np.array(0, np.int8)), tmp_path)
+    assert "factorization-norm" in report.fused
+    assert "QuantizeLinear" in ops(graph)
 
 
 def test_an_fp32_graph_declines_and_the_backend_names_what_it_would_fuse_in_bf16(tmp_path):
@@ -151,12 +154,6 @@ def test_a_norm_over_something_else_is_left_alone(axis, tmp_path):
     assert report.declined["factorization-norm"] == (
         "norm: it does not normalize over all of the flattened product, and that alone",
     )
-
-
-def test_a_q_to_another_type_is_not_taken_along(tmp_path):
-    graph, report = fused(with_q(factorization()).then("", zero=np.array(0, np.int8)), tmp_path)
-    assert "factorization-norm" in report.fused
-    assert "QuantizeLinear" in ops(graph)
 
 
 def test_products_that_the_plan_keeps_in_fp32_stay_there(tmp_path):

@@ -1,6 +1,6 @@
 """The Triton kernels against float64, in Triton's own interpreter, which needs no GPU.
 
-Each function runs in a process of its own: importing Triton decides that it interprets. FP16 throughout: the
+They run in a process of their own: importing Triton decides that it interprets. FP16 throughout: the
 interpreter (Triton 3.9) multiplies BF16 as if its bits were integers. It also loses the carry where rounding
 to FP8 reaches the next power of two, so that a few quantized values are half of what they should be; a GPU
 does neither.
@@ -8,9 +8,11 @@ does neither.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import traceback
 
 import pytest
 
@@ -152,14 +154,32 @@ def attention_masks() -> None:
 KERNELS = (factorization, token_norm, product, half_product, concat, token_concat, attention, attention_masks)
 
 
-@pytest.mark.parametrize("kernel", [each.__name__ for each in KERNELS])
-def test_a_kernel_computes_what_it_says(kernel: str) -> None:
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    """What went wrong, by kernel."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, __file__, kernel]
+    command = [sys.executable, __file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("kernel", [each.__name__ for each in KERNELS])
+def test_a_kernel_computes_what_it_says(kernel: str, failures: dict[str, str]) -> None:
+    assert failures[kernel] == ""
+
+
+def main() -> None:
+    failures = dict.fromkeys((kernel.__name__ for kernel in KERNELS), "")
+    for kernel in KERNELS:
+        torch.manual_seed(5)
+        try:
+            kernel()
+        except Exception:
+            failures[kernel.__name__] = traceback.format_exc()
+    print(json.dumps(failures))
 
 
 if __name__ == "__main__":
-    torch.manual_seed(5)
-    globals()[sys.argv[1]]()
+    main()

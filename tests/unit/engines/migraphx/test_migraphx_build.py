@@ -12,10 +12,11 @@ from typing import Any
 import onnx
 import pytest
 from onnx import TensorProto as T
+from planned import plan_of_one
 from planned_graphs import Planned
 
 from loka_onnx.core.formats import E4M3FNUZ, E5M2, Precision
-from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
+from loka_onnx.core.plan import PrecisionPlan
 from loka_onnx.core.recipe import PER_TENSOR, Recipe
 from loka_onnx.engines.migraphx import api
 from loka_onnx.engines.migraphx import backend as backend_module
@@ -62,12 +63,6 @@ def model(folder: Path, external: bool = False) -> Path:
     return path
 
 
-def plan(recipe: Recipe | None = PER_TENSOR, base: Precision = Precision.BF16) -> PrecisionPlan:
-    precision = base if recipe is None else Precision.FP8
-    decision = Decision("fc", precision, recipe, Verdict.SAFE, "test", 0.25, (0.5,))
-    return PrecisionPlan("fp8-all", "digest", base, (decision,), {}, 1.0)
-
-
 @pytest.fixture
 def vendor(monkeypatch: pytest.MonkeyPatch) -> FakeMigraphx:
     made = FakeMigraphx()
@@ -81,7 +76,9 @@ def compiled(path: Path, architecture: str, recipe: Recipe | None = PER_TENSOR, 
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir()
     where = {"target": "", "architecture": architecture, "output": into, "sample": path}
-    request = BuildRequest(model=path, plan=plan(recipe), sites=(), batch=batch, options=options, **where)
+    request = BuildRequest(
+        model=path, plan=plan_of_one(recipe=recipe), sites=(), batch=batch, options=options, **where
+    )
     return MigraphxBackend().compile(request, into)
 
 
@@ -138,14 +135,11 @@ def test_tuning_keeps_what_it_found_by_device_and_version(
     assert cache.parent.is_dir()
 
 
-def test_another_dynamic_axis_is_refused(tmp_path: Path) -> None:
+def test_dynamic_axes_and_fixed_outputs(tmp_path: Path) -> None:
     proto = onnx.load(model(tmp_path))
     proto.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "length"
     with pytest.raises(ModelError, match=r"dynamic axis(?s:.*)\(None, None\)"):
         inputs_of(proto)
-
-
-def test_an_output_of_fixed_length_does_not_follow_the_batch(tmp_path: Path) -> None:
     proto = onnx.load(model(tmp_path))
     proto.graph.output.append(onnx.helper.make_tensor_value_info("fixed", T.FLOAT, [3]))
     proto.graph.output.append(onnx.helper.make_tensor_value_info("scalar", T.FLOAT, []))
@@ -163,6 +157,7 @@ def test_tables_that_no_rule_touches_are_linked(tmp_path: Path) -> None:
 
 
 WIDE = (Precision.BF16, Precision.FP16)
+FP8 = plan_of_one(recipe=PER_TENSOR)
 
 
 class TestBackend:
@@ -170,18 +165,22 @@ class TestBackend:
         ("planned", "architecture", "said"),
         [
             (
-                plan(Recipe.of(E5M2)),
+                plan_of_one(recipe=Recipe.of(E5M2)),
                 "gfx942",
                 "site 'fc' asks for E5M2; migraphx multiplies E4M3FN",
             ),
-            (plan(Recipe.of(E4M3FNUZ)), "gfx942", "site 'fc' asks for E4M3FNUZ"),
-            (plan(), "gfx90a", "gfx90a has no FP8 products"),
-            (plan(None), "gfx90a", None),
-            *((plan(), architecture, None) for architecture in ("gfx942", "gfx950", "gfx1201")),
+            (plan_of_one(recipe=Recipe.of(E4M3FNUZ)), "gfx942", "site 'fc' asks for E4M3FNUZ"),
+            (FP8, "gfx90a", "gfx90a has no FP8 products"),
+            (plan_of_one(), "gfx90a", None),
+            *((FP8, architecture, None) for architecture in ("gfx942", "gfx950", "gfx1201")),
             # The reference target truncates: its accuracy would be told as that of a plan that a GPU rounds.
-            *((plan(recipe, base), "cpu", "truncates") for recipe in (None, PER_TENSOR) for base in WIDE),
-            *((plan(recipe, base), "gfx942", None) for recipe in (None, PER_TENSOR) for base in WIDE),
-            *((plan(recipe, Precision.FP32), "cpu", None) for recipe in (None, PER_TENSOR)),
+            *(
+                (plan_of_one(base, recipe), "cpu", "truncates")
+                for recipe in (None, PER_TENSOR)
+                for base in WIDE
+            ),
+            *((plan_of_one(base, recipe), "gfx942", None) for recipe in (None, PER_TENSOR) for base in WIDE),
+            *((plan_of_one(Precision.FP32, recipe), "cpu", None) for recipe in (None, PER_TENSOR)),
         ],
     )
     def test_what_it_declines(self, planned: PrecisionPlan, architecture: str, said: str | None) -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
 from onnx import TensorProto as T
 from onnx import numpy_helper
+from onnx_text import parsed
+from planned import quantized_site
 from planned_graphs import NUMPY, Array, Planned, evaluate, reread
 
 from loka_onnx.core.artifact import ModelArtifact
@@ -22,7 +23,6 @@ from loka_onnx.errors import ModelError
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.sites import find_sites
 from loka_onnx.numerics.rounding import fake_quantize, storage_type
-from loka_onnx.numerics.scales import weight_scales
 from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
@@ -32,19 +32,17 @@ ROWS = 6
 
 def block(folder: Path) -> Path:
     """A residual block: x + fc1(relu(fc0(rms(x)))), then a head; fc0 and head read what others read."""
-    model = onnx.parser.parse_model(
-        f"""<ir_version: 11, opset_import: ["" : 23]> block (float[batch,16] x) => (float[batch,2] y) {{
-            [norm] n = RMSNormalization<epsilon={EPSILON}>(x, g)
-            [fc0] a = MatMul(n, w0) [relu] r = Relu(a)
-            [fc1] c = Gemm<transB=1>(r, w1, b1) [residual] d = Add(c, n)
-            [head] y = MatMul(d, w2)
-        }}"""
-    )
+    body = f"""
+        [norm] n = RMSNormalization<epsilon={EPSILON}>(x, g)
+        [fc0] a = MatMul(n, w0) [relu] r = Relu(a)
+        [fc1] c = Gemm<transB=1>(r, w1, b1) [residual] d = Add(c, n)
+        [head] y = MatMul(d, w2)
+    """
     random = np.random.default_rng(3)
     sizes = {"g": (1, 16), "w0": (4, 16, 32), "w1": (6, 16, 32), "b1": (1, 16), "w2": (4, 16, 2)}
-    for name, (divisor, *shape) in sizes.items():
-        values = (random.normal(size=shape) / divisor).astype(np.float32)
-        model.graph.initializer.append(numpy_helper.from_array(values, name))
+    constants = {name: random.normal(size=shape) / divisor for name, (divisor, *shape) in sizes.items()}
+    ends = {"inputs": "float[batch,16] x", "outputs": "float[batch,2] y"}
+    model = parsed(body, constants, opset=23, **ends)
     onnx.checker.check_model(model, full_check=True)
     path = folder / "block.onnx"
     onnx.save(model, path)
@@ -56,17 +54,13 @@ def planned(folder: Path, base: Precision, *, per_channel: bool = False) -> Path
     source = block(folder)
     graph = GraphModel.load(source)
     sites = find_sites(graph)
-    weights = {t.name: numpy_helper.to_array(t) for t in onnx.load(source).graph.initializer}
     recipe = PER_CHANNEL_WEIGHT if per_channel else PER_TENSOR
-    decisions = []
-    for site in sites:
-        if site.weight is None:
-            decisions.append(Decision(site.name, base, None, Verdict.NOT_JUDGED, "test"))
-            continue
-        values, axis = weights[site.weight.tensor], 0 if site.op_type == "Gemm" else 1
-        scale = np.ravel(weight_scales(values, recipe.weight, axis, recipe.format))
-        fp8 = (site.name, Precision.FP8, recipe, Verdict.SAFE, "test", 2.0**-6, tuple(scale.tolist()))
-        decisions.append(Decision(*fp8))
+    decisions = [
+        Decision(site.name, base, None, Verdict.NOT_JUDGED, "test")
+        if site.weight is None
+        else quantized_site(graph, site, recipe, 2.0**-6)
+        for site in sites
+    ]
     plan = PrecisionPlan("fp8-all", "digest", base, tuple(decisions), {}, 1.0)
     artifact = ModelArtifact(source, "digest", 23, (), (), sites, "test")
     target = folder / "planned" / "model.onnx"
@@ -137,15 +131,12 @@ def test_nothing_that_migraphx_drops_or_refuses_is_left(
     assert products == {"fc0", "fc1", "head"}
 
 
-def test_the_planned_model_is_not_changed(tmp_path: Path) -> None:
+def test_the_planned_model_is_not_changed_nor_one_without_fp8(tmp_path: Path) -> None:
     path = planned(tmp_path, Precision.BF16)
     model = onnx.load(path)
     before = model.SerializeToString()
     write_dialect(model, path.parent, Float8Form.FNUZ)
     assert model.SerializeToString() == before
-
-
-def test_a_plan_without_fp8_keeps_its_numbers() -> None:
     p = Planned(T.BFLOAT16)
     model = p.model(p.op("MatMul", [p.enter(), p.constant("w", p.normal(8, 4))], "fc"))
     after = write_dialect(model, Path("nowhere"), Float8Form.FNUZ)
@@ -194,10 +185,7 @@ def test_several_axes(axis: int) -> None:
 
 @pytest.mark.parametrize(
     ("attributes", "said"),
-    [
-        ({"axis": 1}, "axis 1 (?s:.*)unknown rank"),
-        ({"stash_type": T.BFLOAT16}, "cannot be decomposed"),
-    ],
+    [({"axis": 1}, "axis 1 (?s:.*)unknown rank"), ({"stash_type": T.BFLOAT16}, "cannot be decomposed")],
 )
 def test_other_axes_and_statistics_are_refused(attributes: dict[str, int], said: str) -> None:
     p = Planned()

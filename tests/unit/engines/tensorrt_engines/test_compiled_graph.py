@@ -64,57 +64,39 @@ def test_unreadable_text_is_an_error(text: str, said: str) -> None:
         parse_compiled_graph(text)
 
 
-def test_both_operands_in_fp8_engage() -> None:
+def test_both_operands_in_fp8_engage_and_a_converted_product_does_not() -> None:
     found = one("fc1", Precision.FP8)
     assert (found.engaged, found.operands) == (True, ("fp8_e4m3", "fp8_e4m3"))
     assert found.evidence == "compiled graph: fully_connected 'fc1'"
-
-
-def test_a_converted_product_is_a_fallback() -> None:
     found = one("fc2", Precision.FP8)
     assert (found.engaged, found.operands) == (False, ("bf16", "bf16"))
     assert "multiplies bf16 by bf16 where the plan says fp8_e4m3, inside runtime_fusion" in found.evidence
     assert one("fc2", Precision.BF16).engaged
     assert not one("fc2", Precision.FP32).engaged
-
-
-def test_one_program_in_another_type_spoils_the_site() -> None:
-    other = parse_compiled_graph(TEXT.replace("const_payload_size=16384 ", "").replace("fp8_e4m3", "half"))
-    found = one("fc1", Precision.FP8, SiteKind.LINEAR, GRAPH, other)
-    assert (found.engaged, found.operands) == (False, ("half", "half"))
-
-
-def test_a_name_that_begins_with_another_is_not_that_site() -> None:
-    found = one("fc", Precision.FP8)
-    assert not found.engaged
-    assert "nothing under its name" in found.evidence
-
-
-def test_a_product_inside_a_fused_kernel() -> None:
-    assert one("dot", Precision.BF16, SiteKind.INTERACTION).engaged
-    assert not one("dot", Precision.FP16, SiteKind.INTERACTION).engaged
-    found = one("dot", Precision.FP8, SiteKind.INTERACTION)
-    assert not found.engaged
-    assert "function '_gemm_mha_v2' of bf16 and bf16 and bf16" in found.evidence
-
-
-def test_a_norm_reports_what_enters_its_kernel() -> None:
-    found = one("ln", Precision.BF16, SiteKind.NORM)
-    assert (found.engaged, found.operands) == (True, ("bf16",))
-
-
-def test_a_second_rounding_of_merged_sites_is_told() -> None:
-    found = one("p", Precision.FP8)
-    assert found.engaged
-    assert "rounded to FP8 before the scales of the merged sites" in found.evidence
-
-
-def test_tf32_is_not_fp32() -> None:
     assert one("full", Precision.FP32).engaged
     loose = parse_compiled_graph(TEXT.replace("tf32=0", "tf32=1"))
     assert not one("full", Precision.FP32, SiteKind.LINEAR, loose).engaged
 
 
-def test_no_graph_means_no_claim() -> None:
+def test_one_program_in_another_type_no_graph_and_a_longer_name_are_no_claim() -> None:
+    other = parse_compiled_graph(TEXT.replace("const_payload_size=16384 ", "").replace("fp8_e4m3", "half"))
+    found = one("fc1", Precision.FP8, SiteKind.LINEAR, GRAPH, other)
+    assert (found.engaged, found.operands) == (False, ("half", "half"))
+    found = one("fc", Precision.FP8)
+    assert not found.engaged
+    assert "nothing under its name" in found.evidence
     (found,) = site_precisions([], [(Site("fc1", SiteKind.LINEAR, "", (), "", 64, 256, 1), Precision.FP8)])
     assert (found.engaged, found.evidence) == (False, "the engine carries no compiled graph to read")
+
+
+def test_a_product_inside_a_fused_kernel_a_norm_and_a_second_rounding() -> None:
+    assert one("dot", Precision.BF16, SiteKind.INTERACTION).engaged
+    assert not one("dot", Precision.FP16, SiteKind.INTERACTION).engaged
+    found = one("dot", Precision.FP8, SiteKind.INTERACTION)
+    assert not found.engaged
+    assert "function '_gemm_mha_v2' of bf16 and bf16 and bf16" in found.evidence
+    found = one("ln", Precision.BF16, SiteKind.NORM)
+    assert (found.engaged, found.operands) == (True, ("bf16",))
+    found = one("p", Precision.FP8)
+    assert found.engaged
+    assert "rounded to FP8 before the scales of the merged sites" in found.evidence

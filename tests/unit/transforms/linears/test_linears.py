@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from rewrite_models import artifact, initializer, named, op_types
+from rewrite_models import artifact, op_types
 from shape_cases import ANY_COPY, EXPANDED, MERGED, PADDED, TAKEN_APART, WIDE
 from shape_models import Case, assert_left_alone, feeds, match, rewrite, weight
 
 from loka_onnx.core.site import SiteKind
+from loka_onnx.transforms.base import Mod
 from loka_onnx.transforms.linears.merge_parallel_linears import MergeParallelLinears
 from loka_onnx.transforms.linears.pad_sites import PadSites, widened_shape
 from loka_onnx.transforms.linears.split_concat import SplitConcat
@@ -20,13 +21,21 @@ from loka_onnx.transforms.sequence import apply_mods
 from loka_onnx.transforms.tidying.fold_constants import FoldConstants
 
 
-def test_the_site_says_where_it_came_from(tmp_path: Path) -> None:
+def test_names_of_merged_sites_tell_the_exported_ones(tmp_path: Path) -> None:
     done = rewrite(MERGED["query_key_value"].model(), MergeParallelLinears(), tmp_path)
     site = done.artifact.site("attention.query+key+value")
     assert site.merged_from == ("attention.query", "attention.key", "attention.value")
     assert (site.k, site.n, site.rows) == (8, 24, 4)
     assert [s.name for s in done.artifact.sites] == [site.name, "dot", "mix"]
     assert done.record.applied[0].what == "3 linears of K = 8 → one of N = 8 + 8 + 8"
+    body = " ".join(f"[experts__{i}__fc] h{i} = Gemm(x, w{i}) r{i} = Relu(h{i})" for i in range(6))
+    case = Case(
+        f"{body} y = Concat<axis=1>({', '.join(f'r{i}' for i in range(6))})",
+        {**{f"w{i}": (8, 2) for i in range(6)}},
+        outputs="float[batch,12] y",
+    )
+    done = rewrite(case.model(), MergeParallelLinears(), tmp_path)
+    assert list(done.sites()) == ["experts.0.fc+5_more"]
 
 
 def test_a_site_merged_twice_names_the_exported_sites(tmp_path: Path) -> None:
@@ -43,34 +52,14 @@ def test_a_site_merged_twice_names_the_exported_sites(tmp_path: Path) -> None:
     assert result.model.sites[0].merged_from == ("a", "b", "c")
 
 
-def test_what_follows_reads_its_own_part(tmp_path: Path) -> None:
-    done = rewrite(MERGED["gemms"].model(), MergeParallelLinears(), tmp_path)
-    site, split = named(done.after, "a+b"), named(done.after, "a+b/split")
-    assert list(split.output) == ["ha", "hb"]
-    assert [list(n.input) for n in done.after.graph.node if n.op_type in {"Relu", "Sigmoid"}] == [
-        ["ha"],
-        ["hb"],
-    ]
-    stored = onnx.numpy_helper.to_array(initializer(done.after, site.input[1]))
-    parts = [onnx.numpy_helper.to_array(initializer(done.before, name)) for name in ("wa", "wb")]
-    # Both came as transB: the layout stays.
-    np.testing.assert_array_equal(stored, np.concatenate(parts))
-
-
-def test_five_or_more_are_counted_in_the_name(tmp_path: Path) -> None:
-    body = " ".join(f"[experts__{i}__fc] h{i} = Gemm(x, w{i}) r{i} = Relu(h{i})" for i in range(6))
-    case = Case(
-        f"{body} y = Concat<axis=1>({', '.join(f'r{i}' for i in range(6))})",
-        {**{f"w{i}": (8, 2) for i in range(6)}},
-        outputs="float[batch,12] y",
-    )
-    done = rewrite(case.model(), MergeParallelLinears(), tmp_path)
-    assert list(done.sites()) == ["experts.0.fc+5_more"]
-
-
-TWO = "[a] ha = {a} [b] hb = {b} ra = Relu(ha) rb = Relu(hb) y = Concat<axis=-1>(ra, rb)"
 SQUARE = {"wa": (8, 8), "wb": (8, 8)}
-ROWS = "float[batch,4,8] x"
+
+
+def two(a: str, b: str, weights: Any = SQUARE, inputs: str = "float[batch,8] x", **case: Any) -> Case:
+    """Two products with a ReLU each, joined."""
+    body = f"[a] ha = {a} [b] hb = {b} ra = Relu(ha) rb = Relu(hb) y = Concat<axis=-1>(ra, rb)"
+    return Case(body, weights, inputs, **case)
+
 
 LEFT_ALONE = {
     "they_read_different_tensors": Case(
@@ -79,10 +68,11 @@ LEFT_ALONE = {
     "an_interaction_beside_a_linear": Case(
         "t = Transpose<perm=[0,2,1]>(x) [a] ha = MatMul(x, wa) [dot] s = MatMul(x, t) y = MatMul(s, ha)",
         SQUARE,
-        ROWS,
+        "float[batch,4,8] x",
     ),
-    "wide": Case(
-        TWO.format(a="Gemm(x, wa)", b="Gemm(x, wb)"),
+    "wide": two(
+        "Gemm(x, wa)",
+        "Gemm(x, wb)",
         {"wa": (8, 8), "wb": (8, 1025)},
         why={"b": "N = 1025 fills a device by itself: layers of N ≤ 1024 are merged"},
     ),
@@ -90,24 +80,22 @@ LEFT_ALONE = {
         "[ctr] y = Gemm(x, wa) [cvr] z = Gemm(x, wb)",
         {"wa": (8, 1), "wb": (8, 1)},
         outputs="y, z",
-        why={
-            "ctr": "its result leaves the graph: a head keeps a product of its own",
-            "cvr": "its result leaves the graph: a head keeps a product of its own",
-        },
+        why=dict.fromkeys(("ctr", "cvr"), "its result leaves the graph: a head keeps a product of its own"),
     ),
-    "factors": Case(
-        TWO.format(a="Gemm<alpha=0.3>(x, wa)", b="Gemm(x, wb)"),
-        SQUARE,
+    "factors": two(
+        "Gemm<alpha=0.3>(x, wa)",
+        "Gemm(x, wb)",
         why={"a": "a Gemm with factors alpha or beta, which would round the weight"},
     ),
-    "a_third_operand_of_the_batch": Case(
-        TWO.format(a="Gemm(x, wa, z)", b="Gemm(x, wb)"),
-        SQUARE,
-        "float[batch,8] x, float[batch,8] z",
+    "a_third_operand_of_the_batch": two(
+        "Gemm(x, wa, z)",
+        "Gemm(x, wb)",
+        inputs="float[batch,8] x, float[batch,8] z",
         why={"a": "a Gemm whose third operand is not a constant bias of N elements"},
     ),
-    "a_weight_for_each_token": Case(
-        TWO.format(a="MatMul(x, wa)", b="MatMul(x, wb)"),
+    "a_weight_for_each_token": two(
+        "MatMul(x, wa)",
+        "MatMul(x, wb)",
         {"wa": (4, 8, 8), "wb": (8, 8)},
         "float[4,4,8] x",
         why={"a": "its weight has rank 3, not 2"},
@@ -115,17 +103,13 @@ LEFT_ALONE = {
     "weights_of_different_sides": Case(
         "[a] ha = MatMul(wa, x) [b] hb = MatMul(x, wb) y = Add(ha, hb)", SQUARE, "float[batch,8,8] x"
     ),
-    "weights_of_different_range": Case(
-        TWO.format(a="Gemm(x, wa)", b="Gemm(x, wb)"),
+    "weights_of_different_range": two(
+        "Gemm(x, wa)",
+        "Gemm(x, wb)",
         {"wa": np.full((8, 8), 0.001), "wb": np.full((8, 8), 0.1)},
         why={"a": "its weights reach 0.001, those of 'b' 0.1: one scale for both would cost precision"},
     ),
 }
-
-
-@pytest.mark.parametrize("case", LEFT_ALONE)
-def test_near_misses_are_left_alone_with_the_reason(case: str, tmp_path: Path) -> None:
-    assert_left_alone(LEFT_ALONE[case], MergeParallelLinears(), tmp_path)
 
 
 def test_one_wide_layer_does_not_keep_the_others_apart(tmp_path: Path) -> None:
@@ -137,12 +121,6 @@ def test_one_wide_layer_does_not_keep_the_others_apart(tmp_path: Path) -> None:
     done = rewrite(case.model(), MergeParallelLinears(), tmp_path)
     assert done.sites() == {"a+c": (8, 6), "b": (8, 2000)}
     assert list(done.reasons()) == ["b"]
-
-
-def test_two_layers_share_what_is_left_of_the_concat(tmp_path: Path) -> None:
-    done = rewrite(TAKEN_APART["a_row_for_two_layers"].model(), SplitConcat(), tmp_path)
-    assert op_types(done.after).count("Concat") == 1
-    assert done.sites() == {"fc": (11, 8), "gate": (11, 8)}
 
 
 def test_the_row_of_a_user_is_a_site(tmp_path: Path) -> None:
@@ -204,11 +182,6 @@ SPLIT_LEFT_ALONE = {
 }
 
 
-@pytest.mark.parametrize("case", SPLIT_LEFT_ALONE)
-def test_near_misses_are_left_alone_with_the_reason_split(case: str, tmp_path: Path) -> None:
-    assert_left_alone(SPLIT_LEFT_ALONE[case], SplitConcat(), tmp_path)
-
-
 EXPECTED: dict[str, tuple[str, dict[str, tuple[int, int]]]] = {
     "absorbed_by_the_next_layer": ("Gemm Relu Gemm", {"a": (32, 32), "b": (32, 16)}),
     "absorbed_behind_a_product_of_two_ways": (
@@ -238,25 +211,6 @@ def test_every_form_is_padded_and_equal(case: str, tmp_path: Path) -> None:
     done = rewrite(PADDED[case].model(), PadSites(ANY_COPY), tmp_path)
     assert sorted(op_types(done.after)) == sorted(operators.split())
     assert done.sites() == sites
-
-
-def test_what_is_added_to_weights_is_zero(tmp_path: Path) -> None:
-    done = rewrite(PADDED["a_gather_inside_a_concat"].model(), PadSites(), tmp_path)
-    stored = onnx.numpy_helper.to_array(initializer(done.after, named(done.after, "a").input[1]))
-    weight = onnx.numpy_helper.to_array(initializer(done.before, "wa"))
-    # x takes rows 0 to 31, the gathered columns 32 to 52 and three more, z the last eight.
-    np.testing.assert_array_equal(stored[53:56], 0)
-    np.testing.assert_array_equal(np.delete(stored, slice(53, 56), axis=0), weight)
-
-
-def test_the_record_says_what_became_of_the_columns(tmp_path: Path) -> None:
-    done = rewrite(PADDED["both_sides_of_a_chain"].model(), PadSites(ANY_COPY), tmp_path)
-    assert [(applied.at, applied.what) for applied in done.record.applied] == [
-        ("a", "N 20 → 32: taken up by the K of 'b'"),
-        ("b", "N 36 → 48: taken up by the K of 'c'"),
-        ("c", "N 20 → 32: a Slice behind it"),
-        ("a", "K 21 → 32: a Pad in front of 'a'"),
-    ]
 
 
 LAYER = "[a] y = Gemm<transB=1>(x, wa, ba)"
@@ -302,9 +256,12 @@ PAD_LEFT_ALONE = {
 }
 
 
-@pytest.mark.parametrize("case", PAD_LEFT_ALONE)
-def test_near_misses_are_left_alone_with_the_reason_pad(case: str, tmp_path: Path) -> None:
-    assert_left_alone(PAD_LEFT_ALONE[case], PadSites(), tmp_path)
+NEAR = {MergeParallelLinears: LEFT_ALONE, SplitConcat: SPLIT_LEFT_ALONE, PadSites: PAD_LEFT_ALONE}
+
+
+@pytest.mark.parametrize(("mod", "name"), [(mod, name) for mod, cases in NEAR.items() for name in cases])
+def test_near_misses_are_left_alone_with_the_reason(mod: type[Mod[Any]], name: str, tmp_path: Path) -> None:
+    assert_left_alone(NEAR[mod][name], mod(), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,17 @@ def test_near_misses_are_left_alone_with_the_reason(case: str, tmp_path: Path) -
     assert_left_alone(LEFT_ALONE[case], MergeGathers(), tmp_path)
 
 
-def test_large_stacks_are_left_alone(tmp_path: Path) -> None:
+def test_large_stacks_are_left_alone_and_names_tell_the_tables(tmp_path: Path) -> None:
     found = match(LOOKED_UP["stacked"].model(), MergeGathers(largest_bytes=543), tmp_path)
     # 7 + 8 + 9 + 10 rows of four FP32 numbers.
     assert reasons_of(found)["block/e0"] == "its stack would copy 544 bytes of tables, over 543"
     assert len(match(LOOKED_UP["stacked"].model(), MergeGathers(largest_bytes=544), tmp_path).matches) == 1
+    model = LOOKED_UP["flat_and_out_of_order"].model()
+    for node in model.graph.node:
+        if node.output[0].startswith("e"):
+            node.name = f"embeddings.{node.output[0]}/gather"
+    done = rewrite(model, MergeGathers(), tmp_path)
+    assert named(done.after, "embeddings.e0+e1+e2+e3/lookup/gather").op_type == "Gather"
 
 
 def external(model: onnx.ModelProto, path: Path) -> GraphModel:
@@ -119,7 +125,7 @@ def external(model: onnx.ModelProto, path: Path) -> GraphModel:
     return graph
 
 
-def test_a_table_outside_the_model_is_not_copied(tmp_path: Path) -> None:
+def test_a_table_outside_the_model_is_not_copied_and_looked_up_once(tmp_path: Path) -> None:
     model = Case(
         f"{TWO.format('t0', 't1')} y = Concat<axis=1>(e0, e1)",
         {"t0": (7, 4), "t1": (8, 4), **{k: COLUMNS[k] for k in ("c0", "c1")}},
@@ -130,10 +136,7 @@ def test_a_table_outside_the_model_is_not_copied(tmp_path: Path) -> None:
     assert reasons_of(found)["block/e1"] == (
         "its table 't1' stays outside the model, and stacking would copy it"
     )
-
-
-def test_a_table_outside_the_model_is_looked_up_once(tmp_path: Path) -> None:
-    """Nothing is copied where all columns read one table."""
+    # Nothing is copied where all columns read one table.
     model = Case(
         f"{TWO.format('t0', 't0')} y = Concat<axis=1>(e0, e1)",
         {"t0": (7, 4), **{k: COLUMNS[k] for k in ("c0", "c1")}},
@@ -142,15 +145,6 @@ def test_a_table_outside_the_model_is_looked_up_once(tmp_path: Path) -> None:
     graph = external(model, tmp_path / "model.onnx")
     mod = MergeGathers()
     assert mod.rewrite(graph, mod.match(graph).matches[0]).what == "2 lookups in one table → one of width 4"
-
-
-def test_the_name_tells_the_tables(tmp_path: Path) -> None:
-    model = LOOKED_UP["flat_and_out_of_order"].model()
-    for node in model.graph.node:
-        if node.output[0].startswith("e"):
-            node.name = f"embeddings.{node.output[0]}/gather"
-    done = rewrite(model, MergeGathers(), tmp_path)
-    assert named(done.after, "embeddings.e0+e1+e2+e3/lookup/gather").op_type == "Gather"
 
 
 NOT_JOINED: dict[str, tuple[str, str]] = {

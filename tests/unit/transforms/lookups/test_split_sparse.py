@@ -201,13 +201,10 @@ def test_tables_outside_the_model_go_with_the_lookup_and_are_linked(
     assert data_locations(onnx.load(halves / "dense.onnx", load_external_data=False)) == ()
 
 
-def test_a_pool_along_axis_0_gives_one_row_an_example_again(tmp_path: Path) -> None:
+def test_rows_of_a_cut_tensor_are_those_of_the_batch(tmp_path: Path) -> None:
     split, _ = cut(Case(f"{TURNED} c = ReduceMean<keepdims=0>(e, zero) {TOP}", {"zero": [0]}), tmp_path)
     assert [tensor.shape for tensor in split.cut] == [(None, 4)]
-
-
-def test_a_cut_tensor_with_other_rows_than_the_batch_is_refused(tmp_path: Path) -> None:
-    """Found on data: no shape says that a bag has as many ids as the batch has rows."""
+    # Found on data: no shape says that a bag has as many ids as the batch has rows.
     body = "f = Reshape(ids, all) e = Gather<axis=0>(t0, f) r = Reshape(e, bags) "
     case = Case(f"{body} c = ReduceMean<keepdims=0>(r, one) {TOP}", {"all": [-1], "bags": [-1, 4, 4]})
     split, _ = cut(case, tmp_path)

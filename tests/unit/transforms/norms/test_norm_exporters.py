@@ -111,8 +111,6 @@ def root_of_sum(x: Any, _: Any, __: Any) -> Any:
 
 @dataclass(frozen=True)
 class Form:
-    """A module, the shape of a row, and the operators it is fused to."""
-
     module: Callable[[], Any]
     shape: tuple[int, ...] = (8,)
     ops: tuple[str, ...] = (LAYER,)

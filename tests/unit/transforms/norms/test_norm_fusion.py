@@ -209,15 +209,12 @@ def test_mean_and_variance_over_different_axes_are_an_rms_norm(
     assert_equal(outcome)
 
 
-def test_axes_of_unknown_length_are_declined(tmp_path: Path) -> None:
+def test_unknown_lengths_and_float64_are_declined(tmp_path: Path) -> None:
     model = Body().model()
     for info in (model.graph.input[0], model.graph.output[0]):
         info.type.tensor_type.shape.dim[1].dim_param = "width"
     outcome = fuse(model, FuseLayerNorm, tmp_path)
     assert [d.reason for d in outcome.declined] == ["the length of a normalized axis is not known"]
-
-
-def test_a_float64_norm_is_declined(tmp_path: Path) -> None:
     model = as_double(Body().model())
     source = artifact(model, tmp_path / "before.onnx")
     found = FuseLayerNorm().match(GraphModel.load(source.path))
@@ -228,7 +225,7 @@ def test_a_float64_norm_is_declined(tmp_path: Path) -> None:
 # Names ------------------------------------------------------------------------------------------------
 
 
-def test_the_fused_node_takes_the_module_path_and_readers_see_the_same_tensor(tmp_path: Path) -> None:
+def test_the_fused_node_takes_the_module_path_or_the_name_of_its_operator(tmp_path: Path) -> None:
     body = Body(affine="g = Mul(q, scale) n = Add(g, bias)")
     model = body.model({"scale": SCALE, "bias": BIAS})
     # A tensor that bears the module's name does not push the node off it.
@@ -239,9 +236,6 @@ def test_the_fused_node_takes_the_module_path_and_readers_see_the_same_tensor(tm
     assert list(named(outcome.after, "block").output) == ["n"]
     assert list(named(outcome.after, "block/y").input) == ["n"]
     assert len(outcome.applied) == 1
-
-
-def test_a_norm_at_the_top_of_the_model_is_named_after_its_operator(tmp_path: Path) -> None:
     model = Body().model()
     for node in model.graph.node:
         node.name = node.name.removeprefix("block")

@@ -36,7 +36,6 @@ FUSED = {
 
 @cache
 def transcribed() -> dict[tuple[str, int], str]:
-    """The text of each form, by name and operator set."""
     forms: dict[tuple[str, int], str] = {}
     key = ("", 0)
     for line in (HERE / "tf_norm_forms.txt").read_text(encoding="utf-8").splitlines():

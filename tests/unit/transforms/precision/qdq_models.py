@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
+from planned import quantized_site
 from rewrite_models import Arrays, artifact, parse
 
 from loka_onnx.core.artifact import ModelArtifact
 from loka_onnx.core.backends import Fusions
 from loka_onnx.core.formats import Precision
 from loka_onnx.core.plan import Decision, PrecisionPlan, Verdict
-from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, Granularity, Recipe, Scaling
+from loka_onnx.core.recipe import PER_CHANNEL_WEIGHT, Recipe, Scaling
 from loka_onnx.core.rewrite import RewriteRecord
 from loka_onnx.core.site import Site
-from loka_onnx.graph.model import GraphModel, values_of
-from loka_onnx.graph.sites import channel_axis
-from loka_onnx.numerics.scales import range_scaling, weight_scales
+from loka_onnx.graph.model import GraphModel
+from loka_onnx.numerics.scales import range_scaling
 from loka_onnx.sessions.backends import fusions_of
 from loka_onnx.transforms.precision.apply_plan import PlanForm, apply_plan
 
@@ -39,15 +39,7 @@ def weight(*shape: int, seed: int = 3) -> np.ndarray[Any, Any]:
 
 @dataclass(frozen=True)
 class Product:
-    """One site ``fc`` between x and y.
-
-    Attributes:
-        body: Graph text.
-        weights: Constants.
-        shape: Of x, without the batch.
-        output: Of y, without the batch.
-        channel_axis: Output-channel axis of the weight ``w``.
-    """
+    """One site ``fc`` between x and y, whose shapes are without the batch; the weight is ``w``."""
 
     body: str
     weights: Mapping[str, Any]
@@ -92,17 +84,14 @@ def quantizing_plan(
         if site.name not in chosen:
             precision = Precision.FP32 if site.name in fp32 else base
             return Decision(site.name, precision, None, Verdict.NOT_JUDGED, "test")
-        first = site.activation
-        other = next(operand for operand in site.operands if operand is not first)
-        scaling = scaling_of(rows[first.tensor], recipe)
-        decision = Decision(site.name, recipe.precision, recipe, Verdict.SAFE, "test", scaling.scale)
-        decision = replace(decision, activation_zero_point=scaling.zero_point)
-        if not other.constant:
-            second = scaling_of(rows[other.tensor], recipe)
-            return replace(decision, weight_scale=(second.scale,), weight_zero_point=second.zero_point)
-        values = values_of(graph.node(site.name).inputs[other.index])
-        scales = weight_scales(values, recipe.weight, channel_axis(other), recipe.format.of_weights)
-        return replace(decision, weight_scale=tuple(float(scale) for scale in scales.reshape(-1)))
+        scalings = {o: scaling_of(rows[o.tensor], recipe) for o in site.operands if not o.constant}
+        first = scalings.pop(site.activation)
+        second = next(iter(scalings.values()), first)
+        decision = quantized_site(graph, site, recipe, first.scale, second.scale)
+        zero_points = {"activation_zero_point": first.zero_point}
+        return replace(
+            decision, **zero_points | ({"weight_zero_point": second.zero_point} if scalings else {})
+        )
 
     return PrecisionPlan("test", model.digest, base, tuple(decide(s) for s in model.sites), {}, 1.0)
 
@@ -126,7 +115,6 @@ class Placed:
 
     @property
     def applied(self) -> list[tuple[str, str]]:
-        """What was moved or shared."""
         return [(a.at, a.what) for a in self.record.applied if not a.what.startswith("chain")]
 
     @property
@@ -139,7 +127,6 @@ class Placed:
 
 
 def plan_of(model: ModelArtifact, scales: Scales) -> PrecisionPlan:
-    """A plan that quantizes exactly these sites."""
     graph = GraphModel.load(model.path)
 
     def decide(site: Site) -> Decision:
@@ -147,13 +134,7 @@ def plan_of(model: ModelArtifact, scales: Scales) -> PrecisionPlan:
             return Decision(site.name, Precision.FP32, None, Verdict.NOT_JUDGED, "test")
         given = scales[site.name]
         first, second = given if isinstance(given, tuple) else (given, given)
-        weights: tuple[float, ...] = (second,)
-        recipe = PER_CHANNEL_WEIGHT
-        if site.weight is not None:
-            values = values_of(graph.node(site.name).inputs[site.weight.index])
-            found = weight_scales(values, Granularity.PER_CHANNEL, channel_axis(site.weight), recipe.format)
-            weights = tuple(float(scale) for scale in found.reshape(-1))
-        return Decision(site.name, Precision.FP8, recipe, Verdict.SAFE, "test", first, weights)
+        return quantized_site(graph, site, PER_CHANNEL_WEIGHT, first, second)
 
     decisions = tuple(decide(site) for site in model.sites)
     return PrecisionPlan("test", model.digest, Precision.FP32, decisions, {}, 1.0)

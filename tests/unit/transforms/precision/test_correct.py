@@ -37,16 +37,7 @@ def bias(values: Any, site: str = "fc") -> BiasCorrection:
 
 @dataclass(frozen=True)
 class Case:
-    """A graph, what is added to it, and the body that computes the same.
-
-    Attributes:
-        body: The graph.
-        corrections: What is added.
-        nodes: How many nodes come on top.
-        what: Part of what is said of it.
-        moved: By how much each output moves.
-        shape: Of x, without the batch.
-    """
+    """A graph, what is added to it, how many nodes that takes, what is said of it, and how outputs move."""
 
     body: str
     corrections: Corrections
@@ -205,13 +196,7 @@ def test_a_plan_is_written_with_its_corrections(base: Precision, tmp_path: Path)
 
 @dataclass(frozen=True)
 class Typed:
-    """A small model in a base precision, without and with corrections.
-
-    Attributes:
-        plain: Without.
-        corrected: With them.
-        record: What is said of them.
-    """
+    """A small model in a base precision, without corrections and with them."""
 
     plain: onnx.ModelProto
     corrected: onnx.ModelProto
@@ -259,46 +244,39 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("base", [Precision.BF16, Precision.FP16])
-@pytest.mark.parametrize("value", [0.002, 0.004, 0.01])
-@pytest.mark.parametrize("head", HEADS)
-def test_outputs_in_a_narrow_base_move_by_their_constant(
-    head: str, value: float, base: Precision, tmp_path: Path
+NARROW = [
+    (head, base, value, (), (), False)
+    for head in HEADS
+    for value in (0.002, 0.004, 0.01)
+    for base in (Precision.BF16, Precision.FP16)
+]
+FOLDING = [
+    ("gemm", Precision.BF16, 0.002, (), ("fc",), True),
+    ("add", Precision.BF16, 0.002, ("add",), (), True),
+    ("add", Precision.BF16, 0.002, (), ("fc",), False),
+    ("squeezed", Precision.BF16, 0.002, ("block/y",), ("fc",), True),
+    # The Squeeze would round what the Gemm in FP32 adds.
+    ("squeezed", Precision.BF16, 0.002, (), ("fc",), False),
+    ("probability", Precision.BF16, 0.002, (), ("fc",), True),
+]
+
+
+@pytest.mark.parametrize("case", NARROW + FOLDING)
+def test_outputs_move_by_their_constant_which_goes_into_a_bias_that_stays_in_fp32(
+    case: tuple[str, Precision, float, tuple[str, ...], tuple[str, ...], bool], tmp_path: Path
 ) -> None:
+    head, base, value, wide, fp32, folds = case
     kind = PROBABILITY if head == "probability" else LOGIT
     constant = Corrections((), (OutputConstant("y", kind, value),))
-    done = typed(HEADS[head], base, constant, tmp_path)
-    # One sum in FP32 of numbers below 8; a probability comes back to its logit with 2⁻²⁴ / (p (1 − p)).
-    atol = 2e-6 if kind is PROBABILITY else 2**-21
-    np.testing.assert_allclose(done.moved(is_probability=kind is PROBABILITY), value, rtol=0, atol=atol)
-    assert done.record.applied[0].what.endswith("in an Add of its own")
-
-
-@pytest.mark.parametrize(
-    ("head", "wide", "fp32", "folds"),
-    [
-        ("gemm", (), ("fc",), True),
-        ("add", ("add",), (), True),
-        ("add", (), ("fc",), False),
-        ("squeezed", ("block/y",), ("fc",), True),
-        # The Squeeze would round what the Gemm in FP32 adds.
-        ("squeezed", (), ("fc",), False),
-        ("probability", (), ("fc",), True),
-    ],
-)
-def test_a_constant_goes_into_a_bias_that_stays_in_fp32(
-    head: str, wide: tuple[str, ...], fp32: tuple[str, ...], folds: bool, tmp_path: Path
-) -> None:
-    kind = PROBABILITY if head == "probability" else LOGIT
-    constant = Corrections((), (OutputConstant("y", kind, 0.002),))
-    done = typed(HEADS[head], Precision.BF16, constant, tmp_path, wide=wide, fp32=fp32)
-    assert ("in the constant of" in done.record.applied[0].what) == folds
+    done = typed(HEADS[head], base, constant, tmp_path, wide=wide, fp32=fp32)
+    assert ("in the constant of" if folds else "in an Add of its own") in done.record.applied[0].what
     assert op_types(done.corrected).count("Add") == (head == "add") + (not folds)
+    # One sum in FP32 of numbers below 8; a probability comes back to its logit with 2⁻²⁴ / (p (1 − p)).
     atol = 2e-6 if kind is PROBABILITY else 2**-20
-    np.testing.assert_allclose(done.moved(is_probability=kind is PROBABILITY), 0.002, rtol=0, atol=atol)
+    np.testing.assert_allclose(done.moved(is_probability=kind is PROBABILITY), value, rtol=0, atol=atol)
 
 
-def test_a_site_bias_that_rounding_takes_is_left_out(tmp_path: Path) -> None:
+def test_a_site_bias_that_rounding_takes_is_left_out_by_the_sum_over_channels(tmp_path: Path) -> None:
     # −2.3 + .002 is −2.296875 in BF16, as −2.3 is: all is lost. At 1.25 BF16 numbers are 2⁻⁷ apart, and
     # 3 · 2⁻⁹ becomes 2⁻⁷: an error of a third, 1/9 of the energy.
     lost = typed(HEADS["gemm"], Precision.BF16, Corrections((bias([[0.002]]),)), tmp_path / "lost")
@@ -325,9 +303,6 @@ def test_a_site_bias_that_rounding_takes_is_left_out(tmp_path: Path) -> None:
         done = typed(HEADS["gemm"], base, Corrections((bias([[0.002]]),)), tmp_path / name, fp32=fp32)
         assert done.record.declined == ()
         np.testing.assert_allclose(done.moved(), 0.002, rtol=0, atol=2**-20)
-
-
-def test_what_rounding_takes_is_summed_over_channels(tmp_path: Path) -> None:
     # All of .002 is lost on −2.3, and almost nothing of .25 on 1: .002² of .25² + .002².
     both = Corrections((bias([[0.002, 0.25]]),))
     done = typed(HEADS["gemm"], Precision.BF16, both, tmp_path / "both", b=(-2.3, 1.0))

@@ -249,9 +249,13 @@ def assert_defined_types(typed: Typed) -> None:
                     assert kind in formal[min(index, len(formal) - 1)].types, (node.op_type, name, kind)
 
 
-def test_softplus_has_an_fp16_form(tmp_path: Path) -> None:
+def test_limits_of_fp16_constants(tmp_path: Path) -> None:
     typed = cast(parse("h = Softplus(x) y = Relu(h)"), Precision.FP16, tmp_path)
     assert typed.fp32_tensors() == {"x", "y"}
+    cast(parse("y = Max(x, mask)", {"mask": -65504.0}), Precision.FP16, tmp_path)
+    typed = cast(parse("y = Mul(x, small)", {"small": 2.3e-5}), Precision.FP16, tmp_path)
+    stored = float(numpy_helper.to_array(initializer(typed.model, "small.fp16")))
+    assert stored == float(np.float16(2.3e-5)) != 2.3e-5
 
 
 # Nodes that make tensors ------------------------------------------------------------------------------
@@ -323,10 +327,6 @@ def test_a_constant_that_overflows_is_refused(
 def test_an_infinite_constant_is_exact(base: Precision, value: float, tmp_path: Path) -> None:
     typed = cast(parse("y = Max(x, mask)", {"mask": value}), base, tmp_path)
     assert numpy_helper.to_array(initializer(typed.model, f"mask.{base}")) == value
-
-
-def test_the_largest_fp16_number_is_accepted(tmp_path: Path) -> None:
-    cast(parse("y = Max(x, mask)", {"mask": -65504.0}), Precision.FP16, tmp_path)
 
 
 @both_bases
@@ -413,9 +413,3 @@ def test_a_scale_that_fp16_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert (error.code, error.where) == ("E0604", "node 'fc/weight/dq'")
     assert error.evidence == "scale 0 of 1 is 2.241e-05, normal fp16 numbers begin at 6.104e-05"
     assert quantized(Precision.BF16, tmp_path, size=0.01).model
-
-
-def test_a_small_constant_that_is_no_scale_is_rounded(tmp_path: Path) -> None:
-    typed = cast(parse("y = Mul(x, small)", {"small": 2.3e-5}), Precision.FP16, tmp_path)
-    stored = float(numpy_helper.to_array(initializer(typed.model, "small.fp16")))
-    assert stored == float(np.float16(2.3e-5)) != 2.3e-5

@@ -61,6 +61,24 @@ def expected_product(product: Product, x: Any, result: Quantized, recipe: Recipe
     return y + product.weights.get("b", 0.0)
 
 
+def check_stored_weight(model: onnx.ModelProto, product: Product, granularity: str) -> None:
+    w, stored = product.weights["w"], initializer(model, "fc/weight/fp8")
+    assert (stored.data_type, tuple(stored.dims)) == (TensorProto.FLOAT8E4M3FN, w.shape)
+    assert len(stored.raw_data) == w.size
+    assert "w" not in {tensor.name for tensor in model.graph.initializer}
+    dq = named(model, "fc/weight/dq")
+    scale, zero = (initializer(model, name) for name in dq.input[1:])
+    assert (zero.data_type, zero.dims) == (TensorProto.FLOAT8E4M3FN, scale.dims)
+    assert not numpy_helper.to_array(zero).astype(np.float32).any()
+    axis = None if granularity == "per_tensor" else product.channel_axis
+    assert {a.name: a.i for a in dq.attribute} == ({} if axis is None else {"axis": axis})
+    assert list(scale.dims) == ([] if axis is None else [w.shape[axis]])
+    others = None if axis is None else tuple(a for a in range(w.ndim) if a != axis)
+    # A scale is amax / 448 rounded up to eight bits.
+    ratio = numpy_helper.to_array(scale) * 448 / np.abs(w).max(axis=others)
+    assert np.all((ratio >= 1 - 1e-6) & (ratio <= 1 + 2**-7))
+
+
 @pytest.mark.parametrize("granularity", RECIPES)
 @pytest.mark.parametrize("case", PRODUCTS)
 def test_values_equal_fake_quantized_operands(case: str, granularity: str, tmp_path: Path) -> None:
@@ -76,6 +94,7 @@ def test_values_equal_fake_quantized_operands(case: str, granularity: str, tmp_p
     )
     exact = evaluate(product.model(), {"x": x})["y"]
     assert np.abs(exact - expected).max() > 0.05
+    check_stored_weight(result.model, product, granularity)
 
 
 @pytest.mark.parametrize("format", list(FLOATS))
@@ -120,48 +139,6 @@ def test_integers_against_int64(format: NumberFormat, case: str, tmp_path: Path)
         np.testing.assert_allclose(session.run({"x": x})["y"], expected, rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("granularity", RECIPES)
-@pytest.mark.parametrize("case", PRODUCTS)
-def test_the_weight_is_stored_in_fp8(case: str, granularity: str, tmp_path: Path) -> None:
-    product = PRODUCTS[case]
-    w = product.weights["w"]
-    result = quantize(product.model(), {"x": random_rows(6, *product.shape)}, RECIPES[granularity], tmp_path)
-    stored = initializer(result.model, "fc/weight/fp8")
-    assert stored.data_type == TensorProto.FLOAT8E4M3FN
-    assert tuple(stored.dims) == w.shape
-    assert len(stored.raw_data) == w.size
-    assert "w" not in {tensor.name for tensor in result.model.graph.initializer}
-    dq = named(result.model, "fc/weight/dq")
-    attributes = {a.name: a.i for a in dq.attribute}
-    scale, zero = (initializer(result.model, name) for name in dq.input[1:])
-    assert zero.data_type == TensorProto.FLOAT8E4M3FN
-    assert zero.dims == scale.dims
-    assert not numpy_helper.to_array(zero).astype(np.float32).any()
-    if granularity == "per_tensor":
-        assert list(scale.dims) == []
-        assert attributes == {}
-    else:
-        assert list(scale.dims) == [w.shape[product.channel_axis]]
-        assert attributes == {"axis": product.channel_axis}
-        others = tuple(a for a in range(w.ndim) if a != product.channel_axis)
-        amax = np.abs(w).max(axis=others)
-        # A scale is amax / 448 rounded up to eight bits.
-        ratio = numpy_helper.to_array(scale) * 448 / amax
-        assert ((ratio >= 1 - 1e-6) & (ratio <= 1 + 2**-7)).all()
-
-
-def test_the_activation_is_quantized_with_a_rank_0_scale_and_an_explicit_zero_point(tmp_path: Path) -> None:
-    product = PRODUCTS["gemm"]
-    result = quantize(product.model(), {"x": random_rows(6, *product.shape)}, PER_CHANNEL_WEIGHT, tmp_path)
-    q, dq = named(result.model, "fc/in0/q"), named(result.model, "fc/in0/dq")
-    assert q.input[0] == "x"
-    assert list(dq.input) == [q.output[0], *q.input[1:]]
-    scale, zero = (initializer(result.model, name) for name in q.input[1:])
-    assert (list(scale.dims), list(zero.dims)) == ([], [])
-    assert (scale.data_type, zero.data_type) == (TensorProto.FLOAT, TensorProto.FLOAT8E4M3FN)
-    assert named(result.model, "fc").input[0] == dq.output[0]
-
-
 def test_an_interaction_quantizes_both_operands(tmp_path: Path) -> None:
     x = random_rows(6, *INTERACTION.shape)
     rows = {"x": x, "t": 3 * x}  # not a power of two: another scale rounds otherwise
@@ -178,21 +155,10 @@ def test_an_interaction_quantizes_both_operands(tmp_path: Path) -> None:
     )
 
 
-def test_a_product_of_a_tensor_with_itself_quantizes_it_once(tmp_path: Path) -> None:
+def test_what_reads_one_tensor_shares_its_qdq(tmp_path: Path) -> None:
     model = parse("[fc] y = MatMul(x, x)", inputs="float[batch,5,5] x", outputs="float[batch,5,5] y")
     result = quantize(model, {"x": random_rows(6, 5, 5)}, PER_TENSOR, tmp_path)
     assert op_types(result.model) == ["QuantizeLinear", "DequantizeLinear", "MatMul"]
-
-
-def two_readers(folder: Path, **plan: Any) -> Quantized:
-    model = parse(
-        "[a] p = MatMul(x, w) [b] q = MatMul(x, v) [c] r = MatMul(x, u) s = Add(p, q) y = Add(s, r)",
-        {name: weight(8, 8, seed=i) for i, name in enumerate("wvu")},
-    )
-    return quantize(model, {"x": random_rows(6, 8)}, PER_TENSOR, folder, **plan)
-
-
-def test_sites_that_read_one_tensor_share_its_qdq(tmp_path: Path) -> None:
     result = two_readers(tmp_path, fp8=("a", "b"))
     assert op_types(result.model).count("QuantizeLinear") == 1
     assert named(result.model, "a").input[0] == named(result.model, "b").input[0]
@@ -204,6 +170,14 @@ def test_sites_that_read_one_tensor_share_its_qdq(tmp_path: Path) -> None:
     ]
 
 
+def two_readers(folder: Path, **plan: Any) -> Quantized:
+    model = parse(
+        "[a] p = MatMul(x, w) [b] q = MatMul(x, v) [c] r = MatMul(x, u) s = Add(p, q) y = Add(s, r)",
+        {name: weight(8, 8, seed=i) for i, name in enumerate("wvu")},
+    )
+    return quantize(model, {"x": random_rows(6, 8)}, PER_TENSOR, folder, **plan)
+
+
 def test_the_interface_and_the_names_of_sites_stay(tmp_path: Path) -> None:
     result = two_readers(tmp_path)
     before = onnx.load(result.source.path)
@@ -213,9 +187,6 @@ def test_the_interface_and_the_names_of_sites_stay(tmp_path: Path) -> None:
         assert named(result.model, site.name).op_type == site.op_type
     assert result.planned.log.records[0].seconds > 0
     assert len(result.planned.digest) == 64
-
-
-def test_a_plan_without_fp8_writes_the_model_as_it_is(tmp_path: Path) -> None:
     result = two_readers(tmp_path, fp8=())
     assert result.planned.log.records == ()
     assert result.planned.digest == result.source.digest

@@ -303,30 +303,22 @@ def quantized(q_scale: Any, zero: Any, *, saturate: int = 1, extra: bool = False
     return GraphModel.from_proto(proto, Path())
 
 
-@pytest.mark.parametrize(
-    ("form", "reason"),
-    [
-        ({"q_scale": [S] * 4, "zero": [0] * 4}, "it is not one scale, known beforehand, for the tensor"),
-        ({"q_scale": S, "zero": 0, "saturate": 0}, "it is not one scale, known beforehand, for the tensor"),
-        (
-            {"q_scale": S, "zero": 0, "extra": True},
-            "something besides a DQ of its scale reads its quantized values",
-        ),
-    ],
-    ids=["per_channel", "wrapping", "read_as_fp8"],
-)
-def test_other_forms_stay_where_they_are(form: dict[str, Any], reason: str) -> None:
-    graph = quantized(**form)
+OTHER_FORMS: dict[str, tuple[dict[str, Any], str]] = {
+    "one_scale": ({}, ""),
+    "per_channel": ({"q_scale": [S] * 4, "zero": [0] * 4}, OTHER_SCALE),
+    "wrapping": ({"saturate": 0}, OTHER_SCALE),
+    "read_as_fp8": ({"extra": True}, "something besides a DQ of its scale reads its quantized values"),
+}
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_other_forms_stay_where_they_are(form: str) -> None:
+    changes, reason = OTHER_FORMS[form]
+    graph = quantized(**{"q_scale": S, "zero": 0, **changes})
     record = place_qdq(graph, (), RTX)
-    assert record.applied == ()
-    assert [(d.at, d.reason) for d in record.declined] == [("q", reason)]
-    assert graph.node("q").inputs[0].name == "t"
-
-
-def test_the_same_form_with_one_scale_is_moved() -> None:
-    graph = quantized(S, 0)
-    assert len(place_qdq(graph, (), RTX).applied) == 1
-    assert graph.node("q").inputs[0].name == "x"
+    assert len(record.applied) == (not reason)
+    assert [(d.at, d.reason) for d in record.declined] == ([("q", reason)] if reason else [])
+    assert graph.node("q").inputs[0].name == ("t" if reason else "x")
 
 
 # Chains and form -----------------------------------------------------------------------------------

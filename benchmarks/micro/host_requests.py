@@ -1,0 +1,104 @@
+"""Time of a request from host memory beside that of its kernels, by the engine of a bundle that runs here.
+
+In turns: `Engine.infer` with NumPy arrays, with arrays of `Engine.buffers`, and the engine's kernels alone
+with the batch in device memory; behind them requests a second of 1, 2 and 4 sessions, a thread for each::
+
+    python -m benchmarks.micro.host_requests --bundles DIR... --sizes 256 2048 --out DIR
+
+Requests have the values of the bundle's sample, repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines.timing import device_clock, device_facts, summary, timed_in_turns
+from benchmarks.recording import write_record
+from loka_onnx.runtime import Engine, Serving, load
+from loka_onnx.runtime.requests import repeated
+from loka_onnx.sessions.runner import Resident
+
+SESSIONS = (1, 2, 4)
+
+
+def clock(resident: Resident) -> float:
+    """Microseconds of one request."""
+    began = time.perf_counter()
+    resident.launch()
+    return (time.perf_counter() - began) * 1e6
+
+
+def figures(bundle: Path, sizes: list[int], turns: int, seconds: float) -> dict[str, Any]:
+    """Times by batch size, and requests a second by number of sessions."""
+    found: dict[str, Any] = {}
+    with load(bundle, trust=True) as engine:
+        found["engine"], found["columns"] = engine.entry.id, len(engine.inputs)
+        for size in sizes:
+            request = {name: repeated(value, size) for name, value in engine._request.items()}
+            buffers = engine.buffers(size)
+            for name, value in request.items():
+                buffers[name][:] = value
+            runner = engine.engine_for(size)._runner
+            resident = runner.resident(request)
+            alone = timed_in_turns({"device": resident}, turns, device_clock)
+            whole = {
+                "arrays": Resident(partial(engine.infer, request), str),
+                "buffers": Resident(partial(engine.infer, buffers), str),
+                "session alone": Resident(partial(runner.run, request), str),
+            }
+            taken = timed_in_turns(whole, turns * 20, clock)
+            found[str(size)] = {name: summary(values) for name, values in {**alone, **taken}.items()}
+    for sessions in SESSIONS:
+        with load(bundle, trust=True, serving=Serving(sessions=sessions)) as engine:
+            for size in sizes:
+                found[str(size)][f"requests/s, {sessions}"] = rate(engine, size, sessions, seconds)
+    return found
+
+
+def rate(engine: Engine, size: int, threads: int, seconds: float) -> float:
+    """Requests a second with a thread for each session, from arrays of `buffers`."""
+    counts, stop = [0] * threads, threading.Event()
+
+    def ask(number: int) -> None:
+        buffers = engine.buffers(size)
+        for name, value in engine._request.items():
+            buffers[name][:] = repeated(value, size)
+        while not stop.is_set():
+            engine.infer(buffers)
+            counts[number] += 1
+
+    asking = [threading.Thread(target=ask, args=(number,)) for number in range(threads)]
+    began = time.perf_counter()
+    for thread in asking:
+        thread.start()
+    time.sleep(seconds)
+    stop.set()
+    for thread in asking:
+        thread.join()
+    return sum(counts) / (time.perf_counter() - began)
+
+
+def main() -> None:
+    """Print and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bundles", type=Path, nargs="+", required=True)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[256, 2048])
+    parser.add_argument("--turns", type=int, default=25)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    results = {}
+    for bundle in options.bundles:
+        name = bundle.parent.parent.name
+        results[name] = figures(bundle, options.sizes, options.turns, options.seconds)
+        print(name, results[name], flush=True)
+    write_record("host_requests", results, {"device": device_facts(), "turns": options.turns}, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""INT8 products that stay in FP32 because they are slower: times on this processor, and equal values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from onnx import numpy_helper
+
+from loka_onnx.engines.onnx_operands import OperandReader
+from loka_onnx.engines.onnxruntime.cpu_form import IntegerProducts
+from loka_onnx.engines.onnxruntime.faster_products import FasterProducts, write_fp32
+from loka_onnx.sessions.host_devices import integer_instructions
+from loka_onnx.sessions.onnx_session import OnnxSession
+
+pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'loka-onnx[cpu]'")
+
+BODY = """
+    qx = QuantizeLinear(x, s, z) dx = DequantizeLinear(qx, s, z)
+    w1 = DequantizeLinear<axis = 1>(q1, s1, z1)
+    [wide] h = Gemm(dx, w1, b1) r = Relu(h)
+    qr = QuantizeLinear(r, s, zero) dr = DequantizeLinear(qr, s, zero)
+    w2 = DequantizeLinear<axis = 0>(q2, s2, z2)
+    [next] y = Gemm<transB = 1>(dr, w2)
+    qt = QuantizeLinear(t, s, z) dt = DequantizeLinear(qt, s, z)
+    w3 = DequantizeLinear<axis = 1>(q3, s3, z3)
+    [thin] u = MatMul(dt, w3)
+"""
+Model = tuple[onnx.ModelProto, Path]
+SCALE = np.float32(0.05)
+SHAPES = {"1": (512, 512), "2": (512, 512), "3": (1, 16)}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    proto = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> '
+        f"g (float[b,512] x, float[b,1] t) => (float[b,512] y, float[b,16] u) {{ {BODY} }}"
+    )
+    random = np.random.default_rng(0)
+    constants: dict[str, Any] = {
+        "s": np.array(SCALE),
+        "z": np.array(128, np.uint8),
+        "zero": np.array(0, np.uint8),
+    }
+    constants["b1"] = random.normal(size=512).astype(np.float32)
+    for name, shape in SHAPES.items():
+        channels = shape[0] if name == "2" else shape[1]
+        constants[f"q{name}"] = random.integers(-127, 128, shape).astype(np.int8)
+        constants[f"s{name}"] = random.uniform(1e-3, 2e-3, channels).astype(np.float32)
+        constants[f"z{name}"] = np.zeros(channels, np.int8)
+    proto.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in constants.items())
+    onnx.save(proto, tmp_path / "m.onnx")
+    return proto, tmp_path / "m.onnx"
+
+
+def inputs(count: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(1)
+    return {n: random.normal(size=(count, k)).astype(np.float32) for n, k in (("x", 512), ("t", 1))}
+
+
+@pytest.mark.skipif(not integer_instructions(), reason="needs VNNI, AMX or ARM's dot product")
+def test_a_product_with_one_row_of_weights_is_slower_in_int8_and_a_wide_chain_is_not(model: Model) -> None:
+    proto, path = model
+    before = proto.SerializeToString()
+    slower = FasterProducts(proto, path).slower(inputs(16), (64, 256))
+    assert slower.keys() == {"thin"}
+    assert "µs at batch 64" in slower["thin"]
+    assert proto.SerializeToString() == before
+    assert {file.name for file in path.parent.iterdir()} == {"m.onnx"}
+
+
+@pytest.mark.parametrize("products", [("thin",), ("next",), ("wide",), ("wide", "next", "thin")])
+def test_what_is_written_in_fp32_has_no_rounded_activation(model: Model, products: tuple[str, ...]) -> None:
+    proto, path = model
+    reader = OperandReader(path)
+    write_fp32(proto, products, reader)
+    IntegerProducts(proto, reader).write()
+    onnx.checker.check_model(proto, full_check=True)
+    given = inputs(64)
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+
+    def rounded(values: np.ndarray, product: str, zero: int) -> np.ndarray:
+        if product in products:
+            return values
+        q = np.clip(np.rint(np.float32(values) / SCALE) + zero, 0, 255) - zero
+        return np.asarray(q * np.float64(SCALE))
+
+    weights = {name: reader.constant(f"q{name}") * np.float64(reader.constant(f"s{name}")) for name in "13"}
+    of_next = reader.constant("q2").T * np.float64(reader.constant("s2"))
+    hidden = np.maximum(rounded(given["x"], "wide", 128) @ weights["1"] + constants["b1"], 0)
+    want = {
+        "y": rounded(hidden, "next", 0) @ of_next,
+        "u": rounded(given["t"], "thin", 128) @ weights["3"],
+    }
+    got = OnnxSession.in_memory(proto, {}, path).run(given)
+    for name, values in want.items():
+        # One step of an activation, where a tie falls the other way, moves a sum by 0.05 · 0.25.
+        np.testing.assert_allclose(got[name], values, atol=0.03)
+        assert np.median(np.abs(got[name] - values)) < 1e-4

@@ -1,0 +1,121 @@
+"""Runs from Python on a model and rows in memory, and what a notebook shows of their results."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from sample_run import SampleRun
+
+import loka_onnx
+from loka_onnx import RunOptions, RunResult, Stage
+from loka_onnx.data.parquet import write_table
+from loka_onnx.errors import ConfigError, DataError
+
+DRAW = np.random.default_rng(0)
+ROWS = {
+    "x": DRAW.random((4000, 2), dtype=np.float32),
+    "clicked": (np.arange(4000) % 3 == 0).astype(np.int64),
+}
+
+
+class OnlyToArrow:
+    """A table with one method of polars's, as a library without the C protocol has it."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.to_arrow = lambda: table
+
+
+class OnlyDataframe:
+    """A table with the interchange protocol alone."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.__dataframe__ = table.__dataframe__
+
+
+SCALARS = {"price": ROWS["x"][:, 0], "clicked": ROWS["clicked"]}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        SCALARS,
+        pa.table(SCALARS),
+        pa.table(SCALARS).to_reader(),
+        OnlyToArrow(pa.table(SCALARS)),
+        OnlyDataframe(pa.table(SCALARS)),
+    ],
+    ids=["dict", "pyarrow", "C stream", "to_arrow", "interchange"],
+)
+def test_rows_in_memory_are_written_as_they_are(tmp_path: Path, rows: Any) -> None:
+    table = pq.read_table(write_table(rows, tmp_path / "deep" / "rows.parquet"))
+    assert table.column_names == ["price", "clicked"]
+    assert np.array_equal(table["price"].to_numpy(), SCALARS["price"])
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["rows.parquet"]
+
+
+def test_a_second_axis_is_a_list_of_one_length(tmp_path: Path) -> None:
+    table = pq.read_table(write_table(ROWS, tmp_path / "rows.parquet"))
+    assert table.schema.field("x").type == pa.list_(pa.float32(), 2)
+    assert np.array_equal(np.stack(table["x"].to_numpy()), ROWS["x"])
+
+
+@pytest.mark.parametrize("rows", [5, {"x": [1, 2], "y": [1]}, {"x": np.zeros((2, 2, 2))}])
+def test_what_is_no_table_is_refused(tmp_path: Path, rows: Any) -> None:
+    with pytest.raises(DataError) as caught:
+        write_table(rows, tmp_path / "rows.parquet")
+    assert caught.value.code == "E0232" and not list(tmp_path.iterdir())
+
+
+def model_of(path: Path, more: str = "") -> Path:
+    text = f"""
+        <ir_version: 10, opset_import: ["" : 21]>
+        g (float[n, 2] x {more}) => (float[n, 1] score)
+        <float[2, 1] w = {{0.5, -0.25}}> {{ y = MatMul(x, w) score = Sigmoid(y) }}
+    """
+    onnx.save(onnx.parser.parse_model(text), path)
+    return path
+
+
+def test_a_model_and_a_dict_are_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = model_of(tmp_path / "ranker.onnx")
+    until = RunOptions(until=Stage.EXPORT)
+    with caplog.at_level(logging.WARNING):
+        result = loka_onnx.run(model, ROWS, until)
+    assert (result.directory / "model/exported.onnx").is_file() and "check this" in caplog.text
+    outputs = [{"name": "score", "kind": "probability", "label": "clicked", "budget": 0.001}]
+    again = RunOptions(until=Stage.EXPORT, force=True)
+    given = loka_onnx.run(model, ROWS, again, outputs=outputs, overrides={"output": str(tmp_path / "b")})
+    assert given.directory == tmp_path / "b" and '"budget":0.001' in (
+        tmp_path / "b" / "run.json"
+    ).read_text().replace(" ", "")
+
+
+def test_an_input_without_a_column_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        loka_onnx.run(model_of(tmp_path / "ranker.onnx", ", int64[n] merchant"), ROWS)
+    assert caught.value.code == "E1642" and "merchant" in caught.value.evidence
+
+
+def test_results_are_short_in_an_interpreter_and_tables_in_a_notebook(sample: SampleRun) -> None:
+    result = RunResult(Path("runs/a"), sample.report.choice, sample.report)
+    for value, rows in (
+        (result, len(sample.report.engines)),
+        (sample.report.profile, 2),
+        (sample.report.plans, 9),
+    ):
+        assert len(repr(value)) < 500 and len(value.records()) == rows
+        assert value._repr_html_().count("<tr>") == rows + 1
+    assert repr(result).splitlines()[1].startswith("cpu: fp32, 123.4 µs at 1,024, ")
+    assert repr(RunResult(Path("runs/a"))) == "RunResult('runs/a')"
+    assert "<script" not in RunResult(Path("<script>"))._repr_html_()
