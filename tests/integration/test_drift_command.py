@@ -148,7 +148,7 @@ def test_an_altered_run_is_refused(ready, command, tmp_path, alter, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--plan", "fp32"], "--plan: there is no plan 'fp32' with FP8 sites for the model of the profile"),
+        (["--plan", "fp32"], "--plan: there is no plan 'fp32' with quantized sites for the model"),
         (["--relevance", "loudness=1"], "evidence: the names are mean, rms, zeros, column, stability_index"),
         (["--relevance", "rms=loud"], "--relevance 'rms=loud': a threshold is NAME=VALUE, at least 0"),
         (["--relevance", "rms=-1"], "--relevance 'rms=-1': a threshold is NAME=VALUE, at least 0"),
