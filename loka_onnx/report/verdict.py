@@ -92,15 +92,17 @@ def _speed_part(data: ReportData, choice: TargetChoice) -> Told:
     now, batch = shown(numbers.latency, largest, "p50_us"), shown(numbers.count, largest, "batch")
     if before is None or before.times is None:
         return told("{} at {}", now, batch)
-    timed = (x for e in data.evaluations_of(before.engine) for x in e.latencies if x.batch == largest.batch)
+    every = [x for e in data.evaluations_of(before.engine) for x in e.latencies]
+    timed, sizes = (x for x in every if x.batch == largest.batch), {x.batch for x in every}
     then = next((told("{} → ", shown(numbers.latency, x, "p50_us")) for x in timed), Told(""))
     built = data.engine(before.engine)
     is_tie = before.times.lower <= 1.0 <= before.times.upper
     return told(
-        "{}{}× over {} ({}{} at {})",
+        "{}{}× over {} ({}{}{} at {})",
         "a tie, " if is_tie else "",
         formed("{:.2f}".format, Place(before.times, "value")),
         built.plan.upper() if built else before.engine,
+        told("mean of {} sizes; ", len(sizes)) if len(sizes) > 1 else Told(""),
         then,
         now,
         batch,
