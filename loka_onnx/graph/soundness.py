@@ -84,6 +84,11 @@ def check_sound(proto: onnx.ModelProto, path: Path) -> None:
             raise unsound(
                 path, "holds two tensors of one name", f"in graph '{graph.name}'", f"tensor '{twice[0]}'"
             )
+    for node in nested_nodes(proto.graph.node):
+        for name in (attribute.ref_attr_name for attribute in node.attribute if attribute.ref_attr_name):
+            # ONNX Runtime ignores the reference and takes the value beside it; other libraries have none.
+            evidence = f"it is to be the value of '{name}', which only a node in a function has"
+            raise unsound(path, "has an attribute without a value", evidence, f"node '{node.name}'")
     light = without_weights(proto)
     try:
         onnx.checker.check_model(light)

@@ -78,6 +78,9 @@ UNSOUND: dict[str, Callable[[onnx.ModelProto], object]] = {
     "a branch without outputs": lambda m: node(m, "If").attribute[0].g.ClearField("output"),
     "a missing branch": lambda m: node(m, "If").attribute.pop(),
     "a constant without a value": lambda m: node(m, "Constant").attribute[0].ClearField("t"),
+    "the value of an attribute of no function": lambda m: setattr(
+        node(m, "Transpose").attribute[0], "ref_attr_name", "z"
+    ),
     "an attribute of another type": lambda m: setattr(node(m, "Transpose").attribute[0], "type", 1),
     "a permutation of more axes": lambda m: node(m, "Transpose").attribute[0].ints.extend([7]),
     "an unknown opset": lambda m: setattr(m.opset_import[0], "version", 100),
