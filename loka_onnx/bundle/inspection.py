@@ -12,7 +12,7 @@ from loka_onnx.core.rewrite import Part
 
 
 def inspect_bundle(path: Path) -> str:
-    """Verify a bundle, a directory or an archive, and describe it for a terminal."""
+    """Describe a bundle for a terminal, once its files match its manifest; no signature is checked."""
     verified = verify_path(path)
     manifest, cut = verified.manifest, verified.manifest.cut
     lines = [

@@ -67,7 +67,7 @@ def refill(field: Any, values: Iterable[Any]) -> None:
 
 
 def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a model with inputs in place of large initializers, and no external data."""
+    """Return a copy of a model with large or external initializers as inputs, unless they are inputs."""
     light = onnx.ModelProto()
     light.ir_version = model.ir_version
     light.opset_import.extend(model.opset_import)

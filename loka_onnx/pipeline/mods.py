@@ -123,9 +123,9 @@ def split_high_error(context: Context, merged: ModdedModel, left: Mapping[str, f
 
 
 def allowed_errors(context: Context, merged: MeasuredModel) -> dict[str, float]:
-    """Part of its error that each site which fits in no planned format may keep; nothing where none is split.
+    """Return the part of its error that each site which fits in no planned format may keep, at most one half.
 
-    Of several formats, the first has the largest errors. A split for one would cost the other's engines time.
+    The parts are those of the first format, which has the largest errors. Empty where mods split nothing.
     """
     chosen = context.config.plan
     if not context.config.mods.split_channels:

@@ -108,10 +108,10 @@ def climb(
     goal: Goal,
     rows: Mapping[str, int],
 ) -> Climb:
-    """Return the highest rung that meets the goal, as far as `MOST` judgements tell.
+    """Return the highest rung that meets the goal, after at most `MOST` judgements.
 
-    `rungs` are nested and ascending; the first needs no judgement. `rows` are those of ``selection`` and
-    ``certification``, for the starting point.
+    `rungs` are nested and ascending; the first is not judged. Additions that fail are left out, so the result
+    may be none of `rungs`. `rows` of ``selection`` and ``certification`` give the starting point.
     """
     climber = _Climber(ladder, judge, goal, rows)
     below = number = 0

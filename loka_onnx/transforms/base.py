@@ -25,7 +25,7 @@ class Found(Generic[M]):
 
     @classmethod
     def of(cls, found: Iterable[M | Declined]) -> Found[M]:
-        """Sort matches and declined look-alikes."""
+        """Separate matches from declined look-alikes, each in their order."""
         matches: list[M] = []
         declined: list[Declined] = []
         for each in found:

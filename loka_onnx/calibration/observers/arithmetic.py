@@ -66,7 +66,7 @@ class ActivationQuantizer:
     _views: dict[str, Tensor] = field(default_factory=dict)
 
     def root(self, tensor: Tensor, name: str) -> FakeQuantized:
-        """Return the rounding of the tensor before layout operations."""
+        """Add the rounding of the tensor that `tensor` is a layout of, once; `name` prefixes its nodes."""
         source = layout_root(tensor).tensor
         if source.name not in self._roots:
             scaling = self.scalings[tensor.name]

@@ -132,7 +132,7 @@ def product_calls(sources: Sequence[str]) -> Counter[str]:
 def site_precisions(
     engine: InductorEngine, calls: Mapping[str, Mapping[str, int]], planned: Sequence[tuple[Site, Precision]]
 ) -> tuple[SitePrecision, ...]:
-    """Return the precision of each planned site; `calls` counts the generated code's calls by program."""
+    """Return the precision of each planned site; `calls` holds `product_calls` of each program."""
     compiled = {site.site: site for site in engine.sites}
     sites = []
     for site, precision in planned:

@@ -98,7 +98,7 @@ class TensorRtFamily(Backend):
         return Availability(True, version, self.builds_anywhere, False, (), reason, remedy)
 
     def decline(self, plan: PrecisionPlan, architecture: str) -> str | None:
-        """FP8 needs E4M3FN and sm89 or later; BF16 needs sm80 or later."""
+        """See `Backend.decline`: FP8 in E4M3FN needs sm89 or later, BF16 sm80; INT8 is declined."""
         number = capability(architecture)
         if plan.fp8_sites and number < FLOAT8_FROM:
             return f"{architecture} has no FP8 products (sm{FLOAT8_FROM} is the first that has)"

@@ -106,7 +106,7 @@ class MergeGathers(Mod[Lookups]):
             yield from (Declined(lookup.node.name, reason) for lookup in stack)
 
     def rewrite(self, model: GraphModel, match: Lookups) -> Applied:
-        """Look all columns up at once; split the result where single columns were read."""
+        """Replace the lookups by one and a Split, whose parts go to the readers of each lookup."""
         modules = [str(lookup.node.name).rpartition("/")[0] or str(lookup.node.name) for lookup in match]
         name = model.fresh_name(f"{merged_name(modules)}/lookup")
         ids, table = _selected(model, match, name), match[0].table

@@ -61,7 +61,7 @@ def is_row(tensor: Tensor, end: Tensor) -> bool:
 
 
 def unrounded(graph: PlannedGraph, tensor: Tensor) -> Tensor:
-    """Return the FP32 tensor that was just rounded to this one, in its shape; else itself."""
+    """Return the FP32 tensor that was just cast to this BF16 or FP16 one, in its shape; else itself."""
     node = tensor.producer
     if node is None or node.op not in {"Cast", "Reshape"} or tensor.kind not in HALVES:
         return tensor

@@ -287,7 +287,7 @@ class TiledProduct(ProductStrategy):
     tile: Tile
 
     def multiply(self, product: FloatProduct, epilogue: Epilogue | None = None) -> Multiplied:
-        """Compute by the kernel where it can, else by the library."""
+        """Compute a product with an epilogue by the kernel if its sizes allow; any other by the library."""
         is_multiple = not any(length % MULTIPLE for length in product.b.shape)
         if epilogue is None or not product.a.is_cuda or not is_multiple:
             return ScaledMatMul().multiply(product, epilogue)
