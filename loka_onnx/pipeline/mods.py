@@ -138,6 +138,7 @@ def allowed_errors(context: Context, merged: MeasuredModel) -> dict[str, float]:
         )
         for format in planned_formats(context.config)
     )
+    # A split for one format would cost the engines of the others time.
     return {site: left for site, left in first.items() if all(site in other for other in others)}
 
 
