@@ -1,9 +1,10 @@
 """From an `.onnx` file of unknown origin to a bundle: `python examples/bare_onnx.py [DIRECTORY]`.
 
 Nothing is known of the model but its file: an older operator set, a LayerNorm in its parts, an Einsum.
-Nothing is known of the rows but what goes in: there are no labels, so FP8 is judged on KL, the part of the
-loss change that needs none. Replace `write_model` and `write_rows` by your own files. Needs `loka-onnx[cpu]`,
-and neither PyTorch nor TensorFlow; takes some ten seconds on two cores.
+Nothing is known of the rows but what goes in: there are no labels, so INT8 (on a CPU that does
+not multiply it, FP8) is judged on KL, the part of the loss change that needs none. Replace `write_model` and
+`write_rows` by your own files. Needs `loka-onnx[cpu]`, and neither PyTorch nor TensorFlow; takes some twenty
+seconds on two cores.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def main(directory: Path) -> None:
     for target in result.choice.targets:
         print(f"{target.target}: plan {target.plan}, {target.reason}")
     for evaluation in result.report.evaluations.evaluations:
-        if evaluation.split == "certification" and evaluation.plan.startswith("fp8"):
+        if evaluation.split == "certification" and evaluation.plan.startswith(("fp8", "int8")):
             change = evaluation.outputs[0].difference.judged
             print(
                 f"{evaluation.plan}: KL {change.value:.4%} [{change.lower:.4%}, {change.upper:.4%}] "

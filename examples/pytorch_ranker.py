@@ -120,7 +120,7 @@ def main(directory: Path) -> None:
     for target in result.choice.targets:
         print(f"{target.target}: plan {target.plan}, {target.reason}")
     for evaluation in result.report.evaluations.evaluations:
-        if evaluation.split == "certification" and evaluation.plan.startswith("fp8"):
+        if evaluation.split == "certification" and evaluation.plan.startswith(("fp8", "int8")):
             for output in evaluation.outputs:
                 change = output.difference.judged
                 print(

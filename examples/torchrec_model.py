@@ -137,6 +137,7 @@ data:
   synthetic: true
   inputs: {{numbers: [{", ".join(numbers)}], bags: [{", ".join(bags)}]}}
 batch: {{min: 1, serve: [64, 512], max: 4096}}
+plan: {{formats: [fp8]}}  # a CPU judges it and runs FP32, to compare with TorchRec; by default INT8 competes
 targets: [{{device: cpu, backends: [onnxruntime]}}]
 """,
         encoding="utf-8",

@@ -127,6 +127,8 @@ def run_file(ranker: Ranker, built: Built, data: str, names: tuple[list[str], li
             "group": "user_id",
             **({} if matrix or not feeds else {"inputs": feeds}),
         },
+        # The tables are of FP8, which a CPU simulates; by default it would plan the INT8 that it multiplies.
+        "plan": {"formats": ["fp8"]},
         "targets": [{"device": "cpu", "backends": ["onnxruntime"]}],
     }
 

@@ -108,7 +108,7 @@ class StageReporter:
             elif not self._quiet:
                 because = f"  again: {outcome.because}" if outcome.because else ""
                 text = f"[green]✓[/green] {escape(stage):<14} {_duration(outcome)}{escape(because)}"
-                self._console.print(text, soft_wrap=True, highlight=not because)
+                self._console.print(text, soft_wrap=True)
 
     def progress(self, task: str, done: int, total: int) -> None:
         """`done` of `total` units of a task of the running stage are finished."""

@@ -351,6 +351,8 @@ class RunDirectory:
                     # A directory of that name, or a file in the place of one on the way, is not the stage's.
                     with suppress(IsADirectoryError, NotADirectoryError):
                         (self.path / file).unlink(missing_ok=True)
+                reads = {stage: parts for stage, parts in self.record.reads.items() if stage != name}
+                self.record = replace(self.record, reads=reads)
                 self._write(tuple(other for other in self.record.stages if other is not record))
 
     def before(self, name: str) -> tuple[StageRecord, ...]:

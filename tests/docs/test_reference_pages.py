@@ -29,7 +29,7 @@ def test_every_type_of_a_public_signature_is_on_a_page() -> None:
         # Aliases of standard types, and functions that are handed in.
         *("Arrays", "Progress", "Outcome", "Run", "Fusions", "Precision", "Corrections", "Mod"),
         # Values that one stage makes and another takes, without use of their own.
-        *("Parity", "Split", "Reference"),
+        *("Parity", "Split", "Reference", "Outlook"),
     }
     for name in loka_onnx.__all__:
         value = getattr(loka_onnx, name)
@@ -95,7 +95,7 @@ def test_every_key_of_the_run_file_is_told() -> None:
             assert re.search(rf"\| \**`{key}`\** \|", page), f"{name}: {key}"
             assert value.get("description"), f"{name}: {key} has no description"
     assert "| **`model`** | [mapping](#model) |  |" in page
-    assert "| `budget` | number > 0.0, ≤ 1,000.0 | `0.0002` |" in page
+    assert "| `budget` | number > 0.0, ≤ 1.0 | `0.0002` |" in page
     assert "| `min` | integer ≥ 1, ≤ 1,048,576 | `1` |" in page
     assert "| **`kind`** | `logit`, `probability`, `regression` |" in page
     anchors = {re.sub(r"[^\w-]", "", title.lower()) for title in re.findall(r"^###? (\S+)$", page, re.M)}

@@ -106,7 +106,9 @@ def check_second_demo(first: Done, output: Path) -> None:
     redone = [
         line.split()[1]
         for line in again.err.splitlines()
-        if "reused" not in line and not line.startswith(("✓ prepare data", "✓ check data"))
+        if line.startswith("✓")
+        and "reused" not in line
+        and not line.startswith(("✓ prepare data", "✓ check data"))
     ]
     assert redone == ["bundle"]
     assert finish(start("bundle", "verify", output / "bundle")).code == 0

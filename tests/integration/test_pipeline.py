@@ -217,10 +217,14 @@ def test_stage_verbs_share_the_run_directory(place, finished, command):
             done = command(stage, place.path / "steps.yaml", *options)
             assert done.code == 0, done.err
             # Only its own stage was left to do: every earlier one is reused.
-            fresh = [
-                line for line in done.err.splitlines() if "reused" not in line and "check data" not in line
-            ]
+            ended = [line for line in done.err.splitlines() if line.startswith("✓ ")]
+            fresh = [line for line in ended if "reused" not in line and "check data" not in line]
             assert len(fresh) <= (3 if stage is Stage.TRANSFORM else 2), done.err
+            # Beside the stages there is what to expect of the run, which `export` does not know.
+            others = [line for line in done.err.splitlines() if line not in ended]
+            expected = [r"about \d+ (s|min) in all \(.+\)"] if stage is not Stage.EXPORT else []
+            assert len(others) == len(expected), done.err
+            assert all(re.fullmatch(*each) for each in zip(expected, others, strict=True)), done.err
             told[stage] = done.out
     done = command("run", place.path / "steps.yaml", "--resume", "--quiet")
     assert done.code == 0 and done.err == ""

@@ -28,7 +28,7 @@ def test_a_changed_budget_plans_again_from_the_profile(copied: Workplace):
 
 def test_the_terminal_names_the_key(copied: Workplace, command: Command):
     done = command("plan", copied.run_file, "--set", "calibration.batch_size=256")
-    (line,) = (line for line in done.err.splitlines() if "calibrate" in line and "recalibrate" not in line)
+    (line,) = (line for line in done.err.splitlines() if line.startswith("✓ calibrate "))
     assert done.code == 0 and line.endswith("again: calibration.batch_size: 512 → 256")
 
 

@@ -45,6 +45,8 @@ main(["doctor"])
 
 
 WIDTHS = (40, 60, 100)
+ESTIMATE = re.compile(r"about \d+ (s|min) in all \(.+\)")
+"""What to expect of the run, after the data were checked."""
 
 
 def slow_stage(columns: int = 100, **environment: str) -> Session:
@@ -94,7 +96,8 @@ def test_ctrl_c_leaves_the_finished_stages_and_one_message(place):
     assert session.end() == 130
     shown = [line for line in screen(session.text) if not line.startswith("^C")]
     assert shown[-1].startswith("interrupted; `run --resume`")
-    finished = [line.split("  ")[0] for line in shown[:-1]]
+    assert ESTIMATE.fullmatch(shown[2])
+    finished = [line.split("  ")[0] for line in [*shown[:2], *shown[3:-1]]]
     # A stage or two may have ended before the signal came.
     assert 2 <= len(finished) < len(STAGES)
     assert finished == [f"✓ {stage}" for stage in STAGES[: len(finished)]]
@@ -106,11 +109,17 @@ def test_the_end_of_a_run_fits_the_terminal(finished, columns):
     session = start([BIN / "loka-onnx", "run", run_file, "--resume"], columns=columns)
     assert session.end() == 0
     shown = screen(session.text)
-    after = next(number for number, line in enumerate(shown) if "cpu: fp32 —" in line)
-    tables = shown[shown.index("RUN, cpu: certification") : after]
-    assert max(len(line) for line in tables) <= columns
-    assert re.fullmatch(r"  Latency p50: [\d.]+ µs \(batch 64, on cpu\)", shown[after + 2])
-    assert not any("…" in line for line in tables), "no number and no word is cut"
+    # The result comes first: a sentence for the target, why, and the table.
+    first = next(number for number, line in enumerate(shown) if line.startswith("cpu: "))
+    assert re.fullmatch(r"cpu: fp32, [\d.]+ µs at 64, ΔNE 0 % of 1 %", shown[first])
+    begins = shown.index("RUN, cpu: certification")
+    why, table = shown[first + 1 : begins], shown[begins : shown.index("", begins)]
+    (choice,) = finished.choice.targets
+    assert " ".join(" ".join(why).split()) == choice.reason
+    # In a narrow column the mark is below the name.
+    assert "* emitted" in table and re.search(r"^fp32( \*|.*\n\*)", "\n".join(table), re.M)
+    assert max(len(line) for line in [*why, *table]) <= columns
+    assert not any("…" in line for line in [*why, *table]), "no number and no word is cut"
     report = next(line for line in shown if line.startswith("report "))
     assert report.endswith("report.html")
 
@@ -125,7 +134,9 @@ def resumed(finished: RunResult, *flags: str, **environment: str) -> Done:
 def test_a_pipe_gets_text_and_no_escapes(finished):
     done = resumed(finished)
     assert done.code == 0 and ESCAPE not in done.out + done.err
-    assert [line.split("  ")[0] for line in done.err.splitlines()] == [f"✓ {stage}" for stage in STAGES]
+    lines = done.err.splitlines()
+    assert ESTIMATE.fullmatch(lines.pop(2))
+    assert [line.split("  ")[0] for line in lines] == [f"✓ {stage}" for stage in STAGES]
     assert "* emitted" in done.out and "✓" not in done.out
 
 

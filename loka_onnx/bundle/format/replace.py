@@ -147,6 +147,12 @@ def _exchange(first: Path, second: Path) -> bool:
     raise OSError(code, os.strerror(code), os.fspath(second))
 
 
+def remove_leftovers(destination: Path) -> None:
+    """Remove what interrupted writers of a directory have left beside it, where it may be written."""
+    with contextlib.suppress(OSError), _locked(destination.parent):
+        _remove_leftovers(destination, f".{destination.name}.staged-")
+
+
 def _remove_leftovers(destination: Path, prefix: str) -> None:
     for path in sorted(destination.parent.iterdir()):
         if not path.name.startswith(prefix) or path.is_symlink() or not path.is_dir():

@@ -25,7 +25,7 @@ from typing import NoReturn
 from loka_onnx.bundle.format.archive import add_names, as_directory, check_room, distinct_files
 from loka_onnx.bundle.format.documents import COPY_AGAIN, OPEN_PLAIN, read_document
 from loka_onnx.bundle.format.files import parse_manifest, verify_bundle
-from loka_onnx.bundle.format.replace import check_replaceable, staged_directory
+from loka_onnx.bundle.format.replace import check_replaceable, remove_leftovers, staged_directory
 from loka_onnx.bundle.format.signature import (
     MAX_SIGNATURE_BYTES,
     SIGNATURE_NAME,
@@ -200,7 +200,9 @@ def pull_bundle(
         listed = _listed(store, digest, keys)
         check_replaceable(destination)
         is_unchanged, read, kept = _is_there(destination, listed), 0, listed.manifest.total_bytes
-        if not is_unchanged:
+        if is_unchanged:
+            remove_leftovers(destination)
+        else:
             read, kept = _pull(store, listed, destination)
     except BundleInvalid as error:
         remedy = PUSH_AGAIN if error.remedy == COPY_AGAIN else error.remedy

@@ -86,7 +86,7 @@ MEMORY = textwrap.dedent(
     """
     import sys, resource
     from pathlib import Path
-    sys.path[:0] = [sys.argv[1]]
+    sys.path[:0] = sys.argv[1].split(":")
     import numpy as np
     from small_models import BINDINGS, LOGIT, TWO_SITES, artifact_of
     from loka_onnx.calibration.calibrate import ProbeOptions, calibrate
@@ -114,10 +114,12 @@ def test_memory_does_not_grow_with_the_number_of_batches(tmp_path):
         x=np.random.default_rng(0).standard_normal((rows, 16)).astype(np.float32),
         label=np.arange(rows) % 2,
     )
+    here = Path(__file__).parent
+    modules = f"{here}:{here.parents[1] / 'support'}"
     peaks = []
     for batches in (10, 200):
         result = subprocess.run(
-            [sys.executable, "-c", MEMORY, str(Path(__file__).parent), str(tmp_path), str(batches)],
+            [sys.executable, "-c", MEMORY, modules, str(tmp_path), str(batches)],
             check=False,
             capture_output=True,
             text=True,

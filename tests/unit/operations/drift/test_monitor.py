@@ -59,9 +59,11 @@ def test_rows_of_many_calls_are_compared_as_a_file_of_them_is(monitor: Monitor) 
     assert found is not None and found.is_judged
     assert found.tensors == wanted.tensors
     assert found.live_rows == wanted.live_rows == 16 * BATCH
-    assert [(s.site, s.live_noise, s.live_saturated) for s in sorted(found.sites, key=lambda s: s.site)] == [
-        (s.site, s.live_noise, s.live_saturated) for s in sorted(wanted.sites, key=lambda s: s.site)
-    ]
+    pairs = [sorted(each.sites, key=lambda s: s.site) for each in (found, wanted)]
+    for ours, theirs in zip(*pairs, strict=True):
+        assert (ours.site, ours.live_saturated) == (theirs.site, theirs.live_saturated)
+        # Two sessions may add in another order.
+        assert ours.live_noise == pytest.approx(theirs.live_noise, rel=1e-6)
     # What was not measured (KL) is told from 0, also in the document.
     assert found.outputs[0].live_kl is None and found.outputs[0].standard_error == np.inf
     assert serde.loads(DriftReport, serde.dumps(found)) == found
