@@ -36,6 +36,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import ClassVar
 
 CODE = re.compile(r"E\d{4} ")
@@ -143,12 +144,19 @@ class SeveralErrors(ConfigError, DataError, ModelError):
         return self._errors
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.errors))
+        return self._joined([str(error) for error in self.errors], "\n")
 
     @property
     def message(self) -> str:
-        """The messages of all."""
-        return "\nerror: ".join(error.message for error in self.errors)
+        """The messages of all, or of the first ones that fit a message."""
+        return self._joined([error.message for error in self.errors], "\nerror: ")
+
+    def _joined(self, texts: Sequence[str], separator: str) -> str:
+        ends = accumulate(len(text) for text in texts)
+        shown = max(1, sum(end <= 3 * MOST_CHARACTERS for end in ends))
+        left = len(texts) - shown
+        more = f"\n{left} more: mend these first" if left else ""
+        return separator.join(texts[:shown]) + more
 
 
 class Collected:

@@ -18,6 +18,7 @@ from loka_onnx.core.rewrite import Applied, RewriteRecord
 from loka_onnx.core.site import Operand, Site
 from loka_onnx.errors import TransformError
 from loka_onnx.graph.model import GraphModel, Node, Tensor, is_constant, values_of
+from loka_onnx.graph.shape_values import static_shape
 from loka_onnx.graph.sites import channel_axis
 from loka_onnx.numerics.rounding import quantize, storage_type
 
@@ -65,12 +66,14 @@ def _quantize_site(model: GraphModel, site: Site, decision: Decision, shared: _S
 def _described(model: GraphModel, site: Site) -> Node:
     """Return the node of a site.
 
-    Raises TransformError if the model has no such node, or one of other operands.
+    Raises TransformError if the model has no such node, or one of other operands or another weight.
     """
     node = next((node for node in model.nodes if node.name == site.name), None)
     constant = [operand.index for operand in site.operands if operand.constant]
     if node is None or constant != [i for i, tensor in enumerate(node.inputs[:2]) if is_constant(tensor)]:
         raise _altered(site, "the model does not have it, or other operands of it are constant")
+    if any(static_shape(node.inputs[each.index]) != each.shape for each in site.operands if each.constant):
+        raise _altered(site, f"the weight has another shape than {site.weight and site.weight.shape}")
     return node
 
 

@@ -10,7 +10,7 @@ from run_files import refusal
 from loka_onnx.calibration.effects.sensitivity import StoppingSchedule
 from loka_onnx.config import load_run_file
 from loka_onnx.config.loading import build_run_config
-from loka_onnx.errors import ConfigError
+from loka_onnx.errors import ConfigError, SeveralErrors
 
 
 def test_an_unknown_key_and_a_top_that_is_no_mapping(run_file):
@@ -164,3 +164,13 @@ def test_looks_end_at_every_limit(limit):
         if looks.is_due(done):
             looks.take(done)
     assert looks.taken >= 1
+
+
+def test_many_errors_at_once_stay_readable():
+    errors = [ConfigError(f"E0101 key {i} is wrong", evidence="x" * 900) for i in range(50)]
+    several = SeveralErrors(errors)
+    for text in (str(several), several.message):
+        assert len(text) < 6000
+        assert "key 0 " in text
+        assert text.endswith("more: mend these first")
+    assert len(several.errors) == 50

@@ -50,7 +50,7 @@ class MovementGraph(GraphBuilder):
 
     def some(self) -> str:
         """One of the last tensors, so that paths become long and meet."""
-        names = list(self.widths)
+        names = [name for name, width in self.widths.items() if width > 1]
         return names[int(self.random.integers(max(0, len(names) - 8), len(names)))]
 
     # Blocks -----------------------------------------------------------------------------------------

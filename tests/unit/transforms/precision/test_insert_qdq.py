@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +201,14 @@ def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
             apply_plan(source, plan, PlanForm(Precision.BF16), tmp_path / "after.onnx")
         assert caught.value.code == "E0602"
         assert evidence in caught.value.evidence
+
+
+def test_a_weight_of_another_shape_than_described_is_refused(tmp_path: Path) -> None:
+    source = artifact(PRODUCTS["gemm"].model(), tmp_path / "before.onnx")
+    (site,) = source.sites
+    plan = quantizing_plan(source, {"x": random_rows(6, 24)}, PER_CHANNEL_WEIGHT)
+    weight = replace(site.operands[1], shape=(1, *site.operands[1].shape), contracting_axis=1)
+    altered = replace(source, sites=(replace(site, operands=(site.operands[0], weight)),))
+    with pytest.raises(TransformError) as caught:
+        apply_plan(altered, plan, PlanForm(Precision.FP32), tmp_path / "after.onnx")
+    assert caught.value.code == "E0607"
