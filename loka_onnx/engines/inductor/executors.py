@@ -334,8 +334,10 @@ class GraphExecutor(Executor):
 
     def close(self) -> None:
         """Free graphs, buffers and programs, then their shared memory."""
-        for graph in (*self._stagings, *self._served.values()):
-            graph.captured.reset()
+        for staging in self._stagings:
+            staging.captured.reset()
+        for served in self._served.values():
+            served.captured.reset()
         self._served.clear()
         self._calls.clear()
         self._host = self._device = None
