@@ -1,7 +1,8 @@
 """Time of a request from host memory beside that of its kernels, by the engine of a bundle that runs here.
 
-In turns: `Engine.infer` with NumPy arrays, with arrays of `Engine.buffers`, and the engine's kernels alone
-with the batch in device memory; behind them requests a second of 1, 2 and 4 sessions, a thread for each::
+In turns: `Engine.infer` with NumPy arrays, with arrays of `Engine.buffers`, the engine's kernels alone with
+the batch in device memory, and the launch of a request's CUDA graph with the wait for it, which no Python
+around it can go below; behind them requests a second of 1, 2 and 4 sessions, a thread for each::
 
     python -m benchmarks.micro.host_requests --bundles DIR... --sizes 256 2048 --out DIR
 
@@ -19,9 +20,10 @@ from typing import Any
 
 from benchmarks.engines.timing import device_clock, device_facts, summary, timed_in_turns
 from benchmarks.recording import write_record
+from loka_onnx.engines.inductor.executors import Staging
 from loka_onnx.runtime import Engine, Serving, load
 from loka_onnx.runtime.requests import repeated
-from loka_onnx.sessions.runner import Resident
+from loka_onnx.sessions.runner import Buffers, Resident
 
 SESSIONS = (1, 2, 4)
 
@@ -43,6 +45,7 @@ def figures(bundle: Path, sizes: list[int], turns: int, seconds: float) -> dict[
             buffers = engine.buffers(size)
             for name, value in request.items():
                 buffers[name][:] = value
+            assert isinstance(buffers, Buffers)
             runner = engine.engine_for(size)._runner
             resident = runner.resident(request)
             alone = timed_in_turns({"device": resident}, turns, device_clock)
@@ -51,6 +54,9 @@ def figures(bundle: Path, sizes: list[int], turns: int, seconds: float) -> dict[
                 "buffers": Resident(partial(engine.infer, buffers), str),
                 "session alone": Resident(partial(runner.run, request), str),
             }
+            if isinstance(buffers.memory, Staging):
+                graph = Resident(buffers.memory.captured.replay, resident.wait)
+                whole["launch and wait"] = Resident(graph, str)
             taken = timed_in_turns(whole, turns * 20, clock)
             found[str(size)] = {name: summary(values) for name, values in {**alone, **taken}.items()}
     for sessions in SESSIONS:

@@ -187,6 +187,27 @@ class Dataset(ABC):
                 raise fault.error(self.path.name, rows)
         wrong.raise_any()
 
+    def widths(self) -> dict[str, int]:
+        """Values in a row, by input of rank 2, where all rows of the file have as many.
+
+        Lists whose file states no length are read.
+        """
+        widths = {}
+        for binding in self.layout.bindings:
+            sources = self._sources(binding)
+            stated = self._known[sources[0]].width
+            seen = {len(sources) if stated == 0 else stated}
+            if stated is None:
+                try:
+                    pieces = self._read(sources, range(self.file_rows), 8 * _CHUNK_ROWS)
+                    seen = {raw.values.shape[1] for piece in pieces for raw in piece.values()}
+                except (DataError, IndexError):
+                    # Lists of several lengths, empty ones, or nulls.
+                    continue
+            if binding.rank == 2 and len(seen) == 1 and (width := seen.pop()):
+                widths[binding.input] = width
+        return widths
+
     @abstractmethod
     def _describe(self) -> tuple[int, Mapping[str, ColumnInfo]]:
         """Return the rows of the file, and its columns, without reading rows."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from loka_onnx.core.artifact import ModelArtifact, OutputSpec, Parity
 from loka_onnx.errors import ModelError
@@ -24,14 +26,15 @@ def import_onnx(
     parity: Parity | None = None,
     *,
     link_tables: bool = False,
+    widths: Mapping[str, int] = MappingProxyType({}),
 ) -> ModelArtifact:
-    """Bring an ONNX file into canonical form and name its sites.
+    """Bring an ONNX file into canonical form, with `widths` of its `open_inputs` fixed, and name its sites.
 
     Table files of the source are copied, or linked where `link_tables` allows it. Raises ModelError if the
     model is truncated, has no sites, a static batch, a custom operator, or lacks a judged output; or ONNX
     Runtime refuses it.
     """
-    canonical = canonicalize(source)
+    canonical = canonicalize(source, widths)
     model = canonical.model
     _check_outputs(model, outputs, source)
     _check_batch(model, source)

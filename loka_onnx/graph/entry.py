@@ -7,14 +7,18 @@ named after its module, every site node by its site name.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import onnx
 import onnx.inliner
 from onnx.external_data_helper import uses_external_data
+from onnx.helper import tensor_dtype_to_np_dtype
 
+from loka_onnx.core.artifact import TensorSpec
 from loka_onnx.errors import ModelError
 from loka_onnx.graph.detached import info_of, refill
 from loka_onnx.graph.floats import to_dense, to_float32
@@ -48,8 +52,22 @@ class Canonical:
     notes: tuple[str, ...]
 
 
-def canonicalize(path: Path) -> Canonical:
-    """Read and convert a foreign model.
+def open_inputs(path: Path) -> tuple[TensorSpec, ...]:
+    """Inputs of a foreign model of shape (batch, width) with a dynamic width; ModelError if it is unsound."""
+    proto = read_proto(path)
+    check_message(proto, path)
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    return tuple(
+        TensorSpec(value.name, np.dtype(tensor_dtype_to_np_dtype(kind.elem_type)).name, (None, None))
+        for value in proto.graph.input
+        if len(dims := (kind := value.type.tensor_type).shape.dim) == 2
+        and not dims[1].HasField("dim_value")
+        and value.name not in constants
+    )
+
+
+def canonicalize(path: Path, widths: Mapping[str, int] = MappingProxyType({})) -> Canonical:
+    """Read and convert a foreign model; `widths` fixes axis 1 of `open_inputs`, by name.
 
     Raises ModelError if it is truncated, unsound, of another operator set, quantized already, or not
     convertible.
@@ -65,6 +83,7 @@ def canonicalize(path: Path) -> Canonical:
     _check_operators(proto, path)
     check_sound(proto, path)
     _name_nodes(proto.graph)
+    notes += _fix_widths(proto.graph, widths)
     original = _opset(proto)
     proto = _convert(proto, path)
     if _opset(proto) != original:
@@ -93,6 +112,28 @@ def _read_attributes(proto: onnx.ModelProto, directory: Path) -> None:
         for tensor in (attribute.t, *attribute.tensors):
             if uses_external_data(tensor):
                 read_external(tensor, directory)
+
+
+def _fix_widths(graph: onnx.GraphProto, widths: Mapping[str, int]) -> list[str]:
+    """Set axis 1 of inputs, and the axes of other tensors that have the same symbol and so the same size."""
+    dims = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
+    sizes: dict[str, set[int | None]] = defaultdict(set)
+    for name, axes in dims.items():
+        for axis, dim in enumerate(axes):
+            sizes[dim.dim_param].add(widths.get(name) if axis == 1 else None)
+    for name, width in widths.items():
+        dims[name][1].dim_value = width
+    for value in (*graph.value_info, *graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            # A symbol of the batch, or one that stands for several widths, is left.
+            known = sizes.get(dim.dim_param, set()) if dim.dim_param else set()
+            if len(known) == 1 and None not in known:
+                dim.dim_value = next(size for size in known if size is not None)
+    names = {size: sorted(n for n in widths if widths[n] == size) for size in sorted({*widths.values()})}
+    return [
+        f"axis 1 of {', '.join(repr(n) for n in each)} fixed to {size}, the width of every row of the data"
+        for size, each in names.items()
+    ]
 
 
 def _check_ends(model: GraphModel, path: Path) -> None:

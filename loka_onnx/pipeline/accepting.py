@@ -20,11 +20,12 @@ from loka_onnx.core.artifact import ModelArtifact, TensorSpec
 from loka_onnx.core.digests import digest_file, digest_json
 from loka_onnx.core.site import HIGH_ERROR, SiteKind
 from loka_onnx.data import Dataset, ensure_disjoint
-from loka_onnx.errors import Collected, ConfigError, DataError, InternalError, ModelError
+from loka_onnx.errors import Collected, ConfigError, DataError, InternalError, ModelError, UserError
 from loka_onnx.evaluation.columns import read_scores, read_truth
 from loka_onnx.export.onnx_model import import_onnx
 from loka_onnx.export.preflight import KEY, Batches, check_conversion, preflight
 from loka_onnx.export.torch_module import export_torch, import_torch, load_builder
+from loka_onnx.graph.entry import open_inputs
 from loka_onnx.graph.id_bounds import id_bounds
 from loka_onnx.graph.model import GraphModel
 from loka_onnx.graph.storage import model_digest
@@ -33,7 +34,7 @@ from loka_onnx.pipeline.directory import Stage
 from loka_onnx.pipeline.mods import ChosenMods, rewrite
 from loka_onnx.pipeline.outlook import Outlook, look_ahead
 from loka_onnx.pipeline.plans import check_targets
-from loka_onnx.pipeline.rows import bind_columns, generated_rows, open_rows, open_splits
+from loka_onnx.pipeline.rows import bind_columns, fixed_widths, generated_rows, open_rows, open_splits
 from loka_onnx.pipeline.survival import find_fatal_batch
 from loka_onnx.planning.policy import PlanOptions, check_patterns
 from loka_onnx.sessions.runner import Arrays
@@ -50,9 +51,14 @@ def export_model(settings: RunSettings) -> ModelArtifact:
     if config.model.onnx is not None:
         source = config.model.onnx
         reads: dict[str, Any] = {"onnx": [source.name, model_digest(source)]}
+        widths: dict[str, int] = {}
+        # The import and the check of the data say what is wrong with either.
+        with contextlib.suppress(UserError):
+            widths = fixed_widths(config, open_inputs(source))
+        reads |= {"widths": widths} if widths else {}
 
         def make() -> ModelArtifact:
-            return import_onnx(source, target, settings.specs)
+            return import_onnx(source, target, settings.specs, widths=widths)
     else:
         torch_model = build_torch_model(config.model, config.directory)
         reads = {"torch": torch_model.key}

@@ -120,8 +120,29 @@ def test_a_resident_batch_is_the_one_that_was_given(built: Built) -> None:
         pytest.skip("needs a GPU: the CPU has no CUDA graphs")
     with built.open() as runner:
         answer = runner.run(built.inputs(8))["out"]
-        (output,) = runner._executor._graphs[8].outputs
+        (output,) = runner._executor._served[8].captured.outputs
         runner.resident({"x": -built.inputs(8)["x"]})()
         assert not np.array_equal(output.cpu().numpy(), answer)
         runner.resident(built.inputs(8))()
         np.testing.assert_array_equal(output.cpu().numpy(), answer)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(2, 4), (3, 4), (4, 4), (7, 8), (8, 8)])
+def test_arrays_and_pinned_memory_are_answered_alike(built: Built, rows: int, size: int) -> None:
+    """Requests change between launches of the session's graph and of the graphs of a caller's memory."""
+    if built.artifact.architecture == "cpu":
+        pytest.skip("needs a GPU: the CPU has no CUDA graphs")
+    with built.open() as runner:
+        (output,) = runner._executor._served[size].captured.outputs
+        held, answers = [runner.buffers(rows) for _ in range(3)], []
+        for seed in range(4):
+            x = np.roll(np.load(built.model.sample)["x"], seed, axis=0)[:rows] * (1 - seed % 2 * 2)
+            runner.resident({"x": x})()
+            answers.append(output.cpu().numpy()[:rows])
+            np.testing.assert_array_equal(runner.run({"x": x})["out"], answers[-1])
+            for buffers in held:
+                buffers["x"][:] = x
+                np.testing.assert_array_equal(runner.run(buffers)["out"], answers[-1])
+            # The graphs of the others stay valid without this one, whose memory is free again.
+            held[seed % 3] = runner.buffers(rows)
+        assert not any(np.array_equal(answer, answers[-1]) for answer in answers[:-1])

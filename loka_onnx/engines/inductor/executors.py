@@ -3,8 +3,9 @@
 A GPU finishes the kernels of a ranker faster than a CPU can launch them one by one. For each served batch
 size the launches are therefore captured once into a CUDA graph (CUDA C++ Programming Guide, section CUDA
 Graphs) and replayed for each request. A graph uses fixed addresses: all inputs of a request are written one
-behind the other into pinned host memory, and one copy moves them to the device. A request is four calls of
-the driver and none of PyTorch. `Gpu` holds every call of the vendor.
+behind the other into pinned host memory. The copy of these bytes to the device and the copies of the outputs
+back are part of the graph, so that a request is one launch and one wait, and no call of PyTorch. `Gpu` holds
+every call of the vendor.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -115,8 +117,8 @@ class Captured:
 class Gpu:
     """One stream of a GPU, and the memory pool of the graphs captured on it.
 
-    Graphs of a pool may share memory for intermediate tensors. That is safe because they run in turn on one
-    stream, and outputs are fetched before the next one is queued.
+    Graphs of a pool may share memory for tensors that nothing holds after the capture. That is safe because
+    they run in turn on one stream.
     """
 
     def __init__(self, torch: Any, index: int) -> None:
@@ -157,9 +159,9 @@ class Gpu:
         size = ctypes.c_size_t(source.numel() * source.element_size())
         return partial(self._driver.call, "cuMemcpyAsync", *addresses, size, self._handle)
 
-    def capture(self, call: Callable[[], Sequence[Tensor]]) -> Captured:
+    def capture(self, call: Callable[[], Sequence[Tensor]], *, warm_ups: int) -> Captured:
         """Capture the work of a call, after calls that load kernels and let libraries choose theirs."""
-        for _ in range(WARM_UPS):
+        for _ in range(warm_ups):
             call()
         self._stream.synchronize()
         graph = self._torch.cuda.CUDAGraph()
@@ -177,22 +179,34 @@ class Gpu:
         self._torch.cuda.empty_cache()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Staging:
-    """Inputs of one batch size in pinned host memory; `upload` queues their copy to the device.
+    """Pinned host memory of requests of one batch size, and the CUDA graph that reads and writes it.
 
-    `owner` is the executor whose buffers they are copied to.
+    Attributes:
+        arrays: Inputs, by name.
+        upload: Queues their copy to the device, for a graph of the kernels alone.
+        captured: Graph of a request: the copy to the device, the kernels, the copies of the outputs back.
+        fetched: Outputs of the last request, in the order of the engine's.
+        owner: Executor whose device buffers the graph uses.
     """
 
     arrays: Mapping[str, npt.NDArray[Any]]
     upload: Callable[[], object]
+    captured: Captured
+    fetched: tuple[npt.NDArray[Any], ...]
     owner: Executor
 
     def fill(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """Write the rows of a piece."""
-        stop = piece.start + piece.rows
+        start, stop = piece.start, piece.start + piece.rows
         for name, target in self.arrays.items():
-            target[: piece.rows] = inputs[name][piece.start : stop]
+            value = inputs[name]
+            # Each slice takes a tenth of a microsecond: a request that fills the memory needs none.
+            if len(value) == len(target):
+                target[...] = value
+            else:
+                target[: piece.rows] = value[start:stop]
 
     def pad(self, piece: Piece) -> None:
         """Repeat the last row of a piece up to the size."""
@@ -203,19 +217,19 @@ class Staging:
 
 @dataclass(frozen=True)
 class Served:
-    """A batch size that is served by a CUDA graph.
+    """A batch size that is served by CUDA graphs.
 
     Attributes:
-        staging: Where its requests are written.
+        compute: Launches the kernels of the size, on `inputs`; returns the outputs.
         inputs: Views of the device's buffers, by name.
-        fetched: The outputs in pinned host memory; `downloads` queue their copies.
+        captured: Graph of the kernels alone, for rows that lie on the device.
+        staging: Where requests from host memory are written.
     """
 
-    staging: Staging
+    compute: Callable[[], list[Tensor]]
     inputs: Mapping[str, Tensor]
     captured: Captured
-    fetched: tuple[npt.NDArray[Any], ...]
-    downloads: tuple[Callable[[], object], ...]
+    staging: Staging
 
 
 class GraphExecutor(Executor):
@@ -228,6 +242,7 @@ class GraphExecutor(Executor):
         self._gpu = gpu
         self.device, self.stream = int(gpu.device.index or 0), gpu.stream
         self._served: dict[int, Served] = {}
+        self._stagings: WeakSet[Staging] = WeakSet()
         with gpu.active():
             room = (self._places(engine.graph_sizes[-1])[-1],)
             self._host = gpu.pinned(room, torch.uint8)
@@ -237,14 +252,13 @@ class GraphExecutor(Executor):
                 self._served[size] = self._prepare(size)
 
     def run(self, placement: Placement, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Copy the rows to the device, run, and copy the outputs back."""
+        """Launch the graph of a request, or move the rows, call the program and move its outputs."""
         if placement.captured:
-            served = self._queue(placement.piece, inputs)
-            for download in served.downloads:
-                download()
+            staging = self._filled(placement.piece, inputs)
+            staging.captured.replay()
             self._gpu.synchronize()
             # The next request overwrites the pinned memory.
-            values = [host.copy() for host in served.fetched]
+            values = [host.copy() for host in staging.fetched]
         else:
             with self._gpu.active():
                 outputs = self._calls[placement.program](self._moved(placement.piece, inputs))
@@ -304,7 +318,8 @@ class GraphExecutor(Executor):
         """Put the batch into device memory; `launch` queues its kernels and fetches nothing."""
         gpu = self._gpu
         if placement.captured:
-            launch = self._queue(placement.piece, inputs).captured.replay
+            self._filled(placement.piece, inputs).upload()
+            launch = self._served[placement.piece.size].captured.replay
         else:
             with gpu.active():
                 moved = self._moved(placement.piece, inputs)
@@ -319,6 +334,8 @@ class GraphExecutor(Executor):
 
     def close(self) -> None:
         """Free graphs, buffers and programs, then their shared memory."""
+        for staging in self._stagings:
+            staging.captured.reset()
         for served in self._served.values():
             served.captured.reset()
         self._served.clear()
@@ -327,24 +344,25 @@ class GraphExecutor(Executor):
         self._gpu.close()
 
     def staging(self, placement: Placement) -> Staging | None:
-        """Make page-locked memory like that of the executor's own requests."""
+        """Make page-locked memory like that of the executor's own requests, with a graph that reads it."""
         size = placement.piece.size
-        memory = self._gpu.pinned((self._places(size)[-1],), self._torch.uint8)
-        return self._staging(memory, size) if placement.captured else None
+        if not placement.captured:
+            return None
+        with self._gpu.active():
+            memory = self._gpu.pinned((self._places(size)[-1],), self._torch.uint8)
+            served = self._served[size]
+            return self._staging(memory, size, served.compute, served.captured.outputs)
 
-    def _queue(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> Served:
-        """Queue the copy of a piece to the device and its graph."""
-        served = self._served[piece.size]
-        staging = served.staging
+    def _filled(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> Staging:
+        """Write a piece into pinned memory, unless it lies there, and let this thread launch its graph."""
         if type(inputs) is Buffers and getattr(inputs.memory, "owner", None) is self:
-            staging = inputs.memory
+            staging: Staging = inputs.memory
         else:
+            staging = self._served[piece.size].staging
             staging.fill(piece, inputs)
         staging.pad(piece)
         self._gpu.activate()
-        staging.upload()
-        served.captured.replay()
-        return served
+        return staging
 
     def _places(self, size: int) -> list[int]:
         """Bytes at which each input of so many rows begins, and the end of the last one."""
@@ -363,32 +381,46 @@ class GraphExecutor(Executor):
             views[port.name] = memory[begin:stop].view(dtype).reshape(shape)
         return views
 
-    def _staging(self, memory: Tensor, size: int) -> Staging:
-        """Pinned memory as the inputs of a batch size."""
+    def _staging(
+        self, memory: Tensor, size: int, compute: Callable[[], list[Tensor]], outputs: Sequence[Tensor]
+    ) -> Staging:
+        """Pinned memory as the inputs of a batch size, with the graph of its requests."""
         end = self._places(size)[-1]
         arrays = {name: view.numpy() for name, view in self._views(memory, size).items()}
-        return Staging(arrays, self._gpu.copying(self._device[:end], memory[:end]), self)
+        upload = self._gpu.copying(self._device[:end], memory[:end])
+        fetched = [self._gpu.pinned(tuple(t.shape), t.dtype) for t in outputs]
+
+        def request() -> Sequence[Tensor]:
+            upload()
+            for pair in zip(fetched, compute(), strict=True):
+                self._gpu.copying(*pair)()
+            # Nothing holds the outputs on the device: other graphs may use their memory.
+            return ()
+
+        captured = self._capture(size, request, warm_ups=0)
+        staging = Staging(arrays, upload, captured, tuple(host.numpy() for host in fetched), self)
+        self._stagings.add(staging)
+        return staging
 
     def _prepare(self, size: int) -> Served:
         program = next(p for p in self._engine.programs if p.minimum <= size <= p.maximum)
-        call, gpu = self._calls[program.name], self._gpu
-        inputs = self._views(self._device, size)
+        call, inputs = self._calls[program.name], self._views(self._device, size)
+
+        def compute() -> list[Tensor]:
+            return [output.contiguous() for output in call([*inputs.values()])]
+
+        captured = self._capture(size, compute, warm_ups=WARM_UPS)
+        return Served(compute, inputs, captured, self._staging(self._host, size, compute, captured.outputs))
+
+    def _capture(self, size: int, work: Callable[[], Sequence[Tensor]], *, warm_ups: int) -> Captured:
         try:
-            captured = gpu.capture(lambda: [output.contiguous() for output in call([*inputs.values()])])
+            return self._gpu.capture(work, warm_ups=warm_ups)
         except RuntimeError as error:
             raise EngineError(
                 f"E0817 the engine cannot be captured into a CUDA graph for {size} rows",
                 evidence=str(error).splitlines()[0][:400],
                 remedy="an operator of it waits for the device; the log of the build has its kernels",
             ) from error
-        fetched = [gpu.pinned(tuple(t.shape), t.dtype) for t in captured.outputs]
-        return Served(
-            self._staging(self._host, size),
-            inputs,
-            captured,
-            tuple(host.numpy() for host in fetched),
-            tuple(gpu.copying(*pair) for pair in zip(fetched, captured.outputs, strict=True)),
-        )
 
     def _moved(self, piece: Piece, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
         return [each.to(self._gpu.device) for each in self._tensors(piece, inputs)]

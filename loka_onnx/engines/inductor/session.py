@@ -114,6 +114,8 @@ class InductorSession(Runner):
         self.engine = engine
         self._executor: Executor | None = executor
         self._lock = threading.Lock()
+        self._placements: dict[int, tuple[Placement, ...]] = {}
+        """Placements by rows of the requests so far."""
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Run one batch."""
@@ -126,7 +128,7 @@ class InductorSession(Runner):
         return {port.name: _joined(port.name, answers, batched=port.batched) for port in self.engine.outputs}
 
     def buffers(self, rows: int) -> Buffers | None:
-        """Make page-locked memory, where one CUDA graph serves so many rows."""
+        """Make page-locked memory with a CUDA graph of its own, where one graph serves so many rows."""
         with self._executing(rows) as (executor, pieces):
             staging = executor.staging(pieces[0]) if len(pieces) == 1 else None
         if staging is None:
@@ -173,7 +175,9 @@ class InductorSession(Runner):
         with self._lock:
             executor = self._open_executor()
             try:
-                yield executor, placements(self.engine, rows, captures=executor.captures)
+                if rows not in self._placements:
+                    self._placements[rows] = placements(self.engine, rows, captures=executor.captures)
+                yield executor, self._placements[rows]
             except RuntimeError as error:
                 reason = str(error).splitlines()[0][:400]
                 raise EngineError("E0835 the engine failed on a batch", evidence=reason) from error

@@ -96,7 +96,8 @@ class StandInGpu:
         assert target.numel() * target.element_size() == source.numel() * source.element_size()
         return lambda: target.copy_(source)
 
-    def capture(self, call: Any) -> Captured:
+    def capture(self, call: Any, *, warm_ups: int) -> Captured:
+        self.calls.append("capture")
         outputs = tuple(output.clone() for output in call())
         assert all(output.is_contiguous() for output in outputs)
 
@@ -214,16 +215,47 @@ def test_a_free_session_takes_the_request_and_memory_goes_to_its_own() -> None:
             session.run(request(4))
 
 
-def test_graphs_are_captured_once_for_each_size_that_is_served() -> None:
+def test_two_graphs_are_captured_for_each_size_that_is_served() -> None:
     program = Recording()
     GraphExecutor(torch, DYNAMIC, calls_of(DYNAMIC, program), StandInGpu())  # type: ignore[arg-type]
-    # The largest first, so that the others find their memory in its pool.
-    assert program.rows == [16, 4]
+    # The kernels alone and a request; the largest first, so that the others find their memory in its pool.
+    assert program.rows == [16, 16, 4, 4]
+
+
+def test_a_request_is_one_graph_and_one_wait() -> None:
+    session, _ = on_gpu()
+    gpu: Any = session._executor._gpu  # type: ignore[union-attr]
+    buffers = session.buffers(4)
+    assert buffers is not None
+    for name, value in request(4).items():
+        buffers[name][:] = value
+    for asked in (request(4), request(3), buffers):
+        gpu.calls.clear()
+        session.run(asked)
+        assert gpu.calls == ["activate", "replay", "synchronize"]
+
+
+def test_the_graph_of_a_callers_memory_ends_with_either_of_them() -> None:
+    session, _ = on_gpu()
+    executor: Any = session._executor
+    own = len(executor._stagings)
+    kept, dropped = session.buffers(4), session.buffers(16)
+    assert executor._gpu.calls[-2:] == ["capture"] * 2
+    assert len(executor._stagings) == own + 2
+    del dropped
+    assert len(executor._stagings) == own + 1
+    gpu = executor._gpu
+    session.close()
+    # Two sizes with two graphs each, and the caller's.
+    assert gpu.calls.count("reset") == 5
+    assert kept is not None
+    with pytest.raises(EngineError, match="the engine is closed"):
+        session.run(kept)
 
 
 def test_a_program_that_cannot_be_captured_is_refused() -> None:
     class Refuses(StandInGpu):
-        def capture(self, call: Any) -> Captured:
+        def capture(self, call: Any, *, warm_ups: int) -> Captured:
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     with pytest.raises(EngineError, match=r"16 rows(?s:.*)evidence: operation not permitted when"):
@@ -260,7 +292,7 @@ def test_closing_frees_everything_once() -> None:
     calls = calls_of(DYNAMIC, program)
     with InductorSession(DYNAMIC, GraphExecutor(torch, DYNAMIC, calls, gpu)) as session:  # type: ignore[arg-type]
         session.run(request(4))
-    assert gpu.calls[-3:] == ["reset", "reset", "close"]
+    assert gpu.calls[-5:] == [*["reset"] * 4, "close"]
     assert calls == {}
     session.close()
     assert gpu.calls.count("close") == 1
@@ -436,10 +468,19 @@ def test_cuda_graphs_on_a_gpu() -> None:
                 inputs = request(rows)
                 np.testing.assert_allclose(session.run(inputs)["out"], expected(inputs), rtol=1e-6)
             session.resident(request(4))()
-            for rows in (3, 4):
-                buffers = session.buffers(rows)
-                assert buffers is not None
-                for name, value in request(rows).items():
-                    buffers[name][:] = value
-                np.testing.assert_allclose(session.run(buffers)["out"], expected(request(rows)), rtol=1e-6)
+            for rows in (3, 4, 16):
+                held = [session.buffers(rows), session.buffers(rows)]
+                for seed, buffers in enumerate((*held, *held)):
+                    assert buffers is not None
+                    inputs = request(rows, seed)
+                    for name, value in inputs.items():
+                        buffers[name][:] = value
+                    for asked in (buffers, inputs):
+                        answer = session.run(asked)["out"]
+                        np.testing.assert_allclose(answer, expected(inputs), rtol=1e-6)
+                # A graph that is freed leaves the others as they are.
+                del held[0], buffers
+                np.testing.assert_allclose(
+                    session.run(request(rows))["out"], expected(request(rows)), rtol=1e-6
+                )
         assert program.rows == []
