@@ -144,7 +144,11 @@ def test_every_planned_site_runs_in_integers_and_sums_exactly(format: NumberForm
         got = runner.run({"x": x})["y"]
     want = planned.reference(x)
     # A step of fc3's input, the largest change that a tie which falls the other way makes.
-    step = ACTIVATIONS[format]["fc3"][0] * np.abs(planned.weights["w3"]).max() * np.abs(planned.weights["w4"]).sum(axis=0).max()
+    step = (
+        ACTIVATIONS[format]["fc3"][0]
+        * np.abs(planned.weights["w3"]).max()
+        * np.abs(planned.weights["w4"]).sum(axis=0).max()
+    )
     assert np.abs(got - want).max() <= step
     # Seen: in 3 of 64 rows, with INT8 in 17.
     assert (np.abs(got - want) > 1e-5 * np.abs(want).max()).any(axis=1).mean() < 0.3
@@ -250,5 +254,7 @@ def test_a_zero_point_that_a_format_lacks_is_declined(planned: Planned, tmp_path
     for name, architecture in (("onnxruntime", "cpu"), ("inductor", "cpu"), ("inductor", "sm80")):
         assert get_backend(name).decline(symmetric, architecture) is None
         reason = str(get_backend(name).decline(with_zero(symmetric, 3), architecture))
-        assert reason == "site 'fc1' has the zero point 3, which INT8 does not have"
-    assert "the zero point 256" in str(get_backend("onnxruntime").decline(with_zero(planned.plan, 256), "cpu"))
+        assert reason == "site 'fc1' has the zero point 3, which INT8 has not"
+    assert "the zero point 256" in str(
+        get_backend("onnxruntime").decline(with_zero(planned.plan, 256), "cpu")
+    )

@@ -37,7 +37,9 @@ EIGHT_BITS = {Precision.FP8: FLOAT8, Precision.INT8: ("int8",)}
 """Element types of the factors of a quantized site."""
 _NARROW = {*FLOAT8, "int8"}
 _FLOATING = {*_NARROW, "bfloat16", "float16", "float32", "float64"}
-_ORDERED = "mm bmm matmul linear conv1d conv2d conv3d convolution scaled_dot_product_attention _scaled_mm _int_mm"
+_ORDERED = (
+    "mm bmm matmul linear conv1d conv2d conv3d convolution scaled_dot_product_attention _scaled_mm _int_mm"
+)
 _FACTORS = {f"aten.{name}.default": (0, 1) for name in _ORDERED.split()} | {
     "aten.addmm.default": (1, 2),
     "aten.baddbmm.default": (1, 2),
@@ -118,14 +120,14 @@ def _dtype(node: Any) -> str:
 
 
 def _factor_type(node: Any) -> str:
-    """Element type of a factor; on the CPU, of quantized values that are only widened (`simulated_mm`), theirs."""
+    """Element type of a factor; on the CPU, of quantized values that are widened (`simulated_mm`), theirs."""
     is_widened = str(node.target) in _WIDENING and node.meta["val"].device.type == CPU
     narrow = [kind for kind in map(_dtype, node.all_input_nodes) if kind in _NARROW] if is_widened else []
     return narrow[0] if narrow else _dtype(node)
 
 
 def product_calls(sources: Sequence[str]) -> Counter[str]:
-    """Calls of quantized products and of own kernels in generated C++, by operator of the exported program."""
+    """Calls of quantized products and own kernels in generated C++, by operator of the exported program."""
     counts = Counter[str]()
     for text in sources:
         products = (*_LIBRARY_CALL.findall(text), *_TEMPLATE_CALL.findall(text))

@@ -1,7 +1,7 @@
 """Products of an activation and a constant with their epilogue, biases moved to them, and quantized concats.
 
-A product in FP8 or INT8 (A and W behind their DQ), BF16 or FP16, and operators behind it that need no other element
-of its output, in this order, each optional::
+A product in FP8 or INT8 (A and W behind their DQ), BF16 or FP16, and operators behind it that need no other
+element of its output, in this order, each optional::
 
     Z  =  A · W + b
     Z  =  relu(Z)                   or, of a cross layer (arXiv 2008.13535, equation 1),   Z  =  x0 ⊙ Z + x

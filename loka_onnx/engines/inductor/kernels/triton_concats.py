@@ -90,7 +90,9 @@ def _written(  # type: ignore[no-untyped-def]
     if WIDE:
         tl.store(wide_ptr + place, z, mask=inside)
     if NARROW:
-        tl.store(narrow_ptr + place, to_eight_bits(z, inverse_scale, narrow_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            narrow_ptr + place, to_eight_bits(z, inverse_scale, narrow_ptr.dtype.element_ty), mask=inside
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

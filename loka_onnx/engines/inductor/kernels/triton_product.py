@@ -119,7 +119,9 @@ def _finish(  # type: ignore[no-untyped-def]
     if WIDE:
         tl.store(wide_ptr + place, z.to(wide_ptr.dtype.element_ty), mask=stored)
     if NARROW:
-        tl.store(narrow_ptr + place, to_eight_bits(z, inverse_scale, narrow_ptr.dtype.element_ty), mask=stored)
+        tl.store(
+            narrow_ptr + place, to_eight_bits(z, inverse_scale, narrow_ptr.dtype.element_ty), mask=stored
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

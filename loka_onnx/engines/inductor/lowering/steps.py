@@ -1,8 +1,8 @@
 """Nodes with their lowerings: evaluation, constant folding, and the layout of constants in buffers.
 
-An FP8 or INT8 weight that a product reads as its right factor (K, N) is stored as (N, K) and read transposed, because
-matrix units read both factors along K. The scale of a Q/DQ pair is stored in FP32, in which a BF16 graph computes
-too: no kernel converts it at run time.
+An FP8 or INT8 weight that a product reads as its right factor (K, N) is stored as (N, K) and read transposed,
+because matrix units read both factors along K. The scale of a Q/DQ pair is stored in FP32, in which a BF16
+graph computes too: no kernel converts it at run time.
 """
 
 from __future__ import annotations

@@ -76,6 +76,11 @@ class Factors:
         """True if both factors are INT8."""
         return self.a.dtype == self.b.dtype == torch.int8
 
+    @property
+    def may_overflow(self) -> bool:
+        """True if INT32 may not hold a sum of INT8 products."""
+        return self.is_integer and self.b.shape[-2] >= LONGEST_K
+
     def swapped(self) -> Factors:
         """Transposed product Bᵀ Aᵀ, without the bias, which would belong to the rows."""
         a, b = self.b.transpose(-1, -2), self.a.transpose(-1, -2)
@@ -236,7 +241,7 @@ class ScaledMatMul(ProductStrategy):
 
 
 def _integer_sums(a: Tensor, b: Tensor) -> Tensor:
-    """INT32 product of INT8 matrices; cuBLASLt wants more than 16 rows, so that fewer or unknown are padded."""
+    """INT32 product of INT8 matrices; too few rows for `torch._int_mm`, or unknown ones, are padded."""
     rows = a.shape[0]
     is_enough = isinstance(rows, int) and rows > LEAST_ROWS
     padded = a if is_enough else torch.nn.functional.pad(a, (0, 0, 0, LEAST_ROWS))
@@ -267,10 +272,9 @@ def _why_not(product: Factors) -> str:
     if product.scale_a.dim():
         return f"{call} takes one scale of a left factor that is not constant"
     k, n = product.b.shape
-    if k % multiple or n % multiple:
-        return f"K {k} and N {n} are not both multiples of {multiple}"
-    if product.is_integer and k >= LONGEST_K:
-        return f"sums of K {k} products may exceed INT32"
+    if k % multiple or n % multiple or product.may_overflow:
+        sums = f"sums of K {k} products may exceed INT32"
+        return sums if product.may_overflow else f"K {k} and N {n} are not both multiples of {multiple}"
     kinds = {product.a.dtype, product.b.dtype}
     if kinds == {torch.float8_e5m2} or (torch.int8 in kinds and not product.is_integer):
         return f"{call} does not multiply {' by '.join(map(short_name, (product.a.dtype, product.b.dtype)))}"
@@ -323,8 +327,7 @@ class TiledProduct(ProductStrategy):
     def multiply(self, product: Factors, epilogue: Epilogue | None = None) -> Multiplied:
         """Compute a product with an epilogue by the kernel if its sizes allow; any other by the library."""
         is_multiple = not any(length % MULTIPLE for length in product.b.shape)
-        is_long = product.is_integer and product.b.shape[0] >= LONGEST_K
-        if epilogue is None or not product.a.is_cuda or not is_multiple or is_long:
+        if epilogue is None or not product.a.is_cuda or not is_multiple or product.may_overflow:
             return ScaledMatMul().multiply(product, epilogue)
         from loka_onnx.engines.inductor.kernels import triton_product as kernel
 
